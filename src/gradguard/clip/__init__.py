@@ -1,0 +1,1 @@
+"""Batch clipping: rules that act on the gradients of parameters after backward."""

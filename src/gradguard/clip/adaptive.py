@@ -1,0 +1,242 @@
+"""Adaptive gradient clipping (AGC): each unit's gradient is held to a fraction of that unit's weight."""
+
+from collections.abc import Iterable, Sequence
+from fnmatch import fnmatchcase
+
+import torch
+from torch import Tensor, nn
+
+from gradguard.clip.arguments import check_threshold
+from gradguard.clip.parameters import Gradients, Parameters, gradients_of, named_tensors
+from gradguard.clip.result import ClipResult
+from gradguard.errors import InvalidValueError, UnsupportedGradientError
+from gradguard.tensors.layout import are_readable, coalesce_, grouped, meeting_device, public_dtype
+from gradguard.tensors.nonfinite import NonFinitePolicy, check_policy, refuse_nonfinite, zero_if_nonfinite_
+from gradguard.tensors.units import WHOLE, UnitLayout, unit_norms
+
+Excluded = str | Tensor | nn.Module
+"""A name pattern, a parameter or a module."""
+
+
+def clip_grad_adaptive_(
+    parameters: Parameters,
+    clipping_threshold: float | Tensor = 0.01,
+    *,
+    eps: float = 1e-3,
+    exclude: Excluded | Iterable[Excluded] = (),
+    nonfinite: NonFinitePolicy = "propagate",
+) -> Tensor:
+    r"""Scale each unit's gradient to at most ``clipping_threshold`` times that unit's weight norm, in place.
+
+    .. math:: G_i \leftarrow G_i \cdot \min\Bigl(1,\;
+              \frac{\lambda \max(\lVert W_i \rVert_2, \epsilon)}{\lVert G_i \rVert_2}\Bigr)
+
+    A unit i is what feeds one output: a row of a linear weight, a filter of a convolution, an output channel of a
+    transposed convolution, a row of an embedding, a row of an attention's fused query-key-value weight, a whole bias
+    or gain. Pass the *module*, not its parameters, where it holds transposed convolutions or Hugging Face ``Conv1D``
+    layers: a bare tensor does not tell that its output channels lie along dimension 1.
+
+    The paper exempts the last linear layer: ``exclude=model.fc``.
+
+    **Guarantees.** Norms are accumulated in at least float32. No unit's gradient changes another unit's. Memory: no
+    more than one tensor's size at a time. On the CPU, a tensor none of whose units binds is not written; on an
+    accelerator the host never waits.
+
+    **Edge cases.**
+
+    ================================  ==========================================================================
+    input                             result
+    ================================  ==========================================================================
+    zero weights (zero-initialised)   the bound is λ·eps, so that the layer can still learn
+    zero gradient                     unchanged, never 0/0
+    ``clipping_threshold=0``          gradients become 0
+    NaN in a unit                     under ``"propagate"`` that unit stays as it is, all others are clipped
+    inf in a unit                     under ``"propagate"`` its inf becomes NaN, its other elements 0
+    sparse (COO) embedding gradient   coalesced in place; only the rows that it holds are looked at
+    ================================  ==========================================================================
+
+    Args:
+        parameters: As for `clip_grad_norm_`; preferably the module.
+        clipping_threshold: λ, at least 0. The paper uses 0.01 for batches of 1,024 to 4,096 and up to 0.08 for small
+            ones; a 0-dim tensor stays on its device.
+        eps: ε, the least weight norm that is reckoned with, at least 0.
+        exclude: Parameters to leave alone: parameters, modules, or name patterns (``"fc"`` for all in that module,
+            ``"*.bias"`` with wildcards). One that matches nothing is an error.
+        nonfinite: ``"propagate"``, ``"raise"`` or ``"zero"``, as for `clip_grad_norm_`.
+
+    Returns:
+        The 2-norm of all gradients that were not excluded, before the clip: 0-dim, float32 or float64.
+
+    Raises:
+        InvalidValueError: If a number is negative or NaN, or an excluded thing is not among ``parameters``.
+        InvalidTypeError: If an argument is of another type.
+        NonFiniteGradientError: Under ``nonfinite="raise"``, if a gradient holds NaN or infinity.
+        UnsupportedGradientError: If a gradient is sharded.
+
+    Example:
+        >>> import gradguard as gg, torch
+        >>> layer = torch.nn.Linear(2, 2, bias=False)
+        >>> layer.weight.data = torch.tensor([[3.0, 4.0], [0.0, 0.0]])
+        >>> layer.weight.grad = torch.tensor([[30.0, 40.0], [0.0, 1.0]])
+        >>> gg.clip_grad_adaptive_(layer, 0.1)
+        tensor(50.0100)
+        >>> layer.weight.grad
+        tensor([[3.0000e-01, 4.0000e-01], [0.0000e+00, 1.0000e-04]])
+
+    Reference:
+        Brock, De, Smith, Simonyan (2021), High-performance large-scale image recognition without normalization,
+        arXiv 2102.06171.
+    """
+    return clip_adaptive(parameters, clipping_threshold, eps=eps, exclude=exclude, nonfinite=nonfinite).norm
+
+
+def clip_adaptive(
+    parameters: Parameters,
+    clipping_threshold: float | Tensor,
+    *,
+    eps: float = 1e-3,
+    exclude: Excluded | Iterable[Excluded] = (),
+    nonfinite: NonFinitePolicy = "propagate",
+) -> ClipResult:
+    """Do what `clip_grad_adaptive_` says, and tell what happened."""
+    threshold = check_threshold("clipping_threshold", clipping_threshold)
+    eps = float(check_threshold("eps", eps))
+    policy = check_policy(nonfinite)
+    layouts = unit_layouts(parameters) if isinstance(parameters, nn.Module) else {}
+    names, tensors = named_tensors(parameters, "parameters")
+    excluded = _excluded_ids(exclude, names, tensors)
+    kept = [i for i, t in enumerate(tensors) if id(t) not in excluded]
+    found = gradients_of([names[i] for i in kept] if names else None, [tensors[i] for i in kept])
+    units = [layouts.get(id(p)) or layout_of(p) for p in found.parameters]
+    return _clip(found, units, threshold, eps, policy)
+
+
+def unit_layouts(module: nn.Module) -> dict[int, UnitLayout]:
+    """Return, by parameter identity, the units of every parameter that are not what its shape alone would tell."""
+    layouts: dict[int, UnitLayout] = {}
+    for layer in module.modules():
+        if isinstance(layer, nn.modules.conv._ConvTransposeNd):
+            layouts[id(layer.weight)] = UnitLayout(dim=1, groups=layer.groups)
+        elif type(layer).__name__ == "Conv1D" and isinstance(getattr(layer, "weight", None), Tensor):
+            layouts[id(layer.weight)] = UnitLayout(dim=1)  # Hugging Face's: a linear layer stored [in, out]
+    return layouts
+
+
+def layout_of(parameter: Tensor) -> UnitLayout:
+    """Return the units that a shape tells: whole scalars and vectors, else the entries of dimension 0."""
+    return WHOLE if parameter.dim() <= 1 else UnitLayout()
+
+
+@torch.no_grad()
+def _clip(
+    found: Gradients,
+    units: Sequence[UnitLayout],
+    threshold: float | Tensor,
+    eps: float,
+    policy: NonFinitePolicy,
+) -> ClipResult:
+    gradients = [_rows_in_memory(p, g) for p, g in zip(found.parameters, found.gradients, strict=True)]
+    weights = [_rows_like(g, p) for p, g in zip(found.parameters, found.gradients, strict=True)]
+    least_bound = 0.0 if isinstance(threshold, Tensor) else threshold * eps
+    gradient_norms = unit_norms(gradients, units, floor=least_bound)
+    weight_norms = unit_norms(weights, units, floor=eps)
+    tensor_norms = _together([torch.linalg.vector_norm(n) for n in gradient_norms])
+    norm = torch.linalg.vector_norm(tensor_norms)
+    if policy == "raise":
+        refuse_nonfinite(norm, found.gradients, found.name)
+    factors = _factors(gradient_norms, weight_norms, threshold, eps)
+    for gradient, unit, factor in zip(gradients, units, factors, strict=True):
+        if not are_readable(factor) or bool((factor < 1).any()):
+            unit.scale_(gradient, factor)
+    if policy == "zero":
+        zero_if_nonfinite_(norm, gradients)
+        factors = [torch.where(torch.isfinite(norm).to(f.device), f, 0.0) for f in factors]
+    clipped = [(factor < 1).any() for factor in factors]
+    after = [torch.linalg.vector_norm(n * f) for n, f in zip(gradient_norms, factors, strict=True)]
+    any_clipped = _together(clipped).any()
+    return ClipResult(
+        norm=norm.to(public_dtype(found.gradients)),
+        coefficient=torch.where(any_clipped, torch.linalg.vector_norm(_together(after)) / norm, 1.0),
+        clipped=any_clipped,
+        nonfinite=~torch.isfinite(norm),
+        tensor_norms=tensor_norms,
+        names=found.plain_names(),
+    )
+
+
+def _factors(
+    gradient_norms: Sequence[Tensor], weight_norms: Sequence[Tensor], threshold: float | Tensor, eps: float
+) -> list[Tensor]:
+    """What to multiply each unit by, for all tensors of a device at once."""
+    factors: list[Tensor] = [torch.empty(0)] * len(gradient_norms)
+    for (device, _), group in grouped(gradient_norms).items():
+        norms = torch.cat([gradient_norms[i] for i in group])
+        weights = torch.cat([weight_norms[i].to(device, non_blocking=True) for i in group])
+        fraction = threshold.to(device, non_blocking=True) if isinstance(threshold, Tensor) else threshold
+        bound = weights.clamp_(min=eps) * fraction
+        found = torch.where(norms > bound, bound / norms, 1.0)
+        for i, part in zip(group, found.split([gradient_norms[i].numel() for i in group]), strict=True):
+            factors[i] = part
+    return factors
+
+
+def _together(scalars: Sequence[Tensor]) -> Tensor:
+    device = meeting_device(scalars)
+    return torch.stack([x.to(device, non_blocking=True) for x in scalars]) if scalars else torch.zeros(0)
+
+
+def _rows_in_memory(parameter: Tensor, gradient: Tensor) -> Tensor:
+    """The gradient as a dense tensor whose units can be written one by one; sparse ones give the rows they hold."""
+    if gradient.layout is torch.sparse_coo and gradient.sparse_dim() == 1:
+        coalesce_(gradient)
+        return gradient._values()
+    if gradient.layout is not torch.strided:
+        raise UnsupportedGradientError(
+            f"adaptive clipping needs whole rows: it takes dense gradients and sparse COO ones with one sparse "
+            f"dimension (torch.nn.Embedding(sparse=True)), not {gradient.layout} of shape {tuple(gradient.shape)}."
+        )
+    if 0 in gradient.stride() and gradient.numel() > 1:  # expanded: rows share memory, and may need different factors
+        parameter.grad = gradient = gradient.clone(memory_format=torch.contiguous_format)
+    return gradient
+
+
+def _rows_like(gradient: Tensor, parameter: Tensor) -> Tensor:
+    """The weights that belong to what `_rows_in_memory` returns for ``gradient``."""
+    if gradient.layout is torch.sparse_coo and parameter.dim() > 1:
+        return parameter.detach().index_select(0, gradient._indices()[0])
+    return parameter.detach()
+
+
+def _excluded_ids(
+    exclude: Excluded | Iterable[Excluded], names: Sequence[str] | None, tensors: Sequence[Tensor]
+) -> set[int]:
+    """Return the identities of the tensors that ``exclude`` names.
+
+    Raises:
+        InvalidValueError: If an entry matches none of ``tensors``.
+    """
+    entries = [exclude] if isinstance(exclude, str | Tensor | nn.Module) else list(exclude)
+    present = {id(t) for t in tensors}
+    excluded: set[int] = set()
+    for entry in entries:
+        if isinstance(entry, str):
+            matched = {id(t) for name, t in zip(names or (), tensors, strict=names is not None) if _fits(name, entry)}
+        else:
+            matched = present & {id(t) for t in ([entry] if isinstance(entry, Tensor) else entry.parameters())}
+        if not matched:
+            raise InvalidValueError(_no_match(entry, names))
+        excluded |= matched
+    return excluded
+
+
+def _fits(name: str, pattern: str) -> bool:
+    return fnmatchcase(name, pattern) or fnmatchcase(name, f"{pattern}.*")
+
+
+def _no_match(entry: Excluded, names: Sequence[str] | None) -> str:
+    shown = f"{entry!r}" if isinstance(entry, str) else f"a {type(entry).__name__}"
+    if names is None:
+        advice = "the parameters have no names: pass the module or model.named_parameters() to exclude by name."
+    else:
+        advice = "the parameters are " + ", ".join(names[:20]) + (", ..." if len(names) > 20 else "") + "."
+    return f"exclude has {shown}, which matches no parameter; {advice}"

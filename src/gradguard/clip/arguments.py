@@ -1,0 +1,64 @@
+"""Checks of thresholds and orders of norms, made before any gradient is changed."""
+
+import math
+
+import torch
+from torch import Tensor
+
+from gradguard.errors import InvalidTypeError, InvalidValueError
+from gradguard.tensors.layout import are_readable
+
+
+def check_threshold(name: str, value: float | Tensor) -> float | Tensor:
+    """Return ``value`` as a float, or as it is if it is a tensor.
+
+    A tensor on an accelerator cannot be looked at without a wait: a device-side assertion guards it, which stops the
+    stream before the gradients change.
+
+    Raises:
+        InvalidValueError: If it is NaN, negative, or a tensor of more than one element.
+        InvalidTypeError: If it is no number.
+    """
+    if not isinstance(value, Tensor):
+        return _check_number(name, value)
+    if value.numel() != 1:
+        raise InvalidValueError(f"{name} is a tensor of shape {tuple(value.shape)}: expected one number, shape ().")
+    if are_readable(value):
+        _check_number(name, value.item())
+    else:
+        torch._assert_async((value >= 0).all(), f"gradguard: {name} must be a number >= 0, not negative or NaN")
+    return value
+
+
+def check_order(norm_type: float) -> float:
+    """Return the order p of a norm as a float.
+
+    Raises:
+        InvalidValueError: If it is not above 0.
+    """
+    try:
+        order = float(norm_type)
+    except (TypeError, ValueError):
+        order = math.nan
+    if not order > 0:
+        raise InvalidValueError(f"norm_type={norm_type!r}: expected a number above 0, or float('inf').")
+    return order
+
+
+def check_bounds(low: float, high: float) -> None:
+    """Check that ``[low, high]`` is an interval.
+
+    Raises:
+        InvalidValueError: If it is not.
+    """
+    if math.isnan(low) or math.isnan(high) or low > high:
+        raise InvalidValueError(f"cannot clip to [{low}, {high}]: expected min_value <= clip_value, and no NaN.")
+
+
+def _check_number(name: str, value: float) -> float:
+    if isinstance(value, str) or not hasattr(value, "__float__"):
+        raise InvalidTypeError(f"{name}={value!r}: expected a number, got {type(value).__name__}.")
+    number = float(value)
+    if math.isnan(number) or number < 0:
+        raise InvalidValueError(f"{name}={number}: expected a number >= 0, or float('inf') to only measure.")
+    return number

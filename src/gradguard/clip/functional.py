@@ -1,0 +1,303 @@
+"""Clipping by norm and by value as functions, drop-ins for `torch.nn.utils`."""
+
+import math
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from gradguard.clip.adaptive import clip_adaptive
+from gradguard.clip.arguments import check_bounds, check_order, check_threshold
+from gradguard.clip.parameters import Gradients, Parameters, collect_gradients, gradients_among
+from gradguard.clip.result import ClipResult
+from gradguard.errors import InvalidValueError
+from gradguard.tensors.layout import coalesce_, public_dtype
+from gradguard.tensors.nonfinite import NonFinitePolicy, check_policy, refuse_nonfinite, zero_if_nonfinite_
+from gradguard.tensors.norms import tensor_norms, total_norm
+from gradguard.tensors.scaling import clamp_, clip_coefficient, exceeds, scale_
+
+
+def clip_grad_norm_(
+    parameters: Parameters,
+    max_norm: float | Tensor,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+    *,
+    nonfinite: NonFinitePolicy | None = None,
+) -> Tensor:
+    r"""Scale all gradients together so that their norm is at most ``max_norm``, in place; return the norm before.
+
+    .. math:: g \leftarrow g \cdot \min\Bigl(1, \frac{m}{\lVert g \rVert_p + 10^{-6}}\Bigr), \qquad
+              \lVert g \rVert_p = \Bigl(\sum_i |g_i|^p\Bigr)^{1/p} \text{ over all gradients as one vector}
+
+    A drop-in for `torch.nn.utils.clip_grad_norm_`: the same result to rounding wherever that is right.
+
+    **Guarantees.** The norm is accumulated in at least float32 whatever the dtype and is right to 2e-6, without
+    overflow or underflow of the powers. Arguments are checked before any gradient changes. On the CPU, a clip that
+    does not bind writes nothing; on an accelerator the host never waits, unless ``nonfinite="raise"`` asks it to or
+    CPU gradients are in the same list.
+
+    **Edge cases.**
+
+    ================================  ==========================================================================
+    input                             result
+    ================================  ==========================================================================
+    no gradients, or all empty        0, nothing changed; an exhausted generator also warns
+    the same parameter twice, tied    counted and scaled once
+    ``max_norm=inf``                  the norm is returned and nothing is written, even if it is not finite
+    ``max_norm=0``                    gradients become 0
+    NaN or inf among the gradients    as ``nonfinite`` says
+    float16 norm beyond 65,504        right: the norm is float32, the coefficient is applied in float32
+    sparse (COO)                      the norm is that of the coalesced gradient
+    complex                           moduli
+    several devices                   one partial norm for each, then one hop
+    ================================  ==========================================================================
+
+    Args:
+        parameters: A module, a tensor, an iterable of tensors or of ``(name, tensor)`` pairs, or a mapping from name
+            to tensor. Tensors whose ``.grad`` is None are left out.
+        max_norm: m, at least 0. A 0-dim tensor stays on its device, so a schedule needs no wait.
+        norm_type: p, above 0 or ``float("inf")``.
+        error_if_nonfinite: The same as ``nonfinite="raise"``.
+        foreach: Accepted so that calls written for PyTorch keep working. The fastest exact path is always taken.
+        nonfinite: ``"propagate"`` (default, PyTorch's: one NaN makes every gradient NaN), ``"raise"`` (name the
+            parameters, change nothing) or ``"zero"`` (all gradients of the step become 0).
+
+    Returns:
+        The norm before clipping: 0-dim, float32 (float64 if any gradient is float64).
+
+    Raises:
+        InvalidValueError: If ``max_norm`` is negative or NaN, ``norm_type`` is not above 0, or the policy is unknown.
+        InvalidTypeError: If ``parameters`` or ``max_norm`` is of another type.
+        NonFiniteGradientError: Under ``nonfinite="raise"``, if a gradient holds NaN or infinity.
+        UnsupportedGradientError: If a gradient is sharded.
+
+    Example:
+        >>> import gradguard as gg, torch
+        >>> layer = torch.nn.Linear(2, 1, bias=False)
+        >>> layer.weight.grad = torch.tensor([[3.0, 4.0]])
+        >>> gg.clip_grad_norm_(layer, max_norm=1.0)
+        tensor(5.)
+        >>> layer.weight.grad
+        tensor([[0.6000, 0.8000]])
+
+    Reference:
+        Pascanu, Mikolov, Bengio (2013), On the difficulty of training recurrent neural networks, arXiv 1211.5063.
+    """
+    del foreach
+    max_norm, order = check_threshold("max_norm", max_norm), check_order(norm_type)
+    policy = _resolve_policy(error_if_nonfinite, nonfinite)
+    found = collect_gradients(parameters)
+    norm = total_norm(found.gradients, order)
+    _scale_to(found, norm, max_norm, policy)
+    return norm.to(public_dtype(found.gradients))
+
+
+def get_total_norm(
+    tensors: Parameters,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+) -> Tensor:
+    r"""Return the p-norm of all ``tensors`` as one vector; nothing is ever written.
+
+    .. math:: \lVert x \rVert_p = \Bigl(\sum_i |x_i|^p\Bigr)^{1/p}
+
+    A drop-in for `torch.nn.utils.get_total_norm`, with the accuracy of `clip_grad_norm_`: use it to log.
+
+    **Edge cases.** No tensors, or only empty ones, give 0. ``None`` entries are left out, so that
+    ``[p.grad for p in model.parameters()]`` works. The same tensor twice counts once. NaN gives NaN; inf gives inf.
+
+    Args:
+        tensors: The gradients themselves (or any tensors): one, an iterable, ``(name, tensor)`` pairs or a mapping.
+        norm_type: p, above 0 or ``float("inf")``.
+        error_if_nonfinite: Raise, naming the tensors, if any element is NaN or infinite.
+        foreach: Accepted so that calls written for PyTorch keep working. The fastest exact path is always taken.
+
+    Returns:
+        0-dim, float32 (float64 if any tensor is float64).
+
+    Raises:
+        InvalidValueError: If ``norm_type`` is not above 0.
+        InvalidTypeError: If ``tensors`` is of another type; a module has parameters *and* gradients, so say which.
+        NonFiniteGradientError: Under ``error_if_nonfinite``.
+        UnsupportedGradientError: If a tensor is sharded.
+
+    Example:
+        >>> import gradguard as gg, torch
+        >>> gg.get_total_norm([torch.tensor([3.0]), torch.tensor([4.0])])
+        tensor(5.)
+    """
+    del foreach
+    order = check_order(norm_type)
+    found = gradients_among(tensors)
+    norm = total_norm(found.gradients, order)
+    if error_if_nonfinite:
+        refuse_nonfinite(norm, found.gradients, found.name)
+    return norm.to(public_dtype(found.gradients))
+
+
+def clip_grad_value_(
+    parameters: Parameters,
+    clip_value: float | Tensor,
+    foreach: bool | None = None,
+    *,
+    min_value: float | None = None,
+    nonfinite: NonFinitePolicy = "propagate",
+) -> None:
+    r"""Clamp every element of every gradient to ``[-clip_value, clip_value]``, in place.
+
+    .. math:: g_i \leftarrow \max(\min(g_i, c), -c), \qquad \text{or to } [\text{min\_value}, c]
+
+    A drop-in for `torch.nn.utils.clip_grad_value_`. Unlike the norm rule it changes the direction of the gradient.
+
+    **Guarantees.** One pass over memory. On the CPU nothing is written where nothing exceeds the bounds.
+
+    **Edge cases.**
+
+    ================================  ==========================================================================
+    input                             result
+    ================================  ==========================================================================
+    NaN, inf                          under ``"propagate"`` NaN stays and inf becomes the bound, as in PyTorch;
+                                      the other policies look before anything is clamped
+    a bound beyond the dtype's range  the dtype's largest finite number
+    sparse (COO)                      coalesced in place, then clamped
+    complex                           real and imaginary parts are clamped each by itself
+    no gradients, or all empty        nothing happens
+    ================================  ==========================================================================
+
+    Args:
+        parameters: As for `clip_grad_norm_`.
+        clip_value: c: the upper bound, and without ``min_value`` the negated lower one (then at least 0).
+        foreach: Accepted so that calls written for PyTorch keep working. The fastest exact path is always taken.
+        min_value: Lower bound, if it is not ``-clip_value``; at most ``clip_value``.
+        nonfinite: ``"propagate"``, ``"raise"`` or ``"zero"``, as for `clip_grad_norm_`.
+
+    Raises:
+        InvalidValueError: If the bounds are no interval, or the policy is unknown.
+        InvalidTypeError: If an argument is of another type.
+        NonFiniteGradientError: Under ``nonfinite="raise"``, if a gradient holds NaN or infinity.
+        UnsupportedGradientError: If a gradient is sharded.
+
+    Example:
+        >>> import gradguard as gg, torch
+        >>> layer = torch.nn.Linear(2, 1, bias=False)
+        >>> layer.weight.grad = torch.tensor([[3.0, -0.5]])
+        >>> gg.clip_grad_value_(layer, 1.0)
+        >>> layer.weight.grad
+        tensor([[ 1.0000, -0.5000]])
+
+    Reference:
+        Mikolov (2012), Statistical language models based on neural networks, PhD thesis.
+    """
+    del foreach
+    low, high = _bounds(clip_value, min_value)
+    policy = check_policy(nonfinite)
+    found = collect_gradients(parameters)
+    _clamp_to(found, low, high, policy, total_norm(found.gradients) if policy != "propagate" else None)
+
+
+def apply_gradient_clipping(
+    model: Parameters,
+    clipping_type: Literal["norm", "value", "adaptive"],
+    clipping_threshold: float,
+    *,
+    nonfinite: NonFinitePolicy = "propagate",
+) -> ClipResult:
+    """Clip all gradients of ``model`` by one of the three rules, in place, and tell what happened.
+
+    Args:
+        model: As ``parameters`` of `clip_grad_norm_`; a module gives `clip_grad_adaptive_` the right units.
+        clipping_type: ``"norm"`` (`clip_grad_norm_` with the 2-norm), ``"value"`` (`clip_grad_value_`) or
+            ``"adaptive"`` (`clip_grad_adaptive_`).
+        clipping_threshold: The threshold of that rule, at least 0.
+        nonfinite: ``"propagate"``, ``"raise"`` or ``"zero"``, as for `clip_grad_norm_`.
+
+    Returns:
+        The norms before the clip, for each tensor and in all, and whether and how much it clipped.
+
+    Raises:
+        InvalidValueError: If the type, the threshold or the policy is not one.
+        InvalidTypeError: If an argument is of another type.
+        NonFiniteGradientError: Under ``nonfinite="raise"``, if a gradient holds NaN or infinity.
+        UnsupportedGradientError: If a gradient is sharded.
+
+    Example:
+        >>> import gradguard as gg, torch
+        >>> model = torch.nn.Linear(4, 2)
+        >>> model(torch.ones(3, 4)).sum().backward()
+        >>> result = gg.apply_gradient_clipping(model, "value", 0.5)
+        >>> bool(result.clipped)
+        True
+
+    Reference:
+        MosaicML Composer (2021), the GradientClipping algorithm.
+    """
+    if clipping_type not in ("norm", "value", "adaptive"):
+        raise InvalidValueError(f"clipping_type={clipping_type!r}: expected 'norm', 'value' or 'adaptive'.")
+    policy = check_policy(nonfinite)
+    threshold = check_threshold("clipping_threshold", clipping_threshold)
+    if clipping_type == "adaptive":
+        return clip_adaptive(model, threshold, nonfinite=policy)
+    found = collect_gradients(model)
+    norms = tensor_norms(found.gradients)
+    norm = torch.linalg.vector_norm(norms)
+    if clipping_type == "norm":
+        coefficient = _scale_to(found, norm, threshold, policy)
+        clipped = coefficient < 1
+    else:
+        low, high = _bounds(threshold, None)
+        clipped = exceeds(found.gradients, low, high)
+        _clamp_to(found, low, high, policy, norm)
+        coefficient = torch.where(clipped, total_norm(found.gradients) / norm, 1.0)
+    return ClipResult(
+        norm=norm.to(public_dtype(found.gradients)),
+        coefficient=coefficient,
+        clipped=clipped,
+        nonfinite=~torch.isfinite(norm),
+        tensor_norms=norms,
+        names=found.plain_names(),
+    )
+
+
+def _resolve_policy(error_if_nonfinite: bool, nonfinite: NonFinitePolicy | None) -> NonFinitePolicy:
+    if error_if_nonfinite and nonfinite not in (None, "raise"):
+        raise InvalidValueError(
+            f'error_if_nonfinite=True means nonfinite="raise", but nonfinite={nonfinite!r} was given: leave one out.'
+        )
+    return "raise" if error_if_nonfinite else check_policy(nonfinite or "propagate")
+
+
+def _bounds(clip_value: float | Tensor, min_value: float | None) -> tuple[float | Tensor, float | Tensor]:
+    if min_value is None:
+        high = check_threshold("clip_value", clip_value)
+        return -high, high
+    check_bounds(float(min_value), float(clip_value))
+    return float(min_value), float(clip_value)
+
+
+def _scale_to(found: Gradients, norm: Tensor, max_norm: float | Tensor, policy: NonFinitePolicy) -> Tensor:
+    """Scale the gradients, whose norm is ``norm``; return the coefficient."""
+    if policy == "raise":
+        refuse_nonfinite(norm, found.gradients, found.name)
+    coefficient = clip_coefficient(norm, max_norm)
+    if isinstance(max_norm, Tensor) or not math.isinf(max_norm):
+        scale_(found.gradients, coefficient)
+    if policy == "zero":
+        zero_if_nonfinite_(norm, found.gradients)
+        coefficient = torch.where(torch.isfinite(norm), coefficient, 0.0)
+    return coefficient
+
+
+def _clamp_to(
+    found: Gradients, low: float | Tensor, high: float | Tensor, policy: NonFinitePolicy, norm: Tensor | None
+) -> None:
+    """Clamp the gradients; ``norm``, if the policy needs one, is theirs from before."""
+    if policy == "raise" and norm is not None:
+        refuse_nonfinite(norm, found.gradients, found.name)
+    for gradient in found.gradients:
+        coalesce_(gradient)
+    clamp_(found.gradients, low, high)
+    if policy == "zero" and norm is not None:
+        zero_if_nonfinite_(norm, found.gradients)

@@ -1,0 +1,33 @@
+"""Every exception that gradguard raises, in one place.
+
+An error message says what was expected, what came, and what to type instead. Each class is also the built-in
+exception that a PyTorch user would expect to catch, so ``except ValueError`` keeps working.
+"""
+
+
+class GradguardError(Exception):
+    """Base class of every error that gradguard raises on purpose."""
+
+
+class InvalidValueError(GradguardError, ValueError):
+    """An argument has the right type and a value that cannot be meant, such as a negative threshold."""
+
+
+class InvalidTypeError(GradguardError, TypeError):
+    """An argument is of a type that the call cannot take."""
+
+
+class NonFiniteGradientError(GradguardError, RuntimeError):
+    """A gradient holds NaN or infinity and the caller asked to be told; no gradient was changed."""
+
+
+class UnsupportedGradientError(GradguardError, NotImplementedError):
+    """The result for this kind of gradient would be wrong, so the operation refuses."""
+
+
+class RecordError(GradguardError):
+    """A record of a run is missing, empty or unreadable."""
+
+
+class CommandError(GradguardError):
+    """The command line cannot be carried out; the message says what to type instead."""

@@ -1,0 +1,89 @@
+"""The non-finite policy: what happens on a step whose gradients hold NaN or infinity. One module, one meaning.
+
+| policy        | meaning                                                                                        |
+|---------------|------------------------------------------------------------------------------------------------|
+| `"propagate"` | PyTorch's: the rule is applied as if nothing were wrong, so NaN spreads through the norm        |
+| `"raise"`     | an error names every parameter and count; no gradient is changed                               |
+| `"zero"`      | every gradient of the step becomes 0; decided on the device, without a wait                    |
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Literal, cast, get_args
+
+import torch
+from torch import Tensor
+
+from gradguard.errors import InvalidValueError, NonFiniteGradientError
+from gradguard.tensors.layout import are_readable, readable_values, writable_values
+
+NonFinitePolicy = Literal["propagate", "raise", "zero"]
+
+_NAMED_AT_MOST = 20
+
+
+def check_policy(policy: str) -> NonFinitePolicy:
+    """Return ``policy`` if it is one.
+
+    Raises:
+        InvalidValueError: If it is not.
+    """
+    if policy == "skip":
+        raise InvalidValueError('nonfinite="skip" means not to take the optimizer step, which only gg.Guard can do.')
+    if policy not in get_args(NonFinitePolicy):
+        known = ", ".join(f'"{name}"' for name in get_args(NonFinitePolicy))
+        raise InvalidValueError(f"nonfinite={policy!r} is not a policy: expected one of {known}.")
+    return cast("NonFinitePolicy", policy)
+
+
+def refuse_nonfinite(norm: Tensor, tensors: Sequence[Tensor], name: Callable[[int], str]) -> None:
+    """Raise if ``norm``, taken over ``tensors``, is not finite. Reads one value from the device.
+
+    Args:
+        norm: 0-dim.
+        tensors: What the norm was taken over; looked at one by one only if it is not finite.
+        name: The name of the i-th tensor.
+
+    Raises:
+        NonFiniteGradientError: Naming the tensors, with the number of NaN and infinite elements in each.
+    """
+    if bool(torch.isfinite(norm)):
+        return
+    counts = [(name(i), *count_nonfinite(t), t.numel()) for i, t in enumerate(tensors)]
+    bad = [f"{name}: {_words(nan, inf, size)}" for name, nan, inf, size in counts if nan or inf]
+    if not bad:
+        raise NonFiniteGradientError(
+            f"the norm of the gradients is {float(norm)}, though every element is finite: it exceeds what "
+            f"{norm.dtype} can hold. Nothing was changed."
+        )
+    if len(bad) > _NAMED_AT_MOST:
+        bad = [*bad[:_NAMED_AT_MOST], f"and {len(bad) - _NAMED_AT_MOST} more"]
+    lines = "\n  ".join(bad)
+    raise NonFiniteGradientError(
+        f"gradients are not finite, and nothing was changed:\n  {lines}\n"
+        'Find the operation with torch.autograd.set_detect_anomaly(True), or go on with nonfinite="zero".'
+    )
+
+
+@torch.no_grad()
+def zero_if_nonfinite_(norm: Tensor, tensors: Sequence[Tensor]) -> None:
+    """Set every element of ``tensors`` to 0 if ``norm`` is not finite, in place; never makes the host wait."""
+    bad = ~torch.isfinite(norm)
+    if are_readable(bad) and not bool(bad):
+        return
+    for values in map(writable_values, tensors):
+        values.masked_fill_(bad.to(values.device, non_blocking=True), 0)
+
+
+@torch.no_grad()
+def count_nonfinite(tensor: Tensor) -> tuple[int, int]:
+    """Return how many elements of ``tensor`` are NaN and how many are infinite."""
+    values = readable_values(tensor, modulus=True)
+    return int(values.isnan().sum()), int(values.isinf().sum())
+
+
+def _words(nan: int, inf: int, size: int) -> str:
+    kinds = [f"{count:,} {kind}" for count, kind in ((nan, "NaN"), (inf, "infinite")) if count]
+    if len(kinds) == 1:
+        count, kind = kinds[0].split()
+        return f"{count} of {size:,} elements {kind}"
+    return f"{' and '.join(kinds)} of {size:,} elements"

@@ -1,0 +1,181 @@
+r"""p-norms of many tensors as one vector, :math:`\bigl(\sum_i |x_i|^p\bigr)^{1/p}`, right for every magnitude.
+
+Two engines give the same number:
+
+* **On the CPU**: float32 sums over rows of 1,024 elements, put together in float64. That is one read of memory, and
+  no accumulator sees more than a few dozen additions. A result that overflowed, or that is so small that powers were
+  lost, is computed again in float64 with every element divided by the largest; Python may look at it for free.
+* **On accelerators**: one multi-tensor launch for each dtype, accumulated in float64. float64 holds the square of
+  every float32, so there is nothing to look at, and the host never waits.
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from gradguard.tensors.layout import (
+    HALVES,
+    LONGEST,
+    are_readable,
+    flat,
+    grouped,
+    is_plain,
+    meeting_device,
+    readable_values,
+    wide_dtype,
+)
+
+ROW = 1024
+"""Elements that are summed in float32 before float64 takes over."""
+
+BLOCK = 1 << 21
+"""Half-precision elements converted at a time: 8 MB of float32, which stays in the last-level cache."""
+
+SMALL = 1 << 14
+"""Tensors up to this length are first copied side by side: one kernel instead of thousands."""
+
+SHORT = 1 << 12
+"""A single float32 sum over up to this many elements is right to 1e-6."""
+
+_ROOM = 1e7
+"""A sum of powers is trusted when it is this many times what its underflowed terms can add up to."""
+
+
+@torch.no_grad()
+def total_norm(tensors: Iterable[Tensor], p: float = 2.0) -> Tensor:
+    """Return the p-norm of all elements of all ``tensors``.
+
+    Args:
+        tensors: Any mix of shapes, dtypes, layouts and devices. Empty tensors contribute nothing; no tensors give 0.
+        p: Order of the norm: above 0, or infinite.
+
+    Returns:
+        A 0-dim float64 tensor (float32 on MPS): NaN if any element is NaN, else inf if any is infinite.
+    """
+    values = [t if is_plain(t) else readable_values(t, modulus=p != 2) for t in tensors]
+    values = [x for x in values if x.numel()]
+    if are_readable(*values):
+        return torch.tensor(_host_norm(values, p), dtype=torch.float64)
+    device = meeting_device(values)
+    norms = _device_norms([x for x in values if not are_readable(x)], p, device)
+    on_host = [x for x in values if are_readable(x)]
+    if on_host:
+        host_norm = torch.tensor([_host_norm(on_host, p)], dtype=norms.dtype)
+        norms = torch.cat([norms, host_norm.to(device, non_blocking=True)])
+    return torch.linalg.vector_norm(norms, p) if len(norms) else norms.sum()
+
+
+@torch.no_grad()
+def tensor_norms(tensors: Sequence[Tensor], p: float = 2.0) -> Tensor:
+    """Return the p-norm of each tensor as a vector of ``len(tensors)``, on the device where they meet.
+
+    Arguments, dtype and accuracy are those of `total_norm`, whose result is the p-norm of this vector.
+    """
+    values = [t if is_plain(t) else readable_values(t, modulus=p != 2) for t in tensors]
+    if are_readable(*values):
+        return _host_tensor_norms(values, p)
+    return _device_norms(values, p, meeting_device(values))
+
+
+def _device_norms(tensors: Sequence[Tensor], p: float, device: torch.device) -> Tensor:
+    """One norm for each tensor, on ``device``, without a host read."""
+    norms: list[Tensor] = [torch.zeros((), dtype=wide_dtype(device), device=device)] * len(tensors)
+    for (where, _), group in grouped(tensors).items():
+        short = [i for i in group if 0 < tensors[i].numel() <= LONGEST]
+        results = torch._foreach_norm([tensors[i] for i in short], p, wide_dtype(where)) if short else ()
+        for i, norm in zip(short, results, strict=True):
+            norms[i] = norm.to(device, non_blocking=True)
+        for i in (i for i in group if tensors[i].numel() > LONGEST):
+            pieces = flat(tensors[i]).split(LONGEST)
+            norms[i] = _norm_of_stack(torch._foreach_norm(pieces, p, wide_dtype(where)), p).to(device)
+    return torch.stack(norms) if norms else torch.zeros(0, dtype=wide_dtype(device), device=device)
+
+
+def _norm_of_stack(norms: Sequence[Tensor], p: float) -> Tensor:
+    return torch.linalg.vector_norm(torch.stack(list(norms)), p)
+
+
+def _host_tensor_norms(tensors: Sequence[Tensor], p: float) -> Tensor:
+    norms = torch.zeros(len(tensors), dtype=torch.float64)
+    for dtype in {t.dtype for t in tensors}:
+        alike = [i for i, t in enumerate(tensors) if t.dtype is dtype and t.numel()]
+        short = [i for i in alike if tensors[i].numel() <= SHORT] if p == 2 else []
+        again = torch.tensor([i for i in alike if tensors[i].numel() > SHORT or p != 2], dtype=torch.int64)
+        if short:
+            accumulator = torch.float32 if dtype in HALVES else dtype
+            found = torch.stack(torch._foreach_norm([tensors[i] for i in short], p, accumulator)).double()
+            where = torch.tensor(short)
+            norms[where] = found
+            doubtful = ~((found > _trusted_above(SHORT, p, dtype)) & found.isfinite())
+            again = torch.cat([again, where[doubtful]])
+        for i in again.tolist():
+            norms[i] = _host_norm([tensors[i]], p)
+    return norms
+
+
+def _host_norm(tensors: Sequence[Tensor], p: float) -> float:
+    if not tensors:
+        return 0.0
+    if math.isinf(p):
+        return _largest(tensors)
+    dtypes = {t.dtype for t in tensors}
+    parts = torch.cat([part for block in _blocks(tensors, dtypes) for part in _part_norms(block, p)])
+    norm = float(torch.linalg.vector_norm(parts, p, dtype=torch.float64))
+    count = sum([t.numel() for t in tensors])
+    if max(_trusted_above(count, p, dtype) for dtype in dtypes) < norm < math.inf:
+        return norm
+    return _scaled_norm(tensors, p)
+
+
+def _blocks(tensors: Sequence[Tensor], dtypes: Iterable[torch.dtype]) -> Iterable[Tensor]:
+    """Yield all elements as one-dimensional float32 or float64 blocks; each is used up before the next is made."""
+    for dtype in dtypes:
+        alike = [t for t in tensors if t.dtype is dtype]
+        small = [flat(t) for t in alike if t.numel() <= SMALL]
+        pieces = [flat(t) for t in alike if t.numel() > SMALL]
+        if small:
+            pieces.append(torch.cat(small))
+        if dtype not in HALVES:
+            yield from pieces
+            continue
+        scratch = torch.empty(min(BLOCK, max(x.numel() for x in pieces)))
+        for piece in (piece for x in pieces for piece in x.split(BLOCK)):
+            yield scratch[: piece.numel()].copy_(piece)
+
+
+def _part_norms(block: Tensor, p: float) -> list[Tensor]:
+    """Norms of the parts that ``block`` is cut into, such that each is summed accurately in its own dtype."""
+    if p != 2:  # torch.sum adds in pairs, which the kernel of vector_norm does not do for these orders
+        return [piece.abs().pow_(p).sum().double().pow_(1 / p).view(1) for piece in block.split(BLOCK)]
+    tail = block.numel() % ROW
+    if not tail:
+        return [torch.linalg.vector_norm(block.view(-1, ROW), dim=1)]
+    norms = [torch.linalg.vector_norm(block[-tail:]).view(1)]
+    if block.numel() > ROW:
+        norms.append(torch.linalg.vector_norm(block[:-tail].view(-1, ROW), dim=1))
+    return norms
+
+
+def _trusted_above(count: int, p: float, dtype: torch.dtype) -> float:
+    """The norm of ``count`` elements above which the powers that underflowed in ``dtype`` cannot matter."""
+    tiny = torch.finfo(torch.float32 if dtype in HALVES else dtype).tiny
+    return 0.0 if math.isinf(p) else (count * tiny * _ROOM) ** (1 / p)
+
+
+def _scaled_norm(tensors: Sequence[Tensor], p: float) -> float:
+    """The norm in float64 of elements divided by the largest: slower, and safe for every magnitude."""
+    largest = _largest(tensors)
+    if largest == 0 or not math.isfinite(largest):
+        return largest
+    powers = 0.0
+    for block in (block for t in tensors for block in flat(t).split(BLOCK)):
+        powers += float((block.double() / largest).abs_().pow_(p).sum())
+    return largest * powers ** (1 / p)
+
+
+def _largest(tensors: Sequence[Tensor]) -> float:
+    """The largest absolute value; NaN if there is one. Exact in every dtype, in one read."""
+    extremes = [torch.aminmax(flat(t)) for t in tensors]
+    return float(torch.stack([torch.maximum(-low, high).double() for low, high in extremes]).max())

@@ -1,0 +1,124 @@
+r"""Coefficients, and the two in-place writes: multiply and clamp."""
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from gradguard.tensors.layout import (
+    HALVES,
+    are_readable,
+    flat,
+    grouped,
+    is_dense,
+    is_plain,
+    meeting_device,
+    writable_values,
+)
+
+EPSILON = 1e-6
+"""Added to the norm before dividing, as PyTorch does."""
+
+BLOCK = 1 << 20
+"""Elements looked at before they are clamped: 4 MB of float32, still in the cache for the write."""
+
+SMALL = 1 << 14
+"""Tensors up to this length are looked at side by side: one kernel instead of thousands."""
+
+
+@torch.no_grad()
+def clip_coefficient(norm: Tensor, max_norm: float | Tensor) -> Tensor:
+    r"""Return :math:`c = \min\bigl(1,\; m / (n + 10^{-6})\bigr)`, 0-dim, in the dtype and on the device of ``norm``.
+
+    Args:
+        norm: n, 0-dim.
+        max_norm: m, at least 0. An infinite one gives 1 whatever the norm, so that logging changes nothing.
+    """
+    limit = torch.as_tensor(max_norm, dtype=norm.dtype).detach().reshape(()).to(norm.device, non_blocking=True)
+    coefficient = torch.clamp(limit / (norm + EPSILON), max=1.0)
+    return torch.where(limit.isposinf(), torch.ones_like(coefficient), coefficient)
+
+
+@torch.no_grad()
+def scale_(tensors: Sequence[Tensor], coefficient: Tensor) -> None:
+    """Multiply every element of ``tensors`` by a 0-dim ``coefficient``, rounding once, in place.
+
+    The product is taken in at least float32 whatever the dtype, so a coefficient that float16 cannot hold is not
+    lost. A coefficient of 1 that Python can read writes nothing.
+    """
+    if are_readable(coefficient) and float(coefficient) == 1.0:
+        return
+    values = [t if is_plain(t) else writable_values(t) for t in tensors]
+    values.reverse()  # what the norm read last is still in the cache
+    for (device, dtype), group in grouped(values).items():
+        factor = coefficient.to(device, torch.float64 if dtype is torch.float64 else torch.float32, non_blocking=True)
+        alike = [values[i] for i in group]
+        if dtype in HALVES and not are_readable(*alike):
+            # Accelerators round a 0-dim factor to the tensor's dtype first; one of shape [1] makes them promote.
+            for tensor in alike:
+                (tensor if tensor.dim() else tensor[None]).mul_(factor.view(1))
+        else:  # and the CPU rounds a Python number to float16, but not a 0-dim tensor
+            torch._foreach_mul_(alike, factor)
+
+
+@torch.no_grad()
+def clamp_(tensors: Sequence[Tensor], low: float | Tensor, high: float | Tensor) -> None:
+    """Clamp every element of ``tensors`` to ``[low, high]`` in place; NaN stays NaN.
+
+    On the CPU nothing is written where nothing exceeds the bounds. Real and imaginary parts of a complex tensor are
+    clamped each by itself. Sparse tensors must be coalesced, since only then is a stored value an element.
+    """
+    values = [t if is_plain(t) else writable_values(t) for t in tensors]
+    values = [x for x in values if x.numel()]
+    for (device, dtype), group in grouped(values).items():
+        alike = [values[i] for i in group]
+        if isinstance(low, Tensor) or isinstance(high, Tensor):
+            limits = [torch.as_tensor(x).detach().to(device, dtype, non_blocking=True) for x in (low, high)]
+            for tensor in alike:
+                tensor.clamp_(*limits)
+        else:
+            _clamp_alike(alike, _representable(low, dtype), _representable(high, dtype))
+
+
+def _clamp_alike(tensors: Sequence[Tensor], low: float, high: float) -> None:
+    short = [t for t in tensors if t.numel() <= SMALL]
+    if short and _needs_clamp(short, low, high):
+        torch._foreach_clamp_min_(short, low)
+        torch._foreach_clamp_max_(short, high)
+    for block in (block for t in tensors if t.numel() > SMALL for block in _blocks(t)):
+        if _needs_clamp([block], low, high):
+            block.clamp_(low, high)
+
+
+@torch.no_grad()
+def exceeds(tensors: Sequence[Tensor], low: float | Tensor, high: float | Tensor) -> Tensor:
+    """Return a 0-dim bool tensor: does any element lie outside ``[low, high]``? NaN does not.
+
+    Sparse tensors must be coalesced.
+    """
+    values = [t if is_plain(t) else writable_values(t) for t in tensors]
+    values = [x for x in values if x.numel()]
+    device = meeting_device(values)
+    outside = [(x.amin() < low) | (x.amax() > high) for x in values]
+    return torch.stack([x.to(device, non_blocking=True) for x in outside]).any() if outside else torch.tensor(False)
+
+
+def _representable(bound: float, dtype: torch.dtype) -> float:
+    """The bound as ``dtype`` can hold it: a finite number beyond its range becomes its largest, never infinity."""
+    largest = torch.finfo(dtype).max
+    return bound if math.isinf(bound) else min(max(bound, -largest), largest)
+
+
+def _needs_clamp(tensors: Sequence[Tensor], low: float, high: float) -> bool:
+    """Tell whether an element exceeds the bounds or is NaN; always, where asking would make the host wait."""
+    if not are_readable(*tensors):
+        return True
+    together = tensors[0] if len(tensors) == 1 else torch.cat([flat(t) for t in tensors])
+    smallest, largest = torch.aminmax(together)
+    return not (low <= float(smallest) and float(largest) <= high)
+
+
+def _blocks(tensor: Tensor) -> Sequence[Tensor]:
+    """Views that cover ``tensor``, short enough to stay in the cache between looking and writing."""
+    return flat(tensor).split(BLOCK) if are_readable(tensor) and is_dense(tensor) else (tensor,)

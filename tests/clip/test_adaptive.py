@@ -1,0 +1,208 @@
+"""AGC: the slow twin over every kind of layer, and what the published copies get wrong."""
+
+import math
+
+import pytest
+import torch
+from cases import DTYPES, parameter, random
+from reference import clip_adaptive as slow_agc
+from torch import nn
+
+import gradguard as gg
+
+
+def rows(t: torch.Tensor) -> list[torch.Tensor]:
+    return masks(t, [(i,) for i in range(t.shape[0])])
+
+
+def whole(t: torch.Tensor) -> list[torch.Tensor]:
+    return masks(t, [...])
+
+
+def output_channels(groups: int):
+    def of(t: torch.Tensor) -> list[torch.Tensor]:
+        size = t.shape[0] // groups
+        return masks(t, [(slice(g * size, (g + 1) * size), o) for g in range(groups) for o in range(t.shape[1])])
+
+    return of
+
+
+def masks(t: torch.Tensor, indices: list) -> list[torch.Tensor]:
+    found = []
+    for index in indices:
+        mask = torch.zeros(t.shape, dtype=torch.bool)
+        mask[index] = True
+        found.append(mask)
+    return found
+
+
+class Conv1D(nn.Module):
+    """Shaped like Hugging Face's: a linear layer whose weight is [in, out]."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(random(4, 6)), nn.Parameter(torch.zeros(6))
+
+
+LAYERS = {
+    "linear": (nn.Linear(5, 3), {"weight": rows, "bias": whole}),
+    "conv1d": (nn.Conv1d(4, 6, 3, groups=2), {"weight": rows, "bias": whole}),
+    "conv2d": (nn.Conv2d(3, 4, (3, 2)), {"weight": rows, "bias": whole}),
+    "conv2d channels last": (nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last), {"weight": rows, "bias": whole}),
+    "conv3d": (nn.Conv3d(2, 3, 2), {"weight": rows, "bias": whole}),
+    "transposed 1d": (nn.ConvTranspose1d(4, 6, 3), {"weight": output_channels(1), "bias": whole}),
+    "transposed 2d": (nn.ConvTranspose2d(4, 6, 3, groups=2), {"weight": output_channels(2), "bias": whole}),
+    "transposed 3d": (nn.ConvTranspose3d(2, 3, 2), {"weight": output_channels(1), "bias": whole}),
+    "embedding": (nn.Embedding(7, 4), {"weight": rows}),
+    "attention": (
+        nn.MultiheadAttention(4, 2),
+        {"in_proj_weight": rows, "in_proj_bias": whole, "out_proj.weight": rows, "out_proj.bias": whole},
+    ),
+    "lstm": (
+        nn.LSTM(3, 2),
+        {"weight_ih_l0": rows, "weight_hh_l0": rows, "bias_ih_l0": whole, "bias_hh_l0": whole},
+    ),
+    "layer norm": (nn.LayerNorm(5), {"weight": whole, "bias": whole}),
+    "hugging face conv1d": (
+        Conv1D(),
+        {"weight": lambda t: masks(t, [(slice(None), o) for o in range(6)]), "bias": whole},
+    ),
+}
+
+
+@pytest.mark.parametrize("threshold", [0.0, 0.01, 0.5, 10.0])
+@pytest.mark.parametrize("kind", LAYERS)
+def test_units_of_every_layer(kind, threshold, path):
+    layer, units = LAYERS[kind]
+    expected = {}
+    for i, (name, p) in enumerate(layer.named_parameters()):
+        p.grad = torch.empty_like(p).copy_(random(*p.shape, seed=i))
+        expected[name] = slow_agc(p.detach(), p.grad, units[name](p), threshold)
+    before = math.sqrt(sum(float(p.grad.double().square().sum()) for p in layer.parameters()))
+    norm = gg.clip_grad_adaptive_(layer, threshold)
+    assert float(norm) == pytest.approx(before, rel=1e-6)
+    assert set(units) == set(expected)
+    for name, p in layer.named_parameters():
+        torch.testing.assert_close(p.grad.double(), expected[name], rtol=2e-6, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.complex64])
+def test_every_dtype(dtype, path):
+    p = parameter((random(4, 6) * 100).to(dtype), random(4, 6, seed=1).to(dtype))
+    wide = torch.complex128 if dtype.is_complex else torch.float64
+    weight_norm = torch.linalg.vector_norm(p.detach().to(wide), dim=1)
+    gg.clip_grad_adaptive_([p], 0.01)
+    found = torch.linalg.vector_norm(p.grad.to(wide), dim=1)
+    torch.testing.assert_close(found, 0.01 * weight_norm, rtol=1e-2 if dtype in (torch.bfloat16,) else 2e-3, atol=0)
+
+
+def test_a_zero_initialised_weight_can_still_learn(path):
+    """Composer's copy has no eps: its coefficient is 0 and the layer never trains."""
+    p = parameter(torch.tensor([[3.0, 4.0]]), torch.zeros(1, 2))
+    gg.clip_grad_adaptive_([p], 0.01)
+    torch.testing.assert_close(p.grad, torch.tensor([[0.6e-5, 0.8e-5]]))
+
+
+def test_other_units_are_untouched_by_a_bad_one(path):
+    weight = torch.ones(4, 2)
+    p = parameter(torch.tensor([[math.nan, 1.0], [math.inf, 1.0], [3.0, 4.0], [1e-4, 0.0]]), weight)
+    gg.clip_grad_adaptive_([p], 0.01)
+    expected = torch.tensor([[math.nan, 1.0], [math.nan, 0.0], [0.6e-2 * 2**0.5, 0.8e-2 * 2**0.5], [1e-4, 0.0]])
+    torch.testing.assert_close(p.grad, expected, equal_nan=True)
+
+
+@pytest.mark.parametrize("scale", [1e25, 1e-25])
+def test_huge_and_tiny_gradients(scale, path):
+    p = parameter(torch.tensor([[3.0, 4.0]]) * scale, torch.tensor([[0.6, 0.8]]) * scale)
+    gg.clip_grad_adaptive_([p], 0.1, eps=0.0)
+    torch.testing.assert_close(p.grad.double(), torch.tensor([[0.06, 0.08]]).double() * scale, rtol=1e-5, atol=0)
+
+
+def test_zero_gradients_stay_zero(path):
+    p = parameter(torch.zeros(2, 2), torch.zeros(2, 2))
+    assert float(gg.clip_grad_adaptive_([p], 0.01, eps=0.0)) == 0
+    assert p.grad.tolist() == [[0.0, 0.0], [0.0, 0.0]]
+
+
+def test_a_clip_that_does_not_bind_writes_nothing_on_the_cpu():
+    p = parameter(random(3, 4) * 1e-4, random(3, 4, seed=1))
+    version = p.grad._version
+    gg.clip_grad_adaptive_([p], 0.1)
+    assert p.grad._version == version
+
+
+def test_sparse_embedding_gradients(path):
+    layers = [nn.Embedding(50, 4, sparse=sparse) for sparse in (True, False)]
+    layers[1].load_state_dict(layers[0].state_dict())
+    for layer in layers:
+        layer(torch.tensor([3, 3, 7])).square().sum().mul(100).backward()
+    norms = [gg.clip_grad_adaptive_(layer, 0.05) for layer in layers]
+    torch.testing.assert_close(norms[0], norms[1])
+    torch.testing.assert_close(layers[0].weight.grad.to_dense(), layers[1].weight.grad)
+
+
+def test_sparse_gradients_without_whole_rows_are_refused():
+    gradient = torch.sparse_coo_tensor(torch.tensor([[0], [1]]), torch.ones(1), (2, 2), check_invariants=True)
+    with pytest.raises(gg.UnsupportedGradientError, match="one sparse dimension"):
+        gg.clip_grad_adaptive_([parameter(gradient, torch.ones(2, 2))])
+
+
+def test_expanded_gradients_get_memory_of_their_own(path):
+    p = parameter(torch.ones(1, 2).expand(2, 2), torch.tensor([[3.0, 4.0], [0.3, 0.4]]))
+    gg.clip_grad_adaptive_([p], 0.1)
+    norms = torch.linalg.vector_norm(p.grad, dim=1)
+    torch.testing.assert_close(norms, torch.tensor([0.5, 0.05]))
+
+
+def model_with_head() -> nn.Module:
+    model = nn.Sequential()
+    model.add_module("body", nn.Linear(3, 3))
+    model.add_module("fc", nn.Linear(3, 2))
+    for p in model.parameters():
+        p.grad = torch.full_like(p, 100.0)
+    return model
+
+
+@pytest.mark.parametrize(
+    "exclude",
+    [
+        lambda m: m.fc,
+        lambda m: "fc",
+        lambda m: "fc.*",
+        lambda m: [m.fc.weight, m.fc.bias],
+        lambda m: ["*c.weight", m.fc.bias],
+    ],
+)
+def test_exclude_by_module_parameter_or_pattern(exclude):
+    model = model_with_head()
+    gg.clip_grad_adaptive_(model, 0.01, exclude=exclude(model))
+    assert model.fc.weight.grad.unique().tolist() == [100.0]
+    assert model.fc.bias.grad.unique().tolist() == [100.0]
+    assert float(model.body.weight.grad.max()) < 1
+
+
+@pytest.mark.parametrize("entry", ["head", nn.Linear(1, 1), torch.ones(1)])
+def test_an_exclusion_that_matches_nothing_lists_the_names(entry):
+    with pytest.raises(gg.InvalidValueError, match=r"matches no parameter; the parameters are body.weight, body.bias"):
+        gg.clip_grad_adaptive_(model_with_head(), exclude=entry)
+
+
+def test_exclusion_by_name_needs_names():
+    with pytest.raises(gg.InvalidValueError, match="have no names: pass the module"):
+        gg.clip_grad_adaptive_(model_with_head().parameters(), exclude="fc")
+
+
+def test_a_tied_head_is_excluded_by_either_name():
+    model = nn.Sequential()
+    model.add_module("wte", nn.Embedding(5, 3))
+    model.add_module("head", nn.Linear(3, 5, bias=False))
+    model.head.weight = model.wte.weight
+    model.head.weight.grad = torch.full((5, 3), 100.0)
+    gg.clip_grad_adaptive_(model, exclude="head")
+    assert model.wte.weight.grad.unique().tolist() == [100.0]
+
+
+def test_the_threshold_may_be_a_tensor(path):
+    p = parameter(torch.tensor([[30.0, 40.0]]), torch.tensor([[3.0, 4.0]]))
+    gg.clip_grad_adaptive_([p], torch.tensor(0.1))
+    torch.testing.assert_close(p.grad, torch.tensor([[0.3, 0.4]]))

@@ -1,0 +1,374 @@
+"""`clip_grad_norm_` and `get_total_norm`: the slow twin, PyTorch where it is right, and the table where it is not."""
+
+import math
+
+import pytest
+import torch
+from cases import DTYPES, GRADIENTS, ORDERS, parameter, random, sparse_with_duplicates
+from reference import clip_norm as slow_clip
+from reference import total_norm as slow_norm
+from torch import nn
+
+import gradguard as gg
+
+
+def model_with_gradients(seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3))
+    model(torch.randn(4, 6)).square().sum().backward()
+    return model
+
+
+@pytest.mark.parametrize("max_norm", [0.0, 0.1, 1.0, 1e9])
+@pytest.mark.parametrize("p", ORDERS)
+def test_agrees_with_pytorch_and_the_slow_twin(p, max_norm, path):
+    ours, theirs = model_with_gradients(), model_with_gradients()
+    expected = slow_clip([q.grad for q in ours.parameters()], max_norm, p)
+    norm = gg.clip_grad_norm_(ours.parameters(), max_norm, p)
+    torch_norm = torch.nn.utils.clip_grad_norm_(theirs.parameters(), max_norm, p)
+    torch.testing.assert_close(norm, torch_norm)
+    for a, b, c in zip(ours.parameters(), theirs.parameters(), expected, strict=True):
+        torch.testing.assert_close(a.grad, b.grad)
+        torch.testing.assert_close(a.grad.double(), c, rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_norm_is_a_zero_dim_float32_or_float64(dtype, path):
+    norm = gg.clip_grad_norm_(parameter(torch.tensor([3.0, 4.0], dtype=dtype)), 1.0)
+    assert norm.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    assert norm.shape == ()
+    assert float(norm) == 5.0
+
+
+@pytest.mark.parametrize("spelling", ["tensor", "list", "generator", "pairs", "mapping", "module", "tuple"])
+def test_every_kind_of_parameters(spelling):
+    model = model_with_gradients()
+    expected = slow_norm([p.grad for p in model.parameters()])
+    if spelling == "tensor":
+        p = parameter(torch.tensor([3.0, 4.0]))
+        assert float(gg.clip_grad_norm_(p, 1.0)) == 5.0
+        return
+    argument = {
+        "list": list(model.parameters()),
+        "tuple": tuple(model.parameters()),
+        "generator": (p for p in model.parameters()),
+        "pairs": model.named_parameters(),
+        "mapping": dict(model.named_parameters()),
+        "module": model,
+    }[spelling]
+    assert float(gg.clip_grad_norm_(argument, 1.0)) == pytest.approx(expected)
+    assert slow_norm([p.grad for p in model.parameters()]) == pytest.approx(1.0, rel=1e-5)
+
+
+# --- Where stock PyTorch is wrong (shared facts, section 2.1): numbers ------------------------------------------------
+
+
+def test_finite_float16_gradients_whose_norm_overflows_are_scaled_not_zeroed(path):
+    p = parameter(torch.full((4,), 4e4, dtype=torch.float16))
+    assert float(gg.clip_grad_norm_(p, 1.0)) == 8e4
+    assert p.grad.tolist() == [0.5] * 4
+
+
+def test_a_float16_norm_beyond_65504_is_finite(path):
+    assert float(gg.get_total_norm([torch.full((100_000,), 300.0, dtype=torch.float16)])) == pytest.approx(94868.33)
+
+
+@pytest.mark.parametrize(("value", "n", "norm"), [(1e20, 1000, 3.1622777e21), (1e-25, 4, 2e-25), (1e25, 4, 2e25)])
+def test_squares_neither_overflow_nor_underflow(value, n, norm, path):
+    p = parameter(torch.full((n,), value))
+    assert float(gg.clip_grad_norm_(p, 1.0)) == pytest.approx(norm, rel=2e-6)
+    if norm > 1:
+        assert slow_norm([p.grad]) == pytest.approx(1.0, rel=1e-5)
+
+
+def test_a_norm_beyond_float32_still_scales_rightly(path):
+    p = parameter(torch.full((40,), 3e38))
+    assert float(gg.clip_grad_norm_(p, 1.0, error_if_nonfinite=True)) == math.inf  # 1.9e39 has no float32
+    assert slow_norm([p.grad]) == pytest.approx(1.0, rel=1e-5)
+
+
+def test_bfloat16_norms_are_float32(path):
+    gradients = [random(1000, seed=i, dtype=torch.bfloat16) for i in range(100)]
+    assert float(gg.get_total_norm(gradients)) == pytest.approx(slow_norm(gradients), rel=1e-6)
+
+
+def test_bfloat16_gradients_have_norm_max_norm_after_the_clip(path):
+    params = [parameter(random(1000, seed=i, dtype=torch.bfloat16)) for i in range(50)]
+    gg.clip_grad_norm_(params, 1.0)
+    assert slow_norm([p.grad for p in params]) == pytest.approx(1.0, rel=2e-4)  # PyTorch: 0.996
+
+
+def test_mixed_dtypes_keep_their_dtype_and_the_norm_its_digits(path):
+    grads = [random(1000), random(1000, seed=1, dtype=torch.bfloat16), random(10, seed=2, dtype=torch.float16)]
+    params, expected = [parameter(g) for g in grads], slow_norm(grads)
+    assert float(gg.clip_grad_norm_(params, 1.0)) == pytest.approx(expected, rel=1e-6)
+    assert [p.grad.dtype for p in params] == [torch.float32, torch.bfloat16, torch.float16]
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_max_norm_inf_only_measures(bad, path):
+    p = parameter(torch.tensor([1.0, bad, 2.0]))
+    before, version = p.grad.clone(), p.grad._version
+    norm = gg.clip_grad_norm_(p, math.inf)
+    assert float(norm) == pytest.approx(bad, nan_ok=True)
+    torch.testing.assert_close(p.grad, before, rtol=0, atol=0, equal_nan=True)
+    assert p.grad._version == version
+
+
+@pytest.mark.parametrize(("bad", "after"), [(math.inf, [0.0, math.nan]), (math.nan, [math.nan, math.nan])])
+def test_propagate_is_pytorchs_default(bad, after, path):
+    ours, theirs = parameter(torch.tensor([1.0, bad])), parameter(torch.tensor([1.0, bad]))
+    gg.clip_grad_norm_(ours, 1.0)
+    torch.nn.utils.clip_grad_norm_(theirs, 1.0)
+    torch.testing.assert_close(ours.grad, torch.tensor(after), equal_nan=True)
+    torch.testing.assert_close(ours.grad, theirs.grad, equal_nan=True)
+
+
+# --- Section 2.2: lists and arguments ---------------------------------------------------------------------------------
+
+
+def test_a_parameter_listed_twice_counts_once(path):
+    p = parameter(torch.tensor([3.0, 4.0]))
+    assert float(gg.clip_grad_norm_([p, p], 1.0)) == 5.0
+    assert slow_norm([p.grad]) == pytest.approx(1.0, rel=1e-5)
+    assert float(gg.get_total_norm([p.grad, p.grad])) == pytest.approx(1.0)
+
+
+def test_tied_weights_of_a_module_count_once(path):
+    tied = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False))
+    tied[1].weight = tied[0].weight
+    tied(torch.ones(1, 3)).sum().backward()
+    expected = slow_norm([tied[0].weight.grad])
+    assert float(gg.clip_grad_norm_(tied, 1e-3)) == pytest.approx(expected)
+    assert slow_norm([tied[0].weight.grad]) == pytest.approx(1e-3, rel=2e-3)
+
+
+@pytest.mark.parametrize("p", [1.0, 2.0, math.inf])
+@pytest.mark.parametrize("params", [[], [nn.Parameter(torch.ones(3))], [parameter(torch.zeros(0))]])
+def test_nothing_to_clip_gives_zero(params, p, path):
+    norm = gg.clip_grad_norm_(params, 1.0, p)
+    assert norm.shape == ()
+    assert float(norm) == 0
+    gg.clip_grad_value_(params, 1.0)
+    assert float(gg.get_total_norm([q.grad for q in params])) == 0
+
+
+@pytest.mark.parametrize("p", [1.0, 2.0, 3.0, math.inf])
+def test_an_empty_tensor_beside_others(p, path):
+    params = [parameter(torch.tensor([3.0, 4.0])), parameter(torch.zeros(0, 2))]
+    assert float(gg.clip_grad_norm_(params, 1.0, p)) == pytest.approx(slow_norm([torch.tensor([3.0, 4.0])], p))
+
+
+def test_an_exhausted_generator_warns():
+    generator = nn.Linear(2, 2).parameters()
+    list(generator)
+    with pytest.warns(UserWarning, match=r"exhausted or empty generator.*pass list\(model.parameters\(\)\)"):
+        gg.clip_grad_norm_(generator, 1.0)
+
+
+@pytest.mark.parametrize("p", [1.0, 2.0, math.inf])
+def test_sparse_gradients_are_coalesced(p, path):
+    q = parameter(sparse_with_duplicates(), torch.zeros(4))
+    expected = slow_norm([q.grad], p)
+    assert float(gg.clip_grad_norm_(q, 1.0, p)) == pytest.approx(expected)
+    assert slow_norm([q.grad], p) == pytest.approx(1.0, rel=1e-5)
+
+
+@pytest.mark.parametrize("layout", [torch.sparse_csr, torch.sparse_csc])
+@pytest.mark.filterwarnings("ignore:Sparse CS")
+def test_compressed_sparse_gradients(layout):
+    dense = torch.tensor([[3.0, 0.0], [0.0, 4.0]])
+    gradient = dense.to_sparse_csr() if layout == torch.sparse_csr else dense.to_sparse_csc()
+    q = parameter(gradient, gradient.clone())
+    assert float(gg.clip_grad_norm_(q, 1.0)) == 5.0
+    torch.testing.assert_close(q.grad.to_dense(), dense / 5, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("case", ["complex", "expanded", "transposed", "channels last", "strided slice"])
+def test_unusual_layouts_are_scaled_in_place(case, path):
+    gradients = [g.clone() if case != "expanded" else g[:1].clone().expand(g.shape) for g in GRADIENTS[case]]
+    params = [parameter(g) for g in gradients]
+    expected = slow_clip([g.clone() for g in gradients], 0.5) if case != "complex" else None
+    norm = slow_norm(gradients)
+    assert float(gg.clip_grad_norm_(params, 0.5)) == pytest.approx(norm, rel=2e-6)
+    assert slow_norm([p.grad for p in params]) == pytest.approx(0.5, rel=1e-5)
+    for p, g, e in zip(params, gradients, expected or gradients, strict=True):
+        assert p.grad is g
+        if expected:
+            torch.testing.assert_close(p.grad.double(), e, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("value", [-1.0, math.nan, -math.inf, torch.tensor(-1.0), torch.tensor(math.nan)])
+def test_a_threshold_that_cannot_be_meant_raises_before_anything_changes(value):
+    p = parameter(torch.tensor([3.0, 4.0]))
+    calls = {
+        "max_norm": lambda: gg.clip_grad_norm_(p, value),
+        "clip_value": lambda: gg.clip_grad_value_(p, value),
+        "clipping_threshold": lambda: gg.clip_grad_adaptive_(p, value),
+    }
+    for name, call in calls.items():
+        with pytest.raises(gg.InvalidValueError, match=f"{name}=.*expected a number >= 0"):
+            call()
+    assert p.grad.tolist() == [3.0, 4.0]
+
+
+@pytest.mark.parametrize("norm_type", [0, -1, math.nan, -math.inf, "two", None])
+def test_an_order_that_is_no_norm_raises(norm_type):
+    with pytest.raises(gg.InvalidValueError, match="expected a number above 0"):
+        gg.clip_grad_norm_([], 1.0, norm_type)
+
+
+@pytest.mark.parametrize(
+    ("argument", "words"),
+    [
+        (3, r"parameters is int: expected a module"),
+        ("weight", r"parameters is str"),
+        ([torch.ones(1), None], r"parameters\[1\] is NoneType"),
+        ([("a", 3)], r"parameters\[0\] is tuple"),
+        ([{"params": []}], r"Pass group\['params'\]"),
+        (torch.optim.SGD([torch.ones(1)], lr=1.0), r"is an optimizer: pass \[p for group in optimizer"),
+    ],
+)
+def test_wrong_parameters_say_what_to_pass(argument, words):
+    with pytest.raises(gg.InvalidTypeError, match=words):
+        gg.clip_grad_norm_(argument, 1.0)
+
+
+@pytest.mark.parametrize("value", ["1.0", None, [1.0]])
+def test_a_threshold_of_a_wrong_type_says_so(value):
+    with pytest.raises(gg.InvalidTypeError, match=r"max_norm=.*expected a number"):
+        gg.clip_grad_norm_([], value)
+
+
+def test_a_threshold_of_two_numbers_says_so():
+    with pytest.raises(gg.InvalidValueError, match=r"shape \(2,\): expected one number"):
+        gg.clip_grad_norm_([], torch.ones(2))
+
+
+def test_max_norm_zero_gives_zero_gradients(path):
+    params = [parameter(torch.tensor([3.0, 4.0])), parameter(torch.zeros(2))]
+    gg.clip_grad_norm_(params, 0.0)
+    assert [p.grad.tolist() for p in params] == [[0.0, 0.0], [0.0, 0.0]]
+
+
+def test_max_norm_may_be_a_tensor(path):
+    p = parameter(torch.tensor([3.0, 4.0]))
+    schedule = torch.tensor(1.0, requires_grad=True)
+    gg.clip_grad_norm_(p, schedule)
+    torch.testing.assert_close(p.grad, torch.tensor([0.6, 0.8]), rtol=1e-6, atol=0)
+    assert not p.grad.requires_grad
+
+
+@pytest.mark.filterwarnings("ignore:Using backward")
+def test_gradients_of_a_graph_are_clipped_without_one():
+    x = torch.tensor([3.0, 4.0], requires_grad=True)
+    (x.square().sum() / 2).backward(create_graph=True)
+    norm = gg.clip_grad_norm_(x, 1.0)
+    assert not norm.requires_grad
+    torch.testing.assert_close(x.grad.detach(), torch.tensor([0.6, 0.8]), rtol=1e-5, atol=0)
+    x.grad = None
+
+
+def test_frozen_parameters_are_left_out(path):
+    model = model_with_gradients()
+    model[0].weight.requires_grad_(False)
+    model[0].weight.grad = None
+    expected = slow_norm([p.grad for p in model.parameters() if p.grad is not None])
+    assert float(gg.clip_grad_norm_(model, 1.0)) == pytest.approx(expected)
+
+
+# --- The non-finite policy --------------------------------------------------------------------------------------------
+
+
+def broken_model() -> nn.Module:
+    model = nn.Sequential()
+    model.add_module("encoder", nn.Linear(64, 32))
+    model.add_module("head", nn.Linear(2, 1))
+    model.encoder.weight.grad = torch.ones(32, 64)
+    model.encoder.weight.grad.view(-1)[:3] = math.nan
+    model.head.weight.grad = torch.tensor([[math.inf, 1.0]])
+    model.head.bias.grad = torch.ones(1)
+    return model
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda m: gg.clip_grad_norm_(m, 1.0, error_if_nonfinite=True),
+        lambda m: gg.clip_grad_norm_(m, 1.0, nonfinite="raise"),
+        lambda m: gg.clip_grad_norm_(m, 1.0, math.inf, nonfinite="raise"),
+        lambda m: gg.clip_grad_norm_(m, math.inf, nonfinite="raise"),
+        lambda m: gg.clip_grad_value_(m, 1.0, nonfinite="raise"),
+        lambda m: gg.clip_grad_adaptive_(m, nonfinite="raise"),
+        lambda m: gg.apply_gradient_clipping(m, "norm", 1.0, nonfinite="raise"),
+        lambda m: gg.apply_gradient_clipping(m, "value", 1.0, nonfinite="raise"),
+        lambda m: gg.apply_gradient_clipping(m, "adaptive", 1.0, nonfinite="raise"),
+        lambda m: gg.get_total_norm({n: p.grad for n, p in m.named_parameters() if p.grad is not None}, 2.0, True),
+    ],
+)
+def test_raise_names_parameters_and_counts_and_changes_nothing(call, path):
+    model = broken_model()
+    before = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    with pytest.raises(gg.NonFiniteGradientError, match="not finite, and nothing was changed") as error:
+        call(model)
+    assert "`encoder.weight`: 3 of 2,048 elements NaN" in str(error.value)
+    assert "`head.weight`: 1 of 2 elements infinite" in str(error.value)
+    assert "head.bias" not in str(error.value)
+    after = [p.grad for p in model.parameters() if p.grad is not None]
+    torch.testing.assert_close(after, before, rtol=0, atol=0, equal_nan=True)
+
+
+def test_raise_without_names_gives_positions_and_advice():
+    p = parameter(torch.tensor([math.nan, math.inf]))
+    with pytest.raises(RuntimeError, match=r"parameter 1 \(shape \(2,\), no name.*1 NaN and 1 infinite of 2 elements"):
+        gg.clip_grad_norm_([nn.Parameter(torch.ones(1)), p], 1.0, error_if_nonfinite=True)
+
+
+def test_a_long_list_of_culprits_is_cut():
+    params = [(f"p{i}", parameter(torch.tensor([math.nan]))) for i in range(30)]
+    with pytest.raises(gg.NonFiniteGradientError, match="and 10 more"):
+        gg.clip_grad_norm_(params, 1.0, nonfinite="raise")
+
+
+@pytest.mark.parametrize("clip", [gg.clip_grad_norm_, gg.clip_grad_value_, gg.clip_grad_adaptive_])
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_zero_zeroes_the_whole_step_and_only_a_bad_one(clip, bad, path):
+    params = [parameter(torch.tensor([1.0, bad])), parameter(torch.tensor([2.0]))]
+    clip(params, 1.0, nonfinite="zero")
+    assert [p.grad.tolist() for p in params] == [[0.0, 0.0], [0.0]]
+    good = parameter(torch.tensor([0.25, 0.5]), torch.ones(2))
+    clip(good, 1.0, nonfinite="zero")
+    assert good.grad.tolist() == [0.25, 0.5]
+
+
+@pytest.mark.parametrize(
+    ("policy", "words"), [("skip", "only gg.Guard can do"), ("ignore", 'expected one of "propagate", "raise", "zero"')]
+)
+def test_unknown_policies(policy, words):
+    with pytest.raises(gg.InvalidValueError, match=words):
+        gg.clip_grad_norm_([], 1.0, nonfinite=policy)
+
+
+def test_two_policies_at_once_are_refused():
+    with pytest.raises(gg.InvalidValueError, match="leave one out"):
+        gg.clip_grad_norm_([], 1.0, error_if_nonfinite=True, nonfinite="zero")
+
+
+# --- get_total_norm ---------------------------------------------------------------------------------------------------
+
+
+def test_get_total_norm_takes_gradients_with_none_among_them():
+    assert float(gg.get_total_norm([torch.tensor([3.0]), None, torch.tensor([4.0])])) == 5.0
+    assert float(gg.get_total_norm(torch.tensor([3.0, 4.0]), 1.0)) == 7.0
+
+
+def test_get_total_norm_refuses_a_module():
+    with pytest.raises(gg.InvalidTypeError, match=r"Pass \[p.grad for p in model.parameters\(\)\]"):
+        gg.get_total_norm(nn.Linear(2, 2))
+
+
+def test_get_total_norm_writes_nothing(path):
+    for case, gradients in GRADIENTS.items():
+        versions = [g._version for g in gradients]
+        gg.get_total_norm(gradients)
+        assert [g._version for g in gradients] == versions, case
