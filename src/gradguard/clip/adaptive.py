@@ -1,6 +1,6 @@
 """Adaptive gradient clipping (AGC): each unit's gradient is held to a fraction of that unit's weight."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 
 import torch
@@ -97,12 +97,14 @@ def clip_adaptive(
     eps: float = 1e-3,
     exclude: Excluded | Iterable[Excluded] = (),
     nonfinite: NonFinitePolicy = "propagate",
+    layouts: Mapping[int, UnitLayout] | None = None,
 ) -> ClipResult:
-    """Do what `clip_grad_adaptive_` says, and tell what happened."""
+    """Do what `clip_grad_adaptive_` says, and tell what happened; ``layouts`` stand in for those of a module."""
     threshold = check_threshold("clipping_threshold", clipping_threshold)
     eps = float(check_threshold("eps", eps))
     policy = check_policy(nonfinite)
-    layouts = unit_layouts(parameters) if isinstance(parameters, nn.Module) else {}
+    if layouts is None:
+        layouts = unit_layouts(parameters) if isinstance(parameters, nn.Module) else {}
     names, tensors = named_tensors(parameters, "parameters")
     excluded = _excluded_ids(exclude, names, tensors)
     kept = [i for i, t in enumerate(tensors) if id(t) not in excluded]

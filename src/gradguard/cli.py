@@ -1,0 +1,172 @@
+"""The command line: parse, call, print, exit code; nothing else."""
+
+import argparse
+import math
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from gradguard import __version__
+from gradguard.errors import CommandError, GradguardError
+
+_RUN_USAGE = "gradguard run [--out DIR] [--force] [--every N] [--clip RULE] (script.py | -m module) [args ...]"
+_RULES = ("norm", "value", "adaptive")
+_CLIP_HELP = (
+    "clip before each step: norm=1.0, value=0.5, adaptive=0.01, or from=RECORD for the threshold that RECORD's report "
+    "recommends. Default: observe only, the weights come out bit-identical"
+)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command ``argv`` and return its exit code: 2 for what cannot be carried out, with no traceback."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        if arguments[:1] == ["run"]:
+            return _run(arguments[1:])
+        parsed = _parser().parse_args(arguments)
+        return _report(parsed.records, parsed.output, parsed.text)
+    except GradguardError as error:
+        print(f"gradguard: error: {error}", file=sys.stderr)
+        return 2
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="gradguard", description="Gradients you can trust.")
+    parser.add_argument("--version", action="version", version=f"gradguard {__version__}")
+    commands = parser.add_subparsers(required=True, metavar="command")
+    commands.add_parser("run", usage=_RUN_USAGE, help="observe a training script without a change to it")
+    report = commands.add_parser("report", help="draw the record of a run, or of several side by side")
+    report.add_argument("records", nargs="+", type=Path, metavar="run.jsonl", help="a record, or the folder it is in")
+    report.add_argument("-o", "--output", type=Path, help="the HTML file; by default report.html beside the record")
+    report.add_argument("--text", action="store_true", help="print a few lines of key: value instead of drawing")
+    return parser
+
+
+def _run_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="gradguard run", usage=_RUN_USAGE)
+    parser.add_argument("--out", type=Path, metavar="DIR", help="where run.jsonl and report.html go")
+    parser.add_argument("--force", action="store_true", help="replace the record that DIR already holds")
+    parser.add_argument("--every", type=int, metavar="N", help="record each parameter's norm every N steps")
+    parser.add_argument("--clip", metavar="RULE", help=_CLIP_HELP)
+    return parser
+
+
+def _run(argv: Sequence[str]) -> int:
+    own, target, is_module = _split(argv)
+    parser = _run_parser()
+    options = parser.parse_args(own)
+    if not target:
+        raise CommandError(f"nothing to run. Usage: {_RUN_USAGE}")
+    if options.every is not None and options.every < 1:
+        raise CommandError(f"--every {options.every}: expected a number of steps, at least 1.")
+    rule = _parse_clip(options.clip) if options.clip is not None else None
+
+    from gradguard.watch.script import load_module, load_script
+
+    program = (load_module if is_module else load_script)(target[0], target[1:])
+    folder = options.out or Path("runs") / f"{Path(target[0]).stem}-{time.strftime('%Y%m%d-%H%M%S')}"
+    record = folder / "run.jsonl"
+    if record.exists() and not options.force:
+        raise CommandError(f"{record} exists: choose another --out, or add --force to replace it.")
+    return _observe(program, record, rule, options.every)
+
+
+def _split(argv: Sequence[str]) -> tuple[list[str], list[str], bool]:
+    """Cut a command line into our own options and the program's, and tell whether it is a module."""
+    takes_value = {"--out", "--every", "--clip"}
+    i = 0
+    while i < len(argv) and argv[i].startswith("-"):
+        if argv[i] in ("-m", "--"):
+            return list(argv[:i]), list(argv[i + 1 :]), argv[i] == "-m"
+        i += 2 if argv[i] in takes_value else 1
+    return list(argv[:i]), list(argv[i:]), False
+
+
+def _parse_clip(text: str) -> tuple[str, float]:
+    """The rule and threshold in ``norm=1.0`` or ``from=run.jsonl``."""
+    rule, _, value = text.partition("=")
+    if rule == "from" and value:
+        return "norm", _recommended(Path(value))
+    try:
+        threshold = float(value)
+    except ValueError:
+        threshold = math.nan
+    if rule not in _RULES:
+        raise CommandError(f"--clip {text}: unknown rule {rule!r}; expected norm=, value=, adaptive= or from=RECORD.")
+    if not 0 < threshold < math.inf:
+        raise CommandError(f"--clip {text}: expected a threshold above 0, as in {rule}=1.0.")
+    return rule, threshold
+
+
+def _recommended(path: Path) -> float:
+    from gradguard.watch.recommend import recommend
+    from gradguard.watch.record import read_record
+
+    found = recommend(read_record(path))
+    if found.threshold is None:
+        raise CommandError(f"--clip from={path}: that record recommends no threshold: {found.reason}")
+    return found.threshold
+
+
+def _observe(program, record: Path, rule: tuple[str, float] | None, every: int | None) -> int:
+    from gradguard.watch.observer import AppliedClip, Observer, observe
+    from gradguard.watch.script import INTERRUPTED, run
+
+    clip = AppliedClip(*rule, bind=_binder(*rule)) if rule else None
+    meta = {
+        "version": __version__,
+        "argv": list(program.argv),
+        "clip": f"{rule[0]}={rule[1]:g}" if rule else None,
+    }
+    observer = Observer(record, meta, clip, every)
+    code = 1
+    try:
+        with observe(observer):
+            code = run(program)
+    finally:
+        observer.close(code, interrupted=code == INTERRUPTED)
+        _show(record)
+    return code
+
+
+def _binder(rule: str, threshold: float):
+    """What applies a clip to the parameters of a step, once the modules are known."""
+    from gradguard.clip.adaptive import clip_adaptive, unit_layouts
+    from gradguard.clip.functional import clip_grad_norm_, clip_grad_value_
+
+    def bind(modules):
+        layouts = {key: layout for module in modules for key, layout in unit_layouts(module).items()}
+        return {
+            "norm": lambda parameters, scale: clip_grad_norm_(parameters, threshold * scale),
+            "value": lambda parameters, scale: clip_grad_value_(parameters, threshold * scale),
+            "adaptive": lambda parameters, scale: clip_adaptive(parameters, threshold * scale, layouts=layouts),
+        }[rule]
+
+    return bind
+
+
+def _show(record: Path) -> None:
+    """Draw the report of a finished run and print its summary; a failure here must not hide the script's own."""
+    from gradguard.watch.record import read_record
+    from gradguard.watch.report import print_summary, write_report
+
+    try:
+        found = read_record(record)
+        page = write_report([found], record.with_name("report.html"))
+        print_summary(found)
+        print(f"record: {record}\nreport: {page}")
+    except Exception as error:
+        print(f"gradguard: the record is in {record}, but its report failed: {error}", file=sys.stderr)
+
+
+def _report(paths: Sequence[Path], output: Path | None, text: bool) -> int:
+    from gradguard.watch.record import read_record
+    from gradguard.watch.report import text_summary, write_report
+
+    records = [read_record(path) for path in paths]
+    if text:
+        print("\n\n".join(text_summary(record) for record in records))
+        return 0
+    print(f"report: {write_report(records, output or records[0].path.with_name('report.html'))}")
+    return 0

@@ -1,0 +1,51 @@
+"""Names for the parameters of a script that never told us its model."""
+
+import gc
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+
+def living_modules() -> list[nn.Module]:
+    """Return every module that exists and is not part of another one."""
+    modules = [thing for thing in gc.get_objects() if issubclass(type(thing), nn.Module)]
+    parts = {id(child) for module in modules for child in module.children()}
+    return [module for module in modules if id(module) not in parts]
+
+
+def living_optimizers(first: Optimizer) -> list[Optimizer]:
+    """Return ``first`` and every other optimizer that exists and holds other parameters."""
+    seen = {id(p) for p in parameters_of(first)}
+    found = [first]
+    for thing in gc.get_objects():
+        if issubclass(type(thing), Optimizer) and thing is not first and hasattr(thing, "param_groups"):
+            own = {id(p) for p in parameters_of(thing)}
+            if not own & seen:
+                found.append(thing)
+                seen |= own
+    return found
+
+
+def parameters_of(optimizer: Optimizer) -> list[Tensor]:
+    """Return the parameters of all groups of ``optimizer``."""
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def name_parameters(parameters: list[Tensor], modules: list[nn.Module]) -> list[str]:
+    """Return a name for each parameter: its dotted name in the module that holds most of them, else its place.
+
+    Where two root modules hold parameters of the same name, both are prefixed with their class.
+    """
+    wanted = {id(p) for p in parameters}
+    held = [(module, dict(module.named_parameters())) for module in modules]
+    held = [(module, {name: p for name, p in named.items() if id(p) in wanted}) for module, named in held]
+    held = sorted((pair for pair in held if pair[1]), key=lambda pair: -len(pair[1]))
+    names: dict[int, str] = {}
+    taken: set[str] = set()
+    for module, named in held:
+        fresh = {name: p for name, p in named.items() if id(p) not in names}
+        clash = bool(taken & fresh.keys())
+        for name, p in fresh.items():
+            names[id(p)] = f"{type(module).__name__}.{name}" if clash else name
+        taken |= fresh.keys()
+    return [names.get(id(p), f"parameter {i}") for i, p in enumerate(parameters)]

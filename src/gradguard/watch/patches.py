@@ -1,0 +1,124 @@
+"""Wrappers round the calls through which a script shows its loss, its own clipping and its loss scale.
+
+Each wrapper tells a listener and then does exactly what the original did, with the same arguments and result.
+"""
+
+import functools
+import sys
+import types
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Protocol
+from unittest.mock import patch
+
+import torch
+from torch import Tensor, nn
+
+
+class Listener(Protocol):
+    """What is told."""
+
+    def on_backward(self, loss: Tensor) -> None:
+        """``loss.backward()`` is about to run."""
+
+    def on_clip(self, rule: str, parameters: list[Tensor], threshold: Any, norm_type: float) -> None:
+        """The script is about to clip; the gradients are as they were."""
+
+    def on_clipped(self, norm: Any) -> None:
+        """The clip that `on_clip` announced is done; ``norm`` is what it returned."""
+
+    def on_scale(self, loss: Any, scaled: Any) -> None:
+        """A GradScaler turned ``loss`` into ``scaled``."""
+
+    def on_scale_update(self, before: Tensor | None, after: Tensor | None) -> None:
+        """A GradScaler updated its scale: a smaller one means that a step was skipped."""
+
+
+@contextmanager
+def patched(listener: Listener) -> Iterator[None]:
+    """Tell ``listener`` of every backward pass, clip and loss scale until the block ends."""
+    with (
+        patch.object(Tensor, "backward", _backward(Tensor.backward, listener)),
+        patch.object(torch.amp.GradScaler, "scale", _scale(torch.amp.GradScaler.scale, listener)),
+        patch.object(torch.amp.GradScaler, "update", _update(torch.amp.GradScaler.update, listener)),
+        _patched_clips(listener),
+    ):
+        yield
+
+
+@contextmanager
+def _patched_clips(listener: Listener) -> Iterator[None]:
+    homes = [torch.nn.utils, torch.nn.utils.clip_grad, sys.modules["gradguard"]]
+    rules = {"clip_grad_norm_": "norm", "clip_grad_value_": "value", "clip_grad_adaptive_": "adaptive"}
+    found = [(home, name, rule) for home in homes for name, rule in rules.items() if hasattr(home, name)]
+    originals = [(home, name, getattr(home, name)) for home, name, _ in found]
+    try:
+        for home, name, rule in found:
+            setattr(home, name, _clip(getattr(home, name), rule, listener))
+        yield
+    finally:
+        for home, name, original in originals:
+            setattr(home, name, original)
+
+
+def _clip(original: Callable, rule: str, listener: Listener) -> Callable:
+    keyword = {"norm": "max_norm", "value": "clip_value", "adaptive": "clipping_threshold"}[rule]
+
+    @functools.wraps(original)
+    def clip(parameters: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(parameters, types.GeneratorType):
+            listed = list(parameters)
+            parameters, seen = (p for p in listed), listed
+        else:
+            parameters = seen = list(parameters) if isinstance(parameters, Iterator) else parameters
+        threshold = args[0] if args else kwargs.get(keyword)
+        norm_type = args[1] if len(args) > 1 else kwargs.get("norm_type", 2.0)
+        listener.on_clip(rule, tensors_of(seen), threshold, norm_type if rule == "norm" else 2.0)
+        norm = original(parameters, *args, **kwargs)
+        listener.on_clipped(norm)
+        return norm
+
+    return clip
+
+
+def tensors_of(parameters: Any) -> list[Tensor]:
+    """Return the tensors in whatever a clipping function takes; what cannot be one is left for the call to refuse."""
+    if isinstance(parameters, Tensor):
+        return [parameters]
+    if isinstance(parameters, nn.Module):
+        return list(parameters.parameters())
+    entries = parameters.values() if isinstance(parameters, Mapping) else parameters
+    if not isinstance(entries, Iterable):
+        return []
+    plain = [entry[-1] if isinstance(entry, tuple) and entry else entry for entry in entries]
+    return [entry for entry in plain if isinstance(entry, Tensor)]
+
+
+def _backward(original: Callable, listener: Listener) -> Callable:
+    @functools.wraps(original)
+    def backward(self: Tensor, *args: Any, **kwargs: Any) -> Any:
+        listener.on_backward(self)
+        return original(self, *args, **kwargs)
+
+    return backward
+
+
+def _scale(original: Callable, listener: Listener) -> Callable:
+    @functools.wraps(original)
+    def scale(self: Any, outputs: Any) -> Any:
+        scaled = original(self, outputs)
+        listener.on_scale(outputs, scaled)
+        return scaled
+
+    return scale
+
+
+def _update(original: Callable, listener: Listener) -> Callable:
+    @functools.wraps(original)
+    def update(self: Any, *args: Any, **kwargs: Any) -> Any:
+        before = None if self._scale is None else self._scale.clone()
+        result = original(self, *args, **kwargs)
+        listener.on_scale_update(before, None if self._scale is None else self._scale.clone())
+        return result
+
+    return update

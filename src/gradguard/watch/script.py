@@ -1,0 +1,126 @@
+"""Run somebody's script or module as Python itself would, and say how it ended."""
+
+import builtins
+import importlib.util
+import sys
+import traceback
+import types
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from gradguard.errors import CommandError
+
+INTERRUPTED = 130
+"""The exit code of a program that Ctrl-C ended, as shells count."""
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """A compiled script or module, ready to run as ``__main__``.
+
+    Attributes:
+        code: Its code.
+        main: The module that becomes ``__main__``.
+        argv: What the program sees as ``sys.argv``.
+        path_entry: What Python would put first in ``sys.path``.
+    """
+
+    code: types.CodeType
+    main: types.ModuleType
+    argv: Sequence[str]
+    path_entry: str
+
+
+def load_script(path: str, arguments: Sequence[str]) -> Program:
+    """Compile the script at ``path``.
+
+    Args:
+        path: A Python file.
+        arguments: What follows it on the command line.
+
+    Returns:
+        The program, not yet run.
+
+    Raises:
+        CommandError: If there is no such file, or it is no Python.
+    """
+    file = Path(path)
+    if file.is_dir():
+        raise CommandError(f"{path} is a folder: name the script in it, or run a package with -m.")
+    try:
+        source = file.read_bytes()
+    except OSError as error:
+        raise CommandError(f"cannot read {path}: {error.strerror}. Usage: gradguard run script.py args...") from error
+    main = _main_module(str(file.absolute()))
+    return Program(_compile(source, path, main.__file__ or path), main, [path, *arguments], str(file.resolve().parent))
+
+
+def load_module(name: str, arguments: Sequence[str]) -> Program:
+    """Find and compile the module ``name``, as ``python -m`` does.
+
+    Args:
+        name: A module, or a package with a ``__main__``.
+        arguments: What follows it on the command line.
+
+    Returns:
+        The program, not yet run.
+
+    Raises:
+        CommandError: If there is no such module, or it cannot be run.
+    """
+    sys.path.insert(0, str(Path.cwd()))
+    try:
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.submodule_search_locations is not None:
+            spec = importlib.util.find_spec(f"{name}.__main__")
+    except (ImportError, ValueError) as error:
+        raise CommandError(f"cannot import {name}: {error}.") from error
+    finally:
+        sys.path.pop(0)
+    code = spec.loader.get_code(spec.name) if spec and hasattr(spec.loader, "get_code") else None  # type: ignore[union-attr]
+    if spec is None or code is None:
+        raise CommandError(f"no module {name} to run: expected the name that `python -m` takes, without .py.")
+    main = _main_module(spec.origin or name)
+    main.__spec__, main.__package__ = spec, spec.parent
+    return Program(code, main, [spec.origin or name, *arguments], str(Path.cwd()))
+
+
+def run(program: Program) -> int:
+    """Run ``program`` as ``__main__`` and return its exit code; an uncaught exception is shown as Python shows it."""
+    sys.modules["__main__"] = program.main
+    sys.argv = list(program.argv)
+    sys.path.insert(0, program.path_entry)
+    try:
+        exec(program.code, program.main.__dict__)
+    except SystemExit as stop:
+        return _exit_code(stop)
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except BaseException as error:
+        own = error.__traceback__.tb_next if error.__traceback__ else None  # without this frame
+        sys.excepthook(type(error), error.with_traceback(own), own)
+        return 1
+    return 0
+
+
+def _main_module(file: str) -> types.ModuleType:
+    main = types.ModuleType("__main__")
+    main.__file__ = file
+    main.__dict__["__builtins__"] = builtins
+    return main
+
+
+def _compile(source: bytes, path: str, file: str) -> types.CodeType:
+    try:
+        return compile(source, file, "exec")
+    except (SyntaxError, ValueError) as error:
+        shown = "".join(traceback.format_exception_only(error)).strip()
+        raise CommandError(f"{path} is not a Python script:\n{shown}") from error
+
+
+def _exit_code(stop: SystemExit) -> int:
+    if stop.code is None or isinstance(stop.code, int):
+        return stop.code or 0
+    print(stop.code, file=sys.stderr)
+    return 1

@@ -1,0 +1,127 @@
+"""Once for each real step, with that step's gradients: the rows of the optimizer-hook table."""
+
+import pytest
+import torch
+from torch import nn
+
+from gradguard.optimizer_hooks import EveryStep
+
+
+@pytest.fixture
+def seen():
+    """What the hooks saw: ("before", gradient) and ("after", None)."""
+    calls: list = []
+    hooks = EveryStep(
+        lambda opt: calls.append(("before", float(opt.param_groups[0]["params"][0].grad))),
+        lambda opt: calls.append(("after", None)),
+    )
+    yield calls
+    hooks.remove()
+
+
+def scalar(value: float = 2.0) -> nn.Parameter:
+    return nn.Parameter(torch.tensor(value))
+
+
+def test_a_plain_step(seen):
+    w = scalar()
+    opt = torch.optim.SGD([w], lr=0.1)
+    for _ in range(2):
+        opt.zero_grad()
+        w.square().backward()
+        opt.step()
+    assert seen == [("before", 4.0), ("after", None), ("before", pytest.approx(3.2)), ("after", None)]
+
+
+def test_a_subclass_that_calls_super_counts_once(seen):
+    class Twice(torch.optim.SGD):
+        def step(self, closure=None):
+            return super().step(closure)
+
+    w = scalar()
+    w.square().backward()
+    Twice([w], lr=0.1).step()
+    assert [kind for kind, _ in seen] == ["before", "after"]
+
+
+@pytest.mark.parametrize("spelling", ["positional", "keyword"])
+def test_a_closure_shows_the_gradients_of_its_own_backward(seen, spelling):
+    w = scalar()
+    opt = torch.optim.SGD([w], lr=0.1)
+
+    def closure():
+        opt.zero_grad()
+        loss = w.square()
+        loss.backward()
+        return loss
+
+    loss = opt.step(closure) if spelling == "positional" else opt.step(closure=closure)
+    assert loss.item() == 4.0
+    assert seen == [("before", 4.0), ("after", None)]
+
+
+def test_lbfgs_acts_at_each_evaluation(seen):
+    w = scalar()
+    opt = torch.optim.LBFGS([w], lr=0.1, max_iter=3)
+
+    def closure():
+        opt.zero_grad()
+        loss = w.square()
+        loss.backward()
+        return loss
+
+    opt.step(closure)
+    kinds = [kind for kind, _ in seen]
+    assert kinds == ["before"] * (len(kinds) - 1) + ["after"]
+    assert len(kinds) > 2
+
+
+def test_accumulation_counts_real_steps(seen):
+    w = scalar()
+    opt = torch.optim.SGD([w], lr=0.1)
+    for _ in range(4):
+        w.square().backward()
+    opt.step()
+    assert seen == [("before", 16.0), ("after", None)]
+
+
+def test_two_optimizers(seen):
+    for w in (scalar(1.0), scalar(3.0)):
+        w.square().backward()
+        torch.optim.Adam([w]).step()
+    assert [x for kind, x in seen if kind == "before"] == [2.0, 6.0]
+
+
+def test_a_step_that_raises_does_not_end_the_watch(seen):
+    w = scalar()
+    opt = torch.optim.SGD([w], lr=0.1)
+
+    def closure():
+        raise ZeroDivisionError("in the closure")
+
+    with pytest.raises(ZeroDivisionError, match="in the closure"):
+        opt.step(closure)
+    w.square().backward()
+    opt.step()
+    assert seen == [("before", 4.0), ("after", None)]
+
+
+def test_a_grad_scaler_that_skips_the_step_fires_nothing(seen):
+    w = scalar()
+    opt = torch.optim.SGD([w], lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    scaler.scale(w * float("inf")).backward()
+    scaler.step(opt)
+    scaler.update()
+    assert seen == []
+
+
+def test_remove_is_final_and_may_be_repeated():
+    calls = []
+    hooks = EveryStep(calls.append, calls.append)
+    hooks.remove()
+    hooks.remove()
+    w = scalar()
+    w.square().backward()
+    torch.optim.SGD([w], lr=0.1).step()
+    assert calls == []

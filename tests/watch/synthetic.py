@@ -1,0 +1,97 @@
+"""Records made up from a seed, so that reports can be tested without training anything."""
+
+import math
+import random
+from pathlib import Path
+from typing import Any
+
+from gradguard.watch.record import Record, RecordWriter, read_record
+
+PARAMETERS = {
+    "embedding.weight": (65, 64),
+    "rnn.weight_ih_l0": (256, 64),
+    "rnn.weight_hh_l0": (256, 256),
+    "rnn.bias_ih_l0": (256,),
+    "rnn.weight_ih_l1": (256, 256),
+    "rnn.weight_hh_l1": (256, 256),
+    "head.weight": (65, 256),
+    "head.bias": (65,),
+}
+WEIGHTS = (0.10, 0.25, 0.62, 0.08, 0.35, 0.48, 0.40, 0.12)
+
+
+def make_record(**parts: Any) -> Record:
+    """A record straight from its parts, for tests that need only some of them."""
+    empty = {"path": Path("run.jsonl"), "meta": {"t": "meta"}, "steps": [], "tensors": [], "events": []}
+    return Record(**(empty | {"end": None, "torn": False} | parts))
+
+
+def steps_of(norms: list[float | None], **more: Any) -> list[dict[str, Any]]:
+    """One step per norm; every other field is the same on all of them."""
+    return [{"t": "step", "i": i, "norm": norm} | more for i, norm in enumerate(norms)]
+
+
+def log_normal(count: int, *, centre: float = 1.0, spread: float = 0.3, seed: int = 0) -> list[float]:
+    """Norms of a calm run."""
+    generator = random.Random(seed)
+    return [centre * math.exp(generator.gauss(0, spread)) for _ in range(count)]
+
+
+def write_char_rnn(
+    path: Path, *, steps: int = 600, threshold: float | None = None, seed: int = 0, every: int = 4
+) -> Record:
+    """Write and read back a run of a character RNN: norms decay and spike, and spikes that pass cost loss."""
+    with RecordWriter(path) as writer:
+        writer.write("meta", **_meta(threshold))
+        _write_steps(writer, steps, threshold, random.Random(seed), every)
+        writer.write("end", steps=steps, wall=0.1 * steps, overhead_ms=0.5 * steps, exit=0, interrupted=False)
+    return read_record(path)
+
+
+def _meta(threshold: float | None) -> dict[str, Any]:
+    return {
+        "version": "0.1.0",
+        "torch": "2.13.0",
+        "device": "cpu",
+        "argv": ["examples/char_rnn.py", "--steps", "600"],
+        "clip": None if threshold is None else f"norm={threshold:g}",
+        "optimizers": ["SGD"],
+        "params": [
+            {"name": name, "shape": list(shape), "numel": math.prod(shape), "dtype": "float32", "group": 0}
+            for name, shape in PARAMETERS.items()
+        ],
+    }
+
+
+def _write_steps(
+    writer: RecordWriter, steps: int, threshold: float | None, generator: random.Random, every: int
+) -> None:
+    loss, damage = 4.17, 0.0
+    for i in range(steps):
+        spike = generator.random() < 0.013 and i > 30
+        scales = _tensor_norms(generator, i / max(steps, 1), 50 * generator.random() + 15 if spike else 1.0)
+        norm = math.sqrt(sum(value * value for value in scales))
+        coefficient = 1.0 if threshold is None else min(1.0, threshold / norm)
+        loss += (1.45 - loss) * 4.0 / steps
+        damage = 0.985 * damage + 0.012 * math.log1p(norm * coefficient) * (norm * coefficient > 3)
+        top = max(range(len(scales)), key=scales.__getitem__)
+        clipped = {"coefficient": coefficient, "threshold": threshold, "rule": "norm"} if threshold else {}
+        writer.write(
+            "step", i=i, wall=0.1 * i, loss=loss + 8 * damage + generator.gauss(0, 0.05), lr=0.5, norm=norm,
+            post_norm=norm * coefficient, top=[top, scales[top] ** 2 / norm**2], **clipped,
+        )  # fmt: skip
+        if i % every == 0 or spike:
+            writer.write("tensors", i=i, norm=scales)
+        if spike:
+            message = f"gradient norm {norm:.3g}, {norm / 0.5:.0f} times the usual"
+            writer.write("event", i=i, kind="spike", severity="warning", message=message, advice="Clip it.")
+
+
+def _tensor_norms(generator: random.Random, progress: float, spike: float) -> list[float]:
+    level = 0.35 + 1.2 * math.exp(-8 * progress)
+    common = math.exp(generator.gauss(0, 0.18))
+    recurrent = [spike if "_hh_" in name else spike**0.6 for name in PARAMETERS]
+    return [
+        level * common * weight * factor * math.exp(generator.gauss(0, 0.15))
+        for weight, factor in zip(WEIGHTS, recurrent, strict=True)
+    ]

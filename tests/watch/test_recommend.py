@@ -1,0 +1,111 @@
+import math
+
+import pytest
+from synthetic import log_normal, make_record, steps_of
+
+from gradguard.watch.recommend import centre_and_spread, guard_threshold, recommend, usable_norms
+
+
+def run(norms, optimizer="SGD", **more):
+    return make_record(
+        meta={"t": "meta", "optimizers": [optimizer] if optimizer else []}, steps=steps_of(norms, **more)
+    )
+
+
+def test_the_three_candidates_by_hand():
+    # 90 % of the norms are 1 or 2 by turns; the log-median lies between them and the MAD is half of log 2.
+    norms = [1.0, 2.0] * 250
+    guard, shaping, reference = recommend(run(norms)).candidates
+    assert guard.threshold == float(f"{math.exp(math.log(2) / 2 + 6 * 1.4826 * math.log(2) / 2):.1e}")
+    assert (shaping.threshold, reference.threshold) == (2.0, 7.5)
+    assert (guard.clip_share, guard.interval) == (0.0, (0.0, 0.0))
+
+
+def test_spikes_do_not_move_the_guard_and_are_what_it_clips():
+    calm = log_normal(1000)
+    spiked = [50 * norm if i % 100 == 50 else norm for i, norm in enumerate(calm)]
+    recommendation = recommend(run(spiked))
+    guard = recommendation.candidates[0]
+    assert recommendation.threshold == guard.threshold == pytest.approx(guard_threshold(calm), rel=0.1)
+    assert guard.clip_share == 0.01
+    low, high = guard.interval
+    assert 0 <= low < 0.01 < high < 0.03
+    assert "would have clipped 1 % of 900 steps" in recommendation.reason
+    assert "With SGD" in recommendation.reason
+
+
+@pytest.mark.parametrize(
+    ("norms", "more", "reason"),
+    [
+        ([], {}, "no gradient norms"),
+        ([1.0] * 100, {}, r"not enough steps (90 of 200)"),
+        ([None] * 500, {}, "not enough steps (0 of 200)"),
+        ([1.0] * 500, {"skipped": True}, "not enough steps (0 of 200)"),
+    ],
+)
+def test_no_threshold_without_data(norms, more, reason):
+    recommendation = recommend(run(norms, **more))
+    assert recommendation.threshold is None
+    assert recommendation.candidates == ()
+    assert reason in recommendation.reason
+
+
+def test_post_clip_norms_are_refused():
+    record = make_record(steps=[{"t": "step", "i": i, "post_norm": 1.0} for i in range(500)])
+    assert "Only norms after clipping" in recommend(record).reason
+
+
+def test_a_guard_above_every_norm_is_insurance():
+    recommendation = recommend(run(log_normal(500), optimizer="AdamW"))
+    assert recommendation.threshold is not None
+    assert "would not have clipped any step of this run: insurance, not a cure" in recommendation.reason
+    assert "With AdamW a constant scaling nearly cancels" in recommendation.reason
+
+
+def test_a_heavy_tail_is_called_one():
+    norms = [1000.0 if i % 10 == 0 else norm for i, norm in enumerate(log_normal(500))]
+    assert "heavy-tailed" in recommend(run(norms)).reason
+
+
+def test_drift_shows_both_ends():
+    norms = [norm * math.exp(-3 * i / 1000) for i, norm in enumerate(log_normal(1000))]
+    recommendation = recommend(run(norms))
+    assert recommendation.drift is not None
+    early, late = recommendation.drift
+    assert early > 4 * late
+    assert f"the first tenth asks for {early:g}, the last for {late:g}" in recommendation.reason
+    assert recommend(run(log_normal(1000))).drift is None
+
+
+@pytest.mark.parametrize(("count", "kept"), [(0, 0), (100, 90), (999, 900), (1000, 900), (5000, 4900), (10000, 9800)])
+def test_warm_up_is_left_out(count, kept):
+    assert len(usable_norms(run([1.0] * count))) == kept
+
+
+def test_what_has_no_logarithm_is_left_out():
+    assert usable_norms(run([1.0, 0.0, None, 2.0])) == [1.0, 2.0]
+
+
+def test_constant_norms_have_the_least_spread():
+    assert centre_and_spread([2.0] * 10) == (math.log(2.0), 0.05)
+
+
+def test_scaling_every_norm_scales_every_threshold():
+    norms = log_normal(500)
+    small, large = (recommend(run([scale * norm for norm in norms])).candidates for scale in (1, 1024))
+    for a, b in zip(small, large, strict=True):
+        assert b.threshold == pytest.approx(1024 * a.threshold, rel=0.1)
+        assert b.clip_share == pytest.approx(a.clip_share, abs=0.03)
+
+
+def test_huge_spread_and_mixed_optimizers():
+    norms = [10.0 ** ((i * 37) % 300 - 150) for i in range(500)]
+    recommendation = recommend(run(norms, optimizer=None))
+    assert recommendation.threshold is not None
+    assert math.isfinite(recommendation.threshold)
+    assert "With" not in recommendation.reason
+
+
+def test_the_same_record_gives_the_same_answer():
+    record = run(log_normal(500, spread=2.0))
+    assert recommend(record) == recommend(record)
