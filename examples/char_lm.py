@@ -22,13 +22,11 @@ import torch.nn.functional as F
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from torch import Tensor, nn
 
-ALPHABET = "\n" + string.printable[:95] + "\N{REPLACEMENT CHARACTER}"  # the last one stands for all others
+ALPHABET = "\n" + string.printable[:95] + "\t"  # the tab stands for all other characters too
 TRAIN_CHARACTERS, VALIDATION_CHARACTERS = 1_500_000, 64_000
 
 
 class CharModel(nn.Module):
-    """Predicts the next character of each of several texts read side by side."""
-
     def __init__(self, hidden: int):
         super().__init__()
         self.embedding = nn.Embedding(len(ALPHABET), hidden)
@@ -43,21 +41,17 @@ class CharModel(nn.Module):
 
 def load_text(length: int) -> Tensor:
     """Return the first `length` characters of the standard library's modules, as indices into ALPHABET."""
+    paths = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
+    text = "".join(path.read_text(encoding="utf-8", errors="replace") for path in paths)
     index = {character: i for i, character in enumerate(ALPHABET)}
-    codes: list[int] = []
-    for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py")):
-        text = path.read_text(encoding="utf-8", errors="replace")
-        codes.extend(index.get(character, len(ALPHABET) - 1) for character in text)
-        if len(codes) >= length:
-            break
-    return torch.tensor(codes[:length])
+    return torch.tensor([index.get(character, index["\t"]) for character in text[:length]])
 
 
 def in_chunks(text: Tensor, batch: int, length: int) -> list[tuple[Tensor, Tensor]]:
     """Cut the text into `batch` parallel streams, and these into (input, target) chunks of `length`."""
     streams = text[: len(text) // batch * batch].view(batch, -1)
     starts = range(0, streams.shape[1] - length, length)
-    return [(streams[:, s : s + length], streams[:, s + 1 : s + length + 1]) for s in starts]
+    return [(streams[:, i : i + length], streams[:, i + 1 : i + length + 1]) for i in starts]
 
 
 def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
@@ -85,7 +79,7 @@ def sample(model: CharModel, prompt: str, length: int) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=2000)
+    parser.add_argument("--steps", type=int, default=2500)
     parser.add_argument("--lr", type=float, default=0.002)
     parser.add_argument("--hidden", type=int, default=128)
     parser.add_argument("--batch", type=int, default=32)
@@ -97,15 +91,17 @@ def main() -> None:
     text = load_text(TRAIN_CHARACTERS + VALIDATION_CHARACTERS)
     chunks = in_chunks(text[:TRAIN_CHARACTERS], args.batch, args.length)
     held_out = in_chunks(text[TRAIN_CHARACTERS:], args.batch, args.length)
+
     model = CharModel(args.hidden)
     optimizer = torch.optim.Adam(model.parameters(), lr=args.lr)
 
-    columns = (TextColumn("step"), MofNCompleteColumn(), BarColumn(), TextColumn("loss {task.fields[loss]:.3f}"))
-    with Progress(*columns, TimeElapsedColumn()) as progress:
+    loss_column = TextColumn("loss {task.fields[loss]:.3f}")
+    with Progress("step", MofNCompleteColumn(), BarColumn(), loss_column, TimeElapsedColumn()) as progress:
         task = progress.add_task("training", total=args.steps, loss=float("nan"))
+        state = None
         for step in range(args.steps):
             position = step % len(chunks)
-            state = None if position == 0 else state.detach()
+            state = state.detach() if position > 0 else None
             characters, targets = chunks[position]
             logits, state = model(characters, state)
             loss = loss_of(logits, targets)

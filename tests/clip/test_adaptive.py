@@ -4,11 +4,11 @@ import math
 
 import pytest
 import torch
-from cases import DTYPES, parameter, random
-from reference import clip_adaptive as slow_agc
 from torch import nn
 
 import gradguard as gg
+from cases import DTYPES, parameter, random
+from reference import clip_adaptive as slow_agc
 
 
 def rows(t: torch.Tensor) -> list[torch.Tensor]:

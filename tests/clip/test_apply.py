@@ -4,10 +4,10 @@ import math
 
 import pytest
 import torch
-from cases import parameter
 from torch import nn
 
 import gradguard as gg
+from cases import parameter
 
 
 def model() -> nn.Module:
@@ -65,11 +65,11 @@ def test_an_unknown_rule_lists_the_known():
 
 def test_a_bad_threshold_changes_nothing():
     layer = model()
-    with pytest.raises(gg.InvalidValueError, match="clipping_threshold=-1.0"):
+    with pytest.raises(gg.InvalidValueError, match=r"clipping_threshold=-1\.0"):
         gg.apply_gradient_clipping(layer, "norm", -1)
     assert layer.weight.grad[0].tolist() == [30.0, 40.0]
 
 
 def test_the_result_is_frozen():
-    with pytest.raises(AttributeError, match="cannot assign"):
+    with pytest.raises(AttributeError, match="cannot assign to field"):
         gg.apply_gradient_clipping(model(), "norm", 1.0).norm = torch.zeros(())

@@ -4,12 +4,12 @@ import math
 
 import pytest
 import torch
-from cases import DTYPES, GRADIENTS, ORDERS, parameter, random, sparse_with_duplicates
-from reference import clip_norm as slow_clip
-from reference import total_norm as slow_norm
 from torch import nn
 
 import gradguard as gg
+from cases import DTYPES, GRADIENTS, ORDERS, parameter, random, sparse_with_duplicates
+from reference import clip_norm as slow_clip
+from reference import total_norm as slow_norm
 
 
 def model_with_gradients(seed: int = 0) -> nn.Module:

@@ -4,9 +4,9 @@ import math
 
 import pytest
 import torch
-from cases import DTYPES, parameter, random, sparse_with_duplicates
 
 import gradguard as gg
+from cases import DTYPES, parameter, random, sparse_with_duplicates
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

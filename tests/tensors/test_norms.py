@@ -5,11 +5,11 @@ import math
 import hypothesis.strategies as st
 import pytest
 import torch
-from cases import DTYPES, GRADIENTS, ORDERS, random
 from hypothesis import given
-from reference import total_norm as slow_norm
 
+from cases import DTYPES, GRADIENTS, ORDERS, random
 from gradguard.tensors.norms import tensor_norms, total_norm
+from reference import total_norm as slow_norm
 
 # float64 sums have nothing wider on an accelerator; the docs of `norms` say so.
 HOST_ONLY = {"huge float64", "tiny float64"}

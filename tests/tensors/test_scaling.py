@@ -4,8 +4,8 @@ import math
 
 import pytest
 import torch
-from cases import GRADIENTS, random
 
+from cases import GRADIENTS, random
 from gradguard.tensors.scaling import clamp_, clip_coefficient, exceeds, scale_
 
 

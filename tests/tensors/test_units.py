@@ -4,8 +4,8 @@ import math
 
 import pytest
 import torch
-from cases import DTYPES, random
 
+from cases import DTYPES, random
 from gradguard.tensors.units import WHOLE, UnitLayout, unit_norms
 
 CASES = {

@@ -1,0 +1,36 @@
+# `make demo` and `make test` do all the set-up on a fresh machine: a virtual environment in .venv with the pinned
+# versions of constraints.txt. Only Python 3.11 or newer and make are needed.
+PYTHON ?= python3
+BIN := .venv/bin
+
+.PHONY: demo test quick lint benchmark docs-pictures clean
+
+.venv/ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	@touch $@
+
+# Train a real model on real text, unclipped; then with the threshold that its record recommends; compare.
+demo: .venv/ready
+	$(BIN)/gradguard run --force --out runs/unclipped examples/char_lm.py
+	$(BIN)/gradguard run --force --out runs/clipped --clip from=runs/unclipped examples/char_lm.py
+	$(BIN)/gradguard report runs/unclipped runs/clipped --output runs/report.html
+
+test: lint
+	$(BIN)/python -m pytest
+
+# The tests that take milliseconds, for while you work.
+quick: .venv/ready
+	$(BIN)/python -m pytest -m 'not slow'
+
+lint: .venv/ready
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/pyright
+	$(BIN)/lint-imports --no-cache
+
+benchmark: .venv/ready
+	$(BIN)/python benchmarks/batch_clipping.py
+
+clean:
+	rm -rf .venv runs dist build

@@ -1,0 +1,141 @@
+"""Batch clipping against PyTorch and the published AGC loops, on this machine's CPU. Prints ratios and goals.
+
+python benchmarks/batch_clipping.py [--only norm]
+"""
+
+import argparse
+import math
+from collections.abc import Callable
+
+import torch
+from pairs import compare
+from rich.console import Console
+from rich.table import Table
+from shapes import gpt2_small, many_small, resnet50
+from torch import Tensor, nn
+
+import gradguard as gg
+
+MODELS = {"GPT-2 small": gpt2_small, "ResNet-50": resnet50, "2,000 x 1,000": many_small}
+DECAY = 0.99
+"""Each repetition lowers the threshold by this, so that a clip that binds goes on binding."""
+
+
+def parameters(shapes: list[tuple[int, ...]], dtype: torch.dtype) -> list[nn.Parameter]:
+    torch.manual_seed(0)
+    made = [nn.Parameter(torch.randn(shape).mul_(0.05).to(dtype)) for shape in shapes]
+    for p in made:
+        p.grad = torch.randn(p.shape).to(dtype)
+    return made
+
+
+def unit_norm(x: Tensor) -> Tensor:
+    """As the published PyTorch loops take it: all dimensions but the first, or the whole of a vector."""
+    return x.norm(2.0) if x.ndim <= 1 else x.norm(2.0, dim=tuple(range(1, x.ndim)), keepdim=True)
+
+
+def timm_agc(params: list[nn.Parameter], factor: float, eps: float = 1e-3) -> None:
+    """AGC by timm's formula: a loop of out-of-place steps."""
+    for p in params:
+        weight, grad = p.detach(), p.grad.detach()
+        largest = unit_norm(weight).clamp_(min=eps).mul_(factor)
+        norm = unit_norm(grad)
+        clipped = grad * (largest / norm.clamp(min=1e-6))
+        p.grad.detach().copy_(torch.where(norm < largest, grad, clipped))
+
+
+def composer_agc(params: list[nn.Parameter], threshold: float) -> None:
+    """AGC by Composer's formula, which has no eps."""
+    for p in params:
+        weight, grad = p.detach(), p.grad.detach()
+        coefficient = threshold * unit_norm(weight) / unit_norm(grad)
+        p.grad.detach().mul_(coefficient.nan_to_num_(nan=1.0).clamp_(max=1.0))
+
+
+def norm_rows(shapes: list[tuple[int, ...]], dtype: torch.dtype) -> dict[str, tuple[Callable, Callable, float]]:
+    a, b = parameters(shapes, dtype), parameters(shapes, dtype)
+    norm = float(gg.get_total_norm([p.grad for p in a]))
+    return {
+        "norm, does not bind": (
+            lambda k: gg.clip_grad_norm_(a, 1e9),
+            lambda k: nn.utils.clip_grad_norm_(b, 1e9),
+            1.5,
+        ),
+        "norm, binds": (
+            lambda k: gg.clip_grad_norm_(a, norm * DECAY ** (k + 1)),
+            lambda k: nn.utils.clip_grad_norm_(b, norm * DECAY ** (k + 1)),
+            1.5 if len(shapes) > 1000 else 1.2,
+        ),
+    }
+
+
+def value_rows(shapes: list[tuple[int, ...]], dtype: torch.dtype) -> dict[str, tuple[Callable, Callable, float]]:
+    a, b = parameters(shapes, dtype), parameters(shapes, dtype)
+    return {
+        "value, does not bind": (
+            lambda k: gg.clip_grad_value_(a, 1e3),
+            lambda k: nn.utils.clip_grad_value_(b, 1e3),
+            1.5,
+        ),
+        "value, binds": (
+            lambda k: gg.clip_grad_value_(a, 2 * DECAY**k),
+            lambda k: nn.utils.clip_grad_value_(b, 2 * DECAY**k),
+            1.5,
+        ),
+    }
+
+
+def agc_rows(shapes: list[tuple[int, ...]], dtype: torch.dtype) -> dict[str, tuple[Callable, Callable, float]]:
+    a, b = parameters(shapes, dtype), parameters(shapes, dtype)
+    bind, free = 0.01, 1e6
+    return {
+        "AGC against timm's, does not bind": (
+            lambda k: gg.clip_grad_adaptive_(a, free),
+            lambda k: timm_agc(b, free),
+            3.0,
+        ),
+        "AGC against timm's, binds everywhere": (
+            lambda k: gg.clip_grad_adaptive_(a, bind * DECAY**k),
+            lambda k: timm_agc(b, bind * DECAY**k),
+            3.0,
+        ),
+        "AGC against Composer's, does not bind": (
+            lambda k: gg.clip_grad_adaptive_(a, free),
+            lambda k: composer_agc(b, free),
+            3.0,
+        ),
+    }
+
+
+def accuracy(dtype: torch.dtype) -> None:
+    gradients = [p.grad for p in parameters(gpt2_small(), dtype)]
+    exact = math.sqrt(math.fsum(float(x.double().square().sum()) for g in gradients for x in g.split(1 << 12)))
+    ours, theirs = (float(f(gradients)) / exact - 1 for f in (gg.get_total_norm, nn.utils.get_total_norm))
+    print(f"relative error of the norm, GPT-2 small, {dtype}: gradguard {ours:+.1e}, torch {theirs:+.1e}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--only", default="", help="rows that contain this")
+    parser.add_argument("--pairs", type=int, default=21)
+    args = parser.parse_args()
+    table = Table("gradients", "dtype", "call", "ours ms", "theirs ms", "times faster", "goal")
+    for dtype in (torch.float32, torch.bfloat16):
+        for name, shapes in MODELS.items():
+            rows = norm_rows(shapes(), dtype) | value_rows(shapes(), dtype)
+            if name == "ResNet-50":
+                rows |= agc_rows(shapes(), dtype)
+            for call, (ours, theirs, goal) in rows.items():
+                if args.only in call:
+                    found = compare(ours, theirs, args.pairs)
+                    colour = "green" if found.ratio >= goal else "red"
+                    cells = f"{found.ours:.2f}", f"{found.theirs:.2f}", f"[{colour}]{found.ratio:.2f}[/]", f"{goal}"
+                    table.add_row(name, str(dtype).removeprefix("torch."), call, *cells)
+    print(f"torch {torch.__version__}, {torch.get_num_threads()} threads")
+    Console(width=120).print(table)
+    for dtype in (torch.float32, torch.bfloat16):
+        accuracy(dtype)
+
+
+if __name__ == "__main__":
+    main()

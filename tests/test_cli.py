@@ -1,0 +1,417 @@
+"""`gradguard run` and `report` as a person types them, on scripts that know nothing of gradguard."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import gradguard as gg
+from gradguard.cli import main
+from gradguard.watch.record import Record, read_record
+
+TRAIN = """
+import json, sys, torch
+from pathlib import Path
+from torch import nn
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_
+
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Dropout(0.3), nn.Linear(8, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+{setup}
+norms = []
+for step in range(6):
+    optimizer.zero_grad()
+    loss = model(torch.randn(16, 4)).square().mean() * 10
+    loss.backward()
+    {clip}
+    optimizer.step()
+    {end}
+torch.save(model.state_dict(), "weights.pt")
+Path("norms.json").write_text(json.dumps(norms))
+"""
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch, capfd):
+    """Run a script under observation in a folder of its own; returns the exit code and the record."""
+    monkeypatch.chdir(tmp_path)
+    for name, value in (("argv", sys.argv), ("path", list(sys.path))):
+        monkeypatch.setattr(sys, name, value)
+    monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])
+
+    def go(source: str, *options: str, arguments: tuple[str, ...] = ()) -> tuple[int, Record]:
+        Path("train.py").write_text(source)
+        code = main(["run", "--out", "out", "--force", *options, "train.py", *arguments])
+        return code, read_record("out")
+
+    return go
+
+
+def script(setup: str = "", clip: str = "pass", end: str = "pass") -> str:
+    return TRAIN.format(setup=setup, clip=clip, end=end)
+
+
+def weights() -> dict[str, torch.Tensor]:
+    return torch.load("weights.pt")
+
+
+def saved() -> list:
+    return json.loads(Path("norms.json").read_text())
+
+
+def plain(source: str) -> dict[str, torch.Tensor]:
+    """The weights of the same script, run by Python itself."""
+    Path("plain.py").write_text(source)
+    subprocess.run([sys.executable, "plain.py"], check=True)
+    return weights()
+
+
+CLIPS = {
+    "none": "pass",
+    "norm": "norms.append(float(clip_grad_norm_(model.parameters(), max_norm=0.5)))",
+    "norm, p = 1": "norms.append(float(clip_grad_norm_(model.parameters(), 0.5, norm_type=1)))",
+    "value": "clip_grad_value_(model.parameters(), 0.05)",
+    "log only": "norms.append(float(clip_grad_norm_(model.parameters(), float('inf'))))",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("clip", CLIPS)
+def test_observing_leaves_the_weights_bit_identical(run, clip):
+    source = script(clip=CLIPS[clip])
+    expected = plain(source)
+    code, record = run(source)
+    assert code == 0
+    torch.testing.assert_close(weights(), expected, rtol=0, atol=0)
+    assert len(record.steps) == 6
+
+
+def test_the_record_of_an_unclipped_run(run):
+    code, record = run(script(end="norms.append((loss.item(), [float(p.grad.norm()) for p in model.parameters()]))"))
+    assert code == 0
+    assert record.names == ["0.weight", "0.bias", "3.weight", "3.bias"]
+    assert record.meta["optimizers"] == ["SGD"]
+    assert record.meta["argv"] == ["train.py"]
+    for step, tensors, (loss, norms) in zip(record.steps, record.tensors, saved(), strict=True):
+        assert step["loss"] == pytest.approx(loss)
+        assert step["norm"] == pytest.approx(sum(n * n for n in norms) ** 0.5, rel=1e-5)
+        assert tensors["norm"] == pytest.approx(norms, rel=1e-3)
+        assert step["lr"] == 0.1
+        assert "coefficient" not in step
+        assert step["top"][0] == norms.index(max(norms))
+    assert record.end["exit"] == 0
+    assert record.end["steps"] == 6
+    assert record.end["overhead_ms"] > 0
+
+
+def test_the_script_s_own_norm_clip_is_learnt(run):
+    _, record = run(script(clip=CLIPS["norm"]))
+    for step, norm in zip(record.steps, saved(), strict=True):
+        assert step["norm"] == pytest.approx(norm, rel=1e-5)
+        assert step["user_max_norm"] == step["threshold"] == 0.5
+        assert step["rule"] == "norm"
+        assert step["coefficient"] == pytest.approx(min(1.0, 0.5 / norm), rel=1e-4)
+        assert step["post_norm"] == pytest.approx(min(0.5, norm), rel=1e-4)
+
+
+def test_the_coefficient_of_a_one_norm_clip_is_that_of_the_one_norm(run):
+    _, record = run(script(clip=CLIPS["norm, p = 1"]))
+    for step, norm in zip(record.steps, saved(), strict=True):
+        assert step["coefficient"] == pytest.approx(min(1.0, 0.5 / norm), rel=1e-4)
+
+
+def test_the_script_s_own_value_clip_is_learnt(run):
+    after = "norms.append(float(torch.nn.utils.get_total_norm([p.grad for p in model.parameters()])))"
+    _, record = run(script(clip=CLIPS["value"], end=after))
+    for step, norm in zip(record.steps, saved(), strict=True):
+        assert step["rule"] == "value"
+        assert step["threshold"] == 0.05
+        assert step["post_norm"] == pytest.approx(norm, rel=1e-5)
+        assert step["norm"] > norm
+
+
+def test_measuring_with_an_infinite_threshold_is_no_clip(run):
+    _, record = run(script(clip=CLIPS["log only"]))
+    assert all("coefficient" not in step and "rule" not in step for step in record.steps)
+
+
+@pytest.mark.parametrize(
+    ("option", "call"),
+    [
+        ("norm=0.5", "torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)"),
+        ("value=0.05", "torch.nn.utils.clip_grad_value_(model.parameters(), 0.05)"),
+        ("adaptive=0.01", "import gradguard; gradguard.clip_grad_adaptive_(model, 0.01)"),
+    ],
+)
+def test_clip_does_what_the_call_in_the_script_would(run, option, call):
+    code, record = run(script(clip=call))
+    expected = weights()
+    code, clipped = run(script(), "--clip", option)
+    assert code == 0
+    torch.testing.assert_close(weights(), expected, rtol=1e-6, atol=1e-7)
+    assert clipped.meta["clip"] == option
+    for ours, theirs in zip(clipped.steps, record.steps, strict=True):
+        for key in ("norm", "post_norm", "coefficient", "threshold", "rule"):
+            assert ours[key] == pytest.approx(theirs[key], rel=1e-3) if key != "rule" else ours[key] == theirs[key]
+
+
+def test_adaptive_clip_knows_the_units_of_a_transposed_convolution(run):
+    source = """
+import torch
+torch.manual_seed(0)
+model = torch.nn.ConvTranspose1d(2, 3, 2, bias=False)
+opt = torch.optim.SGD(model.parameters(), lr=1.0)
+before = model.weight.detach().clone()
+(model(torch.randn(1, 2, 4)).square().sum() * 1e3).backward()
+{}
+opt.step()
+torch.save({{"moved": before - model.weight.detach()}}, "weights.pt")
+"""
+    run(source.format("import gradguard; gradguard.clip_grad_adaptive_(model, 0.1)"))
+    expected = weights()
+    run(source.format(""), "--clip", "adaptive=0.1")
+    torch.testing.assert_close(weights(), expected, rtol=1e-5, atol=1e-7)
+
+
+def test_accumulation_two_optimizers_and_a_closure(run):
+    code, record = run("""
+import torch
+from torch import nn
+a, b = nn.Linear(2, 1), nn.Linear(3, 1)
+opt_a, opt_b = torch.optim.Adam(a.parameters()), torch.optim.LBFGS(b.parameters(), max_iter=4)
+for micro in range(3):
+    a(torch.ones(1, 2)).sum().backward()
+opt_a.step()
+def closure():
+    opt_b.zero_grad()
+    loss = b(torch.ones(1, 3)).square().sum()
+    loss.backward()
+    return loss
+for _ in range(2):
+    opt_b.step(closure)
+""")
+    assert code == 0
+    assert [step["optimizer"] for step in record.steps] == [0, 1, 1]
+    assert record.meta["optimizers"] == ["Adam", "LBFGS"]
+    assert sorted(record.names) == ["Linear.bias", "Linear.weight", "bias", "weight"]
+
+
+def test_a_loss_scale_is_taken_out_and_an_overflow_is_told(run):
+    _, record = run("""
+import torch
+w = torch.nn.Parameter(torch.tensor(3.0))
+opt = torch.optim.SGD([w], lr=0.1)
+scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=1)
+for factor in (1.0, float("inf"), 1.0):
+    opt.zero_grad()
+    scaler.scale(w * factor).backward()
+    scaler.step(opt)
+    scaler.update()
+""")
+    assert [step["loss"] for step in record.steps] == pytest.approx([3.0, 2.9])
+    assert [step["norm"] for step in record.steps] == [1.0, 1.0]
+    assert record.steps[1]["amp_scale"] == 1024.0
+    assert [event["kind"] for event in record.events] == ["amp_skip"]
+
+
+def test_nan_gradients_are_named_and_the_record_stays_json(run):
+    _, record = run(script(setup="bad = [p for p in model.parameters()][1]", clip="bad.grad.mul_(float('nan'))"))
+    assert record.steps[0]["norm"] is None
+    assert record.steps[0]["nonfinite"] == 1
+    assert record.events[0]["message"] == "gradients of 0.bias are not finite"
+
+
+def test_arguments_reach_the_script_even_those_that_look_like_ours(run):
+    source = (
+        "import sys, json, pathlib; pathlib.Path('norms.json').write_text(json.dumps([sys.argv, __name__, __file__]))"
+    )
+    code, record = run(source, arguments=("--clip", "x", "-m", "--out=y"))
+    argv, name, file = saved()
+    assert argv == ["train.py", "--clip", "x", "-m", "--out=y"]
+    assert name == "__main__"
+    assert Path(file) == Path("train.py").absolute()
+    assert record.steps == []
+    assert code == 0
+
+
+def test_a_module_and_a_package_run_as_python_runs_them(run, capfd):
+    Path("pack").mkdir()
+    Path("pack/__init__.py").touch()
+    Path("pack/__main__.py").write_text("import sys; from . import other; print('args', sys.argv[1:])")
+    Path("pack/other.py").write_text("print('other', __name__)")
+    assert main(["run", "--out", "a", "-m", "pack", "--flag"]) == 0
+    assert main(["run", "--out", "b", "-m", "pack.other"]) == 0
+    out = capfd.readouterr().out
+    assert "args ['--flag']" in out
+    assert "other pack.other" in out
+    assert "other __main__" in out
+
+
+@pytest.mark.parametrize(
+    ("ending", "code", "shown"),
+    [
+        ("raise ValueError('boom')", 1, "ValueError: boom"),
+        ("sys.exit(3)", 3, ""),
+        ("sys.exit()", 0, ""),
+        ("sys.exit('said so')", 1, "said so"),
+        ("raise KeyboardInterrupt", 130, ""),
+    ],
+)
+def test_how_a_script_ends_is_passed_on_and_what_was_seen_is_kept(run, capfd, ending, code, shown):
+    got, record = run(script(end=f"if step == 3: {ending}"))
+    captured = capfd.readouterr()
+    assert got == code
+    assert shown in captured.err
+    assert "gradguard/watch" not in captured.err
+    assert len(record.steps) == 4
+    assert record.end["exit"] == code
+    assert record.end["interrupted"] == (code == 130)
+    assert Path("out/report.html").exists()
+
+
+@pytest.mark.slow
+def test_ctrl_c_keeps_the_record(tmp_path):
+    source = "import torch, time\n" + script(
+        end="time.sleep(0.2) if step < 5 else print('waiting', flush=True) or time.sleep(60)"
+    )
+    tmp_path.joinpath("train.py").write_text(source)
+    command = [sys.executable, "-m", "gradguard", "run", "--out", "out", "train.py"]
+    with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert "waiting" in process.stdout.readline()
+        process.send_signal(signal.SIGINT)
+        rest = process.stdout.read()
+        assert process.wait() == 130
+    assert "report:" in rest
+    assert len(read_record(tmp_path / "out").steps) == 6
+    assert read_record(tmp_path / "out").end["interrupted"] is True
+
+
+@pytest.mark.slow
+def test_a_forked_child_writes_nothing(run):
+    code, record = run(
+        script(
+            end="""
+    import os
+    if step == 2:
+        child = os.fork()
+        if child == 0:
+            loss = model(torch.ones(1, 4)).sum(); loss.backward(); optimizer.step(); os._exit(0)
+        os.waitpid(child, 0)
+"""
+        )
+    )
+    assert code == 0
+    assert [step["i"] for step in record.steps] == list(range(6))
+
+
+def test_a_failure_of_the_observer_never_reaches_the_script(run, monkeypatch):
+    def broken(gradients):
+        raise ZeroDivisionError("inside the observer")
+
+    monkeypatch.setattr("gradguard.watch.observer.tensor_norms", broken)
+    code, record = run(script())
+    assert code == 0
+    assert record.steps == []
+    (event,) = record.events
+    assert event["kind"] == "observer_failed"
+    assert "ZeroDivisionError: inside the observer" in event["message"]
+
+
+def test_a_clip_that_cannot_be_made_stops_the_run(run, monkeypatch, capfd):
+    def refuse(tensors):
+        raise gg.UnsupportedGradientError("sharded gradients (DTensor) are not supported yet")
+
+    monkeypatch.setattr("gradguard.clip.parameters.refuse_sharded", refuse)
+    code, _ = run(script(), "--clip", "norm=1")
+    assert code == 1
+    assert "sharded gradients" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["run"], "nothing to run"),
+        (["run", "missing.py"], "cannot read missing.py: No such file"),
+        (["run", "."], "is a folder"),
+        (["run", "broken.py"], "is not a Python script"),
+        (["run", "-m", "no_such_module"], "no module no_such_module"),
+        (["run", "-m", "no_such.module"], "cannot import no_such.module"),
+        (["run", "--clip", "agc=1", "ok.py"], "unknown rule 'agc'; expected norm="),
+        (["run", "--clip", "norm=0", "ok.py"], "expected a threshold above 0"),
+        (["run", "--clip", "norm=-1", "ok.py"], "expected a threshold above 0"),
+        (["run", "--clip", "norm=nan", "ok.py"], "expected a threshold above 0"),
+        (["run", "--clip", "norm", "ok.py"], "expected a threshold above 0"),
+        (["run", "--clip", "from=none.jsonl", "ok.py"], "no record at none.jsonl"),
+        (["run", "--clip", "from=short.jsonl", "ok.py"], "recommends no threshold: .*not enough steps"),
+        (["run", "--every", "0", "ok.py"], "at least 1"),
+        (["run", "--out", "taken", "ok.py"], "exists: choose another --out, or add --force"),
+        (["report", "none.jsonl"], "no record at none.jsonl"),
+        (["report", "ok.py"], "not a gradguard record"),
+        (["report", "empty.jsonl"], "is empty"),
+        (["report", "broken.jsonl"], "broken at line 2"),
+    ],
+)
+def test_bad_input_gets_a_clear_error_and_exit_code_2(tmp_path, monkeypatch, capsys, arguments, words):
+    monkeypatch.chdir(tmp_path)
+    Path("ok.py").write_text("print('ran')")
+    Path("broken.py").write_text("def (")
+    Path("empty.jsonl").touch()
+    Path("short.jsonl").write_text('{"t": "meta"}\n{"t": "step", "i": 0, "norm": 1.0}\n')
+    Path("broken.jsonl").write_text('{"t": "meta"}\n{"t": "st\n{"t": "end"}\n')
+    Path("taken").mkdir()
+    Path("taken/run.jsonl").write_text("precious")
+    assert main(arguments) == 2
+    captured = capsys.readouterr()
+    assert captured.err.startswith("gradguard: error: ")
+    assert "Traceback" not in captured.err
+    assert "ran" not in captured.out
+    import re
+
+    assert re.search(words, captured.err)
+    assert Path("taken/run.jsonl").read_text() == "precious"
+
+
+@pytest.mark.parametrize("arguments", [[], ["fly"], ["run", "--nonsense", "ok.py"], ["report"]])
+def test_a_wrong_command_line_shows_usage(arguments, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(arguments)
+    assert "usage: gradguard" in capsys.readouterr().err
+
+
+def test_report_redraws_one_run_or_several_and_tolerates_a_torn_line(run, capfd):
+    run(script())
+    with open("out/run.jsonl", "a") as file:
+        file.write('{"t": "step", "i": 6, "no')
+    Path("out/report.html").unlink()
+    assert main(["report", "out/run.jsonl"]) == 0
+    assert Path("out/report.html").exists()
+    assert main(["report", "out", "out/run.jsonl", "-o", "both.html"]) == 0
+    assert Path("both.html").exists()
+    assert main(["report", "out", "--text"]) == 0
+    assert "verdict" in capfd.readouterr().out
+
+
+def test_clip_from_a_record_uses_its_recommendation(run):
+    source = script().replace("range(6)", "range(260)").replace("lr=0.1", "lr=0.001")
+    run(source)
+    Path("first.jsonl").write_bytes(Path("out/run.jsonl").read_bytes())
+    code, record = run(source, "--clip", "from=first.jsonl")
+    assert code == 0
+    from gradguard.watch.recommend import recommend
+
+    assert record.meta["clip"] == f"norm={recommend(read_record('first.jsonl')).threshold:g}"
+
+
+def test_version_and_module_entry():
+    command = [sys.executable, "-m", "gradguard", "--version"]
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=True, env={**os.environ, "PYTHONWARNINGS": "error"}
+    )
+    assert done.stdout.startswith("gradguard 0.")
