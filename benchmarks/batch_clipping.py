@@ -8,13 +8,13 @@ import math
 from collections.abc import Callable
 
 import torch
-from pairs import compare
 from rich.console import Console
 from rich.table import Table
-from shapes import gpt2_small, many_small, resnet50
 from torch import Tensor, nn
 
 import gradguard as gg
+from pairs import compare
+from shapes import gpt2_small, many_small, resnet50
 
 MODELS = {"GPT-2 small": gpt2_small, "ResNet-50": resnet50, "2,000 x 1,000": many_small}
 DECAY = 0.99

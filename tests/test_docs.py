@@ -1,0 +1,67 @@
+"""What the README and the docs show is run, and what it prints is what they say."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+
+
+def test_the_readme_runs_and_prints_what_it_says(capsys):
+    namespace: dict = {}
+    for block in blocks(ROOT / "README.md", "python"):
+        exec(block, namespace)
+    assert capsys.readouterr().out == blocks(ROOT / "README.md", "text")[0]
+
+
+def test_the_first_block_is_eight_lines_and_clips():
+    first = blocks(ROOT / "README.md", "python")[0].strip().splitlines()
+    assert len([line for line in first if line]) == 8
+    assert any("clip_grad_norm_" in line for line in first)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_and_pictures_exist(page):
+    for target in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
+        if "://" not in target:
+            assert (page.parent / target).exists(), target
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_option_that_is_shown_exists(page):
+    shown = set(re.findall(r"^\$ gradguard \w+ .*$", page.read_text(), flags=re.MULTILINE))
+    known = {"--out", "--force", "--every", "--clip", "-o", "--output", "--text", "-m"}
+    for line in shown:
+        command = line.split(" #")[0].replace("[", " ").replace("]", " ").split(" train.py ")[0]
+        options = {word for word in command.split() if word.startswith("-")}
+        assert options <= known, line
+
+
+def test_every_make_target_that_is_shown_exists():
+    makefile = (ROOT / "Makefile").read_text()
+    for target in set(re.findall(r"make (\w+)", (ROOT / "README.md").read_text())):
+        assert re.search(rf"^{target}:", makefile, flags=re.MULTILINE), target
+
+
+@pytest.mark.slow
+def test_the_example_knows_nothing_of_gradguard_and_runs_under_it(tmp_path):
+    script = ROOT / "examples/char_lm.py"
+    assert "gradguard" not in script.read_text()
+    outputs = []
+    for command in ([sys.executable], [sys.executable, "-m", "gradguard", "run", "--out", "out"]):
+        done = subprocess.run(
+            [*command, script, "--steps", "8"], cwd=tmp_path, capture_output=True, text=True, check=True
+        )
+        outputs.append(re.search(r"validation loss: .*", done.stdout))
+    assert outputs[0] is not None
+    assert outputs[1] is not None
+    assert outputs[0].group() == outputs[1].group()
+    assert (tmp_path / "out/report.html").exists()

@@ -1,0 +1,34 @@
+"""The floors of the house that import-linter cannot see."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).parents[1] / "src/gradguard"
+GROUND = sorted(SOURCE.glob("tensors/*.py"))
+
+
+@pytest.mark.parametrize("file", GROUND, ids=lambda file: file.name)
+def test_the_ground_floor_knows_tensors_only(file):
+    modules = set()
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            modules |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            modules |= {f"{node.module}.{alias.name}" for alias in node.names} | {str(node.module)}
+    assert not {m for m in modules if m.startswith(("torch.nn", "torch.optim", "torch.distributed"))}
+
+
+@pytest.mark.slow
+def test_importing_gradguard_imports_no_drawing_library():
+    code = "import sys, gradguard; print(sorted({'plotly', 'jinja2', 'rich'} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_every_file_can_be_read_in_one_sitting():
+    long = {f.name: n for f in SOURCE.rglob("*.py") if (n := len(f.read_text().splitlines())) > 400}
+    assert long == {}
