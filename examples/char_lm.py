@@ -1,9 +1,8 @@
 """Train a character-level recurrent language model on the sources of Python's standard library.
 
-The text is on every machine that has Python, so there is nothing to download::
+The text is on every machine that has Python. About a minute on two CPU cores; `--steps 20` takes a few seconds::
 
-    python examples/char_lm.py              # about a minute on two CPU cores
-    python examples/char_lm.py --steps 20   # a few seconds
+    python examples/char_lm.py
 
 The model is an embedding, a plain recurrent network of rectified linear units and a linear layer. Its recurrent
 weights start at the identity (Le, Jaitly and Hinton, 2015), so that it remembers for long; the price is that its
@@ -54,16 +53,12 @@ def in_chunks(text: Tensor, batch: int, length: int) -> list[tuple[Tensor, Tenso
     return [(streams[:, i : i + length], streams[:, i + 1 : i + length + 1]) for i in starts]
 
 
-def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
-    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
-
-
 @torch.no_grad()
 def evaluate(model: CharModel, chunks: list[tuple[Tensor, Tensor]]) -> float:
     state, total = None, 0.0
     for characters, targets in chunks:
         logits, state = model(characters, state)
-        total += loss_of(logits, targets).item()
+        total += F.cross_entropy(logits.flatten(0, 1), targets.flatten()).item()
     return total / len(chunks)
 
 
@@ -91,20 +86,18 @@ def main() -> None:
     text = load_text(TRAIN_CHARACTERS + VALIDATION_CHARACTERS)
     chunks = in_chunks(text[:TRAIN_CHARACTERS], args.batch, args.length)
     held_out = in_chunks(text[TRAIN_CHARACTERS:], args.batch, args.length)
-
     model = CharModel(args.hidden)
     optimizer = torch.optim.Adam(model.parameters(), lr=args.lr)
 
     loss_column = TextColumn("loss {task.fields[loss]:.3f}")
     with Progress("step", MofNCompleteColumn(), BarColumn(), loss_column, TimeElapsedColumn()) as progress:
-        task = progress.add_task("training", total=args.steps, loss=float("nan"))
-        state = None
+        task, state = progress.add_task("training", total=args.steps, loss=float("nan")), None
         for step in range(args.steps):
             position = step % len(chunks)
             state = state.detach() if position > 0 else None
             characters, targets = chunks[position]
             logits, state = model(characters, state)
-            loss = loss_of(logits, targets)
+            loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from cases import DTYPES, random
-from gradguard.tensors.units import WHOLE, UnitLayout, unit_norms
+from gradguard.tensors.units import WHOLE, UnitLayout, scale_units_, unit_norms
 
 CASES = {
     "scalar": (random(()), WHOLE, lambda t: [t.reshape(-1)]),
@@ -41,9 +41,9 @@ def test_norms_and_scaling_of_units(case, scale, path):
     expected = [math.sqrt(math.fsum(x * x for x in u.double().reshape(-1).tolist())) for u in units(tensor)]
     assert norms.tolist() == pytest.approx(expected, rel=2e-6)
 
-    factors = torch.arange(1, len(expected) + 1, dtype=torch.float64) / 10
+    factors = torch.arange(1, len(expected) + 1, dtype=torch.float64) / 100
     scaled = [u.double() * f for u, f in zip(units(tensor), factors, strict=True)]
-    layout.scale_(tensor, factors)
+    scale_units_([tensor], [layout], [factors])
     for unit, was in zip(units(tensor), scaled, strict=True):
         torch.testing.assert_close(unit.double(), was, rtol=1e-6, atol=0)
 

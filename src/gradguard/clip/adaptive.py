@@ -1,6 +1,7 @@
 """Adaptive gradient clipping (AGC): each unit's gradient is held to a fraction of that unit's weight."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 import torch
@@ -10,9 +11,9 @@ from gradguard.clip.arguments import check_threshold
 from gradguard.clip.parameters import Gradients, Parameters, gradients_of, named_tensors
 from gradguard.clip.result import ClipResult
 from gradguard.errors import InvalidValueError, UnsupportedGradientError
-from gradguard.tensors.layout import are_readable, coalesce_, grouped, meeting_device, public_dtype
+from gradguard.tensors.layout import coalesce_, meeting_device, public_dtype
 from gradguard.tensors.nonfinite import NonFinitePolicy, check_policy, refuse_nonfinite, zero_if_nonfinite_
-from gradguard.tensors.units import WHOLE, UnitLayout, unit_norms
+from gradguard.tensors.units import WHOLE, UnitLayout, scale_units_, unit_norms
 
 Excluded = str | Tensor | nn.Module
 """A name pattern, a parameter or a module."""
@@ -87,7 +88,7 @@ def clip_grad_adaptive_(
         Brock, De, Smith, Simonyan (2021), High-performance large-scale image recognition without normalization,
         arXiv 2102.06171.
     """
-    return clip_adaptive(parameters, clipping_threshold, eps=eps, exclude=exclude, nonfinite=nonfinite).norm
+    return clip_adaptive(parameters, clipping_threshold, eps=eps, exclude=exclude, nonfinite=nonfinite).norm()
 
 
 def clip_adaptive(
@@ -98,8 +99,8 @@ def clip_adaptive(
     exclude: Excluded | Iterable[Excluded] = (),
     nonfinite: NonFinitePolicy = "propagate",
     layouts: Mapping[int, UnitLayout] | None = None,
-) -> ClipResult:
-    """Do what `clip_grad_adaptive_` says, and tell what happened; ``layouts`` stand in for those of a module."""
+) -> "AdaptiveClip":
+    """Do what `clip_grad_adaptive_` says, and keep what it knew; ``layouts`` stand in for those of a module."""
     threshold = check_threshold("clipping_threshold", clipping_threshold)
     eps = float(check_threshold("eps", eps))
     policy = check_policy(nonfinite)
@@ -129,57 +130,82 @@ def layout_of(parameter: Tensor) -> UnitLayout:
     return WHOLE if parameter.dim() <= 1 else UnitLayout()
 
 
+@dataclass(frozen=True, slots=True)
+class AdaptiveClip:
+    """What an adaptive clip knew when it was done: unit norms before it, and what each unit was multiplied by."""
+
+    found: Gradients
+    norms: Sequence[Tensor]
+    factors: Sequence[Tensor]
+
+    def norm(self) -> Tensor:
+        """Return the 2-norm of all gradients before the clip."""
+        return _total(self.norms).to(public_dtype(self.found.gradients))
+
+    def result(self) -> ClipResult:
+        """Return everything that a user may ask for."""
+        after = [n * f for n, f in zip(self.norms, self.factors, strict=True)]
+        clipped = _together([(f < 1).any() for f in self.factors]).any()
+        norm = _total(self.norms)
+        return ClipResult(
+            norm=self.norm(),
+            coefficient=torch.where(clipped, _total(after) / norm, 1.0),
+            clipped=clipped,
+            nonfinite=~torch.isfinite(norm),
+            tensor_norms=_together([torch.linalg.vector_norm(n) for n in self.norms]),
+            names=self.found.plain_names(),
+        )
+
+
 @torch.no_grad()
 def _clip(
-    found: Gradients,
-    units: Sequence[UnitLayout],
-    threshold: float | Tensor,
-    eps: float,
-    policy: NonFinitePolicy,
-) -> ClipResult:
+    found: Gradients, units: Sequence[UnitLayout], threshold: float | Tensor, eps: float, policy: NonFinitePolicy
+) -> AdaptiveClip:
     gradients = [_rows_in_memory(p, g) for p, g in zip(found.parameters, found.gradients, strict=True)]
     weights = [_rows_like(g, p) for p, g in zip(found.parameters, found.gradients, strict=True)]
+    norms: list[Tensor] = [torch.empty(0)] * len(gradients)
+    factors = list(norms)
     least_bound = 0.0 if isinstance(threshold, Tensor) else threshold * eps
-    gradient_norms = unit_norms(gradients, units, floor=least_bound)
-    weight_norms = unit_norms(weights, units, floor=eps)
-    tensor_norms = _together([torch.linalg.vector_norm(n) for n in gradient_norms])
-    norm = torch.linalg.vector_norm(tensor_norms)
-    if policy == "raise":
-        refuse_nonfinite(norm, found.gradients, found.name)
-    factors = _factors(gradient_norms, weight_norms, threshold, eps)
-    for gradient, unit, factor in zip(gradients, units, factors, strict=True):
-        if not are_readable(factor) or bool((factor < 1).any()):
-            unit.scale_(gradient, factor)
-    if policy == "zero":
-        zero_if_nonfinite_(norm, gradients)
-        factors = [torch.where(torch.isfinite(norm).to(f.device), f, 0.0) for f in factors]
-    clipped = [(factor < 1).any() for factor in factors]
-    after = [torch.linalg.vector_norm(n * f) for n, f in zip(gradient_norms, factors, strict=True)]
-    any_clipped = _together(clipped).any()
-    return ClipResult(
-        norm=norm.to(public_dtype(found.gradients)),
-        coefficient=torch.where(any_clipped, torch.linalg.vector_norm(_together(after)) / norm, 1.0),
-        clipped=any_clipped,
-        nonfinite=~torch.isfinite(norm),
-        tensor_norms=tensor_norms,
-        names=found.plain_names(),
-    )
+    devices = _by_device(gradients)
+    for device, group in devices.items():
+        layouts = [units[i] for i in group]
+        gradient_norms = unit_norms([gradients[i] for i in group], layouts, floor=least_bound)
+        weight_norms = unit_norms([weights[i].to(device) for i in group], layouts, floor=eps)
+        parts = _factors(gradient_norms, weight_norms, threshold, eps)
+        for i, norm, factor in zip(group, gradient_norms, parts, strict=True):
+            norms[i], factors[i] = norm, factor
+    total = _total(norms) if policy != "propagate" else None
+    if policy == "raise" and total is not None:
+        refuse_nonfinite(total, found.gradients, found.name)
+    for group in devices.values():
+        scale_units_([gradients[i] for i in group], [units[i] for i in group], [factors[i] for i in group])
+    if policy == "zero" and total is not None:
+        zero_if_nonfinite_(total, gradients)
+        factors = [torch.where(torch.isfinite(total).to(f.device), f, 0.0) for f in factors]
+    return AdaptiveClip(found, norms, factors)
 
 
 def _factors(
     gradient_norms: Sequence[Tensor], weight_norms: Sequence[Tensor], threshold: float | Tensor, eps: float
-) -> list[Tensor]:
+) -> Sequence[Tensor]:
     """What to multiply each unit by, for all tensors of a device at once."""
-    factors: list[Tensor] = [torch.empty(0)] * len(gradient_norms)
-    for (device, _), group in grouped(gradient_norms).items():
-        norms = torch.cat([gradient_norms[i] for i in group])
-        weights = torch.cat([weight_norms[i].to(device, non_blocking=True) for i in group])
-        fraction = threshold.to(device, non_blocking=True) if isinstance(threshold, Tensor) else threshold
-        bound = weights.clamp_(min=eps) * fraction
-        found = torch.where(norms > bound, bound / norms, 1.0)
-        for i, part in zip(group, found.split([gradient_norms[i].numel() for i in group]), strict=True):
-            factors[i] = part
-    return factors
+    norms, weights = torch.cat(list(gradient_norms)), torch.cat(list(weight_norms))
+    fraction = threshold.to(norms.device, non_blocking=True) if isinstance(threshold, Tensor) else threshold
+    bound = weights.clamp_(min=eps) * fraction
+    return torch.where(norms > bound, bound / norms, 1.0).split([len(n) for n in gradient_norms])
+
+
+def _total(norms: Sequence[Tensor]) -> Tensor:
+    """The 2-norm over vectors of norms that may lie on several devices."""
+    partial = [torch.cat([norms[i] for i in group]) for group in _by_device(norms).values()]
+    return torch.linalg.vector_norm(_together([torch.linalg.vector_norm(n) for n in partial]))
+
+
+def _by_device(tensors: Sequence[Tensor]) -> dict[torch.device, list[int]]:
+    groups: dict[torch.device, list[int]] = {}
+    for index, tensor in enumerate(tensors):
+        groups.setdefault(tensor.device, []).append(index)
+    return groups
 
 
 def _together(scalars: Sequence[Tensor]) -> Tensor:

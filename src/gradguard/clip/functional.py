@@ -239,7 +239,7 @@ def apply_gradient_clipping(
     policy = check_policy(nonfinite)
     threshold = check_threshold("clipping_threshold", clipping_threshold)
     if clipping_type == "adaptive":
-        return clip_adaptive(model, threshold, nonfinite=policy)
+        return clip_adaptive(model, threshold, nonfinite=policy).result()
     found = collect_gradients(model)
     norms = tensor_norms(found.gradients)
     norm = torch.linalg.vector_norm(norms)

@@ -52,15 +52,13 @@ def collect_gradients(parameters: Parameters) -> Gradients:
 def gradients_of(names: Sequence[str] | None, tensors: Sequence[Tensor]) -> Gradients:
     """Return the gradients of ``tensors``, each once, in order of first appearance."""
     refuse_sharded(tensors)
-    seen: set[int] = set()
-    positions, kept = [], []
-    for position, tensor in enumerate(tensors):
-        gradient = tensor.grad
-        if gradient is not None and id(gradient) not in seen:
-            seen.add(id(gradient))
-            positions.append(position)
-            kept.append(gradient)
-    refuse_sharded(kept)
+    gradients = [tensor.grad for tensor in tensors]
+    if type(None) not in set(map(type, gradients)) and len(set(map(id, gradients))) == len(gradients):
+        positions: Sequence[int] = range(len(gradients))  # the common case, without a loop in Python
+    else:
+        first = {id(g): i for i, g in reversed(list(enumerate(gradients))) if g is not None}
+        positions = sorted(first.values())
+    kept: list[Any] = [gradients[i] for i in positions]
     return Gradients([tensors[i] for i in positions], kept, positions, names)
 
 
@@ -119,7 +117,7 @@ def named_tensors(argument: Parameters, what: str) -> tuple[list[str] | None, li
 
 
 def _split_names(entries: list, what: str) -> tuple[list[str] | None, list[Tensor]]:
-    if all(isinstance(entry, Tensor) for entry in entries):
+    if all(issubclass(kind, Tensor) for kind in set(map(type, entries))):
         return None, entries
     pairs = not isinstance(entries[0], Tensor)
     for index, entry in enumerate(entries):

@@ -1,6 +1,6 @@
 """How a gradient lies in memory: what can be read without a wait, and views that the kernels like."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -26,8 +26,18 @@ def are_readable(*tensors: Tensor) -> bool:
     )
 
 
-def is_plain(tensor: Tensor) -> bool:
-    """Tell whether ``tensor`` is an ordinary contiguous block of real numbers."""
+def each_plain(tensors: Sequence[Tensor], otherwise: Callable[[Tensor], Tensor]) -> list[Tensor]:
+    """Return ``tensors`` with ``otherwise`` applied to those that are not contiguous blocks of real numbers.
+
+    Written as passes over the whole list, because thousands of small tensors are common and this runs each step.
+    """
+    if all([t.layout is torch.strided for t in tensors]) and all([t.is_contiguous() for t in tensors]):
+        complex_dtypes = {dtype for dtype in {t.dtype for t in tensors} if dtype.is_complex}
+        return list(tensors) if not complex_dtypes else [otherwise(t) if t.is_complex() else t for t in tensors]
+    return [t if _is_plain(t) else otherwise(t) for t in tensors]
+
+
+def _is_plain(tensor: Tensor) -> bool:
     return tensor.layout is torch.strided and tensor.is_contiguous() and not tensor.is_complex()
 
 
@@ -82,17 +92,28 @@ def flat(tensor: Tensor) -> Tensor:
     return _in_memory_order(tensor).reshape(-1)
 
 
+def side_by_side(tensors: Sequence[Tensor]) -> Tensor:
+    """Return a copy of all elements of dense ``tensors`` of one dtype, one after the other."""
+    return torch.cat([t if t.dim() == 1 else flat(t) for t in tensors])
+
+
 def is_dense(tensor: Tensor) -> bool:
     """Tell whether `flat` is a view: the elements fill a block of memory, in whatever order of dimensions."""
     return tensor.is_contiguous() or _in_memory_order(tensor).is_contiguous()
 
 
-def grouped(tensors: Iterable[Tensor]) -> dict[tuple[torch.device, torch.dtype], list[int]]:
+def grouped(tensors: Sequence[Tensor]) -> dict[tuple[torch.device, torch.dtype], Sequence[int]]:
     """Return the positions of ``tensors``, grouped by device and dtype, in order of first appearance."""
+    if not tensors:
+        return {}
+    devices = {tensors[0].device} if all([t.is_cpu for t in tensors]) else {t.device for t in tensors}
+    dtypes = {t.dtype for t in tensors}
+    if len(devices) == len(dtypes) == 1:
+        return {(devices.pop(), dtypes.pop()): range(len(tensors))}
     groups: dict[tuple[torch.device, torch.dtype], list[int]] = {}
     for index, tensor in enumerate(tensors):
         groups.setdefault((tensor.device, tensor.dtype), []).append(index)
-    return groups
+    return dict(groups)
 
 
 def meeting_device(tensors: Sequence[Tensor]) -> torch.device:

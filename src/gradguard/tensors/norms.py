@@ -11,6 +11,7 @@ Two engines give the same number:
 
 import math
 from collections.abc import Iterable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -19,11 +20,12 @@ from gradguard.tensors.layout import (
     HALVES,
     LONGEST,
     are_readable,
+    each_plain,
     flat,
     grouped,
-    is_plain,
     meeting_device,
     readable_values,
+    side_by_side,
     wide_dtype,
 )
 
@@ -44,7 +46,7 @@ _ROOM = 1e7
 
 
 @torch.no_grad()
-def total_norm(tensors: Iterable[Tensor], p: float = 2.0) -> Tensor:
+def total_norm(tensors: Sequence[Tensor], p: float = 2.0) -> Tensor:
     """Return the p-norm of all elements of all ``tensors``.
 
     Args:
@@ -54,8 +56,7 @@ def total_norm(tensors: Iterable[Tensor], p: float = 2.0) -> Tensor:
     Returns:
         A 0-dim float64 tensor (float32 on MPS): NaN if any element is NaN, else inf if any is infinite.
     """
-    values = [t if is_plain(t) else readable_values(t, modulus=p != 2) for t in tensors]
-    values = [x for x in values if x.numel()]
+    values = [x for x in each_plain(tensors, partial(readable_values, modulus=p != 2)) if x.numel()]
     if are_readable(*values):
         return torch.tensor(_host_norm(values, p), dtype=torch.float64)
     device = meeting_device(values)
@@ -73,7 +74,7 @@ def tensor_norms(tensors: Sequence[Tensor], p: float = 2.0) -> Tensor:
 
     Arguments, dtype and accuracy are those of `total_norm`, whose result is the p-norm of this vector.
     """
-    values = [t if is_plain(t) else readable_values(t, modulus=p != 2) for t in tensors]
+    values = each_plain(tensors, partial(readable_values, modulus=p != 2))
     if are_readable(*values):
         return _host_tensor_norms(values, p)
     return _device_norms(values, p, meeting_device(values))
@@ -129,14 +130,14 @@ def _host_norm(tensors: Sequence[Tensor], p: float) -> float:
     return _scaled_norm(tensors, p)
 
 
-def _blocks(tensors: Sequence[Tensor], dtypes: Iterable[torch.dtype]) -> Iterable[Tensor]:
+def _blocks(tensors: Sequence[Tensor], dtypes: set[torch.dtype]) -> Iterable[Tensor]:
     """Yield all elements as one-dimensional float32 or float64 blocks; each is used up before the next is made."""
     for dtype in dtypes:
-        alike = [t for t in tensors if t.dtype is dtype]
-        small = [flat(t) for t in alike if t.numel() <= SMALL]
-        pieces = [flat(t) for t in alike if t.numel() > SMALL]
+        alike = tensors if len(dtypes) == 1 else [t for t in tensors if t.dtype is dtype]
+        small = [t for t in alike if t.numel() <= SMALL]
+        pieces = [flat(t) for t in alike if t.numel() > SMALL] if len(small) < len(alike) else []
         if small:
-            pieces.append(torch.cat(small))
+            pieces.append(side_by_side(small))
         if dtype not in HALVES:
             yield from pieces
             continue

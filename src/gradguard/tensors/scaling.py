@@ -9,11 +9,12 @@ from torch import Tensor
 from gradguard.tensors.layout import (
     HALVES,
     are_readable,
+    each_plain,
     flat,
     grouped,
     is_dense,
-    is_plain,
     meeting_device,
+    side_by_side,
     writable_values,
 )
 
@@ -25,6 +26,9 @@ BLOCK = 1 << 20
 
 SMALL = 1 << 14
 """Tensors up to this length are looked at side by side: one kernel instead of thousands."""
+
+LIST = 512
+"""Short tensors looked at together; after the first list that exceeds the bounds, no other is looked at."""
 
 
 @torch.no_grad()
@@ -49,11 +53,11 @@ def scale_(tensors: Sequence[Tensor], coefficient: Tensor) -> None:
     """
     if are_readable(coefficient) and float(coefficient) == 1.0:
         return
-    values = [t if is_plain(t) else writable_values(t) for t in tensors]
+    values = each_plain(tensors, writable_values)
     values.reverse()  # what the norm read last is still in the cache
     for (device, dtype), group in grouped(values).items():
         factor = coefficient.to(device, torch.float64 if dtype is torch.float64 else torch.float32, non_blocking=True)
-        alike = [values[i] for i in group]
+        alike = values if len(group) == len(values) else [values[i] for i in group]
         if dtype in HALVES and not are_readable(*alike):
             # Accelerators round a 0-dim factor to the tensor's dtype first; one of shape [1] makes them promote.
             for tensor in alike:
@@ -69,26 +73,34 @@ def clamp_(tensors: Sequence[Tensor], low: float | Tensor, high: float | Tensor)
     On the CPU nothing is written where nothing exceeds the bounds. Real and imaginary parts of a complex tensor are
     clamped each by itself. Sparse tensors must be coalesced, since only then is a stored value an element.
     """
-    values = [t if is_plain(t) else writable_values(t) for t in tensors]
-    values = [x for x in values if x.numel()]
+    values = [x for x in each_plain(tensors, writable_values) if x.numel()]
+    binds = False
     for (device, dtype), group in grouped(values).items():
-        alike = [values[i] for i in group]
+        alike = values if len(group) == len(values) else [values[i] for i in group]
         if isinstance(low, Tensor) or isinstance(high, Tensor):
             limits = [torch.as_tensor(x).detach().to(device, dtype, non_blocking=True) for x in (low, high)]
             for tensor in alike:
                 tensor.clamp_(*limits)
         else:
-            _clamp_alike(alike, _representable(low, dtype), _representable(high, dtype))
+            binds = _clamp_alike(alike, _representable(low, dtype), _representable(high, dtype), binds)
 
 
-def _clamp_alike(tensors: Sequence[Tensor], low: float, high: float) -> None:
+def _clamp_alike(tensors: Sequence[Tensor], low: float, high: float, binds: bool) -> bool:
+    """Clamp, looking before writing until something exceeds the bounds: from then on the clip is known to bind."""
     short = [t for t in tensors if t.numel() <= SMALL]
-    if short and _needs_clamp(short, low, high):
-        torch._foreach_clamp_min_(short, low)
-        torch._foreach_clamp_max_(short, high)
-    for block in (block for t in tensors if t.numel() > SMALL for block in _blocks(t)):
-        if _needs_clamp([block], low, high):
-            block.clamp_(low, high)
+    for start in range(0, len(short), LIST):
+        some = short[start : start + LIST]
+        binds = binds or _needs_clamp(some, low, high)
+        if binds:
+            torch._foreach_clamp_min_(some, low)
+            torch._foreach_clamp_max_(some, high)
+    long = [t for t in tensors if t.numel() > SMALL] if len(short) < len(tensors) else []
+    for tensor in long:
+        for block in (tensor,) if binds else _blocks(tensor):
+            binds = binds or _needs_clamp([block], low, high)
+            if binds:
+                block.clamp_(low, high)
+    return binds
 
 
 @torch.no_grad()
@@ -97,8 +109,7 @@ def exceeds(tensors: Sequence[Tensor], low: float | Tensor, high: float | Tensor
 
     Sparse tensors must be coalesced.
     """
-    values = [t if is_plain(t) else writable_values(t) for t in tensors]
-    values = [x for x in values if x.numel()]
+    values = [x for x in each_plain(tensors, writable_values) if x.numel()]
     device = meeting_device(values)
     outside = [(x.amin() < low) | (x.amax() > high) for x in values]
     return torch.stack([x.to(device, non_blocking=True) for x in outside]).any() if outside else torch.tensor(False)
@@ -114,7 +125,7 @@ def _needs_clamp(tensors: Sequence[Tensor], low: float, high: float) -> bool:
     """Tell whether an element exceeds the bounds or is NaN; always, where asking would make the host wait."""
     if not are_readable(*tensors):
         return True
-    together = tensors[0] if len(tensors) == 1 else torch.cat([flat(t) for t in tensors])
+    together = tensors[0] if len(tensors) == 1 else side_by_side(tensors)
     smallest, largest = torch.aminmax(together)
     return not (low <= float(smallest) and float(largest) <= high)
 

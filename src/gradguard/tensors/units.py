@@ -7,10 +7,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gradguard.tensors.layout import HALVES, are_readable, is_plain, readable_values, wide_dtype
+from gradguard.tensors.layout import HALVES, are_readable, each_plain, readable_values, wide_dtype
 from gradguard.tensors.norms import ROW
 
 _WIDE = (torch.float64, torch.complex128)
+
+LONG = 4 * ROW
+"""Rows up to this length are summed at once; the float32 sum is right to 1e-6."""
 
 _SAFE = 1e-11
 """Above this norm, float32 squares that underflow cannot matter."""
@@ -39,17 +42,16 @@ class UnitLayout:
         rest = sorted(range(2, by_group.dim()), key=by_group.stride, reverse=True)
         return by_group.permute(0, 1, *rest).flatten(2).flatten(0, 1)
 
-    def scale_(self, tensor: Tensor, factors: Tensor) -> None:
-        """Multiply each unit of ``tensor`` by its own entry of ``factors``, in place."""
-        factors = factors.to(torch.float64 if tensor.dtype in _WIDE else torch.float32)
-        tensor = tensor if tensor.dim() else tensor[None]
-        if self.dim is None:
-            tensor.mul_(factors)  # of shape [1], so that half precision is promoted and rounded once
-            return
+    def spread(self, tensor: Tensor, factors: Tensor) -> tuple[Tensor, Tensor]:
+        """Return views of ``tensor`` and ``factors``, one factor for each unit, whose product scales each unit."""
+        if self.dim is None or tensor.dim() == 0:
+            return (tensor if tensor.dim() else tensor[None]), factors
+        if self == UnitLayout():
+            return tensor, factors.view(-1, *[1] * (tensor.dim() - 1))
         by_group = self._by_group(tensor)
         shape = [1] * by_group.dim()
         shape[0], shape[self.dim + 1] = self.groups, by_group.shape[self.dim + 1]
-        by_group.mul_(factors.view(shape))
+        return by_group, factors.view(shape)
 
     def _by_group(self, tensor: Tensor) -> Tensor:
         return tensor.unflatten(0, (self.groups, tensor.shape[0] // self.groups))
@@ -64,42 +66,100 @@ def unit_norms(tensors: Sequence[Tensor], layouts: Sequence[UnitLayout], floor: 
     """Return the 2-norm of every unit of every tensor, one vector of float64 for each tensor.
 
     Args:
-        tensors: Dense tensors of any real or complex dtype, on any device.
+        tensors: Dense tensors of any real or complex dtype on one device.
         layouts: The units of each tensor.
         floor: Norms below this need not be told from 0, which spares tiny ones a second look.
 
     Returns:
-        Vectors on the devices of their tensors (float32 on MPS).
+        Vectors on the device of the tensors (float32 on MPS), views of one.
     """
-    reals = [t if is_plain(t) else readable_values(t, modulus=False) for t in tensors]
-    return [_row_norms(layout.rows(x), floor) for x, layout in zip(reals, layouts, strict=True)]
+    if not tensors:
+        return []
+    rows = [layout.rows(x) for x, layout in zip(each_plain(tensors, _as_real), layouts, strict=True)]
+    if not are_readable(*rows):
+        wide = wide_dtype(rows[0].device)
+        return [torch.linalg.vector_norm(x, dim=1, dtype=wide) for x in rows]
+    sizes = [len(x) for x in rows]
+    norms = torch.cat(_sums_in_float32(rows)).double()
+    found = list(norms.split(sizes))
+    if norms.numel() and not _trusted(norms, floor):
+        return [n if _trusted(n, floor) else _scaled_row_norms(x) for n, x in zip(found, rows, strict=True)]
+    return found
 
 
-def _row_norms(rows: Tensor, floor: float) -> Tensor:
-    if not are_readable(rows):
-        return torch.linalg.vector_norm(rows, dim=1, dtype=wide_dtype(rows.device))
-    if rows.numel() == 0:
-        return torch.zeros(rows.shape[0], dtype=torch.float64)
-    norms = _sum_in_float32(rows.float() if rows.dtype in HALVES else rows)
+def _as_real(tensor: Tensor) -> Tensor:
+    return readable_values(tensor, modulus=False)
+
+
+def _trusted(norms: Tensor, floor: float) -> bool:
+    """Tell whether no square behind ``norms`` overflowed, and none that underflowed could matter."""
+    if norms.numel() == 0:
+        return True
     smallest, largest = map(float, torch.aminmax(norms))
-    if math.isfinite(largest) and (smallest > _SAFE or floor > _SAFE):
-        return norms
-    return _scaled_row_norms(rows)
+    return math.isfinite(largest) and (smallest > _SAFE or floor > _SAFE)
 
 
-def _sum_in_float32(rows: Tensor) -> Tensor:
-    """Norms of rows; long ones are cut, so that no float32 accumulator sees more than a few dozen additions."""
-    length = rows.shape[1]
-    if length <= 2 * ROW:
-        return torch.linalg.vector_norm(rows, dim=1).double()
+def _sums_in_float32(rows: Sequence[Tensor]) -> list[Tensor]:
+    """Norms of the rows of each matrix; vectors that are one short unit are taken together."""
+    norms: list[Tensor] = [torch.empty(0)] * len(rows)
+    short = [i for i, x in enumerate(rows) if len(x) == 1 and 0 < x.numel() <= LONG and x.dtype not in HALVES]
+    if short:
+        for i, norm in zip(short, torch._foreach_norm([rows[i] for i in short]), strict=True):
+            norms[i] = norm.view(1)
+    alone = set(range(len(rows))).difference(short)
+    scratch = torch.empty(max((rows[i].numel() for i in alone if rows[i].dtype in HALVES), default=0))
+    for i in alone:
+        matrix = rows[i]
+        if matrix.dtype in HALVES:
+            matrix = scratch[: matrix.numel()].view(matrix.shape).copy_(matrix)
+        norms[i] = _norms_of_rows(matrix)
+    return norms
+
+
+def _norms_of_rows(matrix: Tensor) -> Tensor:
+    """Norms of rows; long ones are cut, so that no float32 accumulator sees more than some hundred additions."""
+    length = matrix.shape[1]
+    if length <= LONG:
+        return torch.linalg.vector_norm(matrix, dim=1)
     whole = length - length % ROW
-    parts = torch.linalg.vector_norm(rows[:, :whole].unflatten(1, (-1, ROW)), dim=2).double()
-    tail = torch.linalg.vector_norm(rows[:, whole:], dim=1, keepdim=True).double()
+    parts = torch.linalg.vector_norm(matrix[:, :whole].unflatten(1, (-1, ROW)), dim=2).double()
+    tail = torch.linalg.vector_norm(matrix[:, whole:], dim=1, keepdim=True).double()
     return torch.linalg.vector_norm(torch.cat([parts, tail], dim=1), dim=1)
 
 
 def _scaled_row_norms(rows: Tensor) -> Tensor:
     """The same in float64 with each row divided by its largest element: slower, and safe for every magnitude."""
+    if rows.numel() == 0:
+        return torch.zeros(len(rows), dtype=torch.float64)
     largest = torch.linalg.vector_norm(rows.double(), torch.inf, dim=1, keepdim=True)
     divisor = torch.where(largest.isfinite() & (largest > 0), largest, 1.0)
     return (divisor * torch.linalg.vector_norm(rows.double() / divisor, dim=1, keepdim=True)).squeeze(1)
+
+
+@torch.no_grad()
+def scale_units_(tensors: Sequence[Tensor], layouts: Sequence[UnitLayout], factors: Sequence[Tensor]) -> None:
+    """Multiply each unit of each tensor by its own factor, rounding once, in place.
+
+    Args:
+        tensors: As for `unit_norms`, with memory of their own.
+        layouts: The units of each tensor.
+        factors: One float64 vector for each tensor, as `unit_norms` returns. On the CPU, a tensor whose factors are
+            all 1 is not written.
+    """
+    if not tensors:
+        return
+    together = torch.cat(list(factors))
+    sizes = [len(f) for f in factors]
+    binding = _any_below_one(together, sizes) if are_readable(together) else [True] * len(tensors)
+    narrow, wide = together.float().split(sizes), together.split(sizes)
+    for tensor, layout, binds, in_float32, in_float64 in zip(tensors, layouts, binding, narrow, wide, strict=True):
+        if binds:
+            view, factor = layout.spread(tensor, in_float64 if tensor.dtype in _WIDE else in_float32)
+            view.mul_(factor)  # a factor of one dimension or more makes half precision promote
+
+
+def _any_below_one(factors: Tensor, sizes: Sequence[int]) -> list[bool]:
+    """For each run of ``sizes`` entries: is one of them below 1?"""
+    below = torch.cat([torch.zeros(1, dtype=torch.int64), (factors < 1).cumsum(0)])
+    ends = torch.tensor([0, *sizes]).cumsum(0)
+    return (below[ends].diff() > 0).tolist()
