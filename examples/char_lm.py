@@ -75,7 +75,7 @@ def sample(model: CharModel, prompt: str, length: int) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=2500)
-    parser.add_argument("--lr", type=float, default=0.002)
+    parser.add_argument("--lr", type=float, default=0.004)
     parser.add_argument("--hidden", type=int, default=128)
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--length", type=int, default=100, help="characters per chunk")
@@ -88,6 +88,7 @@ def main() -> None:
     held_out = in_chunks(text[TRAIN_CHARACTERS:], args.batch, args.length)
     model = CharModel(args.hidden)
     optimizer = torch.optim.Adam(model.parameters(), lr=args.lr)
+    warm_up = torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=0.01, total_iters=200)
 
     loss_column = TextColumn("loss {task.fields[loss]:.3f}")
     with Progress("step", MofNCompleteColumn(), BarColumn(), loss_column, TimeElapsedColumn()) as progress:
@@ -101,6 +102,7 @@ def main() -> None:
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
+            warm_up.step()
             progress.update(task, advance=1, loss=loss.item())
 
     validation_loss = evaluate(model, held_out)

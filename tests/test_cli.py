@@ -1,5 +1,6 @@
 """`gradguard run` and `report` as a person types them, on scripts that know nothing of gradguard."""
 
+import gc
 import json
 import os
 import signal
@@ -40,6 +41,7 @@ Path("norms.json").write_text(json.dumps(norms))
 @pytest.fixture
 def run(tmp_path, monkeypatch, capfd):
     """Run a script under observation in a folder of its own; returns the exit code and the record."""
+    gc.collect()  # the optimizers of other tests are none of this script's
     monkeypatch.chdir(tmp_path)
     for name, value in (("argv", sys.argv), ("path", list(sys.path))):
         monkeypatch.setattr(sys, name, value)
@@ -415,3 +417,279 @@ def test_version_and_module_entry():
         command, capture_output=True, text=True, check=True, env={**os.environ, "PYTHONWARNINGS": "error"}
     )
     assert done.stdout.startswith("gradguard 0.")
+
+
+# --- What a review found: the script does something that is not the ordinary loop -------------------------------------
+
+LOOP = """
+import torch
+from torch.nn.utils import clip_grad_norm_
+a, b = (torch.nn.Parameter(torch.tensor([3.0, 4.0])) for _ in range(2))
+{}
+"""
+
+
+def norms(record: Record) -> list[tuple]:
+    return [tuple(step.get(key) for key in ("norm", "coefficient", "threshold")) for step in record.steps]
+
+
+def test_a_step_that_was_skipped_leaves_no_trace_in_the_next(run):
+    _, record = run(
+        LOOP.format("""
+opt = torch.optim.SGD([a], lr=0.0)
+for scale in (1.0, 1e4, 2.0):
+    opt.zero_grad()
+    (a * scale).sum().backward()
+    if clip_grad_norm_([a], 1.0) < 100:
+        opt.step()
+""")
+    )
+    assert norms(record) == [
+        (pytest.approx(2**0.5), pytest.approx(0.5**0.5), 1.0),
+        (pytest.approx(8**0.5), pytest.approx(8**-0.5), 1.0),
+    ]
+    assert record.steps[1]["loss"] == pytest.approx(14.0)
+
+
+def test_amp_skips_leave_no_trace_in_the_next_step(run):
+    _, record = run(
+        LOOP.format("""
+opt = torch.optim.SGD([a], lr=0.0)
+scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+for factor in (1.0, float("inf"), 2.0):
+    opt.zero_grad()
+    scaler.scale((a * factor).sum()).backward()
+    scaler.unscale_(opt)
+    clip_grad_norm_([a], 1.0)
+    scaler.step(opt)
+    scaler.update()
+""")
+    )
+    assert [step["norm"] for step in record.steps] == pytest.approx([2**0.5, 8**0.5])
+    assert [step["loss"] for step in record.steps] == pytest.approx([7.0, 14.0])
+    assert [event["kind"] for event in record.events] == ["amp_skip"]
+
+
+def test_two_optimizers_with_a_clip_each_before_both_step(run):
+    _, record = run(
+        LOOP.format("""
+opts = [torch.optim.SGD([p], lr=0.0) for p in (a, b)]
+(a.sum() + 10 * b.sum()).backward()
+clip_grad_norm_([a], 1.0)
+clip_grad_norm_([b], 0.5)
+for opt in opts:
+    opt.step()
+""")
+    )
+    assert norms(record) == [
+        (pytest.approx(2**0.5), pytest.approx(1 / 2**0.5, rel=1e-4), 1.0),
+        (pytest.approx(200**0.5), pytest.approx(0.5 / 200**0.5, rel=1e-4), 0.5),
+    ]
+
+
+def test_one_clip_before_two_optimizers_has_one_coefficient(run):
+    _, record = run(
+        LOOP.format("""
+opts = [torch.optim.SGD([p], lr=0.0) for p in (a, b)]
+(a.sum() + 10 * b.sum()).backward()
+clip_grad_norm_([a, b], 1.0)
+for opt in opts:
+    opt.step()
+""")
+    )
+    total = 202**0.5
+    assert [step["coefficient"] for step in record.steps] == pytest.approx([1 / total] * 2, rel=1e-4)
+    assert [step["norm"] for step in record.steps] == pytest.approx([2**0.5, 200**0.5])
+
+
+def test_a_clip_on_each_micro_batch_shows_the_last(run):
+    _, record = run(
+        LOOP.format("""
+opt = torch.optim.SGD([a], lr=0.0)
+for scale in (1.0, 3.0):
+    (a * scale).sum().backward()
+    clip_grad_norm_([a], 1.0)
+opt.step()
+""")
+    )
+    accumulated = 18**0.5 + 1.0  # the first was clipped to 1, in the same direction
+    assert record.steps[0]["norm"] == pytest.approx(accumulated, rel=1e-4)
+
+
+def test_a_value_clip_then_a_norm_clip(run):
+    _, record = run(
+        LOOP.format("""
+opt = torch.optim.SGD([a], lr=0.0)
+(a * 10).sum().backward()
+torch.nn.utils.clip_grad_value_([a], 3.0)
+clip_grad_norm_([a], 1.0)
+opt.step()
+""")
+    )
+    assert record.steps[0]["norm"] == pytest.approx(200**0.5)
+    assert record.steps[0]["post_norm"] == pytest.approx(1.0, rel=1e-5)
+
+
+def test_a_threshold_that_the_script_changes_in_place(run):
+    _, record = run(
+        LOOP.format("""
+opt, threshold = torch.optim.SGD([a], lr=0.0), torch.tensor(1.0)
+for _ in range(3):
+    opt.zero_grad()
+    a.sum().backward()
+    clip_grad_norm_([a], threshold)
+    opt.step()
+    threshold.mul_(0.5)
+""")
+    )
+    assert [step["threshold"] for step in record.steps] == [1.0, 0.5, 0.25]
+
+
+def test_the_script_s_clip_and_ours(run):
+    _, record = run(
+        LOOP.format("""
+opt = torch.optim.SGD([a], lr=0.0)
+a.sum().backward()
+clip_grad_norm_([a], 0.25)
+opt.step()
+"""),
+        "--clip",
+        "norm=1",
+    )
+    assert record.steps[0]["norm"] == pytest.approx(2**0.5)
+    assert record.steps[0]["post_norm"] == pytest.approx(0.25, rel=1e-4)
+
+
+@pytest.mark.parametrize("clip", ["norm=0.1", "value=0.1", "adaptive=0.01"])
+def test_a_fused_optimizer_under_a_loss_scale(run, clip):
+    _, record = run(
+        LOOP.format("""
+opt = torch.optim.SGD([a], lr=1.0, fused=True)
+scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+before = a.detach().clone()
+scaler.scale(a.sum()).backward()
+scaler.step(opt)
+scaler.update()
+torch.save({"moved": (before - a.detach()).norm()}, "weights.pt")
+"""),
+        "--clip",
+        clip,
+    )
+    assert record.steps[0]["norm"] == pytest.approx(2**0.5)
+    assert record.steps[0]["post_norm"] == pytest.approx(float(weights()["moved"]), rel=1e-4)
+
+
+def test_a_step_that_raised_leaves_nothing_behind(run):
+    _, record = run(
+        LOOP.format("""
+class Fails(torch.optim.SGD):
+    def step(self, closure=None):
+        raise RuntimeError
+good, bad = torch.optim.SGD([a], lr=0.0), Fails([a], lr=0.0)
+(a * 1e4).sum().backward()
+try:
+    bad.step()
+except RuntimeError:
+    pass
+opt = good
+opt.zero_grad()
+a.sum().backward()
+opt.step()
+""")
+    )
+    assert [step["norm"] for step in record.steps] == pytest.approx([2**0.5])
+
+
+def test_steps_without_gradients_are_no_steps(run):
+    _, record = run(
+        LOOP.format("""
+opt_a, opt_b = (torch.optim.SGD([p], lr=0.0) for p in (a, b))
+for _ in range(2):
+    opt_a.zero_grad()
+    a.sum().backward()
+    clip_grad_norm_([a], 1.0)
+    opt_b.step()
+    opt_a.step()
+""")
+    )
+    assert len(record.steps) == 2
+    assert record.events == []
+
+
+def test_other_ways_to_clip_are_seen(run):
+    _, record = run(
+        LOOP.format("""
+import gradguard
+opt = torch.optim.SGD([a], lr=0.0)
+for clip in (
+    lambda: gradguard.apply_gradient_clipping([a], "norm", 1.0),
+    lambda: torch.nn.utils.clip_grads_with_norm_([a], 1.0, torch.nn.utils.get_total_norm([a.grad])),
+    lambda: clip_grad_norm_(parameters=[a], max_norm=1.0),
+):
+    opt.zero_grad()
+    a.sum().backward()
+    clip()
+    opt.step()
+""")
+    )
+    assert norms(record) == [(pytest.approx(2**0.5), pytest.approx(0.5**0.5, rel=1e-4), 1.0)] * 3
+
+
+def test_wrong_calls_fail_as_they_would(run, capfd):
+    code, _ = run(LOOP.format("clip_grad_norm_([a])"))
+    assert code == 1
+    assert "TypeError" in capfd.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_compiled_step_stays_compiled(run):
+    code, _ = run(
+        LOOP.format("""
+a.grad = torch.tensor([3.0, 4.0])
+step = torch.compile(lambda: clip_grad_norm_([a], 1.0), fullgraph=True, backend="eager")
+assert float(step()) == 5.0
+""")
+    )
+    assert code == 0
+
+
+def test_a_script_that_changes_the_folder_keeps_its_report(tmp_path, run):
+    Path("train.py").write_text("import os; os.makedirs('elsewhere'); os.chdir('elsewhere')")
+    assert main(["run", "--out", "out", "train.py"]) == 0
+    assert (tmp_path / "out/report.html").exists()
+
+
+def test_a_module_without_init_and_threads(run):
+    code, record = run(
+        LOOP.format("""
+import threading
+class Half(torch.nn.Module):
+    def __init__(self):
+        pass
+half = Half()
+opt = torch.optim.SGD([a], lr=0.0)
+def train():
+    for _ in range(3):
+        opt.zero_grad()
+        a.sum().backward()
+        opt.step()
+threading.Thread(target=train).start()
+"""),
+        "--clip",
+        "norm=1",
+    )
+    assert code == 0
+    assert len(record.steps) == 3
+
+
+def test_a_full_disk_does_not_change_how_the_script_ends(run, capfd, monkeypatch):
+    from gradguard.watch import record as records
+
+    class Full(records.RecordWriter):
+        def flush(self):
+            raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("gradguard.watch.observer.RecordWriter", Full)
+    Path("train.py").write_text(script())
+    assert main(["run", "--out", "out", "train.py"]) == 0
+    assert "No space left" in capfd.readouterr().err

@@ -12,7 +12,7 @@ def seen():
     """What the hooks saw: ("before", gradient) and ("after", None)."""
     calls: list = []
     hooks = EveryStep(
-        lambda opt: calls.append(("before", float(opt.param_groups[0]["params"][0].grad))),
+        lambda opt, number: calls.append(("before", float(opt.param_groups[0]["params"][0].grad))),
         lambda opt: calls.append(("after", None)),
     )
     yield calls
@@ -118,10 +118,34 @@ def test_a_grad_scaler_that_skips_the_step_fires_nothing(seen):
 
 def test_remove_is_final_and_may_be_repeated():
     calls = []
-    hooks = EveryStep(calls.append, calls.append)
+    hooks = EveryStep(lambda opt, number: calls.append(opt), calls.append)
     hooks.remove()
     hooks.remove()
     w = scalar()
     w.square().backward()
     torch.optim.SGD([w], lr=0.1).step()
     assert calls == []
+
+
+def test_threads_do_not_hide_each_other_s_steps(seen):
+    import threading
+
+    inside, go_on = threading.Event(), threading.Event()
+    slow, quick = scalar(1.0), scalar(3.0)
+    for w in (slow, quick):
+        w.square().backward()
+
+    class Slow(torch.optim.SGD):
+        def step(self, closure=None):
+            inside.set()
+            assert go_on.wait(10)
+            return super().step(closure)
+
+    thread = threading.Thread(target=Slow([slow], lr=0.1).step)
+    thread.start()
+    assert inside.wait(10)
+    torch.optim.SGD([quick], lr=0.1).step()
+    go_on.set()
+    thread.join()
+    assert [x for kind, x in seen if kind == "before"] == [2.0, 6.0]
+    assert [kind for kind, _ in seen].count("after") == 2

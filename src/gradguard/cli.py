@@ -2,6 +2,7 @@
 
 import argparse
 import math
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -66,7 +67,7 @@ def _run(argv: Sequence[str]) -> int:
 
     program = (load_module if is_module else load_script)(target[0], target[1:])
     folder = options.out or Path("runs") / f"{Path(target[0]).stem}-{time.strftime('%Y%m%d-%H%M%S')}"
-    record = folder / "run.jsonl"
+    record = (folder / "run.jsonl").absolute()  # the script may change the working directory
     if record.exists() and not options.force:
         raise CommandError(f"{record} exists: choose another --out, or add --force to replace it.")
     return _observe(program, record, rule, options.every)
@@ -120,13 +121,14 @@ def _observe(program, record: Path, rule: tuple[str, float] | None, every: int |
         "clip": f"{rule[0]}={rule[1]:g}" if rule else None,
     }
     observer = Observer(record, meta, clip, every)
-    code = 1
+    code, process = 1, os.getpid()
     try:
         with observe(observer):
             code = run(program)
     finally:
         observer.close(code, interrupted=code == INTERRUPTED)
-        _show(record)
+        if os.getpid() == process:  # not in a child that the script forked
+            _show(record)
     return code
 
 
@@ -155,18 +157,25 @@ def _show(record: Path) -> None:
         found = read_record(record)
         page = write_report([found], record.with_name("report.html"))
         print_summary(found)
-        print(f"record: {record}\nreport: {page}")
+        print(f"record: {_short(record)}\nreport: {_short(page)}")
     except Exception as error:
         print(f"gradguard: the record is in {record}, but its report failed: {error}", file=sys.stderr)
 
 
+def _short(path: Path) -> str:
+    """The path from here, if it is below here."""
+    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
+
+
 def _report(paths: Sequence[Path], output: Path | None, text: bool) -> int:
     from gradguard.watch.record import read_record
-    from gradguard.watch.report import text_summary, write_report
+    from gradguard.watch.report import print_comparison, text_summary, write_report
 
     records = [read_record(path) for path in paths]
     if text:
         print("\n\n".join(text_summary(record) for record in records))
         return 0
+    if len(records) > 1:
+        print_comparison(records)
     print(f"report: {write_report(records, output or records[0].path.with_name('report.html'))}")
     return 0

@@ -6,9 +6,11 @@ What makes it more than two hooks:
 * Where ``step`` gets a closure (LBFGS, Lightning) the hook fires *before* backward: the closure is wrapped, and acted
   upon after each evaluation instead.
 * A ``step`` that raises never fires its post-hook: a step counts as open only while its frame is on the stack.
+* Several threads may train at once: each has its own open step.
 """
 
 import sys
+import threading
 from collections.abc import Callable
 from types import FrameType
 from typing import Any
@@ -25,14 +27,14 @@ class EveryStep:
     """Calls of ``before`` and ``after`` around each real step of each optimizer, until `remove`.
 
     Args:
-        before: Called with the optimizer when its gradients are complete and not yet used; once a step, or once for
-            each evaluation of a closure.
+        before: Called with the optimizer when its gradients are complete and not yet used, and with a number: 0 the
+            first time in a step, then 1, 2, ... where a closure is evaluated again.
         after: Called with the optimizer when the outermost step is done.
     """
 
-    def __init__(self, before: Callable[[Optimizer], None], after: Callable[[Optimizer], None]) -> None:
+    def __init__(self, before: Callable[[Optimizer, int], None], after: Callable[[Optimizer], None]) -> None:
         self._before, self._after = before, after
-        self._open: FrameType | None = None  # the frame of the outermost step that is running
+        self._thread = threading.local()  # .open: the frame of the outermost step that is running
         self._handles: list[RemovableHandle] = [
             register_optimizer_step_pre_hook(self._pre),
             register_optimizer_step_post_hook(self._post),
@@ -44,12 +46,13 @@ class EveryStep:
             self._handles.pop().remove()
 
     def _pre(self, optimizer: Optimizer, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
-        if self._open is not None and _is_running(self._open):
+        outer: FrameType | None = getattr(self._thread, "open", None)
+        if outer is not None and _is_running(outer):
             return None
-        self._open = sys._getframe(1)
+        self._thread.open = sys._getframe(1)
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if closure is None:
-            self._before(optimizer)
+            self._before(optimizer, 0)
             return None
         wrapped = self._wrap(closure, optimizer)
         if len(args) > 1:
@@ -57,17 +60,21 @@ class EveryStep:
         return args, {**kwargs, "closure": wrapped}
 
     def _wrap(self, closure: Callable[[], Any], optimizer: Optimizer) -> Callable[[], Any]:
+        evaluations = 0
+
         def evaluate() -> Any:
+            nonlocal evaluations
             result = closure()
-            self._before(optimizer)
+            self._before(optimizer, evaluations)
+            evaluations += 1
             return result
 
         return evaluate
 
     def _post(self, optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
         del args, kwargs
-        if self._open is sys._getframe(1):
-            self._open = None
+        if getattr(self._thread, "open", None) is sys._getframe(1):
+            self._thread.open = None
             self._after(optimizer)
 
 

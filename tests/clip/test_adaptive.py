@@ -206,3 +206,55 @@ def test_the_threshold_may_be_a_tensor(path):
     p = parameter(torch.tensor([[30.0, 40.0]]), torch.tensor([[3.0, 4.0]]))
     gg.clip_grad_adaptive_([p], torch.tensor(0.1))
     torch.testing.assert_close(p.grad, torch.tensor([[0.3, 0.4]]))
+
+
+# --- What a review found ----------------------------------------------------------------------------------------------
+
+
+class ConvNamedConv1D(nn.Conv1d):
+    """A convolution whose class happens to be called as Hugging Face's linear layer."""
+
+
+ConvNamedConv1D.__name__ = "Conv1D"
+
+
+def test_a_convolution_called_conv1d_is_a_convolution():
+    ours, plain = ConvNamedConv1D(4, 6, 3), nn.Conv1d(4, 6, 3)
+    plain.load_state_dict(ours.state_dict())
+    for layer in (ours, plain):
+        layer.weight.grad, layer.bias.grad = random(6, 4, 3), random(6)
+        gg.clip_grad_adaptive_(layer, 0.01)
+    torch.testing.assert_close(ours.weight.grad, plain.weight.grad, rtol=0, atol=0)
+
+
+def test_a_parametrised_transposed_convolution_keeps_its_units_and_its_buffers():
+    layer = nn.utils.parametrizations.spectral_norm(nn.ConvTranspose2d(4, 6, 3))
+    layer(random(1, 4, 5, 5)).sum().mul(1e3).backward()
+    weight = layer.parametrizations.weight.original
+    expected = slow_agc(weight.detach(), weight.grad, output_channels(1)(weight), 0.01)
+    before = {name: b.clone() for name, b in layer.named_buffers()}
+    gg.clip_grad_adaptive_(layer, 0.01)
+    torch.testing.assert_close(weight.grad.double(), expected, rtol=2e-6, atol=1e-9)
+    torch.testing.assert_close(dict(layer.named_buffers()), before, rtol=0, atol=0)
+
+
+def test_weight_norm_of_a_transposed_convolution(path):
+    layer = nn.utils.parametrizations.weight_norm(nn.ConvTranspose2d(4, 6, 3))
+    layer(random(1, 4, 5, 5)).sum().mul(1e3).backward()
+    direction = layer.parametrizations.weight.original1
+    expected = slow_agc(direction.detach(), direction.grad, output_channels(1)(direction), 0.01)
+    gg.clip_grad_adaptive_(layer, 0.01)
+    torch.testing.assert_close(direction.grad.double(), expected, rtol=2e-6, atol=1e-9)
+
+
+def test_raise_leaves_even_the_layout_of_gradients_alone():
+    p = parameter(torch.tensor([math.nan]).expand(3))
+    gradient = p.grad
+    with pytest.raises(gg.NonFiniteGradientError, match="nothing was changed"):
+        gg.clip_grad_adaptive_([p], nonfinite="raise")
+    assert p.grad is gradient
+
+
+def test_an_exclusion_of_a_wrong_type():
+    with pytest.raises(gg.InvalidTypeError, match="exclude has 3: expected a name pattern"):
+        gg.clip_grad_adaptive_(model_with_head(), exclude=[3])

@@ -46,7 +46,20 @@ def test_each_rule_and_its_result(kind, threshold, after, coefficient, path):
 def test_nonfinite_gradients_are_told(kind, path):
     result = gg.apply_gradient_clipping(parameter(torch.tensor([1.0, math.nan])), kind, 1.0, nonfinite="zero")
     assert bool(result.nonfinite)
+    assert bool(result.clipped)
+    assert float(result.coefficient) == 0
     assert result.names == ("0",)
+
+
+def test_sparse_duplicates_count_as_what_they_add_up_to(path):
+    for values, clipped in (([0.6, 0.6], True), ([3.0, -3.0], False)):
+        indices = torch.tensor([[0, 0]])
+        p = parameter(
+            torch.sparse_coo_tensor(indices, torch.tensor(values), (2,), check_invariants=True), torch.zeros(2)
+        )
+        result = gg.apply_gradient_clipping(p, "value", 1.0)
+        assert bool(result.clipped) == clipped
+        assert float(result.coefficient) == pytest.approx(1 / 1.2 if clipped else 1.0)
 
 
 @pytest.mark.parametrize("kind", ["norm", "value", "adaptive"])

@@ -226,12 +226,16 @@ def test_an_order_that_is_no_norm_raises(norm_type):
         ([torch.ones(1), None], r"parameters\[1\] is NoneType"),
         ([("a", 3)], r"parameters\[0\] is tuple"),
         ([{"params": []}], r"Pass group\['params'\]"),
-        (torch.optim.SGD([torch.ones(1)], lr=1.0), r"is an optimizer: pass \[p for group in optimizer"),
     ],
 )
 def test_wrong_parameters_say_what_to_pass(argument, words):
     with pytest.raises(gg.InvalidTypeError, match=words):
         gg.clip_grad_norm_(argument, 1.0)
+
+
+def test_an_optimizer_says_how_to_get_its_parameters():
+    with pytest.raises(gg.InvalidTypeError, match=r"is an optimizer: pass \[p for group in optimizer"):
+        gg.clip_grad_norm_(torch.optim.SGD([torch.ones(1)], lr=1.0), 1.0)
 
 
 @pytest.mark.parametrize("value", ["1.0", None, [1.0]])
@@ -372,3 +376,102 @@ def test_get_total_norm_writes_nothing(path):
         versions = [g._version for g in gradients]
         gg.get_total_norm(gradients)
         assert [g._version for g in gradients] == versions, case
+
+
+# --- What a review found ----------------------------------------------------------------------------------------------
+
+
+def lazily_conjugated() -> nn.Parameter:
+    z = nn.Parameter(torch.tensor([3 + 4j, 0j]))
+    (z.conj() * torch.tensor([30 + 40j, 0j])).real.sum().backward()
+    assert z.grad.is_conj()
+    return z
+
+
+@pytest.mark.parametrize(
+    ("clip", "norm"),
+    [
+        (lambda z: gg.clip_grad_norm_(z, 1.0), 1.0),
+        (lambda z: gg.clip_grad_value_(z, 3.0), 18**0.5),
+        (lambda z: gg.clip_grad_value_(z, 100.0, min_value=3.0), (30**2 + 40**2 + 18) ** 0.5),
+        (lambda z: gg.clip_grad_adaptive_(z, 1.0), 5.0),
+    ],
+)
+def test_a_lazily_conjugated_gradient_is_really_clipped(clip, norm, path):
+    z = lazily_conjugated()
+    clip(z)
+    assert slow_norm([z.grad]) == pytest.approx(norm, rel=1e-5)
+
+
+@pytest.mark.parametrize("default", [torch.bfloat16, torch.float64])
+def test_the_default_dtype_does_not_leak_into_the_norm(default):
+    p = parameter(torch.full((4,), 4e4, dtype=torch.float16))
+    torch.set_default_dtype(default)
+    try:
+        assert float(gg.clip_grad_norm_(p, 1.0)) == 8e4
+        assert float(gg.clip_grad_adaptive_(p, 1.0)) == 1.0
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda p: gg.clip_grad_norm_(p, 1.0),
+        lambda p: gg.clip_grad_value_(p, 1.0),
+        lambda p: gg.clip_grad_adaptive_(p, 1.0),
+        lambda p: gg.apply_gradient_clipping(p, "value", 1.0),
+        lambda p: gg.apply_gradient_clipping(p, "adaptive", 1.0),
+        lambda p: gg.apply_gradient_clipping([], "norm", 1.0),
+        lambda p: gg.get_total_norm(p.grad),
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_default_device_does_not_leak_into_the_norm(call, dtype):
+    p = parameter(torch.tensor([[3.0, 4.0]], dtype=dtype))
+    with torch.device("meta"):
+        found = call(p)
+    norm = getattr(found, "norm", None) if isinstance(found, gg.ClipResult) else found
+    assert norm is None or norm.device.type == "cpu"
+
+
+def test_a_norm_beyond_float64_is_infinite():
+    assert float(gg.get_total_norm([torch.ones(10_000)], 0.01)) == math.inf
+
+
+def test_none_is_left_out_of_pairs_and_mappings():
+    assert float(gg.get_total_norm({"a": torch.tensor([3.0]), "b": None})) == 3.0
+    assert float(gg.get_total_norm([("a", torch.tensor([3.0])), ("b", None)])) == 3.0
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int64, torch.float16])
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1)])
+def test_a_threshold_may_be_any_tensor_of_one_number(dtype, shape, path):
+    params = [parameter(torch.tensor([3.0, -4.0])), parameter(torch.tensor(-4.0))]
+    threshold = torch.ones(shape, dtype=dtype)
+    gg.clip_grad_value_(params, threshold)
+    assert [p.grad.tolist() for p in params] == [[1.0, -1.0], -1.0]
+    gg.clip_grad_norm_(params, threshold)
+    assert slow_norm([p.grad for p in params]) == pytest.approx(1.0, rel=1e-5)
+    gg.clip_grad_adaptive_(params, threshold)
+
+
+def test_a_tensor_bound_beyond_float16_is_its_largest_number(path):
+    p = parameter(torch.tensor([math.inf, 1.0], dtype=torch.float16))
+    gg.clip_grad_value_(p, torch.tensor(1e6))
+    assert p.grad.tolist() == [65504.0, 1.0]
+
+
+@pytest.mark.parametrize(("low", "high"), [("-1", 1.0), (-1.0, "1"), (-1.0, None)])
+def test_bounds_of_a_wrong_type(low, high):
+    with pytest.raises(gg.InvalidTypeError, match="expected a number"):
+        gg.clip_grad_value_([], high, min_value=low)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_second_value_clip_at_the_same_bound_writes_nothing(dtype):
+    p = parameter(random(100).to(dtype))
+    gg.clip_grad_value_(p, 0.3)
+    version = p.grad._version
+    gg.clip_grad_value_(p, 0.3)
+    assert p.grad._version == version

@@ -1,7 +1,7 @@
 import math
 
 import pytest
-from synthetic import log_normal, make_record, steps_of
+from synthetic import log_normal, make_record, steps_of, write_char_rnn
 
 from gradguard.watch.recommend import centre_and_spread, guard_threshold, recommend, usable_norms
 
@@ -109,3 +109,11 @@ def test_huge_spread_and_mixed_optimizers():
 def test_the_same_record_gives_the_same_answer():
     record = run(log_normal(500, spread=2.0))
     assert recommend(record) == recommend(record)
+
+
+def test_a_clip_that_already_guards_is_kept(tmp_path):
+    record = write_char_rnn(tmp_path / "run.jsonl", threshold=4.0)
+    found = recommend(record)
+    assert found.threshold == 4.0
+    assert found.reason.startswith("Keep it: 4 bound on ")
+    assert len(found.candidates) == 3

@@ -10,7 +10,7 @@ from synthetic import log_normal, make_record, steps_of, write_char_rnn
 from gradguard.errors import InvalidValueError, RecordError
 from gradguard.watch.recommend import recommend
 from gradguard.watch.report import print_summary, text_summary, write_report
-from gradguard.watch.report.series import decimate, dominance, layer_matrix
+from gradguard.watch.report.series import decimate, dominance, layer_matrix, loss_range
 from gradguard.watch.verdict import verdict
 
 EVIL = "</script><img src=x onerror=alert(1)>&'\""
@@ -104,8 +104,8 @@ def test_several_runs_stand_side_by_side(tmp_path):
     plain = write_char_rnn(tmp_path / "plain" / "run.jsonl", steps=300)
     clipped = write_char_rnn(tmp_path / "clipped" / "run.jsonl", steps=300, threshold=1.0)
     page = page_of(plain, clipped)
-    assert page.index("Runs compared") < page.index('id="losses"') < page.index("<h2>plain/run</h2>")
-    assert "<h2>clipped/run</h2>" in page
+    assert page.index("Runs compared") < page.index('id="losses"') < page.index("<h2>plain</h2>")
+    assert "<h2>clipped</h2>" in page
     assert "<td>norm=1</td>" in page
     assert page.count("plotly.js v") == 1
 
@@ -182,3 +182,22 @@ def test_the_template_ships_with_the_package():
     import gradguard.watch.report.page as page
 
     assert Path(page.__file__).with_name("template.html.jinja").is_file()
+
+
+@pytest.mark.parametrize(
+    ("losses", "cut"),
+    [
+        ([2.0, 1.5, 1.2, 1.0] * 20, False),
+        ([4.0 - i / 30 for i in range(100)], False),
+        ([2.5e8, *[2.0 - i / 100 for i in range(100)]], True),
+        ([1.0] * 100, False),
+        ([], False),
+    ],
+)
+def test_an_axis_of_losses_is_cut_only_for_explosions(losses, cut):
+    record = make_record(steps=[{"t": "step", "i": i, "loss": loss} for i, loss in enumerate(losses)])
+    ends = loss_range([record])
+    assert (ends is not None) == cut
+    if ends:
+        assert ends[0] < 1.02
+        assert 1.9 < ends[1] < 3

@@ -10,10 +10,13 @@ from torch import Tensor, nn
 from gradguard.clip.arguments import check_threshold
 from gradguard.clip.parameters import Gradients, Parameters, gradients_of, named_tensors
 from gradguard.clip.result import ClipResult
-from gradguard.errors import InvalidValueError, UnsupportedGradientError
-from gradguard.tensors.layout import coalesce_, meeting_device, public_dtype
+from gradguard.errors import InvalidTypeError, InvalidValueError, UnsupportedGradientError
+from gradguard.tensors.layout import coalesce_, meeting_device, move, public_dtype
 from gradguard.tensors.nonfinite import NonFinitePolicy, check_policy, refuse_nonfinite, zero_if_nonfinite_
+from gradguard.tensors.norms import total_norm
 from gradguard.tensors.units import WHOLE, UnitLayout, scale_units_, unit_norms
+
+_WEIGHTS = ("weight", "parametrizations.weight.original", "parametrizations.weight.original1", "weight_v")
 
 Excluded = str | Tensor | nn.Module
 """A name pattern, a parameter or a module."""
@@ -118,10 +121,14 @@ def unit_layouts(module: nn.Module) -> dict[int, UnitLayout]:
     """Return, by parameter identity, the units of every parameter that are not what its shape alone would tell."""
     layouts: dict[int, UnitLayout] = {}
     for layer in module.modules():
+        # Not `layer.weight`: where the weight is parametrized, reading it computes it, which may change buffers.
+        weights = [p for name, p in layer.named_parameters() if name in _WEIGHTS and p.dim() > 1]
         if isinstance(layer, nn.modules.conv._ConvTransposeNd):
-            layouts[id(layer.weight)] = UnitLayout(dim=1, groups=layer.groups)
-        elif type(layer).__name__ == "Conv1D" and isinstance(getattr(layer, "weight", None), Tensor):
-            layouts[id(layer.weight)] = UnitLayout(dim=1)  # Hugging Face's: a linear layer stored [in, out]
+            for p in weights:
+                if p.shape[1] > 1:  # the gains of weight_norm have the size of one there
+                    layouts[id(p)] = UnitLayout(dim=1, groups=layer.groups)
+        elif type(layer).__name__ == "Conv1D" and not isinstance(layer, nn.Conv1d):
+            layouts.update((id(p), UnitLayout(dim=1)) for p in weights if p.dim() == 2)  # Hugging Face's: [in, out]
     return layouts
 
 
@@ -132,11 +139,12 @@ def layout_of(parameter: Tensor) -> UnitLayout:
 
 @dataclass(frozen=True, slots=True)
 class AdaptiveClip:
-    """What an adaptive clip knew when it was done: unit norms before it, and what each unit was multiplied by."""
+    """What an adaptive clip knew: unit norms before it, what each was multiplied by, whether the policy zeroed all."""
 
     found: Gradients
     norms: Sequence[Tensor]
     factors: Sequence[Tensor]
+    zeroed: Tensor
 
     def norm(self) -> Tensor:
         """Return the 2-norm of all gradients before the clip."""
@@ -149,8 +157,8 @@ class AdaptiveClip:
         norm = _total(self.norms)
         return ClipResult(
             norm=self.norm(),
-            coefficient=torch.where(clipped, _total(after) / norm, 1.0),
-            clipped=clipped,
+            coefficient=torch.where(self.zeroed, 0.0, torch.where(clipped, _total(after) / norm, 1.0)),
+            clipped=clipped | self.zeroed,
             nonfinite=~torch.isfinite(norm),
             tensor_norms=_together([torch.linalg.vector_norm(n) for n in self.norms]),
             names=self.found.plain_names(),
@@ -161,6 +169,8 @@ class AdaptiveClip:
 def _clip(
     found: Gradients, units: Sequence[UnitLayout], threshold: float | Tensor, eps: float, policy: NonFinitePolicy
 ) -> AdaptiveClip:
+    if policy == "raise":
+        refuse_nonfinite(total_norm(found.gradients), found.gradients, found.name)
     gradients = [_rows_in_memory(p, g) for p, g in zip(found.parameters, found.gradients, strict=True)]
     weights = [_rows_like(g, p) for p, g in zip(found.parameters, found.gradients, strict=True)]
     norms: list[Tensor] = [torch.empty(0)] * len(gradients)
@@ -174,15 +184,12 @@ def _clip(
         parts = _factors(gradient_norms, weight_norms, threshold, eps)
         for i, norm, factor in zip(group, gradient_norms, parts, strict=True):
             norms[i], factors[i] = norm, factor
-    total = _total(norms) if policy != "propagate" else None
-    if policy == "raise" and total is not None:
-        refuse_nonfinite(total, found.gradients, found.name)
     for group in devices.values():
         scale_units_([gradients[i] for i in group], [units[i] for i in group], [factors[i] for i in group])
-    if policy == "zero" and total is not None:
-        zero_if_nonfinite_(total, gradients)
-        factors = [torch.where(torch.isfinite(total).to(f.device), f, 0.0) for f in factors]
-    return AdaptiveClip(found, norms, factors)
+    zeroed = ~torch.isfinite(_total(norms)) & (policy == "zero")
+    if policy == "zero":
+        zero_if_nonfinite_(_total(norms), gradients)
+    return AdaptiveClip(found, norms, factors, zeroed)
 
 
 def _factors(
@@ -190,7 +197,7 @@ def _factors(
 ) -> Sequence[Tensor]:
     """What to multiply each unit by, for all tensors of a device at once."""
     norms, weights = torch.cat(list(gradient_norms)), torch.cat(list(weight_norms))
-    fraction = threshold.to(norms.device, non_blocking=True) if isinstance(threshold, Tensor) else threshold
+    fraction = move(threshold, norms.device) if isinstance(threshold, Tensor) else threshold
     bound = weights.clamp_(min=eps) * fraction
     return torch.where(norms > bound, bound / norms, 1.0).split([len(n) for n in gradient_norms])
 
@@ -210,7 +217,7 @@ def _by_device(tensors: Sequence[Tensor]) -> dict[torch.device, list[int]]:
 
 def _together(scalars: Sequence[Tensor]) -> Tensor:
     device = meeting_device(scalars)
-    return torch.stack([x.to(device, non_blocking=True) for x in scalars]) if scalars else torch.zeros(0)
+    return torch.stack([move(x, device) for x in scalars]) if scalars else torch.zeros(0)
 
 
 def _rows_in_memory(parameter: Tensor, gradient: Tensor) -> Tensor:
@@ -241,9 +248,13 @@ def _excluded_ids(
     """Return the identities of the tensors that ``exclude`` names.
 
     Raises:
+        InvalidTypeError: If an entry is no pattern, parameter or module.
         InvalidValueError: If an entry matches none of ``tensors``.
     """
     entries = [exclude] if isinstance(exclude, str | Tensor | nn.Module) else list(exclude)
+    for entry in entries:
+        if not isinstance(entry, str | Tensor | nn.Module):
+            raise InvalidTypeError(f"exclude has {entry!r}: expected a name pattern, a parameter or a module.")
     present = {id(t) for t in tensors}
     excluded: set[int] = set()
     for entry in entries:

@@ -23,6 +23,8 @@ def check_threshold(name: str, value: float | Tensor) -> float | Tensor:
         return _check_number(name, value)
     if value.numel() != 1:
         raise InvalidValueError(f"{name} is a tensor of shape {tuple(value.shape)}: expected one number, shape ().")
+    value = value.detach().reshape(())
+    value = value if value.dtype in (torch.float32, torch.float64) else value.float()
     if are_readable(value):
         _check_number(name, value.item())
     else:
@@ -45,20 +47,26 @@ def check_order(norm_type: float) -> float:
     return order
 
 
-def check_bounds(low: float, high: float) -> None:
-    """Check that ``[low, high]`` is an interval.
+def check_bounds(low: float, high: float) -> tuple[float, float]:
+    """Return ``low`` and ``high`` as floats.
 
     Raises:
-        InvalidValueError: If it is not.
+        InvalidValueError: If ``[low, high]`` is no interval.
     """
+    low, high = _as_number("min_value", low), _as_number("clip_value", high)
     if math.isnan(low) or math.isnan(high) or low > high:
         raise InvalidValueError(f"cannot clip to [{low}, {high}]: expected min_value <= clip_value, and no NaN.")
+    return low, high
 
 
 def _check_number(name: str, value: float) -> float:
-    if isinstance(value, str) or not hasattr(value, "__float__"):
-        raise InvalidTypeError(f"{name}={value!r}: expected a number, got {type(value).__name__}.")
-    number = float(value)
+    number = _as_number(name, value)
     if math.isnan(number) or number < 0:
         raise InvalidValueError(f"{name}={number}: expected a number >= 0, or float('inf') to only measure.")
     return number
+
+
+def _as_number(name: str, value: float) -> float:
+    if isinstance(value, str) or not hasattr(value, "__float__"):
+        raise InvalidTypeError(f"{name}={value!r}: expected a number, got {type(value).__name__}.")
+    return float(value)

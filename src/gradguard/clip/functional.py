@@ -195,7 +195,9 @@ def clip_grad_value_(
     low, high = _bounds(clip_value, min_value)
     policy = check_policy(nonfinite)
     found = collect_gradients(parameters)
-    _clamp_to(found, low, high, policy, total_norm(found.gradients) if policy != "propagate" else None)
+    norm = total_norm(found.gradients) if policy != "propagate" else torch.zeros(())
+    _prepare_clamp(found, policy, norm)
+    _clamp_to(found, low, high, policy, norm)
 
 
 def apply_gradient_clipping(
@@ -248,9 +250,13 @@ def apply_gradient_clipping(
         clipped = coefficient < 1
     else:
         low, high = _bounds(threshold, None)
+        _prepare_clamp(found, policy, norm)
         clipped = exceeds(found.gradients, low, high)
         _clamp_to(found, low, high, policy, norm)
         coefficient = torch.where(clipped, total_norm(found.gradients) / norm, 1.0)
+    if policy == "zero":
+        finite = torch.isfinite(norm)
+        coefficient, clipped = torch.where(finite, coefficient, 0.0), clipped | ~finite
     return ClipResult(
         norm=norm.to(public_dtype(found.gradients)),
         coefficient=coefficient,
@@ -273,8 +279,7 @@ def _bounds(clip_value: float | Tensor, min_value: float | None) -> tuple[float 
     if min_value is None:
         high = check_threshold("clip_value", clip_value)
         return -high, high
-    check_bounds(float(min_value), float(clip_value))
-    return float(min_value), float(clip_value)
+    return check_bounds(min_value, float(clip_value) if isinstance(clip_value, Tensor) else clip_value)
 
 
 def _scale_to(found: Gradients, norm: Tensor, max_norm: float | Tensor, policy: NonFinitePolicy) -> Tensor:
@@ -286,18 +291,21 @@ def _scale_to(found: Gradients, norm: Tensor, max_norm: float | Tensor, policy: 
         scale_(found.gradients, coefficient)
     if policy == "zero":
         zero_if_nonfinite_(norm, found.gradients)
-        coefficient = torch.where(torch.isfinite(norm), coefficient, 0.0)
     return coefficient
 
 
-def _clamp_to(
-    found: Gradients, low: float | Tensor, high: float | Tensor, policy: NonFinitePolicy, norm: Tensor | None
-) -> None:
-    """Clamp the gradients; ``norm``, if the policy needs one, is theirs from before."""
-    if policy == "raise" and norm is not None:
+def _prepare_clamp(found: Gradients, policy: NonFinitePolicy, norm: Tensor) -> None:
+    """Refuse gradients whose norm is not finite, if asked to; then make each stored value one element."""
+    if policy == "raise":
         refuse_nonfinite(norm, found.gradients, found.name)
     for gradient in found.gradients:
         coalesce_(gradient)
+
+
+def _clamp_to(
+    found: Gradients, low: float | Tensor, high: float | Tensor, policy: NonFinitePolicy, norm: Tensor
+) -> None:
+    """Clamp the gradients, whose norm was ``norm``."""
     clamp_(found.gradients, low, high)
-    if policy == "zero" and norm is not None:
+    if policy == "zero":
         zero_if_nonfinite_(norm, found.gradients)

@@ -4,7 +4,7 @@ import types
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -59,7 +59,16 @@ def gradients_of(names: Sequence[str] | None, tensors: Sequence[Tensor]) -> Grad
         first = {id(g): i for i, g in reversed(list(enumerate(gradients))) if g is not None}
         positions = sorted(first.values())
     kept: list[Any] = [gradients[i] for i in positions]
+    if any(dtype.is_complex for dtype in {gradient.dtype for gradient in kept}):
+        kept = [_conjugate_in_memory(tensors[i]) for i in positions]
     return Gradients([tensors[i] for i in positions], kept, positions, names)
+
+
+def _conjugate_in_memory(parameter: Tensor) -> Any:
+    """The gradient of ``parameter``, whose real and imaginary parts are what its memory holds."""
+    if parameter.grad is not None and parameter.grad.is_conj():
+        parameter.grad = parameter.grad.resolve_conj()
+    return parameter.grad
 
 
 def gradients_among(tensors: Parameters) -> Gradients:
@@ -73,12 +82,12 @@ def gradients_among(tensors: Parameters) -> Gradients:
             "tensors is a module: get_total_norm takes the gradients themselves. "
             "Pass [p.grad for p in model.parameters()], or list(model.parameters()) for the norm of the weights."
         )
-    given: Any = tensors
-    if isinstance(tensors, Iterable) and not isinstance(tensors, Tensor | Mapping | str):
-        given = [entry for entry in tensors if entry is not None]
-    names, values = named_tensors(given, "tensors")
+    given: Any = list(tensors.items()) if isinstance(tensors, Mapping) else tensors
+    if isinstance(given, Iterable) and not isinstance(given, Tensor | str):
+        given = [e for e in given if e is not None and not (isinstance(e, tuple) and e and e[-1] is None)]
+    names, values = named_tensors(cast("Parameters", given), "tensors")
     refuse_sharded(values)
-    first = list({id(value): i for i, value in reversed(list(enumerate(values)))}.values())[::-1]
+    first = sorted({id(value): i for i, value in reversed(list(enumerate(values)))}.values())
     kept = [values[i] for i in first]
     return Gradients(kept, kept, first, names)
 

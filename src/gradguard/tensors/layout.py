@@ -63,7 +63,8 @@ def readable_values(tensor: Tensor, modulus: bool) -> Tensor:
     if tensor.layout is not torch.strided:
         tensor = _sparse_values(tensor.coalesce() if tensor.layout is torch.sparse_coo else tensor)
     if tensor.is_complex():
-        tensor = tensor.abs() if modulus else torch.view_as_real(tensor.resolve_conj())
+        # A modulus may exceed the range of the parts' dtype.
+        tensor = tensor.to(torch.complex128).abs() if modulus else torch.view_as_real(tensor.resolve_conj())
     return tensor
 
 
@@ -74,7 +75,9 @@ def writable_values(tensor: Tensor) -> Tensor:
     for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
         if stride == 0 and size > 1:  # an expanded dimension is one element in memory: write it once
             tensor = tensor.narrow(dim, 0, 1)
-    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+    if tensor.is_complex():  # a lazily conjugated gradient is written through its conjugate, which shares its memory
+        return torch.view_as_real(tensor.conj() if tensor.is_conj() else tensor)
+    return tensor
 
 
 def coalesce_(tensor: Tensor) -> None:
@@ -114,6 +117,21 @@ def grouped(tensors: Sequence[Tensor]) -> dict[tuple[torch.device, torch.dtype],
     for index, tensor in enumerate(tensors):
         groups.setdefault((tensor.device, tensor.dtype), []).append(index)
     return dict(groups)
+
+
+def split_long(tensors: list[Tensor]) -> list[Tensor]:
+    """Cut dense tensors of more than ``LONGEST`` elements into views that multi-tensor kernels can take."""
+    if all([t.numel() <= LONGEST for t in tensors]):
+        return tensors
+    return [part for t in tensors for part in (flat(t).split(LONGEST) if t.numel() > LONGEST else (t,))]
+
+
+def move(scalar: Tensor, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
+    """Return ``scalar`` on ``device``; the host waits only if that is the CPU.
+
+    A copy *to* the CPU that did not wait would be read before it has landed (torchrec#4421).
+    """
+    return scalar.to(device, dtype or scalar.dtype, non_blocking=device.type != "cpu")
 
 
 def meeting_device(tensors: Sequence[Tensor]) -> torch.device:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from gradguard.errors import InvalidValueError, NonFiniteGradientError
-from gradguard.tensors.layout import are_readable, readable_values, writable_values
+from gradguard.tensors.layout import are_readable, move, readable_values, writable_values
 
 NonFinitePolicy = Literal["propagate", "raise", "zero"]
 
@@ -71,7 +71,7 @@ def zero_if_nonfinite_(norm: Tensor, tensors: Sequence[Tensor]) -> None:
     if are_readable(bad) and not bool(bad):
         return
     for values in map(writable_values, tensors):
-        values.masked_fill_(bad.to(values.device, non_blocking=True), 0)
+        values.masked_fill_(move(bad, values.device), 0)
 
 
 @torch.no_grad()

@@ -6,7 +6,8 @@ Two engines give the same number:
   no accumulator sees more than a few dozen additions. A result that overflowed, or that is so small that powers were
   lost, is computed again in float64 with every element divided by the largest; Python may look at it for free.
 * **On accelerators**: one multi-tensor launch for each dtype, accumulated in float64. float64 holds the square of
-  every float32, so there is nothing to look at, and the host never waits.
+  every float32, so there is nothing to look at, and the host never waits. Beyond p = 8 its powers can leave float64
+  too; and MPS has no float64, so that there float32 squares bound the range, to norms between 1e-18 and 1e18.
 """
 
 import math
@@ -24,6 +25,7 @@ from gradguard.tensors.layout import (
     flat,
     grouped,
     meeting_device,
+    move,
     readable_values,
     side_by_side,
     wide_dtype,
@@ -58,13 +60,13 @@ def total_norm(tensors: Sequence[Tensor], p: float = 2.0) -> Tensor:
     """
     values = [x for x in each_plain(tensors, partial(readable_values, modulus=p != 2)) if x.numel()]
     if are_readable(*values):
-        return torch.tensor(_host_norm(values, p), dtype=torch.float64)
+        return torch.tensor(_host_norm(values, p), dtype=torch.float64, device="cpu")
     device = meeting_device(values)
     norms = _device_norms([x for x in values if not are_readable(x)], p, device)
     on_host = [x for x in values if are_readable(x)]
     if on_host:
-        host_norm = torch.tensor([_host_norm(on_host, p)], dtype=norms.dtype)
-        norms = torch.cat([norms, host_norm.to(device, non_blocking=True)])
+        host_norm = torch.tensor([_host_norm(on_host, p)], dtype=norms.dtype, device="cpu")
+        norms = torch.cat([norms, move(host_norm, device)])
     return torch.linalg.vector_norm(norms, p) if len(norms) else norms.sum()
 
 
@@ -87,10 +89,10 @@ def _device_norms(tensors: Sequence[Tensor], p: float, device: torch.device) -> 
         short = [i for i in group if 0 < tensors[i].numel() <= LONGEST]
         results = torch._foreach_norm([tensors[i] for i in short], p, wide_dtype(where)) if short else ()
         for i, norm in zip(short, results, strict=True):
-            norms[i] = norm.to(device, non_blocking=True)
+            norms[i] = move(norm, device, wide_dtype(device))
         for i in (i for i in group if tensors[i].numel() > LONGEST):
             pieces = flat(tensors[i]).split(LONGEST)
-            norms[i] = _norm_of_stack(torch._foreach_norm(pieces, p, wide_dtype(where)), p).to(device)
+            norms[i] = move(_norm_of_stack(torch._foreach_norm(pieces, p, wide_dtype(where)), p), device)
     return torch.stack(norms) if norms else torch.zeros(0, dtype=wide_dtype(device), device=device)
 
 
@@ -99,15 +101,17 @@ def _norm_of_stack(norms: Sequence[Tensor], p: float) -> Tensor:
 
 
 def _host_tensor_norms(tensors: Sequence[Tensor], p: float) -> Tensor:
-    norms = torch.zeros(len(tensors), dtype=torch.float64)
+    norms = torch.zeros(len(tensors), dtype=torch.float64, device="cpu")
     for dtype in {t.dtype for t in tensors}:
         alike = [i for i, t in enumerate(tensors) if t.dtype is dtype and t.numel()]
         short = [i for i in alike if tensors[i].numel() <= SHORT] if p == 2 else []
-        again = torch.tensor([i for i in alike if tensors[i].numel() > SHORT or p != 2], dtype=torch.int64)
+        again = torch.tensor(
+            [i for i in alike if tensors[i].numel() > SHORT or p != 2], dtype=torch.int64, device="cpu"
+        )
         if short:
             accumulator = torch.float32 if dtype in HALVES else dtype
             found = torch.stack(torch._foreach_norm([tensors[i] for i in short], p, accumulator)).double()
-            where = torch.tensor(short)
+            where = torch.tensor(short, device="cpu")
             norms[where] = found
             doubtful = ~((found > _trusted_above(SHORT, p, dtype)) & found.isfinite())
             again = torch.cat([again, where[doubtful]])
@@ -141,7 +145,7 @@ def _blocks(tensors: Sequence[Tensor], dtypes: set[torch.dtype]) -> Iterable[Ten
         if dtype not in HALVES:
             yield from pieces
             continue
-        scratch = torch.empty(min(BLOCK, max(x.numel() for x in pieces)))
+        scratch = torch.empty(min(BLOCK, max(x.numel() for x in pieces)), dtype=torch.float32, device="cpu")
         for piece in (piece for x in pieces for piece in x.split(BLOCK)):
             yield scratch[: piece.numel()].copy_(piece)
 
@@ -173,7 +177,10 @@ def _scaled_norm(tensors: Sequence[Tensor], p: float) -> float:
     powers = 0.0
     for block in (block for t in tensors for block in flat(t).split(BLOCK)):
         powers += float((block.double() / largest).abs_().pow_(p).sum())
-    return largest * powers ** (1 / p)
+    try:
+        return largest * powers ** (1 / p)
+    except OverflowError:  # for tiny p the norm itself exceeds float64
+        return math.inf
 
 
 def _largest(tensors: Sequence[Tensor]) -> float:

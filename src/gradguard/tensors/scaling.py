@@ -14,7 +14,9 @@ from gradguard.tensors.layout import (
     grouped,
     is_dense,
     meeting_device,
+    move,
     side_by_side,
+    split_long,
     writable_values,
 )
 
@@ -39,9 +41,10 @@ def clip_coefficient(norm: Tensor, max_norm: float | Tensor) -> Tensor:
         norm: n, 0-dim.
         max_norm: m, at least 0. An infinite one gives 1 whatever the norm, so that logging changes nothing.
     """
-    limit = torch.as_tensor(max_norm, dtype=norm.dtype).detach().reshape(()).to(norm.device, non_blocking=True)
-    coefficient = torch.clamp(limit / (norm + EPSILON), max=1.0)
-    return torch.where(limit.isposinf(), torch.ones_like(coefficient), coefficient)
+    if not isinstance(max_norm, Tensor):  # a Python number needs no copy to the device, and can be graph-captured
+        return torch.ones_like(norm) if math.isinf(max_norm) else torch.clamp(max_norm / (norm + EPSILON), max=1.0)
+    limit = move(max_norm.detach(), norm.device, norm.dtype)
+    return torch.where(limit.isposinf(), 1.0, torch.clamp(limit / (norm + EPSILON), max=1.0))
 
 
 @torch.no_grad()
@@ -56,14 +59,14 @@ def scale_(tensors: Sequence[Tensor], coefficient: Tensor) -> None:
     values = each_plain(tensors, writable_values)
     values.reverse()  # what the norm read last is still in the cache
     for (device, dtype), group in grouped(values).items():
-        factor = coefficient.to(device, torch.float64 if dtype is torch.float64 else torch.float32, non_blocking=True)
+        factor = move(coefficient, device, torch.float64 if dtype is torch.float64 else torch.float32)
         alike = values if len(group) == len(values) else [values[i] for i in group]
         if dtype in HALVES and not are_readable(*alike):
             # Accelerators round a 0-dim factor to the tensor's dtype first; one of shape [1] makes them promote.
             for tensor in alike:
                 (tensor if tensor.dim() else tensor[None]).mul_(factor.view(1))
         else:  # and the CPU rounds a Python number to float16, but not a 0-dim tensor
-            torch._foreach_mul_(alike, factor)
+            torch._foreach_mul_(split_long(alike), factor)
 
 
 @torch.no_grad()
@@ -78,7 +81,7 @@ def clamp_(tensors: Sequence[Tensor], low: float | Tensor, high: float | Tensor)
     for (device, dtype), group in grouped(values).items():
         alike = values if len(group) == len(values) else [values[i] for i in group]
         if isinstance(low, Tensor) or isinstance(high, Tensor):
-            limits = [torch.as_tensor(x).detach().to(device, dtype, non_blocking=True) for x in (low, high)]
+            limits = [_bound_tensor(x, device, dtype) for x in (low, high)]
             for tensor in alike:
                 tensor.clamp_(*limits)
         else:
@@ -112,13 +115,24 @@ def exceeds(tensors: Sequence[Tensor], low: float | Tensor, high: float | Tensor
     values = [x for x in each_plain(tensors, writable_values) if x.numel()]
     device = meeting_device(values)
     outside = [(x.amin() < low) | (x.amax() > high) for x in values]
-    return torch.stack([x.to(device, non_blocking=True) for x in outside]).any() if outside else torch.tensor(False)
+    return torch.stack([move(x, device) for x in outside]).any() if outside else torch.zeros((), dtype=torch.bool)
 
 
 def _representable(bound: float, dtype: torch.dtype) -> float:
-    """The bound as ``dtype`` can hold it: a finite number beyond its range becomes its largest, never infinity."""
+    """The bound as ``dtype`` holds it, rounded; a finite number beyond its range becomes its largest, not infinity."""
     largest = torch.finfo(dtype).max
-    return bound if math.isinf(bound) else min(max(bound, -largest), largest)
+    if not math.isinf(bound):
+        bound = min(max(bound, -largest), largest)
+    return torch.tensor(bound, dtype=dtype, device="cpu").item()
+
+
+def _bound_tensor(bound: float | Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
+    if not isinstance(bound, Tensor):
+        return torch.full((), _representable(bound, dtype), dtype=dtype, device=device)
+    bound, largest = bound.detach(), torch.finfo(dtype).max
+    if torch.finfo(bound.dtype).max > largest:
+        bound = torch.where(bound.isinf(), bound, bound.clamp(-largest, largest))
+    return move(bound, device, dtype)
 
 
 def _needs_clamp(tensors: Sequence[Tensor], low: float, high: float) -> bool:

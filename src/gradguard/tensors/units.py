@@ -10,6 +10,9 @@ from torch import Tensor
 from gradguard.tensors.layout import HALVES, are_readable, each_plain, readable_values, wide_dtype
 from gradguard.tensors.norms import ROW
 
+CONVERTED = 1 << 24
+"""Elements converted to float64 at a time on an accelerator."""
+
 _WIDE = (torch.float64, torch.complex128)
 
 LONG = 4 * ROW
@@ -77,14 +80,20 @@ def unit_norms(tensors: Sequence[Tensor], layouts: Sequence[UnitLayout], floor: 
         return []
     rows = [layout.rows(x) for x, layout in zip(each_plain(tensors, _as_real), layouts, strict=True)]
     if not are_readable(*rows):
-        wide = wide_dtype(rows[0].device)
-        return [torch.linalg.vector_norm(x, dim=1, dtype=wide) for x in rows]
+        return [_wide_row_norms(x) for x in rows]
     sizes = [len(x) for x in rows]
     norms = torch.cat(_sums_in_float32(rows)).double()
     found = list(norms.split(sizes))
     if norms.numel() and not _trusted(norms, floor):
         return [n if _trusted(n, floor) else _scaled_row_norms(x) for n, x in zip(found, rows, strict=True)]
     return found
+
+
+def _wide_row_norms(rows: Tensor) -> Tensor:
+    """Norms of rows in float64 without a host read; cut, because torch may copy what it converts."""
+    at_once = max(1, CONVERTED // max(1, rows.shape[1]))
+    parts = [torch.linalg.vector_norm(x, dim=1, dtype=wide_dtype(x.device)) for x in rows.split(at_once)]
+    return torch.cat(parts)
 
 
 def _as_real(tensor: Tensor) -> Tensor:
@@ -101,13 +110,15 @@ def _trusted(norms: Tensor, floor: float) -> bool:
 
 def _sums_in_float32(rows: Sequence[Tensor]) -> list[Tensor]:
     """Norms of the rows of each matrix; vectors that are one short unit are taken together."""
-    norms: list[Tensor] = [torch.empty(0)] * len(rows)
+    norms: list[Tensor] = [rows[0]] * len(rows)
     short = [i for i, x in enumerate(rows) if len(x) == 1 and 0 < x.numel() <= LONG and x.dtype not in HALVES]
     if short:
         for i, norm in zip(short, torch._foreach_norm([rows[i] for i in short]), strict=True):
             norms[i] = norm.view(1)
     alone = set(range(len(rows))).difference(short)
-    scratch = torch.empty(max((rows[i].numel() for i in alone if rows[i].dtype in HALVES), default=0))
+    scratch = torch.empty(
+        max((rows[i].numel() for i in alone if rows[i].dtype in HALVES), default=0), dtype=torch.float32, device="cpu"
+    )
     for i in alone:
         matrix = rows[i]
         if matrix.dtype in HALVES:
@@ -130,7 +141,7 @@ def _norms_of_rows(matrix: Tensor) -> Tensor:
 def _scaled_row_norms(rows: Tensor) -> Tensor:
     """The same in float64 with each row divided by its largest element: slower, and safe for every magnitude."""
     if rows.numel() == 0:
-        return torch.zeros(len(rows), dtype=torch.float64)
+        return torch.zeros(len(rows), dtype=torch.float64, device="cpu")
     largest = torch.linalg.vector_norm(rows.double(), torch.inf, dim=1, keepdim=True)
     divisor = torch.where(largest.isfinite() & (largest > 0), largest, 1.0)
     return (divisor * torch.linalg.vector_norm(rows.double() / divisor, dim=1, keepdim=True)).squeeze(1)
@@ -160,6 +171,6 @@ def scale_units_(tensors: Sequence[Tensor], layouts: Sequence[UnitLayout], facto
 
 def _any_below_one(factors: Tensor, sizes: Sequence[int]) -> list[bool]:
     """For each run of ``sizes`` entries: is one of them below 1?"""
-    below = torch.cat([torch.zeros(1, dtype=torch.int64), (factors < 1).cumsum(0)])
-    ends = torch.tensor([0, *sizes]).cumsum(0)
+    below = torch.cat([torch.zeros(1, dtype=torch.int64, device="cpu"), (factors < 1).cumsum(0)])
+    ends = torch.tensor([0, *sizes], device="cpu").cumsum(0)
     return (below[ends].diff() > 0).tolist()

@@ -8,7 +8,7 @@ from torch.optim import Optimizer
 
 def living_modules() -> list[nn.Module]:
     """Return every module that exists and is not part of another one."""
-    modules = [thing for thing in gc.get_objects() if issubclass(type(thing), nn.Module)]
+    modules = [thing for thing in gc.get_objects() if issubclass(type(thing), nn.Module) and "_modules" in vars(thing)]
     parts = {id(child) for module in modules for child in module.children()}
     return [module for module in modules if id(module) not in parts]
 
@@ -37,7 +37,7 @@ def name_parameters(parameters: list[Tensor], modules: list[nn.Module]) -> list[
     Where two root modules hold parameters of the same name, both are prefixed with their class.
     """
     wanted = {id(p) for p in parameters}
-    held = [(module, dict(module.named_parameters())) for module in modules]
+    held = [(module, _named(module)) for module in modules]
     held = [(module, {name: p for name, p in named.items() if id(p) in wanted}) for module, named in held]
     held = sorted((pair for pair in held if pair[1]), key=lambda pair: -len(pair[1]))
     names: dict[int, str] = {}
@@ -49,3 +49,10 @@ def name_parameters(parameters: list[Tensor], modules: list[nn.Module]) -> list[
             names[id(p)] = f"{type(module).__name__}.{name}" if clash else name
         taken |= fresh.keys()
     return [names.get(id(p), f"parameter {i}") for i, p in enumerate(parameters)]
+
+
+def _named(module: nn.Module) -> dict[str, Tensor]:
+    try:
+        return dict(module.named_parameters())
+    except Exception:  # somebody's half-built module must not end the watch
+        return {}

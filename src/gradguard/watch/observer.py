@@ -6,9 +6,13 @@ waits for no device between flushes, and swallows its own failures: after one it
 
 import functools
 import os
+import sys
+import threading
 import time
+import weakref
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,9 +28,11 @@ from gradguard.watch.names import living_modules, living_optimizers, name_parame
 from gradguard.watch.patches import patched
 from gradguard.watch.record import RecordWriter
 from gradguard.watch.rows import Row, ScaleUpdate, write_row
+from gradguard.watch.script_clips import PendingClips, ScriptClip, copied, single_norm_clip
 
 FLUSH_ROWS = 50
 FLUSH_SECONDS = 2.0
+MOST_LOSSES = 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,18 +49,6 @@ class AppliedClip:
     rule: str
     threshold: float
     bind: Callable[[Sequence[nn.Module]], Callable[[list[Tensor], float | Tensor], object]]
-
-
-@dataclass(slots=True)
-class _ScriptClip:
-    """A clip that the script itself made since the last step."""
-
-    rule: str
-    parameters: list[Tensor]
-    norms: Tensor
-    threshold: Any
-    norm_type: float
-    returned: Any = None
 
 
 def _safely(method: Callable) -> Callable:
@@ -93,17 +87,18 @@ class Observer:
         self._process, self._started, self._flushed = os.getpid(), time.perf_counter(), time.perf_counter()
         self._overhead = 0.0
         self._hooks = EveryStep(self._before_step, self._after_step)
-        self._known: dict[int, int] | None = None  # identity of a parameter -> its place in meta
+        self._known: dict[int, tuple[weakref.ref, int]] | None = None  # identity -> parameter, its place in meta
         self._names: list[str] = []
         self._optimizers: list[int] = []
-        self._losses: list[Tensor] = []  # since the last step, like the clips
-        self._clips: list[_ScriptClip] = []
+        self._losses: deque[Tensor] = deque(maxlen=MOST_LOSSES)  # since the last step
+        self._clips = PendingClips()
         self._apply: Callable[[list[Tensor], float | Tensor], object] | None = None
+        self._bound: dict[int, weakref.ref] = {}  # the parameters that `_apply` knows
         self._scaled: tuple[Any, Any] = (None, None)
         self._amp_scale: Tensor | None = None
-        self._row: Row | None = None
+        self._thread = threading.local()  # .row: the row of the step that is running
         self._rows: list[Row | ScaleUpdate] = []
-        self._steps = 0
+        self._steps, self._steps_at_update = 0, -1
         self._broken = False
 
     @property
@@ -116,24 +111,30 @@ class Observer:
         self._hooks.remove()
         if os.getpid() != self._process:
             return
-        if self._known is None:
-            self._write_meta([])
-        self._flush()
-        self._writer.write(
-            "end",
-            steps=self._steps,
-            wall=time.perf_counter() - self._started,
-            overhead_ms=1e3 * self._overhead,
-            exit=exit_code,
-            interrupted=interrupted,
-        )
-        self._writer.close()
+        try:
+            if self._known is None:
+                self._write_meta([])
+            self._flush()
+            self._writer.write(
+                "end",
+                steps=self._steps,
+                wall=time.perf_counter() - self._started,
+                overhead_ms=1e3 * self._overhead,
+                exit=exit_code,
+                interrupted=interrupted,
+            )
+        except OSError as error:  # a full disk must not change how the script ends
+            print(f"gradguard: cannot finish {self._writer.path}: {error}", file=sys.stderr)
+        finally:
+            with suppress(OSError):
+                self._writer.close()
 
     # --- what the script does -----------------------------------------------------------------------------------------
 
     @_safely
     def on_backward(self, loss: Tensor) -> None:
         """Keep the loss, unscaled where a GradScaler scaled it."""
+        self._clips.note_backward()
         plain = self._scaled[0] if loss is self._scaled[1] else loss
         if isinstance(plain, Tensor) and plain.numel() == 1:
             self._losses.append(plain.detach().reshape(()).clone())
@@ -143,13 +144,15 @@ class Observer:
         """Measure before the script's own clip changes anything."""
         having = [p for p in parameters if p.grad is not None]
         norms = self._measure(having)
-        self._clips.append(_ScriptClip(rule, having, norms, threshold, norm_type))
+        clip = ScriptClip(rule, copied(threshold), norm_type, torch.linalg.vector_norm(norms))
+        if self._clips.add(clip, having, norms):  # the step of the losses before this backward pass never came
+            while len(self._losses) > 1:
+                self._losses.popleft()
 
     @_safely
     def on_clipped(self, norm: Any) -> None:
         """Keep what the script's clip returned."""
-        if self._clips:
-            self._clips[-1].returned = norm
+        self._clips.note_returned(norm)
 
     def on_scale(self, loss: Any, scaled: Any) -> None:
         """Remember which loss a scaled loss came from."""
@@ -157,42 +160,57 @@ class Observer:
 
     @_safely
     def on_scale_update(self, before: Tensor | None, after: Tensor | None) -> None:
-        """Note a loss scale, and at the next flush whether it fell."""
+        """Note a loss scale, and at the next flush whether it fell; forget what led to a step that was skipped."""
         self._amp_scale = after
+        if self._steps == self._steps_at_update:
+            self._losses.clear()
+            self._clips.clear()
+        self._steps_at_update = self._steps
         if before is not None and after is not None:
             self._rows.append(ScaleUpdate(self._steps, before, after))
 
-    def _before_step(self, optimizer: Optimizer) -> None:
+    def _before_step(self, optimizer: Optimizer, evaluation: int) -> None:
         parameters = [p for p in parameters_of(optimizer) if p.grad is not None]
-        self._measure_step(optimizer, parameters)
-        if self._clip is not None and os.getpid() == self._process:
-            scale = getattr(optimizer, "grad_scale", None)
-            self._apply = self._apply or self._clip.bind(living_modules())
-            self._apply(parameters, 1.0 if scale is None else scale)
-            if self._clip.rule != "norm":
-                self._measure_clipped(parameters)
+        if evaluation == 0:  # a closure is evaluated several times: the first has the weights of this step
+            self._measure_step(optimizer, parameters)
+        if self._clip is not None:
+            self._apply_clip(self._clip, optimizer, parameters)
+            if evaluation == 0:
+                self._measure_clipped(optimizer, parameters)
+
+    def _apply_clip(self, clip: AppliedClip, optimizer: Optimizer, parameters: list[Tensor]) -> None:
+        """Clip; not guarded, because a clip that was asked for and cannot be made must stop the run."""
+        if self._apply is None or any(_unknown(self._bound, p) for p in parameters):
+            self._apply = clip.bind(living_modules())
+            self._bound |= {id(p): weakref.ref(p) for p in parameters}
+        scale = getattr(optimizer, "grad_scale", None)
+        self._apply(parameters, 1.0 if scale is None else scale)
 
     @_safely
     def _measure_step(self, optimizer: Optimizer, parameters: list[Tensor]) -> None:
-        if self._row is None:  # a closure is evaluated several times: the first has the weights of this step
-            self._row = self._measured_row(optimizer, parameters)
+        self._thread.row = None  # of a step that raised
+        if parameters:
+            self._thread.row = self._measured_row(optimizer, parameters)
 
     @_safely
-    def _measure_clipped(self, parameters: list[Tensor]) -> None:
-        if self._row is not None:
-            self._row.post = torch.linalg.vector_norm(self._measure(parameters))
+    def _measure_clipped(self, optimizer: Optimizer, parameters: list[Tensor]) -> None:
+        """The norm after our own clip, where it does not follow from the one before."""
+        row: Row | None = getattr(self._thread, "row", None)
+        if row is not None and (row.rule != "norm" or row.user_threshold is not None):
+            row.post = _unscaled(torch.linalg.vector_norm(self._measure(parameters)), optimizer)
 
     @_safely
     def _after_step(self, optimizer: Optimizer) -> None:
-        row, self._row = self._row, None
+        row: Row | None = getattr(self._thread, "row", None)
+        self._thread.row = None
         if row is None:
             return
         row.wall = time.perf_counter() - self._started
         found_inf = getattr(optimizer, "found_inf", None)
         row.found_inf = found_inf.clone() if isinstance(found_inf, Tensor) else None
+        row.index = self._steps
         self._rows.append(row)
         self._steps += 1
-        self._losses, self._clips = [], []
         if len(self._rows) >= FLUSH_ROWS or time.perf_counter() - self._flushed > FLUSH_SECONDS:
             self._flush()
 
@@ -201,30 +219,38 @@ class Observer:
     def _measured_row(self, optimizer: Optimizer, parameters: list[Tensor]) -> Row:
         if self._known is None:
             self._write_meta(living_optimizers(optimizer))
-        clips = self._clips
-        before = {id(p): norm for clip in reversed(clips) for p, norm in zip(clip.parameters, clip.norms, strict=True)}
-        by_norm = len(clips) == 1 and clips[0].rule == "norm" and all(id(p) in before for p in parameters)
-        if by_norm:
-            norms, post = torch.stack([before[id(p)] for p in parameters]), None
+        clipped = self._clips.take(parameters)
+        last = next((entry.clips[-1] for entry in clipped if entry is not None), None)
+        alone = single_norm_clip(clipped) if self._clip is None else None
+        if alone is not None:  # everything follows from what the clip was told: no second measurement
+            norms, post = torch.stack([entry.norm for entry in clipped if entry is not None]), None
         else:
-            now = self._measure(parameters)
-            norms = torch.stack([before.get(id(p), n) for p, n in zip(parameters, now, strict=True)]) if clips else now
-            post = torch.linalg.vector_norm(now) if clips else None
-        scale = getattr(optimizer, "grad_scale", None)
+            norms = now = self._measure(parameters)
+            post = _unscaled(torch.linalg.vector_norm(now), optimizer) if last is not None else None
+            if last is not None:
+                pairs = zip(clipped, now, strict=True)
+                norms = torch.stack([n if entry is None else entry.norm for entry, n in pairs])
+        losses, self._losses = list(self._losses), deque(maxlen=MOST_LOSSES)
+        threshold = last.threshold if last is not None else None
         return Row(
             index=self._steps,
-            norms=norms if scale is None else norms / scale,
-            places=[(self._known or {}).get(id(p), -1) for p in parameters],
-            post=post if scale is None or post is None else post / scale,
-            losses=self._losses,
-            lr=float(optimizer.param_groups[0].get("lr", float("nan"))),
-            rule=self._clip.rule if self._clip else (clips[-1].rule if clips else None),
-            threshold=self._clip.threshold if self._clip else (clips[-1].threshold if clips else None),
-            user_threshold=clips[-1].threshold if clips else None,
-            clip_norm=(clips[0].returned if clips[0].norm_type != 2 else None) if by_norm else None,
+            norms=_unscaled(norms, optimizer),
+            places=[self._place(p) for p in parameters],
+            post=post,
+            losses=losses,
+            lr=copied(optimizer.param_groups[0].get("lr")),
+            rule=self._clip.rule if self._clip else (last.rule if last is not None else None),
+            threshold=self._clip.threshold if self._clip else threshold,
+            user_threshold=threshold,
+            clip_norm=alone.norm if alone is not None else None,
             amp_scale=self._amp_scale,
             optimizer=self._place_of(optimizer),
         )
+
+    def _place(self, parameter: Tensor) -> int:
+        """The place of ``parameter`` in meta, or -1 for one that came later."""
+        known = (self._known or {}).get(id(parameter))
+        return known[1] if known is not None and known[0]() is parameter else -1
 
     def _place_of(self, optimizer: Optimizer) -> int | None:
         """Which optimizer this is, where the script has several."""
@@ -258,7 +284,7 @@ class Observer:
                 for name, p in zip(self._names, parameters, strict=True)
             ],
         )
-        self._known = {id(p): i for i, p in enumerate(parameters)}
+        self._known = {id(p): (weakref.ref(p), i) for i, p in enumerate(parameters)}
 
     def _flush(self) -> None:
         every = self._every or max(1, len(self._names) // 20)
@@ -270,17 +296,29 @@ class Observer:
     def _fail(self, error: Exception) -> None:
         """Stop measuring, and say so in the record rather than in the script."""
         self._broken = True
-        if self._known is None:  # a record without its first line could not be read
-            self._known = {}
-            self._writer.write("meta", **self._meta, params=[])
-        self._writer.write(
-            "event",
-            i=self._steps,
-            kind="observer_failed",
-            severity="error",
-            message=f"gradguard stopped measuring: {type(error).__name__}: {error}",
-            advice="the script itself went on untouched; please report this with the script",
-        )
+        with suppress(OSError):
+            if self._known is None:  # a record without its first line could not be read
+                self._known = {}
+                self._writer.write("meta", **self._meta, params=[])
+            self._writer.write(
+                "event",
+                i=self._steps,
+                kind="observer_failed",
+                severity="error",
+                message=f"gradguard stopped measuring: {type(error).__name__}: {error}",
+                advice="the script itself went on untouched; please report this with the script",
+            )
+
+
+def _unscaled(norm: Tensor, optimizer: Optimizer) -> Tensor:
+    """The norm of the gradients without the loss scale that a fused optimizer takes off itself."""
+    scale = getattr(optimizer, "grad_scale", None)
+    return norm if scale is None else norm / scale
+
+
+def _unknown(known: dict[int, weakref.ref], parameter: Tensor) -> bool:
+    reference = known.get(id(parameter))
+    return reference is None or reference() is not parameter
 
 
 @contextmanager

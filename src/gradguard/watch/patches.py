@@ -49,36 +49,47 @@ def patched(listener: Listener) -> Iterator[None]:
 @contextmanager
 def _patched_clips(listener: Listener) -> Iterator[None]:
     homes = [torch.nn.utils, torch.nn.utils.clip_grad, sys.modules["gradguard"]]
-    rules = {"clip_grad_norm_": "norm", "clip_grad_value_": "value", "clip_grad_adaptive_": "adaptive"}
-    found = [(home, name, rule) for home in homes for name, rule in rules.items() if hasattr(home, name)]
-    originals = [(home, name, getattr(home, name)) for home, name, _ in found]
+    originals = [(home, name, getattr(home, name)) for home in homes for name in _CALLS if hasattr(home, name)]
     try:
-        for home, name, rule in found:
-            setattr(home, name, _clip(getattr(home, name), rule, listener))
+        for home, name, original in originals:
+            setattr(home, name, _clip(original, _CALLS[name], listener))
         yield
     finally:
         for home, name, original in originals:
             setattr(home, name, original)
 
 
-def _clip(original: Callable, rule: str, listener: Listener) -> Callable:
-    keyword = {"norm": "max_norm", "value": "clip_value", "adaptive": "clipping_threshold"}[rule]
-
+def _clip(original: Callable, read: Callable[..., tuple[str, Any, float]], listener: Listener) -> Callable:
     @functools.wraps(original)
     def clip(parameters: Any, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return original(parameters, *args, **kwargs)
         if isinstance(parameters, types.GeneratorType):
             listed = list(parameters)
             parameters, seen = (p for p in listed), listed
         else:
             parameters = seen = list(parameters) if isinstance(parameters, Iterator) else parameters
-        threshold = args[0] if args else kwargs.get(keyword)
-        norm_type = args[1] if len(args) > 1 else kwargs.get("norm_type", 2.0)
-        listener.on_clip(rule, tensors_of(seen), threshold, norm_type if rule == "norm" else 2.0)
-        norm = original(parameters, *args, **kwargs)
-        listener.on_clipped(norm)
-        return norm
+        try:
+            rule, threshold, norm_type = read(*args, **kwargs)
+        except TypeError:  # a wrong call: the original says so
+            return original(parameters, *args, **kwargs)
+        listener.on_clip(rule, tensors_of(seen), threshold, norm_type)
+        result = original(parameters, *args, **kwargs)
+        listener.on_clipped(result if isinstance(result, Tensor) else None)
+        return result
 
     return clip
+
+
+_CALLS: dict[str, Callable[..., tuple[str, Any, float]]] = {
+    "clip_grad_norm_": lambda max_norm, norm_type=2.0, *_, **__: ("norm", max_norm, float(norm_type)),
+    "clip_grads_with_norm_": lambda max_norm, *_, **__: ("norm", max_norm, 2.0),
+    "clip_grad_value_": lambda clip_value, *_, **__: ("value", clip_value, 2.0),
+    "clip_grad_adaptive_": lambda clipping_threshold=0.01, **_: ("adaptive", clipping_threshold, 2.0),
+    "apply_gradient_clipping": lambda clipping_type, clipping_threshold, **_: (clipping_type, clipping_threshold, 2.0),
+}
+"""Clipping functions, and how to read the rule, the threshold and the order of the norm from what follows the
+parameters in a call."""
 
 
 def tensors_of(parameters: Any) -> list[Tensor]:
@@ -97,7 +108,8 @@ def tensors_of(parameters: Any) -> list[Tensor]:
 def _backward(original: Callable, listener: Listener) -> Callable:
     @functools.wraps(original)
     def backward(self: Tensor, *args: Any, **kwargs: Any) -> Any:
-        listener.on_backward(self)
+        if not torch.compiler.is_compiling():
+            listener.on_backward(self)
         return original(self, *args, **kwargs)
 
     return backward

@@ -17,6 +17,7 @@ from gradguard.watch.record import Record
 ENOUGH_STEPS = 200
 DEVIATIONS = 6.0
 SPREAD_FLOOR = 0.05
+GUARD_SHARE = 0.05
 DRIFT = 2.0
 _MAD_TO_SIGMA = 1.4826
 _WINDOWS = 10
@@ -82,6 +83,7 @@ def recommend(record: Record) -> Recommendation:
     ============================================ =====================================================
     no pre-clip norm in the record               None; a post-clip norm only repeats the old threshold
     fewer than 200 usable steps                  None, "not enough steps (n of 200)"
+    a norm clip that bound on at most 5 %        that threshold: "keep it"
     guard above every norm of the run            guard, with "insurance, not a cure"
     windowed median moves by more than 2x        guard, and both ends in ``drift``
     ============================================ =====================================================
@@ -100,6 +102,9 @@ def recommend(record: Record) -> Recommendation:
         return Recommendation(None, f"{missing}; record a longer run.", usable_steps=len(norms))
     candidates = _candidates(norms)
     drift = _drift(norms)
+    used = _guarding_threshold(record)
+    if used is not None:
+        return Recommendation(used, _keep_reason(used, record), candidates, len(norms), drift)
     sentences = [_guard_reason(candidates, len(norms)), _drift_reason(drift), _advice(record)]
     reason = " ".join(filter(None, sentences))
     return Recommendation(candidates[0].threshold, reason, candidates, len(norms), drift)
@@ -204,6 +209,22 @@ def _drift(norms: list[float]) -> tuple[float, float] | None:
     return _two_digits(guard_threshold(windows[0])), _two_digits(guard_threshold(windows[-1]))
 
 
+def _guarding_threshold(record: Record) -> float | None:
+    # The threshold of a norm clip that was in force all along and already acts as a guard.
+    used = {step.get("threshold") if step.get("rule") == "norm" else None for step in record.steps}
+    threshold = used.pop() if len(used) == 1 else None
+    return threshold if 0 < _bound_share(record) <= GUARD_SHARE else None
+
+
+def _bound_share(record: Record) -> float:
+    return sum((step.get("coefficient") or 1.0) < 1 for step in record.steps) / len(record.steps)
+
+
+def _keep_reason(used: float, record: Record) -> str:
+    share = 100 * _bound_share(record)
+    return f"Keep it: {used:g} bound on {share:.2g} % of {len(record.steps):,} steps and left the others alone."
+
+
 def _no_norms(record: Record) -> str:
     if any("post_norm" in step for step in record.steps):
         return (
@@ -226,7 +247,7 @@ def _guard_reason(candidates: tuple[Candidate, ...], count: int) -> str:
         "It is six robust deviations above the median, and would have clipped "
         f"{100 * guard.clip_share:.2g} % of {count:,} steps (95 % interval {100 * low:.2g} to "
         f"{100 * high:.2g} %), "
-        f"{_SPIKES_ONLY if guard.clip_share < 0.05 else _HEAVY_TAIL}."
+        f"{_SPIKES_ONLY if guard.clip_share < GUARD_SHARE else _HEAVY_TAIL}."
     )
 
 

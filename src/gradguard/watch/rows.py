@@ -25,11 +25,11 @@ class Row:
         places: The parameter that each norm belongs to, as a place in the names; -1 if it is not among them.
         post: 2-norm of all gradients after a clip that was not a norm clip.
         losses: Losses that backward was called on since the step before.
-        lr: Learning rate of the first parameter group.
+        lr: Learning rate of the first parameter group: a number, or a copy of the script's tensor.
         rule: The clip that acted, if one did.
         threshold: Its threshold.
         user_threshold: The script's own threshold.
-        clip_norm: The norm that the script's clip returned, where that is not the 2-norm.
+        clip_norm: The norm that the script's clip took, where it is not the norm of exactly these gradients.
         amp_scale: Loss scale.
         optimizer: Which optimizer, where the script has several.
         wall: Seconds since the start.
@@ -41,7 +41,7 @@ class Row:
     places: Sequence[int]
     post: Tensor | None = None
     losses: Sequence[Tensor] = ()
-    lr: float | None = None
+    lr: Any = None
     rule: str | None = None
     threshold: Any = None
     user_threshold: Any = None
@@ -88,7 +88,7 @@ def _write_step(writer: RecordWriter, row: Row, norms: Sequence[float]) -> None:
         i=row.index,
         wall=row.wall,
         loss=_mean([float(x) for x in row.losses]),
-        lr=row.lr,
+        lr=_number(row.lr),
         norm=total,
         post_norm=total * coefficient if coefficient is not None else None,
         coefficient=coefficient,

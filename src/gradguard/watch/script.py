@@ -3,6 +3,7 @@
 import builtins
 import importlib.util
 import sys
+import threading
 import traceback
 import types
 from collections.abc import Sequence
@@ -69,16 +70,17 @@ def load_module(name: str, arguments: Sequence[str]) -> Program:
     Raises:
         CommandError: If there is no such module, or it cannot be run.
     """
-    sys.path.insert(0, str(Path.cwd()))
+    here = str(Path.cwd())
+    sys.path.insert(0, here)
     try:
         spec = importlib.util.find_spec(name)
         if spec is not None and spec.submodule_search_locations is not None:
             spec = importlib.util.find_spec(f"{name}.__main__")
-    except (ImportError, ValueError) as error:
-        raise CommandError(f"cannot import {name}: {error}.") from error
+        code = spec.loader.get_code(spec.name) if spec and hasattr(spec.loader, "get_code") else None  # type: ignore[union-attr]
+    except Exception as error:  # a package may do anything when it is imported
+        raise CommandError(f"cannot import {name}: {type(error).__name__}: {error}.") from error
     finally:
-        sys.path.pop(0)
-    code = spec.loader.get_code(spec.name) if spec and hasattr(spec.loader, "get_code") else None  # type: ignore[union-attr]
+        sys.path.remove(here)
     if spec is None or code is None:
         raise CommandError(f"no module {name} to run: expected the name that `python -m` takes, without .py.")
     main = _main_module(spec.origin or name)
@@ -93,6 +95,7 @@ def run(program: Program) -> int:
     sys.path.insert(0, program.path_entry)
     try:
         exec(program.code, program.main.__dict__)
+        _join_threads()
     except SystemExit as stop:
         return _exit_code(stop)
     except KeyboardInterrupt:
@@ -104,6 +107,13 @@ def run(program: Program) -> int:
     return 0
 
 
+def _join_threads() -> None:
+    """Wait for the threads that the program left running, as Python itself would before it ends."""
+    for thread in threading.enumerate():
+        if thread is not threading.main_thread() and not thread.daemon:
+            thread.join()
+
+
 def _main_module(file: str) -> types.ModuleType:
     main = types.ModuleType("__main__")
     main.__file__ = file
@@ -113,7 +123,7 @@ def _main_module(file: str) -> types.ModuleType:
 
 def _compile(source: bytes, path: str, file: str) -> types.CodeType:
     try:
-        return compile(source, file, "exec")
+        return compile(source, file, "exec", dont_inherit=True)
     except (SyntaxError, ValueError) as error:
         shown = "".join(traceback.format_exception_only(error)).strip()
         raise CommandError(f"{path} is not a Python script:\n{shown}") from error

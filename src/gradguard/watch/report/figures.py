@@ -38,6 +38,7 @@ def norms_over_time(record: Record, verdict: Verdict, recommendation: Recommenda
         _add_norms(figure, record, verdict, recommendation)
     if "loss" in rows:
         _add_loss(figure, record, row=len(rows))
+        _cut_loss_axis(figure, [record], row=len(rows))
     figure.update_xaxes(range=_step_range([record]))
     figure.update_xaxes(title_text="optimizer step", row=len(rows), col=1)
     return figure
@@ -59,6 +60,7 @@ def losses(records: list[Record], labels: list[str]) -> "Figure | None":
     for index, (record, label) in enumerate(zip(records, labels, strict=True)):
         _add_loss(figure, record, row=1, label=html.escape(label), colour=_RUN_COLOURS[index % len(_RUN_COLOURS)])
     figure.update_xaxes(title_text="optimizer step", range=_step_range(records))
+    _cut_loss_axis(figure, records, row=1)
     return figure
 
 
@@ -194,6 +196,13 @@ def _add_loss(figure: "Figure", record: Record, row: int, label: str = "loss", c
         line={"color": colour, "width": 1.3}, marker={"color": colour, "size": 7},
     )  # fmt: skip
     figure.update_yaxes(title_text="loss", row=row, col=1)
+
+
+def _cut_loss_axis(figure: "Figure", records: list[Record], row: int) -> None:
+    """Cut the axis where a few huge losses would flatten all others, and say so."""
+    ends = series.loss_range(records)
+    if ends is not None:
+        figure.update_yaxes(range=ends, title_text="loss (peaks cut)", row=row, col=1)
 
 
 def _shade_regimes(figure: "Figure", top: float) -> None:

@@ -7,7 +7,7 @@ from gradguard.errors import InvalidValueError, RecordError
 from gradguard.watch.recommend import guard_threshold, recommend, usable_norms
 from gradguard.watch.record import Record
 from gradguard.watch.report import figures, layer_figures
-from gradguard.watch.report.summary import command, environment
+from gradguard.watch.report.summary import command, environment, labelled
 from gradguard.watch.verdict import Verdict, number, percent, plain_threshold, verdict
 
 if TYPE_CHECKING:
@@ -60,22 +60,11 @@ def render(records: list[Record]) -> str:
 
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
     environment.filters |= {"number": number, "percent": percent, "threshold": plain_threshold}
-    runs = [_run(record, label, index) for index, (record, label) in enumerate(_labelled(records))]
+    runs = [_run(record, label, index) for index, (record, label) in enumerate(labelled(records))]
     overlay = figures.losses(records, [run["label"] for run in runs]) if len(runs) > 1 else None
     return environment.from_string(_TEMPLATE.read_text(encoding="utf-8")).render(
         runs=runs, overlay=_html(overlay, "losses"), plotlyjs=get_plotlyjs()
     )
-
-
-def _labelled(records: list[Record]) -> list[tuple[Record, str]]:
-    # Call a run by its file; by its folder too where files share a name.
-    stems = [record.path.stem for record in records]
-    labels = stems if len(set(stems)) == len(stems) else [_with_folder(record.path) for record in records]
-    return list(zip(records, labels, strict=True))
-
-
-def _with_folder(path: Path) -> str:
-    return f"{path.parent.name}/{path.stem}"
 
 
 def _run(record: Record, label: str, index: int) -> dict[str, Any]:

@@ -71,6 +71,25 @@ def line(record: Record, key: str) -> tuple[list[int], list[Number]]:
     return decimate([step["i"] for step in steps], [step[key] for step in steps])
 
 
+def loss_range(records: Sequence[Record]) -> tuple[float, float] | None:
+    """Where to cut an axis of losses that a few explosions would otherwise flatten.
+
+    Args:
+        records: The records drawn on that axis.
+
+    Returns:
+        The ends of the axis, or None where all losses fit: the largest is no more than three times as far above
+        the smallest as 98 % of them are.
+    """
+    losses = sorted(loss for record in records for step in record.steps if (loss := step.get("loss")) is not None)
+    if not losses:
+        return None
+    low, most, high = losses[0], losses[int(0.98 * (len(losses) - 1))], losses[-1]
+    if high - low <= 3 * (most - low) or most == low:
+        return None
+    return low - 0.05 * (most - low), most + 0.25 * (most - low)
+
+
 def clip_windows(record: Record, threshold: Number) -> tuple[list[int], list[float], list[int]]:
     """Share of steps on which clipping bound in each window, or would have bound at ``threshold``.
 

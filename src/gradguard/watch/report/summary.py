@@ -1,14 +1,17 @@
 """The summary in a terminal, and the same as ``key: value`` lines for logs and scripts."""
 
 import shlex
+from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gradguard.watch.recommend import Recommendation, recommend
-from gradguard.watch.record import Record
+from gradguard.watch.record import FILE_NAME, Record
 from gradguard.watch.verdict import Verdict, number, percent, plain_threshold, verdict
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.table import Column
     from rich.text import Text
 
 _REGIME_STYLES = {"never": "blue", "guard": "green", "shaping": "yellow", "normalising": "red"}
@@ -33,6 +36,44 @@ def print_summary(record: Record, console: "Console | None" = None) -> None:
     console.print(panel)
     if recommendation.threshold is not None:  # outside the frame, in one piece, so that it can be copied
         console.print(command(record, recommendation.threshold), style="bold", markup=False, soft_wrap=True)
+
+
+def print_comparison(records: Sequence[Record], console: "Console | None" = None) -> None:
+    """Print several runs side by side: what was clipped, and what came of it.
+
+    Args:
+        records: The records of the runs.
+        console: Where to print; standard output if None.
+    """
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(
+        "run", "clip", *(_right(name) for name in ("final loss", "best loss", "largest norm", "steps clipped"))
+    )
+    for record, label in labelled(records):
+        judged = verdict(record)
+        losses = [number(judged.final_loss), number(judged.best_loss)]
+        bound = percent(judged.clip_share) if judged.clip_share is not None else "-"
+        table.add_row(label, str(record.meta.get("clip") or "none"), *losses, number(judged.max_norm), bound)
+    (console or Console()).print(table)
+
+
+def _right(name: str) -> "Column":
+    from rich.table import Column
+
+    return Column(name, justify="right")
+
+
+def labelled(records: Sequence[Record]) -> list[tuple[Record, str]]:
+    """Return each record with what to call it: its file, or its folder where files share a name."""
+    stems = [record.path.stem for record in records]
+    labels = stems if len(set(stems)) == len(stems) else [_with_folder(record.path) for record in records]
+    return list(zip(records, labels, strict=True))
+
+
+def _with_folder(path: Path) -> str:
+    return path.parent.name if path.name == FILE_NAME else f"{path.parent.name}/{path.stem}"
 
 
 def text_summary(record: Record) -> str:
