@@ -199,7 +199,7 @@ def _factors(
     norms, weights = torch.cat(list(gradient_norms)), torch.cat(list(weight_norms))
     fraction = move(threshold, norms.device) if isinstance(threshold, Tensor) else threshold
     bound = weights.clamp_(min=eps) * fraction
-    return torch.where(norms > bound, bound / norms, 1.0).split([len(n) for n in gradient_norms])
+    return torch.where(norms > bound, bound / norms, 1.0).split([n.shape[0] for n in gradient_norms])
 
 
 def _total(norms: Sequence[Tensor]) -> Tensor:

@@ -34,8 +34,8 @@ from gradguard.tensors.layout import (
 ROW = 1024
 """Elements that are summed in float32 before float64 takes over."""
 
-BLOCK = 1 << 21
-"""Half-precision elements converted at a time: 8 MB of float32, which stays in the last-level cache."""
+BLOCK = 1 << 20
+"""Half-precision elements converted at a time: 4 MB of float32, which stays in the last-level cache."""
 
 SMALL = 1 << 14
 """Tensors up to this length are first copied side by side: one kernel instead of thousands."""
@@ -145,9 +145,20 @@ def _blocks(tensors: Sequence[Tensor], dtypes: set[torch.dtype]) -> Iterable[Ten
         if dtype not in HALVES:
             yield from pieces
             continue
-        scratch = torch.empty(min(BLOCK, max(x.numel() for x in pieces)), dtype=torch.float32, device="cpu")
-        for piece in (piece for x in pieces for piece in x.split(BLOCK)):
-            yield scratch[: piece.numel()].copy_(piece)
+        yield from _converted(pieces)
+
+
+def _converted(pieces: Sequence[Tensor]) -> Iterable[Tensor]:
+    """Yield half-precision ``pieces`` as float32, gathered in one scratch block until it is full."""
+    room = min(BLOCK, sum(x.numel() for x in pieces))
+    scratch, used = torch.empty(room, dtype=torch.float32, device="cpu"), 0
+    for piece in (piece for x in pieces for piece in x.split(BLOCK)):
+        if used + piece.numel() > room:
+            yield scratch[:used]
+            used = 0
+        scratch[used : used + piece.numel()].copy_(piece)
+        used += piece.numel()
+    yield scratch[:used]
 
 
 def _part_norms(block: Tensor, p: float) -> list[Tensor]:

@@ -81,7 +81,7 @@ def unit_norms(tensors: Sequence[Tensor], layouts: Sequence[UnitLayout], floor: 
     rows = [layout.rows(x) for x, layout in zip(each_plain(tensors, _as_real), layouts, strict=True)]
     if not are_readable(*rows):
         return [_wide_row_norms(x) for x in rows]
-    sizes = [len(x) for x in rows]
+    sizes = [x.shape[0] for x in rows]
     norms = torch.cat(_sums_in_float32(rows)).double()
     found = list(norms.split(sizes))
     if norms.numel() and not _trusted(norms, floor):
@@ -111,7 +111,7 @@ def _trusted(norms: Tensor, floor: float) -> bool:
 def _sums_in_float32(rows: Sequence[Tensor]) -> list[Tensor]:
     """Norms of the rows of each matrix; vectors that are one short unit are taken together."""
     norms: list[Tensor] = [rows[0]] * len(rows)
-    short = [i for i, x in enumerate(rows) if len(x) == 1 and 0 < x.numel() <= LONG and x.dtype not in HALVES]
+    short = [i for i, x in enumerate(rows) if x.shape[0] == 1 and 0 < x.numel() <= LONG and x.dtype not in HALVES]
     if short:
         for i, norm in zip(short, torch._foreach_norm([rows[i] for i in short]), strict=True):
             norms[i] = norm.view(1)
@@ -160,7 +160,7 @@ def scale_units_(tensors: Sequence[Tensor], layouts: Sequence[UnitLayout], facto
     if not tensors:
         return
     together = torch.cat(list(factors))
-    sizes = [len(f) for f in factors]
+    sizes = [f.shape[0] for f in factors]
     binding = _any_below_one(together, sizes) if are_readable(together) else [True] * len(tensors)
     narrow, wide = together.float().split(sizes), together.split(sizes)
     for tensor, layout, binds, in_float32, in_float64 in zip(tensors, layouts, binding, narrow, wide, strict=True):
