@@ -101,37 +101,44 @@ def _norm_of_stack(norms: Sequence[Tensor], p: float) -> Tensor:
 
 
 def _host_tensor_norms(tensors: Sequence[Tensor], p: float) -> Tensor:
-    norms = torch.zeros(len(tensors), dtype=torch.float64, device="cpu")
-    for dtype in {t.dtype for t in tensors}:
+    norms = [torch.zeros((), dtype=torch.float64, device="cpu")] * len(tensors)
+    dtypes = {t.dtype for t in tensors}
+    for dtype in dtypes:
         alike = [i for i, t in enumerate(tensors) if t.dtype is dtype and t.numel()]
-        short = [i for i in alike if tensors[i].numel() <= SHORT] if p == 2 else []
-        again = torch.tensor(
-            [i for i in alike if tensors[i].numel() > SHORT or p != 2], dtype=torch.int64, device="cpu"
-        )
+        short = [i for i in alike if p == 2 and tensors[i].numel() <= SHORT]
         if short:
             accumulator = torch.float32 if dtype in HALVES else dtype
             found = torch.stack(torch._foreach_norm([tensors[i] for i in short], p, accumulator)).double()
-            where = torch.tensor(short, device="cpu")
-            norms[where] = found
-            doubtful = ~((found > _trusted_above(SHORT, p, dtype)) & found.isfinite())
-            again = torch.cat([again, where[doubtful]])
-        for i in again.tolist():
-            norms[i] = _host_norm([tensors[i]], p)
-    return norms
+            for i, norm in zip(short, found.unbind(), strict=True):
+                norms[i] = norm
+        for i in set(alike).difference(short):
+            norms[i] = _unchecked_norm([tensors[i]], {dtype}, p)
+    result = torch.stack(norms) if norms else torch.zeros(0, dtype=torch.float64, device="cpu")
+    count = max([t.numel() for t in tensors], default=0)
+    floor = max((_trusted_above(count, p, dtype) for dtype in dtypes), default=0.0)
+    for i in (~((result > floor) & result.isfinite())).nonzero().flatten().tolist():
+        if tensors[i].numel():
+            result[i] = _scaled_norm([tensors[i]], p)
+    return result
 
 
 def _host_norm(tensors: Sequence[Tensor], p: float) -> float:
     if not tensors:
         return 0.0
-    if math.isinf(p):
-        return _largest(tensors)
     dtypes = {t.dtype for t in tensors}
-    parts = torch.cat([part for block in _blocks(tensors, dtypes) for part in _part_norms(block, p)])
-    norm = float(torch.linalg.vector_norm(parts, p, dtype=torch.float64))
+    norm = float(_unchecked_norm(tensors, dtypes, p))
     count = sum([t.numel() for t in tensors])
     if max(_trusted_above(count, p, dtype) for dtype in dtypes) < norm < math.inf:
         return norm
     return _scaled_norm(tensors, p)
+
+
+def _unchecked_norm(tensors: Sequence[Tensor], dtypes: set[torch.dtype], p: float) -> Tensor:
+    """The norm if nothing overflows or underflows: 0-dim, float64."""
+    if math.isinf(p):
+        return _largest(tensors)
+    parts = [part for block in _blocks(tensors, dtypes) for part in _part_norms(block, p)]
+    return torch.linalg.vector_norm(parts[0] if len(parts) == 1 else torch.cat(parts), p, dtype=torch.float64)
 
 
 def _blocks(tensors: Sequence[Tensor], dtypes: set[torch.dtype]) -> Iterable[Tensor]:
@@ -182,8 +189,8 @@ def _trusted_above(count: int, p: float, dtype: torch.dtype) -> float:
 
 def _scaled_norm(tensors: Sequence[Tensor], p: float) -> float:
     """The norm in float64 of elements divided by the largest: slower, and safe for every magnitude."""
-    largest = _largest(tensors)
-    if largest == 0 or not math.isfinite(largest):
+    largest = float(_largest(tensors))
+    if math.isinf(p) or largest == 0 or not math.isfinite(largest):
         return largest
     powers = 0.0
     for block in (block for t in tensors for block in flat(t).split(BLOCK)):
@@ -194,7 +201,7 @@ def _scaled_norm(tensors: Sequence[Tensor], p: float) -> float:
         return math.inf
 
 
-def _largest(tensors: Sequence[Tensor]) -> float:
-    """The largest absolute value; NaN if there is one. Exact in every dtype, in one read."""
+def _largest(tensors: Sequence[Tensor]) -> Tensor:
+    """The largest absolute value, 0-dim, float64; NaN if there is one. Exact in every dtype, in one read."""
     extremes = [torch.aminmax(flat(t)) for t in tensors]
-    return float(torch.stack([torch.maximum(-low, high).double() for low, high in extremes]).max())
+    return torch.stack([torch.maximum(-low, high).double() for low, high in extremes]).max()
