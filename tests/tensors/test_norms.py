@@ -106,3 +106,28 @@ def test_a_tensor_too_long_for_one_kernel_is_split(monkeypatch, path):
     gradients = [random(30, 11), random(7)]
     assert float(total_norm(gradients)) == pytest.approx(slow_norm(gradients), rel=2e-6)
     assert tensor_norms(gradients, math.inf).tolist() == pytest.approx([slow_norm([g], math.inf) for g in gradients])
+
+
+def test_memory_kept_between_calls_serves_every_mode_and_dtype():
+    """A buffer made in inference mode must be writable outside, and one of a wide dtype must serve a narrow one."""
+    import threading
+
+    def measure():
+        for mode in (torch.inference_mode(True), torch.inference_mode(False)):
+            with mode:
+                for dtype in (*DTYPES, *DTYPES):
+                    gradients = [random(3000, seed=i).to(dtype) for i in range(3)]
+                    found.append(float(total_norm(gradients)) == pytest.approx(slow_norm(gradients), rel=2e-6))
+
+    found: list[bool] = []
+    thread = threading.Thread(target=measure)  # a fresh thread has no buffers yet
+    thread.start()
+    thread.join()
+    assert found == [True] * 16
+
+
+def test_more_small_tensors_than_a_buffer_holds(monkeypatch):
+    monkeypatch.setattr("gradguard.tensors.scratch.BLOCK", 2500)
+    for dtype in DTYPES:
+        gradients = [random(1000, seed=i).to(dtype) for i in range(7)]
+        assert float(total_norm(gradients)) == pytest.approx(slow_norm(gradients), rel=2e-6)

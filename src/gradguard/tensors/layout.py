@@ -31,9 +31,10 @@ def each_plain(tensors: Sequence[Tensor], otherwise: Callable[[Tensor], Tensor])
 
     Written as passes over the whole list, because thousands of small tensors are common and this runs each step.
     """
-    if all([t.layout is torch.strided for t in tensors]) and all([t.is_contiguous() for t in tensors]):
-        complex_dtypes = {dtype for dtype in {t.dtype for t in tensors} if dtype.is_complex}
-        return list(tensors) if not complex_dtypes else [otherwise(t) if t.is_complex() else t for t in tensors]
+    if all([t.layout is torch.strided and t.is_contiguous() for t in tensors]):
+        if any(dtype.is_complex for dtype in {t.dtype for t in tensors}):
+            return [otherwise(t) if t.is_complex() else t for t in tensors]
+        return list(tensors)
     return [t if _is_plain(t) else otherwise(t) for t in tensors]
 
 
@@ -93,11 +94,6 @@ def flat(tensor: Tensor) -> Tensor:
     if tensor.is_contiguous():
         return tensor.view(-1)
     return _in_memory_order(tensor).reshape(-1)
-
-
-def side_by_side(tensors: Sequence[Tensor]) -> Tensor:
-    """Return a copy of all elements of dense ``tensors`` of one dtype, one after the other."""
-    return torch.cat([t if t.dim() == 1 else flat(t) for t in tensors])
 
 
 def is_dense(tensor: Tensor) -> bool:

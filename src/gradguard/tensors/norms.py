@@ -13,6 +13,7 @@ Two engines give the same number:
 import math
 from collections.abc import Iterable, Sequence
 from functools import partial
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -27,15 +28,12 @@ from gradguard.tensors.layout import (
     meeting_device,
     move,
     readable_values,
-    side_by_side,
     wide_dtype,
 )
+from gradguard.tensors.scratch import BLOCK, gathered, in_float32
 
 ROW = 1024
 """Elements that are summed in float32 before float64 takes over."""
-
-BLOCK = 1 << 20
-"""Half-precision elements converted at a time: 4 MB of float32, which stays in the last-level cache."""
 
 SMALL = 1 << 14
 """Tensors up to this length are first copied side by side: one kernel instead of thousands."""
@@ -112,7 +110,7 @@ def _host_tensor_norms(tensors: Sequence[Tensor], p: float) -> Tensor:
             for i, norm in zip(short, found.unbind(), strict=True):
                 norms[i] = norm
         for i in set(alike).difference(short):
-            norms[i] = _unchecked_norm([tensors[i]], {dtype}, p)
+            norms[i] = _unchecked_norm([tensors[i]], [tensors[i].numel()], {dtype}, p)
     result = torch.stack(norms) if norms else torch.zeros(0, dtype=torch.float64, device="cpu")
     count = max([t.numel() for t in tensors], default=0)
     floor = max((_trusted_above(count, p, dtype) for dtype in dtypes), default=0.0)
@@ -126,46 +124,36 @@ def _host_norm(tensors: Sequence[Tensor], p: float) -> float:
     if not tensors:
         return 0.0
     dtypes = {t.dtype for t in tensors}
-    norm = float(_unchecked_norm(tensors, dtypes, p))
-    count = sum([t.numel() for t in tensors])
-    if max(_trusted_above(count, p, dtype) for dtype in dtypes) < norm < math.inf:
+    sizes = [t.numel() for t in tensors]
+    norm = float(_unchecked_norm(tensors, sizes, dtypes, p))
+    if max(_trusted_above(sum(sizes), p, dtype) for dtype in dtypes) < norm < math.inf:
         return norm
     return _scaled_norm(tensors, p)
 
 
-def _unchecked_norm(tensors: Sequence[Tensor], dtypes: set[torch.dtype], p: float) -> Tensor:
+def _unchecked_norm(tensors: Sequence[Tensor], sizes: Sequence[int], dtypes: set[torch.dtype], p: float) -> Tensor:
     """The norm if nothing overflows or underflows: 0-dim, float64."""
     if math.isinf(p):
         return _largest(tensors)
-    parts = [part for block in _blocks(tensors, dtypes) for part in _part_norms(block, p)]
+    parts = [part for block in _blocks(tensors, sizes, dtypes) for part in _part_norms(block, p)]
     return torch.linalg.vector_norm(parts[0] if len(parts) == 1 else torch.cat(parts), p, dtype=torch.float64)
 
 
-def _blocks(tensors: Sequence[Tensor], dtypes: set[torch.dtype]) -> Iterable[Tensor]:
+def _blocks(tensors: Sequence[Tensor], sizes: Sequence[int], dtypes: set[torch.dtype]) -> Iterable[Tensor]:
     """Yield all elements as one-dimensional float32 or float64 blocks; each is used up before the next is made."""
     for dtype in dtypes:
-        alike = tensors if len(dtypes) == 1 else [t for t in tensors if t.dtype is dtype]
-        small = [t for t in alike if t.numel() <= SMALL]
-        pieces = [flat(t) for t in alike if t.numel() > SMALL] if len(small) < len(alike) else []
-        if small:
-            pieces.append(side_by_side(small))
-        if dtype not in HALVES:
-            yield from pieces
-            continue
-        yield from _converted(pieces)
+        if len(dtypes) > 1 or max(sizes) > SMALL:
+            alike = [(t, n) for t, n in zip(tensors, sizes, strict=True) if t.dtype is dtype]
+            large = [flat(t) for t, n in alike if n > SMALL]
+            small = [(t, n) for t, n in alike if n <= SMALL]
+            pieces = chain(large, _together([t for t, _ in small], [n for _, n in small]))
+        else:  # thousands of small ones: no further look at each
+            pieces = _together(tensors, sizes)
+        yield from in_float32(pieces) if dtype in HALVES else pieces
 
 
-def _converted(pieces: Sequence[Tensor]) -> Iterable[Tensor]:
-    """Yield half-precision ``pieces`` as float32, gathered in one scratch block until it is full."""
-    room = min(BLOCK, sum(x.numel() for x in pieces))
-    scratch, used = torch.empty(room, dtype=torch.float32, device="cpu"), 0
-    for piece in (piece for x in pieces for piece in x.split(BLOCK)):
-        if used + piece.numel() > room:
-            yield scratch[:used]
-            used = 0
-        scratch[used : used + piece.numel()].copy_(piece)
-        used += piece.numel()
-    yield scratch[:used]
+def _together(tensors: Sequence[Tensor], sizes: Sequence[int]) -> Iterable[Tensor]:
+    return (together for _, together in gathered(tensors, sizes))
 
 
 def _part_norms(block: Tensor, p: float) -> list[Tensor]:

@@ -15,22 +15,16 @@ from gradguard.tensors.layout import (
     is_dense,
     meeting_device,
     move,
-    side_by_side,
     split_long,
     writable_values,
 )
+from gradguard.tensors.scratch import BLOCK, gathered
 
 EPSILON = 1e-6
 """Added to the norm before dividing, as PyTorch does."""
 
-BLOCK = 1 << 20
-"""Elements looked at before they are clamped: 4 MB of float32, still in the cache for the write."""
-
 SMALL = 1 << 14
 """Tensors up to this length are looked at side by side: one kernel instead of thousands."""
-
-LIST = 512
-"""Short tensors looked at together; after the first list that exceeds the bounds, no other is looked at."""
 
 
 @torch.no_grad()
@@ -91,16 +85,15 @@ def clamp_(tensors: Sequence[Tensor], low: float | Tensor, high: float | Tensor)
 def _clamp_alike(tensors: Sequence[Tensor], low: float, high: float, binds: bool) -> bool:
     """Clamp, looking before writing until something exceeds the bounds: from then on the clip is known to bind."""
     short = [t for t in tensors if t.numel() <= SMALL]
-    for start in range(0, len(short), LIST):
-        some = short[start : start + LIST]
-        binds = binds or _needs_clamp(some, low, high)
-        if binds:
-            torch._foreach_clamp_min_(some, low)
-            torch._foreach_clamp_max_(some, high)
+    if short and not binds and are_readable(*short):
+        binds = any(_exceeds(together, low, high) for _, together in gathered(short, [t.numel() for t in short]))
+    if short and (binds or not are_readable(*short)):
+        torch._foreach_clamp_min_(short, low)
+        torch._foreach_clamp_max_(short, high)
     long = [t for t in tensors if t.numel() > SMALL] if len(short) < len(tensors) else []
     for tensor in long:
         for block in (tensor,) if binds else _blocks(tensor):
-            binds = binds or _needs_clamp([block], low, high)
+            binds = binds or not are_readable(block) or _exceeds(block, low, high)
             if binds:
                 block.clamp_(low, high)
     return binds
@@ -135,12 +128,9 @@ def _bound_tensor(bound: float | Tensor, device: torch.device, dtype: torch.dtyp
     return move(bound, device, dtype)
 
 
-def _needs_clamp(tensors: Sequence[Tensor], low: float, high: float) -> bool:
-    """Tell whether an element exceeds the bounds or is NaN; always, where asking would make the host wait."""
-    if not are_readable(*tensors):
-        return True
-    together = tensors[0] if len(tensors) == 1 else side_by_side(tensors)
-    smallest, largest = torch.aminmax(together)
+def _exceeds(block: Tensor, low: float, high: float) -> bool:
+    """Tell whether an element of ``block`` lies outside the bounds or is NaN."""
+    smallest, largest = torch.aminmax(block)
     return not (low <= float(smallest) and float(largest) <= high)
 
 

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gradguard.tensors.layout import HALVES, are_readable, each_plain, readable_values, wide_dtype
+from gradguard.tensors.layout import HALVES, are_readable, each_plain, grouped, readable_values, wide_dtype
 from gradguard.tensors.norms import ROW
+from gradguard.tensors.scratch import BLOCK, in_float32
 
 CONVERTED = 1 << 24
 """Elements converted to float64 at a time on an accelerator."""
@@ -111,20 +112,23 @@ def _trusted(norms: Tensor, floor: float) -> bool:
 def _sums_in_float32(rows: Sequence[Tensor]) -> list[Tensor]:
     """Norms of the rows of each matrix; vectors that are one short unit are taken together."""
     norms: list[Tensor] = [rows[0]] * len(rows)
-    short = [i for i, x in enumerate(rows) if x.shape[0] == 1 and 0 < x.numel() <= LONG and x.dtype not in HALVES]
-    if short:
-        for i, norm in zip(short, torch._foreach_norm([rows[i] for i in short]), strict=True):
-            norms[i] = norm.view(1)
-    alone = set(range(len(rows))).difference(short)
-    scratch = torch.empty(
-        max((rows[i].numel() for i in alone if rows[i].dtype in HALVES), default=0), dtype=torch.float32, device="cpu"
-    )
-    for i in alone:
-        matrix = rows[i]
-        if matrix.dtype in HALVES:
-            matrix = scratch[: matrix.numel()].view(matrix.shape).copy_(matrix)
-        norms[i] = _norms_of_rows(matrix)
+    short = [i for i, x in enumerate(rows) if x.shape[0] == 1 and 0 < x.numel() <= LONG]
+    for (_, dtype), group in grouped([rows[i] for i in short]).items():
+        accumulator = torch.float32 if dtype in HALVES else dtype
+        for k, norm in zip(group, torch._foreach_norm([rows[short[k]] for k in group], 2, accumulator), strict=True):
+            norms[short[k]] = norm.view(1)
+    for i in set(range(len(rows))).difference(short):
+        norms[i] = _half_norms_of_rows(rows[i]) if rows[i].dtype in HALVES else _norms_of_rows(rows[i])
     return norms
+
+
+def _half_norms_of_rows(matrix: Tensor) -> Tensor:
+    """The same for half precision, converted as many rows at a time as a scratch buffer holds."""
+    length = matrix.shape[1]
+    if length > BLOCK or not matrix.numel():
+        return _norms_of_rows(matrix.float())
+    blocks = (next(iter(in_float32([part.reshape(-1)]))) for part in matrix.split(BLOCK // length))
+    return torch.cat([_norms_of_rows(block.view(-1, length)) for block in blocks])
 
 
 def _norms_of_rows(matrix: Tensor) -> Tensor:
@@ -163,9 +167,9 @@ def scale_units_(tensors: Sequence[Tensor], layouts: Sequence[UnitLayout], facto
     sizes = [f.shape[0] for f in factors]
     binding = _any_below_one(together, sizes) if are_readable(together) else [True] * len(tensors)
     narrow, wide = together.float().split(sizes), together.split(sizes)
-    for tensor, layout, binds, in_float32, in_float64 in zip(tensors, layouts, binding, narrow, wide, strict=True):
+    for tensor, layout, binds, short, long in zip(tensors, layouts, binding, narrow, wide, strict=True):
         if binds:
-            view, factor = layout.spread(tensor, in_float64 if tensor.dtype in _WIDE else in_float32)
+            view, factor = layout.spread(tensor, long if tensor.dtype in _WIDE else short)
             view.mul_(factor)  # a factor of one dimension or more makes half precision promote
 
 
