@@ -2,12 +2,15 @@
 
 import subprocess
 import sys
+import warnings
 from importlib.resources import files
 from pathlib import Path
 
 import torch
 
-import gradguard as gg
+warnings.simplefilter("error")  # not before torch, which warns where NumPy is missing
+
+import gradguard as gg  # noqa: E402
 
 assert "site-packages" in gg.__file__, gg.__file__
 assert files("gradguard").joinpath("py.typed").is_file()
