@@ -160,7 +160,8 @@ def test_terminal_summary_is_short_and_ends_in_the_command(tmp_path):
     lines = out.getvalue().splitlines()
     assert len(lines) <= 16
     assert "Clipping at 1.0 bound on 9.7 %" in lines[1]
-    assert lines[-1] == "gradguard run --clip norm=2.2 examples/char_rnn.py --steps 600"
+    assert lines[-2] == "gradguard run --clip norm=2.2 examples/char_rnn.py --steps 600"
+    assert lines[-1].startswith("observing cost: ")
 
 
 def test_terminal_summary_of_nothing_and_without_a_console(capsys):

@@ -18,7 +18,7 @@ _REGIME_STYLES = {"never": "blue", "guard": "green", "shaping": "yellow", "norma
 
 
 def print_summary(record: Record, console: "Console | None" = None) -> None:
-    """Print the verdict, the recommended threshold and the command that uses it.
+    """Print the verdict, the recommended threshold, the command that uses it, and what observing cost.
 
     Args:
         record: The record of a run.
@@ -36,6 +36,9 @@ def print_summary(record: Record, console: "Console | None" = None) -> None:
     console.print(panel)
     if recommendation.threshold is not None:  # outside the frame, in one piece, so that it can be copied
         console.print(command(record, recommendation.threshold), style="bold", markup=False, soft_wrap=True)
+    cost = _cost(judged, record.end or {})
+    if cost:
+        console.print(f"observing cost: {cost}", markup=False, highlight=False)
 
 
 def print_comparison(records: Sequence[Record], console: "Console | None" = None) -> None:
