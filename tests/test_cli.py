@@ -201,7 +201,7 @@ for _ in range(2):
     assert code == 0
     assert [step["optimizer"] for step in record.steps] == [0, 1, 1]
     assert record.meta["optimizers"] == ["Adam", "LBFGS"]
-    assert sorted(record.names) == ["Linear.bias", "Linear.weight", "bias", "weight"]
+    assert sorted(record.names) == ["Linear#0.bias", "Linear#0.weight", "Linear#1.bias", "Linear#1.weight"]
 
 
 def test_a_loss_scale_is_taken_out_and_an_overflow_is_told(run):
@@ -693,3 +693,135 @@ def test_a_full_disk_does_not_change_how_the_script_ends(run, capfd, monkeypatch
     Path("train.py").write_text(script())
     assert main(["run", "--out", "out", "train.py"]) == 0
     assert "No space left" in capfd.readouterr().err
+
+
+def test_a_clip_that_a_later_backward_overtook_is_no_clip_of_this_step(run):
+    _, record = run(
+        LOOP.format("""
+opt = torch.optim.SGD([a], lr=0.0)
+a.sum().backward()
+clip_grad_norm_([a], 0.1)
+(a * 100).sum().backward()
+opt.step()
+a.sum().backward()
+clip_grad_norm_([a], 0.1)
+opt.zero_grad()
+(a * 3).sum().backward()
+opt.step()
+""")
+    )
+    assert record.steps[0]["norm"] == pytest.approx(100 * 2**0.5 + 0.1, rel=1e-4)
+    assert record.steps[1]["norm"] == pytest.approx(3 * 2**0.5)
+    assert all("rule" not in step for step in record.steps)
+
+
+def test_keywords_and_a_given_norm(run):
+    _, record = run(
+        LOOP.format("""
+import gradguard
+opt = torch.optim.SGD([a], lr=0.0)
+for clip in (
+    lambda: gradguard.apply_gradient_clipping(model=[a], clipping_type="norm", clipping_threshold=1.0),
+    lambda: torch.nn.utils.clip_grads_with_norm_([a], 1.0, torch.tensor(4.0)),
+):
+    opt.zero_grad()
+    a.sum().backward()
+    clip()
+    opt.step()
+""")
+    )
+    assert [step["coefficient"] for step in record.steps] == pytest.approx([0.5**0.5, 0.25], rel=1e-4)
+
+
+def test_two_clips_with_different_thresholds_have_none_in_common(run):
+    _, record = run(
+        LOOP.format("""
+opt = torch.optim.SGD([a, b], lr=0.0)
+(a.sum() + 10 * b.sum()).backward()
+clip_grad_norm_([a], 1.0)
+clip_grad_norm_([b], 5.0)
+opt.step()
+""")
+    )
+    (step,) = record.steps
+    assert "threshold" not in step
+    assert step["post_norm"] == pytest.approx(26**0.5, rel=1e-4)
+    assert step["coefficient"] == pytest.approx((26 / 202) ** 0.5, rel=1e-4)
+
+
+def test_a_nan_step_has_no_coefficient(run):
+    _, record = run(
+        LOOP.format("""
+opt = torch.optim.SGD([a], lr=0.0)
+(a * float("nan")).sum().backward()
+clip_grad_norm_([a], 1.0)
+opt.step()
+""")
+    )
+    assert "coefficient" not in record.steps[0]
+
+
+def test_several_scaled_losses_are_unscaled_and_unknown_ones_left_out(run):
+    _, record = run(
+        LOOP.format("""
+opt = torch.optim.SGD([a], lr=0.0)
+scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+losses = scaler.scale([a.sum(), 2 * a.sum()])
+losses[0].backward()
+losses[1].backward()
+(scaler.scale(a.sum()) / 2).backward()
+scaler.step(opt)
+scaler.update()
+""")
+    )
+    assert record.steps[0]["loss"] == pytest.approx(10.5)
+
+
+def test_a_value_that_is_no_number_ends_nothing(run):
+    code, record = run(
+        LOOP.format("""
+opt = torch.optim.SGD([a], lr=0.0)
+opt.param_groups[0]["lr"] = (1, 2)
+for _ in range(3):
+    a.sum().backward()
+    try:
+        opt.step()
+    except TypeError:
+        pass
+opt.param_groups[0]["lr"] = 0.0
+opt.step()
+""")
+    )
+    assert code == 0
+    assert record.end["exit"] == 0
+
+
+def test_the_command_for_a_module_names_the_module(run, capfd):
+    Path("parcel").mkdir()
+    Path("parcel/__init__.py").touch()
+    Path("parcel/train.py").write_text(script())
+    assert main(["run", "--out", "m", "-m", "parcel.train", "a b"]) == 0
+    assert read_record("m").meta["argv"] == ["-m", "parcel.train", "a b"]
+
+
+def test_paths_are_shown_from_where_the_user_stands(run, capfd):
+    Path("train.py").write_text("import os; os.chdir('/')")
+    assert main(["run", "--out", "out", "train.py"]) == 0
+    assert "report: out/report.html" in capfd.readouterr().out
+
+
+def test_several_optimizers_get_no_common_threshold(run):
+    from gradguard.watch.recommend import recommend
+
+    _, record = run(
+        LOOP.format("""
+opts = [torch.optim.SGD([p], lr=0.0) for p in (a, b)]
+for _ in range(150):
+    for p, opt in zip((a, b), opts):
+        opt.zero_grad()
+        p.sum().backward()
+        opt.step()
+""")
+    )
+    assert recommend(record).threshold is None
+    assert "Several optimizers" in recommend(record).reason

@@ -45,7 +45,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _run_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="gradguard run", usage=_RUN_USAGE)
+    parser = argparse.ArgumentParser(prog="gradguard run", usage=_RUN_USAGE, allow_abbrev=False)
     parser.add_argument("--out", type=Path, metavar="DIR", help="where run.jsonl and report.html go")
     parser.add_argument("--force", action="store_true", help="replace the record that DIR already holds")
     parser.add_argument("--every", type=int, metavar="N", help="record each parameter's norm every N steps")
@@ -70,7 +70,7 @@ def _run(argv: Sequence[str]) -> int:
     record = (folder / "run.jsonl").absolute()  # the script may change the working directory
     if record.exists() and not options.force:
         raise CommandError(f"{record} exists: choose another --out, or add --force to replace it.")
-    return _observe(program, record, rule, options.every)
+    return _observe(program, [*["-m"] * is_module, *target], record, rule, options.every)
 
 
 def _split(argv: Sequence[str]) -> tuple[list[str], list[str], bool]:
@@ -110,25 +110,25 @@ def _recommended(path: Path) -> float:
     return found.threshold
 
 
-def _observe(program, record: Path, rule: tuple[str, float] | None, every: int | None) -> int:
+def _observe(program, shown: list[str], record: Path, rule: tuple[str, float] | None, every: int | None) -> int:
     from gradguard.watch.observer import AppliedClip, Observer, observe
     from gradguard.watch.script import INTERRUPTED, run
 
     clip = AppliedClip(*rule, bind=_binder(*rule)) if rule else None
     meta = {
         "version": __version__,
-        "argv": list(program.argv),
+        "argv": shown,
         "clip": f"{rule[0]}={rule[1]:g}" if rule else None,
     }
     observer = Observer(record, meta, clip, every)
-    code, process = 1, os.getpid()
+    code, process, here = 1, os.getpid(), Path.cwd()
     try:
         with observe(observer):
             code = run(program)
     finally:
         observer.close(code, interrupted=code == INTERRUPTED)
         if os.getpid() == process:  # not in a child that the script forked
-            _show(record)
+            _show(record, here)
     return code
 
 
@@ -148,7 +148,7 @@ def _binder(rule: str, threshold: float):
     return bind
 
 
-def _show(record: Path) -> None:
+def _show(record: Path, here: Path) -> None:
     """Draw the report of a finished run and print its summary; a failure here must not hide the script's own."""
     from gradguard.watch.record import read_record
     from gradguard.watch.report import print_summary, write_report
@@ -157,14 +157,14 @@ def _show(record: Path) -> None:
         found = read_record(record)
         page = write_report([found], record.with_name("report.html"))
         print_summary(found)
-        print(f"record: {_short(record)}\nreport: {_short(page)}")
+        print(f"record: {_short(record, here)}\nreport: {_short(page, here)}")
     except Exception as error:
         print(f"gradguard: the record is in {record}, but its report failed: {error}", file=sys.stderr)
 
 
-def _short(path: Path) -> str:
-    """The path from here, if it is below here."""
-    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
+def _short(path: Path, here: Path) -> str:
+    """The path from ``here``, if it is below."""
+    return str(path.relative_to(here)) if path.is_relative_to(here) else str(path)
 
 
 def _report(paths: Sequence[Path], output: Path | None, text: bool) -> int:

@@ -65,3 +65,17 @@ def test_nonfinite_units_are_told_and_the_others_are_right(path):
     tensor = torch.tensor([[1.0, math.nan], [math.inf, 1.0], [3.0, 4.0], [1e25, 0.0], [0.0, 0.0]])
     (norms,) = unit_norms([tensor], [UnitLayout()])
     assert norms.tolist() == pytest.approx([math.nan, math.inf, 5.0, 1e25, 0.0], nan_ok=True)
+
+
+@pytest.mark.parametrize("layout", [UnitLayout(), UnitLayout(1)])
+def test_constants_do_not_build_up_rounding(layout):
+    for shape in ((3072, 40), (40, 3072), (4096, 8), (8, 4096)):
+        tensor = torch.full(shape, 1.9831)
+        (norms,) = unit_norms([tensor], [layout])
+        exact = float(tensor[0, 0].double()) * math.sqrt(tensor.numel() / len(norms))
+        assert norms.tolist() == pytest.approx([exact] * len(norms), rel=2e-6)
+
+
+def test_tiny_gradients_are_not_nothing_even_below_the_floor():
+    (norms,) = unit_norms([torch.full((2, 4), 1e-25)], [UnitLayout()], floor=1e-5)
+    assert norms.tolist() == pytest.approx([2e-25, 2e-25], rel=2e-6)

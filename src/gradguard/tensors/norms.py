@@ -38,8 +38,8 @@ ROW = 1024
 SMALL = 1 << 14
 """Tensors up to this length are first copied side by side: one kernel instead of thousands."""
 
-SHORT = 1 << 12
-"""A single float32 sum over up to this many elements is right to 1e-6."""
+SHORT = ROW
+"""Tensors up to this length need no cutting into rows."""
 
 _ROOM = 1e7
 """A sum of powers is trusted when it is this many times what its underflowed terms can add up to."""
@@ -160,6 +160,7 @@ def _part_norms(block: Tensor, p: float) -> list[Tensor]:
     """Norms of the parts that ``block`` is cut into, such that each is summed accurately in its own dtype."""
     if p != 2:  # torch.sum adds in pairs, which the kernel of vector_norm does not do for these orders
         return [piece.abs().pow_(p).sum().double().pow_(1 / p).view(1) for piece in block.split(BLOCK)]
+    block = block.contiguous()  # along any other stride the kernel adds up in one accumulator
     tail = block.numel() % ROW
     if not tail:
         return [torch.linalg.vector_norm(block.view(-1, ROW), dim=1)]

@@ -16,8 +16,8 @@ CONVERTED = 1 << 24
 
 _WIDE = (torch.float64, torch.complex128)
 
-LONG = 4 * ROW
-"""Rows up to this length are summed at once; the float32 sum is right to 1e-6."""
+LONG = ROW
+"""Rows up to this length are summed at once."""
 
 _SAFE = 1e-11
 """Above this norm, float32 squares that underflow cannot matter."""
@@ -72,7 +72,8 @@ def unit_norms(tensors: Sequence[Tensor], layouts: Sequence[UnitLayout], floor: 
     Args:
         tensors: Dense tensors of any real or complex dtype on one device.
         layouts: The units of each tensor.
-        floor: Norms below this need not be told from 0, which spares tiny ones a second look.
+        floor: Norms below this need not be told from 0 where larger ones stand beside them, which spares tiny ones a
+            second look.
 
     Returns:
         Vectors on the device of the tensors (float32 on MPS), views of one.
@@ -106,7 +107,7 @@ def _trusted(norms: Tensor, floor: float) -> bool:
     if norms.numel() == 0:
         return True
     smallest, largest = map(float, torch.aminmax(norms))
-    return math.isfinite(largest) and (smallest > _SAFE or floor > _SAFE)
+    return math.isfinite(largest) and (smallest > _SAFE or (floor > _SAFE and largest > _SAFE))
 
 
 def _sums_in_float32(rows: Sequence[Tensor]) -> list[Tensor]:
@@ -134,6 +135,8 @@ def _half_norms_of_rows(matrix: Tensor) -> Tensor:
 def _norms_of_rows(matrix: Tensor) -> Tensor:
     """Norms of rows; long ones are cut, so that no float32 accumulator sees more than some hundred additions."""
     length = matrix.shape[1]
+    if matrix.stride(1) != 1:  # along any other stride the kernel adds up in one accumulator
+        matrix = matrix.contiguous()
     if length <= LONG:
         return torch.linalg.vector_norm(matrix, dim=1)
     whole = length - length % ROW

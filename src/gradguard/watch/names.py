@@ -1,6 +1,7 @@
 """Names for the parameters of a script that never told us its model."""
 
 import gc
+from collections import Counter
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -32,22 +33,20 @@ def parameters_of(optimizer: Optimizer) -> list[Tensor]:
 
 
 def name_parameters(parameters: list[Tensor], modules: list[nn.Module]) -> list[str]:
-    """Return a name for each parameter: its dotted name in the module that holds most of them, else its place.
+    """Return a name for each parameter: its dotted name in the root module that holds it, else its place.
 
-    Where two root modules hold parameters of the same name, both are prefixed with their class.
+    Where several root modules hold some of the parameters, names that occur twice start with the module's class, and
+    a number if that occurs twice too.
     """
     wanted = {id(p) for p in parameters}
-    held = [(module, _named(module)) for module in modules]
-    held = [(module, {name: p for name, p in named.items() if id(p) in wanted}) for module, named in held]
+    held = [(module, {name: p for name, p in _named(module).items() if id(p) in wanted}) for module in modules]
     held = sorted((pair for pair in held if pair[1]), key=lambda pair: -len(pair[1]))
-    names: dict[int, str] = {}
-    taken: set[str] = set()
-    for module, named in held:
-        fresh = {name: p for name, p in named.items() if id(p) not in names}
-        clash = bool(taken & fresh.keys())
-        for name, p in fresh.items():
-            names[id(p)] = f"{type(module).__name__}.{name}" if clash else name
-        taken |= fresh.keys()
+    found: dict[int, tuple[str, str]] = {}
+    for number, (module, named) in enumerate(held):
+        for name, p in named.items():
+            found.setdefault(id(p), (name, f"{type(module).__name__}#{number}.{name}"))
+    shared = Counter(name for name, _ in found.values())
+    names = {key: full if shared[name] > 1 else name for key, (name, full) in found.items()}
     return [names.get(id(p), f"parameter {i}") for i, p in enumerate(parameters)]
 
 

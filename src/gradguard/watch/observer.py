@@ -25,14 +25,15 @@ from gradguard.distributed import refuse_sharded
 from gradguard.optimizer_hooks import EveryStep
 from gradguard.tensors.norms import tensor_norms
 from gradguard.watch.names import living_modules, living_optimizers, name_parameters, parameters_of
-from gradguard.watch.patches import patched
+from gradguard.watch.patches import ClipCall, patched
 from gradguard.watch.record import RecordWriter
 from gradguard.watch.rows import Row, ScaleUpdate, write_row
-from gradguard.watch.script_clips import PendingClips, ScriptClip, copied, single_norm_clip
+from gradguard.watch.script_clips import PendingClips, ScriptClip, copied, last_clip, single_norm_clip
 
 FLUSH_ROWS = 50
 FLUSH_SECONDS = 2.0
 MOST_LOSSES = 1000
+MOST_SCALED = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +95,8 @@ class Observer:
         self._clips = PendingClips()
         self._apply: Callable[[list[Tensor], float | Tensor], object] | None = None
         self._bound: dict[int, weakref.ref] = {}  # the parameters that `_apply` knows
-        self._scaled: tuple[Any, Any] = (None, None)
+        self._scales = False  # whether a GradScaler is at work, and the last losses that it scaled
+        self._scaled: deque[tuple[weakref.ref, Tensor]] = deque(maxlen=MOST_SCALED)
         self._amp_scale: Tensor | None = None
         self._thread = threading.local()  # .row: the row of the step that is running
         self._rows: list[Row | ScaleUpdate] = []
@@ -123,7 +125,7 @@ class Observer:
                 exit=exit_code,
                 interrupted=interrupted,
             )
-        except OSError as error:  # a full disk must not change how the script ends
+        except Exception as error:  # a full disk must not change how the script ends
             print(f"gradguard: cannot finish {self._writer.path}: {error}", file=sys.stderr)
         finally:
             with suppress(OSError):
@@ -134,17 +136,19 @@ class Observer:
     @_safely
     def on_backward(self, loss: Tensor) -> None:
         """Keep the loss, unscaled where a GradScaler scaled it."""
-        self._clips.note_backward()
-        plain = self._scaled[0] if loss is self._scaled[1] else loss
-        if isinstance(plain, Tensor) and plain.numel() == 1:
+        plain = next((its for scaled, its in self._scaled if scaled() is loss), None if self._scales else loss)
+        if plain is not None and plain.numel() == 1:
             self._losses.append(plain.detach().reshape(()).clone())
 
     @_safely
-    def on_clip(self, rule: str, parameters: list[Tensor], threshold: Any, norm_type: float) -> None:
+    def on_clip(self, call: ClipCall, parameters: list[Tensor]) -> None:
         """Measure before the script's own clip changes anything."""
         having = [p for p in parameters if p.grad is not None]
         norms = self._measure(having)
-        clip = ScriptClip(rule, copied(threshold), norm_type, torch.linalg.vector_norm(norms))
+        norm = copied(call.norm)
+        if norm is None and call.norm_type == 2:
+            norm = torch.linalg.vector_norm(norms)
+        clip = ScriptClip(call.rule, copied(call.threshold), norm)
         if self._clips.add(clip, having, norms):  # the step of the losses before this backward pass never came
             while len(self._losses) > 1:
                 self._losses.popleft()
@@ -152,11 +156,17 @@ class Observer:
     @_safely
     def on_clipped(self, norm: Any) -> None:
         """Keep what the script's clip returned."""
-        self._clips.note_returned(norm)
+        self._clips.finish(norm)
 
+    @_safely
     def on_scale(self, loss: Any, scaled: Any) -> None:
         """Remember which loss a scaled loss came from."""
-        self._scaled = (loss, scaled)
+        self._scales = True
+        if isinstance(loss, Tensor) and isinstance(scaled, Tensor):
+            self._scaled.append((weakref.ref(scaled), loss.detach()))
+        elif isinstance(loss, list | tuple):
+            for one, its_scaled in zip(loss, scaled, strict=True):
+                self.on_scale(one, its_scaled)
 
     @_safely
     def on_scale_update(self, before: Tensor | None, after: Tensor | None) -> None:
@@ -182,6 +192,7 @@ class Observer:
         """Clip; not guarded, because a clip that was asked for and cannot be made must stop the run."""
         if self._apply is None or any(_unknown(self._bound, p) for p in parameters):
             self._apply = clip.bind(living_modules())
+            self._bound = {key: alive for key, alive in self._bound.items() if alive() is not None}
             self._bound |= {id(p): weakref.ref(p) for p in parameters}
         scale = getattr(optimizer, "grad_scale", None)
         self._apply(parameters, 1.0 if scale is None else scale)
@@ -220,7 +231,7 @@ class Observer:
         if self._known is None:
             self._write_meta(living_optimizers(optimizer))
         clipped = self._clips.take(parameters)
-        last = next((entry.clips[-1] for entry in clipped if entry is not None), None)
+        last = last_clip(clipped)
         alone = single_norm_clip(clipped) if self._clip is None else None
         if alone is not None:  # everything follows from what the clip was told: no second measurement
             norms, post = torch.stack([entry.norm for entry in clipped if entry is not None]), None
@@ -289,7 +300,13 @@ class Observer:
     def _flush(self) -> None:
         every = self._every or max(1, len(self._names) // 20)
         while self._rows:  # one by one, so that Ctrl-C in between loses nothing
-            write_row(self._writer, self._rows.pop(0), self._names, every)
+            row = self._rows.pop(0)
+            try:
+                write_row(self._writer, row, self._names, every)
+            except OSError:
+                raise
+            except Exception as error:  # one bad row must not take the others, or the end, with it
+                self._fail(error)
         self._writer.flush()
         self._flushed = time.perf_counter()
 

@@ -8,6 +8,7 @@ import sys
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, Protocol
 from unittest.mock import patch
 
@@ -21,7 +22,7 @@ class Listener(Protocol):
     def on_backward(self, loss: Tensor) -> None:
         """``loss.backward()`` is about to run."""
 
-    def on_clip(self, rule: str, parameters: list[Tensor], threshold: Any, norm_type: float) -> None:
+    def on_clip(self, call: "ClipCall", parameters: list[Tensor]) -> None:
         """The script is about to clip; the gradients are as they were."""
 
     def on_clipped(self, norm: Any) -> None:
@@ -59,37 +60,64 @@ def _patched_clips(listener: Listener) -> Iterator[None]:
             setattr(home, name, original)
 
 
-def _clip(original: Callable, read: Callable[..., tuple[str, Any, float]], listener: Listener) -> Callable:
+@dataclass(frozen=True, slots=True)
+class ClipCall:
+    """What a call of a clipping function says.
+
+    Attributes:
+        rule: ``"norm"``, ``"value"`` or ``"adaptive"``.
+        threshold: Its threshold.
+        norm_type: The order of its norm.
+        norm: The norm that it was given, if it does not take one itself.
+    """
+
+    rule: str
+    threshold: Any
+    norm_type: float = 2.0
+    norm: Any = None
+
+
+def _clip(original: Callable, read: Callable[..., ClipCall], listener: Listener) -> Callable:
     @functools.wraps(original)
-    def clip(parameters: Any, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():
-            return original(parameters, *args, **kwargs)
-        if isinstance(parameters, types.GeneratorType):
-            listed = list(parameters)
-            parameters, seen = (p for p in listed), listed
-        else:
-            parameters = seen = list(parameters) if isinstance(parameters, Iterator) else parameters
+    def clip(*args: Any, **kwargs: Any) -> Any:
         try:
-            rule, threshold, norm_type = read(*args, **kwargs)
-        except TypeError:  # a wrong call: the original says so
-            return original(parameters, *args, **kwargs)
-        listener.on_clip(rule, tensors_of(seen), threshold, norm_type)
-        result = original(parameters, *args, **kwargs)
+            tracing = torch.compiler.is_compiling()
+            key = next((name for name in ("parameters", "model") if name in kwargs), None)
+            parameters, rest = (kwargs[key], args) if key else (args[0], args[1:])
+            call = None if tracing else read(*rest, **{name: value for name, value in kwargs.items() if name != key})
+        except (TypeError, ValueError, IndexError):  # a wrong call: the original says so
+            return original(*args, **kwargs)
+        if call is None:
+            return original(*args, **kwargs)
+        parameters, seen = _reusable(parameters)
+        listener.on_clip(call, tensors_of(seen))
+        result = original(*rest, **{**kwargs, key: parameters}) if key else original(parameters, *rest, **kwargs)
         listener.on_clipped(result if isinstance(result, Tensor) else None)
         return result
 
     return clip
 
 
-_CALLS: dict[str, Callable[..., tuple[str, Any, float]]] = {
-    "clip_grad_norm_": lambda max_norm, norm_type=2.0, *_, **__: ("norm", max_norm, float(norm_type)),
-    "clip_grads_with_norm_": lambda max_norm, *_, **__: ("norm", max_norm, 2.0),
-    "clip_grad_value_": lambda clip_value, *_, **__: ("value", clip_value, 2.0),
-    "clip_grad_adaptive_": lambda clipping_threshold=0.01, **_: ("adaptive", clipping_threshold, 2.0),
-    "apply_gradient_clipping": lambda clipping_type, clipping_threshold, **_: (clipping_type, clipping_threshold, 2.0),
+def _reusable(parameters: Any) -> tuple[Any, Any]:
+    """The same parameters twice: for the original call, still a generator if it was one, and to look at."""
+    if isinstance(parameters, types.GeneratorType):
+        listed = list(parameters)
+        return (p for p in listed), listed
+    if isinstance(parameters, Iterator):
+        parameters = list(parameters)
+    return parameters, parameters
+
+
+_CALLS: dict[str, Callable[..., ClipCall]] = {
+    "clip_grad_norm_": lambda max_norm, norm_type=2.0, *_, **__: ClipCall("norm", max_norm, float(norm_type)),
+    "clip_grads_with_norm_": lambda max_norm, total_norm, *_, **__: ClipCall("norm", max_norm, norm=total_norm),
+    "clip_grad_value_": lambda clip_value, *_, **__: ClipCall("value", clip_value),
+    "clip_grad_adaptive_": lambda clipping_threshold=0.01, **_: ClipCall("adaptive", clipping_threshold),
+    "apply_gradient_clipping": lambda clipping_type, clipping_threshold, **_: ClipCall(
+        clipping_type, clipping_threshold
+    ),
 }
-"""Clipping functions, and how to read the rule, the threshold and the order of the norm from what follows the
-parameters in a call."""
+"""Clipping functions, and how to read what follows the parameters in a call."""
 
 
 def tensors_of(parameters: Any) -> list[Tensor]:

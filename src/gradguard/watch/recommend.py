@@ -82,6 +82,7 @@ def recommend(record: Record) -> Recommendation:
 
     ============================================ =====================================================
     no pre-clip norm in the record               None; a post-clip norm only repeats the old threshold
+    steps of several optimizers                  None, their norms are not one distribution
     fewer than 200 usable steps                  None, "not enough steps (n of 200)"
     a norm clip that bound on at most 5 %        that threshold: "keep it"
     guard above every norm of the run            guard, with "insurance, not a cure"
@@ -96,6 +97,8 @@ def recommend(record: Record) -> Recommendation:
     """
     if not any("norm" in step for step in record.steps):
         return Recommendation(None, _no_norms(record))
+    if len({step.get("optimizer") for step in record.steps}) > 1:
+        return Recommendation(None, _SEVERAL)
     norms = usable_norms(record)
     if len(norms) < ENOUGH_STEPS:
         missing = f"not enough steps ({len(norms)} of {ENOUGH_STEPS}) for a threshold that can be trusted"
@@ -251,6 +254,10 @@ def _guard_reason(candidates: tuple[Candidate, ...], count: int) -> str:
     )
 
 
+_SEVERAL = (
+    "Several optimizers step in this run, and one threshold cannot fit the norms of all: clip each with a number of "
+    "its own."
+)
 _SPIKES_ONLY = "the spikes, and left every ordinary step alone"
 _HEAVY_TAIL = "so many that it already shapes training: the norms are heavy-tailed, or the run diverged"
 

@@ -76,7 +76,7 @@ class RecordWriter:
         except OSError as error:
             raise RecordError(
                 f"cannot write a record to {self.path}: {error.strerror or error}. "
-                "Name a file in a folder that you may write to, for example --out runs/run.jsonl"
+                "Name a folder that you may write to, for example --out runs/first"
             ) from error
 
     def write(self, kind: str, /, **fields: Any) -> None:
@@ -147,7 +147,7 @@ def read_record(path: str | Path) -> Record:
     )
 
 
-_ADVICE = f"Make one: gradguard run --out {FILE_NAME} train.py"
+_ADVICE = "Make one: gradguard run --out DIR train.py"
 
 
 def _plain(value: Any, digits: int = SCALAR_DIGITS) -> Any:
@@ -176,7 +176,7 @@ def _locate(path: Path) -> Path:
             raise RecordError(f"{path} is a folder without {FILE_NAME}. Name the record itself. {_ADVICE}")
         return path / FILE_NAME
     if not path.exists():
-        raise RecordError(f"no record at {path}. Make one: gradguard run --out {path} train.py")
+        raise RecordError(f"no record at {path}. Make one: gradguard run --out DIR train.py")
     return path
 
 

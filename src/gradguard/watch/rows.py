@@ -81,8 +81,8 @@ def write_row(writer: RecordWriter, row: Row | ScaleUpdate, names: Sequence[str]
 def _write_step(writer: RecordWriter, row: Row, norms: Sequence[float]) -> None:
     total = math.hypot(*norms)
     threshold = _number(row.threshold)
-    clips = row.rule is not None and threshold is not None and math.isfinite(threshold)
-    coefficient = _coefficient(row, total, threshold) if clips and threshold is not None else None
+    clips = row.rule is not None and (threshold is None or math.isfinite(threshold))
+    coefficient = _coefficient(row, total, threshold) if clips and math.isfinite(total) else None
     writer.write(
         "step",
         i=row.index,
@@ -103,10 +103,12 @@ def _write_step(writer: RecordWriter, row: Row, norms: Sequence[float]) -> None:
     )
 
 
-def _coefficient(row: Row, total: float, threshold: float) -> float:
+def _coefficient(row: Row, total: float, threshold: float | None) -> float | None:
     """What the gradients were multiplied by: known for a norm clip, the ratio of the norms for any other."""
     if row.post is not None:
         return min(1.0, float(row.post) / total) if total > 0 else 1.0
+    if threshold is None:
+        return None
     clip_norm = _number(row.clip_norm)
     return min(1.0, threshold / ((total if clip_norm is None else clip_norm) + EPSILON))
 
@@ -147,7 +149,10 @@ def _write_scale_update(writer: RecordWriter, update: ScaleUpdate) -> None:
 
 
 def _number(value: Any) -> float | None:
-    return None if value is None else float(value)
+    try:
+        return None if value is None else float(value)
+    except (TypeError, ValueError):
+        return None
 
 
 def _mean(values: Sequence[float]) -> float | None:

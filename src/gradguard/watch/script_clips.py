@@ -16,51 +16,47 @@ class ScriptClip:
     Attributes:
         rule: ``"norm"``, ``"value"`` or ``"adaptive"``.
         threshold: Its threshold, copied.
-        norm_type: The order of its norm.
-        total: 2-norm of all gradients that it got, before it.
-        returned: What it returned, copied.
+        norm: The norm that a norm clip compares with its threshold, copied: what it returned or was given, unless
+            that is the 2-norm of all gradients that it got, which is measured here.
     """
 
     rule: str
     threshold: Any
-    norm_type: float
-    total: Tensor
-    returned: Any = None
-
-    @property
-    def norm(self) -> Any:
-        """The norm that the coefficient of a norm clip was made of."""
-        return self.total if self.norm_type == 2 or self.returned is None else self.returned
+    norm: Any
 
 
 @dataclass(slots=True)
 class Clipped:
-    """A parameter that was clipped: its norm before the first clip since its backward, and all clips since.
+    """A parameter whose gradient was clipped: its norm before the first clip, and all clips since.
 
     Attributes:
-        parameter: The parameter, not kept alive.
-        norm: 2-norm of its gradient before.
+        norm: 2-norm of the gradient before.
         clips: What was done to it.
-        backward: Number of the backward pass after which that was.
+        parameter: The parameter, not kept alive.
+        gradient: Its gradient as the last clip left it, not kept alive, and
+        version: how often that had been written by then: more writes mean that it is no longer what it was.
     """
 
-    parameter: weakref.ref
     norm: Tensor
     clips: list[ScriptClip]
-    backward: int
+    parameter: weakref.ref
+    gradient: weakref.ref | None = None
+    version: int = -1
+
+    def holds(self, parameter: Tensor) -> bool:
+        """Tell whether the gradient of ``parameter`` is still the one that was clipped."""
+        gradient = parameter.grad
+        if gradient is None or self.gradient is None or self.gradient() is not gradient:
+            return False
+        return self.parameter() is parameter and gradient._version == self.version
 
 
 class PendingClips:
-    """What was clipped and not yet stepped. A clip after a new backward pass replaces what came before it."""
+    """What was clipped and not yet stepped."""
 
     def __init__(self) -> None:
         self._clipped: dict[int, Clipped] = {}
-        self._backwards = 0
-        self._last: ScriptClip | None = None
-
-    def note_backward(self) -> None:
-        """A backward pass began: gradients that were clipped before it are no longer what they were."""
-        self._backwards += 1
+        self._open: list[Tensor] = []  # the parameters of the clip that is running
 
     def add(self, clip: ScriptClip, parameters: Sequence[Tensor], norms: Tensor) -> bool:
         """Note that ``clip`` is about to act on ``parameters``, whose gradients have ``norms``.
@@ -69,27 +65,33 @@ class PendingClips:
             Whether it replaced clips that no step followed: the script skipped one, or clips each micro-batch.
         """
         replaced = False
+        self._open = list(parameters)
         for parameter, norm in zip(parameters, norms.unbind(), strict=True):
-            old = self._clipped.get(id(parameter))
-            same = old is not None and old.parameter() is parameter
-            if old is not None and same and old.backward == self._backwards:
+            key = id(parameter)
+            old = self._clipped.get(key)
+            if old is not None and old.holds(parameter):
                 old.clips.append(clip)
                 continue
-            replaced = replaced or same
-            self._clipped[id(parameter)] = Clipped(weakref.ref(parameter), norm, [clip], self._backwards)
-        self._last = clip
+            replaced = replaced or (old is not None and old.parameter() is parameter)
+            forget = weakref.ref(parameter, lambda _, key=key: self._clipped.pop(key, None))
+            self._clipped[key] = Clipped(norm, [clip], forget)
         return replaced
 
-    def note_returned(self, norm: Any) -> None:
-        """The last clip returned ``norm``."""
-        if self._last is not None:
-            self._last.returned = copied(norm)
+    def finish(self, returned: Any) -> None:
+        """The clip of the last `add` is done and returned ``returned``."""
+        for parameter in self._open:
+            entry = self._clipped.get(id(parameter))
+            if entry is not None and parameter.grad is not None:
+                entry.gradient, entry.version = weakref.ref(parameter.grad), parameter.grad._version
+                if entry.clips[-1].norm is None:
+                    entry.clips[-1].norm = copied(returned)
+        self._open = []
 
     def take(self, parameters: Sequence[Tensor]) -> list[Clipped | None]:
-        """Return what was clipped of ``parameters``, and forget it: their step is here."""
+        """Return what was clipped of ``parameters`` and is still so, and forget it: their step is here."""
         taken = [self._clipped.pop(id(parameter), None) for parameter in parameters]
         return [
-            entry if entry is not None and entry.parameter() is parameter else None
+            entry if entry is not None and entry.holds(parameter) else None
             for entry, parameter in zip(taken, parameters, strict=True)
         ]
 
@@ -106,6 +108,15 @@ def single_norm_clip(clipped: Sequence[Clipped | None]) -> ScriptClip | None:
         return None
     (clip,) = calls.values()
     return clip if clip.rule == "norm" else None
+
+
+def last_clip(clipped: Sequence[Clipped | None]) -> ScriptClip | None:
+    """Return the clip that acted last, without a threshold where different calls acted on different parameters."""
+    last = {id(entry.clips[-1]): entry.clips[-1] for entry in clipped if entry is not None}
+    if not last:
+        return None
+    clip = next(iter(last.values()))
+    return clip if len(last) == 1 else ScriptClip(clip.rule, None, None)
 
 
 def copied(value: Any) -> Any:

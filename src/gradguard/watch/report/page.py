@@ -7,7 +7,7 @@ from gradguard.errors import InvalidValueError, RecordError
 from gradguard.watch.recommend import guard_threshold, recommend, usable_norms
 from gradguard.watch.record import Record
 from gradguard.watch.report import figures, layer_figures
-from gradguard.watch.report.summary import command, environment, labelled
+from gradguard.watch.report.summary import clip_of, command, environment, labelled
 from gradguard.watch.verdict import Verdict, number, percent, plain_threshold, verdict
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ def _run(record: Record, label: str, index: int) -> dict[str, Any]:
     judged, recommendation = verdict(record), recommend(record)
     return {
         "label": label,
-        "clip": record.meta.get("clip") or ("in the script" if judged.clipping else "none"),
+        "clip": clip_of(record),
         "verdict": judged,
         "tone": _tone(judged),
         "recommendation": recommendation,

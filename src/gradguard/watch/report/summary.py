@@ -58,7 +58,7 @@ def print_comparison(records: Sequence[Record], console: "Console | None" = None
         judged = verdict(record)
         losses = [number(judged.final_loss), number(judged.best_loss)]
         bound = percent(judged.clip_share) if judged.clip_share is not None else "-"
-        table.add_row(label, str(record.meta.get("clip") or "none"), *losses, number(judged.max_norm), bound)
+        table.add_row(label, clip_of(record), *losses, number(judged.max_norm), bound)
     (console or Console()).print(table)
 
 
@@ -66,6 +66,17 @@ def _right(name: str) -> "Column":
     from rich.table import Column
 
     return Column(name, justify="right")
+
+
+def clip_of(record: Record) -> str:
+    """Return what clipped in this run: gradguard, the script itself, or nothing."""
+    if record.meta.get("clip"):
+        return str(record.meta["clip"])
+    own = {(step["rule"], step.get("threshold")) for step in record.steps if "rule" in step}
+    if not own:
+        return "none"
+    rule, threshold = own.pop()
+    return f"script: {rule}" + (f"={threshold:g}" if threshold is not None and not own else "")
 
 
 def labelled(records: Sequence[Record]) -> list[tuple[Record, str]]:
@@ -103,9 +114,11 @@ def command(record: Record, threshold: float) -> str:
         threshold: The ``norm=`` number.
 
     Returns:
-        A line to paste into a shell.
+        A line to paste into a shell; or, for a script that clips itself, what to change in it.
     """
     script = shlex.join(map(str, record.meta.get("argv") or ["train.py"]))
+    if not record.meta.get("clip") and any("user_max_norm" in step for step in record.steps):
+        return f"in {script}, which clips itself: max_norm={plain_threshold(threshold)}"
     return f"gradguard run --clip norm={plain_threshold(threshold)} {script}"
 
 
