@@ -26,7 +26,8 @@ CASES = {
         UnitLayout(1, groups=2),
         lambda t: [t[g * 3 : g * 3 + 3, o] for g in range(2) for o in range(4)],
     ),
-    "one long row": (random(2, 5000), UnitLayout(), list),
+    "long rows, cut evenly": (random(2, 5000), UnitLayout(), list),
+    "long rows of a prime length": (random(2, 5003), UnitLayout(), list),
     "no rows": (torch.zeros(0, 3), UnitLayout(), list),
     "empty rows": (torch.zeros(3, 0), UnitLayout(), list),
 }
@@ -69,7 +70,7 @@ def test_nonfinite_units_are_told_and_the_others_are_right(path):
 
 @pytest.mark.parametrize("layout", [UnitLayout(), UnitLayout(1)])
 def test_constants_do_not_build_up_rounding(layout):
-    for shape in ((3072, 40), (40, 3072), (4096, 8), (8, 4096)):
+    for shape in ((3072, 40), (40, 3072), (2048, 8), (8, 2048), (4096, 8), (8, 4096)):
         tensor = torch.full(shape, 1.9831)
         (norms,) = unit_norms([tensor], [layout])
         exact = float(tensor[0, 0].double()) * math.sqrt(tensor.numel() / len(norms))

@@ -16,8 +16,8 @@ CONVERTED = 1 << 24
 
 _WIDE = (torch.float64, torch.complex128)
 
-LONG = ROW
-"""Rows up to this length are summed at once."""
+LONG = 2 * ROW
+"""Rows up to this length are summed at once: at worst, on a constant, 1.9e-6 off."""
 
 _SAFE = 1e-11
 """Above this norm, float32 squares that underflow cannot matter."""
@@ -139,6 +139,11 @@ def _norms_of_rows(matrix: Tensor) -> Tensor:
         matrix = matrix.contiguous()
     if length <= LONG:
         return torch.linalg.vector_norm(matrix, dim=1)
+    fewest = -(-length // LONG)
+    count = next((k for k in range(fewest, 2 * fewest + 1) if length % k == 0), None)
+    if count is not None:
+        parts = torch.linalg.vector_norm(matrix.unflatten(1, (count, -1)), dim=2).double()
+        return torch.linalg.vector_norm(parts, dim=1)
     whole = length - length % ROW
     parts = torch.linalg.vector_norm(matrix[:, :whole].unflatten(1, (-1, ROW)), dim=2).double()
     tail = torch.linalg.vector_norm(matrix[:, whole:], dim=1, keepdim=True).double()
