@@ -825,3 +825,33 @@ for _ in range(150):
     )
     assert recommend(record).threshold is None
     assert "Several optimizers" in recommend(record).reason
+
+
+def test_two_clips_of_the_script_and_then_ours(run):
+    _, record = run(
+        LOOP.format("""
+opt = torch.optim.SGD([a, b], lr=0.0)
+(a.sum() + 10 * b.sum()).backward()
+clip_grad_norm_([a], 1.0)
+clip_grad_norm_([b], 5.0)
+opt.step()
+"""),
+        "--clip",
+        "norm=2",
+    )
+    assert record.steps[0]["post_norm"] == pytest.approx(2.0, rel=1e-4)
+
+
+def test_a_parameter_that_came_later_is_nobody_s_namesake(run):
+    _, record = run(
+        LOOP.format("""
+opt = torch.optim.SGD([a], lr=0.0)
+a.sum().backward()
+opt.step()
+opt.add_param_group({"params": [b]})
+(100 * b.sum()).backward()
+opt.step()
+""")
+    )
+    assert record.steps[1]["norm"] > 100
+    assert "top" not in record.steps[1]

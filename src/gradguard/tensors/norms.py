@@ -90,12 +90,9 @@ def _device_norms(tensors: Sequence[Tensor], p: float, device: torch.device) -> 
             norms[i] = move(norm, device, wide_dtype(device))
         for i in (i for i in group if tensors[i].numel() > LONGEST):
             pieces = flat(tensors[i]).split(LONGEST)
-            norms[i] = move(_norm_of_stack(torch._foreach_norm(pieces, p, wide_dtype(where)), p), device)
+            parts = torch.stack(torch._foreach_norm(pieces, p, wide_dtype(where)))
+            norms[i] = move(torch.linalg.vector_norm(parts, p), device)
     return torch.stack(norms) if norms else torch.zeros(0, dtype=wide_dtype(device), device=device)
-
-
-def _norm_of_stack(norms: Sequence[Tensor], p: float) -> Tensor:
-    return torch.linalg.vector_norm(torch.stack(list(norms)), p)
 
 
 def _host_tensor_norms(tensors: Sequence[Tensor], p: float) -> Tensor:

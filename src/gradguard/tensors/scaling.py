@@ -107,7 +107,7 @@ def exceeds(tensors: Sequence[Tensor], low: float | Tensor, high: float | Tensor
     """
     values = [x for x in each_plain(tensors, writable_values) if x.numel()]
     device = meeting_device(values)
-    outside = [(x.amin() < low) | (x.amax() > high) for x in values]
+    outside = [(smallest < low) | (largest > high) for smallest, largest in map(torch.aminmax, values)]
     return torch.stack([move(x, device) for x in outside]).any() if outside else torch.zeros((), dtype=torch.bool)
 
 

@@ -207,7 +207,7 @@ class Observer:
     def _measure_clipped(self, optimizer: Optimizer, parameters: list[Tensor]) -> None:
         """The norm after our own clip, where it does not follow from the one before."""
         row: Row | None = getattr(self._thread, "row", None)
-        if row is not None and (row.rule != "norm" or row.user_threshold is not None):
+        if row is not None and (row.rule != "norm" or row.post is not None):
             row.post = _unscaled(torch.linalg.vector_norm(self._measure(parameters)), optimizer)
 
     @_safely

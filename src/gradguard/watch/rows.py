@@ -118,7 +118,7 @@ def _dominant(row: Row, norms: Sequence[float], total: float) -> list[float] | N
     if not norms or not 0 < total < math.inf:
         return None
     norm, place = max(zip(norms, row.places, strict=True))
-    return [place, (norm / total) ** 2]
+    return [place, (norm / total) ** 2] if place >= 0 else None
 
 
 def _write_nonfinite(writer: RecordWriter, row: Row, norms: Sequence[float], names: Sequence[str]) -> None:
