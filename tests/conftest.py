@@ -22,7 +22,6 @@ def path(request, monkeypatch) -> str:
         blind = lambda *tensors: False  # noqa: E731
         for name in ("norms", "scaling", "units", "nonfinite"):
             monkeypatch.setattr(f"gradguard.tensors.{name}.are_readable", blind)
-        for name in ("arguments",):
-            monkeypatch.setattr(f"gradguard.clip.{name}.are_readable", blind)
+        monkeypatch.setattr("gradguard.arguments.are_readable", blind)
     assert layout.are_readable(torch.zeros(1))
     return request.param

@@ -8,7 +8,21 @@ from gradguard.clip.functional import (
     get_total_norm,
 )
 from gradguard.clip.result import ClipResult
+from gradguard.error_clip.backward import append_backward, minimize
+from gradguard.error_clip.base import BaseErrorClip
+from gradguard.error_clip.calibration import Calibration, calibrate
+from gradguard.error_clip.compiled import attach_error_clip
+from gradguard.error_clip.rules import (
+    ErrorClipByNorm,
+    ErrorClipBySampleNorm,
+    ErrorClipByValue,
+    ErrorClipNonfinite,
+    ErrorClipZeroAbove,
+)
+from gradguard.error_clip.scope import error_clip
+from gradguard.error_clip.statistics import ErrorClipStats, FirstNonfinite, OpStatistics
 from gradguard.errors import (
+    FreedGraphError,
     GradguardError,
     InvalidTypeError,
     InvalidValueError,
@@ -20,16 +34,32 @@ from gradguard.errors import (
 __version__ = "0.1.0.dev0"
 
 __all__ = [
+    "BaseErrorClip",
+    "Calibration",
     "ClipResult",
+    "ErrorClipByNorm",
+    "ErrorClipBySampleNorm",
+    "ErrorClipByValue",
+    "ErrorClipNonfinite",
+    "ErrorClipStats",
+    "ErrorClipZeroAbove",
+    "FirstNonfinite",
+    "FreedGraphError",
     "GradguardError",
     "InvalidTypeError",
     "InvalidValueError",
     "NonFiniteGradientError",
+    "OpStatistics",
     "RecordError",
     "UnsupportedGradientError",
+    "append_backward",
     "apply_gradient_clipping",
+    "attach_error_clip",
+    "calibrate",
     "clip_grad_adaptive_",
     "clip_grad_norm_",
     "clip_grad_value_",
+    "error_clip",
     "get_total_norm",
+    "minimize",
 ]

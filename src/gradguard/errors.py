@@ -25,6 +25,10 @@ class UnsupportedGradientError(GradguardError, NotImplementedError):
     """The result for this kind of gradient would be wrong, so the operation refuses."""
 
 
+class FreedGraphError(GradguardError, RuntimeError):
+    """A backward went through a graph whose values an earlier backward has freed."""
+
+
 class RecordError(GradguardError):
     """A record of a run is missing, empty or unreadable."""
 

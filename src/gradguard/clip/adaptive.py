@@ -7,7 +7,7 @@ from fnmatch import fnmatchcase
 import torch
 from torch import Tensor, nn
 
-from gradguard.clip.arguments import check_threshold
+from gradguard.arguments import check_threshold
 from gradguard.clip.parameters import Gradients, Parameters, gradients_of, named_tensors
 from gradguard.clip.result import ClipResult
 from gradguard.errors import InvalidTypeError, InvalidValueError, UnsupportedGradientError

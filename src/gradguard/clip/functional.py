@@ -6,8 +6,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from gradguard.arguments import check_bounds, check_order, check_threshold
 from gradguard.clip.adaptive import clip_adaptive
-from gradguard.clip.arguments import check_bounds, check_order, check_threshold
 from gradguard.clip.parameters import Gradients, Parameters, collect_gradients, gradients_among
 from gradguard.clip.result import ClipResult
 from gradguard.errors import InvalidValueError

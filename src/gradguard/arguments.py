@@ -32,6 +32,17 @@ def check_threshold(name: str, value: float | Tensor) -> float | Tensor:
     return value
 
 
+def check_number(name: str, value: float) -> float:
+    """Return ``value`` as a float, NaN included.
+
+    Raises:
+        InvalidTypeError: If it is no number.
+    """
+    if isinstance(value, str) or not hasattr(value, "__float__"):
+        raise InvalidTypeError(f"{name}={value!r}: expected a number, got {type(value).__name__}.")
+    return float(value)
+
+
 def check_order(norm_type: float) -> float:
     """Return the order p of a norm as a float.
 
@@ -47,26 +58,20 @@ def check_order(norm_type: float) -> float:
     return order
 
 
-def check_bounds(low: float, high: float) -> tuple[float, float]:
-    """Return ``low`` and ``high`` as floats.
+def check_bounds(low: float, high: float, names: tuple[str, str] = ("min_value", "clip_value")) -> tuple[float, float]:
+    """Return ``low`` and ``high`` as floats; ``names`` are what the caller calls them.
 
     Raises:
         InvalidValueError: If ``[low, high]`` is no interval.
     """
-    low, high = _as_number("min_value", low), _as_number("clip_value", high)
+    low, high = check_number(names[0], low), check_number(names[1], high)
     if math.isnan(low) or math.isnan(high) or low > high:
-        raise InvalidValueError(f"cannot clip to [{low}, {high}]: expected min_value <= clip_value, and no NaN.")
+        raise InvalidValueError(f"cannot clip to [{low}, {high}]: expected {names[0]} <= {names[1]}, and no NaN.")
     return low, high
 
 
 def _check_number(name: str, value: float) -> float:
-    number = _as_number(name, value)
+    number = check_number(name, value)
     if math.isnan(number) or number < 0:
         raise InvalidValueError(f"{name}={number}: expected a number >= 0, or float('inf') to only measure.")
     return number
-
-
-def _as_number(name: str, value: float) -> float:
-    if isinstance(value, str) or not hasattr(value, "__float__"):
-        raise InvalidTypeError(f"{name}={value!r}: expected a number, got {type(value).__name__}.")
-    return float(value)

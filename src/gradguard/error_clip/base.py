@@ -1,0 +1,146 @@
+"""The base of all rules of the error clip: what a subclass writes, and how its thresholds reach compiled code."""
+
+import copy
+import itertools
+import math
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from gradguard.arguments import check_number
+from gradguard.errors import InvalidValueError
+
+_SERIAL = itertools.count()
+_PLAIN = (bool, int, float, str, bytes, type(None))
+_CLASSES: dict[int, type["BaseErrorClip"]] = {}
+_OBJECTS: dict[int, Any] = {}
+
+Kind = tuple[int, tuple[tuple[str, Any], ...]]
+"""All of a rule but its thresholds, in constants: its class, and its attributes."""
+
+
+class BaseErrorClip:
+    r"""A rule for gradients of intermediate values: subclass it and write ``clip(grad) -> grad``.
+
+    ``clip`` gets the gradient of one intermediate value, accumulated over all that use the value, and returns what
+    the backward goes on with: a tensor of the same shape and dtype, made with tensor operations, not in place. The
+    same method serves eager and compiled code, so it may not look at values from Python (``if grad.max() > 1``).
+
+    ``thresholds`` names the attributes that are in units of the gradient. They may be assigned later (a schedule),
+    are multiplied by the loss scale under ``scale=``, and enter compiled code as inputs, so that a new one does not
+    recompile; there ``clip`` finds 0-dim tensors in them. Attributes that are not named are constants of the compiled
+    code, and a changed one recompiles. A rule that leaves ``thresholds`` undefined is handed unscaled gradients.
+
+    Example:
+        >>> import gradguard as gg, torch
+        >>> class HalveAbove(gg.BaseErrorClip):
+        ...     thresholds = ("bound",)
+        ...
+        ...     def __init__(self, bound):
+        ...         self.bound = bound
+        ...
+        ...     def clip(self, grad):
+        ...         return torch.where(grad.abs() > self.bound, grad / 2, grad)
+        >>> hidden = torch.tensor([1.0, 2.0], requires_grad=True) * 1.0
+        >>> HalveAbove(1.0).clip(torch.tensor([0.5, 8.0]))
+        tensor([0.5000, 4.0000])
+    """
+
+    thresholds: ClassVar[tuple[str, ...] | None] = None
+    _class_serial: ClassVar[int]
+    _inputs: tuple[Tensor, ...] = ()
+    """The thresholds as tensors: what compiled code reads."""
+    _kind: Kind
+    """The rest of the rule: compiled code is made anew when it changes."""
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        cls._class_serial = next(_SERIAL)
+        cls._kind = (cls._class_serial, ())
+        _CLASSES[cls._class_serial] = cls
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        named = self.thresholds or ()
+        if name in named:
+            object.__setattr__(self, name, self._checked(name, value))
+            self._refresh_inputs()
+        else:
+            object.__setattr__(self, name, value)
+            object.__setattr__(self, "_kind", _kind_of(self))
+
+    def __repr__(self) -> str:
+        shown = ", ".join(f"{k}={v}" for k, v in sorted(self.__dict__.items()) if not k.startswith("_"))
+        return f"{type(self).__name__}({shown})"
+
+    def clip(self, grad: Tensor) -> Tensor:
+        """Return what the backward goes on with in place of ``grad``: same shape, same dtype, not changed in place.
+
+        Raises:
+            NotImplementedError: Always; a subclass says what to do.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no clip(grad): write one that returns a tensor.")
+
+    def bounds(self) -> tuple[float, float] | None:
+        """Return (low, high) if the rule is the elementwise clamp to them, else None: only clamps can be pruned."""
+        return None
+
+    def with_thresholds(self, values: tuple[Any, ...]) -> "BaseErrorClip":
+        """Return a copy that has ``values`` for its thresholds: scaled numbers, or tensors in compiled code."""
+        other = copy.copy(self)
+        other.__dict__.update(zip(self.thresholds or (), values, strict=True))
+        return other
+
+    def scaled(self, scale: float | Tensor) -> "BaseErrorClip":
+        """Return the rule for gradients of a loss that was multiplied by ``scale``."""
+        if self.thresholds is None:
+            return _OnUnscaled(self, scale)
+        return self.with_thresholds(tuple(getattr(self, name) * scale for name in self.thresholds))
+
+    def _checked(self, name: str, value: Any) -> Any:
+        number = check_number(f"{type(self).__name__}.{name}", value)
+        if math.isnan(number):
+            raise InvalidValueError(f"{type(self).__name__}: {name} is NaN, expected a number.")
+        return number
+
+    def _refresh_inputs(self) -> None:
+        numbers = [self.__dict__.get(name, math.nan) for name in self.thresholds or ()]
+        object.__setattr__(self, "_inputs", tuple(torch.tensor(number, dtype=torch.float64) for number in numbers))
+
+
+class _OnUnscaled(BaseErrorClip):
+    """A rule that knows nothing of loss scales, under one: unscale in a wide dtype, clip, scale."""
+
+    def __init__(self, rule: BaseErrorClip, scale: float | Tensor) -> None:
+        self.__dict__.update(rule=rule, scale=scale)
+
+    def clip(self, grad: Tensor) -> Tensor:
+        wide = torch.promote_types(grad.dtype, torch.float32)
+        unscaled = (grad.to(wide) / self.scale).to(wide)
+        return (self.rule.clip(unscaled) * self.scale).to(grad.dtype)
+
+
+def parts(rule: BaseErrorClip) -> tuple[Kind, tuple[Tensor, ...]]:
+    """Return ``rule`` as constants and tensors, the two things that compiled code can be handed."""
+    return rule._kind, rule._inputs
+
+
+def from_parts(kind: Kind, inputs: tuple[Tensor, ...]) -> BaseErrorClip:
+    """Return the rule that was taken apart by `parts`, with tensors for its thresholds."""
+    serial, state = kind
+    rule = object.__new__(_CLASSES[serial])
+    rule.__dict__.update({k: _OBJECTS[v[1]] if isinstance(v, tuple) else v for k, v in state})
+    rule.__dict__.update(zip(rule.thresholds or (), inputs, strict=True))
+    return rule
+
+
+def _kind_of(rule: BaseErrorClip) -> Kind:
+    left_out = {*(rule.thresholds or ()), "_inputs", "_kind"}
+    state = [(k, v) for k, v in rule.__dict__.items() if k not in left_out]
+    return rule._class_serial, tuple((k, v if isinstance(v, _PLAIN) else _stored(v)) for k, v in state)
+
+
+def _stored(value: Any) -> tuple[str, int]:
+    """Return a constant that stands for an attribute which is none itself."""
+    _OBJECTS[id(value)] = value
+    return "object", id(value)

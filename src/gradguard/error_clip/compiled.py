@@ -1,0 +1,98 @@
+"""`attach_error_clip`: the clip as part of the graph, in eager code and inside `torch.compile`.
+
+Compiling traces the real backward: whatever a hook on a node of the traced graph does becomes part of the compiled
+backward, at the place where eager code has it, and is fused there. So one function that autograd's tracer runs, but
+Dynamo does not look into, installs the same hooks as in eager code.
+"""
+
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from gradguard.error_clip.base import BaseErrorClip, Kind, from_parts, parts
+from gradguard.error_clip.graph import root_of
+from gradguard.error_clip.hooks import Clipping
+from gradguard.error_clip.scope import LossScale, checked_rule, loss_scale
+from gradguard.errors import InvalidValueError
+
+Values = TypeVar("Values")
+
+
+def attach_error_clip(values: Values, rule: BaseErrorClip, *, scale: LossScale | None = None) -> Values:
+    """Attach an error clip to the graph behind ``values`` and return them; inside `torch.compile` it is fused.
+
+    What `error_clip` does for a block, for the life of a graph: each backward through it is clipped. In eager code that
+    is everything behind ``values``; in compiled code everything behind them within the compiled region, where the clip
+    becomes part of the compiled backward: ``fullgraph=True`` and dynamic shapes included, without a graph break. A new
+    threshold (a new rule of the same kind, or ``rule.max = …``) does not recompile, another kind of rule does.
+
+    **Guarantees.** As `error_clip` says, with these differences. A value that is not 0-dim, such as logits, is an
+    intermediate one, and its own gradient is clipped too; a 0-dim value is taken for the loss, and is not. No clip is
+    left out, because other uses of a value cannot be seen from here; in eager code a block is therefore faster. Parameter
+    gradients are never clipped. Under ``backend="aot_eager"`` compiled code is equal to eager code bit for bit; under
+    Inductor it differs by what Inductor differs without a clip.
+
+    **Edge cases.** With gradients disabled nothing is attached. Two clips on one value apply one after the other.
+
+    Args:
+        values: A tensor, or tuples, lists and dicts of tensors: the loss, or a module's outputs.
+        rule: What to do to each gradient; ``ErrorClipNonfinite("raise")`` cannot be compiled.
+        scale: The loss scale, as for `error_clip`.
+
+    Returns:
+        The same values.
+
+    Raises:
+        InvalidValueError: If no value has a graph behind it, though gradients are enabled.
+        InvalidTypeError: If ``rule`` is no rule, or ``scale`` no loss scale.
+
+    Example:
+        >>> import gradguard as gg, torch
+        >>> model = torch.nn.Linear(3, 1)
+        >>> @torch.compile(backend="aot_eager", fullgraph=True)
+        ... def loss_of(x, rule):
+        ...     return gg.attach_error_clip(model(x).square().mean(), rule)
+        >>> loss_of(torch.ones(4, 3), gg.ErrorClipByValue(max=1e-3)).backward()
+        >>> bool((model.weight.grad.abs() <= 4e-3).all())
+        True
+    """
+    leaves, structure = tree_flatten(values)
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
+    if not torch.is_grad_enabled():
+        return values
+    if torch.compiler.is_compiling():
+        _make_known_to_the_compiler()
+    else:
+        checked_rule(rule)
+        if not any(tensor.grad_fn is not None for tensor in tensors):
+            raise InvalidValueError(
+                "no value has a graph behind it: expected the result of differentiable operations, such as a loss."
+            )
+    kind, thresholds = parts(rule)
+    factor = None if scale is None else loss_scale(scale, tensors[0].device)
+    attached = iter(_attach(kind, thresholds, factor, tensors))
+    chosen = [isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves]
+    return tree_unflatten([next(attached) if c else leaf for c, leaf in zip(chosen, leaves, strict=True)], structure)
+
+
+def _attach(kind: Kind, thresholds: tuple[Tensor, ...], scale: Any, values: list[Tensor]) -> list[Tensor]:
+    """Install the hooks: called in eager code, and by the tracers of the compiler, which may call it several times."""
+    clipping = Clipping(from_parts(kind, thresholds))
+    if scale is not None:
+        clipping.set_scale(scale)
+    roots = [root_of(value) for value in values if value.grad_fn is not None]
+    if roots:
+        clipping.install(roots, roots_too=True)
+    return values
+
+
+def _make_known_to_the_compiler() -> bool:
+    torch.compiler.allow_in_graph(_attach)
+    return True
+
+
+# Dynamo calls a function with this mark, at the time of tracing, rather than look into it. So `_attach` is known just
+# when it is needed, and importing gradguard does not import the compiler.
+_make_known_to_the_compiler._dynamo_marked_constant = True  # type: ignore[attr-defined]

@@ -1,0 +1,29 @@
+"""A backward through a graph that an earlier backward has freed: say which operation, and what to type."""
+
+from torch.autograd.graph import Node
+
+from gradguard.errors import FreedGraphError
+
+_PYTORCH_SAYS = "backward through the graph a second time"
+
+
+def freed_graph_error(error: RuntimeError, nodes: list[Node]) -> FreedGraphError | None:
+    """Return the error to raise in place of PyTorch's ``error`` if that is about a freed graph, else None."""
+    if _PYTORCH_SAYS not in str(error):
+        return None
+    name = next((node.name() for node in nodes if _is_freed(node)), None)
+    where = f" at {name}" if name else ""
+    return FreedGraphError(
+        f"the graph was freed by an earlier backward{where}: expected a graph that has not been gone through; compute "
+        f"the loss again, or call the earlier backward with retain_graph=True."
+    )
+
+
+def _is_freed(node: Node) -> bool:
+    for name in dir(node):
+        if name.startswith("_saved_") or name == "saved_tensors":
+            try:
+                getattr(node, name)
+            except RuntimeError:
+                return True
+    return False

@@ -1,0 +1,157 @@
+"""The autograd graph behind some values: its nodes, its edges, and which of them stand for what.
+
+A *slot* is one output of one forward operation, written (node, number): the gradient of an intermediate value arrives
+at the value's slot, accumulated over all that used the value, before the node's backward operation runs.
+"""
+
+import re
+from collections.abc import Callable, Iterable, Set
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import Node, get_gradient_edge
+
+Slot = tuple[int, int]
+"""The position of a node in `Graph.nodes`, and which of its outputs."""
+
+
+class Metadata(Protocol):
+    """What PyTorch knows of the value of a slot."""
+
+    shape: list[int]
+    dtype: torch.dtype
+    device: torch.device
+    is_nested_tensor: bool
+    is_cpp_nested_tensor: bool
+
+
+_OPERATION = re.compile(r"(\w+?)Backward\d*$")
+
+VIEWS_AND_CASTS = frozenset(
+    [
+        "Alias",
+        "AsStrided",
+        "Clone",
+        "Diagonal",
+        "Expand",
+        "Permute",
+        "ReshapeAlias",
+        "Select",
+        "Slice",
+        "Split",
+        "SplitWithSizes",
+        "Squeeze",
+        "T",
+        "ToCopy",
+        "Transpose",
+        "Unbind",
+        "Unfold",
+        "UnsafeSplit",
+        "UnsafeSplitWithSizes",
+        "UnsafeView",
+        "Unsqueeze",
+        "View",
+    ]
+)
+"""Operations of one input whose chains from a parameter, such as ``weight.t()``, still hold that parameter."""
+
+
+def operation(node: Node) -> str:
+    """Return the forward operation of a node: ``"Mul"`` for ``MulBackward0``, the whole name if it has another form."""
+    match = _OPERATION.fullmatch(node.name())
+    return match[1] if match else node.name()
+
+
+def is_leaf(node: Node) -> bool:
+    """Tell whether nothing lies behind ``node``: a parameter, an input, or either of them while a graph is traced."""
+    return not node.next_functions
+
+
+def holds_a_leaf(node: Node, inputs: Set[Node] = frozenset()) -> bool:
+    """Tell whether ``node`` is a chain of views and casts that ends at a leaf: a parameter in other clothes.
+
+    Leaves among ``inputs`` do not count: they stand for intermediate values of a graph further out.
+    """
+    while operation(node) in VIEWS_AND_CASTS:
+        edges = [child for child, _ in node.next_functions if child is not None]
+        if len(edges) != 1:
+            return False
+        node = edges[0]
+        if is_leaf(node):
+            return node not in inputs
+    return False
+
+
+def root_of(value: Tensor) -> tuple[Node, int]:
+    """Return the slot of ``value`` as (node, number)."""
+    edge = get_gradient_edge(value)
+    return edge.node, edge.output_nr
+
+
+@dataclass
+class Graph:
+    """What lies behind some roots.
+
+    ``nodes`` holds every node once, roots first; ``structure`` is equal for graphs of the same operations wired the
+    same way, whatever their shapes and values.
+    """
+
+    nodes: list[Node]
+    roots: tuple[Slot, ...]
+    structure: tuple[object, ...]
+    index: dict[Node, int] = field(repr=False)
+    inputs: Set[Node] = frozenset()
+    """Leaves that stand for intermediate values of a graph further out."""
+
+    def edges(self, position: int) -> list[Slot | None]:
+        """Return where the gradients go that the backward of this node makes, one entry for each of its inputs."""
+        return [
+            (self.index[child], number) if child in self.index else None
+            for child, number in self.nodes[position].next_functions
+        ]
+
+    def is_scalar(self, slot: Slot) -> bool:
+        """Tell whether the value of ``slot`` has no dimensions."""
+        return len(self.metadata(slot).shape) == 0
+
+    def metadata(self, slot: Slot) -> "Metadata":
+        """Return the shape, dtype and device of a slot's value."""
+        return self.nodes[slot[0]]._input_metadata[slot[1]]  # type: ignore[attr-defined]
+
+
+def walk(
+    roots: Iterable[tuple[Node, int]],
+    stop: Callable[[Node], bool] | None = None,
+    inputs: Set[Node] = frozenset(),
+) -> Graph:
+    """Return the graph behind ``roots``, without the nodes for which ``stop`` is true and what lies behind them."""
+    index: dict[Node, int] = {}
+    nodes: list[Node] = []
+    slots = []
+    for node, number in roots:
+        if node not in index:
+            index[node] = len(nodes)
+            nodes.append(node)
+        slots.append((index[node], number))
+    structure: list[object] = []
+    add = structure.append
+    for node in nodes:  # grows while it is read
+        add(type(node))
+        for child, number in node.next_functions:
+            if child is None:
+                add(None)
+                continue
+            position = index.get(child)
+            if position is None:
+                if stop is not None and stop(child):
+                    add(holds_a_leaf(child, inputs))
+                    continue
+                index[child] = position = len(nodes)
+                nodes.append(child)
+            add(position)
+            add(number)
+    graph = Graph(nodes, tuple(slots), (), index, inputs)
+    graph.structure = (*slots, *map(graph.is_scalar, slots), *structure)
+    return graph

@@ -1,0 +1,69 @@
+"""Which module recorded an operation: autograd numbers nodes as they are made, so the forward of a module is a range."""
+
+import threading
+from bisect import bisect_right
+from collections import defaultdict
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import Node
+
+_LONGEST = 200_000
+
+
+def next_number() -> int:
+    """Return the number that autograd gives to the next node that this thread makes."""
+    return torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
+
+
+def number_of(node: Node) -> int:
+    """Return the number that autograd gave to ``node`` in the thread that made it; leaves have the largest of all."""
+    return node._sequence_nr()
+
+
+class ModuleTimeline:
+    """Notes at which node number each submodule's forward begins and ends, thread by thread."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._starts: dict[int, list[int]] = defaultdict(list)
+        self._names: dict[int, list[str]] = defaultdict(list)
+        self._within: dict[int, list[str]] = defaultdict(list)
+        self._handles: list[Any] = []
+        for name, module in model.named_modules():
+            if name:
+                self._handles.append(module.register_forward_pre_hook(self._entering(name)))
+                self._handles.append(module.register_forward_hook(self._leave, always_call=True))
+
+    def detach(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def module_of(self, node: Node) -> str:
+        """Return the innermost module that was running when ``node`` was made, empty if none was."""
+        thread = threading.get_ident()
+        found = bisect_right(self._starts[thread], number_of(node)) - 1
+        return self._names[thread][found] if found >= 0 else ""
+
+    def _entering(self, name: str) -> Any:
+        def enter(module: nn.Module, args: Any) -> None:
+            if not torch.compiler.is_compiling():
+                self._within[threading.get_ident()].append(name)
+                self._from_here(name)
+
+        return enter
+
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        if not torch.compiler.is_compiling():
+            within = self._within[threading.get_ident()]
+            if within:
+                within.pop()
+            self._from_here(within[-1] if within else "")
+
+    def _from_here(self, name: str) -> None:
+        thread = threading.get_ident()
+        starts, names = self._starts[thread], self._names[thread]
+        starts.append(next_number())
+        names.append(name)
+        if len(starts) > _LONGEST:
+            del starts[: _LONGEST // 2], names[: _LONGEST // 2]

@@ -1,0 +1,169 @@
+"""Where in a graph the hooks go, and the cache of such plans by the structure of the graph."""
+
+from collections import OrderedDict, deque
+from dataclasses import dataclass
+from threading import Lock
+from typing import NamedTuple
+
+from torch.autograd.graph import Node
+
+from gradguard.error_clip.graph import Graph, Slot, holds_a_leaf, is_leaf, operation
+from gradguard.error_clip.pruning import Conditions, Pruning
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to do at which node of a graph of one structure."""
+
+    steps: tuple["Step", ...]
+    """The nodes with something to clip, in the order of the backward."""
+    hooks: tuple["Step", ...]
+    """Those of `steps` where a hook is needed."""
+    leaves: tuple[int, ...]
+    """Nodes that accumulate the gradient of a parameter or input."""
+    checkpoints: tuple[int, ...]
+    """Nodes that hide a graph of their own: reentrant checkpoints."""
+    conditions: Conditions
+
+
+class Step(NamedTuple):
+    """What to do at one node."""
+
+    position: int
+    numbers: tuple[int, ...]
+    """Its slots to clip."""
+    pruned: tuple[int, ...]
+    """Its slots that need no clip, because it would change nothing."""
+    name: str
+    """Such as ``"MulBackward0"``."""
+    sources: str
+    """The names of the nodes whose backward makes the gradients of its slots."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What a plan depends on besides the graph."""
+
+    roots_too: bool = False
+    """Whether a root that is not 0-dim is an intermediate value, clipped like the others."""
+    bounds: str = ""
+    """``"symmetric"`` or ``"asymmetric"`` for a clamp to bounds around 0 that may be pruned, else empty."""
+    excluded: frozenset[Slot] = frozenset()
+    """Slots that another scope owns."""
+
+
+Consumers = dict[Slot, list[tuple[int, int]]]
+"""For each slot the (node, input number) pairs whose backward makes its gradient; an empty list for a mere root."""
+
+_CACHED_STRUCTURES = 256
+_plans: OrderedDict[tuple[object, ...], list[Plan]] = OrderedDict()
+_lock = Lock()
+
+
+def plan_for(graph: Graph, choice: Choice) -> Plan:
+    """Return the plan for ``graph``: a kept one if its conditions hold, else a new one, which is kept."""
+    if choice.excluded:
+        return make_plan(graph, choice)
+    key = (choice.bounds, choice.roots_too, *graph.structure)
+    for plan in _plans.get(key, ()):
+        if plan.conditions.hold(graph.nodes):
+            return plan
+    plan = make_plan(graph, choice)
+    with _lock:
+        _plans.setdefault(key, []).append(plan)
+        if len(_plans) > _CACHED_STRUCTURES:
+            _plans.popitem(last=False)
+    return plan
+
+
+def forget_plans() -> None:
+    """Empty the cache."""
+    with _lock:
+        _plans.clear()
+
+
+def make_plan(graph: Graph, choice: Choice) -> Plan:
+    """Decide for each slot of ``graph`` whether its gradient is clipped."""
+    consumers = _consumers(graph)
+    order = _backward_order(graph)
+    pruning = Pruning(graph, consumers, choice.bounds == "symmetric")
+    for position in reversed(order):
+        pruning.shapes_known(position)
+    steps = []
+    for position in order:
+        clipped, pruned = [], []
+        for number in sorted(pruning.slots_of.get(position, ())):
+            slot = (position, number)
+            if _is_clipped(graph, consumers, slot, choice):
+                (pruned if choice.bounds and pruning.needs_no_clamp(slot) else clipped).append(number)
+                pruning.bounded.add(slot)
+        if clipped or pruned:
+            sources = _sources(graph, consumers, position)
+            steps.append(Step(position, tuple(clipped), tuple(pruned), graph.nodes[position].name(), sources))
+    return Plan(
+        steps=tuple(steps),
+        hooks=tuple(step for step in steps if step.numbers),
+        leaves=tuple(i for i, node in enumerate(graph.nodes) if is_leaf(node)),
+        checkpoints=tuple(i for i, node in enumerate(graph.nodes) if hides_a_graph(node)),
+        conditions=pruning.finish(),
+    )
+
+
+def hides_a_graph(node: Node) -> bool:
+    """Tell whether ``node`` is a reentrant checkpoint, which runs its forward again within the backward."""
+    return hasattr(node, "run_function") and callable(node.run_function)  # type: ignore[attr-defined]
+
+
+def _is_clipped(graph: Graph, consumers: Consumers, slot: Slot, choice: Choice) -> bool:
+    node = graph.nodes[slot[0]]
+    if is_leaf(node) or slot in choice.excluded:
+        return False
+    if not consumers[slot]:  # a root and nothing else: its gradient is the loss's own 1, not an error signal
+        return choice.roots_too and not graph.is_scalar(slot)
+    return not holds_a_leaf(node, graph.inputs) and not _is_loss_before_scaling(graph, consumers, slot)
+
+
+def _is_loss_before_scaling(graph: Graph, consumers: Consumers, slot: Slot) -> bool:
+    """Tell whether the value is the loss, and the root is the loss times or divided by a constant."""
+    if len(consumers[slot]) != 1 or not graph.is_scalar(slot):
+        return False
+    position, edge = consumers[slot][0]
+    operands = graph.nodes[position].next_functions
+    if operation(graph.nodes[position]) not in {"Mul", "Div"} or edge != 0 or operands[1][0] is not None:
+        return False
+    above = (position, 0)
+    return graph.is_scalar(above) and (not consumers[above] or _is_loss_before_scaling(graph, consumers, above))
+
+
+def _consumers(graph: Graph) -> Consumers:
+    consumers: Consumers = {root: [] for root in graph.roots}
+    for position in range(len(graph.nodes)):
+        for number, slot in enumerate(graph.edges(position)):
+            if slot is not None:
+                consumers.setdefault(slot, []).append((position, number))
+    return consumers
+
+
+def _backward_order(graph: Graph) -> list[int]:
+    """Return the nodes so that each comes after all whose backward makes its gradient."""
+    waiting = [0] * len(graph.nodes)
+    edges = [[slot for slot in graph.edges(i) if slot is not None] for i in range(len(graph.nodes))]
+    for found in edges:
+        for position, _ in found:
+            waiting[position] += 1
+    ready = deque(i for i, count in enumerate(waiting) if count == 0)
+    order = []
+    while ready:
+        position = ready.popleft()
+        order.append(position)
+        for child, _ in edges[position]:
+            waiting[child] -= 1
+            if waiting[child] == 0:
+                ready.append(child)
+    return order
+
+
+def _sources(graph: Graph, consumers: Consumers, position: int) -> str:
+    numbers = range(len(graph.nodes[position]._input_metadata))  # type: ignore[attr-defined]
+    users = [user for number in numbers for user, _ in consumers.get((position, number), ())]
+    return ", ".join({graph.nodes[user].name(): None for user in users})

@@ -1,0 +1,207 @@
+"""Which clamps provably change nothing: those of values whose gradient is bounded because the gradient above it is.
+
+A slot needs no clamp to [low, high] ∋ 0 if exactly one operation uses the value, the gradient that arrives at that
+operation is itself within the bounds, and the operation's backward multiplies no element by more than 1 and adds none
+up. The bound may flip its sign only if the bounds are symmetric. Shapes and dtypes come in because a broadcast operand's
+backward adds up and a cast rounds: they are conditions of the plan, looked at each time that it is used again.
+"""
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+
+from torch.autograd.graph import Node
+
+from gradguard.error_clip.graph import Graph, Metadata, Slot, operation
+
+_REARRANGES = frozenset(
+    [
+        "Alias",
+        "Clone",
+        "Diagonal",
+        "Permute",
+        "ReshapeAlias",
+        "Select",
+        "Slice",
+        "Split",
+        "SplitWithSizes",
+        "Squeeze",
+        "T",
+        "Transpose",
+        "Unbind",
+        "UnsafeSplit",
+        "UnsafeSplitWithSizes",
+        "UnsafeView",
+        "Unsqueeze",
+        "View",
+    ]
+)
+_JOINS = frozenset({"Cat", "Stack"})
+_SPREADS = frozenset({"Mean", "Sum"})
+_SHRINKS = frozenset({"Hardtanh", "Relu", "Sigmoid", "Tanh", "Threshold"})
+_ADDS = frozenset({"Add", "Sub"})
+_BELOW_ONE = frozenset({"Sigmoid", "Softmax", "Tanh"})
+_KEEPS_LAYOUT = _SHRINKS | {"Alias", "Clone", "LeakyRelu"}
+
+
+def same_layout(first: Metadata, second: Metadata) -> bool:
+    """Compare the shapes and dtypes of two slots; nested ones are never taken for equal."""
+    if any(one.is_nested_tensor or one.is_cpp_nested_tensor for one in (first, second)):
+        return False
+    return first.dtype == second.dtype and first.shape == second.shape
+
+
+@dataclass
+class Conditions:
+    """What must hold of the shapes, dtypes and constants of a graph so that pruning it was right."""
+
+    alike: list[tuple[tuple[int, tuple[int, ...]], ...]] = field(default_factory=list)
+    """Groups of slots, as (node, numbers), that must all have one shape and one dtype."""
+    dtypes: list[tuple[Slot, Slot]] = field(default_factory=list)
+    factors: list[tuple[int, str, bool]] = field(default_factory=list)
+    """Nodes with a saved constant of modulus at most 1, and whether it may be negative."""
+
+    def hold(self, nodes: list[Node]) -> bool:
+        """Tell whether all of it holds of ``nodes``, which have the structure of the graph that was pruned."""
+        return self._factors_hold(nodes) and self._dtypes_hold(nodes) and self._layouts_hold(nodes)
+
+    def _factors_hold(self, nodes: list[Node]) -> bool:
+        return all([small_factor(nodes[position], name, signed) for position, name, signed in self.factors])
+
+    def _dtypes_hold(self, nodes: list[Node]) -> bool:
+        of = lambda slot: nodes[slot[0]]._input_metadata[slot[1]].dtype  # noqa: E731
+        return all([of(above) == of(slot) for above, slot in self.dtypes])
+
+    def _layouts_hold(self, nodes: list[Node]) -> bool:
+        for group in self.alike:
+            position, numbers = group[0]
+            first = nodes[position]._input_metadata[numbers[0]]
+            shape, dtype = first.shape, first.dtype
+            for position, numbers in group:
+                found = nodes[position]._input_metadata
+                for number in numbers:
+                    one = found[number]
+                    if one.shape != shape or one.dtype != dtype:
+                        return False
+        return True
+
+
+def small_factor(node: Node, name: str, signed: bool) -> bool:
+    """Tell whether a constant that the node saved is at most 1 in modulus, and not negative unless ``signed``."""
+    value = getattr(node, name)
+    return not isinstance(value, complex) and abs(value) <= 1 and (signed or value >= 0)
+
+
+class Pruning:
+    """Decides slot by slot, in the order of the backward, and collects the conditions of its decisions."""
+
+    def __init__(self, graph: Graph, consumers: dict[Slot, list[tuple[int, int]]], symmetric: bool) -> None:
+        self.graph, self.consumers, self.symmetric = graph, consumers, symmetric
+        self.bounded: set[Slot] = set()
+        self.slots_of: dict[int, list[int]] = defaultdict(list)
+        for position, number in consumers:
+            self.slots_of[position].append(number)
+        self.conditions = Conditions()
+        self._same = _Classes()
+        self._required: list[tuple[Slot, Slot]] = []
+
+    def needs_no_clamp(self, slot: Slot) -> bool:
+        """Tell whether the gradient of ``slot`` is bounded without a clamp of its own; remember why."""
+        uses = self.consumers[slot]
+        if len(uses) != 1:
+            return False
+        position, edge = uses[0]
+        incoming = self.slots_of.get(position, [])
+        if not incoming or any((position, number) not in self.bounded for number in incoming):
+            return False
+        return self._never_grows(position, edge, slot)
+
+    def finish(self) -> Conditions:
+        """Return the conditions, with slots that have one shape by construction looked at once."""
+        classes = _Classes()
+        for a, b in self._required:
+            classes.join(self._same.find(a), self._same.find(b))
+        for group in classes.groups():
+            by_node: dict[int, list[int]] = defaultdict(list)
+            for position, number in group:
+                by_node[position].append(number)
+            self.conditions.alike.append(tuple((p, tuple(n)) for p, n in by_node.items()))
+        return self.conditions
+
+    def shapes_known(self, position: int) -> None:
+        """Note which slots of this node have the shape of its inputs by construction."""
+        edges = self.graph.edges(position)
+        if edges and edges[0] is not None and operation(self.graph.nodes[position]) in _KEEPS_LAYOUT:
+            self._same.join((position, 0), edges[0])
+
+    def _never_grows(self, position: int, edge: int, slot: Slot) -> bool:
+        op = operation(self.graph.nodes[position])
+        if op in _REARRANGES:
+            return True
+        if op in _JOINS or op in _SPREADS:
+            return self._if_same_dtype((position, 0), slot)
+        if self.graph.metadata(slot).dtype.is_complex:
+            return False
+        if op in _SHRINKS:
+            return True
+        if op == "LeakyRelu":
+            return self._if_small(position, "_saved_negative_slope")
+        if op in _ADDS:
+            return self._through_sum(position, edge, slot, op)
+        return op == "Mul" and self._through_gate(position, edge, slot)
+
+    def _through_sum(self, position: int, edge: int, slot: Slot, op: str) -> bool:
+        if edge == 1 and ((op == "Sub" and not self.symmetric) or not self._if_small(position, "_saved_alpha")):
+            return False
+        return self._if_same_layout(position, slot)
+
+    def _through_gate(self, position: int, edge: int, slot: Slot) -> bool:
+        other = self.graph.edges(position)[1 - edge]
+        if other is None:
+            return False
+        gate = operation(self.graph.nodes[other[0]])
+        return gate in _BELOW_ONE and (gate != "Tanh" or self.symmetric) and self._if_same_layout(position, slot)
+
+    def _if_same_layout(self, position: int, slot: Slot) -> bool:
+        """Require that no operand is broadcast or cast: both, or the only one and the result, have one layout."""
+        operands = [edge for edge in self.graph.edges(position) if edge is not None]
+        first, second = operands if len(operands) == 2 else ((position, 0), slot)
+        if not same_layout(self.graph.metadata(first), self.graph.metadata(second)):
+            return False
+        self._required.append((first, second))
+        self._same.join((position, 0), slot)  # follows from the requirement, so that it is not looked at again
+        return True
+
+    def _if_same_dtype(self, above: Slot, slot: Slot) -> bool:
+        if self.graph.metadata(above).dtype != self.graph.metadata(slot).dtype:
+            return False
+        self.conditions.dtypes.append((above, slot))
+        return True
+
+    def _if_small(self, position: int, name: str) -> bool:
+        if not small_factor(self.graph.nodes[position], name, self.symmetric):
+            return False
+        self.conditions.factors.append((position, name, self.symmetric))
+        return True
+
+
+class _Classes:
+    """Disjoint sets."""
+
+    def __init__(self) -> None:
+        self._parent: dict[Slot, Slot] = {}
+
+    def find(self, slot: Slot) -> Slot:
+        while (parent := self._parent.get(slot, slot)) != slot:
+            slot = parent
+        return slot
+
+    def join(self, first: Slot, second: Slot) -> None:
+        first, second = self.find(first), self.find(second)
+        self._parent.setdefault(second, second)
+        self._parent[first] = second
+
+    def groups(self) -> list[list[Slot]]:
+        found: dict[Slot, list[Slot]] = defaultdict(list)
+        for slot in self._parent:
+            found[self.find(slot)].append(slot)
+        return [group for group in found.values() if len(group) > 1]
