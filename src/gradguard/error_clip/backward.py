@@ -9,7 +9,7 @@ from torch.autograd.graph import Node
 from torch.optim import Optimizer
 
 from gradguard.error_clip.base import BaseErrorClip
-from gradguard.error_clip.freed import freed_graph_error
+from gradguard.error_clip.freed import raise_if_freed
 from gradguard.error_clip.graph import is_leaf, root_of, walk
 from gradguard.error_clip.hooks import Gradients, Roots, apply_rule, enter_checkpoint, explained
 from gradguard.error_clip.plan import hides_a_graph
@@ -51,6 +51,7 @@ def append_backward(
         InvalidValueError: If the loss has no graph, or a name is not known.
         InvalidTypeError: If an argument is of another type, or the callback returns gradients that do not fit.
         FreedGraphError: If an earlier backward has freed the graph.
+        RuntimeError: What PyTorch raises in the backward.
 
     Example:
         >>> import gradguard as gg, torch
@@ -82,10 +83,8 @@ def append_backward(
                 undo.append(_block(tensor))
         torch.autograd.backward(loss, inputs=inputs and [p for p in inputs if id(p) in found])
     except RuntimeError as error:
-        freed = freed_graph_error(error, walk(roots).nodes)
-        if freed is None:
-            raise
-        raise freed from error
+        raise_if_freed(error, walk(roots).nodes)
+        raise
     finally:
         for one in reversed(undo):
             one()
@@ -163,8 +162,9 @@ class _Visit:
     def enter(self, roots: Roots, inputs: Set[Node]) -> None:
         for node in walk(roots).nodes:
             if is_leaf(node):
-                if self.finds and node not in inputs and hasattr(node, "variable"):
-                    self.found.setdefault(id(node.variable), node.variable)
+                variable = getattr(node, "variable", None)
+                if self.finds and node not in inputs and variable is not None:
+                    self.found.setdefault(id(variable), variable)
                 continue
             if self.callback is not None:
                 self.undo.append(node.register_hook(_posthook(self.callback, node.name())).remove)
@@ -226,7 +226,9 @@ def _named(parameters: Any) -> list[tuple[str, Tensor]]:
         raise InvalidTypeError(
             f"parameter_list is {type(parameters).__name__}: expected a module or a list of tensors."
         )
-    named = [one if isinstance(one, tuple) and len(one) == 2 else ("", one) for one in parameters]
+    named: list[tuple[str, Any]] = [
+        one if isinstance(one, tuple) and len(one) == 2 else ("", one) for one in parameters
+    ]
     for _, one in named:
         if not isinstance(one, Tensor):
             raise InvalidTypeError(f"parameter_list has {one!r}: expected tensors; names alone do not tell which.")
@@ -249,9 +251,10 @@ def _resolved(no_grad_set: Iterable[Tensor | str] | None, named: Sequence[tuple[
         if isinstance(one, str):
             known = {name: tensor for name, tensor in named if name}
             if one not in known:
+                among = f"the known ones, {sorted(known)}" if known else "the known ones: there is none"
                 raise InvalidValueError(
-                    f"no_grad_set has the name {one!r}, which is not among {sorted(known) or 'the names: none is known'}. "
-                    f"Give parameter_list=model, or the tensor itself."
+                    f"no_grad_set has the name {one!r}, which is not among {among}. Give parameter_list=model, or the "
+                    f"tensor itself."
                 )
             one = known[one]
         if not isinstance(one, Tensor):

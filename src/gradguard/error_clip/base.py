@@ -111,8 +111,10 @@ class BaseErrorClip:
 class _OnUnscaled(BaseErrorClip):
     """A rule that knows nothing of loss scales, under one: unscale in a wide dtype, clip, scale."""
 
+    __setattr__ = object.__setattr__
+
     def __init__(self, rule: BaseErrorClip, scale: float | Tensor) -> None:
-        self.__dict__.update(rule=rule, scale=scale)
+        self.rule, self.scale = rule, scale
 
     def clip(self, grad: Tensor) -> Tensor:
         wide = torch.promote_types(grad.dtype, torch.float32)

@@ -21,6 +21,11 @@ from gradguard.errors import InvalidValueError
 
 _NEXT_TO_THE_LOSS = 10
 
+_Label = tuple[str, str]
+"""The names of an operation and of its module."""
+_Step = tuple[list[_Label], Tensor]
+"""What passed in one step, and the largest element of each, in the order of the backward."""
+
 
 def calibrate(model: nn.Module | None = None, *, steps: int = 20, factor: float = 1.0) -> "Calibration":
     r"""Return a rule that clips nothing, records for ``steps`` blocks what passes, and proposes a threshold.
@@ -79,10 +84,12 @@ class Calibration(BaseErrorClip):
     """
 
     thresholds = ()
+    __setattr__ = object.__setattr__  # a record rather than a rule: what it holds is no constant of compiled code
 
     def __init__(self, timeline: ModuleTimeline | None, steps: int, factor: float) -> None:
-        steps_seen: list[tuple[list[tuple[str, str]], Tensor]] = []
-        self.__dict__.update(timeline=timeline, steps=steps, factor=factor, _seen=steps_seen, _passing=[])
+        self.timeline, self.steps, self.factor = timeline, steps, factor
+        self._seen: list[_Step] = []
+        self._passing: list[tuple[_Label, Tensor]] = []
 
     def clip(self, grad: Tensor) -> Tensor:
         """Return ``grad`` itself."""
@@ -117,7 +124,7 @@ class Calibration(BaseErrorClip):
             self.timeline.detach()
 
     def __str__(self) -> str:
-        largest: dict[tuple[str, str], float] = {}
+        largest: dict[_Label, float] = {}
         for labels, peaks in self._recorded():
             for label, peak in zip(labels, peaks.tolist(), strict=True):
                 largest[label] = max(largest.get(label, 0.0), _or_infinity(peak))
@@ -146,7 +153,7 @@ class Calibration(BaseErrorClip):
 
     def begin(self, loss: Tensor | None) -> None:
         """Start a step."""
-        self.__dict__["_passing"] = []
+        self._passing = []
 
     def end(self) -> None:
         """End a step."""
@@ -155,7 +162,7 @@ class Calibration(BaseErrorClip):
             peaks = torch.stack([peak.to(device, torch.float64) for _, peak in self._passing])
             self._seen.append(([label for label, _ in self._passing], peaks))
 
-    def _recorded(self) -> list[tuple[list[tuple[str, str]], Tensor]]:
+    def _recorded(self) -> list[_Step]:
         if not self._seen:
             raise InvalidValueError(
                 "nothing was recorded: run some backwards in `with gg.error_clip(loss, calibration)`."
@@ -175,7 +182,7 @@ class _Peaks:
     """One node's view of the calibration."""
 
     calibration: Calibration
-    label: tuple[str, str]
+    label: _Label
 
     def clip(self, grad: Tensor, apply: Callable[[Tensor], Tensor], bounds: tuple[float, float] | None) -> Tensor:
         if grad.numel() and not self.calibration.done:

@@ -7,16 +7,20 @@ from gradguard.errors import FreedGraphError
 _PYTORCH_SAYS = "backward through the graph a second time"
 
 
-def freed_graph_error(error: RuntimeError, nodes: list[Node]) -> FreedGraphError | None:
-    """Return the error to raise in place of PyTorch's ``error`` if that is about a freed graph, else None."""
+def raise_if_freed(error: RuntimeError, nodes: list[Node]) -> None:
+    """Raise our error in place of PyTorch's if that is about a freed graph.
+
+    Raises:
+        FreedGraphError: If it is.
+    """
     if _PYTORCH_SAYS not in str(error):
-        return None
+        return
     name = next((node.name() for node in nodes if _is_freed(node)), None)
     where = f" at {name}" if name else ""
-    return FreedGraphError(
+    raise FreedGraphError(
         f"the graph was freed by an earlier backward{where}: expected a graph that has not been gone through; compute "
         f"the loss again, or call the earlier backward with retain_graph=True."
-    )
+    ) from error
 
 
 def _is_freed(node: Node) -> bool:

@@ -92,10 +92,9 @@ def root_of(value: Tensor) -> tuple[Node, int]:
 
 @dataclass
 class Graph:
-    """What lies behind some roots.
+    """What lies behind some roots: every node once, roots first.
 
-    ``nodes`` holds every node once, roots first; ``structure`` is equal for graphs of the same operations wired the
-    same way, whatever their shapes and values.
+    ``structure`` is the same for graphs of the same operations wired the same way, whatever their shapes and values.
     """
 
     nodes: list[Node]

@@ -18,23 +18,32 @@ Roots = Sequence[tuple[Node, int]]
 
 
 class Row(Protocol):
-    """One line of what an observer writes down: all gradients of one operation in one module."""
+    """What an observer writes down about one operation."""
 
-    def clip(self, grad: Tensor, apply: Callable[[Tensor], Tensor], bounds: tuple[float, float] | None) -> Tensor: ...
+    def clip(self, grad: Tensor, apply: Callable[[Tensor], Tensor], bounds: tuple[float, float] | None) -> Tensor:
+        """Return ``apply(grad)``, or ``grad`` where the clamp to ``bounds`` would not change it."""
+        ...
 
 
 class Observer(Protocol):
-    """Something that is shown each gradient on its way through a rule, such as statistics."""
+    """Something that is shown each gradient on its way through a rule: statistics, a calibration."""
 
-    def row(self, node: Node, name: str, sources: str) -> Row: ...
+    def row(self, node: Node, name: str, sources: str) -> Row:
+        """Return where the gradients of the output of ``node`` are written down."""
+        ...
 
-    def skipped(self, node: Node, name: str, numbers: tuple[int, ...]) -> None: ...
+    def skipped(self, node: Node, name: str, numbers: tuple[int, ...]) -> None:
+        """Take note of slots that are not clipped because that would change nothing."""
 
-    def place(self, node: Node) -> str: ...
+    def place(self, node: Node) -> str:
+        """Return the name of the module that recorded ``node``, empty if not known."""
+        ...
 
-    def begin(self, loss: Tensor | None) -> None: ...
+    def begin(self, loss: Tensor | None) -> None:
+        """A block begins."""
 
-    def end(self) -> None: ...
+    def end(self) -> None:
+        """A block ends."""
 
 
 @dataclass
@@ -175,8 +184,9 @@ class Clipping:
 
     def _hook_leaves(self, nodes: list[Node]) -> None:
         for node in nodes:
-            if hasattr(node, "variable"):
-                self.hook_leaf(node.variable)
+            variable = getattr(node, "variable", None)
+            if variable is not None:
+                self.hook_leaf(variable)
 
     def _enter_checkpoint(self, node: Node) -> None:
         enter_checkpoint(node, lambda roots, inputs: self.install(roots, inputs=inputs), self._undo)
@@ -199,7 +209,7 @@ def enter_checkpoint(node: Any, install: Callable[[Roots, Set[Node]], Any], undo
 
 
 def apply_rule(rule: BaseErrorClip, grad: Tensor, overflow_stays: bool = False) -> Tensor:
-    """Return what ``rule`` makes of ``grad``, checked, with overflow still visible where a loss scale may depend on it."""
+    """Return what ``rule`` makes of ``grad``, checked, with overflow left visible where a loss scale depends on it."""
     clipped = checked(rule, grad, rule.clip(grad))
     return keep_overflow(grad, clipped) if overflow_stays or grad.dtype is torch.float16 else clipped
 

@@ -1,4 +1,4 @@
-"""Which module recorded an operation: autograd numbers nodes as they are made, so the forward of a module is a range."""
+"""Which module recorded an operation: autograd numbers nodes as they are made, and a module's forward is a range."""
 
 import threading
 from bisect import bisect_right
@@ -36,6 +36,7 @@ class ModuleTimeline:
                 self._handles.append(module.register_forward_hook(self._leave, always_call=True))
 
     def detach(self) -> None:
+        """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
 

@@ -2,8 +2,8 @@
 
 A slot needs no clamp to [low, high] ∋ 0 if exactly one operation uses the value, the gradient that arrives at that
 operation is itself within the bounds, and the operation's backward multiplies no element by more than 1 and adds none
-up. The bound may flip its sign only if the bounds are symmetric. Shapes and dtypes come in because a broadcast operand's
-backward adds up and a cast rounds: they are conditions of the plan, looked at each time that it is used again.
+up. A sign may flip only if the bounds are symmetric. Shapes and dtypes come in because the backward of a broadcast
+operand adds up and a cast rounds: they are conditions of the plan, looked at each time that it is used again.
 """
 
 from collections import defaultdict

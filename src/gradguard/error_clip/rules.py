@@ -25,8 +25,8 @@ class ErrorClipByValue(BaseErrorClip):
 
     **Edge cases.** NaN stays NaN. ±inf becomes the bound, except in float16 and under ``scale=``, where it becomes
     NaN so that a GradScaler sees the overflow. Bounds are rounded to the gradient's dtype, and to its largest finite
-    value. A complex gradient is scaled to a modulus of at most ``max``; bounds that are not symmetric refuse it. Bounds
-    that do not enclose 0 push every gradient to one side, and are obeyed.
+    value. A complex gradient is scaled to a modulus of at most ``max``; bounds that are not symmetric refuse it.
+    Bounds that do not enclose 0 push every gradient to one side, and are obeyed.
 
     Args:
         max: The upper bound, in units of the gradient of the unscaled loss. A mean loss over B samples and T steps
@@ -61,7 +61,7 @@ class ErrorClipByValue(BaseErrorClip):
 
     def _checked(self, name: str, value: float) -> float:
         number = super()._checked(name, value)
-        if name == "min":
+        if name == "min" and self._symmetric:
             self._symmetric = False
         low, high = (
             (number, self.__dict__.get("max", math.inf)) if name == "min" else (self.__dict__.get("min"), number)
@@ -73,6 +73,7 @@ class ErrorClipByValue(BaseErrorClip):
         return number
 
     def clip(self, grad: Tensor) -> Tensor:
+        """Return ``grad``, clipped."""
         low, high = self.min, self.max
         if grad.dtype.is_complex:
             return self._clip_modulus(grad)
@@ -90,7 +91,8 @@ class ErrorClipByValue(BaseErrorClip):
         bound = torch.as_tensor(self.max, dtype=modulus.dtype, device=modulus.device)
         return torch.where(modulus > bound, grad * (bound / modulus), grad)
 
-    def bounds(self) -> tuple[float, float] | None:
+    def bounds(self) -> tuple[float, float]:
+        """Return (min, max)."""
         return self.min, self.max
 
 
@@ -123,6 +125,7 @@ class ErrorClipByNorm(BaseErrorClip):
         self.max_norm = max_norm
 
     def clip(self, grad: Tensor) -> Tensor:
+        """Return ``grad``, clipped."""
         return _scale_to_norm(grad, self.max_norm, tuple(range(grad.dim())))
 
 
@@ -159,6 +162,7 @@ class ErrorClipBySampleNorm(BaseErrorClip):
         self.max_norm = max_norm
 
     def clip(self, grad: Tensor) -> Tensor:
+        """Return ``grad``, clipped."""
         batch = self.dim % grad.dim() if -grad.dim() <= self.dim < grad.dim() else None
         return _scale_to_norm(grad, self.max_norm, tuple(d for d in range(grad.dim()) if d != batch))
 
@@ -192,6 +196,7 @@ class ErrorClipZeroAbove(BaseErrorClip):
         self.max = max
 
     def clip(self, grad: Tensor) -> Tensor:
+        """Return ``grad``, clipped."""
         bound = self.max.to(grad.abs()) if isinstance(self.max, Tensor) else self.max
         return torch.where(grad.abs() <= bound, grad, torch.zeros((), dtype=grad.dtype, device=grad.device))
 
@@ -222,6 +227,7 @@ class ErrorClipNonfinite(BaseErrorClip):
         self.policy = policy
 
     def clip(self, grad: Tensor) -> Tensor:
+        """Return ``grad``, clipped."""
         if self.policy == "zero":
             return torch.where(grad.isfinite(), grad, torch.zeros((), dtype=grad.dtype, device=grad.device))
         if self.policy == "raise":
@@ -232,36 +238,26 @@ class ErrorClipNonfinite(BaseErrorClip):
 def _scale_to_norm(grad: Tensor, max_norm: float | Tensor, dims: tuple[int, ...]) -> Tensor:
     if grad.numel() == 0:
         return grad
-    wide = torch.promote_types(grad.dtype, torch.float32)
-    peak = (
-        grad.detach().abs().amax(dims, keepdim=True).to(wide.to_real())
-        if dims
-        else grad.detach().abs().to(wide.to_real())
-    )
+    modulus = grad.detach().abs()
+    modulus = modulus.to(torch.promote_types(modulus.dtype, torch.float32))
+    peak = modulus.amax(dims, keepdim=True) if dims else modulus
     peak = torch.where((peak > 0) & peak.isfinite(), peak, 1.0)
-    relative = torch.linalg.vector_norm(grad / peak, dim=dims, keepdim=True) if dims else (grad / peak).abs()
+    small = grad / peak  # of elements up to 1, so that no square overflows and the largest does not vanish
+    relative = torch.linalg.vector_norm(small, dim=dims, keepdim=True) if dims else small.abs()
     bound = max_norm.to(peak) if isinstance(max_norm, Tensor) else max_norm
     binds = (relative * peak > bound) & relative.isfinite()
-    return torch.where(binds, (grad / peak) * (bound / torch.where(binds, relative, 1.0)), grad).to(grad.dtype)
+    return torch.where(binds, small * (bound / torch.where(binds, relative, 1.0)), grad).to(grad.dtype)
 
 
 def _refuse_nonfinite(grad: Tensor) -> None:
-    if torch.compiler.is_compiling() or not _can_be_read(grad):
+    if torch.compiler.is_compiling():
         raise InvalidTypeError('ErrorClipNonfinite("raise") cannot be compiled: use it in eager code, or "zero".')
-    if math.isfinite(abs(grad.detach().sum(dtype=_wide_sum(grad)).item())):
+    if math.isfinite(abs(grad.detach().sum(dtype=torch.promote_types(grad.dtype, torch.float32)).item())):
         return
     bad = int((~grad.isfinite()).sum())
     if bad:
         nan = int(grad.isnan().sum())
         raise NonFiniteGradientError(f"{nan} NaN and {bad - nan} infinite of {grad.numel()} elements")
-
-
-def _can_be_read(grad: Tensor) -> bool:
-    return are_readable(grad) or grad.device.type not in {"cpu", "meta"}
-
-
-def _wide_sum(grad: Tensor) -> torch.dtype:
-    return torch.promote_types(grad.dtype, torch.float32)
 
 
 def _within(number: float, limit: float) -> float:

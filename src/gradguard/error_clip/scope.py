@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from gradguard.error_clip.base import BaseErrorClip
 from gradguard.error_clip.calibration import Calibration
-from gradguard.error_clip.freed import freed_graph_error
+from gradguard.error_clip.freed import raise_if_freed
 from gradguard.error_clip.graph import Graph, Slot, root_of
 from gradguard.error_clip.hooks import Claim, Clipping
 from gradguard.error_clip.modules import next_number, number_of
@@ -43,7 +43,7 @@ def error_clip(
 ) -> Iterator[None]:
     r"""Clip the gradient of every intermediate value while a backward runs inside the block.
 
-    .. math:: g_v \leftarrow \text{rule}\Bigl(\sum_{w \text{ uses } v} \bigl(\partial w / \partial v\bigr)^\top g_w\Bigr)
+    .. math:: g_v \leftarrow \text{rule}\Bigl(\sum_{w \text{ uses } v} (\partial w / \partial v)^\top g_w\Bigr)
               \quad\text{before the backward of the operation that made } v
 
     It helps where gradients overflow or explode *on their way*, which clipping parameter gradients afterwards cannot
@@ -97,6 +97,7 @@ def error_clip(
         InvalidTypeError: If ``target``, ``rule`` or ``stats`` is of another type, or the rule returns something that
             the backward cannot go on with.
         FreedGraphError: If the backward goes through a graph that an earlier one has freed.
+        RuntimeError: What PyTorch raises in the block.
 
     Example:
         >>> import gradguard as gg, torch
@@ -118,10 +119,8 @@ def error_clip(
         yield
         scope.check()
     except RuntimeError as error:
-        freed = freed_graph_error(error, scope.nodes())
-        if freed is None:
-            raise
-        raise freed from error
+        raise_if_freed(error, scope.nodes())
+        raise
     finally:
         del _active[scope.serial]
         scope.exit()
@@ -276,7 +275,7 @@ class _Parts(_Scope):
             self._own(node, self.clipping.hook_slot(node, number))
 
     def _own(self, node: Node, claim: Claim) -> None:
-        owners = node.metadata.setdefault(_OWNERS, {})
+        owners = _metadata(node).setdefault(_OWNERS, {})
         for number in claim.numbers:
             owners[number] = (self.serial, claim)
 
@@ -315,7 +314,7 @@ _COMPILED = (
 
 def owner_of(node: Node, number: int) -> Claim | None:
     """Return the claim of the innermost running scope for parts that has this slot."""
-    serial, claim = node.metadata.get(_OWNERS, {}).get(number, (-1, None))
+    serial, claim = _metadata(node).get(_OWNERS, {}).get(number, (-1, None))
     return claim if serial in _active else None
 
 
@@ -323,7 +322,7 @@ def owned_slots(graph: Graph) -> set[Slot]:
     """Return the slots that running scopes for parts have."""
     if not any(isinstance(scope, _Parts) for scope in _active.values()):
         return set()
-    marked = [(i, node, node.metadata[_OWNERS]) for i, node in enumerate(graph.nodes) if _OWNERS in node.metadata]
+    marked = [(i, node, _metadata(node)[_OWNERS]) for i, node in enumerate(graph.nodes) if _OWNERS in _metadata(node)]
     return {(i, number) for i, node, owners in marked for number in owners if owner_of(node, number) is not None}
 
 
@@ -331,6 +330,10 @@ def _refresh_whole_graphs(scope: _Scope) -> None:
     for other in list(_active.values()):
         if isinstance(other, _WholeGraph) and other.thread == scope.thread and other.graph.nodes:
             other.refresh()
+
+
+def _metadata(node: Node) -> dict[str, Any]:
+    return node.metadata  # type: ignore[return-value]
 
 
 def _numbers(node: Node) -> range:
@@ -369,6 +372,11 @@ def _device_of(parts: list[Part]) -> torch.device:
 
 
 def checked_rule(rule: Any) -> BaseErrorClip:
+    """Return ``rule``, or the rule that does nothing for None.
+
+    Raises:
+        InvalidTypeError: If it is no rule.
+    """
     if rule is None:
         return ErrorClipNonfinite("keep")
     if isinstance(rule, BaseErrorClip):
