@@ -10,6 +10,7 @@ from gradguard.clip.functional import (
 from gradguard.clip.result import ClipResult
 from gradguard.error_clip.backward import append_backward, minimize
 from gradguard.error_clip.base import BaseErrorClip
+from gradguard.error_clip.block import error_clip
 from gradguard.error_clip.calibration import Calibration, calibrate
 from gradguard.error_clip.compiled import attach_error_clip
 from gradguard.error_clip.rules import (
@@ -19,7 +20,6 @@ from gradguard.error_clip.rules import (
     ErrorClipNonfinite,
     ErrorClipZeroAbove,
 )
-from gradguard.error_clip.scope import error_clip
 from gradguard.error_clip.statistics import ErrorClipStats, FirstNonfinite, OpStatistics
 from gradguard.errors import (
     FreedGraphError,

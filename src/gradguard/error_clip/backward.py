@@ -8,10 +8,10 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 from torch.optim import Optimizer
 
-from gradguard.error_clip.base import BaseErrorClip
+from gradguard.error_clip.base import BaseErrorClip, apply_rule
 from gradguard.error_clip.freed import raise_if_freed
 from gradguard.error_clip.graph import is_leaf, root_of, walk
-from gradguard.error_clip.hooks import Gradients, Roots, apply_rule, enter_checkpoint, explained
+from gradguard.error_clip.hooks import Gradients, Roots, enter_checkpoint, explained
 from gradguard.error_clip.plan import hides_a_graph
 from gradguard.errors import InvalidTypeError, InvalidValueError
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gradguard.arguments import check_number
-from gradguard.errors import InvalidValueError
+from gradguard.errors import InvalidTypeError, InvalidValueError
 
 _SERIAL = itertools.count()
 _PLAIN = (bool, int, float, str, bytes, type(None))
@@ -111,7 +111,8 @@ class BaseErrorClip:
 class _OnUnscaled(BaseErrorClip):
     """A rule that knows nothing of loss scales, under one: unscale in a wide dtype, clip, scale."""
 
-    __setattr__ = object.__setattr__
+    def __setattr__(self, name: str, value: Any) -> None:
+        object.__setattr__(self, name, value)
 
     def __init__(self, rule: BaseErrorClip, scale: float | Tensor) -> None:
         self.rule, self.scale = rule, scale
@@ -119,7 +120,7 @@ class _OnUnscaled(BaseErrorClip):
     def clip(self, grad: Tensor) -> Tensor:
         wide = torch.promote_types(grad.dtype, torch.float32)
         unscaled = (grad.to(wide) / self.scale).to(wide)
-        return (self.rule.clip(unscaled) * self.scale).to(grad.dtype)
+        return (checked(self.rule, unscaled, self.rule.clip(unscaled)) * self.scale).to(grad.dtype)
 
 
 def parts(rule: BaseErrorClip) -> tuple[Kind, tuple[Tensor, ...]]:
@@ -134,6 +135,39 @@ def from_parts(kind: Kind, inputs: tuple[Tensor, ...]) -> BaseErrorClip:
     rule.__dict__.update({k: _OBJECTS[v[1]] if isinstance(v, tuple) else v for k, v in state})
     rule.__dict__.update(zip(rule.thresholds or (), inputs, strict=True))
     return rule
+
+
+def apply_rule(rule: BaseErrorClip, grad: Tensor, overflow_stays: bool = False) -> Tensor:
+    """Return what ``rule`` makes of ``grad``, checked, with overflow left visible where a loss scale depends on it."""
+    clipped = checked(rule, grad, rule.clip(grad))
+    return keep_overflow(grad, clipped) if overflow_stays or grad.dtype is torch.float16 else clipped
+
+
+def is_trusted(rule: BaseErrorClip) -> bool:
+    """Tell whether the rule is one of ours, whose results need no check."""
+    return type(rule).__module__.startswith("gradguard.error_clip.") and not isinstance(rule, _OnUnscaled)
+
+
+def keep_overflow(grad: Tensor, clipped: Tensor) -> Tensor:
+    """Return ``clipped`` with NaN wherever ``grad`` is not finite, so that a GradScaler sees the overflow."""
+    return clipped + (grad - grad)
+
+
+def checked(rule: BaseErrorClip, grad: Tensor, clipped: Any) -> Tensor:
+    """Return ``clipped`` if the backward can go on with it.
+
+    Raises:
+        InvalidTypeError: If it is no tensor of the same shape, dtype and device.
+    """
+    if is_trusted(rule):
+        return clipped
+    expected = f"tensor of shape {tuple(grad.shape)}, {grad.dtype}, on {grad.device}"
+    if not isinstance(clipped, Tensor):
+        raise InvalidTypeError(f"{type(rule).__name__}.clip returned {type(clipped).__name__}: expected a {expected}.")
+    if (clipped.shape, clipped.dtype, clipped.device) != (grad.shape, grad.dtype, grad.device):
+        got = f"one of shape {tuple(clipped.shape)}, {clipped.dtype}, on {clipped.device}"
+        raise InvalidTypeError(f"{type(rule).__name__}.clip returned {got}: expected a {expected}.")
+    return clipped
 
 
 def _kind_of(rule: BaseErrorClip) -> Kind:

@@ -9,12 +9,14 @@ import math
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 
 from gradguard.error_clip.base import BaseErrorClip
+from gradguard.error_clip.hooks import Pruned
 from gradguard.error_clip.modules import ModuleTimeline
 from gradguard.error_clip.rules import ErrorClipByValue
 from gradguard.errors import InvalidValueError
@@ -84,7 +86,9 @@ class Calibration(BaseErrorClip):
     """
 
     thresholds = ()
-    __setattr__ = object.__setattr__  # a record rather than a rule: what it holds is no constant of compiled code
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        object.__setattr__(self, name, value)  # a record rather than a rule: nothing in it is for the compiler
 
     def __init__(self, timeline: ModuleTimeline | None, steps: int, factor: float) -> None:
         self.timeline, self.steps, self.factor = timeline, steps, factor
@@ -148,8 +152,9 @@ class Calibration(BaseErrorClip):
         """Return where the gradients of one node are recorded."""
         return _Peaks(self, (name, self.place(node)))
 
-    def skipped(self, node: Node, name: str, numbers: tuple[int, ...]) -> None:
-        """Take note of slots that were pruned: none are."""
+    def skipping(self, pruned: Pruned) -> Callable[[], None]:
+        """Return something that does nothing: this rule is never pruned."""
+        return lambda: None
 
     def begin(self, loss: Tensor | None) -> None:
         """Start a step."""
@@ -161,6 +166,7 @@ class Calibration(BaseErrorClip):
             device = self._passing[0][1].device
             peaks = torch.stack([peak.to(device, torch.float64) for _, peak in self._passing])
             self._seen.append(([label for label, _ in self._passing], peaks))
+        self._passing = []
 
     def _recorded(self) -> list[_Step]:
         if not self._seen:

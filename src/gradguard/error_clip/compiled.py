@@ -12,9 +12,10 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from gradguard.error_clip.base import BaseErrorClip, Kind, from_parts, parts
+from gradguard.error_clip.block import checked_rule
 from gradguard.error_clip.graph import root_of
 from gradguard.error_clip.hooks import Clipping
-from gradguard.error_clip.scope import LossScale, checked_rule, loss_scale
+from gradguard.error_clip.scopes import LossScale, loss_scale
 from gradguard.errors import InvalidValueError
 
 Values = TypeVar("Values")

@@ -70,7 +70,7 @@ def is_leaf(node: Node) -> bool:
 
 
 def holds_a_leaf(node: Node, inputs: Set[Node] = frozenset()) -> bool:
-    """Tell whether ``node`` is a chain of views and casts that ends at a leaf: a parameter in other clothes.
+    """Return whether ``node`` is a chain of views and casts that ends at a leaf: a parameter in other clothes.
 
     Leaves among ``inputs`` do not count: they stand for intermediate values of a graph further out.
     """
@@ -92,9 +92,9 @@ def root_of(value: Tensor) -> tuple[Node, int]:
 
 @dataclass
 class Graph:
-    """What lies behind some roots: every node once, roots first.
+    """What lies behind some roots: every node once, with the roots first.
 
-    ``structure`` is the same for graphs of the same operations wired the same way, whatever their shapes and values.
+    Graphs of the same operations, wired the same way, agree in ``structure``, whatever their shapes and values.
     """
 
     nodes: list[Node]
@@ -135,22 +135,22 @@ def walk(
             nodes.append(node)
         slots.append((index[node], number))
     structure: list[object] = []
-    add = structure.append
+    add, found = structure.append, index.setdefault
+    count = len(nodes)
     for node in nodes:  # grows while it is read
         add(type(node))
         for child, number in node.next_functions:
             if child is None:
                 add(None)
                 continue
-            position = index.get(child)
-            if position is None:
-                if stop is not None and stop(child):
-                    add(holds_a_leaf(child, inputs))
-                    continue
-                index[child] = position = len(nodes)
+            if stop is not None and child not in index and stop(child):
+                add(holds_a_leaf(child, inputs))
+                continue
+            position = found(child, count)
+            if position == count:
                 nodes.append(child)
-            add(position)
-            add(number)
+                count += 1
+            add(position if number == 0 else (position, number))
     graph = Graph(nodes, tuple(slots), (), index, inputs)
     graph.structure = (*slots, *map(graph.is_scalar, slots), *structure)
     return graph

@@ -2,19 +2,25 @@
 
 from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import Node, get_gradient_edge
+from torch.utils._pytree import tree_leaves
 
-from gradguard.error_clip.base import BaseErrorClip
+from gradguard.error_clip.base import BaseErrorClip, apply_rule, is_trusted, keep_overflow
 from gradguard.error_clip.graph import Graph, Slot, root_of, walk
 from gradguard.error_clip.plan import Choice, plan_for
 from gradguard.errors import InvalidTypeError, NonFiniteGradientError, UnsupportedGradientError
 
 Gradients = tuple[Tensor | None, ...]
 Roots = Sequence[tuple[Node, int]]
+
+
+Pruned = Sequence[tuple[Node, str, tuple[int, ...]]]
+"""Nodes with their names and the slots of theirs that are not clipped."""
 
 
 class Row(Protocol):
@@ -32,8 +38,9 @@ class Observer(Protocol):
         """Return where the gradients of the output of ``node`` are written down."""
         ...
 
-    def skipped(self, node: Node, name: str, numbers: tuple[int, ...]) -> None:
-        """Take note of slots that are not clipped because that would change nothing."""
+    def skipping(self, pruned: Pruned) -> Callable[[], None]:
+        """Return what to call when a backward begins that does not clip these slots, because nothing would change."""
+        ...
 
     def place(self, node: Node) -> str:
         """Return the name of the module that recorded ``node``, empty if not known."""
@@ -79,10 +86,10 @@ class Clipping:
     def install(
         self,
         roots: Roots,
+        inputs: Set[Node] = frozenset(),
         *,
         roots_too: bool = False,
         stop: Callable[[Node], bool] | None = None,
-        inputs: Set[Node] = frozenset(),
         exclude: Callable[[Graph], frozenset[Slot]] | None = None,
         claimed: Callable[[Node, Claim], None] | None = None,
     ) -> Graph:
@@ -90,17 +97,18 @@ class Clipping:
         graph = walk(roots, stop, inputs)
         excluded = exclude(graph) if exclude is not None else frozenset()
         plan = plan_for(graph, Choice(roots_too, self._prunable_bounds(), excluded))
-        for position, numbers, pruned, name, sources in plan.steps if self.observer is not None else plan.hooks:
+        for position, numbers, _, name, sources in plan.hooks:
             node, claim = graph.nodes[position], Claim(numbers)
-            if pruned and self.observer is not None:
-                self.observer.skipped(node, name, pruned)
-            if not numbers:
-                continue
             self.handles.append(node.register_prehook(self._prehook(node, claim, name, sources)))
             if claimed is not None:
                 claimed(node, claim)
+        if self.observer is not None:
+            pruned = [(graph.nodes[step.position], step.name, step.pruned) for step in plan.steps if step.pruned]
+            skips = self.observer.skipping(pruned)
+            self.handles.append(roots[0][0].register_prehook(lambda grads: skips()))
+        again = partial(self.install, exclude=exclude, claimed=claimed)
         for position in plan.checkpoints:
-            self._enter_checkpoint(graph.nodes[position])
+            enter_checkpoint(graph.nodes[position], again, self._undo)
         if self.leaves:
             chosen = [graph.nodes[i] for i in plan.leaves if (i, 0) not in excluded]
             self._hook_leaves([node for node in chosen if node not in inputs])
@@ -112,14 +120,13 @@ class Clipping:
         self.handles.append(node.register_prehook(self._prehook(node, claim, node.name(), "")))
         return claim
 
-    def hook_leaf(self, leaf: Tensor, name: str = "AccumulateGrad") -> None:
+    def hook_leaf(self, leaf: Tensor) -> None:
         """Put the rule on the gradient of a parameter or input before it is accumulated, or captured."""
-        node = get_gradient_edge(leaf).node
         if id(leaf) in self._leaves_done:
             return
         self._leaves_done.add(id(leaf))
-        row = self.observer.row(node, name, "") if self.observer is not None else None
-        self.handles.append(leaf.register_hook(lambda grad: self._clip_one(grad, row, name, "")))
+        prehook = self._careful_prehook(get_gradient_edge(leaf).node, Claim((0,)), "AccumulateGrad", "")
+        self.handles.append(leaf.register_hook(lambda grad: prehook((grad,))[0]))
 
     def remove(self) -> None:
         """Take out everything that was put in."""
@@ -154,27 +161,25 @@ class Clipping:
                         return None
                     clipped = clip(grad)
                     return (clipped if grad.dtype is not torch.float16 else keep_overflow(grad, clipped),)
-                return _replaced(grads, claim.numbers, lambda grad: self._clip_one(grad, None, name, ""))
+                return _replaced(grads, claim.numbers, self._apply)
             except Exception as error:
                 raise explained(error, self.rule, name, "", grads) from error.__cause__
 
         return prehook
 
-    def _careful_prehook(
-        self, node: Node, claim: Claim, name: str, sources: str
-    ) -> Callable[[Gradients], Gradients | None]:
+    def _careful_prehook(self, node: Node, claim: Claim, name: str, sources: str) -> Callable[[Gradients], Gradients]:
         row = self.observer.row(node, name, sources) if self.observer is not None else None
         place = self.observer.place(node) if self.observer is not None else ""
 
-        def prehook(grads: Gradients) -> Gradients | None:
+        def prehook(grads: Gradients) -> Gradients:
             try:
-                return _replaced(grads, claim.numbers, lambda grad: self._clip_one(grad, row, name, place))
+                return _replaced(grads, claim.numbers, lambda grad: self._clip_one(grad, row))
             except Exception as error:
                 raise explained(error, self.rule, name, place, grads) from error.__cause__
 
         return prehook
 
-    def _clip_one(self, grad: Tensor, row: Row | None, name: str, place: str) -> Tensor:
+    def _clip_one(self, grad: Tensor, row: Row | None) -> Tensor:
         if row is None:
             return self._apply(grad)
         return row.clip(grad, self._apply, None if isinstance(self.scale, Tensor) else self.rule.bounds())
@@ -188,9 +193,6 @@ class Clipping:
             if variable is not None:
                 self.hook_leaf(variable)
 
-    def _enter_checkpoint(self, node: Node) -> None:
-        enter_checkpoint(node, lambda roots, inputs: self.install(roots, inputs=inputs), self._undo)
-
 
 def enter_checkpoint(node: Any, install: Callable[[Roots, Set[Node]], Any], undo: list[Callable[[], None]]) -> None:
     """Have ``install`` called on the graph that a reentrant checkpoint builds when it runs its forward again."""
@@ -198,47 +200,17 @@ def enter_checkpoint(node: Any, install: Callable[[Roots, Set[Node]], Any], undo
 
     def run_function(*args: Any, **kwargs: Any) -> Any:
         outputs = original(*args, **kwargs)
-        found = outputs if isinstance(outputs, tuple | list) else (outputs,)
-        roots = [root_of(value) for value in found if isinstance(value, Tensor) and value.grad_fn is not None]
-        inputs = {get_gradient_edge(a).node for a in args if isinstance(a, Tensor) and a.is_leaf and a.requires_grad}
-        install(roots, inputs)
+        roots = [
+            root_of(value) for value in tree_leaves(outputs) if isinstance(value, Tensor) and value.grad_fn is not None
+        ]
+        given = [value for value in tree_leaves(args) if isinstance(value, Tensor) and value.requires_grad]
+        inputs = {get_gradient_edge(value).node for value in given if value.is_leaf}
+        if roots:
+            install(roots, inputs)
         return outputs
 
     node.run_function = run_function
     undo.append(lambda: setattr(node, "run_function", original))
-
-
-def apply_rule(rule: BaseErrorClip, grad: Tensor, overflow_stays: bool = False) -> Tensor:
-    """Return what ``rule`` makes of ``grad``, checked, with overflow left visible where a loss scale depends on it."""
-    clipped = checked(rule, grad, rule.clip(grad))
-    return keep_overflow(grad, clipped) if overflow_stays or grad.dtype is torch.float16 else clipped
-
-
-def is_trusted(rule: BaseErrorClip) -> bool:
-    """Tell whether the rule is one of ours, whose results need no check."""
-    return type(rule).__module__.startswith("gradguard.error_clip.")
-
-
-def keep_overflow(grad: Tensor, clipped: Tensor) -> Tensor:
-    """Return ``clipped`` with NaN wherever ``grad`` is not finite, so that a GradScaler sees the overflow."""
-    return clipped + (grad - grad)
-
-
-def checked(rule: BaseErrorClip, grad: Tensor, clipped: Any) -> Tensor:
-    """Return ``clipped`` if the backward can go on with it.
-
-    Raises:
-        InvalidTypeError: If it is no tensor of the same shape, dtype and device.
-    """
-    if is_trusted(rule):
-        return clipped
-    expected = f"tensor of shape {tuple(grad.shape)}, {grad.dtype}, on {grad.device}"
-    if not isinstance(clipped, Tensor):
-        raise InvalidTypeError(f"{type(rule).__name__}.clip returned {type(clipped).__name__}: expected a {expected}.")
-    if (clipped.shape, clipped.dtype, clipped.device) != (grad.shape, grad.dtype, grad.device):
-        got = f"one of shape {tuple(clipped.shape)}, {clipped.dtype}, on {clipped.device}"
-        raise InvalidTypeError(f"{type(rule).__name__}.clip returned {got}: expected a {expected}.")
-    return clipped
 
 
 def explained(error: Exception, rule: BaseErrorClip, name: str, place: str, grads: Gradients) -> Exception:

@@ -30,6 +30,7 @@ class ModuleTimeline:
         self._names: dict[int, list[str]] = defaultdict(list)
         self._within: dict[int, list[str]] = defaultdict(list)
         self._handles: list[Any] = []
+        self._parameters = {id(parameter): name for name, parameter in model.named_parameters()}
         for name, module in model.named_modules():
             if name:
                 self._handles.append(module.register_forward_pre_hook(self._entering(name)))
@@ -41,7 +42,13 @@ class ModuleTimeline:
             handle.remove()
 
     def module_of(self, node: Node) -> str:
-        """Return the innermost module that was running when ``node`` was made, empty if none was."""
+        """Return the innermost module that was running when ``node`` was made, or the name of a parameter.
+
+        Empty if neither is known.
+        """
+        variable = getattr(node, "variable", None)
+        if variable is not None:
+            return self._parameters.get(id(variable), "")
         thread = threading.get_ident()
         found = bisect_right(self._starts[thread], number_of(node)) - 1
         return self._names[thread][found] if found >= 0 else ""

@@ -168,7 +168,8 @@ class Pruning:
         if not same_layout(self.graph.metadata(first), self.graph.metadata(second)):
             return False
         self._required.append((first, second))
-        self._same.join((position, 0), slot)  # follows from the requirement, so that it is not looked at again
+        if len(operands) == 2:
+            self._same.join((position, 0), first)  # follows from the requirement, and need not be looked at again
         return True
 
     def _if_same_dtype(self, above: Slot, slot: Slot) -> bool:

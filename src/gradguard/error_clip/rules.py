@@ -63,24 +63,25 @@ class ErrorClipByValue(BaseErrorClip):
         number = super()._checked(name, value)
         if name == "min" and self._symmetric:
             self._symmetric = False
-        low, high = (
-            (number, self.__dict__.get("max", math.inf)) if name == "min" else (self.__dict__.get("min"), number)
-        )
-        low = -high if self._symmetric else low
+        if name == "max" and self._symmetric:
+            check_bounds(-number, number, ("min", "max"))
+            object.__setattr__(self, "min", -number)
+        low = number if name == "min" else self.min
+        high = number if name == "max" else self.__dict__.get("max", math.inf)
         check_bounds(low, high, ("min", "max"))
-        if self._symmetric:
-            object.__setattr__(self, "min", low)
         return number
 
     def clip(self, grad: Tensor) -> Tensor:
         """Return ``grad``, clipped."""
-        low, high = self.min, self.max
-        if grad.dtype.is_complex:
+        low, high, dtype = self.min, self.max, grad.dtype
+        if dtype is torch.float32 and type(high) is float:
+            return grad.clamp(low, high)
+        if dtype.is_complex:
             return self._clip_modulus(grad)
         if isinstance(high, Tensor):
             return grad.clamp(low.to(grad), high.to(grad))  # type: ignore[union-attr]
-        if grad.dtype is torch.float16:
-            limit = torch.finfo(grad.dtype).max
+        if dtype is torch.float16:
+            limit = torch.finfo(dtype).max
             low, high = _within(low, limit), _within(high, limit)
         return grad.clamp(low, high)
 

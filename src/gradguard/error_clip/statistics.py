@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 
+from gradguard.error_clip.hooks import Pruned
 from gradguard.error_clip.modules import ModuleTimeline
 
 Count = int | Tensor
@@ -136,12 +137,19 @@ class ErrorClipStats:
             self._rows[key] = _Row(*key)
         return _Shown(self, self._rows[key], sources)
 
-    def skipped(self, node: Node, name: str, numbers: tuple[int, ...]) -> None:
-        """Count gradients that no rule looks at because the clip provably changes nothing."""
-        row = self.row(node, name, "").row
-        for number in numbers:
-            row.gradients += 1
-            row.elements += math.prod(node._input_metadata[number].shape)  # type: ignore[attr-defined]
+    def skipping(self, pruned: Pruned) -> Callable[[], None]:
+        """Return what to call when a backward begins that does not clip these slots: they pass, and are not clipped."""
+        sizes = [
+            (self.row(node, name, "").row, [math.prod(node._input_metadata[n].shape) for n in numbers])  # type: ignore[attr-defined]
+            for node, name, numbers in pruned
+        ]
+
+        def passing() -> None:
+            for row, elements in sizes:
+                row.gradients += len(elements)
+                row.elements += sum(elements)
+
+        return passing
 
     def begin(self, loss: Tensor | None) -> None:
         """Start a block."""

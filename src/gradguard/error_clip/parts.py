@@ -1,0 +1,130 @@
+"""The block for chosen tensors, and for the values that modules make."""
+
+import sys
+import threading
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import Node
+from torch.utils._pytree import tree_leaves
+
+from gradguard.error_clip.graph import root_of
+from gradguard.error_clip.hooks import Claim, Clipping
+from gradguard.error_clip.modules import next_number, number_of
+from gradguard.error_clip.scopes import LossScale, Scope, own, owned_slots, owner_of, refresh_all
+from gradguard.errors import InvalidTypeError, InvalidValueError
+
+Part = Tensor | nn.Module
+
+_COMPILED = (
+    "error_clip on a compiled module: the hooks of the block are not part of compiled code. Call "
+    "gg.attach_error_clip(outputs, rule) inside the module's forward instead."
+)
+
+
+class Parts(Scope):
+    """Chosen tensors, and the values that modules make in the block."""
+
+    marks_nodes = True
+
+    def __init__(self, clipping: Clipping, scale: LossScale | None, parts: list[Part]) -> None:
+        super().__init__(clipping, scale)
+        for number, part in enumerate(parts):
+            _check_part(number, part)
+        self.parts = parts
+        self.kept: list[Node] = []
+        self.taken: list[tuple[Claim, int]] = []
+        self.starts: dict[int, list[int]] = {}
+        self.forwards = self.backwards = 0
+
+    def enter(self) -> None:
+        """Hook the chosen tensors, and get ready for the modules' forwards."""
+        self._begin(None)
+        self._rescale(_device_of(self.parts))
+        for part in self.parts:
+            if isinstance(part, Tensor):
+                self._take(part)
+            else:
+                handles = self.clipping.handles
+                handles.append(part.register_forward_pre_hook(self._before_forward, prepend=True))
+                handles.append(part.register_forward_hook(self._after_forward, prepend=True, always_call=True))
+        refresh_all(self.thread, but=self)
+
+    def check(self) -> None:
+        """Refuse to have done nothing."""
+        if not any(isinstance(part, nn.Module) for part in self.parts):
+            return
+        if not self.forwards:
+            raise InvalidValueError(
+                "nothing differentiable passed through the module in the block: run its forward inside the block, with "
+                "gradients enabled and something in it or in its input that requires them."
+            )
+        if not self.backwards:
+            raise InvalidValueError("no backward passed through the module in the block: call backward() inside it.")
+
+    def exit(self) -> None:
+        """Give back what was taken from other scopes."""
+        super().exit()
+        for claim, number in self.taken:
+            claim.numbers = (*claim.numbers, number)
+        self.parts, self.kept, self.taken = [], [], []
+        refresh_all(self.thread, but=self)
+
+    def _take(self, value: Tensor) -> None:
+        """Clip one chosen value, in place of the scope that had it."""
+        node, number = root_of(value)
+        owner = owner_of(node, number)
+        if owner is not None and number in owner.numbers:
+            owner.numbers = tuple(n for n in owner.numbers if n != number)
+            self.taken.append((owner, number))
+        if value.grad_fn is None:
+            self.clipping.hook_leaf(value)
+            self.kept.append(node)  # lives only as long as somebody holds it
+            own(self, node, Claim((number,)))
+        else:
+            own(self, node, self.clipping.hook_slot(node, number))
+
+    def _before_forward(self, module: nn.Module, args: Any) -> None:
+        if torch.compiler.is_compiling():
+            raise InvalidTypeError(_COMPILED)
+        self.starts.setdefault(threading.get_ident(), []).append(next_number())
+
+    def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
+        start = self.starts.get(threading.get_ident(), [0]).pop()
+        values = [v for v in tree_leaves(output) if isinstance(v, Tensor) and v.grad_fn is not None]
+        roots = [root for root in map(root_of, values) if number_of(root[0]) >= start]
+        if not roots:
+            return
+        self._rescale(values[0].device)
+        self.clipping.forget_dead()
+        self.clipping.install(
+            roots,
+            roots_too=True,
+            stop=lambda node: number_of(node) < start,
+            exclude=lambda graph: frozenset(owned_slots(graph)),
+            claimed=lambda node, claim: own(self, node, claim),
+        )
+        self.clipping.handles += [node.register_prehook(self._passed) for node in {node for node, _ in roots}]
+        self.forwards += 1
+
+    def _passed(self, grads: Any) -> None:
+        self.backwards += 1
+
+
+def _check_part(number: int, part: Any) -> None:
+    if isinstance(part, torch._dynamo.eval_frame.OptimizedModule if "torch._dynamo" in sys.modules else ()):
+        raise InvalidTypeError(_COMPILED)
+    if isinstance(part, Tensor) and not part.requires_grad:
+        raise InvalidValueError(
+            f"tensor {number} of the list (shape {tuple(part.shape)}) does not require a gradient: nothing to clip."
+        )
+    if not isinstance(part, Tensor | nn.Module):
+        raise InvalidTypeError(f"entry {number} of the list is {type(part).__name__}: expected a tensor or a module.")
+
+
+def _device_of(parts: list[Part]) -> torch.device:
+    for part in parts:
+        for tensor in (part,) if isinstance(part, Tensor) else part.parameters():
+            return tensor.device
+    return torch.device("cpu")

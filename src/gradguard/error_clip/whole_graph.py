@@ -1,0 +1,63 @@
+"""The block for everything behind a loss."""
+
+from torch import Tensor
+from torch.autograd.graph import Node
+
+from gradguard.error_clip.graph import Graph, Slot, root_of
+from gradguard.error_clip.hooks import Clipping
+from gradguard.error_clip.scopes import LossScale, Scope, active, owned_slots, refresh_all
+from gradguard.errors import InvalidValueError
+
+
+class WholeGraph(Scope):
+    """Everything behind a loss."""
+
+    def __init__(self, clipping: Clipping, scale: LossScale | None, loss: Tensor) -> None:
+        super().__init__(clipping, scale)
+        if loss.grad_fn is None:
+            raise InvalidValueError(
+                f"the loss (shape {tuple(loss.shape)}, requires_grad={loss.requires_grad}) has no graph behind it: "
+                f"expected the result of differentiable operations, computed outside torch.no_grad()."
+            )
+        self.loss, self.graph = loss, Graph([], (), (), {})
+
+    def enter(self) -> None:
+        """Install, and have outer blocks give way."""
+        self._begin(self.loss)
+        self._rescale(self.loss.device)
+        self._install()
+        refresh_all(self.thread, but=self)
+
+    def exit(self) -> None:
+        """Take everything out, and have outer blocks come back."""
+        super().exit()
+        self.graph = Graph([], (), (), {})
+        refresh_all(self.thread, but=self)
+
+    def refresh(self) -> None:
+        """Install anew, without what other scopes own now."""
+        if self.graph.nodes:
+            self._install()
+
+    def _install(self) -> None:
+        self.clipping.remove()
+        self.graph = self.clipping.install([root_of(self.loss)], exclude=self._owned_by_others)
+
+    def nodes(self) -> list[Node]:
+        """Return the nodes among which a freed one may be."""
+        return self.graph.nodes
+
+    def _others(self) -> list["WholeGraph"]:
+        mine = (s for s in list(active.values()) if isinstance(s, WholeGraph) and s.thread == self.thread)
+        return [scope for scope in mine if scope is not self and scope.graph.nodes]
+
+    def _owned_by_others(self, graph: Graph) -> frozenset[Slot]:
+        inner = [scope.graph.index for scope in self._others() if scope.serial > self.serial]
+        owned = owned_slots(graph)
+        for index in inner:
+            owned |= {(i, n) for i, node in enumerate(graph.nodes) if node in index for n in _numbers(node)}
+        return frozenset(owned)
+
+
+def _numbers(node: Node) -> range:
+    return range(len(node._input_metadata))  # type: ignore[attr-defined]
