@@ -71,24 +71,26 @@ def append_backward(
     roots = [root_of(loss)]
     listed = None if parameter_list is None else _named(parameter_list)
     blocked = _resolved(no_grad_set, listed or [])
-    found = {} if listed is None else {id(p): p for _, p in listed}
     undo: list[Callable[[], None]] = []
+    visit = _Visit(None if callback is None else _as_callback(callback), undo)
     try:
-        visit = _Visit(None if callback is None else _as_callback(callback), found, listed is None, undo)
         visit.enter(roots, frozenset())
-        inputs = None if listed is None and not any(t.is_leaf for t in blocked) else list(found.values())
-        for tensor in blocked:
-            found.pop(id(tensor), None)
-            if not tensor.is_leaf:
-                undo.append(_block(tensor))
-        torch.autograd.backward(loss, inputs=inputs and [p for p in inputs if id(p) in found])
+        undo += [_block(tensor) for tensor in blocked if not tensor.is_leaf]
+        left_out = {id(tensor) for tensor in blocked}
+        candidates = list(visit.reached.values()) if listed is None else [parameter for _, parameter in listed]
+        inputs = [parameter for parameter in candidates if id(parameter) not in left_out]
+        if listed is None and not any(tensor.is_leaf for tensor in blocked):
+            torch.autograd.backward(loss)
+            inputs = list(visit.reached.values())  # now with those that reentrant checkpoints hid
+        elif inputs:
+            torch.autograd.backward(loss, inputs=inputs)
     except RuntimeError as error:
         raise_if_freed(error, walk(roots).nodes)
         raise
     finally:
         for one in reversed(undo):
             one()
-    return [(parameter, parameter.grad) for parameter in found.values() if parameter.grad is not None]
+    return [(p, p.grad) for p in _distinct(inputs) if id(p) in visit.reached and p.grad is not None]
 
 
 def minimize(
@@ -154,22 +156,25 @@ def minimize(
 class _Visit:
     """Goes through a graph, and those hidden in it, to hook its nodes and to find its parameters."""
 
-    def __init__(
-        self, callback: Callback | None, found: dict[int, Tensor], finds: bool, undo: list[Callable[[], None]]
-    ) -> None:
-        self.callback, self.found, self.finds, self.undo = callback, found, finds, undo
+    def __init__(self, callback: Callback | None, undo: list[Callable[[], None]]) -> None:
+        self.callback, self.undo = callback, undo
+        self.reached: dict[int, Tensor] = {}
 
     def enter(self, roots: Roots, inputs: Set[Node]) -> None:
         for node in walk(roots).nodes:
             if is_leaf(node):
                 variable = getattr(node, "variable", None)
-                if self.finds and node not in inputs and variable is not None:
-                    self.found.setdefault(id(variable), variable)
+                if variable is not None and node not in inputs:
+                    self.reached.setdefault(id(variable), variable)
                 continue
             if self.callback is not None:
                 self.undo.append(node.register_hook(_posthook(self.callback, node.name())).remove)
             if hides_a_graph(node):
                 enter_checkpoint(node, self.enter, self.undo)
+
+
+def _distinct(tensors: Iterable[Tensor]) -> list[Tensor]:
+    return list({id(tensor): tensor for tensor in tensors}.values())
 
 
 def _posthook(callback: Callback, name: str) -> Callable[[Gradients, Gradients], Gradients | None]:

@@ -155,9 +155,9 @@ class Clipping:
 
         def prehook(grads: Gradients) -> Gradients | None:
             try:
-                if len(grads) == 1:
+                if len(grads) == 1 and claim.numbers:
                     grad = grads[0]
-                    if grad is None or not claim.numbers:
+                    if grad is None:
                         return None
                     clipped = clip(grad)
                     return (clipped if grad.dtype is not torch.float16 else keep_overflow(grad, clipped),)
