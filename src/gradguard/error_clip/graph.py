@@ -134,7 +134,7 @@ def walk(
             index[node] = len(nodes)
             nodes.append(node)
         slots.append((index[node], number))
-    structure: list[object] = []
+    structure: list[object] = [*slots]
     add, found = structure.append, index.setdefault
     count = len(nodes)
     for node in nodes:  # grows while it is read
@@ -152,5 +152,6 @@ def walk(
                 count += 1
             add(position if number == 0 else (position, number))
     graph = Graph(nodes, tuple(slots), (), index, inputs)
-    graph.structure = (*slots, *map(graph.is_scalar, slots), *structure)
+    structure += map(graph.is_scalar, slots)
+    graph.structure = tuple(structure)
     return graph

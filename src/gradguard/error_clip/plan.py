@@ -64,7 +64,7 @@ def plan_for(graph: Graph, choice: Choice) -> Plan:
     """Return the plan for ``graph``: a kept one if its conditions hold, else a new one, which is kept."""
     if choice.excluded:
         return make_plan(graph, choice)
-    key = (choice.bounds, choice.roots_too, *graph.structure)
+    key = (choice.bounds, choice.roots_too, graph.structure)
     for plan in _plans.get(key, ()):
         if plan.conditions.hold(graph.nodes):
             return plan

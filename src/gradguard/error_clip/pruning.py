@@ -65,23 +65,25 @@ class Conditions:
         return self._factors_hold(nodes) and self._dtypes_hold(nodes) and self._layouts_hold(nodes)
 
     def _factors_hold(self, nodes: list[Node]) -> bool:
-        return all([small_factor(nodes[position], name, signed) for position, name, signed in self.factors])
+        for position, name, signed in self.factors:
+            if getattr(nodes[position], name) != 1 and not small_factor(nodes[position], name, signed):
+                return False
+        return True
 
     def _dtypes_hold(self, nodes: list[Node]) -> bool:
         of = lambda slot: nodes[slot[0]]._input_metadata[slot[1]].dtype  # noqa: E731
         return all([of(above) == of(slot) for above, slot in self.dtypes])
 
     def _layouts_hold(self, nodes: list[Node]) -> bool:
-        for group in self.alike:
-            position, numbers = group[0]
-            first = nodes[position]._input_metadata[numbers[0]]
-            shape, dtype = first.shape, first.dtype
-            for position, numbers in group:
-                found = nodes[position]._input_metadata
-                for number in numbers:
-                    one = found[number]
-                    if one.shape != shape or one.dtype != dtype:
-                        return False
+        for (position, (number, *others)), *rest in self.alike:
+            found = nodes[position]._input_metadata  # type: ignore[attr-defined]
+            shape, dtype = found[number].shape, found[number].dtype
+            if any([found[other].shape != shape or found[other].dtype != dtype for other in others]):
+                return False
+            for other, numbers in rest:
+                found = nodes[other]._input_metadata  # type: ignore[attr-defined]
+                if any([found[n].shape != shape or found[n].dtype != dtype for n in numbers]):
+                    return False
         return True
 
 
