@@ -40,7 +40,10 @@ def check_number(name: str, value: float) -> float:
     """
     if isinstance(value, str) or not hasattr(value, "__float__"):
         raise InvalidTypeError(f"{name}={value!r}: expected a number, got {type(value).__name__}.")
-    return float(value)
+    try:
+        return float(value)
+    except (TypeError, ValueError, OverflowError, RuntimeError) as error:
+        raise InvalidTypeError(f"{name}={value!r}: expected one number.") from error
 
 
 def check_order(norm_type: float) -> float:

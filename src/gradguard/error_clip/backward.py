@@ -1,16 +1,15 @@
 """The calls of the document that the error clip began with: `append_backward` and `minimize`."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import Node
 from torch.optim import Optimizer
 
 from gradguard.error_clip.base import BaseErrorClip, apply_rule
 from gradguard.error_clip.freed import raise_if_freed
-from gradguard.error_clip.graph import is_leaf, root_of, walk
+from gradguard.error_clip.graph import NO_INPUTS, Inputs, is_leaf, root_of, walk
 from gradguard.error_clip.hooks import Gradients, Roots, enter_checkpoint, explained
 from gradguard.error_clip.plan import hides_a_graph
 from gradguard.errors import InvalidTypeError, InvalidValueError
@@ -66,31 +65,28 @@ def append_backward(
     Reference:
         PaddlePaddle, Error Clip (2018).
     """
-    if not isinstance(loss, Tensor) or loss.grad_fn is None:
-        raise InvalidValueError("the loss has no graph behind it: expected the result of differentiable operations.")
-    roots = [root_of(loss)]
+    roots = [root_of(_checked_loss(loss))]
     listed = None if parameter_list is None else _named(parameter_list)
     blocked = _resolved(no_grad_set, listed or [])
     undo: list[Callable[[], None]] = []
-    visit = _Visit(None if callback is None else _as_callback(callback), undo)
+    visit = _Visit(
+        None if callback is None else _as_callback(callback),
+        None if listed is None else {id(parameter) for _, parameter in listed},
+        {id(tensor) for tensor in blocked},
+        undo,
+    )
     try:
-        visit.enter(roots, frozenset())
+        visit.enter(roots, NO_INPUTS)
         undo += [_block(tensor) for tensor in blocked if not tensor.is_leaf]
-        left_out = {id(tensor) for tensor in blocked}
-        candidates = list(visit.reached.values()) if listed is None else [parameter for _, parameter in listed]
-        inputs = [parameter for parameter in candidates if id(parameter) not in left_out]
-        if listed is None and not any(tensor.is_leaf for tensor in blocked):
-            torch.autograd.backward(loss)
-            inputs = list(visit.reached.values())  # now with those that reentrant checkpoints hid
-        elif inputs:
-            torch.autograd.backward(loss, inputs=inputs)
+        _run(loss, visit, undo)
     except RuntimeError as error:
         raise_if_freed(error, walk(roots).nodes)
         raise
     finally:
         for one in reversed(undo):
             one()
-    return [(p, p.grad) for p in _distinct(inputs) if id(p) in visit.reached and p.grad is not None]
+    order = visit.wanted.values() if listed is None else _distinct(parameter for _, parameter in listed)
+    return [(p, p.grad) for p in order if id(p) in visit.wanted and p.grad is not None]
 
 
 def minimize(
@@ -140,6 +136,7 @@ def minimize(
         raise InvalidValueError("LBFGS evaluates the loss by itself: call its step(closure) with gg.error_clip inside.")
     if error_clip is not None and not isinstance(error_clip, BaseErrorClip):
         raise InvalidTypeError(f"error_clip is {type(error_clip).__name__}: expected a rule or None.")
+    _checked_loss(loss)
     owned = _optimized(optimizer)
     listed = owned if parameter_list is None else _named(parameter_list)
     for name, parameter in listed:
@@ -153,24 +150,62 @@ def minimize(
     return pairs
 
 
+def _checked_loss(loss: Any) -> Tensor:
+    if not isinstance(loss, Tensor):
+        raise InvalidTypeError(f"the loss is {type(loss).__name__}: expected a tensor.")
+    if loss.grad_fn is None:
+        raise InvalidValueError("the loss has no graph behind it: expected the result of differentiable operations.")
+    return loss
+
+
 class _Visit:
     """Goes through a graph, and those hidden in it, to hook its nodes and to find its parameters."""
 
-    def __init__(self, callback: Callback | None, undo: list[Callable[[], None]]) -> None:
-        self.callback, self.undo = callback, undo
-        self.reached: dict[int, Tensor] = {}
+    def __init__(
+        self, callback: Callback | None, listed: set[int] | None, blocked: set[int], undo: list[Callable[[], None]]
+    ) -> None:
+        self.callback, self.listed, self.blocked, self.undo = callback, listed, blocked, undo
+        self.wanted: dict[int, Tensor] = {}
+        self.unwanted: dict[int, Tensor] = {}
+        self.hides_graphs = False
 
-    def enter(self, roots: Roots, inputs: Set[Node]) -> None:
+    def enter(self, roots: Roots, inputs: Inputs) -> None:
         for node in walk(roots).nodes:
             if is_leaf(node):
-                variable = getattr(node, "variable", None)
-                if variable is not None and node not in inputs:
-                    self.reached.setdefault(id(variable), variable)
+                if node not in inputs and getattr(node, "variable", None) is not None:
+                    self._found(node.variable)  # type: ignore[attr-defined]
                 continue
             if self.callback is not None:
                 self.undo.append(node.register_hook(_posthook(self.callback, node.name())).remove)
             if hides_a_graph(node):
-                enter_checkpoint(node, self.enter, self.undo)
+                self.hides_graphs = True
+                self.undo.append(enter_checkpoint(node, self.enter).remove)
+
+    def _found(self, parameter: Tensor) -> None:
+        key = id(parameter)
+        if key not in self.blocked and (self.listed is None or key in self.listed):
+            self.wanted.setdefault(key, parameter)
+        elif key not in self.unwanted:
+            self.unwanted[key] = parameter
+            if self.hides_graphs:
+                _set_aside(parameter, self.undo)
+
+
+def _run(loss: Tensor, visit: _Visit, undo: list[Callable[[], None]]) -> None:
+    """Run the backward so that only the wanted parameters end with another ``.grad``."""
+    if visit.hides_graphs:  # reentrant checkpoints cannot be told what is wanted
+        for parameter in visit.unwanted.values():
+            _set_aside(parameter, undo)
+        torch.autograd.backward(loss)
+    elif not visit.unwanted:
+        torch.autograd.backward(loss)
+    elif visit.wanted:
+        torch.autograd.backward(loss, inputs=list(visit.wanted.values()))
+
+
+def _set_aside(parameter: Tensor, undo: list[Callable[[], None]]) -> None:
+    kept, parameter.grad = parameter.grad, None
+    undo.append(lambda: setattr(parameter, "grad", kept))
 
 
 def _distinct(tensors: Iterable[Tensor]) -> list[Tensor]:
@@ -192,10 +227,15 @@ def _fitting(name: str, made: Gradients, changed: Any) -> Gradients:
             f"the callback for {name} returned {type(changed).__name__}: expected {len(made)} gradients."
         )
     for old, new in zip(made, changed, strict=True):
-        if (old is None) != (new is None) or (old is not None and (old.shape, old.dtype) != (new.shape, new.dtype)):
-            old, new = ("None" if t is None else f"shape {tuple(t.shape)}, {t.dtype}" for t in (old, new))
-            raise InvalidTypeError(f"the callback for {name} returned a gradient of {new}: expected {old}.")
+        if _described(old) != _described(new):
+            raise InvalidTypeError(f"the callback for {name} returned {_described(new)}: expected {_described(old)}.")
     return tuple(changed)
+
+
+def _described(gradient: Any) -> str:
+    if isinstance(gradient, Tensor):
+        return f"a gradient of shape {tuple(gradient.shape)}, {gradient.dtype}, on {gradient.device}"
+    return "None" if gradient is None else type(gradient).__name__
 
 
 def _as_callback(callback: Callback | BaseErrorClip) -> Callback:
@@ -224,7 +264,7 @@ def _block(tensor: Tensor) -> Callable[[], None]:
 def _named(parameters: Any) -> list[tuple[str, Tensor]]:
     """Return parameters with their names, empty where there is none."""
     if isinstance(parameters, nn.Module):
-        return list(parameters.named_parameters())
+        parameters = parameters.named_parameters()
     if isinstance(parameters, Mapping):
         parameters = parameters.items()
     if isinstance(parameters, Tensor | str) or not isinstance(parameters, Iterable):

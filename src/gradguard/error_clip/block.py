@@ -98,7 +98,8 @@ def error_clip(
     Reference:
         PaddlePaddle, Error Clip (2018).
     """
-    clipping = Clipping(checked_rule(rule), leaves=leaves, observer=_observer(rule, stats), prune=prune)
+    clipping = Clipping(checked_rule(rule), leaves=leaves, observer=_observer(rule, stats))
+    clipping.prune = prune and isinstance(target, Tensor)  # only there are all uses of a value known
     scope = _scope(target, clipping, scale)
     try:
         active[scope.serial] = scope

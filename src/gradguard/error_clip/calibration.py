@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 
 from gradguard.error_clip.base import BaseErrorClip
-from gradguard.error_clip.hooks import Pruned
 from gradguard.error_clip.modules import ModuleTimeline
 from gradguard.error_clip.rules import ErrorClipByValue
 from gradguard.errors import InvalidValueError
@@ -94,10 +93,16 @@ class Calibration(BaseErrorClip):
         self.timeline, self.steps, self.factor = timeline, steps, factor
         self._seen: list[_Step] = []
         self._passing: list[tuple[_Label, Tensor]] = []
+        self._scale: float | Tensor = 1.0
 
     def clip(self, grad: Tensor) -> Tensor:
         """Return ``grad`` itself."""
         return grad
+
+    def scaled(self, scale: float | Tensor) -> "Calibration":
+        """Take what passes for gradients of a loss that was multiplied by ``scale``; return this calibration."""
+        self._scale = scale
+        return self
 
     @property
     def done(self) -> bool:
@@ -106,7 +111,7 @@ class Calibration(BaseErrorClip):
 
     @property
     def threshold(self) -> float:
-        """The proposal, in units of the gradient of the loss that was given. Waits for the device.
+        """The proposal, in units of the gradient of the unscaled loss. Waits for the device.
 
         Raises:
             InvalidValueError: If nothing finite was recorded.
@@ -116,7 +121,7 @@ class Calibration(BaseErrorClip):
     @property
     def growth(self) -> float:
         """How many times larger than those next to the loss the largest gradient was; inf if one was not finite."""
-        return max(max(peaks.tolist(), key=_or_infinity) for _, peaks in self._recorded()) / self._normal()
+        return max(_or_infinity(peak) for _, peaks in self._recorded() for peak in peaks.tolist()) / self._normal()
 
     def rule(self) -> ErrorClipByValue:
         """Return the value clip with the proposed threshold."""
@@ -152,7 +157,7 @@ class Calibration(BaseErrorClip):
         """Return where the gradients of one node are recorded."""
         return _Peaks(self, (name, self.place(node)))
 
-    def skipping(self, pruned: Pruned) -> Callable[[], None]:
+    def skipping(self, node: Node, name: str, numbers: tuple[int, ...]) -> Callable[[], None]:
         """Return something that does nothing: this rule is never pruned."""
         return lambda: None
 
@@ -192,7 +197,7 @@ class _Peaks:
 
     def clip(self, grad: Tensor, apply: Callable[[Tensor], Tensor], bounds: tuple[float, float] | None) -> Tensor:
         if grad.numel() and not self.calibration.done:
-            self.calibration._passing.append((self.label, grad.detach().abs().amax()))
+            self.calibration._passing.append((self.label, grad.detach().abs().amax() / self.calibration._scale))
         return grad
 
 

@@ -13,15 +13,16 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from gradguard.error_clip.base import BaseErrorClip, Kind, from_parts, parts
 from gradguard.error_clip.block import checked_rule
+from gradguard.error_clip.calibration import Calibration
 from gradguard.error_clip.graph import root_of
 from gradguard.error_clip.hooks import Clipping
 from gradguard.error_clip.scopes import LossScale, loss_scale
-from gradguard.errors import InvalidValueError
+from gradguard.errors import InvalidTypeError, InvalidValueError
 
 Values = TypeVar("Values")
 
 
-def attach_error_clip(values: Values, rule: BaseErrorClip, *, scale: LossScale | None = None) -> Values:
+def attach_error_clip(values: Values, rule: BaseErrorClip | None, *, scale: LossScale | None = None) -> Values:
     """Attach an error clip to the graph behind ``values`` and return them; inside `torch.compile` it is fused.
 
     What `error_clip` does for a block, for the life of a graph: each backward through it is clipped. In eager code that
@@ -70,16 +71,21 @@ def attach_error_clip(values: Values, rule: BaseErrorClip, *, scale: LossScale |
     if torch.compiler.is_compiling():
         _make_known_to_the_compiler()
     else:
-        checked_rule(rule)
         if not any(tensor.grad_fn is not None for tensor in tensors):
             raise InvalidValueError(
                 "no value has a graph behind it: expected the result of differentiable operations, such as a loss."
             )
-    kind, thresholds = parts(rule)
+    kind, thresholds = parts(_attachable(rule))
     factor = None if scale is None else loss_scale(scale, tensors[0].device)
     attached = iter(_attach(kind, thresholds, factor, tensors))
     chosen = [isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves]
     return tree_unflatten([next(attached) if c else leaf for c, leaf in zip(chosen, leaves, strict=True)], structure)
+
+
+def _attachable(rule: BaseErrorClip | None) -> BaseErrorClip:
+    if isinstance(rule, Calibration):
+        raise InvalidTypeError("a calibration records what passes in a block: use it in `with gg.error_clip(loss, …)`.")
+    return checked_rule(rule)
 
 
 def _attach(kind: Kind, thresholds: tuple[Tensor, ...], scale: Any, values: list[Tensor]) -> list[Tensor]:
@@ -89,7 +95,7 @@ def _attach(kind: Kind, thresholds: tuple[Tensor, ...], scale: Any, values: list
         clipping.set_scale(scale)
     roots = [root_of(value) for value in values if value.grad_fn is not None]
     if roots:
-        clipping.install(roots, roots_too=True)
+        clipping.install(roots, roots_too="with dimensions")
     return values
 
 

@@ -5,7 +5,7 @@ at the value's slot, accumulated over all that used the value, before the node's
 """
 
 import re
-from collections.abc import Callable, Iterable, Set
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -15,6 +15,11 @@ from torch.autograd.graph import Node, get_gradient_edge
 
 Slot = tuple[int, int]
 """The position of a node in `Graph.nodes`, and which of its outputs."""
+
+Inputs = Mapping[Node, bool]
+"""Leaves that stand for something of a graph further out, and whether that is an intermediate value."""
+
+NO_INPUTS: Inputs = {}
 
 
 class Metadata(Protocol):
@@ -27,7 +32,7 @@ class Metadata(Protocol):
     is_cpp_nested_tensor: bool
 
 
-_OPERATION = re.compile(r"(\w+?)Backward\d*$")
+_OPERATION = re.compile(r"(\w+?)Backward\d+")  # the number tells PyTorch's own operations from custom functions
 
 VIEWS_AND_CASTS = frozenset(
     [
@@ -59,7 +64,7 @@ VIEWS_AND_CASTS = frozenset(
 
 
 def operation(node: Node) -> str:
-    """Return the forward operation of a node: ``"Mul"`` for ``MulBackward0``, the whole name if it has another form."""
+    """Return the operation of a node, ``"Mul"`` for ``MulBackward0``, and the whole name of what is not PyTorch's."""
     match = _OPERATION.fullmatch(node.name())
     return match[1] if match else node.name()
 
@@ -69,10 +74,10 @@ def is_leaf(node: Node) -> bool:
     return not node.next_functions
 
 
-def holds_a_leaf(node: Node, inputs: Set[Node] = frozenset()) -> bool:
+def holds_a_leaf(node: Node, inputs: Inputs = NO_INPUTS) -> bool:
     """Return whether ``node`` is a chain of views and casts that ends at a leaf: a parameter in other clothes.
 
-    Leaves among ``inputs`` do not count: they stand for intermediate values of a graph further out.
+    Leaves that stand for intermediate values of a graph further out do not count.
     """
     while operation(node) in VIEWS_AND_CASTS:
         edges = [child for child, _ in node.next_functions if child is not None]
@@ -80,7 +85,7 @@ def holds_a_leaf(node: Node, inputs: Set[Node] = frozenset()) -> bool:
             return False
         node = edges[0]
         if is_leaf(node):
-            return node not in inputs
+            return not inputs.get(node, False)
     return False
 
 
@@ -101,8 +106,7 @@ class Graph:
     roots: tuple[Slot, ...]
     structure: tuple[object, ...]
     index: dict[Node, int] = field(repr=False)
-    inputs: Set[Node] = frozenset()
-    """Leaves that stand for intermediate values of a graph further out."""
+    inputs: Inputs = field(default_factory=dict)
 
     def edges(self, position: int) -> list[Slot | None]:
         """Return where the gradients go that the backward of this node makes, one entry for each of its inputs."""
@@ -123,7 +127,7 @@ class Graph:
 def walk(
     roots: Iterable[tuple[Node, int]],
     stop: Callable[[Node], bool] | None = None,
-    inputs: Set[Node] = frozenset(),
+    inputs: Inputs = NO_INPUTS,
 ) -> Graph:
     """Return the graph behind ``roots``, without the nodes for which ``stop`` is true and what lies behind them."""
     index: dict[Node, int] = {}

@@ -1,6 +1,7 @@
 """Hooks on the nodes of a graph that put a rule between one backward operation and the next."""
 
-from collections.abc import Callable, Sequence, Set
+import weakref
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
@@ -10,17 +11,13 @@ from torch import Tensor
 from torch.autograd.graph import Node, get_gradient_edge
 from torch.utils._pytree import tree_leaves
 
-from gradguard.error_clip.base import BaseErrorClip, apply_rule, is_trusted, keep_overflow
-from gradguard.error_clip.graph import Graph, Slot, root_of, walk
-from gradguard.error_clip.plan import Choice, plan_for
+from gradguard.error_clip.base import BaseErrorClip, apply_rule, is_trusted
+from gradguard.error_clip.graph import NO_INPUTS, Graph, Inputs, Slot, holds_a_leaf, is_leaf, root_of, walk
+from gradguard.error_clip.plan import Choice, RootsToo, plan_for
 from gradguard.errors import InvalidTypeError, NonFiniteGradientError, UnsupportedGradientError
 
 Gradients = tuple[Tensor | None, ...]
 Roots = Sequence[tuple[Node, int]]
-
-
-Pruned = Sequence[tuple[Node, str, tuple[int, ...]]]
-"""Nodes with their names and the slots of theirs that are not clipped."""
 
 
 class Row(Protocol):
@@ -38,7 +35,7 @@ class Observer(Protocol):
         """Return where the gradients of the output of ``node`` are written down."""
         ...
 
-    def skipping(self, pruned: Pruned) -> Callable[[], None]:
+    def skipping(self, node: Node, name: str, numbers: tuple[int, ...]) -> Callable[[], None]:
         """Return what to call when a backward begins that does not clip these slots, because nothing would change."""
         ...
 
@@ -72,8 +69,10 @@ class Clipping:
     scale: float | Tensor | None = None
     overflow_stays: bool = False
     """Whether non-finite elements become NaN in every dtype, not in float16 alone: there is a loss scale to lower."""
+    taken_for_real: bool = False
+    """Whether clamps were left out for a reason that holds of real numbers only."""
     handles: list[Any] = field(default_factory=list)
-    _undo: list[Callable[[], None]] = field(default_factory=list)
+    _replaced: list["_Replaced"] = field(default_factory=list)
     _leaves_done: set[int] = field(default_factory=set)
 
     def __post_init__(self) -> None:
@@ -86,9 +85,9 @@ class Clipping:
     def install(
         self,
         roots: Roots,
-        inputs: Set[Node] = frozenset(),
+        inputs: Inputs = NO_INPUTS,
         *,
-        roots_too: bool = False,
+        roots_too: RootsToo = "never",
         stop: Callable[[Node], bool] | None = None,
         exclude: Callable[[Graph], frozenset[Slot]] | None = None,
         claimed: Callable[[Node, Claim], None] | None = None,
@@ -97,18 +96,21 @@ class Clipping:
         graph = walk(roots, stop, inputs)
         excluded = exclude(graph) if exclude is not None else frozenset()
         plan = plan_for(graph, Choice(roots_too, self._prunable_bounds(), excluded))
-        for position, numbers, _, name, sources in plan.hooks:
+        self.taken_for_real = len(plan.hooks) < len(plan.steps)
+        passing: list[Callable[[], None]] = []
+        for position, numbers, pruned, name, sources in plan.hooks if self.observer is None else plan.steps:
             node, claim = graph.nodes[position], Claim(numbers)
-            self.handles.append(node.register_prehook(self._prehook(node, claim, name, sources)))
+            if self.observer is not None and pruned:
+                passing.append(self.observer.skipping(node, name, pruned))
+            if numbers:
+                self.handles.append(node.register_prehook(self._prehook(node, claim, name, sources)))
             if claimed is not None:
                 claimed(node, claim)
-        if self.observer is not None:
-            pruned = [(graph.nodes[step.position], step.name, step.pruned) for step in plan.steps if step.pruned]
-            skips = self.observer.skipping(pruned)
-            self.handles.append(roots[0][0].register_prehook(lambda grads: skips()))
-        again = partial(self.install, exclude=exclude, claimed=claimed)
+        if passing:
+            self.handles.append(roots[0][0].register_prehook(lambda grads: _call(passing)))
+        again = partial(self.install, roots_too="always", exclude=exclude, claimed=claimed)
         for position in plan.checkpoints:
-            enter_checkpoint(graph.nodes[position], again, self._undo)
+            self._replaced.append(enter_checkpoint(graph.nodes[position], again))
         if self.leaves:
             chosen = [graph.nodes[i] for i in plan.leaves if (i, 0) not in excluded]
             self._hook_leaves([node for node in chosen if node not in inputs])
@@ -135,14 +137,15 @@ class Clipping:
                 handle.remove()
             elif (hooks := handle.hooks_dict_ref()) is not None:
                 hooks.pop(handle.id, None)  # what handle.remove() does, at a third of its price
-        for undo in reversed(self._undo):
-            undo()
+        for replaced in reversed(self._replaced):
+            replaced.remove()
         self.handles.clear()
-        self._undo.clear()
+        self._replaced.clear()
         self._leaves_done.clear()
 
     def forget_dead(self) -> None:
-        """Drop the handles of nodes that are gone, so that a long block does not grow."""
+        """Drop what belongs to nodes that are gone, so that a long block does not grow."""
+        self._replaced = [replaced for replaced in self._replaced if not replaced.is_dead()]
         self.handles = [handle for handle in self.handles if handle.hooks_dict_ref() is not None]
 
     def _prunable_bounds(self) -> str:
@@ -154,8 +157,8 @@ class Clipping:
     def _prehook(self, node: Node, claim: Claim, name: str, sources: str) -> Callable[[Gradients], Gradients | None]:
         if self.observer is not None or self.overflow_stays or not is_trusted(self.rule):
             return self._careful_prehook(node, claim, name, sources)
-        clip, bounds = self.rule.clip, self.rule.bounds()
-        low, high = bounds if bounds is not None and isinstance(bounds[1], float) else (None, None)
+        bounds = self.rule.bounds()
+        low, high = bounds if bounds is not None and _fits_float32(bounds) else (None, None)
 
         def prehook(grads: Gradients) -> Gradients | None:
             try:
@@ -166,8 +169,7 @@ class Clipping:
                     return None
                 if grad.dtype is torch.float32 and high is not None:  # by far the most frequent: no call in between
                     return (grad.clamp(low, high),)
-                clipped = clip(grad)
-                return (clipped if grad.dtype is not torch.float16 else keep_overflow(grad, clipped),)
+                return (self._apply(grad),)
             except Exception as error:
                 raise explained(error, self.rule, name, "", grads) from error.__cause__
 
@@ -191,6 +193,8 @@ class Clipping:
         return row.clip(grad, self._apply, None if isinstance(self.scale, Tensor) else self.rule.bounds())
 
     def _apply(self, grad: Tensor) -> Tensor:
+        if self.taken_for_real and grad.is_complex():
+            raise UnsupportedGradientError("a complex gradient in a graph planned for real ones: use prune=False.")
         return apply_rule(self.rule, grad, self.overflow_stays)
 
     def _hook_leaves(self, nodes: list[Node]) -> None:
@@ -200,23 +204,44 @@ class Clipping:
                 self.hook_leaf(variable)
 
 
-def enter_checkpoint(node: Any, install: Callable[[Roots, Set[Node]], Any], undo: list[Callable[[], None]]) -> None:
+class _Replaced:
+    """A function of a checkpoint's node that ours stands in for, until it is removed."""
+
+    def __init__(self, node: Any, ours: Callable[..., Any]) -> None:
+        self.node, self.original = weakref.ref(node), node.run_function
+        node.run_function = ours
+
+    def is_dead(self) -> bool:
+        return self.node() is None
+
+    def remove(self) -> None:
+        node = self.node()
+        if node is not None:
+            node.run_function = self.original
+
+
+def enter_checkpoint(node: Any, install: Callable[[Roots, Inputs], Any]) -> _Replaced:
     """Have ``install`` called on the graph that a reentrant checkpoint builds when it runs its forward again."""
-    original = node.run_function
+    original, outside = node.run_function, weakref.ref(node)
+    edges = [child for child, _ in node.next_functions]
 
     def run_function(*args: Any, **kwargs: Any) -> Any:
         outputs = original(*args, **kwargs)
         roots = [
             root_of(value) for value in tree_leaves(outputs) if isinstance(value, Tensor) and value.grad_fn is not None
         ]
-        given = [value for value in tree_leaves(args) if isinstance(value, Tensor) and value.requires_grad]
-        inputs = {get_gradient_edge(value).node for value in given if value.is_leaf}
+        given = [value for value in args if isinstance(value, Tensor)]
+        behind = edges if len(edges) == len(given) else [outside()] * len(given)
+        inputs = {
+            get_gradient_edge(value).node: not (is_leaf(child) or holds_a_leaf(child))
+            for value, child in zip(given, behind, strict=True)
+            if value.is_leaf and value.requires_grad and child is not None
+        }
         if roots:
             install(roots, inputs)
         return outputs
 
-    node.run_function = run_function
-    undo.append(lambda: setattr(node, "run_function", original))
+    return _Replaced(node, run_function)
 
 
 def explained(error: Exception, rule: BaseErrorClip, name: str, place: str, grads: Gradients) -> Exception:
@@ -228,6 +253,15 @@ def explained(error: Exception, rule: BaseErrorClip, name: str, place: str, grad
         return type(error)(f"{where}: {error}")
     error.add_note(f"{where}, under {rule}")
     return error
+
+
+def _fits_float32(bounds: tuple[float, float]) -> bool:
+    return isinstance(bounds[1], float) and all(abs(bound) < torch.finfo(torch.float32).max for bound in bounds)
+
+
+def _call(functions: list[Callable[[], None]]) -> None:
+    for function in functions:
+        function()
 
 
 def _replaced(grads: Gradients, numbers: tuple[int, ...], clip: Callable[[Tensor], Tensor]) -> Gradients:

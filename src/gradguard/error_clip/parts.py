@@ -9,10 +9,10 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 from torch.utils._pytree import tree_leaves
 
-from gradguard.error_clip.graph import root_of
+from gradguard.error_clip.graph import NO_INPUTS, Inputs, root_of
 from gradguard.error_clip.hooks import Claim, Clipping
 from gradguard.error_clip.modules import next_number, number_of
-from gradguard.error_clip.scopes import LossScale, Scope, own, owned_slots, owner_of, refresh_all
+from gradguard.error_clip.scopes import LossScale, Scope, own, owned_slots, refresh_all
 from gradguard.errors import InvalidTypeError, InvalidValueError
 
 Part = Tensor | nn.Module
@@ -34,8 +34,7 @@ class Parts(Scope):
             _check_part(number, part)
         self.parts = parts
         self.kept: list[Node] = []
-        self.taken: list[tuple[Claim, int]] = []
-        self.starts: dict[int, list[int]] = {}
+        self.starts: dict[int, list[tuple[int, Inputs]]] = {}
         self.forwards = self.backwards = 0
 
     def enter(self) -> None:
@@ -64,20 +63,14 @@ class Parts(Scope):
             raise InvalidValueError("no backward passed through the module in the block: call backward() inside it.")
 
     def exit(self) -> None:
-        """Give back what was taken from other scopes."""
+        """Take everything out, and have whole graphs come back."""
         super().exit()
-        for claim, number in self.taken:
-            claim.numbers = (*claim.numbers, number)
-        self.parts, self.kept, self.taken = [], [], []
+        self.parts, self.kept = [], []
         refresh_all(self.thread, but=self)
 
     def _take(self, value: Tensor) -> None:
         """Clip one chosen value, in place of the scope that had it."""
         node, number = root_of(value)
-        owner = owner_of(node, number)
-        if owner is not None and number in owner.numbers:
-            owner.numbers = tuple(n for n in owner.numbers if n != number)
-            self.taken.append((owner, number))
         if value.grad_fn is None:
             self.clipping.hook_leaf(value)
             self.kept.append(node)  # lives only as long as somebody holds it
@@ -88,10 +81,10 @@ class Parts(Scope):
     def _before_forward(self, module: nn.Module, args: Any) -> None:
         if torch.compiler.is_compiling():
             raise InvalidTypeError(_COMPILED)
-        self.starts.setdefault(threading.get_ident(), []).append(next_number())
+        self.starts.setdefault(threading.get_ident(), []).append((next_number(), _stand_ins(args)))
 
     def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
-        start = self.starts.get(threading.get_ident(), [0]).pop()
+        start, inputs = self.starts.get(threading.get_ident(), [(0, NO_INPUTS)]).pop()
         values = [v for v in tree_leaves(output) if isinstance(v, Tensor) and v.grad_fn is not None]
         roots = [root for root in map(root_of, values) if number_of(root[0]) >= start]
         if not roots:
@@ -100,9 +93,10 @@ class Parts(Scope):
         self.clipping.forget_dead()
         self.clipping.install(
             roots,
-            roots_too=True,
+            inputs,
+            roots_too="with dimensions",
             stop=lambda node: number_of(node) < start,
-            exclude=lambda graph: frozenset(owned_slots(graph)),
+            exclude=lambda graph: frozenset(owned_slots(graph, since=self.serial)),
             claimed=lambda node, claim: own(self, node, claim),
         )
         self.clipping.handles += [node.register_prehook(self._passed) for node in {node for node, _ in roots}]
@@ -121,6 +115,14 @@ def _check_part(number: int, part: Any) -> None:
         )
     if not isinstance(part, Tensor | nn.Module):
         raise InvalidTypeError(f"entry {number} of the list is {type(part).__name__}: expected a tensor or a module.")
+
+
+def _stand_ins(args: Any) -> Inputs:
+    """Return the leaves among a module's inputs that a reentrant checkpoint made of intermediate values."""
+    if torch._C._current_autograd_node() is None:  # type: ignore[attr-defined]
+        return NO_INPUTS
+    leaves = [v for v in tree_leaves(args) if isinstance(v, Tensor) and v.is_leaf and v.requires_grad]
+    return {root_of(leaf)[0]: True for leaf in leaves if not isinstance(leaf, nn.Parameter)}
 
 
 def _device_of(parts: list[Part]) -> torch.device:

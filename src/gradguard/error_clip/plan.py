@@ -3,12 +3,14 @@
 from collections import OrderedDict, deque
 from dataclasses import dataclass
 from threading import Lock
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from torch.autograd.graph import Node
 
 from gradguard.error_clip.graph import Graph, Slot, holds_a_leaf, is_leaf, operation
 from gradguard.error_clip.pruning import Conditions, Pruning
+
+RootsToo = Literal["never", "with dimensions", "always"]
 
 
 @dataclass(frozen=True)
@@ -44,8 +46,8 @@ class Step(NamedTuple):
 class Choice:
     """What a plan depends on besides the graph."""
 
-    roots_too: bool = False
-    """Whether a root that is not 0-dim is an intermediate value, clipped like the others."""
+    roots_too: RootsToo = "never"
+    """Which roots are intermediate values, clipped like the others: those that have dimensions, or all."""
     bounds: str = ""
     """``"symmetric"`` or ``"asymmetric"`` for a clamp to bounds around 0 that may be pruned, else empty."""
     excluded: frozenset[Slot] = frozenset()
@@ -55,6 +57,10 @@ class Choice:
 Consumers = dict[Slot, list[tuple[int, int]]]
 """For each slot the (node, input number) pairs whose backward makes its gradient; an empty list for a mere root."""
 
+_MULTIPLIES_A_SCALAR = frozenset(
+    ["Alias", "Clone", "Div", "Mean", "Mul", "Neg", "Squeeze", "Sum", "ToCopy", "Unsqueeze", "View"]
+)
+"""Operations that make of a 0-dim value the same value, or that times a constant."""
 _CACHED_STRUCTURES = 256
 _plans: OrderedDict[tuple[object, ...], list[Plan]] = OrderedDict()
 _lock = Lock()
@@ -85,6 +91,7 @@ def forget_plans() -> None:
 def make_plan(graph: Graph, choice: Choice) -> Plan:
     """Decide for each slot of ``graph`` whether its gradient is clipped."""
     consumers = _consumers(graph)
+    prunes = bool(choice.bounds) and not any(graph.metadata(s).dtype.is_complex for s in consumers)
     order = _backward_order(graph)
     pruning = Pruning(graph, consumers, choice.bounds == "symmetric")
     for position in reversed(order):
@@ -95,7 +102,7 @@ def make_plan(graph: Graph, choice: Choice) -> Plan:
         for number in sorted(pruning.slots_of.get(position, ())):
             slot = (position, number)
             if _is_clipped(graph, consumers, slot, choice):
-                (pruned if choice.bounds and pruning.needs_no_clamp(slot) else clipped).append(number)
+                (pruned if prunes and pruning.needs_no_clamp(slot) else clipped).append(number)
                 pruning.bounded.add(slot)
         if clipped or pruned:
             sources = _sources(graph, consumers, position)
@@ -116,20 +123,22 @@ def hides_a_graph(node: Node) -> bool:
 
 def _is_clipped(graph: Graph, consumers: Consumers, slot: Slot, choice: Choice) -> bool:
     node = graph.nodes[slot[0]]
-    if is_leaf(node) or slot in choice.excluded:
+    if is_leaf(node) or slot in choice.excluded or hides_a_graph(node):  # its values are the roots of the hidden graph
         return False
     if not consumers[slot]:  # a root and nothing else: its gradient is the loss's own 1, not an error signal
-        return choice.roots_too and not graph.is_scalar(slot)
+        wanted = choice.roots_too == "always" or (choice.roots_too == "with dimensions" and not graph.is_scalar(slot))
+        return wanted and not holds_a_leaf(node, graph.inputs)
     return not holds_a_leaf(node, graph.inputs) and not _is_loss_before_scaling(graph, consumers, slot)
 
 
 def _is_loss_before_scaling(graph: Graph, consumers: Consumers, slot: Slot) -> bool:
-    """Tell whether the value is the loss, and the root is the loss times or divided by a constant."""
+    """Tell whether the value is the loss, and the root is that times a constant, or cast."""
     if len(consumers[slot]) != 1 or not graph.is_scalar(slot):
         return False
     position, edge = consumers[slot][0]
     operands = graph.nodes[position].next_functions
-    if operation(graph.nodes[position]) not in {"Mul", "Div"} or edge != 0 or operands[1][0] is not None:
+    op, others = operation(graph.nodes[position]), [child for i, (child, _) in enumerate(operands) if i != edge]
+    if op not in _MULTIPLIES_A_SCALAR or (op == "Div" and edge != 0) or any(child is not None for child in others):
         return False
     above = (position, 0)
     return graph.is_scalar(above) and (not consumers[above] or _is_loss_before_scaling(graph, consumers, above))

@@ -4,6 +4,10 @@ A slot needs no clamp to [low, high] ∋ 0 if exactly one operation uses the val
 operation is itself within the bounds, and the operation's backward multiplies no element by more than 1 and adds none
 up. A sign may flip only if the bounds are symmetric. Shapes and dtypes come in because the backward of a broadcast
 operand adds up and a cast rounds: they are conditions of the plan, looked at each time that it is used again.
+
+Operations whose backward returns a view of a larger tensor (sum, mean, cat, stack) are not among them: a clamp there
+lays the gradient out anew, and sums further down would round in another order. Complex values are never pruned, because
+clipping a modulus twice rounds twice.
 """
 
 from collections import defaultdict
@@ -35,8 +39,6 @@ _REARRANGES = frozenset(
         "View",
     ]
 )
-_JOINS = frozenset({"Cat", "Stack"})
-_SPREADS = frozenset({"Mean", "Sum"})
 _SHRINKS = frozenset({"Hardtanh", "Relu", "Sigmoid", "Tanh", "Threshold"})
 _ADDS = frozenset({"Add", "Sub"})
 _BELOW_ONE = frozenset({"Sigmoid", "Softmax", "Tanh"})
@@ -56,23 +58,18 @@ class Conditions:
 
     alike: list[tuple[tuple[int, tuple[int, ...]], ...]] = field(default_factory=list)
     """Groups of slots, as (node, numbers), that must all have one shape and one dtype."""
-    dtypes: list[tuple[Slot, Slot]] = field(default_factory=list)
     factors: list[tuple[int, str, bool]] = field(default_factory=list)
     """Nodes with a saved constant of modulus at most 1, and whether it may be negative."""
 
     def hold(self, nodes: list[Node]) -> bool:
         """Tell whether all of it holds of ``nodes``, which have the structure of the graph that was pruned."""
-        return self._factors_hold(nodes) and self._dtypes_hold(nodes) and self._layouts_hold(nodes)
+        return self._factors_hold(nodes) and self._layouts_hold(nodes)
 
     def _factors_hold(self, nodes: list[Node]) -> bool:
         for position, name, signed in self.factors:
             if getattr(nodes[position], name) != 1 and not small_factor(nodes[position], name, signed):
                 return False
         return True
-
-    def _dtypes_hold(self, nodes: list[Node]) -> bool:
-        of = lambda slot: nodes[slot[0]]._input_metadata[slot[1]].dtype  # noqa: E731
-        return all([of(above) == of(slot) for above, slot in self.dtypes])
 
     def _layouts_hold(self, nodes: list[Node]) -> bool:
         for (position, (number, *others)), *rest in self.alike:
@@ -137,13 +134,7 @@ class Pruning:
 
     def _never_grows(self, position: int, edge: int, slot: Slot) -> bool:
         op = operation(self.graph.nodes[position])
-        if op in _REARRANGES:
-            return True
-        if op in _JOINS or op in _SPREADS:
-            return self._if_same_dtype((position, 0), slot)
-        if self.graph.metadata(slot).dtype.is_complex:
-            return False
-        if op in _SHRINKS:
+        if op in _REARRANGES or op in _SHRINKS:
             return True
         if op == "LeakyRelu":
             return self._if_small(position, "_saved_negative_slope")
@@ -172,12 +163,6 @@ class Pruning:
         self._required.append((first, second))
         if len(operands) == 2:
             self._same.join((position, 0), first)  # follows from the requirement, and need not be looked at again
-        return True
-
-    def _if_same_dtype(self, above: Slot, slot: Slot) -> bool:
-        if self.graph.metadata(above).dtype != self.graph.metadata(slot).dtype:
-            return False
-        self.conditions.dtypes.append((above, slot))
         return True
 
     def _if_small(self, position: int, name: str) -> bool:

@@ -61,29 +61,24 @@ class ErrorClipByValue(BaseErrorClip):
 
     def _checked(self, name: str, value: float) -> float:
         number = super()._checked(name, value)
-        if name == "min" and self._symmetric:
-            self._symmetric = False
-        if name == "max" and self._symmetric:
-            check_bounds(-number, number, ("min", "max"))
-            object.__setattr__(self, "min", -number)
-        low = number if name == "min" else self.min
+        symmetric = self._symmetric and name == "max"
+        low = number if name == "min" else -number if symmetric else self.min
         high = number if name == "max" else self.__dict__.get("max", math.inf)
         check_bounds(low, high, ("min", "max"))
+        object.__setattr__(self, "min", low)
+        if self._symmetric and not symmetric:
+            self._symmetric = False
         return number
 
     def clip(self, grad: Tensor) -> Tensor:
         """Return ``grad``, clipped."""
         low, high, dtype = self.min, self.max, grad.dtype
-        if dtype is torch.float32 and type(high) is float:
-            return grad.clamp(low, high)
         if dtype.is_complex:
             return self._clip_modulus(grad)
         if isinstance(high, Tensor):
             return grad.clamp(low.to(grad), high.to(grad))  # type: ignore[union-attr]
-        if dtype is torch.float16:
-            limit = torch.finfo(dtype).max
-            low, high = _within(low, limit), _within(high, limit)
-        return grad.clamp(low, high)
+        limit = torch.finfo(dtype).max
+        return grad.clamp(_within(low, limit), _within(high, limit))
 
     def _clip_modulus(self, grad: Tensor) -> Tensor:
         if not self._symmetric:
@@ -159,6 +154,8 @@ class ErrorClipBySampleNorm(BaseErrorClip):
     _checked = _not_negative
 
     def __init__(self, max_norm: float, dim: int = 0) -> None:
+        if not isinstance(dim, int):
+            raise InvalidTypeError(f"dim is {type(dim).__name__}: expected the number of the batch dimension.")
         self.dim = dim
         self.max_norm = max_norm
 
@@ -174,7 +171,7 @@ class ErrorClipZeroAbove(BaseErrorClip):
     .. math:: g_i \leftarrow g_i \text{ if } \lvert g_i \rvert \le \text{max, else } 0
 
     The recipe of lietorch, DROID-SLAM and DPVO, there with 0.01. In float16 and under ``scale=`` NaN and inf stay
-    visible as NaN, so that a GradScaler backs off.
+    visible as NaN, so that a GradScaler backs off: with one, always give ``scale=``.
 
     Args:
         max: The bound, at least 0, in units of the gradient of the unscaled loss.
@@ -209,7 +206,7 @@ class ErrorClipNonfinite(BaseErrorClip):
         policy: ``"keep"`` them (to only count them: give ``stats=``), ``"zero"`` the elements that are not finite, or
             ``"raise"`` an error that names the operation and, where ``stats=`` knows it, the module. Raising looks at
             each gradient from Python: at once on the CPU, with a wait for the device at each operation on an
-            accelerator. It cannot be compiled.
+            accelerator. It cannot be compiled. With a GradScaler give ``scale=``, or zeroing hides the overflow.
 
     Raises:
         InvalidValueError: If ``policy`` is none of the three.
@@ -223,7 +220,7 @@ class ErrorClipNonfinite(BaseErrorClip):
     thresholds = ()
 
     def __init__(self, policy: Literal["keep", "zero", "raise"] = "zero") -> None:
-        if policy not in {"keep", "zero", "raise"}:
+        if policy not in ("keep", "zero", "raise"):
             raise InvalidValueError(f"policy={policy!r}: expected 'keep', 'zero' or 'raise'.")
         self.policy = policy
 
@@ -262,4 +259,5 @@ def _refuse_nonfinite(grad: Tensor) -> None:
 
 
 def _within(number: float, limit: float) -> float:
-    return math.copysign(min(abs(number), limit), number)
+    """Return ``number``, or the nearest to it up to ``limit``, the largest finite value of a dtype."""
+    return number if math.isinf(number) else math.copysign(min(abs(number), limit), number)

@@ -1,6 +1,7 @@
 """What all kinds of blocks have in common, and which of those that run now owns a value."""
 
 import itertools
+import math
 import threading
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch.autograd.graph import Node
 
 from gradguard.error_clip.graph import Graph, Slot
 from gradguard.error_clip.hooks import Claim, Clipping
-from gradguard.errors import InvalidTypeError
+from gradguard.errors import InvalidTypeError, InvalidValueError
 
 LossScale = GradScaler | Tensor | float
 
@@ -30,6 +31,8 @@ class Scope:
     def __init__(self, clipping: Clipping, scale: LossScale | None) -> None:
         self.clipping, self.scale = clipping, scale
         self.serial, self.thread = next(_serial), threading.get_ident()
+        self.taken: list[tuple[Claim, int]] = []
+        """What was taken from other scopes for the time of this one."""
 
     def enter(self) -> None:
         """Install what can be installed now."""
@@ -46,8 +49,11 @@ class Scope:
         return []
 
     def exit(self) -> None:
-        """Take everything out again."""
+        """Take everything out again, and give back what was taken."""
         self.clipping.remove()
+        for claim, number in self.taken:
+            claim.numbers = (*claim.numbers, number)
+        self.taken = []
         if self.clipping.observer is not None:
             self.clipping.observer.end()
 
@@ -68,24 +74,36 @@ def refresh_all(thread: int, but: "Scope") -> None:
 
 
 def own(scope: "Scope", node: Node, claim: Claim) -> None:
-    """Note on ``node`` itself that ``scope`` has these slots of it; the note lives as long as the node."""
+    """Note on ``node`` itself that ``scope`` has these slots of it; the note lives as long as the node.
+
+    A running scope that had one of them gives it up until ``scope`` ends.
+    """
     owners = _metadata(node).setdefault(_OWNERS, {})
     for number in claim.numbers:
+        before = owner_of(node, number)
+        if before is not None and number in before.numbers:
+            before.numbers = tuple(n for n in before.numbers if n != number)
+            scope.taken.append((before, number))
         owners[number] = (scope.serial, claim)
 
 
 def owner_of(node: Node, number: int) -> Claim | None:
-    """Return the claim of the innermost running scope for parts that has this slot."""
+    """Return the claim of the running scope for parts that has this slot."""
     serial, claim = _metadata(node).get(_OWNERS, {}).get(number, (-1, None))
     return claim if serial in active else None
 
 
-def owned_slots(graph: Graph) -> set[Slot]:
-    """Return the slots that running scopes for parts have."""
+def owned_slots(graph: Graph, since: int = -1) -> set[Slot]:
+    """Return the slots that running scopes for parts have, of those that began at ``since`` or later."""
     if not any(scope.marks_nodes for scope in list(active.values())):
         return set()
-    marked = [(i, node, _metadata(node)[_OWNERS]) for i, node in enumerate(graph.nodes) if _OWNERS in _metadata(node)]
-    return {(i, number) for i, node, owners in marked for number in owners if owner_of(node, number) is not None}
+    marked = [(i, _metadata(node)[_OWNERS]) for i, node in enumerate(graph.nodes) if _OWNERS in _metadata(node)]
+    return {
+        (i, number)
+        for i, owners in marked
+        for number, (serial, _) in owners.items()
+        if serial in active and serial >= since
+    }
 
 
 def loss_scale(scale: LossScale, device: torch.device) -> float | Tensor:
@@ -93,14 +111,35 @@ def loss_scale(scale: LossScale, device: torch.device) -> float | Tensor:
 
     Raises:
         InvalidTypeError: If ``scale`` is no GradScaler, number or tensor.
+        InvalidValueError: If it is not one finite number above 0.
     """
-    if hasattr(scale, "scale") and hasattr(scale, "get_scale"):
-        scale = scale.scale(torch.ones((), device=device))  # type: ignore[union-attr]
-    if not isinstance(scale, Tensor | int | float):
+    if isinstance(scale, Tensor):
+        factor = scale
+    elif isinstance(scale, int | float):
+        factor = float(scale)
+    elif isinstance(scale, GradScaler):
+        factor = _factor_of(scale, device)
+    else:
         raise InvalidTypeError(f"scale is {type(scale).__name__}: expected a GradScaler, a number or a tensor.")
-    if isinstance(scale, Tensor) and not torch.compiler.is_compiling() and scale.is_cpu:
-        return scale.item()
-    return scale
+    if torch.compiler.is_compiling():
+        return factor
+    if isinstance(factor, Tensor):
+        if factor.numel() != 1:
+            raise InvalidValueError(f"scale is a tensor of shape {tuple(factor.shape)}: expected one number.")
+        if not factor.is_cpu:
+            return factor.reshape(())
+        factor = factor.item()
+    if not 0 < factor < math.inf:
+        raise InvalidValueError(f"scale={factor}: expected a finite number above 0.")
+    return factor
+
+
+def _factor_of(scaler: GradScaler, device: torch.device) -> float | Tensor:
+    if not torch.compiler.is_compiling():
+        return scaler.scale(torch.ones((), device=device))
+    if not scaler._enabled:  # `GradScaler.scale` cannot be traced
+        return 1.0
+    return scaler._init_scale if scaler._scale is None else scaler._scale
 
 
 def _metadata(node: Node) -> dict[str, Any]:

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 
-from gradguard.error_clip.hooks import Pruned
 from gradguard.error_clip.modules import ModuleTimeline
 
 Count = int | Tensor
@@ -139,17 +138,15 @@ class ErrorClipStats:
             self._rows[key] = _Row(*key)
         return _Shown(self, self._rows[key], sources)
 
-    def skipping(self, pruned: Pruned) -> Callable[[], None]:
+    def skipping(self, node: Node, name: str, numbers: tuple[int, ...]) -> Callable[[], None]:
         """Return what to call when a backward begins that does not clip these slots: they pass, and are not clipped."""
-        sizes = [
-            (self.row(node, name, "").row, [math.prod(node._input_metadata[n].shape) for n in numbers])  # type: ignore[attr-defined]
-            for node, name, numbers in pruned
-        ]
+        row = self.row(node, name, "").row
+        found = node._input_metadata  # type: ignore[attr-defined]
+        elements = sum([math.prod(found[number].shape) for number in numbers])
 
         def passing() -> None:
-            for row, elements in sizes:
-                row.gradients += len(elements)
-                row.elements += sum(elements)
+            row.gradients += len(numbers)
+            row.elements += elements
 
         return passing
 
