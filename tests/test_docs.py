@@ -22,6 +22,14 @@ def test_the_readme_runs_and_prints_what_it_says(capsys):
     assert capsys.readouterr().out == blocks(ROOT / "README.md", "text")[0]
 
 
+@pytest.mark.slow
+def test_the_page_on_error_clip_runs_and_prints_what_it_says(capsys):
+    namespace: dict = {}
+    for block in blocks(ROOT / "docs/error_clip.md", "python"):
+        exec(block.replace("fullgraph=True", 'fullgraph=True, backend="aot_eager"'), namespace)  # Inductor takes long
+    assert capsys.readouterr().out == "".join(blocks(ROOT / "docs/error_clip.md", "text"))
+
+
 def test_the_first_block_is_eight_lines_and_clips():
     first = blocks(ROOT / "README.md", "python")[0].strip().splitlines()
     assert len([line for line in first if line]) == 8

@@ -189,9 +189,15 @@ def test_the_callback_may_change_gradients(kind):
 WRONG = {
     "a tensor": (lambda grads: grads[0], "SumBackward0 returned Tensor: expected 1 gradients"),
     "too many": (lambda grads: (*grads, None), "SumBackward0 returned tuple: expected 1 gradients"),
-    "none inside": (lambda grads: (None,), r"returned a gradient of None: expected shape \(2,\), torch.float32"),
-    "another shape": (lambda grads: (grads[0][:1],), r"gradient of shape \(1,\), torch.float32: expected shape \(2,\)"),
-    "another dtype": (lambda grads: (grads[0].double(),), r"shape \(2,\), torch.float64: expected shape \(2,\)"),
+    "none inside": (lambda grads: (None,), r"returned None: expected a gradient of shape \(2,\), torch.float32"),
+    "another shape": (
+        lambda grads: (grads[0][:1],),
+        r"of shape \(1,\), torch.float32, on cpu: expected a gradient of shape \(2,\)",
+    ),
+    "another dtype": (
+        lambda grads: (grads[0].double(),),
+        r"shape \(2,\), torch.float64, on cpu: expected a gradient of shape \(2,\)",
+    ),
     "a number": (lambda grads: (1.0,), "SumBackward0 returned"),
     "a string": (lambda grads: "x", "SumBackward0 returned str: expected 1 gradients"),
 }
@@ -321,7 +327,7 @@ def _refused(model, **changes):
 REFUSED = {
     "no optimizer": ({"optimizer": "sgd"}, TypeError, "optimizer is str: expected a torch.optim.Optimizer"),
     "no graph": ({"loss": torch.ones(())}, ValueError, "the loss has no graph behind it"),
-    "no tensor": ({"loss": 1.0}, ValueError, "the loss has no graph behind it"),
+    "no tensor": ({"loss": 1.0}, TypeError, "the loss is float: expected a tensor"),
     "no rule": ({"error_clip": 5.0}, TypeError, "error_clip is float: expected a rule or None"),
     "a rule class": ({"error_clip": gg.ErrorClipByValue}, TypeError, "error_clip is type: expected a rule or None"),
     "foreign": ({"parameter_list": [leaf()]}, ValueError, r"parameter_list has a tensor of shape \(2,\), which the"),

@@ -1,5 +1,6 @@
 """The base of all rules of the error clip: what a subclass writes, and how its thresholds reach compiled code."""
 
+import ast
 import copy
 import itertools
 import math
@@ -12,12 +13,13 @@ from gradguard.arguments import check_number
 from gradguard.errors import InvalidTypeError, InvalidValueError
 
 _SERIAL = itertools.count()
+_TENSOR = "tensor"
 _PLAIN = (bool, int, float, str, bytes, type(None))
-_CLASSES: dict[int, type["BaseErrorClip"]] = {}
-_OBJECTS: dict[int, Any] = {}
+_CLASSES: dict[str, type["BaseErrorClip"]] = {}
+_OBJECTS: dict[str, Any] = {}
 
-Kind = tuple[int, tuple[tuple[str, Any], ...]]
-"""All of a rule but its thresholds, in constants: its class, and its attributes."""
+Kind = tuple[str, tuple[tuple[str, str], ...]]
+"""All of a rule but its thresholds, in texts: its class, and its attributes."""
 
 
 class BaseErrorClip:
@@ -29,8 +31,8 @@ class BaseErrorClip:
 
     ``thresholds`` names the attributes that are in units of the gradient. They may be assigned later (a schedule),
     are multiplied by the loss scale under ``scale=``, and enter compiled code as inputs, so that a new one does not
-    recompile; there ``clip`` finds 0-dim tensors in them. Attributes that are not named are constants of the compiled
-    code, and a changed one recompiles. A rule that leaves ``thresholds`` undefined is handed unscaled gradients.
+    recompile; there ``clip`` finds 0-dim tensors in them. Attributes that are tensors enter likewise. Others are
+    constants of the compiled code: assigning one recompiles, changing a list in place goes unnoticed. A rule that leaves ``thresholds`` undefined is handed unscaled gradients.
 
     Example:
         >>> import gradguard as gg, torch
@@ -48,29 +50,29 @@ class BaseErrorClip:
     """
 
     thresholds: ClassVar[tuple[str, ...] | None] = None
-    _class_serial: ClassVar[int]
+    _class_serial: ClassVar[str]
     _inputs: tuple[Tensor, ...] = ()
-    """The thresholds as tensors: what compiled code reads."""
+    """The thresholds as tensors, and attributes that are tensors: what compiled code reads."""
     _kind: Kind
     """The rest of the rule: compiled code is made anew when it changes."""
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
-        cls._class_serial = next(_SERIAL)
+        cls._class_serial = f"{cls.__qualname__} {next(_SERIAL)}"
         cls._kind = (cls._class_serial, ())
         _CLASSES[cls._class_serial] = cls
 
     def __setattr__(self, name: str, value: Any) -> None:
         named = self.thresholds or ()
-        if name in named:
-            object.__setattr__(self, name, self._checked(name, value))
-            self._refresh_inputs()
-        else:
-            object.__setattr__(self, name, value)
+        object.__setattr__(self, name, self._checked(name, value) if name in named else value)
+        if name in named or isinstance(value, Tensor):
+            object.__setattr__(self, "_inputs", _inputs_of(self))
+        if name not in named:
             object.__setattr__(self, "_kind", _kind_of(self))
 
     def __repr__(self) -> str:
-        shown = ", ".join(f"{k}={v}" for k, v in sorted(self.__dict__.items()) if not k.startswith("_"))
+        public = [(k, v) for k, v in sorted(self.__dict__.items()) if not k.startswith("_")]
+        shown = ", ".join(f"{k}={'tensor' if isinstance(v, Tensor) else v}" for k, v in public)
         return f"{type(self).__name__}({shown})"
 
     def clip(self, grad: Tensor) -> Tensor:
@@ -103,10 +105,6 @@ class BaseErrorClip:
             raise InvalidValueError(f"{type(self).__name__}: {name} is NaN, expected a number.")
         return number
 
-    def _refresh_inputs(self) -> None:
-        numbers = [self.__dict__.get(name, math.nan) for name in self.thresholds or ()]
-        object.__setattr__(self, "_inputs", tuple(torch.tensor(number, dtype=torch.float64) for number in numbers))
-
 
 class _OnUnscaled(BaseErrorClip):
     """A rule that knows nothing of loss scales, under one: unscale in a wide dtype, clip, scale."""
@@ -124,7 +122,7 @@ class _OnUnscaled(BaseErrorClip):
 
 
 def parts(rule: BaseErrorClip) -> tuple[Kind, tuple[Tensor, ...]]:
-    """Return ``rule`` as constants and tensors, the two things that compiled code can be handed."""
+    """Return ``rule`` as texts and tensors, the two things that compiled code can be handed."""
     return rule._kind, rule._inputs
 
 
@@ -132,8 +130,9 @@ def from_parts(kind: Kind, inputs: tuple[Tensor, ...]) -> BaseErrorClip:
     """Return the rule that was taken apart by `parts`, with tensors for its thresholds."""
     serial, state = kind
     rule = object.__new__(_CLASSES[serial])
-    rule.__dict__.update({k: _OBJECTS[v[1]] if isinstance(v, tuple) else v for k, v in state})
-    rule.__dict__.update(zip(rule.thresholds or (), inputs, strict=True))
+    rule.__dict__.update({name: _decoded(text) for name, text in state if text != _TENSOR})
+    names = [*(rule.thresholds or ()), *(name for name, text in state if text == _TENSOR)]
+    rule.__dict__.update(zip(names, inputs, strict=True))
     return rule
 
 
@@ -172,11 +171,33 @@ def checked(rule: BaseErrorClip, grad: Tensor, clipped: Any) -> Tensor:
 
 def _kind_of(rule: BaseErrorClip) -> Kind:
     left_out = {*(rule.thresholds or ()), "_inputs", "_kind"}
-    state = [(k, v) for k, v in rule.__dict__.items() if k not in left_out]
-    return rule._class_serial, tuple((k, v if isinstance(v, _PLAIN) else _stored(v)) for k, v in state)
+    state = [(name, value) for name, value in rule.__dict__.items() if name not in left_out]
+    return rule._class_serial, tuple((name, _encoded(value)) for name, value in state)
 
 
-def _stored(value: Any) -> tuple[str, int]:
-    """Return a constant that stands for an attribute which is none itself."""
-    _OBJECTS[id(value)] = value
-    return "object", id(value)
+def _inputs_of(rule: BaseErrorClip) -> tuple[Tensor, ...]:
+    named = rule.thresholds or ()
+    thresholds = [torch.tensor(rule.__dict__.get(name, math.nan), dtype=torch.float64) for name in named]
+    return (*thresholds, *(v for k, v in rule.__dict__.items() if isinstance(v, Tensor) and k not in named))
+
+
+def _encoded(value: Any) -> str:
+    """Return a text that stands for ``value``: the compiler might take a number for one that changes."""
+    if isinstance(value, Tensor):
+        return _TENSOR
+    if _is_plain(value):
+        return repr(value)
+    _OBJECTS[str(id(value))] = value
+    return f"object {id(value)}"
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, tuple | list):
+        return all(_is_plain(one) and one not in {math.inf, -math.inf} and one == one for one in value)
+    return isinstance(value, _PLAIN)
+
+
+def _decoded(text: str) -> Any:
+    if text.startswith("object "):
+        return _OBJECTS[text.removeprefix("object ")]
+    return float(text) if text in {"inf", "-inf", "nan"} else ast.literal_eval(text)

@@ -38,9 +38,10 @@ def error_clip(
 
     **What is clipped** is the gradient of each intermediate value, accumulated over all operations that use the value,
     once, before the operation that made it takes it. Not the root: the loss's own 1, the loss scale, a ``gradient=``
-    of yours, a constant factor on the loss. Not parameters in other clothes: chains of views and casts of a leaf, such
-    as ``weight.t()``, a shard's split, autocast's copy. Not the leaves themselves, unless ``leaves``. A value is what
-    one autograd node made: a fused attention, an RNN of cuDNN, a custom function, a compiled block are one each.
+    of yours; nor the scalar terms that a loss is a sum of, with constant weights. Not parameters in other clothes:
+    chains of views and casts of a leaf, such as ``weight.t()``, a shard's split, autocast's copy. Not the leaves
+    themselves, unless ``leaves``. A value is what one autograd node made: a fused attention, an RNN of cuDNN, a custom
+    function, a compiled block are one each.
 
     **Order.** Your tensor hooks see gradients before the clip, and what they return is clipped; ``retain_grad`` and
     ``backward(inputs=[h])`` give the value before the clip at h; full backward hooks of modules see clipped ones; so do

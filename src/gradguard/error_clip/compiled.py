@@ -36,7 +36,10 @@ def attach_error_clip(values: Values, rule: BaseErrorClip | None, *, scale: Loss
     Parameter gradients are never clipped. Under ``backend="aot_eager"`` compiled code is equal to eager code bit for
     bit; under Inductor it differs by what Inductor differs without a clip.
 
-    **Edge cases.** With gradients disabled nothing is attached. Two clips on one value apply one after the other.
+    **Edge cases.** With gradients disabled nothing is attached. Two clips on one value apply one after the other. The
+    compiler records some operations that do nothing, such as dropout in evaluation, as copies, and takes inputs of the
+    compiled region for leaves: a rule that would change its own results, such as halving, meets the copy once more than
+    in eager code, and views of an input go unclipped.
 
     Args:
         values: A tensor, or tuples, lists and dicts of tensors: the loss, or a module's outputs.
@@ -70,6 +73,8 @@ def attach_error_clip(values: Values, rule: BaseErrorClip | None, *, scale: Loss
         return values
     if torch.compiler.is_compiling():
         _make_known_to_the_compiler()
+        if not tensors:
+            return values
     else:
         if not any(tensor.grad_fn is not None for tensor in tensors):
             raise InvalidValueError(

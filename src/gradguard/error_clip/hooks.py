@@ -171,7 +171,7 @@ class Clipping:
                     return (grad.clamp(low, high),)
                 return (self._apply(grad),)
             except Exception as error:
-                raise explained(error, self.rule, name, "", grads) from error.__cause__
+                raise explained(error, self.rule, name, "", grads, sources) from error.__cause__
 
         return prehook
 
@@ -183,7 +183,7 @@ class Clipping:
             try:
                 return _replaced(grads, claim.numbers, lambda grad: self._clip_one(grad, row))
             except Exception as error:
-                raise explained(error, self.rule, name, place, grads) from error.__cause__
+                raise explained(error, self.rule, name, place, grads, sources) from error.__cause__
 
         return prehook
 
@@ -244,13 +244,16 @@ def enter_checkpoint(node: Any, install: Callable[[Roots, Inputs], Any]) -> _Rep
     return _Replaced(node, run_function)
 
 
-def explained(error: Exception, rule: BaseErrorClip, name: str, place: str, grads: Gradients) -> Exception:
+def explained(
+    error: Exception, rule: BaseErrorClip, name: str, place: str, grads: Gradients, sources: str = ""
+) -> Exception:
     """Return ``error`` with the operation and the module at which it happened."""
+    made = f" (made by the backward of {sources})" if sources else ""
     where = f"the gradient of the output of {name}" + (f" in {place}" if place else "")
     if any(grad is not None and grad.is_sparse for grad in grads):
         return UnsupportedGradientError(f"{where} is sparse, and {rule} is for dense gradients: leave that value out.")
     if isinstance(error, NonFiniteGradientError | InvalidTypeError):
-        return type(error)(f"{where}: {error}")
+        return type(error)(f"{where}: {error}{made}")
     error.add_note(f"{where}, under {rule}")
     return error
 

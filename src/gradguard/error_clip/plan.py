@@ -57,10 +57,12 @@ class Choice:
 Consumers = dict[Slot, list[tuple[int, int]]]
 """For each slot the (node, input number) pairs whose backward makes its gradient; an empty list for a mere root."""
 
-_MULTIPLIES_A_SCALAR = frozenset(
+_MULTIPLIES = frozenset(
     ["Alias", "Clone", "Div", "Mean", "Mul", "Neg", "Squeeze", "Sum", "ToCopy", "Unsqueeze", "View"]
 )
-"""Operations that make of a 0-dim value the same value, or that times a constant."""
+_ADDS = frozenset(["Add", "Sub"])
+"""Operations that make of a 0-dim value itself times a constant, and those that add another to it."""
+
 _CACHED_STRUCTURES = 256
 _plans: OrderedDict[tuple[object, ...], list[Plan]] = OrderedDict()
 _lock = Lock()
@@ -128,20 +130,26 @@ def _is_clipped(graph: Graph, consumers: Consumers, slot: Slot, choice: Choice) 
     if not consumers[slot]:  # a root and nothing else: its gradient is the loss's own 1, not an error signal
         wanted = choice.roots_too == "always" or (choice.roots_too == "with dimensions" and not graph.is_scalar(slot))
         return wanted and not holds_a_leaf(node, graph.inputs)
-    return not holds_a_leaf(node, graph.inputs) and not _is_loss_before_scaling(graph, consumers, slot)
+    return not holds_a_leaf(node, graph.inputs) and not _is_term_of_the_loss(graph, consumers, slot)
 
 
-def _is_loss_before_scaling(graph: Graph, consumers: Consumers, slot: Slot) -> bool:
-    """Tell whether the value is the loss, and the root is that times a constant, or cast."""
+def _is_term_of_the_loss(graph: Graph, consumers: Consumers, slot: Slot) -> bool:
+    """Return whether the value is 0-dim and the root is a sum, with constant weights, of it and of others.
+
+    Its gradient is then its weight in the loss, and clipping that would be another loss.
+    """
     if len(consumers[slot]) != 1 or not graph.is_scalar(slot):
         return False
     position, edge = consumers[slot][0]
-    operands = graph.nodes[position].next_functions
-    op, others = operation(graph.nodes[position]), [child for i, (child, _) in enumerate(operands) if i != edge]
-    if op not in _MULTIPLIES_A_SCALAR or (op == "Div" and edge != 0) or any(child is not None for child in others):
+    operands, op = graph.nodes[position].next_functions, operation(graph.nodes[position])
+    if op in _MULTIPLIES:
+        others = [child for i, (child, _) in enumerate(operands) if i != edge]
+        if any(child is not None for child in others) or (op == "Div" and edge != 0):
+            return False
+    elif op not in _ADDS:
         return False
     above = (position, 0)
-    return graph.is_scalar(above) and (not consumers[above] or _is_loss_before_scaling(graph, consumers, above))
+    return graph.is_scalar(above) and (not consumers[above] or _is_term_of_the_loss(graph, consumers, above))
 
 
 def _consumers(graph: Graph) -> Consumers:
