@@ -32,7 +32,8 @@ class BaseErrorClip:
     ``thresholds`` names the attributes that are in units of the gradient. They may be assigned later (a schedule),
     are multiplied by the loss scale under ``scale=``, and enter compiled code as inputs, so that a new one does not
     recompile; there ``clip`` finds 0-dim tensors in them. Attributes that are tensors enter likewise. Others are
-    constants of the compiled code: assigning one recompiles, changing a list in place goes unnoticed. A rule that leaves ``thresholds`` undefined is handed unscaled gradients.
+    constants of the compiled code: assigning one recompiles, changing a list in place goes unnoticed. A rule that
+    leaves ``thresholds`` undefined is handed unscaled gradients.
 
     Example:
         >>> import gradguard as gg, torch

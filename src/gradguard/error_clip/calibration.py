@@ -157,9 +157,9 @@ class Calibration(BaseErrorClip):
         """Return where the gradients of one node are recorded."""
         return _Peaks(self, (name, self.place(node)))
 
-    def skipping(self, node: Node, name: str, numbers: tuple[int, ...]) -> Callable[[], None]:
-        """Return something that does nothing: this rule is never pruned."""
-        return lambda: None
+    def tally(self) -> "_Nothing":
+        """Return something that counts nothing: this rule is never pruned."""
+        return _Nothing()
 
     def begin(self, loss: Tensor | None) -> None:
         """Start a step."""
@@ -195,10 +195,22 @@ class _Peaks:
     calibration: Calibration
     label: _Label
 
+    @property
+    def module(self) -> str:
+        return self.label[1]
+
     def clip(self, grad: Tensor, apply: Callable[[Tensor], Tensor], bounds: tuple[float, float] | None) -> Tensor:
         if grad.numel() and not self.calibration.done:
             self.calibration._passing.append((self.label, grad.detach().abs().amax() / self.calibration._scale))
         return grad
+
+
+class _Nothing:
+    def add(self, node: Node, name: str, numbers: tuple[int, ...]) -> None:
+        pass
+
+    def passes(self, grads: object) -> None:
+        pass
 
 
 def _or_infinity(peak: float) -> float:

@@ -139,7 +139,7 @@ def walk(
             nodes.append(node)
         slots.append((index[node], number))
     structure: list[object] = [*slots]
-    add, found = structure.append, index.setdefault
+    add, found, keep = structure.append, index.setdefault, nodes.append
     count = len(nodes)
     for node in nodes:  # grows while it is read
         add(type(node))
@@ -151,10 +151,14 @@ def walk(
                 add(holds_a_leaf(child, inputs))
                 continue
             position = found(child, count)
-            if position == count:
-                nodes.append(child)
+            if position == count:  # a new one: that it is new says which
+                keep(child)
                 count += 1
-            add(position if number == 0 else (position, number))
+                add(...)
+            else:
+                add(position)
+            if number:
+                add(-number)
     graph = Graph(nodes, tuple(slots), (), index, inputs)
     structure += map(graph.is_scalar, slots)
     graph.structure = tuple(structure)

@@ -17,15 +17,31 @@ from gradguard.error_clip.plan import Choice, RootsToo, plan_for
 from gradguard.errors import InvalidTypeError, NonFiniteGradientError, UnsupportedGradientError
 
 Gradients = tuple[Tensor | None, ...]
+_FLOAT32 = torch.float32
 Roots = Sequence[tuple[Node, int]]
 
 
 class Row(Protocol):
-    """What an observer writes down about one operation."""
+    """What an observer writes down about one operation in one module."""
+
+    @property
+    def module(self) -> str:
+        """The name of the module, empty if not known."""
+        ...
 
     def clip(self, grad: Tensor, apply: Callable[[Tensor], Tensor], bounds: tuple[float, float] | None) -> Tensor:
         """Return ``apply(grad)``, or ``grad`` where the clamp to ``bounds`` would not change it."""
         ...
+
+
+class Tally(Protocol):
+    """Gradients that are not clipped because that would change nothing: they pass whenever a backward begins."""
+
+    def add(self, node: Node, name: str, numbers: tuple[int, ...]) -> None:
+        """Take note of these slots of ``node``."""
+
+    def passes(self, grads: Gradients) -> None:
+        """A backward begins."""
 
 
 class Observer(Protocol):
@@ -35,12 +51,8 @@ class Observer(Protocol):
         """Return where the gradients of the output of ``node`` are written down."""
         ...
 
-    def skipping(self, node: Node, name: str, numbers: tuple[int, ...]) -> Callable[[], None]:
-        """Return what to call when a backward begins that does not clip these slots, because nothing would change."""
-        ...
-
-    def place(self, node: Node) -> str:
-        """Return the name of the module that recorded ``node``, empty if not known."""
+    def tally(self) -> Tally:
+        """Return where to add the gradients that one install leaves alone."""
         ...
 
     def begin(self, loss: Tensor | None) -> None:
@@ -69,6 +81,7 @@ class Clipping:
     scale: float | Tensor | None = None
     overflow_stays: bool = False
     """Whether non-finite elements become NaN in every dtype, not in float16 alone: there is a loss scale to lower."""
+    bounds: tuple[float, float] | None = None
     taken_for_real: bool = False
     """Whether clamps were left out for a reason that holds of real numbers only."""
     handles: list[Any] = field(default_factory=list)
@@ -93,21 +106,22 @@ class Clipping:
         claimed: Callable[[Node, Claim], None] | None = None,
     ) -> Graph:
         """Put the rule into the graph behind ``roots``, and return that graph."""
+        self.bounds = self._inlined_bounds()
         graph = walk(roots, stop, inputs)
         excluded = exclude(graph) if exclude is not None else frozenset()
         plan = plan_for(graph, Choice(roots_too, self._prunable_bounds(), excluded))
         self.taken_for_real = len(plan.hooks) < len(plan.steps)
-        passing: list[Callable[[], None]] = []
-        for position, numbers, pruned, name, sources in plan.hooks if self.observer is None else plan.steps:
+        tally = self.observer.tally() if self.observer is not None else None
+        for position, numbers, pruned, name, sources in plan.hooks if tally is None else plan.steps:
             node, claim = graph.nodes[position], Claim(numbers)
-            if self.observer is not None and pruned:
-                passing.append(self.observer.skipping(node, name, pruned))
+            if tally is not None and pruned:
+                tally.add(node, name, pruned)
             if numbers:
                 self.handles.append(node.register_prehook(self._prehook(node, claim, name, sources)))
             if claimed is not None:
                 claimed(node, claim)
-        if passing:
-            self.handles.append(roots[0][0].register_prehook(lambda grads: _call(passing)))
+        if tally is not None:
+            self.handles.append(roots[0][0].register_prehook(tally.passes))
         again = partial(self.install, roots_too="always", exclude=exclude, claimed=claimed)
         for position in plan.checkpoints:
             self._replaced.append(enter_checkpoint(graph.nodes[position], again))
@@ -127,8 +141,10 @@ class Clipping:
         if id(leaf) in self._leaves_done:
             return
         self._leaves_done.add(id(leaf))
-        prehook = self._careful_prehook(get_gradient_edge(leaf).node, Claim((0,)), "AccumulateGrad", "")
-        self.handles.append(leaf.register_hook(lambda grad: prehook((grad,))[0]))
+        node, name = get_gradient_edge(leaf).node, "AccumulateGrad"
+        row = self.observer.row(node, name, "") if self.observer is not None else None
+        claim = Claim((0,))
+        self.handles.append(leaf.register_hook(lambda grad: self._clip_all(claim, row, name, "", (grad,))[0]))
 
     def remove(self) -> None:
         """Take out everything that was put in."""
@@ -148,6 +164,12 @@ class Clipping:
         self._replaced = [replaced for replaced in self._replaced if not replaced.is_dead()]
         self.handles = [handle for handle in self.handles if handle.hooks_dict_ref() is not None]
 
+    def _inlined_bounds(self) -> tuple[float, float] | None:
+        """Return the bounds of a rule that is a mere clamp of float32, which needs no call."""
+        bounds = self.rule.bounds() if is_trusted(self.rule) else None
+        simple = self.observer is None and not self.overflow_stays
+        return bounds if simple and bounds is not None and _fits_float32(bounds) else None
+
     def _prunable_bounds(self) -> str:
         bounds = self.unscaled_rule.bounds() if self.prune else None
         if bounds is None or not bounds[0] <= 0 <= bounds[1]:
@@ -155,37 +177,32 @@ class Clipping:
         return "symmetric" if bounds[0] == -bounds[1] else "asymmetric"
 
     def _prehook(self, node: Node, claim: Claim, name: str, sources: str) -> Callable[[Gradients], Gradients | None]:
-        if self.observer is not None or self.overflow_stays or not is_trusted(self.rule):
-            return self._careful_prehook(node, claim, name, sources)
-        bounds = self.rule.bounds()
-        low, high = bounds if bounds is not None and _fits_float32(bounds) else (None, None)
+        row = self.observer.row(node, name, sources) if self.observer is not None else None
+        general = partial(self._clip_all, claim, row, name, sources)
+        if self.bounds is None:
+            return general
+        low, high = self.bounds
 
         def prehook(grads: Gradients) -> Gradients | None:
-            try:
-                if len(grads) != 1 or not claim.numbers:
-                    return _replaced(grads, claim.numbers, self._apply)
-                grad = grads[0]
-                if grad is None:
-                    return None
-                if grad.dtype is torch.float32 and high is not None:  # by far the most frequent: no call in between
-                    return (grad.clamp(low, high),)
-                return (self._apply(grad),)
-            except Exception as error:
-                raise explained(error, self.rule, name, "", grads, sources) from error.__cause__
+            grad = grads[0]  # by far the most frequent: one float32 gradient, clamped without a call in between
+            if len(grads) > 1 or grad is None or grad.dtype is not _FLOAT32 or not claim.numbers or grad.is_sparse:
+                return general(grads)
+            return (grad.clamp(low, high),)
 
         return prehook
 
-    def _careful_prehook(self, node: Node, claim: Claim, name: str, sources: str) -> Callable[[Gradients], Gradients]:
-        row = self.observer.row(node, name, sources) if self.observer is not None else None
-        place = self.observer.place(node) if self.observer is not None else ""
-
-        def prehook(grads: Gradients) -> Gradients:
-            try:
-                return _replaced(grads, claim.numbers, lambda grad: self._clip_one(grad, row))
-            except Exception as error:
-                raise explained(error, self.rule, name, place, grads, sources) from error.__cause__
-
-        return prehook
+    def _clip_all(self, claim: Claim, row: Row | None, name: str, sources: str, grads: Gradients) -> Gradients:
+        """Return the gradients of one node, those of the claimed slots clipped."""
+        try:
+            result = list(grads)
+            for number in claim.numbers:
+                grad = grads[number]
+                if grad is not None:
+                    result[number] = self._clip_one(grad, row)
+            return tuple(result)
+        except Exception as error:
+            place = row.module if row is not None else ""
+            raise explained(error, self.rule, name, place, grads, sources) from error.__cause__
 
     def _clip_one(self, grad: Tensor, row: Row | None) -> Tensor:
         if row is None:
@@ -260,17 +277,3 @@ def explained(
 
 def _fits_float32(bounds: tuple[float, float]) -> bool:
     return isinstance(bounds[1], float) and all(abs(bound) < torch.finfo(torch.float32).max for bound in bounds)
-
-
-def _call(functions: list[Callable[[], None]]) -> None:
-    for function in functions:
-        function()
-
-
-def _replaced(grads: Gradients, numbers: tuple[int, ...], clip: Callable[[Tensor], Tensor]) -> Gradients:
-    result = list(grads)
-    for number in numbers:
-        grad = grads[number]
-        if grad is not None:
-            result[number] = clip(grad)
-    return tuple(result)

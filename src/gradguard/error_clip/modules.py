@@ -10,6 +10,8 @@ from torch import nn
 from torch.autograd.graph import Node
 
 _LONGEST = 200_000
+_LEAVES = 2**63
+"""Numbers from here on are those of leaves."""
 
 
 def next_number() -> int:
@@ -46,11 +48,10 @@ class ModuleTimeline:
 
         Empty if neither is known.
         """
-        variable = getattr(node, "variable", None)
-        if variable is not None:
-            return self._parameters.get(id(variable), "")
-        thread = threading.get_ident()
-        found = bisect_right(self._starts[thread], number_of(node)) - 1
+        number, thread = number_of(node), threading.get_ident()
+        if number >= _LEAVES:
+            return self._parameters.get(id(getattr(node, "variable", None)), "")
+        found = bisect_right(self._starts[thread], number) - 1
         return self._names[thread][found] if found >= 0 else ""
 
     def _entering(self, name: str) -> Any:

@@ -66,21 +66,24 @@ class Conditions:
         return self._factors_hold(nodes) and self._layouts_hold(nodes)
 
     def _factors_hold(self, nodes: list[Node]) -> bool:
-        for position, name, signed in self.factors:
-            if getattr(nodes[position], name) != 1 and not small_factor(nodes[position], name, signed):
-                return False
-        return True
+        return all(
+            [
+                getattr(nodes[at], name) == 1 or small_factor(nodes[at], name, signed)
+                for at, name, signed in self.factors
+            ]
+        )
 
     def _layouts_hold(self, nodes: list[Node]) -> bool:
-        for (position, (number, *others)), *rest in self.alike:
-            found = nodes[position]._input_metadata  # type: ignore[attr-defined]
-            shape, dtype = found[number].shape, found[number].dtype
-            if any([found[other].shape != shape or found[other].dtype != dtype for other in others]):
-                return False
-            for other, numbers in rest:
-                found = nodes[other]._input_metadata  # type: ignore[attr-defined]
-                if any([found[n].shape != shape or found[n].dtype != dtype for n in numbers]):
-                    return False
+        for group in self.alike:
+            shape = dtype = None
+            for position, numbers in group:
+                found = nodes[position]._input_metadata  # type: ignore[attr-defined]
+                for number in numbers:
+                    slot = found[number]
+                    if shape is None:
+                        shape, dtype = slot.shape, slot.dtype
+                    elif slot.shape != shape or slot.dtype != dtype:
+                        return False
         return True
 
 

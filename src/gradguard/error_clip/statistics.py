@@ -133,22 +133,19 @@ class ErrorClipStats:
 
     def row(self, node: Node, name: str, sources: str) -> "_Shown":
         """Return where the gradients of one node are counted."""
+        return _Shown(self, self.line(node, name), sources)
+
+    def line(self, node: Node, name: str) -> "_Row":
+        """Return the line of the table for one node."""
         key = (name, self.place(node))
-        if key not in self._rows:
-            self._rows[key] = _Row(*key)
-        return _Shown(self, self._rows[key], sources)
+        row = self._rows.get(key)
+        if row is None:
+            row = self._rows[key] = _Row(*key)
+        return row
 
-    def skipping(self, node: Node, name: str, numbers: tuple[int, ...]) -> Callable[[], None]:
-        """Return what to call when a backward begins that does not clip these slots: they pass, and are not clipped."""
-        row = self.row(node, name, "").row
-        found = node._input_metadata  # type: ignore[attr-defined]
-        elements = sum([math.prod(found[number].shape) for number in numbers])
-
-        def passing() -> None:
-            row.gradients += len(numbers)
-            row.elements += elements
-
-        return passing
+    def tally(self) -> "_Passing":
+        """Return where to add the gradients that one install leaves alone, because clipping them changes nothing."""
+        return _Passing(self, {})
 
     def begin(self, loss: Tensor | None) -> None:
         """Start a block."""
@@ -203,12 +200,37 @@ class _Row:
 
 
 @dataclass
+class _Passing:
+    """How many gradients and elements pass unclipped in each backward, by the position of their line."""
+
+    stats: ErrorClipStats
+    counts: dict[int, tuple[_Row, int, int]]
+
+    def add(self, node: Node, name: str, numbers: tuple[int, ...]) -> None:
+        row, found = self.stats.line(node, name), node._input_metadata  # type: ignore[attr-defined]
+        elements = 0
+        for number in numbers:
+            elements += math.prod(found[number].shape)
+        _, gradients, before = self.counts.get(id(row), (row, 0, 0))
+        self.counts[id(row)] = (row, gradients + len(numbers), before + elements)
+
+    def passes(self, grads: object) -> None:
+        for row, gradients, elements in self.counts.values():
+            row.gradients += gradients
+            row.elements += elements
+
+
+@dataclass
 class _Shown:
     """One node's view of its row."""
 
     stats: ErrorClipStats
     row: _Row
     made_by: str
+
+    @property
+    def module(self) -> str:
+        return self.row.module
 
     def clip(self, grad: Tensor, apply: Callable[[Tensor], Tensor], bounds: tuple[float, float] | None) -> Tensor:
         row, elements = self.row, grad.numel()
