@@ -18,6 +18,7 @@ from gradguard.errors import InvalidTypeError, NonFiniteGradientError, Unsupport
 
 Gradients = tuple[Tensor | None, ...]
 _FLOAT32 = torch.float32
+_LARGE = 2**16
 Roots = Sequence[tuple[Node, int]]
 
 
@@ -187,6 +188,8 @@ class Clipping:
             grad = grads[0]  # by far the most frequent: one float32 gradient, clamped without a call in between
             if len(grads) > 1 or grad is None or grad.dtype is not _FLOAT32 or not claim.numbers or grad.is_sparse:
                 return general(grads)
+            if grad.numel() >= _LARGE and _is_within(grad, low, high):
+                return None
             return (grad.clamp(low, high),)
 
         return prehook
@@ -273,6 +276,17 @@ def explained(
         return type(error)(f"{where}: {error}{made}")
     error.add_note(f"{where}, under {rule}")
     return error
+
+
+def _is_within(grad: Tensor, low: float, high: float) -> bool:
+    """Return whether a clamp would give a copy of ``grad``, as far as that is cheaper to find out than to clamp.
+
+    On the CPU reading a large tensor costs less than writing another one into fresh memory.
+    """
+    if type(grad) is not Tensor or not grad.is_cpu or not grad.is_contiguous():
+        return False
+    smallest, largest = grad.detach().aminmax()
+    return low <= smallest.item() and largest.item() <= high
 
 
 def _fits_float32(bounds: tuple[float, float]) -> bool:
