@@ -70,7 +70,7 @@ def saved() -> list:
 def plain(source: str) -> dict[str, torch.Tensor]:
     """The weights of the same script, run by Python itself."""
     Path("plain.py").write_text(source)
-    subprocess.run([sys.executable, "plain.py"], check=True)
+    subprocess.run([sys.executable, "plain.py"], check=True, timeout=120)
     return weights()
 
 

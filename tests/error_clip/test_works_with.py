@@ -187,9 +187,9 @@ def test_a_clip_hides_no_overflow_from_the_scaler(rule, prune):
     optimizer, scaler = torch.optim.SGD([weight], 1.0), _scaler(2.0**127)
     for expected_scale in (2.0**126, 2.0**125):
         optimizer.zero_grad()
-        loss = (weight * 1e3).tanh().relu().sum() + (weight * 1e3).sum()
-        with gg.error_clip(loss * 8, rule, scale=scaler, prune=prune):
-            scaler.scale(loss * 8).backward()
+        loss = 8 * ((weight * 1e3).tanh().relu().sum() + (weight * 1e3).sum())
+        with gg.error_clip(loss, rule, scale=scaler, prune=prune):
+            scaler.scale(loss).backward()
         loss = ((weight * 2) * 1e3).sum()
         with gg.error_clip(loss, rule, scale=scaler, prune=prune):
             scaler.scale(loss).backward()

@@ -144,8 +144,14 @@ def minimize(
             shown = name or f"a tensor of shape {tuple(parameter.shape)}"
             raise InvalidValueError(f"parameter_list has {shown}, which the optimizer does not update: leave it out.")
     blocked = _resolved(no_grad_set, [*owned, *listed])
+    before = [(parameter, parameter.grad) for _, parameter in owned]
     optimizer.zero_grad()
-    pairs = append_backward(loss, [parameter for _, parameter in listed], blocked, error_clip)
+    try:
+        pairs = append_backward(loss, [parameter for _, parameter in listed], blocked, error_clip)
+    except BaseException:
+        for parameter, gradient in before:
+            parameter.grad = gradient
+        raise
     optimizer.step()
     return pairs
 

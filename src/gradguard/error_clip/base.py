@@ -1,25 +1,37 @@
 """The base of all rules of the error clip: what a subclass writes, and how its thresholds reach compiled code."""
 
-import ast
-import copy
 import itertools
 import math
-from typing import Any, ClassVar
+from inspect import getattr_static
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
 
 from gradguard.arguments import check_number
+from gradguard.error_clip.taken_apart import Kind, decoded, encoded, is_encoded_tensor
 from gradguard.errors import InvalidTypeError, InvalidValueError
 
 _SERIAL = itertools.count()
-_TENSOR = "tensor"
-_PLAIN = (bool, int, float, str, bytes, type(None))
 _CLASSES: dict[str, type["BaseErrorClip"]] = {}
-_OBJECTS: dict[str, Any] = {}
+_OURS = ("_inputs", "_kind", "_held")
 
-Kind = tuple[str, tuple[tuple[str, str], ...]]
-"""All of a rule but its thresholds, in texts: its class, and its attributes."""
+
+def _check_class(cls: type) -> None:
+    """Refuse at once what would later go unnoticed."""
+    names = cls.thresholds
+    if names is not None and not (isinstance(names, tuple) and all(isinstance(name, str) for name in names)):
+        raise InvalidTypeError(f"{cls.__name__}.thresholds is {names!r}: expected a tuple of names, as in ('bound',).")
+    if cls.__dict__.get("__slots__"):
+        raise InvalidTypeError(f"{cls.__name__} has __slots__: rules keep their attributes in __dict__, leave it out.")
+    for name in names or ():
+        value = getattr_static(cls, name, None)
+        if hasattr(type(value), "__set__"):
+            raise InvalidTypeError(
+                f"{cls.__name__}.thresholds names {name!r}, a property: expected an attribute, assigned in __init__."
+            )
+        if value is not None:
+            check_number(f"{cls.__name__}.{name}", value)
 
 
 class BaseErrorClip:
@@ -27,7 +39,8 @@ class BaseErrorClip:
 
     ``clip`` gets the gradient of one intermediate value, accumulated over all that use the value, and returns what
     the backward goes on with: a tensor of the same shape and dtype, made with tensor operations, not in place. The
-    same method serves eager and compiled code, so it may not look at values from Python (``if grad.max() > 1``).
+    same method serves eager and compiled code, so it may not look at values from Python (``if grad.max() > 1``), nor
+    count its calls: what it returns depends on ``grad`` and the rule's attributes alone.
 
     ``thresholds`` names the attributes that are in units of the gradient. They may be assigned later (a schedule),
     are multiplied by the loss scale under ``scale=``, and enter compiled code as inputs, so that a new one does not
@@ -51,25 +64,43 @@ class BaseErrorClip:
     """
 
     thresholds: ClassVar[tuple[str, ...] | None] = None
-    _class_serial: ClassVar[str]
-    _inputs: tuple[Tensor, ...] = ()
+    _class_serial: ClassVar[str] = "BaseErrorClip"
+    _inputs: tuple[Tensor, ...] | None
     """The thresholds as tensors, and attributes that are tensors: what compiled code reads."""
     _kind: Kind
     """The rest of the rule: compiled code is made anew when it changes."""
+    _held: tuple[object, ...]
+    """Keeps alive what `_kind` names but cannot spell out."""
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
+        _check_class(cls)
         cls._class_serial = f"{cls.__qualname__} {next(_SERIAL)}"
-        cls._kind = (cls._class_serial, ())
         _CLASSES[cls._class_serial] = cls
 
+    def __new__(cls, *args: Any, **options: Any) -> Self:
+        """Return a rule that has what its class gives it; ``__init__`` adds the rest."""
+        if getattr(getattr(cls, "__dataclass_params__", None), "frozen", False):
+            raise InvalidTypeError(f"{cls.__name__} is a frozen dataclass: rules may change, leave frozen=True out.")
+        rule = object.__new__(cls)
+        rule._take_apart()
+        return rule
+
     def __setattr__(self, name: str, value: Any) -> None:
-        named = self.thresholds or ()
-        object.__setattr__(self, name, self._checked(name, value) if name in named else value)
-        if name in named or isinstance(value, Tensor):
-            object.__setattr__(self, "_inputs", _inputs_of(self))
-        if name not in named:
-            object.__setattr__(self, "_kind", _kind_of(self))
+        named = name in (self.thresholds or ())
+        object.__setattr__(self, name, self._checked(name, value) if named else value)
+        self._take_apart()
+
+    def __delattr__(self, name: str) -> None:
+        object.__delattr__(self, name)
+        self._take_apart()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name not in _OURS}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._take_apart()
 
     def __repr__(self) -> str:
         public = [(k, v) for k, v in sorted(self.__dict__.items()) if not k.startswith("_")]
@@ -85,13 +116,16 @@ class BaseErrorClip:
         raise NotImplementedError(f"{type(self).__name__} has no clip(grad): write one that returns a tensor.")
 
     def bounds(self) -> tuple[float, float] | None:
-        """Return (low, high) if the rule is the elementwise clamp to them, else None: only clamps can be pruned."""
+        """Return (low, high) if the rule is the elementwise clamp to them, else None: only clamps can be pruned.
+
+        Counts only where it is written together with `clip`, or below: a subclass with a ``clip`` of its own has none.
+        """
         return None
 
     def with_thresholds(self, values: tuple[Any, ...]) -> "BaseErrorClip":
         """Return a copy that has ``values`` for its thresholds: scaled numbers, or tensors in compiled code."""
-        other = copy.copy(self)
-        other.__dict__.update(zip(self.thresholds or (), values, strict=True))
+        other = object.__new__(type(self))
+        other.__dict__.update(self.__dict__, **dict(zip(self.thresholds or (), values, strict=True)))
         return other
 
     def scaled(self, scale: float | Tensor) -> "BaseErrorClip":
@@ -105,6 +139,20 @@ class BaseErrorClip:
         if math.isnan(number):
             raise InvalidValueError(f"{type(self).__name__}: {name} is NaN, expected a number.")
         return number
+
+    def _take_apart(self) -> None:
+        """Bring `_inputs` and `_kind` up to date."""
+        named = self.thresholds or ()
+        state = {k: v for k, v in self.__dict__.items() if k not in named and k not in _OURS}
+        tensors = [v for v in state.values() if isinstance(v, Tensor)]
+        texts, held = encoded(state)
+        values = [getattr(self, name, None) for name in named]
+        inputs = None
+        if all(value is not None for value in values):
+            inputs = (*(torch.tensor(value, dtype=torch.float64) for value in values), *tensors)
+        object.__setattr__(self, "_inputs", inputs)
+        object.__setattr__(self, "_kind", (self._class_serial, texts))
+        object.__setattr__(self, "_held", held)
 
 
 class _OnUnscaled(BaseErrorClip):
@@ -124,21 +172,51 @@ class _OnUnscaled(BaseErrorClip):
 
 def parts(rule: BaseErrorClip) -> tuple[Kind, tuple[Tensor, ...]]:
     """Return ``rule`` as texts and tensors, the two things that compiled code can be handed."""
-    return rule._kind, rule._inputs
+    inputs = rule._inputs
+    assert inputs is not None, "check_thresholds comes first"
+    return rule._kind, inputs
 
 
 def from_parts(kind: Kind, inputs: tuple[Tensor, ...]) -> BaseErrorClip:
     """Return the rule that was taken apart by `parts`, with tensors for its thresholds."""
     serial, state = kind
     rule = object.__new__(_CLASSES[serial])
-    rule.__dict__.update({name: _decoded(text) for name, text in state if text != _TENSOR})
-    names = [*(rule.thresholds or ()), *(name for name, text in state if text == _TENSOR)]
+    rule.__dict__.update({name: decoded(text) for name, text in state if not is_encoded_tensor(text)})
+    names = [*(rule.thresholds or ()), *(name for name, text in state if is_encoded_tensor(text))]
     rule.__dict__.update(zip(names, inputs, strict=True))
     return rule
 
 
+def check_thresholds(rule: BaseErrorClip) -> None:
+    """Refuse a rule one of whose thresholds has no value.
+
+    Raises:
+        InvalidValueError: If so.
+    """
+    for name in rule.thresholds or ():
+        if not hasattr(rule, name):
+            raise InvalidValueError(
+                f"{type(rule).__name__}.thresholds names {name!r}, and the rule has no such attribute: assign it in "
+                f"__init__, or correct the name."
+            )
+
+
+def clamp_bounds(rule: BaseErrorClip) -> tuple[float, float] | None:
+    """Return the bounds of a rule that is a clamp, and None for a rule that inherits them with another ``clip``."""
+    if "clip" in rule.__dict__:
+        return None
+    for cls in type(rule).__mro__:
+        if "bounds" in cls.__dict__:
+            return rule.bounds()
+        if "clip" in cls.__dict__:
+            return None
+    return None
+
+
 def apply_rule(rule: BaseErrorClip, grad: Tensor, overflow_stays: bool = False) -> Tensor:
     """Return what ``rule`` makes of ``grad``, checked, with overflow left visible where a loss scale depends on it."""
+    if grad.dim() == 0 and not is_trusted(rule):
+        rule = _of_dtype(rule, grad)
     clipped = checked(rule, grad, rule.clip(grad))
     return keep_overflow(grad, clipped) if overflow_stays or grad.dtype is torch.float16 else clipped
 
@@ -170,35 +248,10 @@ def checked(rule: BaseErrorClip, grad: Tensor, clipped: Any) -> Tensor:
     return clipped
 
 
-def _kind_of(rule: BaseErrorClip) -> Kind:
-    left_out = {*(rule.thresholds or ()), "_inputs", "_kind"}
-    state = [(name, value) for name, value in rule.__dict__.items() if name not in left_out]
-    return rule._class_serial, tuple((name, _encoded(value)) for name, value in state)
-
-
-def _inputs_of(rule: BaseErrorClip) -> tuple[Tensor, ...]:
-    named = rule.thresholds or ()
-    thresholds = [torch.tensor(rule.__dict__.get(name, math.nan), dtype=torch.float64) for name in named]
-    return (*thresholds, *(v for k, v in rule.__dict__.items() if isinstance(v, Tensor) and k not in named))
-
-
-def _encoded(value: Any) -> str:
-    """Return a text that stands for ``value``: the compiler might take a number for one that changes."""
-    if isinstance(value, Tensor):
-        return _TENSOR
-    if _is_plain(value):
-        return repr(value)
-    _OBJECTS[str(id(value))] = value
-    return f"object {id(value)}"
-
-
-def _is_plain(value: Any) -> bool:
-    if isinstance(value, tuple | list):
-        return all(_is_plain(one) and one not in {math.inf, -math.inf} and one == one for one in value)
-    return isinstance(value, _PLAIN)
-
-
-def _decoded(text: str) -> Any:
-    if text.startswith("object "):
-        return _OBJECTS[text.removeprefix("object ")]
-    return float(text) if text in {"inf", "-inf", "nan"} else ast.literal_eval(text)
+def _of_dtype(rule: BaseErrorClip, grad: Tensor) -> BaseErrorClip:
+    """Return ``rule`` with thresholds that do not lend a 0-dim gradient their dtype, as numbers would not."""
+    values = [getattr(rule, name) for name in rule.thresholds or ()]
+    if not any(isinstance(value, Tensor) for value in values):
+        return rule
+    real = grad.dtype.to_real()
+    return rule.with_thresholds(tuple(v.to(real) if isinstance(v, Tensor) else v for v in values))

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from gradguard.error_clip.base import BaseErrorClip
+from gradguard.error_clip.base import BaseErrorClip, check_thresholds
 from gradguard.error_clip.calibration import Calibration
 from gradguard.error_clip.freed import raise_if_freed
 from gradguard.error_clip.hooks import Clipping
@@ -53,8 +53,9 @@ def error_clip(
     blocks of one kind the innermost. A rule of ``None`` leaves a scope alone.
 
     **Guarantees.** Nothing stays attached after the block, also after an error. Elementwise clamps that provably change
-    nothing are left out; the result is the same bit for bit. That proof counts on the backward that starts at
-    ``loss``, and on no tensor hook of yours that enlarges a gradient: otherwise use ``prune=False``.
+    nothing are left out; the result is the same bit for bit. That proof counts on no tensor hook of yours that enlarges
+    a gradient, and on the backward that starts at ``loss``: another one is refused if it comes to such a place. With
+    ``prune=False`` nothing is left out.
 
     **Edge cases.**
 
@@ -72,7 +73,8 @@ def error_clip(
     Args:
         target: The loss, for the whole graph behind it; a module; or a list of tensors and modules.
         rule: What to do to each gradient: `ErrorClipByValue`, another rule, or a subclass of `BaseErrorClip`.
-        leaves: Also clip the gradients of parameters and inputs, before they are accumulated (whole graph only).
+        leaves: Also clip the gradients of parameters and inputs, before they are accumulated (not for a list of
+            tensors, which may have parameters among them).
         scale: The loss scale, as a GradScaler, a number or a tensor: thresholds are in units of the unscaled loss.
         stats: Counts what happens; see `ErrorClipStats`.
         prune: Whether to leave out clamps that provably change nothing (whole graph only).
@@ -81,9 +83,11 @@ def error_clip(
         Nothing.
 
     Raises:
-        InvalidValueError: If the loss has no graph, or nothing differentiable passed through the scope.
+        InvalidValueError: If the loss has no graph, or one that is compiled altogether, or nothing differentiable, or
+            no backward, passed through a module in the block.
         InvalidTypeError: If ``target``, ``rule`` or ``stats`` is of another type, or the rule returns something that
             the backward cannot go on with.
+        UnsupportedGradientError: If a gradient is sparse, or another backward misses clamps that were left out.
         FreedGraphError: If the backward goes through a graph that an earlier one has freed.
         RuntimeError: What PyTorch raises in the block.
 
@@ -120,10 +124,12 @@ def checked_rule(rule: Any) -> BaseErrorClip:
 
     Raises:
         InvalidTypeError: If it is no rule.
+        InvalidValueError: If one of its thresholds has no value.
     """
     if rule is None:
         return ErrorClipNonfinite("keep")
     if isinstance(rule, BaseErrorClip):
+        check_thresholds(rule)
         return rule
     hint = f": did you mean gg.ErrorClipByValue({rule})?" if isinstance(rule, int | float) else "."
     raise InvalidTypeError(f"rule is {type(rule).__name__}, expected one such as gg.ErrorClipByValue(max=5.0){hint}")

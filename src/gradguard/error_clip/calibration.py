@@ -40,7 +40,7 @@ def calibrate(model: nn.Module | None = None, *, steps: int = 20, factor: float 
 
     Args:
         model: The module whose submodules should be named in the table. Its forward must run after this.
-        steps: For how many blocks to record; later ones pass unrecorded.
+        steps: For how many blocks, of one backward each, to record; later ones pass unrecorded.
         factor: k.
 
     Returns:

@@ -5,6 +5,7 @@ backward, at the place where eager code has it, and is fused there. So one funct
 Dynamo does not look into, installs the same hooks as in eager code.
 """
 
+from dataclasses import is_dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -51,7 +52,7 @@ def attach_error_clip(values: Values, rule: BaseErrorClip | None, *, scale: Loss
 
     Raises:
         InvalidValueError: If no value has a graph behind it, though gradients are enabled.
-        InvalidTypeError: If ``rule`` is no rule, or ``scale`` no loss scale.
+        InvalidTypeError: If ``rule`` is no rule, ``scale`` no loss scale, or a dataclass is among the values.
 
     Example:
         >>> import gradguard as gg, torch
@@ -68,6 +69,11 @@ def attach_error_clip(values: Values, rule: BaseErrorClip | None, *, scale: Loss
         tensor([0.5000, 0.5000, 0.5000])
     """
     leaves, structure = tree_flatten(values)
+    for leaf in leaves:
+        if is_dataclass(leaf):
+            raise InvalidTypeError(
+                f"{type(leaf).__name__} is a dataclass: attach the clip to the tensors in it instead."
+            )
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
     if not torch.is_grad_enabled():
         return values

@@ -117,11 +117,16 @@ class Graph:
 
     def is_scalar(self, slot: Slot) -> bool:
         """Tell whether the value of ``slot`` has no dimensions."""
-        return len(self.metadata(slot).shape) == 0
+        return dimensions(self.metadata(slot)) == 0
 
     def metadata(self, slot: Slot) -> "Metadata":
         """Return the shape, dtype and device of a slot's value."""
         return self.nodes[slot[0]]._input_metadata[slot[1]]  # type: ignore[attr-defined]
+
+
+def dimensions(value: Metadata) -> int:
+    """Return the number of dimensions of a slot's value; -1 for nested ones, which have no single shape."""
+    return -1 if value.is_nested_tensor or value.is_cpp_nested_tensor else len(value.shape)
 
 
 def walk(
@@ -143,12 +148,14 @@ def walk(
     count = len(nodes)
     for node in nodes:  # grows while it is read
         add(type(node))
+        if inputs and is_leaf(node):
+            add(inputs.get(node))
         for child, number in node.next_functions:
             if child is None:
                 add(None)
                 continue
             if stop is not None and child not in index and stop(child):
-                add(holds_a_leaf(child, inputs))
+                add("leaf" if holds_a_leaf(child, inputs) else "outside")
                 continue
             position = found(child, count)
             if position == count:  # a new one: that it is new says which

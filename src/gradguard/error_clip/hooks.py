@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd.graph import Node, get_gradient_edge
 from torch.utils._pytree import tree_leaves
 
-from gradguard.error_clip.base import BaseErrorClip, apply_rule, is_trusted
+from gradguard.error_clip.base import BaseErrorClip, apply_rule, clamp_bounds, is_trusted
 from gradguard.error_clip.graph import NO_INPUTS, Graph, Inputs, Slot, holds_a_leaf, is_leaf, root_of, walk
 from gradguard.error_clip.plan import Choice, RootsToo, plan_for
 from gradguard.errors import InvalidTypeError, NonFiniteGradientError, UnsupportedGradientError
@@ -19,6 +19,7 @@ from gradguard.errors import InvalidTypeError, NonFiniteGradientError, Unsupport
 Gradients = tuple[Tensor | None, ...]
 _FLOAT32 = torch.float32
 _LARGE = 2**16
+_this_backward = torch._C._current_graph_task_id
 Roots = Sequence[tuple[Node, int]]
 
 
@@ -83,9 +84,13 @@ class Clipping:
     overflow_stays: bool = False
     """Whether non-finite elements become NaN in every dtype, not in float16 alone: there is a loss scale to lower."""
     bounds: tuple[float, float] | None = None
-    taken_for_real: bool = False
-    """Whether clamps were left out for a reason that holds of real numbers only."""
+    pruned: bool = False
+    """Whether clamps were left out, for reasons that hold of real numbers, and of a backward from the roots."""
     handles: list[Any] = field(default_factory=list)
+    reached: int = 0
+    """How many nodes with something to clip were found, whoever clips it."""
+    _backwards: set[int] = field(default_factory=set)
+    """The backward runs that came through the roots."""
     _replaced: list["_Replaced"] = field(default_factory=list)
     _leaves_done: set[int] = field(default_factory=set)
 
@@ -111,7 +116,10 @@ class Clipping:
         graph = walk(roots, stop, inputs)
         excluded = exclude(graph) if exclude is not None else frozenset()
         plan = plan_for(graph, Choice(roots_too, self._prunable_bounds(), excluded))
-        self.taken_for_real = len(plan.hooks) < len(plan.steps)
+        self.reached += len(plan.steps) + len(excluded)
+        self.pruned = self.pruned or any(step.pruned for step in plan.steps)
+        if self._prunable_bounds():
+            self.handles += [node.register_prehook(self._begins) for node in {node for node, _ in roots}]
         tally = self.observer.tally() if self.observer is not None else None
         for position, numbers, pruned, name, sources in plan.hooks if tally is None else plan.steps:
             node, claim = graph.nodes[position], Claim(numbers)
@@ -167,12 +175,12 @@ class Clipping:
 
     def _inlined_bounds(self) -> tuple[float, float] | None:
         """Return the bounds of a rule that is a mere clamp of float32, which needs no call."""
-        bounds = self.rule.bounds() if is_trusted(self.rule) else None
+        bounds = clamp_bounds(self.rule) if is_trusted(self.rule) else None
         simple = self.observer is None and not self.overflow_stays
         return bounds if simple and bounds is not None and _fits_float32(bounds) else None
 
     def _prunable_bounds(self) -> str:
-        bounds = self.unscaled_rule.bounds() if self.prune else None
+        bounds = clamp_bounds(self.unscaled_rule) if self.prune else None
         if bounds is None or not bounds[0] <= 0 <= bounds[1]:
             return ""
         return "symmetric" if bounds[0] == -bounds[1] else "asymmetric"
@@ -183,10 +191,18 @@ class Clipping:
         if self.bounds is None:
             return general
         low, high = self.bounds
+        from_the_roots = self._backwards if self._prunable_bounds() else None
 
         def prehook(grads: Gradients) -> Gradients | None:
             grad = grads[0]  # by far the most frequent: one float32 gradient, clamped without a call in between
-            if len(grads) > 1 or grad is None or grad.dtype is not _FLOAT32 or not claim.numbers or grad.is_sparse:
+            if (
+                len(grads) > 1
+                or grad is None
+                or grad.dtype is not _FLOAT32
+                or not claim.numbers
+                or grad.is_sparse
+                or (from_the_roots is not None and _this_backward() not in from_the_roots)
+            ):
                 return general(grads)
             if grad.numel() >= _LARGE and _is_within(grad, low, high):
                 return None
@@ -197,6 +213,7 @@ class Clipping:
     def _clip_all(self, claim: Claim, row: Row | None, name: str, sources: str, grads: Gradients) -> Gradients:
         """Return the gradients of one node, those of the claimed slots clipped."""
         try:
+            self._refuse_other_backward()
             result = list(grads)
             for number in claim.numbers:
                 grad = grads[number]
@@ -210,12 +227,27 @@ class Clipping:
     def _clip_one(self, grad: Tensor, row: Row | None) -> Tensor:
         if row is None:
             return self._apply(grad)
-        return row.clip(grad, self._apply, None if isinstance(self.scale, Tensor) else self.rule.bounds())
+        return row.clip(grad, self._apply, None if isinstance(self.scale, Tensor) else clamp_bounds(self.rule))
 
     def _apply(self, grad: Tensor) -> Tensor:
-        if self.taken_for_real and grad.is_complex():
+        if self.pruned and grad.is_complex():
             raise UnsupportedGradientError("a complex gradient in a graph planned for real ones: use prune=False.")
         return apply_rule(self.rule, grad, self.overflow_stays)
+
+    def _begins(self, grads: Gradients) -> None:
+        self._backwards.add(_this_backward())
+
+    def _refuse_other_backward(self) -> None:
+        """Refuse a backward that does not come from the roots: the clamps that were left out would be missed there.
+
+        Raises:
+            UnsupportedGradientError: If it is one.
+        """
+        if self.pruned and _this_backward() not in self._backwards:
+            raise UnsupportedGradientError(
+                "this backward does not start at the loss of the block, for which clamps that change nothing were left "
+                "out: run it outside the block, or give error_clip(…, prune=False)."
+            )
 
     def _hook_leaves(self, nodes: list[Node]) -> None:
         for node in nodes:

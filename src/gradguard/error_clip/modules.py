@@ -3,6 +3,7 @@
 import threading
 from bisect import bisect_right
 from collections import defaultdict
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -24,6 +25,24 @@ def number_of(node: Node) -> int:
     return node._sequence_nr()
 
 
+class ForwardHook:
+    """A hook on a module that does not follow it into copies and files: there it does nothing."""
+
+    def __init__(self, call: Callable[..., None]) -> None:
+        self._call = call
+
+    def __call__(self, *args: Any) -> None:
+        """Pass on what PyTorch calls the hook with."""
+        self._call(*args)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return ForwardHook, (_do_nothing,)
+
+
+def _do_nothing(*args: Any) -> None:
+    pass
+
+
 class ModuleTimeline:
     """Notes at which node number each submodule's forward begins and ends, thread by thread."""
 
@@ -35,8 +54,8 @@ class ModuleTimeline:
         self._parameters = {id(parameter): name for name, parameter in model.named_parameters()}
         for name, module in model.named_modules():
             if name:
-                self._handles.append(module.register_forward_pre_hook(self._entering(name)))
-                self._handles.append(module.register_forward_hook(self._leave, always_call=True))
+                self._handles.append(module.register_forward_pre_hook(ForwardHook(self._entering(name))))
+                self._handles.append(module.register_forward_hook(ForwardHook(self._leave), always_call=True))
 
     def detach(self) -> None:
         """Remove the hooks."""

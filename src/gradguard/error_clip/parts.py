@@ -2,6 +2,8 @@
 
 import sys
 import threading
+from dataclasses import is_dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from gradguard.error_clip.graph import NO_INPUTS, Inputs, root_of
 from gradguard.error_clip.hooks import Claim, Clipping
-from gradguard.error_clip.modules import next_number, number_of
+from gradguard.error_clip.modules import ForwardHook, next_number, number_of
 from gradguard.error_clip.scopes import LossScale, Scope, own, owned_slots, refresh_all
 from gradguard.errors import InvalidTypeError, InvalidValueError
 
@@ -32,10 +34,13 @@ class Parts(Scope):
         super().__init__(clipping, scale)
         for number, part in enumerate(parts):
             _check_part(number, part)
+        if clipping.leaves and not any(isinstance(part, nn.Module) for part in parts):
+            raise InvalidValueError("leaves=True with chosen tensors: put parameters into the list to clip them too.")
         self.parts = parts
         self.kept: list[Node] = []
         self.starts: dict[int, list[tuple[int, Inputs]]] = {}
-        self.forwards = self.backwards = 0
+        self.forwards: set[nn.Module] = set()
+        self.backwards: set[nn.Module] = set()
 
     def enter(self) -> None:
         """Hook the chosen tensors, and get ready for the modules' forwards."""
@@ -46,21 +51,25 @@ class Parts(Scope):
                 self._take(part)
             else:
                 handles = self.clipping.handles
-                handles.append(part.register_forward_pre_hook(self._before_forward, prepend=True))
-                handles.append(part.register_forward_hook(self._after_forward, prepend=True, always_call=True))
+                before, after = ForwardHook(self._before_forward), ForwardHook(self._after_forward)
+                handles.append(part.register_forward_pre_hook(before, prepend=True))
+                handles.append(part.register_forward_hook(after, prepend=True, always_call=True))
         refresh_all(self.thread, but=self)
 
     def check(self) -> None:
         """Refuse to have done nothing."""
-        if not any(isinstance(part, nn.Module) for part in self.parts):
-            return
-        if not self.forwards:
-            raise InvalidValueError(
-                "nothing differentiable passed through the module in the block: run its forward inside the block, with "
-                "gradients enabled and something in it or in its input that requires them."
-            )
-        if not self.backwards:
-            raise InvalidValueError("no backward passed through the module in the block: call backward() inside it.")
+        for number, part in enumerate(self.parts):
+            if isinstance(part, nn.Module):
+                which = type(part).__name__ if len(self.parts) == 1 else f"{type(part).__name__}, entry {number},"
+                if part not in self.forwards:
+                    raise InvalidValueError(
+                        f"nothing differentiable passed through {which} in the block: run its forward inside it, with "
+                        f"gradients enabled and something in it or in its input that requires them."
+                    )
+                if part not in self.backwards:
+                    raise InvalidValueError(
+                        f"no backward passed through {which} in the block: call backward() inside it."
+                    )
 
     def exit(self) -> None:
         """Take everything out, and have whole graphs come back."""
@@ -85,12 +94,12 @@ class Parts(Scope):
 
     def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
         start, inputs = self.starts.get(threading.get_ident(), [(0, NO_INPUTS)]).pop()
-        values = [v for v in tree_leaves(output) if isinstance(v, Tensor) and v.grad_fn is not None]
+        values = [v for v in _tensors_in(output) if v.grad_fn is not None]
         roots = [root for root in map(root_of, values) if number_of(root[0]) >= start]
         if not roots:
             return
         self._rescale(values[0].device)
-        self.clipping.forget_dead()
+        self.forget_dead()
         self.clipping.install(
             roots,
             inputs,
@@ -99,15 +108,17 @@ class Parts(Scope):
             exclude=lambda graph: frozenset(owned_slots(graph, since=self.serial)),
             claimed=lambda node, claim: own(self, node, claim),
         )
-        self.clipping.handles += [node.register_prehook(self._passed) for node in {node for node, _ in roots}]
-        self.forwards += 1
+        passed = partial(self._passed, module)
+        self.clipping.handles += [node.register_prehook(passed) for node in {node for node, _ in roots}]
+        self.forwards.add(module)
 
-    def _passed(self, grads: Any) -> None:
-        self.backwards += 1
+    def _passed(self, module: nn.Module, grads: Any) -> None:
+        self.backwards.add(module)
 
 
 def _check_part(number: int, part: Any) -> None:
-    if isinstance(part, torch._dynamo.eval_frame.OptimizedModule if "torch._dynamo" in sys.modules else ()):
+    optimized = torch._dynamo.eval_frame.OptimizedModule if "torch._dynamo" in sys.modules else ()
+    if isinstance(part, optimized) or getattr(part, "_compiled_call_impl", None) is not None:
         raise InvalidTypeError(_COMPILED)
     if isinstance(part, Tensor) and not part.requires_grad:
         raise InvalidValueError(
@@ -115,6 +126,17 @@ def _check_part(number: int, part: Any) -> None:
         )
     if not isinstance(part, Tensor | nn.Module):
         raise InvalidTypeError(f"entry {number} of the list is {type(part).__name__}: expected a tensor or a module.")
+
+
+def _tensors_in(output: Any) -> list[Tensor]:
+    """Return the tensors in what a forward returns: nested lists, tuples, dicts and dataclasses of them."""
+    found = []
+    for value in tree_leaves(output):
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif is_dataclass(value):
+            found += _tensors_in(vars(value))
+    return found
 
 
 def _stand_ins(args: Any) -> Inputs:

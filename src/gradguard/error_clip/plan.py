@@ -7,8 +7,8 @@ from typing import Literal, NamedTuple
 
 from torch.autograd.graph import Node
 
-from gradguard.error_clip.graph import Graph, Slot, holds_a_leaf, is_leaf, operation
-from gradguard.error_clip.pruning import Conditions, Pruning
+from gradguard.error_clip.graph import Graph, Slot, dimensions, holds_a_leaf, is_leaf, operation
+from gradguard.error_clip.pruning import REARRANGES, Conditions, Pruning
 
 RootsToo = Literal["never", "with dimensions", "always"]
 
@@ -57,28 +57,30 @@ class Choice:
 Consumers = dict[Slot, list[tuple[int, int]]]
 """For each slot the (node, input number) pairs whose backward makes its gradient; an empty list for a mere root."""
 
-_MULTIPLIES = frozenset(
-    ["Alias", "Clone", "Div", "Mean", "Mul", "Neg", "Squeeze", "Sum", "ToCopy", "Unsqueeze", "View"]
-)
-_ADDS = frozenset(["Add", "Sub"])
-"""Operations that make of a 0-dim value itself times a constant, and those that add another to it."""
+_MULTIPLIES = frozenset(["Alias", "Clone", "Div", "Mean", "Mul", "Neg", "Sum", "ToCopy"])
+_ADDS = frozenset(["Add", "Rsub", "Stack", "Sub"])
+"""Operations that make of a 0-dim value itself times a constant, and those that put another to it."""
+_MAY_DROP_DIMENSIONS = REARRANGES - {"Alias", "Clone"}
 
-_CACHED_STRUCTURES = 256
+_CACHED_STRUCTURES = 64
+_CACHED_CONDITIONS = 8
 _plans: OrderedDict[tuple[object, ...], list[Plan]] = OrderedDict()
 _lock = Lock()
 
 
 def plan_for(graph: Graph, choice: Choice) -> Plan:
     """Return the plan for ``graph``: a kept one if its conditions hold, else a new one, which is kept."""
-    if choice.excluded:
-        return make_plan(graph, choice)
-    key = (choice.bounds, choice.roots_too, graph.structure)
-    for plan in _plans.get(key, ()):
+    key = (choice, graph.structure)
+    with _lock:
+        kept = list(_plans.get(key, ()))
+        if kept:
+            _plans.move_to_end(key)
+    for plan in kept:
         if plan.conditions.hold(graph.nodes):
             return plan
     plan = make_plan(graph, choice)
     with _lock:
-        _plans.setdefault(key, []).append(plan)
+        _plans[key] = [*kept, plan][-_CACHED_CONDITIONS:]
         if len(_plans) > _CACHED_STRUCTURES:
             _plans.popitem(last=False)
     return plan
@@ -98,12 +100,12 @@ def make_plan(graph: Graph, choice: Choice) -> Plan:
     pruning = Pruning(graph, consumers, choice.bounds == "symmetric")
     for position in reversed(order):
         pruning.shapes_known(position)
-    steps = []
+    steps, terms = [], _Terms(graph, consumers, pruning.conditions)
     for position in order:
         clipped, pruned = [], []
         for number in sorted(pruning.slots_of.get(position, ())):
             slot = (position, number)
-            if _is_clipped(graph, consumers, slot, choice):
+            if _is_clipped(graph, consumers, slot, choice) and not terms.include(slot):
                 (pruned if prunes and pruning.needs_no_clamp(slot) else clipped).append(number)
                 pruning.bounded.add(slot)
         if clipped or pruned:
@@ -130,26 +132,45 @@ def _is_clipped(graph: Graph, consumers: Consumers, slot: Slot, choice: Choice) 
     if not consumers[slot]:  # a root and nothing else: its gradient is the loss's own 1, not an error signal
         wanted = choice.roots_too == "always" or (choice.roots_too == "with dimensions" and not graph.is_scalar(slot))
         return wanted and not holds_a_leaf(node, graph.inputs)
-    return not holds_a_leaf(node, graph.inputs) and not _is_term_of_the_loss(graph, consumers, slot)
+    return not holds_a_leaf(node, graph.inputs)
 
 
-def _is_term_of_the_loss(graph: Graph, consumers: Consumers, slot: Slot) -> bool:
-    """Return whether the value is 0-dim and the root is a sum, with constant weights, of it and of others.
+class _Terms:
+    """The 0-dim values of which the root is a sum, with constant weights; asked in the order of the backward.
 
-    Its gradient is then its weight in the loss, and clipping that would be another loss.
+    The gradient of such a term is its weight in the loss, and clipping that would be another loss. A value that came to
+    have no dimensions by ``squeeze`` or ``view`` is none: with a larger batch it would have some.
     """
-    if len(consumers[slot]) != 1 or not graph.is_scalar(slot):
-        return False
-    position, edge = consumers[slot][0]
-    operands, op = graph.nodes[position].next_functions, operation(graph.nodes[position])
-    if op in _MULTIPLIES:
-        others = [child for i, (child, _) in enumerate(operands) if i != edge]
-        if any(child is not None for child in others) or (op == "Div" and edge != 0):
+
+    def __init__(self, graph: Graph, consumers: Consumers, conditions: Conditions) -> None:
+        self.graph, self.consumers, self.conditions = graph, consumers, conditions
+        self.found = {root for root in graph.roots if not consumers[root] and graph.is_scalar(root)}
+
+    def include(self, slot: Slot) -> bool:
+        """Tell whether the value is a term, or the stack of some."""
+        uses = self.consumers[slot]
+        op = operation(self.graph.nodes[slot[0]])
+        if (
+            len(uses) != 1
+            or (uses[0][0], 0) not in self.found
+            or op in _MAY_DROP_DIMENSIONS
+            or not self._is_linear(*uses[0])
+        ):
             return False
-    elif op not in _ADDS:
-        return False
-    above = (position, 0)
-    return graph.is_scalar(above) and (not consumers[above] or _is_term_of_the_loss(graph, consumers, above))
+        expected = 1 if op == "Stack" else 0
+        held = dimensions(self.graph.metadata(slot)) == expected
+        self.conditions.dimensions.append((slot, expected, held))
+        if held:
+            self.found.add(slot)
+        return held
+
+    def _is_linear(self, position: int, edge: int) -> bool:
+        """Tell whether the operation adds up or multiplies by a constant what it gets at this edge."""
+        op, operands = operation(self.graph.nodes[position]), self.graph.nodes[position].next_functions
+        if op in _ADDS:
+            return True
+        alone = all(child is None for i, (child, _) in enumerate(operands) if i != edge)
+        return op in _MULTIPLIES and alone and (op != "Div" or edge == 0)
 
 
 def _consumers(graph: Graph) -> Consumers:

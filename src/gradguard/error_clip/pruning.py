@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 
 from torch.autograd.graph import Node
 
-from gradguard.error_clip.graph import Graph, Metadata, Slot, operation
+from gradguard.error_clip.graph import Graph, Metadata, Slot, dimensions, operation
 
-_REARRANGES = frozenset(
+REARRANGES = frozenset(
     [
         "Alias",
         "Clone",
@@ -54,16 +54,24 @@ def same_layout(first: Metadata, second: Metadata) -> bool:
 
 @dataclass
 class Conditions:
-    """What must hold of the shapes, dtypes and constants of a graph so that pruning it was right."""
+    """What must hold of the shapes, dtypes and constants of a graph for a plan made for another to be right."""
 
     alike: list[tuple[tuple[int, tuple[int, ...]], ...]] = field(default_factory=list)
     """Groups of slots, as (node, numbers), that must all have one shape and one dtype."""
     factors: list[tuple[int, str, bool]] = field(default_factory=list)
     """Nodes with a saved constant of modulus at most 1, and whether it may be negative."""
+    dimensions: list[tuple[Slot, int, bool]] = field(default_factory=list)
+    """Slots, and whether they have so many dimensions."""
 
     def hold(self, nodes: list[Node]) -> bool:
         """Tell whether all of it holds of ``nodes``, which have the structure of the graph that was pruned."""
-        return self._factors_hold(nodes) and self._layouts_hold(nodes)
+        return self._dimensions_hold(nodes) and self._factors_hold(nodes) and self._layouts_hold(nodes)
+
+    def _dimensions_hold(self, nodes: list[Node]) -> bool:
+        for (position, number), expected, held in self.dimensions:
+            if (dimensions(nodes[position]._input_metadata[number]) == expected) is not held:  # type: ignore[attr-defined]
+                return False
+        return True
 
     def _factors_hold(self, nodes: list[Node]) -> bool:
         return all(
@@ -137,7 +145,7 @@ class Pruning:
 
     def _never_grows(self, position: int, edge: int, slot: Slot) -> bool:
         op = operation(self.graph.nodes[position])
-        if op in _REARRANGES or op in _SHRINKS:
+        if op in REARRANGES or op in _SHRINKS:
             return True
         if op == "LeakyRelu":
             return self._if_small(position, "_saved_negative_slope")

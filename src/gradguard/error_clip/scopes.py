@@ -3,6 +3,7 @@
 import itertools
 import math
 import threading
+import weakref
 from typing import Any
 
 import torch
@@ -31,7 +32,7 @@ class Scope:
     def __init__(self, clipping: Clipping, scale: LossScale | None) -> None:
         self.clipping, self.scale = clipping, scale
         self.serial, self.thread = next(_serial), threading.get_ident()
-        self.taken: list[tuple[Claim, int]] = []
+        self.taken: list[tuple[weakref.ref[Claim], int]] = []
         """What was taken from other scopes for the time of this one."""
 
     def enter(self) -> None:
@@ -51,11 +52,17 @@ class Scope:
     def exit(self) -> None:
         """Take everything out again, and give back what was taken."""
         self.clipping.remove()
-        for claim, number in self.taken:
-            claim.numbers = (*claim.numbers, number)
+        for ref, number in self.taken:
+            if (claim := ref()) is not None:
+                claim.numbers = (*claim.numbers, number)
         self.taken = []
         if self.clipping.observer is not None:
             self.clipping.observer.end()
+
+    def forget_dead(self) -> None:
+        """Drop what belongs to graphs that are gone, so that a long block does not grow."""
+        self.clipping.forget_dead()
+        self.taken = [(claim, number) for claim, number in self.taken if claim() is not None]
 
     def _rescale(self, device: torch.device) -> None:
         if self.scale is not None:
@@ -83,7 +90,7 @@ def own(scope: "Scope", node: Node, claim: Claim) -> None:
         before = owner_of(node, number)
         if before is not None and number in before.numbers:
             before.numbers = tuple(n for n in before.numbers if n != number)
-            scope.taken.append((before, number))
+            scope.taken.append((weakref.ref(before), number))
         owners[number] = (scope.serial, claim)
 
 

@@ -3,10 +3,12 @@
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from gradguard.error_clip.graph import Graph, Slot, root_of
+from gradguard.error_clip.graph import Graph, Slot, operation, root_of
 from gradguard.error_clip.hooks import Clipping
 from gradguard.error_clip.scopes import LossScale, Scope, active, owned_slots, refresh_all
 from gradguard.errors import InvalidValueError
+
+_COMPILED = "CompiledFunctionBackward"
 
 
 class WholeGraph(Scope):
@@ -42,6 +44,11 @@ class WholeGraph(Scope):
     def _install(self) -> None:
         self.clipping.remove()
         self.graph = self.clipping.install([root_of(self.loss)], exclude=self._owned_by_others)
+        if not self.clipping.reached and any(operation(node) == _COMPILED for node in self.graph.nodes):
+            raise InvalidValueError(
+                "the loss comes straight out of compiled code, whose inside no block can reach: call "
+                "gg.attach_error_clip(loss, rule) there, before the loss is returned, instead of a block."
+            )
 
     def nodes(self) -> list[Node]:
         """Return the nodes among which a freed one may be."""

@@ -1,0 +1,73 @@
+"""The attributes of a rule as texts: compiled code is made anew when they change, and can be handed nothing else.
+
+The compiler takes a number among a function's arguments for one that may vary, and an object for one that it must look
+into; a text it compares, no more.
+"""
+
+import ast
+import itertools
+import math
+from typing import Any
+from weakref import WeakValueDictionary
+
+from torch import Tensor
+
+Kind = tuple[str, tuple[tuple[str, str], ...]]
+"""All of a rule but its thresholds: its class, and its attributes."""
+
+_TENSOR = "tensor"
+_OBJECT = "object "
+_PLAIN = (bool, int, float, str, bytes, type(None))
+
+
+class _Held:
+    """An object that no text spells out, under a number that no other object will ever have."""
+
+    serials = itertools.count()
+
+    def __init__(self, value: Any) -> None:
+        self.value, self.text = value, f"{_OBJECT}{next(_Held.serials)}"
+
+
+_by_identity: WeakValueDictionary[int, _Held] = WeakValueDictionary()
+_by_text: WeakValueDictionary[str, _Held] = WeakValueDictionary()
+
+
+def encoded(state: dict[str, Any]) -> tuple[tuple[tuple[str, str], ...], tuple[_Held, ...]]:
+    """Return a text for each attribute, and what must be kept as long as the texts are in use."""
+    texts, held = [], []
+    for name, value in state.items():
+        if isinstance(value, Tensor):
+            texts.append((name, _TENSOR))
+        elif _is_plain(value):
+            texts.append((name, repr(value)))
+        else:
+            held.append(_hold(value))
+            texts.append((name, held[-1].text))
+    return tuple(texts), tuple(held)
+
+
+def is_encoded_tensor(text: str) -> bool:
+    """Tell whether the attribute is a tensor, which compiled code gets as an input."""
+    return text == _TENSOR
+
+
+def decoded(text: str) -> Any:
+    """Return the attribute that ``text`` stands for."""
+    if text.startswith(_OBJECT):
+        return _by_text[text].value
+    return float(text) if text in {"inf", "-inf", "nan"} else ast.literal_eval(text)
+
+
+def _hold(value: Any) -> _Held:
+    held = _by_identity.get(id(value))
+    if held is None:
+        held = _by_identity[id(value)] = _Held(value)
+        _by_text[held.text] = held
+    return held
+
+
+def _is_plain(value: Any) -> bool:
+    if type(value) in (tuple, list):
+        return all(_is_plain(one) and (type(one) is not float or math.isfinite(one)) for one in value)
+    return type(value) in _PLAIN
