@@ -226,11 +226,11 @@ def _backward_elsewhere(model: nn.Module, x: Tensor) -> None:
 
 
 NOTHING_DONE = {
-    "no forward": (_no_forward, "nothing differentiable passed through the module"),
-    "forward under no_grad": (_forward_without_grad, "nothing differentiable passed through the module"),
+    "no forward": (_no_forward, "nothing differentiable passed through Inner"),
+    "forward under no_grad": (_forward_without_grad, "nothing differentiable passed through Inner"),
     "nothing requires a gradient": (lambda model, x: model(x.detach()), "nothing differentiable passed through"),
-    "no backward": (_no_backward, "no backward passed through the module"),
-    "backward of something else": (_backward_elsewhere, "no backward passed through the module"),
+    "no backward": (_no_backward, "no backward passed through Inner"),
+    "backward of something else": (_backward_elsewhere, "no backward passed through Inner"),
 }
 
 
