@@ -1,5 +1,7 @@
 """gradguard: gradients you can trust. The public list, nothing else."""
 
+from gradguard.check.gradcheck import gradcheck
+from gradguard.check.report import Finding, GradientReport
 from gradguard.clip.adaptive import clip_grad_adaptive_
 from gradguard.clip.functional import (
     apply_gradient_clipping,

@@ -1,0 +1,162 @@
+"""What a backward owes whatever its formula: the same answer twice, for any layout, linear, changing nothing it is given.
+
+No differences are taken here: backward runs are compared with one another, on one recorded graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from gradguard.check.function import Function
+from gradguard.check.report import Finding
+
+_REPEATS = 6
+_TOLERANCE = {torch.float64: 1e6, torch.float32: 1e3, torch.bfloat16: 8.0, torch.float16: 8.0}
+"""How many machine epsilons two backward runs that should agree may differ by."""
+
+
+_LARGE = 1e250
+"""From here on a product with a cotangent may overflow."""
+
+
+class Contract:
+    """The probes of one function at its point."""
+
+    def __init__(self, function: Function, cotangent: Tensor, generator: torch.Generator) -> None:
+        self.function, self.cotangent, self.generator = function, cotangent, generator
+        dtype = max((o.dtype.to_real() for o in function.outputs), key=lambda d: torch.finfo(d).eps)
+        dtype = max((dtype, *(o.value.dtype.to_real() for o in function.inputs)), key=lambda d: torch.finfo(d).eps)
+        self.relative = _TOLERANCE[dtype] * torch.finfo(dtype).eps
+        self.findings: list[Finding] = []
+        self.notes: list[Finding] = []
+
+    def probe(self) -> None:
+        """Run all probes."""
+        function, shaped = self.function, self.function.shaped(self.cotangent)
+        leaves = function.leaves()
+        given = [leaf.detach().clone() for leaf in leaves]
+        outputs = function.record(leaves)
+        self._unchanged(leaves, given, "the forward", "input")
+        fresh = [v.clone() for v in shaped]
+        first = function.backward(outputs, leaves, fresh, keep=True)
+        self._unchanged(leaves, given, "the backward", "input")
+        self._unchanged(fresh, shaped, "the backward", "grad_output of output")
+        self._repeats(outputs, leaves, shaped, first)
+        if self.findings:
+            return
+        for name, other, expected in self._cotangents(shaped, first):
+            found = self._backward(outputs, leaves, other)
+            kind = "linearity" if "times" in name or "zeros" in name else "layout"
+            self._compare(kind, name, found, expected() if callable(expected) else expected)
+        self._single_outputs(outputs, leaves, shaped)
+        self._another_forward(shaped, first)
+        self._hidden_float32(first)
+
+    def _repeats(self, outputs: list[Tensor], leaves: list[Tensor], shaped: list[Tensor], first: Tensor) -> None:
+        bits = True
+        for _ in range(_REPEATS - 1):
+            again = self._backward(outputs, leaves, shaped)
+            if not self._compare("non-determinism", "the same backward, run again, gives something else", again, first):
+                return
+            bits = bits and bool(torch.equal(again.nan_to_num(), first.nan_to_num()))
+        if not bits:
+            self.notes.append(Finding("non-determinism", "equal backward runs differ in the last bits"))
+
+    def _cotangents(
+        self, shaped: list[Tensor], first: Tensor
+    ) -> Iterator[tuple[str, list[Tensor], Tensor | Callable[[], Tensor]]]:
+        yield "a grad_output that is every second element of a larger buffer", [_strided(v) for v in shaped], first
+        if any(v.dim() > 1 for v in shaped):
+            yield "a transposed grad_output", [_transposed(v) for v in shaped], first
+        ones = [torch.ones((), dtype=v.dtype, device=v.device).expand(v.shape) for v in shaped]
+        dense = [one.contiguous().clone() for one in ones]
+        yield "a grad_output of stride 0, as sum() makes", ones, self._gradient_of(dense)
+        yield "grad_output times -1", [-v for v in shaped], -first
+        yield "grad_output times 2^-20", [v * 2.0**-20 for v in shaped], first * 2.0**-20
+        yield "grad_output times 2^10", [v * 2.0**10 for v in shaped], first * 2.0**10
+        yield "a grad_output of zeros", [torch.zeros_like(v) for v in shaped], torch.where(first.isfinite(), 0.0, first)
+
+    def _gradient_of(self, cotangents: list[Tensor]) -> Callable[[], Tensor]:
+        def gradient() -> Tensor:
+            leaves = self.function.leaves()
+            return self.function.backward(self.function.record(leaves), leaves, cotangents)
+
+        return gradient
+
+    def _single_outputs(self, outputs: list[Tensor], leaves: list[Tensor], shaped: list[Tensor]) -> None:
+        """Leave the gradients of all outputs but one undefined: as if they were zeros."""
+        if sum(o.requires_grad for o in outputs) < 2:
+            return
+        for i, output in enumerate(outputs):
+            if output.requires_grad:
+                alone = [v if j == i else None for j, v in enumerate(shaped)]
+                zeros = [v if j == i else torch.zeros_like(v) for j, v in enumerate(shaped)]
+                expected = self._backward(outputs, leaves, zeros)
+                self._compare("outputs", f"only output {i} used", self._backward(outputs, leaves, alone), expected)
+
+    def _another_forward(self, shaped: list[Tensor], first: Tensor) -> None:
+        """Run another forward between the forward and its backward."""
+        function = self.function
+        leaves = function.leaves()
+        outputs = function.record(leaves)
+        others = [
+            one.value.flatten().flip(0).reshape(one.value.shape).clone().requires_grad_() for one in function.inputs
+        ]
+        try:
+            function.record(others)
+        except Exception:  # the permuted point is outside the domain
+            return
+        self._compare(
+            "state", "another forward in between changes the backward", self._backward(outputs, leaves, shaped), first
+        )
+
+    def _hidden_float32(self, first: Tensor) -> None:
+        """In float64 some bits of a gradient are beyond float32, unless it was computed in that."""
+        used = first[(first != 0) & first.isfinite()]
+        telling = used[used.bfloat16().double() != used]  # a number of few bits is a constant, or rounding
+        wide = all(one.value.dtype in (torch.float64, torch.complex128) for one in self.function.inputs)
+        if wide and telling.numel() >= 4 and bool((telling.float().double() == telling).all()):
+            message = "all gradients are float32 numbers although inputs and outputs are float64"
+            self.findings.append(Finding("precision", message, guess="float32 inside the backward"))
+
+    def _backward(
+        self, outputs: list[Tensor], leaves: list[Tensor], cotangents: list[Tensor | None] | list[Tensor]
+    ) -> Tensor:
+        return self.function.backward(outputs, leaves, cotangents, keep=True)
+
+    def _compare(self, kind: str, message: str, found: Tensor, expected: Tensor) -> bool:
+        """Compare two gradients that should agree; tell whether they do."""
+        both = found.isfinite() & expected.isfinite()
+        size = torch.maximum(found.abs(), expected.abs())
+        largest = torch.where(both, size, 0.0).max() if size.numel() else torch.zeros(())
+        wrong = both & ((found - expected).abs() > self.relative * (size + 1e-2 * largest))
+        wrong |= expected.isfinite() & (expected.abs() < _LARGE) & ~found.isfinite()
+        if not bool(wrong.any()):
+            return True
+        position = int(torch.where(wrong, (found - expected).abs().nan_to_num(torch.inf), -1.0).argmax())
+        name, index = self.function.name_of(position)
+        got, wanted = float(found[position]), float(expected[position])
+        said = f"{message}: {got:.6g} in place of {wanted:.6g}, {int(wrong.sum())} of {wrong.numel()} elements differ"
+        guess = "only when grad_output is strided" if kind == "layout" else ""
+        self.findings.append(Finding(kind, said, name, index, guess=guess))
+        return False
+
+    def _unchanged(self, now: list[Tensor], before: list[Tensor], who: str, what: str) -> None:
+        for i, (a, b) in enumerate(zip(now, before, strict=True)):
+            if not torch.equal(a.detach().nan_to_num(), b.detach().nan_to_num()):
+                name = self.function.inputs[i].name if what == "input" else str(i)
+                self.findings.append(Finding("mutation", f"{who} overwrites {what} {name}"))
+
+
+def _strided(v: Tensor) -> Tensor:
+    buffer = torch.full((*v.shape, 2), torch.nan, dtype=v.dtype, device=v.device)
+    view = buffer[..., 0]
+    view.copy_(v)
+    return view
+
+
+def _transposed(v: Tensor) -> Tensor:
+    return v if v.dim() < 2 else v.transpose(0, -1).contiguous().transpose(0, -1)

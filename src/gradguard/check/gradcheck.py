@@ -1,0 +1,245 @@
+"""`gradcheck`: is the backward of this function its derivative?"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradguard.check.contract import Contract
+from gradguard.check.differences import Differences
+from gradguard.check.elementwise import check_every_element
+from gradguard.check.function import WIDE, Function
+from gradguard.check.guess import with_guesses
+from gradguard.check.precision import Conditioning, compare_backends
+from gradguard.check.report import Finding, GradientReport, Verdict
+from gradguard.check.search import Search
+from gradguard.check.second_order import GradientOf
+from gradguard.errors import InvalidTypeError, InvalidValueError
+
+_COTANGENTS = 2
+_UNLIKE_THE_CALLERS = 7_919_190_301
+"""Added to the seed: cotangents drawn like the caller's inputs would be the same numbers, a special case."""
+_LOW = (torch.float16, torch.bfloat16)
+
+
+def gradcheck(
+    fn: Callable[..., Any],
+    *inputs: Any,
+    kwargs: Mapping[str, Any] | None = None,
+    inputs_to_check: Iterable[str] | None = None,
+    reference: Callable[..., Any] | None = None,
+    backends: Mapping[str, Callable[..., Any]] | None = None,
+    exhaustive: bool = False,
+    order: int = 1,
+    seed: int = 0,
+) -> GradientReport:
+    started = time.perf_counter()
+    if len(inputs) == 1 and isinstance(inputs[0], tuple):
+        inputs = inputs[0]
+    check = _Check(fn, inputs, dict(kwargs or {}), inputs_to_check, seed)
+    check.run(reference, dict(backends or {}), exhaustive, order)
+    return check.report(time.perf_counter() - started)
+
+
+class _Check:
+    """One call of `gradcheck`."""
+
+    def __init__(
+        self, fn: Any, inputs: tuple[Any, ...], kwargs: dict[str, Any], chosen: Iterable[str] | None, seed: int
+    ) -> None:
+        if not callable(fn):
+            raise InvalidTypeError(f"fn is {type(fn).__name__}: expected a function or a module, then its inputs.")
+        self.fn, self.args, self.kwargs = fn, inputs, kwargs
+        self.chosen = [chosen] if isinstance(chosen, str) else None if chosen is None else list(chosen)
+        self.generator = torch.Generator().manual_seed(_UNLIKE_THE_CALLERS + seed)
+        self.findings: list[Finding] = []
+        self.notes: list[Finding] = []
+        self.undecided: list[Finding] = []
+        self.functions: list[Function] = []
+        self.power, self.directions, self.dtype = float("inf"), 0, "float64"
+
+    def run(self, reference: Any, backends: dict[str, Any], exhaustive: bool, order: int) -> None:
+        """Do everything that was asked for."""
+        low = self._function(self.fn, wide=False)
+        is_low = any(one.value.dtype is not WIDE[one.value.dtype] for one in low.inputs)
+        exact = self._exact(low, reference, is_low)
+        if exact is None:  # a half-precision kernel alone: differences of its outputs say nothing
+            self._contract(low)
+            dtype = str(low.inputs[0].value.dtype).removeprefix("torch.")
+            self.dtype = dtype
+            message = (
+                f"a function of {dtype} alone cannot be told right from wrong: give reference=, the same in float64"
+            )
+            self.undecided.append(Finding("precision", message))
+            return
+        self.dtype = str(exact.inputs[0].value.dtype).removeprefix("torch.")
+        if not self._contract(exact):
+            return
+        self._search(exact, exhaustive)
+        if exact is not low and not self.findings:
+            self._low_precision(exact, low)
+        if backends:
+            self._backends(exact, backends)
+        if order > 1 and not self.findings:
+            self._second_order(exact, exhaustive)
+
+    def report(self, seconds: float) -> GradientReport:
+        """Return the outcome."""
+        verdict: Verdict = "FAIL" if self.findings else "INCONCLUSIVE" if self.undecided else "PASS"
+        found = tuple(self.findings or self.undecided)
+        return GradientReport(
+            verdict=verdict,
+            findings=found,
+            notes=tuple(self.notes),
+            power=self.power,
+            dtype=self.dtype,
+            directions=self.directions,
+            forwards=sum(f.forwards for f in self.functions),
+            backwards=sum(f.backwards for f in self.functions),
+            seconds=seconds,
+        )
+
+    def _function(self, fn: Any, wide: bool) -> Function:
+        function = Function(fn, self.args, self.kwargs, wide)
+        if self.chosen is not None:
+            function.choose(self.chosen)
+        if not function.inputs:
+            raise InvalidTypeError(
+                "there is nothing to check: expected a floating or complex tensor among the inputs, or a module with "
+                "parameters that require a gradient."
+            )
+        self.functions.append(function)
+        return function
+
+    def _exact(self, low: Function, reference: Any, is_low: bool) -> Function | None:
+        """Return the function in float64 if it works there, else itself, or None if that is no use."""
+        if reference is not None:
+            exact = self._function(reference, wide=True)
+            self._learn(low)
+            self._learn(exact)
+            return exact
+        if not is_low:
+            self._learn(low)
+            return low
+        exact = self._function(self.fn, wide=True)
+        self._learn(low)
+        try:
+            self._learn(exact)
+        except Exception:
+            exact.outputs = []
+        if exact.outputs and all(WIDE[o.dtype] is o.dtype for o in exact.outputs):
+            return exact
+        self.functions.remove(exact)
+        return None if any(one.value.dtype in _LOW for one in low.inputs) else low
+
+    def _learn(self, function: Function) -> None:
+        """Call the function once, and refuse what cannot be checked."""
+        outputs = function.record(function.leaves())
+        if not outputs:
+            raise InvalidTypeError(
+                f"{_name(function.fn)} returned no floating or complex tensor: expected a tensor, or tensors in a "
+                f"tuple, a list, a dict or a dataclass."
+            )
+        function.learn_outputs(outputs)
+        if not any(o.requires_grad for o in outputs):
+            raise InvalidValueError(
+                f"the outputs of {_name(function.fn)} have no graph: expected the result of differentiable operations; "
+                f"is there a detach(), a torch.no_grad() or a .data in it?"
+            )
+        for layout, output in zip(function.outputs, outputs, strict=True):
+            if bool(output.isnan().any()):
+                bad = output.isnan().nonzero()[0].tolist()
+                raise InvalidValueError(
+                    f"{layout.name} of {_name(function.fn)} is NaN at index {bad}: choose another point."
+                )
+
+    def _contract(self, function: Function) -> bool:
+        """Look at everything but the values of the gradient; tell whether these can be looked at too."""
+        base = function.values(function.point)
+        if not self._is_repeatable(function, base):
+            return False
+        for layout in function.outputs:
+            if not layout.has_graph:
+                self.notes.append(Finding("outputs", f"{layout.name} has no graph and is not checked"))
+        contract = Contract(function, self._cotangents(function, base, 1)[0], self.generator)
+        try:
+            contract.probe()
+        except Exception as error:
+            self.findings.append(Finding("error", f"the backward raises {type(error).__name__}: {error}"))
+            return False
+        self.findings += contract.findings
+        self.notes += contract.notes
+        return not any(one.kind in ("non-determinism", "mutation") for one in contract.findings)
+
+    def _is_repeatable(self, function: Function, base: Tensor) -> bool:
+        again = function.values(function.point)
+        if not torch.equal(again.nan_to_num(), base.nan_to_num()):
+            function.state.keep_random()
+            base, again = function.values(function.point), function.values(function.point)
+            if not torch.equal(again.nan_to_num(), base.nan_to_num()):
+                size = (function.rounding() * base.abs()).nan_to_num()
+                if bool(((again - base).abs().nan_to_num() > 1e3 * size + 1e-300).any()):
+                    self.undecided.append(
+                        Finding(
+                            "random",
+                            "two forwards at one point differ: seed what makes them random inside the function",
+                        )
+                    )
+                    return False
+        return True
+
+    def _cotangents(self, function: Function, base: Tensor, count: int) -> Tensor:
+        drawn = torch.randn(count, function.size, generator=self.generator, dtype=torch.float64)
+        usable = torch.isfinite(base) & (function.with_graph() > 0)
+        shaped = torch.where(usable, drawn, 0.0)
+        return torch.stack([function.flatten(function.shaped(one)) for one in shaped])
+
+    def _search(self, function: Function, exhaustive: bool, what: str = "") -> None:
+        base = function.values(function.point)
+        cotangents = self._cotangents(function, base, _COTANGENTS)
+        leaves = function.leaves()
+        outputs = function.record(leaves)
+        gradients = torch.stack([function.backward(outputs, leaves, function.shaped(v), keep=True) for v in cotangents])
+        differences = Differences(function, base, cotangents, gradients)
+        search = Search(differences, self.generator)
+        search.run()
+        if exhaustive and not search.findings:
+            check_every_element(search)
+        self.findings += with_guesses(search, what)
+        self.notes += search.notes
+        self.undecided += search.undecided
+        self.power, self.directions = min(self.power, search.power), self.directions + len(search.agreed)
+        if not search.findings and not search.undecided and not search.agreed and bool(search.open.any()):
+            self.undecided.append(Finding("undecided", "no direction was accurate enough to say anything"))
+
+    def _low_precision(self, exact: Function, low: Function) -> None:
+        units = Conditioning(exact, low, self.generator)
+        found = units.compare(low.gradient(None, units.cotangent), units.gradient, "against float64", "precision")
+        self.findings += [found] if found is not None else []
+
+    def _backends(self, exact: Function, backends: dict[str, Any]) -> None:
+        functions = {}
+        for name, fn in backends.items():
+            functions[name] = self._function(fn, wide=False)
+            self._learn(functions[name])
+        self.findings += compare_backends(exact, functions, self.generator)
+
+    def _second_order(self, function: Function, exhaustive: bool) -> None:
+        cotangent = self._cotangents(function, function.values(function.point), 1)[0]
+        gradient_of = GradientOf(function)
+        point = (*(one.value for one in function.inputs), *function.shaped(cotangent))
+        second = Function(gradient_of, point, {}, wide=False, names=gradient_of.names)
+        self.functions.append(second)
+        try:
+            self._learn(second)
+            self._search(second, exhaustive, "second order")
+        except (InvalidValueError, RuntimeError) as error:
+            self.findings.append(Finding("error", f"the backward cannot be differentiated: {error}"))
+
+
+def _name(fn: Any) -> str:
+    return getattr(fn, "__name__", type(fn).__name__)

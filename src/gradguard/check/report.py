@@ -1,0 +1,91 @@
+"""What a gradient check found, for people and for programs."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Literal
+
+Verdict = Literal["PASS", "FAIL", "INCONCLUSIVE"]
+
+_MOST_NOTES = 12
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that is wrong, or worth knowing, about a gradient.
+
+    ``kind`` is ``"mismatch"``, ``"kink"``, ``"jump"``, ``"singular"``, ``"nan"`` or ``"undecided"`` for an element, or
+    the contract that is broken: ``"non-determinism"``, ``"layout"``, ``"linearity"``, ``"mutation"``, ``"state"``,
+    ``"outputs"``, ``"error"``, ``"precision"``, ``"backends"``, ``"random"``.
+    """
+
+    kind: str
+    message: str
+    input: str = ""
+    index: tuple[int, ...] | None = None
+    analytical: float | None = None
+    numerical: float | None = None
+    bar: float | None = None
+    step: float | None = None
+    guess: str = ""
+
+    @property
+    def place(self) -> str:
+        """The element, as one would type it: ``"weight[3, 17]"``."""
+        if self.index is None:
+            return self.input
+        return f"{self.input}[{', '.join(map(str, self.index))}]"
+
+    def __str__(self) -> str:
+        parts = [self.place] if self.place else []
+        if self.analytical is not None:
+            parts.append(f"analytical {_number(self.analytical)}")
+        if self.numerical is not None and math.isfinite(self.numerical):
+            bar = f" ± {self.bar:.1g}" if self.bar is not None and math.isfinite(self.bar) else ""
+            step = f" (h {self.step:.1g})" if self.step is not None and math.isfinite(self.step) else ""
+            parts.append(f"numerical {_number(self.numerical)}{bar}{step}")
+        said = f"{self.kind}: {self.message}" if self.message else self.kind
+        return "  ".join([*parts, said + (f": {self.guess}" if self.guess else "")])
+
+
+@dataclass(frozen=True)
+class GradientReport:
+    """The outcome of `gradcheck`: print it, or ask for its ``verdict`` and ``findings``.
+
+    Example:
+        >>> import gradguard as gg, torch
+        >>> report = gg.gradcheck(torch.sin, torch.linspace(0, 1, 5, dtype=torch.float64))
+        >>> report.verdict, report.findings
+        ('PASS', ())
+    """
+
+    verdict: Verdict
+    findings: tuple[Finding, ...] = ()
+    """Why the verdict is not PASS."""
+    notes: tuple[Finding, ...] = ()
+    """What is worth knowing and no fault: kinks, ties, jumps, poles, outputs without a graph."""
+    power: float = math.inf
+    """A wrong element of typical size shows from this relative error on."""
+    dtype: str = "float64"
+    directions: int = 0
+    forwards: int = 0
+    backwards: int = 0
+    seconds: float = field(default=0.0, compare=False)
+
+    def __bool__(self) -> bool:
+        return self.verdict == "PASS"
+
+    def __str__(self) -> str:
+        lines = [f"{self.verdict:<13} {finding}" for finding in self.findings]
+        counted = f"{self.directions} directions, {self.forwards} forwards, {self.backwards} backwards, {self.dtype}"
+        power = f"; a single wrong element would show from {self.power:.0e} relative" if self.power < 1 else ""
+        lines.append(f"{self.verdict:<13} {counted}{power}")
+        lines += [f"{'note':<13} {note}" for note in self.notes[:_MOST_NOTES]]
+        if len(self.notes) > _MOST_NOTES:
+            lines.append(f"{'note':<13} and {len(self.notes) - _MOST_NOTES} more")
+        return "\n".join(lines)
+
+
+def _number(value: float) -> str:
+    return f"{value:.6g}"

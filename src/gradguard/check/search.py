@@ -1,0 +1,188 @@
+"""Look for a wrong element: random directions first, halving where one disagrees, a close look at what is left."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from gradguard.check.differences import Differences, Disagreement, directions
+from gradguard.check.element import Diagnosis, examine, is_among_nearby
+from gradguard.check.report import Finding
+
+_ROUNDS = 12
+_MOST_FINDINGS = 5
+_SETS_PER_LEVEL = 8
+_POWERLESS = 1e-3
+_MESSAGES = {
+    "mismatch": "",
+    "kink": "outside the subgradients [{low:.6g}, {high:.6g}]",
+    "nan": "not finite where the function has a finite derivative",
+}
+_NOTES = {
+    "kink": "a subgradient, between the one-sided derivatives {low:.6g} and {high:.6g}",
+    "jump": "the function jumps here",
+    "singular": "the derivative is not finite here, or the function is defined on one side only",
+}
+
+
+@dataclass
+class Search:
+    """The state of one search: what was found, which elements are done with."""
+
+    differences: Differences
+    generator: torch.Generator
+    count: int = 6
+    findings: list[Finding] = field(default_factory=list)
+    notes: list[Finding] = field(default_factory=list)
+    undecided: list[Finding] = field(default_factory=list)
+    agreed: list[Disagreement] = field(default_factory=list)
+    unclear: list[Finding] = field(default_factory=list)
+    power: float = float("inf")
+
+    def run(self) -> None:
+        """Search until all directions agree, or enough is found."""
+        differences = self.differences
+        self.open = torch.ones_like(differences.point)
+        self.negligible = differences.negligible()
+        self._examine_broken_gradients()
+        for _ in range(_ROUNDS):
+            suspect = self._first_suspect(jointly=False)
+            if suspect is None or len(self.findings) >= _MOST_FINDINGS:
+                break
+            elements = self._halve(suspect)
+            if not elements:
+                break
+            for position in elements:
+                self.examine_element(position)
+        if suspect is not None and not self.findings:
+            self._first_suspect(jointly=True)
+        self._rate()
+
+    def _first_suspect(self, jointly: bool) -> Tensor | None:
+        """Return the first direction that disagrees or says nothing, None if enough of them agree.
+
+        With ``jointly`` such a direction is examined as it is: no single element explains it, or too many do.
+        """
+        self.agreed = []
+        if not bool(self.open.any()):
+            return None
+        powerless = None
+        drawn = directions(self.differences.point, self._input_points(), self.generator)
+        for number in range(2 * self.count):
+            direction = next(drawn) * self.open
+            if number == 0:
+                self.differences.measure_noise(direction)
+            found = self.differences.along(direction)
+            is_wrong = self.is_wrong(found)
+            if not is_wrong and not self._says_nothing(found):
+                self.agreed.append(found)
+            elif jointly:
+                self._examine_jointly(direction, found, is_wrong)
+            elif is_wrong:
+                return direction
+            else:
+                powerless = direction if powerless is None else powerless
+            if len(self.agreed) >= self.count:
+                return None
+        return powerless
+
+    def is_wrong(self, found: Disagreement) -> bool:
+        """Tell whether a disagreement is larger than its bar allows."""
+        return bool((found.error.abs() > found.allowed(self.differences.relative)).any())
+
+    def _says_nothing(self, found: Disagreement) -> bool:
+        nothing = (found.scale <= self.negligible) & (found.bar <= 1e3 * self.negligible)
+        return bool((~nothing & (found.bar > _POWERLESS * found.size)).any())
+
+    def _halve(self, direction: Tensor) -> list[int]:
+        """Return single elements along which the gradient disagrees, found by halving."""
+        level = [direction.nonzero().reshape(-1)]
+        singles: list[int] = []
+        floor = _POWERLESS * (self.differences.gradients * direction).square().mean(dim=1).sqrt()
+        if len(level[0]) == 1:
+            return level[0].tolist()
+        while level:
+            following = []
+            for half in (half for indices in level for half in indices.tensor_split(2)):
+                masked = torch.zeros_like(direction)
+                masked[half] = direction[half]
+                found = self.differences.along(masked)
+                unclear = bool((found.bar > torch.maximum(_POWERLESS * found.scale, floor * len(half) ** 0.5)).any())
+                if self.is_wrong(found) or unclear:
+                    (singles if len(half) == 1 else following).append(half)
+            level = following[:_SETS_PER_LEVEL]
+        return [int(one) for one in singles][: 2 * _SETS_PER_LEVEL]
+
+    def _examine_broken_gradients(self) -> None:
+        """Look at elements whose gradient is not finite; the others are then checked without them."""
+        broken = (~self.differences.gradients.isfinite()).any(dim=0).nonzero().reshape(-1).tolist()
+        for position in broken[: 2 * _SETS_PER_LEVEL]:
+            self.examine_element(position)
+        for position in broken:
+            self.open[position] = 0.0
+        if len(broken) > 2 * _SETS_PER_LEVEL and not self.findings:
+            self.notes.append(Finding("singular", f"{len(broken)} elements have a gradient that is not finite"))
+        self.differences.gradients = self.differences.gradients.nan_to_num(0.0, 0.0, 0.0)
+
+    def examine_element(self, position: int) -> None:
+        differences = self.differences
+        if not bool(self.open[position]):
+            return
+        self.open[position] = 0.0
+        direction = torch.zeros_like(differences.point)
+        direction[position] = 1.0
+        value = abs(float(differences.point[position]))
+        name, _ = differences.function.name_of(position)
+        own = differences.function.range_of(name)
+        mean = float(differences.point[own.start : own.stop].abs().mean())
+        shown = examine(differences, direction, [value, mean, 1.0])
+        wrong = [one.is_wrong and one.kind != "nan" for one in shown]
+        if any(wrong) and is_among_nearby(differences, direction, self.generator):
+            self.notes.append(Finding("tie", "between the derivatives at points nearby", *self._place(position)))
+        else:
+            self._note(shown, position)
+
+    def _examine_jointly(self, direction: Tensor, found: Disagreement, is_wrong: bool) -> None:
+        """Look at a direction as at one element: kinks, ties and noise of many elements show there as well."""
+        shown = examine(self.differences, direction, [1.0])
+        worst = max(shown, key=lambda one: (one.is_wrong, one.kind == "undecided", one.kind != "ok"))
+        if not worst.is_wrong and worst.kind in ("ok", "kink"):
+            self.agreed.append(found)
+        elif worst.is_wrong and is_wrong and not is_among_nearby(self.differences, direction, self.generator):
+            self.findings.append(_finding(worst, "", None, "along a random direction, from many elements together"))
+        else:
+            self.unclear.append(_finding(worst, "", None, "nothing settles along a random direction"))
+
+    def _note(self, shown: list[Diagnosis], position: int) -> None:
+        name, index = self._place(position)
+        worst = max(shown, key=lambda one: (one.is_wrong, one.kind == "undecided", one.kind != "ok"))
+        if worst.is_wrong:
+            self.findings.append(
+                _finding(worst, name, index, _MESSAGES[worst.kind].format(low=worst.low, high=worst.high))
+            )
+        elif worst.kind == "undecided":
+            self.undecided.append(_finding(worst, name, index, "the numerical derivative does not settle"))
+        elif worst.kind in _NOTES:
+            self.notes.append(_finding(worst, name, index, _NOTES[worst.kind].format(low=worst.low, high=worst.high)))
+
+    def _place(self, position: int) -> tuple[str, tuple[int, ...]]:
+        return self.differences.function.name_of(position)
+
+    def _rate(self) -> None:
+        """Work out the relative error that one element of typical size would have shown with."""
+        if len(self.agreed) < self.count / 2:
+            self.undecided += self.unclear[:1]
+        seen = []
+        for found in self.agreed:
+            typical = found.scale / max(1, int(self.open.sum())) ** 0.5
+            seen.append(float((found.allowed(self.differences.relative) / typical).max()))
+        self.power = min((one for one in seen if one == one), default=float("inf"))
+
+    def _input_points(self) -> list[Tensor]:
+        return list(self.differences.point.split(self.differences.function.sizes))
+
+
+def _finding(shown: Diagnosis, name: str, index: tuple[int, ...] | None, message: str) -> Finding:
+    return Finding(shown.kind, message, name, index, shown.analytical, shown.numerical, shown.bar, shown.step)

@@ -1,0 +1,57 @@
+"""State that a call of the checked function changes, put back before the next call."""
+
+import random
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+class State:
+    """Buffers of the modules that a callable holds, and random number generators."""
+
+    def __init__(self, fn: Callable[..., Any]) -> None:
+        self.modules = [] if isinstance(fn, nn.Module) else _modules_in(fn)
+        self._buffers = [(b, b.detach().clone()) for module in self.modules for b in module.buffers()]
+        self._generators: list[tuple[Callable[[Any], Any], Any]] = []
+        self.is_seeded = False
+
+    def keep_random(self) -> None:
+        """From now on start each call with the random numbers that would come next."""
+        self.is_seeded = True
+        self._generators = [(torch.set_rng_state, torch.get_rng_state()), (random.setstate, random.getstate())]
+        if torch.cuda.is_available() and torch.cuda.is_initialized():
+            self._generators.append((torch.cuda.set_rng_state_all, torch.cuda.get_rng_state_all()))
+        if "numpy" in sys.modules:
+            numpy = sys.modules["numpy"]
+            self._generators.append((numpy.random.set_state, numpy.random.get_state()))
+
+    def restore(self) -> None:
+        """Put everything back."""
+        for buffer, value in self._buffers:
+            with torch.no_grad():
+                buffer.copy_(value)
+        for put_back, state in self._generators:
+            put_back(state)
+
+
+def _modules_in(fn: Any) -> list[nn.Module]:
+    """Return the modules that a bound method, a partial or a closure refers to."""
+    held = [getattr(fn, "__self__", None), getattr(fn, "func", None), *getattr(fn, "args", ())]
+    held += [cell.cell_contents for cell in getattr(fn, "__closure__", None) or () if _is_filled(cell)]
+    found: list[nn.Module] = []
+    for one in held:
+        if isinstance(one, nn.Module) and one not in found:
+            found.append(one)
+        elif callable(one) and not isinstance(one, type | Tensor) and one is not fn and hasattr(one, "__closure__"):
+            found += [module for module in _modules_in(one) if module not in found]
+    return found
+
+
+def _is_filled(cell: Any) -> bool:
+    try:
+        return cell.cell_contents is not None
+    except ValueError:
+        return False
