@@ -1,7 +1,9 @@
 """gradguard: gradients you can trust. The public list, nothing else."""
 
+from gradguard import testing
 from gradguard.check.gradcheck import gradcheck
 from gradguard.check.report import Finding, GradientReport
+from gradguard.check.seed_api import check_grad, get_numerical_gradient
 from gradguard.clip.adaptive import clip_grad_adaptive_
 from gradguard.clip.functional import (
     apply_gradient_clipping,
@@ -26,6 +28,7 @@ from gradguard.error_clip.statistics import ErrorClipStats, FirstNonfinite, OpSt
 from gradguard.errors import (
     FreedGraphError,
     GradguardError,
+    GradientCheckError,
     InvalidTypeError,
     InvalidValueError,
     NonFiniteGradientError,
@@ -45,9 +48,12 @@ __all__ = [
     "ErrorClipNonfinite",
     "ErrorClipStats",
     "ErrorClipZeroAbove",
+    "Finding",
     "FirstNonfinite",
     "FreedGraphError",
     "GradguardError",
+    "GradientCheckError",
+    "GradientReport",
     "InvalidTypeError",
     "InvalidValueError",
     "NonFiniteGradientError",
@@ -58,10 +64,14 @@ __all__ = [
     "apply_gradient_clipping",
     "attach_error_clip",
     "calibrate",
+    "check_grad",
     "clip_grad_adaptive_",
     "clip_grad_norm_",
     "clip_grad_value_",
     "error_clip",
+    "get_numerical_gradient",
     "get_total_norm",
+    "gradcheck",
     "minimize",
+    "testing",
 ]

@@ -12,6 +12,10 @@ from gradguard import __version__
 from gradguard.errors import CommandError, GradguardError
 
 _RUN_USAGE = "gradguard run [--out DIR] [--force] [--every N] [--clip RULE] (script.py | -m module) [args ...]"
+_INPUT_HELP = (
+    "an input of standard normal numbers (integers: 0 and 1), as in x=2,3:float32; float32 without a dtype, x= for a "
+    "single number, 0=2,3 for the first by position"
+)
 _RULES = ("norm", "value", "adaptive")
 _CLIP_HELP = (
     "clip before each step: norm=1.0, value=0.5, adaptive=0.01, or from=RECORD for the threshold that RECORD's report "
@@ -26,6 +30,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if arguments[:1] == ["run"]:
             return _run(arguments[1:])
         parsed = _parser().parse_args(arguments)
+        if parsed.command == "check":
+            return _check(parsed)
         return _report(parsed.records, parsed.output, parsed.text)
     except GradguardError as error:
         print(f"gradguard: error: {error}", file=sys.stderr)
@@ -35,13 +41,26 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="gradguard", description="Gradients you can trust.")
     parser.add_argument("--version", action="version", version=f"gradguard {__version__}")
-    commands = parser.add_subparsers(required=True, metavar="command")
+    commands = parser.add_subparsers(required=True, dest="command", metavar="command")
     commands.add_parser("run", usage=_RUN_USAGE, help="observe a training script without a change to it")
     report = commands.add_parser("report", help="draw the record of a run, or of several side by side")
     report.add_argument("records", nargs="+", type=Path, metavar="run.jsonl", help="a record, or the folder it is in")
     report.add_argument("-o", "--output", type=Path, help="the HTML file; by default report.html beside the record")
     report.add_argument("--text", action="store_true", help="print a few lines of key: value instead of drawing")
+    _add_check(commands.add_parser("check", help="check the backward of a function against numerical differences"))
     return parser
+
+
+def _add_check(check: argparse.ArgumentParser) -> None:
+    check.description = "Exit code: 0 for PASS, 1 for FAIL, 3 for INCONCLUSIVE, 2 for what cannot be carried out."
+    check.add_argument("target", metavar="package.module:name", help="a function, a module or its class")
+    check.add_argument("--input", action="append", default=[], metavar="NAME=SHAPE:DTYPE", help=_INPUT_HELP)
+    check.add_argument(
+        "--seed", type=int, default=0, metavar="N", help="what the inputs and the weights are drawn from"
+    )
+    check.add_argument("--exhaustive", action="store_true", help="check every element")
+    check.add_argument("--order", type=int, choices=(1, 2), default=1, help="2: check the second derivative too")
+    check.add_argument("--reference", metavar="module:name", help="the same function in float64, for half precision")
 
 
 def _run_parser() -> argparse.ArgumentParser:
@@ -165,6 +184,14 @@ def _show(record: Path, here: Path) -> None:
 def _short(path: Path, here: Path) -> str:
     """The path from ``here``, if it is below."""
     return str(path.relative_to(here)) if path.is_relative_to(here) else str(path)
+
+
+def _check(parsed: argparse.Namespace) -> int:
+    from gradguard.check.command import check_command
+
+    report = check_command(parsed.target, parsed.input, parsed.reference, parsed.seed, parsed.exhaustive, parsed.order)
+    print(report)
+    return {"PASS": 0, "FAIL": 1, "INCONCLUSIVE": 3}[report.verdict]
 
 
 def _report(paths: Sequence[Path], output: Path | None, text: bool) -> int:

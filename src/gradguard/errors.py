@@ -29,6 +29,10 @@ class FreedGraphError(GradguardError, RuntimeError):
     """A backward went through a graph whose values an earlier backward has freed."""
 
 
+class GradientCheckError(GradguardError, AssertionError):
+    """A gradient is not the derivative that it should be, or it could not be told and that was not allowed."""
+
+
 class RecordError(GradguardError):
     """A record of a run is missing, empty or unreadable."""
 

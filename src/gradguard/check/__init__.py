@@ -1,0 +1,1 @@
+"""The gradient check: is a backward the derivative of its forward?"""

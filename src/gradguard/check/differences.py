@@ -59,17 +59,19 @@ class Differences:
         self.steps = LOW_STEPS if self.is_low else STEPS
         self.rounding = self.eps * self.base.abs() / 2
         self.noise = self.rounding
+        self.usable = base.isfinite()
+        self.is_finite = bool(self.usable.all())
 
     def measure_noise(self, direction: Tensor) -> None:
-        """Estimate how far outputs are off by rounding, from second differences at tiny steps, which are nothing else.
+        """Estimate how far outputs are off by rounding: second differences at tiny steps are nothing else.
 
         Each side of the point by itself, so that a kink or a jump at the point is not taken for noise. Outputs that the
-        smallest step does not move may be quantised: they are looked at with larger ones, where noise is what both sides
-        show.
+        smallest step does not move may be quantised: they are looked at with larger ones, where noise is what both
+        sides show.
         """
         tiny = 4e3 * max(torch.finfo(one.value.dtype).eps for one in self.function.inputs)
         self.noise, still = self.rounding, torch.ones_like(self.base, dtype=torch.bool)
-        offset = tiny * self.point.abs() * direction.sign()
+        offset = torch.where(direction != 0, tiny * self.point.abs() * direction.sign(), 0.0)
         for samples in (3, 8, 8, 8):
             spreads, moved = [], torch.zeros_like(still)
             for side in (offset, -offset):
@@ -83,10 +85,19 @@ class Differences:
                 break
             offset = 100 * offset
 
+    def jumps(self, direction: Tensor) -> bool:
+        """Tell whether an output is elsewhere after any step along ``direction``, however small."""
+        for side in (1e-9, -1e-9):
+            sizes = [self.function.values(self.point + step * direction) - self.base for step in (side, side / 8)]
+            large, small = (torch.where(self.usable, size, 0.0).abs() for size in sizes)
+            if not bool(((small > 0.5 * large) & (large > 100 * self.noise)).any()):
+                return False
+        return True
+
     def along(self, direction: Tensor) -> Disagreement:
         """Return how much the numerical derivative along ``direction`` and the gradients disagree."""
-        scale = (self.gradients * direction).norm(dim=1)
-        enough = 1e-11 * (self.gradients * direction).abs().sum(dim=1)
+        product = self.gradients * direction
+        scale, enough = product.norm(dim=1), 1e-11 * product.abs().sum(dim=1)
         ladder, moved = _Ladder(), torch.zeros_like(self.base, dtype=torch.bool)
         for step in self.steps:
             if (found := self._central(direction, step)) is not None:
@@ -101,13 +112,12 @@ class Differences:
 
     def _central(self, direction: Tensor, step: float) -> tuple[Tensor, Tensor] | None:
         """Return the disagreement at one step, and which outputs moved; None where the function is not finite."""
-        above = self.function.join(self.function.split(self.point + step * direction))
-        below = self.function.join(self.function.split(self.point - step * direction))
-        change = self.function.values(above) - self.function.values(below)
-        change = torch.where(self.usable, change, 0.0)
+        above = self.function.rounded(self.point + step * direction)
+        below = self.function.rounded(self.point - step * direction)
+        change = self.usable_part(self.function.values(above) - self.function.values(below))
         if not bool(change.isfinite().all()):
             return None
-        taken = (above - below) / (2 * step)
+        taken = torch.where(direction != 0, above - below, 0.0) / (2 * step)
         numerical = self.cotangents @ (change / (2 * step))
         return numerical - self.gradients @ taken, change != 0
 
@@ -123,10 +133,9 @@ class Differences:
         """Return below which size Σ cotangent · change, for relative changes of the inputs, is rounding alone."""
         return 1e3 * (self.cotangents.abs() @ (2 * self.rounding).nan_to_num(0.0, 0.0, 0.0))
 
-    @property
-    def usable(self) -> Tensor:
-        """Which outputs are finite at the point."""
-        return self.base.isfinite()
+    def usable_part(self, change: Tensor) -> Tensor:
+        """Return changes of the outputs, 0 for those that are not finite at the point."""
+        return change if self.is_finite else torch.where(self.usable, change, 0.0)
 
 
 class _Ladder:
@@ -183,8 +192,9 @@ class _Ladder:
 
 def directions(point: Tensor, inputs: list[Tensor], generator: torch.Generator) -> Iterator[Tensor]:
     """Yield random directions: signs, sized in turn by max(|x|, mean |x|) and by |x|, where that is not 0."""
+    finite = torch.where(point.isfinite(), point, 0.0).abs()
     means = torch.cat([mean_size(one).expand(one.numel()) for one in inputs])
-    sizes = (torch.maximum(point.abs(), means), torch.where(point == 0, means, point.abs()))
+    sizes = (torch.maximum(finite, means), torch.where(finite == 0, means, finite))
     while True:
         for size in sizes:
             signs = torch.randint(0, 2, point.shape, generator=generator, dtype=torch.float64) * 2 - 1
@@ -192,7 +202,9 @@ def directions(point: Tensor, inputs: list[Tensor], generator: torch.Generator) 
 
 
 def mean_size(part: Tensor) -> Tensor:
-    mean = part.abs().mean() if part.numel() else torch.zeros((), dtype=torch.float64)
+    """Return the mean of the finite |x|, 1 if that is 0."""
+    sizes = part.abs()[part.isfinite()]
+    mean = sizes.mean() if sizes.numel() else torch.zeros((), dtype=torch.float64)
     return torch.where(mean > 0, mean, torch.ones((), dtype=torch.float64))
 
 

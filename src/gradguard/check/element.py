@@ -131,13 +131,14 @@ def diagnose(analytical: float, steps: list[_Step], relative: float, typical: fl
 
 
 def is_among_nearby(differences: Differences, direction: Tensor, generator: torch.Generator) -> bool:
-    """Tell whether the gradient along ``direction`` lies between the derivatives at points nearby, which differ.
+    """Return whether the gradient along ``direction`` lies between the derivatives at points nearby, which differ.
 
     At a tie of several values, as for a median, the derivative at the point itself may be that of none of the smooth
     pieces which meet there; the gradient is right if it is one of theirs, or between them, output by output.
     """
     function, h = differences.function, 1e-3
-    radius = 1e-5 * torch.maximum(differences.point.abs(), mean_size(differences.point))
+    mean = mean_size(differences.point)
+    radius = 1e-5 * torch.where(differences.point.isfinite(), torch.maximum(differences.point.abs(), mean), 0.0)
     rates = []
     for _ in range(_NEARBY):
         center = differences.point + radius * torch.randn(radius.shape, generator=generator, dtype=torch.float64)
@@ -177,9 +178,11 @@ def _steps(differences: Differences, direction: Tensor, sizes: list[float]) -> l
     found: list[list[_Step]] = [[] for _ in differences.cotangents]
     moved, lengths, quanta = torch.zeros_like(base, dtype=torch.bool), [], (_Quantum(base), _Quantum(base))
     for size in chosen:
-        above = function.join(function.split(differences.point + size * direction))
-        below = function.join(function.split(differences.point - size * direction))
-        up, down = _length(above - differences.point, direction), _length(differences.point - below, direction)
+        above = function.rounded(differences.point + size * direction)
+        below = function.rounded(differences.point - size * direction)
+        own = direction != 0
+        up = _length(torch.where(own, above - differences.point, 0.0), direction)
+        down = _length(torch.where(own, differences.point - below, 0.0), direction)
         if up <= 0 or down <= 0:
             continue
         rise = torch.where(differences.usable, function.values(above) - base, 0.0)

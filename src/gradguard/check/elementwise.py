@@ -1,8 +1,8 @@
 """The whole numerical gradient, element by element, many elements in one forward where their outputs do not overlap.
 
-Which outputs a slice of an input reaches is found by changing the slice: slices whose outputs are disjoint share a colour,
-elements of one colour in every dimension share their forwards, and each output that moves is credited to the one element
-that reaches it.
+Which outputs a slice of an input reaches is found by changing the slice: slices whose outputs are disjoint share a
+colour, elements of one colour in every dimension share their forwards, and each output that moves is credited to the
+one element that reaches it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from gradguard.check.differences import STEPS, Differences
+from gradguard.check.differences import STEPS, Differences, mean_size
 from gradguard.check.function import Function
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 _PROBES = (1e-3, 3e-2)
 _MOST_EXAMINED = 200
-_LADDER = STEPS[:4]
+_LADDER = STEPS[:3]
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Group:
 
     elements: Tensor
     owner: Tensor | None
-    """For each output which of ``elements`` reaches it, -1 for none; None if there is one element."""
+    """For each output which of ``elements`` reaches it, their number for none; None if there is one element."""
 
 
 def check_every_element(search: Search) -> None:
@@ -80,41 +80,37 @@ def _compare(differences: Differences, group: Group) -> tuple[Tensor, Tensor] | 
     """Return disagreement and bar for each element of the group, for each cotangent."""
     elements, function = group.elements, differences.function
     size = differences.point[elements].abs()
-    size = torch.maximum(size, differences.point.abs().mean().clamp(min=1e-300))
-    limits, previous, rounding = [], None, torch.zeros(())
+    size = torch.maximum(size, mean_size(differences.point))
+    limits, previous, moved = [], None, torch.zeros_like(differences.base)
     for step in _LADDER:
         offset = torch.zeros_like(differences.point)
         offset[elements] = step * size
-        above = function.join(function.split(differences.point + offset))
-        below = function.join(function.split(differences.point - offset))
-        change = torch.where(differences.usable, function.values(above) - function.values(below), 0.0)
+        above, below = function.rounded(differences.point + offset), function.rounded(differences.point - offset)
+        change = differences.usable_part(function.values(above) - function.values(below))
         taken = (above - below)[elements]
         credit = _credited(differences.cotangents * change, group)
         if credit is None:
             return None
+        moved = torch.maximum(moved, (change != 0).double())
         central = credit / taken - differences.gradients[:, elements]
-        noise = torch.where(change != 0, differences.noise, 0.0) * differences.cotangents.abs()
-        owned = _credited(noise, group)
-        rounding = torch.zeros_like(central) if owned is None else 2 * owned / taken.abs()
         if previous is not None:
-            limits.append((4 * central - previous) / 3)
+            limits.append(central + (central - previous) / 3)
         previous = central
-    stacked = torch.stack(limits)
-    changes = (stacked[1:] - stacked[:-1]).abs()
-    bars = torch.maximum(changes[0], changes[1]) + 2 * rounding
-    bars = torch.where(stacked.isfinite().all(dim=0), bars, torch.inf)
-    return stacked[-1].nan_to_num(), bars
+    noise = _credited(differences.cotangents.abs() * differences.noise * moved, group)
+    assert noise is not None
+    bars = (limits[1] - limits[0]).abs() + 4 * noise / taken.abs()
+    bars = torch.where(limits[0].isfinite() & limits[1].isfinite(), bars, torch.inf)
+    return limits[1].nan_to_num(), bars
 
 
 def _credited(values: Tensor, group: Group) -> Tensor | None:
     """Return the sum over the outputs of each element, None if a changed output belongs to nobody."""
     if group.owner is None:
         return values.sum(dim=1, keepdim=True)
-    nobody = group.owner < 0
-    if bool((values[:, nobody] != 0).any()):
-        return None
-    sums = torch.zeros(len(values), len(group.elements), dtype=values.dtype)
-    return sums.index_add_(1, group.owner[~nobody], values[:, ~nobody])
+    count = len(group.elements)
+    sums = torch.stack([torch.bincount(group.owner, one, count + 1) for one in values])
+    nobodys = group.owner == count
+    return None if bool((values[:, nobodys] != 0).any()) else sums[:, :count]
 
 
 def _groups(differences: Differences, start: int, shape: tuple[int, ...]) -> Iterator[Group] | None:
@@ -148,7 +144,7 @@ def _combined(
         members = members.sort().values
         place = torch.searchsorted(members, owner).clamp(max=len(members) - 1)
         nobody |= members[place] != owner
-        yield Group(start + members, torch.where(nobody, -1, place))
+        yield Group(start + members, torch.where(nobody, len(members), place))
 
 
 def _colours(differences: Differences, start: int, shape: tuple[int, ...], dim: int) -> tuple[Tensor, Tensor] | None:
@@ -156,11 +152,10 @@ def _colours(differences: Differences, start: int, shape: tuple[int, ...], dim: 
     length = shape[dim]
     if length < 4:
         return None
-    reach: list[Tensor] = []
-    for index in range(length):
-        reach.append(_reach(differences, start, shape, dim, index))
-        if index == 2 and bool((reach[0] & reach[1] & reach[2]).any()):
-            return None
+    apart = {index: _reach(differences, start, shape, dim, index) for index in (0, length // 2, length - 1)}
+    if bool(torch.stack(list(apart.values())).all(dim=0).any()):  # slices far apart reach one output: it is dense
+        return None
+    reach = [apart[i] if i in apart else _reach(differences, start, shape, dim, i) for i in range(length)]
     colours, taken, owners = torch.zeros(length, dtype=torch.long), [], []
     for index, reached in enumerate(reach):
         colour = next((c for c, used in enumerate(taken) if not bool((used & reached).any())), len(taken))
@@ -181,7 +176,7 @@ def _reach(differences: Differences, start: int, shape: tuple[int, ...], dim: in
     changed = torch.zeros(differences.function.size, dtype=torch.bool)
     for probe in _PROBES:
         offset = torch.zeros_like(differences.point)
-        size = differences.point[positions].abs().clamp(min=float(differences.point.abs().mean()))
+        size = differences.point[positions].abs().clamp(min=float(mean_size(differences.point)))
         draws = 0.5 + torch.rand(len(positions), generator=torch.Generator().manual_seed(index), dtype=torch.float64)
         offset[positions] = probe * size * draws
         values = differences.function.values(differences.point + offset)

@@ -1,8 +1,8 @@
 """A callable at a point, as what the mathematics needs: a function from one vector to another, and its gradient.
 
-Whatever the callable takes and returns, its floating and complex inputs and, for a module, its parameters become one flat
-float64 vector, and its floating and complex outputs another. Complex numbers count as two real ones. State that a call
-changes is put back before the next.
+Whatever the callable takes and returns, its floating and complex inputs and, for a module, its parameters become one
+flat float64 vector, and its floating and complex outputs another. Complex numbers count as two real ones. State that a
+call changes is put back before the next.
 """
 
 from __future__ import annotations
@@ -64,6 +64,7 @@ class Function:
         self.forwards = self.backwards = 0
         self.state = State(fn)
         self.clones_inputs = False
+        self.on_call: Callable[[], None] = lambda: None
         module = _module_of(fn)
         self.module = module
         flat, self._structure = tree_flatten_with_path((args, dict(kwargs)))
@@ -84,11 +85,17 @@ class Function:
         self.sizes = [one.value.numel() * (2 if one.value.is_complex() else 1) for one in self.inputs]
         self.outputs: list[Layout] = []
 
+    @property
+    def is_wide(self) -> bool:
+        """Whether the inputs hold every float64 number."""
+        return all(one.value.dtype in (torch.float64, torch.complex128) for one in self.inputs)
+
     def choose(self, names: Iterable[str]) -> None:
         """Check the gradients for these inputs only.
 
         Raises:
-            InvalidValueError: If there is no such input, or it holds no real or complex numbers.
+            InvalidValueError: If there is no such input.
+            InvalidTypeError: If it holds no real or complex numbers.
         """
         chosen = [names] if isinstance(names, str) else list(names)
         known = [one.name for one in self.inputs]
@@ -125,12 +132,16 @@ class Function:
         for part, one in zip(vector.split(self.sizes), self.inputs, strict=True):
             value = one.value
             if value.is_complex():
-                part = torch.view_as_complex(part.reshape(*value.shape, 2))
+                part = torch.view_as_complex(part.clone().reshape(*value.shape, 2))
             part = part.reshape(value.shape).to(value.dtype)
             if not value.is_contiguous():
                 part = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype).copy_(part)
             tensors.append(part)
         return tensors
+
+    def rounded(self, vector: Tensor) -> Tensor:
+        """Return ``vector`` as the dtypes of the inputs hold it."""
+        return vector if self.is_wide else self.join(self.split(vector))
 
     def name_of(self, position: int) -> tuple[str, tuple[int, ...]]:
         """Return the input and the index in it of one element of the flat vector."""
@@ -168,6 +179,7 @@ class Function:
     def call(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Call the callable with these tensors for its inputs; return its floating and complex outputs."""
         self.forwards += 1
+        self.on_call()
         self.state.restore()
         given = dict(zip((one.name for one in self.inputs), tensors, strict=True))
         if self.clones_inputs:
@@ -246,7 +258,7 @@ class Function:
         shaped = []
         for part, one in zip(cotangent.split(self._output_sizes()), self.outputs, strict=True):
             if one.dtype.is_complex:
-                part = torch.view_as_complex(part.reshape(*one.shape, 2).contiguous())
+                part = torch.view_as_complex(part.clone().reshape(*one.shape, 2))
             shaped.append(part.reshape(one.shape).to(one.dtype).to(one.device))
         return shaped
 
@@ -285,8 +297,9 @@ def _real(tensor: Tensor) -> Tensor:
 
 
 def _dense(value: Tensor) -> Tensor:
-    """Return a copy whose elements have places of their own: an expanded input is laid out in full."""
-    overlaps = any(stride == 0 and size > 1 for stride, size in zip(value.stride(), value.shape, strict=True))
+    """Return a copy whose elements have places of their own: expanded inputs and sliding windows are laid out in full."""
+    span = 1 + sum((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True))
+    overlaps = 0 < span < value.numel()
     return value.detach().contiguous().clone() if overlaps or value.is_conj() else _like(value.detach())
 
 
@@ -336,6 +349,6 @@ def _check_input(one: Input) -> None:
         raise InvalidTypeError(
             f"input {one.name!r} is {value.dtype}: expected one of float16, bfloat16, 32, 64, complex."
         )
-    if not bool(value.isfinite().all()):
-        bad = (~value.isfinite()).nonzero()[0].tolist()
-        raise InvalidValueError(f"input {one.name!r} is {value[tuple(bad)]} at index {bad}: expected finite numbers.")
+    if bool(value.isnan().any()):
+        bad = value.isnan().nonzero()[0].tolist()
+        raise InvalidValueError(f"input {one.name!r} is {value[tuple(bad)]} at index {bad}: expected numbers.")

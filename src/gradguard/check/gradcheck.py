@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
 from gradguard.check.contract import Contract
 from gradguard.check.differences import Differences
@@ -15,9 +16,11 @@ from gradguard.check.elementwise import check_every_element
 from gradguard.check.function import WIDE, Function
 from gradguard.check.guess import with_guesses
 from gradguard.check.precision import Conditioning, compare_backends
+from gradguard.check.progress import Progress
 from gradguard.check.report import Finding, GradientReport, Verdict
 from gradguard.check.search import Search
 from gradguard.check.second_order import GradientOf
+from gradguard.check.state import generators
 from gradguard.errors import InvalidTypeError, InvalidValueError
 
 _COTANGENTS = 2
@@ -37,11 +40,92 @@ def gradcheck(
     order: int = 1,
     seed: int = 0,
 ) -> GradientReport:
+    r"""Check the backward of ``fn`` against differences of its forward; say which element is wrong, and how sure it is.
+
+    .. math:: v \cdot \frac{f(x + hu) - f(x - hu)}{2h} \;\to\; (\nabla_x\, v \cdot f) \cdot u
+
+    for random directions u over all inputs together and random cotangents v. The limit is taken over a ladder of steps
+    (Richardson), which also gives the error bar: there is no step and no tolerance to choose. Where a direction
+    disagrees, halving finds the element, and the derivatives from above and from below tell a wrong gradient from a
+    kink, a tie, a jump or a pole. Before that, backward runs are compared with one another: layout and linearity in
+    ``grad_output``, repetition, mutation, state, undefined gradients, float32 inside float64.
+
+    **Guarantees.** ``"FAIL"``: something is wrong, and ``report.findings`` says where. ``"PASS"``: no direction
+    disagreed, and a wrong element of typical size would have shown from the relative error ``report.power`` on.
+    ``"INCONCLUSIVE"``: the differences are too noisy to tell. Nothing of the caller's changes: inputs, ``.grad``,
+    buffers, random number generators.
+
+    **Edge cases.**
+
+    ================================  ==========================================================================
+    input                             result
+    ================================  ==========================================================================
+    float32, bfloat16, float16        checked in float64 if ``fn`` takes it, then compared with that in units of what
+                                      rounding of the inputs does; float32 alone works with less power
+    bfloat16 or float16 alone         INCONCLUSIVE, unless ``reference`` is given
+    ReLU at 0, ties of max or sort    any subgradient is right, and noted
+    rounding, sign, gates             the continuous side counts; a jump is noted
+    pole, gradient of ±inf            noted; NaN where the function has a derivative fails
+    complex                           as two real numbers, PyTorch's convention
+    dropout, BatchNorm in training    random numbers and buffers are the same in each call
+    random in another way             INCONCLUSIVE
+    straight-through estimators       fail: their gradient is no derivative
+    ================================  ==========================================================================
+
+    Args:
+        fn: Any callable, or a module, whose parameters then are inputs by their dotted names.
+        *inputs: What ``fn`` is called with; tensors may lie in tuples, lists and dicts. Floating and complex ones are
+            checked: those that require a gradient, or all if none does. One tuple alone, as
+            `torch.autograd.gradcheck` takes it, is taken for the arguments.
+        kwargs: Keyword arguments for ``fn``; tensors among them count as inputs.
+        inputs_to_check: The names of the inputs to check; all if None.
+        reference: The same function in float64, where ``fn`` has no float64 of its own.
+        backends: The same function on other devices or as other kernels, by name; the gradient of each is compared with
+            the float64 one and with the others'. Inputs are moved where a name is that of a device.
+        exhaustive: Also compare every element with its own derivative; many share a forward where outputs are disjoint.
+        order: 2 to check the gradient of the gradient too.
+        seed: Of directions and cotangents; equal seeds give equal reports.
+
+    Returns:
+        The report: print it, or ask for ``verdict``, ``findings``, ``notes`` and ``power``.
+
+    Raises:
+        InvalidTypeError: If ``fn`` is not callable or returns no floating tensor, or there is nothing to check.
+        InvalidValueError: If the outputs have no graph, there is NaN at the point, or a name is not known.
+
+    Example:
+        >>> import gradguard as gg, torch
+        >>> class Square(torch.autograd.Function):
+        ...     @staticmethod
+        ...     def forward(ctx, x):
+        ...         ctx.save_for_backward(x)
+        ...         return x * x
+        ...
+        ...     @staticmethod
+        ...     def backward(ctx, grad_output):
+        ...         (x,) = ctx.saved_tensors
+        ...         return grad_output * x  # forgot the 2
+        >>> def square(x):
+        ...     return Square.apply(x)
+        >>> report = gg.gradcheck(square, torch.linspace(1, 2, 4, dtype=torch.float64))
+        >>> report.verdict, report.findings[0].place, report.findings[0].guess
+        ('FAIL', 'x[0]', 'ratio 0.5000')
+
+    Reference:
+        PaddlePaddle, Auto Gradient Check Design (2017); Richardson (1911), the deferred approach to the limit; Clarke
+        (1983), subgradients.
+    """
     started = time.perf_counter()
     if len(inputs) == 1 and isinstance(inputs[0], tuple):
         inputs = inputs[0]
-    check = _Check(fn, inputs, dict(kwargs or {}), inputs_to_check, seed)
-    check.run(reference, dict(backends or {}), exhaustive, order)
+    randomness = generators()
+    with Progress() as progress:
+        try:
+            check = _Check(fn, inputs, dict(kwargs or {}), inputs_to_check, seed, progress)
+            check.run(reference, dict(backends or {}), exhaustive, order)
+        finally:
+            for put_back, state in randomness:
+                put_back(state)
     return check.report(time.perf_counter() - started)
 
 
@@ -49,11 +133,17 @@ class _Check:
     """One call of `gradcheck`."""
 
     def __init__(
-        self, fn: Any, inputs: tuple[Any, ...], kwargs: dict[str, Any], chosen: Iterable[str] | None, seed: int
+        self,
+        fn: Any,
+        inputs: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        chosen: Iterable[str] | None,
+        seed: int,
+        progress: Progress,
     ) -> None:
         if not callable(fn):
             raise InvalidTypeError(f"fn is {type(fn).__name__}: expected a function or a module, then its inputs.")
-        self.fn, self.args, self.kwargs = fn, inputs, kwargs
+        self.fn, self.args, self.kwargs, self.progress = fn, inputs, kwargs, progress
         self.chosen = [chosen] if isinstance(chosen, str) else None if chosen is None else list(chosen)
         self.generator = torch.Generator().manual_seed(_UNLIKE_THE_CALLERS + seed)
         self.findings: list[Finding] = []
@@ -103,8 +193,10 @@ class _Check:
             seconds=seconds,
         )
 
-    def _function(self, fn: Any, wide: bool) -> Function:
-        function = Function(fn, self.args, self.kwargs, wide)
+    def _function(self, fn: Any, wide: bool, device: torch.device | None = None) -> Function:
+        args, kwargs = (self.args, self.kwargs) if device is None else _moved((self.args, self.kwargs), device)
+        function = Function(fn, args, kwargs, wide)
+        function.on_call = self.progress.step
         if self.chosen is not None:
             function.choose(self.chosen)
         if not function.inputs:
@@ -224,7 +316,11 @@ class _Check:
     def _backends(self, exact: Function, backends: dict[str, Any]) -> None:
         functions = {}
         for name, fn in backends.items():
-            functions[name] = self._function(fn, wide=False)
+            device = _device_called(name)
+            if device is not None and not _is_here(device):
+                self.notes.append(Finding("backends", f"{name} is not here and was skipped"))
+                continue
+            functions[name] = self._function(fn, wide=False, device=device)
             self._learn(functions[name])
         self.findings += compare_backends(exact, functions, self.generator)
 
@@ -233,12 +329,32 @@ class _Check:
         gradient_of = GradientOf(function)
         point = (*(one.value for one in function.inputs), *function.shaped(cotangent))
         second = Function(gradient_of, point, {}, wide=False, names=gradient_of.names)
+        second.on_call = self.progress.step
         self.functions.append(second)
         try:
             self._learn(second)
             self._search(second, exhaustive, "second order")
         except (InvalidValueError, RuntimeError) as error:
             self.findings.append(Finding("error", f"the backward cannot be differentiated: {error}"))
+
+
+def _device_called(name: str) -> torch.device | None:
+    try:
+        return torch.device(name)
+    except RuntimeError:
+        return None
+
+
+def _is_here(device: torch.device) -> bool:
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError):
+        return False
+    return True
+
+
+def _moved(values: Any, device: torch.device) -> Any:
+    return tree_map(lambda one: one.to(device) if isinstance(one, Tensor) else one, values)
 
 
 def _name(fn: Any) -> str:

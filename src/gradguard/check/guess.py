@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import torch
@@ -24,7 +25,8 @@ def with_guesses(search: Search, what: str) -> list[Finding]:
     found = []
     for one in search.findings:
         if one.input and one.input not in places:
-            places[one.input] = _where(search, one) if one.kind == "mismatch" else ""
+            several = sum(other.input == one.input for other in search.findings) > 1
+            places[one.input] = _where(search, one) if several and one.kind == "mismatch" else ""
         said = ", ".join(part for part in (what, _ratio(one), places.get(one.input, "")) if part)
         found.append(replace(one, guess=said))
     return found
@@ -95,6 +97,6 @@ def _described(bad: list[int], length: int, name: str) -> str:
         return f"only the first {count} of {length} {name}"
     if count == 1:
         return f"only 1 of {length} {name}"
-    if len(strides := {b - a for a, b in zip(bad, bad[1:], strict=False)}) == 1 and (stride := strides.pop()) > 1:
+    if len(strides := {b - a for a, b in pairwise(bad)}) == 1 and (stride := strides.pop()) > 1:
         return f"only every {stride}th of {length} {name}"
     return f"only {count} of {length} {name}"

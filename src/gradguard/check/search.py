@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from gradguard.check.differences import Differences, Disagreement, directions
+from gradguard.check.differences import Differences, Disagreement, directions, mean_size
 from gradguard.check.element import Diagnosis, examine, is_among_nearby
 from gradguard.check.report import Finding
 
@@ -33,7 +34,7 @@ class Search:
 
     differences: Differences
     generator: torch.Generator
-    count: int = 6
+    count: int = 4
     findings: list[Finding] = field(default_factory=list)
     notes: list[Finding] = field(default_factory=list)
     undecided: list[Finding] = field(default_factory=list)
@@ -44,15 +45,16 @@ class Search:
     def run(self) -> None:
         """Search until all directions agree, or enough is found."""
         differences = self.differences
-        self.open = torch.ones_like(differences.point)
+        self.open = differences.point.isfinite().double()
         self.negligible = differences.negligible()
         self._examine_broken_gradients()
+        suspect = None
         for _ in range(_ROUNDS):
             suspect = self._first_suspect(jointly=False)
             if suspect is None or len(self.findings) >= _MOST_FINDINGS:
                 break
-            elements = self._halve(suspect)
-            if not elements:
+            elements = self._halve(suspect, self._disagrees(suspect))
+            if not elements and not self._set_jumps_aside(suspect):
                 break
             for position in elements:
                 self.examine_element(position)
@@ -96,11 +98,10 @@ class Search:
         nothing = (found.scale <= self.negligible) & (found.bar <= 1e3 * self.negligible)
         return bool((~nothing & (found.bar > _POWERLESS * found.size)).any())
 
-    def _halve(self, direction: Tensor) -> list[int]:
-        """Return single elements along which the gradient disagrees, found by halving."""
+    def _halve(self, direction: Tensor, is_suspect: Callable[[Tensor], bool]) -> list[int]:
+        """Return single elements of ``direction`` that are suspect, found by halving."""
         level = [direction.nonzero().reshape(-1)]
-        singles: list[int] = []
-        floor = _POWERLESS * (self.differences.gradients * direction).square().mean(dim=1).sqrt()
+        singles: list[Tensor] = []
         if len(level[0]) == 1:
             return level[0].tolist()
         while level:
@@ -108,12 +109,34 @@ class Search:
             for half in (half for indices in level for half in indices.tensor_split(2)):
                 masked = torch.zeros_like(direction)
                 masked[half] = direction[half]
-                found = self.differences.along(masked)
-                unclear = bool((found.bar > torch.maximum(_POWERLESS * found.scale, floor * len(half) ** 0.5)).any())
-                if self.is_wrong(found) or unclear:
+                if is_suspect(masked):
                     (singles if len(half) == 1 else following).append(half)
             level = following[:_SETS_PER_LEVEL]
         return [int(one) for one in singles][: 2 * _SETS_PER_LEVEL]
+
+    def _disagrees(self, direction: Tensor) -> Callable[[Tensor], bool]:
+        """Return what tells whether the gradient disagrees along a part of ``direction``, or nothing can be said."""
+        floor = _POWERLESS * (self.differences.gradients * direction).square().mean(dim=1).sqrt()
+
+        def disagrees(part: Tensor) -> bool:
+            found = self.differences.along(part)
+            if self.is_wrong(found):
+                return True
+            enough = torch.maximum(_POWERLESS * found.scale, floor * float((part != 0).sum()) ** 0.5)
+            return bool((found.bar > enough).any())
+
+        return disagrees
+
+    def _set_jumps_aside(self, direction: Tensor) -> bool:
+        """Return whether elements were left out whose value is isolated: whichever way they move, the function jumps.
+
+        Central differences of such an element alone see nothing; those of others see another function.
+        """
+        jumping = self._halve(direction, self.differences.jumps) if self.differences.jumps(direction) else []
+        for position in jumping:
+            self.open[position] = 0.0
+            self.notes.append(Finding("jump", _NOTES["jump"], *self._place(position)))
+        return bool(jumping)
 
     def _examine_broken_gradients(self) -> None:
         """Look at elements whose gradient is not finite; the others are then checked without them."""
@@ -127,6 +150,7 @@ class Search:
         self.differences.gradients = self.differences.gradients.nan_to_num(0.0, 0.0, 0.0)
 
     def examine_element(self, position: int) -> None:
+        """Look closely at one element, once, and note what it shows."""
         differences = self.differences
         if not bool(self.open[position]):
             return
@@ -136,7 +160,7 @@ class Search:
         value = abs(float(differences.point[position]))
         name, _ = differences.function.name_of(position)
         own = differences.function.range_of(name)
-        mean = float(differences.point[own.start : own.stop].abs().mean())
+        mean = float(mean_size(differences.point[own.start : own.stop]))
         shown = examine(differences, direction, [value, mean, 1.0])
         wrong = [one.is_wrong and one.kind != "nan" for one in shown]
         if any(wrong) and is_among_nearby(differences, direction, self.generator):

@@ -16,17 +16,10 @@ class State:
         self.modules = [] if isinstance(fn, nn.Module) else _modules_in(fn)
         self._buffers = [(b, b.detach().clone()) for module in self.modules for b in module.buffers()]
         self._generators: list[tuple[Callable[[Any], Any], Any]] = []
-        self.is_seeded = False
 
     def keep_random(self) -> None:
         """From now on start each call with the random numbers that would come next."""
-        self.is_seeded = True
-        self._generators = [(torch.set_rng_state, torch.get_rng_state()), (random.setstate, random.getstate())]
-        if torch.cuda.is_available() and torch.cuda.is_initialized():
-            self._generators.append((torch.cuda.set_rng_state_all, torch.cuda.get_rng_state_all()))
-        if "numpy" in sys.modules:
-            numpy = sys.modules["numpy"]
-            self._generators.append((numpy.random.set_state, numpy.random.get_state()))
+        self._generators = generators()
 
     def restore(self) -> None:
         """Put everything back."""
@@ -35,6 +28,20 @@ class State:
                 buffer.copy_(value)
         for put_back, state in self._generators:
             put_back(state)
+
+
+def generators() -> list[tuple[Callable[[Any], Any], Any]]:
+    """Return the state of all random number generators, each with what sets it."""
+    found: list[tuple[Callable[[Any], Any], Any]] = [
+        (torch.set_rng_state, torch.get_rng_state()),
+        (random.setstate, random.getstate()),
+    ]
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        found.append((torch.cuda.set_rng_state_all, torch.cuda.get_rng_state_all()))
+    if "numpy" in sys.modules:
+        numpy = sys.modules["numpy"]
+        found.append((numpy.random.set_state, numpy.random.get_state()))
+    return found
 
 
 def _modules_in(fn: Any) -> list[nn.Module]:

@@ -1,0 +1,156 @@
+"""What `gradguard check` is given on the command line, turned into a callable and its inputs."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from functools import reduce
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gradguard.check.gradcheck import gradcheck
+from gradguard.check.named_call import bind_by_name
+from gradguard.check.report import GradientReport
+from gradguard.errors import CommandError, GradguardError
+
+_REAL = ("float16", "bfloat16", "float32", "float64")
+_COMPLEX = ("complex64", "complex128")
+_WHOLE = ("uint8", "int8", "int16", "int32", "int64", "bool")
+_EXAMPLE = "as in x=2,3:float32, or x=:float64 for a single number"
+
+
+def check_command(
+    target: str,
+    specifications: Sequence[str],
+    reference: str | None = None,
+    seed: int = 0,
+    exhaustive: bool = False,
+    order: int = 1,
+) -> GradientReport:
+    """Check the gradient of the callable that ``target`` names, at a random point.
+
+    Args:
+        target: ``package.module:name``; the name of a function, a module or a `torch.autograd.Function`. A class of
+            modules is instantiated without arguments.
+        specifications: The inputs, each as ``name=shape:dtype``; a number for a name counts positions.
+        reference: The same function in float64, named as ``target`` is.
+        seed: What the inputs, the weights and the check are drawn from.
+        exhaustive: Check every element.
+        order: 2 to check the second derivative too.
+
+    Returns:
+        The report.
+
+    Raises:
+        CommandError: If something does not exist, cannot be read, or the function itself raises.
+        GradguardError: If `gradguard.gradcheck` cannot check it.
+    """
+    with torch.random.fork_rng(devices=[]):
+        fn = load_callable(target, seed)
+        other = load_callable(reference, seed) if reference is not None else None
+    args, kwargs = _arguments(fn, target, make_inputs(specifications, seed))
+    options: dict[str, Any] = {"reference": other, "exhaustive": exhaustive, "order": order, "seed": seed}
+    try:
+        return gradcheck(fn, *args, kwargs=kwargs, **options)
+    except GradguardError:
+        raise
+    except Exception as error:
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        raise CommandError(
+            f"{target} raised {type(error).__name__}: {error} ({last.filename}:{last.lineno}). Do the shapes and "
+            f"dtypes of {list(specifications)} fit?"
+        ) from error
+
+
+def load_callable(target: str, seed: int = 0) -> Callable[..., Any]:
+    """Import what ``package.module:name`` names; the current folder comes first.
+
+    The weights that a module draws come from ``seed``, so that two classes of one shape have the same ones.
+
+    Returns:
+        The function, an instance of the class of modules, or the ``apply`` of the `torch.autograd.Function`.
+
+    Raises:
+        CommandError: If there is no such module or name, or it cannot be called.
+    """
+    module_name, _, path = target.partition(":")
+    if not module_name or not path:
+        raise CommandError(f"{target}: expected package.module:name, such as torch:sin.")
+    if sys.path[:1] != [str(Path.cwd())]:
+        sys.path.insert(0, str(Path.cwd()))  # and it stays: a function may import when it is called
+    torch.manual_seed(seed)
+    try:
+        module = importlib.import_module(module_name)
+        found = reduce(getattr, path.split("."), module)
+        if isinstance(found, type) and issubclass(found, nn.Module):
+            torch.manual_seed(seed)  # importing may have drawn numbers, and a second time it does not
+            found = found()
+    except AttributeError as error:
+        raise CommandError(f"{target}: {error}.") from error
+    except Exception as error:  # a module may do anything when it is imported
+        raise CommandError(f"cannot load {target}: {type(error).__name__}: {error}.") from error
+    if isinstance(found, type) and issubclass(found, torch.autograd.Function):
+        found = found.apply
+    if not callable(found):
+        raise CommandError(f"{target} is {type(found).__name__}: expected a function or a module.")
+    return found
+
+
+def make_inputs(specifications: Sequence[str], seed: int) -> dict[str, Tensor]:
+    """Return tensors by name: standard normal numbers, of integers and bools 0 and 1, the same ones for each seed.
+
+    Raises:
+        CommandError: If a specification is not ``name=shape:dtype``, or a name comes twice.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    inputs: dict[str, Tensor] = {}
+    for text in specifications:
+        name, is_there, rest = text.partition("=")
+        if not name or not is_there:
+            raise CommandError(f"--input {text}: expected name=shape:dtype, {_EXAMPLE}.")
+        if name in inputs:
+            raise CommandError(f"--input {text}: there is an input {name!r} already.")
+        shape, _, dtype = rest.partition(":")
+        inputs[name] = _drawn(_shape(shape, text), dtype or "float32", generator, text)
+    return inputs
+
+
+def _drawn(shape: tuple[int, ...], dtype: str, generator: torch.Generator, text: str) -> Tensor:
+    if dtype in _WHOLE:
+        return torch.randint(0, 2, shape, generator=generator).to(getattr(torch, dtype))
+    if dtype in _REAL:
+        return torch.randn(shape, generator=generator, dtype=torch.float64).to(getattr(torch, dtype))
+    if dtype in _COMPLEX:
+        return torch.randn(shape, generator=generator, dtype=torch.complex128).to(getattr(torch, dtype))
+    raise CommandError(f"--input {text}: unknown dtype {dtype!r}; expected one of {[*_REAL, *_COMPLEX, *_WHOLE]}.")
+
+
+def _shape(text: str, specification: str) -> tuple[int, ...]:
+    try:
+        shape = tuple(int(size) for size in text.split(",")) if text else ()
+    except ValueError:
+        shape = (-1,)
+    if min(shape, default=0) < 0:
+        raise CommandError(f"--input {specification}: {text!r} is no shape; expected sizes >= 0, {_EXAMPLE}.")
+    return shape
+
+
+def _arguments(
+    fn: Callable[..., Any], target: str, inputs: dict[str, Tensor]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments of the call: by position for numbers, else by name where the callable has names."""
+    numbered = {int(name): value for name, value in inputs.items() if name.isdecimal()}
+    named = {name: value for name, value in inputs.items() if not name.isdecimal()}
+    if sorted(numbered) != list(range(len(numbered))):
+        raise CommandError(f"the inputs {sorted(numbered)} leave a gap: expected positions from 0.")
+    if numbered:
+        return tuple(numbered[i] for i in sorted(numbered)), named
+    try:
+        return bind_by_name(fn, named)
+    except GradguardError as error:
+        raise CommandError(f"{target}: {error}") from error

@@ -1,0 +1,327 @@
+"""An operator at a point whose inputs and outputs go by name, as the seed's interface has them."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gradguard.check.state import State
+from gradguard.errors import InvalidTypeError, InvalidValueError
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where the value of this name goes."""
+
+    name: str
+
+
+class NamedCall:
+    """A callable with a value for each of its inputs; calling it returns one of its outputs.
+
+    The values are copies, every call gets copies of these, and every call starts from the same buffers and random
+    numbers: nothing that the caller holds is changed, and two calls differ only in what is replaced.
+    """
+
+    def __init__(
+        self,
+        op: Callable[..., Any],
+        values: Mapping[str, Any],
+        output_name: str | int,
+        scope: Mapping[str, Any] | None = None,
+    ) -> None:
+        if not callable(op):
+            raise InvalidTypeError(f"the operator is {type(op).__name__}: expected a function or a module.")
+        self.op, self.output_name = op, output_name
+        self._aliases = _tensor_names(op)
+        self.inputs = _tensor_values("input_values", values, self._aliases)
+        self.scope = _tensor_values("local_scope", scope or {}, self._aliases)
+        _refuse_common_names(self.inputs, self.scope)
+        self.parameters, buffers = _own_tensors(op)
+        self.values = {**self.parameters, **buffers, **self.inputs, **self.scope}
+        self._owned = {*self.parameters, *buffers} - _argument_names(op)
+        self._args, self._kwargs = self._bound()
+        self._state = State(op)
+        self._state.keep_random()
+
+    @property
+    def names(self) -> list[str]:
+        """The inputs that have a gradient to check: what the caller gave, and the parameters of a module."""
+        return list(dict.fromkeys([*self.inputs, *self.parameters]))
+
+    def converted(self, convert: Callable[[Tensor], Tensor]) -> NamedCall:
+        """Return the same call with ``convert`` applied to every tensor."""
+        own = {n: v for n, v in self.values.items() if n not in self.scope}
+        one = NamedCall(self.op, _each_tensor(own, convert), self.output_name, _each_tensor(self.scope, convert))
+        one.inputs = {n: one.inputs[n] for n in self.inputs}  # what the module itself has is not given
+        return one
+
+    def name_of(self, name: str, argument: str) -> str:
+        """Return the name under which an input is kept.
+
+        Raises:
+            InvalidValueError: If there is no such input.
+        """
+        found = self._aliases.get(name, name)
+        if found not in self.names:
+            hint = " The values of local_scope are not checked: give it in input_values." if found in self.scope else ""
+            raise InvalidValueError(f"{argument} has {name!r}, which is not among the inputs: {self.names}.{hint}")
+        return found
+
+    def tensor(self, name: str) -> Tensor:
+        """Return a contiguous copy of an input that is to be checked.
+
+        Raises:
+            InvalidTypeError: If it holds no real or complex numbers, or is sparse.
+            InvalidValueError: If an element is NaN or infinite.
+        """
+        value = self.values[name]
+        if isinstance(value, float | complex):
+            value = torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else torch.complex128)
+        kind = value.dtype if isinstance(value, Tensor) else type(value).__name__
+        if not is_differentiable(value):
+            raise InvalidTypeError(
+                f"input {name!r} is {kind}, which has no gradient: expected floating or complex numbers; convert it "
+                f"first, as {name}.astype('float64') does, or leave it out."
+            )
+        if value.layout is not torch.strided:
+            raise InvalidTypeError(f"input {name!r} is {value.layout}: expected a dense tensor, {name}.to_dense().")
+        if not bool(value.isfinite().all()):
+            bad = tuple((~value.isfinite()).nonzero()[0].tolist())
+            raise InvalidValueError(f"input {name!r} is {value[bad].item()} at index {bad}: expected finite numbers.")
+        return value.resolve_conj().clone(memory_format=torch.contiguous_format)
+
+    def __call__(self, replaced: Mapping[str, Tensor]) -> Tensor:
+        """Return the output when some of the values are replaced.
+
+        Raises:
+            InvalidTypeError: If the output is no floating or complex tensor, or floating inputs of different dtypes
+                do not go together.
+            InvalidValueError: If an input or the output has another name.
+            RuntimeError: If the callable raises it.
+        """
+        self.restore()
+        values = _each_tensor({**self.values, **replaced}, Tensor.clone)
+        try:
+            result = self._call(values)
+        except RuntimeError as error:
+            clearer = self._mixed_dtypes(values, error)
+            if clearer is None:
+                raise
+            raise clearer from error
+        return select_output(result, self.output_name, name_of(self.op))
+
+    def restore(self) -> None:
+        """Put back buffers and random numbers: not right after a call, whose graph may need the buffers."""
+        self._state.restore()
+
+    def _call(self, values: dict[str, Any]) -> Any:
+        args = tuple(values[one.name] if isinstance(one, _Place) else one for one in self._args)
+        kwargs = {k: values[one.name] if isinstance(one, _Place) else one for k, one in self._kwargs.items()}
+        if not isinstance(self.op, nn.Module):
+            return self.op(*args, **kwargs)
+        return torch.func.functional_call(self.op, {n: values[n] for n in self._owned}, args, kwargs)
+
+    def _bound(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the arguments of a call with the name of a value in its place: to read signatures takes a while."""
+        given = {n: _Place(n) for n in (*self.inputs, *self.scope) if n not in self._owned}
+        return bind_by_name(self.op, given, sorted(self._owned))
+
+    def _mixed_dtypes(self, values: Mapping[str, Any], error: RuntimeError) -> InvalidTypeError | None:
+        """Return a clearer error where NumPy's float64 met a module's float32."""
+        dtypes = {name: str(value.dtype) for name, value in values.items() if is_differentiable(value)}
+        if "type" not in str(error) or len(set(dtypes.values())) < 2:
+            return None
+        return InvalidTypeError(
+            f"{name_of(self.op)} cannot be called with {dtypes}: {error}. Give them one dtype, as model.double() or "
+            f"array.astype('float32') does."
+        )
+
+
+def bind_by_name(
+    fn: Callable[..., Any], values: Mapping[str, Any], others: Sequence[str] = ()
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments of a call of ``fn``: by name, or in the order of ``values`` where it has no names.
+
+    Args:
+        fn: A function, a module or the ``apply`` of a `torch.autograd.Function`.
+        values: The arguments by name.
+        others: Further names that the caller could have meant.
+
+    Returns:
+        The positional arguments and the keyword arguments.
+
+    Raises:
+        InvalidValueError: If a name is not in the signature, or a required argument is absent.
+    """
+    signature = _signature(fn)
+    if signature is None or _goes_by_position(signature, values):
+        return tuple(values.values()), {}
+    parameters = [
+        p.replace(kind=p.POSITIONAL_OR_KEYWORD) if p.kind is p.POSITIONAL_ONLY else p
+        for p in signature.parameters.values()
+    ]
+    try:
+        bound = signature.replace(parameters=parameters).bind(**values)
+    except TypeError as error:
+        known = [p.name for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
+        own = f", its parameters and buffers {list(others)}" if others else ""
+        raise InvalidValueError(
+            f"{name_of(fn)} cannot be called with {list(values)}: {error}. Its arguments are {known}{own}."
+        ) from None
+    bound.apply_defaults()
+    return bound.args, bound.kwargs
+
+
+def select_output(result: Any, output_name: str | int, op_name: str) -> Tensor:
+    """Return the output that is called ``output_name``: a key, an attribute or a position.
+
+    Raises:
+        InvalidTypeError: If it is no floating or complex tensor.
+        InvalidValueError: If there is no output of this name.
+    """
+    if isinstance(result, Tensor):
+        chosen = result
+    else:
+        outputs = _outputs(result)
+        if not any(isinstance(value, Tensor) for value in outputs.values()):
+            raise InvalidTypeError(
+                f"{op_name} returned {type(result).__name__} without a tensor: expected a tensor, or tensors in a "
+                f"dict, a tuple, a list or an object with attributes."
+            )
+        if output_name not in outputs and str(output_name) not in outputs:
+            raise InvalidValueError(f"{op_name} has no output {output_name!r}: expected one of {list(outputs)}.")
+        chosen = outputs[output_name] if output_name in outputs else outputs[str(output_name)]
+    if not is_differentiable(chosen):
+        kind = chosen.dtype if isinstance(chosen, Tensor) else type(chosen).__name__
+        raise InvalidTypeError(
+            f"output {output_name!r} of {op_name} is {kind}, which has no gradient: expected a floating or complex "
+            f"tensor."
+        )
+    return chosen
+
+
+def is_differentiable(value: Any) -> bool:
+    """Tell whether this is a tensor that can have a gradient."""
+    return isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
+
+
+def name_of(fn: Any) -> str:
+    """Return what a person would call a callable."""
+    return getattr(fn, "__name__", type(fn).__name__)
+
+
+def _outputs(result: Any) -> dict[Any, Any]:
+    """Return what can be chosen, by name: positions are strings of digits."""
+    if isinstance(result, Mapping):
+        return dict(result)
+    if isinstance(result, tuple | list):
+        positions = {str(i): value for i, value in enumerate(result)}
+        return {**{n: getattr(result, n) for n in _field_names(result)}, **positions}
+    names = [field.name for field in fields(result)] if is_dataclass(result) else list(getattr(result, "__dict__", ()))
+    return {name: getattr(result, name) for name in names}
+
+
+def _field_names(result: tuple[Any, ...] | list[Any]) -> Iterable[str]:
+    """Return the names in a namedtuple, or in one of PyTorch's own: ``values`` and ``indices`` of `torch.max`."""
+    if hasattr(result, "_fields"):
+        return result._fields  # type: ignore[union-attr]
+    if not type(result).__module__.startswith("torch.return_types"):
+        return ()
+    return [n for n in dir(result) if not n.startswith("_") and isinstance(getattr(result, n), Tensor)]
+
+
+def _tensor_values(argument: str, values: Mapping[str, Any], aliases: Mapping[str, str]) -> dict[str, Any]:
+    """Return the values with copies of all tensors, NumPy arrays as tensors, and each shared tensor under one name."""
+    if not isinstance(values, Mapping):
+        raise InvalidTypeError(
+            f"{argument} is {type(values).__name__}: expected a dict from the name of each input to its array, as in "
+            f"{{'x': array}}."
+        )
+    found: dict[str, Any] = {}
+    for name, value in values.items():
+        tensor, kept = _tensor(name, value), aliases.get(name, name)
+        if kept in found and not torch.equal(torch.as_tensor(found[kept]), torch.as_tensor(tensor)):
+            raise InvalidValueError(
+                f"{argument} gives {name!r} and {kept!r} different values, but they are one tensor of the module: give "
+                f"one of them."
+            )
+        found[kept] = tensor
+    return found
+
+
+def _tensor(name: str, value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    if isinstance(value, bool | int | float | complex) or not hasattr(value, "__array_interface__"):
+        return value  # a number stays one: operators take dimensions and factors that way
+    try:
+        return torch.from_numpy(value.reshape(value.shape or 1).copy("K")).reshape(value.shape)
+    except (TypeError, ValueError) as error:
+        raise InvalidTypeError(f"input {name!r} is an array of {value.dtype}: {error}") from None
+
+
+def _each_tensor(values: Mapping[str, Any], convert: Callable[[Tensor], Tensor]) -> dict[str, Any]:
+    return {name: convert(value) if isinstance(value, Tensor) else value for name, value in values.items()}
+
+
+def _refuse_common_names(inputs: Mapping[str, Any], scope: Mapping[str, Any]) -> None:
+    common = [name for name in inputs if name in scope]
+    if common:
+        raise InvalidValueError(f"{common} are in input_values and in local_scope: give each in one of them.")
+
+
+def _tensor_names(op: Any) -> dict[str, str]:
+    """Return the first name of each parameter and buffer under all its names: tied weights have several."""
+    if not isinstance(op, nn.Module):
+        return {}
+    first: dict[int, str] = {}
+    named = [*op.named_parameters(remove_duplicate=False), *op.named_buffers(remove_duplicate=False)]
+    return {name: first.setdefault(id(tensor), name) for name, tensor in named}
+
+
+def _own_tensors(op: Any) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Return the parameters and the buffers of a module by name, detached."""
+    if not isinstance(op, nn.Module):
+        return {}, {}
+    return {n: p.detach() for n, p in op.named_parameters()}, {n: b.detach() for n, b in op.named_buffers()}
+
+
+def _argument_names(op: Any) -> set[str]:
+    signature = _signature(op)
+    return set() if signature is None else set(signature.parameters)
+
+
+def _signature(fn: Any) -> inspect.Signature | None:
+    owner = getattr(fn, "__self__", None)
+    if isinstance(owner, type) and issubclass(owner, torch.autograd.Function):
+        return _signature_of_forward(owner)
+    try:
+        return inspect.signature(fn.forward if isinstance(fn, nn.Module) else fn)
+    except (TypeError, ValueError):  # many functions of torch itself are written in C++
+        return None
+
+
+def _signature_of_forward(function: type[torch.autograd.Function]) -> inspect.Signature:
+    """Return the signature of ``apply``, which takes what ``forward`` takes, by position only."""
+    has_context = function.setup_context is torch.autograd.Function.setup_context
+    signature = inspect.signature(function.forward)
+    parameters = list(signature.parameters.values())[int(has_context) :]
+    kinds = {inspect.Parameter.POSITIONAL_OR_KEYWORD: inspect.Parameter.POSITIONAL_ONLY}
+    return signature.replace(parameters=[p.replace(kind=kinds.get(p.kind, p.kind)) for p in parameters])
+
+
+def _goes_by_position(signature: inspect.Signature, values: Mapping[str, Any]) -> bool:
+    """Tell whether no value can be given by name: names that only count positions are no part of an interface."""
+    by_position = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.VAR_POSITIONAL)
+    parameters = signature.parameters.values()
+    return (
+        bool(parameters)
+        and all(p.kind in by_position for p in parameters)
+        and not set(values) & {p.name for p in parameters if p.kind is p.POSITIONAL_ONLY}
+    )

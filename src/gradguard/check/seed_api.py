@@ -1,0 +1,326 @@
+"""`get_numerical_gradient` and `check_grad`, as PaddlePaddle's gradient check design names them."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from gradguard.arguments import check_number
+from gradguard.check.function import WIDE
+from gradguard.check.named_call import NamedCall, is_differentiable, name_of
+from gradguard.errors import GradientCheckError, InvalidValueError
+
+if TYPE_CHECKING:
+    import numpy as np
+
+_DELTA = 0.005
+_FLOOR = 1e-3
+"""Below this size of the numerical gradient the error counts as it is, not relative to it."""
+
+
+def get_numerical_gradient(
+    op: Callable[..., Any],
+    input_values: Mapping[str, Any],
+    output_name: str | int,
+    input_to_check: str,
+    delta: float = _DELTA,
+    local_scope: Mapping[str, Any] | None = None,
+) -> np.ndarray:
+    r"""Return the numerical gradient of the sum of one output with respect to one input, element by element.
+
+    .. math:: g_i = \frac{y(x + h_i^+ e_i) - y(x - h_i^- e_i)}{h_i^+ + h_i^-}, \qquad
+              y = \sum_j \mathrm{output}_j
+
+    The sum is taken in float64. :math:`h_i^\pm` are ``delta`` after rounding: in float32 the step that is really taken
+    differs from ``delta``, so the difference is divided by that one. The error is of order ``delta``\ :sup:`2` where
+    the function is smooth, and large where a kink lies within ``delta``; `gradguard.gradcheck` chooses its own steps,
+    carries an error bar and recognises kinks.
+
+    **Guarantees.** Nothing that the caller passed is changed. Each call of ``op`` starts from the same values, buffers
+    and random numbers, so that dropout draws one mask and BatchNorm's running statistics do not drift.
+
+    **Edge cases.** Where a step leaves the domain of ``op`` the element is NaN. An empty input gives an empty array. Of
+    complex numbers the gradient is PyTorch's, :math:`\partial y / \partial \mathrm{Re}\, x_i + \mathrm{i}\,
+    \partial y / \partial \mathrm{Im}\, x_i`, with y the real part of the sum. Tied weights move together.
+
+    Args:
+        op: A function or a module. The values are given by name; by position, in the order of ``input_values``, where a
+            function has no names, as `torch.mul`, or takes none.
+        input_values: The inputs by name: NumPy arrays or tensors of any shape; numbers and anything else are handed on
+            as they are. Parameters and buffers of a module may be among them by their dotted names, as
+            ``"fc.weight"``; those that are not keep the values that they have.
+        output_name: The key of an output, its attribute, or its position (``1`` or ``"1"``). A single tensor has any
+            name.
+        input_to_check: The input of the gradient, a key of ``input_values`` or a parameter of the module.
+        delta: How far each element is moved to both sides, in units of the input.
+        local_scope: More inputs by name that ``op`` needs and that are not checked.
+
+    Returns:
+        The gradient with the shape of the input: float64, or complex128 for complex inputs.
+
+    Raises:
+        InvalidValueError: If a name is unknown, ``delta`` is not above 0 or too small to change an element, or the
+            input or the output is NaN or infinite.
+        InvalidTypeError: If the input to check holds integers, or the output is no floating or complex tensor.
+
+    Example:
+        >>> import gradguard as gg, numpy as np, torch
+        >>> x, y = np.array([1.0, 2.0]), np.array([3.0, -4.0])
+        >>> gg.get_numerical_gradient(torch.mul, {"x": x, "y": y}, "out", "x").round(6)
+        array([ 3., -4.])
+        >>> layer = torch.nn.Linear(2, 1, dtype=torch.float64)
+        >>> gg.get_numerical_gradient(layer, {"input": x}, "out", "weight").round(6)
+        array([[1., 2.]])
+
+    Reference:
+        PaddlePaddle, Auto Gradient Check Design, 2017.
+    """
+    step = check_number("delta", delta)
+    if not 0 < step < math.inf:
+        raise InvalidValueError(f"delta={delta}: expected a finite number above 0, such as {_DELTA}.")
+    call = NamedCall(op, input_values, output_name, local_scope)
+    return _numerical(call, call.name_of(input_to_check, "input_to_check"), step).cpu().numpy()
+
+
+def check_grad(
+    forward_op: Callable[..., Any],
+    input_vars: Mapping[str, Any],
+    inputs_to_check: Iterable[str],
+    output_name: str | int,
+    no_grad_set: Iterable[str] | None = None,
+    only_cpu: bool = False,
+    max_relative_error: float = _DELTA,
+) -> None:
+    r"""Raise unless autograd's gradient of the sum of one output is the numerical one, on the CPU and on the GPU.
+
+    .. math:: \max_i \frac{|n_i - a_i|}{s_i} \le \text{max\_relative\_error}, \qquad
+              s_i = |n_i| \text{ where } |n_i| \ge 10^{-3}, \text{ else } 1
+
+    n is `get_numerical_gradient` with ``delta=0.005``, a the gradient by autograd. The formula that the design prints
+    subtracts a from |n|, which rejects every right negative gradient and accepts a gradient of the wrong sign; this is
+    the one that it meant. Where there is a GPU, its gradient is compared with n and with the CPU's.
+
+    Floating inputs below float64 are widened for n if the operator then works. The check is as strict as ``delta`` and
+    ``max_relative_error`` allow: `gradguard.gradcheck` has an error bar instead, sees smaller errors and knows kinks.
+
+    **Edge cases.** NaN never passes. An input on which the output does not depend has the gradient 0. A warning says
+    that more than half of an input's elements lie below 1e-3, where only errors above ``max_relative_error`` itself
+    show: the sum of a softmax is constant, for instance. On two devices dropout draws two masks: use ``only_cpu=True``.
+
+    Args:
+        forward_op: As ``op`` of `get_numerical_gradient`.
+        input_vars: As ``input_values`` of `get_numerical_gradient`.
+        inputs_to_check: The inputs whose gradients are checked: keys of ``input_vars`` or parameters of the module.
+        output_name: As for `get_numerical_gradient`.
+        no_grad_set: Inputs that are constants for autograd.
+        only_cpu: Leave out the GPU.
+        max_relative_error: The tolerance, without a unit.
+
+    Raises:
+        GradientCheckError: If an error is above the tolerance; it names the worst element and both values.
+        InvalidValueError: If a name is unknown, in both ``inputs_to_check`` and ``no_grad_set``, or none is given; if
+            the output has no graph; or if a value at the point is NaN or infinite.
+        InvalidTypeError: If an input to check holds integers, or the output is no floating or complex tensor.
+
+    Example:
+        >>> import gradguard as gg, numpy as np, torch
+        >>> class Square(torch.autograd.Function):
+        ...     @staticmethod
+        ...     def forward(ctx, x):
+        ...         ctx.save_for_backward(x)
+        ...         return x * x
+        ...
+        ...     @staticmethod
+        ...     def backward(ctx, grad):
+        ...         return grad * 2  # forgets the factor x
+        >>> gg.check_grad(Square.apply, {"x": np.array([1.0, -3.0])}, ["x"], "out", only_cpu=True)
+        Traceback (most recent call last):
+            ...
+        gradguard.errors.GradientCheckError: x[1] on the CPU: analytical 2, numerical -6: relative error 1.33, above
+        max_relative_error=0.005; 1 of 2 elements are.
+
+    Reference:
+        PaddlePaddle, Auto Gradient Check Design, 2017.
+    """
+    tolerance = check_number("max_relative_error", max_relative_error)
+    if not 0 <= tolerance < math.inf:
+        raise InvalidValueError(f"max_relative_error={max_relative_error}: expected a finite number >= 0.")
+    call = NamedCall(forward_op, input_vars, output_name).converted(Tensor.cpu)
+    names, constants = _names(call, inputs_to_check, no_grad_set)
+    numerical = _widened_numerical(call, names)
+    gradients = {"CPU": _analytical(call, names, constants)}
+    if torch.cuda.is_available() and not only_cpu:
+        gradients["GPU"] = _on_gpu(call, names, constants)
+    for name in names:
+        for device, found in gradients.items():
+            _compare(name, ("numerical", numerical[name]), (device, found[name]), tolerance)
+        if "GPU" in gradients:
+            _compare(name, ("CPU", gradients["CPU"][name]), ("GPU", gradients["GPU"][name]), tolerance)
+        if _sees_little(numerical[name], gradients["CPU"][name]):
+            warnings.warn(
+                f"more than half of the gradient of {name} lies below {_FLOOR:g}, where check_grad sees only errors "
+                f"above {tolerance:g} itself: use gradguard.gradcheck.",
+                stacklevel=2,
+            )
+
+
+def _numerical(call: NamedCall, name: str, delta: float) -> Tensor:
+    """Return the numerical gradient, float64 or complex128; the input moves one element at a time."""
+    value = call.tensor(name)
+    moving = _real(value).reshape(-1)  # a view: writing to it moves the input
+    gradient = torch.zeros(moving.numel(), dtype=torch.float64)
+    try:
+        with torch.no_grad():
+            _check_point(call, name, value)
+            for i, original in enumerate(moving.tolist()):
+                upper, above = _output_at(call, name, value, moving, i, original + delta)
+                lower, below = _output_at(call, name, value, moving, i, original - delta)
+                moving[i] = original
+                if upper == lower:
+                    place = _place(name, value, i * value.numel() // moving.numel())
+                    raise InvalidValueError(
+                        f"{place} = {original:g} in {value.dtype} is not changed by delta={delta:g}: give a larger "
+                        f"delta or float64 values."
+                    )
+                gradient[i] = (above - below) / (upper - lower)
+    finally:
+        call.restore()
+    return torch.view_as_complex(gradient.reshape(*value.shape, 2)) if value.is_complex() else gradient.view_as(value)
+
+
+def _output_at(call: NamedCall, name: str, value: Tensor, moving: Tensor, i: int, target: float) -> tuple[float, float]:
+    """Return where the element came to lie after rounding, and the sum of the output there."""
+    moving[i] = target
+    return moving[i].item(), _sum(call({name: value}))
+
+
+def _check_point(call: NamedCall, name: str, value: Tensor) -> None:
+    output = call({name: value})
+    if not bool(output.isfinite().all()):
+        index = tuple((~output.isfinite()).nonzero()[0].tolist())
+        raise InvalidValueError(
+            f"output {call.output_name!r} of {name_of(call.op)} is {output[index].item()} at index {index}: expected "
+            f"finite numbers; choose another point."
+        )
+
+
+def _widened_numerical(call: NamedCall, names: list[str]) -> dict[str, Tensor]:
+    """Return the numerical gradients, in float64 where the operator takes it."""
+
+    def widen(tensor: Tensor) -> Tensor:
+        return tensor.to(WIDE.get(tensor.dtype, tensor.dtype))
+
+    if any(isinstance(v, Tensor) and WIDE.get(v.dtype, v.dtype) is not v.dtype for v in call.values.values()):
+        try:
+            wide = call.converted(widen)
+            return {name: _numerical(wide, name, _DELTA) for name in names}
+        except Exception:  # whatever a kernel for float32 only may raise: it is then checked as it is
+            call.restore()
+    return {name: _numerical(call, name, _DELTA) for name in names}
+
+
+def _analytical(call: NamedCall, names: list[str], constants: list[str]) -> dict[str, Tensor]:
+    """Return autograd's gradients of the sum of the output, zeros where it does not depend on an input."""
+    given = {name: call.values[name] for name in call.names if name not in constants}
+    leaves = {name: value.clone() for name, value in given.items() if is_differentiable(value)}  # with their strides
+    leaves |= {name: call.tensor(name) for name in names if name not in leaves}
+    try:
+        with torch.enable_grad():
+            output = call({name: leaf.requires_grad_() for name, leaf in leaves.items()})
+        if not output.requires_grad:
+            raise InvalidValueError(
+                f"output {call.output_name!r} of {name_of(call.op)} has no graph: expected the result of "
+                f"differentiable operations; is there a detach(), a torch.no_grad() or a .data in it?"
+            )
+        wanted = [leaves[name] for name in names]
+        found = torch.autograd.grad(output, wanted, torch.ones_like(output), allow_unused=True)
+    finally:
+        call.restore()
+    return {n: _wide_zeros_for_none(g, leaf) for n, g, leaf in zip(names, found, wanted, strict=True)}
+
+
+def _on_gpu(call: NamedCall, names: list[str], constants: list[str]) -> dict[str, Tensor]:
+    try:
+        return _analytical(call.converted(lambda tensor: tensor.to("cuda")), names, constants)
+    except RuntimeError as error:
+        error.add_note("This came from check_grad on the GPU: only_cpu=True leaves it out.")
+        raise
+
+
+def _names(
+    call: NamedCall, inputs_to_check: Iterable[str], no_grad_set: Iterable[str] | None
+) -> tuple[list[str], list[str]]:
+    """Return the inputs to check and the constants, under the names that ``call`` keeps them by."""
+    chosen = [call.name_of(name, "inputs_to_check") for name in _listed(inputs_to_check)]
+    constants = [call.name_of(name, "no_grad_set") for name in _listed(no_grad_set or ())]
+    if not chosen:
+        raise InvalidValueError(f"inputs_to_check is empty: expected some of {call.names}.")
+    both = [name for name in chosen if name in constants]
+    if both:
+        raise InvalidValueError(f"{both} are in inputs_to_check and in no_grad_set: leave them out of one.")
+    return chosen, constants
+
+
+def _listed(names: Iterable[str]) -> list[str]:
+    return [names] if isinstance(names, str) else list(names)
+
+
+def _compare(name: str, expected: tuple[str, Tensor], found: tuple[str, Tensor], tolerance: float) -> None:
+    """Raise for the worst element of ``found``, if its error is above the tolerance."""
+    reference, right = expected
+    device, value = found
+    if value.numel() == 0:
+        return
+    size = right.abs()
+    error = (right - value).abs() / torch.where(size < _FLOOR, 1.0, size)
+    error = torch.where(error.isnan(), math.inf, error).reshape(-1)  # NaN never passes
+    worst = int(error.argmax())
+    if float(error[worst]) <= tolerance:
+        return
+    kind = "absolute" if float(size.reshape(-1)[worst]) < _FLOOR else "relative"
+    what = "numerical" if reference == "numerical" else f"on the {reference}"
+    raise GradientCheckError(
+        f"{_place(name, value, worst)} on the {device}: analytical {_shown(value, worst)}, {what} "
+        f"{_shown(right, worst)}: {kind} error {float(error[worst]):.3g}, above max_relative_error={tolerance:g}; "
+        f"{int((error > tolerance).sum())} of {error.numel()} elements are."
+    )
+
+
+def _sees_little(numerical: Tensor, analytical: Tensor) -> bool:
+    below = numerical.abs() < _FLOOR
+    is_zero = (numerical == 0) & (analytical == 0)
+    return int(below.sum()) * 2 > below.numel() and not bool(is_zero[below].all())
+
+
+def _place(name: str, tensor: Tensor, position: int) -> str:
+    """Return an element as one would type it."""
+    if tensor.dim() == 0:
+        return name
+    index = torch.unravel_index(torch.tensor(position), tensor.shape)
+    return f"{name}[{', '.join(str(int(i)) for i in index)}]"
+
+
+def _shown(tensor: Tensor, position: int) -> str:
+    return f"{tensor.reshape(-1)[position].item():.6g}"
+
+
+def _real(tensor: Tensor) -> Tensor:
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
+def _sum(output: Tensor) -> float:
+    """Return the sum in float64, of complex numbers its real part."""
+    real = output.real if output.is_complex() else output
+    return float(real.double().sum())
+
+
+def _wide_zeros_for_none(gradient: Tensor | None, leaf: Tensor) -> Tensor:
+    if gradient is None:
+        gradient = torch.zeros_like(leaf)
+    dense = gradient.to_dense() if gradient.layout is not torch.strided else gradient
+    return dense.detach().cpu().to(WIDE[leaf.dtype])

@@ -1,0 +1,206 @@
+"""Each probe of the contract by itself: a function broken in that way alone is found by it, a sound one passes all."""
+
+import itertools
+
+import pytest
+import torch
+
+import gradguard as gg
+from gradguard.check.contract import Contract
+from gradguard.check.function import Function
+from gradient_check.correct_modules import only
+from gradient_check.wrong import sine
+from gradient_check.wrong_kernels import wrong
+
+D = torch.float64
+
+
+def normal(*shape, dtype=D, seed=1):
+    return torch.randn(shape, dtype=dtype, generator=torch.Generator().manual_seed(seed))
+
+
+def probed(fn, *inputs) -> Contract:
+    """Run the probes alone: nothing here takes differences."""
+    function = Function(fn, inputs, {}, wide=False)
+    function.learn_outputs(function.record(function.leaves()))
+    generator = torch.Generator().manual_seed(5)
+    contract = Contract(function, torch.randn(function.size, generator=generator, dtype=D), generator)
+    contract.probe()
+    return contract
+
+
+def right(v, x):
+    return v * x.cos()
+
+
+def every_nth(n, factor):
+    factors = itertools.cycle([1.0] * (n - 1) + [factor])
+    return lambda v, x: v * x.cos() * next(factors)
+
+
+class Remembering(torch.autograd.Function):
+    """Keeps its input on the class, not in the context."""
+
+    @staticmethod
+    def forward(ctx, x):
+        Remembering.saved = x.clone()
+        return x.sin()
+
+    @staticmethod
+    def backward(ctx, v):
+        return v * Remembering.saved.cos()
+
+
+class Pair(torch.autograd.Function):
+    """Two outputs; what arrives for the second alone is dropped."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        ctx.set_materialize_grads(False)
+        return x.sin(), x.cos()
+
+    @staticmethod
+    def backward(ctx, v, w):
+        (x,) = ctx.saved_tensors
+        if v is None:
+            return torch.zeros_like(x)
+        return v * x.cos() - (0 if w is None else w * x.sin())
+
+
+class SoundPair(Pair):
+    @staticmethod
+    def backward(ctx, v, w):
+        (x,) = ctx.saved_tensors
+        return (0 if v is None else v * x.cos()) - (0 if w is None else w * x.sin())
+
+
+def is_transposed(v):
+    return v.dim() > 1 and v.stride(0) < v.stride(-1)
+
+
+def is_sparse_in_memory(v):
+    return v.stride(-1) == 2
+
+
+BROKEN = {
+    "non-determinism, every call": ("non-determinism", "run again", sine(every_nth(2, 1.01))),
+    "non-determinism, every fifth call": ("non-determinism", "run again", sine(every_nth(5, 1.01))),
+    "strided": ("layout", "every second", sine(lambda v, x: right(v, x) * (2 if is_sparse_in_memory(v) else 1))),
+    "transposed": ("layout", "a transposed", sine(lambda v, x: right(v, x) * (2 if is_transposed(v) else 1))),
+    "stride 0": ("layout", "stride 0", sine(lambda v, x: right(v, x) * (1 if any(v.stride()) else 2))),
+    "sign": ("linearity", "times -1", sine(lambda v, x: right(v.abs(), x))),
+    "affine": ("linearity", "times -1", sine(lambda v, x: right(v, x) + 0.01 * x)),
+    "tiny": ("linearity", "times 2^-20", sine(lambda v, x: right(v * (v.abs() > 1e-5), x))),
+    "large": ("linearity", "times 2^10", sine(lambda v, x: right(v.clamp(-9, 9), x))),
+    "zeros": ("linearity", "zeros", sine(lambda v, x: right(v, x) if bool(v.any()) else x.cos())),
+    "normalised": ("linearity", "times 2^", sine(lambda v, x: right(v / v.norm(), x))),
+    "one of two outputs": ("outputs", "only output 1 used", Pair.apply),
+    "stale state": ("state", "another forward", Remembering.apply),
+    "float32 inside": ("precision", "float32 numbers", sine(lambda v, x: (v.float() * x.float().cos()).double())),
+    "cotangent overwritten": ("mutation", "overwrites grad_output of output 0", sine(lambda v, x: v.mul_(x.cos()))),
+    "input overwritten by backward": (
+        "mutation",
+        "the backward overwrites input",
+        sine(lambda v, x: x.data.copy_(right(v, x)).clone()),
+    ),
+    "input overwritten by forward": (
+        "mutation",
+        "the forward overwrites input",
+        wrong(lambda x: x.data.mul_(2).div(2).sin(), lambda v, y, x: right(v, x / 2)),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_each_broken_promise_is_found_by_its_probe(name):
+    kind, words, fn = BROKEN[name]
+    contract = probed(fn, normal(5, 6))
+    assert {found.kind for found in contract.findings} <= {kind, "non-determinism" if kind == "mutation" else kind}
+    assert any(words in found.message for found in contract.findings)
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_each_broken_promise_fails_the_check(name):
+    kind, _, fn = BROKEN[name]
+    report = gg.gradcheck(fn, normal(5, 6))
+    assert report.verdict == "FAIL"
+    assert kind in {found.kind for found in report.findings}
+
+
+SOUND = {
+    "sine": (sine(right), normal(5, 6)),
+    "tiny numbers": (sine(lambda v, x: 1e-250 * right(v, x)), normal(9)),
+    "large numbers": (sine(lambda v, x: 1e250 * right(v, x)), normal(9)),
+    "gradient 0": (sine(lambda v, x: 0 * v), normal(9)),
+    "a few that cancel to 0": (
+        wrong(lambda x: x.softmax(-1), lambda v, y, x: y * (v - (v * y).sum(-1, True))),
+        normal(9),
+    ),
+    "batch norm, summed to nothing": (lambda x: F.batch_norm(x, None, None, training=True), normal(6, 3)),
+    "less the mean, summed to nothing": (lambda x: x - x.mean(), normal(7)),
+    "two outputs": (SoundPair.apply, normal(9)),
+    "no gradient for the first output": (lambda x: (x.detach(), x.sin()), normal(9)),
+    "a number": (torch.sin, normal()),
+    "no elements": (torch.sin, normal(0)),
+    "complex": (torch.exp, normal(9, dtype=torch.complex128)),
+    "one half": (lambda x: x / 2, normal(9)),
+    "constant": (lambda x: x.round() * 0.1 + x, normal(9)),
+    "transposed input": (torch.sin, normal(4, 6).T),
+    "float32": (only(torch.float32, torch.sin), normal(9, dtype=torch.float32)),
+    "bfloat16": (only(torch.bfloat16, torch.sin), normal(90, dtype=torch.bfloat16)),
+    "float16": (only(torch.float16, torch.sin), normal(90, dtype=torch.float16)),
+    "a log outside of whose domain the permuted point may lie": (
+        lambda x: (x * torch.arange(1, 10)).log(),
+        normal(9).abs(),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SOUND)
+def test_a_sound_backward_keeps_every_promise(name):
+    fn, x = SOUND[name]
+    contract = probed(fn, x)
+    assert contract.findings == []
+    assert contract.notes == []
+
+
+def test_the_last_bits_may_differ_between_equal_backwards():
+    contract = probed(sine(every_nth(2, 1 + 2**-52)), normal(40))
+    assert contract.findings == []
+    assert [note.kind for note in contract.notes] == ["non-determinism"]
+
+
+@pytest.mark.parametrize(("factor", "is_found"), [(1 + 1e-8, True), (1 + 1e-12, False)])
+def test_how_much_equal_backwards_may_differ_in_float64(factor, is_found):
+    assert bool(probed(sine(every_nth(2, factor)), normal(40)).findings) == is_found
+
+
+@pytest.mark.parametrize(("factor", "is_found"), [(1 + 1e-3, True), (1 + 1e-6, False)])
+def test_how_much_equal_backwards_may_differ_in_float32(factor, is_found):
+    assert bool(probed(sine(every_nth(2, factor)), normal(40, dtype=torch.float32)).findings) == is_found
+
+
+def test_the_element_that_differs_most_is_named():
+    factors = torch.ones(5, 6, dtype=D)
+    factors[3, 1] = 3.0
+    fn = sine(lambda v, x: right(v, x) * (factors if is_sparse_in_memory(v) else 1))
+    (found,) = probed(fn, normal(5, 6)).findings
+    assert found.place == f"{found.input}[3, 1]"
+    assert "1 of 30 elements differ" in found.message
+    assert found.guess == "only when grad_output is strided"
+
+
+def test_the_point_is_not_changed_by_probing():
+    x = normal(5, 6)
+    before = x.clone()
+    probed(BROKEN["input overwritten by backward"][2], x)
+    probed(BROKEN["input overwritten by forward"][2], x)
+    torch.testing.assert_close(x, before, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("count", [3, 4, 50])
+def test_gradients_that_happen_to_be_short_are_not_taken_for_float32(count):
+    assert probed(lambda x: x * 3, normal(count)).findings == []
+    exact = torch.arange(1.0, count + 1, dtype=D)
+    assert probed(lambda x: (x * x).sum(), exact).findings == []
