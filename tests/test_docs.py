@@ -30,6 +30,15 @@ def test_the_page_on_error_clip_runs_and_prints_what_it_says(capsys):
     assert capsys.readouterr().out == "".join(blocks(ROOT / "docs/error_clip.md", "text"))
 
 
+def test_the_page_on_the_gradient_check_runs_and_prints_what_it_says(capsys):
+    namespace: dict = {}
+    for block in blocks(ROOT / "docs/gradient_check.md", "python"):
+        exec(block, namespace)
+    printed, shown = capsys.readouterr().out, "".join(blocks(ROOT / "docs/gradient_check.md", "text"))
+    rounding = r"± \S+|\(h \S+\)|\d+ forwards|from \S+ relative|numerical \S+"  # what another processor rounds otherwise
+    assert re.sub(rounding, "", printed) == re.sub(rounding, "", shown)
+
+
 def test_the_first_block_is_eight_lines_and_clips():
     first = blocks(ROOT / "README.md", "python")[0].strip().splitlines()
     assert len([line for line in first if line]) == 8
@@ -47,6 +56,7 @@ def test_links_and_pictures_exist(page):
 def test_every_option_that_is_shown_exists(page):
     shown = set(re.findall(r"^\$ gradguard \w+ .*$", page.read_text(), flags=re.MULTILINE))
     known = {"--out", "--force", "--every", "--clip", "-o", "--output", "--text", "-m"}
+    known |= {"--input", "--seed", "--exhaustive", "--order", "--reference"}
     for line in shown:
         command = line.split(" #")[0].replace("[", " ").replace("]", " ").split(" train.py ")[0]
         options = {word for word in command.split() if word.startswith("-")}

@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 import gradguard as gg
 from gradguard.check.contract import Contract

@@ -107,6 +107,7 @@ GROUPED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", GROUPED)
 def test_exhaustive_shares_forwards(name):
     fn, inputs = GROUPED[name]
@@ -119,7 +120,7 @@ def test_exhaustive_shares_forwards(name):
 def test_exhaustive_finds_one_tiny_element_among_those_that_share(name):
     fn, (x, w) = GROUPED[name]
     weights, factors = torch.ones_like(w), torch.ones_like(w)
-    weights.view(-1)[11], factors.view(-1)[11] = 1e-7, 1.5
+    weights.view(-1)[11], factors.view(-1)[11] = 1e-6, 1.5
     hidden = wrong(lambda w: w * weights, lambda v, y, w: v * weights * factors)
     report = gg.gradcheck(lambda x, w: fn(x, hidden(w)), x, w, exhaustive=True)
     index = tuple(int(i) for i in torch.unravel_index(torch.tensor(11), w.shape))
@@ -217,7 +218,6 @@ REFUSED = {
         r"no graph.*is there a detach\(\)",
     ),
     "NaN in": (lambda x: x, (numbers(1, float("nan")),), {}, gg.InvalidValueError, r"input 'x' is nan at index \[1\]"),
-    "inf in": (lambda x: x, (numbers(1, float("inf")),), {}, gg.InvalidValueError, r"input 'x' is inf at index \[1\]"),
     "NaN out": (
         torch.log,
         (numbers(1, -1),),
@@ -256,6 +256,26 @@ def test_a_backward_that_raises_is_a_finding(dtype):
     report = gg.gradcheck(wrong(torch.sin, lambda v, y, x: raising(x)), normal(3).to(dtype))
     assert (report.verdict, report.findings[0].kind) == ("FAIL", "error")
     assert "ZeroDivisionError: of the function itself" in str(report)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_a_gradient_that_is_not_finite_although_the_function_is_smooth(value):
+    report = gg.gradcheck(scaled_sine(lambda x: torch.where(torch.arange(5) == 2, value, 1.0)), normal(5))
+    assert (report.verdict, [one.index for one in report.findings]) == ("FAIL", [(2,)])
+    assert report.findings[0].kind == "nan"
+
+
+@pytest.mark.parametrize("x", [numbers(0.7), normal(12)], ids=["one", "twelve"])
+def test_a_fast_oscillation_is_no_kink(x):
+    assert gg.gradcheck(lambda x: (1000 * x).sin(), x).verdict == "PASS"
+    report = gg.gradcheck(wrong(lambda x: (1000 * x).sin(), lambda v, y, x: v * 999 * (1000 * x).cos()), x)
+    assert report.verdict == "FAIL"
+
+
+def test_the_continuous_side_of_a_jump_is_checked():
+    backward = lambda v, y, x: v * x.cos() * torch.where(x == 1, 3.0, 1.0)  # noqa: E731
+    fn = wrong(lambda x: (x >= 1).to(D) + x.sin(), backward)
+    assert gg.gradcheck(fn, numbers(1, 0.3, 2, 4)).verdict == "FAIL"
 
 
 def test_random_numbers_that_cannot_be_seeded():

@@ -131,7 +131,8 @@ class Differences:
 
     def negligible(self) -> Tensor:
         """Return below which size Σ cotangent · change, for relative changes of the inputs, is rounding alone."""
-        return 1e3 * (self.cotangents.abs() @ (2 * self.rounding).nan_to_num(0.0, 0.0, 0.0))
+        few = min(1e3, 1e-3 / float(self.eps.max())) if self.eps.numel() else 1e3
+        return few * (self.cotangents.abs() @ (2 * self.rounding).nan_to_num(0.0, 0.0, 0.0))
 
     def usable_part(self, change: Tensor) -> Tensor:
         """Return changes of the outputs, 0 for those that are not finite at the point."""

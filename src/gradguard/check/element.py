@@ -49,7 +49,9 @@ class _Step:
     low: float
     high: float
     rounding: float
-    """Of the derivatives at this step, from all outputs that any of the steps moves."""
+    """Of the derivatives at this step, from all outputs that any of the steps moves, as measured."""
+    floor: float = 0.0
+    """The same, as the dtype of the outputs has it: the least that it can be."""
 
     @property
     def central(self) -> float:
@@ -120,6 +122,8 @@ def diagnose(analytical: float, steps: list[_Step], relative: float, typical: fl
         if not settled and not kink:
             return Diagnosis("singular", False, analytical, value, bar, step)
         return Diagnosis("nan", True, analytical, value, bar, step)
+    if abs(analytical) <= nothing and _is_constant(two_sided, value):
+        return Diagnosis("jump", False, analytical, 0.0, bar, step)
     if kink:
         return Diagnosis(
             "kink", True, analytical, kink[-1].central, kink[-1].rounding, kink[-1].size, kink[-1].low, kink[-1].high
@@ -136,9 +140,10 @@ def is_among_nearby(differences: Differences, direction: Tensor, generator: torc
     At a tie of several values, as for a median, the derivative at the point itself may be that of none of the smooth
     pieces which meet there; the gradient is right if it is one of theirs, or between them, output by output.
     """
-    function, h = differences.function, 1e-3
+    function = differences.function
+    h, near = (1e-1, 1e-2) if differences.is_low else (1e-3, 1e-5)
     mean = mean_size(differences.point)
-    radius = 1e-5 * torch.where(differences.point.isfinite(), torch.maximum(differences.point.abs(), mean), 0.0)
+    radius = near * torch.where(differences.point.isfinite(), torch.maximum(differences.point.abs(), mean), 0.0)
     rates = []
     for _ in range(_NEARBY):
         center = differences.point + radius * torch.randn(radius.shape, generator=generator, dtype=torch.float64)
@@ -153,6 +158,8 @@ def is_among_nearby(differences: Differences, direction: Tensor, generator: torc
         noise = moved / float((h * radius * direction).abs().max())
         wide = float((high - low).sum())
         analytical = float(gradient @ direction)
+        if 10 * noise > max(abs(analytical), wide):
+            return False
         if wide < 1e-2 * abs(analytical) or wide < 10 * noise:
             slack = 0.0 if wide < 10 * noise else 1e-6 * wide
             if abs(float((v * stacked).sum(dim=1).mean()) - analytical) > slack + 5 * noise:
@@ -195,10 +202,12 @@ def _steps(differences: Differences, direction: Tensor, sizes: list[float]) -> l
             found[k].append(_Step(size, float(from_above.sum()), float(from_below.sum()), float(low), float(high), 0.0))
         moved |= ((rise != 0) & rise.isfinite()) | ((fall != 0) & fall.isfinite())
         lengths.append(min(up, down))
+    least = (differences.cotangents.abs() @ torch.where(moved, differences.rounding, 0.0)).tolist()
     each = torch.maximum(differences.noise, torch.maximum(*(quantum.size() for quantum in quanta)))
     noise = (differences.cotangents.abs() @ torch.where(moved, each, 0.0)).tolist()
     return [
-        [replace(s, rounding=noise[k] / n) for s, n in zip(one, lengths, strict=True)] for k, one in enumerate(found)
+        [replace(s, rounding=noise[k] / n, floor=least[k] / n) for s, n in zip(one, lengths, strict=True)]
+        for k, one in enumerate(found)
     ]
 
 
@@ -219,6 +228,11 @@ class _Quantum:
     def size(self) -> Tensor:
         """Return the quantum of each output, 0 for those that are not rounded, or that jump."""
         return torch.where(self.stuck & (self.least < _ROUNDED * self.most), self.least, 0.0)
+
+
+def _is_constant(steps: list[_Step], slope: float) -> bool:
+    """Tell whether small steps change nothing at all where ``slope`` would show: a function rounded on purpose."""
+    return any(s.above == 0 == s.below and abs(slope) > 1e3 * s.floor for s in steps)
 
 
 def _grows(steps: list[_Step]) -> bool:

@@ -297,7 +297,7 @@ def _real(tensor: Tensor) -> Tensor:
 
 
 def _dense(value: Tensor) -> Tensor:
-    """Return a copy whose elements have places of their own: expanded inputs and sliding windows are laid out in full."""
+    """Return a copy whose elements have places of their own: expanded inputs and windows are laid out in full."""
     span = 1 + sum((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True))
     overlaps = 0 < span < value.numel()
     return value.detach().contiguous().clone() if overlaps or value.is_conj() else _like(value.detach())

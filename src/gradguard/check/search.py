@@ -16,6 +16,7 @@ _ROUNDS = 12
 _MOST_FINDINGS = 5
 _SETS_PER_LEVEL = 8
 _POWERLESS = 1e-3
+_TOO_WEAK = 0.1
 _MESSAGES = {
     "mismatch": "",
     "kink": "outside the subgradients [{low:.6g}, {high:.6g}]",
@@ -57,7 +58,8 @@ class Search:
             if not elements and not self._set_jumps_aside(suspect):
                 break
             for position in elements:
-                self.examine_element(position)
+                if len(self.findings) < _MOST_FINDINGS:
+                    self.examine_element(position)
         if suspect is not None and not self.findings:
             self._first_suspect(jointly=True)
         self._rate()
@@ -142,7 +144,8 @@ class Search:
         """Look at elements whose gradient is not finite; the others are then checked without them."""
         broken = (~self.differences.gradients.isfinite()).any(dim=0).nonzero().reshape(-1).tolist()
         for position in broken[: 2 * _SETS_PER_LEVEL]:
-            self.examine_element(position)
+            if len(self.findings) < _MOST_FINDINGS:
+                self.examine_element(position)
         for position in broken:
             self.open[position] = 0.0
         if len(broken) > 2 * _SETS_PER_LEVEL and not self.findings:
@@ -200,9 +203,13 @@ class Search:
             self.undecided += self.unclear[:1]
         seen = []
         for found in self.agreed:
+            telling = found.scale > self.negligible
             typical = found.scale / max(1, int(self.open.sum())) ** 0.5
-            seen.append(float((found.allowed(self.differences.relative) / typical).max()))
-        self.power = min((one for one in seen if one == one), default=float("inf"))
+            seen += (found.allowed(self.differences.relative) / typical)[telling].tolist()
+        self.power = min(seen, default=float("inf"))
+        if seen and self.power > _TOO_WEAK and not self.findings:
+            message = f"a wrong element would show only from {self.power:.1g} relative"
+            self.undecided.append(Finding("undecided", message))
 
     def _input_points(self) -> list[Tensor]:
         return list(self.differences.point.split(self.differences.function.sizes))
