@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from gradguard.check.batched import Values, batch_size, best_values
 from gradguard.check.differences import STEPS, Differences, mean_size
 from gradguard.check.function import Function
 
@@ -49,20 +50,26 @@ def check_every_element(search: Search) -> None:
 def _suspects(search: Search) -> Iterator[list[int]]:
     differences = search.differences
     typical = differences.gradients.square().mean(dim=1).sqrt()[:, None]
+    values, count = best_values(differences.function), batch_size(differences.function)
+    groups = _all_groups(differences)
+    while batch := list(itertools.islice(groups, count)):
+        for group, result in zip(batch, _compare(differences, batch, values), strict=True):
+            if result is not None:
+                yield from _wrong(search, result, typical, group.elements)
+                continue
+            for element in group.elements.tolist():  # an output moved that nobody owns: the colours are wrong here
+                alone = Group(torch.tensor([element]), None)
+                (own,) = _compare(differences, [alone], values)
+                assert own is not None
+                yield from _wrong(search, own, typical, alone.elements)
+
+
+def _all_groups(differences: Differences) -> Iterator[Group]:
     start = 0
     for one, size in zip(differences.function.inputs, differences.function.sizes, strict=True):
         shape = (*one.value.shape, 2) if one.value.is_complex() else tuple(one.value.shape)
         groups = _groups(differences, start, shape)
-        singles = (Group(torch.tensor([start + i]), None) for i in range(size))
-        for group in groups if groups is not None else singles:
-            result = _compare(differences, group)
-            if result is None:  # an output moved that nobody owns: the colours were wrong here
-                for element in group.elements.tolist():
-                    alone = _compare(differences, Group(torch.tensor([element]), None))
-                    assert alone is not None
-                    yield from _wrong(search, alone, typical, torch.tensor([element]))
-                continue
-            yield from _wrong(search, result, typical, group.elements)
+        yield from groups if groups is not None else (Group(torch.tensor([start + i]), None) for i in range(size))
         start += size
 
 
@@ -76,29 +83,39 @@ def _wrong(search: Search, result: tuple[Tensor, Tensor], typical: Tensor, eleme
         yield elements[bad].tolist()
 
 
-def _compare(differences: Differences, group: Group) -> tuple[Tensor, Tensor] | None:
-    """Return disagreement and bar for each element of the group, for each cotangent."""
-    elements, function = group.elements, differences.function
-    size = differences.point[elements].abs()
-    size = torch.maximum(size, mean_size(differences.point))
-    limits, previous, moved = [], None, torch.zeros_like(differences.base)
+def _compare(differences: Differences, groups: list[Group], values: Values) -> Iterator[tuple[Tensor, Tensor] | None]:
+    """Yield disagreement and bar for the elements of each group, for each cotangent."""
+    function, point, mean = differences.function, differences.point, mean_size(differences.point)
+    offsets = torch.zeros(len(groups), len(point), dtype=torch.float64)
+    for row, group in zip(offsets, groups, strict=True):
+        row[group.elements] = torch.maximum(point[group.elements].abs(), mean)
+    taken, changes = [], []
     for step in _LADDER:
-        offset = torch.zeros_like(differences.point)
-        offset[elements] = step * size
-        above, below = function.rounded(differences.point + offset), function.rounded(differences.point - offset)
-        change = differences.usable_part(function.values(above) - function.values(below))
-        taken = (above - below)[elements]
+        above = torch.stack([function.rounded(one) for one in point + step * offsets])
+        below = torch.stack([function.rounded(one) for one in point - step * offsets])
+        taken.append(above - below)
+        changes.append(differences.usable_part(values(above) - values(below)))
+    for i, group in enumerate(groups):
+        steps = [one[i][group.elements] for one in taken]
+        yield _disagreement(differences, group, steps, [change[i] for change in changes])
+
+
+def _disagreement(
+    differences: Differences, group: Group, taken: list[Tensor], changes: list[Tensor]
+) -> tuple[Tensor, Tensor] | None:
+    limits, previous = [], None
+    for step, change in zip(taken, changes, strict=True):
         credit = _credited(differences.cotangents * change, group)
         if credit is None:
             return None
-        moved = torch.maximum(moved, (change != 0).double())
-        central = credit / taken - differences.gradients[:, elements]
+        central = credit / step - differences.gradients[:, group.elements]
         if previous is not None:
             limits.append(central + (central - previous) / 3)
         previous = central
-    noise = _credited(differences.cotangents.abs() * differences.noise * moved, group)
+    moved = torch.stack([change != 0 for change in changes]).any(dim=0)
+    noise = _credited(differences.cotangents.abs() * torch.where(moved, differences.noise, 0.0), group)
     assert noise is not None
-    bars = (limits[1] - limits[0]).abs() + 4 * noise / taken.abs()
+    bars = (limits[1] - limits[0]).abs() + 4 * noise / taken[-1].abs()
     bars = torch.where(limits[0].isfinite() & limits[1].isfinite(), bars, torch.inf)
     return limits[1].nan_to_num(), bars
 

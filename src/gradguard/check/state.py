@@ -21,6 +21,11 @@ class State:
         """From now on start each call with the random numbers that would come next."""
         self._generators = generators()
 
+    @property
+    def is_seeded(self) -> bool:
+        """Whether calls draw random numbers."""
+        return bool(self._generators)
+
     def restore(self) -> None:
         """Put everything back."""
         for buffer, value in self._buffers:
