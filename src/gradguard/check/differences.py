@@ -85,6 +85,13 @@ class Differences:
                 break
             offset = 100 * offset
 
+    def reaches_a_pole(self, direction: Tensor) -> bool:
+        """Tell whether an output that is not finite at the point is, or is another one, a step further."""
+        if self.is_finite:
+            return False
+        beside = [self.function.values(self.point + step * direction) for step in (1e-3, -1e-3)]
+        return any(bool((~self.usable & (one != self.base) & ~one.isnan()).any()) for one in beside)
+
     def jumps(self, direction: Tensor) -> bool:
         """Tell whether an output is elsewhere after any step along ``direction``, however small."""
         for side in (1e-9, -1e-9):

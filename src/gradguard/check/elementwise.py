@@ -76,7 +76,7 @@ def _all_groups(differences: Differences) -> Iterator[Group]:
 def _wrong(search: Search, result: tuple[Tensor, Tensor], typical: Tensor, elements: Tensor) -> Iterator[list[int]]:
     error, bar = result
     gradients = search.differences.gradients[:, elements].abs()
-    allowed = 4 * bar + search.differences.relative * torch.maximum(gradients, 1e-2 * typical)
+    allowed = 4 * bar + search.differences.relative * torch.maximum(gradients, 1e-6 * typical)
     bad = ((error.abs() > allowed) | (bar > 1e-3 * torch.maximum(gradients, typical))).any(dim=0)
     bad &= search.open[elements] > 0
     if bool(bad.any()):

@@ -72,6 +72,8 @@ class Function:
         names = names or _argument_names(module.forward if module is not None else fn, args, flat)
         self._parameters = {} if module is None else {n: self._converted(p) for n, p in module.named_parameters()}
         self._buffers = {} if module is None else {n: self._converted(b) for n, b in module.named_buffers()}
+        for i, (_, value) in enumerate(flat):
+            _check_layout(names[i], value)
         candidates = {i: v for i, v in enumerate(self._flat) if isinstance(v, Tensor) and _is_differentiable(v)}
         marked = {i for i in candidates if flat[i][1].requires_grad}
         self._arguments = {names[i]: i for i in (sorted(marked) if marked else candidates)}
@@ -99,6 +101,8 @@ class Function:
         """
         chosen = [names] if isinstance(names, str) else list(names)
         known = [one.name for one in self.inputs]
+        if not chosen:
+            raise InvalidValueError(f"inputs_to_check is empty: expected some of {known}, or None for all of them.")
         for name in chosen:
             value = self.constants.get(name)
             if name not in known and isinstance(value, Tensor) and not _is_differentiable(value):
@@ -180,7 +184,7 @@ class Function:
         """Call the callable with these tensors for its inputs; return its floating and complex outputs."""
         self.forwards += 1
         self.on_call()
-        self.state.restore()
+        self.state.begin_call()
         given = dict(zip((one.name for one in self.inputs), tensors, strict=True))
         if self.clones_inputs:
             given = {name: tensor.clone() for name, tensor in given.items()}
@@ -339,12 +343,13 @@ def _argument_names(fn: Callable[..., Any], args: tuple[Any, ...], flat: Sequenc
     return names
 
 
+def _check_layout(name: str, value: Any) -> None:
+    if isinstance(value, Tensor) and value.layout is not torch.strided:
+        raise InvalidTypeError(f"input {name!r} is {value.layout}: expected a dense tensor, such as {name}.to_dense().")
+
+
 def _check_input(one: Input) -> None:
     value = one.value
-    if value.layout is not torch.strided:
-        raise InvalidTypeError(
-            f"input {one.name!r} is {value.layout}: expected a dense tensor, such as {one.name}.to_dense()."
-        )
     if value.dtype not in WIDE:
         raise InvalidTypeError(
             f"input {one.name!r} is {value.dtype}: expected one of float16, bfloat16, 32, 64, complex."

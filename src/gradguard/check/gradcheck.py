@@ -116,17 +116,27 @@ def gradcheck(
         (1983), subgradients.
     """
     started = time.perf_counter()
+    _check_options(order, backends)
     if len(inputs) == 1 and isinstance(inputs[0], tuple):
         inputs = inputs[0]
     randomness = generators()
     with Progress() as progress:
+        check = _Check(fn, inputs, dict(kwargs or {}), inputs_to_check, seed, progress)
         try:
-            check = _Check(fn, inputs, dict(kwargs or {}), inputs_to_check, seed, progress)
             check.run(reference, dict(backends or {}), exhaustive, order)
         finally:
+            check.put_back()
             for put_back, state in randomness:
                 put_back(state)
     return check.report(time.perf_counter() - started)
+
+
+def _check_options(order: int, backends: Mapping[str, Any] | None) -> None:
+    if order not in (1, 2):
+        raise InvalidValueError(f"order is {order!r}: expected 1, or 2 for the gradient of the gradient too.")
+    for name, fn in (backends or {}).items():
+        if not callable(fn):
+            raise InvalidTypeError(f"backends[{name!r}] is {type(fn).__name__}: expected a function or a module.")
 
 
 class _Check:
@@ -177,6 +187,11 @@ class _Check:
         if order > 1 and not self.findings:
             self._second_order(exact, exhaustive)
 
+    def put_back(self) -> None:
+        """Leave the buffers of modules as they were."""
+        for function in self.functions:
+            function.state.put_back()
+
     def report(self, seconds: float) -> GradientReport:
         """Return the outcome."""
         verdict: Verdict = "FAIL" if self.findings else "INCONCLUSIVE" if self.undecided else "PASS"
@@ -225,6 +240,7 @@ class _Check:
             exact.outputs = []
         if exact.outputs and all(WIDE[o.dtype] is o.dtype for o in exact.outputs):
             return exact
+        exact.state.put_back()
         self.functions.remove(exact)
         return None if any(one.value.dtype in _LOW for one in low.inputs) else low
 

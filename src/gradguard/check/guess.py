@@ -25,8 +25,9 @@ def with_guesses(search: Search, what: str) -> list[Finding]:
     found = []
     for one in search.findings:
         if one.input and one.input not in places:
-            several = sum(other.input == one.input for other in search.findings) > 1
-            places[one.input] = _where(search, one) if several and one.kind == "mismatch" else ""
+            alone = sum(other.input == one.input for other in search.findings) == 1
+            place = _alone(search, one) if alone else _where(search, one)
+            places[one.input] = place if one.kind == "mismatch" else ""
         said = ", ".join(part for part in (what, _ratio(one), places.get(one.input, "")) if part)
         found.append(replace(one, guess=said))
     return found
@@ -41,6 +42,11 @@ def _ratio(one: Finding) -> str:
     if abs(ratio + 1) <= max(blur, 1e-6):
         return "sign"
     return f"ratio {ratio:.4f}" if blur < 1e-2 and 1e-3 < abs(ratio) < 1e4 else ""
+
+
+def _alone(search: Search, one: Finding) -> str:
+    elements = len(search.differences.function.range_of(one.input))
+    return f"only 1 of {elements} elements" if elements > 1 else ""
 
 
 def _where(search: Search, one: Finding) -> str:
@@ -98,5 +104,6 @@ def _described(bad: list[int], length: int, name: str) -> str:
     if count == 1:
         return f"only 1 of {length} {name}"
     if len(strides := {b - a for a, b in pairwise(bad)}) == 1 and (stride := strides.pop()) > 1:
-        return f"only every {stride}th of {length} {name}"
+        ordinal = {2: "2nd", 3: "3rd"}.get(stride, f"{stride}th")
+        return f"only every {ordinal} of {length} {name}"
     return f"only {count} of {length} {name}"

@@ -105,7 +105,7 @@ class NamedCall:
             InvalidValueError: If an input or the output has another name.
             RuntimeError: If the callable raises it.
         """
-        self.restore()
+        self._state.begin_call()
         values = _each_tensor({**self.values, **replaced}, Tensor.clone)
         try:
             result = self._call(values)
@@ -116,9 +116,9 @@ class NamedCall:
             raise clearer from error
         return select_output(result, self.output_name, name_of(self.op))
 
-    def restore(self) -> None:
-        """Put back buffers and random numbers: not right after a call, whose graph may need the buffers."""
-        self._state.restore()
+    def put_back(self) -> None:
+        """Leave buffers and random numbers as they were."""
+        self._state.put_back()
 
     def _call(self, values: dict[str, Any]) -> Any:
         args = tuple(values[one.name] if isinstance(one, _Place) else one for one in self._args)

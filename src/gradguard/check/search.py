@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from gradguard.check.differences import Differences, Disagreement, directions, mean_size
-from gradguard.check.element import Diagnosis, examine, is_among_nearby
+from gradguard.check.element import Diagnosis, examine
+from gradguard.check.nearby import is_among_nearby
 from gradguard.check.report import Finding
 
 _ROUNDS = 12
@@ -165,8 +166,11 @@ class Search:
         own = differences.function.range_of(name)
         mean = float(mean_size(differences.point[own.start : own.stop]))
         shown = examine(differences, direction, [value, mean, 1.0])
-        wrong = [one.is_wrong and one.kind != "nan" for one in shown]
-        if any(wrong) and is_among_nearby(differences, direction, self.generator):
+        if any(one.kind == "nan" for one in shown) and differences.reaches_a_pole(direction):
+            self.notes.append(Finding("singular", _NOTES["singular"], *self._place(position)))
+            return
+        wrong = [k for k, one in enumerate(shown) if one.is_wrong and one.kind != "nan"]
+        if wrong and is_among_nearby(differences, direction, wrong, self.generator):
             self.notes.append(Finding("tie", "between the derivatives at points nearby", *self._place(position)))
         else:
             self._note(shown, position)
@@ -177,10 +181,14 @@ class Search:
         worst = max(shown, key=lambda one: (one.is_wrong, one.kind == "undecided", one.kind != "ok"))
         if not worst.is_wrong and worst.kind in ("ok", "kink"):
             self.agreed.append(found)
-        elif worst.is_wrong and is_wrong and not is_among_nearby(self.differences, direction, self.generator):
+        elif worst.is_wrong and is_wrong and not self._is_tie(direction, shown):
             self.findings.append(_finding(worst, "", None, "along a random direction, from many elements together"))
         else:
             self.unclear.append(_finding(worst, "", None, "nothing settles along a random direction"))
+
+    def _is_tie(self, direction: Tensor, shown: list[Diagnosis]) -> bool:
+        wrong = [k for k, one in enumerate(shown) if one.is_wrong]
+        return is_among_nearby(self.differences, direction, wrong, self.generator)
 
     def _note(self, shown: list[Diagnosis], position: int) -> None:
         name, index = self._place(position)

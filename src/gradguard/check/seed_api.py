@@ -189,7 +189,7 @@ def _numerical(call: NamedCall, name: str, delta: float) -> Tensor:
                     )
                 gradient[i] = (above - below) / (upper - lower)
     finally:
-        call.restore()
+        call.put_back()
     return torch.view_as_complex(gradient.reshape(*value.shape, 2)) if value.is_complex() else gradient.view_as(value)
 
 
@@ -220,7 +220,7 @@ def _widened_numerical(call: NamedCall, names: list[str]) -> dict[str, Tensor]:
             wide = call.converted(widen)
             return {name: _numerical(wide, name, _DELTA) for name in names}
         except Exception:  # whatever a kernel for float32 only may raise: it is then checked as it is
-            call.restore()
+            call.put_back()
     return {name: _numerical(call, name, _DELTA) for name in names}
 
 
@@ -240,7 +240,7 @@ def _analytical(call: NamedCall, names: list[str], constants: list[str]) -> dict
         wanted = [leaves[name] for name in names]
         found = torch.autograd.grad(output, wanted, torch.ones_like(output), allow_unused=True)
     finally:
-        call.restore()
+        call.put_back()
     return {n: _wide_zeros_for_none(g, leaf) for n, g, leaf in zip(names, found, wanted, strict=True)}
 
 

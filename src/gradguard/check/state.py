@@ -13,8 +13,9 @@ class State:
     """Buffers of the modules that a callable holds, and random number generators."""
 
     def __init__(self, fn: Callable[..., Any]) -> None:
-        self.modules = [] if isinstance(fn, nn.Module) else _modules_in(fn)
-        self._buffers = [(b, b.detach().clone()) for module in self.modules for b in module.buffers()]
+        modules = [] if isinstance(fn, nn.Module) else _modules_in(fn)
+        owners = {id(one): one for module in modules for one in module.modules()}.values()
+        self._buffers = [(one, name, b) for one in owners for name, b in one._buffers.items() if b is not None]
         self._generators: list[tuple[Callable[[Any], Any], Any]] = []
 
     def keep_random(self) -> None:
@@ -26,11 +27,17 @@ class State:
         """Whether calls draw random numbers."""
         return bool(self._generators)
 
-    def restore(self) -> None:
-        """Put everything back."""
-        for buffer, value in self._buffers:
-            with torch.no_grad():
-                buffer.copy_(value)
+    def begin_call(self) -> None:
+        """Lend the modules copies of their buffers, which a graph may keep, and start from the same random numbers."""
+        for module, name, buffer in self._buffers:
+            module._buffers[name] = buffer.detach().clone()
+        for put_back, state in self._generators:
+            put_back(state)
+
+    def put_back(self) -> None:
+        """Leave everything as it was."""
+        for module, name, buffer in self._buffers:
+            module._buffers[name] = buffer
         for put_back, state in self._generators:
             put_back(state)
 
@@ -50,8 +57,9 @@ def generators() -> list[tuple[Callable[[Any], Any], Any]]:
 
 
 def _modules_in(fn: Any) -> list[nn.Module]:
-    """Return the modules that a bound method, a partial or a closure refers to."""
+    """Return the modules that a bound method, a partial or a function refers to."""
     held = [getattr(fn, "__self__", None), getattr(fn, "func", None), *getattr(fn, "args", ())]
+    held += [fn.__globals__.get(name) for name in code.co_names] if (code := getattr(fn, "__code__", None)) else []
     held += [cell.cell_contents for cell in getattr(fn, "__closure__", None) or () if _is_filled(cell)]
     found: list[nn.Module] = []
     for one in held:
