@@ -35,7 +35,7 @@ def test_the_page_on_the_gradient_check_runs_and_prints_what_it_says(capsys):
     for block in blocks(ROOT / "docs/gradient_check.md", "python"):
         exec(block, namespace)
     printed, shown = capsys.readouterr().out, "".join(blocks(ROOT / "docs/gradient_check.md", "text"))
-    rounding = r"± \S+|\(h \S+\)|\d+ forwards|from \S+ relative|numerical \S+"  # what another processor rounds otherwise
+    rounding = r"± \S+|\(h \S+\)|\d+ forwards|from \S+ relative|numerical \S+"  # differs by processor
     assert re.sub(rounding, "", printed) == re.sub(rounding, "", shown)
 
 

@@ -5,6 +5,7 @@ import math
 
 import torch
 import torch.nn.functional as F
+
 from gradient_check.problem import Case, Problem
 from gradient_check.wrong_kernels import KERNELS, layer_norm, randint, randn, registrar, row_mean, wrong
 

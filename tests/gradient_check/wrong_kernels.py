@@ -6,8 +6,9 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from gradient_check.problem import Case, Problem
 from torch import Tensor
+
+from gradient_check.problem import Case, Problem
 
 KERNELS: list[Case] = []
 

@@ -44,6 +44,7 @@ class Contract:
         first = function.backward(outputs, leaves, fresh, keep=True)
         self._unchanged(leaves, given, "the backward", "input")
         self._unchanged(fresh, shaped, "the backward", "grad_output of output")
+        del given, fresh
         self._repeats(outputs, leaves, shaped, first)
         if self.findings:
             return
@@ -51,7 +52,9 @@ class Contract:
             found = self._backward(outputs, leaves, other)
             kind = "linearity" if "times" in name or "zeros" in name else "layout"
             self._compare(kind, name, found, expected() if callable(expected) else expected)
+            del other
         self._single_outputs(outputs, leaves, shaped)
+        del outputs, leaves  # and the graph
         self._another_forward(shaped, first)
         self._hidden_float32(first)
 

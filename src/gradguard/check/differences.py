@@ -51,13 +51,12 @@ class Differences:
     def __init__(self, function: Function, base: Tensor, cotangents: Tensor, gradients: Tensor) -> None:
         self.function, self.base, self.cotangents, self.gradients = function, base, cotangents, gradients
         self.point = function.point
-        self.eps = function.rounding()
         self.relative = max(RELATIVE[_real_dtype(o.dtype)] for o in function.outputs)
         input_eps = max(torch.finfo(one.value.dtype).eps for one in function.inputs)
-        output_eps = float(self.eps.max()) if self.eps.numel() else input_eps
-        self.is_low = max(input_eps, output_eps) > 1e-10
+        self.coarsest = max(input_eps, *(torch.finfo(o.dtype).eps for o in function.outputs))
+        self.is_low = self.coarsest > 1e-10
         self.steps = LOW_STEPS if self.is_low else STEPS
-        self.rounding = self.eps * self.base.abs() / 2
+        self.rounding = function.rounding_of(base)
         self.noise = self.rounding
         self.usable = base.isfinite()
         self.is_finite = bool(self.usable.all())
@@ -73,17 +72,28 @@ class Differences:
         self.noise, still = self.rounding, torch.ones_like(self.base, dtype=torch.bool)
         offset = torch.where(direction != 0, tiny * self.point.abs() * direction.sign(), 0.0)
         for samples in (3, 8, 8, 8):
-            spreads, moved = [], torch.zeros_like(still)
-            for side in (offset, -offset):
-                values = torch.stack([self.function.values(self.point + k * side) for k in range(1, samples + 1)])
-                spreads.append(2 * values.diff(2, dim=0).abs().amax(dim=0) / math.sqrt(6))
-                moved |= (values.diff(dim=0) != 0).any(dim=0)
+            moved = torch.zeros_like(still)
+            spreads = [self._second_differences(side, samples, moved) for side in (offset, -offset)]
             spread = torch.maximum(*spreads) if samples == 3 else torch.minimum(*spreads)
             self.noise = torch.where(still & (spread > self.noise), spread, self.noise)
             still &= ~moved
             if self.is_low or not bool(still.any()) or not bool(offset.any()):
                 break
             offset = 100 * offset
+
+    def _second_differences(self, side: Tensor, samples: int, moved: Tensor) -> Tensor:
+        """Return the largest second difference along multiples of ``side``; note in ``moved`` which outputs change."""
+        before = self.function.values(self.point + side)
+        largest, difference = torch.zeros_like(before), None
+        for k in range(2, samples + 1):
+            value = self.function.values(self.point + k * side)
+            following, before = value - before, value
+            moved |= following != 0
+            if difference is not None:
+                difference.sub_(following).abs_().mul_(2 / math.sqrt(6))
+                largest = torch.fmax(largest, difference)
+            difference = following
+        return largest
 
     def reaches_a_pole(self, direction: Tensor) -> bool:
         """Tell whether an output that is not finite at the point is, or is another one, a step further."""
@@ -121,11 +131,11 @@ class Differences:
         """Return the disagreement at one step, and which outputs moved; None where the function is not finite."""
         above = self.function.rounded(self.point + step * direction)
         below = self.function.rounded(self.point - step * direction)
-        change = self.usable_part(self.function.values(above) - self.function.values(below))
+        change = self.usable_part(self.function.values(above).sub_(self.function.values(below)))
         if not bool(change.isfinite().all()):
             return None
         taken = torch.where(direction != 0, above - below, 0.0) / (2 * step)
-        numerical = self.cotangents @ (change / (2 * step))
+        numerical = self.cotangents @ change / (2 * step)
         return numerical - self.gradients @ taken, change != 0
 
     def rounding_of(self, moved: Tensor) -> Tensor:
@@ -133,13 +143,16 @@ class Differences:
 
         An output that one step does not move, and a larger one does, is off by rounding there as well.
         """
-        noise = self.cotangents.abs() * torch.where(moved, self.noise, 0.0)
-        return 3 * noise.norm(dim=1).minimum(noise.sum(dim=1) / 3) if self.is_low else noise.sum(dim=1)
+        noise = torch.where(moved, self.noise, 0.0)
+        total = torch.stack([v.abs().dot(noise) for v in self.cotangents])
+        if not self.is_low:
+            return total
+        return torch.stack([3 * (v * noise).norm() for v in self.cotangents]).minimum(total)
 
     def negligible(self) -> Tensor:
         """Return below which size Σ cotangent · change, for relative changes of the inputs, is rounding alone."""
-        few = min(1e3, 1e-3 / float(self.eps.max())) if self.eps.numel() else 1e3
-        return few * (self.cotangents.abs() @ (2 * self.rounding).nan_to_num(0.0, 0.0, 0.0))
+        few, finite = min(1e3, 1e-3 / self.coarsest), torch.where(self.usable, self.rounding, 0.0)
+        return 2 * few * torch.stack([v.abs().dot(finite) for v in self.cotangents])
 
     def usable_part(self, change: Tensor) -> Tensor:
         """Return changes of the outputs, 0 for those that are not finite at the point."""

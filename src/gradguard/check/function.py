@@ -266,12 +266,10 @@ class Function:
             shaped.append(part.reshape(one.shape).to(one.dtype).to(one.device))
         return shaped
 
-    def rounding(self) -> Tensor:
-        """Return the machine epsilon of each output element, as a flat vector."""
-        parts = [
-            torch.full((n,), torch.finfo(o.dtype).eps) for n, o in zip(self._output_sizes(), self.outputs, strict=True)
-        ]
-        return torch.cat(parts).double()
+    def rounding_of(self, values: Tensor) -> Tensor:
+        """Return half a unit in the last place of each output element, as its dtype has it."""
+        parts = zip(values.split(self._output_sizes()), self.outputs, strict=True)
+        return torch.cat([part.abs() * (torch.finfo(o.dtype).eps / 2) for part, o in parts])
 
     def with_graph(self) -> Tensor:
         """Return 1 for output elements that have a graph, else 0, as a flat vector."""

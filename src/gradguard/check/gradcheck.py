@@ -289,8 +289,8 @@ class _Check:
             function.state.keep_random()
             base, again = function.values(function.point), function.values(function.point)
             if not torch.equal(again.nan_to_num(), base.nan_to_num()):
-                size = (function.rounding() * base.abs()).nan_to_num()
-                if bool(((again - base).abs().nan_to_num() > 1e3 * size + 1e-300).any()):
+                size = function.rounding_of(base).nan_to_num()
+                if bool(((again - base).abs().nan_to_num() > 2e3 * size + 1e-300).any()):
                     self.undecided.append(
                         Finding(
                             "random",
@@ -312,6 +312,7 @@ class _Check:
         leaves = function.leaves()
         outputs = function.record(leaves)
         gradients = torch.stack([function.backward(outputs, leaves, function.shaped(v), keep=True) for v in cotangents])
+        del leaves, outputs  # and the graph
         differences = Differences(function, base, cotangents, gradients)
         search = Search(differences, self.generator)
         search.run()
