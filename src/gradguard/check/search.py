@@ -42,6 +42,8 @@ class Search:
     undecided: list[Finding] = field(default_factory=list)
     agreed: list[Disagreement] = field(default_factory=list)
     unclear: list[Finding] = field(default_factory=list)
+    singly: list[float] = field(default_factory=list)
+    """Relative bars of elements that were examined by themselves and agreed."""
     power: float = float("inf")
 
     def run(self) -> None:
@@ -201,6 +203,8 @@ class Search:
             self.undecided.append(_finding(worst, name, index, "the numerical derivative does not settle"))
         elif worst.kind in _NOTES:
             self.notes.append(_finding(worst, name, index, _NOTES[worst.kind].format(low=worst.low, high=worst.high)))
+        else:
+            self.singly += [one.bar / abs(one.analytical) for one in shown if one.analytical]
 
     def _place(self, position: int) -> tuple[str, tuple[int, ...]]:
         return self.differences.function.name_of(position)
@@ -214,8 +218,8 @@ class Search:
             telling = found.scale > self.negligible
             typical = found.scale / max(1, int(self.open.sum())) ** 0.5
             seen += (found.allowed(self.differences.relative) / typical)[telling].tolist()
-        self.power = min(seen, default=float("inf"))
-        if seen and self.power > _TOO_WEAK and not self.findings:
+        self.power = min(seen, default=5 * max(self.singly, default=float("inf")))
+        if self.power > _TOO_WEAK and (seen or self.singly) and not self.findings:
             message = f"a wrong element would show only from {self.power:.1g} relative"
             self.undecided.append(Finding("undecided", message))
 
