@@ -60,6 +60,7 @@ class Differences:
         self.noise = self.rounding
         self.usable = base.isfinite()
         self.is_finite = bool(self.usable.all())
+        self.mean = float(mean_size(self.point))
 
     def measure_noise(self, direction: Tensor) -> None:
         """Estimate how far outputs are off by rounding: second differences at tiny steps are nothing else.

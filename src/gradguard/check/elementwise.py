@@ -8,6 +8,7 @@ one element that reaches it.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 
 from gradguard.check.batched import Values, batch_size, best_values
-from gradguard.check.differences import STEPS, Differences, mean_size
+from gradguard.check.differences import STEPS, Differences
 from gradguard.check.function import Function
 
 if TYPE_CHECKING:
@@ -85,10 +86,10 @@ def _wrong(search: Search, result: tuple[Tensor, Tensor], typical: Tensor, eleme
 
 def _compare(differences: Differences, groups: list[Group], values: Values) -> Iterator[tuple[Tensor, Tensor] | None]:
     """Yield disagreement and bar for the elements of each group, for each cotangent."""
-    function, point, mean = differences.function, differences.point, mean_size(differences.point)
+    function, point = differences.function, differences.point
     offsets = torch.zeros(len(groups), len(point), dtype=torch.float64)
     for row, group in zip(offsets, groups, strict=True):
-        row[group.elements] = torch.maximum(point[group.elements].abs(), mean)
+        row[group.elements] = point[group.elements].abs().clamp(min=differences.mean)
     taken, changes = [], []
     for step in _LADDER:
         above = torch.stack([function.rounded(one) for one in point + step * offsets])
@@ -187,15 +188,11 @@ def _colours(differences: Differences, start: int, shape: tuple[int, ...], dim: 
 
 def _reach(differences: Differences, start: int, shape: tuple[int, ...], dim: int, index: int) -> Tensor:
     """Return which outputs change when a slice does: by random amounts, of two sizes."""
-    mask = torch.zeros(shape, dtype=torch.bool)
-    mask.select(dim, index).fill_(True)
-    positions = start + mask.reshape(-1).nonzero().reshape(-1)
+    positions = torch.arange(start, start + math.prod(shape)).reshape(shape).select(dim, index).reshape(-1)
+    own = differences.point[positions].abs().clamp(min=differences.mean)
+    own *= 0.5 + torch.rand(len(positions), generator=torch.Generator().manual_seed(index), dtype=torch.float64)
     changed = torch.zeros(differences.function.size, dtype=torch.bool)
     for probe in _PROBES:
-        offset = torch.zeros_like(differences.point)
-        size = differences.point[positions].abs().clamp(min=float(mean_size(differences.point)))
-        draws = 0.5 + torch.rand(len(positions), generator=torch.Generator().manual_seed(index), dtype=torch.float64)
-        offset[positions] = probe * size * draws
-        values = differences.function.values(differences.point + offset)
-        changed |= (values != differences.base) & ~(values.isnan() & differences.base.isnan())
-    return changed
+        values = differences.function.values(differences.point.index_add(0, positions, own, alpha=probe))
+        changed |= values != differences.base
+    return changed if differences.is_finite else changed & ~differences.base.isnan()
