@@ -88,53 +88,64 @@ def diagnose(analytical: float, steps: list[_Step], relative: float, typical: fl
     """
     two_sided = [s for s in steps if math.isfinite(s.above) and math.isfinite(s.below)]
     typical = max([typical, *(abs(s.central) for s in two_sided)])
-    jumps_above, jumps_below = _jumps(steps, "above"), _jumps(steps, "below")
-    if jumps_above and jumps_below:
-        return Diagnosis("jump", False, analytical, math.nan, math.inf, math.nan)
-    if jumps_above or jumps_below or len(two_sided) < 3:
-        side = "below" if jumps_above or _count(steps, "below") > _count(steps, "above") else "above"
-        series = [(s.size, getattr(s, side), s.rounding) for s in steps if math.isfinite(getattr(s, side))]
-        limits = _limits(series, 1)
-        kind = "jump" if jumps_above or jumps_below else "singular"
-    else:
-        series = [(s.size, s.central, s.rounding) for s in two_sided]
-        limits = _limits(series, 2)
-        kind = "ok"
+    kind, series, order = _usable_side(steps, two_sided)
+    limits = _limits(series, order)
     if not limits:
-        return Diagnosis("singular", False, analytical, math.nan, math.inf, math.nan)
-    for value, bar, step, _ in _candidates(limits):
-        allowed = 5 * bar + relative * max(abs(value), abs(analytical))
-        decisive = bar < _DECISIVE * max(abs(value), abs(analytical)) or bar <= 1e-3 * typical
-        if abs(analytical) <= nothing and abs(value) <= nothing + bar and bar <= 1e3 * nothing:
-            return Diagnosis(kind, False, analytical, value, bar, step)
-        if math.isfinite(analytical) and abs(value - analytical) <= allowed and decisive:
-            return Diagnosis(kind, False, analytical, value, bar, step)
-    chosen = _candidates(limits)[-1]
-    value, bar, step, _ = chosen
+        return Diagnosis(kind, False, analytical, math.nan, math.inf, math.nan)
+    candidates = _candidates(limits)
+    for one in candidates:
+        if _agrees(analytical, one, relative, typical, nothing):
+            return Diagnosis(kind, False, analytical, one.value, one.bar, one.step)
+    chosen = candidates[-1]
+    as_chosen = (analytical, chosen.value, chosen.bar, chosen.step)
+    decisive = chosen.bar < _DECISIVE * max(abs(chosen.value), abs(analytical))
     kink = _kink(two_sided) if kind == "ok" else []
-    if kink and step < min(s.size for s in kink) and bar < _DECISIVE * max(abs(value), abs(analytical)):
+    if kink and decisive and chosen.step < min(s.size for s in kink):
         kink = []  # smaller steps have settled: what looked like a kink is curvature, or lies beside the point
     for s in kink:
         slack = 5 * s.rounding + 1e-6 * max(abs(s.low), abs(s.high)) + relative * abs(analytical)
         if s.low - slack <= analytical <= s.high + slack:
-            return Diagnosis("kink", False, analytical, s.central, s.rounding, s.size, s.low, s.high)
-    if _grows(series) and not abs(analytical) <= abs(value):
-        return Diagnosis("singular", False, analytical, value, bar, step)
+            return _at_kink(analytical, s, is_wrong=False)
+    if _grows(series) and not abs(analytical) <= abs(chosen.value):
+        return Diagnosis("singular", False, *as_chosen)
     if not math.isfinite(analytical):
-        settled = bar < 1e-2 * max(abs(value), typical)
-        if not settled and not kink:
-            return Diagnosis("singular", False, analytical, value, bar, step)
-        return Diagnosis("nan", True, analytical, value, bar, step)
-    if abs(analytical) <= nothing and _is_constant(two_sided, value):
-        return Diagnosis("jump", False, analytical, 0.0, bar, step)
+        has_derivative = kink or chosen.bar < 1e-2 * max(abs(chosen.value), typical)
+        return Diagnosis("nan", True, *as_chosen) if has_derivative else Diagnosis("singular", False, *as_chosen)
+    if abs(analytical) <= nothing and _is_constant(two_sided, chosen.value):
+        return Diagnosis("jump", False, analytical, 0.0, chosen.bar, chosen.step)
     if kink:
-        return Diagnosis(
-            "kink", True, analytical, kink[-1].central, kink[-1].rounding, kink[-1].size, kink[-1].low, kink[-1].high
-        )
-    settled = bar < _DECISIVE * max(abs(value), abs(analytical)) and not _wavers(limits, chosen, analytical)
-    if settled and abs(value - analytical) > 5 * bar:
-        return Diagnosis("mismatch", True, analytical, value, bar, step)
-    return Diagnosis("undecided", False, analytical, value, bar, step)
+        return _at_kink(analytical, kink[-1], is_wrong=True)
+    if decisive and abs(chosen.value - analytical) > 5 * chosen.bar and not _wavers(limits, chosen, analytical):
+        return Diagnosis("mismatch", True, *as_chosen)
+    return Diagnosis("undecided", False, *as_chosen)
+
+
+def _usable_side(steps: list[_Step], two_sided: list[_Step]) -> tuple[str, list[tuple[float, float, float]], int]:
+    """Return what is special here, and (step, derivative, rounding) from where the function is continuous.
+
+    With it the order in which these derivatives converge: 2 from both sides, 1 from one.
+    """
+    jumps_above, jumps_below = _jumps(steps, "above"), _jumps(steps, "below")
+    if jumps_above and jumps_below:
+        return "jump", [], 1
+    if not jumps_above and not jumps_below and len(two_sided) >= 3:
+        return "ok", [(s.size, s.central, s.rounding) for s in two_sided], 2
+    side = "below" if jumps_above or _count(steps, "below") > _count(steps, "above") else "above"
+    series = [(s.size, getattr(s, side), s.rounding) for s in steps if math.isfinite(getattr(s, side))]
+    return "jump" if jumps_above or jumps_below else "singular", series, 1
+
+
+def _agrees(analytical: float, limit: _Limit, relative: float, typical: float, nothing: float) -> bool:
+    if abs(analytical) <= nothing and abs(limit.value) <= nothing + limit.bar and limit.bar <= 1e3 * nothing:
+        return True
+    largest = max(abs(limit.value), abs(analytical))
+    decisive = limit.bar < _DECISIVE * largest or limit.bar <= 1e-3 * typical
+    off = abs(limit.value - analytical)
+    return math.isfinite(analytical) and decisive and off <= 5 * limit.bar + relative * largest
+
+
+def _at_kink(analytical: float, s: _Step, is_wrong: bool) -> Diagnosis:
+    return Diagnosis("kink", is_wrong, analytical, s.central, s.rounding, s.size, s.low, s.high)
 
 
 def _typical(differences: Differences, k: int) -> float:
