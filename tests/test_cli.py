@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -855,3 +856,18 @@ opt.step()
     )
     assert record.steps[1]["norm"] > 100
     assert "top" not in record.steps[1]
+
+
+IDLE = """
+from concurrent.futures import ThreadPoolExecutor
+pool = ThreadPoolExecutor(1)
+assert pool.submit(lambda: 3).result() == 3  # and the pool is never shut down
+"""
+
+
+def test_idle_threads_of_an_executor_are_not_waited_for(run):
+    with ThreadPoolExecutor(1) as others:  # the test's own, alive before the script
+        others.submit(print).result()
+        code, record = run(script(setup=IDLE))
+    assert code == 0
+    assert len(record.steps) == 6

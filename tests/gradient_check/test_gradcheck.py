@@ -50,7 +50,7 @@ def test_a_passing_report():
     assert report.seconds > 0
     assert str(report).startswith("PASS")
     assert f"{report.forwards} forwards, {report.backwards} backwards, float64" in str(report)
-    assert f"a single wrong element would show from {report.power:.0e} relative" in str(report)
+    assert f"a wrong element of typical size would show from {report.power:.0e} relative" in str(report)
 
 
 def test_a_failing_report():

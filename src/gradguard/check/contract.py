@@ -42,16 +42,16 @@ class Contract:
         self._unchanged(leaves, given, "the forward", "input")
         fresh = [v.clone() for v in shaped]
         first = function.backward(outputs, leaves, fresh, keep=True)
+        self.usual = float(torch.where(first.isfinite(), first.abs(), 0.0).max()) if first.numel() else 0.0
         self._unchanged(leaves, given, "the backward", "input")
         self._unchanged(fresh, shaped, "the backward", "grad_output of output")
         del given, fresh
         self._repeats(outputs, leaves, shaped, first)
         if self.findings:
             return
-        for name, other, expected in self._cotangents(shaped, first):
+        for kind, name, size, other, expected in self._cotangents(shaped, first):
             found = self._backward(outputs, leaves, other)
-            kind = "linearity" if "times" in name or "zeros" in name else "layout"
-            self._compare(kind, name, found, expected() if callable(expected) else expected)
+            self._compare(kind, name, found, expected() if callable(expected) else expected, size)
             del other
         self._single_outputs(outputs, leaves, shaped)
         del outputs, leaves  # and the graph
@@ -70,18 +70,30 @@ class Contract:
 
     def _cotangents(
         self, shaped: list[Tensor], first: Tensor
-    ) -> Iterator[tuple[str, list[Tensor], Tensor | Callable[[], Tensor]]]:
-        yield "a grad_output that is every second element of a larger buffer", [_strided(v) for v in shaped], first
+    ) -> Iterator[tuple[str, str, float, list[Tensor], Tensor | Callable[[], Tensor]]]:
+        yield (
+            "layout",
+            "a grad_output that is every second element of a larger buffer",
+            1,
+            [_strided(v) for v in shaped],
+            first,
+        )
         if any(v.dim() > 1 for v in shaped):
-            yield "a transposed grad_output", [_transposed(v) for v in shaped], first
+            yield "layout", "a transposed grad_output", 1, [_transposed(v) for v in shaped], first
         ones = [torch.ones((), dtype=v.dtype, device=v.device).expand(v.shape) for v in shaped]
         dense = [one.contiguous().clone() for one in ones]
-        yield "a grad_output of stride 0, as sum() makes", ones, self._gradient_of(dense)
-        yield "grad_output times -1", [-v for v in shaped], -first
+        yield "layout", "a grad_output of stride 0, as sum() makes", 1, ones, self._gradient_of(dense)
+        yield "linearity", "grad_output times -1", 1, [-v for v in shaped], -first
         for power in (-20, 10) if self.relative < 1e-3 else (-2, 2):  # exact, and within the range of half precision
             name = f"grad_output times 2^{power}"
-            yield name, [v * 2.0**power for v in shaped], first * 2.0**power
-        yield "a grad_output of zeros", [torch.zeros_like(v) for v in shaped], torch.where(first.isfinite(), 0.0, first)
+            yield "linearity", name, 2.0**power, [v * 2.0**power for v in shaped], first * 2.0**power
+        yield (
+            "linearity",
+            "a grad_output of zeros",
+            0,
+            [torch.zeros_like(v) for v in shaped],
+            torch.where(first.isfinite(), 0.0, first),
+        )
 
     def _gradient_of(self, cotangents: list[Tensor]) -> Callable[[], Tensor]:
         def gradient() -> Tensor:
@@ -132,11 +144,16 @@ class Contract:
     ) -> Tensor:
         return self.function.backward(outputs, leaves, cotangents, keep=True)
 
-    def _compare(self, kind: str, message: str, found: Tensor, expected: Tensor) -> bool:
-        """Compare two gradients that should agree; tell whether they do."""
+    def _compare(self, kind: str, message: str, found: Tensor, expected: Tensor, cotangent: float = 1) -> bool:
+        """Compare two gradients that should agree, for cotangents of a size relative to the usual one.
+
+        Returns:
+            Whether they do.
+        """
         both = found.isfinite() & expected.isfinite()
         size = torch.maximum(found.abs(), expected.abs())
         largest = torch.where(both, size, 0.0).max() if size.numel() else torch.zeros(())
+        largest = largest.clamp(min=cotangent * self.usual) if size.numel() else largest
         wrong = both & ((found - expected).abs() > self.relative * (size + 1e-2 * largest))
         wrong |= expected.isfinite() & (expected.abs() < _LARGE) & ~found.isfinite()
         if not bool(wrong.any()):

@@ -115,7 +115,7 @@ class Differences:
     def along(self, direction: Tensor) -> Disagreement:
         """Return how much the numerical derivative along ``direction`` and the gradients disagree."""
         product = self.gradients * direction
-        scale, enough = product.norm(dim=1), 1e-11 * product.abs().sum(dim=1)
+        scale, enough = norms(product), 1e-11 * product.abs().sum(dim=1)
         ladder, moved = _Ladder(), torch.zeros_like(self.base, dtype=torch.bool)
         for step in self.steps:
             if (found := self._central(direction, step)) is not None:
@@ -221,6 +221,15 @@ def directions(point: Tensor, inputs: list[Tensor], generator: torch.Generator) 
         for size in sizes:
             signs = torch.randint(0, 2, point.shape, generator=generator, dtype=torch.float64) * 2 - 1
             yield signs * size
+
+
+def norms(rows: Tensor) -> Tensor:
+    """Return the 2-norm of each row, however large its elements are."""
+    if not rows.numel():
+        return rows.sum(dim=1)
+    largest = rows.abs().amax(dim=1)
+    unit = torch.where((largest > 0) & largest.isfinite(), largest, 1.0)
+    return unit * (rows / unit[:, None]).norm(dim=1)
 
 
 def mean_size(part: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from gradguard.check.differences import Differences
+from gradguard.check.differences import Differences, norms
 
 _DECADES = 11
 _MOST_STEPS = 30
@@ -150,7 +150,7 @@ def _at_kink(analytical: float, s: _Step, is_wrong: bool) -> Diagnosis:
 
 def _typical(differences: Differences, k: int) -> float:
     finite = differences.gradients[k][differences.gradients[k].isfinite()]
-    return float(finite.square().mean().sqrt()) if finite.numel() else 0.0
+    return float(norms(finite[None])[0]) / len(finite) ** 0.5 if finite.numel() else 0.0
 
 
 def _steps(differences: Differences, direction: Tensor, sizes: list[float]) -> list[list[_Step]]:

@@ -17,14 +17,15 @@ import torch
 from torch import Tensor
 
 from gradguard.check.batched import Values, batch_size, best_values
-from gradguard.check.differences import STEPS, Differences
+from gradguard.check.differences import STEPS, Differences, norms
 from gradguard.check.function import Function
+from gradguard.check.report import Finding
 
 if TYPE_CHECKING:
     from gradguard.check.search import Search
 
 _PROBES = (1e-3, 3e-2)
-_MOST_EXAMINED = 200
+_MOST_EXAMINED = 2000
 _LADDER = STEPS[:3]
 
 
@@ -42,15 +43,20 @@ def check_every_element(search: Search) -> None:
     examined = 0
     for suspects in _suspects(search):
         for position in suspects:
-            if len(search.findings) >= 5 or examined >= _MOST_EXAMINED:
+            if len(search.findings) >= 5 or len(search.undecided) >= 5:
+                return
+            if examined >= _MOST_EXAMINED:
+                message = f"more than {_MOST_EXAMINED:,} elements need a close look, which is where the check stops"
+                search.undecided.append(Finding("undecided", message))
                 return
             examined += 1
             search.examine_element(position)
+    search.has_every_element = True
 
 
 def _suspects(search: Search) -> Iterator[list[int]]:
     differences = search.differences
-    typical = differences.gradients.square().mean(dim=1).sqrt()[:, None]
+    typical = norms(differences.gradients)[:, None] / max(1, len(differences.point)) ** 0.5
     values, count = best_values(differences.function), batch_size(differences.function)
     groups = _all_groups(differences)
     while batch := list(itertools.islice(groups, count)):

@@ -62,7 +62,7 @@ class Function:
     ) -> None:
         self.fn, self.wide = fn, wide
         self.forwards = self.backwards = 0
-        self.state = State(fn)
+        self.state = State(fn, args, kwargs)
         self.clones_inputs = False
         self.on_call: Callable[[], None] = lambda: None
         module = _module_of(fn)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -117,7 +118,9 @@ def gradcheck(
     """
     started = time.perf_counter()
     _check_options(order, backends)
-    if len(inputs) == 1 and isinstance(inputs[0], tuple):
+    if isinstance(fn, type) and issubclass(fn, torch.autograd.Function):
+        fn = fn.apply
+    if len(inputs) == 1 and type(inputs[0]) is tuple:
         inputs = inputs[0]
     randomness = generators()
     with Progress() as progress:
@@ -180,7 +183,7 @@ class _Check:
         if not self._contract(exact):
             return
         self._search(exact, exhaustive)
-        if exact is not low and not self.findings:
+        if exact is not low and self._is_the_same(exact, low) and self._contract(low) and not self.findings:
             self._low_precision(exact, low)
         if backends:
             self._backends(exact, backends)
@@ -216,8 +219,8 @@ class _Check:
             function.choose(self.chosen)
         if not function.inputs:
             raise InvalidTypeError(
-                "there is nothing to check: expected a floating or complex tensor among the inputs, or a module with "
-                "parameters that require a gradient."
+                "there is nothing to check: expected a floating or complex tensor among the inputs, such as x.double() "
+                "in place of integers, or a module with parameters that require a gradient."
             )
         self.functions.append(function)
         return function
@@ -265,22 +268,47 @@ class _Check:
                     f"{layout.name} of {_name(function.fn)} is NaN at index {bad}: choose another point."
                 )
 
-    def _contract(self, function: Function) -> bool:
+    def _is_the_same(self, exact: Function, low: Function, name: str = "it") -> bool:
+        """Return whether two functions agree at the point as far as the lower precision goes, or refuse.
+
+        Raises:
+            InvalidValueError: If they have other inputs or outputs, or other values.
+        """
+        shapes = [[tuple(o.shape) for o in f.outputs] for f in (exact, low)]
+        given = [[tuple(one.value.shape) for one in f.inputs] for f in (exact, low)]
+        if shapes[0] != shapes[1] or given[0] != given[1]:
+            raise InvalidValueError(
+                f"{name} is another function than the float64 one: it has outputs of shape {shapes[1]} and inputs of "
+                f"{given[1]}, expected {shapes[0]} and {given[0]}."
+            )
+        low.state.share_random(exact.state)
+        eps = max(torch.finfo(o.dtype).eps for o in low.outputs)
+        found, expected = low.values(low.point), exact.values(low.point)
+        off = (found - expected).abs().nan_to_num(0.0, 0.0, 0.0)
+        if bool((off <= 100 * eps**0.5 * expected.abs().nan_to_num(0.0, 0.0, 0.0).max()).all()):
+            return True
+        if exact.state.is_seeded:
+            self.notes.append(Finding("random", f"{name} draws other random numbers in float64, and was not compared"))
+            return False
+        raise InvalidValueError(f"{name} and the float64 function have different values: expected the same function.")
+
+    def _contract(self, function: Function, who: str = "") -> bool:
         """Look at everything but the values of the gradient; tell whether these can be looked at too."""
         base = function.values(function.point)
         if not self._is_repeatable(function, base):
             return False
         for layout in function.outputs:
             if not layout.has_graph:
-                self.notes.append(Finding("outputs", f"{layout.name} has no graph and is not checked"))
+                note = Finding("outputs", f"{layout.name} has no graph and is not checked")
+                self.notes += [] if note in self.notes else [note]
         contract = Contract(function, self._cotangents(function, base, 1)[0], self.generator)
         try:
             contract.probe()
         except Exception as error:
             self.findings.append(Finding("error", f"the backward raises {type(error).__name__}: {error}"))
             return False
-        self.findings += contract.findings
-        self.notes += contract.notes
+        self.findings += [replace(one, message=who + one.message) for one in contract.findings]
+        self.notes += [one for one in contract.notes if one not in self.notes]
         return not any(one.kind in ("non-determinism", "mutation") for one in contract.findings)
 
     def _is_repeatable(self, function: Function, base: Tensor) -> bool:
@@ -322,7 +350,8 @@ class _Check:
         self.notes += search.notes
         self.undecided += search.undecided
         self.power, self.directions = min(self.power, search.power), self.directions + len(search.agreed)
-        if not search.findings and not search.undecided and not search.agreed and bool(search.open.any()):
+        silent = not (search.findings or search.undecided or search.agreed or search.has_every_element)
+        if silent and bool(search.open.any()):
             self.undecided.append(Finding("undecided", "no direction was accurate enough to say anything"))
 
     def _low_precision(self, exact: Function, low: Function) -> None:
@@ -339,6 +368,8 @@ class _Check:
                 continue
             functions[name] = self._function(fn, wide=False, device=device)
             self._learn(functions[name])
+            self._is_the_same(exact, functions[name], f"backends[{name!r}]")
+            self._contract(functions[name], f"{name}: ")
         self.findings += compare_backends(exact, functions, self.generator)
 
     def _second_order(self, function: Function, exhaustive: bool) -> None:

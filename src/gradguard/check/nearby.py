@@ -54,6 +54,7 @@ def _is_between(
         least, most = float(low.sum()), float(high.sum())
         if most - least < max(20 * noise, _CLEAR * abs(analytical)):  # nothing but one derivative, and rounding
             return False
-        if not least - 5 * noise <= analytical <= most + 5 * noise:
+        slack = 5 * noise + 1e-6 * (most - least)
+        if not least - slack <= analytical <= most + slack:
             return False
     return True

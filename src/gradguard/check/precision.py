@@ -12,8 +12,8 @@ from torch import Tensor
 from gradguard.check.function import Function
 from gradguard.check.report import Finding
 
-_PERTURBATIONS = 4
-_UNITS = 12.0
+_PERTURBATIONS = 8
+_UNITS = 20.0
 
 
 class Conditioning:
@@ -44,7 +44,7 @@ class Conditioning:
         excess = torch.where(wrong, ((found - other).abs() / self.allowed).nan_to_num(torch.inf, torch.inf), -1.0)
         position = int(excess.argmax())
         name, index = self.exact.name_of(position)
-        units = f"{float(excess[position]) * _UNITS:.3g} units of input rounding apart (12 are allowed)"
+        units = f"{float(excess[position]) * _UNITS:.3g} units of input rounding apart (20 are allowed)"
         values = float(found[position]), float(other[position]), float(self.allowed[position]) / _UNITS
         return Finding(kind, f"{who}, {units}, {int(wrong.sum())} of {wrong.numel()} elements", name, index, *values)
 

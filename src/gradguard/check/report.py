@@ -80,7 +80,7 @@ class GradientReport:
         lines = [f"{self.verdict:<13} {finding}" for finding in self.findings]
         counted = f"{self.forwards} forwards, {self.backwards} backwards, {self.dtype}"
         counted = f"{self.directions} directions, {counted}" if self.directions else counted
-        power = f"; a single wrong element would show from {self.power:.0e} relative" if self.power < 1 else ""
+        power = f"; a wrong element of typical size would show from {self.power:.0e} relative" if self.power < 1 else ""
         lines.append(f"{self.verdict:<13} {counted}{power}")
         lines += [f"{'note':<13} {note}" for note in self.notes[:_MOST_NOTES]]
         if len(self.notes) > _MOST_NOTES:

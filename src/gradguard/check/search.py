@@ -10,6 +10,7 @@ from torch import Tensor
 
 from gradguard.check.differences import Differences, Disagreement, directions, mean_size
 from gradguard.check.element import Diagnosis, examine
+from gradguard.check.elementwise import check_every_element
 from gradguard.check.nearby import is_among_nearby
 from gradguard.check.report import Finding
 
@@ -18,6 +19,8 @@ _MOST_FINDINGS = 5
 _SETS_PER_LEVEL = 8
 _POWERLESS = 1e-3
 _TOO_WEAK = 0.1
+_FEW_ENOUGH = 5000
+_MOST_BROKEN = 200
 _MESSAGES = {
     "mismatch": "",
     "kink": "outside the subgradients [{low:.6g}, {high:.6g}]",
@@ -44,12 +47,17 @@ class Search:
     unclear: list[Finding] = field(default_factory=list)
     singly: list[float] = field(default_factory=list)
     """Relative bars of elements that were examined by themselves and agreed."""
+    kinks: list[int] = field(default_factory=list)
+    """Elements at a kink or a tie, where a subgradient was accepted."""
+    has_every_element: bool = False
+    """Whether each element was compared by itself."""
     power: float = float("inf")
 
     def run(self) -> None:
         """Search until all directions agree, or enough is found."""
         differences = self.differences
         self.open = differences.point.isfinite().double()
+        self.continuous = self.open.clone()
         self.negligible = differences.negligible()
         self._examine_broken_gradients()
         suspect = None
@@ -64,7 +72,12 @@ class Search:
                 if len(self.findings) < _MOST_FINDINGS:
                     self.examine_element(position)
         if suspect is not None and not self.findings:
-            self._first_suspect(jointly=True)
+            if len(differences.point) <= _FEW_ENOUGH:
+                check_every_element(self)
+            else:
+                self._first_suspect(jointly=True)
+        if not self.findings:
+            self._examine_kinks_together()
         self._rate()
 
     def _first_suspect(self, jointly: bool) -> Tensor | None:
@@ -139,20 +152,22 @@ class Search:
         """
         jumping = self._halve(direction, self.differences.jumps) if self.differences.jumps(direction) else []
         for position in jumping:
-            self.open[position] = 0.0
+            self.open[position] = self.continuous[position] = 0.0
             self.notes.append(Finding("jump", _NOTES["jump"], *self._place(position)))
         return bool(jumping)
 
     def _examine_broken_gradients(self) -> None:
         """Look at elements whose gradient is not finite; the others are then checked without them."""
-        broken = (~self.differences.gradients.isfinite()).any(dim=0).nonzero().reshape(-1).tolist()
-        for position in broken[: 2 * _SETS_PER_LEVEL]:
+        gradients = self.differences.gradients
+        kinds = gradients.isnan().any(dim=0), gradients.isinf().any(dim=0)
+        broken = [position for kind in kinds for position in kind.nonzero().reshape(-1).tolist()]
+        for position in broken[:_MOST_BROKEN]:
             if len(self.findings) < _MOST_FINDINGS:
                 self.examine_element(position)
-        for position in broken:
-            self.open[position] = 0.0
-        if len(broken) > 2 * _SETS_PER_LEVEL and not self.findings:
-            self.notes.append(Finding("singular", f"{len(broken)} elements have a gradient that is not finite"))
+        if len(broken) > _MOST_BROKEN and not self.findings:
+            message = f"{len(broken):,} elements have a gradient that is not finite, {_MOST_BROKEN} were looked at"
+            self.undecided.append(Finding("singular", message))
+        self.open[broken] = self.continuous[broken] = 0.0
         self.differences.gradients = self.differences.gradients.nan_to_num(0.0, 0.0, 0.0)
 
     def examine_element(self, position: int) -> None:
@@ -173,6 +188,7 @@ class Search:
             return
         wrong = [k for k, one in enumerate(shown) if one.is_wrong and one.kind != "nan"]
         if wrong and is_among_nearby(differences, direction, wrong, self.generator):
+            self.kinks.append(position)
             self.notes.append(Finding("tie", "between the derivatives at points nearby", *self._place(position)))
         else:
             self._note(shown, position)
@@ -181,12 +197,26 @@ class Search:
         """Look at a direction as at one element: kinks, ties and noise of many elements show there as well."""
         shown = examine(self.differences, direction, [1.0])
         worst = max(shown, key=lambda one: (one.is_wrong, one.kind == "undecided", one.kind != "ok"))
-        if not worst.is_wrong and worst.kind in ("ok", "kink"):
+        if (not worst.is_wrong and worst.kind in ("ok", "kink")) or (worst.is_wrong and self._is_tie(direction, shown)):
             self.agreed.append(found)
-        elif worst.is_wrong and is_wrong and not self._is_tie(direction, shown):
+        elif worst.is_wrong and is_wrong:
             self.findings.append(_finding(worst, "", None, "along a random direction, from many elements together"))
         else:
             self.unclear.append(_finding(worst, "", None, "nothing settles along a random direction"))
+
+    def _examine_kinks_together(self) -> None:
+        """Move everything by the same amount: at kinks and ties each element may be right, and their sum too large.
+
+        Tied values stay tied, so that every right choice among them gives the same.
+        """
+        if len(self.kinks) < 2:
+            return
+        direction = mean_size(self.differences.point) * self.continuous
+        shown = examine(self.differences, direction, [1.0])
+        worst = max(shown, key=lambda one: one.is_wrong)
+        if worst.is_wrong and not self._is_tie(direction, shown):
+            message = f"{len(self.kinks)} elements at kinks or ties, right one by one, are not when moved together"
+            self.findings.append(_finding(worst, "", None, message))
 
     def _is_tie(self, direction: Tensor, shown: list[Diagnosis]) -> bool:
         wrong = [k for k, one in enumerate(shown) if one.is_wrong]
@@ -202,6 +232,9 @@ class Search:
         elif worst.kind == "undecided":
             self.undecided.append(_finding(worst, name, index, "the numerical derivative does not settle"))
         elif worst.kind in _NOTES:
+            self.kinks += [position] if worst.kind == "kink" else []
+            self.continuous[position] = float(worst.kind == "kink")
+            self.singly += [0.0 for one in shown if one.numerical == one.numerical]  # something to compare with
             self.notes.append(_finding(worst, name, index, _NOTES[worst.kind].format(low=worst.low, high=worst.high)))
         else:
             self.singly += [one.bar / abs(one.analytical) for one in shown if one.analytical]
@@ -218,8 +251,11 @@ class Search:
             telling = found.scale > self.negligible
             typical = found.scale / max(1, int(self.open.sum())) ** 0.5
             seen += (found.allowed(self.differences.relative) / typical)[telling].tolist()
-        self.power = min(seen, default=5 * max(self.singly, default=float("inf")))
-        if self.power > _TOO_WEAK and (seen or self.singly) and not self.findings:
+        compared = self.agreed or self.singly or self.kinks or self.has_every_element
+        if not compared and len(self.differences.point):
+            self.undecided.append(Finding("undecided", "jumps and poles everywhere: there is nothing to compare with"))
+        self.power = min(seen, default=5 * max(self.singly, default=0.0) or float("inf"))
+        if self.power > _TOO_WEAK and (seen or any(self.singly)) and not self.findings:
             message = f"a wrong element would show only from {self.power:.1g} relative"
             self.undecided.append(Finding("undecided", message))
 

@@ -1,5 +1,7 @@
 """State that a call of the checked function changes, put back before the next call."""
 
+from __future__ import annotations
+
 import random
 import sys
 from collections.abc import Callable
@@ -12,8 +14,9 @@ from torch import Tensor, nn
 class State:
     """Buffers of the modules that a callable holds, and random number generators."""
 
-    def __init__(self, fn: Callable[..., Any]) -> None:
+    def __init__(self, fn: Callable[..., Any], *arguments: Any) -> None:
         modules = [] if isinstance(fn, nn.Module) else _modules_in(fn)
+        modules += _modules_in(list(arguments))
         owners = {id(one): one for module in modules for one in module.modules()}.values()
         self._buffers = [(one, name, b) for one in owners for name, b in one._buffers.items() if b is not None]
         self._generators: list[tuple[Callable[[Any], Any], Any]] = []
@@ -21,6 +24,10 @@ class State:
     def keep_random(self) -> None:
         """From now on start each call with the random numbers that would come next."""
         self._generators = generators()
+
+    def share_random(self, other: State) -> None:
+        """Start each call with the random numbers that ``other`` starts with."""
+        self._generators = other._generators
 
     @property
     def is_seeded(self) -> bool:
@@ -56,18 +63,32 @@ def generators() -> list[tuple[Callable[[Any], Any], Any]]:
     return found
 
 
-def _modules_in(fn: Any) -> list[nn.Module]:
-    """Return the modules that a bound method, a partial or a function refers to."""
-    held = [getattr(fn, "__self__", None), getattr(fn, "func", None), *getattr(fn, "args", ())]
-    held += [fn.__globals__.get(name) for name in code.co_names] if (code := getattr(fn, "__code__", None)) else []
-    held += [cell.cell_contents for cell in getattr(fn, "__closure__", None) or () if _is_filled(cell)]
-    found: list[nn.Module] = []
-    for one in held:
-        if isinstance(one, nn.Module) and one not in found:
-            found.append(one)
-        elif callable(one) and not isinstance(one, type | Tensor) and one is not fn and hasattr(one, "__closure__"):
-            found += [module for module in _modules_in(one) if module not in found]
-    return found
+def _modules_in(value: Any, depth: int = 4) -> list[nn.Module]:
+    """Return the modules that a callable, a container or an object refers to."""
+    if isinstance(value, nn.Module):
+        return [value]
+    if depth == 0 or isinstance(value, Tensor | str | bytes | int | float | type(None) | type(random)):
+        return []
+    found: dict[int, nn.Module] = {}
+    for one in _referred(value):
+        found |= {id(module): module for module in _modules_in(one, depth - 1)}
+    return list(found.values())
+
+
+def _referred(value: Any) -> list[Any]:
+    if isinstance(value, dict):
+        return list(value.values())
+    if isinstance(value, list | tuple | set | frozenset):
+        return list(value)
+    held = [getattr(value, "__self__", None), getattr(value, "func", None)]
+    held += [getattr(value, "args", ()), getattr(value, "keywords", {})] if hasattr(value, "func") else []
+    held += [cell.cell_contents for cell in getattr(value, "__closure__", None) or () if _is_filled(cell)]
+    if (code := getattr(value, "__code__", None)) is not None:
+        held += [value.__globals__.get(name) for name in code.co_names]
+        held += [getattr(value, "__defaults__", None), getattr(value, "__kwdefaults__", None)]
+    elif not isinstance(value, type) and not hasattr(value, "func"):
+        held += vars(value).values() if hasattr(value, "__dict__") else []
+    return held
 
 
 def _is_filled(cell: Any) -> bool:

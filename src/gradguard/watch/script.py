@@ -1,6 +1,7 @@
 """Run somebody's script or module as Python itself would, and say how it ended."""
 
 import builtins
+import concurrent.futures.thread
 import importlib.util
 import sys
 import threading
@@ -93,9 +94,10 @@ def run(program: Program) -> int:
     sys.modules["__main__"] = program.main
     sys.argv = list(program.argv)
     sys.path.insert(0, program.path_entry)
+    before = threading.enumerate()
     try:
         exec(program.code, program.main.__dict__)
-        _join_threads()
+        _join_threads(before)
     except SystemExit as stop:
         return _exit_code(stop)
     except KeyboardInterrupt:
@@ -107,10 +109,14 @@ def run(program: Program) -> int:
     return 0
 
 
-def _join_threads() -> None:
-    """Wait for the threads that the program left running, as Python itself would before it ends."""
+def _join_threads(before: list[threading.Thread]) -> None:
+    """Wait for the threads that the program left running, as Python itself would before it ends.
+
+    Not for those of an executor, which wait for work until Python ends them, nor for those that ran ``before``.
+    """
+    workers = {id(thread) for thread in concurrent.futures.thread._threads_queues}
     for thread in threading.enumerate():
-        if thread is not threading.main_thread() and not thread.daemon:
+        if thread not in before and not thread.daemon and id(thread) not in workers:
             thread.join()
 
 
