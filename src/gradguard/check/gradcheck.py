@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
 
 from gradguard.check.contract import Contract
+from gradguard.check.devices import device_called, is_here, moved
 from gradguard.check.differences import Differences
 from gradguard.check.elementwise import check_every_element
 from gradguard.check.function import WIDE, Function
@@ -212,7 +212,7 @@ class _Check:
         )
 
     def _function(self, fn: Any, wide: bool, device: torch.device | None = None) -> Function:
-        args, kwargs = (self.args, self.kwargs) if device is None else _moved((self.args, self.kwargs), device)
+        args, kwargs = (self.args, self.kwargs) if device is None else moved((self.args, self.kwargs), device)
         function = Function(fn, args, kwargs, wide)
         function.on_call = self.progress.step
         if self.chosen is not None:
@@ -362,8 +362,8 @@ class _Check:
     def _backends(self, exact: Function, backends: dict[str, Any]) -> None:
         functions = {}
         for name, fn in backends.items():
-            device = _device_called(name)
-            if device is not None and not _is_here(device):
+            device = device_called(name)
+            if device is not None and not is_here(device):
                 self.notes.append(Finding("backends", f"{name} is not here and was skipped"))
                 continue
             functions[name] = self._function(fn, wide=False, device=device)
@@ -384,25 +384,6 @@ class _Check:
             self._search(second, exhaustive, "second order")
         except (InvalidValueError, RuntimeError) as error:
             self.findings.append(Finding("error", f"the backward cannot be differentiated: {error}"))
-
-
-def _device_called(name: str) -> torch.device | None:
-    try:
-        return torch.device(name)
-    except RuntimeError:
-        return None
-
-
-def _is_here(device: torch.device) -> bool:
-    try:
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError, NotImplementedError):
-        return False
-    return True
-
-
-def _moved(values: Any, device: torch.device) -> Any:
-    return tree_map(lambda one: one.to(device) if isinstance(one, Tensor) else one, values)
 
 
 def _name(fn: Any) -> str:
