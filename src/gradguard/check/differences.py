@@ -23,7 +23,7 @@ LOW_STEPS = tuple(6e-2 / 2**k for k in range(10))
 For float32, where rounding is what limits, they begin further out."""
 
 MULTIPLE = 4.0
-RELATIVE = {torch.float64: 1e-9, torch.float32: 1e-5, torch.bfloat16: 1e-1, torch.float16: 1e-2}
+RELATIVE = {torch.float64: 5e-9, torch.float32: 1e-5, torch.bfloat16: 1e-1, torch.float16: 1e-2}
 """What a gradient may be off by beside the bar, relative to its norm along the direction."""
 
 
