@@ -237,7 +237,8 @@ class Search:
             self.singly += [0.0 for one in shown if one.numerical == one.numerical]  # something to compare with
             self.notes.append(_finding(worst, name, index, _NOTES[worst.kind].format(low=worst.low, high=worst.high)))
         else:
-            self.singly += [one.bar / abs(one.analytical) for one in shown if one.analytical]
+            rounding = float(self.negligible.max())
+            self.singly += [one.bar / abs(one.analytical) for one in shown if abs(one.analytical) > rounding]
 
     def _place(self, position: int) -> tuple[str, tuple[int, ...]]:
         return self.differences.function.name_of(position)
