@@ -122,7 +122,7 @@ def test_an_attribute_may_become_another_kind_of_thing():
         rule.constant = constant
         assert torch.equal(gradient(rule, compiled=True), gradient(rule, compiled=False))
     del rule.constant
-    with pytest.raises(AttributeError):
+    with pytest.raises(AttributeError, match="constant"):
         gradient(rule, compiled=False)
 
 

@@ -74,7 +74,7 @@ class Function:
         self._buffers = {} if module is None else {n: self._converted(b) for n, b in module.named_buffers()}
         for i, (_, value) in enumerate(flat):
             _check_layout(names[i], value)
-        candidates = {i: v for i, v in enumerate(self._flat) if isinstance(v, Tensor) and _is_differentiable(v)}
+        candidates = {i: v for i, v in enumerate(self._flat) if is_differentiable(v)}
         marked = {i for i in candidates if flat[i][1].requires_grad}
         self._arguments = {names[i]: i for i in (sorted(marked) if marked else candidates)}
         self.constants = {names[i]: v for i, (_, v) in enumerate(flat) if names[i] not in self._arguments}
@@ -105,7 +105,7 @@ class Function:
             raise InvalidValueError(f"inputs_to_check is empty: expected some of {known}, or None for all of them.")
         for name in chosen:
             value = self.constants.get(name)
-            if name not in known and isinstance(value, Tensor) and not _is_differentiable(value):
+            if name not in known and isinstance(value, Tensor) and not is_differentiable(value):
                 raise InvalidTypeError(
                     f"input {name!r} is {value.dtype}, which has no gradient: expected a floating or complex tensor; "
                     f"call {name}.double() first, or leave it out."
@@ -290,8 +290,14 @@ def _module_of(fn: Callable[..., Any]) -> nn.Module | None:
     return fn if isinstance(fn, nn.Module) else None
 
 
-def _is_differentiable(value: Tensor) -> bool:
-    return value.is_floating_point() or value.is_complex()
+def is_differentiable(value: Any) -> bool:
+    """Tell whether this is a tensor that can have a gradient."""
+    return isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
+
+
+def name_of(fn: Any) -> str:
+    """Return what a person would call a callable."""
+    return getattr(fn, "__name__", type(fn).__name__)
 
 
 def _real(tensor: Tensor) -> Tensor:
@@ -316,7 +322,7 @@ def _outputs_of(result: Any) -> list[Tensor]:
     found: list[Tensor] = []
     for value in tree_leaves(result):
         if isinstance(value, Tensor):
-            found += [value] if _is_differentiable(value) else []
+            found += [value] if is_differentiable(value) else []
         elif is_dataclass(value):
             found += _outputs_of([getattr(value, field.name) for field in fields(value)])
     return found

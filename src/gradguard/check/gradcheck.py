@@ -14,7 +14,7 @@ from gradguard.check.contract import Contract
 from gradguard.check.devices import device_called, is_here, moved
 from gradguard.check.differences import Differences
 from gradguard.check.elementwise import check_every_element
-from gradguard.check.function import WIDE, Function
+from gradguard.check.function import WIDE, Function, name_of
 from gradguard.check.guess import with_guesses
 from gradguard.check.precision import Conditioning, compare_backends
 from gradguard.check.progress import Progress
@@ -252,20 +252,20 @@ class _Check:
         outputs = function.record(function.leaves())
         if not outputs:
             raise InvalidTypeError(
-                f"{_name(function.fn)} returned no floating or complex tensor: expected a tensor, or tensors in a "
+                f"{name_of(function.fn)} returned no floating or complex tensor: expected a tensor, or tensors in a "
                 f"tuple, a list, a dict or a dataclass."
             )
         function.learn_outputs(outputs)
         if not any(o.requires_grad for o in outputs):
             raise InvalidValueError(
-                f"the outputs of {_name(function.fn)} have no graph: expected the result of differentiable operations; "
-                f"is there a detach(), a torch.no_grad() or a .data in it?"
+                f"the outputs of {name_of(function.fn)} have no graph: expected the result of differentiable "
+                f"operations; is there a detach(), a torch.no_grad() or a .data in it?"
             )
         for layout, output in zip(function.outputs, outputs, strict=True):
             if bool(output.isnan().any()):
                 bad = output.isnan().nonzero()[0].tolist()
                 raise InvalidValueError(
-                    f"{layout.name} of {_name(function.fn)} is NaN at index {bad}: choose another point."
+                    f"{layout.name} of {name_of(function.fn)} is NaN at index {bad}: choose another point."
                 )
 
     def _is_the_same(self, exact: Function, low: Function, name: str = "it") -> bool:
@@ -384,7 +384,3 @@ class _Check:
             self._search(second, exhaustive, "second order")
         except (InvalidValueError, RuntimeError) as error:
             self.findings.append(Finding("error", f"the backward cannot be differentiated: {error}"))
-
-
-def _name(fn: Any) -> str:
-    return getattr(fn, "__name__", type(fn).__name__)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gradguard.check.function import is_differentiable, name_of
 from gradguard.check.state import State
 from gradguard.errors import InvalidTypeError, InvalidValueError
 
@@ -204,16 +205,6 @@ def select_output(result: Any, output_name: str | int, op_name: str) -> Tensor:
             f"tensor."
         )
     return chosen
-
-
-def is_differentiable(value: Any) -> bool:
-    """Tell whether this is a tensor that can have a gradient."""
-    return isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
-
-
-def name_of(fn: Any) -> str:
-    """Return what a person would call a callable."""
-    return getattr(fn, "__name__", type(fn).__name__)
 
 
 def _outputs(result: Any) -> dict[Any, Any]:

@@ -15,7 +15,7 @@ class Progress:
     """Counts forwards, and shows them from the third second on."""
 
     def __init__(self) -> None:
-        self.forwards, self.what = 0, "gradient check"
+        self.forwards = 0
         self._started = self._shown = time.monotonic()
         self._status: Any = None
 
@@ -35,7 +35,7 @@ class Progress:
         if now - self._started < _PATIENCE or now - self._shown < _BETWEEN:
             return
         self._shown = now
-        text = f"{self.what}: {self.forwards:,} forwards, {now - self._started:.0f} s"
+        text = f"gradient check: {self.forwards:,} forwards, {now - self._started:.0f} s"
         if self._status is None:
             self._status = _status(text)
         if self._status is not None:

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from gradguard.arguments import check_number
-from gradguard.check.function import WIDE
-from gradguard.check.named_call import NamedCall, is_differentiable, name_of
+from gradguard.check.function import WIDE, is_differentiable, name_of
+from gradguard.check.named_call import NamedCall
 from gradguard.errors import GradientCheckError, InvalidValueError
 
 if TYPE_CHECKING:
