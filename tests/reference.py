@@ -1,9 +1,11 @@
 """The slow twin: every rule in float64 on one flat vector, a few lines each. What is fast is compared with this."""
 
 import math
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 EPSILON = 1e-6
 
@@ -50,3 +52,51 @@ def clip_adaptive(weight: Tensor, gradient: Tensor, units: list[Tensor], thresho
         unit = clip_unit(weight[mask].double().tolist(), gradient[mask].double().tolist(), threshold, eps)
         result[mask] = torch.tensor(unit, dtype=torch.float64)
     return result
+
+
+def per_sample_gradients(
+    model: nn.Module, loss_of: Callable[[Any], Tensor], samples: Iterable[Any]
+) -> dict[str, Tensor]:
+    """The gradient of each sample alone, ``[B, *shape]``: microbatches of one through plain autograd.
+
+    Tied parameters stand there once, frozen ones not at all, and those that the loss does not use are zero.
+    """
+    named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    rows = []
+    for sample in samples:
+        model.zero_grad(set_to_none=True)
+        loss_of(sample).backward()
+        found = [torch.zeros_like(p) if p.grad is None else p.grad.to_dense() for p in named.values()]
+        rows.append([g.detach().double() for g in found])
+    model.zero_grad(set_to_none=True)
+    return {name: torch.stack([row[k] for row in rows]) for k, name in enumerate(named)}
+
+
+def sample_norms(gradients: Iterable[Tensor]) -> Tensor:
+    """The 2-norm of each sample's gradient over all of these parameters, float64."""
+    rows = torch.cat([g.double().reshape(len(g), -1) for g in gradients], dim=1)
+    return torch.tensor([total_norm([row]) for row in rows], dtype=torch.float64)
+
+
+def weigh_samples(gradients: dict[str, Tensor], factors: Tensor) -> dict[str, Tensor]:
+    """Each sample's gradient times its factor, still ``[B, *shape]``."""
+    return {name: factors.view(-1, *[1] * (g.dim() - 1)) * g.double() for name, g in gradients.items()}
+
+
+def clip_samples(gradients: dict[str, Tensor], max_norm: float) -> dict[str, Tensor]:
+    """Flat clipping: one factor min(1, C / norm) for all that a sample contributes."""
+    norms = sample_norms(gradients.values())
+    return weigh_samples(gradients, torch.where(norms > max_norm, max_norm / norms, 1.0))
+
+
+def clip_samples_per_parameter(gradients: dict[str, Tensor], max_norms: list[float]) -> dict[str, Tensor]:
+    """Every parameter clipped by itself."""
+    clipped: dict[str, Tensor] = {}
+    for (name, gradient), max_norm in zip(gradients.items(), max_norms, strict=True):
+        clipped |= clip_samples({name: gradient}, max_norm)
+    return clipped
+
+
+def clip_samples_automatically(gradients: dict[str, Tensor], max_norm: float, gamma: float = 0.01) -> dict[str, Tensor]:
+    """AUTO-S (Bu et al. 2023): C / (norm + gamma), with no threshold."""
+    return weigh_samples(gradients, max_norm / (sample_norms(gradients.values()) + gamma))

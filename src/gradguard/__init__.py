@@ -35,13 +35,24 @@ from gradguard.errors import (
     RecordError,
     UnsupportedGradientError,
 )
+from gradguard.per_sample.clipper import ClippedSums, PerSampleGradientClipper, PreStep
+from gradguard.per_sample.clipping_rule import NormClipper
+from gradguard.per_sample.norm_clippers import (
+    AutoNormClipper,
+    FlatNormClipper,
+    PerLayerNormClipper,
+    QuantileNormClipper,
+)
+from gradguard.per_sample.statistics import PerSampleStatistics
 
 __version__ = "0.1.0.dev0"
 
 __all__ = [
+    "AutoNormClipper",
     "BaseErrorClip",
     "Calibration",
     "ClipResult",
+    "ClippedSums",
     "ErrorClipByNorm",
     "ErrorClipBySampleNorm",
     "ErrorClipByValue",
@@ -50,6 +61,7 @@ __all__ = [
     "ErrorClipZeroAbove",
     "Finding",
     "FirstNonfinite",
+    "FlatNormClipper",
     "FreedGraphError",
     "GradguardError",
     "GradientCheckError",
@@ -57,7 +69,13 @@ __all__ = [
     "InvalidTypeError",
     "InvalidValueError",
     "NonFiniteGradientError",
+    "NormClipper",
     "OpStatistics",
+    "PerLayerNormClipper",
+    "PerSampleGradientClipper",
+    "PerSampleStatistics",
+    "PreStep",
+    "QuantileNormClipper",
     "RecordError",
     "UnsupportedGradientError",
     "append_backward",

@@ -1,9 +1,13 @@
-"""The one file that knows of `torch.distributed`. For now it only refuses what would give a rank-local number."""
+"""The one file that knows of `torch.distributed`: what is refused because it would give a rank-local number, and sums."""
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
-from torch import Tensor
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from gradguard.errors import UnsupportedGradientError
 
@@ -23,3 +27,91 @@ def refuse_sharded(tensors: Iterable[Tensor]) -> None:
                 "ranks, and this rank's part alone would be wrong. Use torch.nn.utils.clip_grad_norm_ (FSDP2) or "
                 "the module's own clip_grad_norm_ (FSDP1) for now."
             )
+
+
+def is_sharded(tensor: Tensor) -> bool:
+    """Tell whether ``tensor`` is a DTensor, as FSDP2's parameters are."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """Return the module inside a DistributedDataParallel, or the model itself."""
+    return model.module if isinstance(model, DistributedDataParallel) else model
+
+
+def stop_synchronizing(model: nn.Module) -> Callable[[], None]:
+    """Keep DistributedDataParallel from talking to other processes in forward and backward.
+
+    Processes may then run it a different number of times without waiting for one another.
+
+    Returns:
+        What makes it as it was.
+    """
+    if not isinstance(model, DistributedDataParallel):
+        return lambda: None
+    before = model.require_backward_grad_sync, model.require_forward_param_sync
+    model.require_backward_grad_sync = model.require_forward_param_sync = False
+
+    def restore() -> None:
+        model.require_backward_grad_sync, model.require_forward_param_sync = before
+
+    return restore
+
+
+def process_group_of(model: nn.Module) -> Any:
+    """Return the group over which ``model`` is replicated or sharded; None for an ordinary model.
+
+    Raises:
+        UnsupportedGradientError: If it is sharded by FSDP1, over a mesh of several dimensions, or over several meshes.
+    """
+    if isinstance(model, DistributedDataParallel):
+        return model.process_group
+    parameters = list(model.parameters())
+    if any(type(p).__name__ == "FlatParameter" for p in parameters):
+        raise UnsupportedGradientError(
+            "FullyShardedDataParallel (FSDP1) flattens parameters, so samples' gradients cannot be told apart: use "
+            "torch.distributed.fsdp.fully_shard."
+        )
+    meshes = {p.device_mesh for p in parameters if is_sharded(p)}  # type: ignore[attr-defined]
+    if not meshes:
+        return None
+    if len(meshes) > 1 or next(iter(meshes)).ndim > 1 or not all(map(is_sharded, parameters)):
+        raise UnsupportedGradientError(
+            f"the parameters lie on {len(meshes)} device meshes or on one of several dimensions, or some are not "
+            "sharded: expected all of them sharded over one mesh of one dimension, as fully_shard(model) does."
+        )
+    return next(iter(meshes)).get_group()
+
+
+def rank_and_size(group: Any) -> tuple[int, int]:
+    """Return the number of this process in ``group``, and how many there are; (0, 1) for no group."""
+    return (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
+
+
+def from_first_rank(value: bytes, group: Any, device: torch.device) -> bytes:
+    """Return the ``value`` of the group's first process, on all of them. All values must be of one length."""
+    if group is None:
+        return value
+    shared = torch.tensor(list(value), dtype=torch.uint8, device=device)
+    dist.broadcast(shared, src=dist.get_global_rank(group, 0), group=group)
+    return bytes(shared.tolist())
+
+
+def all_reduce_sum(tensors: Sequence[Tensor], group: Any) -> None:
+    """Replace each tensor by its sum over all processes, in one all-reduce; without a group do nothing."""
+    if group is None or not tensors:
+        return
+    together = torch.cat([tensor.reshape(-1) for tensor in tensors])  # float64 if any of them is
+    dist.all_reduce(together, group=group)
+    for tensor, part in zip(tensors, together.split([t.numel() for t in tensors]), strict=True):
+        tensor.copy_(part.view(tensor.shape))
+
+
+def shard_like(full: Tensor, like: Tensor) -> Tensor:
+    """Return this process's shard of ``full``, which every process holds, laid out as ``like`` is; no communication."""
+    if not is_sharded(like):
+        return full
+    from torch.distributed.tensor import distribute_tensor
+
+    return distribute_tensor(full, like.device_mesh, like.placements, src_data_rank=None)  # type: ignore[attr-defined]

@@ -3,12 +3,13 @@
 import threading
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 from torch.autograd.graph import Node
+
+from gradguard.module_hooks import ForwardHook
 
 _LONGEST = 200_000
 _LEAVES = 2**63
@@ -23,24 +24,6 @@ def next_number() -> int:
 def number_of(node: Node) -> int:
     """Return the number that autograd gave to ``node`` in the thread that made it; leaves have the largest of all."""
     return node._sequence_nr()
-
-
-class ForwardHook:
-    """A hook on a module that does not follow it into copies and files: there it does nothing."""
-
-    def __init__(self, call: Callable[..., None]) -> None:
-        self._call = call
-
-    def __call__(self, *args: Any) -> None:
-        """Pass on what PyTorch calls the hook with."""
-        self._call(*args)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return ForwardHook, (_do_nothing,)
-
-
-def _do_nothing(*args: Any) -> None:
-    pass
 
 
 class ModuleTimeline:

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from gradguard.error_clip.graph import NO_INPUTS, Inputs, root_of
 from gradguard.error_clip.hooks import Claim, Clipping
-from gradguard.error_clip.modules import ForwardHook, next_number, number_of
+from gradguard.error_clip.modules import next_number, number_of
 from gradguard.error_clip.scopes import LossScale, Scope, own, owned_slots, refresh_all
 from gradguard.errors import InvalidTypeError, InvalidValueError
 

@@ -1,0 +1,301 @@
+r"""Clip each sample's gradient before they are summed, from one forward and one backward.
+
+.. math:: \bar g = \frac1N \sum_{i=1}^{N} c_i\, g_i, \qquad c_i = \min\bigl(1,\; C / \lVert g_i \rVert\bigr)
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from gradguard.errors import InvalidTypeError, InvalidValueError
+from gradguard.per_sample.clipping_rule import SLACK, NormClipper, checked_factors
+from gradguard.per_sample.contributions import Contribution, Kept
+from gradguard.per_sample.following import Following
+from gradguard.per_sample.loss_scale import scalers_at_work, watch_scalers
+from gradguard.per_sample.mini_batch import MiniBatch
+from gradguard.per_sample.statistics import PerSampleStatistics
+from gradguard.per_sample.support import refuse_unsupported
+from gradguard.per_sample.verify import compare_with_loop, verify_first_step
+from gradguard.tensors.layout import HALVES, wide_dtype
+
+
+class PreStep(NamedTuple):
+    """What `PerSampleGradientClipper.pre_step` returns.
+
+    Attributes:
+        max_norm: float64, one entry for each trained parameter: the L2 norm of the clipper's thresholds, which bounds
+            what one sample adds to the sum over all parameters, and which noise is scaled by.
+        batch_size: Number of samples in the whole batch.
+    """
+
+    max_norm: Tensor
+    batch_size: int
+
+
+@dataclass(frozen=True)
+class ClippedSums:
+    """The clipped per-sample gradients of a whole batch, summed.
+
+    Attributes:
+        names: Of the trained parameters.
+        parameters: The trained parameters.
+        sums: For each, the sum of its clipped per-sample gradients: float32, or float64 for a float64 parameter.
+        batch_size: Number of samples.
+    """
+
+    names: list[str]
+    parameters: list[nn.Parameter]
+    sums: list[Tensor]
+    batch_size: int
+
+
+class PerSampleGradientClipper:
+    def __init__(
+        self,
+        module: nn.Module,
+        norm_clipper: NormClipper,
+        batch_first: bool = True,
+        loss_reduction: str = "mean",
+        *,
+        mode: str = "fast",
+        scaler: Any = None,
+        check: bool = True,
+    ) -> None:
+        refuse_unsupported(module)
+        if not isinstance(norm_clipper, NormClipper):
+            raise InvalidTypeError(
+                f"norm_clipper: expected a NormClipper such as gg.FlatNormClipper(1.0), got {norm_clipper!r}."
+            )
+        _one_of("loss_reduction", loss_reduction, ("mean", "sum"))
+        _one_of("mode", mode, ("fast", "exact"))
+        self.module, self.norm_clipper = module, norm_clipper
+        self._reduction, self._mode, self._scaler = loss_reduction, mode, scaler
+        self._unchecked = check
+        watch_scalers()
+        self._following = Following(module, batch_first, _names(module))
+        self._batch_first = batch_first
+        self._names: list[str] = []
+        self._sums: dict[str, Tensor] = {}
+        self._batch_size: int | None = None  # None: nothing was accumulated
+        self._unit = 1.0
+        self._loss_scale: Tensor | float = 1.0
+        self._assigned: dict[str, Tensor] = {}
+        self._gradients: dict[str, Tensor] | None = None
+        self.statistics: PerSampleStatistics | None = None
+        self._prepare()
+
+    @property
+    def trained(self) -> dict[str, nn.Parameter]:
+        """The parameters that are clipped, by name."""
+        return {name: self._following.parameter(name) for name in self._names}
+
+    def detach(self) -> None:
+        """Remove the clipper from the module; calling it again does nothing."""
+        self._following.remove()
+
+    @torch.no_grad()
+    def clip_and_accumulate(self) -> None:
+        mini_batch = self._following.gathering.look()
+        self._check_scaler()
+        if self._unchecked and mini_batch.batch_size > 0:
+            verify_first_step(self._following, self._batch_first)
+            self._unchecked = False
+        if self._batch_size is None:
+            self._prepare()
+        self._gradients = None
+        try:
+            if mini_batch.batch_size > 0:
+                self._accumulate(mini_batch)
+        finally:
+            self._following.gathering.discard()
+        self._batch_size = (self._batch_size or 0) + max(0, mini_batch.batch_size)
+
+    def skip_batch(self) -> None:
+        """Count a mini-batch without samples, for which there was no backward: it adds nothing."""
+        if self._batch_size is None:
+            self._prepare()
+        self._batch_size = self._batch_size or 0
+
+    def pre_step(self) -> PreStep:
+        self._check_accumulated("pre_step")
+        self._refuse_stale_gradients()
+        size, loss_scale = self._batch_size or 0, self._loss_scale
+        divisor = max(size, 1) if self._reduction == "mean" else 1
+        taken = self._take_sums(self._unit / divisor, loss_scale)
+        for name, parameter in self.trained.items():
+            parameter.grad = self._assigned[name] = taken[name].to(parameter.dtype)
+        max_norm = torch.full((len(self._names),), self._bound(), dtype=torch.float64)
+        return PreStep(max_norm, size)
+
+    def take(self) -> ClippedSums:
+        """Return the sums instead of filling ``.grad``, and start anew; for those who add noise.
+
+        Raises:
+            InvalidValueError: If nothing was accumulated.
+        """
+        self._check_accumulated("take")
+        size = self._batch_size or 0
+        sums = self._take_sums(self._unit, 1.0)
+        return ClippedSums(self._names, list(self.trained.values()), [sums[n] for n in self._names], size)
+
+    def per_sample_gradients(self) -> dict[str, Tensor]:
+        if self._mode != "exact":
+            raise InvalidValueError(
+                "per-sample gradients are never made in mode='fast': use PerSampleGradientClipper(..., mode='exact')."
+            )
+        if self._gradients is None or self._following.gathering.mini_batch is not None:
+            mini_batch = self._following.gathering.look()
+            self._keep(mini_batch)
+        assert self._gradients is not None
+        return self._gradients
+
+    def sensitivity(self, relation: str = "add_or_remove_one") -> float:
+        return self.norm_clipper.sensitivity(relation)
+
+    def verify(self, samples: int = 4) -> float:
+        found = compare_with_loop(self._following, self._batch_first, samples)
+        if found is None:
+            raise InvalidValueError(
+                "verify() cannot compare a module that draws random numbers of its own: two runs differ. Dropout is "
+                "switched off by itself; fix the rest for the check."
+            )
+        return found.largest
+
+    # One mini-batch
+
+    def _accumulate(self, mini_batch: MiniBatch) -> None:
+        size = mini_batch.batch_size
+        device = next(iter(self.trained.values())).device
+        contributions = self._keep(mini_batch) if self._mode == "exact" else mini_batch.finish(device)
+        scale = self._sample_scale(size)
+        norms = {
+            name: contributions[name].squared_norms().sqrt() * scale
+            if name in contributions
+            else torch.zeros(size, dtype=wide_dtype(device), device=device)
+            for name in self._names
+        }
+        parts = list(norms.values())
+        total = torch.stack(parts).square().sum(0).sqrt()
+        factors = checked_factors(self.norm_clipper, parts if self.norm_clipper.is_per_layer else [total])
+        bad = ~total.isfinite()
+        if total.is_cpu and not bad.any():
+            bad = None
+        self.statistics = PerSampleStatistics(total, norms, factors)
+        if self._batch_size is None or not self._sums:
+            self._unit = float(size) if self._reduction == "mean" else 1.0
+        for k, name in enumerate(self._names):
+            if name in contributions:
+                weights = factors[k if self.norm_clipper.is_per_layer else 0] * (scale / self._unit)
+                self._add(name, contributions.pop(name).weighted_sum(weights, bad))
+
+    def _keep(self, mini_batch: MiniBatch) -> dict[str, Contribution]:
+        """Hold every per-sample gradient, in the scale of a sample's own loss."""
+        contributions = mini_batch.finish(next(iter(self.trained.values())).device)
+        scale = self._sample_scale(mini_batch.batch_size)
+        kept: dict[str, Contribution] = {name: c.keep() for name, c in contributions.items()}
+        mini_batch.finished = kept
+        self._gradients = {}
+        for name, parameter in self.trained.items():
+            if name in kept:
+                rows = kept[name].rows(0, mini_batch.batch_size)
+                self._gradients[name] = rows * scale
+            else:
+                self._gradients[name] = _zeros(parameter, max(0, mini_batch.batch_size))
+        return dict(kept)
+
+    def _add(self, name: str, total: Tensor) -> None:
+        if name in self._sums:
+            self._sums[name] += total
+        else:
+            self._sums[name] = total
+
+    def _sample_scale(self, size: int) -> Tensor | float:
+        """What backward's gradients are multiplied by to be those of each sample's own loss."""
+        mean = size if self._reduction == "mean" else 1
+        self._loss_scale = self._scaler._get_scale_async().double() if self._scaler_is_on() else 1.0
+        return mean / self._loss_scale
+
+    # The whole batch
+
+    def _take_sums(self, factor: float, loss_scale: Tensor | float) -> dict[str, Tensor]:
+        """The sums times a factor, zeros for what no sample used; nothing is accumulated afterwards."""
+        factor_of_all = factor * loss_scale
+        sums, self._sums, self._batch_size = self._sums, {}, None
+        for name, parameter in self.trained.items():
+            if name not in sums:
+                sums[name] = _zeros(parameter)
+            elif isinstance(factor_of_all, Tensor) or factor_of_all != 1:
+                sums[name] *= factor_of_all
+        self.norm_clipper.finish_step()
+        return sums
+
+    def _prepare(self) -> None:
+        """See which parameters are trained, before a batch begins."""
+        names = [n for n in self._following.aliases if self._following.parameter(n).requires_grad]
+        if names != self._names:
+            self._names = names
+            self.norm_clipper.slack = _slack({p.dtype for p in self.trained.values()})
+            self.norm_clipper.prepare(names)
+
+    def _bound(self) -> float:
+        return math.sqrt(math.fsum(c * c for c in self.norm_clipper.thresholds))
+
+    def _scaler_is_on(self) -> bool:
+        return self._scaler is not None and self._scaler.is_enabled() and self._scaler._scale is not None
+
+    def _check_scaler(self) -> None:
+        others = scalers_at_work() - {self._scaler}
+        if others:
+            raise InvalidValueError(
+                "a GradScaler scaled the loss, so every per-sample gradient is as much too large. Tell the clipper: "
+                "PerSampleGradientClipper(..., scaler=scaler). Nothing was clipped."
+            )
+
+    def _check_accumulated(self, call: str) -> None:
+        if self._batch_size is None:
+            raise InvalidValueError(
+                f"{call}() found nothing to take: call clip_and_accumulate() first, once after the backward of each "
+                "mini-batch."
+            )
+
+    def _refuse_stale_gradients(self) -> None:
+        for name, parameter in self.trained.items():
+            grad = parameter.grad
+            if grad is not None and grad is not self._assigned.get(name) and bool(grad.any()):
+                raise InvalidValueError(
+                    f"{name}.grad holds a gradient that was not clipped, from a backward that the clipper did not "
+                    "follow. Call optimizer.zero_grad() first, then pre_step() again; what was accumulated is kept."
+                )
+
+
+def _names(module: nn.Module) -> Mapping[tuple[nn.Module, str], str]:
+    """The first name of each parameter, by each place that holds it."""
+    first: dict[int, str] = {}
+    found = {}
+    for prefix, submodule in module.named_modules():
+        for slot, parameter in submodule._parameters.items():
+            if parameter is not None:
+                name = first.setdefault(id(parameter), f"{prefix}.{slot}" if prefix else slot)
+                found[submodule, slot] = name
+    return found
+
+
+def _slack(dtypes: set[torch.dtype]) -> float:
+    """Relative room for what rounds: norms, factors and products, and the cast to half precision in the end."""
+    if dtypes == {torch.float64}:
+        return 8 * torch.finfo(torch.float64).eps
+    return SLACK + max([torch.finfo(dtype).eps / 2 for dtype in dtypes & set(HALVES)], default=0.0)
+
+
+def _zeros(parameter: Tensor, *rows: int) -> Tensor:
+    dtype = torch.float32 if parameter.dtype in HALVES else parameter.dtype
+    return torch.zeros(*rows, *parameter.shape, dtype=dtype, device=parameter.device)
+
+
+def _one_of(name: str, value: Any, expected: tuple[str, ...]) -> None:
+    if value not in expected:
+        raise InvalidValueError(f"{name}={value!r}: expected {' or '.join(map(repr, expected))}.")

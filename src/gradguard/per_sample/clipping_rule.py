@@ -1,0 +1,255 @@
+"""What a rule of clipping promises, and the check that any rule, a user's own too, keeps it."""
+
+import math
+from abc import ABC, abstractmethod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradguard.arguments import check_number, check_threshold
+from gradguard.errors import InvalidTypeError, InvalidValueError
+from gradguard.tensors.layout import are_readable, wide_dtype
+
+SLACK = 8 * torch.finfo(torch.float32).eps
+"""Room for rounding: norms are up to 2e-7 too small, and factors and products are rounded to float32."""
+
+TOLERANCE = 1e-6
+"""Relative excess over a threshold up to which `checked_factors` takes a rule's result for rounding."""
+
+_FLOAT32 = torch.finfo(torch.float32)
+
+RELATIONS = {"add_or_remove_one": 1.0, "replace_one": 2.0}
+
+
+class NormClipper(ABC):
+    r"""A rule that maps norms :math:`n_i` of samples' gradients to factors :math:`c_i`; base class for one's own.
+
+    A rule states its ``thresholds``, and promises :math:`c_i n_i \le C`. A rule of one's own is held to that promise
+    at every call (`checked_factors`), so it needs no care about rounding, NaN or infinity.
+
+    Guarantees (of the rules here, and of any other after `checked_factors`):
+        - With factors ``C / (norm * (1 + slack))``, the norm of ``factor * gradient`` stays within ``C`` although
+          norms are measured, and products rounded, in float32. Thresholds below 1e-30 leave the range of float32,
+          where elements that underflow may exceed them.
+        - A sample whose norm is NaN or infinite gets the factor 0.
+
+    Attributes:
+        is_per_layer: False for one norm of each sample over all parameters, True for one norm of each parameter.
+        slack: Relative room for rounding; a clipper of half-precision gradients raises it by half their eps.
+        names: Of the trained parameters, in the order of the norms; known after `prepare`.
+
+    Example:
+        >>> class Normalize(NormClipper):
+        ...     thresholds = [2.0]
+        ...     def calc_clipping_factors(self, norms):
+        ...         return [2.0 / (norms[0] + 1e-3)]
+        >>> checked_factors(Normalize(), [torch.tensor([3.0, 1.0, float("nan")])])[0].round(decimals=3)
+        tensor([0.6660, 1.9980, 0.0000], dtype=torch.float64)
+    """
+
+    is_per_layer: bool = False
+    slack: float = SLACK
+    names: tuple[str, ...] = ()
+
+    @abstractmethod
+    def calc_clipping_factors(self, norms: list[Tensor]) -> list[Tensor]:
+        """Return one tensor of factors for each of ``norms``, of the same shape.
+
+        Args:
+            norms: float64 tensors ``[B]``, one, or one for each trained parameter if ``is_per_layer``.
+        """
+
+    @property
+    @abstractmethod
+    def thresholds(self) -> list[float]:
+        """What the norm of each clipped part cannot exceed: one number, or one for each trained parameter."""
+
+    def prepare(self, names: list[str]) -> None:
+        """Learn the names of the trained parameters, in the order of the norms; called before any norms."""
+        self.names = tuple(names)
+
+    def finish_step(self) -> None:  # noqa: B027 - most rules have nothing to do
+        """Take note that a logical step, of any number of mini-batches, has ended."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what changes during training: nothing, unless a subclass says otherwise."""
+        return {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take back what `state_dict` returned: nothing. A subclass that saves something takes it back itself.
+
+        Raises:
+            InvalidValueError: If something was saved.
+        """
+        check_keys(self, state_dict, {})
+
+    def sensitivity(self, relation: str) -> float:
+        r"""Return how far one sample can move the clipped *sum*: :math:`\sqrt{\sum_l C_l^2}`, or twice that.
+
+        Args:
+            relation: ``"add_or_remove_one"`` if a sample comes or goes; ``"replace_one"``, twice as far, if another
+                takes its place.
+
+        Raises:
+            InvalidValueError: If ``relation`` is neither.
+        """
+        if not isinstance(relation, str) or relation not in RELATIONS:
+            raise InvalidValueError(f"relation={relation!r}: expected 'add_or_remove_one' or 'replace_one'.")
+        return RELATIONS[relation] * math.hypot(*self.thresholds)
+
+    def largest_factors(self, norms: Tensor, threshold: float) -> Tensor:
+        """Return the largest factors, above 1 too, with which these norms stay within ``threshold``; see `SLACK`.
+
+        A threshold of 0 gives 0, of infinity infinity; a norm of 0 gives infinity; a NaN or infinite norm gives 0.
+        """
+        stretched = norms.to(wide_dtype(norms.device)) * (1 + self.slack)
+        if 0 < threshold < math.inf:
+            factors = _rounded_down(torch.where(stretched > 0, threshold / stretched, math.inf))
+        else:
+            factors = torch.full_like(stretched, threshold)
+        return torch.where(norms.isfinite(), factors, 0)
+
+
+def checked_factors(norm_clipper: NormClipper, norms: list[Tensor]) -> list[Tensor]:
+    """Return the factors of ``norm_clipper`` for ``norms``, held to what the rule promises.
+
+    Guarantees:
+        - One detached float64 tensor ``[B]`` for each of ``norms``; 0 where a norm is NaN or infinite.
+        - The bound holds with all rounding, also for a rule that did not think of it: factors are lowered to
+          `NormClipper.largest_factors`.
+        - On the CPU, a rule that breaks its promise by more than rounding is an error. On an accelerator, where a look
+          at values would make the host wait, it is lowered all the same.
+
+    Args:
+        norm_clipper: Any rule.
+        norms: float64 tensors ``[B]``, which the rule gets as copies.
+
+    Returns:
+        The factors.
+
+    Raises:
+        InvalidTypeError: If the rule returns anything but a list of real tensors.
+        InvalidValueError: If their number, shape or device is not that of the norms, if the number of thresholds is
+            not theirs, or if a factor is NaN, negative, beyond float32, or takes a norm above its threshold.
+    """
+    found = norm_clipper.calc_clipping_factors([norm.clone() for norm in norms])
+    _check_form(norm_clipper, found, norms)
+    thresholds = _checked_thresholds(norm_clipper, len(norms))
+    checked = []
+    for part, (factors, norm, threshold) in enumerate(zip(found, norms, thresholds, strict=True)):
+        wide = factors.detach().to(wide_dtype(norm.device)).masked_fill(~norm.isfinite(), 0)
+        if are_readable(wide, norm):
+            _check_values(norm_clipper, part, wide, norm, threshold)
+        checked.append(torch.minimum(wide, norm_clipper.largest_factors(norm, threshold)))
+    return checked
+
+
+def check_keys(norm_clipper: NormClipper, found: dict[str, Any], expected: dict[str, Any]) -> None:
+    """Check that a saved state is one of this kind of rule.
+
+    Raises:
+        InvalidValueError: If its keys are others.
+    """
+    if set(found) != set(expected):
+        raise InvalidValueError(
+            f"expected a state of {_name(norm_clipper)}, with the keys {sorted(expected)}, got {sorted(found)}: "
+            f"was it saved by another rule?"
+        )
+
+
+def only(norm_clipper: NormClipper, norms: list[Tensor]) -> Tensor:
+    """Return the one tensor that a flat rule is given, as wide as norms are.
+
+    Raises:
+        InvalidValueError: If there are several.
+    """
+    if len(norms) != 1:
+        raise InvalidValueError(
+            f"{_name(norm_clipper)} takes one norm of each sample, over all parameters: expected a list of 1 tensor, "
+            f"got {len(norms)}. PerLayerNormClipper takes one for each parameter."
+        )
+    return norms[0].to(wide_dtype(norms[0].device))
+
+
+def non_negative(name: str, value: float) -> float:
+    """Return a threshold as a float; infinity is one. Errors are those of `check_threshold`."""
+    return float(check_threshold(name, check_number(name, value)))
+
+
+def in_range(name: str, value: float, low: float, high: float) -> float:
+    """Return ``value`` as a float.
+
+    Raises:
+        InvalidValueError: If it is NaN or outside ``[low, high]``.
+    """
+    number = check_number(name, value)
+    if not low <= number <= high:
+        raise InvalidValueError(f"{name}={number}: expected a number from {low:.4g} to {high:.4g}.")
+    return number
+
+
+def _name(norm_clipper: NormClipper) -> str:
+    return type(norm_clipper).__name__
+
+
+def _check_form(norm_clipper: NormClipper, found: Any, norms: list[Tensor]) -> None:
+    call = f"{_name(norm_clipper)}.calc_clipping_factors"
+    if not isinstance(found, list | tuple) or not all(isinstance(factors, Tensor) for factors in found):
+        came = [type(f).__name__ for f in found] if isinstance(found, list | tuple) else type(found).__name__
+        raise InvalidTypeError(f"{call} returned {came}: expected a list of {len(norms)} tensors, like the norms.")
+    if len(found) != len(norms):
+        raise InvalidValueError(f"{call} returned {len(found)} tensors: expected {len(norms)}, as many as norms.")
+    for part, (factors, norm) in enumerate(zip(found, norms, strict=True)):
+        if factors.is_complex():
+            raise InvalidTypeError(f"{call} returned factors of {factors.dtype}: expected real ones, like the norms.")
+        if factors.shape != norm.shape or factors.device != norm.device:
+            raise InvalidValueError(
+                f"{call} returned factors {part} of shape {tuple(factors.shape)} on {factors.device}: expected "
+                f"{tuple(norm.shape)} on {norm.device}, one factor for each sample, like the norms."
+            )
+
+
+def _checked_thresholds(norm_clipper: NormClipper, count: int) -> list[float]:
+    thresholds = norm_clipper.thresholds
+    if not isinstance(thresholds, list | tuple):
+        raise InvalidTypeError(
+            f"{_name(norm_clipper)}.thresholds is {type(thresholds).__name__}: expected a list of {count} numbers."
+        )
+    if len(thresholds) != count:
+        raise InvalidValueError(
+            f"{_name(norm_clipper)}.thresholds has {len(thresholds)} numbers: expected {count}, as many as norms."
+        )
+    return [non_negative(f"{_name(norm_clipper)}.thresholds[{i}]", value) for i, value in enumerate(thresholds)]
+
+
+def _check_values(norm_clipper: NormClipper, part: int, factors: Tensor, norm: Tensor, threshold: float) -> None:
+    wrong = ~((factors >= 0) & (factors <= _FLOAT32.max))
+    excess = factors * norm > threshold * (1 + TOLERANCE)
+    if not bool((wrong | excess).any()):
+        return
+    sample = int((wrong | excess).nonzero()[0])
+    factor, length = float(factors[sample]), float(norm[sample])
+    where = f"sample {sample}, {_part(norm_clipper, part)}, with norm {length:.7g}"
+    if wrong[sample]:
+        raise InvalidValueError(
+            f"{_name(norm_clipper)} gave the factor {factor:.7g} to {where}: expected one >= 0 that float32 can hold."
+        )
+    above = f" by {factor * length / threshold - 1:.2g} of it" if threshold else ""
+    raise InvalidValueError(
+        f"{_name(norm_clipper)} gave the factor {factor:.7g} to {where}. The clipped norm {factor * length:.7g} "
+        f"exceeds thresholds[{part}]={threshold:.7g}{above}: lower the factor, or state a higher threshold."
+    )
+
+
+def _part(norm_clipper: NormClipper, part: int) -> str:
+    if not norm_clipper.is_per_layer:
+        return "all parameters"
+    return f"parameter {norm_clipper.names[part]!r}" if norm_clipper.names else f"parameter {part}"
+
+
+def _rounded_down(factors: Tensor) -> Tensor:
+    """Round factors below float32's normal range down to what it can hold: to nearest may be up, by half."""
+    narrow = factors.float()
+    below = torch.where(narrow > factors, narrow.nextafter(torch.zeros_like(narrow)), narrow)
+    return torch.where(factors < _FLOAT32.tiny, below.to(factors.dtype), factors)

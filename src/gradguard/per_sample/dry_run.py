@@ -1,0 +1,235 @@
+"""How a module treats samples, found by running it without gradients on two samples and on three.
+
+What has two of something in one run and three of it in the other is the batch axis: of the inputs and outputs of each
+layer, wherever a transpose or a view has put it. What is equal in both (a table of position ids, say) belongs to no
+sample. Nothing is guessed from sizes that may be equal by chance, such as a batch of 16 samples of 16 tokens.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
+
+from gradguard.errors import UnsupportedGradientError
+from gradguard.per_sample.layers.call import BatchAxis
+from gradguard.per_sample.samples import Arguments, take_samples, tensor_leaves
+
+Slot = tuple[nn.Module, str]
+"""A parameter as an attribute of a module."""
+
+SIZES = (2, 3)
+
+_DROPOUTS = {
+    F.dropout, F.alpha_dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.feature_alpha_dropout, torch.dropout,
+}  # fmt: skip
+
+_NO_VALUES = {"detach", "size", "dim", "numel", "requires_grad_", "stride", "data_ptr", "is_floating_point"}
+"""Functions through which no gradient flows to a parameter that they are called with."""
+
+
+@dataclass
+class ObservedCall:
+    """One call of a module, in one run.
+
+    Attributes:
+        module: The module.
+        caller: Position of the call that it was made from; -1 for the outermost.
+        inputs: Shapes of the tensors that it got.
+        outputs: Shapes of the tensors that it returned.
+        uses: Trained parameters that its own code used.
+        values: Inputs, then outputs, if they were asked for.
+    """
+
+    module: nn.Module
+    caller: int
+    inputs: list[torch.Size]
+    outputs: list[torch.Size] = field(default_factory=list)
+    uses: set[Slot] = field(default_factory=set)
+    values: list[Tensor] = field(default_factory=list)
+
+
+class Observer(TorchFunctionMode):
+    """Notes the calls of modules, and which of them uses which parameter, while a module runs; drops no values."""
+
+    def __init__(self, slots: dict[int, Slot], keep_values: bool = False) -> None:
+        super().__init__()
+        self.calls: list[ObservedCall] = []
+        self._slots, self._keep_values = slots, keep_values
+        self._running: list[int] = []
+
+    def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Note that ``module`` starts."""
+        tensors = tensor_leaves((args, kwargs))
+        caller = self._running[-1] if self._running else -1
+        call = ObservedCall(module, caller, [t.shape for t in tensors])
+        if self._keep_values:
+            call.values += [t.clone() for t in tensors]
+        self._running.append(len(self.calls))
+        self.calls.append(call)
+
+    def leave(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        """Note that ``module`` ends."""
+        del args, kwargs
+        call = self.calls[self._running.pop()]
+        tensors = tensor_leaves(output)
+        call.outputs = [t.shape for t in tensors]
+        if self._keep_values:
+            call.values += [t.clone() for t in tensors]
+        assert call.module is module
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in _DROPOUTS:
+            return args[0] if args else kwargs["input"]
+        if "dropout_p" in kwargs:
+            kwargs = {**kwargs, "dropout_p": 0.0}
+        result = func(*args, **kwargs)
+        used = [slot for leaf in tree_leaves((args, kwargs)) if (slot := self._slots.get(id(leaf)))]
+        if used and self._running and _gives_values(func, result):
+            self.calls[self._running[-1]].uses.update(used)
+        return result
+
+
+def _gives_values(func: Any, result: Any) -> bool:
+    if getattr(func, "__name__", "") in _NO_VALUES:
+        return False
+    return any(isinstance(leaf, Tensor) and leaf.is_floating_point() for leaf in tree_leaves(result))
+
+
+@contextmanager
+def undisturbed(module: nn.Module) -> Iterator[None]:
+    """Run a block that calls ``module`` and leaves no trace: random generators, buffers and dropout rates return."""
+    buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
+    rates = [(m, "dropout", m.dropout) for m in module.modules() if isinstance(m, nn.MultiheadAttention | nn.RNNBase)]
+    rates += [(m, "p", m.p) for m in module.modules() if isinstance(m, nn.modules.dropout._DropoutNd)]
+    devices = sorted({p.device.index or 0 for p in module.parameters() if p.device.type == "cuda"})
+    fast_path = torch.backends.mha.get_fastpath_enabled()
+    with ExitStack() as stack:
+        stack.enter_context(torch.random.fork_rng(devices))
+        torch.backends.mha.set_fastpath_enabled(False)
+        for layer, rate, _ in rates:
+            setattr(layer, rate, 0.0)
+        try:
+            yield
+        finally:
+            torch.backends.mha.set_fastpath_enabled(fast_path)
+            for layer, rate, value in rates:
+                setattr(layer, rate, value)
+            with torch.no_grad():
+                for buffer, value in buffers:
+                    if buffer.shape == value.shape and not torch.equal(buffer, value):
+                        buffer.copy_(value)
+
+
+class DryRun:
+    """Runs ``module`` on two and on three of the samples in ``arguments``.
+
+    Args:
+        module: What is called.
+        arguments: One real call.
+        batch_first: Whether the batch is the first dimension of the arguments.
+        size: Number of samples in the call.
+        slots: The trained parameters, by ``id``.
+        observe: Called with an `Observer` or None: who hears of the calls of modules.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        arguments: Arguments,
+        batch_first: bool,
+        size: int,
+        slots: dict[int, Slot],
+        observe: Any,
+    ) -> None:
+        self._module, self._arguments, self._batch_first, self._size = module, arguments, batch_first, size
+        self._slots, self._observe = slots, observe
+        self.runs = [self._run(samples, keep_values=False) for samples in SIZES]
+        names = [[type(call.module).__name__ for call in run] for run in self.runs]
+        if names[0] != names[1]:
+            raise UnsupportedGradientError(
+                f"{type(module).__name__} calls other layers for {SIZES[0]} samples than for {SIZES[1]}, so what a "
+                "layer is called with cannot be told apart by samples. Let the module treat every batch size alike."
+            )
+        self._values: list[list[ObservedCall]] | None = None
+
+    @property
+    def calls(self) -> Sequence[ObservedCall]:
+        """The calls of the first run."""
+        return self.runs[0]
+
+    def axes(self, call: int) -> tuple[list[BatchAxis | None], list[BatchAxis | None]]:
+        """Return the batch axis of each tensor that call number ``call`` got, and of each that it returned."""
+        two, three = self.runs[0][call], self.runs[1][call]
+        inputs = [self._axis(call, i, *pair) for i, pair in enumerate(zip(two.inputs, three.inputs, strict=True))]
+        start = len(inputs)
+        outputs = [
+            self._axis(call, start + i, *pair) for i, pair in enumerate(zip(two.outputs, three.outputs, strict=True))
+        ]
+        return inputs, outputs
+
+    def _axis(self, call: int, leaf: int, two: torch.Size, three: torch.Size) -> BatchAxis | None:
+        if two == three:
+            return None
+        dims = [d for d in range(len(two)) if len(two) == len(three) and two[d] != three[d]]
+        if len(dims) != 1 or two[dims[0]] % 2 or two[dims[0]] // 2 * 3 != three[dims[0]]:
+            name = type(self.calls[call].module).__name__
+            raise UnsupportedGradientError(
+                f"{name} works on a tensor of shape {tuple(two)} for two samples and {tuple(three)} for three: its "
+                "samples cannot be told apart. Expected one dimension that grows with the number of samples."
+            )
+        dim = dims[0]
+        if two[dim] == SIZES[0]:
+            return BatchAxis(dim)
+        return BatchAxis(dim, self._samples_vary_fastest(call, leaf, dim), flattened=True)
+
+    def _samples_vary_fastest(self, call: int, leaf: int, dim: int) -> bool:
+        """Compare values: the first two samples are the same in both runs, in whichever order they lie."""
+        if self._values is None:
+            self._values = [self._run(samples, keep_values=True) for samples in SIZES]
+        two, three = (run[call].values[leaf].movedim(dim, 0) for run in self._values)
+        stretches = _close(two, three[: len(two)])
+        strided = _close(two.unflatten(0, (-1, 2)), three.unflatten(0, (-1, 3))[:, :2])
+        if stretches == strided:
+            name = type(self.calls[call].module).__name__
+            reason = "all its rows are alike" if stretches else "the module mixes samples, or draws random numbers"
+            raise UnsupportedGradientError(
+                f"{name} works on samples that were flattened into dimension {dim}, and in which order cannot be told: "
+                f"{reason}. Give it a tensor with a batch dimension of its own, [batch, ..., features]."
+            )
+        return strided
+
+    def _run(self, samples: int, keep_values: bool) -> list[ObservedCall]:
+        first_two = [0, 1] if self._size > 1 else [0, 0]
+        args, kwargs = take_samples(self._arguments, self._batch_first, self._size, [*first_two, 0][:samples])
+        observer = Observer(self._slots, keep_values)
+        self._observe(observer)
+        try:
+            with undisturbed(self._module), torch.no_grad(), observer:
+                torch.manual_seed(0)
+                self._module(*args, **kwargs)
+        except UnsupportedGradientError:
+            raise
+        except Exception as error:
+            error.add_note(
+                f"gradguard ran {type(self._module).__name__} on {samples} of its samples to see how it treats them."
+            )
+            raise
+        finally:
+            self._observe(None)
+        return observer.calls
+
+
+def _close(a: Tensor, b: Tensor) -> bool:
+    if not a.is_floating_point():
+        return torch.equal(a, b)
+    scale = float(b.abs().max()) if b.numel() else 0.0
+    tolerance = 1e3 * torch.finfo(a.dtype).eps * (scale if math.isfinite(scale) else 0.0)
+    return torch.allclose(a, b, rtol=0, atol=tolerance)

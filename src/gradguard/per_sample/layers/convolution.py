@@ -1,0 +1,229 @@
+"""Convolutions of one to three dimensions, also transposed: one grouped kernel gives all samples' weight gradients.
+
+Each sample becomes a group of its own channels, so that a single weight-gradient kernel returns ``[B, *shape]``, about
+as fast as the ordinary weight gradient. Where a map has few positions and a weight is large (the last layers of most
+networks), norms come from pairs of positions of the unfolded input instead, without any gradient.
+"""
+
+from dataclasses import dataclass
+from math import prod
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from gradguard.errors import UnsupportedGradientError
+from gradguard.per_sample.arithmetic import blank_rows, scale_rows, wide
+from gradguard.per_sample.contributions import Contribution, Direct, Kept, Outer
+from gradguard.per_sample.layers.call import LayerCall
+
+_TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+_PATCHES = 16 << 20
+"""Bytes of unfolded input that are held at a time."""
+
+
+def convolution(call: LayerCall) -> dict[str, Contribution]:
+    """``torch.nn.Conv1d`` to ``ConvTranspose3d``: every stride, dilation, padding, padding mode and group count."""
+    inputs, grad = channel_frames(call)
+    found: dict[str, Contribution] = {}
+    if "weight" in call.wanted:
+        found["weight"] = ConvolutionWeight(_kernel(call.module, inputs, grad))
+    if "bias" in call.wanted:
+        found["bias"] = Kept(channel_sums(grad))
+    return found
+
+
+def channel_frames(call: LayerCall) -> tuple[Tensor, Tensor]:
+    """Return the input and its output's gradient as ``[B, k, C, ...]``, with k maps for each sample (mostly one).
+
+    Raises:
+        UnsupportedGradientError: If samples do not lie in the first dimension of both, as in an input without a batch.
+    """
+    inputs, grad = call.input(), call.grad()
+    axes = (call.axes[0], call.grad_axes[0])
+    if any(axis is None or axis.dim != 0 for axis in axes) or call.grads[0] is None:
+        name = type(call.module).__name__
+        raise UnsupportedGradientError(
+            f"{name} takes its samples in dimension 0, [B, C, ...]; here they lie in dimension "
+            f"{' and '.join(str(axis and axis.dim) for axis in axes)} of its input and output. "
+            "Move them there before the layer, with x.movedim(dim, 0)."
+        )
+    if grad.dim() == call.grads[0].dim():
+        return inputs.unsqueeze(1), grad.unsqueeze(1)
+    return inputs, grad
+
+
+def channel_sums(values: Tensor) -> Tensor:
+    """Return the sums of ``[B, k, C, ...]`` over all but samples and channels, ``[B, C]``, at least float32."""
+    dtype = torch.float64 if values.dtype is torch.float64 else torch.float32
+    return values.sum(dim=[1, *range(3, values.dim())], dtype=dtype)
+
+
+class ConvolutionWeight(Direct):
+    """Per-sample gradients of a convolution's weight.
+
+    Attributes:
+        few_positions: Whether norms cost less from pairs of positions than from gradients.
+    """
+
+    def __init__(self, kernel: "_Kernel") -> None:
+        super().__init__(kernel.shape, len(kernel.grad), kernel.rows, kernel.weighted_sum)
+        self.few_positions = kernel.few_positions
+        self._kernel = kernel
+
+    def squared_norms(self) -> Tensor:
+        """Return them from pairs of positions where these are few; else from ``chunk`` samples' gradients at a time."""
+        if not (self.few_positions and self.batch_size):
+            return super().squared_norms()
+        chunk = self._kernel.samples_in(_PATCHES)
+        return torch.cat([self._kernel.ghost_norms(i, i + chunk) for i in range(0, self.batch_size, chunk)])
+
+
+@dataclass(frozen=True)
+class _Kernel:
+    """One call of a convolution: tensors ``[B, k, C, *size]`` and what the kernel must know."""
+
+    inputs: Tensor
+    grad: Tensor
+    shape: torch.Size
+    stride: tuple[int, ...]
+    padding: tuple[int, ...]
+    dilation: tuple[int, ...]
+    groups: int
+    transposed: bool
+    output_padding: tuple[int, ...]
+    margins: list[int]
+    mode: str
+
+    @property
+    def few_positions(self) -> bool:
+        """Whether 3T(l + r) <= l r: then the norms of ``[l, r]`` take less time from T² pairs of positions.
+
+        They need fewer products from T(l + r) = l r on; the 3, measured, pays for the unfolding.
+        """
+        height, width = self.shape[0] // self.groups, prod(self.shape[1:])
+        return 3 * self._positions * (height + width) <= height * width
+
+    @property
+    def _positions(self) -> int:
+        left = self.inputs if self.transposed else self.grad
+        return left.shape[1] * prod(left.shape[3:])
+
+    def samples_in(self, size: int) -> int:
+        """How many samples' unfolded inputs fit into ``size`` bytes, at least one."""
+        return max(1, size // max(1, 4 * self.groups * self._positions * prod(self.shape[1:])))
+
+    def rows(self, start: int, stop: int) -> Tensor:
+        inputs, grad = self.inputs[start:stop], self.grad[start:stop]
+        samples = len(grad)
+        if samples == 0:
+            return wide(grad).new_zeros(0, *self.shape)
+        # The k maps of a sample become the batch, over which the kernel sums; samples become groups of channels.
+        inputs = self._with_margins(wide(inputs).transpose(0, 1).flatten(1, 2))
+        gradients = self._weight_gradient(inputs, wide(grad).transpose(0, 1).flatten(1, 2), samples)
+        return gradients.view(samples, *self.shape)
+
+    def weighted_sum(self, factors: Tensor, bad: Tensor | None) -> Tensor:
+        if len(self.grad) == 0:
+            return wide(self.grad).new_zeros(self.shape)
+        inputs = self._with_margins(blank_rows(self.inputs, bad).flatten(0, 1))
+        return self._weight_gradient(inputs, scale_rows(self.grad, factors, bad).flatten(0, 1), 1)
+
+    def ghost_norms(self, start: int, stop: int) -> Tensor:
+        outer = self._outer(start, stop)
+        outer.way = "ghost"
+        return outer.squared_norms().view(-1, self.groups).sum(1)
+
+    def _weight_gradient(self, inputs: Tensor, grad: Tensor, samples: int) -> Tensor:
+        # Only the shape of the weight is read; its values are not.
+        weight = grad.new_empty(samples * self.shape[0], *self.shape[1:])
+        return torch.ops.aten.convolution_backward(
+            grad,
+            inputs,
+            weight,
+            None,
+            self.stride,
+            self.padding,
+            self.dilation,
+            self.transposed,
+            self.output_padding,
+            samples * self.groups,
+            [False, True, False],
+        )[1]
+
+    def _with_margins(self, inputs: Tensor) -> Tensor:
+        return functional.pad(inputs, self.margins, self.mode) if any(self.margins) else inputs
+
+    def _outer(self, start: int, stop: int) -> Outer:
+        """Return the same as outer products over positions, one pseudo-sample for each sample and group.
+
+        A transposed convolution is a convolution of the output's gradient, whose output's gradient is the input.
+        """
+        inputs, grad = wide(self.inputs[start:stop]), wide(self.grad[start:stop])
+        left, right = (inputs, grad) if self.transposed else (grad, inputs)
+        samples, maps, size = left.shape[0], left.shape[1], left.shape[3:]
+        patches = self._patches(right.flatten(0, 1), size).unflatten(0, (samples, maps))
+        left = left.unflatten(2, (self.groups, -1)).movedim(3, -1).movedim(2, 1)
+        right = patches.unflatten(2, (self.groups, -1)).movedim(3, 3 + len(size)).movedim(2, 1)
+        height, width = self.shape[0] // self.groups, prod(self.shape[1:])
+        pseudo, count = samples * self.groups, maps * prod(size)
+        return Outer(left.reshape(pseudo, count, height), right.reshape(pseudo, count, width))
+
+    def _patches(self, values: Tensor, size: torch.Size) -> Tensor:
+        """``[N, C, *size, *kernel]``, a view of the padded values: what each position of the output looks at."""
+        values = self._with_margins(values)
+        zeros = [amount for amount in reversed(self.padding) for _ in range(2)]
+        values = functional.pad(values, zeros) if any(zeros) else values
+        for i, length in enumerate(self.shape[2:]):
+            span = self.dilation[i] * (length - 1) + 1
+            windows = values.unfold(2 + i, span, self.stride[i])[..., :: self.dilation[i]]
+            # An output padding may leave room for more windows than the transposed convolution has inputs.
+            values = windows.narrow(2 + i, 0, size[i])
+        return values
+
+
+def _kernel(module: nn.Module, inputs: Tensor, grad: Tensor) -> _Kernel:
+    assert isinstance(module, nn.modules.conv._ConvNd)
+    dimensions = len(module.kernel_size)
+    if grad.dim() != dimensions + 3:
+        raise UnsupportedGradientError(
+            f"{type(module).__name__} got a gradient of shape {tuple(grad.shape[2:])} for each map; expected a channel "
+            f"and {dimensions} more dimensions. Give the layer an input with a batch dimension, x.unsqueeze(0)."
+        )
+    transposed = isinstance(module, _TRANSPOSED)
+    padding, margins = ((0,) * dimensions, []) if transposed else _margins(module)
+    if transposed:
+        padding = tuple(int(amount) for amount in module.padding)
+    return _Kernel(
+        inputs=inputs,
+        grad=grad,
+        shape=module.weight.shape,
+        stride=module.stride,
+        padding=padding,
+        dilation=module.dilation,
+        groups=module.groups,
+        transposed=transposed,
+        output_padding=_output_padding(module, inputs, grad) if transposed else (0,) * dimensions,
+        margins=margins,
+        mode="constant" if module.padding_mode == "zeros" else module.padding_mode,
+    )
+
+
+def _margins(module: nn.modules.conv._ConvNd) -> tuple[tuple[int, ...], list[int]]:
+    """The padding that the kernel does itself, and what must be padded before (last dimension first, both sides)."""
+    amounts = list(module._reversed_padding_repeated_twice)
+    if module.padding_mode == "zeros" and amounts[::2] == amounts[1::2]:
+        return tuple(reversed(amounts[::2])), []
+    return (0,) * len(module.kernel_size), amounts
+
+
+def _output_padding(module: nn.modules.conv._ConvNd, inputs: Tensor, grad: Tensor) -> tuple[int, ...]:
+    """What the call used, from the sizes: ``output_size=`` may have overruled the module's own."""
+    return tuple(
+        grad.shape[3 + i]
+        - (inputs.shape[3 + i] - 1) * module.stride[i]
+        + 2 * int(module.padding[i])
+        - module.dilation[i] * (length - 1)
+        - 1
+        for i, length in enumerate(module.kernel_size)
+    )

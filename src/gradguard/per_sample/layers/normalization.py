@@ -1,0 +1,110 @@
+"""Normalisation within a sample: the scale's per-sample gradient is a sum of normalised input times gradient.
+
+Batch normalisation has no rule, because its samples share their statistics and have no gradients of their own.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from gradguard.errors import UnsupportedGradientError
+from gradguard.per_sample.arithmetic import wide
+from gradguard.per_sample.contributions import Contribution, Kept
+from gradguard.per_sample.layers.call import LayerCall
+from gradguard.per_sample.layers.convolution import channel_frames, channel_sums
+
+_DIMENSIONS = ((nn.InstanceNorm1d, 3), (nn.InstanceNorm2d, 4), (nn.InstanceNorm3d, 5))
+
+
+def layer_norm(call: LayerCall) -> dict[str, Contribution]:
+    r"""``torch.nn.LayerNorm``: :math:`g_i = \sum_t \hat x_{it} \circ G_{it}`, and :math:`\sum_t G_{it}`."""
+    module = call.module
+    assert isinstance(module, nn.LayerNorm)
+    _refuse_samples_inside(call, module.normalized_shape)
+    shape = list(module.normalized_shape)
+    return _over_last(call, shape, lambda values: torch.native_layer_norm(values, shape, None, None, module.eps)[0])
+
+
+def rms_norm(call: LayerCall) -> dict[str, Contribution]:
+    """``torch.nn.RMSNorm``, the same without a mean; ``eps=None`` is the smallest step of the computing dtype."""
+    module = call.module
+    assert isinstance(module, nn.RMSNorm)
+    _refuse_samples_inside(call, module.normalized_shape)
+    shape = list(module.normalized_shape)
+    return _over_last(call, shape, lambda values: torch.rms_norm(values, shape, None, module.eps))
+
+
+def group_norm(call: LayerCall) -> dict[str, Contribution]:
+    """``torch.nn.GroupNorm``: sums over positions, one number for each channel."""
+    module = call.module
+    assert isinstance(module, nn.GroupNorm)
+    return _over_positions(call, lambda values: _grouped(values, module.num_groups, module.eps))
+
+
+def instance_norm(call: LayerCall) -> dict[str, Contribution]:
+    """``torch.nn.InstanceNorm1d`` to ``3d``: one group for each channel, or the running statistics in evaluation.
+
+    Returns:
+        The contributions of weight and bias.
+
+    Raises:
+        UnsupportedGradientError: If the input has no batch dimension.
+    """
+    module = call.module
+    assert isinstance(module, nn.modules.instancenorm._InstanceNorm)
+    expected = next((count for kind, count in _DIMENSIONS if isinstance(module, kind)), None)
+    grad = call.grads[0]
+    if expected is not None and grad is not None and grad.dim() != expected:
+        raise UnsupportedGradientError(
+            f"{type(module).__name__} got an output of shape {tuple(grad.shape)}; expected {expected} dimensions, "
+            "[B, C, ...]. Give the layer an input with a batch dimension, x.unsqueeze(0)."
+        )
+    if not module.training and module.running_mean is not None and module.running_var is not None:
+        mean, variance = wide(module.running_mean), wide(module.running_var)
+        return _over_positions(call, lambda values: _standardised(values, mean, variance, module.eps))
+    return _over_positions(call, lambda values: _grouped(values, values.shape[1], module.eps))
+
+
+def _refuse_samples_inside(call: LayerCall, shape: tuple[int, ...]) -> None:
+    """Samples that lie in a normalised dimension share one mean: there is no gradient of each."""
+    grad = call.grads[0]
+    for axis in (call.axes[0], call.grad_axes[0]):
+        if axis is not None and grad is not None and axis.dim >= grad.dim() - len(shape):
+            raise UnsupportedGradientError(
+                f"{type(call.module).__name__} normalises over its last {len(shape)} dimensions, and the samples lie "
+                f"in one of them, dimension {axis.dim}. Move them to the front before the layer, x.movedim(dim, 0)."
+            )
+
+
+def _over_last(call: LayerCall, shape: list[int], normalise: Callable[[Tensor], Tensor]) -> dict[str, Contribution]:
+    grad = wide(call.grad())
+    middle = list(range(1, grad.dim() - len(shape)))
+    found: dict[str, Contribution] = {}
+    if "weight" in call.wanted:
+        products = normalise(wide(call.input())).mul_(grad)
+        found["weight"] = Kept(products.sum(middle) if middle else products)
+    if "bias" in call.wanted:
+        found["bias"] = Kept(grad.sum(middle) if middle else grad)
+    return found
+
+
+def _over_positions(call: LayerCall, normalise: Callable[[Tensor], Tensor]) -> dict[str, Contribution]:
+    inputs, grad = channel_frames(call)
+    found: dict[str, Contribution] = {}
+    if "weight" in call.wanted:
+        normalised = normalise(wide(inputs).flatten(0, 1)).unflatten(0, inputs.shape[:2])
+        found["weight"] = Kept(channel_sums(normalised.mul_(grad)))
+    if "bias" in call.wanted:
+        found["bias"] = Kept(channel_sums(grad))
+    return found
+
+
+def _grouped(values: Tensor, groups: int, eps: float) -> Tensor:
+    # torch.nn.functional's own refuses a single value for each channel, which here is the forward's business.
+    return torch.group_norm(values, groups, None, None, eps, False)
+
+
+def _standardised(values: Tensor, mean: Tensor, variance: Tensor, eps: float) -> Tensor:
+    return functional.batch_norm(values, mean, variance, eps=eps)

@@ -1,0 +1,71 @@
+"""Which rule belongs to which layer."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from torch import nn
+
+from gradguard.per_sample.contributions import Contribution
+from gradguard.per_sample.layers.attention import attention
+from gradguard.per_sample.layers.call import LayerCall
+from gradguard.per_sample.layers.convolution import convolution
+from gradguard.per_sample.layers.embedding import embedding, embedding_bag
+from gradguard.per_sample.layers.linear import linear, transposed_linear
+from gradguard.per_sample.layers.normalization import group_norm, instance_norm, layer_norm, rms_norm
+from gradguard.per_sample.layers.recurrent import recurrent, recurrent_cell
+
+
+class Rule(NamedTuple):
+    """How one kind of layer is handled.
+
+    Attributes:
+        contributions: From a call and the gradients of its outputs to the per-sample gradients of its parameters.
+        replays: The rule runs the layer's forward again, so it is given the outputs and the generator's state.
+    """
+
+    contributions: Callable[[LayerCall], dict[str, Contribution]]
+    replays: bool = False
+
+
+_RULES: dict[type[nn.Module], Rule] = {
+    nn.Linear: Rule(linear),
+    nn.Conv1d: Rule(convolution),
+    nn.Conv2d: Rule(convolution),
+    nn.Conv3d: Rule(convolution),
+    nn.ConvTranspose1d: Rule(convolution),
+    nn.ConvTranspose2d: Rule(convolution),
+    nn.ConvTranspose3d: Rule(convolution),
+    nn.Embedding: Rule(embedding),
+    nn.EmbeddingBag: Rule(embedding_bag),
+    nn.LayerNorm: Rule(layer_norm),
+    nn.RMSNorm: Rule(rms_norm),
+    nn.GroupNorm: Rule(group_norm),
+    nn.InstanceNorm1d: Rule(instance_norm),
+    nn.InstanceNorm2d: Rule(instance_norm),
+    nn.InstanceNorm3d: Rule(instance_norm),
+    nn.MultiheadAttention: Rule(attention, replays=True),
+    nn.LSTM: Rule(recurrent, replays=True),
+    nn.GRU: Rule(recurrent, replays=True),
+    nn.RNN: Rule(recurrent, replays=True),
+    nn.LSTMCell: Rule(recurrent_cell, replays=True),
+    nn.GRUCell: Rule(recurrent_cell, replays=True),
+    nn.RNNCell: Rule(recurrent_cell, replays=True),
+}
+
+
+def rule_for(module: nn.Module) -> Rule | None:
+    """Return the rule of ``module``, or None: then its own code is differentiated with torch.func.
+
+    A subclass that keeps its base's ``forward`` keeps its rule. A parametrized layer has none, because its weight is
+    computed from other parameters.
+    """
+    if hasattr(module, "parametrizations"):
+        return None
+    kind = type(module)
+    if f"{kind.__module__}.{kind.__name__}" == "transformers.pytorch_utils.Conv1D":
+        return Rule(transposed_linear)
+    for base in kind.__mro__:
+        if base in _RULES:
+            same = kind.forward is base.forward and "forward" not in vars(module)  # type: ignore[attr-defined]
+            return _RULES[base] if same else None
+    return None

@@ -1,0 +1,212 @@
+"""Gathers what one backward brings: from each layer's input and its output's gradient to contributions."""
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Variable
+
+from gradguard.errors import InvalidValueError, UnsupportedGradientError
+from gradguard.per_sample.contributions import Contribution, Kept, together
+from gradguard.per_sample.layers.call import LayerCall
+from gradguard.per_sample.own_code import LeftOut, OwnCode
+from gradguard.per_sample.plan import CallPlan
+from gradguard.per_sample.strategy import kept_bytes, settle
+from gradguard.per_sample.trees import Skeleton
+
+_LEAST = 32 << 20
+"""Bytes of per-sample gradients that may always be kept."""
+
+
+@dataclass
+class UsedLayer:
+    """One call of a layer that has a rule.
+
+    Attributes:
+        module: The layer.
+        plan: Its rule, and where its samples are.
+        arguments: What it was called with, without tensors.
+        batch_size: Number of samples.
+        names: Its trained parameters: from their names in the layer to those in the whole module.
+        generator_state: State of the random generator before the call, where the rule asks.
+    """
+
+    module: nn.Module
+    plan: CallPlan
+    arguments: Skeleton
+    batch_size: int
+    names: Mapping[str, str]
+    generator_state: Tensor | None
+
+
+@dataclass
+class MiniBatch:
+    """The contributions of one mini-batch.
+
+    Attributes:
+        task: The backward that they come from.
+        complete: That backward has gone through to its end.
+        batch_size: Number of samples; -1 as long as it is not known.
+        parts: The contributions to each parameter.
+        own_code: Runs of code that is differentiated when all gradients are there.
+        budget: Bytes of per-sample gradients that may still be kept.
+        shared: Parameters that are used more than once.
+        finished: One contribution for each parameter, once `finish` was called.
+    """
+
+    task: int
+    budget: int
+    shared: Set[str] = frozenset()
+    complete: bool = False
+    batch_size: int = -1
+    parts: dict[str, list[Contribution]] = field(default_factory=lambda: defaultdict(list))
+    own_code: list[OwnCode] = field(default_factory=list)
+    finished: dict[str, Contribution] | None = None
+
+    def expect(self, batch_size: int, layer: nn.Module) -> None:
+        """Check that ``layer`` saw as many samples as the others.
+
+        Raises:
+            UnsupportedGradientError: If not.
+        """
+        if self.batch_size not in (-1, batch_size):
+            raise UnsupportedGradientError(
+                f"{type(layer).__name__} was called with {batch_size} samples and another layer with "
+                f"{self.batch_size} in one backward, so whose gradient is whose cannot be told. Give all calls in "
+                "one mini-batch the same number of samples, and call clipper.clip_and_accumulate() after the "
+                "backward of each mini-batch."
+            )
+        self.batch_size = batch_size
+
+    def add(self, name: str, contribution: Contribution, device: torch.device) -> None:
+        """Add what one use of parameter ``name`` contributes; unless there are others, its way is settled at once.
+
+        What is kept at once frees the layer's input and gradient while backward goes on freeing activations.
+        """
+        if name not in self.shared:
+            contribution = settle(contribution, self.budget, device)
+            if isinstance(contribution, Kept):
+                self.budget -= kept_bytes(contribution)
+        self.parts[name].append(contribution)
+
+    def finish(self, device: torch.device) -> dict[str, Contribution]:
+        """Return one contribution for each parameter that was used."""
+        if self.finished is None:
+            while self.own_code:
+                for name, gradients in self.own_code.pop().per_sample_gradients().items():
+                    self.parts[name].append(Kept(gradients))
+            self.finished = {}
+            for name in list(self.parts):
+                uses = self.parts.pop(name)
+                merged = together(uses)
+                self.finished[name] = merged if merged is uses[0] else settle(merged, self.budget, device)
+        return self.finished
+
+
+class Gathering:
+    """Receives from taps; one mini-batch at a time.
+
+    Attributes:
+        mini_batch: What has come and is not yet taken.
+        activations: Bytes that the tapped layers have taken and returned since the last mini-batch was taken: about
+            what backward frees as it goes, and so what may be kept in its place.
+        shared: Parameters that are used more than once.
+    """
+
+    def __init__(self) -> None:
+        self.mini_batch: MiniBatch | None = None
+        self.activations = 0
+        self.shared: Set[str] = frozenset()
+
+    def look(self) -> MiniBatch:
+        """Return the mini-batch of the backward that has just run.
+
+        Raises:
+            InvalidValueError: If there is none, or it was cut short.
+        """
+        found = self.mini_batch
+        if found is None:
+            raise InvalidValueError(
+                "there are no gradients to clip: call loss.backward() on a loss that was computed with the "
+                "module first, once for each mini-batch."
+            )
+        if not found.complete:
+            self.mini_batch = None
+            raise InvalidValueError(
+                "the last backward did not run to its end (it raised an error), so its gradients are not complete; "
+                "they were thrown away. Repeat the forward and backward of this mini-batch."
+            )
+        return found
+
+    def discard(self) -> None:
+        """Forget what has come."""
+        self.mini_batch, self.activations = None, 0
+
+    def receive_layer(
+        self, layer: UsedLayer, saved: Sequence[Tensor], grads: Sequence[Tensor | None], task: int
+    ) -> None:
+        """A layer with a rule: compute its contributions."""
+        mini_batch = self._of(task)
+        if all(grad is None for grad in grads):
+            return
+        mini_batch.expect(layer.batch_size, layer.module)
+        args, kwargs = layer.arguments.fill(saved[: len(layer.arguments)])
+        outputs: list[Tensor | None] = list(saved[len(layer.arguments) :])
+        call = LayerCall(
+            layer.module,
+            args,
+            kwargs,
+            outputs or [None] * len(grads),
+            list(grads),
+            layer.batch_size,
+            list(layer.plan.inputs),
+            list(layer.plan.outputs),
+            frozenset(layer.names),
+            layer.generator_state,
+        )
+        assert layer.plan.rule is not None
+        device = next(grad.device for grad in grads if grad is not None)
+        with torch.autocast(device.type, enabled=False):
+            for name, contribution in layer.plan.rule.contributions(call).items():
+                mini_batch.add(layer.names[name], contribution, device)
+
+    def receive_left_out(
+        self, layer: LeftOut, saved: Sequence[Tensor], grads: Sequence[Tensor | None], task: int
+    ) -> None:
+        """The gradient of what a module's own code called a layer with."""
+        del saved
+        self._of(task)
+        layer.grads = list(grads)
+
+    def receive_code(self, code: OwnCode, saved: Sequence[Tensor], grads: Sequence[Tensor | None], task: int) -> None:
+        """The gradient of what a module's own code returned; those of what it called layers with are still to come."""
+        mini_batch = self._of(task)
+        mini_batch.expect(code.batch_size, code.module)
+        code.saved, code.grads = saved, list(grads)
+        mini_batch.own_code.append(code)
+
+    def receive_nothing(self, saved: Sequence[Tensor], grads: Sequence[Tensor | None], task: int) -> None:
+        """A backward through a call with no samples."""
+        del saved, grads
+        self._of(task).batch_size = 0
+
+    def _of(self, task: int) -> MiniBatch:
+        """The mini-batch that the running backward belongs to."""
+        found = self.mini_batch
+        if found is not None and found.task == task:
+            return found
+        if found is not None and found.complete:
+            raise InvalidValueError(
+                "a second backward came before clip_and_accumulate(): the samples of two mini-batches would be taken "
+                "for the same. Call clipper.clip_and_accumulate() after each backward, and once per mini-batch; "
+                "add up several losses of one mini-batch before a single backward. The first mini-batch is still there."
+            )
+        mini_batch = self.mini_batch = MiniBatch(task, max(_LEAST, self.activations), self.shared)
+
+        def completed() -> None:
+            mini_batch.complete = True
+
+        Variable._execution_engine.queue_callback(completed)  # type: ignore[attr-defined]
+        return mini_batch

@@ -1,0 +1,355 @@
+"""Rules that turn the norms of samples' gradients into factors: flat, per parameter, automatic, and at a quantile."""
+
+import math
+import random
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradguard.errors import InvalidTypeError, InvalidValueError
+from gradguard.per_sample.clipping_rule import (
+    SLACK,
+    NormClipper,
+    check_keys,
+    checked_factors,
+    in_range,
+    non_negative,
+    only,
+)
+
+__all__ = [
+    "SLACK",
+    "AutoNormClipper",
+    "FlatNormClipper",
+    "NormClipper",
+    "PerLayerNormClipper",
+    "QuantileNormClipper",
+    "checked_factors",
+]
+
+_FLOAT32 = torch.finfo(torch.float32)
+
+
+class FlatNormClipper(NormClipper):
+    r"""Clip each sample's whole gradient to one norm: :math:`c_i = \min(1,\; C / n_i)`.
+
+    ========================  ========================================
+    edge case                 factor
+    ========================  ========================================
+    norm 0, or within C       exactly 1
+    C infinite                1
+    C = 0                     0, for a norm of 0 too
+    norm NaN or infinite      0, whatever C
+    norm above 8e37 C         rounded down: float32 has few digits there
+    ========================  ========================================
+
+    Args:
+        max_norm: The threshold C, a number >= 0; infinity only measures.
+
+    Raises:
+        InvalidValueError: If ``max_norm`` is NaN or negative.
+        InvalidTypeError: If it is no number.
+
+    Example:
+        >>> clipper = FlatNormClipper(2.0)
+        >>> clipper.calc_clipping_factors([torch.tensor([0.0, 1.0, 4.0, float("inf")])])[0].round(decimals=4)
+        tensor([1.0000, 1.0000, 0.5000, 0.0000], dtype=torch.float64)
+        >>> clipper.sensitivity("replace_one")
+        4.0
+
+    Reference: Abadi et al., Deep learning with differential privacy, 2016, arXiv 1607.00133.
+    """
+
+    def __init__(self, max_norm: float) -> None:
+        self.max_norm = non_negative("max_norm", max_norm)
+
+    def calc_clipping_factors(self, norms: list[Tensor]) -> list[Tensor]:
+        """Return ``min(1, C / norm)``."""
+        return [self.largest_factors(only(self, norms), self.max_norm).clamp_(max=1)]
+
+    @property
+    def thresholds(self) -> list[float]:
+        """``max_norm``."""
+        return [self.max_norm]
+
+
+class PerLayerNormClipper(NormClipper):
+    r"""Clip each parameter's part of a sample's gradient to a norm of its own: :math:`c_{il} = \min(1, C_l / n_{il})`.
+
+    "Layer" means parameter: a weight and its bias are two. The whole gradient is bounded by
+    :math:`\sqrt{\sum_l C_l^2}`, which is :math:`C\sqrt{P}` where one number C is used for each of P parameters: to
+    bound the whole gradient by C, give ``C / P ** 0.5``. Edge cases are those of `FlatNormClipper`, for each part;
+    a non-finite part alone becomes 0 by this rule, the sample's other parts do not.
+
+    Args:
+        max_norms: One number for each parameter; or one each, in the order of the model's trained parameters; or a
+            mapping from the names of all trained parameters.
+
+    Raises:
+        InvalidValueError: If one is NaN or negative, or there is none.
+        InvalidTypeError: If one is no number.
+
+    Example:
+        >>> clipper = PerLayerNormClipper({"weight": 3.0, "bias": 4.0})
+        >>> clipper.prepare(["weight", "bias"])
+        >>> [factors.tolist() for factors in clipper.calc_clipping_factors([torch.ones(2), torch.zeros(2)])]
+        [[1.0, 1.0], [1.0, 1.0]]
+        >>> clipper.sensitivity("add_or_remove_one")
+        5.0
+
+    Reference: McMahan et al., Learning differentially private recurrent language models, 2018, arXiv 1710.06963.
+    """
+
+    is_per_layer = True
+
+    def __init__(self, max_norms: float | Sequence[float] | Mapping[str, float]) -> None:
+        self.max_norms = _each_max_norm(max_norms)
+
+    def prepare(self, names: list[str]) -> None:
+        """Learn the names of the trained parameters.
+
+        Raises:
+            InvalidValueError: If ``max_norms`` has not exactly one number for each.
+        """
+        if isinstance(self.max_norms, dict) and set(names) != set(self.max_norms):
+            missing = [name for name in names if name not in self.max_norms]
+            unknown = [name for name in self.max_norms if name not in names]
+            raise InvalidValueError(
+                f"max_norms: expected the name of each trained parameter; missing: {missing}, not trained: {unknown}."
+            )
+        self._in_order(names)
+        super().prepare(names)
+
+    def calc_clipping_factors(self, norms: list[Tensor]) -> list[Tensor]:
+        """Return ``min(1, C_l / norm)`` for each parameter."""
+        max_norms = self._in_order(self.names or range(len(norms)))
+        if len(norms) != len(max_norms):
+            raise InvalidValueError(f"got norms of {len(norms)} parameters, and {len(max_norms)} thresholds.")
+        return [self.largest_factors(n, c).clamp_(max=1) for n, c in zip(norms, max_norms, strict=True)]
+
+    @property
+    def thresholds(self) -> list[float]:
+        """One for each trained parameter."""
+        if isinstance(self.max_norms, list):
+            return list(self.max_norms)
+        if not self.names:
+            raise InvalidValueError("the thresholds follow from the trained parameters: call prepare(names) first.")
+        return self._in_order(self.names)
+
+    def _in_order(self, names: Sequence[Any]) -> list[float]:
+        if not isinstance(self.max_norms, list | dict):
+            return [self.max_norms] * len(names)
+        if isinstance(self.max_norms, dict):
+            if not set(names) <= set(self.max_norms):
+                raise InvalidValueError("max_norms is a mapping: call prepare(names), for the order of the norms.")
+            return [self.max_norms[name] for name in names]
+        if len(names) != len(self.max_norms):
+            raise InvalidValueError(
+                f"max_norms has {len(self.max_norms)} numbers for {len(names)} trained parameters (a weight and its "
+                f"bias are two): expected one for each, or a single number, not in a list, for all of them."
+            )
+        return self.max_norms
+
+
+class AutoNormClipper(NormClipper):
+    r"""Normalise each sample's gradient, nearly (AUTO-S): :math:`c_i = C / (n_i + \gamma)`.
+
+    No threshold needs tuning: C only scales the learning rate. A clipped norm is :math:`C n_i / (n_i + \gamma) < C`.
+    **Factors exceed 1** where :math:`n_i < C - \gamma`: small gradients grow, by :math:`C / \gamma` at most.
+    Edge cases: a norm of 0 gives :math:`C / \gamma`; a NaN or infinite norm 0; C = 0 gives 0.
+
+    Args:
+        max_norm: C, a finite number >= 0.
+        gamma: What keeps the sizes of small gradients apart; a finite number > 0.
+
+    Raises:
+        InvalidValueError: If ``max_norm`` or ``gamma`` is outside its range, or their ratio outside float32.
+        InvalidTypeError: If one is no number.
+
+    Example:
+        >>> AutoNormClipper(gamma=0.5).calc_clipping_factors([torch.tensor([0.0, 0.5, 3.5])])[0].round(decimals=4)
+        tensor([2.0000, 1.0000, 0.2500], dtype=torch.float64)
+
+    Reference: Bu, Wang, Zha, Karypis, Automatic clipping, 2022, arXiv 2206.07136.
+    """
+
+    def __init__(self, max_norm: float = 1.0, gamma: float = 0.01) -> None:
+        self.max_norm = in_range("max_norm", max_norm, 0.0, _FLOAT32.max)
+        self.gamma = in_range("gamma", gamma, _FLOAT32.tiny, _FLOAT32.max)
+        in_range("max_norm / gamma", self.max_norm / self.gamma, 0.0, _FLOAT32.max)
+
+    def calc_clipping_factors(self, norms: list[Tensor]) -> list[Tensor]:
+        """Return ``C / (norm + gamma)``."""
+        return [self.largest_factors(only(self, norms) + self.gamma, self.max_norm)]
+
+    @property
+    def thresholds(self) -> list[float]:
+        """``max_norm``."""
+        return [self.max_norm]
+
+
+class QuantileNormClipper(NormClipper):
+    r"""Clip flat, at a threshold that follows a quantile of the norms.
+
+    After each logical step, of any number of mini-batches with one C,
+
+    .. math::
+        C \leftarrow C \exp(-\eta (b - \gamma)), \qquad
+        b = \tfrac12 + \tfrac1m \Bigl(\sum_i \bigl(1[n_i \le C] - \tfrac12\bigr) + N(0, \sigma_b^2)\Bigr),
+
+    limited to ``[min_max_norm, max_max_norm]``. m is ``expected_batch_size``, else the number of samples, where b is
+    just their fraction within C, plus noise. Edge cases of the factors are those of `FlatNormClipper`; a non-finite
+    norm counts as above C; a step without samples leaves C as it is, unless ``expected_batch_size`` is set.
+
+    **Privacy.** With ``count_noise=0`` the threshold is **not private**, whatever noise the gradients get. Otherwise
+    the count spends budget: one sample changes the sum of halves by 1/2. Noise of :math:`z_\Delta C` on the sum of
+    gradients and :math:`\sigma_b` on the count cost together what noise of :math:`z C` on the gradients alone would,
+
+    .. math:: z_\Delta = \bigl(z^{-2} - (2 \sigma_b)^{-2}\bigr)^{-1/2},
+
+    for both relations, as long as z is counted in thresholds C (`noise_multiplier_for_gradients`). Account for z, add
+    :math:`z_\Delta C`. The paper proposes :math:`\sigma_b = m / 20`. Under Poisson sampling the number of samples is
+    itself private: set ``expected_batch_size``. The rule knows one process: in a distributed run thresholds part.
+
+    Args:
+        initial_max_norm: C in the first step.
+        target_quantile: :math:`\gamma`, the fraction of norms within C, from 0 to 1.
+        learning_rate: :math:`\eta \ge 0`.
+        count_noise: :math:`\sigma_b \ge 0`, the standard deviation of the noise on the count.
+        min_max_norm: The smallest C, > 0.
+        max_max_norm: The largest C, finite.
+        generator: Source of that noise, for repeatable runs; without one it comes from the operating system, and
+            ``torch.manual_seed`` has no part in it. `state_dict` holds its state.
+
+    Raises:
+        InvalidValueError: If a number is outside its range.
+        InvalidTypeError: If one is no number.
+
+    Attributes:
+        max_norm: C.
+
+    Example:
+        >>> clipper = QuantileNormClipper(1.0, target_quantile=0.75, learning_rate=1.0)
+        >>> factors = clipper.calc_clipping_factors([torch.tensor([0.5, 2.0, 3.0, 4.0])])
+        >>> clipper.finish_step()  # a quarter was within 1, and three quarters should be
+        >>> round(clipper.max_norm, 3)  # exp(0.5)
+        1.649
+
+    Reference: Andrew, Thakkar, McMahan, Ramaswamy, Differentially private learning with adaptive clipping, 2021,
+    arXiv 1905.03871.
+    """
+
+    def __init__(
+        self,
+        initial_max_norm: float,
+        target_quantile: float = 0.5,
+        learning_rate: float = 0.2,
+        count_noise: float = 0.0,
+        min_max_norm: float = 1e-8,
+        max_max_norm: float = 1e8,
+        generator: torch.Generator | None = None,
+    ) -> None:
+        self.min_max_norm = in_range("min_max_norm", min_max_norm, _FLOAT32.tiny, _FLOAT32.max)
+        self.max_max_norm = in_range("max_max_norm", max_max_norm, self.min_max_norm, _FLOAT32.max)
+        self.max_norm = in_range("initial_max_norm", initial_max_norm, self.min_max_norm, self.max_max_norm)
+        self.target_quantile = in_range("target_quantile", target_quantile, 0.0, 1.0)
+        self.learning_rate = in_range("learning_rate", learning_rate, 0.0, _FLOAT32.max)
+        self.count_noise = in_range("count_noise", count_noise, 0.0, _FLOAT32.max)
+        self.generator = generator
+        self._expected_batch_size: float | None = None
+        self._within: Tensor | int = 0
+        self._samples = 0
+
+    @property
+    def expected_batch_size(self) -> float | None:
+        """The mean number of samples in a logical step, > 0; None takes the number of each step."""
+        return self._expected_batch_size
+
+    @expected_batch_size.setter
+    def expected_batch_size(self, size: float | None) -> None:
+        known = None if size is None else in_range("expected_batch_size", size, _FLOAT32.tiny, _FLOAT32.max)
+        self._expected_batch_size = known
+
+    @property
+    def thresholds(self) -> list[float]:
+        """``max_norm``, the same for all mini-batches of a logical step."""
+        return [self.max_norm]
+
+    def calc_clipping_factors(self, norms: list[Tensor]) -> list[Tensor]:
+        """Return ``min(1, C / norm)``, and count these norms for `finish_step`: call it once for each mini-batch."""
+        norm = only(self, norms)
+        self._within = self._within + (norm <= self.max_norm).sum()
+        self._samples += norm.numel()
+        return [self.largest_factors(norm, self.max_norm).clamp_(max=1)]
+
+    def finish_step(self) -> None:
+        """Move the threshold; on an accelerator the host waits here, once, for the count."""
+        centred = int(self._within) - self._samples / 2 + self._noise()
+        size = self._samples if self.expected_batch_size is None else self.expected_batch_size
+        self._within, self._samples = 0, 0
+        if not size:
+            return
+        exponent = self.learning_rate * (self.target_quantile - 0.5 - centred / size)
+        moved = self.max_norm * math.exp(min(max(exponent, -700.0), 700.0))  # exp raises on overflow
+        self.max_norm = min(max(moved, self.min_max_norm), self.max_max_norm)
+
+    def noise_multiplier_for_gradients(self, noise_multiplier: float) -> float:
+        """Return the noise multiplier of the gradients that, with the count's noise, costs ``noise_multiplier``.
+
+        Args:
+            noise_multiplier: z, what the accountant is told; in thresholds C, not in twice that for "replace_one".
+
+        Raises:
+            InvalidValueError: If the count alone spends more than z allows, so ``count_noise <= z / 2``.
+        """
+        z = in_range("noise_multiplier", noise_multiplier, 0.0, _FLOAT32.max)
+        if z == 0:
+            return 0.0
+        if z >= 2 * self.count_noise:
+            raise InvalidValueError(
+                f"count_noise={self.count_noise} spends more than noise_multiplier={z} allows, so no noise on the "
+                f"gradients can make up for it: expected count_noise above {z / 2}."
+            )
+        return z / math.sqrt(1 - (z / (2 * self.count_noise)) ** 2)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the threshold, the count so far, and the generator's state or None."""
+        state = {"max_norm": self.max_norm, "within": int(self._within), "samples": self._samples}
+        return {**state, "generator": None if self.generator is None else self.generator.get_state()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take back what `state_dict` returned; a generator's state is used if this rule has a generator too."""
+        check_keys(self, state_dict, self.state_dict())
+        max_norm = in_range("the saved max_norm", state_dict["max_norm"], self.min_max_norm, self.max_max_norm)
+        if self.generator is not None and state_dict["generator"] is not None:
+            self.generator.set_state(state_dict["generator"])
+        self.max_norm = max_norm
+        self._within, self._samples = int(state_dict["within"]), int(state_dict["samples"])
+
+    def _noise(self) -> float:
+        if not self.count_noise:
+            return 0.0
+        if self.generator is None:
+            return random.SystemRandom().normalvariate(0.0, self.count_noise)
+        device = self.generator.device
+        return self.count_noise * float(torch.randn((), generator=self.generator, device=device, dtype=torch.float64))
+
+
+def _each_max_norm(max_norms: Any) -> float | list[float] | dict[str, float]:
+    if hasattr(max_norms, "__float__") and not getattr(max_norms, "ndim", 0):
+        return non_negative("max_norms", max_norms)
+    each: list[float] | dict[str, float]
+    if isinstance(max_norms, Mapping):
+        each = {name: non_negative(f"max_norms[{name!r}]", value) for name, value in max_norms.items()}
+    elif isinstance(max_norms, Sequence) and not isinstance(max_norms, str | bytes):
+        each = [non_negative(f"max_norms[{i}]", value) for i, value in enumerate(max_norms)]
+    else:
+        raise InvalidTypeError(
+            f"max_norms={max_norms!r}: expected one number, a list with one for each parameter, or a mapping from "
+            f"parameters' names, got {type(max_norms).__name__}."
+        )
+    if not each:
+        raise InvalidValueError("max_norms is empty: expected one number for each trained parameter.")
+    return each

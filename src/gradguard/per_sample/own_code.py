@@ -1,0 +1,261 @@
+"""Per-sample gradients of code that uses parameters by itself, such as ``x + self.position`` or a layer without a rule.
+
+The code of one module is run again for one sample, with torch.func, and each layer that it calls is left out: what
+the layer returned is given, and what it was called with counts as a result, whose gradient is known. So the gradient
+is exact and the layers are not run twice.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gradguard.errors import UnsupportedGradientError
+from gradguard.per_sample.arithmetic import wide
+from gradguard.per_sample.layers.call import BatchAxis
+from gradguard.per_sample.trees import Skeleton
+
+Aliases = Mapping[str, Sequence[tuple[nn.Module, str]]]
+"""The attributes of modules that hold each parameter."""
+
+_CHUNK = 64 << 20
+"""Bytes of per-sample gradients that torch.func computes at a time."""
+
+
+@dataclass
+class LeftOut:
+    """A layer that the code called.
+
+    Attributes:
+        module: The layer.
+        tapped: Positions, among the tensors that it got, of those that the code had computed.
+        axes: Batch axis of each of ``tapped``.
+        output: What it returned.
+        output_axes: Batch axis of each tensor that it returned.
+        count: Number of tensors that it returned.
+        grads: The gradient of each of ``tapped``, filled in by backward.
+    """
+
+    module: nn.Module
+    tapped: list[int]
+    axes: list[BatchAxis | None]
+    output: Skeleton | None = None
+    output_axes: Sequence[BatchAxis | None] = ()
+    grads: Sequence[Tensor | None] = ()
+
+
+@dataclass
+class OwnCode:
+    """One run of a module's own code, and what backward brought.
+
+    Attributes:
+        module: The module.
+        arguments: What it was called with.
+        axes: Batch axis of each tensor among its arguments.
+        output: What it returned.
+        output_axes: Batch axis of each tensor that it returned.
+        batch_size: Number of samples.
+        aliases: The parameters that the code used.
+        autocast: Device type and dtype of the autocast that it ran under, or None.
+        quietly: A block in which the clipper's own hooks do nothing.
+        left_out: The layers that it called, in order.
+        saved: Its input tensors, what the left-out layers returned, and its results: the tensors that layers were
+            called with and those that it returned.
+        grads: The gradient of each tensor that it returned.
+    """
+
+    module: nn.Module
+    arguments: Skeleton
+    axes: Sequence[BatchAxis | None]
+    output: Skeleton
+    output_axes: Sequence[BatchAxis | None]
+    batch_size: int
+    aliases: Aliases
+    autocast: tuple[str, torch.dtype] | None
+    quietly: Callable[[], AbstractContextManager[None]]
+    left_out: list[LeftOut] = field(default_factory=list)
+    saved: Sequence[Tensor] = ()
+    grads: Sequence[Tensor | None] = ()
+
+    def per_sample_gradients(self) -> dict[str, Tensor]:
+        """Return ``[B, *shape]`` for each parameter.
+
+        Raises:
+            UnsupportedGradientError: If the code cannot be run again for one sample, or gives something else then.
+        """
+        names = list(self.aliases)
+        values = [module._parameters[slot].detach() for module, slot in (self.aliases[n][0] for n in names)]  # type: ignore[union-attr]
+        axes, results = self._axes()
+        tensors = [*self.saved, *results]
+        owners = [_owned(t, axis, self.batch_size) for t, axis in zip(tensors, axes, strict=True)]
+        with self._set_up():
+            gradients, errors = self._differentiate(names, values, owners)
+        self._check(errors)
+        return dict(zip(names, gradients, strict=True))
+
+    def _axes(self) -> tuple[list[BatchAxis | None], list[Tensor]]:
+        """The axis of each saved tensor and of each gradient of a result; and these gradients, zeros where none came."""
+        given = [axis for layer in self.left_out for axis in layer.output_axes]
+        results = [axis for layer in self.left_out for axis in layer.axes] + list(self.output_axes)
+        grads = [grad for layer in self.left_out for grad in (layer.grads or [None] * len(layer.axes))]
+        grads += self.grads
+        recorded = self.saved[len(self.saved) - len(results) :]
+        for axis, grad in zip(results, grads, strict=True):
+            if axis is None and grad is not None:
+                raise UnsupportedGradientError(
+                    f"{type(self.module).__name__} makes a value from its parameters alone, without the samples, and "
+                    "it has a gradient: that belongs to no single sample. Compute it where it is used."
+                )
+        filled = [torch.zeros_like(r) if g is None else g for g, r in zip(grads, recorded, strict=True)]
+        return [*self.axes, *given, *results, *results], filled
+
+    def _differentiate(
+        self, names: list[str], values: list[Tensor], owners: list[tuple[Tensor, int | None, int | None]]
+    ) -> tuple[list[Tensor], Tensor]:
+        tensors, dims = [o[0] for o in owners], tuple(o[1] for o in owners)
+        inserted = [o[2] for o in owners]
+        if not self.batch_size:
+            return [v.new_zeros(0, *v.shape) for v in values], torch.zeros(0)
+
+        def one_sample(parameters: list[Tensor], *pieces: Tensor) -> tuple[Tensor, Tensor]:
+            whole = [p if d is None else p.unsqueeze(d) for p, d in zip(pieces, inserted, strict=True)]
+            return self._surrogate(dict(zip(names, parameters, strict=True)), whole)
+
+        gradient = torch.func.grad(one_sample, has_aux=True)
+        row = sum(v.numel() * v.element_size() for v in values)
+        chunk = max(1, min(self.batch_size, _CHUNK // max(1, row)))
+        try:
+            vectorized = torch.func.vmap(gradient, in_dims=(None, *dims), chunk_size=chunk)
+            gradients, errors = vectorized(values, *tensors)
+        except UnsupportedGradientError:
+            raise
+        except Exception:  # what torch.func cannot do at once is done sample by sample
+            gradients, errors = self._loop(one_sample, values, tensors, dims)
+        return [wide(g) for g in gradients], errors
+
+    def _loop(
+        self, one_sample: Any, values: list[Tensor], tensors: list[Tensor], dims: Sequence[int | None]
+    ) -> tuple[list[Tensor], Tensor]:
+        rows, errors = [], []
+        for i in range(self.batch_size):
+            pieces = [t if d is None else t.select(d, i) for t, d in zip(tensors, dims, strict=True)]
+            leaves = [v.clone().requires_grad_() for v in values]
+            with torch.enable_grad():
+                surrogate, error = one_sample(leaves, *pieces)
+            rows.append(torch.autograd.grad(surrogate, leaves, allow_unused=True, materialize_grads=True))
+            errors.append(error.detach())
+        return [torch.stack(column) for column in zip(*rows, strict=True)], torch.stack(errors)
+
+    def _surrogate(self, parameters: dict[str, Tensor], tensors: list[Tensor]) -> tuple[Tensor, Tensor]:
+        """The inner product of the results with their gradients, and how far the results are from the recorded."""
+        inputs, tensors = tensors[: len(self.axes)], tensors[len(self.axes) :]
+        given = []
+        for layer in self.left_out:
+            given.append(tensors[: len(layer.output_axes)])
+            tensors = tensors[len(layer.output_axes) :]
+        count = len(tensors) // 2
+        recorded, grads = tensors[:count], tensors[count:]
+        results = self._run(parameters, inputs, given)
+        total, error = recorded[0].new_zeros((), dtype=torch.float32), recorded[0].new_zeros((), dtype=torch.float32)
+        for result, known, grad in zip(results, recorded, grads, strict=True):
+            if result.shape != known.shape:
+                raise UnsupportedGradientError(self._differs("a result has another shape for one sample"))
+            if result.is_floating_point() and result.numel():
+                total = total + (wide(result) * wide(grad)).sum()
+                scale = wide(known).abs().amax().clamp_min(1e-30)
+                off = (wide(result).detach() - wide(known)).abs().amax() / scale
+                error = torch.maximum(error, off.to(error.dtype) / (1e3 * torch.finfo(known.dtype).eps))
+        return total, error
+
+    def _run(self, parameters: dict[str, Tensor], inputs: list[Tensor], given: list[list[Tensor]]) -> list[Tensor]:
+        """Run the code; return the tensors that layers were called with, then those that it returned."""
+        results: list[Tensor] = []
+        remaining = iter(zip(self.left_out, given, strict=True))
+
+        def stub(module: nn.Module) -> Any:
+            def forward(*args: Any, **kwargs: Any) -> Any:
+                layer, outputs = next(remaining, (None, []))
+                if layer is None or layer.module is not module or layer.output is None:
+                    raise UnsupportedGradientError(self._differs("it calls other layers for one sample"))
+                got = Skeleton((args, kwargs)).tensors
+                results.extend(got[i] for i in layer.tapped)
+                return layer.output.fill(outputs)
+
+            return forward
+
+        with ExitStack() as stack:
+            for module in {id(layer.module): layer.module for layer in self.left_out}.values():
+                stack.enter_context(_attribute(module, "forward", stub(module)))
+            for name, value in parameters.items():
+                for module, slot in self.aliases[name]:
+                    stack.enter_context(_parameter(module, slot, value))
+            args, kwargs = self.arguments.fill(inputs)
+            output = self.module(*args, **kwargs)
+        if next(remaining, None) is not None:
+            raise UnsupportedGradientError(self._differs("it calls fewer layers for one sample"))
+        return [*results, *Skeleton(output).tensors]
+
+    @contextmanager
+    def _set_up(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            stack.enter_context(self.quietly())
+            if self.autocast:
+                stack.enter_context(torch.autocast(self.autocast[0], self.autocast[1]))
+            devices = sorted({t.device.index or 0 for t in self.saved if t.device.type == "cuda"})
+            stack.enter_context(torch.random.fork_rng(devices))
+            yield
+
+    def _check(self, errors: Tensor) -> None:
+        worst = float(errors.max()) if errors.numel() else 0.0
+        if worst > 1:
+            raise UnsupportedGradientError(
+                self._differs("for one sample it computes other values (does it draw random numbers, or mix samples?)")
+            )
+
+    def _differs(self, what: str) -> str:
+        names = ", ".join(self.aliases)
+        return (
+            f"the code of {type(self.module).__name__} that uses {names} cannot be run again sample by sample: {what}. "
+            "Move dropout and the like into a layer of its own (nn.Dropout), write x = x + y in place of x += y, and "
+            "let each sample be computed by itself."
+        )
+
+
+def _owned(tensor: Tensor, axis: BatchAxis | None, batch_size: int) -> tuple[Tensor, int | None, int | None]:
+    """The tensor, the dimension that torch.func maps over, and the dimension of size 1 that a sample lacks then."""
+    if axis is None:
+        return tensor, None, None
+    if tensor.shape[axis.dim] == batch_size:
+        return tensor, axis.dim, axis.dim
+    if axis.last:
+        return tensor.unflatten(axis.dim, (-1, batch_size)), axis.dim + 1, None
+    return tensor.unflatten(axis.dim, (batch_size, -1)), axis.dim, None
+
+
+@contextmanager
+def _attribute(module: nn.Module, name: str, value: Any) -> Iterator[None]:
+    """Set an attribute of one instance for the block."""
+    own = vars(module).get(name)
+    vars(module)[name] = value
+    try:
+        yield
+    finally:
+        if own is None:
+            del vars(module)[name]
+        else:
+            vars(module)[name] = own
+
+
+@contextmanager
+def _parameter(module: nn.Module, slot: str, value: Tensor) -> Iterator[None]:
+    """Let ``value`` stand in for a parameter in the block."""
+    parameters: dict[str, Any] = module._parameters
+    original = parameters[slot]
+    parameters[slot] = value
+    try:
+        yield
+    finally:
+        parameters[slot] = original

@@ -1,0 +1,126 @@
+"""What to do at each call of each layer: its own rule, torch.func on its own code, or nothing."""
+
+from collections import defaultdict
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+from torch import nn
+
+from gradguard.errors import UnsupportedGradientError
+from gradguard.per_sample.dry_run import DryRun, Slot
+from gradguard.per_sample.layers.call import BatchAxis
+from gradguard.per_sample.layers.rules import Rule, rule_for
+from gradguard.per_sample.samples import Arguments
+
+
+class Treatment(Enum):
+    """How a call gives per-sample gradients."""
+
+    NOTHING = "uses no trained parameter by itself"
+    RULE = "a layer with a rule of its own"
+    OWN_CODE = "code that uses trained parameters: differentiated with torch.func, the layers that it calls left out"
+
+
+@dataclass(frozen=True)
+class CallPlan:
+    """What to do at a call.
+
+    Attributes:
+        treatment: How it gives per-sample gradients.
+        sees_samples: Whether anything that it returns belongs to samples.
+        inputs: Batch axis of each tensor that it gets.
+        outputs: Batch axis of each tensor that it returns.
+        uses: Trained parameters that its own code uses, those of layers that see no sample included.
+        rule: For `Treatment.RULE`.
+    """
+
+    treatment: Treatment
+    sees_samples: bool
+    inputs: tuple[BatchAxis | None, ...]
+    outputs: tuple[BatchAxis | None, ...]
+    uses: frozenset[Slot] = frozenset()
+    rule: Rule | None = None
+
+
+class Plans:
+    """The plans of one outermost module: for each module, for each of its calls.
+
+    Args:
+        module: The outermost module.
+        arguments: One real call.
+        batch_first: Whether the batch is the first dimension of the arguments.
+        size: Number of samples in that call.
+        slots: The trained parameters, by ``id``.
+        observe: Passed on to `DryRun`.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        arguments: Arguments,
+        batch_first: bool,
+        size: int,
+        slots: dict[int, Slot],
+        observe: Any,
+    ) -> None:
+        run = DryRun(module, arguments, batch_first, size, slots, observe)
+        sees = [_grows(run, i) for i in range(len(run.calls))]
+        treatments, uses = _treatments(run, sees)
+        found: dict[nn.Module, list[CallPlan]] = defaultdict(list)
+        for i, call in enumerate(run.calls):
+            within_own_code = call.caller >= 0 and treatments[call.caller] is Treatment.OWN_CODE
+            needed = call.caller < 0 or treatments[i] is not Treatment.NOTHING or (within_own_code and sees[i])
+            inputs, outputs = run.axes(i) if needed else ([], [])
+            rule = rule_for(call.module) if treatments[i] is Treatment.RULE else None
+            plan = CallPlan(treatments[i], sees[i], tuple(inputs), tuple(outputs), frozenset(uses[i]), rule)
+            found[call.module].append(plan)
+        self._calls = {m: plans[:1] if plans.count(plans[0]) == len(plans) else plans for m, plans in found.items()}
+        self._uses = [frozenset(uses[i]) for i, t in enumerate(treatments) if t is not Treatment.NOTHING]
+        self._counts = {m: len(plans) for m, plans in found.items()}
+
+    def uses(self) -> list[frozenset[Slot]]:
+        """Return which parameters each call uses that gives per-sample gradients."""
+        return self._uses
+
+    def of(self, module: nn.Module, call: int) -> CallPlan | None:
+        """Return the plan of call number ``call`` of ``module``; None if the module did not run in the dry run.
+
+        Raises:
+            UnsupportedGradientError: If its calls differ and are not as many as in the dry run.
+        """
+        plans = self._calls.get(module)
+        if plans is None or len(plans) == 1:
+            return plans and plans[0]
+        if len(plans) != self._counts[module] or call >= len(plans):
+            raise UnsupportedGradientError(
+                f"{type(module).__name__} is called a varying number of times, with samples in varying places. Use "
+                "a module of its own for each kind of call."
+            )
+        return plans[call]
+
+
+def _treatments(run: DryRun, sees: list[bool]) -> tuple[list[Treatment], list[set[Slot]]]:
+    """How each call is treated, and which parameters its own code uses."""
+    uses = [set(call.uses) for call in run.calls]
+    treatments = [Treatment.NOTHING] * len(uses)
+    for i in reversed(range(len(uses))):  # a call comes after its caller
+        call = run.calls[i]
+        if not uses[i]:
+            continue
+        if sees[i]:
+            treatments[i] = Treatment.OWN_CODE if rule_for(call.module) is None else Treatment.RULE
+        elif call.caller < 0:
+            raise UnsupportedGradientError(
+                f"{type(call.module).__name__} was called by itself and returned the same for any number of samples, "
+                "so its parameters' gradients belong to no sample. Call it inside the module's forward."
+            )
+        else:  # position embeddings, for example: a part of the code that called them
+            uses[call.caller] |= uses[i]
+    return treatments, uses
+
+
+def _grows(run: DryRun, i: int) -> bool:
+    """Tell whether call ``i`` returns anything larger for three samples than for two."""
+    two, three = run.runs[0][i], run.runs[1][i]
+    return any(a != b for a, b in zip(two.outputs, three.outputs, strict=True))

@@ -1,0 +1,47 @@
+"""What cannot be clipped per sample, found before anything runs."""
+
+import torch
+from torch import nn
+
+from gradguard.errors import InvalidTypeError, InvalidValueError, UnsupportedGradientError
+
+
+def refuse_unsupported(module: nn.Module) -> None:
+    """Check a module once.
+
+    Raises:
+        InvalidTypeError: If it is no module.
+        InvalidValueError: If nothing in it is trained.
+        UnsupportedGradientError: If it, or a module in it, cannot be followed.
+    """
+    if not isinstance(module, nn.Module):
+        raise InvalidTypeError(f"module: expected a torch.nn.Module, got {type(module).__name__}.")
+    if not any(parameter.requires_grad for parameter in module.parameters()):
+        raise InvalidValueError("module has no parameter that requires grad, so there is nothing to clip.")
+    for name, submodule in module.named_modules():
+        where = f"module {name!r}" if name else "the module"
+        if getattr(submodule, "_compiled_call_impl", None) is not None or hasattr(submodule, "_torchdynamo_orig_callable"):
+            raise UnsupportedGradientError(
+                f"{where} is compiled: the layers inside cannot be followed. Give the module as it was before "
+                "torch.compile."
+            )
+        if isinstance(submodule, torch.jit.ScriptModule | nn.DataParallel):
+            raise UnsupportedGradientError(
+                f"{where} is a {type(submodule).__name__}, whose layers cannot be followed. Give the plain module."
+            )
+    refuse_batch_norm(module)
+
+
+def refuse_batch_norm(module: nn.Module) -> None:
+    """Check that no batch normalization would mix samples.
+
+    Raises:
+        UnsupportedGradientError: If one is in training mode, or has no running statistics.
+    """
+    for name, layer in module.named_modules():
+        if isinstance(layer, nn.modules.batchnorm._BatchNorm) and (layer.training or layer.running_mean is None):
+            raise UnsupportedGradientError(
+                f"{name or 'the module'} is a {type(layer).__name__}: it normalizes each sample by the others, so no "
+                "gradient belongs to one sample. Use torch.nn.GroupNorm (or LayerNorm, InstanceNorm) in its place, "
+                "or freeze its statistics with .eval()."
+            )

@@ -1,0 +1,39 @@
+"""Nested arguments and results, with the tensors taken out and put in again."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+
+class Skeleton:
+    """Nested tuples, lists and dicts without their tensors.
+
+    Args:
+        tree: With tensors.
+
+    Attributes:
+        tensors: The tensors, in order; `release` forgets them.
+    """
+
+    def __init__(self, tree: Any) -> None:
+        leaves, self._spec = tree_flatten(tree)
+        self.tensors: list[Tensor] = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        self._leaves = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        self._places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def release(self) -> list[Tensor]:
+        """Return the tensors and forget them."""
+        tensors, self.tensors = self.tensors, []
+        return tensors
+
+    def fill(self, tensors: Sequence[Tensor | None]) -> Any:
+        """Return the tree with ``tensors`` in the places of its own."""
+        leaves = list(self._leaves)
+        for place, tensor in zip(self._places, tensors, strict=True):
+            leaves[place] = tensor
+        return tree_unflatten(leaves, self._spec)

@@ -1,0 +1,18 @@
+"""Private training in one call, and its parts: sampling, noise, accounting."""
+
+from gradguard.private.accounting import Accountant, MissingPackageError, epsilon, noise_multiplier_for
+from gradguard.private.noise import GaussianNoise
+from gradguard.private.sampling import PoissonBatches
+from gradguard.private.set_up import make_private
+from gradguard.private.training import PrivateTraining
+
+__all__ = [
+    "Accountant",
+    "GaussianNoise",
+    "MissingPackageError",
+    "PoissonBatches",
+    "PrivateTraining",
+    "epsilon",
+    "make_private",
+    "noise_multiplier_for",
+]

@@ -1,0 +1,342 @@
+r"""How much privacy was spent: what `dp-accounting` computes, asked in one line, and counted step by step.
+
+Everything is for the Gaussian mechanism on Poisson-sampled batches, and for neighbouring data sets that differ by
+adding or removing one sample.
+"""
+
+import importlib
+import logging
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any, Literal
+
+from gradguard.arguments import check_number
+from gradguard.errors import GradguardError, InvalidTypeError, InvalidValueError
+
+AccountantName = Literal["pld", "rdp"]
+History = list[tuple[float, float, int]]
+"""Runs of equal steps: noise multiplier, sampling rate, number of steps."""
+
+_PLD_UP_TO = 30.0  # of RDP's epsilon; above, PLD takes minutes to refine a number that protects nobody
+_TOLERANCE = 1e-3  # by how much the calibrated epsilon may stay below its target, relatively
+_LARGEST_MULTIPLIER = 1e6
+
+
+class MissingPackageError(GradguardError, ImportError):
+    """A package that this part of gradguard needs is not installed."""
+
+
+def epsilon(
+    noise_multiplier: float, sample_rate: float, steps: int, delta: float, accountant: AccountantName = "pld"
+) -> float:
+    r"""Return the epsilon that ``steps`` steps of private training cost at ``delta``: an upper bound.
+
+    ==========================  ==================================
+    edge case                   epsilon
+    ==========================  ==================================
+    no steps, sample rate 0     0
+    noise multiplier 0          infinite
+    RDP's epsilon above 30      RDP's, with ``"pld"`` too
+    ==========================  ==================================
+
+    Args:
+        noise_multiplier: Standard deviation of the noise over the sensitivity of the sum, >= 0.
+        sample_rate: Probability with which each sample joins a batch, from 0 to 1.
+        steps: Number of steps, >= 0.
+        delta: Probability with which the guarantee may fail, above 0 and below 1.
+        accountant: ``"pld"`` composes privacy loss distributions and is nearly exact; ``"rdp"`` goes through Rényi
+            divergences and is some per cent looser, in milliseconds.
+
+    Returns:
+        Epsilon.
+
+    Raises:
+        InvalidValueError: If a number is out of its range or the accountant is another one.
+        InvalidTypeError: If an argument is no number, or ``steps`` no integer.
+        MissingPackageError: If dp-accounting is not installed.
+
+    Example:
+        >>> round(epsilon(1.1, 256 / 60000, 14062, delta=1e-5, accountant="rdp"), 2)
+        2.6
+
+    Reference: Doroshenko et al., Connect the dots, 2022, arXiv 2207.04380 (PLD); Mironov, Talwar, Zhang, 2019,
+    arXiv 1908.10530 (RDP).
+    """
+    ledger = Accountant(accountant)
+    ledger.step(noise_multiplier, sample_rate, steps)
+    return ledger.epsilon(delta)
+
+
+def noise_multiplier_for(
+    target_epsilon: float,
+    target_delta: float,
+    sample_rate: float,
+    steps: int,
+    accountant: AccountantName = "pld",
+) -> float:
+    """Return a noise multiplier that spends nearly all of ``target_epsilon``, and never more.
+
+    **Guarantee.** ``epsilon`` of what is returned is at most ``target_epsilon``, and where that can be reached at
+    least 0.999 times it.
+
+    Args:
+        target_epsilon: Above 0; infinity gives 0.
+        target_delta: Above 0 and below 1.
+        sample_rate: Probability with which each sample joins a batch, above 0, at most 1.
+        steps: Number of steps, at least 1.
+        accountant: As for `epsilon`.
+
+    Returns:
+        Standard deviation of the noise over the sensitivity of the sum.
+
+    Raises:
+        InvalidValueError: If a number is out of its range, or no noise multiplier up to a million suffices.
+        InvalidTypeError: If an argument is no number, or ``steps`` no integer.
+        MissingPackageError: If dp-accounting is not installed.
+
+    Example:
+        >>> noise_multiplier = noise_multiplier_for(3.0, 1e-5, sample_rate=0.01, steps=1000, accountant="rdp")
+        >>> epsilon(noise_multiplier, 0.01, 1000, 1e-5, accountant="rdp") <= 3.0
+        True
+    """
+    target = check_number("target_epsilon", target_epsilon)
+    if not target > 0:
+        raise InvalidValueError(f"target_epsilon={target}: expected a number above 0.")
+    rate, count = _check_rate(sample_rate), _check_steps(steps)
+    _check_delta(target_delta), check_accountant(accountant)
+    if target == math.inf:
+        return 0.0
+    if not rate or not count:
+        raise InvalidValueError(f"sample_rate={rate}, steps={count}: no step costs anything, so no noise is needed.")
+
+    def spent(noise_multiplier: float, name: AccountantName = accountant) -> float:
+        return epsilon(noise_multiplier, rate, count, target_delta, name)
+
+    # RDP takes milliseconds and asks for a little more noise, so its answer is where the other one starts from.
+    found = _search(target, lambda z: spent(z, "rdp"), 1.0)
+    if accountant == "pld":
+        found = _search(target, spent, found or 1.0)
+    if found is None:
+        raise InvalidValueError(
+            f"target_epsilon={target} at delta={target_delta}: no noise multiplier up to {_LARGEST_MULTIPLIER:g} is "
+            f"enough for {count} steps with accountant={accountant!r}. Ask for a larger epsilon"
+            + (", or use accountant='pld'." if accountant == "rdp" else ".")
+        )
+    return found
+
+
+def _search(target: float, spent: Callable[[float], float], start: float) -> float | None:
+    """Return a multiplier that spends from 0.999 to 1 times ``target``, or None if there is none.
+
+    The logarithm of epsilon is nearly straight in that of the multiplier: secants, with halving where they fail.
+    """
+    low, high, now, slope = 0.0, math.inf, start, -1.5
+    before: tuple[float, float] | None = None
+    while low <= _LARGEST_MULTIPLIER and high > low * (1 + 1e-4):
+        value = max(spent(now), 1e-300)
+        if 1 - _TOLERANCE <= value / target <= 1:
+            return now
+        low, high = (now, high) if value > target else (low, now)
+        if math.isfinite(value):
+            if before is not None and before[1] != value:
+                slope = min(math.log(value / before[1]) / math.log(now / before[0]), -0.1)
+            before = now, value
+            guess = now * math.exp(min(max((math.log(target / value) - _TOLERANCE / 2) / slope, -1.0), 1.0))
+        else:
+            guess = 2 * now
+        halfway = math.sqrt(low * high) if low and math.isfinite(high) else guess
+        now = guess if low < guess < high else halfway
+    return high if math.isfinite(high) else None
+
+
+class Accountant:
+    r"""Counts the steps that were really taken, and says what they cost together.
+
+    Steps with the same noise multiplier and sampling rate are one entry, so millions of steps cost nothing to keep.
+
+    Args:
+        name: ``"pld"`` or ``"rdp"``.
+
+    Raises:
+        InvalidValueError: If it is another name; ``"gdp"`` is refused because it reports less than is spent.
+        MissingPackageError: If dp-accounting is not installed.
+
+    Attributes:
+        history: Runs of equal steps: noise multiplier, sampling rate, number of steps.
+
+    Example:
+        >>> accountant = Accountant("rdp")
+        >>> for _ in range(3):
+        ...     accountant.step(noise_multiplier=1.0, sample_rate=0.01)
+        >>> accountant.history, round(accountant.epsilon(delta=1e-5), 2)
+        ([(1.0, 0.01, 3)], 0.82)
+    """
+
+    def __init__(self, name: AccountantName = "pld") -> None:
+        self.name: AccountantName = check_accountant(name)
+        _dp_accounting()
+        self.history: History = []
+        self._known: dict[tuple, float] = {}
+
+    @property
+    def steps(self) -> int:
+        """Number of steps counted so far."""
+        return sum(steps for _, _, steps in self.history)
+
+    def step(self, noise_multiplier: float, sample_rate: float, steps: int = 1) -> None:
+        """Count steps.
+
+        Args:
+            noise_multiplier: Standard deviation of the noise over the sensitivity of the sum, finite, >= 0.
+            sample_rate: From 0 to 1.
+            steps: How many, >= 0.
+
+        Raises:
+            InvalidValueError: If a number is out of its range.
+            InvalidTypeError: If an argument is no number, or ``steps`` no integer.
+        """
+        entry = check_multiplier(noise_multiplier), _check_rate(sample_rate), _check_steps(steps)
+        if self.history and self.history[-1][:2] == entry[:2]:
+            entry = (*entry[:2], entry[2] + self.history.pop()[2])
+        if entry[2]:
+            self.history.append(entry)
+
+    def epsilon(self, delta: float) -> float:
+        """Return the epsilon that all steps so far cost at ``delta``.
+
+        Raises:
+            InvalidValueError: If ``delta`` is not between 0 and 1.
+            InvalidTypeError: If it is no number.
+        """
+        asked = (*merged(self.history), _check_delta(delta))
+        if asked not in self._known:
+            self._known = {asked: _epsilon(merged(self.history), asked[-1], self.name)}
+        return self._known[asked]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the history."""
+        return {"history": [list(entry) for entry in self.history]}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Replace the history by a saved one.
+
+        Raises:
+            InvalidValueError: If it is not what `state_dict` returns.
+        """
+        if set(state_dict) != {"history"}:
+            raise InvalidValueError(f"expected the state of an accountant, with the key 'history', got {state_dict}.")
+        self.history = []
+        for entry in state_dict["history"]:
+            self.step(*entry)
+
+
+def merged(history: History) -> History:
+    """Return one entry for each kind of step, sorted: what is spent does not depend on the order."""
+    totals: dict[tuple[float, float], int] = {}
+    for noise_multiplier, sample_rate, steps in history:
+        totals[noise_multiplier, sample_rate] = totals.get((noise_multiplier, sample_rate), 0) + steps
+    return sorted((*kind, steps) for kind, steps in totals.items())
+
+
+def _epsilon(history: History, delta: float, name: AccountantName) -> float:
+    history = [entry for entry in history if entry[1] and entry[2]]
+    if not history:
+        return 0.0
+    if any(noise_multiplier == 0 for noise_multiplier, _, _ in history):
+        return math.inf
+    with _without_notes():
+        by_rdp = _composed("rdp", history).get_epsilon(delta)
+    if name == "rdp" or by_rdp > _PLD_UP_TO:
+        return float(by_rdp)
+    return min(float(_composed("pld", history).get_epsilon(delta)), float(by_rdp))  # two valid bounds
+
+
+def _composed(name: AccountantName, history: History) -> Any:
+    library = _dp_accounting()
+    accountant = importlib.import_module(f"dp_accounting.{name}")
+    composed = accountant.RdpAccountant() if name == "rdp" else accountant.PLDAccountant()
+    for noise_multiplier, sample_rate, steps in history:
+        event = library.GaussianDpEvent(noise_multiplier)
+        composed.compose(library.PoissonSampledDpEvent(sample_rate, event), steps)
+    return composed
+
+
+@contextmanager
+def _without_notes() -> Iterator[None]:
+    """Silence notes on Rényi orders that are left out: the bound is a minimum over orders and stays one without."""
+    logger = logging.getLogger("absl")
+    logger.addFilter(_is_no_note)
+    try:
+        yield
+    finally:
+        logger.removeFilter(_is_no_note)
+
+
+def _is_no_note(record: logging.LogRecord) -> bool:
+    return "Excluding this order" not in record.getMessage()
+
+
+def _dp_accounting() -> ModuleType:
+    try:
+        return importlib.import_module("dp_accounting")
+    except ImportError as error:
+        raise MissingPackageError(
+            "epsilon is computed by the package dp-accounting, which is not installed: pip install gradguard[private]"
+        ) from error
+
+
+def check_accountant(name: str) -> AccountantName:
+    """Return ``name``.
+
+    Raises:
+        InvalidValueError: If it is neither ``"pld"`` nor ``"rdp"``.
+    """
+    if name == "pld" or name == "rdp":
+        return name
+    reason = "expected 'pld' (nearly exact) or 'rdp' (looser, in milliseconds)."
+    if name == "gdp":
+        reason = (
+            "it is an approximation that reports less than is spent: 1.32 for noise 0.8, rate 0.005, 1000 steps and "
+            "delta 1e-6, where 2.00 is right. Use 'pld'."
+        )
+    elif name == "prv":
+        reason = "use 'pld', which gives the same to three digits."
+    raise InvalidValueError(f"accountant={name!r}: {reason}")
+
+
+def check_multiplier(noise_multiplier: float) -> float:
+    """Return it as a float.
+
+    Raises:
+        InvalidValueError: If it is negative, NaN or infinite.
+    """
+    number = check_number("noise_multiplier", noise_multiplier)
+    if not 0 <= number < math.inf:
+        raise InvalidValueError(f"noise_multiplier={number}: expected a finite number >= 0.")
+    return number
+
+
+def _check_rate(sample_rate: float) -> float:
+    rate = check_number("sample_rate", sample_rate)
+    if not 0 <= rate <= 1:
+        raise InvalidValueError(
+            f"sample_rate={rate}: expected a probability from 0 to 1, the batch size over the number of samples."
+        )
+    return rate
+
+
+def _check_delta(delta: float) -> float:
+    number = check_number("delta", delta)
+    if not 0 < number < 1:
+        raise InvalidValueError(f"delta={number}: expected above 0 and below 1, and well below 1 / number of samples.")
+    return number
+
+
+def _check_steps(steps: int) -> int:
+    if isinstance(steps, bool) or not isinstance(steps, int):
+        raise InvalidTypeError(f"steps={steps!r}: expected an integer, got {type(steps).__name__}.")
+    if steps < 0:
+        raise InvalidValueError(f"steps={steps}: expected an integer >= 0.")
+    return steps

@@ -1,0 +1,137 @@
+"""The user's DataLoader with Poisson batches in it: it yields micro-batches and never an empty one."""
+
+from collections import deque
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+)
+
+from gradguard.errors import InvalidTypeError, InvalidValueError, UnsupportedGradientError
+from gradguard.private.sampling import MicroBatch, MicroBatches, PoissonBatches
+
+_KEPT = (
+    "num_workers",
+    "collate_fn",
+    "pin_memory",
+    "timeout",
+    "worker_init_fn",
+    "multiprocessing_context",
+    "generator",
+    "prefetch_factor",
+    "persistent_workers",
+)
+
+
+class Listener(Protocol):
+    """Who is told what the loader does."""
+
+    def _begin_pass(self) -> None: ...
+    def _begin_batch(self, micro_batch: MicroBatch) -> None: ...
+    def _empty_batch(self, micro_batch: MicroBatch) -> None: ...
+    def _end_pass(self) -> None: ...
+
+
+class PrivateLoader:
+    """Yields what the user's loader would, batch by batch, while the training object keeps count.
+
+    ``len`` is the number of logical batches in an epoch. Where these are cut into micro-batches more are yielded, and
+    where they are empty, fewer: a progress bar counts steps best by what ``private.step()`` returns.
+
+    Args:
+        loader: The DataLoader to take the data set, ``collate_fn``, workers and all other options from.
+        batches: What to draw; None takes the batches of ``loader`` as they come.
+        max_size: Largest micro-batch.
+        stand_in: Whether a sample that does not count is yielded instead of an empty micro-batch.
+        listener: Who is told.
+    """
+
+    def __init__(
+        self,
+        loader: DataLoader,
+        batches: PoissonBatches | None,
+        max_size: int | None,
+        stand_in: bool,
+        listener: Listener,
+    ) -> None:
+        source = batches.remaining if batches is not None else lambda: _fixed(loader)
+        self._cutter = MicroBatches(source, max_size, 0 if stand_in else None)
+        self._steps = len(batches) if batches is not None else len(loader)
+        self._listener = listener
+        options = {name: getattr(loader, name) for name in _KEPT}
+        if loader.pin_memory_device:
+            options["pin_memory_device"] = loader.pin_memory_device
+        self.loader = DataLoader(loader.dataset, batch_sampler=self._cutter, **options)  # type: ignore[arg-type]
+
+    def __len__(self) -> int:
+        return self._steps
+
+    def __iter__(self) -> Iterator[Any]:
+        self._listener._begin_pass()
+        items = iter(self.loader)
+        plan = self._cutter.plan  # workers run ahead, so what was planned waits here for its data
+        for item in items:
+            self._pass_empty_ones(plan)
+            self._listener._begin_batch(plan.popleft())
+            yield item
+        self._pass_empty_ones(plan)
+        self._listener._end_pass()
+
+    def _pass_empty_ones(self, plan: deque[MicroBatch]) -> None:
+        while plan and not plan[0].has_data:
+            self._listener._empty_batch(plan.popleft())
+
+
+def _fixed(loader: DataLoader) -> Iterator[tuple[list[int], int]]:
+    assert loader.batch_sampler is not None
+    for indices in loader.batch_sampler:
+        yield list(indices), len(indices)
+
+
+def check_loader(loader: DataLoader, poisson_sampling: bool, world_size: int) -> int:
+    """Return the number of samples of a DataLoader whose order and batches may be replaced or accounted for.
+
+    Raises:
+        InvalidTypeError: If it is no DataLoader.
+        InvalidValueError: If it does not batch by itself, or draws samples in a way that would silently change.
+        UnsupportedGradientError: If its data set is iterable, so that no sample can be drawn by its number.
+    """
+    if not isinstance(loader, DataLoader):
+        raise InvalidTypeError(f"loader: expected a torch.utils.data.DataLoader, got {type(loader).__name__}.")
+    if isinstance(loader.dataset, IterableDataset):
+        raise UnsupportedGradientError(
+            "an IterableDataset cannot be sampled: privacy by sampling needs every sample to join a batch with the "
+            "same probability, so samples must be found by their number. Use a data set with __getitem__ and __len__."
+        )
+    if loader.batch_size is None or type(loader.batch_sampler) is not BatchSampler:
+        raise InvalidValueError(
+            "loader: expected one made with batch_size=..., from which the sampling rate follows; got one with "
+            "a batch_sampler of its own or without batches."
+        )
+    _check_sampler(loader.sampler, poisson_sampling)
+    if not poisson_sampling and world_size > 1:
+        raise UnsupportedGradientError(
+            "poisson_sampling=False is not accounted for over several processes: use poisson_sampling=True."
+        )
+    return len(loader.dataset)  # type: ignore[arg-type]
+
+
+def _check_sampler(sampler: Any, poisson_sampling: bool) -> None:
+    known = [SequentialSampler, RandomSampler] + ([DistributedSampler] if poisson_sampling else [])
+    if type(sampler) not in known:
+        raise InvalidValueError(
+            f"loader: its sampler is a {type(sampler).__name__}. Every sample must be drawn with the same probability"
+            f"{'' if poisson_sampling else ', and once in an epoch'}, so expected shuffle=True or shuffle=False. To "
+            f"train on a part of a data set use torch.utils.data.Subset."
+        )
+    if isinstance(sampler, RandomSampler) and (sampler.replacement or sampler.num_samples != len(sampler.data_source)):
+        raise InvalidValueError(
+            "loader: its RandomSampler draws with replacement or another number than all samples; expected "
+            "shuffle=True, which draws each sample once in an epoch."
+        )

@@ -1,0 +1,167 @@
+r"""Gaussian noise that nobody can predict, and that is drawn once.
+
+PyTorch's generator for the CPU takes only the low 32 bits of a seed: an attacker could try all of them. So its whole
+state, 19 968 bits, is filled from a key of 256 bits, and the key comes from the operating system.
+"""
+
+import hashlib
+import itertools
+import math
+import os
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from gradguard.arguments import check_number
+from gradguard.errors import InvalidTypeError, InvalidValueError
+
+_BLOCK = 1 << 16  # elements that secure noise is drawn for at a time: its parts then stay in the cache
+_MERSENNE_WORDS = 624
+_FIRST_WORD = 3  # of the state, in a generator's state seen as int64; before it: seed, counters
+_LARGEST_SEED = 1 << 64
+
+
+class GaussianNoise:
+    r"""Draw Gaussian noise for one logical step after another; no two draws have anything in common.
+
+    The noise is drawn in float32, or in float64 for float64 sums, and never in half precision: in bfloat16 there are
+    some 4000 different values only.
+
+    **Where it comes from.** Without ``seed``, from a key that the operating system's generator gave.
+    ``torch.manual_seed`` has no part in it. With ``seed``, from that number: then whoever knows the seed can take the
+    noise away again, so this is for tests. A key is never saved: a checkpoint that held it would hold the noise.
+
+    **After a resume** (`renew`) fresh bits are mixed into the key, with a seed too. A run that goes on from an old
+    checkpoint repeats steps that an earlier run has already done; with the same noise on them, the difference of both
+    results would be free of noise.
+
+    **Secure.** PyTorch's normal numbers are a deterministic function of few random bits and rounded to float32, and
+    lie within 5.8 standard deviations: enough in practice to tell neighbouring sums apart now and then (Mironov,
+    2012). ``secure=True`` takes every bit from the operating system, and adds four normal numbers of 52 bits each in
+    float64, so that the set of possible results has no gaps that an attacker could search (Holohan and Braghin).
+    It takes about a hundred times as long to draw. It blunts that attack; it is no discrete mechanism with a proof.
+
+    Args:
+        seed: An integer from 0 to 2^64 - 1 for repeatable noise, or None.
+        secure: Take every bit from the operating system.
+
+    Raises:
+        InvalidValueError: If ``secure`` comes with a seed, or the seed is out of range.
+        InvalidTypeError: If ``seed`` is no integer.
+
+    Example:
+        >>> import torch
+        >>> sums = [torch.zeros(2), torch.zeros(1)]
+        >>> GaussianNoise().add_(sums, standard_deviation=3.0)
+        >>> all(bool(total.all()) for total in sums)
+        True
+
+    Reference: Holohan, Braghin, Secure random sampling in differential privacy, 2021, arXiv 2107.10138.
+    """
+
+    def __init__(self, seed: int | None = None, *, secure: bool = False) -> None:
+        if secure and seed is not None:
+            raise InvalidValueError(
+                f"secure=True with seed={seed}: secure noise takes every bit from the operating system and cannot be "
+                f"repeated. Leave seed away, or secure."
+            )
+        self.secure = secure
+        self._key = key_from(seed, "noise")
+        self._generators: dict[torch.device, torch.Generator] = {}
+
+    def add_(self, sums: Sequence[Tensor], standard_deviation: float) -> None:
+        """Add independent noise to every element of ``sums``, in place.
+
+        Args:
+            sums: float32 or float64 tensors.
+            standard_deviation: Of the noise, the same for all elements; finite and >= 0. 0 adds nothing.
+
+        Raises:
+            InvalidValueError: If it is negative, NaN or infinite.
+            InvalidTypeError: If a sum is neither float32 nor float64.
+        """
+        deviation = check_number("standard_deviation", standard_deviation)
+        if not 0 <= deviation < math.inf:
+            raise InvalidValueError(f"standard_deviation={deviation}: expected a finite number >= 0.")
+        for total in sums:
+            if total.dtype not in (torch.float32, torch.float64):
+                raise InvalidTypeError(
+                    f"noise is added to float32 or float64 sums, got {total.dtype}: sum in float32, add the noise, "
+                    f"and round last."
+                )
+        if deviation:
+            for total in sums:
+                total.add_(self._draw(total, deviation))
+
+    def renew(self) -> None:
+        """Mix fresh bits of the operating system into the key: call it after every resume."""
+        self._key = hashlib.sha256(self._key + os.urandom(32)).digest()
+        self._generators.clear()
+
+    def _draw(self, like: Tensor, deviation: float) -> Tensor:
+        if self.secure:
+            noise = secure_normal(like.numel()).mul_(deviation)
+            return noise.view(like.shape).to(like.device, like.dtype)
+        noise = torch.empty(like.shape, dtype=like.dtype, device=like.device)
+        return noise.normal_(0.0, deviation, generator=self._generator(like.device))
+
+    def _generator(self, device: torch.device) -> torch.Generator:
+        if device not in self._generators:
+            self._generators[device] = keyed_generator(self._key, device)
+        return self._generators[device]
+
+
+def key_from(seed: int | None, purpose: str) -> bytes:
+    """Return 32 bytes: from ``seed`` and ``purpose``, or from the operating system if there is no seed.
+
+    Raises:
+        InvalidValueError: If ``seed`` is not from 0 to 2^64 - 1.
+        InvalidTypeError: If ``seed`` is no integer.
+    """
+    if seed is None:
+        return os.urandom(32)
+    if isinstance(seed, bool) or not isinstance(seed, int):
+        raise InvalidTypeError(f"seed={seed!r}: expected an integer or None, got {type(seed).__name__}.")
+    if not 0 <= seed < _LARGEST_SEED:
+        raise InvalidValueError(f"seed={seed}: expected an integer from 0 to 2**64 - 1.")
+    return hashlib.sha256(f"gradguard {purpose} {seed}".encode()).digest()
+
+
+def keyed_generator(key: bytes, device: torch.device | str = "cpu") -> torch.Generator:
+    """Return a generator whose state follows from all of ``key``; equal keys give equal draws."""
+    device = torch.device(device)
+    stream = hashlib.shake_256(key + str(device.type).encode())
+    generator = torch.Generator(device)
+    if device.type != "cpu":  # Philox, whose key has 64 bits
+        return generator.manual_seed(int.from_bytes(stream.digest(8), "little", signed=True))
+    state = generator.manual_seed(0).get_state()
+    words = state.view(torch.int64) if state.numel() % 8 == 0 else state.new_empty(0, dtype=torch.int64)
+    if words[_FIRST_WORD : _FIRST_WORD + _MERSENNE_WORDS].tolist() != list(_mersenne_words(0)):
+        warnings.warn(
+            f"torch {torch.__version__} lays out the state of its generator in a new way, so noise comes from a seed "
+            f"of 32 bits: use secure=True.",
+            stacklevel=2,
+        )
+        return generator.manual_seed(int.from_bytes(stream.digest(4), "little"))
+    fresh = torch.frombuffer(bytearray(stream.digest(4 * _MERSENNE_WORDS)), dtype=torch.int32)
+    words[_FIRST_WORD : _FIRST_WORD + _MERSENNE_WORDS] = fresh.long() & 0xFFFFFFFF
+    return generator.set_state(state)
+
+
+def _mersenne_words(seed: int) -> Iterator[int]:
+    """Yield the state that Matsumoto and Nishimura's generator starts with."""
+    step: Callable[[int, int], int] = lambda word, i: (1812433253 * (word ^ (word >> 30)) + i) & 0xFFFFFFFF  # noqa: E731
+    return itertools.accumulate(range(1, _MERSENNE_WORDS), step, initial=seed)
+
+
+def secure_normal(count: int) -> Tensor:
+    """Return ``count`` standard normal numbers in float64, each half the sum of four, all from `os.urandom`."""
+    result = torch.empty(count, dtype=torch.float64)
+    for block in result.split(_BLOCK):
+        bits = torch.frombuffer(bytearray(os.urandom(32 * len(block))), dtype=torch.int64).view(4, -1)
+        # 52 bits and a half: 0 and 1 are left out, and the middle of each cell is a number of 53 bits, so exact.
+        uniform = bits.bitwise_and_((1 << 52) - 1).double().add_(0.5).mul_(2.0**-52)
+        torch.sum(torch.special.ndtri(uniform), 0, out=block).mul_(0.5)
+    return result

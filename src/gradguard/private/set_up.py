@@ -1,0 +1,223 @@
+"""Private training in one call."""
+
+import math
+import os
+import warnings
+from typing import Any, Literal
+
+from torch import nn
+from torch.optim.optimizer import Optimizer
+from torch.utils.data import DataLoader
+
+from gradguard.arguments import check_number
+from gradguard.distributed import (
+    from_first_rank,
+    is_sharded,
+    process_group_of,
+    rank_and_size,
+    stop_synchronizing,
+    unwrapped,
+)
+from gradguard.errors import InvalidTypeError, InvalidValueError, UnsupportedGradientError
+from gradguard.per_sample.clipper import PerSampleGradientClipper
+from gradguard.per_sample.norm_clippers import FlatNormClipper, NormClipper, QuantileNormClipper
+from gradguard.private.accounting import Accountant, AccountantName, check_multiplier, noise_multiplier_for
+from gradguard.private.loader import PrivateLoader, check_loader
+from gradguard.private.noise import GaussianNoise, key_from
+from gradguard.private.sampling import PoissonBatches, positive_integer
+from gradguard.private.training import PrivateTraining, Terms, parameters_of
+
+
+def make_private(
+    model: nn.Module,
+    optimizer: Optimizer,
+    loader: DataLoader,
+    *,
+    noise_multiplier: float | None = None,
+    target_epsilon: float | None = None,
+    target_delta: float,
+    max_grad_norm: float | None = None,
+    norm_clipper: NormClipper | None = None,
+    epochs: int | None = None,
+    max_physical_batch_size: int | None = None,
+    loss_reduction: Literal["mean", "sum"] = "mean",
+    batch_first: bool = True,
+    poisson_sampling: bool = True,
+    accountant: AccountantName = "pld",
+    secure: bool = False,
+    seed: int | None = None,
+    mode: Literal["fast", "exact"] = "fast",
+    process_group: Any = None,
+    scaler: Any = None,
+) -> PrivateTraining:
+    r"""Make training differentially private: per-sample clipping, noise, Poisson sampling and accounting.
+
+    .. math:: \text{grad} = \frac{1}{qN} \Bigl(\sum_{i \in \text{batch}} c_i g_i + N(0, \sigma^2 S^2)\Bigr)
+
+    with the sensitivity S of the sum (``max_grad_norm``), and the *expected* batch size qN; for ``"sum"`` without it.
+
+    **Guarantees.** What the parameters become is (epsilon, delta) differentially private with respect to adding or
+    removing one sample of the data set, with `PrivateTraining.epsilon` at ``target_delta``; epsilon never exceeds
+    ``target_epsilon``. Losses, accuracies on training data and `PrivateTraining.statistics` are **not** covered, nor
+    is the choice of the options here from the data.
+
+    Args:
+        model: A module that `PerSampleGradientClipper` takes, or one inside DistributedDataParallel, or sharded by
+            ``fully_shard``.
+        optimizer: Any optimizer of the model's parameters; its ``step`` is called by ``private.step()`` alone.
+        loader: A DataLoader with ``batch_size`` and ``shuffle``. Its data set, ``collate_fn`` and workers are kept;
+            its batch size is the expected size of a logical batch, for each process if there are several.
+        noise_multiplier: :math:`\sigma`, >= 0; or else
+        target_epsilon: what all ``epochs`` may spend together; the noise follows from it.
+        target_delta: Probability with which the guarantee may fail, well below 1 over the number of samples.
+        max_grad_norm: Bound on the norm of each sample's gradient; 1 if there is no ``norm_clipper`` either.
+        norm_clipper: Another rule of clipping, instead of ``max_grad_norm``.
+        epochs: With ``target_epsilon``: number of epochs, of N divided by the batch size steps each.
+        max_physical_batch_size: The most samples that the loader yields at once, for each process; larger logical
+            batches come in several parts.
+        loss_reduction: Whether the loss is the ``"mean"`` or the ``"sum"`` over the samples that the loader yields.
+        batch_first: Whether samples are the first dimension of inputs; the second otherwise.
+        poisson_sampling: False keeps the loader's own batches. Then no privacy is gained by sampling: each epoch is
+            accounted for as one use of every sample, and neighbouring data sets are those where one sample's
+            gradients are replaced by zeros. Needs ``shuffle=True`` or ``False``, and one process.
+        accountant: ``"pld"`` or ``"rdp"``, see `epsilon`.
+        secure: Draw noise from the operating system, bit by bit, see `GaussianNoise`.
+        seed: Makes noise and batches repeatable, which is for tests; the same for all processes.
+        mode: Of the clipper.
+        process_group: Of several processes that hold copies of ``model`` without DistributedDataParallel.
+        scaler: A ``GradScaler`` that scales the loss. Its scale stays what it is, because a scale that follows
+            overflows would tell of single samples: choose ``init_scale``; samples that overflow count as zero.
+
+    Returns:
+        The training; loop over its ``loader`` and call its ``step()`` after each backward.
+
+    Raises:
+        InvalidValueError: If arguments contradict each other or are out of range; it says which.
+        InvalidTypeError: If an argument is of another type.
+        UnsupportedGradientError: If the guarantee could not be kept, say for an ``IterableDataset`` or BatchNorm.
+        MissingPackageError: If dp-accounting is not installed: ``pip install gradguard[private]``.
+
+    Example:
+        >>> import torch, torch.nn.functional as F
+        >>> from torch.utils.data import DataLoader, TensorDataset
+        >>> data = TensorDataset(torch.randn(100, 5), torch.randint(0, 2, (100,)))
+        >>> model = torch.nn.Linear(5, 2)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> private = make_private(model, optimizer, DataLoader(data, batch_size=20, shuffle=True),
+        ...                        target_epsilon=3.0, target_delta=1e-3, epochs=2, accountant="rdp")
+        >>> for epoch in range(2):
+        ...     for x, y in private.loader:
+        ...         loss = F.cross_entropy(model(x), y)
+        ...         loss.backward()
+        ...         stepped = private.step()
+        >>> private.steps, 2.99 < private.epsilon() <= 3.0
+        (10, True)
+
+    Reference: Abadi et al., Deep learning with differential privacy, 2016, arXiv 1607.00133.
+    """
+    group = process_group if process_group is not None else process_group_of(model)
+    rank, world_size = rank_and_size(group)
+    module, size = unwrapped(model), check_loader(loader, poisson_sampling, world_size)
+    rule = _norm_clipper(max_grad_norm, norm_clipper, world_size, secure)
+    if max_physical_batch_size is not None:
+        positive_integer("max_physical_batch_size", max_physical_batch_size)
+    parameters = _check_parameters(module, optimizer)
+
+    batch_size = min(loader.batch_size * world_size, size)  # type: ignore[operator]
+    key = from_first_rank(
+        key_from(seed, "sampling") if seed is not None else os.urandom(32), group, parameters[0].device
+    )
+    noise = GaussianNoise(seed, secure=secure)
+    batches = None
+    if poisson_sampling:
+        batches = PoissonBatches(size, batch_size / size, seed=seed, rank=rank, world_size=world_size, key=key)
+    rate, steps = (1.0, 1) if batches is None else (batches.sample_rate, batches.steps)
+    multiplier, planned = _noise_multiplier(
+        noise_multiplier, target_epsilon, target_delta, rate, steps, epochs, accountant
+    )
+    of_gradients = multiplier
+    if isinstance(rule, QuantileNormClipper):
+        rule.expected_batch_size = batch_size
+        of_gradients = rule.noise_multiplier_for_gradients(multiplier)
+    _check_delta(target_delta, size)
+    divisor = float(batch_size) if loss_reduction == "mean" else 1.0
+    terms = Terms(multiplier, of_gradients, rate, divisor, target_delta, planned)
+
+    ledger = Accountant(accountant)
+    clipper = PerSampleGradientClipper(module, rule, batch_first, loss_reduction, mode=mode, scaler=scaler)
+    restore = stop_synchronizing(model)
+    private = PrivateTraining(clipper, optimizer, terms, ledger, noise, batches, group, restore)
+    stand_in = world_size > 1 and is_sharded(parameters[0])  # its forward waits for that of all other processes
+    private.loader = PrivateLoader(loader, batches, max_physical_batch_size, stand_in, private)
+    return private
+
+
+def _norm_clipper(
+    max_grad_norm: float | None, norm_clipper: NormClipper | None, world_size: int, secure: bool
+) -> NormClipper:
+    if norm_clipper is None:
+        return FlatNormClipper(1.0 if max_grad_norm is None else max_grad_norm)
+    if max_grad_norm is not None:
+        raise InvalidValueError(
+            f"max_grad_norm={max_grad_norm} and norm_clipper={norm_clipper!r} both say how to clip: give one of them."
+        )
+    if isinstance(norm_clipper, QuantileNormClipper):
+        if world_size > 1:
+            raise UnsupportedGradientError(
+                "QuantileNormClipper counts the samples of one process, so thresholds would differ between "
+                f"{world_size} processes: use FlatNormClipper or AutoNormClipper."
+            )
+        if secure and norm_clipper.generator is not None:
+            raise InvalidValueError(
+                "secure=True with a QuantileNormClipper that has a generator: make it without one, then the noise on "
+                "its count comes from the operating system."
+            )
+    return norm_clipper
+
+
+def _check_parameters(module: nn.Module, optimizer: Optimizer) -> list[nn.Parameter]:
+    if not isinstance(optimizer, Optimizer):
+        raise InvalidTypeError(f"optimizer: expected a torch.optim.Optimizer, got {type(optimizer).__name__}.")
+    own = {id(parameter) for parameter in module.parameters()}
+    others = [tuple(p.shape) for p in parameters_of(optimizer) if p.requires_grad and id(p) not in own]
+    if others:
+        raise InvalidValueError(
+            f"the optimizer has {len(others)} parameters, of shapes {others[:3]}, that are not the model's: their "
+            f"gradients would be neither clipped nor noised. Make one model that holds all that is trained."
+        )
+    return list(module.parameters())
+
+
+def _noise_multiplier(
+    noise_multiplier: float | None,
+    target_epsilon: float | None,
+    target_delta: float,
+    rate: float,
+    steps: int,
+    epochs: int | None,
+    accountant: AccountantName,
+) -> tuple[float, int | None]:
+    """Return the noise multiplier, and the number of steps after which the target is spent."""
+    if (noise_multiplier is None) == (target_epsilon is None):
+        raise InvalidValueError(
+            f"noise_multiplier={noise_multiplier}, target_epsilon={target_epsilon}: expected exactly one of them."
+        )
+    if noise_multiplier is not None:
+        return check_multiplier(noise_multiplier), None
+    if epochs is None:
+        raise InvalidValueError("target_epsilon needs epochs=..., to know how many steps share it.")
+    planned = positive_integer("epochs", epochs) * steps
+    assert target_epsilon is not None
+    found = noise_multiplier_for(target_epsilon, target_delta, rate, planned, accountant)
+    return found, planned if math.isfinite(target_epsilon) else None
+
+
+def _check_delta(target_delta: float, size: int) -> None:
+    delta = check_number("target_delta", target_delta)
+    if not 0 < delta < 1:
+        raise InvalidValueError(f"target_delta={delta}: expected above 0, and well below 1 / {size} samples.")
+    if delta >= 1 / size:
+        warnings.warn(
+            f"target_delta={delta} is not below 1 / {size} samples: publishing one sample whole would be allowed.",
+            stacklevel=3,
+        )

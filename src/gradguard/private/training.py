@@ -1,0 +1,326 @@
+"""Private training: clip, sum, add noise once, divide by what is expected, and keep count."""
+
+import hashlib
+import math
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import Optimizer
+
+from gradguard.distributed import all_reduce_sum, rank_and_size, shard_like
+from gradguard.errors import InvalidValueError
+from gradguard.per_sample.clipper import ClippedSums, PerSampleGradientClipper
+from gradguard.private.accounting import Accountant
+from gradguard.private.loader import PrivateLoader
+from gradguard.private.noise import GaussianNoise, keyed_generator
+from gradguard.private.sampling import MicroBatch, PoissonBatches
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What was agreed on before the first step.
+
+    Attributes:
+        noise_multiplier: What is accounted for: standard deviation of the noise over the sensitivity of the sum.
+        gradient_noise_multiplier: What the gradients get; more, where a quantile clipper spends a part on its count.
+        sample_rate: Probability with which each sample joins a logical batch; 1 for a whole pass without sampling.
+        divisor: What noised sums are divided by: the expected batch size, or 1.
+        target_delta: Delta at which epsilon is reported.
+        planned: Number of accounted steps that spend the target epsilon, or None.
+    """
+
+    noise_multiplier: float
+    gradient_noise_multiplier: float
+    sample_rate: float
+    divisor: float
+    target_delta: float
+    planned: int | None
+
+
+class PrivateTraining:
+    """One private training run; `make_private` makes it.
+
+    ==============================================  ===========================================================
+    case                                            what happens
+    ==============================================  ===========================================================
+    logical batch without samples                   a step with noise alone, while the loader goes on
+    epoch left early, within a logical batch        what was summed of that batch is dropped, and costs nothing
+    ``optimizer.step()`` called by the user         an error; nothing has changed
+    more steps than the target epsilon allows       an error, before the step
+    a sample with a non-finite gradient             contributes zero (`PerSampleGradientClipper`)
+    ==============================================  ===========================================================
+
+    Attributes:
+        loader: Iterate over this one.
+        clipper: The `PerSampleGradientClipper`.
+        optimizer: The optimizer.
+        accountant: The `Accountant`.
+        noise: The `GaussianNoise`.
+        terms: Noise multiplier, sampling rate, expected batch size, delta.
+        steps: Number of logical steps taken.
+    """
+
+    loader: PrivateLoader
+
+    def __init__(
+        self,
+        clipper: PerSampleGradientClipper,
+        optimizer: Optimizer,
+        terms: Terms,
+        accountant: Accountant,
+        noise: GaussianNoise,
+        batches: PoissonBatches | None,
+        group: Any = None,
+        restore: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.clipper, self.optimizer, self.terms = clipper, optimizer, terms
+        self.accountant, self.noise, self.steps = accountant, noise, 0
+        self._batches, self._group, self._restore = batches, group, restore
+        self._rank, self._world_size = rank_and_size(group)
+        self._open: MicroBatch | None = None  # handed out, and not yet followed by step()
+        self._drawn = 0  # samples of the logical batch that were handed out so far
+        self._accumulated = self._resumed = self._pass_is_counted = self._stepping = False
+        self._hook = optimizer.register_step_pre_hook(self._refuse_step)
+
+    def step(self) -> bool:
+        """Take up the gradients of the batch that the loader gave last; call it after each backward.
+
+        At the end of a logical batch it adds the noise, divides by the expected batch size, calls
+        ``optimizer.step()`` and empties the gradients.
+
+        Returns:
+            Whether the optimizer has stepped.
+
+        Raises:
+            InvalidValueError: If there is no such batch, or the model saw more samples than were drawn.
+        """
+        micro_batch = self._open
+        if micro_batch is None:
+            raise InvalidValueError(
+                "private.step() without a batch: iterate over private.loader, and call it once after the backward of "
+                "each batch."
+            )
+        if micro_batch.size:
+            self.clipper.clip_and_accumulate()
+        else:
+            self._drop_stand_in()
+        self._open, self._accumulated = None, True
+        self._drawn += micro_batch.size
+        if micro_batch.ends:
+            self._finish()
+        return micro_batch.ends
+
+    def epsilon(self, delta: float | None = None) -> float:
+        """Return the epsilon spent so far at ``delta``, by default the target delta."""
+        return self.accountant.epsilon(self.terms.target_delta if delta is None else delta)
+
+    @property
+    def noise_multiplier(self) -> float:
+        """Standard deviation of the noise over the sensitivity of the sum."""
+        return self.terms.noise_multiplier
+
+    @property
+    def statistics(self) -> Any:
+        """`PerSampleGradientClipper.statistics`: norms of samples' gradients. **Not private**: do not publish them."""
+        return self.clipper.statistics
+
+    def detach(self) -> None:
+        """Give model and optimizer back as they were; calling it again does nothing."""
+        self._hook.remove()
+        self.clipper.detach()
+        self._restore()
+
+    # State
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a resumed run needs besides model and optimizer: counts and thresholds, and no secret.
+
+        It holds neither noise nor which samples were drawn, nor what either could be computed from.
+
+        Raises:
+            InvalidValueError: If a logical batch is open: what is summed of it has no noise yet.
+        """
+        if self._open is not None or self._accumulated:
+            raise InvalidValueError(
+                "state_dict() within a logical batch would save sums without noise: call it when private.step() has "
+                "returned True, or between epochs."
+            )
+        norm_clipper = dict(self.clipper.norm_clipper.state_dict())
+        if "generator" in norm_clipper:
+            norm_clipper["generator"] = None  # the noise on a quantile's count
+        return {
+            "steps": self.steps,
+            "accountant": self.accountant.state_dict(),
+            "batches": None if self._batches is None else self._batches.state_dict(),
+            "norm_clipper": norm_clipper,
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from a saved state, in the middle of an epoch if it was saved there. All processes must do so.
+
+        Noise is fresh from here on, with ``seed`` too: the steps after an old checkpoint may have been done before,
+        and the same noise on them again would cancel in the difference. For what such a repeat spends nothing is
+        counted here, because the saved state does not know of it.
+
+        Raises:
+            InvalidValueError: If the state is not one of a private training of this kind.
+        """
+        expected = {"steps", "accountant", "batches", "norm_clipper"}
+        if set(state_dict) != expected or (state_dict["batches"] is None) != (self._batches is None):
+            raise InvalidValueError(
+                f"expected the state of a private training {'without' if self._batches is None else 'with'} Poisson "
+                f"sampling, with the keys {sorted(expected)}, got {sorted(state_dict)}."
+            )
+        self._drop_open_batch()
+        if self._batches is not None:
+            self._batches.load_state_dict(state_dict["batches"])
+        self.accountant.load_state_dict(state_dict["accountant"])
+        norm_clipper: Any = self.clipper.norm_clipper
+        norm_clipper.load_state_dict(state_dict["norm_clipper"])
+        if getattr(norm_clipper, "generator", None) is not None:
+            old = norm_clipper.generator.get_state().numpy().tobytes()
+            key = hashlib.sha256(old + os.urandom(32)).digest()
+            norm_clipper.generator.set_state(keyed_generator(key, norm_clipper.generator.device).get_state())
+        self.noise.renew()
+        self.steps, self._resumed = state_dict["steps"], True
+
+    # What the loader tells
+
+    def _begin_pass(self) -> None:
+        self._drop_open_batch()
+        self._pass_is_counted = False
+        if self._batches is not None and not self._resumed:
+            self._batches.start_epoch()
+        self._resumed = False
+
+    def _end_pass(self) -> None:
+        self._check_closed()
+        if self._batches is not None:
+            self._batches.start_epoch()
+
+    def _begin_batch(self, micro_batch: MicroBatch) -> None:
+        self._check_closed()
+        self._check_budget()
+        self._open = micro_batch
+
+    def _empty_batch(self, micro_batch: MicroBatch) -> None:
+        self._check_closed()
+        self._check_budget()
+        self.clipper.skip_batch()
+        self._accumulated = True
+        if micro_batch.ends:
+            self._finish()
+
+    def _check_closed(self) -> None:
+        if self._open is not None:
+            raise InvalidValueError(
+                "the loader was asked for the next batch, and private.step() was not called for the last one: every "
+                "batch that was drawn must be used. Call it after each backward."
+            )
+
+    def _check_budget(self) -> None:
+        planned = self.terms.planned
+        if planned is not None and self.accountant.steps >= planned and not self._pass_is_counted:
+            raise InvalidValueError(
+                f"the target epsilon is spent: noise was chosen for {planned} steps, and they are done. Give "
+                f"make_private more epochs, or noise_multiplier instead of target_epsilon."
+            )
+
+    def _drop_open_batch(self) -> None:
+        if self._accumulated:
+            self.clipper.take()
+        self._open, self._accumulated, self._drawn = None, False, 0
+
+    def _drop_stand_in(self) -> None:
+        """Leave out a batch that only kept this process in step with others, and keep what was summed before it."""
+        kept = self.clipper.take() if self._accumulated else None
+        self.clipper.clip_and_accumulate()
+        self.clipper.take()
+        self.clipper.skip_batch()
+        self._kept = kept if self._kept is None or kept is None else added(self._kept, kept)
+
+    _kept: ClippedSums | None = None
+
+    # The end of a logical batch
+
+    @torch.no_grad()
+    def _finish(self) -> None:
+        sensitivity = self.clipper.sensitivity("add_or_remove_one")  # before take(), which moves a quantile's threshold
+        taken = self.clipper.take()
+        taken, self._kept = (taken if self._kept is None else added(self._kept, taken)), None
+        drawn, self._drawn, self._accumulated = self._drawn, 0, False
+        if taken.batch_size > drawn:
+            raise InvalidValueError(
+                f"the model saw {taken.batch_size} samples where {drawn} were drawn, so one sample may count more "
+                f"than once and the noise would be too small. Pass on the batches of private.loader as they are."
+            )
+        self._refuse_other_gradients(taken)
+        if self._rank == 0:
+            self.noise.add_(taken.sums, self._deviation(sensitivity))
+        all_reduce_sum(taken.sums, self._group)
+        for parameter, total in zip(taken.parameters, taken.sums, strict=True):
+            parameter.grad = shard_like(total.div_(self.terms.divisor).to(parameter.dtype), parameter)
+        self._count()
+        self._step_optimizer()
+        for parameter in taken.parameters:
+            parameter.grad = None
+
+    def _deviation(self, sensitivity: float) -> float:
+        multiplier = self.terms.gradient_noise_multiplier
+        if multiplier and not math.isfinite(sensitivity):
+            raise InvalidValueError(
+                f"the sensitivity is {sensitivity}: no noise hides a sample whose gradient is not bounded. Give a "
+                f"finite max_grad_norm."
+            )
+        return multiplier * sensitivity if multiplier else 0.0
+
+    def _count(self) -> None:
+        """Before the parameters change: a step that fails half-way has been paid for."""
+        self.steps += 1
+        if self._batches is not None:
+            self._batches.advance()
+        if not self._pass_is_counted:
+            self.accountant.step(self.terms.noise_multiplier, self.terms.sample_rate)
+        self._pass_is_counted = self._batches is None
+
+    def _step_optimizer(self) -> None:
+        self._stepping = True
+        try:
+            self.optimizer.step()
+        finally:
+            self._stepping = False
+
+    def _refuse_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        del optimizer, args, kwargs
+        if not self._stepping:
+            raise InvalidValueError(
+                "optimizer.step() was called in a private training, where gradients have no noise yet: call "
+                "private.step() after each backward instead. It steps the optimizer at the end of each logical batch."
+            )
+
+    def _refuse_other_gradients(self, taken: ClippedSums) -> None:
+        """A gradient that was not clipped, of another loss or a parameter that is not followed, must not be used."""
+        names = {id(p): name for p, name in zip(taken.parameters, taken.names, strict=True)}
+        for parameter in parameters_of(self.optimizer):
+            grad: Tensor | None = parameter.grad
+            if grad is not None and bool((grad.to_dense() if grad.is_sparse else grad).any()):
+                raise InvalidValueError(
+                    f"{names.get(id(parameter), 'a parameter of the optimizer that is not clipped')}: .grad is filled "
+                    f"by something else than private.step(), so the step would not be private. Call "
+                    f"optimizer.zero_grad() before the backward, and train with one loss."
+                )
+
+
+def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
+    """Return all parameters of ``optimizer``."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def added(first: ClippedSums, second: ClippedSums) -> ClippedSums:
+    """Return both together."""
+    sums = [a + b for a, b in zip(first.sums, second.sums, strict=True)]
+    return ClippedSums(first.names, first.parameters, sums, first.batch_size + second.batch_size)

@@ -1,0 +1,588 @@
+"""The rules of attention and recurrent layers, against autograd on one sample at a time."""
+
+from dataclasses import replace
+from itertools import product
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pack_padded_sequence
+from torch.utils._pytree import tree_leaves, tree_map
+
+from gradguard.errors import UnsupportedGradientError
+from gradguard.per_sample.arithmetic import row_squares
+from gradguard.per_sample.contributions import Contribution, Outer
+from gradguard.per_sample.layers.attention import attention
+from gradguard.per_sample.layers.call import BatchAxis, LayerCall
+from gradguard.per_sample.layers.recurrent import recurrent, recurrent_cell
+
+B, T, S, E, H = 3, 4, 5, 8, 2
+FIRST, SECOND = BatchAxis(0), BatchAxis(1)
+
+
+def rule(call):
+    if isinstance(call.module, nn.MultiheadAttention):
+        return attention(call)
+    return (recurrent_cell if isinstance(call.module, nn.RNNCellBase) else recurrent)(call)
+
+
+def tensors(tree):
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def output_axes(module, count):
+    """Where each output has its samples."""
+    if isinstance(module, nn.RNNCellBase):
+        return [FIRST] * count
+    first = FIRST if module.batch_first else SECOND
+    return [first] + [FIRST if isinstance(module, nn.MultiheadAttention) else SECOND] * (count - 1)
+
+
+def made(module, args, kwargs=None, *, axes=None, size=B, unused=(), wanted=None, seed=0):
+    """A call as the engine records it: every tensor detached on its own, and gradients of some outputs."""
+    kwargs = kwargs or {}
+    torch.manual_seed(seed)
+    state = torch.get_rng_state()
+    outputs = [output.detach() for output in tensors(module(*args, **kwargs))]
+    generator = torch.Generator().manual_seed(seed + 1)
+    grads = [torch.randn(o.shape, generator=generator, dtype=torch.float64).to(o.dtype) for o in outputs]
+    args, kwargs = tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, (tuple(args), kwargs))
+    axes = [output_axes(module, 1)[0]] * len(tensors((args, kwargs))) if axes is None else axes
+    return LayerCall(
+        module=module,
+        args=args,
+        kwargs=kwargs,
+        outputs=outputs,
+        grads=[None if i in unused else grad for i, grad in enumerate(grads)],
+        batch_size=size,
+        axes=axes,
+        grad_axes=output_axes(module, len(outputs)),
+        wanted=frozenset(name for name, _ in module.named_parameters()) if wanted is None else frozenset(wanted),
+        generator_state=state,
+    )
+
+
+def one(values, axis, size, i):
+    """Sample ``i`` of a tensor, which may own several rows."""
+    if axis is None:
+        return values
+    rows = values.shape[axis.dim] // size
+    if axis.last:
+        return values.index_select(axis.dim, torch.arange(rows) * size + i)
+    return values.narrow(axis.dim, i * rows, rows)
+
+
+def sample(tree, call, i):
+    """Sample ``i`` of all arguments."""
+    axes = iter(call.axes)
+    return tree_map(lambda leaf: one(leaf, next(axes), call.batch_size, i) if isinstance(leaf, Tensor) else leaf, tree)
+
+
+def as_dtype(tree, dtype):
+    return tree_map(lambda leaf: leaf.to(dtype) if isinstance(leaf, Tensor) else leaf, tree)
+
+
+def grads_of(module, args, kwargs, grads):
+    outputs = tensors(module(*args, **kwargs))
+    used = [(output, grad) for output, grad in zip(outputs, grads, strict=True) if grad is not None]
+    names, parameters = zip(*module.named_parameters(), strict=True)
+    found = torch.autograd.grad([o for o, _ in used], parameters, [g for _, g in used], materialize_grads=True)
+    return dict(zip(names, found, strict=True))
+
+
+def looped(call):
+    """Every sample's gradient on its own, ``[B, *shape]``."""
+    each = []
+    for i in range(call.batch_size):
+        args, kwargs = sample((call.args, dict(call.kwargs)), call, i)
+        grads = [
+            None if grad is None else one(grad, axis, call.batch_size, i)
+            for grad, axis in zip(call.grads, call.grad_axes, strict=True)
+        ]
+        each.append(grads_of(call.module, args, kwargs, grads))
+    return {name: torch.stack([sample[name] for sample in each]) for name in call.wanted}
+
+
+def assert_rows(found, expected, tolerance=1e-12):
+    """Rows, norms and sums of each contribution agree."""
+    assert found.keys() == expected.keys()
+    factors = torch.linspace(0.5, 1.5, len(next(iter(expected.values()))), dtype=torch.float64)
+    for name, rows in expected.items():
+        contribution, rows = found[name], rows.double()
+        assert isinstance(contribution, Contribution)
+        size = max(1e-300, rows.abs().max().item())
+        options = {"rtol": tolerance, "atol": tolerance * size, "msg": lambda words, name=name: f"{name}: {words}"}
+        assert contribution.shape == rows.shape[1:], name
+        torch.testing.assert_close(contribution.rows(0, len(rows)).double(), rows, **options)
+        norms = contribution.squared_norms()
+        torch.testing.assert_close(norms.sqrt(), row_squares(rows).sqrt(), rtol=10 * tolerance, atol=10 * tolerance)
+        total = contribution.weighted_sum(factors).double()
+        torch.testing.assert_close(total, torch.einsum("b,b...->...", factors, rows), **options | {"rtol": 1e3})
+
+
+def check(call, tolerance=1e-12):
+    assert_rows(rule(call), looped(call), tolerance)
+
+
+def randn(*shape, seed=0, dtype=torch.float64):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+def seeded(module):
+    """The module in float64 with values everywhere; several parameters start at zero."""
+    module = module.double()
+    for i, parameter in enumerate(module.parameters()):
+        parameter.data.copy_(randn(*parameter.shape, seed=i) * 0.5)
+    return module
+
+
+# --- attention ------------------------------------------------------------------------------------------------------
+
+LAYERS = {
+    "plain": {},
+    "no bias": {"bias": False},
+    "widths": {"kdim": 3, "vdim": 6},
+    "widths, appended": {"kdim": 3, "vdim": 6, "bias": False, "add_bias_kv": True},
+    "appended": {"add_bias_kv": True},
+    "zero": {"add_zero_attn": True},
+    "appended and zero": {"add_bias_kv": True, "add_zero_attn": True},
+}
+INPUTS = ("self", "memory", "three", "values differ")
+
+
+def causal(length, dtype=torch.bool):
+    mask = torch.ones(length, length, dtype=torch.bool).triu(1)
+    return mask if dtype is torch.bool else torch.zeros(length, length, dtype=dtype).masked_fill(mask, -torch.inf)
+
+
+def blocked(*shape, seed=3):
+    """A mask that blocks about a third, and never the first key."""
+    mask = randn(*shape, seed=seed) > 0.4
+    mask[..., 0] = False
+    return mask
+
+
+MASKS = {
+    "none": lambda source: ({}, {}),
+    "bool 2-D": lambda source: ({"attn_mask": blocked(T, source)}, {"attn_mask": None}),
+    "float 2-D": lambda source: ({"attn_mask": randn(T, source, seed=4)}, {"attn_mask": None}),
+    "bool 3-D": lambda source: ({"attn_mask": blocked(B * H, T, source)}, {"attn_mask": FIRST}),
+    "float 3-D": lambda source: ({"attn_mask": randn(B * H, T, source, seed=4)}, {"attn_mask": FIRST}),
+    "padding": lambda source: ({"key_padding_mask": blocked(B, source)}, {"key_padding_mask": FIRST}),
+    "float padding": lambda source: ({"key_padding_mask": randn(B, source, seed=5)}, {"key_padding_mask": FIRST}),
+    "both": lambda source: (
+        {"attn_mask": blocked(T, source), "key_padding_mask": blocked(B, source, seed=6)},
+        {"attn_mask": None, "key_padding_mask": FIRST},
+    ),
+    "both 3-D": lambda source: (
+        {"attn_mask": randn(B * H, T, source, seed=4), "key_padding_mask": randn(B, source, seed=6)},
+        {"attn_mask": FIRST, "key_padding_mask": FIRST},
+    ),
+}
+WEIGHTS = {
+    "weights": {},
+    "weights of heads": {"average_attn_weights": False},
+    "no weights": {"need_weights": False},
+}
+
+
+def attention_inputs(module, kind, size=B, length=T):
+    """Query, key and value in the layout of ``module``."""
+    query = randn(size, length, E, seed=10)
+    key, value = randn(size, S, module.kdim, seed=11), randn(size, S, module.vdim, seed=12)
+    inputs = {"self": (query,) * 3, "memory": (query, key, key), "values differ": (query, query, query.flip(0).clone())}
+    chosen = inputs.get(kind, (query, key, value))
+    layouts: dict[int, Tensor] = {id(x): x if module.batch_first else x.transpose(0, 1).contiguous() for x in chosen}
+    return [layouts[id(x)] for x in chosen]
+
+
+def attention_call(layer=None, kind="self", mask="none", weights="weights", first=True, extra=None, **options):
+    module = seeded(nn.MultiheadAttention(E, H, batch_first=first, **(layer or {})))
+    inputs = attention_inputs(module, kind)
+    masks, axes = MASKS[mask](inputs[1].shape[1 if first else 0])
+    kwargs = {**masks, **WEIGHTS[weights], **(extra or {})}
+    return made(module, inputs, kwargs, axes=[FIRST if first else SECOND] * 3 + list(axes.values()), **options)
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("layer", LAYERS)
+def test_attention_is_exact_for_every_layer_and_mask(layer, mask):
+    kinds = ("three",) if "kdim" in LAYERS[layer] else INPUTS
+    for kind, weights, first in product(kinds, WEIGHTS, (True, False)):
+        check(attention_call(LAYERS[layer], kind, mask, weights, first))
+
+
+@pytest.mark.parametrize("padding", [None, blocked(B, T)])
+@pytest.mark.parametrize("weights", WEIGHTS)
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float64])
+@pytest.mark.parametrize("layer", ["plain", "appended and zero"])
+def test_causal_attention(layer, dtype, weights, padding):
+    module = seeded(nn.MultiheadAttention(E, H, batch_first=True, **LAYERS[layer]))
+    kwargs = {"attn_mask": causal(T, dtype), "is_causal": True, **WEIGHTS[weights]}
+    axes = [FIRST] * 3 + [None]
+    if padding is not None:
+        kwargs["key_padding_mask"] = padding if dtype is torch.bool else padding.double()
+        axes.append(FIRST)
+    check(made(module, attention_inputs(module, "self"), kwargs, axes=axes))
+
+
+@pytest.mark.parametrize("unused", [(0,), (1,), (0, 1)])
+def test_gradients_of_some_outputs_of_attention(unused):
+    call = attention_call(unused=unused)
+    found = rule(call)
+    if unused == (0, 1):
+        assert all(not contribution.rows(0, B).any() for contribution in found.values())
+    else:
+        assert_rows(found, looped(call))
+
+
+def test_self_attention_is_one_outer_product():
+    found = rule(attention_call(kind="self"))
+    assert isinstance(found["in_proj_weight"], Outer)
+    assert found["in_proj_weight"].positions == T
+
+
+@pytest.mark.parametrize("weights", WEIGHTS)
+@pytest.mark.parametrize(("kind", "first"), list(product(INPUTS, (True, False))))
+def test_the_dropout_of_attention_is_drawn_again(kind, first, weights):
+    module = seeded(nn.MultiheadAttention(E, H, dropout=0.4, batch_first=first))
+    call = made(module, attention_inputs(module, kind), WEIGHTS[weights], seed=7)
+    torch.manual_seed(9)
+    before = torch.get_rng_state()
+    found = rule(call)
+    assert torch.equal(before, torch.get_rng_state())
+    torch.manual_seed(7)
+    expected = grads_of(module, call.args, call.kwargs, call.grads)
+    for name, grad in expected.items():
+        torch.testing.assert_close(found[name].rows(0, B).sum(0), grad, rtol=1e-11, atol=1e-12)
+
+
+def test_attention_in_eval_mode_draws_nothing():
+    module = seeded(nn.MultiheadAttention(E, H, dropout=0.4, batch_first=True)).eval()
+    check(replace(made(module, attention_inputs(module, "self")), generator_state=None))
+
+
+@pytest.mark.parametrize("mask", ["none", "padding", "bool 2-D"])
+def test_the_fused_kernel_that_eval_mode_may_take_is_repeated_by_parts(mask):
+    module = seeded(nn.MultiheadAttention(E, H, batch_first=True)).eval().requires_grad_(False)
+    inputs = attention_inputs(module, "self")
+    masks, axes = MASKS[mask](T)
+    call = made(module, inputs, masks, axes=[FIRST] * 3 + list(axes.values()))
+    module.requires_grad_(True)
+    check(call)
+
+
+@pytest.mark.parametrize("last", [False, True])
+def test_several_windows_of_one_sample_are_its_positions(last):
+    module = seeded(nn.MultiheadAttention(E, H, batch_first=True))
+    call = made(module, attention_inputs(module, "memory", size=2 * B), axes=[BatchAxis(0, last)] * 3)
+    check(replace(call, grad_axes=[BatchAxis(0, last)] * 2))
+
+
+def test_a_query_that_no_sample_owns():
+    module = seeded(nn.MultiheadAttention(E, H, batch_first=True))
+    query, key = randn(1, T, E).expand(B, -1, -1), randn(B, S, E, seed=1)
+    call = made(module, [query, key, key], axes=[FIRST] * 3)
+    assert_rows(rule(replace(call, axes=[None, FIRST, FIRST])), looped(call))
+
+
+# --- recurrent layers and cells -------------------------------------------------------------------------------------
+
+RECURRENT = {
+    "LSTM": (nn.LSTM, {}),
+    "LSTM projected": (nn.LSTM, {"proj_size": 2}),
+    "GRU": (nn.GRU, {}),
+    "RNN tanh": (nn.RNN, {}),
+    "RNN relu": (nn.RNN, {"nonlinearity": "relu"}),
+}
+OPTIONS = [
+    dict(zip(("num_layers", "bidirectional", "bias", "batch_first"), values, strict=True))
+    for values in product((1, 3), (False, True), (True, False), (False, True))
+]
+
+
+def sequence(module, size=B, length=T):
+    x = randn(length, size, module.input_size, seed=20)
+    return x.transpose(0, 1).contiguous() if module.batch_first else x
+
+
+def states(module, size=B):
+    """Initial states of a layer, as its forward takes them."""
+    directions = module.num_layers * (2 if module.bidirectional else 1)
+    hidden = randn(directions, size, module.proj_size or module.hidden_size, seed=21)
+    return (hidden, randn(directions, size, module.hidden_size, seed=22)) if module.mode == "LSTM" else hidden
+
+
+def recurrent_call(name, state=False, size=B, length=T, options=None, **more):
+    kind, own = RECURRENT[name]
+    module = seeded(kind(3, 5, **own, **(options or {})))
+    args = [sequence(module, size, length)] + ([states(module, size)] if state else [])
+    axes = [FIRST if module.batch_first else SECOND] + [SECOND] * (len(tensors(args)) - 1)
+    return made(module, args, axes=axes, size=size, **more)
+
+
+@pytest.mark.parametrize("state", [False, True])
+@pytest.mark.parametrize("name", RECURRENT)
+def test_recurrent_layers_are_exact(name, state):
+    for options in OPTIONS:
+        check(recurrent_call(name, state, options=options))
+
+
+@pytest.mark.parametrize("unused", [(0,), (1,), (0, 2), (1, 2), (0, 1), (0, 1, 2)])
+@pytest.mark.parametrize("name", RECURRENT)
+def test_gradients_of_some_outputs(name, unused):
+    call = recurrent_call(name, options={"num_layers": 2, "bidirectional": True}, unused=unused)
+    found = rule(call)
+    if not any(grad is not None for grad in call.grads):
+        assert all(not contribution.rows(0, B).any() for contribution in found.values())
+    else:
+        assert_rows(found, looped(call))
+
+
+@pytest.mark.parametrize("name", RECURRENT)
+def test_a_gradient_that_reaches_only_the_lower_layer(name):
+    call = recurrent_call(name, options={"num_layers": 2}, unused=(0, 2))
+    call.grads[1][1] = 0
+    check(call)
+    above = replace(call, wanted=frozenset({"weight_ih_l1", "bias_hh_l1"}))
+    assert all(not contribution.rows(0, B).any() for contribution in rule(above).values())
+
+
+@pytest.mark.parametrize("first", [False, True])
+@pytest.mark.parametrize("bidirectional", [False, True])
+@pytest.mark.parametrize("name", RECURRENT)
+def test_the_dropout_between_recurrent_layers_is_drawn_again(name, bidirectional, first):
+    options = {"num_layers": 3, "bidirectional": bidirectional, "dropout": 0.4, "batch_first": first}
+    call = recurrent_call(name, options=options, seed=7)
+    torch.manual_seed(9)
+    before = torch.get_rng_state()
+    found = rule(call)
+    assert torch.equal(before, torch.get_rng_state())
+    torch.manual_seed(7)
+    for parameter, grad in grads_of(call.module, call.args, call.kwargs, call.grads).items():
+        torch.testing.assert_close(found[parameter].rows(0, B).sum(0), grad, rtol=1e-11, atol=1e-12)
+
+
+def test_an_initial_state_that_no_sample_owns_and_keyword_arguments():
+    module = seeded(nn.GRU(3, 5, batch_first=True))
+    hidden = randn(1, 1, 5).expand(-1, B, -1)
+    call = made(module, [], {"hx": hidden, "input": sequence(module)}, axes=[SECOND, FIRST])
+    assert_rows(rule(replace(call, axes=[None, FIRST])), looped(call))
+
+
+CELLS = [
+    nn.LSTMCell,
+    nn.GRUCell,
+    nn.RNNCell,
+    lambda *sizes, **options: nn.RNNCell(*sizes, **options, nonlinearity="relu"),
+]
+
+
+@pytest.mark.parametrize("unused", [(), (0,), (1,)])
+@pytest.mark.parametrize(("cell", "bias", "state"), list(product(CELLS, (True, False), (True, False))))
+def test_cells_are_exact(cell, bias, state, unused):
+    module = seeded(cell(3, 5, bias=bias))
+    count = 2 if isinstance(module, nn.LSTMCell) else 1
+    hidden = [randn(B, 5, seed=30 + i) for i in range(count)]
+    args = [randn(B, 3, seed=29)] + ([tuple(hidden) if count == 2 else hidden[0]] if state else [])
+    call = made(module, args, unused=unused)
+    found = rule(call)
+    if any(grad is not None for grad in call.grads):
+        assert_rows(found, looped(call))
+    else:
+        assert all(not contribution.rows(0, B).any() for contribution in found.values())
+
+
+# --- every rule -----------------------------------------------------------------------------------------------------
+
+
+def every_call(size=B, length=T, first=True, **more):
+    """One call of each kind."""
+    for kind in ("self", "memory"):
+        module = seeded(nn.MultiheadAttention(E, H, batch_first=first))
+        yield made(module, attention_inputs(module, kind, size, length), size=size, **more)
+    for name in RECURRENT:
+        yield recurrent_call(name, True, size, length, {"num_layers": 2, "batch_first": first}, **more)
+    for cell in CELLS:
+        module = seeded(cell(3, 5))
+        hidden = randn(size, 5, seed=30)
+        state = (hidden, randn(size, 5, seed=31)) if isinstance(module, nn.LSTMCell) else hidden
+        yield made(module, [randn(size, 3, seed=29), state], size=size, **more)
+
+
+@pytest.mark.parametrize(("size", "length"), [(1, T), (1, 1), (B, 1)])
+def test_one_sample_and_one_time(size, length):
+    for first in (True, False):
+        for call in every_call(size, length, first):
+            check(call)
+
+
+def test_an_empty_batch_contributes_nothing():
+    for call in every_call():
+        empty = replace(call, batch_size=0, outputs=[], grads=[None] * len(call.grads))
+        found = rule(empty)
+        for name, parameter in call.module.named_parameters():
+            assert found[name].rows(0, 0).shape == (0, *parameter.shape)
+            assert found[name].squared_norms().shape == (0,)
+            assert not found[name].weighted_sum(torch.zeros(0)).any()
+
+
+def test_only_what_is_wanted():
+    for call in every_call():
+        expected = looped(call)
+        for name in call.wanted:
+            found = rule(replace(call, wanted=frozenset({name})))
+            assert_rows(found, {name: expected[name]})
+
+
+@pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN")
+def test_float32_is_as_close_as_float32_can_be():
+    for call in every_call():
+        expected = looped(call)
+        args, kwargs = as_dtype((call.args, call.kwargs), torch.float32)
+        single = made(call.module.float(), args, kwargs, axes=call.axes)
+        assert_rows(rule(replace(single, grads=[grad.float() for grad in call.grads])), expected, 1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_is_widened_at_the_end(dtype):
+    for call in every_call():
+        expected = looped(call)
+        args, kwargs = as_dtype((call.args, call.kwargs), dtype)
+        half = made(call.module.to(dtype), args, kwargs, axes=call.axes)
+        for name, contribution in rule(replace(half, grads=[grad.to(dtype) for grad in call.grads])).items():
+            rows = contribution.rows(0, B)
+            assert rows.dtype is torch.float32
+            torch.testing.assert_close(rows.double(), expected[name], rtol=0.1, atol=0.1 * expected[name].abs().max())
+
+
+@pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_forward_and_backward_under_autocast_are_repeated_in_float32_or_refused(dtype):
+    exact = 0
+    for call in every_call():
+        call.module.float()
+        args = as_dtype(call.args, dtype)
+        with torch.autocast("cpu", torch.bfloat16):
+            lowered = made(call.module, args, axes=call.axes)
+            if all(output.dtype is torch.float32 for output in lowered.outputs):
+                with pytest.raises(UnsupportedGradientError, match=r"ran under torch\.autocast"):
+                    rule(lowered)
+                continue
+            found = rule(lowered)
+        exact += 1
+        single = replace(lowered, args=as_dtype(args, torch.float32), grads=as_dtype(lowered.grads, torch.float32))
+        assert_rows(found, looped(single), 1e-5)
+    assert exact >= 5
+
+
+def test_a_sample_that_is_not_finite_leaves_the_others_alone():
+    for call in every_call():
+        clean = rule(call)
+        axis = call.axes[0].dim
+        poison = torch.zeros(call.input().movedim(0, axis).shape, dtype=torch.float64)
+        poison.select(axis, 1).fill_(torch.nan)
+        poisoned = {id(leaf): leaf + poison for leaf in tensors(call.args) if leaf.shape == poison.shape}
+        args = tree_map(lambda leaf, poisoned=poisoned: poisoned.get(id(leaf), leaf), call.args)
+        found = rule(replace(made(call.module, args, axes=call.axes), grads=call.grads))
+        for name, contribution in found.items():
+            rows = contribution.rows(0, B)
+            torch.testing.assert_close(rows[[0, 2]], clean[name].rows(0, B)[[0, 2]], rtol=1e-12, atol=1e-13)
+        assert any(not contribution.rows(1, 2).isfinite().all() for contribution in found.values())
+
+
+class Recorder(torch.autograd.Function):
+    """Runs a rule where the engine runs it: inside a backward."""
+
+    @staticmethod
+    def forward(ctx, call, found, *outputs):
+        ctx.call, ctx.found = call, found
+        return tuple(output.clone() for output in outputs)
+
+    @staticmethod
+    def backward(ctx, *grads):
+        ctx.found.update(rule(replace(ctx.call, grads=list(grads))))
+        return (None, None, *grads)
+
+
+def test_rules_run_inside_a_backward():
+    for call in every_call():
+        found = {}
+        outputs = tensors(call.module(*call.args))
+        torch.autograd.backward(Recorder.apply(call, found, *outputs), call.grads)
+        expected = looped(call)
+        assert_rows(found, expected)
+        for name, parameter in call.module.named_parameters():
+            torch.testing.assert_close(parameter.grad, expected[name].sum(0), rtol=1e-11, atol=1e-12)
+            assert not found[name].rows(0, B).requires_grad
+
+
+# --- refused --------------------------------------------------------------------------------------------------------
+
+
+def test_a_parameter_changed_between_forward_and_backward_is_refused():
+    for call in every_call():
+        name = type(call.module).__name__
+        with torch.no_grad():
+            next(call.module.parameters()).mul_(1.001)
+        with pytest.raises(UnsupportedGradientError, match=f"forward of {name} could not be repeated"):
+            rule(call)
+
+
+def test_outputs_that_were_not_recorded_are_refused():
+    for call in every_call():
+        with pytest.raises(UnsupportedGradientError, match="could not be repeated"):
+            rule(replace(call, outputs=[None] * len(call.outputs)))
+
+
+def dropout_calls():
+    module = seeded(nn.MultiheadAttention(E, H, dropout=0.5, batch_first=True))
+    yield made(module, attention_inputs(module, "self"), seed=7)
+    for name in RECURRENT:
+        yield recurrent_call(name, options={"num_layers": 2, "dropout": 0.5}, seed=7)
+
+
+def test_dropout_with_another_state_of_the_generator_is_refused():
+    for call in dropout_calls():
+        rule(call)
+        state = torch.Generator().manual_seed(8).get_state()
+        with pytest.raises(UnsupportedGradientError, match=r"could not be repeated.*use torch\.nn\.Dropout"):
+            rule(replace(call, generator_state=state))
+        with pytest.raises(UnsupportedGradientError, match=r"generator's state before the forward is not known"):
+            rule(replace(call, generator_state=None))
+
+
+def test_samples_in_another_dimension_are_refused():
+    for first in (True, False):
+        for call in every_call(first=first):
+            if isinstance(call.module, nn.RNNCellBase):
+                continue
+            wrong = [SECOND if first else FIRST, *call.axes[1:]]
+            with pytest.raises(UnsupportedGradientError, match=f"batch_first={first} takes its batch from dimension"):
+                rule(replace(call, axes=wrong))
+
+
+def test_inputs_of_different_numbers_of_samples_are_refused():
+    call = attention_call(kind="memory")
+    with pytest.raises(UnsupportedGradientError, match="got 3 rows for 2 samples"):
+        rule(replace(call, batch_size=2))
+    mixed = replace(attention_call(), axes=[BatchAxis(0, True), FIRST, FIRST], batch_size=1)
+    with pytest.raises(UnsupportedGradientError, match="the same number of rows"):
+        rule(mixed)
+
+
+def test_unbatched_inputs_are_refused():
+    module = nn.MultiheadAttention(E, H)
+    with pytest.raises(UnsupportedGradientError, match=r"unbatched query of shape \(4, 8\)"):
+        rule(made(module, [torch.zeros(T, E)] * 3, size=T))
+    for kind, shape in ((nn.LSTM, (T, 3)), (nn.GRU, (T, 3)), (nn.LSTMCell, (3,)), (nn.RNNCell, (3,))):
+        with pytest.raises(UnsupportedGradientError, match=rf"{kind.__name__} got an unbatched input"):
+            rule(made(kind(3, 5), [torch.zeros(shape)], axes=[FIRST], size=T))
+
+
+def test_a_packed_sequence_is_refused():
+    module = nn.LSTM(3, 5)
+    packed = pack_padded_sequence(torch.zeros(T, B, 3), torch.tensor([4, 3, 2]))
+    call = LayerCall(module, (packed,), {}, [], [], B, [None], [], frozenset({"weight_ih_l0"}))
+    with pytest.raises(UnsupportedGradientError, match="mask the loss where it is padding"):
+        rule(call)
