@@ -1,4 +1,4 @@
-"""The one file that knows of `torch.distributed`: what is refused because it would give a rank-local number, and sums."""
+"""The one file that knows of `torch.distributed`: sums over processes, shards, and what is refused."""
 
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -63,16 +63,12 @@ def process_group_of(model: nn.Module) -> Any:
     """Return the group over which ``model`` is replicated or sharded; None for an ordinary model.
 
     Raises:
-        UnsupportedGradientError: If it is sharded by FSDP1, over a mesh of several dimensions, or over several meshes.
+        UnsupportedGradientError: If it is sharded by FSDP1, in parts, over several meshes, or one of many dimensions.
     """
     if isinstance(model, DistributedDataParallel):
         return model.process_group
+    _refuse_nested_sharding(model)
     parameters = list(model.parameters())
-    if any(type(p).__name__ == "FlatParameter" for p in parameters):
-        raise UnsupportedGradientError(
-            "FullyShardedDataParallel (FSDP1) flattens parameters, so samples' gradients cannot be told apart: use "
-            "torch.distributed.fsdp.fully_shard."
-        )
     meshes = {p.device_mesh for p in parameters if is_sharded(p)}  # type: ignore[attr-defined]
     if not meshes:
         return None
@@ -82,6 +78,23 @@ def process_group_of(model: nn.Module) -> Any:
             "sharded: expected all of them sharded over one mesh of one dimension, as fully_shard(model) does."
         )
     return next(iter(meshes)).get_group()
+
+
+def _refuse_nested_sharding(model: nn.Module) -> None:
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    if fsdp is None:
+        return
+    if any(isinstance(module, fsdp.FullyShardedDataParallel) for module in model.modules()):
+        raise UnsupportedGradientError(
+            "FullyShardedDataParallel (FSDP1) flattens parameters, so samples' gradients cannot be told apart: use "
+            "torch.distributed.fsdp.fully_shard(model)."
+        )
+    nested = [name for name, module in model.named_modules() if name and isinstance(module, fsdp.FSDPModule)]
+    if nested:
+        raise UnsupportedGradientError(
+            f"{nested} are sharded apart from the whole model, so their parameters come and go within a forward, which "
+            "the clipping of samples' gradients does not follow: call fully_shard(model) for the whole model alone."
+        )
 
 
 def rank_and_size(group: Any) -> tuple[int, int]:

@@ -30,7 +30,7 @@ def squares(outputs: Any, batch_dim: int = 0) -> Tensor:
     for leaf in tree_leaves(outputs):
         if isinstance(leaf, Tensor) and leaf.is_floating_point():
             rows = leaf.movedim(min(batch_dim, leaf.dim() - 1), 0)
-            rows = rows.reshape(len(rows), -1)
+            rows = rows.flatten(1) if rows.dim() > 1 else rows.unsqueeze(1)
             targets = torch.arange(rows.shape[1]).sin().to(rows.dtype)
             total = total + (rows - targets).square().mean(1)
     return total

@@ -235,6 +235,7 @@ def test_the_fast_mode_makes_no_gradient_for_each_sample(shape):
         clipper.clip_and_accumulate()
         clipper.pre_step()
     assert 256 * 256 <= largest.elements < 4 * 256 * 256
+    clipper.detach()
     with LargestTensor() as largest:
         clipper = make(made, 1.0, mode="exact")
         made.model.zero_grad()
@@ -253,3 +254,15 @@ def test_the_fast_mode_holds_no_weight_gradient_after_backward():
         clipper.clip_and_accumulate()
         clipper.pre_step()
         made.model.zero_grad()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_sum_that_is_told_as_a_mean_keeps_the_bound(mode):
+    """The sum told as a mean scales every gradient by B before it is clipped, and nothing after."""
+    made = build("linear 3-D")
+    clipper = make(made, 0.1, "mean", mode)
+    made.losses(made.inputs).sum().backward()
+    clipper.clip_and_accumulate()
+    clipper.pre_step()
+    whole = torch.cat([g.flatten() for g in filled(made.model).values()]).norm()
+    assert float(whole) <= 0.1

@@ -1,5 +1,9 @@
 """Sums over samples that lose nothing: at least float32 for every dtype, float64 where rows are long."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -7,6 +11,23 @@ from gradguard.tensors.layout import wide_dtype
 
 ROW = 1024
 """Elements that are summed in float32 before float64 takes over."""
+
+
+@contextmanager
+def exact_products() -> Iterator[None]:
+    """Multiply float32 as float32 in a block, also where the user allows TF32 or bfloat16: they would break the bound."""
+    backends = torch.backends
+    settings: list[Any] = [
+        backends.cuda.matmul, backends.cudnn.conv, backends.cudnn.rnn, backends.mkldnn.matmul, backends.mkldnn.conv,
+    ]  # fmt: skip
+    before = [setting.fp32_precision for setting in settings]
+    try:
+        for setting in settings:
+            setting.fp32_precision = "ieee"
+        yield
+    finally:
+        for setting, precision in zip(settings, before, strict=True):
+            setting.fp32_precision = precision
 
 
 def wide(values: Tensor) -> Tensor:
@@ -18,7 +39,7 @@ def row_squares(values: Tensor) -> Tensor:
     """Return the squared 2-norm of each row of ``values``, shape ``[B, ...]``, as float64 of shape ``[B]``.
 
     On the CPU the sums run in float32 over `ROW` elements and in float64 above, which is as fast as one flat float32
-    sum and never off by more than a few parts in 1e8; rows that left the range of float32 are summed again in
+    sum and off by less than one part in 1e6; rows that left the range of float32 are summed again in
     float64. Accelerators accumulate in float64 at once, because looking at the result would make the host wait.
     """
     rows = wide(values).reshape(len(values), -1) if values.numel() else values.new_zeros(len(values), 0)

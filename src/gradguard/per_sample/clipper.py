@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from gradguard.errors import InvalidTypeError, InvalidValueError
+from gradguard.per_sample.arithmetic import exact_products
 from gradguard.per_sample.clipping_rule import SLACK, NormClipper, checked_factors
 from gradguard.per_sample.contributions import Contribution, Kept
 from gradguard.per_sample.following import Following
@@ -72,6 +73,10 @@ class PerSampleGradientClipper:
             )
         _one_of("loss_reduction", loss_reduction, ("mean", "sum"))
         _one_of("mode", mode, ("fast", "exact"))
+        if not isinstance(batch_first, bool):
+            raise InvalidTypeError(f"batch_first={batch_first!r}: expected True or False.")
+        if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
+            raise InvalidTypeError(f"scaler: expected a torch.amp.GradScaler, got {type(scaler).__name__}.")
         self.module, self.norm_clipper = module, norm_clipper
         self._reduction, self._mode, self._scaler = loss_reduction, mode, scaler
         self._unchecked = check
@@ -93,6 +98,10 @@ class PerSampleGradientClipper:
         """The parameters that are clipped, by name."""
         return {name: self._following.parameter(name) for name in self._names}
 
+    @property
+    def _device(self) -> torch.device:
+        return next(iter(self.trained.values())).device
+
     def detach(self) -> None:
         """Remove the clipper from the module; calling it again does nothing."""
         self._following.remove()
@@ -101,15 +110,14 @@ class PerSampleGradientClipper:
     def clip_and_accumulate(self) -> None:
         mini_batch = self._following.gathering.look()
         self._check_scaler()
-        if self._unchecked and mini_batch.batch_size > 0:
-            verify_first_step(self._following, self._batch_first)
-            self._unchecked = False
+        self._check_first_step(mini_batch)
         if self._batch_size is None:
             self._prepare()
         self._gradients = None
         try:
             if mini_batch.batch_size > 0:
-                self._accumulate(mini_batch)
+                with torch.autocast(self._device.type, enabled=False), exact_products():
+                    self._accumulate(mini_batch)
         finally:
             self._following.gathering.discard()
         self._batch_size = (self._batch_size or 0) + max(0, mini_batch.batch_size)
@@ -142,6 +150,7 @@ class PerSampleGradientClipper:
         sums = self._take_sums(self._unit, 1.0)
         return ClippedSums(self._names, list(self.trained.values()), [sums[n] for n in self._names], size)
 
+    @torch.no_grad()
     def per_sample_gradients(self) -> dict[str, Tensor]:
         if self._mode != "exact":
             raise InvalidValueError(
@@ -149,6 +158,7 @@ class PerSampleGradientClipper:
             )
         if self._gradients is None or self._following.gathering.mini_batch is not None:
             mini_batch = self._following.gathering.look()
+            self._check_first_step(mini_batch)
             self._keep(mini_batch)
         assert self._gradients is not None
         return self._gradients
@@ -169,7 +179,7 @@ class PerSampleGradientClipper:
 
     def _accumulate(self, mini_batch: MiniBatch) -> None:
         size = mini_batch.batch_size
-        device = next(iter(self.trained.values())).device
+        device = self._device
         contributions = self._keep(mini_batch) if self._mode == "exact" else mini_batch.finish(device)
         scale = self._sample_scale(size)
         norms = {
@@ -192,9 +202,14 @@ class PerSampleGradientClipper:
                 weights = factors[k if self.norm_clipper.is_per_layer else 0] * (scale / self._unit)
                 self._add(name, contributions.pop(name).weighted_sum(weights, bad))
 
+    def _check_first_step(self, mini_batch: MiniBatch) -> None:
+        if self._unchecked and mini_batch.batch_size > 0:
+            verify_first_step(self._following, self._batch_first)
+            self._unchecked = False
+
     def _keep(self, mini_batch: MiniBatch) -> dict[str, Contribution]:
         """Hold every per-sample gradient, in the scale of a sample's own loss."""
-        contributions = mini_batch.finish(next(iter(self.trained.values())).device)
+        contributions = mini_batch.finish(self._device)
         scale = self._sample_scale(mini_batch.batch_size)
         kept: dict[str, Contribution] = {name: c.keep() for name, c in contributions.items()}
         mini_batch.finished = kept

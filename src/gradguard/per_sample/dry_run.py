@@ -6,6 +6,7 @@ sample. Nothing is guessed from sizes that may be equal by chance, such as a bat
 """
 
 import math
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -113,6 +114,8 @@ def undisturbed(module: nn.Module) -> Iterator[None]:
     fast_path = torch.backends.mha.get_fastpath_enabled()
     with ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng(devices))
+        stack.enter_context(warnings.catch_warnings())
+        warnings.filterwarnings("ignore", "None of the inputs have requires_grad")  # a reentrant checkpoint
         torch.backends.mha.set_fastpath_enabled(False)
         for layer, rate, _ in rates:
             setattr(layer, rate, 0.0)
@@ -218,10 +221,13 @@ class DryRun:
         except UnsupportedGradientError:
             raise
         except Exception as error:
-            error.add_note(
-                f"gradguard ran {type(self._module).__name__} on {samples} of its samples to see how it treats them."
-            )
-            raise
+            shapes = ", ".join(str(tuple(t.shape)) for t in tensor_leaves(self._arguments))
+            raise UnsupportedGradientError(
+                f"{type(self._module).__name__} failed on {samples} of its {self._size} samples, so which of its inputs "
+                f"(shapes {shapes}) belong to samples cannot be told apart: {error}. Every input whose batch dimension "
+                f"has size {self._size} is taken to hold one entry for each sample; a constant of that size belongs "
+                "into the module, as a buffer."
+            ) from error
         finally:
             self._observe(None)
         return observer.calls

@@ -112,9 +112,7 @@ class Following:
                 submodule.register_forward_pre_hook(ForwardHook(self._enter), with_kwargs=True),
                 submodule.register_forward_hook(ForwardHook(self._leave), with_kwargs=True, always_call=True),
             ]
-        for name in self.aliases:
-            hook = partial(self._bypassed, name)
-            self._handles.append(self.parameter(name).register_post_accumulate_grad_hook(hook))
+        self._guarded: set[int] = set()
 
     def remove(self) -> None:
         """Take all hooks away; calling it again does nothing."""
@@ -217,11 +215,21 @@ class Following:
         """See which parameters are trained now; what was planned without one of them is planned again."""
         trained = frozenset(name for name in self.aliases if self.parameter(name).requires_grad)
         if trained != self._trained:
+            self._guard(trained)
             self._wanted_of.clear()
             if not trained <= self._planned:
                 self._plans.clear()
                 self._planned = trained
             self._trained = trained
+
+    def _guard(self, names: frozenset[str]) -> None:
+        """Watch the accumulators of the trained parameters."""
+        for name in names:
+            parameter = self.parameter(name)
+            if id(parameter) not in self._guarded:
+                self._guarded.add(id(parameter))
+                hook = partial(self._bypassed, name)
+                self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
 
     def _next_plan(self, module: nn.Module) -> CallPlan:
         """The plan of this call of ``module``."""
@@ -251,7 +259,7 @@ class Following:
         """Let the parameters that this call uses not require grad until it has run."""
         plan, module = running.plan, running.module
         if self._batch_size == 0:
-            self._hide(running, [(module, slot) for slot in module._parameters])
+            self._hide(running, list(self._names))
         elif plan.treatment is Treatment.RULE:
             self._hide(running, [(m, slot) for m in module.modules() for slot in m._parameters])
             if plan.rule is not None and plan.rule.replays and getattr(module, "dropout", 0) and module.training:
@@ -269,6 +277,7 @@ class Following:
                 plan.inputs,
                 Skeleton(()),
                 plan.outputs,
+                (),
                 -1,
                 aliases,
                 _autocast(arguments),
@@ -353,7 +362,9 @@ class Following:
                 )
         code.output = Skeleton(output)
         code.batch_size = self._samples(running.plan, code.arguments.tensors)
-        saved = [tensor for tensor, _ in running.given] + running.tapped + code.output.release()
+        returned, given = code.output.release(), {id(tensor) for tensor, _ in running.given}
+        code.computed = [i for i, tensor in enumerate(returned) if id(tensor) not in given]
+        saved = [tensor for tensor, _ in running.given] + running.tapped + [returned[i] for i in code.computed]
         code.arguments.release()
         return self._tap_outputs(output, saved, partial(self.gathering.receive_code, code))
 

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 
 from gradguard.errors import InvalidValueError, UnsupportedGradientError
+from gradguard.per_sample.arithmetic import exact_products
 from gradguard.per_sample.contributions import Contribution, Kept, together
 from gradguard.per_sample.layers.call import LayerCall
 from gradguard.per_sample.own_code import LeftOut, OwnCode
@@ -168,8 +169,14 @@ class Gathering:
         )
         assert layer.plan.rule is not None
         device = next(grad.device for grad in grads if grad is not None)
-        with torch.autocast(device.type, enabled=False):
-            for name, contribution in layer.plan.rule.contributions(call).items():
+        with torch.autocast(device.type, enabled=False), exact_products():
+            found = layer.plan.rule.contributions(call)
+            if found.keys() != layer.names.keys():
+                raise UnsupportedGradientError(
+                    f"the rule of {type(layer.module).__name__} gives gradients of {sorted(found)}, but "
+                    f"{sorted(layer.names)} are trained."
+                )
+            for name, contribution in found.items():
                 mini_batch.add(layer.names[name], contribution, device)
 
     def receive_left_out(

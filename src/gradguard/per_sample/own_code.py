@@ -57,13 +57,14 @@ class OwnCode:
         axes: Batch axis of each tensor among its arguments.
         output: What it returned.
         output_axes: Batch axis of each tensor that it returned.
+        computed: Positions, among the tensors that it returned, of those that it computed itself.
         batch_size: Number of samples.
         aliases: The parameters that the code used.
         autocast: Device type and dtype of the autocast that it ran under, or None.
         quietly: A block in which the clipper's own hooks do nothing.
         left_out: The layers that it called, in order.
-        saved: Its input tensors, what the left-out layers returned, and its results: the tensors that layers were
-            called with and those that it returned.
+        saved: Its input tensors, what the left-out layers returned, and its results: what it computed and
+            called layers with, then what it computed and returned.
         grads: The gradient of each tensor that it returned.
     """
 
@@ -72,6 +73,7 @@ class OwnCode:
     axes: Sequence[BatchAxis | None]
     output: Skeleton
     output_axes: Sequence[BatchAxis | None]
+    computed: Sequence[int]
     batch_size: int
     aliases: Aliases
     autocast: tuple[str, torch.dtype] | None
@@ -99,9 +101,10 @@ class OwnCode:
     def _axes(self) -> tuple[list[BatchAxis | None], list[Tensor]]:
         """The axis of each saved tensor and of each gradient of a result; and these gradients, zeros where none came."""
         given = [axis for layer in self.left_out for axis in layer.output_axes]
-        results = [axis for layer in self.left_out for axis in layer.axes] + list(self.output_axes)
+        results = [axis for layer in self.left_out for axis in layer.axes]
+        results += [self.output_axes[i] for i in self.computed]
         grads = [grad for layer in self.left_out for grad in (layer.grads or [None] * len(layer.axes))]
-        grads += self.grads
+        grads += [self.grads[i] for i in self.computed]
         recorded = self.saved[len(self.saved) - len(results) :]
         for axis, grad in zip(results, grads, strict=True):
             if axis is None and grad is not None:
@@ -159,7 +162,7 @@ class OwnCode:
         count = len(tensors) // 2
         recorded, grads = tensors[:count], tensors[count:]
         results = self._run(parameters, inputs, given)
-        total, error = recorded[0].new_zeros((), dtype=torch.float32), recorded[0].new_zeros((), dtype=torch.float32)
+        total = error = torch.zeros((), device=next(iter(parameters.values())).device)
         for result, known, grad in zip(results, recorded, grads, strict=True):
             if result.shape != known.shape:
                 raise UnsupportedGradientError(self._differs("a result has another shape for one sample"))
@@ -196,7 +199,8 @@ class OwnCode:
             output = self.module(*args, **kwargs)
         if next(remaining, None) is not None:
             raise UnsupportedGradientError(self._differs("it calls fewer layers for one sample"))
-        return [*results, *Skeleton(output).tensors]
+        returned = Skeleton(output).tensors
+        return [*results, *[returned[i] for i in self.computed]]
 
     @contextmanager
     def _set_up(self) -> Iterator[None]:

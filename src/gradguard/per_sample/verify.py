@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from gradguard.errors import InvalidValueError, UnsupportedGradientError
+from gradguard.per_sample.arithmetic import exact_products
 from gradguard.per_sample.contributions import Contribution
 from gradguard.per_sample.dry_run import Observer, undisturbed
 from gradguard.per_sample.following import Following, LastCall
@@ -46,6 +47,7 @@ def verify_first_step(following: Following, batch_first: bool) -> None:
         return  # a second run would be a collective
     found = compare_with_loop(following, batch_first, 2)
     dtypes = {following.parameter(name).dtype for name in following.aliases}
+    dtypes |= {call.autocast[1] for call in following.last_calls.values() if call.autocast}
     tolerance = max([math.sqrt(torch.finfo(dtype).eps) for dtype in dtypes if dtype.is_floating_point])
     if found is not None and found.largest > tolerance:
         raise UnsupportedGradientError(
@@ -65,15 +67,31 @@ def compare_with_loop(following: Following, batch_first: bool, samples: int) -> 
         raise InvalidValueError("verify() needs a batch: call the module once, with gradients, before it.")
     worst = Comparison(0.0, "")
     for call in list(following.last_calls.values()):
-        with torch.enable_grad(), following.apart() as gathering, _same_numerics(call):
-            cut = [take_samples(call.arguments, batch_first, call.batch_size, indices) for indices in _cuts(call, samples)]
-            if _is_random(call.module, cut[0]):
+        for order in _orders(min(samples, call.batch_size)):
+            found = _compare(following, call, batch_first, order)
+            if found is None:
                 return None
-            together = _contributions(call, cut[0], gathering)
-            for i, arguments in enumerate(cut[1:]):
-                alone = _alone(following, call, arguments, together, i)
-                worst = max(worst, _difference(following, together.contributions, alone, i), key=lambda c: c.largest)
+            worst = max(worst, found, key=lambda comparison: comparison.largest)
     return worst
+
+
+def _orders(count: int) -> list[list[int]]:
+    """Both directions, so that a model that sorts its samples is found out."""
+    forward = list(range(count))
+    return [forward, forward[::-1]] if count > 1 else [forward]
+
+
+def _compare(following: Following, call: LastCall, batch_first: bool, samples: list[int]) -> Comparison | None:
+    with torch.enable_grad(), following.apart() as gathering, _same_numerics(call), exact_products():
+        cut = [take_samples(call.arguments, batch_first, call.batch_size, s) for s in (samples, *[[i] for i in samples])]
+        if _is_random(call.module, cut[0]):
+            return None
+        together = _contributions(call, cut[0], gathering)
+        differences = [
+            _difference(following, together.contributions, _alone(following, call, one, together, i), i)
+            for i, one in enumerate(cut[1:])
+        ]
+    return max(differences, key=lambda comparison: comparison.largest)
 
 
 @dataclass
@@ -82,11 +100,6 @@ class _Together:
 
     contributions: dict[str, Contribution]
     output_grads: list[Tensor]
-
-
-def _cuts(call: LastCall, samples: int) -> list[list[int]]:
-    count = min(samples, call.batch_size)
-    return [list(range(count)), *[[i] for i in range(count)]]
 
 
 @contextmanager

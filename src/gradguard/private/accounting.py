@@ -105,7 +105,8 @@ def noise_multiplier_for(
     if not target > 0:
         raise InvalidValueError(f"target_epsilon={target}: expected a number above 0.")
     rate, count = _check_rate(sample_rate), _check_steps(steps)
-    _check_delta(target_delta), check_accountant(accountant)
+    _check_delta(target_delta)
+    check_accountant(accountant)
     if target == math.inf:
         return 0.0
     if not rate or not count:
@@ -171,7 +172,7 @@ class Accountant:
         >>> for _ in range(3):
         ...     accountant.step(noise_multiplier=1.0, sample_rate=0.01)
         >>> accountant.history, round(accountant.epsilon(delta=1e-5), 2)
-        ([(1.0, 0.01, 3)], 0.82)
+        ([(1.0, 0.01, 3)], 0.99)
     """
 
     def __init__(self, name: AccountantName = "pld") -> None:

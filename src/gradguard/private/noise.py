@@ -4,12 +4,13 @@ PyTorch's generator for the CPU takes only the low 32 bits of a seed: an attacke
 state, 19 968 bits, is filled from a key of 256 bits, and the key comes from the operating system.
 """
 
+import functools
 import hashlib
 import itertools
 import math
 import os
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -138,7 +139,7 @@ def keyed_generator(key: bytes, device: torch.device | str = "cpu") -> torch.Gen
         return generator.manual_seed(int.from_bytes(stream.digest(8), "little", signed=True))
     state = generator.manual_seed(0).get_state()
     words = state.view(torch.int64) if state.numel() % 8 == 0 else state.new_empty(0, dtype=torch.int64)
-    if words[_FIRST_WORD : _FIRST_WORD + _MERSENNE_WORDS].tolist() != list(_mersenne_words(0)):
+    if words[_FIRST_WORD : _FIRST_WORD + _MERSENNE_WORDS].tolist() != _mersenne_words(0):
         warnings.warn(
             f"torch {torch.__version__} lays out the state of its generator in a new way, so noise comes from a seed "
             f"of 32 bits: use secure=True.",
@@ -150,16 +151,17 @@ def keyed_generator(key: bytes, device: torch.device | str = "cpu") -> torch.Gen
     return generator.set_state(state)
 
 
-def _mersenne_words(seed: int) -> Iterator[int]:
-    """Yield the state that Matsumoto and Nishimura's generator starts with."""
+@functools.cache
+def _mersenne_words(seed: int) -> list[int]:
+    """Return the state that Matsumoto and Nishimura's generator starts with."""
     step: Callable[[int, int], int] = lambda word, i: (1812433253 * (word ^ (word >> 30)) + i) & 0xFFFFFFFF  # noqa: E731
-    return itertools.accumulate(range(1, _MERSENNE_WORDS), step, initial=seed)
+    return list(itertools.accumulate(range(1, _MERSENNE_WORDS), step, initial=seed))
 
 
 def secure_normal(count: int) -> Tensor:
     """Return ``count`` standard normal numbers in float64, each half the sum of four, all from `os.urandom`."""
     result = torch.empty(count, dtype=torch.float64)
-    for block in result.split(_BLOCK):
+    for block in result.split(_BLOCK) if count else ():
         bits = torch.frombuffer(bytearray(os.urandom(32 * len(block))), dtype=torch.int64).view(4, -1)
         # 52 bits and a half: 0 and 1 are left out, and the middle of each cell is a number of 53 bits, so exact.
         uniform = bits.bitwise_and_((1 << 52) - 1).double().add_(0.5).mul_(2.0**-52)

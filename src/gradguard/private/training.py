@@ -83,6 +83,7 @@ class PrivateTraining:
         self._rank, self._world_size = rank_and_size(group)
         self._open: MicroBatch | None = None  # handed out, and not yet followed by step()
         self._drawn = 0  # samples of the logical batch that were handed out so far
+        self._kept: ClippedSums | None = None  # sums from before a stand-in
         self._accumulated = self._resumed = self._pass_is_counted = self._stepping = False
         self._hook = optimizer.register_step_pre_hook(self._refuse_step)
 
@@ -163,8 +164,8 @@ class PrivateTraining:
         """Go on from a saved state, in the middle of an epoch if it was saved there. All processes must do so.
 
         Noise is fresh from here on, with ``seed`` too: the steps after an old checkpoint may have been done before,
-        and the same noise on them again would cancel in the difference. For what such a repeat spends nothing is
-        counted here, because the saved state does not know of it.
+        and the same noise on them again would cancel in the difference. Steps done after the state was saved are not
+        counted in it: to publish what came of them too, count them with ``private.accountant.step``.
 
         Raises:
             InvalidValueError: If the state is not one of a private training of this kind.
@@ -233,7 +234,7 @@ class PrivateTraining:
     def _drop_open_batch(self) -> None:
         if self._accumulated:
             self.clipper.take()
-        self._open, self._accumulated, self._drawn = None, False, 0
+        self._open, self._accumulated, self._drawn, self._kept = None, False, 0, None
 
     def _drop_stand_in(self) -> None:
         """Leave out a batch that only kept this process in step with others, and keep what was summed before it."""
@@ -242,8 +243,6 @@ class PrivateTraining:
         self.clipper.take()
         self.clipper.skip_batch()
         self._kept = kept if self._kept is None or kept is None else added(self._kept, kept)
-
-    _kept: ClippedSums | None = None
 
     # The end of a logical batch
 

@@ -70,7 +70,7 @@ def _shares(call: LayerCall, module: nn.EmbeddingBag, ids: Tensor) -> Tensor:
     """What part of a bag's gradient each of its entries gets, ``[N, T, 1]``; of each column for max, ``[N, T, d]``."""
     counted = torch.ones_like(ids, dtype=torch.bool) if module.padding_idx is None else ids != module.padding_idx
     if module.mode == "max":
-        return _largest(module, ids, counted)
+        return _largest(module, ids)
     if module.mode == "mean":
         # A bag of nothing but padding returns 0 and gives nothing.
         counts = counted.sum(1, keepdim=True).clamp(min=1).to(_dtype(module))
@@ -79,14 +79,14 @@ def _shares(call: LayerCall, module: nn.EmbeddingBag, ids: Tensor) -> Tensor:
     return (counted.to(_dtype(module)) if weights is None else wide(weights)).unsqueeze(2)
 
 
-def _largest(module: nn.EmbeddingBag, ids: Tensor, counted: Tensor) -> Tensor:
+def _largest(module: nn.EmbeddingBag, ids: Tensor) -> Tensor:
     """Which entry of its bag each column of the output came from; the first where an id is repeated."""
     offsets = torch.arange(0, ids.numel(), max(1, ids.shape[1]), device=ids.device)
     padding = -1 if module.padding_idx is None else module.padding_idx
     # torch.embedding_bag itself fills in the indices only where its table requires grad.
     find = torch.ops.aten._embedding_bag
     taken = find(module.weight.detach(), ids.reshape(-1), offsets, False, 2, False, None, False, padding)[3]
-    match = (ids.unsqueeze(2) == taken.unsqueeze(1)) & counted.unsqueeze(2)
+    match = ids.unsqueeze(2) == taken.unsqueeze(1)
     return (match & (match.cumsum(1) == 1)).to(_dtype(module))
 
 

@@ -1,0 +1,223 @@
+"""What private training refuses: loaders it cannot sample, calls out of order, arguments that contradict."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    WeightedRandomSampler,
+)
+
+import gradguard as gg
+from gradguard.per_sample.norm_clippers import (
+    FlatNormClipper,
+    QuantileNormClipper,
+)
+from gradguard.private import make_private
+from private.runs import COMMON, SIZE, WIDTH, data_set, network, one_step, private_run, train, weights
+
+
+class Rows(Dataset):
+    def __len__(self):
+        return SIZE
+
+    def __getitem__(self, index):
+        return torch.full((WIDTH,), float(index)), index % 3
+
+
+def as_dict(rows):
+    return {"x": torch.stack([x for x, _ in rows]), "y": torch.tensor([y for _, y in rows])}
+
+
+def test_the_users_options_are_kept():
+    loader = DataLoader(Rows(), batch_size=12, collate_fn=as_dict, num_workers=1, prefetch_factor=3, timeout=30)
+    private, _ = private_run(loader=loader)
+    made = private.loader.loader
+    assert (made.collate_fn, made.num_workers, made.prefetch_factor, made.timeout) == (as_dict, 1, 3, 30)
+    assert len(private.loader) == 5
+
+
+def test_the_batches_are_those_of_the_sampler():
+    private, model = private_run()
+    expected = [private._batches.draw(step).tolist() for step in range(5)]
+    found = []
+    for batch in private.loader:
+        found.append(batch[2].tolist())
+        one_step(private, model, batch)
+    assert found == expected
+
+
+def test_workers_that_stay_alive_start_each_epoch_anew():
+    loader = DataLoader(data_set(), batch_size=12, num_workers=1, persistent_workers=True)
+    private, model = private_run(loader=loader)
+    found = []
+    for steps in (2, 5, 5):
+        for k, batch in enumerate(private.loader, 1):
+            found.append(batch[2].tolist())
+            one_step(private, model, batch)
+            if k == steps:
+                break
+    assert found == [private._batches.draw(step).tolist() for step in range(12)]
+
+
+class _Stream(IterableDataset):
+    def __iter__(self):
+        return iter([])
+
+
+LOADERS = {
+    "iterable": (lambda: DataLoader(_Stream(), batch_size=2), gg.UnsupportedGradientError, "Use a data set with"),
+    "list": (lambda: [1], gg.InvalidTypeError, "expected a torch.utils.data.DataLoader, got list"),
+    "no batches": (lambda: DataLoader(Rows(), batch_size=None), gg.InvalidValueError, "made with batch_size="),
+    "batch sampler": (
+        lambda: DataLoader(Rows(), batch_sampler=[[1]]),
+        gg.InvalidValueError,
+        "batch_sampler of its own",
+    ),
+    "weighted": (
+        lambda: DataLoader(Rows(), batch_size=2, sampler=WeightedRandomSampler([1.0] * SIZE, SIZE)),
+        gg.InvalidValueError,
+        "its sampler is a WeightedRandomSampler. Every sample must be drawn with the same probability",
+    ),
+    "replacement": (
+        lambda: DataLoader(Rows(), batch_size=2, sampler=RandomSampler(Rows(), replacement=True)),
+        gg.InvalidValueError,
+        "draws with replacement",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", LOADERS)
+def test_loaders_that_cannot_be_sampled_are_refused(case):
+    make, error, words = LOADERS[case]
+    with pytest.raises(error, match=words):
+        private_run(loader=make())
+
+
+# Wrong order
+
+
+def test_the_users_own_optimizer_step_is_refused_until_detached():
+    private, model = private_run()
+    with pytest.raises(gg.InvalidValueError, match=r"call private.step\(\) after each backward instead"):
+        private.optimizer.step()
+    private.detach()
+    private.detach()
+    private.optimizer.step()
+    F.cross_entropy(model(torch.ones(1, WIDTH)), torch.zeros(1, dtype=torch.int64)).backward()
+    assert all(p.grad is not None for p in model.parameters())
+
+
+def test_a_step_without_a_batch_is_refused():
+    private, model = private_run()
+    with pytest.raises(gg.InvalidValueError, match=r"private.step\(\) without a batch: iterate over private.loader"):
+        private.step()
+    batch = next(iter(private.loader))
+    one_step(private, model, batch)
+    with pytest.raises(gg.InvalidValueError, match="without a batch"):
+        private.step()
+
+
+def test_a_batch_without_a_step_is_refused():
+    private, _ = private_run()
+    loader = iter(private.loader)
+    next(loader)
+    with pytest.raises(gg.InvalidValueError, match=r"private.step\(\) was not called for the last one"):
+        next(loader)
+
+
+def test_the_last_batch_without_a_step_is_refused():
+    private, _ = private_run(batch_size=SIZE)
+    with pytest.raises(gg.InvalidValueError, match=r"private.step\(\) was not called for the last one"):
+        for _ in private.loader:
+            pass
+
+
+def test_a_step_without_a_backward_is_refused():
+    private, _ = private_run()
+    next(iter(private.loader))
+    with pytest.raises(gg.GradguardError, match="backward"):
+        private.step()
+
+
+def test_more_samples_than_were_drawn_are_refused():
+    private, model = private_run()
+    x, y, _ = next(iter(private.loader))
+    before = weights(model)
+    with pytest.raises(gg.InvalidValueError, match="so one sample may count more than once"):
+        one_step(private, model, (x.repeat(2, 1), y.repeat(2)))
+    assert torch.equal(weights(model), before)
+
+
+def test_gradients_from_elsewhere_are_refused():
+    private, model = private_run()
+    batch = next(iter(private.loader))
+    model[0].weight.grad = torch.ones_like(model[0].weight)
+    with pytest.raises(gg.InvalidValueError, match=r"0.weight: .grad is filled by something else"):
+        one_step(private, model, batch)
+
+
+def test_what_is_left_of_an_epoch_is_dropped_and_costs_nothing():
+    private, model = private_run(max_physical_batch_size=3)
+    for batch in private.loader:
+        one_step(private, model, batch)
+        break
+    assert private.accountant.steps == 0
+    twin, other = private_run(max_physical_batch_size=3)
+    train(private, model)
+    train(twin, other)
+    torch.testing.assert_close(weights(model), weights(other), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"noise_multiplier": None}, "expected exactly one of them"),
+        ({"noise_multiplier": 1.0, "target_epsilon": 1.0}, "expected exactly one of them"),
+        ({"target_epsilon": 1.0}, "target_epsilon needs epochs="),
+        ({"target_epsilon": 1.0, "epochs": 0}, "epochs=0: expected an integer of at least 1"),
+        ({"noise_multiplier": -1.0}, "noise_multiplier=-1.0: expected a finite number"),
+        ({"target_delta": 0.0}, "target_delta=0.0: expected above 0"),
+        ({"max_grad_norm": 1.0, "norm_clipper": FlatNormClipper(1.0)}, "both say how to clip"),
+        ({"accountant": "gdp"}, "reports less than is spent"),
+        ({"max_physical_batch_size": 0}, "max_physical_batch_size=0: expected an integer of at least 1"),
+        ({"norm_clipper": QuantileNormClipper(1.0)}, "count_noise=0.0 spends more than"),
+        ({"loss_reduction": "none"}, "loss_reduction='none': expected"),
+    ],
+)
+def test_wrong_arguments_are_refused(options, words):
+    with pytest.raises(gg.InvalidValueError, match=words):
+        private_run(**options)
+
+
+def test_a_delta_that_allows_publishing_a_sample_is_warned_of():
+    with pytest.warns(UserWarning, match="not below 1 / 60 samples"):
+        private_run(target_delta=0.1)
+
+
+def test_an_unbounded_sensitivity_is_refused():
+    private, model = private_run(max_grad_norm=math.inf)
+    with pytest.raises(gg.InvalidValueError, match="the sensitivity is inf: no noise hides"):
+        train(private, model)
+
+
+def test_parameters_outside_the_model_are_refused():
+    model, head = network(), nn.Linear(2, 2)
+    optimizer = torch.optim.SGD([*model.parameters(), *head.parameters()], lr=0.1)
+    loader = DataLoader(data_set(), batch_size=12)
+    with pytest.raises(gg.InvalidValueError, match=r"2 parameters, of shapes .* that are not the model's"):
+        make_private(model, optimizer, loader, noise_multiplier=1.0, **COMMON)
+    with pytest.raises(gg.InvalidTypeError, match=r"expected a torch.optim.Optimizer, got float"):
+        make_private(model, 0.1, loader, noise_multiplier=1.0, **COMMON)
+
+
+def test_a_secure_run_refuses_a_generator_of_the_rule():
+    rule = QuantileNormClipper(1.0, count_noise=2.0, generator=torch.Generator())
+    with pytest.raises(gg.InvalidValueError, match="make it without one"):
+        private_run(norm_clipper=rule, secure=True, seed=None)
