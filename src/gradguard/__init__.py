@@ -1,6 +1,6 @@
 """gradguard: gradients you can trust. The public list, nothing else."""
 
-from gradguard import testing
+from gradguard import private, testing
 from gradguard.check.gradcheck import gradcheck
 from gradguard.check.report import Finding, GradientReport
 from gradguard.check.seed_api import check_grad, get_numerical_gradient
@@ -35,7 +35,7 @@ from gradguard.errors import (
     RecordError,
     UnsupportedGradientError,
 )
-from gradguard.per_sample.clipper import ClippedSums, PerSampleGradientClipper, PreStep
+from gradguard.per_sample.clipper import PerSampleGradientClipper
 from gradguard.per_sample.clipping_rule import NormClipper
 from gradguard.per_sample.norm_clippers import (
     AutoNormClipper,
@@ -43,7 +43,7 @@ from gradguard.per_sample.norm_clippers import (
     PerLayerNormClipper,
     QuantileNormClipper,
 )
-from gradguard.per_sample.statistics import PerSampleStatistics
+from gradguard.per_sample.results import ClippedSums, PerSampleStatistics, PreStep
 
 __version__ = "0.1.0.dev0"
 
@@ -91,5 +91,6 @@ __all__ = [
     "get_total_norm",
     "gradcheck",
     "minimize",
+    "private",
     "testing",
 ]

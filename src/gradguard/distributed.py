@@ -35,6 +35,12 @@ def is_sharded(tensor: Tensor) -> bool:
     return module is not None and isinstance(tensor, module.DTensor)
 
 
+def is_fully_sharded(module: nn.Module) -> bool:
+    """Tell whether ``fully_shard`` was applied to ``module`` itself."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    return fsdp is not None and isinstance(module, fsdp.FSDPModule)
+
+
 def unwrapped(model: nn.Module) -> nn.Module:
     """Return the module inside a DistributedDataParallel, or the model itself."""
     return model.module if isinstance(model, DistributedDataParallel) else model
@@ -63,11 +69,11 @@ def process_group_of(model: nn.Module) -> Any:
     """Return the group over which ``model`` is replicated or sharded; None for an ordinary model.
 
     Raises:
-        UnsupportedGradientError: If it is sharded by FSDP1, in parts, over several meshes, or one of many dimensions.
+        UnsupportedGradientError: If it is sharded by FSDP1, over several meshes, or one of many dimensions.
     """
     if isinstance(model, DistributedDataParallel):
         return model.process_group
-    _refuse_nested_sharding(model)
+    _refuse_flat_parameters(model)
     parameters = list(model.parameters())
     meshes = {p.device_mesh for p in parameters if is_sharded(p)}  # type: ignore[attr-defined]
     if not meshes:
@@ -80,7 +86,7 @@ def process_group_of(model: nn.Module) -> Any:
     return next(iter(meshes)).get_group()
 
 
-def _refuse_nested_sharding(model: nn.Module) -> None:
+def _refuse_flat_parameters(model: nn.Module) -> None:
     fsdp = sys.modules.get("torch.distributed.fsdp")
     if fsdp is None:
         return
@@ -88,12 +94,6 @@ def _refuse_nested_sharding(model: nn.Module) -> None:
         raise UnsupportedGradientError(
             "FullyShardedDataParallel (FSDP1) flattens parameters, so samples' gradients cannot be told apart: use "
             "torch.distributed.fsdp.fully_shard(model)."
-        )
-    nested = [name for name, module in model.named_modules() if name and isinstance(module, fsdp.FSDPModule)]
-    if nested:
-        raise UnsupportedGradientError(
-            f"{nested} are sharded apart from the whole model, so their parameters come and go within a forward, which "
-            "the clipping of samples' gradients does not follow: call fully_shard(model) for the whole model alone."
         )
 
 

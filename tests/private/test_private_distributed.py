@@ -26,16 +26,17 @@ def data_set():
 
 
 class Network(nn.Module):
-    """With a buffer, which DistributedDataParallel would send to all processes in each forward."""
+    """With a parameter that no layer holds, and a buffer, which DistributedDataParallel would send in each forward."""
 
     def __init__(self):
         super().__init__()
         torch.manual_seed(2)
         self.body = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3))
+        self.scale = nn.Parameter(torch.full((3,), 1.5))
         self.register_buffer("mean", torch.zeros(6))
 
     def forward(self, x):
-        return self.body(x - self.mean)
+        return self.body(x - self.mean) * self.scale
 
 
 def weights(model):
@@ -96,7 +97,8 @@ def plain(model):
 def worker(rank, world_size, path, expected):
     dist.init_process_group("gloo", init_method=f"file://{path}/store", rank=rank, world_size=world_size)
     try:
-        for wrap, options in ((as_ddp, {}), (plain, {"process_group": dist.group.WORLD}), (as_fsdp, {})):
+        copies = {"process_group": dist.group.WORLD}
+        for wrap, options in ((as_ddp, {}), (plain, copies), (as_fsdp, {}), (as_layers_of_fsdp, {})):
             for max_physical, (values, history) in expected.items():
                 found, counted, samples = together(wrap, max_physical, world_size, **options)
                 torch.testing.assert_close(found, values, rtol=1e-5, atol=1e-6, msg=f"{wrap.__name__} {max_physical}")
@@ -123,8 +125,6 @@ def check_refusals(world_size):
         together(as_ddp, None, world_size, **rule)
     with pytest.raises(gg.InvalidValueError, match="its sampler is a DistributedSampler"):
         together(as_ddp, None, world_size, poisson_sampling=False)
-    with pytest.raises(gg.UnsupportedGradientError, match=r"\['body.0'\] are sharded apart.*for the whole model alone"):
-        together(as_layers_of_fsdp, None, world_size)
     with pytest.raises(gg.UnsupportedGradientError, match=r"FSDP1.*use torch.distributed.fsdp.fully_shard"):
         together(lambda m: FullyShardedDataParallel(m, device_id=torch.device("cpu")), None, world_size)
 

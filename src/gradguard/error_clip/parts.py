@@ -16,6 +16,7 @@ from gradguard.error_clip.hooks import Claim, Clipping
 from gradguard.error_clip.modules import next_number, number_of
 from gradguard.error_clip.scopes import LossScale, Scope, own, owned_slots, refresh_all
 from gradguard.errors import InvalidTypeError, InvalidValueError
+from gradguard.module_hooks import ForwardHook
 
 Part = Tensor | nn.Module
 

@@ -15,8 +15,8 @@ ROW = 1024
 
 @contextmanager
 def exact_products() -> Iterator[None]:
-    """Multiply float32 as float32 in a block, also where the user allows TF32 or bfloat16: they would break the bound."""
-    backends = torch.backends
+    """Multiply float32 as float32 in a block: TF32 or bfloat16, where a user allows them, would break the bound."""
+    backends: Any = torch.backends
     settings: list[Any] = [
         backends.cuda.matmul, backends.cudnn.conv, backends.cudnn.rnn, backends.mkldnn.matmul, backends.mkldnn.conv,
     ]  # fmt: skip

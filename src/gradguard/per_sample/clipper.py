@@ -5,8 +5,7 @@ r"""Clip each sample's gradient before they are summed, from one forward and one
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,47 +13,86 @@ from torch import Tensor, nn
 from gradguard.errors import InvalidTypeError, InvalidValueError
 from gradguard.per_sample.arithmetic import exact_products
 from gradguard.per_sample.clipping_rule import SLACK, NormClipper, checked_factors
-from gradguard.per_sample.contributions import Contribution, Kept
+from gradguard.per_sample.contributions import Contribution
 from gradguard.per_sample.following import Following
 from gradguard.per_sample.loss_scale import scalers_at_work, watch_scalers
 from gradguard.per_sample.mini_batch import MiniBatch
-from gradguard.per_sample.statistics import PerSampleStatistics
+from gradguard.per_sample.results import ClippedSums, PerSampleStatistics, PreStep
 from gradguard.per_sample.support import refuse_unsupported
 from gradguard.per_sample.verify import compare_with_loop, verify_first_step
 from gradguard.tensors.layout import HALVES, wide_dtype
 
 
-class PreStep(NamedTuple):
-    """What `PerSampleGradientClipper.pre_step` returns.
-
-    Attributes:
-        max_norm: float64, one entry for each trained parameter: the L2 norm of the clipper's thresholds, which bounds
-            what one sample adds to the sum over all parameters, and which noise is scaled by.
-        batch_size: Number of samples in the whole batch.
-    """
-
-    max_norm: Tensor
-    batch_size: int
-
-
-@dataclass(frozen=True)
-class ClippedSums:
-    """The clipped per-sample gradients of a whole batch, summed.
-
-    Attributes:
-        names: Of the trained parameters.
-        parameters: The trained parameters.
-        sums: For each, the sum of its clipped per-sample gradients: float32, or float64 for a float64 parameter.
-        batch_size: Number of samples.
-    """
-
-    names: list[str]
-    parameters: list[nn.Parameter]
-    sums: list[Tensor]
-    batch_size: int
-
-
 class PerSampleGradientClipper:
+    r"""Clip the gradient of each sample, then sum: what private, federated and noisy-label learning need.
+
+    .. math:: \bar g = \frac1N \sum_{i=1}^{N} c_i\, g_i, \qquad
+              c_i = \min\bigl(1,\; C / \lVert g_i \rVert\bigr)
+
+    with :math:`g_i` the gradient of sample i's own loss over all trained parameters. One forward and one backward of
+    the whole mini-batch give all norms and the clipped sum; the ``[B, *shape]`` gradients are not made, but for layers
+    where that is fastest and takes no more memory than backward has just freed.
+
+    **Guarantees.**
+
+    * *Exact, or refused.* A layer with a rule (linear, convolution, embedding, normalization, attention, recurrent)
+      uses it; other code is differentiated by torch.func, with the layers that it calls left out. Shared and tied
+      weights, layers used several times, bare and functionally used parameters and checkpointing are exact. What
+      cannot be followed is an error that names it. On the first step two samples are compared with what each gives by
+      itself.
+    * *The bound holds in the arithmetic used.* No sample adds more than C, rounding included: norms, factors and sums
+      are at least float32 for every dtype, and factors leave room for what rounds.
+    * *A sample whose gradient is not finite adds zero*, and `statistics` counts it.
+    * Clipping happens after backward: no gradient of an intermediate value changes.
+
+    ==========================  =====================================================================================
+    Edge case                   What happens
+    ==========================  =====================================================================================
+    zero gradient               added as it is (factor 1)
+    no samples (B = 0)          adds nothing; ``pre_step`` gives zeros if nothing else came
+    layer unused in a step      adds zero; its ``.grad`` is zeros
+    frozen parameter            left out of the norm; ``.grad`` stays as it is
+    BatchNorm in training mode  refused: it mixes samples; use GroupNorm
+    loss not the mean or sum    cannot be seen: a mean over *tokens* of the whole batch, say, is not a mean over samples
+    ==========================  =====================================================================================
+
+    Args:
+        module: The model. Its layers get hooks until `detach`; nothing is put on its parameters.
+        norm_clipper: The rule: `FlatNormClipper`, `PerLayerNormClipper`, `AutoNormClipper`, `QuantileNormClipper`, or
+            a `NormClipper` of your own.
+        batch_first: Whether samples are the first dimension of what ``module`` is called with; else the second. Layers
+            inside may have them anywhere: that is found out.
+        loss_reduction: Whether the loss is the ``"mean"`` or the ``"sum"`` of the samples' losses.
+        mode: ``"fast"``, or ``"exact"``, which holds all per-sample gradients for `per_sample_gradients`. Both give
+            the same result.
+        scaler: The `torch.amp.GradScaler` that scales the loss, if any. Norms are unscaled before they are compared,
+            and ``.grad`` is scaled again for ``scaler.step``.
+        check: Compare two samples with what each gives by itself on the first step.
+
+    Attributes:
+        statistics: `PerSampleStatistics` of the last mini-batch; not private.
+
+    Raises:
+        InvalidTypeError: If an argument is of another type.
+        InvalidValueError: If an argument has no meaning, or nothing in ``module`` is trained.
+        UnsupportedGradientError: If ``module`` mixes samples or cannot be followed.
+
+    Example:
+        >>> import torch, torch.nn.functional as F
+        >>> model = torch.nn.Linear(4, 2)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> clipper = PerSampleGradientClipper(model, FlatNormClipper(max_norm=1.0))
+        >>> x, y = torch.randn(8, 4), torch.randint(0, 2, (8,))
+        >>> F.cross_entropy(model(x), y).backward()
+        >>> clipper.clip_and_accumulate()
+        >>> clipper.pre_step().batch_size
+        8
+        >>> optimizer.step()
+
+    References: Abadi et al. 2016, arXiv 1607.00133 (clipping); Lee and Kifer 2020, arXiv 2009.03106, and Li et al.
+    2021, arXiv 2110.05679 (norms without gradients); Bu et al. 2022, arXiv 2210.00038 (one backward).
+    """
+
     def __init__(
         self,
         module: nn.Module,
@@ -108,6 +146,15 @@ class PerSampleGradientClipper:
 
     @torch.no_grad()
     def clip_and_accumulate(self) -> None:
+        """Clip each sample of the last backward and add it to the sum; call it once after each ``.backward()``.
+
+        Mini-batches may differ in size. ``.grad`` is not touched.
+
+        Raises:
+            InvalidValueError: If there was no backward since, or it stopped with an error, or a GradScaler scaled the
+                loss and the clipper was not told.
+            UnsupportedGradientError: If per-sample gradients cannot be told exactly.
+        """
         mini_batch = self._following.gathering.look()
         self._check_scaler()
         self._check_first_step(mini_batch)
@@ -129,6 +176,18 @@ class PerSampleGradientClipper:
         self._batch_size = self._batch_size or 0
 
     def pre_step(self) -> PreStep:
+        """Fill ``.grad`` of every trained parameter, and start anew; call it once before ``optimizer.step()``.
+
+        ``.grad`` becomes the average of the clipped gradients of all N samples since the last call (their sum for
+        ``loss_reduction="sum"``), in the parameter's dtype. It is assigned, not added.
+
+        Returns:
+            What noise is scaled by: ``max_norm`` for each parameter, and ``batch_size`` N.
+
+        Raises:
+            InvalidValueError: If nothing was accumulated, or if a ``.grad`` holds a gradient that was not clipped;
+                nothing is lost then.
+        """
         self._check_accumulated("pre_step")
         self._refuse_stale_gradients()
         size, loss_scale = self._batch_size or 0, self._loss_scale
@@ -152,6 +211,15 @@ class PerSampleGradientClipper:
 
     @torch.no_grad()
     def per_sample_gradients(self) -> dict[str, Tensor]:
+        """Return the gradients of each sample's own loss in the last mini-batch, before clipping.
+
+        Returns:
+            ``[B, *shape]`` for each trained parameter by name, at least float32, in the scale of a sample's own loss:
+            free of the mean's 1/B and of a scaler.
+
+        Raises:
+            InvalidValueError: If the mode is not ``"exact"``, or there was no backward yet.
+        """
         if self._mode != "exact":
             raise InvalidValueError(
                 "per-sample gradients are never made in mode='fast': use PerSampleGradientClipper(..., mode='exact')."
@@ -164,9 +232,29 @@ class PerSampleGradientClipper:
         return self._gradients
 
     def sensitivity(self, relation: str = "add_or_remove_one") -> float:
+        """Return how far, in L2 norm, the clipped sum can move between two neighbouring data sets.
+
+        Args:
+            relation: ``"add_or_remove_one"`` sample, or ``"replace_one"``, which is twice as far. For the average,
+                divide by the number of samples that noise is calibrated to.
+        """
         return self.norm_clipper.sensitivity(relation)
 
     def verify(self, samples: int = 4) -> float:
+        """Compare with the loop over single samples, on samples of the last batch.
+
+        The module runs on ``samples`` of them at once, as the clipper sees it, and on each alone, with plain autograd;
+        both get the same random gradient of the output. Dropout is switched off meanwhile; nothing is changed.
+
+        Args:
+            samples: How many.
+
+        Returns:
+            The largest error of any parameter's gradient, relative to the norm of that sample's whole gradient.
+
+        Raises:
+            InvalidValueError: If the module was not called yet, or draws random numbers of its own.
+        """
         found = compare_with_loop(self._following, self._batch_first, samples)
         if found is None:
             raise InvalidValueError(
@@ -231,7 +319,7 @@ class PerSampleGradientClipper:
     def _sample_scale(self, size: int) -> Tensor | float:
         """What backward's gradients are multiplied by to be those of each sample's own loss."""
         mean = size if self._reduction == "mean" else 1
-        self._loss_scale = self._scaler._get_scale_async().double() if self._scaler_is_on() else 1.0
+        self._loss_scale = self._scaler_scale()
         return mean / self._loss_scale
 
     # The whole batch
@@ -259,8 +347,10 @@ class PerSampleGradientClipper:
     def _bound(self) -> float:
         return math.sqrt(math.fsum(c * c for c in self.norm_clipper.thresholds))
 
-    def _scaler_is_on(self) -> bool:
-        return self._scaler is not None and self._scaler.is_enabled() and self._scaler._scale is not None
+    def _scaler_scale(self) -> Tensor | float:
+        """What the scaler has multiplied the loss by; on its device, so that the host need not wait."""
+        scale = None if self._scaler is None or not self._scaler.is_enabled() else self._scaler._get_scale_async()
+        return 1.0 if scale is None else scale.double()
 
     def _check_scaler(self) -> None:
         others = scalers_at_work() - {self._scaler}

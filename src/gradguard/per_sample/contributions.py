@@ -201,9 +201,9 @@ class Outer(Contribution):
         return self._ghost_norms() if self.ghost else squared_norms_in_chunks(self, self.chunk)
 
     def _ghost_norms(self) -> Tensor:
-        """Sum over pairs of positions, without the gradients; samples where that cancels are done again directly.
+        r"""Return sums over pairs of positions; samples where these cancel are done again directly.
 
-        With :math:`U = (\\sum_t \\lVert l_t\\rVert\\lVert r_t\\rVert)^2` the rounding error is a few times 1e-7 U / n².
+        With :math:`U = (\sum_t \lVert l_t\rVert\lVert r_t\rVert)^2` the rounding error is a few times 1e-7 U / n².
         """
         grams = (self.left @ self.left.mT).mul_(self.right @ self.right.mT)
         squares = grams.sum(2, dtype=torch.float64).sum(1)
@@ -224,9 +224,9 @@ class Outer(Contribution):
 
 
 class Tied(Contribution):
-    """A table that is looked up and multiplied with, like GPT-2's embedding and head: `Rows` plus `Outer`.
+    r"""A table that is looked up and multiplied with, like GPT-2's embedding and head: `Rows` plus `Outer`.
 
-    Its squared norm has a cross term, twice :math:`\\sum_{t,s} l_s[id_t] \\langle v_t, r_s \\rangle`.
+    Its squared norm has a cross term, twice :math:`\sum_{t,s} l_s[id_t] \langle v_t, r_s \rangle`.
     """
 
     def __init__(self, rows: Rows, outer: Outer) -> None:

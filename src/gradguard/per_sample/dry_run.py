@@ -7,7 +7,7 @@ sample. Nothing is guessed from sizes that may be equal by chance, such as a bat
 
 import math
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -59,14 +59,18 @@ class ObservedCall:
 class Observer(TorchFunctionMode):
     """Notes the calls of modules, and which of them uses which parameter, while a module runs; drops no values."""
 
-    def __init__(self, slots: dict[int, Slot], keep_values: bool = False) -> None:
+    def __init__(self, slots: Set[Slot], keep_values: bool = False) -> None:
         super().__init__()
         self.calls: list[ObservedCall] = []
-        self._slots, self._keep_values = slots, keep_values
+        self._trained, self._keep_values = slots, keep_values
+        self._slots = {id(module._parameters[slot]): (module, slot) for module, slot in slots}
         self._running: list[int] = []
 
     def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Note that ``module`` starts."""
+        """Note that ``module`` starts; FSDP2 may have given it other parameters just now."""
+        for slot, parameter in module._parameters.items():
+            if (module, slot) in self._trained:
+                self._slots[id(parameter)] = (module, slot)
         tensors = tensor_leaves((args, kwargs))
         caller = self._running[-1] if self._running else -1
         call = ObservedCall(module, caller, [t.shape for t in tensors])
@@ -139,7 +143,7 @@ class DryRun:
         arguments: One real call.
         batch_first: Whether the batch is the first dimension of the arguments.
         size: Number of samples in the call.
-        slots: The trained parameters, by ``id``.
+        slots: The trained parameters.
         observe: Called with an `Observer` or None: who hears of the calls of modules.
     """
 
@@ -149,7 +153,7 @@ class DryRun:
         arguments: Arguments,
         batch_first: bool,
         size: int,
-        slots: dict[int, Slot],
+        slots: Set[Slot],
         observe: Any,
     ) -> None:
         self._module, self._arguments, self._batch_first, self._size = module, arguments, batch_first, size
@@ -223,10 +227,10 @@ class DryRun:
         except Exception as error:
             shapes = ", ".join(str(tuple(t.shape)) for t in tensor_leaves(self._arguments))
             raise UnsupportedGradientError(
-                f"{type(self._module).__name__} failed on {samples} of its {self._size} samples, so which of its inputs "
-                f"(shapes {shapes}) belong to samples cannot be told apart: {error}. Every input whose batch dimension "
-                f"has size {self._size} is taken to hold one entry for each sample; a constant of that size belongs "
-                "into the module, as a buffer."
+                f"{type(self._module).__name__} failed on {samples} of its {self._size} samples, so which of its "
+                f"inputs (shapes {shapes}) belong to samples cannot be told apart: {error}. Every input whose batch "
+                f"dimension has size {self._size} is taken to hold one entry for each sample; a constant of that size "
+                "belongs into the module, as a buffer."
             ) from error
         finally:
             self._observe(None)

@@ -116,10 +116,10 @@ class Gathering:
         shared: Parameters that are used more than once.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, shared: Set[str] = frozenset()) -> None:
         self.mini_batch: MiniBatch | None = None
         self.activations = 0
-        self.shared: Set[str] = frozenset()
+        self.shared = shared
 
     def look(self) -> MiniBatch:
         """Return the mini-batch of the backward that has just run.

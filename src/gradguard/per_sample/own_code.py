@@ -59,7 +59,8 @@ class OwnCode:
         output_axes: Batch axis of each tensor that it returned.
         computed: Positions, among the tensors that it returned, of those that it computed itself.
         batch_size: Number of samples.
-        aliases: The parameters that the code used.
+        aliases: The places that hold each parameter that the code used.
+        values: Those parameters.
         autocast: Device type and dtype of the autocast that it ran under, or None.
         quietly: A block in which the clipper's own hooks do nothing.
         left_out: The layers that it called, in order.
@@ -76,6 +77,7 @@ class OwnCode:
     computed: Sequence[int]
     batch_size: int
     aliases: Aliases
+    values: Mapping[str, Tensor]
     autocast: tuple[str, torch.dtype] | None
     quietly: Callable[[], AbstractContextManager[None]]
     left_out: list[LeftOut] = field(default_factory=list)
@@ -89,7 +91,7 @@ class OwnCode:
             UnsupportedGradientError: If the code cannot be run again for one sample, or gives something else then.
         """
         names = list(self.aliases)
-        values = [module._parameters[slot].detach() for module, slot in (self.aliases[n][0] for n in names)]  # type: ignore[union-attr]
+        values = [self.values[name] for name in names]
         axes, results = self._axes()
         tensors = [*self.saved, *results]
         owners = [_owned(t, axis, self.batch_size) for t, axis in zip(tensors, axes, strict=True)]
@@ -99,7 +101,7 @@ class OwnCode:
         return dict(zip(names, gradients, strict=True))
 
     def _axes(self) -> tuple[list[BatchAxis | None], list[Tensor]]:
-        """The axis of each saved tensor and of each gradient of a result; and these gradients, zeros where none came."""
+        """The axes of the saved tensors and of the gradients of results; and these gradients, zero where none came."""
         given = [axis for layer in self.left_out for axis in layer.output_axes]
         results = [axis for layer in self.left_out for axis in layer.axes]
         results += [self.output_axes[i] for i in self.computed]
@@ -179,7 +181,7 @@ class OwnCode:
         remaining = iter(zip(self.left_out, given, strict=True))
 
         def stub(module: nn.Module) -> Any:
-            def forward(*args: Any, **kwargs: Any) -> Any:
+            def call(*args: Any, **kwargs: Any) -> Any:
                 layer, outputs = next(remaining, (None, []))
                 if layer is None or layer.module is not module or layer.output is None:
                     raise UnsupportedGradientError(self._differs("it calls other layers for one sample"))
@@ -187,16 +189,16 @@ class OwnCode:
                 results.extend(got[i] for i in layer.tapped)
                 return layer.output.fill(outputs)
 
-            return forward
+            return call
 
         with ExitStack() as stack:
             for module in {id(layer.module): layer.module for layer in self.left_out}.values():
-                stack.enter_context(_attribute(module, "forward", stub(module)))
+                stack.enter_context(_attribute(module, "_call_impl", stub(module)))  # no hooks, which may shard
             for name, value in parameters.items():
                 for module, slot in self.aliases[name]:
                     stack.enter_context(_parameter(module, slot, value))
             args, kwargs = self.arguments.fill(inputs)
-            output = self.module(*args, **kwargs)
+            output = self.module.forward(*args, **kwargs)  # what hooks did to the arguments is done already
         if next(remaining, None) is not None:
             raise UnsupportedGradientError(self._differs("it calls fewer layers for one sample"))
         returned = Skeleton(output).tensors

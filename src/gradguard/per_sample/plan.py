@@ -1,6 +1,7 @@
 """What to do at each call of each layer: its own rule, torch.func on its own code, or nothing."""
 
 from collections import defaultdict
+from collections.abc import Set
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -51,7 +52,7 @@ class Plans:
         arguments: One real call.
         batch_first: Whether the batch is the first dimension of the arguments.
         size: Number of samples in that call.
-        slots: The trained parameters, by ``id``.
+        slots: The trained parameters.
         observe: Passed on to `DryRun`.
     """
 
@@ -61,7 +62,7 @@ class Plans:
         arguments: Arguments,
         batch_first: bool,
         size: int,
-        slots: dict[int, Slot],
+        slots: Set[Slot],
         observe: Any,
     ) -> None:
         run = DryRun(module, arguments, batch_first, size, slots, observe)
@@ -90,8 +91,10 @@ class Plans:
             UnsupportedGradientError: If its calls differ and are not as many as in the dry run.
         """
         plans = self._calls.get(module)
-        if plans is None or len(plans) == 1:
-            return plans and plans[0]
+        if plans is None:
+            return None
+        if len(plans) == 1:
+            return plans[0]
         if len(plans) != self._counts[module] or call >= len(plans):
             raise UnsupportedGradientError(
                 f"{type(module).__name__} is called a varying number of times, with samples in varying places. Use "

@@ -23,7 +23,7 @@ _FRESH = 32 << 20
 
 
 class Speed(NamedTuple):
-    """What a device does in a second: multiply-adds in a matrix product, bytes to or from memory, bytes of new pages."""
+    """What a device does in a second: multiply-adds in a product, bytes to or from memory, bytes of new pages."""
 
     products: float
     traffic: float

@@ -20,7 +20,9 @@ def refuse_unsupported(module: nn.Module) -> None:
         raise InvalidValueError("module has no parameter that requires grad, so there is nothing to clip.")
     for name, submodule in module.named_modules():
         where = f"module {name!r}" if name else "the module"
-        if getattr(submodule, "_compiled_call_impl", None) is not None or hasattr(submodule, "_torchdynamo_orig_callable"):
+        if getattr(submodule, "_compiled_call_impl", None) is not None or hasattr(
+            submodule, "_torchdynamo_orig_callable"
+        ):
             raise UnsupportedGradientError(
                 f"{where} is compiled: the layers inside cannot be followed. Give the module as it was before "
                 "torch.compile."

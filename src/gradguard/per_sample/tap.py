@@ -26,7 +26,8 @@ class _Tap(torch.autograd.Function):
         ctx.made_in = current_task()  # a checkpoint that runs forward again in backward does this backward in its own
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*saved)  # so a value that is changed in place later is autograd's own error
-        return tuple([value.detach() for value in values]) if len(values) > 1 else values[0].detach()
+        results = [value.detach() for value in values]
+        return tuple(results) if len(results) > 1 else results[0]
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from gradguard.distributed import is_sharded
 from gradguard.errors import InvalidValueError, UnsupportedGradientError
 from gradguard.per_sample.arithmetic import exact_products
 from gradguard.per_sample.contributions import Contribution
@@ -43,7 +44,7 @@ def verify_first_step(following: Following, batch_first: bool) -> None:
     Raises:
         UnsupportedGradientError: If the per-sample gradients are not those of the samples by themselves.
     """
-    if any(type(following.parameter(name)).__name__ == "DTensor" for name in following.aliases):
+    if any(is_sharded(following.parameter(name)) for name in following.aliases):
         return  # a second run would be a collective
     found = compare_with_loop(following, batch_first, 2)
     dtypes = {following.parameter(name).dtype for name in following.aliases}
@@ -83,7 +84,9 @@ def _orders(count: int) -> list[list[int]]:
 
 def _compare(following: Following, call: LastCall, batch_first: bool, samples: list[int]) -> Comparison | None:
     with torch.enable_grad(), following.apart() as gathering, _same_numerics(call), exact_products():
-        cut = [take_samples(call.arguments, batch_first, call.batch_size, s) for s in (samples, *[[i] for i in samples])]
+        cut = [
+            take_samples(call.arguments, batch_first, call.batch_size, s) for s in (samples, *[[i] for i in samples])
+        ]
         if _is_random(call.module, cut[0]):
             return None
         together = _contributions(call, cut[0], gathering)
@@ -96,7 +99,7 @@ def _compare(following: Following, call: LastCall, batch_first: bool, samples: l
 
 @dataclass
 class _Together:
-    """What the clipper computes for a few samples at once, and the gradients of the outputs that it was computed for."""
+    """What the clipper computes for a few samples at once, and the gradients of the outputs that it is for."""
 
     contributions: dict[str, Contribution]
     output_grads: list[Tensor]
@@ -105,7 +108,7 @@ class _Together:
 @contextmanager
 def _same_numerics(call: LastCall) -> Iterator[None]:
     """Run as the call ran, but without dropout, and leave no trace."""
-    with undisturbed(call.module), Observer({}), ExitStack() as stack:
+    with undisturbed(call.module), Observer(frozenset()), ExitStack() as stack:
         if call.autocast:
             stack.enter_context(torch.autocast(*call.autocast))
         yield

@@ -13,7 +13,8 @@ from torch.optim.optimizer import Optimizer
 
 from gradguard.distributed import all_reduce_sum, rank_and_size, shard_like
 from gradguard.errors import InvalidValueError
-from gradguard.per_sample.clipper import ClippedSums, PerSampleGradientClipper
+from gradguard.per_sample.clipper import PerSampleGradientClipper
+from gradguard.per_sample.results import ClippedSums
 from gradguard.private.accounting import Accountant
 from gradguard.private.loader import PrivateLoader
 from gradguard.private.noise import GaussianNoise, keyed_generator

@@ -131,7 +131,7 @@ class _Kernel:
 
     def ghost_norms(self, start: int, stop: int) -> Tensor:
         outer = self._outer(start, stop)
-        outer.way = "ghost"
+        outer.ghost = True
         return outer.squared_norms().view(-1, self.groups).sum(1)
 
     def _weight_gradient(self, inputs: Tensor, grad: Tensor, samples: int) -> Tensor:

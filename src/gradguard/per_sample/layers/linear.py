@@ -6,7 +6,7 @@ from gradguard.per_sample.layers.call import LayerCall, positions
 
 
 def linear(call: LayerCall) -> dict[str, Contribution]:
-    """``torch.nn.Linear``: :math:`g_i = \\sum_t G_{it} \\otimes A_{it}`, and :math:`\\sum_t G_{it}` for the bias."""
+    r"""``torch.nn.Linear``: :math:`g_i = \sum_t G_{it} \otimes A_{it}`, and :math:`\sum_t G_{it}` for the bias."""
     grad = positions(call.grad())
     found: dict[str, Contribution] = {}
     if "weight" in call.wanted:

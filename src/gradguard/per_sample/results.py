@@ -1,0 +1,63 @@
+"""What a clipper gives back."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from torch import Tensor, nn
+
+
+class PreStep(NamedTuple):
+    """What `PerSampleGradientClipper.pre_step` returns.
+
+    Attributes:
+        max_norm: float64, one entry for each trained parameter: the L2 norm of the clipper's thresholds, which bounds
+            what one sample adds to the sum over all parameters, and which noise is scaled by.
+        batch_size: Number of samples in the whole batch.
+    """
+
+    max_norm: Tensor
+    batch_size: int
+
+
+@dataclass(frozen=True)
+class ClippedSums:
+    """The clipped per-sample gradients of a whole batch, summed.
+
+    Attributes:
+        names: Of the trained parameters.
+        parameters: The trained parameters.
+        sums: For each, the sum of its clipped per-sample gradients: float32, or float64 for a float64 parameter.
+        batch_size: Number of samples.
+    """
+
+    names: list[str]
+    parameters: list[nn.Parameter]
+    sums: list[Tensor]
+    batch_size: int
+
+
+@dataclass(frozen=True)
+class PerSampleStatistics:
+    """Norms and factors of one mini-batch. They are **not private**: no accounting covers who looks at them.
+
+    Attributes:
+        norms: Norm of each sample's gradient over all parameters, float64 ``[B]``; NaN or inf where it is not finite.
+        layer_norms: Norm of each sample's gradient of each parameter, float64 ``[B]``, by the parameter's name.
+        factors: What gradients were multiplied by: one ``[B]``, or one for each parameter.
+    """
+
+    norms: Tensor
+    layer_norms: Mapping[str, Tensor]
+    factors: list[Tensor]
+
+    @property
+    def clip_fraction(self) -> float:
+        """The part of factors that are below 1; reads the device."""
+        clipped = [float((factor < 1).sum()) for factor in self.factors]
+        return sum(clipped) / max(1, sum(factor.numel() for factor in self.factors))
+
+    @property
+    def nonfinite(self) -> int:
+        """Number of samples whose gradient is not finite; they contributed zero. Reads the device."""
+        return int((~self.norms.isfinite()).sum())

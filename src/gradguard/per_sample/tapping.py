@@ -1,0 +1,269 @@
+"""What is done at the start and at the end of one call of a layer.
+
+While a layer runs, its parameters do not require grad, so autograd never computes their gradients; what it returns
+passes through a `tap`, which in backward hands over the layer's input and the gradient of its output.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gradguard.distributed import is_fully_sharded, is_sharded
+from gradguard.errors import UnsupportedGradientError
+from gradguard.per_sample.dry_run import Slot
+from gradguard.per_sample.mini_batch import Gathering, UsedLayer
+from gradguard.per_sample.own_code import LeftOut, OwnCode
+from gradguard.per_sample.plan import CallPlan, Treatment
+from gradguard.per_sample.tap import tap
+from gradguard.per_sample.trees import Skeleton
+
+
+class Running:
+    """A module whose forward is running.
+
+    Attributes:
+        module: The module.
+        plan: What to do.
+        withheld: Parameters that do not require grad until it has run.
+        code: What is known of its own code, for `Treatment.OWN_CODE`.
+        given: What the layers that its code called have returned, with the version of each tensor.
+        tapped: What its code called layers with.
+        left_out: Its entry among what its caller's code called.
+        generator_state: State of the random generator at its start, where the rule asks.
+    """
+
+    __slots__ = ("code", "generator_state", "given", "left_out", "module", "plan", "tapped", "withheld")
+
+    def __init__(self, module: nn.Module, plan: CallPlan) -> None:
+        self.module, self.plan = module, plan
+        self.withheld: list[nn.Parameter] = []
+        self.code: OwnCode | None = None
+        self.given: list[tuple[Tensor, int]] = []
+        self.tapped: list[Tensor] = []
+        self.left_out: LeftOut | None = None
+        self.generator_state: Tensor | None = None
+
+
+class Tapping:
+    """Withholds parameters from autograd and taps values, call by call.
+
+    Args:
+        names: The name of each parameter by where it is held.
+        aliases: The places that hold each parameter.
+        quietly: Makes a block in which the clipper's own hooks do nothing.
+
+    Attributes:
+        gathering: What backward brings.
+        trained: Names of the parameters that are trained now.
+        batch_size: Number of samples in the outermost call.
+    """
+
+    def __init__(self, names: Mapping[Slot, str], aliases: Mapping[str, Sequence[Slot]], quietly: Any) -> None:
+        self._names, self._aliases, self._quietly = names, aliases, quietly
+        self._sharded = any(is_sharded(getattr(module, slot)) for module, slot in names)
+        self.gathering = Gathering()
+        self.trained: AbstractSet[str] = frozenset()
+        self.batch_size = -1
+        self._wanted_of: dict[nn.Module, dict[str, str]] = {}
+        self._anchors: dict[torch.device, Tensor] = {}
+
+    def train(self, names: AbstractSet[str]) -> None:
+        """Take note of which parameters are trained from now on."""
+        self.trained = names
+        self._wanted_of.clear()
+
+    def start(self, running: Running, caller: Running | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A call starts: return other arguments for it, or None."""
+        changed = None
+        if caller is not None and caller.code is not None and running.plan.sees_samples:
+            changed = self._leave_out(caller, running, args, kwargs)
+        args, kwargs = changed if changed else (args, kwargs)
+        self._withhold(running, args, kwargs)
+        return changed
+
+    def end(
+        self, running: Running, caller: Running | None, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    ) -> Any:
+        """A call ends: return something else in place of what it returned, or None."""
+        plan = running.plan
+        changed = None
+        if self.batch_size == 0:
+            changed = self._tap_outputs(output, (), self.gathering.receive_nothing) if caller is None else None
+        elif plan.treatment is Treatment.RULE:
+            changed = self._tap_layer(running, args, kwargs, output)
+        elif running.code is not None:
+            changed = self._tap_code(running, output)
+        if running.left_out is not None and caller is not None:
+            returned = Skeleton(output if changed is None else changed)
+            caller.given += [(tensor, tensor._version) for tensor in returned.tensors]
+            running.left_out.output, running.left_out.output_axes = returned, plan.outputs
+            returned.release()
+        return changed
+
+    def _withhold(self, running: Running, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Let the parameters that this call uses not require grad until it has run."""
+        plan, module = running.plan, running.module
+        if self.batch_size == 0:
+            self._hide(running, list(self._names))
+        elif plan.treatment is Treatment.RULE:
+            self._hide(running, [(m, slot) for m in module.modules() for slot in m._parameters])
+            if plan.rule is not None and plan.rule.replays and getattr(module, "dropout", 0) and module.training:
+                running.generator_state = _generator_state(module)
+        elif plan.treatment is Treatment.OWN_CODE:
+            names = {self._names[slot] for slot in plan.uses} & self.trained
+            if not names:
+                return
+            aliases = {name: self._aliases[name] for name in sorted(names)}
+            self._refuse_own_shards(module, aliases)
+            self._hide(running, [slot for slots in aliases.values() for slot in slots])
+            arguments = Skeleton((args, kwargs))
+            running.code = OwnCode(
+                module,
+                arguments,
+                plan.inputs,
+                Skeleton(()),
+                plan.outputs,
+                (),
+                -1,
+                aliases,
+                {name: self._value(*slots[0]) for name, slots in aliases.items()},
+                autocast_of(arguments),
+                self._quietly,
+            )
+            running.given = [(tensor, tensor._version) for tensor in arguments.tensors]
+
+    def _refuse_own_shards(self, module: nn.Module, aliases: Mapping[str, Sequence[Slot]]) -> None:
+        """A parameter cannot be given to code whose layer fetches its own from other processes."""
+        for name, slots in aliases.items():
+            if any(owner is not module and is_fully_sharded(owner) for owner, _ in slots):
+                raise UnsupportedGradientError(
+                    f"{name} is used by the code of {type(module).__name__} and sharded apart from it: apply "
+                    f"fully_shard to {type(module).__name__} and not to the layer that holds {name}."
+                )
+
+    def _value(self, module: nn.Module, slot: str) -> Tensor:
+        """A parameter as it is now; a copy if it is sharded, because the whole is freed after the forward."""
+        value = module._parameters[slot]
+        assert value is not None
+        return value.detach().clone() if self._sharded else value.detach()
+
+    def _hide(self, running: Running, slots: Sequence[Slot]) -> None:
+        for module, slot in slots:
+            parameter = module._parameters.get(slot)
+            if parameter is not None and parameter.requires_grad:
+                parameter.requires_grad_(False)
+                running.withheld.append(parameter)
+
+    def _leave_out(self, caller: Running, running: Running, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Tap what the caller's code has computed and now calls a layer with."""
+        arguments = Skeleton((args, kwargs))
+        known = {id(tensor) for tensor, _ in caller.given}
+        tapped = [i for i, t in enumerate(arguments.tensors) if t.is_floating_point() and id(t) not in known]
+        layer = LeftOut(running.module, tapped, [running.plan.inputs[i] for i in tapped])
+        assert caller.code is not None
+        caller.code.left_out.append(layer)
+        running.left_out = layer
+        if not tapped:
+            return None
+        values = [arguments.tensors[i] for i in tapped]
+        tensors: list[Tensor | None] = list(arguments.tensors)
+        receive = partial(self.gathering.receive_left_out, layer)
+        for i, value in zip(tapped, tap(receive, (), self._anchor(values[0]), values), strict=True):
+            tensors[i] = value
+        caller.tapped += [value.detach() for value in values]
+        return arguments.fill(tensors)
+
+    def _tap_layer(self, running: Running, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        plan, wanted = running.plan, self._wanted(running.module)
+        if not wanted or plan.rule is None:
+            return None
+        arguments, returned = Skeleton((args, kwargs)), Skeleton(output)
+        size = self._samples(plan, arguments.tensors)
+        layer = UsedLayer(running.module, plan, arguments, size, wanted, running.generator_state)
+        self.gathering.activations += sum(t.nbytes for t in (*arguments.tensors, *returned.tensors))
+        saved = [*arguments.release(), *(returned.tensors if plan.rule.replays else ())]
+        return self._tap_outputs(output, saved, partial(self.gathering.receive_layer, layer))
+
+    def _wanted(self, module: nn.Module) -> dict[str, str]:
+        """The trained parameters of a layer: their names in the layer, and in the whole module."""
+        if module not in self._wanted_of:
+            self._wanted_of[module] = {
+                f"{prefix}.{slot}" if prefix else slot: name
+                for prefix, layer in module.named_modules()
+                for slot in layer._parameters
+                if (name := self._names.get((layer, slot))) in self.trained and name is not None
+            }
+        return self._wanted_of[module]
+
+    def _tap_code(self, running: Running, output: Any) -> Any:
+        code = running.code
+        assert code is not None
+        for tensor, version in running.given:
+            if tensor._version != version:
+                raise UnsupportedGradientError(
+                    f"the code of {type(running.module).__name__} changed a tensor in place that a layer had returned "
+                    f"(shape {tuple(tensor.shape)}), and it uses {', '.join(code.aliases)} by itself. Write x = x + y "
+                    "in place of x += y there."
+                )
+        code.output = Skeleton(output)
+        code.batch_size = self._samples(running.plan, code.arguments.tensors)
+        returned, given = code.output.release(), {id(tensor) for tensor, _ in running.given}
+        code.computed = [i for i, tensor in enumerate(returned) if id(tensor) not in given]
+        saved = [tensor for tensor, _ in running.given] + running.tapped + [returned[i] for i in code.computed]
+        code.arguments.release()
+        return self._tap_outputs(output, saved, partial(self.gathering.receive_code, code))
+
+    def _tap_outputs(self, output: Any, saved: Sequence[Tensor], receive: Callable[..., None]) -> Any:
+        returned = Skeleton(output)
+        values = [t for t in returned.tensors if t.is_floating_point()]
+        if not values:
+            return None
+        places = [i for i, t in enumerate(returned.tensors) if t.is_floating_point()]
+        tensors: list[Tensor | None] = list(returned.tensors)
+        count = len(tensors)
+        results = tap(partial(_receive_all, receive, count, places), saved, self._anchor(values[0]), values)
+        for place, value in zip(places, results, strict=True):
+            tensors[place] = value
+        return returned.fill(tensors)
+
+    def _samples(self, plan: CallPlan, tensors: Sequence[Tensor]) -> int:
+        """Number of samples of one call."""
+        for tensor, axis in zip(tensors, plan.inputs, strict=True):
+            if axis is not None and not axis.flattened:
+                return tensor.shape[axis.dim]
+        return self.batch_size
+
+    def _anchor(self, value: Tensor) -> Tensor:
+        if value.device not in self._anchors:
+            self._anchors[value.device] = torch.zeros((), device=value.device, requires_grad=True)
+        return self._anchors[value.device]
+
+
+def _receive_all(
+    receive: Callable[..., None],
+    count: int,
+    places: Sequence[int],
+    saved: Sequence[Tensor],
+    grads: Sequence[Tensor | None],
+    task: int,
+) -> None:
+    """Hand over a gradient for each output, None for those that are no floating-point tensors."""
+    everywhere: list[Tensor | None] = [None] * count
+    for place, grad in zip(places, grads, strict=True):
+        everywhere[place] = grad
+    receive(saved, everywhere, task)
+
+
+def _generator_state(module: nn.Module) -> Tensor:
+    parameter = next(module.parameters())
+    return torch.cuda.get_rng_state(parameter.device) if parameter.is_cuda else torch.get_rng_state()
+
+
+def autocast_of(arguments: Skeleton) -> tuple[str, torch.dtype] | None:
+    """Return the device type and dtype of the autocast that is on for the tensors in ``arguments``, or None."""
+    kind = next((t.device.type for t in arguments.tensors), "cpu")
+    return (kind, torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else None
