@@ -107,14 +107,19 @@ def figure_of(accuracies: dict[str, list[float]], norms: Tensor, wrong: Tensor) 
             x=list(range(1, len(values) + 1)), y=values, name=f"{name}: {values[-1]:.1%} at the end", mode="lines",
             line={"color": ARMS[name].colour, "width": width}, row=1, col=1,
         )  # fmt: skip
-    for name, chosen, colour in (("right label", ~wrong, "#009E73"), ("wrong label", wrong, "#CC79A7")):
+    parts = {"right label": (~wrong, "#009E73", 0.2), "wrong label": (wrong, "#CC79A7", 0.85)}
+    for name, (chosen, colour, place) in parts.items():
         figure.add_histogram(
-            x=norms[chosen].tolist(), name=name, marker={"color": colour}, opacity=0.65,
+            x=norms[chosen].tolist(), name=name, marker={"color": colour}, opacity=0.65, showlegend=False,
             xbins={"start": 0, "size": 0.25}, row=1, col=2,
+        )  # fmt: skip
+        figure.add_annotation(
+            text=f"{name}: {int(chosen.sum())}", x=place, y=0.45, xref="x2 domain", yref="y2 domain", showarrow=False,
+            font={"color": colour, "size": 14},
         )  # fmt: skip
     figure.add_vline(
         x=MAX_NORM, line={"dash": "dash", "color": "#222222"}, row=1, col=2,
-        annotation={"text": f"clipped to {MAX_NORM:g}: all to the right", "xanchor": "left", "xshift": 4},
+        annotation={"text": f"everything to the right is scaled to {MAX_NORM:g}", "xanchor": "left", "xshift": 4},
     )  # fmt: skip
     figure.update_xaxes(title_text="epoch", row=1, col=1)
     figure.update_yaxes(tickformat=".0%", range=[0.7, 1.0], row=1, col=1)

@@ -39,6 +39,15 @@ def test_the_page_on_the_gradient_check_runs_and_prints_what_it_says(capsys):
     assert re.sub(rounding, "", printed) == re.sub(rounding, "", shown)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("page", ["per_sample", "private_training"])
+def test_the_pages_on_samples_run_and_print_what_they_say(page, capsys):
+    namespace: dict = {}
+    for block in blocks(ROOT / f"docs/{page}.md", "python"):
+        exec(block, namespace)
+    assert capsys.readouterr().out == "".join(blocks(ROOT / f"docs/{page}.md", "text"))
+
+
 def test_the_first_block_is_eight_lines_and_clips():
     first = blocks(ROOT / "README.md", "python")[0].strip().splitlines()
     assert len([line for line in first if line]) == 8

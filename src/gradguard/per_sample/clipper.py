@@ -4,23 +4,24 @@ r"""Clip each sample's gradient before they are summed, from one forward and one
 """
 
 import math
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from gradguard.distributed import all_reduce_sum, process_group_of, shard_like, stop_synchronizing, unwrapped
 from gradguard.errors import InvalidTypeError, InvalidValueError
+from gradguard.per_sample.accumulation import Accumulation, zeros_like_rows
 from gradguard.per_sample.arithmetic import exact_products
-from gradguard.per_sample.clipping_rule import SLACK, NormClipper, checked_factors
-from gradguard.per_sample.contributions import Contribution
+from gradguard.per_sample.clipping_rule import NormClipper, checked_factors, slack_for
+from gradguard.per_sample.contributions import Contribution, sample_norms
 from gradguard.per_sample.following import Following
-from gradguard.per_sample.loss_scale import scalers_at_work, watch_scalers
+from gradguard.per_sample.loss_scale import scaled_by, watch_scalers
 from gradguard.per_sample.mini_batch import MiniBatch
 from gradguard.per_sample.results import ClippedSums, PerSampleStatistics, PreStep
-from gradguard.per_sample.support import refuse_unsupported
+from gradguard.per_sample.support import places_of_parameters, refuse_new_parameters, refuse_unsupported
 from gradguard.per_sample.verify import compare_with_loop, verify_first_step
-from gradguard.tensors.layout import HALVES, wide_dtype
+from gradguard.tensors.layout import wide_dtype
 
 
 class PerSampleGradientClipper:
@@ -57,7 +58,8 @@ class PerSampleGradientClipper:
     ==========================  =====================================================================================
 
     Args:
-        module: The model. Its layers get hooks until `detach`; nothing is put on its parameters.
+        module: The model, also in DistributedDataParallel or sharded by ``fully_shard``. Its layers get hooks until
+            `detach`; nothing is put on its parameters.
         norm_clipper: The rule: `FlatNormClipper`, `PerLayerNormClipper`, `AutoNormClipper`, `QuantileNormClipper`, or
             a `NormClipper` of your own.
         batch_first: Whether samples are the first dimension of what ``module`` is called with; else the second. Layers
@@ -79,9 +81,10 @@ class PerSampleGradientClipper:
 
     Example:
         >>> import torch, torch.nn.functional as F
+        >>> import gradguard as gg
         >>> model = torch.nn.Linear(4, 2)
         >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        >>> clipper = PerSampleGradientClipper(model, FlatNormClipper(max_norm=1.0))
+        >>> clipper = gg.PerSampleGradientClipper(model, gg.FlatNormClipper(max_norm=1.0))
         >>> x, y = torch.randn(8, 4), torch.randint(0, 2, (8,))
         >>> F.cross_entropy(model(x), y).backward()
         >>> clipper.clip_and_accumulate()
@@ -115,16 +118,18 @@ class PerSampleGradientClipper:
             raise InvalidTypeError(f"batch_first={batch_first!r}: expected True or False.")
         if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
             raise InvalidTypeError(f"scaler: expected a torch.amp.GradScaler, got {type(scaler).__name__}.")
+        self._group = process_group_of(module)
+        self._let_synchronize = stop_synchronizing(module)
+        module = unwrapped(module)
         self.module, self.norm_clipper = module, norm_clipper
         self._reduction, self._mode, self._scaler = loss_reduction, mode, scaler
         self._unchecked = check
         watch_scalers()
-        self._following = Following(module, batch_first, _names(module))
+        self._following = Following(module, batch_first, places_of_parameters(module))
         self._batch_first = batch_first
         self._names: list[str] = []
-        self._sums: dict[str, Tensor] = {}
-        self._batch_size: int | None = None  # None: nothing was accumulated
-        self._unit = 1.0
+        self._accumulation = Accumulation()
+        self._finite: Tensor | None = None
         self._loss_scale: Tensor | float = 1.0
         self._assigned: dict[str, Tensor] = {}
         self._gradients: dict[str, Tensor] | None = None
@@ -143,6 +148,7 @@ class PerSampleGradientClipper:
     def detach(self) -> None:
         """Remove the clipper from the module; calling it again does nothing."""
         self._following.remove()
+        self._let_synchronize()
 
     @torch.no_grad()
     def clip_and_accumulate(self) -> None:
@@ -156,9 +162,9 @@ class PerSampleGradientClipper:
             UnsupportedGradientError: If per-sample gradients cannot be told exactly.
         """
         mini_batch = self._following.gathering.look()
-        self._check_scaler()
+        self._check_scaler(mini_batch)
         self._check_first_step(mini_batch)
-        if self._batch_size is None:
+        if self._accumulation.batch_size is None:
             self._prepare()
         self._gradients = None
         try:
@@ -167,19 +173,20 @@ class PerSampleGradientClipper:
                     self._accumulate(mini_batch)
         finally:
             self._following.gathering.discard()
-        self._batch_size = (self._batch_size or 0) + max(0, mini_batch.batch_size)
+        self._accumulation.count(max(0, mini_batch.batch_size))
 
     def skip_batch(self) -> None:
         """Count a mini-batch without samples, for which there was no backward: it adds nothing."""
-        if self._batch_size is None:
+        if self._accumulation.batch_size is None:
             self._prepare()
-        self._batch_size = self._batch_size or 0
+        self._accumulation.count(0)
 
     def pre_step(self) -> PreStep:
         """Fill ``.grad`` of every trained parameter, and start anew; call it once before ``optimizer.step()``.
 
         ``.grad`` becomes the average of the clipped gradients of all N samples since the last call (their sum for
-        ``loss_reduction="sum"``), in the parameter's dtype. It is assigned, not added.
+        ``loss_reduction="sum"``), in the parameter's dtype. It is assigned, not added. Under DistributedDataParallel
+        or FSDP2 the samples are those of all processes, which each call this once; it is one all-reduce.
 
         Returns:
             What noise is scaled by: ``max_norm`` for each parameter, and ``batch_size`` N.
@@ -188,13 +195,18 @@ class PerSampleGradientClipper:
             InvalidValueError: If nothing was accumulated, or if a ``.grad`` holds a gradient that was not clipped;
                 nothing is lost then.
         """
-        self._check_accumulated("pre_step")
+        self._accumulation.check("pre_step")
         self._refuse_stale_gradients()
-        size, loss_scale = self._batch_size or 0, self._loss_scale
-        divisor = max(size, 1) if self._reduction == "mean" else 1
-        taken = self._take_sums(self._unit / divisor, loss_scale)
+        if self._group is None:
+            size = self._accumulation.batch_size or 0
+            taken = self._take(self._loss_scale / self._divisor(size))
+        else:
+            taken, size = self._reduced()
+        if self._scaler is not None:
+            self._show_overflow(taken)
         for name, parameter in self.trained.items():
-            parameter.grad = self._assigned[name] = taken[name].to(parameter.dtype)
+            gradient = shard_like(taken[name].to(parameter.dtype), parameter)
+            parameter.grad = self._assigned[name] = gradient
         max_norm = torch.full((len(self._names),), self._bound(), dtype=torch.float64)
         return PreStep(max_norm, size)
 
@@ -204,9 +216,9 @@ class PerSampleGradientClipper:
         Raises:
             InvalidValueError: If nothing was accumulated.
         """
-        self._check_accumulated("take")
-        size = self._batch_size or 0
-        sums = self._take_sums(self._unit, 1.0)
+        self._accumulation.check("take")
+        size = self._accumulation.batch_size or 0
+        sums = self._take(1.0)
         return ClippedSums(self._names, list(self.trained.values()), [sums[n] for n in self._names], size)
 
     @torch.no_grad()
@@ -270,12 +282,8 @@ class PerSampleGradientClipper:
         device = self._device
         contributions = self._keep(mini_batch) if self._mode == "exact" else mini_batch.finish(device)
         scale = self._sample_scale(size)
-        norms = {
-            name: contributions[name].squared_norms().sqrt() * scale
-            if name in contributions
-            else torch.zeros(size, dtype=wide_dtype(device), device=device)
-            for name in self._names
-        }
+        found, none = sample_norms(contributions), torch.zeros(size, dtype=wide_dtype(device), device=device)
+        norms = {name: found[name] * scale if name in found else none for name in self._names}
         parts = list(norms.values())
         total = torch.stack(parts).square().sum(0).sqrt()
         factors = checked_factors(self.norm_clipper, parts if self.norm_clipper.is_per_layer else [total])
@@ -283,12 +291,13 @@ class PerSampleGradientClipper:
         if total.is_cpu and not bad.any():
             bad = None
         self.statistics = PerSampleStatistics(total, norms, factors)
-        if self._batch_size is None or not self._sums:
-            self._unit = float(size) if self._reduction == "mean" else 1.0
+        any_finite = total.isfinite().any()
+        self._finite = any_finite if self._finite is None else self._finite | any_finite
+        self._accumulation.begin(float(size) if self._reduction == "mean" else 1.0)
         for k, name in enumerate(self._names):
             if name in contributions:
-                weights = factors[k if self.norm_clipper.is_per_layer else 0] * (scale / self._unit)
-                self._add(name, contributions.pop(name).weighted_sum(weights, bad))
+                weights = factors[k if self.norm_clipper.is_per_layer else 0] * (scale / self._accumulation.unit)
+                self._accumulation.add(name, contributions.pop(name).weighted_sum(weights, bad))
 
     def _check_first_step(self, mini_batch: MiniBatch) -> None:
         if self._unchecked and mini_batch.batch_size > 0:
@@ -307,14 +316,8 @@ class PerSampleGradientClipper:
                 rows = kept[name].rows(0, mini_batch.batch_size)
                 self._gradients[name] = rows * scale
             else:
-                self._gradients[name] = _zeros(parameter, max(0, mini_batch.batch_size))
+                self._gradients[name] = zeros_like_rows(parameter, max(0, mini_batch.batch_size))
         return dict(kept)
-
-    def _add(self, name: str, total: Tensor) -> None:
-        if name in self._sums:
-            self._sums[name] += total
-        else:
-            self._sums[name] = total
 
     def _sample_scale(self, size: int) -> Tensor | float:
         """What backward's gradients are multiplied by to be those of each sample's own loss."""
@@ -324,24 +327,39 @@ class PerSampleGradientClipper:
 
     # The whole batch
 
-    def _take_sums(self, factor: float, loss_scale: Tensor | float) -> dict[str, Tensor]:
-        """The sums times a factor, zeros for what no sample used; nothing is accumulated afterwards."""
-        factor_of_all = factor * loss_scale
-        sums, self._sums, self._batch_size = self._sums, {}, None
-        for name, parameter in self.trained.items():
-            if name not in sums:
-                sums[name] = _zeros(parameter)
-            elif isinstance(factor_of_all, Tensor) or factor_of_all != 1:
-                sums[name] *= factor_of_all
+    def _reduced(self) -> tuple[dict[str, Tensor], int]:
+        """The sums of all processes over the number of all samples, and that number, in one all-reduce."""
+        samples = float(self._accumulation.batch_size or 0)
+        count = torch.tensor([samples], dtype=torch.float64, device=self._device)
+        taken = self._take(1.0)
+        all_reduce_sum([*taken.values(), count], self._group)
+        size = int(count)
+        factor = self._loss_scale / self._divisor(size)
+        return {name: total.mul_(factor) for name, total in taken.items()}, size
+
+    def _show_overflow(self, sums: dict[str, Tensor]) -> None:
+        """Let the scaler see infinity where all samples overflowed, so that it skips the step and lowers its scale."""
+        if self._finite is not None:
+            smallest = min(sums.values(), key=Tensor.numel)
+            smallest += torch.where(self._finite, 0.0, torch.inf).to(smallest)
+            self._finite = None
+
+    def _divisor(self, size: int) -> int:
+        return max(size, 1) if self._reduction == "mean" else 1
+
+    def _take(self, factor: float | Tensor) -> dict[str, Tensor]:
+        """The sums times a factor; a step ends."""
+        sums = self._accumulation.take(self.trained, factor)
         self.norm_clipper.finish_step()
         return sums
 
     def _prepare(self) -> None:
         """See which parameters are trained, before a batch begins."""
+        refuse_new_parameters(self.module, self._following.aliases)
         names = [n for n in self._following.aliases if self._following.parameter(n).requires_grad]
         if names != self._names:
             self._names = names
-            self.norm_clipper.slack = _slack({p.dtype for p in self.trained.values()})
+            self.norm_clipper.slack = slack_for({p.dtype for p in self.trained.values()})
             self.norm_clipper.prepare(names)
 
     def _bound(self) -> float:
@@ -352,19 +370,12 @@ class PerSampleGradientClipper:
         scale = None if self._scaler is None or not self._scaler.is_enabled() else self._scaler._get_scale_async()
         return 1.0 if scale is None else scale.double()
 
-    def _check_scaler(self) -> None:
-        others = scalers_at_work() - {self._scaler}
-        if others:
+    def _check_scaler(self, mini_batch: MiniBatch) -> None:
+        scaler = scaled_by(mini_batch.task)
+        if scaler is not None and scaler != id(self._scaler):
             raise InvalidValueError(
                 "a GradScaler scaled the loss, so every per-sample gradient is as much too large. Tell the clipper: "
                 "PerSampleGradientClipper(..., scaler=scaler). Nothing was clipped."
-            )
-
-    def _check_accumulated(self, call: str) -> None:
-        if self._batch_size is None:
-            raise InvalidValueError(
-                f"{call}() found nothing to take: call clip_and_accumulate() first, once after the backward of each "
-                "mini-batch."
             )
 
     def _refuse_stale_gradients(self) -> None:
@@ -375,30 +386,6 @@ class PerSampleGradientClipper:
                     f"{name}.grad holds a gradient that was not clipped, from a backward that the clipper did not "
                     "follow. Call optimizer.zero_grad() first, then pre_step() again; what was accumulated is kept."
                 )
-
-
-def _names(module: nn.Module) -> Mapping[tuple[nn.Module, str], str]:
-    """The first name of each parameter, by each place that holds it."""
-    first: dict[int, str] = {}
-    found = {}
-    for prefix, submodule in module.named_modules():
-        for slot, parameter in submodule._parameters.items():
-            if parameter is not None:
-                name = first.setdefault(id(parameter), f"{prefix}.{slot}" if prefix else slot)
-                found[submodule, slot] = name
-    return found
-
-
-def _slack(dtypes: set[torch.dtype]) -> float:
-    """Relative room for what rounds: norms, factors and products, and the cast to half precision in the end."""
-    if dtypes == {torch.float64}:
-        return 8 * torch.finfo(torch.float64).eps
-    return SLACK + max([torch.finfo(dtype).eps / 2 for dtype in dtypes & set(HALVES)], default=0.0)
-
-
-def _zeros(parameter: Tensor, *rows: int) -> Tensor:
-    dtype = torch.float32 if parameter.dtype in HALVES else parameter.dtype
-    return torch.zeros(*rows, *parameter.shape, dtype=dtype, device=parameter.device)
 
 
 def _one_of(name: str, value: Any, expected: tuple[str, ...]) -> None:

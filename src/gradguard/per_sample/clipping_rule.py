@@ -9,7 +9,7 @@ from torch import Tensor
 
 from gradguard.arguments import check_number, check_threshold
 from gradguard.errors import InvalidTypeError, InvalidValueError
-from gradguard.tensors.layout import are_readable, wide_dtype
+from gradguard.tensors.layout import HALVES, are_readable, wide_dtype
 
 SLACK = 8 * torch.finfo(torch.float32).eps
 """Room for rounding: norms are up to 2e-7 too small, and factors and products are rounded to float32."""
@@ -20,6 +20,13 @@ TOLERANCE = 1e-6
 _FLOAT32 = torch.finfo(torch.float32)
 
 RELATIONS = {"add_or_remove_one": 1.0, "replace_one": 2.0}
+
+
+def slack_for(dtypes: set[torch.dtype]) -> float:
+    """Return the relative room for what rounds: norms, factors, products, and in the end the parameters' dtypes."""
+    if dtypes == {torch.float64}:
+        return 8 * torch.finfo(torch.float64).eps
+    return SLACK + max([torch.finfo(dtype).eps / 2 for dtype in dtypes & set(HALVES)], default=0.0)
 
 
 class NormClipper(ABC):

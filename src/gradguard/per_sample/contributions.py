@@ -16,7 +16,7 @@ Each gives squared norms (float64, ``[B]``), the weighted sum :math:`\sum_i c_i 
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
@@ -30,10 +30,13 @@ class Contribution(ABC):
     Attributes:
         shape: Shape of the parameter.
         batch_size: Number of samples B.
+        doubtful: After `squared_norms`: the samples whose norm is to be computed again, ``[B]``; None if there cannot
+            be any. It is left on the device, so that one look serves for all parameters (`sample_norms`).
     """
 
     shape: torch.Size
     batch_size: int
+    doubtful: Tensor | None = None
 
     @abstractmethod
     def rows(self, start: int, stop: int) -> Tensor:
@@ -55,6 +58,13 @@ class Contribution(ABC):
     def keep(self) -> "Kept":
         """Return the same as held per-sample gradients."""
         return Kept(self.rows(0, self.batch_size))
+
+    def without_doubt(self, squares: Tensor) -> Tensor:
+        """Return squared norms with those that are ``doubtful`` computed again, from the gradients themselves."""
+        if self.doubtful is not None:
+            for i in self.doubtful.nonzero().flatten().tolist():
+                squares[i] = row_squares(self.rows(i, i + 1))[0]
+        return squares
 
 
 class Kept(Contribution):
@@ -201,7 +211,7 @@ class Outer(Contribution):
         return self._ghost_norms() if self.ghost else squared_norms_in_chunks(self, self.chunk)
 
     def _ghost_norms(self) -> Tensor:
-        r"""Return sums over pairs of positions; samples where these cancel are done again directly.
+        r"""Return sums over pairs of positions; samples where these cancel are doubtful.
 
         With :math:`U = (\sum_t \lVert l_t\rVert\lVert r_t\rVert)^2` the rounding error is a few times 1e-7 U / n².
         """
@@ -209,8 +219,7 @@ class Outer(Contribution):
         squares = grams.sum(2, dtype=torch.float64).sum(1)
         lengths = torch.linalg.vector_norm(self.left, dim=2) * torch.linalg.vector_norm(self.right, dim=2)
         trusted = squares > 1e-3 * lengths.double().sum(1).square()
-        for i in (~(trusted & squares.isfinite())).nonzero().flatten().tolist():
-            squares[i] = row_squares(self.rows(i, i + 1))[0]
+        self.doubtful = ~(trusted & squares.isfinite())
         return squares
 
     def weighted_sum(self, factors: Tensor, bad: Tensor | None = None) -> Tensor:
@@ -238,14 +247,15 @@ class Tied(Contribution):
         return self.looked_up.rows(start, stop) + self.multiplied.rows(start, stop)
 
     def squared_norms(self) -> Tensor:
-        """Return both squared norms and the cross term; samples where they cancel are done again directly."""
+        """Return both squared norms and the cross term; samples where they cancel are doubtful."""
         parts = self.looked_up.squared_norms() + self.multiplied.squared_norms()
         left, right, values = self.multiplied.left, self.multiplied.right, wide(self.looked_up.values)
         ids = self.looked_up.ids.unsqueeze(1).expand(-1, left.shape[1], -1)
         cross = left.gather(2, ids).mul_(right @ values.mT).sum(2, dtype=torch.float64).sum(1)
         squares = parts + 2 * cross
-        for i in (~((squares > 1e-3 * parts) & squares.isfinite())).nonzero().flatten().tolist():
-            squares[i] = row_squares(self.rows(i, i + 1))[0]
+        self.doubtful = ~((squares > 1e-3 * parts) & squares.isfinite())
+        if self.multiplied.doubtful is not None:
+            self.doubtful |= self.multiplied.doubtful
         return squares
 
     def weighted_sum(self, factors: Tensor, bad: Tensor | None = None) -> Tensor:
@@ -282,3 +292,14 @@ def squared_norms_in_chunks(contribution: Contribution, chunk: int) -> Tensor:
     size, chunk = contribution.batch_size, max(1, chunk)
     parts = [row_squares(contribution.rows(i, min(i + chunk, size))) for i in range(0, size, chunk)]
     return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.float64)
+
+
+def sample_norms(contributions: Mapping[str, Contribution]) -> dict[str, Tensor]:
+    """Return the norm of each sample's gradient of each parameter, float64 ``[B]``; the host looks at most once."""
+    squares = {name: contribution.squared_norms() for name, contribution in contributions.items()}
+    doubts = [(name, c.doubtful.any()) for name, c in contributions.items() if c.doubtful is not None]
+    if doubts:
+        flags = torch.stack([doubt for _, doubt in doubts]).tolist()
+        for name in [name for (name, _), flag in zip(doubts, flags, strict=True) if flag]:
+            squares[name] = contributions[name].without_doubt(squares[name])
+    return {name: square.sqrt() for name, square in squares.items()}

@@ -1,13 +1,19 @@
-"""Notices when a GradScaler scales a loss, so that a clipper that was not told of it can refuse."""
+"""Knows which backward started from a loss that a GradScaler had scaled, so that a clipper not told of it can refuse."""
 
 import functools
-import weakref
+from collections import OrderedDict
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
-_SCALERS: "weakref.WeakSet[Any]" = weakref.WeakSet()
-"""Scalers that have scaled a loss since the last look."""
+from gradguard.per_sample.tap import current_task
+
+_REMEMBERED = 64
+
+_scaled: "OrderedDict[int, int]" = OrderedDict()
+"""The ``id`` of the scaler, by the number of the backward; of the last backwards only."""
 
 
 def watch_scalers() -> None:
@@ -19,16 +25,24 @@ def watch_scalers() -> None:
 
     @functools.wraps(original)
     def scale(self: Any, outputs: Any) -> Any:
+        scaled = original(self, outputs)
         if self.is_enabled():
-            _SCALERS.add(self)
-        return original(self, outputs)
+            for tensor in tree_leaves(scaled):
+                if isinstance(tensor, Tensor) and tensor.requires_grad:
+                    tensor.register_hook(functools.partial(_note, id(self)))
+        return scaled
 
     scale._noticed_by_gradguard = True  # type: ignore[attr-defined]
     kind.scale = scale  # type: ignore[method-assign]
 
 
-def scalers_at_work() -> set[Any]:
-    """Return the scalers that have scaled a loss since the last call."""
-    found = set(_SCALERS)
-    _SCALERS.clear()
-    return found
+def scaled_by(task: int) -> int | None:
+    """Return the ``id`` of the scaler that had scaled the loss of backward number ``task``; None if there was none."""
+    return _scaled.get(task)
+
+
+def _note(scaler: int, grad: Tensor) -> None:
+    del grad
+    _scaled[current_task()] = scaler
+    while len(_scaled) > _REMEMBERED:
+        _scaled.popitem(last=False)

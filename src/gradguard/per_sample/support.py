@@ -1,9 +1,22 @@
 """What cannot be clipped per sample, found before anything runs."""
 
+from collections.abc import Mapping, Sequence
+
 import torch
 from torch import nn
 
 from gradguard.errors import InvalidTypeError, InvalidValueError, UnsupportedGradientError
+
+
+def places_of_parameters(module: nn.Module) -> dict[tuple[nn.Module, str], str]:
+    """Return the first name of each parameter, by each place that holds it."""
+    first: dict[int, str] = {}
+    found = {}
+    for prefix, layer in module.named_modules():
+        for slot, parameter in layer._parameters.items():
+            if parameter is not None:
+                found[layer, slot] = first.setdefault(id(parameter), f"{prefix}.{slot}" if prefix else slot)
+    return found
 
 
 def refuse_unsupported(module: nn.Module) -> None:
@@ -32,6 +45,26 @@ def refuse_unsupported(module: nn.Module) -> None:
                 f"{where} is a {type(submodule).__name__}, whose layers cannot be followed. Give the plain module."
             )
     refuse_batch_norm(module)
+
+
+def refuse_new_parameters(module: nn.Module, names: Mapping[str, Sequence[tuple[nn.Module, str]]]) -> None:
+    """Check that every parameter was there when the clipper was made.
+
+    Args:
+        module: The outermost module.
+        names: The places that held each parameter then.
+
+    Raises:
+        UnsupportedGradientError: If a layer was added or replaced since: its gradient would not be clipped.
+    """
+    known = {place for places in names.values() for place in places}
+    for prefix, layer in module.named_modules():
+        for slot, parameter in layer._parameters.items():
+            if parameter is not None and (layer, slot) not in known:
+                raise UnsupportedGradientError(
+                    f"parameter {prefix}.{slot} was added after the clipper was made, so nothing follows it: call "
+                    "clipper.detach() and make a new PerSampleGradientClipper."
+                )
 
 
 def refuse_batch_norm(module: nn.Module) -> None:

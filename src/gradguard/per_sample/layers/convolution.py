@@ -132,7 +132,7 @@ class _Kernel:
     def ghost_norms(self, start: int, stop: int) -> Tensor:
         outer = self._outer(start, stop)
         outer.ghost = True
-        return outer.squared_norms().view(-1, self.groups).sum(1)
+        return outer.without_doubt(outer.squared_norms()).view(-1, self.groups).sum(1)
 
     def _weight_gradient(self, inputs: Tensor, grad: Tensor, samples: int) -> Tensor:
         # Only the shape of the weight is read; its values are not.
