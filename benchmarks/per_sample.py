@@ -52,7 +52,7 @@ class Block(nn.Module):
         self.wide, self.narrow = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (part.unflatten(-1, (4, -1)).transpose(1, 2) for part in self.qkv(self.norms[0](x)).chunk(3, -1))
+        q, k, v = self.qkv(self.norms[0](x)).unflatten(-1, (3, 4, -1)).permute(2, 0, 3, 1, 4)
         x = x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
         return x + self.narrow(F.gelu(self.wide(self.norms[1](x))))
 
@@ -77,7 +77,8 @@ class Gpt(nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         places = torch.arange(ids.shape[1])
-        x = self.tokens(ids) + self.positions(places.expand_as(ids) if self.repeat_positions else places)
+        places = places.repeat(len(ids), 1) if self.repeat_positions else places
+        x = self.tokens(ids) + self.positions(places)
         for block in self.blocks:
             x = block(x)
         return self.head(self.norm(x))

@@ -7,6 +7,7 @@ What makes it more than two hooks:
   upon after each evaluation instead.
 * A ``step`` that raises never fires its post-hook: a step counts as open only while its frame is on the stack.
 * Several threads may train at once: each has its own open step.
+* Under `torch.compile` the hooks of one optimizer run in Python between two graphs: they are not traced.
 """
 
 import sys
@@ -15,6 +16,7 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
+import torch
 from torch.optim.optimizer import (
     Optimizer,
     register_optimizer_step_post_hook,
@@ -30,15 +32,29 @@ class EveryStep:
         before: Called with the optimizer when its gradients are complete and not yet used, and with a number: 0 the
             first time in a step, then 1, 2, ... where a closure is evaluated again.
         after: Called with the optimizer when the outermost step is done.
+        optimizer: The only optimizer to act on; None for every one that exists. Global hooks run before those of one
+            optimizer, so that who watches all sees the gradients before who changes those of one.
+        enter: Called with the optimizer when a step begins, and with whether a closure will compute its gradients.
+            What it returns takes the optimizer's place as ``self`` in that step; None leaves it.
     """
 
-    def __init__(self, before: Callable[[Optimizer, int], None], after: Callable[[Optimizer], None]) -> None:
-        self._before, self._after = before, after
+    def __init__(
+        self,
+        before: Callable[[Optimizer, int], None],
+        after: Callable[[Optimizer], None],
+        *,
+        optimizer: Optimizer | None = None,
+        enter: Callable[[Optimizer, bool], Optimizer | None] | None = None,
+    ) -> None:
+        self._before, self._after, self._enter = before, after, enter
         self._thread = threading.local()  # .open: the frame of the outermost step that is running
-        self._handles: list[RemovableHandle] = [
-            register_optimizer_step_pre_hook(self._pre),
-            register_optimizer_step_post_hook(self._post),
-        ]
+        if optimizer is None:
+            pre, post = register_optimizer_step_pre_hook(self._pre), register_optimizer_step_post_hook(self._post)
+        else:
+            untraced: Any = torch.compiler.disable
+            pre = optimizer.register_step_pre_hook(untraced(self._pre))
+            post = optimizer.register_step_post_hook(untraced(self._post))
+        self._handles: list[RemovableHandle] = [pre, post]
 
     def remove(self) -> None:
         """Take the hooks away; calling it again does nothing."""
@@ -49,11 +65,13 @@ class EveryStep:
         outer: FrameType | None = getattr(self._thread, "open", None)
         if outer is not None and _is_running(outer):
             return None
-        self._thread.open = sys._getframe(1)
+        self._thread.open = _caller()
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        if self._enter is not None:
+            args = (self._enter(optimizer, closure is not None) or optimizer, *args[1:])
         if closure is None:
             self._before(optimizer, 0)
-            return None
+            return args, kwargs
         wrapped = self._wrap(closure, optimizer)
         if len(args) > 1:
             return (args[0], wrapped, *args[2:]), kwargs
@@ -73,9 +91,17 @@ class EveryStep:
 
     def _post(self, optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
         del args, kwargs
-        if getattr(self._thread, "open", None) is sys._getframe(1):
+        if getattr(self._thread, "open", None) is _caller():
             self._thread.open = None
             self._after(optimizer)
+
+
+def _caller() -> FrameType:
+    """The frame that called a hook: that of the step, behind what PyTorch's compiler puts between."""
+    frame = sys._getframe(2)
+    while frame.f_globals.get("__name__", "").startswith("torch._dynamo") and frame.f_back is not None:
+        frame = frame.f_back
+    return frame
 
 
 def _is_running(frame: FrameType) -> bool:

@@ -1,9 +1,13 @@
 """What a clip did, as one frozen value."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from torch import Tensor
+
+from gradguard.tensors.layout import are_readable
+from gradguard.tensors.nonfinite import count_nonfinite
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -12,12 +16,19 @@ class ClipResult:
 
     Attributes:
         norm: 2-norm of all gradients as one vector *before* the clip; 0-dim, float32 (float64 for float64 gradients).
-        coefficient: The 2-norm after the clip over the 2-norm before, in [0, 1]; 0-dim float64. Under the norm rule
-            it is what every gradient was multiplied by.
+            A rule with a ``norm_type`` gives the norm of that order, which is what it compares with its threshold.
+        coefficient: The norm after the clip over the norm before, in [0, 1]; 0-dim float64. Under the norm rule it is
+            what every gradient was multiplied by. Where a rule clamps or scales parts, it is 1 until that is done.
         clipped: Whether the clip binds on this step; 0-dim bool.
         nonfinite: Whether any gradient held NaN or infinity; 0-dim bool.
-        tensor_norms: 2-norm of each gradient before the clip; ``[len(names)]``, float64.
+        tensor_norms: Norm of each gradient before the clip, of the same order; ``[len(names)]``, float64.
         names: The parameter that each entry of ``tensor_norms`` belongs to.
+        threshold: What the rule compared with on this step, for gradients without a loss scale; 0-dim, or None where
+            there is not one number.
+        locked_in: Whether the clip has bound on more than half of the last steps at one threshold: 0-dim bool, or
+            None where nobody counts. See `LockIn`.
+        group_norms: 2-norm before the clip of each group of `Groups`, 0-dim each; None without groups.
+        counter: Counts the non-finite elements for `culprits`.
 
     Example:
         >>> import gradguard as gg, torch
@@ -34,3 +45,55 @@ class ClipResult:
     nonfinite: Tensor
     tensor_norms: Tensor
     names: Sequence[str]
+    threshold: Tensor | None = None
+    locked_in: Tensor | None = None
+    group_norms: Mapping[str, Tensor] | None = None
+    counter: "NonfiniteCounter | None" = field(default=None, repr=False)
+
+    def culprits(self) -> dict[str, int | None]:
+        """Return which parameters held NaN or infinity, with the number of such elements. The host waits.
+
+        The names come from the norms before the clip, so they stay right for ever. The numbers are counted in the
+        gradients, when asked (on the CPU at once, on the rare step that needs it): a number is None where the gradient
+        has been freed or overwritten since. Nothing keeps a gradient alive.
+        """
+        bad = [i for i, finite in enumerate(self.tensor_norms.isfinite().tolist()) if not finite]
+        counts = self.counter.count(bad) if self.counter is not None else [None] * len(bad)
+        return {self.names[i]: count for i, count in zip(bad, counts, strict=True)}
+
+
+class NonfiniteCounter:
+    """Counts the non-finite elements of gradients later, without keeping them alive.
+
+    Args:
+        gradients: The gradients, before anything is written to them.
+        nonfinite: Whether any of them is not finite; 0-dim bool. If it can be read at no cost, and is true, they are
+            counted now.
+    """
+
+    def __init__(self, gradients: Sequence[Tensor], nonfinite: Tensor) -> None:
+        self._gradients = [weakref.ref(g) for g in gradients]
+        self._versions = [_version(g) for g in gradients]
+        self._counts: list[int] | None = None
+        if are_readable(nonfinite, *gradients) and bool(nonfinite):
+            self._counts = [sum(count_nonfinite(g)) for g in gradients]
+
+    def count(self, positions: Sequence[int]) -> list[int | None]:
+        """Return the number of non-finite elements of the gradients at ``positions``, None where it cannot be told."""
+        return [self._count(i) for i in positions]
+
+    def gradients_are_unchanged(self) -> None:
+        """Trust the gradients as they are: a fused optimizer that skips a step marks them as written all the same."""
+        self._versions = [-1 if (g := ref()) is None else _version(g) for ref in self._gradients]
+
+    def _count(self, position: int) -> int | None:
+        if self._counts is not None:
+            return self._counts[position]
+        gradient = self._gradients[position]()
+        if gradient is None or _version(gradient) != self._versions[position]:
+            return None
+        return sum(count_nonfinite(gradient))
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version

@@ -25,6 +25,10 @@ class Accumulation:
         self.unit = 1.0
         self._sums: dict[str, Tensor] = {}
 
+    def drop(self) -> None:
+        """Forget what was added."""
+        self._sums, self.batch_size = {}, None
+
     def begin(self, unit: float) -> None:
         """Take note of the unit, if no sum is there yet."""
         if not self._sums:

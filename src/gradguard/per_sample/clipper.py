@@ -19,7 +19,7 @@ from gradguard.per_sample.following import Following
 from gradguard.per_sample.loss_scale import scaled_by, watch_scalers
 from gradguard.per_sample.mini_batch import MiniBatch
 from gradguard.per_sample.results import ClippedSums, PerSampleStatistics, PreStep
-from gradguard.per_sample.support import places_of_parameters, refuse_new_parameters, refuse_unsupported
+from gradguard.per_sample.support import follow, places_of_parameters, refuse_new_parameters, refuse_unsupported
 from gradguard.per_sample.verify import compare_with_loop, verify_first_step
 from gradguard.tensors.layout import wide_dtype
 
@@ -123,8 +123,9 @@ class PerSampleGradientClipper:
         module = unwrapped(module)
         self.module, self.norm_clipper = module, norm_clipper
         self._reduction, self._mode, self._scaler = loss_reduction, mode, scaler
-        self._unchecked = check
+        self._check = check
         watch_scalers()
+        self._unfollow = follow(module)
         self._following = Following(module, batch_first, places_of_parameters(module))
         self._batch_first = batch_first
         self._names: list[str] = []
@@ -148,6 +149,7 @@ class PerSampleGradientClipper:
     def detach(self) -> None:
         """Remove the clipper from the module; calling it again does nothing."""
         self._following.remove()
+        self._unfollow()
         self._let_synchronize()
 
     @torch.no_grad()
@@ -160,20 +162,38 @@ class PerSampleGradientClipper:
             InvalidValueError: If there was no backward since, or it stopped with an error, or a GradScaler scaled the
                 loss and the clipper was not told.
             UnsupportedGradientError: If per-sample gradients cannot be told exactly.
+
+        An error from within the computation itself (no memory, a wrong `NormClipper`) drops the whole step, as
+        `discard` does, so that no sample counts twice.
         """
         mini_batch = self._following.gathering.look()
         self._check_scaler(mini_batch)
         self._check_first_step(mini_batch)
         if self._accumulation.batch_size is None:
             self._prepare()
+        elif set(self._names) != self._following.trained:
+            raise InvalidValueError(
+                "parameters were frozen or unfrozen between two mini-batches of one step: call pre_step() first, or "
+                "discard() to begin the step again."
+            )
         self._gradients = None
         try:
             if mini_batch.batch_size > 0:
                 with torch.autocast(self._device.type, enabled=False), exact_products():
                     self._accumulate(mini_batch)
+        except BaseException:
+            self.discard()  # what was added of this mini-batch cannot be told from the rest, and must not count twice
+            raise
         finally:
             self._following.gathering.discard()
         self._accumulation.count(max(0, mini_batch.batch_size))
+
+    def discard(self) -> None:
+        """Forget the last backward, and everything since the last `pre_step`: the step begins again."""
+        self._following.recover()
+        self._following.gathering.discard()
+        self._accumulation.drop()
+        self.norm_clipper.drop_step()
 
     def skip_batch(self) -> None:
         """Count a mini-batch without samples, for which there was no backward: it adds nothing."""
@@ -296,13 +316,20 @@ class PerSampleGradientClipper:
         self._accumulation.begin(float(size) if self._reduction == "mean" else 1.0)
         for k, name in enumerate(self._names):
             if name in contributions:
+                self._release_assigned(name)
                 weights = factors[k if self.norm_clipper.is_per_layer else 0] * (scale / self._accumulation.unit)
                 self._accumulation.add(name, contributions.pop(name).weighted_sum(weights, bad))
 
+    def _release_assigned(self, name: str) -> None:
+        """Forget a gradient that the optimizer has used, before a new sum is made in its memory."""
+        if name in self._assigned and self._following.parameter(name).grad is not self._assigned[name]:
+            del self._assigned[name]
+
     def _check_first_step(self, mini_batch: MiniBatch) -> None:
-        if self._unchecked and mini_batch.batch_size > 0:
+        """Compare with single samples, the first time that the module was called in this way."""
+        if self._check and self._following.planning.unverified and mini_batch.batch_size > 0:
             verify_first_step(self._following, self._batch_first)
-            self._unchecked = False
+        self._following.planning.unverified = False
 
     def _keep(self, mini_batch: MiniBatch) -> dict[str, Contribution]:
         """Hold every per-sample gradient, in the scale of a sample's own loss."""
@@ -359,8 +386,8 @@ class PerSampleGradientClipper:
         names = [n for n in self._following.aliases if self._following.parameter(n).requires_grad]
         if names != self._names:
             self._names = names
-            self.norm_clipper.slack = slack_for({p.dtype for p in self.trained.values()})
             self.norm_clipper.prepare(names)
+        self.norm_clipper.slack = slack_for({p.dtype for p in self.trained.values()})
 
     def _bound(self) -> float:
         return math.sqrt(math.fsum(c * c for c in self.norm_clipper.thresholds))

@@ -79,6 +79,9 @@ class NormClipper(ABC):
     def finish_step(self) -> None:  # noqa: B027 - most rules have nothing to do
         """Take note that a logical step, of any number of mini-batches, has ended."""
 
+    def drop_step(self) -> None:  # noqa: B027 - most rules have nothing to do
+        """Forget the mini-batches since the last step: they were thrown away."""
+
     def state_dict(self) -> dict[str, Any]:
         """Return what changes during training: nothing, unless a subclass says otherwise."""
         return {}

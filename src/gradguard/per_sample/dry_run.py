@@ -1,4 +1,4 @@
-"""How a module treats samples, found by running it without gradients on two samples and on three.
+"""How a module treats samples, found by running it on two samples and on three.
 
 What has two of something in one run and three of it in the other is the batch axis: of the inputs and outputs of each
 layer, wherever a transpose or a view has put it. What is equal in both (a table of position ids, say) belongs to no
@@ -6,6 +6,7 @@ sample. Nothing is guessed from sizes that may be equal by chance, such as a bat
 """
 
 import math
+import random
 import warnings
 from collections.abc import Iterator, Sequence, Set
 from contextlib import ExitStack, contextmanager
@@ -46,6 +47,7 @@ class ObservedCall:
         outputs: Shapes of the tensors that it returned.
         uses: Trained parameters that its own code used.
         values: Inputs, then outputs, if they were asked for.
+        stores: Names of the attributes of the module that hold new tensors with a gradient when it ends.
     """
 
     module: nn.Module
@@ -54,6 +56,7 @@ class ObservedCall:
     outputs: list[torch.Size] = field(default_factory=list)
     uses: set[Slot] = field(default_factory=set)
     values: list[Tensor] = field(default_factory=list)
+    stores: list[str] = field(default_factory=list)
 
 
 class Observer(TorchFunctionMode):
@@ -85,6 +88,7 @@ class Observer(TorchFunctionMode):
         call = self.calls[self._running.pop()]
         tensors = tensor_leaves(output)
         call.outputs = [t.shape for t in tensors]
+        call.stores = sorted(key for key, value in vars(module).items() if key[0] != "_" and _has_gradient(value))
         if self._keep_values:
             call.values += [t.clone() for t in tensors]
         assert call.module is module
@@ -102,6 +106,12 @@ class Observer(TorchFunctionMode):
         return result
 
 
+def _has_gradient(value: Any) -> bool:
+    if not isinstance(value, Tensor | list | tuple | dict):
+        return False
+    return any(isinstance(leaf, Tensor) and leaf.grad_fn is not None for leaf in tree_leaves(value))
+
+
 def _gives_values(func: Any, result: Any) -> bool:
     if getattr(func, "__name__", "") in _NO_VALUES:
         return False
@@ -110,8 +120,10 @@ def _gives_values(func: Any, result: Any) -> bool:
 
 @contextmanager
 def undisturbed(module: nn.Module) -> Iterator[None]:
-    """Run a block that calls ``module`` and leaves no trace: random generators, buffers and dropout rates return."""
+    """Run a block that calls ``module`` and leaves no trace: random generators, buffers, attributes return."""
     buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
+    attributes = [(m, dict(vars(m)), dict(m._buffers)) for m in module.modules()]
+    python_state = random.getstate()
     rates = [(m, "dropout", m.dropout) for m in module.modules() if isinstance(m, nn.MultiheadAttention | nn.RNNBase)]
     rates += [(m, "p", m.p) for m in module.modules() if isinstance(m, nn.modules.dropout._DropoutNd)]
     devices = sorted({p.device.index or 0 for p in module.parameters() if p.device.type == "cuda"})
@@ -129,6 +141,12 @@ def undisturbed(module: nn.Module) -> Iterator[None]:
             torch.backends.mha.set_fastpath_enabled(fast_path)
             for layer, rate, value in rates:
                 setattr(layer, rate, value)
+            random.setstate(python_state)
+            for m, own, held in attributes:  # what was assigned to the module is taken back
+                vars(m).clear()
+                vars(m).update(own)
+                m._buffers.clear()
+                m._buffers.update(held)
             with torch.no_grad():
                 for buffer, value in buffers:
                     if buffer.shape == value.shape and not torch.equal(buffer, value):
@@ -145,6 +163,11 @@ class DryRun:
         size: Number of samples in the call.
         slots: The trained parameters.
         observe: Called with an `Observer` or None: who hears of the calls of modules.
+        whole: Positions of tensors in the arguments that belong to no sample.
+        seed: Of the random numbers that the module draws.
+
+    Attributes:
+        draws: The module drew random numbers.
     """
 
     def __init__(
@@ -155,7 +178,10 @@ class DryRun:
         size: int,
         slots: Set[Slot],
         observe: Any,
+        whole: Set[int],
+        seed: int,
     ) -> None:
+        self._whole, self._seed, self.draws = whole, seed, False
         self._module, self._arguments, self._batch_first, self._size = module, arguments, batch_first, size
         self._slots, self._observe = slots, observe
         self.runs = [self._run(samples, keep_values=False) for samples in SIZES]
@@ -215,13 +241,16 @@ class DryRun:
 
     def _run(self, samples: int, keep_values: bool) -> list[ObservedCall]:
         first_two = [0, 1] if self._size > 1 else [0, 0]
-        args, kwargs = take_samples(self._arguments, self._batch_first, self._size, [*first_two, 0][:samples])
+        chosen = [*first_two, 0][:samples]
+        args, kwargs = take_samples(self._arguments, self._batch_first, self._size, chosen, self._whole)
         observer = Observer(self._slots, keep_values)
         self._observe(observer)
         try:
-            with undisturbed(self._module), torch.no_grad(), observer:
-                torch.manual_seed(0)
+            with undisturbed(self._module), torch.set_grad_enabled(samples == SIZES[0]), observer:
+                torch.manual_seed(self._seed)
+                before = torch.get_rng_state()
                 self._module(*args, **kwargs)
+                self.draws = not torch.equal(before, torch.get_rng_state())
         except UnsupportedGradientError:
             raise
         except Exception as error:

@@ -1,7 +1,7 @@
 """Follows a module's calls: knows which layer runs, what to do with it, and what a gradient that went past it means."""
 
-from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -15,7 +15,8 @@ from gradguard.module_hooks import ForwardHook
 from gradguard.per_sample.dry_run import Observer, Slot
 from gradguard.per_sample.layers.call import BatchAxis
 from gradguard.per_sample.mini_batch import Gathering
-from gradguard.per_sample.plan import CallPlan, Plans, Treatment
+from gradguard.per_sample.plan import CallPlan, Treatment
+from gradguard.per_sample.planning import Planning
 from gradguard.per_sample.samples import Arguments, count_samples
 from gradguard.per_sample.support import refuse_batch_norm
 from gradguard.per_sample.tap import current_task
@@ -35,6 +36,7 @@ class LastCall:
         batch_size: Number of samples.
         output_axes: Batch axis of each tensor that it returned.
         autocast: Device type and dtype of the autocast that it ran under, or None.
+        whole: Positions of tensors in the arguments that belong to no sample.
     """
 
     module: nn.Module
@@ -42,6 +44,7 @@ class LastCall:
     batch_size: int
     output_axes: Sequence[BatchAxis | None]
     autocast: tuple[str, torch.dtype] | None
+    whole: Set[int]
 
 
 class Following:
@@ -64,18 +67,18 @@ class Following:
         self._tapping = Tapping(names, self.aliases, self.quietly)
         self._quiet = False
         self.last_calls: dict[nn.Module, LastCall] = {}
-        self._plans: dict[nn.Module, Plans] = {}
+        self._planning = Planning(batch_first, names, partial(setattr, self, "_observer"))
         self._stack: list[Running] = []
         self._trained: frozenset[str] = frozenset()
-        self._planned: frozenset[str] = frozenset()
-        self._calls: dict[nn.Module, int] = defaultdict(int)
-        self._outermost: Plans | None = None
         self._observer: Observer | None = None
         self._handles: list[Any] = []
         for submodule in module.modules():
             self._handles += [
                 submodule.register_forward_pre_hook(ForwardHook(self._enter), with_kwargs=True),
-                submodule.register_forward_hook(ForwardHook(self._leave), with_kwargs=True, always_call=True),
+                # First of all, so that what other hooks keep of the output has passed the tap.
+                submodule.register_forward_hook(
+                    ForwardHook(self._leave), prepend=True, with_kwargs=True, always_call=True
+                ),
             ]
         self._guarded: set[int] = set()
 
@@ -83,6 +86,16 @@ class Following:
         """Take all hooks away; calling it again does nothing."""
         while self._handles:
             self._handles.pop().remove()
+
+    @property
+    def planning(self) -> Planning:
+        """The plans, and whether they have been verified."""
+        return self._planning
+
+    @property
+    def trained(self) -> frozenset[str]:
+        """Names of the parameters that were trained when the module was last called."""
+        return self._trained
 
     @property
     def gathering(self) -> Gathering:
@@ -97,8 +110,11 @@ class Following:
         """
         module, slot = self.aliases[name][0]
         parameter = module._parameters.get(slot)
-        if parameter is None:
-            raise UnsupportedGradientError(f"parameter {name} is gone from the module: make a new clipper.")
+        if parameter is None or any(m._parameters.get(other) is not parameter for m, other in self.aliases[name]):
+            raise UnsupportedGradientError(
+                f"parameter {name} is gone from the module, or no longer tied as it was: call clipper.detach() and "
+                "make a new clipper."
+            )
         return parameter
 
     @contextmanager
@@ -129,6 +145,8 @@ class Following:
             return None
         if self._quiet or not torch.is_grad_enabled():
             return None
+        if self._stack and self._stack[0].module is module:
+            self.recover()
         if not self._stack:
             self._begin(module, (args, kwargs))
         caller = self._stack[-1] if self._stack else None
@@ -147,50 +165,34 @@ class Following:
             parameter.requires_grad_(True)
         if output is None:  # the forward raised an error
             return None
-        return self._tapping.end(running, self._stack[-1] if self._stack else None, args, kwargs, output)
+        try:
+            return self._tapping.end(running, self._stack[-1] if self._stack else None, args, kwargs, output)
+        except UnsupportedGradientError:
+            self._planning.forget()  # so that the next step looks at the model again
+            raise
 
     def _begin(self, module: nn.Module, arguments: Arguments) -> None:
         """An outermost call starts."""
         refuse_batch_norm(self._module)
         self._look_at_trained()
-        self._calls.clear()
+        self._planning.restart()
         if current_task() != -1:  # a checkpoint runs a part of the forward again
             return
-        self._tapping.batch_size = count_samples(arguments, self._batch_first, type(module).__name__)
-        if not self._tapping.batch_size:
-            self._outermost = None
+        size = self._tapping.batch_size = count_samples(arguments, self._batch_first, type(module).__name__)
+        if not size:
             return
-        if module not in self._plans:
-            slots = {slot for name in self._trained for slot in self.aliases[name]}
-            self._plans[module] = Plans(
-                module,
-                arguments,
-                self._batch_first,
-                self._tapping.batch_size,
-                slots,
-                partial(setattr, self, "_observer"),
-            )
-            self.gathering.shared = frozenset().union(*[self._shared_of(plans) for plans in self._plans.values()])
-        self._outermost = self._plans[module]
-        axes = self._outermost.of(module, 0)
-        self.last_calls[module] = LastCall(
-            module, arguments, self._tapping.batch_size, axes.outputs if axes else (), autocast_of(Skeleton(arguments))
-        )
-
-    def _shared_of(self, plans: Plans) -> set[str]:
-        """The parameters that more than one call uses."""
-        uses = Counter(self._names[slot] for used in plans.uses() for slot in used)
-        return {name for name, count in uses.items() if count > 1}
+        self._planning.begin(module, arguments, size)
+        self.gathering.shared = self._planning.shared
+        axes, autocast = self._planning.output_axes(module), autocast_of(Skeleton(arguments))
+        self.last_calls[module] = LastCall(module, arguments, size, axes, autocast, self._planning.whole)
 
     def _look_at_trained(self) -> None:
-        """See which parameters are trained now; what was planned without one of them is planned again."""
+        """See which parameters are trained now."""
         trained = frozenset(name for name in self.aliases if self.parameter(name).requires_grad)
         if trained != self._trained:
             self._guard(trained)
             self._tapping.train(trained)
-            if not trained <= self._planned:
-                self._plans.clear()
-                self._planned = trained
+            self._planning.train(trained)
             self._trained = trained
 
     def _guard(self, names: frozenset[str]) -> None:
@@ -204,24 +206,24 @@ class Following:
 
     def _next_plan(self, module: nn.Module) -> CallPlan:
         """The plan of this call of ``module``."""
-        number = self._calls[module]
-        self._calls[module] += 1
-        known = [self._outermost] if self._outermost else []
-        for plans in (*known, *self._plans.values()):
-            plan = plans.of(module, number)
-            if plan is not None:
-                return plan
-        return _NOTHING if self._tapping.batch_size == 0 else self._unseen(module)
-
-    def _unseen(self, module: nn.Module) -> CallPlan:
-        """A layer that did not run in the dry run: harmless without parameters, else the dry run must be repeated."""
-        if not any(self._names.get((m, slot)) in self._trained for m in module.modules() for slot in m._parameters):
+        if self._tapping.batch_size == 0:
             return _NOTHING
-        self._plans.clear()
+        plan = self._planning.next(module)
+        if plan is not None:
+            return plan
+        if not self._planning.uses_trained(module):
+            return _NOTHING
+        self._planning.forget()
         raise UnsupportedGradientError(
-            f"{type(module).__name__} did not run when this model was first called, so how it treats samples is not "
-            "known. Repeat this step: the model is looked at again. (Nothing was clipped yet.)"
+            f"{type(module).__name__} did not run when the model was looked at, so how it treats samples is not known. "
+            "Repeat this step: the model is looked at again. (Nothing was clipped yet.)"
         )
+
+    def recover(self) -> None:
+        """Give back what calls that were cut short (an interrupt from the keyboard) have withheld."""
+        while self._stack:
+            for parameter in self._stack.pop().withheld:
+                parameter.requires_grad_(True)
 
     def _bypassed(self, name: str, parameter: Tensor) -> None:
         """A gradient reached a parameter past the layers."""
@@ -229,9 +231,10 @@ class Following:
         if self._quiet:
             return
         self.gathering.discard()
+        self._planning.forget()
         raise UnsupportedGradientError(
             f"parameter {name} was used outside of the module's forward (in the loss, say, or by code that the module "
             "does not call through a layer), so what each sample contributes there is not known. Use it inside "
             "forward; or, for a penalty on weights, give the optimizer weight_decay. For an ordinary backward, call "
-            "clipper.detach() first."
+            "clipper.detach() first. If forward has used it for the first time now, repeat this step."
         )

@@ -1,4 +1,4 @@
-"""Knows which backward started from a loss that a GradScaler had scaled, so that a clipper not told of it can refuse."""
+"""Knows which backward started from a loss that a GradScaler scaled, so that a clipper not told of it can refuse."""
 
 import functools
 from collections import OrderedDict

@@ -174,7 +174,8 @@ class Gathering:
             if found.keys() != layer.names.keys():
                 raise UnsupportedGradientError(
                     f"the rule of {type(layer.module).__name__} gives gradients of {sorted(found)}, but "
-                    f"{sorted(layer.names)} are trained."
+                    f"{sorted(layer.names)} are trained. Is the weight computed by an old-style hook (weight_norm, "
+                    "spectral_norm, prune)? Use torch.nn.utils.parametrizations in its place."
                 )
             for name, contribution in found.items():
                 mini_batch.add(layer.names[name], contribution, device)
@@ -210,7 +211,7 @@ class Gathering:
                 "for the same. Call clipper.clip_and_accumulate() after each backward, and once per mini-batch; "
                 "add up several losses of one mini-batch before a single backward. The first mini-batch is still there."
             )
-        mini_batch = self.mini_batch = MiniBatch(task, max(_LEAST, self.activations), self.shared)
+        mini_batch = self.mini_batch = MiniBatch(task, max(_LEAST, self.activations // 2), self.shared)
 
         def completed() -> None:
             mini_batch.complete = True

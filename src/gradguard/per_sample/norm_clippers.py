@@ -295,6 +295,10 @@ class QuantileNormClipper(NormClipper):
         moved = self.max_norm * math.exp(min(max(exponent, -700.0), 700.0))  # exp raises on overflow
         self.max_norm = min(max(moved, self.min_max_norm), self.max_max_norm)
 
+    def drop_step(self) -> None:
+        """Forget the norms that were counted since the last step; the threshold stays."""
+        self._within, self._samples = 0, 0
+
     def noise_multiplier_for_gradients(self, noise_multiplier: float) -> float:
         """Return the noise multiplier of the gradients that, with the count's noise, costs ``noise_multiplier``.
 

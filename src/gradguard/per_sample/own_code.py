@@ -172,7 +172,8 @@ class OwnCode:
                 total = total + (wide(result) * wide(grad)).sum()
                 scale = wide(known).abs().amax().clamp_min(1e-30)
                 off = (wide(result).detach() - wide(known)).abs().amax() / scale
-                error = torch.maximum(error, off.to(error.dtype) / (1e3 * torch.finfo(known.dtype).eps))
+                eps = torch.finfo(known.dtype).eps
+                error = torch.maximum(error, off.to(error.dtype) / min(1e3 * eps, eps**0.5))
         return total, error
 
     def _run(self, parameters: dict[str, Tensor], inputs: list[Tensor], given: list[list[Tensor]]) -> list[Tensor]:

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from gradguard.errors import UnsupportedGradientError
-from gradguard.per_sample.dry_run import DryRun, Slot
+from gradguard.per_sample.dry_run import DryRun, ObservedCall, Slot
 from gradguard.per_sample.layers.call import BatchAxis
 from gradguard.per_sample.layers.rules import Rule, rule_for
 from gradguard.per_sample.samples import Arguments
@@ -54,6 +54,13 @@ class Plans:
         size: Number of samples in that call.
         slots: The trained parameters.
         observe: Passed on to `DryRun`.
+        whole: Positions of tensors in the arguments that belong to no sample.
+        seed: Of the random numbers that the module draws.
+
+    Attributes:
+        modules: All modules that ran.
+        uses: Which parameters each call uses that gives per-sample gradients.
+        draws: The module drew random numbers.
     """
 
     def __init__(
@@ -64,12 +71,16 @@ class Plans:
         size: int,
         slots: Set[Slot],
         observe: Any,
+        whole: Set[int] = frozenset(),
+        seed: int = 0,
     ) -> None:
-        run = DryRun(module, arguments, batch_first, size, slots, observe)
+        run = DryRun(module, arguments, batch_first, size, slots, observe, whole, seed)
         sees = [_grows(run, i) for i in range(len(run.calls))]
         treatments, uses = _treatments(run, sees)
         found: dict[nn.Module, list[CallPlan]] = defaultdict(list)
         for i, call in enumerate(run.calls):
+            if treatments[i] is Treatment.OWN_CODE:
+                _refuse_stored(call)
             within_own_code = call.caller >= 0 and treatments[call.caller] is Treatment.OWN_CODE
             needed = call.caller < 0 or treatments[i] is not Treatment.NOTHING or (within_own_code and sees[i])
             inputs, outputs = run.axes(i) if needed else ([], [])
@@ -77,12 +88,9 @@ class Plans:
             plan = CallPlan(treatments[i], sees[i], tuple(inputs), tuple(outputs), frozenset(uses[i]), rule)
             found[call.module].append(plan)
         self._calls = {m: plans[:1] if plans.count(plans[0]) == len(plans) else plans for m, plans in found.items()}
-        self._uses = [frozenset(uses[i]) for i, t in enumerate(treatments) if t is not Treatment.NOTHING]
+        self.modules, self.draws = set(found), run.draws
+        self.uses = [frozenset(uses[i]) for i, t in enumerate(treatments) if t is not Treatment.NOTHING]
         self._counts = {m: len(plans) for m, plans in found.items()}
-
-    def uses(self) -> list[frozenset[Slot]]:
-        """Return which parameters each call uses that gives per-sample gradients."""
-        return self._uses
 
     def of(self, module: nn.Module, call: int) -> CallPlan | None:
         """Return the plan of call number ``call`` of ``module``; None if the module did not run in the dry run.
@@ -116,11 +124,22 @@ def _treatments(run: DryRun, sees: list[bool]) -> tuple[list[Treatment], list[se
         elif call.caller < 0:
             raise UnsupportedGradientError(
                 f"{type(call.module).__name__} was called by itself and returned the same for any number of samples, "
-                "so its parameters' gradients belong to no sample. Call it inside the module's forward."
+                "or nothing that can be looked into, so its parameters' gradients belong to no sample. Call it inside "
+                "the module's forward, and return tensors, tuples, lists or dicts."
             )
         else:  # position embeddings, for example: a part of the code that called them
             uses[call.caller] |= uses[i]
     return treatments, uses
+
+
+def _refuse_stored(call: ObservedCall) -> None:
+    """Refuse code that keeps something for the loss on the module: what reaches parameters that way is not seen."""
+    if call.stores:
+        raise UnsupportedGradientError(
+            f"the code of {type(call.module).__name__} uses parameters by itself and stores a tensor with a gradient "
+            f"as an attribute ({', '.join(call.stores)}): if the loss takes it from there, its share is lost. Return "
+            "it instead, or store it detached."
+        )
 
 
 def _grows(run: DryRun, i: int) -> bool:

@@ -1,11 +1,12 @@
 """Where the samples are in what a module is called with, and how to take some of them."""
 
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Hashable, Mapping, Sequence, Set
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
 from gradguard.errors import InvalidValueError
 
@@ -33,14 +34,48 @@ def count_samples(arguments: Arguments, batch_first: bool, name: str) -> int:
     )
 
 
-def take_samples(arguments: Arguments, batch_first: bool, size: int, indices: Sequence[int]) -> Arguments:
-    """Return the arguments for the samples ``indices``: every tensor whose batch dimension has ``size`` is cut."""
+def other_candidates(arguments: Arguments, batch_first: bool, size: int) -> list[int]:
+    """Return the positions of tensors, but the first, whose batch dimension has ``size``: by chance, maybe."""
+    tensors = tensor_leaves(arguments)
+    fitting = [i for i, t in enumerate(tensors) if t.dim() and t.shape[_batch_dim(t, batch_first)] == size]
+    return fitting[1:]
+
+
+def signature(arguments: Arguments) -> Hashable:
+    """Return what tells one way of calling a module from another: all but the sizes of tensors, where above 1."""
+    leaves, spec = tree_flatten(arguments)
+    return str(spec), tuple(map(_form, leaves))
+
+
+def _form(leaf: Any) -> Hashable:
+    if isinstance(leaf, Tensor):
+        return leaf.dtype, tuple(size == 1 for size in leaf.shape)
+    return leaf if isinstance(leaf, bool | str | None) else type(leaf)
+
+
+def take_samples(
+    arguments: Arguments,
+    batch_first: bool,
+    size: int,
+    indices: Sequence[int],
+    whole: Set[int] = frozenset(),
+) -> Arguments:
+    """Return the arguments for the samples ``indices``.
+
+    Args:
+        arguments: Of the whole batch.
+        batch_first: Whether the batch is their first dimension.
+        size: Number of samples; every tensor whose batch dimension has it is cut.
+        indices: Which samples.
+        whole: Positions of tensors that are not cut all the same.
+    """
+    count = itertools.count()
 
     def take(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
             return leaf
-        leaf = leaf.detach()
-        if leaf.dim() and leaf.shape[_batch_dim(leaf, batch_first)] == size:
+        leaf, position = leaf.detach(), next(count)
+        if position not in whole and leaf.dim() and leaf.shape[_batch_dim(leaf, batch_first)] == size:
             chosen = torch.tensor(indices, device=leaf.device)
             return leaf.index_select(_batch_dim(leaf, batch_first), chosen)
         return leaf.clone()

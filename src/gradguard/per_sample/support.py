@@ -1,11 +1,22 @@
 """What cannot be clipped per sample, found before anything runs."""
 
-from collections.abc import Mapping, Sequence
+import weakref
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import nn
 
 from gradguard.errors import InvalidTypeError, InvalidValueError, UnsupportedGradientError
+
+_followed: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
+"""Modules that a clipper follows."""
+
+
+def follow(module: nn.Module) -> Callable[[], None]:
+    """Take note that a clipper follows ``module``; return what ends that."""
+    modules = list(module.modules())
+    _followed.update(modules)
+    return lambda: _followed.difference_update(modules)
 
 
 def places_of_parameters(module: nn.Module) -> dict[tuple[nn.Module, str], str]:
@@ -31,7 +42,19 @@ def refuse_unsupported(module: nn.Module) -> None:
         raise InvalidTypeError(f"module: expected a torch.nn.Module, got {type(module).__name__}.")
     if not any(parameter.requires_grad for parameter in module.parameters()):
         raise InvalidValueError("module has no parameter that requires grad, so there is nothing to clip.")
+    for name, parameter in module.named_parameters():
+        if isinstance(parameter, nn.parameter.UninitializedParameter):
+            raise UnsupportedGradientError(f"{name} has no shape yet: call the module once, then make the clipper.")
+        if parameter.is_complex():
+            raise UnsupportedGradientError(
+                f"{name} is complex, for which there is no per-sample clipping: hold its real and imaginary parts "
+                "(torch.view_as_real) as the parameter."
+            )
     for name, submodule in module.named_modules():
+        if submodule in _followed:
+            raise InvalidValueError(
+                f"{name or 'the module'} has a clipper already, and two would both clip: call detach() on the other."
+            )
         where = f"module {name!r}" if name else "the module"
         if getattr(submodule, "_compiled_call_impl", None) is not None or hasattr(
             submodule, "_torchdynamo_orig_callable"

@@ -18,7 +18,7 @@ from gradguard.per_sample.dry_run import Slot
 from gradguard.per_sample.mini_batch import Gathering, UsedLayer
 from gradguard.per_sample.own_code import LeftOut, OwnCode
 from gradguard.per_sample.plan import CallPlan, Treatment
-from gradguard.per_sample.tap import tap
+from gradguard.per_sample.tap import current_task, tap
 from gradguard.per_sample.trees import Skeleton
 
 
@@ -231,11 +231,23 @@ class Tapping:
         return returned.fill(tensors)
 
     def _samples(self, plan: CallPlan, tensors: Sequence[Tensor]) -> int:
-        """Number of samples of one call."""
-        for tensor, axis in zip(tensors, plan.inputs, strict=True):
-            if axis is not None and not axis.flattened:
-                return tensor.shape[axis.dim]
-        return self.batch_size
+        """Return the number of samples of one call, which must be that of the outermost call.
+
+        Raises:
+            UnsupportedGradientError: If it is not, so that the dry run does not hold for this call.
+        """
+        if len(tensors) != len(plan.inputs):
+            raise UnsupportedGradientError("a layer was called with other arguments than in the dry run.")
+        sizes = [(t.shape[axis.dim], axis) for t, axis in zip(tensors, plan.inputs, strict=True) if axis is not None]
+        own = next((size for size, axis in sizes if not axis.flattened), self.batch_size)
+        expected = own if current_task() != -1 else self.batch_size  # a checkpoint may repeat an earlier call
+        for size, axis in sizes:
+            if size % max(1, expected) if axis.flattened else size != expected:
+                raise UnsupportedGradientError(
+                    f"a layer got a tensor with {size} rows where {expected} samples were expected: it does not treat "
+                    "this batch as it treated the first ones."
+                )
+        return expected
 
     def _anchor(self, value: Tensor) -> Tensor:
         if value.device not in self._anchors:

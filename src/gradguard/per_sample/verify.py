@@ -6,16 +6,18 @@ that were missed, and samples that were looked for in the wrong dimension.
 """
 
 import math
+import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from gradguard.distributed import is_sharded
 from gradguard.errors import InvalidValueError, UnsupportedGradientError
-from gradguard.per_sample.arithmetic import exact_products
+from gradguard.per_sample.arithmetic import exact_products, row_squares, wide
 from gradguard.per_sample.contributions import Contribution
 from gradguard.per_sample.dry_run import Observer, undisturbed
 from gradguard.per_sample.following import Following, LastCall
@@ -47,6 +49,13 @@ def verify_first_step(following: Following, batch_first: bool) -> None:
     if any(is_sharded(following.parameter(name)) for name in following.aliases):
         return  # a second run would be a collective
     found = compare_with_loop(following, batch_first, 2)
+    if found is None or not any(axis is not None for c in following.last_calls.values() for axis in c.output_axes):
+        why = "it draws random numbers of its own" if found is None else "no tensor can be seen in what it returns"
+        warnings.warn(
+            f"gradguard could not compare the model with single samples, because {why}: make sure that it does not "
+            "mix samples. (check=False leaves this check and this warning out.)",
+            stacklevel=4,
+        )
     dtypes = {following.parameter(name).dtype for name in following.aliases}
     dtypes |= {call.autocast[1] for call in following.last_calls.values() if call.autocast}
     tolerance = max([math.sqrt(torch.finfo(dtype).eps) for dtype in dtypes if dtype.is_floating_point])
@@ -85,15 +94,13 @@ def _orders(count: int) -> list[list[int]]:
 def _compare(following: Following, call: LastCall, batch_first: bool, samples: list[int]) -> Comparison | None:
     with torch.enable_grad(), following.apart() as gathering, _same_numerics(call), exact_products():
         cut = [
-            take_samples(call.arguments, batch_first, call.batch_size, s) for s in (samples, *[[i] for i in samples])
+            take_samples(call.arguments, batch_first, call.batch_size, s, call.whole)
+            for s in (samples, *[[i] for i in samples])
         ]
         if _is_random(call.module, cut[0]):
             return None
         together = _contributions(call, cut[0], gathering)
-        differences = [
-            _difference(following, together.contributions, _alone(following, call, one, together, i), i)
-            for i, one in enumerate(cut[1:])
-        ]
+        differences = [_alone(following, call, one, together, i) for i, one in enumerate(cut[1:])]
     return max(differences, key=lambda comparison: comparison.largest)
 
 
@@ -142,15 +149,23 @@ def _contributions(call: LastCall, arguments: Arguments, gathering: Gathering) -
 
 
 def _alone(
-    following: Following, call: LastCall, arguments: Arguments, together: _Together, sample: int
-) -> dict[str, Tensor]:
-    """The gradients of one sample by itself, from plain autograd; ``.grad`` stays as it was."""
+    following: Following, call: LastCall, arguments: Arguments, together: _Together, sample: int, hold: bool = False
+) -> Comparison:
+    """Return how far plain autograd of one sample by itself is; ``.grad`` stays as it was.
+
+    Each gradient is compared when it is complete, and dropped, so that the model's gradients are never there at once;
+    with ``hold`` they are, for a reentrant checkpoint, which completes gradients more than once.
+    """
     parameters = {name: following.parameter(name) for name in following.aliases}
     before = {name: parameter.grad for name, parameter in parameters.items()}
+    errors = _Errors(together.contributions, sample)
+    hooks = []
     try:
         with following.quietly():
-            for parameter in parameters.values():
+            for name, parameter in parameters.items():
                 parameter.grad = None
+                if parameter.requires_grad and not hold:
+                    hooks.append(parameter.register_post_accumulate_grad_hook(partial(errors.compare, name)))
             outputs = _outputs(call, arguments)
             grads = [
                 _entries_of(grad, axis, output, sample)
@@ -158,10 +173,16 @@ def _alone(
             ]
             if outputs:
                 torch.autograd.backward([t for t, _ in outputs], grads)
-        return {name: p.grad for name, p in parameters.items() if p.grad is not None}
+            if hold:
+                for name, parameter in parameters.items():
+                    if parameter.grad is not None:
+                        errors.compare(name, parameter)
     finally:
+        for hook in hooks:
+            hook.remove()
         for name, parameter in parameters.items():
             parameter.grad = before[name]
+    return _alone(following, call, arguments, together, sample, hold=True) if errors.repeated else errors.largest()
 
 
 def _entries_of(grad: Tensor, axis: BatchAxis, output: Tensor, sample: int) -> Tensor:
@@ -172,19 +193,35 @@ def _entries_of(grad: Tensor, axis: BatchAxis, output: Tensor, sample: int) -> T
     return grad.narrow(axis.dim, sample * size, size)
 
 
-def _difference(
-    following: Following, contributions: dict[str, Contribution], alone: dict[str, Tensor], sample: int
-) -> Comparison:
-    """The largest error of one sample's gradient, relative to the norm of the whole."""
-    total = math.sqrt(math.fsum(float(g.double().square().sum()) for g in alone.values()))
-    worst = Comparison(0.0, "")
-    for name in following.aliases:
-        found = contributions[name].rows(sample, sample + 1)[0] if name in contributions else None
-        expected = alone.get(name)
-        if found is None and expected is None:
-            continue
-        difference = (0 if found is None else found.double()) - (0 if expected is None else expected.double())
-        error = float(torch.linalg.vector_norm(difference)) / (total or 1.0)  # type: ignore[arg-type]
-        if error > worst.largest:
-            worst = Comparison(error, name)
-    return worst
+class _Errors:
+    """Compares one gradient after another, and holds none of them.
+
+    Attributes:
+        repeated: A parameter came twice, so its gradient was not complete the first time.
+    """
+
+    def __init__(self, contributions: dict[str, Contribution], sample: int) -> None:
+        self._contributions, self._sample = contributions, sample
+        self._squares: dict[str, float] = {}
+        self._total = 0.0
+        self.repeated = False
+
+    def compare(self, name: str, parameter: Tensor) -> None:
+        """Take in the gradient of a parameter from the sample alone, and drop it."""
+        expected, parameter.grad = parameter.grad, None
+        assert expected is not None
+        expected = expected.to_dense() if expected.layout is not torch.strided else expected
+        self.repeated |= name in self._squares
+        self._total += float(row_squares(expected.unsqueeze(0)))
+        found = self._rows(name) if name in self._contributions else torch.zeros((), device=expected.device)
+        self._squares[name] = float(row_squares((wide(expected) - found).unsqueeze(0)))
+
+    def largest(self) -> Comparison:
+        """Return the largest error, relative to the norm of the sample's whole gradient."""
+        for name in self._contributions.keys() - self._squares.keys():
+            self._squares[name] = float(row_squares(self._rows(name).unsqueeze(0)))
+        name = max(self._squares, key=lambda key: self._squares[key], default="")
+        return Comparison(math.sqrt(self._squares.get(name, 0.0) / (self._total or 1.0)), name)
+
+    def _rows(self, name: str) -> Tensor:
+        return self._contributions[name].rows(self._sample, self._sample + 1)[0]

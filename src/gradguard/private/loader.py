@@ -32,7 +32,8 @@ _KEPT = (
 class Listener(Protocol):
     """Who is told what the loader does."""
 
-    def _begin_pass(self) -> None: ...
+    def _begin_pass(self) -> int: ...
+    def _check_pass(self, number: int) -> None: ...
     def _begin_batch(self, micro_batch: MicroBatch) -> None: ...
     def _empty_batch(self, micro_batch: MicroBatch) -> None: ...
     def _end_pass(self) -> None: ...
@@ -73,13 +74,15 @@ class PrivateLoader:
         return self._steps
 
     def __iter__(self) -> Iterator[Any]:
-        self._listener._begin_pass()
+        number = self._listener._begin_pass()
         items = iter(self.loader)
         plan = self._cutter.plan  # workers run ahead, so what was planned waits here for its data
         for item in items:
+            self._listener._check_pass(number)
             self._pass_empty_ones(plan)
             self._listener._begin_batch(plan.popleft())
             yield item
+        self._listener._check_pass(number)
         self._pass_empty_ones(plan)
         self._listener._end_pass()
 

@@ -22,6 +22,7 @@ from gradguard.errors import InvalidTypeError, InvalidValueError, UnsupportedGra
 from gradguard.per_sample.clipper import PerSampleGradientClipper
 from gradguard.per_sample.norm_clippers import FlatNormClipper, NormClipper, QuantileNormClipper
 from gradguard.private.accounting import Accountant, AccountantName, check_multiplier, noise_multiplier_for
+from gradguard.private.buffers import refuse_running_statistics
 from gradguard.private.loader import PrivateLoader, check_loader
 from gradguard.private.noise import GaussianNoise, key_from
 from gradguard.private.sampling import PoissonBatches, positive_integer
@@ -122,6 +123,7 @@ def make_private(
     if max_physical_batch_size is not None:
         positive_integer("max_physical_batch_size", max_physical_batch_size)
     parameters = _check_parameters(module, optimizer)
+    refuse_running_statistics(module)
 
     batch_size = min(loader.batch_size * world_size, size)  # type: ignore[operator]
     key = from_first_rank(

@@ -16,6 +16,7 @@ from gradguard.errors import InvalidValueError
 from gradguard.per_sample.clipper import PerSampleGradientClipper
 from gradguard.per_sample.results import ClippedSums
 from gradguard.private.accounting import Accountant
+from gradguard.private.buffers import BufferWatch
 from gradguard.private.loader import PrivateLoader
 from gradguard.private.noise import GaussianNoise, keyed_generator
 from gradguard.private.sampling import MicroBatch, PoissonBatches
@@ -50,6 +51,9 @@ class PrivateTraining:
     ==============================================  ===========================================================
     logical batch without samples                   a step with noise alone, while the loader goes on
     epoch left early, within a logical batch        what was summed of that batch is dropped, and costs nothing
+    the model saw more or fewer rows than drawn     an error; nothing has changed
+    ``step()`` fails, first part of its batch       forward, backward and ``step()`` may be repeated: nothing is lost
+    ``step()`` fails, a later part, or stepping     the logical batch is dropped, and the pass over the loader ends
     ``optimizer.step()`` called by the user         an error; nothing has changed
     more steps than the target epsilon allows       an error, before the step
     a sample with a non-finite gradient             contributes zero (`PerSampleGradientClipper`)
@@ -83,8 +87,10 @@ class PrivateTraining:
         self._batches, self._group, self._restore = batches, group, restore
         self._rank, self._world_size = rank_and_size(group)
         self._open: MicroBatch | None = None  # handed out, and not yet followed by step()
-        self._drawn = 0  # samples of the logical batch that were handed out so far
+        self._drawn = 0  # samples of the logical batch that were taken up so far
         self._kept: ClippedSums | None = None  # sums from before a stand-in
+        self._pass = 0  # number of the pass whose batches may be used; it moves on where a pass must not go on
+        self._buffers = BufferWatch(clipper.module)
         self._accumulated = self._resumed = self._pass_is_counted = self._stepping = False
         self._hook = optimizer.register_step_pre_hook(self._refuse_step)
 
@@ -98,18 +104,18 @@ class PrivateTraining:
             Whether the optimizer has stepped.
 
         Raises:
-            InvalidValueError: If there is no such batch, or the model saw more samples than were drawn.
+            InvalidValueError: If there is no such batch, if the model saw another number of samples than were drawn,
+                or if a ``.grad`` was filled by something else.
         """
         micro_batch = self._open
         if micro_batch is None:
             raise InvalidValueError(
                 "private.step() without a batch: iterate over private.loader, and call it once after the backward of "
-                "each batch."
+                "each batch. After an error within a logical batch begin a new pass over the loader."
             )
-        if micro_batch.size:
-            self.clipper.clip_and_accumulate()
-        else:
-            self._drop_stand_in()
+        self._buffers.check()
+        self._refuse_other_gradients()
+        self._take_up(micro_batch)
         self._open, self._accumulated = None, True
         self._drawn += micro_batch.size
         if micro_batch.ends:
@@ -177,7 +183,8 @@ class PrivateTraining:
                 f"expected the state of a private training {'without' if self._batches is None else 'with'} Poisson "
                 f"sampling, with the keys {sorted(expected)}, got {sorted(state_dict)}."
             )
-        self._drop_open_batch()
+        self._abandon()  # batches that are drawn already belong to the state before
+        self._pass_is_counted = False
         if self._batches is not None:
             self._batches.load_state_dict(state_dict["batches"])
         self.accountant.load_state_dict(state_dict["accountant"])
@@ -192,12 +199,21 @@ class PrivateTraining:
 
     # What the loader tells
 
-    def _begin_pass(self) -> None:
-        self._drop_open_batch()
+    def _begin_pass(self) -> int:
+        self._abandon()
         self._pass_is_counted = False
         if self._batches is not None and not self._resumed:
             self._batches.start_epoch()
         self._resumed = False
+        return self._pass
+
+    def _check_pass(self, number: int) -> None:
+        if number != self._pass:
+            raise InvalidValueError(
+                "this pass over private.loader is over: another one was begun, load_state_dict() was called, or an "
+                "error lost a part of a logical batch, the rest of which must not be used alone. Begin a new pass: "
+                "for batch in private.loader."
+            )
 
     def _end_pass(self) -> None:
         self._check_closed()
@@ -207,11 +223,13 @@ class PrivateTraining:
     def _begin_batch(self, micro_batch: MicroBatch) -> None:
         self._check_closed()
         self._check_budget()
+        self._buffers.begin()
         self._open = micro_batch
 
     def _empty_batch(self, micro_batch: MicroBatch) -> None:
         self._check_closed()
         self._check_budget()
+        self._refuse_other_gradients()
         self.clipper.skip_batch()
         self._accumulated = True
         if micro_batch.ends:
@@ -220,8 +238,8 @@ class PrivateTraining:
     def _check_closed(self) -> None:
         if self._open is not None:
             raise InvalidValueError(
-                "the loader was asked for the next batch, and private.step() was not called for the last one: every "
-                "batch that was drawn must be used. Call it after each backward."
+                "the loader was asked for the next batch, and private.step() was not called for the last one, or failed: "
+                "every batch that was drawn must be used. Call it after each backward."
             )
 
     def _check_budget(self) -> None:
@@ -232,42 +250,71 @@ class PrivateTraining:
                 f"make_private more epochs, or noise_multiplier instead of target_epsilon."
             )
 
-    def _drop_open_batch(self) -> None:
-        if self._accumulated:
-            self.clipper.take()
-        self._open, self._accumulated, self._drawn, self._kept = None, False, 0, None
+    # One micro-batch
+
+    def _take_up(self, micro_batch: MicroBatch) -> None:
+        """Clip and sum a micro-batch, wholly or not at all."""
+        started = self._accumulated
+        try:
+            if micro_batch.size:
+                self._clip(micro_batch.size)
+            else:
+                self._drop_stand_in()
+        except BaseException:
+            if started:  # its earlier parts are lost too, and its other parts are not a Poisson sample
+                self._abandon()
+            else:
+                self._drop_logical_batch()
+                self._open = micro_batch
+            raise
+
+    def _clip(self, drawn: int) -> None:
+        before = self.clipper.statistics
+        self.clipper.clip_and_accumulate()
+        after = self.clipper.statistics
+        _check_samples(0 if after is None or after is before else len(after.norms), drawn)
 
     def _drop_stand_in(self) -> None:
         """Leave out a batch that only kept this process in step with others, and keep what was summed before it."""
         kept = self.clipper.take() if self._accumulated else None
         self.clipper.clip_and_accumulate()
-        self.clipper.take()
+        self.clipper.discard()
         self.clipper.skip_batch()
         self._kept = kept if self._kept is None or kept is None else added(self._kept, kept)
 
+    def _drop_logical_batch(self) -> None:
+        self.clipper.discard()
+        self._open, self._accumulated, self._drawn, self._kept = None, False, 0, None
+
+    def _abandon(self) -> None:
+        """Drop the logical batch, and let no running pass go on."""
+        self._drop_logical_batch()
+        self._pass += 1
+
     # The end of a logical batch
 
-    @torch.no_grad()
     def _finish(self) -> None:
-        sensitivity = self.clipper.sensitivity("add_or_remove_one")  # before take(), which moves a quantile's threshold
+        try:
+            self._release()
+        except BaseException:
+            self._abandon()
+            raise
+
+    @torch.no_grad()
+    def _release(self) -> None:
+        """Once a threshold moves or noise is drawn the step is paid for, whether or not it comes to its end."""
+        deviation = self._deviation(self.clipper.sensitivity("add_or_remove_one"))  # take() may move a threshold
+        self._count()
         taken = self.clipper.take()
         taken, self._kept = (taken if self._kept is None else added(self._kept, taken)), None
         drawn, self._drawn, self._accumulated = self._drawn, 0, False
-        if taken.batch_size > drawn:
-            raise InvalidValueError(
-                f"the model saw {taken.batch_size} samples where {drawn} were drawn, so one sample may count more "
-                f"than once and the noise would be too small. Pass on the batches of private.loader as they are."
-            )
-        self._refuse_other_gradients(taken)
+        _check_samples(taken.batch_size, drawn)
         if self._rank == 0:
-            self.noise.add_(taken.sums, self._deviation(sensitivity))
+            self.noise.add_(taken.sums, deviation)
         all_reduce_sum(taken.sums, self._group)
         for parameter, total in zip(taken.parameters, taken.sums, strict=True):
             parameter.grad = shard_like(total.div_(self.terms.divisor).to(parameter.dtype), parameter)
-        self._count()
-        self._step_optimizer()
-        for parameter in taken.parameters:
-            parameter.grad = None
+        self._step_optimizer(taken.parameters)
 
     def _deviation(self, sensitivity: float) -> float:
         multiplier = self.terms.gradient_noise_multiplier
@@ -279,7 +326,6 @@ class PrivateTraining:
         return multiplier * sensitivity if multiplier else 0.0
 
     def _count(self) -> None:
-        """Before the parameters change: a step that fails half-way has been paid for."""
         self.steps += 1
         if self._batches is not None:
             self._batches.advance()
@@ -287,12 +333,14 @@ class PrivateTraining:
             self.accountant.step(self.terms.noise_multiplier, self.terms.sample_rate)
         self._pass_is_counted = self._batches is None
 
-    def _step_optimizer(self) -> None:
+    def _step_optimizer(self, parameters: list[nn.Parameter]) -> None:
         self._stepping = True
         try:
             self.optimizer.step()
         finally:
             self._stepping = False
+            for parameter in parameters:
+                parameter.grad = None
 
     def _refuse_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         del optimizer, args, kwargs
@@ -302,17 +350,26 @@ class PrivateTraining:
                 "private.step() after each backward instead. It steps the optimizer at the end of each logical batch."
             )
 
-    def _refuse_other_gradients(self, taken: ClippedSums) -> None:
+    def _refuse_other_gradients(self) -> None:
         """A gradient that was not clipped, of another loss or a parameter that is not followed, must not be used."""
-        names = {id(p): name for p, name in zip(taken.parameters, taken.names, strict=True)}
         for parameter in parameters_of(self.optimizer):
             grad: Tensor | None = parameter.grad
             if grad is not None and bool((grad.to_dense() if grad.is_sparse else grad).any()):
+                names = {id(p): name for name, p in self.clipper.trained.items()}
                 raise InvalidValueError(
                     f"{names.get(id(parameter), 'a parameter of the optimizer that is not clipped')}: .grad is filled "
                     f"by something else than private.step(), so the step would not be private. Call "
                     f"optimizer.zero_grad() before the backward, and train with one loss."
                 )
+
+
+def _check_samples(seen: int, drawn: int) -> None:
+    if seen != drawn:
+        raise InvalidValueError(
+            f"the model saw {seen} samples where {drawn} were drawn, so one sample may count more than once, or "
+            f"several as one, and the noise would be too small. Pass on the batches of private.loader as they are, "
+            f"with one row for each sample, in the first dimension (in the second with batch_first=False)."
+        )
 
 
 def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:

@@ -1,0 +1,387 @@
+"""A clipper attached to an optimizer: it acts at each real step, and the training loop does not change."""
+
+import threading
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any, Literal, Self, cast, get_args
+from weakref import WeakKeyDictionary, ref
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import Optimizer
+
+from gradguard.clip.clipper import Clipper, Decision
+from gradguard.clip.guard_counts import Counts, LateReader
+from gradguard.clip.guard_fold import StandIn
+from gradguard.clip.guard_scaler import ScaledClipDetector, ScalerStep, listen, stop_listening
+from gradguard.clip.guard_skip import Snapshot
+from gradguard.clip.parameters import Gradients, gradients_of
+from gradguard.clip.result import ClipResult
+from gradguard.errors import InvalidTypeError, InvalidValueError, NonFiniteGradientError
+from gradguard.optimizer_hooks import EveryStep
+from gradguard.tensors.layout import are_readable
+from gradguard.tensors.nonfinite import refuse_nonfinite, zero_if_nonfinite_
+
+GuardPolicy = Literal["skip", "propagate", "raise", "zero"]
+
+_guards: "WeakKeyDictionary[Optimizer, ref[Guard]]" = WeakKeyDictionary()
+_registry = threading.Lock()
+
+
+class Guard:
+    r"""Clip the gradients at each real step of ``optimizer``, whatever calls the step; skip steps that are not finite.
+
+    .. math:: \theta, s \leftarrow \begin{cases}
+              \mathrm{step}(\theta, s, \mathrm{clip}(g)) & \text{if every element of } g \text{ is finite} \\
+              \theta, s & \text{otherwise}\end{cases}
+
+    One line next to the optimizer; the loop stays as it is. It holds for a plain ``step()``, for one with a closure
+    (at each evaluation, so also inside LBFGS), under accumulation, GradScaler and `torch.compile`.
+
+    **Guarantees.**
+
+    * Once for each real step: a ``step`` that calls ``super().step()`` counts once.
+    * A skipped step leaves weights, optimizer state and step counters bit-identical, from the first step on. (The
+      exception: if the first step of a fused optimizer on an accelerator is skipped, its state exists, as zeros.)
+    * Where the optimizer is a stock fused Adam, AdamW, SGD or Adagrad and the clip multiplies all gradients by one
+      number, its kernel does that on the way: one pass over the gradients less. Nothing is set on the optimizer.
+    * In that folded path the host never waits for an accelerator, and the step can be captured in a CUDA graph; only
+      the first step of SGD with momentum reads one number. An optimizer that is not fused reads one number a step
+      under ``"skip"`` and ``"raise"``, none otherwise.
+
+    **Edge cases.**
+
+    ==================================  ========================================================================
+    case                                what happens
+    ==================================  ========================================================================
+    NaN or inf, ``"skip"``              the step does not happen; the clipper's state does not see it
+    ``"propagate"``                     clipped as if nothing were wrong, and stepped
+    ``"raise"``                         an error names the parameters; nothing has changed
+    ``"zero"``                          the step is taken with gradients of 0: momentum and weight decay still act
+    GradScaler, any policy              an overflow is the scaler's: the step is skipped and counted, the scale falls
+    GradScaler, fused optimizer         thresholds are for unscaled gradients; unscaling needs no pass of its own
+    clipped by hand before unscaling    a warning says so, once
+    LBFGS, NaN inside a line search     the whole step is undone
+    too many skips in a row             an error with the history (on an accelerator some steps late)
+    ``copy.deepcopy(optimizer)``        the copy has no guard; attach one and load this one's ``state_dict()``
+    two guards on one optimizer         an error: use ``Chain`` or ``Groups``
+    parameters without a gradient       left out
+    ==================================  ========================================================================
+
+    Args:
+        optimizer: Any `torch.optim.Optimizer`. Wrappers that are not hooked want the optimizer inside.
+        clipper: What to do with the gradients of all its parameters.
+        model: Names the parameters, for ``last`` and for patterns in ``Groups``. Without it they are called as the
+            optimizer calls them, ``param_groups[0]['params'][3]`` if it has no names.
+        nonfinite: ``"skip"``, ``"propagate"``, ``"raise"`` or ``"zero"``.
+        max_consecutive_skips: More skipped steps in a row than this raise an error; None never does. A GradScaler
+            that starts at 65,536 needs up to 17 to reach 1.
+
+    Attributes:
+        last: What the last clip did; None before the first. ``last.culprits()`` names what was not finite.
+        optimizer: The optimizer.
+        clipper: The clipper.
+
+    Raises:
+        InvalidTypeError: If ``optimizer`` cannot be hooked, or ``clipper`` is no clipper.
+        InvalidValueError: If the optimizer has a guard, ``model`` shares no parameter with it, or the policy or the
+            cap is not one.
+
+    Example:
+        >>> import torch
+        >>> from gradguard.clip.clippers import ClipByGlobalNorm
+        >>> from gradguard.clip.guard import Guard
+        >>> model = torch.nn.Linear(2, 1)
+        >>> optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+        >>> guard = Guard(optimizer, ClipByGlobalNorm(1.0), model=model)
+        >>> model(torch.tensor([[3.0, float("nan")]])).sum().backward()
+        >>> optimizer.step()
+        >>> guard.skipped_steps, guard.last.culprits(), len(optimizer.state)
+        (1, {'weight': 1}, 0)
+
+    Reference:
+        Pascanu, Mikolov, Bengio (2013), On the difficulty of training recurrent neural networks, arXiv 1211.5063.
+        Micikevicius et al. (2018), Mixed precision training, arXiv 1710.03740 (the scale, and skipping on overflow).
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        clipper: Clipper,
+        *,
+        model: nn.Module | None = None,
+        nonfinite: GuardPolicy = "skip",
+        max_consecutive_skips: int | None = 20,
+    ) -> None:
+        _check(optimizer, clipper, nonfinite, max_consecutive_skips)
+        self.optimizer, self.clipper, self.last = optimizer, clipper, cast("ClipResult | None", None)
+        self._policy = nonfinite
+        self._model, self._model_names = model, _names_in(model, optimizer)
+        self._parameters: list[Tensor] = []
+        self._names: list[str] = []
+        self._counts = Counts(max_consecutive_skips)
+        self._detector = ScaledClipDetector()
+        self._late = LateReader(self._read_late)
+        self._stand_in = StandIn(optimizer) if StandIn.serves(optimizer) else None
+        self._snapshot: Snapshot | None = None
+        self._skipping = False
+        self._evaluations, self._most_evaluations = 0, 0  # of a closure: in this step, and in any
+        self._folded_skip = False
+        self._scaler_step = ScalerStep(None)
+        self._attached = False
+        self._gradients()  # shows the clipper the parameters, which may refuse them
+        self._attach()
+
+    # -- while training ---------------------------------------------------------------------------------------------
+
+    def _enter(self, optimizer: Optimizer, closure: bool) -> Optimizer | None:
+        self._skipping, self._folded_skip, self._snapshot, self._evaluations = False, False, None, 0
+        self._scaler_step.reached = True
+        if not self._attached:
+            return None
+        if self._stand_in is not None:
+            return self._stand_in.enter()
+        if closure and self._policy in ("skip", "raise"):  # it may be evaluated when weights have moved already
+            searches = isinstance(optimizer, torch.optim.LBFGS) or self._most_evaluations != 1
+            self._snapshot = Snapshot(optimizer, whole=searches)
+        return None
+
+    @torch.no_grad()
+    def _before(self, optimizer: Optimizer, number: int) -> None:
+        if not self._attached:
+            return
+        self._evaluations = number + 1
+        if self._skipping:  # an evaluation after the one that ended the step
+            self._cancel(number)
+            return
+        scale, overflow = getattr(optimizer, "grad_scale", None), getattr(optimizer, "found_inf", None)
+        decision = self.clipper.decide(self._gradients(), 1.0 if scale is None else scale)
+        self.last = decision.result
+        if number == 0:
+            self._counts.begin(decision.result)
+        try:
+            self._act(decision, scale, overflow, number)
+        except NonFiniteGradientError:
+            if self._snapshot is not None:
+                self._snapshot.restore()
+            raise
+
+    def _act(self, decision: Decision, scale: Tensor | None, overflow: Tensor | None, number: int) -> None:
+        folds = self._folds(decision)
+        if self._policy != "skip" and overflow is None:
+            self._act_without_skip(decision, folds)
+            return
+        scaled_norm = self._scaled_norm(decision.result)
+        bad = decision.result.nonfinite if overflow is None else decision.result.nonfinite | (overflow != 0)
+        if folds is not None and not are_readable(bad) and folds.skips_safely():
+            self._folded_skip = True
+            folds.skip_if(bad)
+            self._clip(decision, folds, scale)
+            self._late.push(torch.stack([self._counts.decided_on_device(bad).double(), scaled_norm]))
+            return
+        if self._scaler_step.scale is not None:
+            self._detector.saw(scaled_norm)
+        if bool(bad):
+            self._skipping = True
+            self._cancel(number)
+            self._counts.decided(skip=True)
+        else:
+            self._clip(decision, folds, scale)
+            if number == 0:
+                self._counts.decided(skip=False)
+
+    def _act_without_skip(self, decision: Decision, folds: StandIn | None) -> None:
+        bad, found = decision.result.nonfinite, decision.gradients
+        norm = torch.where(bad, torch.nan, 0.0)
+        if self._policy == "raise":
+            refuse_nonfinite(norm, found.gradients, found.name)
+        if self._policy != "zero" or (are_readable(bad) and not bool(bad)):
+            self._clip(decision, folds, None)
+            return
+        decision.apply()
+        zero_if_nonfinite_(norm, found.gradients)
+
+    def _clip(self, decision: Decision, folds: StandIn | None, scale: Tensor | None) -> None:
+        """Clip, in the optimizer's kernel if it can."""
+        coefficient = decision.coefficient
+        if folds is None or coefficient is None:
+            decision.apply()
+        elif not are_readable(coefficient) or float(coefficient) != 1.0:
+            folds.fold(coefficient, scale)
+
+    def _folds(self, decision: Decision) -> StandIn | None:
+        """What multiplies the gradients by the coefficient on the way; None where that must be done before."""
+        if self._stand_in is None or decision.coefficient is None:
+            return None
+        return self._stand_in if self._stand_in.can_fold(decision.gradients.gradients) else None
+
+    def _cancel(self, number: int) -> None:
+        """Let the step that is running do nothing, or undo what it has done."""
+        if self._stand_in is not None:
+            self._stand_in.skip()
+            return
+        if self._snapshot is None:
+            self._snapshot = Snapshot(self.optimizer, whole=False)
+        if number > 0 and not self._snapshot.whole:
+            raise NonFiniteGradientError(
+                f"the closure of {type(self.optimizer).__name__} gave gradients that are not finite when it was "
+                "evaluated again, which it had never been before: the step has begun and cannot be undone. From the "
+                "next step on it can."
+            )
+        self._snapshot.hide_gradients()
+
+    def _after(self, optimizer: Optimizer) -> None:
+        self._most_evaluations = max(self._most_evaluations, self._evaluations)
+        if not self._attached:
+            return
+        if self._stand_in is not None:
+            self._stand_in.leave()
+        if self._skipping and self._snapshot is not None:
+            self._snapshot.restore()
+        if self._folded_skip and self.last is not None and self.last.counter is not None:
+            self.last.counter.gradients_are_unchanged()
+        self._snapshot, self._skipping = None, False
+        del optimizer
+
+    def _gradients(self) -> Gradients:
+        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+        if list(map(id, parameters)) != list(map(id, self._parameters)):  # a group was added
+            self._parameters, self._names = parameters, _names(self.optimizer, self._model_names)
+            self.clipper.learn(self._model or list(zip(self._names, parameters, strict=True)))
+        return gradients_of(self._names, parameters)
+
+    # -- GradScaler -------------------------------------------------------------------------------------------------
+
+    def _scaler_calls(self, step: ScalerStep, done: bool) -> None:
+        """Hear of each ``scaler.step(optimizer)``, before it and after."""
+        if not done:
+            self._scaler_step = step
+            return
+        self._scaler_step = ScalerStep(None)
+        if self._attached and not step.reached:  # it has found an overflow, and does not step
+            with torch.no_grad():
+                self.last = self.clipper.decide(self._gradients()).result
+            self._counts.begin(self.last)
+            self._counts.decided(skip=True)
+
+    def _scaled_norm(self, result: ClipResult) -> Tensor:
+        """The norm of the gradients as they came to ``scaler.step``; NaN if they were not scaled any more."""
+        scale = self._scaler_step.scale
+        nan = torch.full_like(result.norm, torch.nan, dtype=torch.float64)
+        return nan if scale is None else scale.to(result.norm.device).double() * result.norm
+
+    def _read_late(self, numbers: list[float]) -> None:
+        skips_in_a_row, scaled_norm = numbers
+        self._detector.saw(scaled_norm)
+        self._counts.check(int(skips_in_a_row))
+
+    # -- between steps ----------------------------------------------------------------------------------------------
+
+    @property
+    def steps(self) -> int:
+        """Number of real steps seen, skipped ones included."""
+        return self._counts.steps
+
+    @property
+    def skipped_steps(self) -> int:
+        """Number of steps skipped, by the guard or by a GradScaler; the host waits for an accelerator."""
+        return self._counts.skipped
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the clipper's state and the counts; not the optimizer's, which has its own."""
+        return {"clipper": self.clipper.state_dict(), **self._counts.state_dict()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take back what `state_dict` returned, into a guard made like the one that returned it.
+
+        Args:
+            state_dict: What to take.
+
+        Raises:
+            InvalidValueError: If it is no state of a guard.
+        """
+        expected = {"clipper", *self._counts.state_dict()}
+        if set(state_dict) != expected:
+            raise InvalidValueError(
+                f"this is not the state of a Guard: expected the keys {sorted(expected)}, got {sorted(state_dict)}. "
+                "Pass what guard.state_dict() returned."
+            )
+        self.clipper.load_state_dict(state_dict["clipper"])
+        self._counts.load_state_dict(state_dict)
+
+    def detach(self) -> None:
+        """Stop acting, at once and for good; a step that runs in another thread ends as it began. May be repeated."""
+        with _registry:
+            if not self._attached:
+                return
+            self._attached = False
+            _guards.pop(self.optimizer, None)
+            stop_listening(self.optimizer)
+            self._hooks.remove()
+
+    def _attach(self) -> None:
+        with _registry:
+            other = _guards.get(self.optimizer)
+            if other is not None and other() is not None:
+                raise InvalidValueError(
+                    f"this {type(self.optimizer).__name__} has a Guard already. For several rules pass one clipper: "
+                    "Chain(a, b) applies one after the other, Groups({...}) gives parameters their own; or call "
+                    "detach() on the other guard first."
+                )
+            _guards[self.optimizer] = ref(self)
+            self._attached = True
+            self._hooks = EveryStep(self._before, self._after, optimizer=self.optimizer, enter=self._enter)
+            listen(self.optimizer, self._scaler_calls)
+
+    def __enter__(self) -> Self:
+        """Return the guard, which acts already."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Detach."""
+        self.detach()
+
+
+def _check(optimizer: object, clipper: object, policy: str, limit: int | None) -> None:
+    if not isinstance(optimizer, Optimizer) or not hasattr(optimizer, "_optimizer_step_pre_hooks"):
+        raise InvalidTypeError(
+            f"optimizer is {type(optimizer).__name__}, whose step() runs no hooks: expected a torch.optim.Optimizer. "
+            "Of a wrapper pass the optimizer inside, often wrapper.optimizer."
+        )
+    if not isinstance(clipper, Clipper):
+        raise InvalidTypeError(
+            f"clipper is {type(clipper).__name__}: expected a clipper, such as ClipByGlobalNorm(1.0) or ClipByMedian()."
+        )
+    if policy not in get_args(GuardPolicy):
+        known = ", ".join(f'"{name}"' for name in get_args(GuardPolicy))
+        raise InvalidValueError(f"nonfinite={policy!r} is not a policy: expected one of {known}.")
+    if limit is not None and (not isinstance(limit, int) or limit < 0):
+        raise InvalidValueError(f"max_consecutive_skips={limit!r}: expected a whole number >= 0, or None for no cap.")
+
+
+def _names_in(model: nn.Module | None, optimizer: Optimizer) -> dict[int, str]:
+    if model is None:
+        return {}
+    names = {id(p): name for name, p in model.named_parameters()}
+    if not any(id(p) in names for group in optimizer.param_groups for p in group["params"]):
+        raise InvalidValueError(
+            f"model ({type(model).__name__}) has none of the optimizer's parameters: expected the module that was "
+            "given to the optimizer, as it is now; wrapping or moving it may have made new parameters."
+        )
+    return names
+
+
+def _names(optimizer: Optimizer, known: dict[int, str]) -> list[str]:
+    """What to call the parameters of ``optimizer``: by the model, by the optimizer, or by their place."""
+    return [
+        known.get(id(p)) or own
+        for i, group in enumerate(optimizer.param_groups)
+        for p, own in zip(group["params"], _own_names(group, i), strict=True)
+    ]
+
+
+def _own_names(group: dict[str, Any], position: int) -> Sequence[str]:
+    numbered = [f"param_groups[{position}]['params'][{k}]" for k in range(len(group["params"]))]
+    return group.get("param_names") or numbered

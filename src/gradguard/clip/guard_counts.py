@@ -1,0 +1,130 @@
+"""How many steps a guard has skipped, and how many in a row: on the device where the host may not wait."""
+
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradguard.clip.result import ClipResult
+from gradguard.errors import NonFiniteGradientError
+
+_NAMED_AT_MOST = 5
+
+
+class Counts:
+    """Counts of real steps and of skipped ones, with the last results.
+
+    Args:
+        limit: More skips in a row than this raise an error; None never does.
+    """
+
+    def __init__(self, limit: int | None) -> None:
+        self.steps = 0
+        self._limit = limit
+        self._skipped, self._in_a_row = 0, 0
+        self._on_device: Tensor | None = None  # [skipped, in a row], once a decision has been made there
+        self._history: deque[tuple[int, ClipResult]] = deque(maxlen=10)
+
+    @property
+    def skipped(self) -> int:
+        """Number of skipped steps; reads the device."""
+        return self._skipped if self._on_device is None else int(self._on_device[0])
+
+    @property
+    def in_a_row(self) -> int:
+        """Number of steps skipped since the last that was taken; reads the device."""
+        return self._in_a_row if self._on_device is None else int(self._on_device[1])
+
+    def begin(self, result: ClipResult) -> None:
+        """Note that a real step begins, with what the clipper found."""
+        self.steps += 1
+        self._history.append((self.steps, result))
+
+    def decided(self, skip: bool) -> None:
+        """Note a decision that the host knows.
+
+        Raises:
+            NonFiniteGradientError: If there were too many skips in a row.
+        """
+        if self._on_device is not None:
+            self._follow(torch.full((), skip, device=self._on_device.device), self._on_device)
+        self._skipped += skip
+        self._in_a_row = self._in_a_row + 1 if skip else 0
+        if skip and self._on_device is None:
+            self.check(self._in_a_row)
+
+    def decided_on_device(self, skip: Tensor) -> Tensor:
+        """Note a decision that only the device knows; return the number of skips in a row, there."""
+        if self._on_device is None:
+            self._on_device = torch.zeros(2, dtype=torch.int64, device=skip.device)
+            self._on_device[0] += self._skipped
+            self._on_device[1] += self._in_a_row
+        self._follow(skip, self._on_device)
+        return self._on_device[1]
+
+    @staticmethod
+    def _follow(skip: Tensor, counts: Tensor) -> None:
+        counts[0].add_(skip)
+        counts[1].add_(1).mul_(skip)
+
+    def check(self, in_a_row: int) -> None:
+        """Raise if ``in_a_row`` skips are too many.
+
+        Raises:
+            NonFiniteGradientError: With the norms and the parameters of the last skipped steps.
+        """
+        if self._limit is None or in_a_row <= self._limit:
+            return
+        lines = "\n  ".join(line for step, result in self._history if (line := _line(step, result)))
+        raise NonFiniteGradientError(
+            f"{in_a_row} optimizer steps in a row were skipped, because gradients were not finite; "
+            f"max_consecutive_skips is {self._limit}. The last of them:\n  {lines}\n"
+            "Training does not recover by itself: find the operation with torch.autograd.set_detect_anomaly(True), "
+            "go back to a checkpoint, or lower the learning rate. max_consecutive_skips=None never raises."
+        )
+
+    def state_dict(self) -> dict[str, int]:
+        """Return the counts as Python numbers."""
+        return {"steps": self.steps, "skipped": self.skipped, "skipped_in_a_row": self.in_a_row}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take back what `state_dict` returned."""
+        self.steps, self._on_device = int(state["steps"]), None
+        self._skipped, self._in_a_row = int(state["skipped"]), int(state["skipped_in_a_row"])
+        self._history.clear()
+
+
+class LateReader:
+    """Reads small tensors of an accelerator without a wait: each is looked at once its copy has landed.
+
+    Args:
+        use: Called with the numbers, in order, some steps late.
+    """
+
+    def __init__(self, use: Callable[[list[float]], None]) -> None:
+        self._use = use
+        self._pending: deque[tuple[Tensor, torch.Event]] = deque(maxlen=8)
+
+    def push(self, values: Tensor) -> None:
+        """Ask for ``values``, and use those of earlier calls that have landed."""
+        if values.is_cpu:
+            self._use(values.tolist())
+        elif values.device.type in ("cuda", "xpu") and not torch.accelerator.current_stream().is_capturing():
+            while self._pending and self._pending[0][1].query():
+                self._use(self._pending.popleft()[0].tolist())
+            copy = torch.empty(values.shape, dtype=values.dtype, device="cpu", pin_memory=True)
+            copy.copy_(values, non_blocking=True)
+            event = torch.Event(values.device.type)
+            event.record()
+            self._pending.append((copy, event))
+
+
+def _line(step: int, result: ClipResult) -> str:
+    """Say which gradients of a step were not finite; empty if all were."""
+    bad = [name for name, ok in zip(result.names, result.tensor_norms.isfinite().tolist(), strict=True) if not ok]
+    if not bool(result.nonfinite):
+        return ""
+    more = f" and {len(bad) - _NAMED_AT_MOST} more" if len(bad) > _NAMED_AT_MOST else ""
+    return f"step {step}: norm {float(result.norm)}, not finite: {', '.join(bad[:_NAMED_AT_MOST])}{more}"

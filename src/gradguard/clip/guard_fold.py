@@ -1,0 +1,90 @@
+"""Let a stock optimizer do the clip, or nothing at all, without a change to the optimizer itself.
+
+`torch.optim` optimizers read what they need from ``self``: the parameter groups, and if they are fused also
+``grad_scale`` (their kernel divides every gradient by it) and ``found_inf`` (at 1 the kernel leaves everything alone).
+For one step a stand-in is ``self``: the same class, state and groups, and those two attributes on top. The optimizer
+never gets them, so there is nothing to take away when a step raises, and no later step divides again.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import Optimizer
+
+FOLDING = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
+"""Optimizers whose fused kernel divides the gradients itself."""
+
+_OWN = ("grad_scale", "found_inf", "param_groups", "_warned_capturable_if_run_uncaptured")
+
+_NOT_FOLDED = {torch.float64, torch.complex64, torch.complex128}
+
+
+class StandIn:
+    """Takes the place of one stock optimizer during its step.
+
+    Args:
+        optimizer: Exactly one of the classes in `torch.optim` that evaluate a closure at most once: a subclass may
+            keep more on ``self``.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._real = optimizer
+        self._stand_in: Optimizer = object.__new__(type(optimizer))  # one for all steps: compiled steps look at its id
+
+    @staticmethod
+    def serves(optimizer: Optimizer) -> bool:
+        """Tell whether ``optimizer`` is one that this works for."""
+        kind = type(optimizer)
+        stock = getattr(torch.optim, kind.__name__, None) is kind
+        return stock and kind is not torch.optim.LBFGS and len(optimizer.param_groups) > 0
+
+    def enter(self) -> Optimizer:
+        """Return what to step instead of the optimizer."""
+        attributes = self._stand_in.__dict__
+        attributes.clear()
+        attributes.update(self._real.__dict__)
+        return self._stand_in
+
+    def leave(self) -> None:
+        """Give the optimizer what the step has set on itself."""
+        for name, value in self._stand_in.__dict__.items():
+            if name not in _OWN and self._real.__dict__.get(name, self) is not value:
+                setattr(self._real, name, value)
+
+    def can_fold(self, gradients: Sequence[Tensor]) -> bool:
+        """Tell whether the optimizer's kernel can divide these gradients by a float32 number."""
+        fused = type(self._real) in FOLDING and all([group.get("fused") for group in self._real.param_groups])
+        return (
+            fused
+            and len({gradient.device for gradient in gradients}) == 1
+            and _NOT_FOLDED.isdisjoint({gradient.dtype for gradient in gradients})
+        )
+
+    def skips_safely(self) -> bool:
+        """Tell whether ``found_inf`` = 1 leaves the state as good as it was."""
+        # The momentum buffers of fused SGD are made on the first step, to be written by the kernel, which then does
+        # not run: later steps would take what was in memory for momentum.
+        if type(self._real) is not torch.optim.SGD:
+            return True
+        with_momentum = [g["params"] for g in self._real.param_groups if g["momentum"] != 0]
+        return all(
+            self._real.state.get(p, {}).get("momentum_buffer") is not None
+            for group in with_momentum
+            for p in group
+            if p.grad is not None
+        )
+
+    def fold(self, coefficient: Tensor, scale: Tensor | None) -> None:
+        """Let the kernel multiply every gradient by ``coefficient``, and divide it by what a GradScaler multiplied."""
+        divisor = coefficient.reciprocal() if scale is None else scale.to(coefficient.dtype) / coefficient
+        self._stand_in.grad_scale = divisor.to(torch.float32)  # type: ignore[attr-defined]
+
+    def skip_if(self, bad: Tensor) -> None:
+        """Let the kernel leave everything alone if ``bad`` is true, which stays on the device."""
+        self._stand_in.found_inf = bad.to(torch.float32)  # type: ignore[attr-defined]
+
+    def skip(self) -> None:
+        """Step on no parameter at all."""
+        self._stand_in.param_groups = []
+        self._stand_in._warned_capturable_if_run_uncaptured = True

@@ -1,0 +1,92 @@
+"""The lock-in alarm: a clip that binds most of the time at one threshold has become a normaliser, or is stuck."""
+
+from collections.abc import Mapping
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from gradguard.errors import InvalidValueError
+from gradguard.tensors.layout import move, wide_dtype
+
+WINDOW = 100
+"""Steps that are looked back upon."""
+
+TOLERANCE = 0.01
+"""A threshold that has moved by less than this fraction over the window counts as one threshold."""
+
+
+class LockIn:
+    r"""Whether a clip has bound on more than half of the last N steps at one threshold; counted on the device.
+
+    .. math:: \#\{t : \text{clipped}_t\} > N/2 \quad\text{and}\quad
+              \max_t c_t \le 1.01 \, \min_t c_t \quad\text{over the last } N \text{ steps}
+
+    **Guarantees.** Nothing is read by the host, and the state is updated in place, so that a step can be captured in
+    a CUDA graph. The state follows the device of what it is told.
+
+    **Edge cases.** The verdict is False until N finite steps have been seen. A step that is not finite leaves no
+    trace. A threshold of 0 is one threshold as well.
+
+    Args:
+        window: N.
+
+    Example:
+        >>> import torch
+        >>> from gradguard.clip.lock_in import LockIn
+        >>> alarm, yes = LockIn(window=4), torch.tensor(True)
+        >>> [bool(alarm.follow(clipped=yes, threshold=1.0, finite=yes)) for step in range(5)]
+        [False, False, False, True, True]
+    """
+
+    def __init__(self, window: int = WINDOW) -> None:
+        # One row of thresholds, one of whether the clip bound; `_seen` is where the next step goes.
+        self._steps = torch.zeros(2, window, dtype=torch.float64, device="cpu")
+        self._seen = torch.zeros(1, dtype=torch.int64, device="cpu")
+
+    @torch.no_grad()
+    def follow(self, clipped: Tensor, threshold: float | Tensor, finite: Tensor) -> Tensor:
+        """Return the verdict after one more step, 0-dim bool.
+
+        Args:
+            clipped: Whether the clip binds on this step, 0-dim bool.
+            threshold: What it compared with, at least 0.
+            finite: Whether all gradients were finite, 0-dim bool: if not, the step is forgotten.
+        """
+        if self._steps.device != clipped.device:
+            self.to(clipped.device)
+        steps, window = self._steps, self._steps.shape[1]
+        if isinstance(threshold, Tensor):
+            bound = move(threshold.detach(), steps.device, steps.dtype)
+        else:
+            bound = torch.full((), threshold, dtype=steps.dtype, device=steps.device)
+        place = (self._seen % window).expand(2, 1)
+        new = torch.stack([bound, clipped.to(steps.dtype)])[:, None]
+        steps.scatter_(1, place, torch.where(finite, new, steps.gather(1, place)))
+        self._seen.add_(finite)
+        thresholds, bound_on = steps.unbind()
+        same = thresholds.max() <= thresholds.min() * (1 + TOLERANCE)
+        return (self._seen[0] >= window) & (bound_on.sum() * 2 > window) & same
+
+    def to(self, device: torch.device | str) -> Self:
+        """Move the state to ``device``."""
+        place = torch.device(device)
+        self._steps, self._seen = self._steps.to(place, wide_dtype(place)), self._seen.to(place)
+        return self
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return copies of the state."""
+        return {"steps": self._steps.clone(), "seen": self._seen.clone()}
+
+    def load_state_dict(self, state_dict: Mapping[str, Tensor]) -> None:
+        """Take back what `state_dict` returned, on whatever device it lies.
+
+        Raises:
+            InvalidValueError: If it is not the state of a `LockIn`.
+        """
+        if set(state_dict) != {"steps", "seen"}:
+            raise InvalidValueError(
+                f"the state of the lock-in alarm has {sorted(state_dict)}: expected 'seen' and 'steps', as "
+                "state_dict() returns them."
+            )
+        self._steps, self._seen = state_dict["steps"].clone(), state_dict["seen"].clone()

@@ -1,0 +1,122 @@
+"""Which parameters a user means: by name or glob pattern, by module, as a list, as an optimizer's param group."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import Any, cast
+
+from torch import Tensor, nn
+
+from gradguard.clip.parameters import Gradients, Parameters, named_tensors
+from gradguard.errors import InvalidTypeError, InvalidValueError
+
+Selection = str | Tensor | nn.Module | Mapping[str, Any] | Iterable["Selection"]
+"""A name or glob pattern, a parameter, a module, an optimizer's param group, or an iterable of these."""
+
+_NAMED_AT_MOST = 20
+
+
+class Selector:
+    """One selection, ready to be matched.
+
+    Args:
+        selection: What the user gave.
+        what: What the argument is called, for messages.
+
+    Raises:
+        InvalidTypeError: If the selection is of another type.
+        InvalidValueError: If it is empty.
+    """
+
+    def __init__(self, selection: Selection, what: str) -> None:
+        self.what = what
+        self.patterns: list[str] = []
+        self._tensors: list[Tensor] = []
+        self._modules: list[nn.Module] = []
+        self._take(selection)
+        if not (self.patterns or self._tensors or self._modules):
+            raise InvalidValueError(f"{what} is empty: expected a name pattern, a module or a list of parameters.")
+
+    def ids(self) -> set[int]:
+        """Return the identities of the parameters that were not given by name."""
+        return {id(t) for t in (*self._tensors, *(p for module in self._modules for p in module.parameters()))}
+
+    def fits(self, names: Iterable[str]) -> bool:
+        """Tell whether a pattern fits one of ``names``: the name itself, a glob, or a module that it is in."""
+        return any(fnmatchcase(n, p) or fnmatchcase(n, f"{p}.*") for p in self.patterns for n in names)
+
+    def require_match(self, tensors: Iterable[Tensor], names: Sequence[str] | None, complete: bool) -> None:
+        """Raise if a part of the selection matches nothing.
+
+        Args:
+            tensors: The parameters that there are.
+            names: All names that there are.
+            complete: Whether ``tensors`` are all parameters; if not, one without a gradient may be missing.
+
+        Raises:
+            InvalidValueError: Listing the names.
+        """
+        for pattern in self.patterns:
+            if not any(fnmatchcase(n, pattern) or fnmatchcase(n, f"{pattern}.*") for n in names or ()):
+                raise InvalidValueError(f"{self.what} has {pattern!r}, which matches no parameter; {_advice(names)}")
+        present = {id(t) for t in tensors}
+        for entry in (*self._tensors, *self._modules):
+            chosen = [entry] if isinstance(entry, Tensor) else list(entry.parameters())
+            absent = present.isdisjoint(map(id, chosen))
+            if absent and (complete or all(t.grad is not None for t in chosen)):
+                kind = f"a {type(entry).__name__}"
+                shown = f"{kind} of shape {tuple(entry.shape)}" if isinstance(entry, Tensor) else kind
+                raise InvalidValueError(f"{self.what} has {shown}, which matches no parameter; {_advice(names)}")
+
+    def _take(self, selection: object) -> None:
+        match selection:
+            case str():
+                self.patterns.append(selection)
+            case Tensor():
+                self._tensors.append(selection)
+            case nn.Module():
+                self._modules.append(selection)
+            case Mapping() if "params" in selection:
+                self._take(selection["params"])
+            case Iterable() if not isinstance(selection, Mapping | bytes):
+                for entry in cast("Iterable[object]", selection):
+                    self._take(entry)
+            case _:
+                raise InvalidTypeError(
+                    f"{self.what} has {selection!r}: expected a name or pattern, a parameter, a module, a list of "
+                    "parameters or a param group of an optimizer."
+                )
+
+
+class KnownNames:
+    """Every name of each parameter, tied ones included; gradients alone tell only the first."""
+
+    def __init__(self) -> None:
+        self._names: dict[int, list[str]] = {}
+
+    def learn(self, parameters: Parameters) -> tuple[Sequence[str] | None, Sequence[Tensor]]:
+        """Take in all parameters and return their names and tensors."""
+        names, tensors = named_tensors(parameters, "parameters")
+        self._names = {}
+        for name, tensor in zip(names or (), tensors, strict=names is not None):
+            self._names.setdefault(id(tensor), []).append(name)
+        return names, tensors
+
+    def of(self, found: Gradients) -> list[Sequence[str]]:
+        """Return all names of each gradient's parameter."""
+        if found.names is None:
+            return [()] * len(found.parameters)
+        firsts = [found.names[i] for i in found.positions]
+        known = [self._names.get(id(p), ()) for p in found.parameters]
+        # An identity may have been used again since: then its names do not hold the one that came now.
+        return [all_of if first in all_of else (first,) for first, all_of in zip(firsts, known, strict=True)]
+
+
+def listed(names: Sequence[str]) -> str:
+    """Return ``names`` for a message, cut where they are many."""
+    return ", ".join(names[:_NAMED_AT_MOST]) + (", ..." if len(names) > _NAMED_AT_MOST else "")
+
+
+def _advice(names: Sequence[str] | None) -> str:
+    if names is None:
+        return "the parameters have no names: pass the module or model.named_parameters() to select by name."
+    return f"the parameters are {listed(names)}."

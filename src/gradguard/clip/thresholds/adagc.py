@@ -1,0 +1,198 @@
+"""AdaGC: each tensor is held to a moving average of its own norm."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradguard.arguments import check_number
+from gradguard.clip.clipper import Decision, describe, norms_of, total_of
+from gradguard.clip.parameters import Gradients
+from gradguard.clip.thresholds.state import StatefulClipper, check, counter
+from gradguard.errors import InvalidValueError
+from gradguard.tensors.scaling import scale_
+
+_EPSILON = 1e-8
+
+
+class AdaGC(StatefulClipper):
+    r"""Hold each tensor's gradient to a moving average :math:`\gamma_i` of its own norm.
+
+    In the warm-up, step t < ``warmup``, all tensors are scaled together and each average is the smallest norm so far;
+    later each tensor is by itself:
+
+    .. math:: h_i = \min\Bigl(1, \frac{\lambda_{abs}}{\lVert g \rVert}\Bigr), \quad
+              \gamma_i \leftarrow \min(\gamma_i, \lVert h_i g_i \rVert) \qquad \text{then} \qquad
+              h_i = \min\Bigl(1, \frac{\lambda_{rel} \gamma_i}{\lVert g_i \rVert}\Bigr), \quad
+              \gamma_i \leftarrow \beta \gamma_i + (1 - \beta) \lVert h_i g_i \rVert
+
+    and :math:`g_i \leftarrow h_i g_i`. The direction of the whole gradient changes. It clips most tensors on most
+    steps: with log-normal noise of 0.15, 79 to 99 % of them. An average grows by at most
+    :math:`(1 - \beta)(\lambda_{rel} - 1)`, 0.1 %, a step.
+
+    Published constants differ: λ_rel and β are 1.05 and 0.98, 1.04 and 0.99, or 1.03 and 0.98 in three of them.
+
+    **Guarantees.** Everything is decided on the gradients' device, and the host waits only where a tensor gets its
+    first gradient. A step with NaN or inf in any tensor changes no average. A tensor's warm-up counts its own
+    gradients, those that are None or 0 apart, so that an expert that is idle for the first steps is not frozen.
+    With ``strict_paper=True`` averages and factors are, on the CPU, to the last digit those of the published update.
+    ``result.threshold`` is None: there is one for each tensor (`averages`). The alarm `LockIn` watches the 2-norm of
+    all of them.
+
+    **Edge cases.**
+
+    ================================  ==========================================================================
+    input                             result
+    ================================  ==========================================================================
+    no gradients                      norm 0, coefficient 1; the state stays
+    a tensor's gradient is 0          stays 0; its average stays
+    a new tensor in mid-run           starts its own warm-up
+    NaN or inf in a tensor            as ``nonfinite`` says; under ``"propagate"`` the warm-up spreads NaN to all
+                                      tensors, and later it stays in its own
+    ``strict_paper=True``: 0 in the   γ is 0, so that the tensor is frozen for ever; 0 again after the warm-up is
+    warm-up                           0/0, NaN
+    ``strict_paper=True``: a tensor   the paper does not say; its average begins as its first norm
+    whose first gradient comes later
+    ================================  ==========================================================================
+
+    Args:
+        absolute: λ_abs, above 0; ``float("inf")`` for none.
+        relative: λ_rel, above 0.
+        beta: β, from 0 to 1.
+        warmup: T, at least 1. t counts from 1, so that the warm-up has T - 1 steps.
+        strict_paper: Reproduce the published update, its failures included.
+
+    Raises:
+        InvalidValueError: If a number is outside its range.
+        InvalidTypeError: If one is no number.
+
+    Example:
+        >>> import torch
+        >>> p, clipper = torch.nn.Parameter(torch.zeros(1)), AdaGC(warmup=3)
+        >>> for size in (0.5, 0.4, 2.0):
+        ...     p.grad = torch.tensor([size])
+        ...     result = clipper([("weight", p)])
+        >>> p.grad.round(decimals=4)  # 1.05 times the smallest norm of the warm-up
+        tensor([0.4200])
+        >>> clipper.averages["weight"].round(decimals=4)
+        tensor(0.4004, dtype=torch.float64)
+
+    Reference:
+        Wang et al. (2025), AdaGC: improving training stability for large language model pretraining,
+        arXiv 2502.11034.
+    """
+
+    def __init__(
+        self,
+        absolute: float = 1.0,
+        relative: float = 1.05,
+        beta: float = 0.98,
+        warmup: int = 100,
+        strict_paper: bool = False,
+    ) -> None:
+        self.absolute, self.relative = check_number("absolute", absolute), check_number("relative", relative)
+        self.beta = check_number("beta", beta)
+        check(self.absolute > 0, "a number > 0, or float('inf') for none", lambda: f"absolute={absolute}")
+        check(0 < self.relative < torch.inf, "a finite number > 0", lambda: f"relative={relative}")
+        check(0 <= self.beta <= 1, "a number from 0 to 1", lambda: f"beta={beta}")
+        check(warmup >= 1, "a whole number >= 1", lambda: f"warmup={warmup}")
+        self.warmup, self.strict_paper = int(warmup), strict_paper
+        self.names: list[str] = []
+        self._last: tuple[tuple[str, ...], Tensor] | None = None
+        super().__init__(step=counter(), averages=_nothing_yet(0), seen=torch.zeros(0, dtype=torch.int64, device="cpu"))
+
+    @property
+    def averages(self) -> dict[str, Tensor]:
+        r"""Each tensor's :math:`\gamma`, 0-dim, by its name or position; infinite before its first norm."""
+        return dict(zip(self.names, self.state["averages"].clone().unbind(), strict=True))
+
+    @torch.no_grad()
+    def decide(self, found: Gradients, scale: float | Tensor = 1.0) -> Decision:
+        """Measure the gradients, decide, and let the state follow; write to no gradient."""
+        norms = norms_of(found, scale)
+        norm = total_of(norms)
+        if not found.gradients:
+            one = torch.ones_like(norm)
+            return Decision(found, describe(found, norms, one, one < 1), one)
+        self._follow(norm.device)
+        places = self._places_of(found.plain_names())
+        factors = self._follow_norms(places, norms, norm)
+        clipped = (factors < 1).any()
+        # Where nothing is clipped, 0/0 is 1; where the norm is NaN, it spreads.
+        after = torch.where(clipped | norm.isnan(), total_of(factors * norms) / norm, 1.0)
+        locked_in = self.lock_in.follow(clipped, total_of(self.state["averages"][places]), norm.isfinite())
+        self._count(clipped, ~norm.isfinite())
+        result = describe(found, norms, after, clipped, locked_in=locked_in)
+        return Decision(found, result, None, lambda: _scale_each(found.gradients, factors))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return a copy of the state, with the names of the tensors."""
+        return {**super().state_dict(), "names": list(self.names)}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take back what `state_dict` returned; training goes on as if it had not been interrupted.
+
+        Raises:
+            InvalidValueError: If it is not the state of an `AdaGC`.
+        """
+        names, averages = state_dict.get("names"), state_dict.get("averages")
+        if not isinstance(names, list) or not isinstance(averages, Tensor) or averages.shape != (len(names),):
+            raise InvalidValueError(
+                f"the state is not of an AdaGC: it has {sorted(state_dict)}, expected names and as many averages."
+            )
+        self.names, self._last = [], None
+        self.state.update(averages=self.state["averages"][:0], seen=self.state["seen"][:0])
+        self._learn(names)
+        super().load_state_dict(state_dict)
+
+    def _follow_norms(self, places: Tensor, norms: Tensor, norm: Tensor) -> Tensor:
+        """Return the factor of each gradient, and let its average follow."""
+        averages, seen = self.state["averages"][places], self.state["seen"][places]
+        self.state["step"].add_(1)
+        own = self.relative * averages / norms
+        if self.strict_paper:
+            warm, enters = (self.state["step"] < self.warmup).expand_as(norms), torch.ones_like(norms, dtype=torch.bool)
+            factors = torch.where(warm, self.absolute / (norm + _EPSILON), own).clamp(max=1.0)
+        else:
+            warm, enters = seen + 1 < self.warmup, norm.isfinite() & (norms > 0)
+            together = torch.ones_like(norm) if math.isinf(self.absolute) else self.absolute / norm
+            factors = torch.where(norms == 0, 1.0, torch.where(warm, together, own).clamp(max=1.0))
+        scaled = factors * norms
+        least = torch.where(scaled < averages, scaled, averages)  # not `minimum`, which NaN would spoil
+        later = self.beta * averages + (1 - self.beta) * scaled
+        moved = torch.where(seen == 0, scaled, torch.where(warm, least, later))
+        self.state["averages"].index_copy_(0, places, torch.where(enters, moved, averages))
+        self.state["seen"].index_add_(0, places, enters.long())
+        return factors
+
+    def _places_of(self, names: Sequence[str]) -> Tensor:
+        """Where the tensors of these names stand in the state: on the device, and the same tensor step after step."""
+        names, device = tuple(names), self.state["averages"].device
+        if self._last is None or self._last[0] != names or self._last[1].device != device:
+            known = set(self.names)
+            self._learn([name for name in names if name not in known])
+            place = {name: i for i, name in enumerate(self.names)}
+            places = torch.tensor([place[name] for name in names], device="cpu")
+            self._last = names, places.to(device)
+        return self._last[1]
+
+    def _learn(self, names: Sequence[str]) -> None:
+        """Make room for tensors that have not been seen yet."""
+        if not names:
+            return
+        averages, seen = self.state["averages"], self.state["seen"]
+        self.names += names
+        new = _nothing_yet(len(names)).to(averages)
+        self.state["averages"] = torch.cat([averages, new])
+        self.state["seen"] = torch.cat([seen, torch.zeros_like(new, dtype=seen.dtype)])
+
+
+def _nothing_yet(length: int) -> Tensor:
+    return torch.full((length,), torch.inf, dtype=torch.float64, device="cpu")
+
+
+def _scale_each(gradients: Sequence[Tensor], factors: Tensor) -> None:
+    for gradient, factor in zip(gradients, factors.unbind(), strict=True):
+        scale_([gradient], factor)

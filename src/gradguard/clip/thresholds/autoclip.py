@@ -1,0 +1,107 @@
+"""AutoClip: the threshold is a percentile of all norms so far."""
+
+import torch
+from torch import Tensor
+
+from gradguard.arguments import check_number
+from gradguard.clip.thresholds import history
+from gradguard.clip.thresholds.base import ThresholdClipper
+from gradguard.clip.thresholds.state import check, counter
+from gradguard.errors import InvalidValueError
+
+_FIRST_ROOM = 1024
+
+
+class AutoClip(ThresholdClipper):
+    r"""Hold the norm to a percentile of all norms so far, this step's among them.
+
+    .. math:: c_t = \operatorname{percentile}_p(n_1, \dots, n_t), \qquad g \leftarrow g \min(1, c_t / n_t)
+
+    The recommended p = 10 clips nine steps in ten by design, so that ``result.locked_in`` is true in an ordinary run:
+    it nearly normalises the gradient. The whole history cannot follow a lasting rise: of a threefold one a third of
+    the gradient passes. A window can.
+
+    **Guarantees.** Those of `ThresholdClipper`. With ``strict_paper=True`` thresholds and coefficients are, on the
+    CPU, to the last digit those of the published update.
+
+    **Edge cases.** Those of `ThresholdClipper`; the percentile is interpolated linearly. With ``strict_paper=True``:
+
+    ================================  ==========================================================================
+    input                             result
+    ================================  ==========================================================================
+    one NaN norm                      the threshold is NaN as long as the NaN is in the history: every gradient
+                                      becomes NaN
+    zero norm                         enters; above p % of zeros the threshold is 0
+    any norm                          the divisor is n + 1e-6
+    ================================  ==========================================================================
+
+    Args:
+        percentile: p, from 0 (the smallest so far) to 100 (off). The paper recommends 10; its authors say "maybe 80"
+            for short histories.
+        window: How many norms are remembered; None remembers all, as the paper does: then memory and time grow with
+            the run, 8 bytes a step, and a CUDA graph cannot hold it.
+        strict_paper: Reproduce the paper, its failures included.
+
+    Raises:
+        InvalidValueError: If a number is outside its range.
+        InvalidTypeError: If one is no number.
+
+    Example:
+        >>> import torch
+        >>> p, clipper = torch.nn.Parameter(torch.zeros(1)), AutoClip(percentile=50)
+        >>> for size in (1.0, 3.0, 8.0):
+        ...     p.grad = torch.tensor([size])
+        ...     result = clipper([p])
+        >>> p.grad  # the median of 1, 3 and 8
+        tensor([3.])
+
+    Reference:
+        Seetharaman, Wichern, Pardo, Le Roux (2020), AutoClip: adaptive gradient clipping for source separation
+        networks, arXiv 2007.14469.
+    """
+
+    def __init__(self, percentile: float = 10.0, window: int | None = None, strict_paper: bool = False) -> None:
+        self.percentile = check_number("percentile", percentile)
+        check(0 <= self.percentile <= 100, "a number from 0 to 100", lambda: f"percentile={percentile}")
+        check(window is None or window >= 1, "a whole number >= 1, or None", lambda: f"window={window}")
+        self.window, self.strict_paper = window, strict_paper
+        self._most = 0  # an upper bound on the count that the host knows
+        super().__init__(history=history.empty(_FIRST_ROOM if window is None else int(window)), count=counter())
+
+    def choose(self, norm: Tensor, enters: Tensor) -> Tensor:
+        """Remember ``norm`` and return the percentile."""
+        if self.window is None:
+            self._make_room()
+            history.insert(self.state["history"], self.state["count"], norm, enters)
+            ordered = self.state["history"]
+        else:
+            history.push(self.state["history"], self.state["count"], norm, enters)
+            ordered = self.state["history"].sort().values
+        threshold = history.percentile(ordered, self.state["count"], self.percentile)
+        return torch.where(ordered.isnan().any(), torch.nan, threshold)
+
+    def coefficient(self, norm: Tensor, threshold: Tensor) -> Tensor:
+        """Return ``c / n``; with ``strict_paper`` what `torch.nn.utils.clip_grad_norm_` multiplies by."""
+        if not self.strict_paper:
+            return super().coefficient(norm, threshold)
+        return (threshold / (norm + 1e-6)).clamp(max=1.0)
+
+    def load_state_dict(self, state_dict: dict) -> None:
+        """Take back what `state_dict` returned; training goes on as if it had not been interrupted."""
+        saved = state_dict.get("history")
+        if self.window is None and isinstance(saved, Tensor) and saved.dim() == 1:
+            self.state["history"] = self.state["history"].new_full((len(saved),), torch.inf)
+        super().load_state_dict(state_dict)
+        self._most = int(state_dict["count"])
+
+    def _make_room(self) -> None:
+        """Double the history before it is full: at a step that the host can count, without a look at the device."""
+        before = self.state["history"]
+        if before.is_cuda and torch.cuda.is_current_stream_capturing():
+            raise InvalidValueError(
+                "AutoClip(window=None) remembers every norm, so its memory grows, which a CUDA graph cannot hold: "
+                "give a window, for example AutoClip(window=10_000)."
+            )
+        self._most += 1
+        if self._most > len(before):
+            self.state["history"] = torch.cat([before, torch.full_like(before, torch.inf)])

@@ -1,0 +1,97 @@
+"""The recommended automatic rule: a threshold a few robust deviations above the median of recent log-norms."""
+
+import torch
+from torch import Tensor
+
+from gradguard.arguments import check_number, check_threshold
+from gradguard.clip.thresholds import history
+from gradguard.clip.thresholds.base import ThresholdClipper
+from gradguard.clip.thresholds.state import check, counter
+
+_TO_STANDARD_DEVIATION = 1.4826  # of a normal distribution: standard deviation over median absolute deviation
+
+
+class ClipByMedian(ThresholdClipper):
+    r"""Clip what stands out from the norms of the last steps, and nothing else.
+
+    With x the logarithms of the last ``window`` norms, this step's not among them,
+
+    .. math:: m = \operatorname{median}(x), \qquad
+              d = \max\bigl(1.4826 \operatorname{median}|x - m|,\; \text{floor}\bigr), \qquad
+              c = \min\bigl(e^{m + k d},\; \text{ceiling}\bigr), \qquad g \leftarrow g \min(1, c / n)
+
+    The **raw** norm enters the window, not the clipped one: after a lasting rise the rule follows. Single spikes move
+    a median hardly at all. With ordinary noise nothing is clipped; with the defaults a norm must be at least
+    :math:`e^{0.3} = 1.35` times the median, with log-normal noise of 0.15 about 2.5 times.
+
+    **Guarantees.** Those of `ThresholdClipper`. Without a ceiling, multiplying the loss by a constant changes no
+    coefficient. After a lasting rise of any size the whole gradient passes again within ``window`` + 2 steps.
+
+    **Edge cases.** Those of `ThresholdClipper`, and
+
+    ================================  ==========================================================================
+    input                             result
+    ================================  ==========================================================================
+    fewer than ``warmup`` norms yet   the ceiling, if there is one, else no clip
+    a spike inside the warm-up        passes (up to the ceiling) and does no harm later
+    constant norms                    the floor on d holds: c = exp(k·floor) times the norm
+    a steady fall of the norm         d includes the trend, so that a late spike passes as 4.5 rather than 2.5
+    ================================  ==========================================================================
+
+    Args:
+        k: How many deviations above the median, at least 0.
+        window: How many norms are remembered; 128 to 256 fits.
+        warmup: How many are needed before the rule decides, from 1 to ``window``.
+        floor: The least d, at least 0, in units of the logarithm.
+        ceiling: A threshold that always holds; None for none.
+        norm_type: Order of the norm, above 0 or infinite.
+
+    Raises:
+        InvalidValueError: If a number is outside its range.
+        InvalidTypeError: If one is no number.
+
+    Example:
+        >>> import torch
+        >>> p, clipper = torch.nn.Parameter(torch.zeros(1)), ClipByMedian(warmup=8)
+        >>> for size in [1.0] * 10 + [200.0, 1.0]:
+        ...     p.grad = torch.tensor([size])
+        ...     result = clipper([p])
+        ...     if bool(result.clipped):
+        ...         print(f"{float(result.norm):.0f} became {p.grad.item():.2f}")
+        200 became 1.35
+
+    Reference:
+        Median and MAD as in Hampel (1974), The influence curve and its role in robust estimation. The median of raw
+        norms as a threshold: Yao et al. (2023), Zipformer, arXiv 2310.11230 (ScaledAdam).
+    """
+
+    def __init__(
+        self,
+        k: float = 6.0,
+        window: int = 128,
+        warmup: int = 32,
+        floor: float = 0.05,
+        ceiling: float | None = None,
+        norm_type: float = 2.0,
+    ) -> None:
+        self.k, self.floor = _at_least_0("k", k), _at_least_0("floor", floor)
+        check(1 <= warmup <= window, "1 <= warmup <= window", lambda: f"warmup={warmup}, window={window}")
+        self.window, self.warmup = int(window), int(warmup)
+        self.ceiling = torch.inf if ceiling is None else float(check_threshold("ceiling", ceiling))
+        super().__init__(norm_type, logarithms=history.empty(self.window), count=counter())
+
+    def choose(self, norm: Tensor, enters: Tensor) -> Tensor:
+        """Return c of the norms so far, and remember this one."""
+        logarithms, count = self.state["logarithms"], self.state["count"]
+        middle = history.median(logarithms.sort().values, count)
+        deviations = (logarithms - middle).abs().sort().values
+        spread = (_TO_STANDARD_DEVIATION * history.median(deviations, count)).clamp(min=self.floor)
+        threshold = torch.where(count < self.warmup, torch.inf, (middle + self.k * spread).exp())
+        history.push(logarithms, count, norm.log(), enters)
+        return threshold.clamp(max=self.ceiling)
+
+
+def _at_least_0(name: str, value: float) -> float:
+    number = check_number(name, value)
+    check(0 <= number < torch.inf, "a finite number >= 0", lambda: f"{name}={value}")
+    return number

@@ -1,0 +1,161 @@
+"""ZClip: norms that stand out by their z-score are cut back."""
+
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from gradguard.arguments import check_number, check_threshold
+from gradguard.clip.thresholds import history
+from gradguard.clip.thresholds.base import ThresholdClipper
+from gradguard.clip.thresholds.state import check, counter, scalar
+from gradguard.tensors.scaling import clip_coefficient
+
+Mode = Literal["adaptive_scaling", "mean", "percentile"]
+
+_EPSILON = 1e-6
+
+
+class ZClip(ThresholdClipper):
+    r"""Cut a norm back when its z-score exceeds a limit, with moving averages of mean and variance.
+
+    The first ``warmup`` norms give the mean μ and the (population) variance σ². From then on
+
+    .. math:: z = \frac{n - \mu}{\sigma + 10^{-6}}, \qquad
+              c = f \Bigl(\mu + \frac{z_t \sigma}{z / z_t}\Bigr) \text{ if } z > z_t, \qquad
+              g \leftarrow g \min\Bigl(1, \frac{\min(c, \text{max\_grad\_norm})}{n}\Bigr)
+
+    and then, with y = c where :math:`z > z_t` and y = n elsewhere,
+
+    .. math:: \mu \leftarrow \alpha \mu + (1 - \alpha) y, \qquad
+              \sigma^2 \leftarrow \alpha \sigma^2 + (1 - \alpha) (y - \mu)^2 \text{ with the new } \mu.
+
+    Two things to know: ``max_grad_norm=1.0`` is a fixed threshold besides, on by default as published, and None turns
+    it off. And the rule remembers the *clipped* norm: after a lasting threefold rise it passes 36 % of the gradient
+    for ever (`ClipByMedian` does not); ``result.locked_in`` tells.
+
+    **Guarantees.** Those of `ThresholdClipper`. With ``strict_paper=True`` mean, variance, thresholds and
+    coefficients are, on the CPU, to the last digit those of the published update. Multiplying the loss by a constant
+    changes no coefficient by more than the 1e-6 beside σ makes, if ``max_grad_norm`` is None.
+
+    **Edge cases.** Those of `ThresholdClipper`, and
+
+    ================================  ==========================================================================
+    input                             result
+    ================================  ==========================================================================
+    a spike inside the warm-up        σ is ruined: spikes as large pass for some hundred steps
+    constant norms                    σ is 0, so that the next larger norm is cut back to μ
+    NaN, ``strict_paper=True``        μ and σ are NaN for ever: from then on only ``max_grad_norm`` clips
+    ================================  ==========================================================================
+
+    Args:
+        alpha: α, from 0 to 1.
+        z_threshold: :math:`z_t`, above 0.
+        warmup: How many norms are collected first, at least 1.
+        max_grad_norm: A threshold that always holds, in the warm-up too; None for none.
+        clip_factor: f, above 0; 0.5 to 0.9 clips harder. The published code multiplies all of c by it, in this mode
+            only, and so does this.
+        mode: ``"adaptive_scaling"`` is the above; ``"mean"`` has c = μ; ``"percentile"`` has :math:`c = \mu + z_t
+            \sigma` whenever n exceeds that.
+        skip_update_on_spike: Leave μ and σ alone where the rule bound.
+        strict_paper: Reproduce the published update, its failures included.
+
+    Raises:
+        InvalidValueError: If a number is outside its range, or the mode is unknown.
+        InvalidTypeError: If one is no number.
+
+    Example:
+        >>> import torch
+        >>> p, clipper = torch.nn.Parameter(torch.zeros(1)), ZClip(warmup=4, max_grad_norm=None)
+        >>> for size in (1.0, 1.2, 0.8, 1.0, 50.0):
+        ...     p.grad = torch.tensor([size])
+        ...     result = clipper([p])
+        >>> p.grad.round(decimals=2)
+        tensor([1.])
+
+    Reference:
+        Kumar, Owen, Roy Chowdhury, Güra (2025), ZClip: adaptive spike mitigation for LLM pre-training,
+        arXiv 2504.02507.
+    """
+
+    def __init__(
+        self,
+        alpha: float = 0.97,
+        z_threshold: float = 2.5,
+        warmup: int = 25,
+        max_grad_norm: float | None = 1.0,
+        clip_factor: float = 1.0,
+        mode: Mode = "adaptive_scaling",
+        skip_update_on_spike: bool = False,
+        strict_paper: bool = False,
+    ) -> None:
+        self.alpha, self.z_threshold = check_number("alpha", alpha), check_number("z_threshold", z_threshold)
+        self.clip_factor = check_number("clip_factor", clip_factor)
+        check(0 <= self.alpha <= 1, "a number from 0 to 1", lambda: f"alpha={alpha}")
+        check(0 < self.z_threshold < torch.inf, "a finite number > 0", lambda: f"z_threshold={z_threshold}")
+        check(0 < self.clip_factor < torch.inf, "a finite number > 0", lambda: f"clip_factor={clip_factor}")
+        check(warmup >= 1, "a whole number >= 1", lambda: f"warmup={warmup}")
+        check(mode in get_args(Mode), "one of " + ", ".join(map(repr, get_args(Mode))), lambda: f"mode={mode!r}")
+        self.max_grad_norm = (
+            torch.inf if max_grad_norm is None else float(check_threshold("max_grad_norm", max_grad_norm))
+        )
+        self.warmup, self.mode = int(warmup), mode
+        self.skip_update_on_spike, self.strict_paper = skip_update_on_spike, strict_paper
+        super().__init__(
+            first=history.empty(self.warmup), count=counter(), mean=scalar(torch.nan), variance=scalar(torch.nan)
+        )
+
+    def choose(self, norm: Tensor, enters: Tensor) -> Tensor:
+        """Return the threshold, and let mean and variance follow.
+
+        It is the smaller of ``max_grad_norm`` and c; where the rule leaves n alone, of the norm at which it would not.
+        """
+        warm = self.state["count"] >= self.warmup
+        limit, bound, spike = self._judge(norm)  # in the warm-up, mean and variance are NaN, and nothing is a spike
+        self._follow_norms(torch.where(spike, bound, norm), enters & warm & ~(spike & self.skip_update_on_spike))
+        self._collect(norm, enters & ~warm)
+        self.state["count"].add_(enters & warm)
+        passes = torch.where(warm & (norm <= limit), limit, torch.inf)
+        return torch.where(spike, bound, passes).clamp(max=self.max_grad_norm)
+
+    def coefficient(self, norm: Tensor, threshold: Tensor) -> Tensor:
+        """Return ``c / n``; with ``strict_paper`` what the published code multiplies by."""
+        if not self.strict_paper:
+            return super().coefficient(norm, threshold)
+        warm = self.state["count"] > self.warmup  # this step's norm is counted already
+        later = torch.where(norm > threshold, threshold / (norm + _EPSILON), 1.0)
+        return torch.where(warm, later, clip_coefficient(norm, self.max_grad_norm))
+
+    def _judge(self, norm: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the norm at which the rule begins to bind, what it cuts ``norm`` back to, and whether it does."""
+        mean, deviation = self.state["mean"].clone(), self.state["variance"].sqrt()
+        if self.mode == "percentile":
+            bound = mean + self.z_threshold * deviation
+            return bound, bound, norm > bound
+        z = (norm - mean) / (deviation + _EPSILON)
+        limit, spike = mean + self.z_threshold * (deviation + _EPSILON), z > self.z_threshold
+        if self.mode == "mean":
+            return limit, mean, spike
+        bound = mean + (self.z_threshold * deviation) / (z / self.z_threshold)
+        return limit, bound * self.clip_factor, spike
+
+    def _follow_norms(self, seen: Tensor, follows: Tensor) -> None:
+        mean = self.alpha * self.state["mean"] + (1 - self.alpha) * seen
+        variance = self.alpha * self.state["variance"] + (1 - self.alpha) * (seen - mean) ** 2
+        self._set(
+            mean=torch.where(follows, mean, self.state["mean"]),
+            variance=torch.where(follows, variance, self.state["variance"]),
+        )
+
+    def _collect(self, norm: Tensor, enters: Tensor) -> None:
+        """Remember a norm of the warm-up; the last one makes mean and variance."""
+        first, count = self.state["first"], self.state["count"]
+        history.push(first, count, norm, enters)
+        complete = enters & (count == self.warmup)  # counted by now
+        # cumsum adds from left to right on the CPU, as the published code does; sum does not
+        mean = first.cumsum(0)[-1] / self.warmup
+        variance = ((first - mean) ** 2).cumsum(0)[-1] / self.warmup
+        self._set(
+            mean=torch.where(complete, mean, self.state["mean"]),
+            variance=torch.where(complete, variance, self.state["variance"]),
+        )

@@ -1,0 +1,380 @@
+"""What an independent review broke: each of these was silently wrong, or refused for ever."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import gradguard as gg
+from reference import per_sample_gradients
+
+B = 5
+
+
+def average(model, x, loss=None):
+    """The plain average of the samples' gradients, from the slow twin."""
+    found = per_sample_gradients(
+        model, lambda s: (loss or squares)(model(s[0])).sum(), [(x[i : i + 1],) for i in range(len(x))]
+    )
+    return {name: g.mean(0) for name, g in found.items()}
+
+
+def squares(output):
+    return output.flatten(1).square().sum(1)
+
+
+def clipper_of(model, **options):
+    return gg.PerSampleGradientClipper(model, gg.FlatNormClipper(torch.inf), **options)
+
+
+def step(model, clipper, x, loss=squares):
+    model.zero_grad()
+    loss(model(x)).mean().backward()
+    clipper.clip_and_accumulate()
+    clipper.pre_step()
+    return {name: p.grad.clone() for name, p in model.named_parameters()}
+
+
+def assert_same(found, expected):
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-10, atol=1e-12, msg=name)
+
+
+class Tokens(nn.Module):
+    """Flattens samples and tokens before a layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+
+    def forward(self, x):
+        return self.layer(x.reshape(-1, 4)).view(*x.shape[:2], 3)
+
+
+def test_one_token_first_and_more_tokens_later():
+    model = Tokens().double()
+    clipper = clipper_of(model)
+    for tokens in (1, 6, 1):
+        x = torch.randn(2, tokens, 4, dtype=torch.float64)
+        found = step(model, clipper, x)
+        clipper.detach()
+        assert_same(found, average(model, x))
+        model = Tokens().double()
+        model.load_state_dict(model.state_dict())
+        clipper = clipper_of(model)
+
+
+class Turning(nn.Module):
+    """Turns samples and time round once a flag is set: a layer then sees other rows."""
+
+    def __init__(self):
+        super().__init__()
+        self.turned = False
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.layer(x.transpose(0, 1)).transpose(0, 1) if self.turned else self.layer(x)
+
+
+def test_a_layer_that_gets_other_rows_than_samples_is_refused_and_looked_at_again():
+    model = Turning().double()
+    clipper = clipper_of(model)
+    x = torch.randn(B, 3, 4, dtype=torch.float64)
+    step(model, clipper, x)
+    model.turned = True
+    with pytest.raises(gg.UnsupportedGradientError, match="3 rows where 5 samples were expected"):
+        model(x)
+    assert all(p.requires_grad for p in model.parameters())
+    found = step(model, clipper, x)
+    clipper.detach()
+    assert_same(found, average(model, x))
+
+
+class OwnDropout(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer, self.scale = nn.Linear(4, 4), nn.Parameter(torch.ones(4))
+
+    def forward(self, x):
+        return F.dropout(self.layer(x) * self.scale, 0.5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_random_numbers_in_own_code_are_noticed_in_every_dtype(dtype):
+    torch.manual_seed(0)
+    model = OwnDropout().to(dtype)
+    clipper = clipper_of(model, check=False)
+    squares(model(torch.randn(B, 4, dtype=dtype))).mean().backward()
+    with pytest.raises(gg.UnsupportedGradientError, match="draw random numbers"):
+        clipper.clip_and_accumulate()
+
+
+def test_a_hook_of_the_user_that_keeps_an_output_for_the_loss():
+    model, kept = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2)).double(), []
+    model[0].register_forward_hook(lambda module, args, output: kept.append(output))
+    clipper = clipper_of(model)
+    x = torch.randn(B, 4, dtype=torch.float64)
+    loss = squares(model(x)) + squares(kept[-1])
+    loss.mean().backward()
+    clipper.clip_and_accumulate()
+    clipper.pre_step()
+    found = {name: p.grad.clone() for name, p in model.named_parameters()}
+    clipper.detach()
+    model.zero_grad()
+    (squares(model(x)) + squares(kept[-1])).mean().backward()
+    assert_same(found, {name: p.grad for name, p in model.named_parameters()})
+
+
+class Storing(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4, 3))
+
+    def forward(self, x):
+        y = x @ self.weight
+        self.penalty = y.square().sum(1)
+        return y
+
+
+def test_code_that_stores_a_term_of_the_loss_on_its_module_is_refused():
+    model = nn.Sequential(nn.Linear(4, 4), Storing())
+    with pytest.raises(
+        gg.UnsupportedGradientError, match=r"stores a tensor with a gradient as an attribute \(penalty\)"
+    ):
+        clipper_of(model).module(torch.randn(B, 4))
+
+
+class Noisy(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+
+    def forward(self, x):
+        return self.layer(x + torch.randn_like(x))
+
+
+def test_a_model_that_cannot_be_compared_says_so():
+    model = Noisy()
+    clipper = clipper_of(model)
+    squares(model(torch.randn(B, 4))).mean().backward()
+    with pytest.warns(UserWarning, match="because it draws random numbers of its own"):
+        clipper.clip_and_accumulate()
+
+
+class Interrupted(nn.Module):
+    """Own code, so that its parameter is hidden from autograd while it runs."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.shift, self.interrupt = nn.Linear(4, 3), nn.Parameter(torch.ones(3)), False
+
+    def forward(self, x):
+        x = self.layer(x) + self.shift
+        if self.interrupt:
+            raise KeyboardInterrupt("stop")
+        return x
+
+
+def test_an_interrupt_in_forward_leaves_no_layer_untrained():
+    model = Interrupted().double()
+    clipper = clipper_of(model)
+    x = torch.randn(B, 4, dtype=torch.float64)
+    step(model, clipper, x)
+    model.interrupt = True
+    with pytest.raises(KeyboardInterrupt, match="stop"):
+        model(x)
+    model.interrupt = False
+    found = step(model, clipper, x)
+    assert all(p.requires_grad for p in model.parameters())
+    clipper.detach()
+    assert_same(found, average(model, x))
+
+
+def test_a_mini_batch_that_fails_half_way_is_not_counted_twice(monkeypatch):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)).double()
+    clipper = clipper_of(model)
+    x = torch.randn(B, 4, dtype=torch.float64)
+    add, calls = type(clipper._accumulation).add, []
+
+    def failing(self, name, total):
+        calls.append(name)
+        if len(calls) == 2:
+            raise MemoryError("no memory")
+        add(self, name, total)
+
+    monkeypatch.setattr(type(clipper._accumulation), "add", failing)
+    squares(model(x)).mean().backward()
+    with pytest.raises(MemoryError, match="no memory"):
+        clipper.clip_and_accumulate()
+    found = step(model, clipper, x)
+    clipper.detach()
+    assert_same(found, average(model, x))
+
+
+class Moving(nn.Module):
+    """Assigns a new tensor to a buffer in each forward, and counts calls."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.calls = nn.Linear(4, 3), 0
+        self.register_buffer("mean", torch.zeros(4))
+
+    def forward(self, x):
+        self.calls += 1
+        self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(0)
+        return self.layer(x)
+
+
+def test_looking_at_the_model_leaves_no_trace():
+    model = Moving()
+    x = torch.randn(B, 4)
+    step(model, clipper_of(model), x)
+    assert model.calls == 1
+    torch.testing.assert_close(model.mean, 0.1 * x.mean(0))
+
+
+def test_weights_that_are_no_longer_tied():
+    model = nn.Sequential(nn.Embedding(7, 4), nn.Linear(4, 7, bias=False))
+    model[1].weight = model[0].weight
+    clipper = clipper_of(model)
+    model[1].weight = nn.Parameter(model[1].weight.detach().clone())
+    with pytest.raises(gg.UnsupportedGradientError, match=r"no longer tied as it was.*make a new clipper"):
+        clipper.module(torch.zeros(B, 2, dtype=torch.long))
+
+
+def test_unfreezing_within_a_step():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    clipper = clipper_of(model)
+    x = torch.randn(B, 4)
+    model[0].requires_grad_(False)
+    squares(model(x)).mean().backward()
+    clipper.clip_and_accumulate()
+    model[0].requires_grad_(True)
+    squares(model(x)).mean().backward()
+    with pytest.raises(gg.InvalidValueError, match=r"frozen or unfrozen between two mini-batches.*discard\(\)"):
+        clipper.clip_and_accumulate()
+    clipper.discard()
+    squares(model(x)).mean().backward()
+    clipper.clip_and_accumulate()
+    assert clipper.pre_step().batch_size == B
+
+
+def test_discard_forgets_the_backward_that_was_for_something_else():
+    model = nn.Linear(4, 2).double()
+    clipper = clipper_of(model)
+    x = torch.randn(B, 4, dtype=torch.float64, requires_grad=True)
+    torch.autograd.grad(squares(model(x)).sum(), x)  # an adversarial example
+    clipper.discard()
+    found = step(model, clipper, x.detach())
+    clipper.detach()
+    assert_same(found, average(model, x.detach()))
+
+
+def test_two_clippers_on_one_module():
+    model = nn.Sequential(nn.Linear(4, 2))
+    first = clipper_of(model)
+    with pytest.raises(gg.InvalidValueError, match=r"has a clipper already.*call detach\(\) on the other"):
+        clipper_of(model[0])
+    first.detach()
+    clipper_of(model[0])
+
+
+class LayerDrop(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        x = self.first(x)
+        return x + self.second(x) if float(torch.rand(())) < 0.5 else x
+
+
+@pytest.mark.filterwarnings("ignore:gradguard could not compare")
+def test_layers_that_are_left_out_by_chance():
+    torch.manual_seed(3)
+    model = LayerDrop().double()
+    clipper = clipper_of(model)
+    x = torch.randn(B, 4, dtype=torch.float64)
+    for seed in range(12):
+        torch.manual_seed(seed)
+        found = step(model, clipper, x)
+        with clipper._following.quietly():
+            torch.manual_seed(seed)
+            grads = torch.autograd.grad(squares(model(x)).mean(), list(model.parameters()), materialize_grads=True)
+        assert_same(found, dict(zip(found, grads, strict=True)))
+
+
+class Masked(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x, mask=None, scores=None):
+        y = self.layer(x)
+        return y if mask is None else mask @ y
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_mask_that_comes_later_or_only_first(first):
+    model = Masked().double()
+    clipper = clipper_of(model)
+    x, mask = torch.randn(B, 3, 4, dtype=torch.float64), torch.rand(3, 3, dtype=torch.float64)
+    for with_mask in (first, not first):
+        model.zero_grad()
+        given = mask if with_mask else None
+        squares(model(x, given)).mean().backward()
+        clipper.clip_and_accumulate()
+        clipper.pre_step()
+        found = {name: p.grad.clone() for name, p in model.named_parameters()}
+        with clipper._following.quietly():
+            grads = torch.autograd.grad(squares(model(x, given)).mean(), list(model.parameters()))
+        assert_same(found, dict(zip(found, grads, strict=True)))
+
+
+def test_a_constant_mask_of_the_size_of_the_batch():
+    model = Masked().double()
+    clipper = clipper_of(model)
+    x, mask = torch.randn(B, B, 4, dtype=torch.float64), torch.rand(B, B, dtype=torch.float64)
+    squares(model(x, mask)).mean().backward()
+    clipper.clip_and_accumulate()
+    clipper.pre_step()
+    found = {name: p.grad.clone() for name, p in model.named_parameters()}
+    clipper.detach()
+    grads = torch.autograd.grad(squares(model(x, mask)).mean(), list(model.parameters()))
+    assert_same(found, dict(zip(found, grads, strict=True)))
+
+
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        (lambda: nn.LazyLinear(3), "weight has no shape yet: call the module once"),
+        (lambda: nn.Linear(3, 2, dtype=torch.complex64), "weight is complex.*real and imaginary parts"),
+    ],
+    ids=["lazy", "complex"],
+)
+def test_parameters_that_cannot_be_clipped(model, words):
+    with pytest.raises(gg.UnsupportedGradientError, match=words):
+        clipper_of(model())
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_an_old_style_weight_norm_says_what_to_type():
+    model = nn.utils.weight_norm(nn.Linear(4, 2))
+    clipper = clipper_of(model, check=False)
+    with pytest.raises(gg.UnsupportedGradientError, match=r"Use torch.nn.utils.parametrizations"):
+        squares(clipper.module(torch.randn(B, 4))).mean().backward()
+
+
+def test_a_model_made_half_precise_later_keeps_the_bound():
+    model = nn.Linear(300, 20)
+    clipper = gg.PerSampleGradientClipper(model, gg.FlatNormClipper(1.0))
+    model.bfloat16()
+    largest = 0.0
+    for seed in range(20):
+        torch.manual_seed(seed)
+        model.zero_grad()
+        squares(model(torch.randn(1, 300, dtype=torch.bfloat16))).mean().backward()
+        clipper.clip_and_accumulate()
+        clipper.pre_step()
+        largest = max(largest, gg.get_total_norm([p.grad.double() for p in model.parameters()]).item())
+    assert 0.99 < largest <= 1.0
