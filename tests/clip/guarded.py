@@ -94,8 +94,9 @@ def assert_same(ours, theirs, tolerance: float = 0.0) -> None:
     if isinstance(ours, Tensor):
         torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance, equal_nan=True)
     elif isinstance(ours, dict):
-        assert list(ours) == list(theirs)
-        assert_same(list(ours.values()), list(theirs.values()), tolerance)
+        assert set(ours) == set(theirs)
+        for key in ours:
+            assert_same(ours[key], theirs[key], tolerance)
     elif isinstance(ours, list | tuple):
         assert len(ours) == len(theirs)
         for a, b in zip(ours, theirs, strict=True):

@@ -4,10 +4,10 @@ import math
 
 import numpy as np
 import pytest
+import threshold_twins as twins
 import torch
 from torch import Tensor, nn
 
-import threshold_twins as twins
 from gradguard.clip.thresholds.adagc import AdaGC
 from gradguard.clip.thresholds.autoclip import AutoClip
 from gradguard.clip.thresholds.median import ClipByMedian
@@ -20,17 +20,17 @@ def noise(count: int, seed: int = 0, level: float = 1.0) -> list[float]:
 
 
 SEQUENCES = {
-    "noise": noise(150),
-    "rise": noise(60) + noise(90, 1, 3.0),
-    "spike": [*noise(60), 200.0, *noise(40, 1), 200.0, 200.0, *noise(30, 2)],
-    "spike in the warm-up": [*noise(10), 9000.0, *noise(80, 1), 500.0, *noise(20, 2)],
-    "constant": [1.5] * 60 + [1.6] * 5,
+    "noise": noise(70),
+    "rise": noise(40) + noise(40, 1, 3.0),
+    "spike": [*noise(40), 200.0, *noise(20, 1), 200.0, 200.0, *noise(10, 2)],
+    "spike in the warm-up": [*noise(10), 9000.0, *noise(40, 1), 500.0, *noise(10, 2)],
+    "constant": [1.5] * 40 + [1.6] * 5,
     "zeros": [0.0, 0.0, *noise(40), 0.0, *noise(10, 1)],
     "NaN": [*noise(40), math.nan, *noise(20, 1), 1000.0, *noise(10, 2)],
     "NaN in the warm-up": [*noise(5), math.nan, *noise(40, 1), 1000.0],
     "NaN first": [math.nan, *noise(10)],
-    "inf": [*noise(40), math.inf, *noise(20, 1), 1000.0],
-    "tiny": [1e-9 * n for n in noise(60)],
+    "inf": [*noise(40), math.inf, *noise(10, 1), 1000.0],
+    "tiny": [1e-9 * n for n in noise(40)],
 }
 
 
@@ -46,7 +46,7 @@ def steps(clipper, norms):
         yield clipper([p])
 
 
-@pytest.mark.parametrize("percent", [0.0, 10.0, 37.5, 90.0, 100.0])
+@pytest.mark.parametrize("percent", [0.0, 10.0, 37.5, 100.0])
 @pytest.mark.parametrize("name", SEQUENCES)
 def test_autoclip(name, percent):
     twin = twins.AutoClip(percent)
@@ -54,17 +54,6 @@ def test_autoclip(name, percent):
         coefficient = twin.step(float(result.norm))
         assert same(result.threshold, twin.threshold), t
         assert same(result.coefficient, coefficient), t
-
-
-def test_autoclip_has_room_for_every_norm():
-    norms = noise(2200)
-    twin = twins.AutoClip(10.0)
-    expected = [twin.step(n) for n in norms[:30]]
-    clipper = AutoClip(10.0, strict_paper=True)
-    coefficients = [float(r.coefficient) for r in steps(clipper, norms)]
-    assert coefficients[:30] == expected
-    assert clipper.state["history"].isfinite().sum() == 2200
-    assert clipper.state["history"][:2200].tolist() == sorted(norms)
 
 
 @pytest.mark.parametrize("percent", [0.0, 10.0, 37.5, 50.0, 90.0, 100.0])
@@ -78,15 +67,18 @@ ZCLIPS = {
     "no ceiling": {"max_grad_norm": None},
     "mean": {"max_grad_norm": None, "mode": "mean"},
     "percentile": {"max_grad_norm": None, "mode": "percentile"},
+    "low ceiling": {"max_grad_norm": 0.7},
     "harder": {"max_grad_norm": 2.0, "clip_factor": 0.7, "z_threshold": 1.5, "alpha": 0.9},
     "spikes skipped": {"max_grad_norm": None, "skip_update_on_spike": True},
     "short warm-up": {"max_grad_norm": None, "warmup": 3},
 }
 
 
-@pytest.mark.parametrize("options", ZCLIPS)
-@pytest.mark.parametrize("name", SEQUENCES)
-def test_zclip(name, options):
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [(o, n) for o in ZCLIPS for n in SEQUENCES if o in ("published", "no ceiling") or n in ("rise", "spike", "NaN")],
+)
+def test_zclip(options, name):
     twin, clipper = twins.ZClip(**ZCLIPS[options]), ZClip(**ZCLIPS[options], strict_paper=True)
     for t, result in enumerate(steps(clipper, SEQUENCES[name])):
         coefficient = twin.step(float(result.norm))
@@ -99,15 +91,12 @@ ADAGCS = {
     "published": {},
     "short warm-up": {"warmup": 10},
     "tight": {"absolute": 0.3, "relative": 1.03, "beta": 0.9, "warmup": 10},
-    "warm-up of no step": {"warmup": 1},
 }
 
 
 @pytest.mark.parametrize("options", ADAGCS)
 @pytest.mark.parametrize("name", [name for name in SEQUENCES if name != "NaN first"])
 def test_adagc(name, options):
-    if options == "warm-up of no step":
-        pytest.skip("the paper has no average to begin with")
     twin, clipper = twins.AdaGC(**ADAGCS[options]), AdaGC(**ADAGCS[options], strict_paper=True)
     sizes = list(zip(SEQUENCES[name], noise(len(SEQUENCES[name]), 7, 0.2), [0.0] * 200, strict=False))
     tensors = [nn.Parameter(torch.zeros(1, dtype=torch.float64)) for _ in range(3)]

@@ -53,7 +53,7 @@ class Chain(Clipper):
         >>> layer.weight.grad = torch.tensor([[30.0, 40.0]])
         >>> result = Chain(ClipByValue(8.0), ClipByGlobalNorm(5.0))(layer)
         >>> layer.weight.grad.norm(), result.norm
-        (tensor(5.), tensor(50.))
+        (tensor(5.0000), tensor(50.))
 
     Reference:
         Babuschkin and others (2020), The DeepMind JAX ecosystem, ``optax.chain``.

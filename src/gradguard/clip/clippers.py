@@ -1,7 +1,7 @@
 """The fixed rules as objects: by value, by the norm of each tensor, by the norm of all, adaptive."""
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -200,15 +200,18 @@ class ClipByValue(_FixedRule):
         norms = norms_of(found, scale)
         norm = total_of(norms)
         bounds = _at_scale(low, scale), _at_scale(high, scale)
-        clipped = move(exceeds(found.gradients, *bounds), norm.device) if found.gradients else norm > norm
+        suspect = _may_exceed(found.norms, *bounds)
+        some = [g for g, may in zip(found.gradients, suspect, strict=True) if may]
+        clipped = move(exceeds(some, *bounds), norm.device) if some else norm > norm
         locked_in = self._lock_in.follow(clipped, high if isinstance(high, Tensor) else abs(high), norm.isfinite())
         coefficient = torch.ones_like(norm)
 
         def write() -> None:
             if are_readable(clipped, norm) and not bool(clipped) and bool(norm.isfinite()):
                 return
-            clamp_(found.gradients, *bounds)
-            coefficient.copy_(torch.where(clipped, total_norm(found.gradients) / total_of(found.norms), 1.0))
+            clamp_(some, *bounds)
+            after = [_norm_where(found.norms, [not may for may in suspect]), move(total_norm(some), norm.device)]
+            coefficient.copy_(torch.where(clipped, total_of(torch.stack(after)) / total_of(found.norms), 1.0))
 
         result = describe(found, norms, coefficient, clipped, threshold=high, locked_in=locked_in)
         return Decision(found, result, None, write)
@@ -271,16 +274,20 @@ class ClipAdaptive(_FixedRule):
         self._exclude = None if nothing else Selector(exclude, "exclude")
         self._names, self._learned = KnownNames(), False
         self._layouts: dict[int, tuple[weakref.ref, UnitLayout]] = {}
+        self._known: list[int] = []  # the parameters of the module that `learn` saw last
+        self._module: Callable[[], nn.Module | None] = lambda: None
 
     def learn(self, parameters: Parameters) -> None:
         """Look which layers of a module have units along another dimension, and whether ``exclude`` fits."""
-        names, tensors = self._names.learn(parameters)
-        self._learned = True
         if self._exclude is not None:
+            names, tensors = self._names.learn(parameters)
             self._exclude.require_match(tensors, names, complete=True)
+            self._learned = True
         if isinstance(parameters, nn.Module):
-            layouts, by_id = unit_layouts(parameters), {id(t): t for t in tensors}
-            self._layouts = {i: (weakref.ref(by_id[i]), layout) for i, layout in layouts.items()}
+            by_id = {id(p): p for p in parameters.parameters()}
+            if self._module() is not parameters or list(by_id) != self._known:
+                self._module, self._known = weakref.ref(parameters), list(by_id)
+                self._layouts = {i: (weakref.ref(by_id[i]), u) for i, u in unit_layouts(parameters).items()}
 
     @torch.no_grad()
     def decide(self, found: Gradients, scale: float | Tensor = 1.0) -> Decision:
@@ -296,12 +303,11 @@ class ClipAdaptive(_FixedRule):
 
         def write() -> None:
             bound = _at_scale(limit, scale)
-            done = clip_adaptive(_pairs(found, kept), bound, eps=self.eps, layouts=self._units()).result()
-            sizes = norms.unbind()
-            apart = [_norm_of([x for x, out in zip(sizes, excluded, strict=True) if out == side]) for side in (0, 1)]
-            after = _norm_of([move(apart[0], norm.device) * done.coefficient, apart[1]])
-            clipped.copy_(done.clipped)
-            coefficient.copy_(torch.where(clipped, after / norm, 1.0))
+            done = clip_adaptive(_pairs(found, kept), bound, eps=self.eps, layouts=self._units())
+            factors, units = (_joined(vectors, norm) for vectors in (done.factors, done.norms))
+            clipped.copy_((factors < 1).any())
+            after = total_of(torch.stack([total_of(units * factors), _norm_where(found.norms, excluded)]))
+            coefficient.copy_(torch.where(clipped, after / total_of(found.norms), 1.0))
             locked_in.copy_(self._lock_in.follow(clipped, limit, norm.isfinite()))
 
         result = describe(found, norms, coefficient, clipped, threshold=limit, locked_in=locked_in)
@@ -332,8 +338,26 @@ def _pairs(found: Gradients, kept: Sequence[int]) -> Parameters:
     return [(names[i], found.parameters[i]) for i in kept]
 
 
-def _norm_of(norms: Sequence[Tensor]) -> Tensor:
-    return total_of(torch.stack(list(norms))) if norms else torch.zeros((), dtype=torch.float64, device="cpu")
+def _may_exceed(norms: Tensor, low: float | Tensor, high: float | Tensor) -> list[bool]:
+    """Return for each gradient whether an element may lie outside the bounds; where Python may not look, any may.
+
+    No element is larger than the norm, which has been measured, to some rounding.
+    """
+    if not are_readable(norms, *[bound for bound in (low, high) if isinstance(bound, Tensor)]):
+        return [True] * len(norms)
+    certain = min(-float(low), float(high)) * (1 - 1e-5)
+    return [not norm <= certain for norm in norms.tolist()]
+
+
+def _norm_where(norms: Tensor, chosen: Sequence[bool]) -> Tensor:
+    """The norm of the chosen gradients from the norm of each; without an index that would be copied to the device."""
+    some = [norm for norm, this in zip(norms.unbind(), chosen, strict=True) if this]
+    return total_of(torch.stack(some) if some else norms[:0])
+
+
+def _joined(vectors: Sequence[Tensor], like: Tensor) -> Tensor:
+    """One vector of vectors that may lie on several devices."""
+    return torch.cat([like.new_zeros(0), *(move(v, like.device, like.dtype) for v in vectors)])
 
 
 def _at_scale(bound: float | Tensor, scale: float | Tensor) -> float | Tensor:

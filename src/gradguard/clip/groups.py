@@ -71,7 +71,7 @@ class Groups(Clipper):
         ['0', '1.bias', 'rest']
     """
 
-    def __init__(self, groups: Rules, rest: Clipper | None | EllipsisType = ...) -> None:
+    def __init__(self, groups: Rules, rest: Clipper | EllipsisType | None = ...) -> None:
         pairs = list(groups.items()) if isinstance(groups, Mapping) else list(groups)
         self._selectors = [Selector(selection, f"group {i}") for i, (selection, _) in enumerate(pairs)]
         self._open = rest is ...
@@ -79,18 +79,19 @@ class Groups(Clipper):
         labels = [_label(selection, i) for i, (selection, _) in enumerate(pairs)] + ["rest"] * (not self._open)
         _check(clippers, labels)
         self.members: dict[str, Clipper | None] = dict(zip(labels, clippers, strict=True))
-        self._names, self._learned = KnownNames(), False
-        self._known: tuple[Any, list[int]] | None = None
+        self._names = KnownNames()
+        self._checked: object = None  # the parameters that `learn` has last seen
+        self._known: tuple[object, list[int]] | None = None  # the gradients that came last, and the group of each
 
     def learn(self, parameters: Parameters) -> None:
         """Look at all parameters, those without a gradient too: every group must fit some, none may be in two."""
         names, tensors = self._names.learn(parameters)
         everything = Gradients(tensors, tensors, range(len(tensors)), names)
-        if self._known is None or self._known[0] != _key(everything):
+        if self._checked != _key(everything):
             for selector in self._selectors:
                 selector.require_match(tensors, names, complete=True)
-            self._known = _key(everything), self._place(everything)
-        self._learned = True
+            self._place(everything)
+            self._checked, self._known = _key(everything), None
         for member in self._clippers():
             member.learn(parameters)
 
@@ -162,7 +163,7 @@ class Groups(Clipper):
         """The group of each gradient, by position; worked out again only when other gradients come."""
         key = _key(found)
         if self._known is None or self._known[0] != key:
-            if not self._learned:
+            if self._checked is None:
                 for selector in self._selectors:
                     selector.require_match(found.parameters, found.names, complete=False)
             self._known = key, self._place(found)

@@ -351,8 +351,9 @@ def _check(optimizer: object, clipper: object, policy: str, limit: int | None) -
             "Of a wrapper pass the optimizer inside, often wrapper.optimizer."
         )
     if not isinstance(clipper, Clipper):
+        came = f"the class {clipper.__name__}" if isinstance(clipper, type) else type(clipper).__name__
         raise InvalidTypeError(
-            f"clipper is {type(clipper).__name__}: expected a clipper, such as ClipByGlobalNorm(1.0) or ClipByMedian()."
+            f"clipper is {came}: expected a clipper, such as ClipByGlobalNorm(1.0) or ClipByMedian()."
         )
     if policy not in get_args(GuardPolicy):
         known = ", ".join(f'"{name}"' for name in get_args(GuardPolicy))

@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import nn
 
+from gradguard.distributed import is_sharded
 from gradguard.errors import UnsupportedGradientError
 from gradguard.per_sample.dry_run import Slot
 from gradguard.per_sample.layers.call import BatchAxis
@@ -31,6 +32,8 @@ class Planning:
     """
 
     def __init__(self, batch_first: bool, names: Mapping[Slot, str], observe: Any) -> None:
+        # Under FSDP2 every dry run is a collective, so all processes must do the same ones, whatever their batches.
+        self._sharded = any(is_sharded(getattr(module, slot)) for module, slot in names)
         self._batch_first, self._names, self._observe = batch_first, names, observe
         self._plans: dict[Any, tuple[list[Plans], frozenset[int]]] = {}
         self._current: list[Plans] = []
@@ -58,7 +61,7 @@ class Planning:
 
     def begin(self, module: nn.Module, arguments: Arguments, size: int) -> None:
         """An outermost call starts: plan it, if it is of a new kind."""
-        key = (module, signature(arguments))
+        key = (module, signature(arguments, sizes=not self._sharded))
         if key not in self._plans:
             self._plans[key] = self._plan(module, arguments, size)
             self.unverified = True
@@ -82,7 +85,7 @@ class Planning:
         return any(self._names.get((m, slot)) in self._trained for m in module.modules() for slot in m._parameters)
 
     def _plan(self, module: nn.Module, arguments: Arguments, size: int) -> tuple[list[Plans], frozenset[int]]:
-        others = other_candidates(arguments, self._batch_first, size)
+        others = [] if self._sharded else other_candidates(arguments, self._batch_first, size)
         attempts = [frozenset(), *[frozenset([i]) for i in others], frozenset(others)] if others else [frozenset()]
         failure: UnsupportedGradientError | None = None
         for whole in attempts:
@@ -103,7 +106,7 @@ class Planning:
             if not plans or missing & plan.modules:
                 plans.append(plan)
             missing -= plan.modules
-            if not missing or not plan.draws:
+            if not missing or not plan.draws or self._sharded:
                 break
         return plans
 

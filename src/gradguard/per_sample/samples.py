@@ -41,15 +41,20 @@ def other_candidates(arguments: Arguments, batch_first: bool, size: int) -> list
     return fitting[1:]
 
 
-def signature(arguments: Arguments) -> Hashable:
-    """Return what tells one way of calling a module from another: all but the sizes of tensors, where above 1."""
+def signature(arguments: Arguments, sizes: bool) -> Hashable:
+    """Return what tells one way of calling a module from another: all but the sizes of tensors.
+
+    Args:
+        arguments: Of one call.
+        sizes: Tell sizes of 1 from others, too: what is one token now may be several in the next call.
+    """
     leaves, spec = tree_flatten(arguments)
-    return str(spec), tuple(map(_form, leaves))
+    return str(spec), tuple(_form(leaf, sizes) for leaf in leaves)
 
 
-def _form(leaf: Any) -> Hashable:
+def _form(leaf: Any, sizes: bool) -> Hashable:
     if isinstance(leaf, Tensor):
-        return leaf.dtype, tuple(size == 1 for size in leaf.shape)
+        return leaf.dtype, tuple(sizes and size == 1 for size in leaf.shape)
     return leaf if isinstance(leaf, bool | str | None) else type(leaf)
 
 

@@ -152,12 +152,13 @@ class AdaGC(StatefulClipper):
         averages, seen = self.state["averages"][places], self.state["seen"][places]
         self.state["step"].add_(1)
         own = self.relative * averages / norms
+        absolute = torch.full_like(norm, self.absolute)  # a Python number over a tensor would be rounded twice
         if self.strict_paper:
             warm, enters = (self.state["step"] < self.warmup).expand_as(norms), torch.ones_like(norms, dtype=torch.bool)
-            factors = torch.where(warm, self.absolute / (norm + _EPSILON), own).clamp(max=1.0)
+            factors = torch.where(warm, absolute / (norm + _EPSILON), own).clamp(max=1.0)
         else:
             warm, enters = seen + 1 < self.warmup, norm.isfinite() & (norms > 0)
-            together = torch.ones_like(norm) if math.isinf(self.absolute) else self.absolute / norm
+            together = torch.ones_like(norm) if math.isinf(self.absolute) else absolute / norm
             factors = torch.where(norms == 0, 1.0, torch.where(warm, together, own).clamp(max=1.0))
         scaled = factors * norms
         least = torch.where(scaled < averages, scaled, averages)  # not `minimum`, which NaN would spoil

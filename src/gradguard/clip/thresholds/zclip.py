@@ -1,5 +1,6 @@
 """ZClip: norms that stand out by their z-score are cut back."""
 
+import math
 from typing import Literal, get_args
 
 import torch
@@ -9,7 +10,6 @@ from gradguard.arguments import check_number, check_threshold
 from gradguard.clip.thresholds import history
 from gradguard.clip.thresholds.base import ThresholdClipper
 from gradguard.clip.thresholds.state import check, counter, scalar
-from gradguard.tensors.scaling import clip_coefficient
 
 Mode = Literal["adaptive_scaling", "mean", "percentile"]
 
@@ -124,7 +124,14 @@ class ZClip(ThresholdClipper):
             return super().coefficient(norm, threshold)
         warm = self.state["count"] > self.warmup  # this step's norm is counted already
         later = torch.where(norm > threshold, threshold / (norm + _EPSILON), 1.0)
-        return torch.where(warm, later, clip_coefficient(norm, self.max_grad_norm))
+        return torch.where(warm, later, self._first_coefficient(norm))
+
+    def _first_coefficient(self, norm: Tensor) -> Tensor:
+        """Return what `torch.nn.utils.clip_grad_norm_` multiplies by."""
+        if math.isinf(self.max_grad_norm):
+            return torch.ones_like(norm)
+        # a Python number over a tensor would be rounded twice
+        return (torch.full_like(norm, self.max_grad_norm) / (norm + _EPSILON)).clamp(max=1.0)
 
     def _judge(self, norm: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return the norm at which the rule begins to bind, what it cuts ``norm`` back to, and whether it does."""

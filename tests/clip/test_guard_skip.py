@@ -1,0 +1,297 @@
+"""A step that is not finite does not happen: weights, state and counters stay to the bit, and training goes on."""
+
+import pytest
+import torch
+from guarded import ALL, PLAIN, Third, assert_same, clipper, held, model, put_gradients, spoil
+from torch import nn
+
+import gradguard as gg
+from gradguard.clip.guard import Guard
+
+
+@pytest.mark.parametrize("bad_steps", [(0,), (0, 1), (2,), (1, 3)], ids=str)
+@pytest.mark.parametrize("name", ALL)
+def test_a_skipped_step_leaves_every_bit(name, bad_steps):
+    ours, theirs = model(), model()
+    a, b = ALL[name](ours.parameters()), ALL[name](theirs.parameters())
+    guard, _ = Guard(a, clipper()), Guard(b, clipper())
+    for step in range(5):
+        put_gradients(ours, step)
+        if step in bad_steps:
+            spoil(ours, float("inf") if step % 2 else float("nan"))
+            gradients = [p.grad for p in ours.parameters()]
+            before = held(ours, a)
+            a.step()
+            assert_same(held(ours, a), before)
+            assert all(p.grad is g for p, g in zip(ours.parameters(), gradients, strict=True))
+        else:
+            a.step()
+            put_gradients(theirs, step)
+            b.step()
+    assert_same(held(ours, a), held(theirs, b))
+    assert guard.skipped_steps == len(bad_steps)
+    assert guard.steps == 5
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_the_same_with_a_closure(name):
+    net = model()
+    optimizer = PLAIN[name](net.parameters())
+    guard = Guard(optimizer, clipper())
+    calls = []
+
+    def closure(bad=False):
+        calls.append(bad)
+        put_gradients(net, len(calls))
+        if bad:
+            spoil(net)
+        return torch.tensor(float(len(calls)))
+
+    for bad in (True, False, True):
+        before = held(net, optimizer)
+        loss = optimizer.step(lambda bad=bad: closure(bad))
+        assert float(loss) == len(calls)
+        if bad:
+            assert_same(held(net, optimizer), before)
+    assert calls == [True, False, True]
+    assert guard.skipped_steps == 2
+
+
+class Quadratic(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(-1, 1, 6))
+
+    def forward(self):
+        curvature = torch.linspace(1, 9, 6)
+        return (curvature * (self.weight - 0.3).square()).sum() + self.weight.pow(4).sum()
+
+
+def lbfgs(net, **options):
+    return torch.optim.LBFGS(net.parameters(), lr=0.2, max_iter=4, history_size=3, **options)
+
+
+def search(net, optimizer, bad_at: int | None = None) -> int:
+    """One step of LBFGS, with NaN at one of its evaluations; return how many there were."""
+    evaluations = 0
+
+    def closure():
+        nonlocal evaluations
+        optimizer.zero_grad()
+        loss = net()
+        loss.backward()
+        if evaluations == bad_at:
+            spoil(net)
+        evaluations += 1
+        return loss
+
+    optimizer.step(closure)
+    return evaluations
+
+
+@pytest.mark.parametrize("line_search", [None, "strong_wolfe"])
+@pytest.mark.parametrize("bad_at", [0, 1, 3])
+@pytest.mark.parametrize("after", [0, 1, 6])
+def test_lbfgs_is_undone_from_inside_its_search(line_search, bad_at, after):
+    ours, theirs = Quadratic(), Quadratic()
+    a, b = lbfgs(ours, line_search_fn=line_search), lbfgs(theirs, line_search_fn=line_search)
+    guard, _ = Guard(a, clipper()), Guard(b, clipper())
+    for _ in range(after):
+        search(ours, a)
+        search(theirs, b)
+    before = held(ours, a)
+    assert search(ours, a, bad_at) > bad_at
+    assert_same(held(ours, a), before)
+    assert guard.skipped_steps == 1
+    for _ in range(3):  # and training goes on
+        assert search(ours, a) == search(theirs, b)
+    assert_same(held(ours, a), held(theirs, b))
+
+
+class Twice(Third):
+    """Evaluates its closure a second time, at other weights, as SAM does; on some steps only."""
+
+    often = True
+
+    def step(self, closure=None):
+        if self.often:
+            with torch.enable_grad():
+                closure()
+            with torch.no_grad():
+                for p in self.param_groups[0]["params"]:
+                    p.add_(0.1)
+        return super().step(closure)
+
+
+def spoiled_at(net, bad_at: int | None):
+    evaluations = []
+
+    def closure():
+        put_gradients(net, len(evaluations))
+        if len(evaluations) == bad_at:
+            spoil(net)
+        evaluations.append(1)
+        return torch.zeros(())
+
+    return closure
+
+
+@pytest.mark.parametrize("bad_at", [0, 1])
+def test_a_foreign_optimizer_that_evaluates_twice_is_undone(bad_at):
+    net = model()
+    optimizer = Twice(net.parameters())
+    guard = Guard(optimizer, clipper())
+    for _ in range(2):
+        before = held(net, optimizer)
+        optimizer.step(spoiled_at(net, bad_at))
+        assert_same(held(net, optimizer), before)
+        optimizer.step(spoiled_at(net, None))
+    assert guard.skipped_steps == 2
+
+
+def test_a_second_evaluation_that_nobody_expected_is_an_error():
+    net = model()
+    optimizer = Twice(net.parameters())
+    Guard(optimizer, clipper())
+    optimizer.often = False
+    optimizer.step(spoiled_at(net, None))
+    optimizer.often = True
+    with pytest.raises(gg.NonFiniteGradientError, match="had never been before"):
+        optimizer.step(spoiled_at(net, 1))
+
+
+def test_a_closure_that_raises_leaves_the_guard_ready():
+    net = model()
+    optimizer = Third(net.parameters())
+    guard = Guard(optimizer, clipper())
+
+    def closure():
+        raise ZeroDivisionError("in the closure")
+
+    with pytest.raises(ZeroDivisionError, match="in the closure"):
+        optimizer.step(closure)
+    put_gradients(net, 0)
+    optimizer.step()
+    assert guard.steps == 1
+
+
+def test_culprits_are_named_and_counted():
+    net = model()
+    optimizer = torch.optim.Adam(net.parameters())
+    guard = Guard(optimizer, clipper(), model=net)
+    put_gradients(net, 0)
+    net[0].weight.grad[:2, 0] = float("nan")
+    net[2].bias.grad[1] = float("inf")
+    optimizer.step()
+    assert guard.last.culprits() == {"0.weight": 2, "2.bias": 1}
+    assert bool(guard.last.nonfinite)
+
+
+@pytest.mark.parametrize("name", ["AdamW, fused", "SGD, momentum", "a foreign one"])
+def test_a_cap_on_skips_in_a_row_raises_with_the_history(name):
+    net = model()
+    optimizer = ALL[name](net.parameters())
+    guard = Guard(optimizer, clipper(), model=net, max_consecutive_skips=2)
+    for bad in (True, True, False, True, True):
+        put_gradients(net, 0)
+        if bad:
+            spoil(net)
+        optimizer.step()
+    put_gradients(net, 0)
+    spoil(net)
+    before = held(net, optimizer)
+    with pytest.raises(gg.NonFiniteGradientError) as raised:
+        optimizer.step()
+    message = str(raised.value)
+    assert "3 optimizer steps in a row were skipped" in message
+    assert "max_consecutive_skips is 2" in message
+    assert "step 6: norm nan, not finite: 0.weight" in message
+    assert "step 3" not in message
+    assert_same(held(net, optimizer), before)
+    assert next(net.parameters()).grad is not None
+    assert guard.skipped_steps == 5
+
+
+def test_the_cap_holds_on_the_device_path(monkeypatch):
+    monkeypatch.setattr("gradguard.clip.guard.are_readable", lambda *tensors: False)
+    net = model()
+    optimizer = torch.optim.AdamW(net.parameters(), fused=True)
+    Guard(optimizer, clipper(), model=net, max_consecutive_skips=1)
+    put_gradients(net, 0)
+    spoil(net)
+    optimizer.step()
+    with pytest.raises(gg.NonFiniteGradientError, match="2 optimizer steps in a row"):
+        optimizer.step()
+
+
+def test_without_a_cap_it_never_raises():
+    net = model()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    guard = Guard(optimizer, clipper(), max_consecutive_skips=None)
+    put_gradients(net, 0)
+    spoil(net)
+    for _ in range(40):
+        optimizer.step()
+    assert guard.skipped_steps == 40
+
+
+@pytest.mark.parametrize("name", ["AdamW, fused", "Adam", "a foreign one"])
+def test_propagate_is_what_pytorch_does(name):
+    ours, theirs = model(), model()
+    a, b = ALL[name](ours.parameters()), ALL[name](theirs.parameters())
+    Guard(a, clipper(), nonfinite="propagate")
+    for net in (ours, theirs):
+        put_gradients(net, 0)
+        spoil(net)
+    a.step()
+    nn.utils.clip_grad_norm_(theirs.parameters(), 0.5)
+    b.step()
+    assert_same(held(ours, a), held(theirs, b))
+
+
+@pytest.mark.parametrize("name", ["AdamW, fused", "Adam", "a foreign one"])
+def test_raise_names_the_parameters_and_changes_nothing(name):
+    net = model()
+    optimizer = ALL[name](net.parameters())
+    Guard(optimizer, clipper(), model=net, nonfinite="raise")
+    put_gradients(net, 0)
+    spoil(net)
+    before, gradients = held(net, optimizer), [p.grad.clone() for p in net.parameters()]
+    with pytest.raises(gg.NonFiniteGradientError, match=r"`0\.weight`: 1 of 12 elements NaN"):
+        optimizer.step()
+    assert_same(held(net, optimizer), before)
+    assert_same([p.grad for p in net.parameters()], gradients)
+    put_gradients(net, 0)
+    optimizer.step()
+
+
+def test_raise_inside_a_search_undoes_it():
+    net = Quadratic()
+    optimizer = lbfgs(net)
+    Guard(optimizer, clipper(), nonfinite="raise")
+    before = held(net, optimizer)
+    with pytest.raises(gg.NonFiniteGradientError, match="elements NaN"):
+        search(net, optimizer, bad_at=2)
+    assert_same(held(net, optimizer), before)
+
+
+@pytest.mark.parametrize("readable", [True, False])
+@pytest.mark.parametrize("name", ["SGD, momentum, fused", "SGD, momentum", "a foreign one"])
+def test_zero_steps_with_gradients_of_zero(name, readable, monkeypatch):
+    if not readable:
+        for place in ("clip.guard", "tensors.nonfinite"):
+            monkeypatch.setattr(f"gradguard.{place}.are_readable", lambda *tensors: False)
+    ours, theirs = model(), model()
+    a, b = ALL[name](ours.parameters()), ALL[name](theirs.parameters())
+    Guard(a, clipper(), nonfinite="zero")
+    for step in range(3):
+        put_gradients(ours, step)
+        put_gradients(theirs, step)
+        if step == 1:
+            spoil(ours)
+            for p in theirs.parameters():
+                p.grad.zero_()
+        a.step()
+        nn.utils.clip_grad_norm_(theirs.parameters(), 0.5)
+        b.step()
+    assert_same(held(ours, a), held(theirs, b), 1e-6)
