@@ -16,8 +16,9 @@ demo: .venv/ready
 	$(BIN)/gradguard run --force --out runs/clipped --clip from=runs/unclipped examples/char_lm.py
 	$(BIN)/gradguard report runs/unclipped runs/clipped --output runs/report.html
 
+# One process for each core, with one thread each.
 test: lint
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto
 
 # The tests that take milliseconds, for while you work.
 quick: .venv/ready

@@ -127,6 +127,38 @@ def test_remove_is_final_and_may_be_repeated():
     assert calls == []
 
 
+def test_hooks_of_one_optimizer_leave_others_alone():
+    calls = []
+    ours, other = (torch.optim.SGD([scalar()], lr=0.1) for _ in range(2))
+    hooks = EveryStep(lambda opt, number: calls.append(opt), calls.append, optimizer=ours)
+    other.step()
+    ours.step()
+    assert calls == [ours, ours]
+    hooks.remove()
+    ours.step()
+    assert calls == [ours, ours]
+
+
+@pytest.mark.parametrize("closure", [None, lambda: None], ids=["plain", "closure"])
+def test_what_enter_returns_is_stepped_instead(closure):
+    w, other = scalar(), scalar()
+    opt, instead = torch.optim.SGD([w], lr=0.1), torch.optim.SGD([other], lr=0.1)
+    w.grad = other.grad = torch.tensor(1.0)
+    entered = []
+
+    def enter(optimizer, with_closure):
+        entered.append((optimizer, with_closure))
+        return instead if len(entered) == 1 else None
+
+    hooks = EveryStep(lambda o, n: None, lambda o: None, optimizer=opt, enter=enter)
+    opt.step(closure)
+    assert (w.item(), other.item()) == (2.0, pytest.approx(1.9))
+    opt.step(closure)
+    assert (w.item(), other.item()) == (pytest.approx(1.9), pytest.approx(1.9))
+    assert entered == [(opt, closure is not None)] * 2
+    hooks.remove()
+
+
 def test_threads_do_not_hide_each_other_s_steps(seen):
     import threading
 

@@ -3,6 +3,7 @@
 import copy
 import gc
 import math
+import pickle
 from dataclasses import FrozenInstanceError
 
 import pytest
@@ -190,6 +191,20 @@ def test_an_exclusion_that_matches_nothing_lists_the_names(exclude, words):
     layer = nn.Linear(2, 2)
     with pytest.raises(gg.InvalidValueError, match=words):
         ClipAdaptive(exclude=exclude)(layer)
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda clip: pickle.loads(pickle.dumps(clip))])
+@pytest.mark.parametrize("rule", RULES)
+def test_clippers_can_be_copied_and_pickled(rule, duplicate):
+    layer, clip = nn.ConvTranspose1d(2, 3, 2), RULES[rule][0](0.01)
+    after = []
+    for again in (lambda clip: clip, duplicate):
+        for i, p in enumerate(layer.parameters()):
+            p.grad = random(*p.shape, seed=i)
+        clip = again(clip)
+        clip(layer)
+        after.append([p.grad for p in layer.parameters()])
+    torch.testing.assert_close(after[1], after[0], rtol=0, atol=0)
 
 
 def test_exclusion_by_name_of_a_tied_parameter_takes_any_of_its_names():
@@ -484,3 +499,19 @@ def test_state_moves_with_the_clipper():
 def test_values_that_bind_in_no_tensor_are_not_measured_twice(monkeypatch):
     monkeypatch.setattr(clippers, "total_norm", lambda *_: pytest.fail("measured again"))
     ClipByValue(10.0)([parameter(random(5))])
+
+
+@pytest.mark.parametrize("excess", [1e-6, 0.5])
+def test_a_value_just_above_the_bound_is_clamped(excess, path):
+    p = parameter(torch.tensor([-1.0 - excess, 0.25]))
+    assert bool(ClipByValue(1.0)(p).clipped)
+    assert p.grad.tolist() == [-1.0, 0.25]
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("rule", RULES)
+def test_a_step_that_is_not_finite_does_not_enter_the_state_of_a_rule(rule, bad, path):
+    clip = RULES[rule][0](1.0)
+    state = clip.state_dict()
+    clip(parameter(torch.tensor([5.0, bad]), torch.ones(2)))
+    torch.testing.assert_close(clip.state_dict(), state, rtol=0, atol=0)

@@ -310,7 +310,7 @@ def test_policies_cover_exempt_gradients_too(exempt, path):
     spy = Spy()
     clip = Groups({"head": None if exempt else ClipByNorm(1.0)}, rest=spy)
     before = gradients(model)
-    with pytest.raises(gg.NonFiniteGradientError, match="`head.weight`: 1 of 9 elements NaN"):
+    with pytest.raises(gg.NonFiniteGradientError, match=r"`head\.weight`: 1 of 9 elements NaN"):
         clip(model, nonfinite="raise")
     torch.testing.assert_close(gradients(model), before, rtol=0, atol=0, equal_nan=True)
     assert spy.seen == []
@@ -510,3 +510,9 @@ def test_nothing_to_clip(make, path):
     for params in ([], [nn.Parameter(torch.ones(2))], [parameter(torch.zeros(0))]):
         result = make()(params)
         assert (float(result.norm), float(result.coefficient), bool(result.clipped)) == (0.0, 1.0, False)
+
+
+def test_members_of_groups_look_at_the_module():
+    spy, model = Spy(), model_with_gradients()
+    Groups({"head": spy}, rest=None)(model)
+    assert spy.learned is model

@@ -90,6 +90,22 @@ def test_a_clip_that_does_not_bind_is_the_plain_step_to_the_bit(name, folds):
     assert folds == []
 
 
+def test_a_step_that_does_not_bind_is_not_divided_by_what_the_last_one_was(folds):
+    ours, theirs = model(), model()
+    a, b = FOLDING["SGD"](ours.parameters()), FOLDING["SGD"](theirs.parameters())
+    rule = clipper()
+    Guard(a, rule)
+    for step, max_norm in enumerate((MAX_NORM, 1e6, MAX_NORM, 1e6)):
+        put_gradients(ours, step)
+        put_gradients(theirs, step)
+        rule.max_norm = max_norm
+        a.step()
+        nn.utils.clip_grad_norm_(theirs.parameters(), max_norm)
+        b.step()
+    assert len(folds) == 2
+    assert_same(held(ours, a)[0], held(theirs, b)[0], 1e-6)
+
+
 @pytest.mark.parametrize("name", FOLDING)
 def test_the_device_path_takes_the_same_steps(name, folds, accelerator):
     (ours, a, _), (theirs, b) = both(FOLDING[name], steps=6)
@@ -209,6 +225,30 @@ def test_a_group_that_is_not_fused_is_clipped_before(folds):
     put_gradients(net, 0)
     optimizer.step()
     assert folds == []
+
+
+def test_gradients_on_two_devices_are_not_folded():
+    """The copy of the divisor to the CPU may be read before it has landed."""
+    stand_in = StandIn(torch.optim.AdamW(model().parameters(), fused=True))
+    here, there = torch.zeros(1), torch.zeros(1, device="meta")
+    assert stand_in.can_fold([here, here])
+    assert not stand_in.can_fold([here, there])
+
+
+@pytest.mark.parametrize("policy", ["skip", "propagate", "raise", "zero"])
+@pytest.mark.parametrize("max_norm", [MAX_NORM, 1e6])
+def test_a_scale_that_the_user_has_set_stays(policy, max_norm):
+    ours, theirs = model(), model()
+    a, b = FOLDING["SGD"](ours.parameters()), FOLDING["SGD"](theirs.parameters())
+    Guard(a, ClipByGlobalNorm(max_norm), nonfinite=policy)
+    a.grad_scale = torch.tensor(64.0)
+    put_gradients(ours, 0, scale=64.0)
+    put_gradients(theirs, 0)
+    a.step()
+    nn.utils.clip_grad_norm_(theirs.parameters(), max_norm)
+    b.step()
+    assert_same(held(ours, a)[0], held(theirs, b)[0], 1e-6)
+    assert float(a.grad_scale) == 64.0
 
 
 def test_half_precision_is_folded(folds):

@@ -191,14 +191,12 @@ def fake_model() -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize("scale", ["none", "tensor"])
 @pytest.mark.parametrize("rule", RULES)
-def test_everything_is_decided_on_the_device(rule, scale):
+def test_everything_is_decided_on_the_device(rule):
     """Tensors on the meta device cannot be read, so nothing that runs on them makes a GPU's host wait."""
     clipper, model = RULES[rule](), fake_model()
     found = collect_gradients(model)
-    for _ in range(3):
-        factor = torch.empty((), device="meta") if scale == "tensor" else 1.0
+    for factor in (1.0, torch.empty((), device="meta"), 1024.0):
         decision = clipper.decide(found, factor)
         decision.apply()
     result = decision.result
@@ -251,8 +249,7 @@ def test_zclip_is_free_of_scale_up_to_its_epsilon(rule):
     assert coefficients(RULES[rule](), [1e6 * n for n in norms]) == pytest.approx(plain, rel=1e-4)
 
 
-@pytest.mark.parametrize("as_tensor", [False, True])
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize(("rule", "as_tensor"), [*((rule, True) for rule in RULES), ("median", False)])
 def test_a_loss_scale_changes_nothing(rule, as_tensor):
     plain, scaled = RULES[rule](), RULES[rule]()
     for norm in [*noise(33), math.inf, 40.0, *noise(3)]:
@@ -298,11 +295,17 @@ def test_the_policies(rule):
     assert_same(memory(clipper), {k: before[k] for k in memory(clipper)})
 
 
+def test_without_a_threshold_nothing_is_written():
+    p, q = parameter(torch.tensor([math.nan])), parameter(torch.tensor([1.0]))
+    result = ClipByMedian()([p, q])
+    assert (q.grad.item(), float(result.coefficient), bool(result.clipped)) == (1.0, 1.0, False)
+
+
 @pytest.mark.parametrize("rule", RULES)
 def test_steps_are_counted(rule):
     clipper = RULES[rule]()
-    results = feed(clipper, [*noise(60), math.nan, 400.0, math.inf, *noise(20)])
-    assert (int(clipper.steps), int(clipper.nonfinite_steps)) == (83, 2)
+    results = feed(clipper, [*noise(40), math.nan, 400.0, math.inf])
+    assert (int(clipper.steps), int(clipper.nonfinite_steps)) == (43, 2)
     assert int(clipper.clipped_steps) == sum(bool(r.clipped) for r in results) > 0
 
 
@@ -318,12 +321,12 @@ def test_a_copy_has_its_own_state():
 ARGUMENTS = [
     (lambda: ClipByMedian(k=-1), r"k=-1: expected a finite number >= 0"),
     (lambda: ClipByMedian(floor=math.nan), r"floor=nan: expected a finite number >= 0"),
-    (lambda: ClipByMedian(warmup=200), r"warmup=200, window=128: expected 1 <= warmup <= window"),
-    (lambda: ClipByMedian(warmup=0), r"warmup=0, window=128: expected 1 <= warmup <= window"),
+    (lambda: ClipByMedian(warmup=200), r"warmup=200, window=128: expected warmup <= window"),
+    (lambda: ClipByMedian(warmup=0), r"warmup=0: expected a whole number >= 1"),
     (lambda: ClipByMedian(ceiling=-1.0), r"ceiling=-1\.0: expected a number >= 0"),
     (lambda: ClipByMedian(norm_type=0), r"norm_type=0: expected a number above 0"),
     (lambda: AutoClip(101), r"percentile=101: expected a number from 0 to 100"),
-    (lambda: AutoClip(window=0), r"window=0: expected a whole number >= 1, or None"),
+    (lambda: AutoClip(window=0), r"window=0: expected a whole number >= 1"),
     (lambda: ZClip(alpha=1.5), r"alpha=1\.5: expected a number from 0 to 1"),
     (lambda: ZClip(z_threshold=0), r"z_threshold=0: expected a finite number > 0"),
     (lambda: ZClip(warmup=0), r"warmup=0: expected a whole number >= 1"),
@@ -350,6 +353,9 @@ def test_arguments_that_cannot_be_meant(make, message):
 def test_arguments_of_another_type():
     with pytest.raises(gg.InvalidTypeError, match=r"k='6': expected a number, got str"):
         ClipByMedian(k="6")  # pyright: ignore[reportArgumentType]
+    for make in (lambda n: ClipByMedian(warmup=n), lambda n: AutoClip(window=n), lambda n: ZClip(warmup=n)):
+        with pytest.raises(gg.InvalidTypeError, match=r"=2\.5: expected a whole number >= 1, got float"):
+            make(2.5)
 
 
 # After a lasting threefold rise of the norm
@@ -358,8 +364,9 @@ def test_arguments_of_another_type():
 RISE = [*noise(200), *noise(500, 1, 3.0)]
 
 
-def test_the_median_rule_passes_everything_again_within_130_steps():
-    results = feed(ClipByMedian(), RISE)
+@pytest.mark.parametrize("rise", [3.0, 1000.0])
+def test_the_median_rule_passes_everything_again_within_130_steps(rise):
+    results = feed(ClipByMedian(), [*RISE[:200], *(rise / 3 * n for n in RISE[200:])])
     after = [float(r.coefficient) for r in results[200:]]
     assert after[0] < 1
     assert after[130:] == [1.0] * 370
@@ -377,7 +384,7 @@ def test_zclip_passes_36_percent_for_ever_and_says_so():
 
 @pytest.mark.parametrize(
     ("rule", "kept"),
-    [(AutoClip, 0.32), (lambda: AutoClip(90, window=500), 0.99), (lambda: ClipFraction(0.05), 0.99)],
+    [(AutoClip, 0.32), (lambda: ClipFraction(0.05), 0.99)],
 )
 def test_the_other_rules_after_the_rise(rule, kept):
     results = feed(rule(), RISE)
@@ -385,7 +392,7 @@ def test_the_other_rules_after_the_rise(rule, kept):
 
 
 def test_autoclip_in_an_ordinary_run_is_locked_in_by_design():
-    assert bool(feed(AutoClip(), noise(500))[-1].locked_in)
+    assert bool(feed(AutoClip(), noise(300))[-1].locked_in)
 
 
 def test_adagc_after_the_rise_grows_by_a_thousandth_a_step():

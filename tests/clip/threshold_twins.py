@@ -124,14 +124,15 @@ class ClipByMedian:
     def __init__(self, k: float = 6.0, window: int = 128, warmup: int = 32, floor: float = 0.05) -> None:
         self.k, self.window, self.warmup, self.floor = k, window, warmup, floor
         self.logarithms: list[float] = []
+        self.threshold = math.inf
 
     def step(self, norm: float) -> float:
-        threshold = math.inf
         if len(self.logarithms) >= self.warmup:
             last = self.logarithms[-self.window :]
             middle = statistics.median(last)
             spread = max(1.4826 * statistics.median(abs(x - middle) for x in last), self.floor)
-            threshold = math.exp(middle + self.k * spread)
+            self.threshold = math.exp(middle + self.k * spread)
+        threshold = self.threshold
         if math.isfinite(norm) and norm > 0:
             self.logarithms.append(math.log(norm))
         return min(1.0, threshold / norm) if norm else 1.0

@@ -1,6 +1,7 @@
 """Several processes train as one does: one Poisson sample, one draw of noise, one epsilon; none waits for ever."""
 
 import copy
+import warnings
 
 import pytest
 import torch
@@ -95,6 +96,7 @@ def plain(model):
 
 
 def worker(rank, world_size, path, expected):
+    warnings.filterwarnings("error", message="buffer .* changed in a training step")
     dist.init_process_group("gloo", init_method=f"file://{path}/store", rank=rank, world_size=world_size)
     try:
         copies = {"process_group": dist.group.WORLD}

@@ -1,7 +1,7 @@
 """The fixed rules as objects: by value, by the norm of each tensor, by the norm of all, adaptive."""
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -275,7 +275,7 @@ class ClipAdaptive(_FixedRule):
         self._names, self._learned = KnownNames(), False
         self._layouts: dict[int, tuple[weakref.ref, UnitLayout]] = {}
         self._known: list[int] = []  # the parameters of the module that `learn` saw last
-        self._module: Callable[[], nn.Module | None] = lambda: None
+        self._module: weakref.ref[nn.Module] | None = None
 
     def learn(self, parameters: Parameters) -> None:
         """Look which layers of a module have units along another dimension, and whether ``exclude`` fits."""
@@ -285,9 +285,13 @@ class ClipAdaptive(_FixedRule):
             self._learned = True
         if isinstance(parameters, nn.Module):
             by_id = {id(p): p for p in parameters.parameters()}
-            if self._module() is not parameters or list(by_id) != self._known:
+            if self._module is None or self._module() is not parameters or list(by_id) != self._known:
                 self._module, self._known = weakref.ref(parameters), list(by_id)
                 self._layouts = {i: (weakref.ref(by_id[i]), u) for i, u in unit_layouts(parameters).items()}
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out what belongs to one model: a copy learns its own."""
+        return vars(self) | {"_layouts": {}, "_known": [], "_module": None}
 
     @torch.no_grad()
     def decide(self, found: Gradients, scale: float | Tensor = 1.0) -> Decision:

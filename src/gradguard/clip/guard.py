@@ -36,7 +36,8 @@ class Guard:
               \theta, s & \text{otherwise}\end{cases}
 
     One line next to the optimizer; the loop stays as it is. It holds for a plain ``step()``, for one with a closure
-    (at each evaluation, so also inside LBFGS), under accumulation, GradScaler and `torch.compile`.
+    (at each evaluation, so also inside LBFGS), under accumulation, GradScaler and `torch.compile` (of which
+    ``fullgraph=True`` takes no optimizer step, guarded or not).
 
     **Guarantees.**
 
@@ -169,7 +170,7 @@ class Guard:
     def _act(self, decision: Decision, scale: Tensor | None, overflow: Tensor | None, number: int) -> None:
         folds = self._folds(decision)
         if self._policy != "skip" and overflow is None:
-            self._act_without_skip(decision, folds)
+            self._act_without_skip(decision, folds, scale)
             return
         scaled_norm = self._scaled_norm(decision.result)
         bad = decision.result.nonfinite if overflow is None else decision.result.nonfinite | (overflow != 0)
@@ -190,13 +191,13 @@ class Guard:
             if number == 0:
                 self._counts.decided(skip=False)
 
-    def _act_without_skip(self, decision: Decision, folds: StandIn | None) -> None:
+    def _act_without_skip(self, decision: Decision, folds: StandIn | None, scale: Tensor | None) -> None:
         bad, found = decision.result.nonfinite, decision.gradients
         norm = torch.where(bad, torch.nan, 0.0)
         if self._policy == "raise":
             refuse_nonfinite(norm, found.gradients, found.name)
         if self._policy != "zero" or (are_readable(bad) and not bool(bad)):
-            self._clip(decision, folds, None)
+            self._clip(decision, folds, scale)
             return
         decision.apply()
         zero_if_nonfinite_(norm, found.gradients)

@@ -10,16 +10,23 @@ import torch
 from torch import Tensor, nn
 
 from gradguard.distributed import all_reduce_sum, process_group_of, shard_like, stop_synchronizing, unwrapped
-from gradguard.errors import InvalidTypeError, InvalidValueError
+from gradguard.errors import InvalidValueError
 from gradguard.per_sample.accumulation import Accumulation, zeros_like_rows
 from gradguard.per_sample.arithmetic import exact_products
 from gradguard.per_sample.clipping_rule import NormClipper, checked_factors, slack_for
 from gradguard.per_sample.contributions import Contribution, sample_norms
 from gradguard.per_sample.following import Following
-from gradguard.per_sample.loss_scale import scaled_by, watch_scalers
+from gradguard.per_sample.loss_scale import refuse_other_scaler, watch_scalers
 from gradguard.per_sample.mini_batch import MiniBatch
 from gradguard.per_sample.results import ClippedSums, PerSampleStatistics, PreStep
-from gradguard.per_sample.support import follow, places_of_parameters, refuse_new_parameters, refuse_unsupported
+from gradguard.per_sample.support import (
+    check_options,
+    follow,
+    places_of_parameters,
+    refuse_new_parameters,
+    refuse_stale_gradients,
+    refuse_unsupported,
+)
 from gradguard.per_sample.verify import compare_with_loop, verify_first_step
 from gradguard.tensors.layout import wide_dtype
 
@@ -108,16 +115,7 @@ class PerSampleGradientClipper:
         check: bool = True,
     ) -> None:
         refuse_unsupported(module)
-        if not isinstance(norm_clipper, NormClipper):
-            raise InvalidTypeError(
-                f"norm_clipper: expected a NormClipper such as gg.FlatNormClipper(1.0), got {norm_clipper!r}."
-            )
-        _one_of("loss_reduction", loss_reduction, ("mean", "sum"))
-        _one_of("mode", mode, ("fast", "exact"))
-        if not isinstance(batch_first, bool):
-            raise InvalidTypeError(f"batch_first={batch_first!r}: expected True or False.")
-        if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
-            raise InvalidTypeError(f"scaler: expected a torch.amp.GradScaler, got {type(scaler).__name__}.")
+        check_options(norm_clipper, batch_first, loss_reduction, mode, scaler)
         self._group = process_group_of(module)
         self._let_synchronize = stop_synchronizing(module)
         module = unwrapped(module)
@@ -167,7 +165,7 @@ class PerSampleGradientClipper:
         `discard` does, so that no sample counts twice.
         """
         mini_batch = self._following.gathering.look()
-        self._check_scaler(mini_batch)
+        refuse_other_scaler(mini_batch.task, self._scaler)
         self._check_first_step(mini_batch)
         if self._accumulation.batch_size is None:
             self._prepare()
@@ -216,7 +214,7 @@ class PerSampleGradientClipper:
                 nothing is lost then.
         """
         self._accumulation.check("pre_step")
-        self._refuse_stale_gradients()
+        refuse_stale_gradients(self.trained, self._assigned)
         if self._group is None:
             size = self._accumulation.batch_size or 0
             taken = self._take(self._loss_scale / self._divisor(size))
@@ -396,25 +394,3 @@ class PerSampleGradientClipper:
         """What the scaler has multiplied the loss by; on its device, so that the host need not wait."""
         scale = None if self._scaler is None or not self._scaler.is_enabled() else self._scaler._get_scale_async()
         return 1.0 if scale is None else scale.double()
-
-    def _check_scaler(self, mini_batch: MiniBatch) -> None:
-        scaler = scaled_by(mini_batch.task)
-        if scaler is not None and scaler != id(self._scaler):
-            raise InvalidValueError(
-                "a GradScaler scaled the loss, so every per-sample gradient is as much too large. Tell the clipper: "
-                "PerSampleGradientClipper(..., scaler=scaler). Nothing was clipped."
-            )
-
-    def _refuse_stale_gradients(self) -> None:
-        for name, parameter in self.trained.items():
-            grad = parameter.grad
-            if grad is not None and grad is not self._assigned.get(name) and bool(grad.any()):
-                raise InvalidValueError(
-                    f"{name}.grad holds a gradient that was not clipped, from a backward that the clipper did not "
-                    "follow. Call optimizer.zero_grad() first, then pre_step() again; what was accumulated is kept."
-                )
-
-
-def _one_of(name: str, value: Any, expected: tuple[str, ...]) -> None:
-    if value not in expected:
-        raise InvalidValueError(f"{name}={value!r}: expected {' or '.join(map(repr, expected))}.")

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from gradguard.errors import InvalidValueError
 from gradguard.per_sample.tap import current_task
 
 _REMEMBERED = 64
@@ -36,9 +37,18 @@ def watch_scalers() -> None:
     kind.scale = scale  # type: ignore[method-assign]
 
 
-def scaled_by(task: int) -> int | None:
-    """Return the ``id`` of the scaler that had scaled the loss of backward number ``task``; None if there was none."""
-    return _scaled.get(task)
+def refuse_other_scaler(task: int, scaler: Any) -> None:
+    """Check that the loss of backward number ``task`` was scaled by ``scaler`` or by none.
+
+    Raises:
+        InvalidValueError: If not.
+    """
+    found = _scaled.get(task)
+    if found is not None and found != id(scaler):
+        raise InvalidValueError(
+            "a GradScaler scaled the loss, so every per-sample gradient is as much too large. Tell the clipper: "
+            "PerSampleGradientClipper(..., scaler=scaler). Nothing was clipped."
+        )
 
 
 def _note(scaler: int, grad: Tensor) -> None:

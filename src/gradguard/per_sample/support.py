@@ -2,11 +2,13 @@
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from gradguard.errors import InvalidTypeError, InvalidValueError, UnsupportedGradientError
+from gradguard.per_sample.clipping_rule import NormClipper
 
 _followed: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
 """Modules that a clipper follows."""
@@ -28,6 +30,29 @@ def places_of_parameters(module: nn.Module) -> dict[tuple[nn.Module, str], str]:
             if parameter is not None:
                 found[layer, slot] = first.setdefault(id(parameter), f"{prefix}.{slot}" if prefix else slot)
     return found
+
+
+def check_options(norm_clipper: Any, batch_first: Any, loss_reduction: Any, mode: Any, scaler: Any) -> None:
+    """Check the options of a clipper.
+
+    Raises:
+        InvalidTypeError: If one is of another type.
+        InvalidValueError: If a word is not one of those that are known.
+    """
+    if not isinstance(norm_clipper, NormClipper):
+        raise InvalidTypeError(
+            f"norm_clipper: expected a NormClipper such as gg.FlatNormClipper(1.0), got {norm_clipper!r}."
+        )
+    for name, value, expected in (
+        ("loss_reduction", loss_reduction, ("mean", "sum")),
+        ("mode", mode, ("fast", "exact")),
+    ):
+        if value not in expected:
+            raise InvalidValueError(f"{name}={value!r}: expected {' or '.join(map(repr, expected))}.")
+    if not isinstance(batch_first, bool):
+        raise InvalidTypeError(f"batch_first={batch_first!r}: expected True or False.")
+    if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
+        raise InvalidTypeError(f"scaler: expected a torch.amp.GradScaler, got {type(scaler).__name__}.")
 
 
 def refuse_unsupported(module: nn.Module) -> None:
@@ -88,6 +113,25 @@ def refuse_new_parameters(module: nn.Module, names: Mapping[str, Sequence[tuple[
                     f"parameter {prefix}.{slot} was added after the clipper was made, so nothing follows it: call "
                     "clipper.detach() and make a new PerSampleGradientClipper."
                 )
+
+
+def refuse_stale_gradients(parameters: Mapping[str, Tensor], assigned: Mapping[str, Tensor]) -> None:
+    """Check that no ``.grad`` would be overwritten.
+
+    Args:
+        parameters: By name.
+        assigned: The gradients that the clipper itself has filled in last.
+
+    Raises:
+        InvalidValueError: If one holds a gradient of another origin.
+    """
+    for name, parameter in parameters.items():
+        grad = parameter.grad
+        if grad is not None and grad is not assigned.get(name) and bool(grad.any()):
+            raise InvalidValueError(
+                f"{name}.grad holds a gradient that was not clipped, from a backward that the clipper did not "
+                "follow. Call optimizer.zero_grad() first, then pre_step() again; what was accumulated is kept."
+            )
 
 
 def refuse_batch_norm(module: nn.Module) -> None:

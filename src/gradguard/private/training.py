@@ -238,8 +238,8 @@ class PrivateTraining:
     def _check_closed(self) -> None:
         if self._open is not None:
             raise InvalidValueError(
-                "the loader was asked for the next batch, and private.step() was not called for the last one, or failed: "
-                "every batch that was drawn must be used. Call it after each backward."
+                "the loader was asked for the next batch, and private.step() was not called for the last one, or has "
+                "failed: every batch that was drawn must be used. Call it after each backward."
             )
 
     def _check_budget(self) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 from gradguard.arguments import check_number
 from gradguard.clip.clipper import Decision, describe, norms_of, total_of
 from gradguard.clip.parameters import Gradients
-from gradguard.clip.thresholds.state import StatefulClipper, check, counter
+from gradguard.clip.thresholds.state import StatefulClipper, check, counter, whole
 from gradguard.errors import InvalidValueError
 from gradguard.tensors.scaling import scale_
 
@@ -97,8 +97,7 @@ class AdaGC(StatefulClipper):
         check(self.absolute > 0, "a number > 0, or float('inf') for none", lambda: f"absolute={absolute}")
         check(0 < self.relative < torch.inf, "a finite number > 0", lambda: f"relative={relative}")
         check(0 <= self.beta <= 1, "a number from 0 to 1", lambda: f"beta={beta}")
-        check(warmup >= 1, "a whole number >= 1", lambda: f"warmup={warmup}")
-        self.warmup, self.strict_paper = int(warmup), strict_paper
+        self.warmup, self.strict_paper = whole("warmup", warmup), strict_paper
         self.names: list[str] = []
         self._last: tuple[tuple[str, ...], Tensor] | None = None
         super().__init__(step=counter(), averages=_nothing_yet(0), seen=torch.zeros(0, dtype=torch.int64, device="cpu"))

@@ -6,7 +6,7 @@ from torch import Tensor
 from gradguard.arguments import check_number
 from gradguard.clip.thresholds import history
 from gradguard.clip.thresholds.base import ThresholdClipper
-from gradguard.clip.thresholds.state import check, counter
+from gradguard.clip.thresholds.state import check, counter, whole
 from gradguard.errors import InvalidValueError
 
 _FIRST_ROOM = 1024
@@ -63,10 +63,9 @@ class AutoClip(ThresholdClipper):
     def __init__(self, percentile: float = 10.0, window: int | None = None, strict_paper: bool = False) -> None:
         self.percentile = check_number("percentile", percentile)
         check(0 <= self.percentile <= 100, "a number from 0 to 100", lambda: f"percentile={percentile}")
-        check(window is None or window >= 1, "a whole number >= 1, or None", lambda: f"window={window}")
-        self.window, self.strict_paper = window, strict_paper
+        self.window, self.strict_paper = None if window is None else whole("window", window), strict_paper
         self._most = 0  # an upper bound on the count that the host knows
-        super().__init__(history=history.empty(_FIRST_ROOM if window is None else int(window)), count=counter())
+        super().__init__(history=history.empty(self.window or _FIRST_ROOM), count=counter())
 
     def choose(self, norm: Tensor, enters: Tensor) -> Tensor:
         """Remember ``norm`` and return the percentile."""

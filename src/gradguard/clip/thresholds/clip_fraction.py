@@ -44,12 +44,12 @@ class ClipFraction(ThresholdClipper):
     Example:
         >>> import torch
         >>> p, clipper = torch.nn.Parameter(torch.zeros(1)), ClipFraction(target=0.25)
-        >>> sizes, clipped = torch.rand(2000, generator=torch.Generator().manual_seed(0)), 0
+        >>> sizes, clipped = torch.rand(500, generator=torch.Generator().manual_seed(0)), 0
         >>> for size in sizes:
         ...     p.grad = size.view(1)
         ...     clipped += int(clipper([p]).clipped)
-        >>> round(clipped / 2000, 2)
-        0.25
+        >>> round(clipped / 500, 2)
+        0.26
 
     Reference:
         Andrew, Thakkar, McMahan, Ramaswamy (2021), Differentially private learning with adaptive clipping,

@@ -6,7 +6,7 @@ from torch import Tensor
 from gradguard.arguments import check_number, check_threshold
 from gradguard.clip.thresholds import history
 from gradguard.clip.thresholds.base import ThresholdClipper
-from gradguard.clip.thresholds.state import check, counter
+from gradguard.clip.thresholds.state import check, counter, whole
 
 _TO_STANDARD_DEVIATION = 1.4826  # of a normal distribution: standard deviation over median absolute deviation
 
@@ -35,7 +35,7 @@ class ClipByMedian(ThresholdClipper):
     fewer than ``warmup`` norms yet   the ceiling, if there is one, else no clip
     a spike inside the warm-up        passes (up to the ceiling) and does no harm later
     constant norms                    the floor on d holds: c = exp(k·floor) times the norm
-    a steady fall of the norm         d includes the trend, so that a late spike passes as 4.5 rather than 2.5
+    a steady fall of the norm         d includes the trend, so that a spike passes as 3.4 rather than 2.5 times
     ================================  ==========================================================================
 
     Args:
@@ -61,8 +61,8 @@ class ClipByMedian(ThresholdClipper):
         200 became 1.35
 
     Reference:
-        Median and MAD as in Hampel (1974), The influence curve and its role in robust estimation. The median of raw
-        norms as a threshold: Yao et al. (2023), Zipformer, arXiv 2310.11230 (ScaledAdam).
+        Median and MAD: Hampel (1974), The influence curve and its role in robust estimation. A median of raw norms as
+        the threshold: the optimizer ScaledAdam in icefall, of Yao et al. (2023), Zipformer, arXiv 2310.11230.
     """
 
     def __init__(
@@ -75,8 +75,8 @@ class ClipByMedian(ThresholdClipper):
         norm_type: float = 2.0,
     ) -> None:
         self.k, self.floor = _at_least_0("k", k), _at_least_0("floor", floor)
-        check(1 <= warmup <= window, "1 <= warmup <= window", lambda: f"warmup={warmup}, window={window}")
-        self.window, self.warmup = int(window), int(warmup)
+        self.window, self.warmup = whole("window", window), whole("warmup", warmup)
+        check(warmup <= window, "warmup <= window", lambda: f"warmup={warmup}, window={window}")
         self.ceiling = torch.inf if ceiling is None else float(check_threshold("ceiling", ceiling))
         super().__init__(norm_type, logarithms=history.empty(self.window), count=counter())
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from gradguard.clip.clipper import Clipper
 from gradguard.clip.lock_in import LockIn
-from gradguard.errors import InvalidValueError
+from gradguard.errors import InvalidTypeError, InvalidValueError
 from gradguard.tensors.layout import wide_dtype
 
 
@@ -93,6 +93,19 @@ def scalar(value: float) -> Tensor:
 def counter() -> Tensor:
     """Return a 0-dim count of 0."""
     return torch.zeros((), dtype=torch.int64, device="cpu")
+
+
+def whole(name: str, value: int) -> int:
+    """Return ``value``, a whole number >= 1.
+
+    Raises:
+        InvalidTypeError: If it is no whole number.
+        InvalidValueError: If it is below 1.
+    """
+    if not isinstance(value, int):
+        raise InvalidTypeError(f"{name}={value!r}: expected a whole number >= 1, got {type(value).__name__}.")
+    check(value >= 1, "a whole number >= 1", lambda: f"{name}={value}")
+    return value
 
 
 def check(condition: bool, expected: str, came: Callable[[], str]) -> None:

@@ -9,7 +9,7 @@ from torch import Tensor
 from gradguard.arguments import check_number, check_threshold
 from gradguard.clip.thresholds import history
 from gradguard.clip.thresholds.base import ThresholdClipper
-from gradguard.clip.thresholds.state import check, counter, scalar
+from gradguard.clip.thresholds.state import check, counter, scalar, whole
 
 Mode = Literal["adaptive_scaling", "mean", "percentile"]
 
@@ -94,12 +94,11 @@ class ZClip(ThresholdClipper):
         check(0 <= self.alpha <= 1, "a number from 0 to 1", lambda: f"alpha={alpha}")
         check(0 < self.z_threshold < torch.inf, "a finite number > 0", lambda: f"z_threshold={z_threshold}")
         check(0 < self.clip_factor < torch.inf, "a finite number > 0", lambda: f"clip_factor={clip_factor}")
-        check(warmup >= 1, "a whole number >= 1", lambda: f"warmup={warmup}")
         check(mode in get_args(Mode), "one of " + ", ".join(map(repr, get_args(Mode))), lambda: f"mode={mode!r}")
         self.max_grad_norm = (
             torch.inf if max_grad_norm is None else float(check_threshold("max_grad_norm", max_grad_norm))
         )
-        self.warmup, self.mode = int(warmup), mode
+        self.warmup, self.mode = whole("warmup", warmup), mode
         self.skip_update_on_spike, self.strict_paper = skip_update_on_spike, strict_paper
         super().__init__(
             first=history.empty(self.warmup), count=counter(), mean=scalar(torch.nan), variance=scalar(torch.nan)
