@@ -33,13 +33,6 @@ def fused(params: list[nn.Parameter]) -> torch.optim.AdamW:
     return torch.optim.AdamW(params, lr=1e-6, fused=True)
 
 
-def grow(params: list[nn.Parameter], threshold: float) -> None:
-    """Make the gradients, which the last step has clipped, so large that the clip binds again."""
-    norm = torch.nn.utils.get_total_norm([p.grad for p in params])
-    if threshold < 1e8:
-        torch._foreach_mul_([p.grad for p in params], float(2 * threshold / norm))
-
-
 def calls(shapes: list[tuple[int, ...]], binds: bool) -> tuple[Callable, Callable]:
     ours, theirs = parameters(shapes), parameters(shapes)
     a, b = fused(ours), fused(theirs)

@@ -40,8 +40,8 @@ def test_the_page_on_the_gradient_check_runs_and_prints_what_it_says(capsys):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page", ["per_sample", "private_training"])
-def test_the_pages_on_samples_run_and_print_what_they_say(page, capsys):
+@pytest.mark.parametrize("page", ["clippers", "per_sample", "private_training"])
+def test_the_other_pages_run_and_print_what_they_say(page, capsys):
     namespace: dict = {}
     for block in blocks(ROOT / f"docs/{page}.md", "python"):
         exec(block, namespace)

@@ -5,13 +5,24 @@ from gradguard.check.gradcheck import gradcheck
 from gradguard.check.report import Finding, GradientReport
 from gradguard.check.seed_api import check_grad, get_numerical_gradient
 from gradguard.clip.adaptive import clip_grad_adaptive_
+from gradguard.clip.chain import Chain
+from gradguard.clip.clipper import Clipper, Decision
+from gradguard.clip.clippers import ClipAdaptive, ClipByGlobalNorm, ClipByNorm, ClipByValue
 from gradguard.clip.functional import (
     apply_gradient_clipping,
     clip_grad_norm_,
     clip_grad_value_,
     get_total_norm,
 )
+from gradguard.clip.groups import Groups
+from gradguard.clip.guard import Guard
 from gradguard.clip.result import ClipResult
+from gradguard.clip.thresholds.adagc import AdaGC
+from gradguard.clip.thresholds.autoclip import AutoClip
+from gradguard.clip.thresholds.base import ThresholdClipper
+from gradguard.clip.thresholds.clip_fraction import ClipFraction
+from gradguard.clip.thresholds.median import ClipByMedian
+from gradguard.clip.thresholds.zclip import ZClip
 from gradguard.error_clip.backward import append_backward, minimize
 from gradguard.error_clip.base import BaseErrorClip
 from gradguard.error_clip.block import error_clip
@@ -48,11 +59,22 @@ from gradguard.per_sample.results import ClippedSums, PerSampleStatistics, PreSt
 __version__ = "0.1.0.dev0"
 
 __all__ = [
+    "AdaGC",
+    "AutoClip",
     "AutoNormClipper",
     "BaseErrorClip",
     "Calibration",
+    "Chain",
+    "ClipAdaptive",
+    "ClipByGlobalNorm",
+    "ClipByMedian",
+    "ClipByNorm",
+    "ClipByValue",
+    "ClipFraction",
     "ClipResult",
     "ClippedSums",
+    "Clipper",
+    "Decision",
     "ErrorClipByNorm",
     "ErrorClipBySampleNorm",
     "ErrorClipByValue",
@@ -66,6 +88,8 @@ __all__ = [
     "GradguardError",
     "GradientCheckError",
     "GradientReport",
+    "Groups",
+    "Guard",
     "InvalidTypeError",
     "InvalidValueError",
     "NonFiniteGradientError",
@@ -77,7 +101,9 @@ __all__ = [
     "PreStep",
     "QuantileNormClipper",
     "RecordError",
+    "ThresholdClipper",
     "UnsupportedGradientError",
+    "ZClip",
     "append_backward",
     "apply_gradient_clipping",
     "attach_error_clip",

@@ -7,6 +7,7 @@ from torch import nn
 
 import gradguard as gg
 from gradguard.clip.guard import Guard
+from gradguard.clip.guard_counts import Counts
 
 
 @pytest.mark.parametrize("bad_steps", [(0, 1), (2,), (1, 3)], ids=str)
@@ -238,6 +239,17 @@ def test_the_cap_holds_on_the_device_path(monkeypatch):
     optimizer.step()
     with pytest.raises(gg.NonFiniteGradientError, match="2 optimizer steps in a row"):
         optimizer.step()
+
+
+def test_decisions_of_the_host_and_of_the_device_are_counted_together():
+    counts, seen = Counts(limit=None), []
+    for skip in (True, True, torch.tensor(True), True, torch.tensor(False), False, torch.tensor(True)):
+        if isinstance(skip, bool):
+            counts.decided(skip)
+        else:
+            counts.decided_on_device(skip)
+        seen.append((counts.skipped, counts.in_a_row))
+    assert seen == [(1, 1), (2, 2), (3, 3), (4, 4), (4, 0), (4, 0), (5, 1)]
 
 
 def test_without_a_cap_it_never_raises():
