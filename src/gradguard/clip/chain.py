@@ -47,11 +47,10 @@ class Chain(Clipper):
 
     Example:
         >>> import torch
-        >>> from gradguard.clip.chain import Chain
-        >>> from gradguard.clip.clippers import ClipByGlobalNorm, ClipByValue
+        >>> import gradguard as gg
         >>> layer = torch.nn.Linear(2, 1, bias=False)
         >>> layer.weight.grad = torch.tensor([[30.0, 40.0]])
-        >>> result = Chain(ClipByValue(8.0), ClipByGlobalNorm(5.0))(layer)
+        >>> result = gg.Chain(gg.ClipByValue(8.0), gg.ClipByGlobalNorm(5.0))(layer)
         >>> layer.weight.grad.norm(), result.norm
         (tensor(5.0000), tensor(50.))
 

@@ -59,10 +59,10 @@ class ClipByGlobalNorm(_FixedRule):
 
     Example:
         >>> import torch
-        >>> from gradguard.clip.clippers import ClipByGlobalNorm
+        >>> import gradguard as gg
         >>> layer = torch.nn.Linear(2, 1, bias=False)
         >>> layer.weight.grad = torch.tensor([[3.0, 4.0]])
-        >>> result = ClipByGlobalNorm(max_norm=1.0)(layer)
+        >>> result = gg.ClipByGlobalNorm(max_norm=1.0)(layer)
         >>> result.norm, layer.weight.grad
         (tensor(5.), tensor([[0.6000, 0.8000]]))
 
@@ -114,10 +114,10 @@ class ClipByNorm(_FixedRule):
 
     Example:
         >>> import torch
-        >>> from gradguard.clip.clippers import ClipByNorm
+        >>> import gradguard as gg
         >>> layer = torch.nn.Linear(2, 1)
         >>> layer.weight.grad, layer.bias.grad = torch.tensor([[3.0, 4.0]]), torch.tensor([0.5])
-        >>> result = ClipByNorm(max_norm=1.0)(layer)
+        >>> result = gg.ClipByNorm(max_norm=1.0)(layer)
         >>> layer.weight.grad, layer.bias.grad
         (tensor([[0.6000, 0.8000]]), tensor([0.5000]))
 
@@ -174,10 +174,10 @@ class ClipByValue(_FixedRule):
 
     Example:
         >>> import torch
-        >>> from gradguard.clip.clippers import ClipByValue
+        >>> import gradguard as gg
         >>> layer = torch.nn.Linear(2, 1, bias=False)
         >>> layer.weight.grad = torch.tensor([[3.0, -4.0]])
-        >>> result = ClipByValue(max=1.0, min=-2.0)(layer)
+        >>> result = gg.ClipByValue(max=1.0, min=-2.0)(layer)
         >>> layer.weight.grad, bool(result.clipped)
         (tensor([[ 1., -2.]]), True)
 
@@ -250,10 +250,10 @@ class ClipAdaptive(_FixedRule):
 
     Example:
         >>> import torch
-        >>> from gradguard.clip.clippers import ClipAdaptive
+        >>> import gradguard as gg
         >>> layer = torch.nn.Linear(2, 1, bias=False)
         >>> layer.weight.data, layer.weight.grad = torch.tensor([[3.0, 4.0]]), torch.tensor([[30.0, 40.0]])
-        >>> result = ClipAdaptive(threshold=0.1)(layer)
+        >>> result = gg.ClipAdaptive(threshold=0.1)(layer)
         >>> layer.weight.grad
         tensor([[0.3000, 0.4000]])
 

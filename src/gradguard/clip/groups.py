@@ -57,16 +57,15 @@ class Groups(Clipper):
 
     Example:
         >>> import torch
-        >>> from gradguard.clip.clippers import ClipByGlobalNorm
-        >>> from gradguard.clip.groups import Groups
+        >>> import gradguard as gg
         >>> model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.LayerNorm(2))
         >>> model(torch.ones(1, 2)).square().sum().mul(1000).backward()
-        >>> clip = Groups({"0": ClipByGlobalNorm(1.0), "*.bias": None}, rest=ClipByGlobalNorm(0.1))
+        >>> clip = gg.Groups({"0": gg.ClipByGlobalNorm(1.0), "*.bias": None}, rest=gg.ClipByGlobalNorm(0.1))
         >>> clip(model)
         Traceback (most recent call last):
         ...
         gradguard.errors.InvalidValueError: 1 parameter is in two groups: 0.bias ('0' and '*.bias'). ...
-        >>> clip = Groups({"0": ClipByGlobalNorm(1.0), "1.bias": None}, rest=ClipByGlobalNorm(0.1))
+        >>> clip = gg.Groups({"0": gg.ClipByGlobalNorm(1.0), "1.bias": None}, rest=gg.ClipByGlobalNorm(0.1))
         >>> list(clip(model).group_norms)
         ['0', '1.bias', 'rest']
     """

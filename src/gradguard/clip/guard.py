@@ -89,12 +89,10 @@ class Guard:
             cap is not one.
 
     Example:
-        >>> import torch
-        >>> from gradguard.clip.clippers import ClipByGlobalNorm
-        >>> from gradguard.clip.guard import Guard
+        >>> import gradguard as gg, torch
         >>> model = torch.nn.Linear(2, 1)
         >>> optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-        >>> guard = Guard(optimizer, ClipByGlobalNorm(1.0), model=model)
+        >>> guard = gg.Guard(optimizer, gg.ClipByGlobalNorm(1.0), model=model)
         >>> model(torch.tensor([[3.0, float("nan")]])).sum().backward()
         >>> optimizer.step()
         >>> guard.skipped_steps, guard.last.culprits(), len(optimizer.state)
