@@ -30,7 +30,8 @@ class EveryStep:
 
     Args:
         before: Called with the optimizer when its gradients are complete and not yet used, and with a number: 0 the
-            first time in a step, then 1, 2, ... where a closure is evaluated again.
+            first time in a step, then 1, 2, ... where a closure is evaluated again. If it returns True, the step is
+            to end: the closure then gives the loss of its first evaluation.
         after: Called with the optimizer when the outermost step is done.
         optimizer: The only optimizer to act on; None for every one that exists. Global hooks run before those of one
             optimizer, so that who watches all sees the gradients before who changes those of one.
@@ -40,7 +41,7 @@ class EveryStep:
 
     def __init__(
         self,
-        before: Callable[[Optimizer, int], None],
+        before: Callable[[Optimizer, int], bool | None],
         after: Callable[[Optimizer], None],
         *,
         optimizer: Optimizer | None = None,
@@ -67,6 +68,7 @@ class EveryStep:
             return None
         self._thread.open = _caller()
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        closure = closure if callable(closure) else None  # some optimizers take something else there
         if self._enter is not None:
             args = (self._enter(optimizer, closure is not None) or optimizer, *args[1:])
         if closure is None:
@@ -78,14 +80,15 @@ class EveryStep:
         return args, {**kwargs, "closure": wrapped}
 
     def _wrap(self, closure: Callable[[], Any], optimizer: Optimizer) -> Callable[[], Any]:
-        evaluations = 0
+        evaluations, first = 0, None
 
         def evaluate() -> Any:
-            nonlocal evaluations
+            nonlocal evaluations, first
             result = closure()
-            self._before(optimizer, evaluations)
+            ended = self._before(optimizer, evaluations)
+            first = result if evaluations == 0 else first
             evaluations += 1
-            return result
+            return first if ended else result  # a line search cannot go on from a loss that is NaN
 
         return evaluate
 

@@ -1,6 +1,7 @@
 """A clipper attached to an optimizer: it acts at each real step, and the training loop does not change."""
 
 import threading
+from collections import Counter
 from collections.abc import Sequence
 from types import TracebackType
 from typing import Any, Literal, Self, cast, get_args
@@ -124,8 +125,7 @@ class Guard:
         self._stand_in = StandIn(optimizer) if StandIn.serves(optimizer) else None
         self._snapshot: Snapshot | None = None
         self._skipping = False
-        self._evaluations, self._most_evaluations = 0, 0  # of a closure: in this step, and in any
-        self._folded_skip = False
+        self._folded_skip, self._undecided = False, False
         self._scaler_step = ScalerStep(None)
         self._attached = False
         self._gradients()  # shows the clipper the parameters, which may refuse them
@@ -134,25 +134,23 @@ class Guard:
     # -- while training ---------------------------------------------------------------------------------------------
 
     def _enter(self, optimizer: Optimizer, closure: bool) -> Optimizer | None:
-        self._skipping, self._folded_skip, self._snapshot, self._evaluations = False, False, None, 0
+        self._skipping, self._folded_skip, self._snapshot = False, False, None
         self._scaler_step.reached = True
         if not self._attached:
             return None
         if self._stand_in is not None:
             return self._stand_in.enter()
         if closure and self._policy in ("skip", "raise"):  # it may be evaluated when weights have moved already
-            searches = isinstance(optimizer, torch.optim.LBFGS) or self._most_evaluations != 1
-            self._snapshot = Snapshot(optimizer, whole=searches)
+            self._snapshot = Snapshot(optimizer, whole=True)
         return None
 
     @torch.no_grad()
-    def _before(self, optimizer: Optimizer, number: int) -> None:
+    def _before(self, optimizer: Optimizer, number: int) -> bool:
         if not self._attached:
-            return
-        self._evaluations = number + 1
+            return False
         if self._skipping:  # an evaluation after the one that ended the step
-            self._cancel(number)
-            return
+            self._cancel()
+            return True
         scale, overflow = getattr(optimizer, "grad_scale", None), getattr(optimizer, "found_inf", None)
         decision = self.clipper.decide(self._gradients(), 1.0 if scale is None else scale)
         self.last = decision.result
@@ -164,6 +162,7 @@ class Guard:
             if self._snapshot is not None:
                 self._snapshot.restore()
             raise
+        return self._skipping
 
     def _act(self, decision: Decision, scale: Tensor | None, overflow: Tensor | None, number: int) -> None:
         folds = self._folds(decision)
@@ -180,14 +179,13 @@ class Guard:
             return
         if self._scaler_step.scale is not None:
             self._detector.saw(scaled_norm)
+        self._undecided = number == 0 or self._undecided
         if bool(bad):
-            self._skipping = True
-            self._cancel(number)
+            self._skipping, self._undecided = True, False
+            self._cancel()
             self._counts.decided(skip=True)
         else:
             self._clip(decision, folds, scale)
-            if number == 0:
-                self._counts.decided(skip=False)
 
     def _act_without_skip(self, decision: Decision, folds: StandIn | None, scale: Tensor | None) -> None:
         bad, found = decision.result.nonfinite, decision.gradients
@@ -214,29 +212,26 @@ class Guard:
             return None
         return self._stand_in if self._stand_in.can_fold(decision.gradients.gradients) else None
 
-    def _cancel(self, number: int) -> None:
+    def _cancel(self) -> None:
         """Let the step that is running do nothing, or undo what it has done."""
         if self._stand_in is not None:
             self._stand_in.skip()
             return
-        if self._snapshot is None:
-            self._snapshot = Snapshot(self.optimizer, whole=False)
-        if number > 0 and not self._snapshot.whole:
-            raise NonFiniteGradientError(
-                f"the closure of {type(self.optimizer).__name__} gave gradients that are not finite when it was "
-                "evaluated again, which it had never been before: the step has begun and cannot be undone. From the "
-                "next step on it can."
-            )
-        self._snapshot.hide_gradients()
+        if self._snapshot is None:  # nothing has moved yet, and a foreign step may do anything: it is undone afterwards
+            self._snapshot = Snapshot(self.optimizer, whole=True)
+        elif isinstance(self.optimizer, torch.optim.LBFGS):
+            self._snapshot.hide_gradients()  # so that its search ends
 
     def _after(self, optimizer: Optimizer) -> None:
-        self._most_evaluations = max(self._most_evaluations, self._evaluations)
         if not self._attached:
             return
         if self._stand_in is not None:
             self._stand_in.leave()
         if self._skipping and self._snapshot is not None:
             self._snapshot.restore()
+        if self._undecided and not self._skipping:
+            self._counts.decided(skip=False)
+        self._undecided = False
         if self._folded_skip and self.last is not None and self.last.counter is not None:
             self.last.counter.gradients_are_unchanged()
         self._snapshot, self._skipping = None, False
@@ -246,7 +241,7 @@ class Guard:
         parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
         if list(map(id, parameters)) != list(map(id, self._parameters)):  # a group was added
             self._parameters, self._names = parameters, _names(self.optimizer, self._model_names)
-            self.clipper.learn(self._model or list(zip(self._names, parameters, strict=True)))
+            self.clipper.learn(list(zip(self._names, parameters, strict=True)) if self._model is None else self._model)
         return gradients_of(self._names, parameters)
 
     # -- GradScaler -------------------------------------------------------------------------------------------------
@@ -374,11 +369,17 @@ def _names_in(model: nn.Module | None, optimizer: Optimizer) -> dict[int, str]:
 
 
 def _names(optimizer: Optimizer, known: dict[int, str]) -> list[str]:
-    """What to call the parameters of ``optimizer``: by the model, by the optimizer, or by their place."""
+    """What to call the parameters of ``optimizer``: by the model, by the optimizer, or by their place.
+
+    Two of one name (from two models, say) are called by their places: a clipper may keep something under each name.
+    """
+    places = [(i, k, p) for i, group in enumerate(optimizer.param_groups) for k, p in enumerate(group["params"])]
+    own = [name for i, group in enumerate(optimizer.param_groups) for name in _own_names(group, i)]
+    names = [known.get(id(p)) or name for (_, _, p), name in zip(places, own, strict=True)]
+    count = Counter(names)
     return [
-        known.get(id(p)) or own
-        for i, group in enumerate(optimizer.param_groups)
-        for p, own in zip(group["params"], _own_names(group, i), strict=True)
+        name if count[name] == 1 else f"param_groups[{i}]['params'][{k}]"
+        for name, (i, k, _) in zip(names, places, strict=True)
     ]
 
 

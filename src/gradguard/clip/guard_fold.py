@@ -7,6 +7,7 @@ never gets them, so there is nothing to take away when a step raises, and no lat
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,6 +31,7 @@ class StandIn:
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._real = optimizer
+        self._entered: dict[str, Any] = {}
         self._stand_in: Optimizer = object.__new__(type(optimizer))  # one for all steps: compiled steps look at its id
 
     @staticmethod
@@ -44,13 +46,16 @@ class StandIn:
         attributes = self._stand_in.__dict__
         attributes.clear()
         attributes.update(self._real.__dict__)
+        self._entered = dict(attributes)
         return self._stand_in
 
     def leave(self) -> None:
         """Give the optimizer what the step has set on itself."""
         for name, value in self._stand_in.__dict__.items():
-            if name not in _OWN and self._real.__dict__.get(name, self) is not value:
+            if name not in _OWN and self._entered.get(name, self) is not value:
                 setattr(self._real, name, value)
+        self._stand_in.__dict__.clear()  # it must not keep a state alive that the optimizer has replaced
+        self._entered = {}
 
     def can_fold(self, gradients: Sequence[Tensor]) -> bool:
         """Tell whether the optimizer's kernel can divide these gradients by a float32 number."""

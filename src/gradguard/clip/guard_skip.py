@@ -24,8 +24,11 @@ class Snapshot:
         self._weights = [p.detach().clone() for p in self._parameters] if whole else []
         # The vectors that LBFGS keeps in lists are replaced and never written, so they need no copies.
         in_lists = whole and not isinstance(optimizer, torch.optim.LBFGS)
-        self._undo = [_kept(optimizer.state, whole, in_lists)]
-        self._undo += [_kept(group, False, False) for group in optimizer.param_groups]
+        inside = [
+            value for value in vars(optimizer).values() if isinstance(value, Optimizer)
+        ]  # ZeroRedundancyOptimizer
+        self._undo = [_kept(one.state, whole, in_lists) for one in (optimizer, *inside)]
+        self._undo += [_kept(group, False, False) for one in (optimizer, *inside) for group in one.param_groups]
         self._gradients: list[Tensor | None] | None = None
 
     def hide_gradients(self) -> None:
