@@ -369,7 +369,7 @@ def _names_in(model: nn.Module | None, optimizer: Optimizer) -> dict[int, str]:
 
 
 def _names(optimizer: Optimizer, known: dict[int, str]) -> list[str]:
-    """What to call the parameters of ``optimizer``: by the model, by the optimizer, or by their place.
+    """Return what to call the parameters of ``optimizer``: by the model, by the optimizer, or by their place.
 
     Two of one name (from two models, say) are called by their places: a clipper may keep something under each name.
     """
