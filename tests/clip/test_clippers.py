@@ -515,3 +515,9 @@ def test_a_step_that_is_not_finite_does_not_enter_the_state_of_a_rule(rule, bad,
     state = clip.state_dict()
     clip(parameter(torch.tensor([5.0, bad]), torch.ones(2)))
     torch.testing.assert_close(clip.state_dict(), state, rtol=0, atol=0)
+
+
+def test_the_lock_in_alarm_takes_only_a_state_of_its_own_window():
+    alarm = LockIn()
+    with pytest.raises(gg.InvalidValueError, match="a window of 7 steps, but this one has 100"):
+        alarm.load_state_dict(LockIn(7).state_dict())

@@ -89,4 +89,10 @@ class LockIn:
                 f"the state of the lock-in alarm has {sorted(state_dict)}: expected 'seen' and 'steps', as "
                 "state_dict() returns them."
             )
-        self._steps, self._seen = state_dict["steps"].clone(), state_dict["seen"].clone()
+        if state_dict["steps"].shape != self._steps.shape:
+            raise InvalidValueError(
+                f"the state of the lock-in alarm has a window of {state_dict['steps'].shape[-1]} steps, but this one "
+                f"has {self._steps.shape[1]}: it comes from another version or another rule."
+            )
+        self._steps.copy_(state_dict["steps"])  # in place: a captured graph goes on with these tensors
+        self._seen.copy_(state_dict["seen"])
