@@ -516,3 +516,12 @@ def test_members_of_groups_look_at_the_module():
     spy, model = Spy(), model_with_gradients()
     Groups({"head": spy}, rest=None)(model)
     assert spy.learned is model
+
+
+def test_groups_tell_of_a_lock_in_that_is_known_only_after_writing():
+    layer = torch.nn.Linear(4, 4)
+    clip = Groups({"weight": ClipAdaptive(0.01)}, rest=None)
+    for _ in range(150):
+        layer.weight.grad, layer.bias.grad = torch.ones(4, 4), torch.ones(4)
+        result = clip(layer)
+    assert bool(result.locked_in)

@@ -485,3 +485,13 @@ def test_muon_and_sparse_adam(bad):
         assert torch.equal(p, before) == bad
         assert guard.skipped_steps == bad
         assert bad == (not optimizer.state)
+
+
+def test_a_clipper_that_remembers_belongs_to_one_guard():
+    rule = gg.ClipByMedian()
+    first = gg.Guard(torch.optim.SGD([torch.nn.Parameter(torch.ones(2))]), rule)
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))])
+    with pytest.raises(gg.InvalidValueError, match=r"ClipByMedian belongs to the Guard of another.*copy.deepcopy"):
+        gg.Guard(optimizer, rule)
+    first.detach()
+    gg.Guard(optimizer, rule).detach()

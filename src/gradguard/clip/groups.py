@@ -109,6 +109,8 @@ class Groups(Clipper):
         }
         norm = total_of(norms)
         coefficient, clipped = torch.ones_like(norm), norm > norm
+        alarms = any(decision.result.locked_in is not None for decision in decisions.values())
+        locked_in = norm > norm if alarms else None
 
         def tell() -> None:
             after = [
@@ -117,6 +119,9 @@ class Groups(Clipper):
             ]
             binds = _any([d.result.clipped for d in decisions.values()], norm)
             clipped.copy_(binds)
+            if locked_in is not None:  # some rules know it only when they have written
+                told = [d.result.locked_in for d in decisions.values()]
+                locked_in.copy_(_any([alarm for alarm in told if alarm is not None], norm))
             coefficient.copy_(torch.where(binds, total_of(_stacked(after, norm)) / norm, 1.0))
 
         def write() -> None:
@@ -125,8 +130,6 @@ class Groups(Clipper):
             tell()
 
         tell()
-        alarms = [d.result.locked_in for d in decisions.values() if d.result.locked_in is not None]
-        locked_in = _any(alarms, norm) if alarms else None
         result = describe(found, norms, coefficient, clipped, locked_in=locked_in, group_norms=group_norms)
         return Decision(found, result, None, write)
 

@@ -322,6 +322,12 @@ class Guard:
                     "Chain(a, b) applies one after the other, Groups({...}) gives parameters their own; or call "
                     "detach() on the other guard first."
                 )
+            shares = [g for other in _guards.values() if (g := other()) is not None and g.clipper is self.clipper]
+            if shares and self.clipper.state_dict():
+                raise InvalidValueError(
+                    f"this {type(self.clipper).__name__} belongs to the Guard of another optimizer, and it remembers: "
+                    "two histories would mix. Make one clipper for each Guard, or pass copy.deepcopy(clipper)."
+                )
             _guards[self.optimizer] = ref(self)
             self._attached = True
             self._hooks = EveryStep(self._before, self._after, optimizer=self.optimizer, enter=self._enter)
