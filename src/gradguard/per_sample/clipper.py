@@ -309,8 +309,9 @@ class PerSampleGradientClipper:
         if total.is_cpu and not bad.any():
             bad = None
         self.statistics = PerSampleStatistics(total, norms, factors)
-        any_finite = total.isfinite().any()
-        self._finite = any_finite if self._finite is None else self._finite | any_finite
+        if self._scaler is not None:
+            any_finite = total.isfinite().any()
+            self._finite = any_finite if self._finite is None else self._finite | any_finite
         self._accumulation.begin(float(size) if self._reduction == "mean" else 1.0)
         for k, name in enumerate(self._names):
             if name in contributions:

@@ -1,10 +1,8 @@
 """What to do at each call of each layer: its own rule, torch.func on its own code, or nothing."""
 
 from collections import defaultdict
-from collections.abc import Set
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
 
 from torch import nn
 
@@ -12,7 +10,6 @@ from gradguard.errors import UnsupportedGradientError
 from gradguard.per_sample.dry_run import DryRun, ObservedCall, Slot
 from gradguard.per_sample.layers.call import BatchAxis
 from gradguard.per_sample.layers.rules import Rule, rule_for
-from gradguard.per_sample.samples import Arguments
 
 
 class Treatment(Enum):
@@ -48,14 +45,7 @@ class Plans:
     """The plans of one outermost module: for each module, for each of its calls.
 
     Args:
-        module: The outermost module.
-        arguments: One real call.
-        batch_first: Whether the batch is the first dimension of the arguments.
-        size: Number of samples in that call.
-        slots: The trained parameters.
-        observe: Passed on to `DryRun`.
-        whole: Positions of tensors in the arguments that belong to no sample.
-        seed: Of the random numbers that the module draws.
+        run: The outermost module on two and on three samples.
 
     Attributes:
         modules: All modules that ran.
@@ -63,18 +53,7 @@ class Plans:
         draws: The module drew random numbers.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        arguments: Arguments,
-        batch_first: bool,
-        size: int,
-        slots: Set[Slot],
-        observe: Any,
-        whole: Set[int] = frozenset(),
-        seed: int = 0,
-    ) -> None:
-        run = DryRun(module, arguments, batch_first, size, slots, observe, whole, seed)
+    def __init__(self, run: DryRun) -> None:
         sees = [_grows(run, i) for i in range(len(run.calls))]
         treatments, uses = _treatments(run, sees)
         found: dict[nn.Module, list[CallPlan]] = defaultdict(list)

@@ -8,7 +8,7 @@ from torch import nn
 
 from gradguard.distributed import is_sharded
 from gradguard.errors import UnsupportedGradientError
-from gradguard.per_sample.dry_run import Slot
+from gradguard.per_sample.dry_run import DryRun, Slot
 from gradguard.per_sample.layers.call import BatchAxis
 from gradguard.per_sample.plan import CallPlan, Plans
 from gradguard.per_sample.samples import Arguments, other_candidates, signature
@@ -102,7 +102,8 @@ class Planning:
         plans: list[Plans] = []
         missing = {m for m in module.modules() if any((m, slot) in slots for slot in m._parameters)}
         for seed in range(self._seed, self._seed + _SEEDS):
-            plan = Plans(module, arguments, self._batch_first, size, slots, self._observe, whole, 7919 * seed)
+            run = DryRun(module, arguments, self._batch_first, size, slots, self._observe, whole, 7919 * seed)
+            plan = Plans(run)
             if not plans or missing & plan.modules:
                 plans.append(plan)
             missing -= plan.modules
