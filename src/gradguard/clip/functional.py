@@ -8,6 +8,7 @@ from torch import Tensor
 
 from gradguard.arguments import check_bounds, check_order, check_threshold
 from gradguard.clip.adaptive import clip_adaptive
+from gradguard.clip.clipper import describe
 from gradguard.clip.parameters import Gradients, Parameters, collect_gradients, gradients_among
 from gradguard.clip.result import ClipResult
 from gradguard.errors import InvalidValueError
@@ -257,14 +258,7 @@ def apply_gradient_clipping(
     if policy == "zero":
         finite = torch.isfinite(norm)
         coefficient, clipped = torch.where(finite, coefficient, 0.0), clipped | ~finite
-    return ClipResult(
-        norm=norm.to(public_dtype(found.gradients)),
-        coefficient=coefficient,
-        clipped=clipped,
-        nonfinite=~torch.isfinite(norm),
-        tensor_norms=norms,
-        names=found.plain_names(),
-    )
+    return describe(found, norms, coefficient, clipped)
 
 
 def _resolve_policy(error_if_nonfinite: bool, nonfinite: NonFinitePolicy | None) -> NonFinitePolicy:
