@@ -25,6 +25,10 @@ class UnsupportedGradientError(GradguardError, NotImplementedError):
     """The result for this kind of gradient would be wrong, so the operation refuses."""
 
 
+class DistributedError(GradguardError, RuntimeError):
+    """Processes that must act together did not: one is missing, or called with something else."""
+
+
 class FreedGraphError(GradguardError, RuntimeError):
     """A backward went through a graph whose values an earlier backward has freed."""
 

@@ -71,6 +71,10 @@ class Chain(Clipper):
             raise InvalidValueError("the same clipper object is in the chain twice: make one for each place.")
         self.members = clippers
 
+    def orders(self) -> set[float]:
+        """Return those of all members."""
+        return {2.0}.union(*(member.orders() for member in self.members))
+
     def learn(self, parameters: Parameters) -> None:
         """Let every member look at the parameters."""
         for member in self.members:
@@ -79,7 +83,7 @@ class Chain(Clipper):
     @torch.no_grad()
     def decide(self, found: Gradients, scale: float | Tensor = 1.0) -> Decision:
         """Decide for all members up to the first that does not multiply by one number; the others follow it."""
-        return _decide(self.members, measured(found), scale)
+        return _decide(self.members, measured(found, self.orders()), scale)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of each member, by its place."""
@@ -128,7 +132,7 @@ def _decide(members: Sequence[Clipper], found: Gradients, scale: float | Tensor)
             scale_(found.gradients, product)
         results = [d.result for d in decisions]
         if behind:
-            unmeasured = Gradients(found.parameters, found.gradients, found.positions, found.names)
+            unmeasured = Gradients(found.parameters, found.gradients, found.positions, found.names, part=found.part)
             rest = _decide(behind, unmeasured, scale)
             rest.apply()
             results.append(rest.result)

@@ -1,18 +1,26 @@
 """A clipping rule as an object: it measures and decides first, then writes, so that rules compose and carry state."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
-from gradguard.clip.parameters import Gradients, Parameters, gradients_of, named_tensors
+from gradguard.clip.parameters import (
+    Gradients,
+    Parameters,
+    Stages,
+    gradients_of,
+    named_tensors,
+    norms_in,
+    refuse_nonfinite_in,
+)
 from gradguard.clip.result import ClipResult, NonfiniteCounter
 from gradguard.tensors.layout import move, public_dtype
-from gradguard.tensors.nonfinite import NonFinitePolicy, check_policy, refuse_nonfinite, zero_if_nonfinite_
-from gradguard.tensors.norms import tensor_norms
+from gradguard.tensors.nonfinite import NonFinitePolicy, check_policy, zero_if_nonfinite_
+from gradguard.tensors.norms import norm_of_norms, tensor_norms
 from gradguard.tensors.scaling import scale_
 
 
@@ -69,12 +77,23 @@ class Clipper(ABC):
     """
 
     @torch.no_grad()
-    def __call__(self, parameters: Parameters, *, nonfinite: NonFinitePolicy = "propagate") -> ClipResult:
+    def __call__(
+        self,
+        parameters: Parameters,
+        *,
+        nonfinite: NonFinitePolicy = "propagate",
+        process_group: Any = None,
+        mesh: Any = None,
+        shared: Any = None,
+    ) -> ClipResult:
         """Clip the gradients of ``parameters`` in place.
 
         Args:
             parameters: As for `clip_grad_norm_`.
             nonfinite: ``"propagate"``, ``"raise"`` or ``"zero"``, as for `clip_grad_norm_`.
+            process_group: Pipeline stages, as for `clip_grad_norm_`.
+            mesh: Pipeline stages, as for `clip_grad_norm_`.
+            shared: Weights that several stages hold, as for `clip_grad_norm_`.
 
         Returns:
             What the clip did.
@@ -84,15 +103,18 @@ class Clipper(ABC):
             InvalidTypeError: If ``parameters`` is of another type.
             NonFiniteGradientError: Under ``nonfinite="raise"``, if a gradient holds NaN or infinity; neither gradients
                 nor the clipper's state change.
-            UnsupportedGradientError: If a gradient is sharded.
+            DistributedError: If processes that hold parts of the gradients do not clip together.
         """
-        policy = check_policy(nonfinite)
+        policy, stages = check_policy(nonfinite), Stages.named(process_group, mesh, shared)
         names, tensors = named_tensors(parameters, "parameters")
-        found = gradients_of(names, tensors)
-        self.learn(parameters if isinstance(parameters, nn.Module) else _as_parameters(names, tensors))
+        found = gradients_of(names, tensors, stages, parameters if isinstance(parameters, nn.Module) else None)
+        if stages.group is not None:
+            self.learn(ListedParameters(found, parameters))
+        else:
+            self.learn(parameters if isinstance(parameters, nn.Module) else _as_parameters(names, tensors))
         if policy == "raise":
             found = measured(found)
-            refuse_nonfinite(total_of(found.norms), found.gradients, found.name)
+            refuse_nonfinite_in(found, total_of(found.norms), found.norms)
         decision = self.decide(found)
         decision.apply()
         return _zeroed(decision) if policy == "zero" else decision.result
@@ -105,6 +127,10 @@ class Clipper(ABC):
             found: The gradients, all with their parameters.
             scale: What a GradScaler has multiplied them by: thresholds are for gradients divided by it.
         """
+
+    def orders(self) -> set[float]:
+        """Return the orders of the norms that `decide` will ask for, so that `Groups` measures all of them at once."""
+        return {float(getattr(self, "norm_type", 2.0))}
 
     def learn(self, parameters: Parameters) -> None:
         """Look at all parameters before their first `decide`: a module tells more than its gradients do.
@@ -134,23 +160,66 @@ class Clipper(ABC):
         return self
 
 
+class ListedParameters(list[tuple[str, Tensor]]):
+    """The parameters of all pipeline stages by name, with an empty tensor for those of others.
+
+    Attributes:
+        module: The module that those of this stage come from, if it is known.
+    """
+
+    def __init__(self, found: Gradients, source: object) -> None:
+        super().__init__(zip(found.plain_names(), found.parameters, strict=True))
+        self.module = source if isinstance(source, nn.Module) else None
+
+
 @dataclass(frozen=True, slots=True)
 class MeasuredGradients(Gradients):
     """Gradients with their norms, so that several rules share one measurement.
 
     Attributes:
         norms: 2-norm of each gradient as it is in memory, loss scale included; ``[len(gradients)]``.
+        others: Norms of other orders, by order, where they were measured with the first.
     """
 
     norms: Tensor
+    others: Mapping[float, Tensor] = field(default_factory=dict, kw_only=True)
+
+    def some(self, positions: Sequence[int]) -> "MeasuredGradients":
+        """Return the gradients at ``positions``, with what is known of them."""
+        return MeasuredGradients(
+            [self.parameters[i] for i in positions],
+            [self.gradients[i] for i in positions],
+            [self.positions[i] for i in positions],
+            self.names,
+            _entries(self.norms, positions),
+            others={order: _entries(norms, positions) for order, norms in self.others.items()},
+            part=None if self.part is None else self.part.of(positions),
+        )
 
 
-def measured(found: Gradients) -> MeasuredGradients:
-    """Return ``found`` with its norms, measured now unless they are known."""
+@torch.no_grad()
+def measured(found: Gradients, orders: Iterable[float] = ()) -> MeasuredGradients:
+    """Return ``found`` with its norms, measured now unless they are known.
+
+    Args:
+        found: The gradients.
+        orders: Other orders of norms that will be asked for. Where gradients are spread over processes, these add up
+            in the same all-reduce; else they are measured when they are asked for.
+    """
     if isinstance(found, MeasuredGradients):
         return found
-    norms = tensor_norms(found.gradients)
-    return MeasuredGradients(found.parameters, found.gradients, found.positions, found.names, norms)
+    others = sorted(set(orders) - {2.0}) if found.part is not None else []
+    local = [(tensor_norms(found.gradients, order), order) for order in (2.0, *others)]
+    norms, *rest = [local[0][0]] if found.part is None else found.part.add_up(*local)
+    return MeasuredGradients(
+        found.parameters,
+        found.gradients,
+        found.positions,
+        found.names,
+        norms,
+        others=dict(zip(others, rest, strict=True)),
+        part=found.part,
+    )
 
 
 @torch.no_grad()
@@ -162,8 +231,10 @@ def norms_of(found: Gradients, scale: float | Tensor = 1.0, order: float = 2.0) 
         scale: What a GradScaler has multiplied them by.
         order: The order p of the norm.
     """
-    known = found.norms if isinstance(found, MeasuredGradients) and order == 2 else None
-    norms = tensor_norms(found.gradients, order) if known is None else known
+    known = None
+    if isinstance(found, MeasuredGradients):
+        known = found.norms if order == 2 else found.others.get(order)
+    norms = norms_in(found, order) if known is None else known
     if isinstance(scale, Tensor):
         return norms / move(scale.detach(), norms.device, norms.dtype)
     return norms if scale == 1 else norms / scale
@@ -172,11 +243,7 @@ def norms_of(found: Gradients, scale: float | Tensor = 1.0, order: float = 2.0) 
 @torch.no_grad()
 def total_of(norms: Tensor, order: float = 2.0) -> Tensor:
     """Return the norm of all gradients as one vector from the norm of each: 0-dim, no overflow, no underflow."""
-    if not len(norms):
-        return norms.sum()
-    largest = norms.max()
-    divisor = torch.where(largest.isfinite() & (largest > 0), largest, 1.0)
-    return divisor * torch.linalg.vector_norm(norms / divisor, order)
+    return norm_of_norms(norms, order)
 
 
 def describe(
@@ -216,6 +283,12 @@ def describe(
         locked_in=locked_in,
         group_norms=group_norms,
     )
+
+
+def _entries(vector: Tensor, positions: Sequence[int]) -> Tensor:
+    """Some entries of a vector; without an index that would be copied to the device."""
+    entries = vector.unbind()
+    return torch.stack([entries[i] for i in positions]) if positions else vector[:0]
 
 
 def _zeroed(decision: Decision) -> ClipResult:

@@ -1,21 +1,31 @@
 """Clipping by norm and by value as functions, drop-ins for `torch.nn.utils`."""
 
 import math
-from typing import Literal
+from dataclasses import replace
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from gradguard.arguments import check_bounds, check_order, check_threshold
 from gradguard.clip.adaptive import clip_adaptive
-from gradguard.clip.clipper import describe
-from gradguard.clip.parameters import Gradients, Parameters, collect_gradients, gradients_among
+from gradguard.clip.clippers import ClipByGlobalNorm, ClipByValue
+from gradguard.clip.parameters import (
+    Gradients,
+    Parameters,
+    Stages,
+    collect_gradients,
+    gradients_among,
+    norm_in,
+    norms_in,
+    refuse_nonfinite_in,
+)
 from gradguard.clip.result import ClipResult
 from gradguard.errors import InvalidValueError
 from gradguard.tensors.layout import coalesce_, public_dtype
-from gradguard.tensors.nonfinite import NonFinitePolicy, check_policy, refuse_nonfinite, zero_if_nonfinite_
-from gradguard.tensors.norms import tensor_norms, total_norm
-from gradguard.tensors.scaling import clamp_, clip_coefficient, exceeds, scale_
+from gradguard.tensors.nonfinite import NonFinitePolicy, check_policy, zero_if_nonfinite_
+from gradguard.tensors.norms import norm_of_norms, total_norm
+from gradguard.tensors.scaling import clamp_, clip_coefficient, scale_
 
 
 def clip_grad_norm_(
@@ -26,6 +36,9 @@ def clip_grad_norm_(
     foreach: bool | None = None,
     *,
     nonfinite: NonFinitePolicy | None = None,
+    process_group: Any = None,
+    mesh: Any = None,
+    shared: Any = None,
 ) -> Tensor:
     r"""Scale all gradients together so that their norm is at most ``max_norm``, in place; return the norm before.
 
@@ -53,6 +66,9 @@ def clip_grad_norm_(
     sparse (COO)                      the norm is that of the coalesced gradient
     complex                           moduli
     several devices                   one partial norm for each, then one hop
+    DTensors, also on several meshes, one true norm, in one all-reduce, which every process of the meshes must
+    beside ordinary tensors           join, also one without gradients; ordinary tensors are the same on all of them
+    Partial gradients                 added up first, in place (one more collective for each)
     ================================  ==========================================================================
 
     Args:
@@ -64,6 +80,11 @@ def clip_grad_norm_(
         foreach: Accepted so that calls written for PyTorch keep working. The fastest exact path is always taken.
         nonfinite: ``"propagate"`` (default, PyTorch's: one NaN makes every gradient NaN), ``"raise"`` (name the
             parameters, change nothing) or ``"zero"`` (all gradients of the step become 0).
+        process_group: Where parameters differ along a process group, as pipeline stages do: that group. Parameters that
+            are sharded or replicated the same way on every process need none of these three arguments.
+        mesh: The same as a device mesh of one dimension, such as ``mesh["pp"]``.
+        shared: Weights that several of those stages hold, a tied embedding for instance, as a mapping from a name that
+            is the same on all stages to the parameter; they count once. Their gradients must be equal already.
 
     Returns:
         The norm before clipping: 0-dim, float32 (float64 if any gradient is float64).
@@ -72,7 +93,7 @@ def clip_grad_norm_(
         InvalidValueError: If ``max_norm`` is negative or NaN, ``norm_type`` is not above 0, or the policy is unknown.
         InvalidTypeError: If ``parameters`` or ``max_norm`` is of another type.
         NonFiniteGradientError: Under ``nonfinite="raise"``, if a gradient holds NaN or infinity.
-        UnsupportedGradientError: If a gradient is sharded.
+        DistributedError: If processes that hold parts of the gradients do not clip together, or with other lists.
 
     Example:
         >>> import gradguard as gg, torch
@@ -89,8 +110,8 @@ def clip_grad_norm_(
     del foreach
     max_norm, order = check_threshold("max_norm", max_norm), check_order(norm_type)
     policy = _resolve_policy(error_if_nonfinite, nonfinite)
-    found = collect_gradients(parameters)
-    norm = total_norm(found.gradients, order)
+    found = collect_gradients(parameters, Stages.named(process_group, mesh, shared))
+    norm = norm_in(found, order)
     _scale_to(found, norm, max_norm, policy)
     return norm.to(public_dtype(found.gradients))
 
@@ -109,6 +130,9 @@ def get_total_norm(
 
     **Edge cases.** No tensors, or only empty ones, give 0. ``None`` entries are left out, so that
     ``[p.grad for p in model.parameters()]`` works. The same tensor twice counts once. NaN gives NaN; inf gives inf.
+    DTensors give one true norm in one all-reduce. Which entries are None may differ from process to process, but each
+    must have one on the widest mesh: a list of gradients does not tell where missing ones lie. Parameters do:
+    ``clip_grad_norm_(parameters, float("inf"))`` measures without that limit.
 
     Args:
         tensors: The gradients themselves (or any tensors): one, an iterable, ``(name, tensor)`` pairs or a mapping.
@@ -123,7 +147,7 @@ def get_total_norm(
         InvalidValueError: If ``norm_type`` is not above 0.
         InvalidTypeError: If ``tensors`` is of another type; a module has parameters *and* gradients, so say which.
         NonFiniteGradientError: Under ``error_if_nonfinite``.
-        UnsupportedGradientError: If a tensor is sharded.
+        DistributedError: If processes that hold parts of the tensors do not call together.
 
     Example:
         >>> import gradguard as gg, torch
@@ -133,9 +157,10 @@ def get_total_norm(
     del foreach
     order = check_order(norm_type)
     found = gradients_among(tensors)
-    norm = total_norm(found.gradients, order)
+    norms = None if found.part is None else norms_in(found, order)
+    norm = total_norm(found.gradients, order) if norms is None else norm_of_norms(norms, order)
     if error_if_nonfinite:
-        refuse_nonfinite(norm, found.gradients, found.name)
+        refuse_nonfinite_in(found, norm, norms)
     return norm.to(public_dtype(found.gradients))
 
 
@@ -179,7 +204,7 @@ def clip_grad_value_(
         InvalidValueError: If the bounds are no interval, or the policy is unknown.
         InvalidTypeError: If an argument is of another type.
         NonFiniteGradientError: Under ``nonfinite="raise"``, if a gradient holds NaN or infinity.
-        UnsupportedGradientError: If a gradient is sharded.
+        DistributedError: If processes that hold parts of the gradients do not clip together.
 
     Example:
         >>> import gradguard as gg, torch
@@ -196,7 +221,7 @@ def clip_grad_value_(
     low, high = _bounds(clip_value, min_value)
     policy = check_policy(nonfinite)
     found = collect_gradients(parameters)
-    norm = total_norm(found.gradients) if policy != "propagate" else torch.zeros(())
+    norm = norm_in(found) if policy != "propagate" else torch.zeros(())
     _prepare_clamp(found, policy, norm)
     _clamp_to(found, low, high, policy, norm)
 
@@ -224,7 +249,7 @@ def apply_gradient_clipping(
         InvalidValueError: If the type, the threshold or the policy is not one.
         InvalidTypeError: If an argument is of another type.
         NonFiniteGradientError: Under ``nonfinite="raise"``, if a gradient holds NaN or infinity.
-        UnsupportedGradientError: If a gradient is sharded.
+        DistributedError: If processes that hold parts of the gradients do not clip together.
 
     Example:
         >>> import gradguard as gg, torch
@@ -243,22 +268,8 @@ def apply_gradient_clipping(
     threshold = check_threshold("clipping_threshold", clipping_threshold)
     if clipping_type == "adaptive":
         return clip_adaptive(model, threshold, nonfinite=policy).result()
-    found = collect_gradients(model)
-    norms = tensor_norms(found.gradients)
-    norm = torch.linalg.vector_norm(norms)
-    if clipping_type == "norm":
-        coefficient = _scale_to(found, norm, threshold, policy)
-        clipped = coefficient < 1
-    else:
-        low, high = _bounds(threshold, None)
-        _prepare_clamp(found, policy, norm)
-        clipped = exceeds(found.gradients, low, high)
-        _clamp_to(found, low, high, policy, norm)
-        coefficient = torch.where(clipped, total_norm(found.gradients) / norm, 1.0)
-    if policy == "zero":
-        finite = torch.isfinite(norm)
-        coefficient, clipped = torch.where(finite, coefficient, 0.0), clipped | ~finite
-    return describe(found, norms, coefficient, clipped)
+    clipper = ClipByGlobalNorm(threshold) if clipping_type == "norm" else ClipByValue(threshold)
+    return replace(clipper(model, nonfinite=policy), locked_in=None)  # nobody counts
 
 
 def _resolve_policy(error_if_nonfinite: bool, nonfinite: NonFinitePolicy | None) -> NonFinitePolicy:
@@ -279,7 +290,7 @@ def _bounds(clip_value: float | Tensor, min_value: float | None) -> tuple[float 
 def _scale_to(found: Gradients, norm: Tensor, max_norm: float | Tensor, policy: NonFinitePolicy) -> Tensor:
     """Scale the gradients, whose norm is ``norm``; return the coefficient."""
     if policy == "raise":
-        refuse_nonfinite(norm, found.gradients, found.name)
+        refuse_nonfinite_in(found, norm)
     coefficient = clip_coefficient(norm, max_norm)
     if isinstance(max_norm, Tensor) or not math.isinf(max_norm):
         scale_(found.gradients, coefficient)
@@ -291,7 +302,7 @@ def _scale_to(found: Gradients, norm: Tensor, max_norm: float | Tensor, policy: 
 def _prepare_clamp(found: Gradients, policy: NonFinitePolicy, norm: Tensor) -> None:
     """Refuse gradients whose norm is not finite, if asked to; then make each stored value one element."""
     if policy == "raise":
-        refuse_nonfinite(norm, found.gradients, found.name)
+        refuse_nonfinite_in(found, norm)
     for gradient in found.gradients:
         coalesce_(gradient)
 

@@ -7,7 +7,7 @@ from typing import Any, Self, cast
 import torch
 from torch import Tensor
 
-from gradguard.clip.clipper import Clipper, Decision, MeasuredGradients, describe, measured, norms_of, total_of
+from gradguard.clip.clipper import Clipper, Decision, describe, measured, norms_of, total_of
 from gradguard.clip.parameters import Gradients, Parameters
 from gradguard.clip.selection import KnownNames, Selection, Selector, listed
 from gradguard.errors import InvalidTypeError, InvalidValueError
@@ -82,6 +82,10 @@ class Groups(Clipper):
         self._checked: object = None  # the parameters that `learn` has last seen
         self._known: tuple[object, list[int]] | None = None  # the gradients that came last, and the group of each
 
+    def orders(self) -> set[float]:
+        """Return those of all members."""
+        return {2.0}.union(*(member.orders() for member in self._clippers()))
+
     def learn(self, parameters: Parameters) -> None:
         """Look at all parameters, those without a gradient too: every group must fit some, none may be in two."""
         names, tensors = self._names.learn(parameters)
@@ -97,10 +101,10 @@ class Groups(Clipper):
     @torch.no_grad()
     def decide(self, found: Gradients, scale: float | Tensor = 1.0) -> Decision:
         """Measure all gradients once, and let each group's rule decide on its own."""
-        found = measured(found)
+        found = measured(found, self.orders())
         places = self._places_of(found)
         norms = norms_of(found, scale)
-        parts = [_part(found, [i for i, place in enumerate(places) if place == k]) for k in range(len(self.members))]
+        parts = [found.some([i for i, place in enumerate(places) if place == k]) for k in range(len(self.members))]
         group_norms = {label: total_of(norms_of(p, scale)) for label, p in zip(self.members, parts, strict=True)}
         decisions = {
             label: member.decide(part, scale)
@@ -197,18 +201,6 @@ class Groups(Clipper):
                 "others, or rest=a clipper for them."
             )
         return places
-
-
-def _part(found: MeasuredGradients, members: Sequence[int]) -> MeasuredGradients:
-    """The gradients at ``members``, with the norms that are known of them."""
-    norms = found.norms.unbind()
-    return MeasuredGradients(
-        [found.parameters[i] for i in members],
-        [found.gradients[i] for i in members],
-        [found.positions[i] for i in members],
-        found.names,
-        torch.stack([norms[i] for i in members]) if members else found.norms[:0],
-    )
 
 
 def _key(found: Gradients) -> tuple[list[int], list[int], list[str] | None]:

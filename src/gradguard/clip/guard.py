@@ -1,8 +1,6 @@
 """A clipper attached to an optimizer: it acts at each real step, and the training loop does not change."""
 
 import threading
-from collections import Counter
-from collections.abc import Sequence
 from types import TracebackType
 from typing import Any, Literal, Self, cast, get_args
 from weakref import WeakKeyDictionary, ref
@@ -11,17 +9,18 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
-from gradguard.clip.clipper import Clipper, Decision
+from gradguard.clip.clipper import Clipper, Decision, ListedParameters
 from gradguard.clip.guard_counts import Counts, LateReader
 from gradguard.clip.guard_fold import StandIn
+from gradguard.clip.guard_names import names_in, names_of
 from gradguard.clip.guard_scaler import ScaledClipDetector, ScalerStep, listen, stop_listening
 from gradguard.clip.guard_skip import Snapshot
-from gradguard.clip.parameters import Gradients, gradients_of
+from gradguard.clip.parameters import Gradients, Stages, gradients_of, refuse_nonfinite_in
 from gradguard.clip.result import ClipResult
 from gradguard.errors import InvalidTypeError, InvalidValueError, NonFiniteGradientError
 from gradguard.optimizer_hooks import EveryStep
 from gradguard.tensors.layout import are_readable
-from gradguard.tensors.nonfinite import refuse_nonfinite, zero_if_nonfinite_
+from gradguard.tensors.nonfinite import zero_if_nonfinite_
 
 GuardPolicy = Literal["skip", "propagate", "raise", "zero"]
 
@@ -78,6 +77,9 @@ class Guard:
         nonfinite: ``"skip"``, ``"propagate"``, ``"raise"`` or ``"zero"``.
         max_consecutive_skips: More skipped steps in a row than this raise an error; None never does. A GradScaler
             that starts at 65,536 needs up to 17 to reach 1.
+        process_group: Where parameters differ along a process group, as pipeline stages do, as for `clip_grad_norm_`.
+        mesh: The same as a device mesh of one dimension.
+        shared: Weights that several stages hold, as for `clip_grad_norm_`.
 
     Attributes:
         last: What the last clip did; None before the first. ``last.culprits()`` names what was not finite.
@@ -112,12 +114,17 @@ class Guard:
         model: nn.Module | None = None,
         nonfinite: GuardPolicy = "skip",
         max_consecutive_skips: int | None = 20,
+        process_group: Any = None,
+        mesh: Any = None,
+        shared: Any = None,
     ) -> None:
+        self._stages = Stages.named(process_group, mesh, shared)
         _check(optimizer, clipper, nonfinite, max_consecutive_skips)
         self.optimizer, self.clipper, self.last = optimizer, clipper, cast("ClipResult | None", None)
         self._policy = nonfinite
-        self._model, self._model_names = model, _names_in(model, optimizer)
+        self._model, self._model_names = model, names_in(model, optimizer)
         self._parameters: list[Tensor] = []
+        self._stages_known = False
         self._names: list[str] = []
         self._counts = Counts(max_consecutive_skips)
         self._detector = ScaledClipDetector()
@@ -128,7 +135,7 @@ class Guard:
         self._folded_skip, self._undecided = False, False
         self._scaler_step = ScalerStep(None)
         self._attached = False
-        self._gradients()  # shows the clipper the parameters, which may refuse them
+        self._look_at_parameters()  # which the clipper may refuse
         self._attach()
 
     # -- while training ---------------------------------------------------------------------------------------------
@@ -191,7 +198,7 @@ class Guard:
         bad, found = decision.result.nonfinite, decision.gradients
         norm = torch.where(bad, torch.nan, 0.0)
         if self._policy == "raise":
-            refuse_nonfinite(norm, found.gradients, found.name)
+            refuse_nonfinite_in(found, norm, decision.result.tensor_norms)
         if self._policy != "zero" or (are_readable(bad) and not bool(bad)):
             self._clip(decision, folds, scale)
             return
@@ -237,12 +244,23 @@ class Guard:
         self._snapshot, self._skipping = None, False
         del optimizer
 
-    def _gradients(self) -> Gradients:
+    def _look_at_parameters(self) -> bool:
+        """Return whether the optimizer has got new parameters, which the clipper is shown."""
         parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
-        if list(map(id, parameters)) != list(map(id, self._parameters)):  # a group was added
-            self._parameters, self._names = parameters, _names(self.optimizer, self._model_names)
+        if list(map(id, parameters)) == list(map(id, self._parameters)):
+            return False
+        self._parameters, self._names = parameters, names_of(self.optimizer, self._model_names)
+        if self._stages.group is None:
             self.clipper.learn(list(zip(self._names, parameters, strict=True)) if self._model is None else self._model)
-        return gradients_of(self._names, parameters)
+        return True
+
+    def _gradients(self) -> Gradients:
+        new = self._look_at_parameters()
+        found = gradients_of(self._names, self._parameters, self._stages, self._model)
+        if self._stages.group is not None and (new or not self._stages_known):
+            self.clipper.learn(ListedParameters(found, self._model))  # those of all stages
+            self._stages_known = True
+        return found
 
     # -- GradScaler -------------------------------------------------------------------------------------------------
 
@@ -360,35 +378,3 @@ def _check(optimizer: object, clipper: object, policy: str, limit: int | None) -
         raise InvalidValueError(f"nonfinite={policy!r} is not a policy: expected one of {known}.")
     if limit is not None and (not isinstance(limit, int) or limit < 0):
         raise InvalidValueError(f"max_consecutive_skips={limit!r}: expected a whole number >= 0, or None for no cap.")
-
-
-def _names_in(model: nn.Module | None, optimizer: Optimizer) -> dict[int, str]:
-    if model is None:
-        return {}
-    names = {id(p): name for name, p in model.named_parameters()}
-    if not any(id(p) in names for group in optimizer.param_groups for p in group["params"]):
-        raise InvalidValueError(
-            f"model ({type(model).__name__}) has none of the optimizer's parameters: expected the module that was "
-            "given to the optimizer, as it is now; wrapping or moving it may have made new parameters."
-        )
-    return names
-
-
-def _names(optimizer: Optimizer, known: dict[int, str]) -> list[str]:
-    """Return what to call the parameters of ``optimizer``: by the model, by the optimizer, or by their place.
-
-    Two of one name (from two models, say) are called by their places: a clipper may keep something under each name.
-    """
-    places = [(i, k, p) for i, group in enumerate(optimizer.param_groups) for k, p in enumerate(group["params"])]
-    own = [name for i, group in enumerate(optimizer.param_groups) for name in _own_names(group, i)]
-    names = [known.get(id(p)) or name for (_, _, p), name in zip(places, own, strict=True)]
-    count = Counter(names)
-    return [
-        name if count[name] == 1 else f"param_groups[{i}]['params'][{k}]"
-        for name, (i, k, _) in zip(names, places, strict=True)
-    ]
-
-
-def _own_names(group: dict[str, Any], position: int) -> Sequence[str]:
-    numbered = [f"param_groups[{position}]['params'][{k}]" for k in range(len(group["params"]))]
-    return group.get("param_names") or numbered

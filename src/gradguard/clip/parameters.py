@@ -3,14 +3,17 @@
 import types
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from gradguard.distributed import refuse_sharded
+from gradguard.distributed.plan import Part, Shared, plan_for, plan_for_gradients
+from gradguard.distributed.union import stages_group
 from gradguard.errors import InvalidTypeError
+from gradguard.tensors.nonfinite import refuse_nonfinite
+from gradguard.tensors.norms import tensor_norms, total_norm
 
 Parameters = Tensor | nn.Module | Iterable[Tensor] | Iterable[tuple[str, Tensor]] | Mapping[str, Tensor]
 """One tensor, a module, an iterable of tensors or of ``(name, tensor)`` pairs, or a mapping from name to tensor."""
@@ -20,17 +23,22 @@ Parameters = Tensor | nn.Module | Iterable[Tensor] | Iterable[tuple[str, Tensor]
 class Gradients:
     """Parameters that have a gradient, each once.
 
+    Where they are spread over processes, these are all parameters, on every process the same ones in the same order,
+    and ``gradients`` the parts that this process holds: an empty tensor where it holds nothing.
+
     Attributes:
         parameters: The parameters.
         gradients: Their gradients.
         positions: The place of each in what the user passed.
         names: Names of all that the user passed, or ``None`` if they had none.
+        part: How the norms of the parts add up over processes; None if every process holds all.
     """
 
     parameters: Sequence[Tensor]
     gradients: Sequence[Tensor]
     positions: Sequence[int]
     names: Sequence[str] | None
+    part: Part | None = field(default=None, kw_only=True)
 
     def name(self, index: int) -> str:
         """Return what to call the ``index``-th gradient in a message."""
@@ -44,14 +52,52 @@ class Gradients:
         return tuple(self.names[i] if self.names is not None else str(i) for i in self.positions)
 
 
-def collect_gradients(parameters: Parameters) -> Gradients:
+@dataclass(frozen=True, slots=True)
+class Stages:
+    """Pipeline stages: along ``group``, processes hold different parameters, and the weights ``shared`` alike.
+
+    Attributes:
+        group: What `stages_group` returned; None where all processes have the same list.
+        shared: Weights that several stages hold.
+    """
+
+    group: Any = None
+    shared: Shared | None = None
+
+    @staticmethod
+    def named(process_group: Any, mesh: Any, shared: Any) -> "Stages":
+        """Return the stages that a user's arguments name; the errors are those of `stages_group`."""
+        return Stages(stages_group(process_group, mesh), shared)
+
+
+ONE_STAGE = Stages()
+
+
+def collect_gradients(parameters: Parameters, stages: Stages = ONE_STAGE) -> Gradients:
     """Return the gradients of ``parameters``; tied parameters and repeated entries count once."""
-    return gradients_of(*named_tensors(parameters, "parameters"))
+    module = parameters if isinstance(parameters, nn.Module) else None
+    return gradients_of(*named_tensors(parameters, "parameters"), stages, module)
 
 
-def gradients_of(names: Sequence[str] | None, tensors: Sequence[Tensor]) -> Gradients:
-    """Return the gradients of ``tensors``, each once, in order of first appearance."""
-    refuse_sharded(tensors)
+def gradients_of(
+    names: Sequence[str] | None,
+    tensors: Sequence[Tensor],
+    stages: Stages = ONE_STAGE,
+    module: nn.Module | None = None,
+) -> Gradients:
+    """Return the gradients of ``tensors``, each once, in order of first appearance.
+
+    Args:
+        names: Their names, if they have some.
+        tensors: The parameters.
+        stages: The pipeline stages, if there are some.
+        module: The module that they come from, if it is known: it tells what wraps it.
+    """
+    planned = plan_for(tensors, names, stages.group, stages.shared, module)
+    if planned is not None:
+        plan, names = planned
+        held = plan.hold(names)
+        return Gradients(held.parameters, held.gradients, range(len(held.gradients)), held.names, part=held.part)
     gradients = [tensor.grad for tensor in tensors]
     if type(None) not in set(map(type, gradients)) and len(set(map(id, gradients))) == len(gradients):
         positions: Sequence[int] = range(len(gradients))  # the common case, without a loop in Python
@@ -84,12 +130,42 @@ def gradients_among(tensors: Parameters) -> Gradients:
         )
     given: Any = list(tensors.items()) if isinstance(tensors, Mapping) else tensors
     if isinstance(given, Iterable) and not isinstance(given, Tensor | str):
+        given = list(given)
+        entries = [e[-1] if isinstance(e, tuple) and e else e for e in given]
+        spread = plan_for_gradients([e if isinstance(e, Tensor) else None for e in entries])
+        if spread is not None:  # an entry that is None here may be there elsewhere
+            named = [str(e[0]) for e in given if isinstance(e, tuple)]
+            names = named if len(named) == len(given) else None
+            return Gradients(spread[0], spread[0], range(len(entries)), names, part=spread[1])
         given = [e for e in given if e is not None and not (isinstance(e, tuple) and e and e[-1] is None)]
     names, values = named_tensors(cast("Parameters", given), "tensors")
-    refuse_sharded(values)
     first = sorted({id(value): i for i, value in reversed(list(enumerate(values)))}.values())
     kept = [values[i] for i in first]
     return Gradients(kept, kept, first, names)
+
+
+@torch.no_grad()
+def norms_in(found: Gradients, order: float = 2.0) -> Tensor:
+    """Return the norm of each gradient, of all its parts on all processes: ``[len(found.gradients)]``, float64."""
+    norms = tensor_norms(found.gradients, order)
+    return norms if found.part is None else found.part.add_up((norms, order))[0]
+
+
+def refuse_nonfinite_in(found: Gradients, norm: Tensor, norms: Tensor | None = None) -> None:
+    """Raise if ``norm``, that of all gradients, is not finite; ``norms`` are those of each, if they are known.
+
+    Raises:
+        NonFiniteGradientError: Naming the gradients, also those whose bad elements other processes hold.
+    """
+    if found.part is not None and norms is None and not bool(norm.isfinite()):
+        norms = norms_in(found)
+    refuse_nonfinite(norm, found.gradients, found.name, norms if found.part is not None else None)
+
+
+@torch.no_grad()
+def norm_in(found: Gradients, order: float = 2.0) -> Tensor:
+    """Return the norm of all gradients as one vector, on all processes: 0-dim, float64."""
+    return total_norm(found.gradients, order) if found.part is None else found.part.total(found.gradients, order)
 
 
 def named_tensors(argument: Parameters, what: str) -> tuple[list[str] | None, list[Tensor]]:

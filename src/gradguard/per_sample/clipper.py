@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gradguard.distributed import all_reduce_sum, process_group_of, shard_like, stop_synchronizing, unwrapped
+from gradguard.distributed.groups import all_reduce_sum, process_group_of, stop_synchronizing, unwrapped
+from gradguard.distributed.placements import shard_like
 from gradguard.errors import InvalidValueError
 from gradguard.per_sample.accumulation import Accumulation, zeros_like_rows
 from gradguard.per_sample.arithmetic import exact_products

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from gradguard.distributed import is_sharded
+from gradguard.distributed.placements import is_sharded
 from gradguard.errors import UnsupportedGradientError
 from gradguard.per_sample.dry_run import DryRun, Slot
 from gradguard.per_sample.layers.call import BatchAxis

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gradguard.distributed import is_fully_sharded, is_sharded
+from gradguard.distributed.groups import is_fully_sharded
+from gradguard.distributed.placements import is_sharded
 from gradguard.errors import UnsupportedGradientError
 from gradguard.per_sample.dry_run import Slot
 from gradguard.per_sample.mini_batch import Gathering, UsedLayer

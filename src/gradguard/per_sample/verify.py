@@ -15,7 +15,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from gradguard.distributed import is_sharded
+from gradguard.distributed.placements import is_sharded
 from gradguard.errors import InvalidValueError, UnsupportedGradientError
 from gradguard.per_sample.arithmetic import exact_products, row_squares, wide
 from gradguard.per_sample.contributions import Contribution

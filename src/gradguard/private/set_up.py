@@ -10,14 +10,14 @@ from torch.optim.optimizer import Optimizer
 from torch.utils.data import DataLoader
 
 from gradguard.arguments import check_number
-from gradguard.distributed import (
+from gradguard.distributed.groups import (
     from_first_rank,
-    is_sharded,
     process_group_of,
     rank_and_size,
     stop_synchronizing,
     unwrapped,
 )
+from gradguard.distributed.placements import is_sharded
 from gradguard.errors import InvalidTypeError, InvalidValueError, UnsupportedGradientError
 from gradguard.per_sample.clipper import PerSampleGradientClipper
 from gradguard.per_sample.norm_clippers import FlatNormClipper, NormClipper, QuantileNormClipper

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
-from gradguard.distributed import all_reduce_sum, rank_and_size, shard_like
+from gradguard.distributed.groups import all_reduce_sum, rank_and_size
+from gradguard.distributed.placements import shard_like
 from gradguard.errors import InvalidValueError
 from gradguard.per_sample.clipper import PerSampleGradientClipper
 from gradguard.per_sample.results import ClippedSums

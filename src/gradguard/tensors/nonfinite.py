@@ -35,13 +35,16 @@ def check_policy(policy: str) -> NonFinitePolicy:
     return cast("NonFinitePolicy", policy)
 
 
-def refuse_nonfinite(norm: Tensor, tensors: Sequence[Tensor], name: Callable[[int], str]) -> None:
+def refuse_nonfinite(
+    norm: Tensor, tensors: Sequence[Tensor], name: Callable[[int], str], norms: Tensor | None = None
+) -> None:
     """Raise if ``norm``, taken over ``tensors``, is not finite. Reads one value from the device.
 
     Args:
         norm: 0-dim.
         tensors: What the norm was taken over; looked at one by one only if it is not finite.
         name: The name of the i-th tensor.
+        norms: The norm of each, where other processes hold parts of them.
 
     Raises:
         NonFiniteGradientError: Naming the tensors, with the number of NaN and infinite elements in each.
@@ -49,7 +52,12 @@ def refuse_nonfinite(norm: Tensor, tensors: Sequence[Tensor], name: Callable[[in
     if bool(torch.isfinite(norm)):
         return
     counts = [(name(i), *count_nonfinite(t), t.numel()) for i, t in enumerate(tensors)]
-    bad = [f"{name}: {_words(nan, inf, size)}" for name, nan, inf, size in counts if nan or inf]
+    known = [True] * len(counts) if norms is None else norms.isfinite().tolist()
+    bad = [
+        f"{name}: {_words(nan, inf, size) if nan or inf else 'in the part of another process'}"
+        for (name, nan, inf, size), finite in zip(counts, known, strict=True)
+        if nan or inf or not finite
+    ]
     if not bad:
         raise NonFiniteGradientError(
             f"the norm of the gradients is {float(norm)}, though every element is finite: it exceeds what "

@@ -80,6 +80,16 @@ def tensor_norms(tensors: Sequence[Tensor], p: float = 2.0) -> Tensor:
     return _device_norms(values, p, meeting_device(values))
 
 
+@torch.no_grad()
+def norm_of_norms(norms: Tensor, p: float = 2.0) -> Tensor:
+    """Return the p-norm of all elements from the p-norm of each tensor: 0-dim, no overflow, no underflow."""
+    if not len(norms):
+        return norms.sum()
+    largest = norms.max()
+    divisor = torch.where(largest.isfinite() & (largest > 0), largest, 1.0)
+    return divisor * torch.linalg.vector_norm(norms / divisor, p)
+
+
 def _device_norms(tensors: Sequence[Tensor], p: float, device: torch.device) -> Tensor:
     """One norm for each tensor, on ``device``, without a host read."""
     norms: list[Tensor] = [torch.zeros((), dtype=wide_dtype(device), device=device)] * len(tensors)

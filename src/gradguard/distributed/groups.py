@@ -1,7 +1,7 @@
-"""The one file that knows of `torch.distributed`: sums over processes, shards, and what is refused."""
+"""Process groups: who is in one, what a model is spread over, and sums over it."""
 
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -9,30 +9,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from gradguard.distributed.placements import is_sharded
 from gradguard.errors import UnsupportedGradientError
-
-
-def refuse_sharded(tensors: Iterable[Tensor]) -> None:
-    """Raise if a tensor is a shard: its local part would give a norm that is plausible and wrong.
-
-    Raises:
-        UnsupportedGradientError: If any tensor is a DTensor or an FSDP1 flat parameter.
-    """
-    module = sys.modules.get("torch.distributed.tensor")
-    dtensor = getattr(module, "DTensor", None)
-    for kind in set(map(type, tensors)):
-        if kind.__name__ == "FlatParameter" or (dtensor is not None and issubclass(kind, dtensor)):
-            raise UnsupportedGradientError(
-                f"sharded gradients ({kind.__name__}) are not supported yet: their norm needs a reduction over all "
-                "ranks, and this rank's part alone would be wrong. Use torch.nn.utils.clip_grad_norm_ (FSDP2) or "
-                "the module's own clip_grad_norm_ (FSDP1) for now."
-            )
-
-
-def is_sharded(tensor: Tensor) -> bool:
-    """Tell whether ``tensor`` is a DTensor, as FSDP2's parameters are."""
-    module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and isinstance(tensor, module.DTensor)
 
 
 def is_fully_sharded(module: nn.Module) -> bool:
@@ -119,12 +97,3 @@ def all_reduce_sum(tensors: Sequence[Tensor], group: Any) -> None:
     dist.all_reduce(together, group=group)
     for tensor, part in zip(tensors, together.split([t.numel() for t in tensors]), strict=True):
         tensor.copy_(part.view(tensor.shape))
-
-
-def shard_like(full: Tensor, like: Tensor) -> Tensor:
-    """Return this process's shard of ``full``, which every process holds, laid out as ``like`` is; no communication."""
-    if not is_sharded(like):
-        return full
-    from torch.distributed.tensor import distribute_tensor
-
-    return distribute_tensor(full, like.device_mesh, like.placements, src_data_rank=None)  # type: ignore[attr-defined]

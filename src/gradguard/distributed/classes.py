@@ -1,0 +1,86 @@
+"""Which gradients of a list add up alike, so that the norm of all needs few numbers; and which lie in one buffer."""
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from gradguard.distributed.placements import is_sharded
+
+
+class Classes:
+    """The gradients of one list in classes: those of one replication factor together, whole ones each by itself.
+
+    A whole gradient may be missing on some processes, so that it needs a place of its own.
+
+    Args:
+        weights: One over the number of processes that hold the same part of each.
+        whole: Whether every process holds all of it.
+        padded: What `padded_numel` returned for each.
+        device: Where norms are added up.
+
+    Attributes:
+        weights: Those of the classes, whole ones last.
+        whole: Where the whole gradients stand in the list.
+    """
+
+    def __init__(
+        self, weights: Sequence[float], whole: Sequence[bool], padded: Sequence[int], device: torch.device
+    ) -> None:
+        spread = [i for i, alone in enumerate(whole) if not alone]
+        # Every process has the same classes, also a pipeline stage that has no parameter of some of them.
+        values = sorted({weights[i] for i in spread})
+        self._members = [[i for i in spread if weights[i] == value] for value in values]
+        self._whole = [i for i, alone in enumerate(whole) if alone]
+        self._padded = padded
+        self._everything = len(self._members) == 1 and not self._whole
+        every = [*values, *(weights[i] for i in self._whole)]
+        self.weights = torch.tensor(every, dtype=torch.float64, device=device)
+        self.whole = torch.tensor(self._whole, dtype=torch.int64, device=device)
+
+    def lists(self, parts: Sequence[Tensor]) -> list[list[Tensor]]:
+        """Return the parts of each class, in as few tensors as hold exactly them."""
+        if self._everything:
+            return [merged(parts, self._padded)]
+        spread = [merged([parts[i] for i in members], [self._padded[i] for i in members]) for members in self._members]
+        return [*spread, *([parts[i]] for i in self._whole)]
+
+
+def padded_numel(tensor: Tensor, part: Tensor) -> int:
+    """Return how many elements FSDP2 keeps for this process' part of ``tensor`` in a buffer, padding included."""
+    if is_sharded(tensor):
+        split = [(p, size) for p, size in zip(tensor.placements, tensor.device_mesh.shape, strict=True) if p.is_shard()]  # type: ignore[attr-defined]
+        if len(split) == 1 and split[0][0].dim == 0:
+            return math.ceil(tensor.shape[0] / split[0][1]) * math.prod(tensor.shape[1:])
+    return part.numel()
+
+
+def merged(parts: Sequence[Tensor], padded: Sequence[int]) -> list[Tensor]:
+    """Return tensors that hold exactly the elements of ``parts``, and zeros: whole buffers instead of their pieces.
+
+    FSDP2's gradients of one module are views of one buffer, padded with zeros. It stands for them only if they are all
+    of it, each once: not if one is exempt, None or was replaced.
+    """
+    buffers = [part._base for part in parts]
+    there = [buffer for buffer in buffers if buffer is not None]
+    if len(set(map(id, there))) == len(there):
+        return list(parts)
+    by_buffer: dict[int, list[int]] = {}
+    for i, buffer in enumerate(buffers):
+        by_buffer.setdefault(id(buffer), []).append(i)
+    kept: list[Tensor] = []
+    for members in by_buffer.values():
+        buffer = buffers[members[0]]
+        if buffer is not None and _are_all_of(buffer, [parts[i] for i in members], sum(padded[i] for i in members)):
+            kept.append(buffer)
+        else:
+            kept += [parts[i] for i in members]
+    return kept
+
+
+def _are_all_of(buffer: Tensor, parts: Sequence[Tensor], numel: int) -> bool:
+    """Tell whether ``parts``, which take ``numel`` elements with their padding, are the whole buffer, each once."""
+    starts = [part.storage_offset() for part in parts if part.numel()]
+    flat = buffer.dim() == 1 and buffer.is_contiguous()
+    return len(parts) > 1 and flat and buffer.numel() == numel and len(set(starts)) == len(starts)

@@ -1,0 +1,361 @@
+"""Plans: for one list of parameters, who holds what, agreed on once by all processes; then one all-reduce a clip.
+
+A plan gives every tensor a place in one vector. A tensor of which a process holds nothing, because its gradient is
+None there, its shard is empty or it belongs to another pipeline stage, has norm 0 in its place. So the vector, and the
+collective, are the same on every process whatever gradients are present, and the plan does not change with them.
+"""
+
+import weakref
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from gradguard.distributed.agreement import gather_objects
+from gradguard.distributed.classes import Classes, padded_numel
+from gradguard.distributed.placements import Placement, added_up, any_sharded, laid_out_as, local_part, placement_of
+from gradguard.distributed.reduction import Reducer
+from gradguard.distributed.union import Union, several_processes, union_of
+from gradguard.distributed.wrappers import FLAT, flat_placements, refuse_unseen, refuse_unsynchronized
+from gradguard.errors import InvalidTypeError, InvalidValueError
+from gradguard.tensors.layout import meeting_device, move
+from gradguard.tensors.norms import norm_of_norms, tensor_norms, total_norm
+
+Shared = Mapping[str, Tensor]
+"""Weights that several pipeline stages hold, by a name that is the same on all of them."""
+
+_WIDE = (torch.float64, torch.complex128)
+_plans: dict[tuple, "Plan"] = {}
+_reducers: dict[tuple, Reducer] = {}
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """What this process holds of the planned tensors, one entry for each place.
+
+    Attributes:
+        parameters: The parameters; empty tensors where they belong to another pipeline stage.
+        gradients: This process' part of each gradient, in the memory of the gradient; empty where there is none.
+        names: What each is called, where the list has names.
+        part: How the norms of the gradients add up.
+    """
+
+    parameters: Sequence[Tensor]
+    gradients: Sequence[Tensor]
+    names: Sequence[str] | None
+    part: "Part"
+
+
+class Plan:
+    """How the norms of one list of tensors add up over processes. Use `plan_for`.
+
+    Args:
+        union: Who takes part; all of them make the plan at the same time.
+        tensors: The list.
+        placements: How each is spread.
+        names: Their names, if they have some.
+        shared: The weights among them that other stages hold too.
+    """
+
+    def __init__(
+        self,
+        union: Union,
+        tensors: Sequence[Tensor],
+        placements: Sequence[Placement],
+        names: Sequence[str] | None,
+        shared: Shared,
+    ) -> None:
+        signature = [
+            " ".join(_words(t, p) + ([names[i]] if names else []))
+            for i, (t, p) in enumerate(zip(tensors, placements, strict=True))
+        ]
+        where = next((t.device for t in tensors if not t.is_cpu), torch.device("cpu"))
+        wide = any(t.dtype in _WIDE for t in tensors)
+        self.reducer = Reducer(union, signature, wide, where)
+        self.alive: list[weakref.ref] = []
+        holders = [_holders(p, union) for p in placements]
+        whole = [p.is_whole for p in placements]
+        self.names, self.places = names, range(len(tensors))
+        self._alike = union.stages is None
+        if union.stages is not None:
+            stages = _Stages(union, tensors, names, shared, holders, whole)
+            holders, whole, self.names, self.places = stages.holders, stages.whole, stages.names, stages.own
+        count = len(holders)
+        widest = torch.float64 if self.reducer.wide else torch.float32
+        self._fillers = [torch.empty(0, dtype=widest, device=where) for _ in range(count)]
+        weights, whole = [1 / n for n in holders], [w and n > 1 for w, n in zip(whole, holders, strict=True)]
+        padded = [0] * count
+        for place, tensor in zip(self.places, tensors, strict=True):
+            part = local_part(tensor)
+            self._fillers[place] = part.new_empty(0)
+            padded[place] = padded_numel(tensor, part)
+        device = self.reducer.device
+        self.weights = torch.tensor(weights, dtype=torch.float64, device=device)
+        here = set(self.places)
+        own = [float(w and place in here) for place, w in enumerate(whole)]
+        self._shares = self.weights * torch.tensor(own, dtype=torch.float64, device=device)
+        self._classes = Classes(weights, whole, padded, device)
+        self._specs: list[Any] = [None] * len(tensors)  # of the gradients that were last looked at
+
+    def hold(self, names: Sequence[str] | None) -> Held:
+        """Return what this process holds of the gradients of the parameters that the plan is for.
+
+        A gradient that is laid out unlike its parameter, Partial for instance, is brought in line and replaced.
+
+        Args:
+            names: The names of the parameters, as they are called now.
+        """
+        tensors = [cast("Tensor", ref()) for ref in self.alive]  # the caller holds them
+        gradients = [t.grad for t in tensors]
+        specs = [None if g is None else getattr(g, "_spec", False) for g in gradients]
+        if not all([spec is None or spec is known for spec, known in zip(specs, self._specs, strict=True)]):
+            self._bring_in_line(tensors, gradients, names)
+            now = [None if g is None else getattr(g, "_spec", False) for g in gradients]
+            self._specs = [known if spec is None else spec for spec, known in zip(now, self._specs, strict=True)]
+        part = Part(self.reducer, self.weights, self._shares_of([g is not None for g in gradients]), self._classes)
+        if self._alike:
+            parts = [e if g is None else local_part(g) for e, g in zip(self._fillers, gradients, strict=True)]
+            return Held(tensors, parts, names, part)
+        parameters, parts = list(self._fillers), list(self._fillers)
+        for place, parameter, gradient in zip(self.places, tensors, gradients, strict=True):
+            parameters[place] = parameter
+            if gradient is not None:
+                parts[place] = local_part(gradient)
+        return Held(parameters, parts, self.names, part)
+
+    def _bring_in_line(
+        self, tensors: Sequence[Tensor], gradients: list[Tensor | None], names: Sequence[str] | None
+    ) -> None:
+        for i, (parameter, gradient) in enumerate(zip(tensors, gradients, strict=True)):
+            if gradient is not None and getattr(gradient, "_spec", self) is not getattr(parameter, "_spec", self):
+                name = f"`{names[i]}`" if names else f"parameter {i}"
+                right = laid_out_as(gradient, parameter, name)
+                if right is not gradient:
+                    parameter.grad = gradients[i] = right
+
+    def _shares_of(self, present: Sequence[bool]) -> Tensor:
+        if all(present):
+            return self._shares
+        mask = torch.ones(len(self._fillers), dtype=torch.float64)
+        mask[torch.tensor(list(self.places), dtype=torch.int64)] = torch.tensor(present, dtype=torch.float64)
+        return self._shares * mask.to(self._shares.device)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Part:
+    """The norms of some gradients, ready to be added up over processes.
+
+    Attributes:
+        reducer: What adds them up.
+        weights: One over the number of processes that hold the same part of each.
+        shares: Where every process holds the whole tensor, ``weights`` if this one has a gradient; else 0.
+        classes: Which gradients of the full list add up alike; None for some of them.
+    """
+
+    reducer: Reducer
+    weights: Tensor
+    shares: Tensor
+    classes: Classes | None = None
+
+    def add_up(self, *measured: tuple[Tensor, float]) -> list[Tensor]:
+        """Return the norms of the whole tensors, for vectors of norms of what this process holds, with their orders."""
+        return self.reducer.reduce(measured, self.weights, self.shares)
+
+    def total(self, parts: Sequence[Tensor], order: float) -> Tensor:
+        """Return the norm of all gradients as one vector: 0-dim. Faster than by way of the norm of each.
+
+        Args:
+            parts: What this process holds of each gradient of the full list.
+            order: The order of the norm.
+        """
+        if self.classes is None:
+            return norm_of_norms(self.add_up((tensor_norms(parts, order), order))[0], order)
+        lists = self.classes.lists(parts)
+        where = meeting_device(parts)
+        norms = torch.stack([move(total_norm(alike, order), where, torch.float64) for alike in lists])
+        shares = self.shares[self.classes.whole] if len(self.classes.whole) else self.shares[:0]
+        shares = torch.cat([self.shares.new_zeros(len(norms) - len(shares)), shares])
+        return norm_of_norms(self.reducer.reduce([(norms, order)], self.classes.weights, shares)[0], order)
+
+    def of(self, positions: Sequence[int]) -> "Part":
+        """Return the same for some of the gradients; every process must take the same ones."""
+        at = torch.tensor(list(positions), dtype=torch.int64, device=self.weights.device)
+        return Part(self.reducer, self.weights[at], self.shares[at])
+
+
+def plan_for(
+    tensors: Sequence[Tensor],
+    names: Sequence[str] | None = None,
+    stages: Any = None,
+    shared: Shared | None = None,
+    module: nn.Module | None = None,
+) -> tuple[Plan, Sequence[str] | None] | None:
+    """Return the plan for a list of parameters, and the names of its tensors; None if no other process matters.
+
+    The first call for a list is a collective, as every clip is. Later ones find the plan by the parameters' identity.
+
+    Args:
+        tensors: Parameters; one that comes twice counts once.
+        names: Their names.
+        stages: The process group along which parameters differ, from `stages_group`.
+        shared: Weights among ``tensors`` that other stages hold too.
+        module: The module that they come from, if it is known: it tells what wraps it.
+
+    Raises:
+        UnsupportedGradientError: If FSDP1 or DistributedDataParallel keeps the gradients such that their norm cannot
+            be told.
+        DistributedError: If another process does not come, or comes with another list.
+        InvalidValueError: If no process group holds all tensors, or one is destroyed, or ``shared`` names another.
+    """
+    flat: Mapping[int, Placement] = {}
+    if several_processes():
+        flat = flat_placements(module)
+        refuse_unseen(tensors, flat)
+    if stages is None and shared is None and not flat and not any_sharded(tensors):
+        if several_processes():
+            refuse_unsynchronized(tensors, module)
+        return None
+    tensors, names = _each_once(tensors, names)
+    shared = check_shared(shared, tensors, stages)
+    sharing = tuple((name, id(t)) for name, t in shared.items())
+    # Only stages need to agree on names.
+    key = (tuple(map(id, tensors)), id(stages), sharing, tuple(names or ()) if stages is not None else None)
+    plan = _plans.get(key)
+    if plan is None:
+        placements = [flat.get(id(t)) or placement_of(t) for t in tensors]
+        union = union_of(placements, stages)
+        if union is None:
+            return None
+        plan = _plans[key] = Plan(union, tensors, placements, names, shared)
+        plan.alive = [weakref.ref(t, lambda _: _plans.pop(key, None)) for t in tensors]  # identities are used again
+    return plan, names
+
+
+def plan_for_gradients(gradients: Sequence[Tensor | None]) -> tuple[list[Tensor], Part] | None:
+    """Return what this process holds of ``gradients``, and how their norms add up; None if no other has to do with it.
+
+    Which of them are None may differ from process to process, so that nothing but their number is agreed on.
+
+    Raises:
+        DistributedError: If another process does not come, or comes with another number of gradients.
+        InvalidValueError: If no process group holds them all, or one is destroyed.
+    """
+    if not any_sharded(gradients):
+        return None
+    first = {id(g): i for i, g in reversed(list(enumerate(gradients)))}
+    gradients = [g if first[id(g)] == i else None for i, g in enumerate(gradients)]
+    there = [g for g in gradients if g is not None]
+    union = union_of(map(placement_of, there), None)
+    if union is None:
+        return None
+    key = ("gradients", len(gradients), id(union.group))
+    where = next((g.device for g in there if not g.is_cpu), torch.device("cpu"))
+    if key not in _reducers or _reducers[key].union.group is not union.group:
+        _reducers[key] = Reducer(union, [f"{len(gradients)} gradients"], True, where)
+    reducer = _reducers[key]
+    placements = [None if g is None else placement_of(g) for g in gradients]
+    weights = [1.0 if p is None else 1 / _holders(p, union) for p in placements]
+    shares = [w if p is not None and p.is_whole and w < 1 else 0.0 for p, w in zip(placements, weights, strict=True)]
+    part = Part(
+        reducer,
+        torch.tensor(weights, dtype=torch.float64, device=reducer.device),
+        torch.tensor(shares, dtype=torch.float64, device=reducer.device),
+    )
+    return [torch.empty(0) if g is None else local_part(added_up(g)) for g in gradients], part
+
+
+def _each_once(tensors: Sequence[Tensor], names: Sequence[str] | None) -> tuple[Sequence[Tensor], Sequence[str] | None]:
+    if len(set(map(id, tensors))) == len(tensors):
+        return tensors, names
+    first = sorted({id(t): i for i, t in reversed(list(enumerate(tensors)))}.values())
+    return [tensors[i] for i in first], None if names is None else [names[i] for i in first]
+
+
+def check_shared(shared: Any, tensors: Sequence[Tensor], stages: Any) -> Shared:
+    """Return ``shared`` as a mapping.
+
+    Raises:
+        InvalidValueError: If it is given without stages, or names a tensor that is not in the list.
+        InvalidTypeError: If it is no mapping or list of tensors.
+    """
+    if shared is None:
+        return {}
+    if isinstance(shared, Tensor):
+        shared = [shared]
+    if isinstance(shared, list | tuple):
+        shared = {str(i): tensor for i, tensor in enumerate(shared)}
+    if not isinstance(shared, Mapping) or not all(isinstance(t, Tensor) for t in shared.values()):
+        raise InvalidTypeError(
+            f"shared is {type(shared).__name__}: expected a mapping from a name, the same on every stage, to a "
+            "parameter, such as shared={'embedding': model.embedding.weight}; or a list in the same order."
+        )
+    if shared and stages is None:
+        raise InvalidValueError(
+            "shared says which weights several pipeline stages hold: name the stages with process_group= or mesh=. On "
+            "one process, tied weights count once by themselves."
+        )
+    listed = {id(t) for t in tensors}
+    for name, tensor in shared.items():
+        if id(tensor) not in listed:
+            raise InvalidValueError(f"shared[{name!r}] is not among the parameters of this call.")
+    return shared
+
+
+def _words(tensor: Tensor, placement: Placement) -> list[str]:
+    """What a tensor is, the same on all processes: flat parameters have parts of different shapes."""
+    shape = "" if placement.layout == FLAT else f"{tuple(tensor.shape)} "
+    return [f"{shape}{str(tensor.dtype).removeprefix('torch.')} {placement.layout}"]
+
+
+def _holders(placement: Placement, union: Union) -> int:
+    """How many processes of this stage hold the same part."""
+    if not placement.ranks:
+        return len(union.stage)
+    return placement.replicas * len(union.stage) // len(placement.ranks)
+
+
+class _Stages:
+    """The lists of all pipeline stages as one: what each stage holds one after the other, shared weights once."""
+
+    def __init__(
+        self,
+        union: Union,
+        tensors: Sequence[Tensor],
+        names: Sequence[str] | None,
+        shared: Shared,
+        holders: Sequence[int],
+        whole: Sequence[bool],
+    ) -> None:
+        keys = {id(tensor): name for name, tensor in shared.items()}
+        mine = [
+            (None if names is None else names[i], keys.get(id(t)), holders[i], whole[i]) for i, t in enumerate(tensors)
+        ]
+        lists = dict(gather_objects(union, (min(union.stage), mine)))
+        self.own: list[int] = []
+        self.holders: list[int] = []
+        self.whole: list[bool] = []
+        entries: list[tuple[int, str | None]] = []
+        where: dict[str, int] = {}
+        for number, stage in enumerate(sorted(lists)):
+            for name, key, its_holders, its_whole in lists[stage]:
+                place = len(entries) if key is None else where.setdefault(key, len(entries))
+                if place == len(entries):
+                    entries.append((number, name))
+                    self.holders.append(0)
+                    self.whole.append(its_whole)
+                self.holders[place] += its_holders
+                if stage == min(union.stage):
+                    self.own.append(place)
+        self.names = _names_of_stages(entries)
+
+
+def _names_of_stages(entries: Sequence[tuple[int, str | None]]) -> list[str]:
+    """Names that tell the parameters of all stages apart: with the stage in front where two have one name, or none."""
+    times = Counter(name for _, name in entries)
+    return [
+        f"stage{number}.{place if name is None else name}" if name is None or times[name] > 1 else name
+        for place, (number, name) in enumerate(entries)
+    ]

@@ -1,0 +1,161 @@
+r"""The one all-reduce: from the norms of the parts that each process holds to the norms of the whole tensors.
+
+.. math:: \lVert g \rVert_p = \Bigl(\sum_{r} \frac{1}{k_r} \lVert g^{(r)} \rVert_p^p\Bigr)^{1/p}
+          \qquad \lVert g \rVert_\infty = \max_r \lVert g^{(r)} \rVert_\infty
+
+over all processes r, of which :math:`k_r` hold the same part. Powers are added up in float64. Where they could leave
+its range (float64 gradients, or p above 6), a power is written as :math:`m \cdot 2^{900 b}`, with a sum of its own for
+each b: still one all-reduce.
+"""
+
+import math
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from gradguard.distributed.agreement import agree, device_of, together
+from gradguard.distributed.union import Union, check_alive
+from gradguard.errors import DistributedError
+from gradguard.tensors.layout import are_readable, move
+
+_BITS = 900
+"""Powers of one sum lie within this many binary orders, which float64 holds with room for additions."""
+
+SAFE_ORDER = 6
+"""Up to this order, powers of the norms of float32 gradients stay in the range of float64."""
+
+
+def buckets(order: float, wide: bool) -> range:
+    """Return the numbers b for which powers of ``order`` get a sum."""
+    if not wide and order <= SAFE_ORDER:
+        return range(1)
+    return range(math.floor(-1080 * order / _BITS), math.ceil(1060 * order / _BITS) + 1)
+
+
+def encode(norms: Tensor, weights: Tensor, order: float, wide: bool) -> Tensor:
+    """Return what to add up over the processes: the weighted powers of ``norms``, ``[len(norms) * buckets]``."""
+    sums = buckets(order, wide)
+    if len(sums) == 1:
+        powers = norms * norms if order == 2 else norms**order
+        return powers.mul_(weights)
+    exponent = order * norms.log2()
+    place = (exponent / _BITS).floor().nan_to_num(sums[-1], sums[-1], sums[0]).clamp(sums[0], sums[-1])
+    spread = norms.new_zeros(len(norms), len(sums))
+    mantissa = torch.exp2(exponent - _BITS * place) * weights
+    return spread.scatter_(1, (place - sums[0]).long()[:, None], mantissa[:, None]).flatten()
+
+
+def decode(added: Tensor, present: Tensor, order: float, wide: bool) -> Tensor:
+    """Return the norms from the sums over all processes.
+
+    Args:
+        added: The sum of what `encode` returned.
+        present: Where every process holds the whole tensor, the share of those that have a gradient; else 0.
+        order: The order of the norms.
+        wide: As for `encode`.
+    """
+    sums = buckets(order, wide)
+    share = torch.where(present > 0, present, 1.0)
+    if len(sums) == 1:
+        powers = added / share
+        return powers.sqrt() if order == 2 else powers ** (1 / order)
+    table = added.view(-1, len(sums)) / share[:, None]
+    place = torch.arange(len(sums), device=added.device).expand_as(table)
+    top = torch.where(table != 0, place, 0).amax(dim=1, keepdim=True)  # NaN is not 0
+    below = torch.where(top > 0, table.gather(1, (top - 1).clamp(min=0)), 0.0)
+    powers = table.gather(1, top) + below * 2.0**-_BITS
+    return torch.exp2((powers.log2() + _BITS * (top + sums[0])) / order).squeeze(1)
+
+
+def encode_largest(norms: Tensor) -> Tensor:
+    """Return what to take the maximum of over the processes, whose idea of a maximum of NaN differs."""
+    return torch.cat([norms.nan_to_num(0.0, math.inf, 0.0), norms.isnan().to(norms.dtype)])
+
+
+def decode_largest(largest: Tensor) -> Tensor:
+    """Return the largest norms from the maximum over all processes."""
+    values, missing = largest.chunk(2)
+    return torch.where(missing > 0, math.nan, values)
+
+
+class Reducer:
+    """Adds up the norms of one agreed list of tensors, each process with its own part of each.
+
+    Args:
+        union: Who takes part; all of them make a reducer at the same time.
+        signature: What each listed tensor is, the same on all processes of a stage.
+        wide: Whether powers may leave the range of float64, at least on this process.
+        device: Where the norms are.
+    """
+
+    def __init__(self, union: Union, signature: Sequence[str], wide: bool, device: torch.device) -> None:
+        self.union, self._signature = union, signature
+        self._alone = dist.get_world_size(union.group) == 1
+        self.device = device if self._alone else device_of(union.group, device)
+        self.wide, number = (wide, 0) if self._alone else agree(union, signature, wide, self.device)
+        world = dist.get_world_size(union.group)
+        self._number = torch.tensor([number, number**2], dtype=torch.float64, device=self.device)
+        self._numbers = world * self._number
+
+    @torch.no_grad()
+    def reduce(self, measured: Sequence[tuple[Tensor, float]], weights: Tensor, shares: Tensor) -> list[Tensor]:
+        """Return the norms of the whole tensors: one all-reduce, and a second if some orders are infinite, some not.
+
+        Args:
+            measured: Norms of the parts that this process holds, each vector with the order of its norms.
+            weights: One over the number of processes that hold the same part.
+            shares: Where every process holds the whole tensor, ``weights`` if this one has a gradient; else 0.
+
+        Raises:
+            DistributedError: If another process does not come or reduces something else. On an accelerator the latter
+                gives NaN instead, so that nothing waits.
+        """
+        if self._alone or not measured:
+            return [norms for norms, _ in measured]
+        check_alive(self.union.group)
+        home = measured[0][0].device
+        moved = [(move(norms.double(), self.device), order) for norms, order in measured]
+        finite = [(norms, order) for norms, order in moved if not math.isinf(order)]
+        sums = iter(self._added(finite, weights, shares)) if finite else iter(())
+        largest = iter(
+            self._largest([n for n, order in moved if math.isinf(order)]) if len(finite) < len(moved) else ()
+        )
+        return [move(next(largest if math.isinf(order) else sums), home) for _, order in moved]
+
+    def _added(self, measured: Sequence[tuple[Tensor, float]], weights: Tensor, shares: Tensor) -> list[Tensor]:
+        parts = [encode(norms, weights, order, self.wide) for norms, order in measured]
+        vector = torch.cat([*parts, shares, self._number])
+        together(lambda: dist.all_reduce(vector, group=self.union.group), self.union.group, self._signature)
+        *added, share, numbers = vector.split([*map(len, parts), len(shares), 2])
+        same = self._checked((numbers == self._numbers).all())
+        norms = [decode(x, share, order, self.wide) for x, (_, order) in zip(added, measured, strict=True)]
+        return norms if same is None else [torch.where(same, x, math.nan) for x in norms]
+
+    def _largest(self, measured: Sequence[Tensor]) -> list[Tensor]:
+        parts = [encode_largest(norms) for norms in measured]
+        number = self._number[:1]
+        vector = torch.cat([*parts, number, -number])
+        together(
+            lambda: dist.all_reduce(vector, dist.ReduceOp.MAX, self.union.group), self.union.group, self._signature
+        )
+        *largest, numbers = vector.split([*map(len, parts), 2])
+        same = self._checked((numbers == torch.cat([number, -number])).all())
+        norms = [decode_largest(x) for x in largest]
+        return norms if same is None else [torch.where(same, x, math.nan) for x in norms]
+
+    def _checked(self, same: Tensor) -> Tensor | None:
+        """Return None if all processes reduced the same, and what tells it where the host must not wait.
+
+        Raises:
+            DistributedError: If it can be told for nothing, and they did not.
+        """
+        if not are_readable(same):
+            return same
+        if not bool(same):
+            raise DistributedError(
+                "another rank clipped another list of gradients in this place: every rank must clip the same lists in "
+                "the same order."
+            )
+        return None

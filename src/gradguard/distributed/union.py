@@ -1,0 +1,170 @@
+"""The one process group in which every part of a list of gradients lies, so that one all-reduce is enough."""
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from gradguard.distributed.placements import Placement
+from gradguard.errors import InvalidTypeError, InvalidValueError
+
+
+@dataclass(frozen=True, slots=True)
+class Union:
+    """Who takes part in a reduction.
+
+    Attributes:
+        group: The process group of all that do.
+        stage: The global ranks that hold parts of the same parameters as this process; all of ``group`` unless it
+            spans pipeline stages.
+        stages: The process group along which parameters differ, if one was given.
+    """
+
+    group: Any
+    stage: frozenset[int]
+    stages: Any = None
+
+
+def several_processes() -> bool:
+    """Tell whether `torch.distributed` joins this process with others."""
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
+def stages_group(process_group: Any, mesh: Any) -> Any:
+    """Return the group that a user names by ``process_group=`` or ``mesh=``: along it, parameters differ.
+
+    Raises:
+        InvalidValueError: If both are given, this process is not in the group, or the mesh has several dimensions.
+        InvalidTypeError: If an argument is of another type.
+    """
+    if process_group is None and mesh is None:
+        return None
+    if process_group is not None and mesh is not None:
+        raise InvalidValueError("process_group and mesh both name the pipeline stages: leave one out.")
+    if not dist.is_available() or not dist.is_initialized():
+        raise InvalidValueError(
+            "a process group was given, but torch.distributed is not initialized: call init_process_group first, or "
+            "leave process_group and mesh out on one process."
+        )
+    if mesh is not None:
+        if not hasattr(mesh, "get_group"):
+            raise InvalidTypeError(f"mesh is {type(mesh).__name__}: expected a DeviceMesh, such as mesh['pp'].")
+        if mesh.ndim != 1:
+            raise InvalidValueError(
+                f"mesh has {mesh.ndim} dimensions: expected the one along which parameters differ, such as mesh['pp']."
+            )
+        process_group = mesh.get_group()
+    if process_group is dist.GroupMember.NON_GROUP_MEMBER:
+        raise InvalidValueError(
+            f"process_group does not contain this process (rank {dist.get_rank()}): pass the group of its own stage "
+            "chain, and call on the members only."
+        )
+    if not isinstance(process_group, dist.ProcessGroup):
+        raise InvalidTypeError(
+            f"process_group is {type(process_group).__name__}: expected what dist.new_group or mesh.get_group returned."
+        )
+    check_alive(process_group)
+    return process_group
+
+
+def check_alive(group: Any) -> None:
+    """Raise if ``group`` was destroyed, or this process is not in it.
+
+    Raises:
+        InvalidValueError: If so.
+    """
+    if not dist.is_initialized() or group not in _known_groups():
+        raise InvalidValueError(
+            "a process group that the gradients or the call need is destroyed: expected a live one. Clip before "
+            "destroy_process_group(), and make meshes and parameters anew after initializing again."
+        )
+    if dist.get_rank() not in _known_groups()[group]:
+        raise InvalidValueError(f"process_group does not contain this process (rank {dist.get_rank()}).")
+
+
+def union_of(placements: Iterable[Placement], stages: Any) -> Union | None:
+    """Return who must take part so that gradients placed like this add up; None if nobody else must.
+
+    Args:
+        placements: Of all listed tensors.
+        stages: What `stages_group` returned.
+
+    Raises:
+        InvalidValueError: If no process group holds all of them, or one is destroyed.
+    """
+    spread = [p for p in placements if p.ranks]
+    if not spread and stages is None:
+        return None
+    meshes = {id(p.mesh): p.mesh for p in spread if p.mesh is not None}
+    for mesh in meshes.values():
+        _check_mesh(mesh)
+    me = frozenset([dist.get_rank()])
+    parts = {p.ranks for p in spread}
+    stage = _spanned([me, *parts], meshes.values())
+    if stages is None:
+        return Union(_group_of(stage), stage)
+    ranks = _spanned([stage, frozenset(dist.get_process_group_ranks(stages))], meshes.values())
+    return Union(_group_of(ranks), stage, stages)
+
+
+def _check_mesh(mesh: Any) -> None:
+    if not dist.is_initialized():
+        raise InvalidValueError(
+            "a gradient lies on a device mesh whose process group is destroyed: clip before destroy_process_group()."
+        )
+    try:
+        groups = [mesh.get_group(i) for i in range(mesh.ndim)]
+    except Exception as error:  # what a mesh raises whose groups are gone differs between versions
+        raise InvalidValueError(
+            f"a gradient lies on {mesh}, whose process group cannot be found any more: make the mesh and the "
+            "parameters anew after initializing torch.distributed again."
+        ) from error
+    for group in groups:
+        check_alive(group)
+
+
+def _spanned(parts: Sequence[frozenset[int]], meshes: Iterable[Any]) -> frozenset[int]:
+    """The smallest set that holds all ``parts`` and looks the same from each of its members."""
+    union = frozenset().union(*parts)
+    if union in parts:
+        return union
+    for root in (_root_of(mesh) for mesh in meshes):
+        full = root.mesh
+        if union <= set(full.flatten().tolist()):
+            where = torch.isin(full, torch.tensor(sorted(union))).nonzero()
+            index = tuple(
+                slice(None) if len(set(along.tolist())) > 1 else int(along[0]) for along in where.unbind(dim=1)
+            )
+            return frozenset(full[index].flatten().tolist())
+    world = frozenset(range(dist.get_world_size()))
+    if len(world) == math.prod(len(part) for part in parts):
+        return world
+    raise InvalidValueError(
+        f"the gradients lie on the ranks {' and '.join(str(sorted(p)) for p in parts if len(p) > 1)}, on meshes that "
+        "are no slices of one: which processes must add up cannot be told. Slice all meshes from one "
+        "init_device_mesh(...)."
+    )
+
+
+def _root_of(mesh: Any) -> Any:
+    find = getattr(mesh, "_get_root_mesh", None)
+    return mesh if find is None else find()
+
+
+def _group_of(ranks: frozenset[int]) -> Any:
+    """The process group of exactly ``ranks``."""
+    for group, its_ranks in _known_groups().items():  # in the order in which they were made, WORLD first
+        if its_ranks == ranks:
+            return group  # of several with the same ranks, all ranks take the first
+    raise InvalidValueError(
+        f"the gradients lie on the ranks {sorted(ranks)} together, which no process group holds: make one, once, on "
+        f"every rank: torch.distributed.new_group({sorted(ranks)}), or mesh[...]._flatten()."
+    )
+
+
+def _known_groups() -> dict[Any, frozenset[int]]:
+    members = dist.distributed_c10d._world.pg_group_ranks
+    return {g: frozenset(ranks) for g, ranks in members.items() if isinstance(g, dist.ProcessGroup)}
