@@ -37,6 +37,10 @@ class GradientCheckError(GradguardError, AssertionError):
     """A gradient is not the derivative that it should be, or it could not be told and that was not allowed."""
 
 
+class MissingPackageError(GradguardError, ImportError):
+    """A package that this part of gradguard needs is not installed."""
+
+
 class RecordError(GradguardError):
     """A record of a run is missing, empty or unreadable."""
 

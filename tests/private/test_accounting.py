@@ -7,8 +7,9 @@ import sys
 import pytest
 
 import gradguard as gg
+from gradguard.errors import MissingPackageError
 from gradguard.private import Accountant, epsilon, noise_multiplier_for
-from gradguard.private.accounting import MissingPackageError, _search
+from gradguard.private.accounting import _search
 
 Q = 256 / 60000
 TRIPLES = [  # noise multiplier, sampling rate, steps, RDP (improved conversion), PLD; delta 1e-5

@@ -18,7 +18,7 @@ from gradguard.clip.parameters import (
     refuse_nonfinite_in,
 )
 from gradguard.clip.result import ClipResult, NonfiniteCounter
-from gradguard.tensors.layout import move, public_dtype
+from gradguard.tensors.layout import are_readable, move, public_dtype
 from gradguard.tensors.nonfinite import NonFinitePolicy, check_policy, zero_if_nonfinite_
 from gradguard.tensors.norms import norm_of_norms, tensor_norms
 from gradguard.tensors.scaling import scale_
@@ -113,7 +113,7 @@ class Clipper(ABC):
         else:
             self.learn(parameters if isinstance(parameters, nn.Module) else _as_parameters(names, tensors))
         if policy == "raise":
-            found = measured(found)
+            found = measured(found, self.orders())
             refuse_nonfinite_in(found, total_of(found.norms), found.norms)
         decision = self.decide(found)
         decision.apply()
@@ -179,10 +179,18 @@ class MeasuredGradients(Gradients):
     Attributes:
         norms: 2-norm of each gradient as it is in memory, loss scale included; ``[len(gradients)]``.
         others: Norms of other orders, by order, where they were measured with the first.
+        there: Which gradients any process has, ``[len(gradients)]``, bool; None where that is all of them.
     """
 
     norms: Tensor
     others: Mapping[float, Tensor] = field(default_factory=dict, kw_only=True)
+    there: Tensor | None = field(default=None, kw_only=True)
+
+    def is_there(self) -> bool:
+        """Tell whether there is any gradient; where Python may not look, there may be."""
+        if self.there is None or not are_readable(self.there):
+            return len(self.gradients) > 0
+        return bool(self.there.any())
 
     def some(self, positions: Sequence[int]) -> "MeasuredGradients":
         """Return the gradients at ``positions``, with what is known of them."""
@@ -193,6 +201,7 @@ class MeasuredGradients(Gradients):
             self.names,
             _entries(self.norms, positions),
             others={order: _entries(norms, positions) for order, norms in self.others.items()},
+            there=None if self.there is None else _entries(self.there, positions),
             part=None if self.part is None else self.part.of(positions),
         )
 
@@ -210,7 +219,7 @@ def measured(found: Gradients, orders: Iterable[float] = ()) -> MeasuredGradient
         return found
     others = sorted(set(orders) - {2.0}) if found.part is not None else []
     local = [(tensor_norms(found.gradients, order), order) for order in (2.0, *others)]
-    norms, *rest = [local[0][0]] if found.part is None else found.part.add_up(*local)
+    (norms, *rest), there = ([local[0][0]], None) if found.part is None else found.part.measure(*local)
     return MeasuredGradients(
         found.parameters,
         found.gradients,
@@ -218,6 +227,7 @@ def measured(found: Gradients, orders: Iterable[float] = ()) -> MeasuredGradient
         found.names,
         norms,
         others=dict(zip(others, rest, strict=True)),
+        there=there,
         part=found.part,
     )
 

@@ -16,6 +16,7 @@ from gradguard.clip.parameters import (
     Stages,
     collect_gradients,
     gradients_among,
+    local_gradients,
     norm_in,
     norms_in,
     refuse_nonfinite_in,
@@ -191,6 +192,7 @@ def clip_grad_value_(
     sparse (COO)                      coalesced in place, then clamped
     complex                           real and imaginary parts are clamped each by itself
     no gradients, or all empty        nothing happens
+    DTensors                          each process clamps its part; only the other policies add up a norm
     ================================  ==========================================================================
 
     Args:
@@ -220,8 +222,11 @@ def clip_grad_value_(
     del foreach
     low, high = _bounds(clip_value, min_value)
     policy = check_policy(nonfinite)
-    found = collect_gradients(parameters)
-    norm = norm_in(found) if policy != "propagate" else torch.zeros(())
+    if policy == "propagate":  # what happens to an element depends on no other
+        found, norm = local_gradients(parameters), torch.zeros(())
+    else:
+        found = collect_gradients(parameters)
+        norm = norm_in(found)
     _prepare_clamp(found, policy, norm)
     _clamp_to(found, low, high, policy, norm)
 

@@ -109,7 +109,7 @@ class Groups(Clipper):
         decisions = {
             label: member.decide(part, scale)
             for (label, member), part in zip(self.members.items(), parts, strict=True)
-            if member is not None and part.gradients
+            if member is not None and part.is_there()
         }
         norm = total_of(norms)
         coefficient, clipped = torch.ones_like(norm), norm > norm

@@ -9,6 +9,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from gradguard.distributed.placements import any_sharded, laid_out_as, local_part
 from gradguard.distributed.plan import Part, Shared, plan_for, plan_for_gradients
 from gradguard.distributed.union import stages_group
 from gradguard.errors import InvalidTypeError
@@ -95,8 +96,8 @@ def gradients_of(
     """
     planned = plan_for(tensors, names, stages.group, stages.shared, module)
     if planned is not None:
-        plan, names = planned
-        held = plan.hold(names)
+        plan, tensors, names = planned
+        held = plan.hold(tensors, names)
         return Gradients(held.parameters, held.gradients, range(len(held.gradients)), held.names, part=held.part)
     gradients = [tensor.grad for tensor in tensors]
     if type(None) not in set(map(type, gradients)) and len(set(map(id, gradients))) == len(gradients):
@@ -108,6 +109,26 @@ def gradients_of(
     if any(dtype.is_complex for dtype in {gradient.dtype for gradient in kept}):
         kept = [_conjugate_in_memory(tensors[i]) for i in positions]
     return Gradients([tensors[i] for i in positions], kept, positions, names)
+
+
+def local_gradients(parameters: Parameters) -> Gradients:
+    """Return this process' part of each gradient, for what is done to each element by itself; no communication.
+
+    (Partial gradients are added up first.)
+    """
+    names, tensors = named_tensors(parameters, "parameters")
+    if not any_sharded(tensors):
+        module = parameters if isinstance(parameters, nn.Module) else None
+        return gradients_of(names, tensors, ONE_STAGE, module)
+    first = sorted({id(t): i for i, t in reversed(list(enumerate(tensors))) if t.grad is not None}.values())
+    parts = []
+    for i in first:
+        gradient = cast("Tensor", tensors[i].grad)
+        right = laid_out_as(gradient, tensors[i], f"`{names[i]}`" if names else f"parameter {i}")
+        if right is not gradient:
+            tensors[i].grad = right
+        parts.append(local_part(right))
+    return Gradients([tensors[i] for i in first], parts, first, names)
 
 
 def _conjugate_in_memory(parameter: Tensor) -> Any:

@@ -50,9 +50,10 @@ class Classes:
 def padded_numel(tensor: Tensor, part: Tensor) -> int:
     """Return how many elements FSDP2 keeps for this process' part of ``tensor`` in a buffer, padding included."""
     if is_sharded(tensor):
-        split = [(p, size) for p, size in zip(tensor.placements, tensor.device_mesh.shape, strict=True) if p.is_shard()]  # type: ignore[attr-defined]
-        if len(split) == 1 and split[0][0].dim == 0:
-            return math.ceil(tensor.shape[0] / split[0][1]) * math.prod(tensor.shape[1:])
+        split = [(i, p.dim) for i, p in enumerate(tensor.placements) if p.is_shard()]  # type: ignore[attr-defined]
+        if len(split) == 1 and split[0][1] == 0:
+            pieces = tensor.device_mesh.size(split[0][0])  # type: ignore[attr-defined]
+            return math.ceil(tensor.shape[0] / pieces) * math.prod(tensor.shape[1:])
     return part.numel()
 
 

@@ -9,7 +9,7 @@ import weakref
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +28,7 @@ Shared = Mapping[str, Tensor]
 """Weights that several pipeline stages hold, by a name that is the same on all of them."""
 
 _WIDE = (torch.float64, torch.complex128)
+_ORDINARY = {Tensor, nn.Parameter}
 _plans: dict[tuple, "Plan"] = {}
 _reducers: dict[tuple, Reducer] = {}
 
@@ -94,21 +95,22 @@ class Plan:
             padded[place] = padded_numel(tensor, part)
         device = self.reducer.device
         self.weights = torch.tensor(weights, dtype=torch.float64, device=device)
-        here = set(self.places)
-        own = [float(w and place in here) for place, w in enumerate(whole)]
-        self._shares = self.weights * torch.tensor(own, dtype=torch.float64, device=device)
+        sign = [0.0] * count
+        for place in self.places:
+            sign[place] = 1.0 if whole[place] else -1.0
+        self._shares = self.weights * torch.tensor(sign, dtype=torch.float64, device=device)
         self._classes = Classes(weights, whole, padded, device)
         self._specs: list[Any] = [None] * len(tensors)  # of the gradients that were last looked at
 
-    def hold(self, names: Sequence[str] | None) -> Held:
+    def hold(self, tensors: Sequence[Tensor], names: Sequence[str] | None) -> Held:
         """Return what this process holds of the gradients of the parameters that the plan is for.
 
         A gradient that is laid out unlike its parameter, Partial for instance, is brought in line and replaced.
 
         Args:
-            names: The names of the parameters, as they are called now.
+            tensors: The parameters.
+            names: Their names, as they are called now.
         """
-        tensors = [cast("Tensor", ref()) for ref in self.alive]  # the caller holds them
         gradients = [t.grad for t in tensors]
         specs = [None if g is None else getattr(g, "_spec", False) for g in gradients]
         if not all([spec is None or spec is known for spec, known in zip(specs, self._specs, strict=True)]):
@@ -117,7 +119,12 @@ class Plan:
             self._specs = [known if spec is None else spec for spec, known in zip(now, self._specs, strict=True)]
         part = Part(self.reducer, self.weights, self._shares_of([g is not None for g in gradients]), self._classes)
         if self._alike:
-            parts = [e if g is None else local_part(g) for e, g in zip(self._fillers, gradients, strict=True)]
+            parts = [
+                e if g is None else getattr(g, "_local_tensor", g)
+                for e, g in zip(self._fillers, gradients, strict=True)
+            ]
+            if not _ORDINARY.issuperset(map(type, parts)):  # one that a collective has not delivered yet
+                parts = [e if g is None else local_part(g) for e, g in zip(self._fillers, gradients, strict=True)]
             return Held(tensors, parts, names, part)
         parameters, parts = list(self._fillers), list(self._fillers)
         for place, parameter, gradient in zip(self.places, tensors, gradients, strict=True):
@@ -151,7 +158,7 @@ class Part:
     Attributes:
         reducer: What adds them up.
         weights: One over the number of processes that hold the same part of each.
-        shares: Where every process holds the whole tensor, ``weights`` if this one has a gradient; else 0.
+        shares: ``weights`` where this process has a gradient, negative unless every process holds all of it; else 0.
         classes: Which gradients of the full list add up alike; None for some of them.
     """
 
@@ -162,6 +169,10 @@ class Part:
 
     def add_up(self, *measured: tuple[Tensor, float]) -> list[Tensor]:
         """Return the norms of the whole tensors, for vectors of norms of what this process holds, with their orders."""
+        return self.reducer.reduce(measured, self.weights, self.shares)[0]
+
+    def measure(self, *measured: tuple[Tensor, float]) -> tuple[list[Tensor], Tensor]:
+        """Return the same, and which tensors any process has a gradient of: ``[len]``, bool."""
         return self.reducer.reduce(measured, self.weights, self.shares)
 
     def total(self, parts: Sequence[Tensor], order: float) -> Tensor:
@@ -178,7 +189,8 @@ class Part:
         norms = torch.stack([move(total_norm(alike, order), where, torch.float64) for alike in lists])
         shares = self.shares[self.classes.whole] if len(self.classes.whole) else self.shares[:0]
         shares = torch.cat([self.shares.new_zeros(len(norms) - len(shares)), shares])
-        return norm_of_norms(self.reducer.reduce([(norms, order)], self.classes.weights, shares)[0], order)
+        (added,), _ = self.reducer.reduce([(norms, order)], self.classes.weights, shares)
+        return norm_of_norms(added, order)
 
     def of(self, positions: Sequence[int]) -> "Part":
         """Return the same for some of the gradients; every process must take the same ones."""
@@ -192,8 +204,8 @@ def plan_for(
     stages: Any = None,
     shared: Shared | None = None,
     module: nn.Module | None = None,
-) -> tuple[Plan, Sequence[str] | None] | None:
-    """Return the plan for a list of parameters, and the names of its tensors; None if no other process matters.
+) -> tuple[Plan, Sequence[Tensor], Sequence[str] | None] | None:
+    """Return the plan for a list of parameters, those once each, and their names; None if no other process matters.
 
     The first call for a list is a collective, as every clip is. Later ones find the plan by the parameters' identity.
 
@@ -231,7 +243,24 @@ def plan_for(
             return None
         plan = _plans[key] = Plan(union, tensors, placements, names, shared)
         plan.alive = [weakref.ref(t, lambda _: _plans.pop(key, None)) for t in tensors]  # identities are used again
-    return plan, names
+    return plan, tensors, names
+
+
+@torch.no_grad()
+def true_norms(parameters: Sequence[Tensor], module: nn.Module | None = None) -> Tensor | None:
+    """Return the 2-norm of the whole gradient of each of ``parameters``, 0 where there is none; None if none is spread.
+
+    Where one is, this is a collective: every process must call it on the same steps, with all of its parameters.
+
+    Raises:
+        DistributedError: As for `plan_for`, whose other errors it raises too.
+    """
+    planned = plan_for(parameters, None, module=module)
+    if planned is None:
+        return None
+    plan, tensors, _ = planned
+    held = plan.hold(tensors, None)
+    return held.part.add_up((tensor_norms(held.gradients), 2.0))[0]
 
 
 def plan_for_gradients(gradients: Sequence[Tensor | None]) -> tuple[list[Tensor], Part] | None:
@@ -258,7 +287,7 @@ def plan_for_gradients(gradients: Sequence[Tensor | None]) -> tuple[list[Tensor]
     reducer = _reducers[key]
     placements = [None if g is None else placement_of(g) for g in gradients]
     weights = [1.0 if p is None else 1 / _holders(p, union) for p in placements]
-    shares = [w if p is not None and p.is_whole and w < 1 else 0.0 for p, w in zip(placements, weights, strict=True)]
+    shares = [0.0 if p is None else w if p.is_whole and w < 1 else -w for p, w in zip(placements, weights, strict=True)]
     part = Part(
         reducer,
         torch.tensor(weights, dtype=torch.float64, device=reducer.device),

@@ -100,38 +100,47 @@ class Reducer:
         self._numbers = world * self._number
 
     @torch.no_grad()
-    def reduce(self, measured: Sequence[tuple[Tensor, float]], weights: Tensor, shares: Tensor) -> list[Tensor]:
+    def reduce(
+        self, measured: Sequence[tuple[Tensor, float]], weights: Tensor, shares: Tensor
+    ) -> tuple[list[Tensor], Tensor]:
         """Return the norms of the whole tensors: one all-reduce, and a second if some orders are infinite, some not.
+
+        With them comes which of the tensors any process has.
 
         Args:
             measured: Norms of the parts that this process holds, each vector with the order of its norms.
             weights: One over the number of processes that hold the same part.
-            shares: Where every process holds the whole tensor, ``weights`` if this one has a gradient; else 0.
+            shares: ``weights`` where this process has the tensor, negative unless every process holds all of it;
+                0 where it has none.
 
         Raises:
             DistributedError: If another process does not come or reduces something else. On an accelerator the latter
                 gives NaN instead, so that nothing waits.
         """
         if self._alone or not measured:
-            return [norms for norms, _ in measured]
+            return [norms for norms, _ in measured], shares != 0
         check_alive(self.union.group)
         home = measured[0][0].device
         moved = [(move(norms.double(), self.device), order) for norms, order in measured]
         finite = [(norms, order) for norms, order in moved if not math.isinf(order)]
-        sums = iter(self._added(finite, weights, shares)) if finite else iter(())
+        added, there = self._added(finite, weights, shares) if finite else ([], torch.ones_like(shares) > 0)
+        sums = iter(added)
         largest = iter(
             self._largest([n for n, order in moved if math.isinf(order)]) if len(finite) < len(moved) else ()
         )
-        return [move(next(largest if math.isinf(order) else sums), home) for _, order in moved]
+        norms = [move(next(largest if math.isinf(order) else sums), home) for _, order in moved]
+        return norms, move(there, home)
 
-    def _added(self, measured: Sequence[tuple[Tensor, float]], weights: Tensor, shares: Tensor) -> list[Tensor]:
+    def _added(
+        self, measured: Sequence[tuple[Tensor, float]], weights: Tensor, shares: Tensor
+    ) -> tuple[list[Tensor], Tensor]:
         parts = [encode(norms, weights, order, self.wide) for norms, order in measured]
         vector = torch.cat([*parts, shares, self._number])
         together(lambda: dist.all_reduce(vector, group=self.union.group), self.union.group, self._signature)
         *added, share, numbers = vector.split([*map(len, parts), len(shares), 2])
         same = self._checked((numbers == self._numbers).all())
         norms = [decode(x, share, order, self.wide) for x, (_, order) in zip(added, measured, strict=True)]
-        return norms if same is None else [torch.where(same, x, math.nan) for x in norms]
+        return norms if same is None else [torch.where(same, x, math.nan) for x in norms], share != 0
 
     def _largest(self, measured: Sequence[Tensor]) -> list[Tensor]:
         parts = [encode_largest(norms) for norms in measured]

@@ -51,6 +51,11 @@ def units_held(tensor: Tensor, layout: UnitLayout, name: str) -> HeldUnits:
     Raises:
         UnsupportedGradientError: If its layout does not tell which elements a process holds.
     """
+    if getattr(tensor, "_fsdp_flattened", False):
+        raise UnsupportedGradientError(
+            f"{name} belongs to FullyShardedDataParallel (FSDP1), which flattens parameters, so that adaptive clipping "
+            "cannot tell their rows: use torch.distributed.fsdp.fully_shard(model)."
+        )
     cut = _cut_dimensions(tensor, name)
     if not cut or cut == {layout.dim}:
         return HeldUnits(layout, 0, _NOWHERE)

@@ -1,6 +1,7 @@
 """Private training in one call, and its parts: sampling, noise, accounting."""
 
-from gradguard.private.accounting import Accountant, MissingPackageError, epsilon, noise_multiplier_for
+from gradguard.errors import MissingPackageError
+from gradguard.private.accounting import Accountant, epsilon, noise_multiplier_for
 from gradguard.private.noise import GaussianNoise
 from gradguard.private.sampling import PoissonBatches
 from gradguard.private.set_up import make_private

@@ -13,7 +13,7 @@ from types import ModuleType
 from typing import Any, Literal
 
 from gradguard.arguments import check_number
-from gradguard.errors import GradguardError, InvalidTypeError, InvalidValueError
+from gradguard.errors import InvalidTypeError, InvalidValueError, MissingPackageError
 
 AccountantName = Literal["pld", "rdp"]
 History = list[tuple[float, float, int]]
@@ -22,10 +22,6 @@ History = list[tuple[float, float, int]]
 _PLD_UP_TO = 30.0  # of RDP's epsilon; above, PLD takes minutes to refine a number that protects nobody
 _TOLERANCE = 1e-3  # by how much the calibrated epsilon may stay below its target, relatively
 _LARGEST_MULTIPLIER = 1e6
-
-
-class MissingPackageError(GradguardError, ImportError):
-    """A package that this part of gradguard needs is not installed."""
 
 
 def epsilon(

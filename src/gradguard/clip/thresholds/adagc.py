@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 
 from gradguard.arguments import check_number
-from gradguard.clip.clipper import Decision, describe, norms_of, total_of
+from gradguard.clip.clipper import Decision, describe, measured, norms_of, total_of
 from gradguard.clip.parameters import Gradients
 from gradguard.clip.thresholds.state import StatefulClipper, check, counter, whole
 from gradguard.errors import InvalidValueError
+from gradguard.tensors.layout import move
 from gradguard.tensors.scaling import scale_
 
 _EPSILON = 1e-8
@@ -110,6 +111,7 @@ class AdaGC(StatefulClipper):
     @torch.no_grad()
     def decide(self, found: Gradients, scale: float | Tensor = 1.0) -> Decision:
         """Measure the gradients, decide, and let the state follow; write to no gradient."""
+        found = measured(found)
         norms = norms_of(found, scale)
         norm = total_of(norms)
         if not found.gradients:
@@ -117,7 +119,7 @@ class AdaGC(StatefulClipper):
             return Decision(found, describe(found, norms, one, one < 1), one)
         self._follow(norm.device)
         places = self._places_of(found.plain_names())
-        factors = self._follow_norms(places, norms, norm)
+        factors = self._follow_norms(places, norms, norm, found.there)
         clipped = (factors < 1).any()
         # Where nothing is clipped, 0/0 is 1; where the norm is NaN, it spreads.
         after = torch.where(clipped | norm.isnan(), total_of(factors * norms) / norm, 1.0)
@@ -146,7 +148,7 @@ class AdaGC(StatefulClipper):
         self._learn(names)
         super().load_state_dict(state_dict)
 
-    def _follow_norms(self, places: Tensor, norms: Tensor, norm: Tensor) -> Tensor:
+    def _follow_norms(self, places: Tensor, norms: Tensor, norm: Tensor, there: Tensor | None) -> Tensor:
         """Return the factor of each gradient, and let its average follow."""
         averages, seen = self.state["averages"][places], self.state["seen"][places]
         self.state["step"].add_(1)
@@ -159,6 +161,8 @@ class AdaGC(StatefulClipper):
             warm, enters = seen + 1 < self.warmup, norm.isfinite() & (norms > 0)
             together = torch.ones_like(norm) if math.isinf(self.absolute) else absolute / norm
             factors = torch.where(norms == 0, 1.0, torch.where(warm, together, own).clamp(max=1.0))
+        if there is not None:
+            enters = enters & move(there, enters.device)
         scaled = factors * norms
         least = torch.where(scaled < averages, scaled, averages)  # not `minimum`, which NaN would spoil
         later = self.beta * averages + (1 - self.beta) * scaled

@@ -40,4 +40,5 @@ def percentile(ordered: Tensor, count: Tensor, percent: float) -> Tensor:
     fraction = place - below
     low, high = ordered.index_select(0, torch.stack([below.long(), (below.long() + 1).minimum(last)])).unbind()
     # NumPy measures from the nearer end, and so do these two, to the last digit.
-    return torch.where(fraction < 0.5, low + (high - low) * fraction, high - (high - low) * (1 - fraction))
+    between = torch.where(fraction < 0.5, low + (high - low) * fraction, high - (high - low) * (1 - fraction))
+    return torch.where(low == high, low, between)  # also where nothing has entered and both are infinite
