@@ -5,9 +5,10 @@ from gradguard.check.gradcheck import gradcheck
 from gradguard.check.report import Finding, GradientReport
 from gradguard.check.seed_api import check_grad, get_numerical_gradient
 from gradguard.clip.adaptive import clip_grad_adaptive_
+from gradguard.clip.adaptive_clipper import ClipAdaptive
 from gradguard.clip.chain import Chain
 from gradguard.clip.clipper import Clipper, Decision
-from gradguard.clip.clippers import ClipAdaptive, ClipByGlobalNorm, ClipByNorm, ClipByValue
+from gradguard.clip.clippers import ClipByGlobalNorm, ClipByNorm, ClipByValue
 from gradguard.clip.functional import (
     apply_gradient_clipping,
     clip_grad_norm_,
@@ -37,11 +38,13 @@ from gradguard.error_clip.rules import (
 )
 from gradguard.error_clip.statistics import ErrorClipStats, FirstNonfinite, OpStatistics
 from gradguard.errors import (
+    DistributedError,
     FreedGraphError,
     GradguardError,
     GradientCheckError,
     InvalidTypeError,
     InvalidValueError,
+    MissingPackageError,
     NonFiniteGradientError,
     RecordError,
     UnsupportedGradientError,
@@ -55,6 +58,8 @@ from gradguard.per_sample.norm_clippers import (
     QuantileNormClipper,
 )
 from gradguard.per_sample.results import ClippedSums, PerSampleStatistics, PreStep
+from gradguard.watch.monitor import Monitor
+from gradguard.watch.notebook import watch
 
 __version__ = "0.1.0.dev0"
 
@@ -75,6 +80,7 @@ __all__ = [
     "ClippedSums",
     "Clipper",
     "Decision",
+    "DistributedError",
     "ErrorClipByNorm",
     "ErrorClipBySampleNorm",
     "ErrorClipByValue",
@@ -92,6 +98,8 @@ __all__ = [
     "Guard",
     "InvalidTypeError",
     "InvalidValueError",
+    "MissingPackageError",
+    "Monitor",
     "NonFiniteGradientError",
     "NormClipper",
     "OpStatistics",
@@ -119,4 +127,5 @@ __all__ = [
     "minimize",
     "private",
     "testing",
+    "watch",
 ]

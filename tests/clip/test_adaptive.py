@@ -118,6 +118,14 @@ def test_huge_and_tiny_gradients(scale, path):
     torch.testing.assert_close(p.grad.double(), torch.tensor([[0.06, 0.08]]).double() * scale, rtol=1e-5, atol=0)
 
 
+@pytest.mark.parametrize("scale", [1e200, 1e-200])
+def test_the_norm_of_huge_and_tiny_float64_gradients(scale, path):
+    p = parameter(torch.tensor([[3.0], [4.0]]).double() * scale, torch.ones(2, 1).double() * scale)
+    norm = gg.clip_grad_adaptive_([p], 10.0, eps=0.0, nonfinite="zero")
+    assert float(norm) == pytest.approx(5 * scale, rel=1e-12)
+    assert p.grad.tolist() == [[3.0 * scale], [4.0 * scale]]
+
+
 def test_zero_gradients_stay_zero(path):
     p = parameter(torch.zeros(2, 2), torch.zeros(2, 2))
     assert float(gg.clip_grad_adaptive_([p], 0.01, eps=0.0)) == 0

@@ -13,8 +13,9 @@ from torch import nn
 import gradguard as gg
 from cases import DTYPES, GRADIENTS, ORDERS, parameter, random
 from gradguard.clip import clippers
+from gradguard.clip.adaptive_clipper import ClipAdaptive
 from gradguard.clip.clipper import Clipper, Decision, describe, measured, norms_of, total_of
-from gradguard.clip.clippers import ClipAdaptive, ClipByGlobalNorm, ClipByNorm, ClipByValue
+from gradguard.clip.clippers import ClipByGlobalNorm, ClipByNorm, ClipByValue
 from gradguard.clip.lock_in import LockIn
 from gradguard.clip.parameters import collect_gradients
 from reference import clip_norm as slow_clip

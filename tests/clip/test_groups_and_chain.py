@@ -10,9 +10,10 @@ from torch import nn
 import gradguard as gg
 from cases import GRADIENTS, parameter, random
 from gradguard.clip import clipper, groups
+from gradguard.clip.adaptive_clipper import ClipAdaptive
 from gradguard.clip.chain import Chain
 from gradguard.clip.clipper import Clipper, Decision, describe, norms_of
-from gradguard.clip.clippers import ClipAdaptive, ClipByGlobalNorm, ClipByNorm, ClipByValue
+from gradguard.clip.clippers import ClipByGlobalNorm, ClipByNorm, ClipByValue
 from gradguard.clip.groups import Groups
 from gradguard.clip.parameters import collect_gradients
 from reference import clip_norm as slow_clip

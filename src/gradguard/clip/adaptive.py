@@ -1,22 +1,31 @@
 """Adaptive gradient clipping (AGC): each unit's gradient is held to a fraction of that unit's weight."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from gradguard.arguments import check_threshold
-from gradguard.clip.parameters import Gradients, Parameters, gradients_of, named_tensors
+from gradguard.clip.adaptive_parts import UnitDecision, decide_units
+from gradguard.clip.adaptive_units import by_device, layout_of, rows_in_memory, rows_like, unit_factors, unit_layouts
+from gradguard.clip.parameters import (
+    ONE_STAGE,
+    Gradients,
+    Parameters,
+    Stages,
+    gradients_of,
+    named_tensors,
+    refuse_nonfinite_in,
+)
 from gradguard.clip.result import ClipResult
-from gradguard.errors import InvalidTypeError, InvalidValueError, UnsupportedGradientError
-from gradguard.tensors.layout import coalesce_, meeting_device, move, public_dtype
+from gradguard.errors import InvalidTypeError, InvalidValueError
+from gradguard.tensors.layout import meeting_device, move, public_dtype
 from gradguard.tensors.nonfinite import NonFinitePolicy, check_policy, refuse_nonfinite, zero_if_nonfinite_
-from gradguard.tensors.norms import total_norm
-from gradguard.tensors.units import WHOLE, UnitLayout, scale_units_, unit_norms
-
-_WEIGHTS = ("weight", "parametrizations.weight.original", "parametrizations.weight.original1", "weight_v")
+from gradguard.tensors.norms import norm_of_norms, total_norm
+from gradguard.tensors.units import UnitLayout, scale_units_, unit_norms
 
 Excluded = str | Tensor | nn.Module
 """A name pattern, a parameter or a module."""
@@ -29,6 +38,9 @@ def clip_grad_adaptive_(
     eps: float = 1e-3,
     exclude: Excluded | Iterable[Excluded] = (),
     nonfinite: NonFinitePolicy = "propagate",
+    process_group: Any = None,
+    mesh: Any = None,
+    shared: Any = None,
 ) -> Tensor:
     r"""Scale each unit's gradient to at most ``clipping_threshold`` times that unit's weight norm, in place.
 
@@ -44,7 +56,8 @@ def clip_grad_adaptive_(
 
     **Guarantees.** Norms are accumulated in at least float32. No unit's gradient changes another unit's. Memory: no
     more than one tensor's size at a time. On the CPU, a tensor none of whose units binds is not written; on an
-    accelerator the host never waits.
+    accelerator the host never waits. Weights and gradients that are sharded stay where they are: every unit is
+    bounded by its whole norm, whichever processes hold parts of it, in one all-reduce.
 
     **Edge cases.**
 
@@ -57,6 +70,8 @@ def clip_grad_adaptive_(
     NaN in a unit                     under ``"propagate"`` that unit stays as it is, all others are clipped
     inf in a unit                     under ``"propagate"`` its inf becomes NaN, its other elements 0
     sparse (COO) embedding gradient   coalesced in place; only the rows that it holds are looked at
+    DTensors, on any meshes           as the whole tensors; every process of the meshes must join, also one without
+                                      gradients; ordinary tensors are the same on all of them
     ================================  ==========================================================================
 
     Args:
@@ -67,6 +82,10 @@ def clip_grad_adaptive_(
         exclude: Parameters to leave alone: parameters, modules, or name patterns (``"fc"`` for all in that module,
             ``"*.bias"`` with wildcards). One that matches nothing is an error.
         nonfinite: ``"propagate"``, ``"raise"`` or ``"zero"``, as for `clip_grad_norm_`.
+        process_group: Pipeline stages, as for `clip_grad_norm_`. Patterns of ``exclude`` fit names on all stages, and
+            parameters and modules those of this one.
+        mesh: Pipeline stages, as for `clip_grad_norm_`.
+        shared: Weights that several stages hold, as for `clip_grad_norm_`.
 
     Returns:
         The 2-norm of all gradients that were not excluded, before the clip: 0-dim, float32 or float64.
@@ -75,7 +94,9 @@ def clip_grad_adaptive_(
         InvalidValueError: If a number is negative or NaN, or an excluded thing is not among ``parameters``.
         InvalidTypeError: If an argument is of another type.
         NonFiniteGradientError: Under ``nonfinite="raise"``, if a gradient holds NaN or infinity.
-        UnsupportedGradientError: If a gradient is sharded.
+        UnsupportedGradientError: If a gradient is sparse in another way than an embedding's, or a layout does not
+            tell which elements of a tensor a process holds.
+        DistributedError: If processes that hold parts of the gradients do not clip together, or with other lists.
 
     Example:
         >>> import gradguard as gg, torch
@@ -91,7 +112,10 @@ def clip_grad_adaptive_(
         Brock, De, Smith, Simonyan (2021), High-performance large-scale image recognition without normalization,
         arXiv 2102.06171.
     """
-    return clip_adaptive(parameters, clipping_threshold, eps=eps, exclude=exclude, nonfinite=nonfinite).norm()
+    stages = Stages.named(process_group, mesh, shared)
+    return clip_adaptive(
+        parameters, clipping_threshold, eps=eps, exclude=exclude, nonfinite=nonfinite, stages=stages
+    ).norm()
 
 
 def clip_adaptive(
@@ -102,39 +126,21 @@ def clip_adaptive(
     exclude: Excluded | Iterable[Excluded] = (),
     nonfinite: NonFinitePolicy = "propagate",
     layouts: Mapping[int, UnitLayout] | None = None,
-) -> "AdaptiveClip":
+    stages: Stages = ONE_STAGE,
+) -> "AdaptiveClip | AdaptiveClipOfParts":
     """Do what `clip_grad_adaptive_` says, and keep what it knew; ``layouts`` stand in for those of a module."""
     threshold = check_threshold("clipping_threshold", clipping_threshold)
     eps = float(check_threshold("eps", eps))
     policy = check_policy(nonfinite)
+    module = parameters if isinstance(parameters, nn.Module) else None
     if layouts is None:
-        layouts = unit_layouts(parameters) if isinstance(parameters, nn.Module) else {}
+        layouts = {} if module is None else unit_layouts(module)
     names, tensors = named_tensors(parameters, "parameters")
-    excluded = _excluded_ids(exclude, names, tensors)
-    kept = [i for i, t in enumerate(tensors) if id(t) not in excluded]
-    found = gradients_of([names[i] for i in kept] if names else None, [tensors[i] for i in kept])
+    found = _without_excluded(exclude, names, tensors, stages, module)
+    if found.part is not None:
+        return _clip_parts(found, layouts, threshold, eps, policy)
     units = [layouts.get(id(p)) or layout_of(p) for p in found.parameters]
     return _clip(found, units, threshold, eps, policy)
-
-
-def unit_layouts(module: nn.Module) -> dict[int, UnitLayout]:
-    """Return, by parameter identity, the units of every parameter that are not what its shape alone would tell."""
-    layouts: dict[int, UnitLayout] = {}
-    for layer in module.modules():
-        # Not `layer.weight`: where the weight is parametrized, reading it computes it, which may change buffers.
-        weights = [p for name, p in layer.named_parameters() if name in _WEIGHTS and p.dim() > 1]
-        if isinstance(layer, nn.modules.conv._ConvTransposeNd):
-            for p in weights:
-                if p.shape[1] > 1:  # the gains of weight_norm have the size of one there
-                    layouts[id(p)] = UnitLayout(dim=1, groups=layer.groups)
-        elif type(layer).__name__ == "Conv1D" and not isinstance(layer, nn.Conv1d):
-            layouts.update((id(p), UnitLayout(dim=1)) for p in weights if p.dim() == 2)  # Hugging Face's: [in, out]
-    return layouts
-
-
-def layout_of(parameter: Tensor) -> UnitLayout:
-    """Return the units that a shape tells: whole scalars and vectors, else the entries of dimension 0."""
-    return WHOLE if parameter.dim() <= 1 else UnitLayout()
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,17 +177,17 @@ def _clip(
 ) -> AdaptiveClip:
     if policy == "raise":
         refuse_nonfinite(total_norm(found.gradients), found.gradients, found.name)
-    gradients = [_rows_in_memory(p, g) for p, g in zip(found.parameters, found.gradients, strict=True)]
-    weights = [_rows_like(g, p) for p, g in zip(found.parameters, found.gradients, strict=True)]
+    gradients = [rows_in_memory(p, g) for p, g in zip(found.parameters, found.gradients, strict=True)]
+    weights = [rows_like(g, p) for p, g in zip(found.parameters, found.gradients, strict=True)]
     norms: list[Tensor] = [torch.empty(0)] * len(gradients)
     factors = list(norms)
     least_bound = 0.0 if isinstance(threshold, Tensor) else threshold * eps
-    devices = _by_device(gradients)
+    devices = by_device(gradients)
     for device, group in devices.items():
         layouts = [units[i] for i in group]
         gradient_norms = unit_norms([gradients[i] for i in group], layouts, floor=least_bound)
         weight_norms = unit_norms([weights[i].to(device) for i in group], layouts, floor=eps)
-        parts = _factors(gradient_norms, weight_norms, threshold, eps)
+        parts = unit_factors(gradient_norms, weight_norms, threshold, eps)
         for i, norm, factor in zip(group, gradient_norms, parts, strict=True):
             norms[i], factors[i] = norm, factor
     for group in devices.values():
@@ -192,27 +198,52 @@ def _clip(
     return AdaptiveClip(found, norms, factors, zeroed)
 
 
-def _factors(
-    gradient_norms: Sequence[Tensor], weight_norms: Sequence[Tensor], threshold: float | Tensor, eps: float
-) -> Sequence[Tensor]:
-    """What to multiply each unit by, for all tensors of a device at once."""
-    norms, weights = torch.cat(list(gradient_norms)), torch.cat(list(weight_norms))
-    fraction = move(threshold, norms.device) if isinstance(threshold, Tensor) else threshold
-    bound = weights.clamp_(min=eps) * fraction
-    return torch.where(norms > bound, bound / norms, 1.0).split([n.shape[0] for n in gradient_norms])
+@dataclass(frozen=True, slots=True)
+class AdaptiveClipOfParts:
+    """What an adaptive clip of gradients that are spread over processes knew."""
+
+    found: Gradients
+    decision: UnitDecision
+    zeroed: Tensor
+
+    def norm(self) -> Tensor:
+        """Return the 2-norm of all gradients before the clip."""
+        return norm_of_norms(self.decision.norms).to(public_dtype(self.found.gradients))
+
+    def result(self) -> ClipResult:
+        """Return everything that a user may ask for."""
+        norm, clipped = norm_of_norms(self.decision.norms), self.decision.clipped
+        coefficient = torch.where(clipped, self.decision.after / norm, 1.0)
+        return ClipResult(
+            norm=self.norm(),
+            coefficient=torch.where(self.zeroed, 0.0, coefficient),
+            clipped=clipped | self.zeroed,
+            nonfinite=~torch.isfinite(norm),
+            tensor_norms=self.decision.norms,
+            names=self.found.plain_names(),
+        )
+
+
+@torch.no_grad()
+def _clip_parts(
+    found: Gradients, layouts: Mapping[int, UnitLayout], threshold: float | Tensor, eps: float, policy: NonFinitePolicy
+) -> AdaptiveClipOfParts:
+    decision = decide_units(found, layouts, range(len(found.gradients)), threshold, eps)
+    norm = norm_of_norms(decision.norms)
+    if policy == "raise":
+        refuse_nonfinite_in(found, norm, decision.norms)
+    decision.write()
+    if policy == "zero":
+        zero_if_nonfinite_(norm, found.gradients)
+    return AdaptiveClipOfParts(found, decision, ~torch.isfinite(norm) & (policy == "zero"))
 
 
 def _total(norms: Sequence[Tensor]) -> Tensor:
     """The 2-norm over vectors of norms that may lie on several devices."""
-    partial = [torch.cat([norms[i] for i in group]) for group in _by_device(norms).values()]
-    return torch.linalg.vector_norm(_together([torch.linalg.vector_norm(n) for n in partial]))
-
-
-def _by_device(tensors: Sequence[Tensor]) -> dict[torch.device, list[int]]:
-    groups: dict[torch.device, list[int]] = {}
-    for index, tensor in enumerate(tensors):
-        groups.setdefault(tensor.device, []).append(index)
-    return groups
+    partial = [torch.cat([norms[i] for i in group]) for group in by_device(norms).values()]
+    total = torch.linalg.vector_norm(_together([torch.linalg.vector_norm(n) for n in partial]))
+    safe = norm_of_norms(_together([norm_of_norms(n) for n in partial]))  # squares of float64 norms may leave its range
+    return torch.where(total.isfinite() & (total > 1e-140), total, safe)
 
 
 def _together(scalars: Sequence[Tensor]) -> Tensor:
@@ -220,26 +251,22 @@ def _together(scalars: Sequence[Tensor]) -> Tensor:
     return torch.stack([move(x, device) for x in scalars]) if scalars else torch.zeros(0)
 
 
-def _rows_in_memory(parameter: Tensor, gradient: Tensor) -> Tensor:
-    """The gradient as a dense tensor whose units can be written one by one; sparse ones give the rows they hold."""
-    if gradient.layout is torch.sparse_coo and gradient.sparse_dim() == 1:
-        coalesce_(gradient)
-        return gradient._values()
-    if gradient.layout is not torch.strided:
-        raise UnsupportedGradientError(
-            f"adaptive clipping needs whole rows: it takes dense gradients and sparse COO ones with one sparse "
-            f"dimension (torch.nn.Embedding(sparse=True)), not {gradient.layout} of shape {tuple(gradient.shape)}."
-        )
-    if 0 in gradient.stride() and gradient.numel() > 1:  # expanded: rows share memory, and may need different factors
-        parameter.grad = gradient = gradient.clone(memory_format=torch.contiguous_format)
-    return gradient
-
-
-def _rows_like(gradient: Tensor, parameter: Tensor) -> Tensor:
-    """The weights that belong to what `_rows_in_memory` returns for ``gradient``."""
-    if gradient.layout is torch.sparse_coo and parameter.dim() > 1:
-        return parameter.detach().index_select(0, gradient._indices()[0])
-    return parameter.detach()
+def _without_excluded(
+    exclude: Excluded | Iterable[Excluded],
+    names: Sequence[str] | None,
+    tensors: Sequence[Tensor],
+    stages: Stages,
+    module: nn.Module | None,
+) -> Gradients:
+    """The gradients to clip."""
+    if stages.group is None:
+        excluded = _excluded_ids(exclude, names, tensors)
+        kept = [i for i, t in enumerate(tensors) if id(t) not in excluded]
+        return gradients_of([names[i] for i in kept] if names else None, [tensors[i] for i in kept], stages, module)
+    found = gradients_of(names, tensors, stages, module)  # of all stages, one of which may hold what a pattern fits
+    excluded = _excluded_ids(exclude, None if names is None else found.plain_names(), found.parameters)
+    pairs = zip(found.parameters, found.gradients, strict=True)
+    return replace(found, gradients=[g.new_empty(0) if id(p) in excluded else g for p, g in pairs])
 
 
 def _excluded_ids(

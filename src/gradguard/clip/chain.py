@@ -7,8 +7,8 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from gradguard.clip.clipper import Clipper, Decision, measured
-from gradguard.clip.parameters import Gradients, Parameters
+from gradguard.clip.clipper import Clipper, Decision, MeasuredGradients, measured
+from gradguard.clip.parameters import Gradients, Parameters, current_gradients
 from gradguard.clip.result import ClipResult
 from gradguard.errors import InvalidTypeError, InvalidValueError
 from gradguard.tensors.scaling import scale_
@@ -83,7 +83,7 @@ class Chain(Clipper):
     @torch.no_grad()
     def decide(self, found: Gradients, scale: float | Tensor = 1.0) -> Decision:
         """Decide for all members up to the first that does not multiply by one number; the others follow it."""
-        return _decide(self.members, measured(found, self.orders()), scale)
+        return _decide(self.members, found, scale)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of each member, by its place."""
@@ -111,6 +111,8 @@ class Chain(Clipper):
 
 
 def _decide(members: Sequence[Clipper], found: Gradients, scale: float | Tensor) -> Decision:
+    if found.part is None or not members[0].measures_itself:
+        found = measured(found, {2.0}.union(*(member.orders() for member in members)))
     decisions: list[Decision] = []
     product, seen_scale = None, scale
     for member in members:
@@ -128,17 +130,25 @@ def _decide(members: Sequence[Clipper], found: Gradients, scale: float | Tensor)
 
     def write() -> None:
         decisions[-1].apply()
+        gradients = current_gradients(found)
         if product is not None:
-            scale_(found.gradients, product)
+            scale_(gradients, product)
         results = [d.result for d in decisions]
         if behind:
-            unmeasured = Gradients(found.parameters, found.gradients, found.positions, found.names, part=found.part)
-            rest = _decide(behind, unmeasured, scale)
+            rest = _decide(behind, _left(found, gradients, decisions[-1].left, product), scale)
             rest.apply()
             results.append(rest.result)
         _fill(told, _together(results))
 
     return Decision(found, told, None, write)
+
+
+def _left(found: Gradients, gradients: Sequence[Tensor], norms: Tensor | None, product: Tensor | None) -> Gradients:
+    """The gradients after a write: unmeasured, unless the one who wrote knew what norms it would leave."""
+    if norms is None:
+        return Gradients(found.parameters, gradients, found.positions, found.names, part=found.part)
+    norms = norms if product is None else norms * product
+    return MeasuredGradients(found.parameters, gradients, found.positions, found.names, norms, part=found.part)
 
 
 def _together(results: Sequence[ClipResult]) -> ClipResult:

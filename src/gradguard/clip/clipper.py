@@ -12,6 +12,7 @@ from gradguard.clip.parameters import (
     Gradients,
     Parameters,
     Stages,
+    current_gradients,
     gradients_of,
     named_tensors,
     norms_in,
@@ -35,12 +36,14 @@ class Decision:
         coefficient: The one number that every gradient is multiplied by, 0-dim on the device: then an optimizer may
             multiply instead (`Guard`). None if the rule does something else to them.
         write: Does it to the gradients, in place; None where multiplying by ``coefficient`` is all.
+        left: 2-norm of each gradient as ``write`` will leave it, in all its parts, if that is known.
     """
 
     gradients: Gradients
     result: ClipResult
     coefficient: Tensor | None
     write: Callable[[], None] | None = None
+    left: Tensor | None = None
 
     def __post_init__(self) -> None:
         """Remember the gradients weakly, so that `ClipResult.culprits` can count in them."""
@@ -75,6 +78,9 @@ class Clipper(ABC):
         >>> Halve()(layer).norm, layer.weight.grad
         (tensor(5.), tensor([[1.5000, 2.0000]]))
     """
+
+    measures_itself = False
+    """Whether `decide` measures parts of gradients in a way of its own, so that norms taken before would be wasted."""
 
     @torch.no_grad()
     def __call__(
@@ -305,7 +311,7 @@ def _zeroed(decision: Decision) -> ClipResult:
     """Make all gradients 0 if one of them was not finite, and tell it."""
     result = decision.result
     bad = result.nonfinite
-    zero_if_nonfinite_(torch.where(bad, torch.nan, 0.0), decision.gradients.gradients)
+    zero_if_nonfinite_(torch.where(bad, torch.nan, 0.0), current_gradients(decision.gradients))
     coefficient = torch.where(bad, 0.0, result.coefficient)
     return replace(result, coefficient=coefficient, clipped=result.clipped | bad)
 

@@ -1,25 +1,29 @@
-"""The fixed rules as objects: by value, by the norm of each tensor, by the norm of all, adaptive."""
+"""The fixed rules as objects: by value, by the norm of each tensor, by the norm of all."""
 
-import weakref
 from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from gradguard.arguments import check_bounds, check_order, check_threshold
-from gradguard.clip.adaptive import clip_adaptive, unit_layouts
-from gradguard.clip.clipper import Clipper, Decision, describe, measured, norms_of, total_of
+from gradguard.clip.clipper import (
+    Clipper,
+    Decision,
+    MeasuredGradients,
+    describe,
+    measured,
+    norms_of,
+    total_of,
+)
 from gradguard.clip.lock_in import LockIn
-from gradguard.clip.parameters import Gradients, Parameters
-from gradguard.clip.selection import KnownNames, Selection, Selector
+from gradguard.clip.parameters import Gradients
 from gradguard.tensors.layout import are_readable, coalesce_, meeting_device, move
-from gradguard.tensors.norms import total_norm
+from gradguard.tensors.norms import tensor_norms, total_norm
 from gradguard.tensors.scaling import clamp_, clip_coefficient, exceeds, scale_
-from gradguard.tensors.units import UnitLayout
 
 
-class _FixedRule(Clipper):
+class FixedRule(Clipper):
     """A rule whose threshold does not move by itself: its only state is the lock-in alarm."""
 
     def __init__(self) -> None:
@@ -38,7 +42,7 @@ class _FixedRule(Clipper):
         self._lock_in.load_state_dict(state_dict.get("lock_in", state_dict))
 
 
-class ClipByGlobalNorm(_FixedRule):
+class ClipByGlobalNorm(FixedRule):
     r"""Scale all gradients together so that their norm is at most ``max_norm``: `clip_grad_norm_` as an object.
 
     .. math:: g \leftarrow g \cdot \min\Bigl(1, \frac{m}{\lVert g \rVert_p + 10^{-6}}\Bigr)
@@ -90,7 +94,7 @@ class ClipByGlobalNorm(_FixedRule):
         return Decision(found, result, coefficient)
 
 
-class ClipByNorm(_FixedRule):
+class ClipByNorm(FixedRule):
     r"""Scale each gradient by itself so that its norm is at most ``max_norm``.
 
     .. math:: g_i \leftarrow g_i \cdot \min\Bigl(1, \frac{m}{\lVert g_i \rVert_p + 10^{-6}}\Bigr)
@@ -151,7 +155,7 @@ class ClipByNorm(_FixedRule):
         return Decision(found, result, None, lambda: _scale_each(found.gradients, coefficients))
 
 
-class ClipByValue(_FixedRule):
+class ClipByValue(FixedRule):
     r"""Clamp every element of every gradient to an interval: `clip_grad_value_` as an object.
 
     .. math:: g_i \leftarrow \min(\max(g_i, a), b), \qquad a = -b \text{ unless given}
@@ -185,6 +189,8 @@ class ClipByValue(_FixedRule):
         Mikolov (2012), Statistical language models based on neural networks, PhD thesis.
     """
 
+    measures_itself = True
+
     def __init__(self, max: float | Tensor, min: float | None = None) -> None:
         super().__init__()
         self.max, self.min = max, min
@@ -194,12 +200,14 @@ class ClipByValue(_FixedRule):
     def decide(self, found: Gradients, scale: float | Tensor = 1.0) -> Decision:
         """Measure, and look whether any element exceeds the bounds."""
         low, high = self._bounds()
+        bounds = at_scale(low, scale), at_scale(high, scale)
+        if found.part is not None:
+            return self._decide_together(found, scale, bounds, high)
         for gradient in found.gradients:
             coalesce_(gradient)  # only then is a stored value an element
         found = measured(found)
         norms = norms_of(found, scale)
         norm = total_of(norms)
-        bounds = _at_scale(low, scale), _at_scale(high, scale)
         suspect = _may_exceed(found.norms, *bounds)
         some = [g for g, may in zip(found.gradients, suspect, strict=True) if may]
         clipped = move(exceeds(some, *bounds), norm.device) if some else norm > norm
@@ -210,11 +218,33 @@ class ClipByValue(_FixedRule):
             if are_readable(clipped, norm) and not bool(clipped) and bool(norm.isfinite()):
                 return
             clamp_(some, *bounds)
-            after = [_norm_where(found.norms, [not may for may in suspect]), move(total_norm(some), norm.device)]
+            after = [norm_where(found.norms, [not may for may in suspect]), move(total_norm(some), norm.device)]
             coefficient.copy_(torch.where(clipped, total_of(torch.stack(after)) / total_of(found.norms), 1.0))
 
         result = describe(found, norms, coefficient, clipped, threshold=high, locked_in=locked_in)
         return Decision(found, result, None, write)
+
+    def _decide_together(
+        self, found: Gradients, scale: float | Tensor, bounds: tuple[float | Tensor, float | Tensor], high: Any
+    ) -> Decision:
+        """Decide where processes hold parts: what the clamp will do is measured before it, for one all-reduce."""
+        assert found.part is not None
+        before = tensor_norms(found.gradients)
+        suspect = [i for i, may in enumerate(_may_exceed(before, *bounds)) if may]
+        outside = torch.zeros_like(before)
+        for i in suspect:
+            outside[i] = exceeds([found.gradients[i]], *bounds).to(outside)
+        after = _norms_clamped(found.gradients, before, suspect, bounds)
+        before, after, outside = found.part.add_up((before, 2.0), (after, 2.0), (outside, 1.0))
+        found = MeasuredGradients(
+            found.parameters, found.gradients, found.positions, found.names, before, part=found.part
+        )
+        norms = norms_of(found, scale)
+        norm, clipped = total_of(norms), (outside > 0).any()
+        coefficient = torch.where(clipped, total_of(after) / total_of(before), 1.0)
+        locked_in = self._lock_in.follow(clipped, high if isinstance(high, Tensor) else abs(high), norm.isfinite())
+        result = describe(found, norms, coefficient, clipped, threshold=high, locked_in=locked_in)
+        return Decision(found, result, None, lambda: clamp_([found.gradients[i] for i in suspect], *bounds), after)
 
     def _bounds(self) -> tuple[float | Tensor, float | Tensor]:
         if self.min is None:
@@ -224,122 +254,9 @@ class ClipByValue(_FixedRule):
         return check_bounds(self.min, high, ("min", "max"))
 
 
-class ClipAdaptive(_FixedRule):
-    r"""Hold each unit's gradient to a fraction of that unit's weight norm: `clip_grad_adaptive_` as an object.
-
-    .. math:: G_i \leftarrow G_i \cdot \min\Bigl(1,\;
-              \frac{\lambda \max(\lVert W_i \rVert_2, \epsilon)}{\lVert G_i \rVert_2}\Bigr)
-
-    Call it with the *module* (or give the `Guard` the model), so that it knows the output channels of transposed
-    convolutions and Hugging Face ``Conv1D`` layers.
-
-    **Guarantees.** Gradients become what `clip_grad_adaptive_` makes of them. The result tells about all gradients,
-    those excluded too, which are measured and not changed.
-
-    **Edge cases.** Those of `clip_grad_adaptive_`. What it did (``coefficient``, ``clipped``, ``locked_in``) is known
-    only when the gradients are written; until then they say that nothing binds.
-
-    Args:
-        threshold: λ, at least 0. The paper uses 0.01 for batches of 1,024 to 4,096 and up to 0.08 for small ones.
-        eps: ε, the least weight norm that is reckoned with, at least 0.
-        exclude: Parameters to leave alone, as for `clip_grad_adaptive_`: the paper exempts the last linear layer.
-
-    Raises:
-        InvalidValueError: If a number is negative or NaN.
-        InvalidTypeError: If an argument is of another type.
-
-    Example:
-        >>> import torch
-        >>> import gradguard as gg
-        >>> layer = torch.nn.Linear(2, 1, bias=False)
-        >>> layer.weight.data, layer.weight.grad = torch.tensor([[3.0, 4.0]]), torch.tensor([[30.0, 40.0]])
-        >>> result = gg.ClipAdaptive(threshold=0.1)(layer)
-        >>> layer.weight.grad
-        tensor([[0.3000, 0.4000]])
-
-    Reference:
-        Brock, De, Smith, Simonyan (2021), High-performance large-scale image recognition without normalization,
-        arXiv 2102.06171.
-    """
-
-    def __init__(
-        self,
-        threshold: float | Tensor = 0.01,
-        eps: float = 1e-3,
-        exclude: Selection = (),
-    ) -> None:
-        super().__init__()
-        self.threshold, self.eps = check_threshold("threshold", threshold), float(check_threshold("eps", eps))
-        nothing = isinstance(exclude, tuple | list) and not exclude
-        self._exclude = None if nothing else Selector(exclude, "exclude")
-        self._names, self._learned = KnownNames(), False
-        self._layouts: dict[int, tuple[weakref.ref, UnitLayout]] = {}
-        self._known: list[int] = []  # the parameters of the module that `learn` saw last
-        self._module: weakref.ref[nn.Module] | None = None
-
-    def learn(self, parameters: Parameters) -> None:
-        """Look which layers of a module have units along another dimension, and whether ``exclude`` fits."""
-        if self._exclude is not None:
-            names, tensors = self._names.learn(parameters)
-            self._exclude.require_match(tensors, names, complete=True)
-            self._learned = True
-        if isinstance(parameters, nn.Module):
-            by_id = {id(p): p for p in parameters.parameters()}
-            if self._module is None or self._module() is not parameters or list(by_id) != self._known:
-                self._module, self._known = weakref.ref(parameters), list(by_id)
-                self._layouts = {i: (weakref.ref(by_id[i]), u) for i, u in unit_layouts(parameters).items()}
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Leave out what belongs to one model: a copy learns its own."""
-        return vars(self) | {"_layouts": {}, "_known": [], "_module": None}
-
-    @torch.no_grad()
-    def decide(self, found: Gradients, scale: float | Tensor = 1.0) -> Decision:
-        """Measure all gradients; the units are measured when they are written."""
-        limit = check_threshold("threshold", self.threshold)
-        found = measured(found)
-        norms = norms_of(found, scale)
-        norm = total_of(norms)
-        coefficient, clipped = torch.ones_like(norm), norm > norm
-        locked_in = clipped.clone()
-        excluded = self._excluded(found)
-        kept = [i for i, out in enumerate(excluded) if not out]
-
-        def write() -> None:
-            bound = _at_scale(limit, scale)
-            done = clip_adaptive(_pairs(found, kept), bound, eps=self.eps, layouts=self._units())
-            factors, units = (_joined(vectors, norm) for vectors in (done.factors, done.norms))
-            clipped.copy_((factors < 1).any())
-            after = total_of(torch.stack([total_of(units * factors), _norm_where(found.norms, excluded)]))
-            coefficient.copy_(torch.where(clipped, after / total_of(found.norms), 1.0))
-            locked_in.copy_(self._lock_in.follow(clipped, limit, norm.isfinite()))
-
-        result = describe(found, norms, coefficient, clipped, threshold=limit, locked_in=locked_in)
-        return Decision(found, result, None, write)
-
-    def _excluded(self, found: Gradients) -> list[bool]:
-        if self._exclude is None:
-            return [False] * len(found.parameters)
-        if not self._learned:
-            self._exclude.require_match(found.parameters, found.names, complete=False)
-        ids = self._exclude.ids()
-        names = self._names.of(found)
-        return [id(p) in ids or self._exclude.fits(n) for p, n in zip(found.parameters, names, strict=True)]
-
-    def _units(self) -> dict[int, UnitLayout]:
-        """The layouts of parameters that still live: an identity may have been used again."""
-        return {i: layout for i, (parameter, layout) in self._layouts.items() if parameter() is not None}
-
-
 def _scale_each(gradients: Sequence[Tensor], coefficients: Tensor) -> None:
     for gradient, coefficient in zip(gradients, coefficients.unbind(), strict=True):
         scale_([gradient], coefficient)
-
-
-def _pairs(found: Gradients, kept: Sequence[int]) -> Parameters:
-    """The parameters at ``kept`` with their names, which an error would show."""
-    names = found.plain_names()
-    return [(names[i], found.parameters[i]) for i in kept]
 
 
 def _may_exceed(norms: Tensor, low: float | Tensor, high: float | Tensor) -> list[bool]:
@@ -353,19 +270,26 @@ def _may_exceed(norms: Tensor, low: float | Tensor, high: float | Tensor) -> lis
     return [not norm <= certain for norm in norms.tolist()]
 
 
-def _norm_where(norms: Tensor, chosen: Sequence[bool]) -> Tensor:
-    """The norm of the chosen gradients from the norm of each; without an index that would be copied to the device."""
+def _norms_clamped(
+    gradients: Sequence[Tensor], norms: Tensor, some: Sequence[int], bounds: tuple[float | Tensor, float | Tensor]
+) -> Tensor:
+    """The norms as they will be when the gradients at ``some`` are clamped; one copy of a gradient at a time."""
+    after = norms.clone()
+    for i in some:
+        copy = gradients[i].clone()
+        clamp_([copy], *bounds)
+        after[i] = total_norm([copy])
+    return after
+
+
+def norm_where(norms: Tensor, chosen: Sequence[bool]) -> Tensor:
+    """Return the norm of the chosen gradients from that of each; no index is copied to the device."""
     some = [norm for norm, this in zip(norms.unbind(), chosen, strict=True) if this]
     return total_of(torch.stack(some) if some else norms[:0])
 
 
-def _joined(vectors: Sequence[Tensor], like: Tensor) -> Tensor:
-    """One vector of vectors that may lie on several devices."""
-    return torch.cat([like.new_zeros(0), *(move(v, like.device, like.dtype) for v in vectors)])
-
-
-def _at_scale(bound: float | Tensor, scale: float | Tensor) -> float | Tensor:
-    """The bound for gradients that are ``scale`` times too large."""
+def at_scale(bound: float | Tensor, scale: float | Tensor) -> float | Tensor:
+    """Return the bound for gradients that are ``scale`` times too large."""
     # In a `Chain` after a coefficient of 0 or NaN the scale is infinite or NaN. Then it is all the same how they are
     # clipped, but a bound must not be NaN.
     if not isinstance(scale, Tensor):

@@ -172,6 +172,13 @@ def norms_in(found: Gradients, order: float = 2.0) -> Tensor:
     return norms if found.part is None else found.part.add_up((norms, order))[0]
 
 
+def current_gradients(found: Gradients) -> Sequence[Tensor]:
+    """Return the gradients as they are after a write, which may have replaced one whose elements shared memory."""
+    if found.part is not None or found.parameters is found.gradients:
+        return found.gradients
+    return [g if p.grad is None else p.grad for p, g in zip(found.parameters, found.gradients, strict=True)]
+
+
 def refuse_nonfinite_in(found: Gradients, norm: Tensor, norms: Tensor | None = None) -> None:
     """Raise if ``norm``, that of all gradients, is not finite; ``norms`` are those of each, if they are known.
 

@@ -55,7 +55,8 @@ class ClipResult:
 
         The names come from the norms before the clip, so they stay right for ever. The numbers are counted in the
         gradients, when asked (on the CPU at once, on the rare step that needs it): a number is None where the gradient
-        has been freed or overwritten since. Nothing keeps a gradient alive.
+        has been freed or overwritten since. Nothing keeps a gradient alive. Where processes hold parts of a gradient,
+        the names are those of all, and each number is of this process' part.
         """
         bad = [i for i, finite in enumerate(self.tensor_norms.isfinite().tolist()) if not finite]
         counts = self.counter.count(bad) if self.counter is not None else [None] * len(bad)

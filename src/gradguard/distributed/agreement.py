@@ -110,7 +110,8 @@ def _first_difference(one: Sequence[str], other: Sequence[str]) -> str:
             )
     longer = one if len(one) > len(other) else other
     at = min(len(one), len(other))
-    return f"{len(one)} parameters instead of {len(other)}; {'more' if longer is one else 'missing'}: {longer[at]}"
+    more = "it also has" if longer is one else "it lacks"
+    return f"{len(one)} parameters instead of {len(other)}: {more} {longer[at]}"
 
 
 def _who_is_missing(group: Any, signature: Sequence[str], error: RuntimeError) -> str:

@@ -35,7 +35,7 @@ class Classes:
         self._whole = [i for i, alone in enumerate(whole) if alone]
         self._padded = padded
         self._everything = len(self._members) == 1 and not self._whole
-        every = [*values, *(weights[i] for i in self._whole)]
+        every = [*values, *(weights[i] for i in self._whole)] or [1.0]  # no tensors at all have norm 0
         self.weights = torch.tensor(every, dtype=torch.float64, device=device)
         self.whole = torch.tensor(self._whole, dtype=torch.int64, device=device)
 

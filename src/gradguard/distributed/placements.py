@@ -79,7 +79,7 @@ def _placement(mesh: Any, placements: Sequence[Any]) -> Placement:
     replicas = math.prod(mesh.size(i) for i, p in enumerate(placements) if p.is_replicate() or p.is_partial())
     names = mesh.mesh_dim_names or range(mesh.ndim)
     words = ", ".join(
-        f"{'Replicate()' if p.is_partial() else p} over {name} ({mesh.size(i)})"
+        f"{'Replicate()' if p.is_partial() else repr(p)} over mesh dimension {name} of {mesh.size(i)}"
         for i, (p, name) in enumerate(zip(placements, names, strict=True))
     )
     return Placement(mesh, frozenset(mesh.mesh.flatten().tolist()), replicas, words)

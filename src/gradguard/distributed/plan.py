@@ -18,8 +18,8 @@ from gradguard.distributed.agreement import gather_objects
 from gradguard.distributed.classes import Classes, padded_numel
 from gradguard.distributed.placements import Placement, added_up, any_sharded, laid_out_as, local_part, placement_of
 from gradguard.distributed.reduction import Reducer
-from gradguard.distributed.union import Union, several_processes, union_of
-from gradguard.distributed.wrappers import FLAT, flat_placements, refuse_unseen, refuse_unsynchronized
+from gradguard.distributed.union import Union, is_alive, several_processes, union_of
+from gradguard.distributed.wrappers import FLAT, flat_placements, refuse_unsynchronized
 from gradguard.errors import InvalidTypeError, InvalidValueError
 from gradguard.tensors.layout import meeting_device, move
 from gradguard.tensors.norms import norm_of_norms, tensor_norms, total_norm
@@ -70,7 +70,7 @@ class Plan:
         shared: Shared,
     ) -> None:
         signature = [
-            " ".join(_words(t, p) + ([names[i]] if names else []))
+            (f"`{names[i]}` " if names else "") + _words(t, p)
             for i, (t, p) in enumerate(zip(tensors, placements, strict=True))
         ]
         where = next((t.device for t in tensors if not t.is_cpu), torch.device("cpu"))
@@ -148,7 +148,7 @@ class Plan:
             return self._shares
         mask = torch.ones(len(self._fillers), dtype=torch.float64)
         mask[torch.tensor(list(self.places), dtype=torch.int64)] = torch.tensor(present, dtype=torch.float64)
-        return self._shares * mask.to(self._shares.device)
+        return self._shares * move(mask, self._shares.device)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -186,15 +186,15 @@ class Part:
             return norm_of_norms(self.add_up((tensor_norms(parts, order), order))[0], order)
         lists = self.classes.lists(parts)
         where = meeting_device(parts)
-        norms = torch.stack([move(total_norm(alike, order), where, torch.float64) for alike in lists])
-        shares = self.shares[self.classes.whole] if len(self.classes.whole) else self.shares[:0]
+        norms = torch.stack([move(total_norm(alike, order), where, torch.float64) for alike in lists or [[]]])
+        shares = self.shares[self.classes.whole]
         shares = torch.cat([self.shares.new_zeros(len(norms) - len(shares)), shares])
         (added,), _ = self.reducer.reduce([(norms, order)], self.classes.weights, shares)
         return norm_of_norms(added, order)
 
     def of(self, positions: Sequence[int]) -> "Part":
         """Return the same for some of the gradients; every process must take the same ones."""
-        at = torch.tensor(list(positions), dtype=torch.int64, device=self.weights.device)
+        at = move(torch.tensor(list(positions), dtype=torch.int64, device="cpu"), self.weights.device)
         return Part(self.reducer, self.weights[at], self.shares[at])
 
 
@@ -224,11 +224,10 @@ def plan_for(
     """
     flat: Mapping[int, Placement] = {}
     if several_processes():
-        flat = flat_placements(module)
-        refuse_unseen(tensors, flat)
+        flat = flat_placements(tensors, module)
     if stages is None and shared is None and not flat and not any_sharded(tensors):
         if several_processes():
-            refuse_unsynchronized(tensors, module)
+            refuse_unsynchronized(tensors)
         return None
     tensors, names = _each_once(tensors, names)
     shared = check_shared(shared, tensors, stages)
@@ -236,7 +235,7 @@ def plan_for(
     # Only stages need to agree on names.
     key = (tuple(map(id, tensors)), id(stages), sharing, tuple(names or ()) if stages is not None else None)
     plan = _plans.get(key)
-    if plan is None:
+    if plan is None or not is_alive(plan.reducer.union.group):
         placements = [flat.get(id(t)) or placement_of(t) for t in tensors]
         union = union_of(placements, stages)
         if union is None:
@@ -333,10 +332,10 @@ def check_shared(shared: Any, tensors: Sequence[Tensor], stages: Any) -> Shared:
     return shared
 
 
-def _words(tensor: Tensor, placement: Placement) -> list[str]:
+def _words(tensor: Tensor, placement: Placement) -> str:
     """What a tensor is, the same on all processes: flat parameters have parts of different shapes."""
-    shape = "" if placement.layout == FLAT else f"{tuple(tensor.shape)} "
-    return [f"{shape}{str(tensor.dtype).removeprefix('torch.')} {placement.layout}"]
+    shape = "" if placement.layout == FLAT else f"shape {tuple(tensor.shape)}, "
+    return f"({shape}{str(tensor.dtype).removeprefix('torch.')}, {placement.layout})"
 
 
 def _holders(placement: Placement, union: Union) -> int:

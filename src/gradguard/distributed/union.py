@@ -70,18 +70,23 @@ def stages_group(process_group: Any, mesh: Any) -> Any:
     return process_group
 
 
+def is_alive(group: Any) -> bool:
+    """Tell whether ``group`` is a process group that has not been destroyed."""
+    return dist.is_initialized() and group in dist.distributed_c10d._world.pg_group_ranks
+
+
 def check_alive(group: Any) -> None:
     """Raise if ``group`` was destroyed, or this process is not in it.
 
     Raises:
         InvalidValueError: If so.
     """
-    if not dist.is_initialized() or group not in _known_groups():
+    if not is_alive(group):
         raise InvalidValueError(
             "a process group that the gradients or the call need is destroyed: expected a live one. Clip before "
             "destroy_process_group(), and make meshes and parameters anew after initializing again."
         )
-    if dist.get_rank() not in _known_groups()[group]:
+    if dist.get_rank() not in dist.distributed_c10d._world.pg_group_ranks[group]:
         raise InvalidValueError(f"process_group does not contain this process (rank {dist.get_rank()}).")
 
 

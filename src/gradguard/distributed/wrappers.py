@@ -16,13 +16,39 @@ from gradguard.errors import UnsupportedGradientError
 FLAT = "FSDP1 flat parameter"
 
 _found: dict[tuple[int, int], list[weakref.ref[DistributedDataParallel]]] = {}
+_flat: "weakref.WeakKeyDictionary[nn.Module, dict[int, Placement]]" = weakref.WeakKeyDictionary()
 
 
-def flat_placements(module: nn.Module | None) -> dict[int, Placement]:
-    """Return, by identity, how FSDP1 has spread the parameters of ``module``; empty if it has not."""
-    fsdp = sys.modules.get("torch.distributed.fsdp")
-    if module is None or fsdp is None:
+def flat_placements(tensors: Sequence[Tensor], module: nn.Module | None) -> dict[int, Placement]:
+    """Return, by identity, how FSDP1 has spread ``tensors``, parameters of ``module``; empty if it has not.
+
+    Args:
+        tensors: The parameters.
+        module: The module that they come from, if it is known.
+
+    Raises:
+        UnsupportedGradientError: If it has, and the module does not tell how: this process' part alone would be wrong.
+
+    Returns:
+        The placement of each that FSDP1 has spread.
+    """
+    flat = [id(t) for t in tensors if getattr(t, "_fsdp_flattened", False)]
+    if not flat:
         return {}
+    if module is not None and not (_flat.get(module, {}).keys() >= set(flat)):
+        _flat[module] = _flat_placements(module)
+    known = {} if module is None else _flat[module]
+    if not known.keys() >= set(flat):
+        raise UnsupportedGradientError(
+            "a parameter belongs to FullyShardedDataParallel (FSDP1), and which processes hold its other parts cannot "
+            "be told from the parameter. Pass the root module itself: clip_grad_norm_(model, ...), or "
+            "Guard(optimizer, clipper, model=model)."
+        )
+    return known
+
+
+def _flat_placements(module: nn.Module) -> dict[int, Placement]:
+    fsdp = sys.modules["torch.distributed.fsdp"]
     placements: dict[int, Placement] = {}
     for part in module.modules():
         handle = getattr(part, "_handle", None) if isinstance(part, fsdp.FullyShardedDataParallel) else None
@@ -34,27 +60,13 @@ def flat_placements(module: nn.Module | None) -> dict[int, Placement]:
     return placements
 
 
-def refuse_unseen(tensors: Sequence[Tensor], known: dict[int, Placement]) -> None:
-    """Raise if FSDP1 has spread a parameter and nobody says how: this process' part alone would be wrong.
-
-    Raises:
-        UnsupportedGradientError: If so.
-    """
-    if any(getattr(t, "_fsdp_flattened", False) and id(t) not in known for t in tensors):
-        raise UnsupportedGradientError(
-            "a parameter belongs to FullyShardedDataParallel (FSDP1), and which processes hold its other parts cannot "
-            "be told from the parameter. Pass the root module itself: clip_grad_norm_(model, ...), or "
-            "Guard(optimizer, clipper, model=model)."
-        )
-
-
-def refuse_unsynchronized(tensors: Sequence[Tensor], module: nn.Module | None) -> None:
+def refuse_unsynchronized(tensors: Sequence[Tensor]) -> None:
     """Raise if the gradients are inside DistributedDataParallel's ``no_sync()``: they are this process' own.
 
     Raises:
         UnsupportedGradientError: If so.
     """
-    for wrapper in _wrappers_of(tensors, module):
+    for wrapper in _wrappers_of(tensors):
         if not wrapper.require_backward_grad_sync:
             raise UnsupportedGradientError(
                 "inside DistributedDataParallel.no_sync() the gradients are this process' own, not yet averaged: their "
@@ -62,10 +74,8 @@ def refuse_unsynchronized(tensors: Sequence[Tensor], module: nn.Module | None) -
             )
 
 
-def _wrappers_of(tensors: Sequence[Tensor], module: nn.Module | None) -> list[DistributedDataParallel]:
+def _wrappers_of(tensors: Sequence[Tensor]) -> list[DistributedDataParallel]:
     """The DistributedDataParallel modules over ``tensors``: looked for once in everything that lives."""
-    if module is not None:
-        return [part for part in module.modules() if isinstance(part, DistributedDataParallel)]
     if not tensors:
         return []
     key = id(tensors[0]), len(tensors)
