@@ -40,8 +40,9 @@ def test_the_page_on_the_gradient_check_runs_and_prints_what_it_says(capsys):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page", ["clippers", "per_sample", "private_training"])
-def test_the_other_pages_run_and_print_what_they_say(page, capsys):
+@pytest.mark.parametrize("page", ["clippers", "distributed", "per_sample", "private_training", "watching"])
+def test_the_other_pages_run_and_print_what_they_say(page, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # some write a record
     namespace: dict = {}
     for block in blocks(ROOT / f"docs/{page}.md", "python"):
         exec(block, namespace)
@@ -66,6 +67,7 @@ def test_every_option_that_is_shown_exists(page):
     shown = set(re.findall(r"^\$ gradguard \w+ .*$", page.read_text(), flags=re.MULTILINE))
     known = {"--out", "--force", "--every", "--clip", "-o", "--output", "--text", "-m"}
     known |= {"--input", "--seed", "--exhaustive", "--order", "--reference"}
+    known |= {"--fail-on", "--rule", "--once", "--lines"}
     for line in shown:
         command = line.split(" #")[0].replace("[", " ").replace("]", " ").split(" train.py ")[0]
         options = {word for word in command.split() if word.startswith("-")}

@@ -8,6 +8,9 @@ from torch import Tensor
 
 from gradguard.distributed.placements import is_sharded
 
+_LOOKED_AT = 16
+"""Gradients that are looked at before all of them are."""
+
 
 class Classes:
     """The gradients of one list in classes: those of one replication factor together, whole ones each by itself.
@@ -63,10 +66,9 @@ def merged(parts: Sequence[Tensor], padded: Sequence[int]) -> list[Tensor]:
     FSDP2's gradients of one module are views of one buffer, padded with zeros. It stands for them only if they are all
     of it, each once: not if one is exempt, None or was replaced.
     """
-    buffers = [part._base for part in parts]
-    there = [buffer for buffer in buffers if buffer is not None]
-    if len(set(map(id, there))) == len(there):
+    if not _share_buffers(parts[:_LOOKED_AT]):  # looking at thousands would cost more than it can save
         return list(parts)
+    buffers = [part._base for part in parts]
     by_buffer: dict[int, list[int]] = {}
     for i, buffer in enumerate(buffers):
         by_buffer.setdefault(id(buffer), []).append(i)
@@ -78,6 +80,11 @@ def merged(parts: Sequence[Tensor], padded: Sequence[int]) -> list[Tensor]:
         else:
             kept += [parts[i] for i in members]
     return kept
+
+
+def _share_buffers(parts: Sequence[Tensor]) -> bool:
+    buffers = [id(part._base) for part in parts if part._base is not None]
+    return len(set(buffers)) < len(buffers)
 
 
 def _are_all_of(buffer: Tensor, parts: Sequence[Tensor], numel: int) -> bool:
