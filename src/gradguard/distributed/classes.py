@@ -53,9 +53,10 @@ class Classes:
 def padded_numel(tensor: Tensor, part: Tensor) -> int:
     """Return how many elements FSDP2 keeps for this process' part of ``tensor`` in a buffer, padding included."""
     if is_sharded(tensor):
-        split = [(i, p.dim) for i, p in enumerate(tensor.placements) if p.is_shard()]  # type: ignore[attr-defined]
-        if len(split) == 1 and split[0][1] == 0:
-            pieces = tensor.device_mesh.size(split[0][0])  # type: ignore[attr-defined]
+        placements = tensor.placements  # type: ignore[attr-defined]
+        split = [i for i, p in enumerate(placements) if not (p.is_replicate() or p.is_partial())]
+        if len(split) == 1 and placements[split[0]].is_shard(dim=0):
+            pieces = tensor.device_mesh.size(split[0])  # type: ignore[attr-defined]
             return math.ceil(tensor.shape[0] / pieces) * math.prod(tensor.shape[1:])
     return part.numel()
 
@@ -75,7 +76,7 @@ def merged(parts: Sequence[Tensor], padded: Sequence[int]) -> list[Tensor]:
     kept: list[Tensor] = []
     for members in by_buffer.values():
         buffer = buffers[members[0]]
-        if buffer is not None and _are_all_of(buffer, [parts[i] for i in members], sum(padded[i] for i in members)):
+        if buffer is not None and _are_all_of(buffer, [(int(parts[i].storage_offset()), padded[i]) for i in members]):
             kept.append(buffer)
         else:
             kept += [parts[i] for i in members]
@@ -87,8 +88,11 @@ def _share_buffers(parts: Sequence[Tensor]) -> bool:
     return len(set(buffers)) < len(buffers)
 
 
-def _are_all_of(buffer: Tensor, parts: Sequence[Tensor], numel: int) -> bool:
-    """Tell whether ``parts``, which take ``numel`` elements with their padding, are the whole buffer, each once."""
-    starts = [part.storage_offset() for part in parts if part.numel()]
-    flat = buffer.dim() == 1 and buffer.is_contiguous()
-    return len(parts) > 1 and flat and buffer.numel() == numel and len(set(starts)) == len(starts)
+def _are_all_of(buffer: Tensor, pieces: Sequence[tuple[int, int]]) -> bool:
+    """Tell whether pieces of these offsets and lengths, padding included, follow one another through all of it."""
+    end = 0
+    for offset, length in sorted(pieces):
+        if offset != end:
+            return False
+        end += length
+    return len(pieces) > 1 and end == buffer.numel() and buffer.dim() == 1 and buffer.is_contiguous()

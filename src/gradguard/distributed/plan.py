@@ -80,10 +80,11 @@ class Plan:
         holders = [_holders(p, union) for p in placements]
         whole = [p.is_whole for p in placements]
         self.names, self.places = names, range(len(tensors))
-        self._alike = union.stages is None
+        self._alike = self.lasts = union.stages is None
         if union.stages is not None:
             stages = _Stages(union, tensors, names, shared, holders, whole)
             holders, whole, self.names, self.places = stages.holders, stages.whole, stages.names, stages.own
+            self.lasts = not stages.one_is_empty
         count = len(holders)
         widest = torch.float64 if self.reducer.wide else torch.float32
         self._fillers = [torch.empty(0, dtype=widest, device=where) for _ in range(count)]
@@ -240,7 +241,10 @@ def plan_for(
         union = union_of(placements, stages)
         if union is None:
             return None
-        plan = _plans[key] = Plan(union, tensors, placements, names, shared)
+        plan = Plan(union, tensors, placements, names, shared)
+        if not plan.lasts:
+            return plan, tensors, names
+        _plans[key] = plan
         plan.alive = [weakref.ref(t, lambda _: _plans.pop(key, None)) for t in tensors]  # identities are used again
     return plan, tensors, names
 
@@ -362,6 +366,8 @@ class _Stages:
             (None if names is None else names[i], keys.get(id(t)), holders[i], whole[i]) for i, t in enumerate(tensors)
         ]
         lists = dict(gather_objects(union, (min(union.stage), mine)))
+        # A stage is known by its parameters: one without any would not see that the others have new ones.
+        self.one_is_empty = not all(lists.values())
         self.own: list[int] = []
         self.holders: list[int] = []
         self.whole: list[bool] = []

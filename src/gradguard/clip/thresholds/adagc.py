@@ -123,7 +123,10 @@ class AdaGC(StatefulClipper):
         clipped = (factors < 1).any()
         # Where nothing is clipped, 0/0 is 1; where the norm is NaN, it spreads.
         after = torch.where(clipped | norm.isnan(), total_of(factors * norms) / norm, 1.0)
-        locked_in = self.lock_in.follow(clipped, total_of(self.state["averages"][places]), norm.isfinite())
+        averages = self.state["averages"][places]
+        if found.there is not None:  # one that no process has a gradient of is as good as not listed
+            averages = torch.where(move(found.there, averages.device), averages, 0.0)
+        locked_in = self.lock_in.follow(clipped, total_of(averages), norm.isfinite())
         self._count(clipped, ~norm.isfinite())
         result = describe(found, norms, after, clipped, locked_in=locked_in)
         return Decision(found, result, None, lambda: _scale_each(found.gradients, factors))

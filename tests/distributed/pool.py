@@ -1,0 +1,207 @@
+"""Processes that stay: 1, 2 or 4 of them, joined by gloo, to which a test sends functions.
+
+    def double(x):
+        return 2 * x + dist.get_rank()
+
+    def test_it(pool):
+        assert pool(2).run(double, 3) == [6, 7]
+
+A function must be at the top of its module, so that the processes find it. They are started once and kept. A call
+that does not come back in time fails with the stack of every process; they are killed then, as they are when a call
+raises, and the next one gets new ones.
+"""
+
+import faulthandler
+import multiprocessing
+import multiprocessing.connection
+import os
+import pickle
+import random
+import signal
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+_PRELOADED = [
+    "pytest",
+    "torch._dynamo",  # which the first operation on a DTensor imports
+    "torch.distributed.fsdp",
+    "torch.distributed.optim",
+    "torch.distributed.tensor.parallel",
+    "torch.distributed.pipelining",
+    "gradguard",
+]
+"""What the processes share from the start: importing it takes seconds, forking after that milliseconds."""
+
+_AFTER_AN_ERROR = 3.0
+"""Seconds that the other processes get when one has raised: most of them wait for it in vain."""
+
+
+class RemoteTraceback(Exception):  # noqa: N818
+    """Where an error happened in another process; the cause of what is raised here."""
+
+
+class Pool:
+    """``world`` processes in one gloo process group.
+
+    Args:
+        world: How many.
+        folder: An empty folder of their own.
+        timeout: Seconds after which a collective fails.
+    """
+
+    def __init__(self, world: int, folder: Path, timeout: float = 30.0) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(_PRELOADED)
+        self.world, self.alive = world, True
+        self._folder = folder
+        self._pipes: list[Any] = []
+        self._processes: list[Any] = []
+        for rank in range(world):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(theirs, rank, world, str(folder), timeout), daemon=True)
+            process.start()
+            theirs.close()
+            self._pipes.append(ours)
+            self._processes.append(process)
+
+    def run(self, function: Callable[..., Any], *args: Any, seconds: float = 90.0) -> list[Any]:
+        """Call ``function(*args)`` in every process and return the results by rank; what one raises is raised here."""
+        outcomes = self._call(function, args, seconds, _AFTER_AN_ERROR)
+        errors = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
+        if errors:
+            self.close()
+            raise next((e for e in errors if not isinstance(e, TimeoutError)), errors[0])
+        return outcomes
+
+    def outcomes(self, function: Callable[..., Any], *args: Any, seconds: float = 90.0) -> list[Any]:
+        """Do the same where errors are expected: they stand among the results. The processes are kept."""
+        return self._call(function, args, seconds, seconds)
+
+    def _call(self, function: Callable[..., Any], args: tuple, seconds: float, patience: float) -> list[Any]:
+        assert self.alive, "these processes have been stopped: ask for a pool in each test"
+        message = pickle.dumps((function, args))
+        for pipe in self._pipes:
+            pipe.send_bytes(message)
+        found: dict[int, Any] = {}
+        deadline = time.monotonic() + seconds
+        while len(found) < self.world and time.monotonic() < deadline:
+            waiting = [pipe for rank, pipe in enumerate(self._pipes) if rank not in found]
+            for pipe in multiprocessing.connection.wait(waiting, deadline - time.monotonic()):
+                rank = self._pipes.index(pipe)
+                found[rank] = self._received(rank)
+                if isinstance(found[rank], BaseException):
+                    deadline = min(deadline, time.monotonic() + patience)
+        missing = sorted(set(range(self.world)) - set(found))
+        if missing:
+            stacks = self._stacks(missing)
+            self.close()
+            errors = [e for e in found.values() if isinstance(e, BaseException)]
+            late = TimeoutError(f"ranks {missing} did not come back from {function.__name__}:\n{stacks}")
+            raise late from (errors[0] if errors else None)
+        return [found[rank] for rank in range(self.world)]
+
+    def _received(self, rank: int) -> Any:
+        try:
+            kind, value, text = pickle.loads(self._pipes[rank].recv_bytes())
+        except (EOFError, OSError):
+            self._processes[rank].join(1)
+            self.alive = False
+            return RuntimeError(f"rank {rank} has died with exit code {self._processes[rank].exitcode}")
+        if kind == "error":
+            value.__cause__ = RemoteTraceback(f"on rank {rank}:\n{text}")
+        return value
+
+    def _stacks(self, ranks: list[int]) -> str:
+        for rank in ranks:
+            if self._processes[rank].is_alive():
+                os.kill(self._processes[rank].pid, signal.SIGUSR1)
+        time.sleep(0.5)
+        return "\n".join(f"rank {rank}:\n{(self._folder / f'stack{rank}').read_text()}" for rank in ranks)
+
+    def close(self) -> None:
+        """Stop the processes; may be repeated."""
+        self.alive = False
+        for process in self._processes:
+            process.kill()
+        for process, pipe in zip(self._processes, self._pipes, strict=True):
+            process.join(10)
+            pipe.close()
+        self._processes, self._pipes = [], []
+
+
+class Pools:
+    """The pools of a test session, made when they are first asked for."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._pools = folder, dict[int, Pool]()
+
+    def __call__(self, world: int) -> Pool:
+        """Return the pool of ``world`` processes; a new one if it was stopped."""
+        if world not in self._pools or not self._pools[world].alive:
+            self._pools[world] = self._new(world)
+        return self._pools[world]
+
+    @contextmanager
+    def fresh(self, world: int, timeout: float = 30.0) -> Iterator[Pool]:
+        """Give processes to one test alone, for whatever breaks them; collectives fail after ``timeout`` seconds."""
+        pool = self._new(world, timeout)
+        try:
+            yield pool
+        finally:
+            pool.close()
+
+    def _new(self, world: int, timeout: float = 30.0) -> Pool:
+        return Pool(world, Path(tempfile.mkdtemp(dir=self._folder)), timeout)
+
+    def close(self) -> None:
+        """Stop all processes."""
+        for pool in self._pools.values():
+            pool.close()
+
+
+def join(rank: int, world: int, folder: str, timeout: float) -> None:
+    """Make the default process group of this process."""
+    if sys.platform == "linux":
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # a machine need not be able to resolve its own name
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world, timeout=timedelta(seconds=timeout)
+    )
+
+
+def _serve(pipe: Any, rank: int, world: int, folder: str, timeout: float) -> None:
+    torch.set_num_threads(1)
+    with open(Path(folder) / f"stack{rank}", "w") as stack:
+        faulthandler.register(signal.SIGUSR1, file=stack, all_threads=True)
+        warnings.simplefilter("error")
+        join(rank, world, folder, timeout)
+        while True:
+            try:
+                message = pipe.recv_bytes()
+            except EOFError:  # the tests have ended
+                os._exit(0)
+            pipe.send_bytes(_answer(message))
+
+
+def _answer(message: bytes) -> bytes:
+    random.seed(0)
+    torch.manual_seed(0)
+    try:
+        function, args = pickle.loads(message)
+        return pickle.dumps(("result", function(*args), ""))
+    except BaseException as error:
+        text = traceback.format_exc()
+        try:
+            return pickle.dumps(("error", pickle.loads(pickle.dumps(error)), text))
+        except Exception:  # some errors cannot be sent
+            return pickle.dumps(("error", RuntimeError(f"{type(error).__name__}: {error}"), text))

@@ -1,0 +1,67 @@
+"""The processes that the other tests use: results by rank, errors, hangs, deaths."""
+
+import os
+import time
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+from pool import RemoteTraceback
+
+import gradguard as gg
+
+
+def add_up(x):
+    total = torch.tensor(float(dist.get_rank()))
+    dist.all_reduce(total)
+    return x + total.item(), dist.get_rank(), torch.get_num_threads()
+
+
+def fail_on(rank):
+    if dist.get_rank() == rank:
+        raise gg.InvalidValueError("on purpose")
+
+
+def hang_on(rank):
+    if dist.get_rank() == rank:
+        time.sleep(600)
+
+
+def die_on(rank):
+    if dist.get_rank() == rank:
+        os._exit(7)
+
+
+def warn():
+    warnings.warn("on purpose", stacklevel=1)
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_results_come_by_rank(pool, world):
+    total = sum(range(world))
+    assert pool(world).run(add_up, 0.5) == [(total + 0.5, rank, 1) for rank in range(world)]
+
+
+def test_what_a_rank_raises_is_raised(pool):
+    with pytest.raises(gg.InvalidValueError, match=r"^on purpose$") as caught:
+        pool(2).run(fail_on, 1)
+    assert isinstance(caught.value.__cause__, RemoteTraceback)
+    assert "on rank 1" in str(caught.value.__cause__)
+    assert [type(x) for x in pool(2).outcomes(fail_on, 0)] == [gg.InvalidValueError, type(None)]
+    assert len(pool(2).run(add_up, 0)) == 2
+
+
+def test_warnings_are_errors(pool):
+    assert [type(x) for x in pool(2).outcomes(warn)] == [UserWarning] * 2
+
+
+def test_a_hang_fails_with_the_stack(pool):
+    with pool.fresh(2) as processes, pytest.raises(TimeoutError, match=r"ranks \[1\] did not(?s:.)*in hang_on"):
+        processes.run(hang_on, 1, seconds=1.5)
+    assert not processes.alive
+
+
+def test_a_death_is_told(pool):
+    with pool.fresh(2) as processes, pytest.raises(RuntimeError, match="rank 1 has died with exit code 7"):
+        processes.run(die_on, 1)
