@@ -1,5 +1,9 @@
 """Fixed seeds, and the device path of every kernel run on the CPU."""
 
+import os
+
+os.environ.setdefault("KERAS_BACKEND", "torch")  # read when keras is imported, in doctests too
+
 import pytest
 import torch
 from hypothesis import settings

@@ -318,7 +318,7 @@ def test_a_failure_of_the_observer_never_reaches_the_script(run, monkeypatch):
     def broken(gradients):
         raise ZeroDivisionError("inside the observer")
 
-    monkeypatch.setattr("gradguard.watch.observer.tensor_norms", broken)
+    monkeypatch.setattr(sys.modules["gradguard.watch.observer"], "gradient_norms", broken)
     code, record = run(script())
     assert code == 0
     assert record.steps == []
@@ -328,10 +328,10 @@ def test_a_failure_of_the_observer_never_reaches_the_script(run, monkeypatch):
 
 
 def test_a_clip_that_cannot_be_made_stops_the_run(run, monkeypatch, capfd):
-    def refuse(tensors):
+    def refuse(*arguments):
         raise gg.UnsupportedGradientError("sharded gradients (DTensor) are not supported yet")
 
-    monkeypatch.setattr("gradguard.clip.parameters.refuse_sharded", refuse)
+    monkeypatch.setattr("gradguard.clip.functional.collect_gradients", refuse)
     code, _ = run(script(), "--clip", "norm=1")
     assert code == 1
     assert "sharded gradients" in capfd.readouterr().err
@@ -690,7 +690,7 @@ def test_a_full_disk_does_not_change_how_the_script_ends(run, capfd, monkeypatch
         def flush(self):
             raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("gradguard.watch.observer.RecordWriter", Full)
+    monkeypatch.setattr(sys.modules["gradguard.watch.observer"], "RecordWriter", Full)
     Path("train.py").write_text(script())
     assert main(["run", "--out", "out", "train.py"]) == 0
     assert "No space left" in capfd.readouterr().err

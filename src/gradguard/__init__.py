@@ -9,6 +9,7 @@ from gradguard.clip.adaptive_clipper import ClipAdaptive
 from gradguard.clip.chain import Chain
 from gradguard.clip.clipper import Clipper, Decision
 from gradguard.clip.clippers import ClipByGlobalNorm, ClipByNorm, ClipByValue
+from gradguard.clip.dispatch import dispatch_clip_grad
 from gradguard.clip.functional import (
     apply_gradient_clipping,
     clip_grad_norm_,
@@ -120,6 +121,7 @@ __all__ = [
     "clip_grad_adaptive_",
     "clip_grad_norm_",
     "clip_grad_value_",
+    "dispatch_clip_grad",
     "error_clip",
     "get_numerical_gradient",
     "get_total_norm",

@@ -7,9 +7,14 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from gradguard import __version__
 from gradguard.errors import CommandError, GradguardError
+
+if TYPE_CHECKING:
+    from gradguard.watch.conditions import Condition
+    from gradguard.watch.record import Record
 
 _RUN_USAGE = "gradguard run [--out DIR] [--force] [--every N] [--clip RULE] (script.py | -m module) [args ...]"
 _INPUT_HELP = (
@@ -17,6 +22,15 @@ _INPUT_HELP = (
     "single number, 0=2,3 for the first by position"
 )
 _RULES = ("norm", "value", "adaptive")
+_FAIL_ON_HELP = (
+    'exit code 1 if one of these holds, as in "nonfinite>0,clip_fraction>0.5"; 2 if one is not measured. Known: '
+    "nonfinite, skipped, clip_fraction, max_norm, median_norm, spike_fraction, drift, lock_in, final_loss, overhead, "
+    "errors, warnings"
+)
+_REPLAY_HELP = (
+    "norm=1.0, median, autoclip, zclip (zclip=inf without its ceiling of 1.0), clip_fraction=0.05, icefall or adagc; "
+    "may be given several times. Default: a choice of them and the recommended threshold"
+)
 _CLIP_HELP = (
     "clip before each step: norm=1.0, value=0.5, adaptive=0.01, or from=RECORD for the threshold that RECORD's report "
     "recommends. Default: observe only, the weights come out bit-identical"
@@ -32,7 +46,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         parsed = _parser().parse_args(arguments)
         if parsed.command == "check":
             return _check(parsed)
-        return _report(parsed.records, parsed.output, parsed.text)
+        if parsed.command == "tail":
+            return _tail(parsed)
+        if parsed.command == "replay":
+            return _replay(parsed)
+        return _report(parsed.records, parsed.output, parsed.text, parsed.fail_on)
     except GradguardError as error:
         print(f"gradguard: error: {error}", file=sys.stderr)
         return 2
@@ -47,8 +65,24 @@ def _parser() -> argparse.ArgumentParser:
     report.add_argument("records", nargs="+", type=Path, metavar="run.jsonl", help="a record, or the folder it is in")
     report.add_argument("-o", "--output", type=Path, help="the HTML file; by default report.html beside the record")
     report.add_argument("--text", action="store_true", help="print a few lines of key: value instead of drawing")
+    report.add_argument("--fail-on", metavar="CONDITIONS", help=_FAIL_ON_HELP)
+    _add_replay(commands.add_parser("replay", help="show what other clipping rules would have done to a run"))
+    _add_tail(commands.add_parser("tail", help="follow a run in progress in the terminal"))
     _add_check(commands.add_parser("check", help="check the backward of a function against numerical differences"))
     return parser
+
+
+def _add_replay(replay: argparse.ArgumentParser) -> None:
+    replay.description = "Counterfactual: each rule is shown the recorded norms, without feedback into training."
+    replay.add_argument("records", nargs="+", type=Path, metavar="run.jsonl", help="a record, or the folder it is in")
+    replay.add_argument("--rule", action="append", metavar="RULE", help=_REPLAY_HELP)
+
+
+def _add_tail(tail: argparse.ArgumentParser) -> None:
+    tail.description = "Exit code: 0 when the run has ended or with --once, 130 after Ctrl-C."
+    tail.add_argument("record", type=Path, metavar="run.jsonl", help="a record, or its folder; waited for if not there")
+    tail.add_argument("--once", action="store_true", help="show what is there now and return")
+    tail.add_argument("--lines", type=int, default=5, metavar="N", help="how many of the last events to show, 5")
 
 
 def _add_check(check: argparse.ArgumentParser) -> None:
@@ -82,12 +116,17 @@ def _run(argv: Sequence[str]) -> int:
         raise CommandError(f"--every {options.every}: expected a number of steps, at least 1.")
     rule = _parse_clip(options.clip) if options.clip is not None else None
 
+    from gradguard.watch.environment import rank_and_world
     from gradguard.watch.script import load_module, load_script
 
     program = (load_module if is_module else load_script)(target[0], target[1:])
     folder = options.out or Path("runs") / f"{Path(target[0]).stem}-{time.strftime('%Y%m%d-%H%M%S')}"
-    record = (folder / "run.jsonl").absolute()  # the script may change the working directory
-    if record.exists() and not options.force:
+    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    name = "run.jsonl" if restarts == "0" else f"run.restart-{restarts}.jsonl"
+    record = (folder / name).absolute()  # the script may change the working directory
+    if rank_and_world()[0] > 0:  # another process writes
+        record = None
+    elif record.exists() and not options.force:
         raise CommandError(f"{record} exists: choose another --out, or add --force to replace it.")
     return _observe(program, [*["-m"] * is_module, *target], record, rule, options.every)
 
@@ -129,15 +168,19 @@ def _recommended(path: Path) -> float:
     return found.threshold
 
 
-def _observe(program, shown: list[str], record: Path, rule: tuple[str, float] | None, every: int | None) -> int:
+def _observe(program, shown: list[str], record: Path | None, rule: tuple[str, float] | None, every: int | None) -> int:
+    from gradguard.watch.environment import git_state
+    from gradguard.watch.notebook import stop_watching
     from gradguard.watch.observer import AppliedClip, Observer, observe
     from gradguard.watch.script import INTERRUPTED, run
 
+    stop_watching()  # where the environment variable asks for a watch, this one is it
     clip = AppliedClip(*rule, bind=_binder(*rule)) if rule else None
     meta = {
         "version": __version__,
         "argv": shown,
         "clip": f"{rule[0]}={rule[1]:g}" if rule else None,
+        "git": git_state(),
     }
     observer = Observer(record, meta, clip, every)
     code, process, here = 1, os.getpid(), Path.cwd()
@@ -146,8 +189,8 @@ def _observe(program, shown: list[str], record: Path, rule: tuple[str, float] | 
             code = run(program)
     finally:
         observer.close(code, interrupted=code == INTERRUPTED)
-        if os.getpid() == process:  # not in a child that the script forked
-            _show(record, here)
+        if os.getpid() == process and observer.path is not None:  # not in a child that the script forked
+            _show(observer.path, here)
     return code
 
 
@@ -172,6 +215,8 @@ def _show(record: Path, here: Path) -> None:
     from gradguard.watch.record import read_record
     from gradguard.watch.report import print_summary, write_report
 
+    if not record.exists():  # somebody deleted it, of which they have been warned
+        return
     try:
         found = read_record(record)
         page = write_report([found], record.with_name("report.html"))
@@ -194,15 +239,44 @@ def _check(parsed: argparse.Namespace) -> int:
     return {"PASS": 0, "FAIL": 1, "INCONCLUSIVE": 3}[report.verdict]
 
 
-def _report(paths: Sequence[Path], output: Path | None, text: bool) -> int:
+def _tail(parsed: argparse.Namespace) -> int:
+    from gradguard.watch.tail import tail
+
+    return tail(parsed.record, once=parsed.once, events=parsed.lines)
+
+
+def _report(paths: Sequence[Path], output: Path | None, text: bool, fail_on: str | None = None) -> int:
+    from gradguard.watch.conditions import parse_conditions
     from gradguard.watch.record import read_record
     from gradguard.watch.report import print_comparison, text_summary, write_report
 
+    conditions = parse_conditions(fail_on) if fail_on is not None else []
     records = [read_record(path) for path in paths]
     if text:
         print("\n\n".join(text_summary(record) for record in records))
-        return 0
-    if len(records) > 1:
-        print_comparison(records)
-    print(f"report: {write_report(records, output or records[0].path.with_name('report.html'))}")
+    else:
+        if len(records) > 1:
+            print_comparison(records)
+        print(f"report: {write_report(records, output or records[0].path.with_name('report.html'))}")
+    return _fails(records, conditions)  # after the report, which shows why
+
+
+def _fails(records: Sequence["Record"], conditions: "list[Condition]") -> int:
+    """Say which conditions hold of which record; 1 if one does."""
+    from gradguard.watch.conditions import holding
+
+    said = [f"{record.path}: {words}" for record in records for words in holding(conditions, record)]
+    for words in said:
+        print(f"gradguard: failed: {words}", file=sys.stderr)
+    return 1 if said else 0
+
+
+def _replay(parsed: argparse.Namespace) -> int:
+    from gradguard.watch.record import read_record
+    from gradguard.watch.replay import print_replay, what_if
+
+    records = [read_record(path) for path in parsed.records]
+    tables = [what_if(record, parsed.rule) for record in records]
+    for record, rows in zip(records, tables, strict=True):
+        print_replay(record, rows)
     return 0

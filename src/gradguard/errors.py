@@ -41,6 +41,10 @@ class MissingPackageError(GradguardError, ImportError):
     """A package that this part of gradguard needs is not installed."""
 
 
+class UnsupportedVersionError(GradguardError, ImportError):
+    """A package is installed in a version that this part of gradguard does not know."""
+
+
 class RecordError(GradguardError):
     """A record of a run is missing, empty or unreadable."""
 

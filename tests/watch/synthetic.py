@@ -95,3 +95,74 @@ def _tensor_norms(generator: random.Random, progress: float, spike: float) -> li
         level * common * weight * factor * math.exp(generator.gauss(0, 0.15))
         for weight, factor in zip(WEIGHTS, recurrent, strict=True)
     ]
+
+
+def write_sick(path: Path, *, steps: int = 400, threshold: float = 0.1, seed: int = 0) -> Record:
+    """Write and read back a run in which everything goes wrong: it always clips, explodes, dies and ends in NaN.
+
+    The bias of the head is dead, the first recurrent weight dies half-way, three steps are not finite, the loss scale
+    collapses. Weights and updates are recorded on every tenth step.
+    """
+    generator = random.Random(seed)
+    with RecordWriter(path) as writer:
+        writer.write(
+            "meta", **_meta(threshold) | {"schema": 1, "world": 4, "mesh": {"dp": 2, "tp": 2}, "git": "35a8653+"}
+        )
+        for i in range(steps):
+            norms = _sick_norms(generator, i, steps)
+            norm = math.sqrt(sum(value * value for value in norms))
+            lost = sum(not math.isfinite(value) for value in norms)
+            clipped = {} if lost else {"coefficient": min(1.0, threshold / norm), "post_norm": min(norm, threshold)}
+            loss = math.nan if lost else 2.0 + i / steps
+            writer.write(
+                "step", i=i, wall=0.1 * i, loss=loss, lr=0.1, norm=norm, nonfinite=lost,
+                threshold=threshold, rule="norm", amp_scale=65536 / 2 ** (i // 20), skipped=True if lost else None,
+                **clipped,
+            )  # fmt: skip
+            extras = {"weight": [1.0 + place for place in range(8)], "update": [0.001 * value for value in norms]}
+            writer.write("tensors", i=i, norm=norms, **(extras if i % 10 == 0 else {}))
+            if lost:
+                writer.write(
+                    "event", i=i, kind="nonfinite", severity="error", message="gradients of head.weight are not finite",
+                    advice="find the operation with torch.autograd.set_detect_anomaly(True)", params=["head.weight"],
+                )  # fmt: skip
+        writer.write("end", steps=steps, wall=0.1 * steps, overhead_ms=20.0 * steps, exit=1, interrupted=False)
+    return read_record(path)
+
+
+def _sick_norms(generator: random.Random, i: int, steps: int) -> list[float]:
+    level = 2.0 * (50.0 if i > 0.8 * steps else 1.0)
+    norms = [level * weight * math.exp(generator.gauss(0, 0.2)) for weight in WEIGHTS]
+    norms[-1] = 0.0
+    if i > steps // 2:
+        norms[1] = 0.0
+    if i in (steps // 3, steps - 2, steps - 1):
+        norms[6] = math.nan
+    return norms
+
+
+def write_gan(path: Path, *, steps: int = 600, seed: int = 0) -> Record:
+    """Write and read back a run of two optimizers that take turns; the norms of the first are forty times larger."""
+    generator, names = random.Random(seed), ("generator.0.weight", "generator.2.weight", "critic.0.weight")
+    with RecordWriter(path) as writer:
+        params = [{"name": name, "shape": [8, 8], "numel": 64, "dtype": "float32", "group": 0} for name in names]
+        writer.write(
+            "meta", version="0.1.0", schema=1, torch="2.13.0", device="cpu", argv=["gan.py"],
+            optimizers=["Adam", "SGD"], params=params,
+        )  # fmt: skip
+        for i in range(steps):
+            mine = (i % 2 == 0, i % 2 == 0, i % 2 == 1)
+            scale = 4.0 if i % 2 == 0 else 0.1
+            norms = [scale * math.exp(generator.gauss(0, 0.3)) if own else 0.0 for own in mine]
+            writer.write("step", i=i, wall=0.01 * i, loss=1.0, lr=0.1, norm=math.hypot(*norms), optimizer=i % 2)
+            writer.write("tensors", i=i, norm=norms)
+        writer.write("end", steps=steps, wall=0.01 * steps, overhead_ms=0.1 * steps, exit=0, interrupted=False)
+    return read_record(path)
+
+
+def wide_meta(rows: int) -> dict[str, Any]:
+    """The first line of a model with many layers, four parameters each."""
+    kinds = ("attention.in_proj_weight", "attention.out_proj.weight", "mlp.0.weight", "norm.bias")
+    names = [f"transformer.h.{row // 4}.{kinds[row % 4]}" for row in range(rows)]
+    params = [{"name": name, "shape": [4], "numel": 4, "dtype": "float32", "group": 0} for name in names]
+    return {"t": "meta", "params": params, "optimizers": ["AdamW"], "argv": ["gpt.py"]}

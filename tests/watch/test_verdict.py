@@ -1,6 +1,7 @@
 import pytest
 from synthetic import log_normal, make_record, steps_of
 
+from gradguard.watch.optimizers import by_optimizer
 from gradguard.watch.verdict import verdict
 
 CALM = log_normal(600, centre=0.42)
@@ -101,3 +102,56 @@ def test_losses(losses, final, best, diverged):
 )
 def test_overhead(end, share):
     assert verdict(make_record(end=end)).overhead_share == share
+
+
+def gan(count=400):
+    """Adam's norms are 9, clipped at 1; SGD's are 0.5 and are left alone."""
+    adam = {"norm": 9.0, "optimizer": 0, "threshold": 1.0, "coefficient": 1 / 9, "rule": "norm", "loss": 3.0}
+    sgd = {"norm": 0.5, "optimizer": 1, "loss": 1.0}
+    steps = [{"t": "step", "i": i} | (sgd if i % 2 else adam) for i in range(count)]
+    return make_record(meta={"t": "meta", "optimizers": ["Adam", "SGD"]}, steps=steps)
+
+
+def test_several_optimizers_are_judged_one_by_one():
+    judged = verdict(gan())
+    (first, adam), (second, sgd) = judged.parts
+    assert (first, second) == ("optimizer 0 (Adam)", "optimizer 1 (SGD)")
+    assert (adam.clip_share, adam.regime, adam.median_norm, adam.steps) == (1.0, "normalising", 9.0, 200)
+    assert (sgd.clip_share, sgd.clipping, sgd.median_norm, sgd.final_loss) == (0.0, False, 0.5, 1.0)
+    assert (judged.clip_share, judged.threshold, judged.steps) == (0.5, 1.0 if sgd.threshold else None, 400)
+    assert judged.sentence.startswith(
+        "Optimizer 0 (Adam): Clipping at 1.0 bound on 100 % of 200 steps: it normalises steps (median coefficient 0.11)"
+    )
+    assert "Optimizer 1 (SGD): No clipping in 200 steps." in judged.sentence
+    assert judged.spike_share == 0  # neither half is a spike of the other
+
+
+def test_one_of_several_that_diverged_is_enough():
+    record = gan()
+    record.steps[-1]["loss"] = None
+    assert verdict(record).diverged
+    record.steps.append(record.steps[0] | {"i": 400})
+    assert verdict(record).diverged
+
+
+def test_one_optimizer_among_several_that_steps_alone_is_no_part():
+    record = gan()
+    alone = [step for step in record.steps if step["optimizer"] == 1]
+    judged = verdict(make_record(meta=record.meta, steps=alone))
+    assert judged.parts == ()
+    assert judged.sentence.startswith("No clipping in 200 steps.")
+
+
+def test_parts_share_events_and_tensors_by_step_and_keep_what_has_no_optimizer():
+    record = gan(4)
+    record.steps.append({"t": "step", "i": 4, "norm": 1.0})
+    record.steps.append({"t": "step", "i": 5, "norm": 1.0, "optimizer": 7})
+    record.events.extend({"t": "event", "i": i} for i in range(6))
+    record.tensors.extend({"t": "tensors", "i": i, "norm": [1.0]} for i in range(0, 6, 2))
+    parts = by_optimizer(record)
+    assert [part.label for part in parts] == [
+        "optimizer 0 (Adam)", "optimizer 1 (SGD)", "optimizer 7", "an optimizer that came later",
+    ]  # fmt: skip
+    assert [[event["i"] for event in part.record.events] for part in parts] == [[0, 2], [1, 3], [5], [4]]
+    assert [len(part.record.tensors) for part in parts] == [2, 0, 0, 1]
+    assert [part.record.meta["optimizers"] for part in parts] == [["Adam"], ["SGD"], [], []]

@@ -258,13 +258,23 @@ def _without_excluded(
     stages: Stages,
     module: nn.Module | None,
 ) -> Gradients:
-    """The gradients to clip."""
+    """Return the gradients to clip.
+
+    Raises:
+        InvalidTypeError: If pipeline stages are selected by anything but names.
+    """
     if stages.group is None:
         excluded = _excluded_ids(exclude, names, tensors)
         kept = [i for i, t in enumerate(tensors) if id(t) not in excluded]
         return gradients_of([names[i] for i in kept] if names else None, [tensors[i] for i in kept], stages, module)
+    entries = [exclude] if isinstance(exclude, str | Tensor | nn.Module) else list(exclude)
+    if not all(isinstance(entry, str) for entry in entries):
+        raise InvalidTypeError(
+            "exclude names parameters or modules themselves, which other pipeline stages do not have: expected name "
+            "patterns, the same on every stage."
+        )
     found = gradients_of(names, tensors, stages, module)  # of all stages, one of which may hold what a pattern fits
-    excluded = _excluded_ids(exclude, None if names is None else found.plain_names(), found.parameters)
+    excluded = _excluded_ids(entries, None if names is None else found.plain_names(), found.parameters)
     pairs = zip(found.parameters, found.gradients, strict=True)
     return replace(found, gradients=[g.new_empty(0) if id(p) in excluded else g for p, g in pairs])
 

@@ -82,6 +82,8 @@ class ClipAdaptive(FixedRule):
     def learn(self, parameters: Parameters) -> None:
         """Look which layers of a module have units along another dimension, and whether ``exclude`` fits."""
         if self._exclude is not None:
+            if isinstance(parameters, ListedParameters):
+                self._exclude.refuse_identities()
             names, tensors = self._names.learn(parameters)
             self._exclude.require_match(tensors, names, complete=True)
             self._learned = True

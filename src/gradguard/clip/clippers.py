@@ -18,6 +18,7 @@ from gradguard.clip.clipper import (
 )
 from gradguard.clip.lock_in import LockIn
 from gradguard.clip.parameters import Gradients
+from gradguard.distributed.wrappers import refuse_flat_parameters
 from gradguard.tensors.layout import are_readable, coalesce_, meeting_device, move
 from gradguard.tensors.norms import tensor_norms, total_norm
 from gradguard.tensors.scaling import clamp_, clip_coefficient, exceeds, scale_
@@ -137,6 +138,8 @@ class ClipByNorm(FixedRule):
     @torch.no_grad()
     def decide(self, found: Gradients, scale: float | Tensor = 1.0) -> Decision:
         """Measure each gradient and decide on one coefficient for each."""
+        if found.part is not None:
+            refuse_flat_parameters(found.parameters, "ClipByNorm")
         limit = check_threshold("max_norm", self.max_norm)
         norms = norms_of(found, scale, self.norm_type)
         coefficients = clip_coefficient(norms, limit)

@@ -7,7 +7,7 @@ from typing import Any, Self, cast
 import torch
 from torch import Tensor
 
-from gradguard.clip.clipper import Clipper, Decision, describe, measured, norms_of, total_of
+from gradguard.clip.clipper import Clipper, Decision, ListedParameters, describe, measured, norms_of, total_of
 from gradguard.clip.parameters import Gradients, Parameters
 from gradguard.clip.selection import KnownNames, Selection, Selector, listed
 from gradguard.errors import InvalidTypeError, InvalidValueError
@@ -87,7 +87,14 @@ class Groups(Clipper):
         return {2.0}.union(*(member.orders() for member in self._clippers()))
 
     def learn(self, parameters: Parameters) -> None:
-        """Look at all parameters, those without a gradient too: every group must fit some, none may be in two."""
+        """Look at all parameters, those without a gradient too: every group must fit some, none may be in two.
+
+        Raises:
+            InvalidTypeError: If pipeline stages are selected by anything but names.
+        """
+        if isinstance(parameters, ListedParameters):
+            for selector in self._selectors:
+                selector.refuse_identities()
         names, tensors = self._names.learn(parameters)
         everything = Gradients(tensors, tensors, range(len(tensors)), names)
         if self._checked != _key(everything):

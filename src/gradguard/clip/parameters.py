@@ -9,9 +9,11 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from gradguard.distributed.placements import any_sharded, laid_out_as, local_part
-from gradguard.distributed.plan import Part, Shared, plan_for, plan_for_gradients
-from gradguard.distributed.union import stages_group
+from gradguard.distributed.placements import any_sharded, check_alike, local_part
+from gradguard.distributed.plan import Part, plan_for, plan_for_gradients
+from gradguard.distributed.stages import Shared
+from gradguard.distributed.union import StageGroup, several_processes, stages_group
+from gradguard.distributed.wrappers import check_wrappers
 from gradguard.errors import InvalidTypeError
 from gradguard.tensors.nonfinite import refuse_nonfinite
 from gradguard.tensors.norms import tensor_norms, total_norm
@@ -62,7 +64,7 @@ class Stages:
         shared: Weights that several stages hold.
     """
 
-    group: Any = None
+    group: StageGroup | None = None
     shared: Shared | None = None
 
     @staticmethod
@@ -99,6 +101,11 @@ def gradients_of(
         plan, tensors, names = planned
         held = plan.hold(tensors, names)
         return Gradients(held.parameters, held.gradients, range(len(held.gradients)), held.names, part=held.part)
+    return _whole_gradients(names, tensors)
+
+
+def _whole_gradients(names: Sequence[str] | None, tensors: Sequence[Tensor]) -> Gradients:
+    """The gradients as this process has them, each once."""
     gradients = [tensor.grad for tensor in tensors]
     if type(None) not in set(map(type, gradients)) and len(set(map(id, gradients))) == len(gradients):
         positions: Sequence[int] = range(len(gradients))  # the common case, without a loop in Python
@@ -114,20 +121,21 @@ def gradients_of(
 def local_gradients(parameters: Parameters) -> Gradients:
     """Return this process' part of each gradient, for what is done to each element by itself; no communication.
 
-    (Partial gradients are added up first.)
+    (Except where a gradient is laid out unlike its parameter, Partial for instance, and must be added up first.)
     """
     names, tensors = named_tensors(parameters, "parameters")
+    module = parameters if isinstance(parameters, nn.Module) else None
+    if several_processes():
+        check_wrappers(tensors, module, None, elementwise=True)
     if not any_sharded(tensors):
-        module = parameters if isinstance(parameters, nn.Module) else None
-        return gradients_of(names, tensors, ONE_STAGE, module)
-    first = sorted({id(t): i for i, t in reversed(list(enumerate(tensors))) if t.grad is not None}.values())
-    parts = []
+        return _whole_gradients(names, tensors)
+    first = sorted({id(t.grad): i for i, t in reversed(list(enumerate(tensors))) if t.grad is not None}.values())
     for i in first:
-        gradient = cast("Tensor", tensors[i].grad)
-        right = laid_out_as(gradient, tensors[i], f"`{names[i]}`" if names else f"parameter {i}")
-        if right is not gradient:
-            tensors[i].grad = right
-        parts.append(local_part(right))
+        gradient, parameter = cast("Tensor", tensors[i].grad), tensors[i]
+        check_alike(gradient, parameter, f"`{names[i]}`" if names else f"parameter {i}")
+        if getattr(gradient, "placements", None) != getattr(parameter, "placements", None):
+            return gradients_of(names, tensors, ONE_STAGE, module)
+    parts = [local_part(cast("Tensor", tensors[i].grad)) for i in first]
     return Gradients([tensors[i] for i in first], parts, first, names)
 
 
@@ -213,7 +221,7 @@ def named_tensors(argument: Parameters, what: str) -> tuple[list[str] | None, li
             f"{what} is an optimizer: pass [p for group in optimizer.param_groups for p in group['params']]."
         )
     if isinstance(argument, nn.Module):
-        entries = list(argument.named_parameters(remove_duplicate=False))
+        entries = [(plain_name(name), p) for name, p in argument.named_parameters(remove_duplicate=False)]
     elif isinstance(argument, Mapping):
         entries = list(argument.items())
     elif isinstance(argument, Iterable) and not isinstance(argument, str):
@@ -227,6 +235,11 @@ def named_tensors(argument: Parameters, what: str) -> tuple[list[str] | None, li
             stacklevel=5,
         )
     return _split_names(entries, what)
+
+
+def plain_name(name: str) -> str:
+    """Return the name of a parameter without what FSDP1 puts into it."""
+    return name.replace("_fsdp_wrapped_module.", "") if "_fsdp_wrapped_module." in name else name
 
 
 def _split_names(entries: list, what: str) -> tuple[list[str] | None, list[Tensor]]:

@@ -36,6 +36,18 @@ class Selector:
         if not (self.patterns or self._tensors or self._modules):
             raise InvalidValueError(f"{what} is empty: expected a name pattern, a module or a list of parameters.")
 
+    def refuse_identities(self) -> None:
+        """Raise if parameters or modules are selected themselves: a process has only those of its pipeline stage.
+
+        Raises:
+            InvalidTypeError: Saying what to pass.
+        """
+        if self._tensors or self._modules:
+            raise InvalidTypeError(
+                f"{self.what} selects parameters or modules themselves, which other pipeline stages do not have: "
+                "expected name patterns, the same on every stage."
+            )
+
     def ids(self) -> set[int]:
         """Return the identities of the parameters that were not given by name."""
         return {id(t) for t in (*self._tensors, *(p for module in self._modules for p in module.parameters()))}

@@ -2,10 +2,9 @@
 
 import hashlib
 import json
+import time
+from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import suppress
-from datetime import timedelta
-from itertools import count
 from typing import Any
 
 import torch
@@ -14,10 +13,10 @@ import torch.distributed as dist
 from gradguard.distributed.union import Union
 from gradguard.errors import DistributedError
 
-_PATIENCE = timedelta(seconds=5)
-"""How long, after a failure, the others may take to say that they have failed too."""
+_PATIENCE = 5.0
+"""Seconds that, after a failure, the others may take to say that they have failed too."""
 
-_failures = count()
+_failures: Counter[str] = Counter()  # of each process group
 
 
 class _Numbers:
@@ -36,46 +35,49 @@ def device_of(group: Any, wanted: torch.device) -> torch.device:
     return torch.device(kind, torch.accelerator.current_device_index()) if kind != "cpu" else torch.device("cpu")
 
 
-def agree(union: Union, signature: Sequence[str], flag: bool, device: torch.device) -> tuple[bool, int]:
+def agree(
+    union: Union, signature: Sequence[str], wishes: Sequence[bool], device: torch.device
+) -> tuple[list[bool], int]:
     """Make sure that all processes of a stage have the same list.
 
-    One all-gather of five numbers; only where they differ, what differs is exchanged as well.
+    One all-gather of a few numbers; only where they differ, what differs is exchanged as well.
 
     Args:
         union: Who takes part.
         signature: What each listed tensor is, in words that are the same on all processes of a stage.
-        flag: A wish of this process.
+        wishes: Wishes of this process.
         device: Where the all-gather happens.
 
     Returns:
-        Whether any process has the wish, and a number for what was agreed on: the same on all, and new.
+        Which of the wishes any process has, and a number for what was agreed on: the same on all, and new.
 
     Raises:
         DistributedError: On every process, naming one that differs from the first of its stage, and how; or naming
             those that did not come.
     """
     digest = int.from_bytes(hashlib.blake2b("\n".join(signature).encode(), digest_size=7).digest())
-    mine = torch.tensor(
-        [min(union.stage), len(signature), digest, flag, _numbers.last + 1], dtype=torch.int64, device=device
-    )
+    numbers = [min(union.stage), len(signature), digest, _numbers.last + 1, *wishes]
+    mine = torch.tensor(numbers, dtype=torch.int64, device=device)
     gathered = [torch.empty_like(mine) for _ in range(dist.get_world_size(union.group))]
-    together(lambda: dist.all_gather(gathered, mine, group=union.group), union.group, signature)
+    together(lambda: dist.all_gather(gathered, mine, group=union.group), union, signature)
     rows = [tuple(map(int, row.tolist())) for row in gathered]
     first_of = {stage: rows[i] for i, (stage, *_) in reversed(list(enumerate(rows)))}
     if any(row[:3] != first_of[row[0]][:3] for row in rows):
         raise DistributedError(_difference(union, signature, [row[0] for row in rows]))
-    _numbers.last = max(row[4] for row in rows)
-    return any(row[3] for row in rows), _numbers.last
+    _numbers.last = max(row[3] for row in rows)
+    return [any(wish) for wish in zip(*(row[4:] for row in rows), strict=True)], _numbers.last
 
 
 def gather_objects(union: Union, value: Any) -> list[Any]:
     """Return the ``value`` of every process of the union, by its rank there."""
     found: list[Any] = [None] * dist.get_world_size(union.group)
-    together(lambda: dist.all_gather_object(found, value, group=union.group), union.group, [])
+    if len(found) == 1:
+        return [value]
+    together(lambda: dist.all_gather_object(found, value, group=union.group), union, [])
     return found
 
 
-def together(collective: Callable[[], object], group: Any, signature: Sequence[str]) -> None:
+def together(collective: Callable[[], object], union: Union, signature: Sequence[str]) -> None:
     """Run a collective; if it fails, say which processes did not come or came with something else.
 
     Raises:
@@ -84,7 +86,7 @@ def together(collective: Callable[[], object], group: Any, signature: Sequence[s
     try:
         collective()
     except RuntimeError as error:  # torch.distributed's own errors are subclasses
-        raise DistributedError(_who_is_missing(group, signature, error)) from error
+        raise DistributedError(_who_is_missing(union, signature, error)) from error
 
 
 def _difference(union: Union, signature: Sequence[str], stages: Sequence[int]) -> str:
@@ -114,26 +116,28 @@ def _first_difference(one: Sequence[str], other: Sequence[str]) -> str:
     return f"{len(one)} parameters instead of {len(other)}: {more} {longer[at]}"
 
 
-def _who_is_missing(group: Any, signature: Sequence[str], error: RuntimeError) -> str:
+def _who_is_missing(union: Union, signature: Sequence[str], error: RuntimeError) -> str:
     """Ask the others, through the store that they met in, what they were about to do."""
     cause = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
     general = (
         "the processes could not add up their norms. Every rank of the group must clip on the same steps, with the "
         f"same parameters, also one that has no gradients. ({cause})"
     )
+    me, name = dist.get_rank(), str(getattr(union.group, "group_name", ""))
     try:
-        store = dist.PrefixStore(f"gradguard/{next(_failures)}", dist.distributed_c10d._get_default_store())
-        store.set(str(dist.get_rank()), json.dumps(list(signature)))
-        here = [r for r in dist.get_process_group_ranks(group) if _answers(store, r)]
-        missing = sorted(set(dist.get_process_group_ranks(group)) - set(here))
+        _failures[name] += 1
+        store = dist.PrefixStore(f"gradguard/{name}/{_failures[name]}", dist.distributed_c10d._get_default_store())
+        store.set(str(me), json.dumps([min(union.stage), list(signature)]))
+        ranks = dist.get_process_group_ranks(union.group)
+        here = _answering(store, ranks)
+        missing = ", ".join(str(rank) for rank in ranks if rank not in here)
         if missing:
-            ranks = ", ".join(map(str, missing))
-            return f"rank {ranks} did not come, on rank {dist.get_rank()}'s clip: {general}"
+            return f"rank {missing} did not come, or much later, on rank {me}'s clip: {general}"
         for rank in here:
-            theirs = json.loads(store.get(str(rank)))
-            if theirs != list(signature) and theirs and signature:
+            stage, theirs = json.loads(store.get(str(rank)))
+            if stage == min(union.stage) and theirs and signature and theirs != list(signature):
                 return (
-                    f"rank {rank} came with another list of gradients than rank {dist.get_rank()}: "
+                    f"rank {rank} came with another list of gradients than rank {me}: "
                     f"{_first_difference(theirs, signature)}. {general}"
                 )
     except Exception:  # the store may have gone with rank 0
@@ -141,8 +145,11 @@ def _who_is_missing(group: Any, signature: Sequence[str], error: RuntimeError) -
     return general
 
 
-def _answers(store: Any, rank: int) -> bool:
-    with suppress(Exception):
-        store.wait([str(rank)], _PATIENCE)
-        return True
-    return False
+def _answering(store: Any, ranks: Sequence[int]) -> list[int]:
+    """The ranks that have failed as well, by now or in a moment."""
+    until = time.monotonic() + _PATIENCE
+    while True:
+        here = [rank for rank in ranks if store.check([str(rank)])]
+        if len(here) == len(ranks) or time.monotonic() > until:
+            return here
+        time.sleep(0.05)

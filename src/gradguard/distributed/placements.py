@@ -112,8 +112,8 @@ def added_up(tensor: Tensor) -> Tensor:
     return tensor.detach().redistribute(tensor.device_mesh, placements)  # type: ignore[attr-defined]
 
 
-def laid_out_as(gradient: Tensor, parameter: Tensor, name: str) -> Tensor:
-    """Return ``gradient`` in the layout of ``parameter``; Partial sums are added up, which is a collective.
+def check_alike(gradient: Tensor, parameter: Tensor, name: str) -> None:
+    """Raise if the layout of ``gradient`` cannot be brought in line with that of ``parameter``.
 
     Raises:
         UnsupportedGradientError: If one of them is a DTensor and the other is not, or they lie on two meshes.
@@ -124,11 +124,23 @@ def laid_out_as(gradient: Tensor, parameter: Tensor, name: str) -> Tensor:
             f"the gradient of {name} is a {kinds[0]} and the parameter a {kinds[1]}: which part of the gradient this "
             "process holds cannot be told. Set .grad to a DTensor on the parameter's mesh."
         )
-    if not is_sharded(gradient):
-        return gradient
-    mesh, wanted = parameter.device_mesh, parameter.placements  # type: ignore[attr-defined]
-    if gradient.device_mesh != mesh:  # type: ignore[attr-defined]
+    if is_sharded(gradient) and gradient.device_mesh != parameter.device_mesh:  # type: ignore[attr-defined]
         raise UnsupportedGradientError(f"the gradient of {name} lies on another device mesh than the parameter.")
-    if gradient.placements == wanted:  # type: ignore[attr-defined]
+
+
+def laid_out_as(gradient: Tensor | None, parameter: Tensor, placements: Sequence[Any] | None = None) -> Tensor:
+    """Return ``gradient`` in the layout of ``parameter``; a collective if it has another, as Partial sums have.
+
+    Args:
+        gradient: The gradient; None joins the others with zeros.
+        parameter: The parameter, a DTensor on the same mesh unless both are ordinary tensors.
+        placements: How the gradient is laid out where there is one.
+    """
+    if gradient is None:
+        from torch.distributed.tensor import zeros
+
+        mesh = parameter.device_mesh  # type: ignore[attr-defined]
+        gradient = zeros(parameter.shape, dtype=parameter.dtype, device_mesh=mesh, placements=placements)
+    if not is_sharded(gradient) or gradient.placements == parameter.placements:  # type: ignore[attr-defined]
         return gradient
-    return gradient.detach().redistribute(mesh, wanted)  # type: ignore[attr-defined]
+    return gradient.detach().redistribute(parameter.device_mesh, parameter.placements)  # type: ignore[attr-defined]

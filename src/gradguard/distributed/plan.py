@@ -6,7 +6,6 @@ collective, are the same on every process whatever gradients are present, and th
 """
 
 import weakref
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,19 +15,28 @@ from torch import Tensor, nn
 
 from gradguard.distributed.agreement import gather_objects
 from gradguard.distributed.classes import Classes, padded_numel
-from gradguard.distributed.placements import Placement, added_up, any_sharded, laid_out_as, local_part, placement_of
+from gradguard.distributed.placements import (
+    Placement,
+    added_up,
+    any_sharded,
+    check_alike,
+    is_sharded,
+    laid_out_as,
+    local_part,
+    placement_of,
+)
 from gradguard.distributed.reduction import Reducer
-from gradguard.distributed.union import Union, is_alive, several_processes, union_of
-from gradguard.distributed.wrappers import FLAT, flat_placements, refuse_unsynchronized
-from gradguard.errors import InvalidTypeError, InvalidValueError
+from gradguard.distributed.stages import Shared, StageLists, check_shared
+from gradguard.distributed.union import StageGroup, Union, is_alive, several_processes, union_of
+from gradguard.distributed.wrappers import FLAT, check_wrappers, refuse_flat_gradients
 from gradguard.tensors.layout import meeting_device, move
 from gradguard.tensors.norms import norm_of_norms, tensor_norms, total_norm
 
-Shared = Mapping[str, Tensor]
-"""Weights that several pipeline stages hold, by a name that is the same on all of them."""
-
 _WIDE = (torch.float64, torch.complex128)
 _ORDINARY = {Tensor, nn.Parameter}
+_KEPT = 64
+"""Plans that are kept: those of the lists that were used last, the same ones on every process."""
+
 _plans: dict[tuple, "Plan"] = {}
 _reducers: dict[tuple, Reducer] = {}
 
@@ -75,14 +83,15 @@ class Plan:
         ]
         where = next((t.device for t in tensors if not t.is_cpu), torch.device("cpu"))
         wide = any(t.dtype in _WIDE for t in tensors)
-        self.reducer = Reducer(union, signature, wide, where)
+        moves = {i: t.grad.placements for i, t in enumerate(tensors) if _is_laid_out_unlike(t)}  # type: ignore[union-attr]
+        self.reducer = Reducer(union, signature, wide, where, bool(moves))
         self.alive: list[weakref.ref] = []
         holders = [_holders(p, union) for p in placements]
         whole = [p.is_whole for p in placements]
         self.names, self.places = names, range(len(tensors))
         self._alike = self.lasts = union.stages is None
         if union.stages is not None:
-            stages = _Stages(union, tensors, names, shared, holders, whole)
+            stages = StageLists(union, tensors, names, shared, holders, whole)
             holders, whole, self.names, self.places = stages.holders, stages.whole, stages.names, stages.own
             self.lasts = not stages.one_is_empty
         count = len(holders)
@@ -101,7 +110,32 @@ class Plan:
             sign[place] = 1.0 if whole[place] else -1.0
         self._shares = self.weights * torch.tensor(sign, dtype=torch.float64, device=device)
         self._classes = Classes(weights, whole, padded, device)
+        self._moved = self._agree_on(moves) if self.reducer.moves else {}
         self._specs: list[Any] = [None] * len(tensors)  # of the gradients that were last looked at
+
+    def _agree_on(self, mine: dict[int, Any]) -> dict[int, Any]:
+        """Return which gradients are laid out unlike their parameters, on any process, and how, for this stage.
+
+        To bring one in line is a collective, which processes that do not have it must join.
+        """
+        stage = min(self.reducer.union.stage)
+        found: dict[int, Any] = {}
+        for its_stage, its in gather_objects(self.reducer.union, (stage, mine)):
+            if its_stage == stage:
+                found = its | found
+        return dict(sorted(found.items()))
+
+    def fits(self, tensors: Sequence[Tensor]) -> bool:
+        """Tell whether the plan is still right: the process group lives, and gradients are laid out as agreed."""
+        if not is_alive(self.reducer.union.group):
+            return False
+        specs = [getattr(t.grad, "_spec", None) for t in tensors]
+        changed = [
+            i
+            for i, (spec, known) in enumerate(zip(specs, self._specs, strict=True))
+            if spec is not None and spec is not known
+        ]
+        return all(i in self._moved or not _is_laid_out_unlike(tensors[i]) for i in changed)
 
     def hold(self, tensors: Sequence[Tensor], names: Sequence[str] | None) -> Held:
         """Return what this process holds of the gradients of the parameters that the plan is for.
@@ -112,9 +146,9 @@ class Plan:
             tensors: The parameters.
             names: Their names, as they are called now.
         """
-        gradients = [t.grad for t in tensors]
+        gradients = _each_gradient_once([t.grad for t in tensors])
         specs = [None if g is None else getattr(g, "_spec", False) for g in gradients]
-        if not all([spec is None or spec is known for spec, known in zip(specs, self._specs, strict=True)]):
+        if self._moved or not all([s is None or s is known for s, known in zip(specs, self._specs, strict=True)]):
             self._bring_in_line(tensors, gradients, names)
             now = [None if g is None else getattr(g, "_spec", False) for g in gradients]
             self._specs = [known if spec is None else spec for spec, known in zip(now, self._specs, strict=True)]
@@ -139,10 +173,12 @@ class Plan:
     ) -> None:
         for i, (parameter, gradient) in enumerate(zip(tensors, gradients, strict=True)):
             if gradient is not None and getattr(gradient, "_spec", self) is not getattr(parameter, "_spec", self):
-                name = f"`{names[i]}`" if names else f"parameter {i}"
-                right = laid_out_as(gradient, parameter, name)
-                if right is not gradient:
-                    parameter.grad = gradients[i] = right
+                check_alike(gradient, parameter, f"`{names[i]}`" if names else f"parameter {i}")
+        for i, placements in self._moved.items():
+            gradient = gradients[i]
+            right = laid_out_as(gradient, tensors[i], placements)
+            if gradient is not None and right is not gradient:
+                tensors[i].grad = gradients[i] = right
 
     def _shares_of(self, present: Sequence[bool]) -> Tensor:
         if all(present):
@@ -202,7 +238,7 @@ class Part:
 def plan_for(
     tensors: Sequence[Tensor],
     names: Sequence[str] | None = None,
-    stages: Any = None,
+    stages: StageGroup | None = None,
     shared: Shared | None = None,
     module: nn.Module | None = None,
 ) -> tuple[Plan, Sequence[Tensor], Sequence[str] | None] | None:
@@ -213,7 +249,7 @@ def plan_for(
     Args:
         tensors: Parameters; one that comes twice counts once.
         names: Their names.
-        stages: The process group along which parameters differ, from `stages_group`.
+        stages: Along what parameters differ, from `stages_group`.
         shared: Weights among ``tensors`` that other stages hold too.
         module: The module that they come from, if it is known: it tells what wraps it.
 
@@ -225,18 +261,22 @@ def plan_for(
     """
     flat: Mapping[int, Placement] = {}
     if several_processes():
-        flat = flat_placements(tensors, module)
+        flat = check_wrappers(tensors, module, None if stages is None else stages.group)
     if stages is None and shared is None and not flat and not any_sharded(tensors):
-        if several_processes():
-            refuse_unsynchronized(tensors)
         return None
     tensors, names = _each_once(tensors, names)
     shared = check_shared(shared, tensors, stages)
     sharing = tuple((name, id(t)) for name, t in shared.items())
     # Only stages need to agree on names.
-    key = (tuple(map(id, tensors)), id(stages), sharing, tuple(names or ()) if stages is not None else None)
-    plan = _plans.get(key)
-    if plan is None or not is_alive(plan.reducer.union.group):
+    key = (
+        tuple(map(id, tensors)),
+        frozenset([t.dtype for t in tensors]),
+        None if stages is None else id(stages.group),
+        sharing,
+        tuple(names or ()) if stages is not None else None,
+    )
+    plan = _kept(_plans, key)
+    if plan is None or not plan.fits(tensors):
         placements = [flat.get(id(t)) or placement_of(t) for t in tensors]
         union = union_of(placements, stages)
         if union is None:
@@ -244,7 +284,7 @@ def plan_for(
         plan = Plan(union, tensors, placements, names, shared)
         if not plan.lasts:
             return plan, tensors, names
-        _plans[key] = plan
+        _keep(_plans, key, plan)
         plan.alive = [weakref.ref(t, lambda _: _plans.pop(key, None)) for t in tensors]  # identities are used again
     return plan, tensors, names
 
@@ -274,8 +314,11 @@ def plan_for_gradients(gradients: Sequence[Tensor | None]) -> tuple[list[Tensor]
     Raises:
         DistributedError: If another process does not come, or comes with another number of gradients.
         InvalidValueError: If no process group holds them all, or one is destroyed.
+        UnsupportedGradientError: If FSDP1 keeps them such that their norm cannot be told.
     """
     if not any_sharded(gradients):
+        if several_processes():
+            refuse_flat_gradients(gradients)
         return None
     first = {id(g): i for i, g in reversed(list(enumerate(gradients)))}
     gradients = [g if first[id(g)] == i else None for i, g in enumerate(gradients)]
@@ -285,9 +328,10 @@ def plan_for_gradients(gradients: Sequence[Tensor | None]) -> tuple[list[Tensor]
         return None
     key = ("gradients", len(gradients), id(union.group))
     where = next((g.device for g in there if not g.is_cpu), torch.device("cpu"))
-    if key not in _reducers or _reducers[key].union.group is not union.group:
-        _reducers[key] = Reducer(union, [f"{len(gradients)} gradients"], True, where)
-    reducer = _reducers[key]
+    reducer = _kept(_reducers, key)
+    if reducer is None or reducer.union.group is not union.group:
+        reducer = Reducer(union, [f"{len(gradients)} gradients"], True, where)
+        _keep(_reducers, key, reducer)
     placements = [None if g is None else placement_of(g) for g in gradients]
     weights = [1.0 if p is None else 1 / _holders(p, union) for p in placements]
     shares = [0.0 if p is None else w if p.is_whole and w < 1 else -w for p, w in zip(placements, weights, strict=True)]
@@ -299,6 +343,20 @@ def plan_for_gradients(gradients: Sequence[Tensor | None]) -> tuple[list[Tensor]
     return [torch.empty(0) if g is None else local_part(added_up(g)) for g in gradients], part
 
 
+def _kept(cache: dict[tuple, Any], key: tuple) -> Any:
+    """What is kept under ``key``, now the one that was used last."""
+    found = cache.pop(key, None)
+    if found is not None:
+        cache[key] = found
+    return found
+
+
+def _keep(cache: dict[tuple, Any], key: tuple, value: Any) -> None:
+    cache[key] = value
+    while len(cache) > _KEPT:
+        del cache[next(iter(cache))]
+
+
 def _each_once(tensors: Sequence[Tensor], names: Sequence[str] | None) -> tuple[Sequence[Tensor], Sequence[str] | None]:
     if len(set(map(id, tensors))) == len(tensors):
         return tensors, names
@@ -306,34 +364,20 @@ def _each_once(tensors: Sequence[Tensor], names: Sequence[str] | None) -> tuple[
     return [tensors[i] for i in first], None if names is None else [names[i] for i in first]
 
 
-def check_shared(shared: Any, tensors: Sequence[Tensor], stages: Any) -> Shared:
-    """Return ``shared`` as a mapping.
+def _each_gradient_once(gradients: list[Tensor | None]) -> list[Tensor | None]:
+    """The same without what comes a second time, as one gradient that two parameters have."""
+    there = [id(g) for g in gradients if g is not None]
+    if len(set(there)) == len(there):
+        return gradients
+    first = {id(g): i for i, g in reversed(list(enumerate(gradients)))}
+    return [g if first[id(g)] == i else None for i, g in enumerate(gradients)]
 
-    Raises:
-        InvalidValueError: If it is given without stages, or names a tensor that is not in the list.
-        InvalidTypeError: If it is no mapping or list of tensors.
-    """
-    if shared is None:
-        return {}
-    if isinstance(shared, Tensor):
-        shared = [shared]
-    if isinstance(shared, list | tuple):
-        shared = {str(i): tensor for i, tensor in enumerate(shared)}
-    if not isinstance(shared, Mapping) or not all(isinstance(t, Tensor) for t in shared.values()):
-        raise InvalidTypeError(
-            f"shared is {type(shared).__name__}: expected a mapping from a name, the same on every stage, to a "
-            "parameter, such as shared={'embedding': model.embedding.weight}; or a list in the same order."
-        )
-    if shared and stages is None:
-        raise InvalidValueError(
-            "shared says which weights several pipeline stages hold: name the stages with process_group= or mesh=. On "
-            "one process, tied weights count once by themselves."
-        )
-    listed = {id(t) for t in tensors}
-    for name, tensor in shared.items():
-        if id(tensor) not in listed:
-            raise InvalidValueError(f"shared[{name!r}] is not among the parameters of this call.")
-    return shared
+
+def _is_laid_out_unlike(parameter: Tensor) -> bool:
+    gradient = parameter.grad
+    if gradient is None or not is_sharded(gradient) or not is_sharded(parameter):
+        return False
+    return gradient.placements != parameter.placements  # type: ignore[attr-defined]
 
 
 def _words(tensor: Tensor, placement: Placement) -> str:
@@ -347,49 +391,3 @@ def _holders(placement: Placement, union: Union) -> int:
     if not placement.ranks:
         return len(union.stage)
     return placement.replicas * len(union.stage) // len(placement.ranks)
-
-
-class _Stages:
-    """The lists of all pipeline stages as one: what each stage holds one after the other, shared weights once."""
-
-    def __init__(
-        self,
-        union: Union,
-        tensors: Sequence[Tensor],
-        names: Sequence[str] | None,
-        shared: Shared,
-        holders: Sequence[int],
-        whole: Sequence[bool],
-    ) -> None:
-        keys = {id(tensor): name for name, tensor in shared.items()}
-        mine = [
-            (None if names is None else names[i], keys.get(id(t)), holders[i], whole[i]) for i, t in enumerate(tensors)
-        ]
-        lists = dict(gather_objects(union, (min(union.stage), mine)))
-        # A stage is known by its parameters: one without any would not see that the others have new ones.
-        self.one_is_empty = not all(lists.values())
-        self.own: list[int] = []
-        self.holders: list[int] = []
-        self.whole: list[bool] = []
-        entries: list[tuple[int, str | None]] = []
-        where: dict[str, int] = {}
-        for number, stage in enumerate(sorted(lists)):
-            for name, key, its_holders, its_whole in lists[stage]:
-                place = len(entries) if key is None else where.setdefault(key, len(entries))
-                if place == len(entries):
-                    entries.append((number, name))
-                    self.holders.append(0)
-                    self.whole.append(its_whole)
-                self.holders[place] += its_holders
-                if stage == min(union.stage):
-                    self.own.append(place)
-        self.names = _names_of_stages(entries)
-
-
-def _names_of_stages(entries: Sequence[tuple[int, str | None]]) -> list[str]:
-    """Names that tell the parameters of all stages apart: with the stage in front where two have one name, or none."""
-    times = Counter(name for _, name in entries)
-    return [
-        f"stage{number}.{place if name is None else name}" if name is None or times[name] > 1 else name
-        for place, (number, name) in enumerate(entries)
-    ]

@@ -88,13 +88,22 @@ class Reducer:
         signature: What each listed tensor is, the same on all processes of a stage.
         wide: Whether powers may leave the range of float64, at least on this process.
         device: Where the norms are.
+        moves: Whether this process has gradients that must be brought in line with their parameters.
+
+    Attributes:
+        wide: Whether powers may leave the range on any process.
+        moves: Whether any process has such gradients.
     """
 
-    def __init__(self, union: Union, signature: Sequence[str], wide: bool, device: torch.device) -> None:
+    def __init__(
+        self, union: Union, signature: Sequence[str], wide: bool, device: torch.device, moves: bool = False
+    ) -> None:
         self.union, self._signature = union, signature
         self._alone = dist.get_world_size(union.group) == 1
         self.device = device if self._alone else device_of(union.group, device)
-        self.wide, number = (wide, 0) if self._alone else agree(union, signature, wide, self.device)
+        (self.wide, self.moves), number = (wide, moves), 0
+        if not self._alone:
+            (self.wide, self.moves), number = agree(union, signature, (wide, moves), self.device)
         world = dist.get_world_size(union.group)
         self._number = torch.tensor([number, number**2], dtype=torch.float64, device=self.device)
         self._numbers = world * self._number
@@ -136,7 +145,7 @@ class Reducer:
     ) -> tuple[list[Tensor], Tensor]:
         parts = [encode(norms, weights, order, self.wide) for norms, order in measured]
         vector = torch.cat([*parts, shares, self._number])
-        together(lambda: dist.all_reduce(vector, group=self.union.group), self.union.group, self._signature)
+        together(lambda: dist.all_reduce(vector, group=self.union.group), self.union, self._signature)
         *added, share, numbers = vector.split([*map(len, parts), len(shares), 2])
         same = self._checked((numbers == self._numbers).all())
         norms = [decode(x, share, order, self.wide) for x, (_, order) in zip(added, measured, strict=True)]

@@ -28,13 +28,26 @@ class Union:
     stages: Any = None
 
 
+@dataclass(frozen=True, slots=True)
+class StageGroup:
+    """Along what parameters differ.
+
+    Attributes:
+        group: The process group of the stages.
+        root: The device mesh that it is one dimension of, if it was given as a mesh.
+    """
+
+    group: Any
+    root: Any = None
+
+
 def several_processes() -> bool:
     """Tell whether `torch.distributed` joins this process with others."""
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
-def stages_group(process_group: Any, mesh: Any) -> Any:
-    """Return the group that a user names by ``process_group=`` or ``mesh=``: along it, parameters differ.
+def stages_group(process_group: Any, mesh: Any) -> StageGroup | None:
+    """Return what a user names by ``process_group=`` or ``mesh=``: along it, parameters differ.
 
     Raises:
         InvalidValueError: If both are given, this process is not in the group, or the mesh has several dimensions.
@@ -67,7 +80,7 @@ def stages_group(process_group: Any, mesh: Any) -> Any:
             f"process_group is {type(process_group).__name__}: expected what dist.new_group or mesh.get_group returned."
         )
     check_alive(process_group)
-    return process_group
+    return StageGroup(process_group, None if mesh is None else _root_of(mesh))
 
 
 def is_alive(group: Any) -> bool:
@@ -90,7 +103,7 @@ def check_alive(group: Any) -> None:
         raise InvalidValueError(f"process_group does not contain this process (rank {dist.get_rank()}).")
 
 
-def union_of(placements: Iterable[Placement], stages: Any) -> Union | None:
+def union_of(placements: Iterable[Placement], stages: StageGroup | None) -> Union | None:
     """Return who must take part so that gradients placed like this add up; None if nobody else must.
 
     Args:
@@ -111,14 +124,35 @@ def union_of(placements: Iterable[Placement], stages: Any) -> Union | None:
     stage = _spanned([me, *parts], meshes.values())
     if stages is None:
         return Union(_group_of(stage), stage)
-    ranks = _spanned([stage, frozenset(dist.get_process_group_ranks(stages))], meshes.values())
-    return Union(_group_of(ranks), stage, stages)
+    along = frozenset(dist.get_process_group_ranks(stages.group))
+    if stages.root is not None:  # then a stage without shards knows as well where those of others lie
+        everybody, own = _of_root(stages.root, along)
+        if stage <= own and any(ranks == everybody for ranks in _known_groups().values()):
+            return Union(_group_of(everybody), own, stages)
+    return Union(_group_of(_spanned([stage, along], meshes.values())), stage, stages)
+
+
+def _of_root(root: Any, along: frozenset[int]) -> tuple[frozenset[int], frozenset[int]]:
+    """All ranks of a mesh, and those of this process' stage, if ``along`` runs through the stages."""
+    full = root.mesh
+    where = torch.isin(full, torch.tensor(sorted(along))).nonzero()
+    here = (full == dist.get_rank()).nonzero()[0]
+    index = tuple(
+        int(at) if len(set(column.tolist())) > 1 else slice(None)
+        for column, at in zip(where.unbind(dim=1), here, strict=True)
+    )
+    return frozenset(full.flatten().tolist()), frozenset(full[index].flatten().tolist())
 
 
 def _check_mesh(mesh: Any) -> None:
     if not dist.is_initialized():
         raise InvalidValueError(
             "a gradient lies on a device mesh whose process group is destroyed: clip before destroy_process_group()."
+        )
+    if mesh.get_coordinate() is None:
+        raise InvalidValueError(
+            f"this process (rank {dist.get_rank()}) is not on {mesh}, on which a gradient lies: clip such gradients on "
+            "the processes of their mesh only, or list parameters that all processes hold."
         )
     try:
         groups = [mesh.get_group(i) for i in range(mesh.ndim)]

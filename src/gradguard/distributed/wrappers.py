@@ -8,15 +8,84 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from gradguard.distributed.placements import Placement
-from gradguard.errors import UnsupportedGradientError
+from gradguard.errors import InvalidValueError, UnsupportedGradientError
 
 FLAT = "FSDP1 flat parameter"
 
-_found: dict[tuple[int, int], list[weakref.ref[DistributedDataParallel]]] = {}
+_living: "weakref.WeakSet[nn.Module] | None" = None  # every wrapper, once they have been looked for
 _flat: "weakref.WeakKeyDictionary[nn.Module, dict[int, Placement]]" = weakref.WeakKeyDictionary()
+
+
+def check_wrappers(
+    tensors: Sequence[Tensor], module: nn.Module | None, stages: Any, *, elementwise: bool = False
+) -> dict[int, Placement]:
+    """Return, by identity, how FSDP1 has spread ``tensors``, and refuse what wrappers say about their gradients.
+
+    Args:
+        tensors: The parameters.
+        module: The module that they come from, if it is known.
+        stages: The process group along which parameters differ, if there is one.
+        elementwise: Whether no norm is wanted, so that it is all the same who holds what.
+
+    Raises:
+        UnsupportedGradientError: If FSDP1 has spread a parameter and the module does not tell how, or the gradients
+            are not synchronized: this process' part alone would be wrong.
+        InvalidValueError: If parameters are said to differ between processes over which they are replicated.
+
+    Returns:
+        The placement of each that FSDP1 has spread.
+    """
+    wrappers = _wrappers()
+    wanted: set[int] = set()
+    for wrapper in wrappers:
+        silent = isinstance(wrapper, DistributedDataParallel) and not wrapper.require_backward_grad_sync
+        silent = silent or getattr(wrapper, "_sync_gradients", True) is False
+        if silent or (stages is not None and isinstance(wrapper, DistributedDataParallel)):
+            wanted = wanted or {id(t) for t in tensors}
+            if not any(id(p) in wanted for p in wrapper.parameters()):
+                continue
+            if silent:
+                raise UnsupportedGradientError(
+                    f"inside {type(wrapper).__name__}.no_sync() the gradients are this process' own, not yet averaged: "
+                    "their norm differs from rank to rank. Clip after the backward pass that synchronizes, outside "
+                    "no_sync()."
+                )
+            if isinstance(wrapper, DistributedDataParallel):
+                _refuse_replicas_as_stages(wrapper, stages)
+    return {} if elementwise else flat_placements(tensors, module)
+
+
+def refuse_flat_gradients(gradients: Sequence[Tensor | None]) -> None:
+    """Raise if one of ``gradients`` is FSDP1's, or its parameter: its norm would be that of this process' part.
+
+    Raises:
+        UnsupportedGradientError: If so.
+    """
+    wanted = {id(g) for g in gradients if g is not None}
+    marked = any(getattr(g, "_fsdp_flattened", False) for g in gradients)
+    parts = [w for w in _wrappers() if not isinstance(w, DistributedDataParallel)]
+    if marked or any(p.grad is not None and id(p.grad) in wanted for w in parts for p in w.parameters()):
+        raise UnsupportedGradientError(
+            "a tensor belongs to FullyShardedDataParallel (FSDP1): its norm would be that of this process' part. "
+            'clip_grad_norm_(model, float("inf")) with the root module measures all gradients and writes nothing.'
+        )
+
+
+def refuse_flat_parameters(parameters: Sequence[Tensor], what: str) -> None:
+    """Raise if FSDP1 has made one tensor of several parameters, for ``what``, which needs each by itself.
+
+    Raises:
+        UnsupportedGradientError: If so.
+    """
+    if any(getattr(p, "_is_flat_param", False) for p in parameters):
+        raise UnsupportedGradientError(
+            f"{what} needs each parameter by itself, and FullyShardedDataParallel (FSDP1) has made one tensor of "
+            "several: use fully_shard(model), FullyShardedDataParallel(use_orig_params=True), or a norm of all."
+        )
 
 
 def flat_placements(tensors: Sequence[Tensor], module: nn.Module | None) -> dict[int, Placement]:
@@ -26,19 +95,19 @@ def flat_placements(tensors: Sequence[Tensor], module: nn.Module | None) -> dict
         tensors: The parameters.
         module: The module that they come from, if it is known.
 
-    Raises:
-        UnsupportedGradientError: If it has, and the module does not tell how: this process' part alone would be wrong.
-
     Returns:
         The placement of each that FSDP1 has spread.
+
+    Raises:
+        UnsupportedGradientError: If it has, and the module does not tell how.
     """
-    flat = [id(t) for t in tensors if getattr(t, "_fsdp_flattened", False)]
+    flat = {id(t) for t in tensors if getattr(t, "_fsdp_flattened", False)}
     if not flat:
         return {}
-    if module is not None and not (_flat.get(module, {}).keys() >= set(flat)):
+    if module is not None and not (_flat.get(module, {}).keys() >= flat):
         _flat[module] = _flat_placements(module)
     known = {} if module is None else _flat[module]
-    if not known.keys() >= set(flat):
+    if not known.keys() >= flat:
         raise UnsupportedGradientError(
             "a parameter belongs to FullyShardedDataParallel (FSDP1), and which processes hold its other parts cannot "
             "be told from the parameter. Pass the root module itself: clip_grad_norm_(model, ...), or "
@@ -48,10 +117,9 @@ def flat_placements(tensors: Sequence[Tensor], module: nn.Module | None) -> dict
 
 
 def _flat_placements(module: nn.Module) -> dict[int, Placement]:
-    fsdp = sys.modules["torch.distributed.fsdp"]
     placements: dict[int, Placement] = {}
     for part in module.modules():
-        handle = getattr(part, "_handle", None) if isinstance(part, fsdp.FullyShardedDataParallel) else None
+        handle = getattr(part, "_handle", None) if _is_fsdp1(part) else None
         if handle is not None:
             ranks = frozenset(dist.get_process_group_ranks(part.process_group))  # type: ignore[attr-defined]
             placement = Placement(None, ranks, 1 if handle.uses_sharded_strategy else len(ranks), FLAT)
@@ -60,28 +128,34 @@ def _flat_placements(module: nn.Module) -> dict[int, Placement]:
     return placements
 
 
-def refuse_unsynchronized(tensors: Sequence[Tensor]) -> None:
-    """Raise if the gradients are inside DistributedDataParallel's ``no_sync()``: they are this process' own.
-
-    Raises:
-        UnsupportedGradientError: If so.
-    """
-    for wrapper in _wrappers_of(tensors):
-        if not wrapper.require_backward_grad_sync:
-            raise UnsupportedGradientError(
-                "inside DistributedDataParallel.no_sync() the gradients are this process' own, not yet averaged: their "
-                "norm differs from rank to rank. Clip after the backward pass that synchronizes, outside no_sync()."
-            )
+def _refuse_replicas_as_stages(wrapper: DistributedDataParallel, stages: Any) -> None:
+    both = set(dist.get_process_group_ranks(wrapper.process_group)) & set(dist.get_process_group_ranks(stages))
+    if len(both) > 1:
+        raise InvalidValueError(
+            f"process_group says that parameters differ between the ranks {sorted(both)}, over which "
+            "DistributedDataParallel replicates them: leave process_group out; it is for pipeline stages."
+        )
 
 
-def _wrappers_of(tensors: Sequence[Tensor]) -> list[DistributedDataParallel]:
-    """The DistributedDataParallel modules over ``tensors``: looked for once in everything that lives."""
-    if not tensors:
-        return []
-    key = id(tensors[0]), len(tensors)
-    if key not in _found:
-        living = [thing for thing in gc.get_objects() if issubclass(type(thing), DistributedDataParallel)]
-        wanted = {id(t) for t in tensors}
-        _found[key] = [weakref.ref(w) for w in living if any(id(p) in wanted for p in w.parameters())]
-        weakref.finalize(tensors[0], _found.pop, key, None)
-    return [wrapper for reference in _found[key] if (wrapper := reference()) is not None]
+def _is_fsdp1(module: nn.Module) -> bool:
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    return fsdp is not None and isinstance(module, fsdp.FullyShardedDataParallel)
+
+
+def _wrappers() -> list[nn.Module]:
+    """Every DistributedDataParallel and FSDP1 module that lives: looked for once, then told of new ones."""
+    global _living
+    if _living is None:
+        found = [m for m in gc.get_objects() if issubclass(type(m), nn.Module) and _is_wrapper(m)]
+        _living = weakref.WeakSet(found)
+        register_module_module_registration_hook(_note)
+    return list(_living)
+
+
+def _note(module: nn.Module, name: str, part: nn.Module | None) -> None:
+    if name in ("module", "_fsdp_wrapped_module") and _living is not None and _is_wrapper(module):
+        _living.add(module)
+
+
+def _is_wrapper(module: nn.Module) -> bool:
+    return isinstance(module, DistributedDataParallel) or _is_fsdp1(module)

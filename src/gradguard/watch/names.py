@@ -2,6 +2,8 @@
 
 import gc
 from collections import Counter
+from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -9,7 +11,7 @@ from torch.optim import Optimizer
 
 def living_modules() -> list[nn.Module]:
     """Return every module that exists and is not part of another one."""
-    modules = [thing for thing in gc.get_objects() if issubclass(type(thing), nn.Module) and "_modules" in vars(thing)]
+    modules = [module for module in _living(nn.Module) if "_modules" in vars(module)]
     parts = {id(child) for module in modules for child in module.children()}
     return [module for module in modules if id(module) not in parts]
 
@@ -18,13 +20,22 @@ def living_optimizers(first: Optimizer) -> list[Optimizer]:
     """Return ``first`` and every other optimizer that exists and holds other parameters."""
     seen = {id(p) for p in parameters_of(first)}
     found = [first]
-    for thing in gc.get_objects():
-        if issubclass(type(thing), Optimizer) and thing is not first and hasattr(thing, "param_groups"):
+    for thing in _living(Optimizer):
+        if thing is not first and hasattr(thing, "param_groups"):
             own = {id(p) for p in parameters_of(thing)}
             if not own & seen:
                 found.append(thing)
                 seen |= own
     return found
+
+
+def _living(base: type) -> list[Any]:
+    """Every object of ``base`` or a class below; asking a set of classes is far quicker than `isinstance`."""
+    kinds, new = {base}, [base]
+    while new:
+        new = [kind for parent in new for kind in type.__subclasses__(parent) if kind not in kinds]
+        kinds.update(new)
+    return [thing for thing in gc.get_objects() if type(thing) in kinds]
 
 
 def parameters_of(optimizer: Optimizer) -> list[Tensor]:
@@ -55,3 +66,21 @@ def _named(module: nn.Module) -> dict[str, Tensor]:
         return dict(module.named_parameters())
     except Exception:  # somebody's half-built module must not end the watch
         return {}
+
+
+def described(names: Sequence[str], parameters: Sequence[Tensor], optimizers: Sequence[Optimizer]) -> list[dict]:
+    """Return what ``meta`` says of each parameter; ``optimizer`` where there are several, ``frozen`` where it is."""
+    groups = {id(p): k for opt in optimizers for k, group in enumerate(opt.param_groups) for p in group["params"]}
+    owners = {id(p): place for place, opt in enumerate(optimizers) for p in parameters_of(opt)}
+    return [
+        {
+            "name": name,
+            "shape": list(p.shape),
+            "numel": p.numel(),
+            "dtype": str(p.dtype).removeprefix("torch."),
+            "group": groups[id(p)],
+        }
+        | ({"optimizer": owners[id(p)]} if len(optimizers) > 1 else {})
+        | ({} if p.requires_grad else {"frozen": True})
+        for name, p in zip(names, parameters, strict=True)
+    ]

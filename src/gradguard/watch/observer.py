@@ -1,19 +1,16 @@
 """The observer: one row for each optimizer step, without a change in the script or in its numbers.
 
 It measures and never writes to a tensor of the script (unless it was given a clip to apply), draws no random number,
-waits for no device between flushes, and swallows its own failures: after one it notes an event and stops measuring.
+waits for no device, and swallows its own failures: after one it notes an event and stops measuring.
 """
 
 import functools
 import os
-import sys
 import threading
 import time
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,49 +18,45 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from gradguard.distributed import refuse_sharded
+from gradguard.errors import RecordError
 from gradguard.optimizer_hooks import EveryStep
-from gradguard.tensors.norms import tensor_norms
-from gradguard.watch.names import living_modules, living_optimizers, name_parameters, parameters_of
+from gradguard.watch.applied import AppliedClip, Applying
+from gradguard.watch.environment import describe
+from gradguard.watch.extras import measure_extras, measure_update
+from gradguard.watch.losses import Losses
+from gradguard.watch.measure import Norms, gradient_norms, total, unscaled
+from gradguard.watch.names import described, living_modules, living_optimizers, name_parameters, parameters_of
+from gradguard.watch.outbox import Outbox, warn
 from gradguard.watch.patches import ClipCall, patched
-from gradguard.watch.record import RecordWriter
-from gradguard.watch.rows import Row, ScaleUpdate, write_row
-from gradguard.watch.script_clips import PendingClips, ScriptClip, copied, last_clip, single_norm_clip
-
-FLUSH_ROWS = 50
-FLUSH_SECONDS = 2.0
-MOST_LOSSES = 1000
-MOST_SCALED = 16
-
-
-@dataclass(frozen=True, slots=True)
-class AppliedClip:
-    """A clip that the observer applies before each step, where the user asked for one.
-
-    Attributes:
-        rule: ``"norm"``, ``"value"`` or ``"adaptive"``.
-        threshold: Its threshold.
-        bind: Given the modules of the script, returns a function that clips the gradients of given parameters; its
-            second argument is what the threshold is multiplied by: the loss scale, where the gradients have one.
-    """
-
-    rule: str
-    threshold: float
-    bind: Callable[[Sequence[nn.Module]], Callable[[list[Tensor], float | Tensor], object]]
+from gradguard.watch.record import SCHEMA, RecordWriter
+from gradguard.watch.rows import Row, ScaleUpdate, total_of
+from gradguard.watch.schedule import EVERY, Alarm, Schedule
+from gradguard.watch.script_clips import (
+    CapturedNorms,
+    PendingClips,
+    ScriptClip,
+    can_capture,
+    copied,
+    last_clip,
+    norms_of,
+    single_norm_clip,
+)
+from gradguard.watch.shared_norms import Shared, SharedNorms, are_spread, is_captured, refuse_lost
 
 
 def _safely(method: Callable) -> Callable:
     """Time what the observer does, keep its failures away from the script, and do nothing in a forked child."""
 
     @functools.wraps(method)
-    def safe(self: "Observer", *args: Any) -> None:
+    def safe(self: "Observer", *args: Any) -> Any:
         if self._broken or os.getpid() != self._process:
-            return
+            return None
         started = time.perf_counter()
         try:
-            method(self, *args)
+            return method(self, *args)
         except Exception as error:
             self._fail(error)
+            return None
         finally:
             self._overhead += time.perf_counter() - started
 
@@ -74,99 +67,116 @@ class Observer:
     """Writes the record of a run. Use `observe`.
 
     Args:
-        path: The record.
+        path: The record; None to write nothing; or a function that gives one of these at the first step.
         meta: What the first line says besides versions and parameters.
         clip: A clip to apply before each step.
         every: Write the norm of each parameter every so many steps; by default so that a step takes some 200 bytes.
+        extras_every: Steps between two measurements of what is dear; 0 for none.
+
+    Attributes:
+        path: The record, once it is open.
     """
 
     def __init__(
-        self, path: Path, meta: dict[str, Any], clip: AppliedClip | None = None, every: int | None = None
+        self,
+        path: Path | Callable[[], Path | None] | None,
+        meta: dict[str, Any],
+        clip: AppliedClip | None = None,
+        every: int | None = None,
+        extras_every: int = EVERY,
     ) -> None:
-        self._writer = RecordWriter(path)
-        self._meta, self._clip, self._every = meta, clip, every
-        self._process, self._started, self._flushed = os.getpid(), time.perf_counter(), time.perf_counter()
-        self._overhead = 0.0
-        self._hooks = EveryStep(self._before_step, self._after_step)
+        self._meta, self._clip, self._every, self._path = meta, clip, every, path
+        self._process, self._started, self._overhead = os.getpid(), time.perf_counter(), 0.0
         self._known: dict[int, tuple[weakref.ref, int]] | None = None  # identity -> parameter, its place in meta
-        self._names: list[str] = []
-        self._optimizers: list[int] = []
-        self._losses: deque[Tensor] = deque(maxlen=MOST_LOSSES)  # since the last step
-        self._clips = PendingClips()
-        self._apply: Callable[[list[Tensor], float | Tensor], object] | None = None
-        self._bound: dict[int, weakref.ref] = {}  # the parameters that `_apply` knows
-        self._scales = False  # whether a GradScaler is at work, and the last losses that it scaled
-        self._scaled: deque[tuple[weakref.ref, Tensor]] = deque(maxlen=MOST_SCALED)
+        self._optimizers: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+        self._losses, self._clips = Losses(), PendingClips()
+        self._applying, self._shared, self._clip_calls = Applying(), SharedNorms(), 0
         self._amp_scale: Tensor | None = None
-        self._thread = threading.local()  # .row: the row of the step that is running
-        self._rows: list[Row | ScaleUpdate] = []
-        self._steps, self._steps_at_update = 0, -1
-        self._broken = False
+        self._thread = threading.local()  # .row: the row of the step that is running, .clip: the clip that is
+        self._schedule, self._alarms = Schedule(extras_every), dict[int | None, Alarm]()
+        self._steps, self._steps_at_update, self._count = 0, -1, 0
+        self._broken = self._closed = False
+        self.path: Path | None = None
+        self._outbox: Outbox | None = None if callable(path) else self._open(path)
 
     @property
     def steps(self) -> int:
         """Optimizer steps seen so far."""
         return self._steps
 
-    def close(self, exit_code: int, interrupted: bool) -> None:
+    @property
+    def overhead(self) -> float:
+        """Seconds that watching took so far."""
+        return self._overhead
+
+    def close(self, exit_code: int | None, interrupted: bool) -> None:
         """Write what is left and the last line; harmless in a forked child and when repeated."""
-        self._hooks.remove()
-        if os.getpid() != self._process:
+        if self._closed or os.getpid() != self._process:
             return
-        try:
-            if self._known is None:
-                self._write_meta([])
-            self._flush()
-            self._writer.write(
-                "end",
-                steps=self._steps,
-                wall=time.perf_counter() - self._started,
-                overhead_ms=1e3 * self._overhead,
-                exit=exit_code,
-                interrupted=interrupted,
-            )
-        except Exception as error:  # a full disk must not change how the script ends
-            print(f"gradguard: cannot finish {self._writer.path}: {error}", file=sys.stderr)
-        finally:
-            with suppress(OSError):
-                self._writer.close()
+        self._closed = True
+        with suppress(Exception):  # nothing here may change how the script ends
+            if self._outbox is not None:
+                if self._known is None:
+                    self._write_meta([], [])
+                clips = self._clip_calls if not self._steps and self._clip_calls else None
+                self._outbox.flush(wait=True)
+                self._outbox.close(
+                    steps=self._steps,
+                    wall=time.perf_counter() - self._started,
+                    overhead_ms=1e3 * self._overhead,
+                    exit=exit_code,
+                    interrupted=interrupted,
+                    clips=clips,
+                )
+        self._broken = True
+
+    @_safely
+    def flush(self) -> None:
+        """Write what was seen so far."""
+        if self._outbox is not None:
+            self._outbox.flush(wait=True)
 
     # --- what the script does -----------------------------------------------------------------------------------------
 
     @_safely
     def on_backward(self, loss: Tensor) -> None:
-        """Keep the loss, unscaled where a GradScaler scaled it."""
-        plain = next((its for scaled, its in self._scaled if scaled() is loss), None if self._scales else loss)
-        if plain is not None and plain.numel() == 1:
-            self._losses.append(plain.detach().reshape(()).clone())
+        """Keep the loss."""
+        with suppress(Exception):  # one that cannot be read is no reason to stop
+            self._losses.add(loss)
+
+    def on_clip(self, call: ClipCall, parameters: list[Tensor]) -> CapturedNorms | None:
+        """Measure before the script's own clip changes anything, or let the clip measure for both of us."""
+        return self._on_clip(call, parameters, *self._joined(parameters))
 
     @_safely
-    def on_clip(self, call: ClipCall, parameters: list[Tensor]) -> None:
-        """Measure before the script's own clip changes anything."""
-        having = [p for p in parameters if p.grad is not None]
-        norms = self._measure(having)
+    def _on_clip(
+        self, call: ClipCall, parameters: list[Tensor], spread: bool, shared: Shared | None
+    ) -> CapturedNorms | None:
+        self._clip_calls += 1
+        having = parameters if spread else [p for p in parameters if p.grad is not None]
+        capture = not spread and call.norm_type == 2 and call.measures and can_capture([p.grad for p in having])  # type: ignore[misc]
+        norms = shared.norms if shared is not None else None if capture or spread else self._measure(having)
         norm = copied(call.norm)
-        if norm is None and call.norm_type == 2:
-            norm = torch.linalg.vector_norm(norms)
+        if norm is None and call.norm_type == 2 and norms is not None and not call.whole:
+            norm = total(norms)
         clip = ScriptClip(call.rule, copied(call.threshold), norm)
         if self._clips.add(clip, having, norms):  # the step of the losses before this backward pass never came
-            while len(self._losses) > 1:
-                self._losses.popleft()
+            self._losses.keep_last()
+        captured = CapturedNorms() if capture else None
+        self._thread.clip = captured, having, clip
+        return captured
 
     @_safely
     def on_clipped(self, norm: Any) -> None:
         """Keep what the script's clip returned."""
-        self._clips.finish(norm)
+        captured, having, clip = self._thread.clip
+        self._thread.clip = None, [], None
+        self._clips.finish(norm, captured.of(having, clip, norm) if captured is not None else None)
 
     @_safely
     def on_scale(self, loss: Any, scaled: Any) -> None:
         """Remember which loss a scaled loss came from."""
-        self._scales = True
-        if isinstance(loss, Tensor) and isinstance(scaled, Tensor):
-            self._scaled.append((weakref.ref(scaled), loss.detach()))
-        elif isinstance(loss, list | tuple):
-            for one, its_scaled in zip(loss, scaled, strict=True):
-                self.on_scale(one, its_scaled)
+        self._losses.scaled(loss, scaled)
 
     @_safely
     def on_scale_update(self, before: Tensor | None, after: Tensor | None) -> None:
@@ -176,79 +186,116 @@ class Observer:
             self._losses.clear()
             self._clips.clear()
         self._steps_at_update = self._steps
-        if before is not None and after is not None:
-            self._rows.append(ScaleUpdate(self._steps, before, after))
+        if before is not None and after is not None and self._outbox is not None:
+            self._outbox.add(ScaleUpdate(self._steps, before, after))
 
     def _before_step(self, optimizer: Optimizer, evaluation: int) -> None:
-        parameters = [p for p in parameters_of(optimizer) if p.grad is not None]
-        if evaluation == 0:  # a closure is evaluated several times: the first has the weights of this step
-            self._measure_step(optimizer, parameters)
+        first = evaluation == 0  # a closure is evaluated several times: the first has the weights of this step
+        parameters = self._parameters(optimizer)
+        spread, shared = self._joined(parameters) if first else (are_spread(parameters), None)
+        having = parameters if spread else [p for p in parameters if p.grad is not None]
+        if first:
+            self._measure_step(optimizer, having, shared)
         if self._clip is not None:
-            self._apply_clip(self._clip, optimizer, parameters)
-            if evaluation == 0:
-                self._measure_clipped(optimizer, parameters)
+            self._applying.apply(self._clip, optimizer, having)
+            if first:
+                self._measure_clipped(optimizer, having, *self._joined(parameters))
+        if first and not spread:  # of a part, what is dear would be wrong
+            self._measure_extras(optimizer, having)
 
-    def _apply_clip(self, clip: AppliedClip, optimizer: Optimizer, parameters: list[Tensor]) -> None:
-        """Clip; not guarded, because a clip that was asked for and cannot be made must stop the run."""
-        if self._apply is None or any(_unknown(self._bound, p) for p in parameters):
-            self._apply = clip.bind(living_modules())
-            self._bound = {key: alive for key, alive in self._bound.items() if alive() is not None}
-            self._bound |= {id(p): weakref.ref(p) for p in parameters}
-        scale = getattr(optimizer, "grad_scale", None)
-        self._apply(parameters, 1.0 if scale is None else scale)
+    def _parameters(self, optimizer: Optimizer) -> list[Tensor]:
+        try:
+            return [p for p in parameters_of(optimizer) if isinstance(p, Tensor)]
+        except Exception as error:  # an optimizer without the usual groups
+            self._fail(error)
+            return []
+
+    def _joined(self, parameters: list[Tensor]) -> tuple[bool, Shared | None]:
+        started = time.perf_counter()
+        joined = self._shared.join(parameters, self._stop)
+        self._overhead += time.perf_counter() - started
+        return joined
+
+    def _stop(self, error: Exception) -> None:
+        if not self._broken:
+            warn(f"stopped measuring: {type(error).__name__}: {error}. The program goes on without it.")
+        self._fail(error)
 
     @_safely
-    def _measure_step(self, optimizer: Optimizer, parameters: list[Tensor]) -> None:
+    def _measure_step(self, optimizer: Optimizer, parameters: list[Tensor], shared: Shared | None) -> None:
         self._thread.row = None  # of a step that raised
-        if parameters:
-            self._thread.row = self._measured_row(optimizer, parameters)
+        if parameters and not is_captured(parameters[0]):
+            self._thread.row = self._measured_row(optimizer, parameters, shared)
 
     @_safely
-    def _measure_clipped(self, optimizer: Optimizer, parameters: list[Tensor]) -> None:
+    def _measure_clipped(
+        self, optimizer: Optimizer, parameters: list[Tensor], spread: bool, shared: Shared | None
+    ) -> None:
         """The norm after our own clip, where it does not follow from the one before."""
         row: Row | None = getattr(self._thread, "row", None)
-        if row is not None and (row.rule != "norm" or row.post is not None):
-            row.post = _unscaled(torch.linalg.vector_norm(self._measure(parameters)), optimizer)
+        if row is not None and (spread or row.rule != "norm" or row.post is not None):
+            norms = self._measure(parameters) if shared is None else shared.norms
+            row.post = unscaled(total(norms), getattr(optimizer, "grad_scale", None))
+
+    @_safely
+    def _measure_extras(self, optimizer: Optimizer, parameters: list[Tensor]) -> None:
+        row: Row | None = getattr(self._thread, "row", None)
+        self._thread.parameters = None
+        if row is None or row.total is not None:
+            return
+        started = time.perf_counter()
+        if self._schedule.due(self._steps, started - self._started):
+            row.extras = measure_extras(parameters, getattr(optimizer, "grad_scale", None))
+            self._thread.parameters, self._thread.spent = parameters, time.perf_counter() - started
 
     @_safely
     def _after_step(self, optimizer: Optimizer) -> None:
         row: Row | None = getattr(self._thread, "row", None)
         self._thread.row = None
-        if row is None:
+        if row is None or self._outbox is None:
             return
-        row.wall = time.perf_counter() - self._started
+        now = time.perf_counter()
+        if row.extras is not None and self._thread.parameters is not None:
+            measure_update(row.extras, self._thread.parameters)
+            self._schedule.spent(self._thread.spent + time.perf_counter() - now)
+            self._thread.parameters = None
+        row.wall = now - self._started
         found_inf = getattr(optimizer, "found_inf", None)
-        row.found_inf = found_inf.clone() if isinstance(found_inf, Tensor) else None
+        row.found_inf = copied(found_inf) if isinstance(found_inf, Tensor) else None
         row.index = self._steps
-        self._rows.append(row)
         self._steps += 1
-        if len(self._rows) >= FLUSH_ROWS or time.perf_counter() - self._flushed > FLUSH_SECONDS:
-            self._flush()
+        self._outbox.add(row)
+        if not row.late:
+            self._watch_norm(row)
 
     # --- rows ---------------------------------------------------------------------------------------------------------
 
-    def _measured_row(self, optimizer: Optimizer, parameters: list[Tensor]) -> Row:
+    def _measured_row(self, optimizer: Optimizer, parameters: list[Tensor], shared: Shared | None) -> Row | None:
         if self._known is None:
-            self._write_meta(living_optimizers(optimizer))
-        clipped = self._clips.take(parameters)
+            self._begin(optimizer)
+        if self._outbox is None or not self._outbox.is_open:
+            self._clips.take(parameters)
+            self._losses.clear()
+            return None
+        clipped, scale = self._clips.take(parameters), getattr(optimizer, "grad_scale", None)
         last = last_clip(clipped)
-        alone = single_norm_clip(clipped) if self._clip is None else None
-        if alone is not None:  # everything follows from what the clip was told: no second measurement
-            norms, post = torch.stack([entry.norm for entry in clipped if entry is not None]), None
-        else:
-            norms = now = self._measure(parameters)
-            post = _unscaled(torch.linalg.vector_norm(now), optimizer) if last is not None else None
-            if last is not None:
-                pairs = zip(clipped, now, strict=True)
-                norms = torch.stack([n if entry is None else entry.norm for entry, n in pairs])
-        losses, self._losses = list(self._losses), deque(maxlen=MOST_LOSSES)
+        alone = single_norm_clip(clipped) if self._clip is None and shared is None else None
+        norms = norms_of(clipped, None) if alone is not None else None
+        post = told = None
+        if alone is not None and norms is None and alone.norm is not None:  # the clip told the norm, and nothing else
+            norms, told = [], unscaled(alone.norm, scale)
+        elif norms is None:
+            now = self._measure(parameters) if shared is None else shared.norms
+            post = unscaled(total(now), scale) if last is not None else None
+            before = norms_of(clipped, now) if last is not None else now
+            norms, alone = now if before is None else before, None
         threshold = last.threshold if last is not None else None
         return Row(
             index=self._steps,
-            norms=_unscaled(norms, optimizer),
-            places=[self._place(p) for p in parameters],
+            norms=unscaled(norms, scale),
+            places=[self._place(p) for p in parameters] if len(norms) else [],
             post=post,
-            losses=losses,
+            losses=self._losses.take(),
             lr=copied(optimizer.param_groups[0].get("lr")),
             rule=self._clip.rule if self._clip else (last.rule if last is not None else None),
             threshold=self._clip.threshold if self._clip else threshold,
@@ -256,7 +303,20 @@ class Observer:
             clip_norm=alone.norm if alone is not None else None,
             amp_scale=self._amp_scale,
             optimizer=self._place_of(optimizer),
+            total=told,
+            late=not parameters[0].is_cpu,
+            lost=None if shared is None else shared.lost,
         )
+
+    def _measure(self, parameters: Sequence[Tensor]) -> Norms:
+        return gradient_norms([p.grad for p in parameters if p.grad is not None])
+
+    def _watch_norm(self, row: Row) -> None:
+        """Start a burst of dear measurements after a norm that is out of the ordinary."""
+        if (alarm := self._alarms.get(row.optimizer)) is None:
+            alarm = self._alarms[row.optimizer] = Alarm()
+        if alarm.see(total_of(row)):
+            self._schedule.alert(self._steps, time.perf_counter() - self._started)
 
     def _place(self, parameter: Tensor) -> int:
         """The place of ``parameter`` in meta, or -1 for one that came later."""
@@ -264,60 +324,60 @@ class Observer:
         return known[1] if known is not None and known[0]() is parameter else -1
 
     def _place_of(self, optimizer: Optimizer) -> int | None:
-        """Which optimizer this is, where the script has several."""
-        several = len(self._optimizers) > 1 and id(optimizer) in self._optimizers
-        return self._optimizers.index(id(optimizer)) if several else None
+        """Which optimizer this is, where the script has several; one that came later gets a number of its own."""
+        if (place := self._optimizers.get(optimizer)) is None:
+            place = self._optimizers[optimizer] = self._count = self._count + 1
+        return place if self._count > 0 else None
 
-    def _measure(self, parameters: Sequence[Tensor]) -> Tensor:
-        gradients = [p.grad for p in parameters if p.grad is not None]
-        refuse_sharded(gradients)
-        return tensor_norms(gradients)
+    # --- the record ---------------------------------------------------------------------------------------------------
 
-    def _write_meta(self, optimizers: list[Optimizer]) -> None:
+    def _open(self, path: Path | None) -> Outbox:
+        writer = None
+        try:
+            writer = RecordWriter(path) if path is not None else None
+            self.path = path
+        except RecordError as error:
+            warn(f"{error}. The program runs without a record.")
+        return Outbox(writer, self._every, seen=self._arrived, failed=self._fail)
+
+    def _arrived(self, row: Row) -> None:
+        if row.late:
+            refuse_lost(row.lost)
+            self._watch_norm(row)
+
+    def _begin(self, optimizer: Optimizer) -> None:
+        if self._outbox is None and callable(self._path):
+            self._outbox = self._open(self._path())
+        self._write_meta(living_optimizers(optimizer), living_modules())
+
+    def _write_meta(self, optimizers: list[Optimizer], modules: list[nn.Module]) -> None:
         parameters = [p for optimizer in optimizers for p in parameters_of(optimizer)]
-        group_of = {id(p): k for opt in optimizers for k, group in enumerate(opt.param_groups) for p in group["params"]}
-        self._names = name_parameters(parameters, living_modules())
-        self._optimizers = [id(optimizer) for optimizer in optimizers]
-        self._writer.write(
-            "meta",
-            **self._meta,
-            torch=torch.__version__,
-            device=str(parameters[0].device) if parameters else "cpu",
-            optimizers=[type(optimizer).__name__ for optimizer in optimizers],
-            params=[
-                {
-                    "name": name,
-                    "shape": list(p.shape),
-                    "numel": p.numel(),
-                    "dtype": str(p.dtype).removeprefix("torch."),
-                    "group": group_of[id(p)],
-                }
-                for name, p in zip(self._names, parameters, strict=True)
-            ],
-        )
+        names = name_parameters(parameters, modules)
+        for place, optimizer in enumerate(optimizers):
+            self._optimizers[optimizer] = place
+        self._count = len(optimizers) - 1
         self._known = {id(p): (weakref.ref(p), i) for i, p in enumerate(parameters)}
-
-    def _flush(self) -> None:
-        every = self._every or max(1, len(self._names) // 20)
-        while self._rows:  # one by one, so that Ctrl-C in between loses nothing
-            row = self._rows.pop(0)
-            try:
-                write_row(self._writer, row, self._names, every)
-            except OSError:
-                raise
-            except Exception as error:  # one bad row must not take the others, or the end, with it
-                self._fail(error)
-        self._writer.flush()
-        self._flushed = time.perf_counter()
+        if self._outbox is None:
+            return
+        self._outbox.begin(
+            names,
+            **{"schema": SCHEMA, **self._meta},
+            torch=torch.__version__,
+            **describe(parameters),
+            optimizers=[type(optimizer).__name__ for optimizer in optimizers],
+            params=described(names, parameters, optimizers),
+        )
 
     def _fail(self, error: Exception) -> None:
         """Stop measuring, and say so in the record rather than in the script."""
-        self._broken = True
-        with suppress(OSError):
+        broken, self._broken = self._broken, True
+        with suppress(Exception):
+            if self._outbox is None or broken:
+                return
             if self._known is None:  # a record without its first line could not be read
                 self._known = {}
-                self._writer.write("meta", **self._meta, params=[])
-            self._writer.write(
+                self._outbox.begin([], **{"schema": SCHEMA, **self._meta}, params=[])
+            self._outbox.write(
                 "event",
                 i=self._steps,
                 kind="observer_failed",
@@ -327,19 +387,12 @@ class Observer:
             )
 
 
-def _unscaled(norm: Tensor, optimizer: Optimizer) -> Tensor:
-    """The norm of the gradients without the loss scale that a fused optimizer takes off itself."""
-    scale = getattr(optimizer, "grad_scale", None)
-    return norm if scale is None else norm / scale
-
-
-def _unknown(known: dict[int, weakref.ref], parameter: Tensor) -> bool:
-    reference = known.get(id(parameter))
-    return reference is None or reference() is not parameter
-
-
 @contextmanager
 def observe(observer: Observer) -> Iterator[Observer]:
     """Let ``observer`` see everything that runs inside the block; closing it is up to the caller."""
-    with patched(observer):
-        yield observer
+    hooks = EveryStep(observer._before_step, observer._after_step)
+    try:
+        with patched(observer):
+            yield observer
+    finally:
+        hooks.remove()

@@ -7,7 +7,7 @@ import functools
 import sys
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
 from unittest.mock import patch
@@ -22,8 +22,8 @@ class Listener(Protocol):
     def on_backward(self, loss: Tensor) -> None:
         """``loss.backward()`` is about to run."""
 
-    def on_clip(self, call: "ClipCall", parameters: list[Tensor]) -> None:
-        """The script is about to clip; the gradients are as they were."""
+    def on_clip(self, call: "ClipCall", parameters: list[Tensor]) -> AbstractContextManager | None:
+        """The script is about to clip; the gradients are as they were. The clip runs inside what this returns."""
 
     def on_clipped(self, norm: Any) -> None:
         """The clip that `on_clip` announced is done; ``norm`` is what it returned."""
@@ -38,8 +38,10 @@ class Listener(Protocol):
 @contextmanager
 def patched(listener: Listener) -> Iterator[None]:
     """Tell ``listener`` of every backward pass, clip and loss scale until the block ends."""
+    fsdp = _FsdpMethod(listener)
     with (
-        patch.object(Tensor, "backward", _backward(Tensor.backward, listener)),
+        _at_the_end(fsdp.restore),
+        patch.object(Tensor, "backward", _backward(Tensor.backward, listener, fsdp.look)),
         patch.object(torch.amp.GradScaler, "scale", _scale(torch.amp.GradScaler.scale, listener)),
         patch.object(torch.amp.GradScaler, "update", _update(torch.amp.GradScaler.update, listener)),
         _patched_clips(listener),
@@ -49,15 +51,49 @@ def patched(listener: Listener) -> Iterator[None]:
 
 @contextmanager
 def _patched_clips(listener: Listener) -> Iterator[None]:
-    homes = [torch.nn.utils, torch.nn.utils.clip_grad, sys.modules["gradguard"]]
-    originals = [(home, name, getattr(home, name)) for home in homes for name in _CALLS if hasattr(home, name)]
+    """Replace the clipping functions where they are defined, and where they have been imported by name already."""
+    homes = {"torch.nn.utils.clip_grad": _TORCH_CALLS, "torch.nn.utils": _TORCH_CALLS, "gradguard": _CALLS}
+    wrappers: dict[int, tuple[str, Callable, Callable]] = {}
+    for home, calls in homes.items():
+        for name, original in vars(sys.modules[home]).items() if home in sys.modules else ():
+            if name in calls:
+                wrappers[id(original)] = name, original, _clip(original, calls[name], listener)
+    names = {name for name, _, _ in wrappers.values()}
+    replaced = []
     try:
-        for home, name, original in originals:
-            setattr(home, name, _clip(original, _CALLS[name], listener))
+        for module in [module for module in list(sys.modules.values()) if isinstance(module, types.ModuleType)]:
+            if str(vars(module).get("__name__")).startswith("gradguard."):
+                continue
+            for name in names.intersection(vars(module)):
+                _, original, wrapper = wrappers.get(id(vars(module)[name]), (name, None, None))
+                if original is not None:
+                    with suppress(Exception):  # a module of a kind of its own
+                        setattr(module, name, wrapper)
+                        replaced.append((module, name, original))
         yield
     finally:
-        for home, name, original in originals:
-            setattr(home, name, original)
+        for module, name, original in replaced:
+            setattr(module, name, original)
+
+
+class _FsdpMethod:
+    """Replaces the method by which FSDP1 clips, as soon as the script has imported FSDP1."""
+
+    def __init__(self, listener: Listener) -> None:
+        self._listener, self._kind, self._original = listener, None, None
+
+    def look(self) -> None:
+        """Replace it if it is there; at each backward pass, so this must cost nothing."""
+        if self._kind is None and "torch.distributed.fsdp" in sys.modules:
+            kind: Any = vars(sys.modules["torch.distributed.fsdp"]).get("FullyShardedDataParallel")
+            if kind is not None:
+                self._kind, self._original = kind, kind.clip_grad_norm_
+                kind.clip_grad_norm_ = _clip(kind.clip_grad_norm_, _fsdp_call, self._listener)
+
+    def restore(self) -> None:
+        """Put back what was there."""
+        if self._kind is not None:
+            self._kind.clip_grad_norm_ = self._original
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,12 +105,16 @@ class ClipCall:
         threshold: Its threshold.
         norm_type: The order of its norm.
         norm: The norm that it was given, if it does not take one itself.
+        measures: Whether it takes the norm of each gradient by PyTorch's `torch._foreach_norm`.
+        whole: Whether the gradients are shards, so that nobody but the call itself knows their norm.
     """
 
     rule: str
     threshold: Any
     norm_type: float = 2.0
     norm: Any = None
+    measures: bool = False
+    whole: bool = False
 
 
 def _clip(original: Callable, read: Callable[..., ClipCall], listener: Listener) -> Callable:
@@ -85,13 +125,17 @@ def _clip(original: Callable, read: Callable[..., ClipCall], listener: Listener)
             key = next((name for name in ("parameters", "model") if name in kwargs), None)
             parameters, rest = (kwargs[key], args) if key else (args[0], args[1:])
             call = None if tracing else read(*rest, **{name: value for name, value in kwargs.items() if name != key})
-        except (TypeError, ValueError, IndexError):  # a wrong call: the original says so
+        except Exception:  # a wrong call: the original says so
             return original(*args, **kwargs)
         if call is None:
             return original(*args, **kwargs)
         parameters, seen = _reusable(parameters)
-        listener.on_clip(call, tensors_of(seen))
-        result = original(*rest, **{**kwargs, key: parameters}) if key else original(parameters, *rest, **kwargs)
+        tensors: list[Tensor] = []
+        with suppress(Exception):  # of what the script passes anything may raise, at the second look
+            tensors = tensors_of(seen)
+        inside = listener.on_clip(call, tensors)
+        with inside or nullcontext():
+            result = original(*rest, **{**kwargs, key: parameters}) if key else original(parameters, *rest, **kwargs)
         listener.on_clipped(result if isinstance(result, Tensor) else None)
         return result
 
@@ -120,6 +164,17 @@ _CALLS: dict[str, Callable[..., ClipCall]] = {
 """Clipping functions, and how to read what follows the parameters in a call."""
 
 
+def _torch_norm(max_norm: Any, norm_type: float = 2.0, *_: Any, **__: Any) -> ClipCall:
+    return ClipCall("norm", max_norm, float(norm_type), measures=True)
+
+
+def _fsdp_call(max_norm: Any, norm_type: float = 2.0, *_: Any, **__: Any) -> ClipCall:
+    return ClipCall("norm", max_norm, float(norm_type), whole=True)
+
+
+_TORCH_CALLS = _CALLS | {"clip_grad_norm_": _torch_norm}
+
+
 def tensors_of(parameters: Any) -> list[Tensor]:
     """Return the tensors in whatever a clipping function takes; what cannot be one is left for the call to refuse."""
     if isinstance(parameters, Tensor):
@@ -133,10 +188,19 @@ def tensors_of(parameters: Any) -> list[Tensor]:
     return [entry for entry in plain if isinstance(entry, Tensor)]
 
 
-def _backward(original: Callable, listener: Listener) -> Callable:
+@contextmanager
+def _at_the_end(call: Callable[[], None]) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        call()
+
+
+def _backward(original: Callable, listener: Listener, look: Callable[[], None]) -> Callable:
     @functools.wraps(original)
     def backward(self: Tensor, *args: Any, **kwargs: Any) -> Any:
         if not torch.compiler.is_compiling():
+            look()
             listener.on_backward(self)
         return original(self, *args, **kwargs)
 
@@ -156,9 +220,15 @@ def _scale(original: Callable, listener: Listener) -> Callable:
 def _update(original: Callable, listener: Listener) -> Callable:
     @functools.wraps(original)
     def update(self: Any, *args: Any, **kwargs: Any) -> Any:
-        before = None if self._scale is None else self._scale.clone()
+        before = _scale_of(self)
         result = original(self, *args, **kwargs)
-        listener.on_scale_update(before, None if self._scale is None else self._scale.clone())
+        listener.on_scale_update(before, _scale_of(self))
         return result
 
     return update
+
+
+def _scale_of(scaler: Any) -> Tensor | None:
+    """A copy of its loss scale; a scaler that is disabled or has scaled nothing has none."""
+    scale = getattr(scaler, "_scale", None)
+    return scale.detach().clone() if isinstance(scale, Tensor) else None

@@ -5,9 +5,12 @@ its end. JSON has no NaN: a value that was measured and was not finite is ``null
 measured has no key, so that "not measured", "not finite" and 0 stay three different things.
 """
 
+import errno
 import json
 import math
+import os
 from dataclasses import dataclass
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +19,12 @@ from gradguard.errors import InvalidTypeError, RecordError
 FILE_NAME = "run.jsonl"
 ARRAY_DIGITS = 4
 SCALAR_DIGITS = 7
+
+SCHEMA = 1
+"""The version of the lines' meaning; a reader of another version takes what it knows and says so."""
+
+MOST_BUFFERED = 1 << 18
+"""Characters after which lines are written without waiting for `RecordWriter.flush`."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +48,12 @@ class Record:
     events: list[dict[str, Any]]
     end: dict[str, Any] | None
     torn: bool
+
+    @property
+    def is_newer(self) -> bool:
+        """Whether it was written by a later version, whose lines may mean more than is read here."""
+        schema = self.meta.get("schema", SCHEMA)
+        return isinstance(schema, int) and schema > SCHEMA
 
     @property
     def names(self) -> list[str]:
@@ -70,9 +85,11 @@ class RecordWriter:
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
+        self._lines: list[str] = []  # in no buffer of the file's, which a forked child would write once more
+        self._size = 0
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = self.path.open("w", encoding="utf-8", newline="\n")
+            self._file = self.path.open("wb", buffering=0)
         except OSError as error:
             raise RecordError(
                 f"cannot write a record to {self.path}: {error.strerror or error}. "
@@ -91,17 +108,45 @@ class RecordWriter:
         """
         if self._file.closed:
             raise RecordError(f"the record {self.path} is closed; write before close(), or open a new one")
-        line = {"t": kind} | {key: _plain(value) for key, value in fields.items() if value is not None}
-        text = json.dumps(line, allow_nan=False, ensure_ascii=False, default=_refuse)
-        self._file.write(text + "\n")
+        line = {"t": kind}
+        for key, value in fields.items():
+            if value is not None:
+                line[key] = _plain(value)
+        text = _ENCODER.encode(line)
+        self._lines.append(text)
+        self._size += len(text)
+        if self._size > MOST_BUFFERED:
+            self.flush()
 
     def flush(self) -> None:
-        """Hand what was written to the operating system, so that a reader and a crash both find it."""
-        if not self._file.closed:
-            self._file.flush()
+        """Hand what was written to the operating system, so that a reader and a crash both find it.
+
+        Raises:
+            OSError: The disk is full, the file has been deleted, or the like; the record may then end in a torn line.
+        """
+        if self._file.closed or not self._lines:
+            return
+        data = memoryview("".join(f"{line}\n" for line in self._lines).encode("utf-8"))
+        self._lines, self._size = [], 0
+        if os.fstat(self._file.fileno()).st_nlink == 0:
+            raise OSError(errno.ENOENT, "it has been deleted")
+        while data:
+            data = data[self._file.write(data) or 0 :]
 
     def close(self) -> None:
-        """Flush and close the file; a second call does nothing."""
+        """Flush and close the file; a second call does nothing.
+
+        Raises:
+            OSError: As for `flush`; the file is closed nevertheless.
+        """
+        try:
+            self.flush()
+        finally:
+            self._file.close()
+
+    def abandon(self) -> None:
+        """Close the file without writing what is left."""
+        self._lines = []
         self._file.close()
 
     def __enter__(self) -> "RecordWriter":
@@ -153,11 +198,14 @@ _ADVICE = "Make one: gradguard run --out DIR train.py"
 def _plain(value: Any, digits: int = SCALAR_DIGITS) -> Any:
     # Round floats, turn non-finite ones into None, and go down into lists and dictionaries.
     if isinstance(value, float):
-        return float(f"{value:.{digits}g}") if math.isfinite(value) else None
+        return float(f"{value:.{digits}g}") + 0.0 if isfinite(value) else None  # no -0.0
     if isinstance(value, str):  # an argument that is not UTF-8 arrives with surrogates, which no file can hold
         return value.encode("utf-8", "backslashreplace").decode("utf-8")
     if isinstance(value, (list, tuple)):
-        return [_plain(item, ARRAY_DIGITS) for item in value]
+        return [
+            (float(f"{x:.4g}") + 0.0 if isfinite(x) else None) if type(x) is float else _plain(x, ARRAY_DIGITS)
+            for x in value
+        ]
     if isinstance(value, dict):
         return {str(key): _plain(item) for key, item in value.items()}
     return value
@@ -168,6 +216,9 @@ def _refuse(value: object) -> None:
         f"a record holds plain numbers, strings, lists and dictionaries, got {type(value).__name__}; "
         "turn a tensor into numbers first, with .item() or .tolist()"
     )
+
+
+_ENCODER = json.JSONEncoder(allow_nan=False, ensure_ascii=False, default=_refuse)  # json.dumps would make one a line
 
 
 def _locate(path: Path) -> Path:

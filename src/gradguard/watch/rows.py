@@ -7,6 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
+from gradguard.watch.extras import Extras, histogram_of
+from gradguard.watch.measure import Norms
 from gradguard.watch.record import RecordWriter
 
 EPSILON = 1e-6
@@ -17,11 +19,11 @@ _NAMED_AT_MOST = 5
 
 @dataclass(slots=True)
 class Row:
-    """One optimizer step as it was seen; tensors stay on their device until `write_row`.
+    """One optimizer step as it was seen; what is not on the CPU stays a tensor on its device until it is sent for.
 
     Attributes:
         index: Number of the step.
-        norms: 2-norm of each gradient before any clip.
+        norms: 2-norm of each gradient before any clip; empty where only `total` is known.
         places: The parameter that each norm belongs to, as a place in the names; -1 if it is not among them.
         post: 2-norm of all gradients after a clip that was not a norm clip.
         losses: Losses that backward was called on since the step before.
@@ -34,13 +36,17 @@ class Row:
         optimizer: Which optimizer, where the script has several.
         wall: Seconds since the start.
         found_inf: GradScaler's flag for a fused optimizer: 1 means that the step was skipped.
+        total: 2-norm of all gradients before any clip, where it does not follow from ``norms``.
+        extras: What is measured now and then.
+        late: Whether it holds tensors on a device, so that its numbers are known only when they have come.
+        lost: Where processes measured together: above 0 if one of them could not.
     """
 
     index: int
-    norms: Tensor
+    norms: Norms
     places: Sequence[int]
-    post: Tensor | None = None
-    losses: Sequence[Tensor] = ()
+    post: Tensor | float | None = None
+    losses: Sequence[Any] = ()
     lr: Any = None
     rule: str | None = None
     threshold: Any = None
@@ -49,7 +55,11 @@ class Row:
     amp_scale: Tensor | None = None
     optimizer: int | None = None
     wall: float = field(default=0.0)
-    found_inf: Tensor | None = None
+    found_inf: Any = None
+    total: Any = None
+    extras: Extras | None = None
+    late: bool = False
+    lost: Any = None
 
 
 @dataclass(slots=True)
@@ -57,29 +67,73 @@ class ScaleUpdate:
     """A loss scale before and after an update."""
 
     index: int
-    before: Tensor
-    after: Tensor
+    before: Any
+    after: Any
+    late: bool = True
 
 
-def write_row(writer: RecordWriter, row: Row | ScaleUpdate, names: Sequence[str], every: int) -> None:
+class Latest:
+    """The last number of each kind for each parameter: where several optimizers take turns, each line has all.
+
+    Args:
+        count: Number of parameters.
+    """
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self._arrays: dict[str, list[float]] = {}
+
+    def update(self, key: str, places: Sequence[int], values: Norms) -> list[float]:
+        """Put ``values`` at ``places`` (-1: nowhere) and return the array; what was never measured is 0."""
+        array = self._arrays.setdefault(key, [0.0] * self.count)
+        for place, value in zip(places, _numbers(values), strict=True):
+            if place >= 0:
+                array[place] = value
+        return array
+
+
+def write_row(
+    writer: RecordWriter, row: Row | ScaleUpdate, names: Sequence[str], every: int, latest: Latest | None = None
+) -> None:
     """Write ``row`` as a ``step`` line, a ``tensors`` line every so many steps, and an ``event`` where one is due."""
     if isinstance(row, ScaleUpdate):
         _write_scale_update(writer, row)
         return
-    norms = row.norms.tolist()
+    norms = _numbers(row.norms)
     _write_step(writer, row, norms)
-    if row.index % every == 0:
-        by_place = [0.0] * len(names)
-        for place, norm in zip(row.places, norms, strict=True):
-            if place >= 0:
-                by_place[place] = norm
-        writer.write("tensors", i=row.index, norm=by_place)
-    if not all(map(math.isfinite, norms)):
+    if row.index % every == 0 or row.extras is not None:
+        _write_tensors(writer, row, norms, latest or Latest(len(names)))
+    elif latest is not None and row.optimizer is not None:
+        latest.update("norm", row.places, norms)
+    overflowed = row.amp_scale is not None and row.found_inf is not None and float(row.found_inf)
+    if not overflowed and not all(map(math.isfinite, norms)):  # a scaler's search for its scale is an amp_skip
         _write_nonfinite(writer, row, norms, names)
 
 
+def total_of(row: Row) -> float:
+    """Return the 2-norm of all gradients of ``row`` before any clip."""
+    return math.hypot(*_numbers(row.norms)) if row.total is None else float(row.total)
+
+
+def _write_tensors(writer: RecordWriter, row: Row, norms: list[float], latest: Latest) -> None:
+    if not norms and row.extras is None:
+        return
+    arrays: dict[str, Any] = {"norm": latest.update("norm", row.places, norms) if norms else None}
+    extras = row.extras
+    if extras is not None:
+        scale = _number(extras.scale) or 1.0
+        arrays["max"] = latest.update("max", row.places, [x / scale for x in _numbers(extras.max)])
+        arrays["zeros"] = latest.update("zeros", row.places, extras.zeros)
+        arrays["weight"] = latest.update("weight", row.places, extras.weight)
+        if extras.update is not None:
+            arrays["update"] = latest.update("update", row.places, extras.update)
+        if extras.counts is not None:
+            arrays["histogram"] = histogram_of(_numbers(extras.counts), scale)
+    writer.write("tensors", i=row.index, **arrays)
+
+
 def _write_step(writer: RecordWriter, row: Row, norms: Sequence[float]) -> None:
-    total = math.hypot(*norms)
+    total = total_of(row)
     threshold = _number(row.threshold)
     clips = row.rule is not None and (threshold is None or math.isfinite(threshold))
     coefficient = _coefficient(row, total, threshold) if clips and math.isfinite(total) else None
@@ -97,7 +151,7 @@ def _write_step(writer: RecordWriter, row: Row, norms: Sequence[float]) -> None:
         user_max_norm=_number(row.user_threshold),
         amp_scale=_number(row.amp_scale),
         skipped=True if row.found_inf is not None and float(row.found_inf) else None,
-        nonfinite=sum(not math.isfinite(n) for n in norms),
+        nonfinite=0 if total < math.inf else sum(not math.isfinite(n) for n in norms) or 1,
         top=_dominant(row, norms, total),
         optimizer=row.optimizer,
     )
@@ -132,6 +186,8 @@ def _write_nonfinite(writer: RecordWriter, row: Row, norms: Sequence[float], nam
         severity="error",
         message=f"gradients of {shown}{more} are not finite",
         advice="find the operation with torch.autograd.set_detect_anomaly(True), or lower the learning rate",
+        params=[names[place] for place in bad if place >= 0],
+        optimizer=row.optimizer,
     )
 
 
@@ -146,6 +202,10 @@ def _write_scale_update(writer: RecordWriter, update: ScaleUpdate) -> None:
             message=f"the loss scale fell from {before:g} to {after:g}: gradients overflowed, a step was skipped",
             advice="a few of these are normal; a scale that keeps falling is not",
         )
+
+
+def _numbers(values: Norms) -> list[float]:
+    return values.tolist() if isinstance(values, Tensor) else values
 
 
 def _number(value: Any) -> float | None:

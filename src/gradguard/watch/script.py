@@ -95,9 +95,18 @@ def run(program: Program) -> int:
     sys.argv = list(program.argv)
     sys.path.insert(0, program.path_entry)
     before = threading.enumerate()
+    code = _executed(program)
+    if code != INTERRUPTED:
+        try:
+            _end_threads(before)
+        except KeyboardInterrupt:
+            return INTERRUPTED
+    return code
+
+
+def _executed(program: Program) -> int:
     try:
         exec(program.code, program.main.__dict__)
-        _join_threads(before)
     except SystemExit as stop:
         return _exit_code(stop)
     except KeyboardInterrupt:
@@ -109,15 +118,28 @@ def run(program: Program) -> int:
     return 0
 
 
-def _join_threads(before: list[threading.Thread]) -> None:
+def _end_threads(before: list[threading.Thread]) -> None:
     """Wait for the threads that the program left running, as Python itself would before it ends.
 
-    Not for those of an executor, which wait for work until Python ends them, nor for those that ran ``before``.
+    Those of an executor wait for work until Python, as it ends, tells all executors to end: so do we, before we wait.
+    Where this is somebody's process who had threads ``before`` and goes on, executors are left to it.
     """
-    workers = {id(thread) for thread in concurrent.futures.thread._threads_queues}
-    for thread in threading.enumerate():
-        if thread not in before and not thread.daemon and id(thread) not in workers:
-            thread.join()
+    mine = all(thread.daemon or thread is threading.main_thread() for thread in before)
+    if mine and any(map(_is_of_executor, _left(before))):
+        for end in reversed(list(getattr(threading, "_threading_atexits", ()))):
+            end()
+    while waiting := [thread for thread in _left(before) if mine or not _is_of_executor(thread)]:
+        waiting[0].join()
+
+
+def _left(before: list[threading.Thread]) -> list[threading.Thread]:
+    me = threading.current_thread()
+    return [t for t in threading.enumerate() if t not in before and not t.daemon and t is not me]
+
+
+def _is_of_executor(thread: threading.Thread) -> bool:
+    """Tell whether it works for a `ThreadPoolExecutor`, or manages a process pool (Python's, or joblib's)."""
+    return thread in concurrent.futures.thread._threads_queues or "ExecutorManagerThread" in type(thread).__name__
 
 
 def _main_module(file: str) -> types.ModuleType:

@@ -2,11 +2,18 @@
 
 import weakref
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from gradguard.distributed.placements import is_sharded
+from gradguard.watch.measure import Norms, gradient_norms
+
+EPSILON = 1e-6
+"""What PyTorch's norm clip adds to the norm before it divides."""
 
 
 @dataclass(slots=True)
@@ -30,14 +37,16 @@ class Clipped:
     """A parameter whose gradient was clipped: its norm before the first clip, and all clips since.
 
     Attributes:
-        norm: 2-norm of the gradient before.
+        norms: 2-norms of the gradients before, of all parameters of the first clip; None where they are not known.
+        place: Where this parameter's is.
         clips: What was done to it.
         parameter: The parameter, not kept alive.
         gradient: Its gradient as the last clip left it, not kept alive, and
         version: how often that had been written by then: more writes mean that it is no longer what it was.
     """
 
-    norm: Tensor
+    norms: Norms | None
+    place: int
     clips: list[ScriptClip]
     parameter: weakref.ref
     gradient: weakref.ref | None = None
@@ -56,39 +65,49 @@ class PendingClips:
 
     def __init__(self) -> None:
         self._clipped: dict[int, Clipped] = {}
-        self._open: list[Tensor] = []  # the parameters of the clip that is running
+        self._open: list[Tensor] = []  # the parameters of the clip that is running,
+        self._new: list[Clipped] = []  # and those of their entries that it made
 
-    def add(self, clip: ScriptClip, parameters: Sequence[Tensor], norms: Tensor) -> bool:
+    def add(self, clip: ScriptClip, parameters: Sequence[Tensor], norms: Norms | None) -> bool:
         """Note that ``clip`` is about to act on ``parameters``, whose gradients have ``norms``.
 
         Returns:
             Whether it replaced clips that no step followed: the script skipped one, or clips each micro-batch.
         """
         replaced = False
-        self._open = list(parameters)
-        for parameter, norm in zip(parameters, norms.unbind(), strict=True):
+        self._open, self._new = list(parameters), []
+        for place, parameter in enumerate(parameters):
             key = id(parameter)
             old = self._clipped.get(key)
             if old is not None and old.holds(parameter):
                 old.clips.append(clip)
                 continue
-            replaced = replaced or (old is not None and old.parameter() is parameter)
-            forget = weakref.ref(parameter, lambda _, key=key: self._clipped.pop(key, None))
-            self._clipped[key] = Clipped(norm, [clip], forget)
+            if old is not None and old.parameter() is parameter:  # its weak reference serves again
+                replaced, reference = True, old.parameter
+            else:
+                reference = weakref.ref(parameter, lambda _, key=key: self._clipped.pop(key, None))
+            self._clipped[key] = entry = Clipped(norms, place, [clip], reference)
+            self._new.append(entry)
         return replaced
 
-    def finish(self, returned: Any) -> None:
-        """The clip of the last `add` is done and returned ``returned``."""
-        for parameter in self._open:
+    def finish(self, returned: Any, norms: Norms | None = None) -> None:
+        """The clip of the last `add` is done and returned ``returned``; it measured ``norms``, if it was asked to."""
+        opened, self._open = self._open, []
+        for parameter in opened:
             entry = self._clipped.get(id(parameter))
-            if entry is not None and parameter.grad is not None:
-                entry.gradient, entry.version = weakref.ref(parameter.grad), parameter.grad._version
+            gradient = parameter.grad
+            if entry is not None and gradient is not None:
+                entry.gradient, entry.version = weakref.ref(gradient), gradient._version
                 if entry.clips[-1].norm is None:
                     entry.clips[-1].norm = copied(returned)
-        self._open = []
+        for entry in self._new:
+            entry.norms = norms if entry.norms is None else entry.norms
+        self._new = []
 
     def take(self, parameters: Sequence[Tensor]) -> list[Clipped | None]:
         """Return what was clipped of ``parameters`` and is still so, and forget it: their step is here."""
+        if not self._clipped:
+            return [None] * len(parameters)
         taken = [self._clipped.pop(id(parameter), None) for parameter in parameters]
         return [
             entry if entry is not None and entry.holds(parameter) else None
@@ -100,10 +119,32 @@ class PendingClips:
         self._clipped.clear()
 
 
+def norms_of(clipped: Sequence[Clipped | None], now: Norms | None) -> Norms | None:
+    """Return the norm of each gradient before its first clip, or ``now`` where it was not clipped.
+
+    None if one of them is not known.
+    """
+    first = clipped[0] if clipped else None
+    norms = first.norms if first is not None else None
+    if norms is not None and len(norms) == len(clipped):  # as nearly always: one clip of exactly these
+        alike = [entry is not None and entry.norms is norms and entry.place == k for k, entry in enumerate(clipped)]
+        if all(alike):
+            return norms
+    found: list[Any] = []
+    for k, entry in enumerate(clipped):
+        source, place = (now, k) if entry is None else (entry.norms, entry.place)
+        if source is None:
+            return None
+        found.append(source[place])
+    if any(isinstance(norm, Tensor) for norm in found):
+        return torch.stack([torch.as_tensor(norm, dtype=torch.float32) for norm in found])
+    return found
+
+
 def single_norm_clip(clipped: Sequence[Clipped | None]) -> ScriptClip | None:
     """Return the one norm clip that acted on all of ``clipped`` and was alone, if that is what happened."""
     calls = {id(clip): clip for entry in clipped if entry is not None for clip in entry.clips}
-    alone = all(entry is not None and len(entry.clips) == 1 for entry in clipped)
+    alone = all([entry is not None and len(entry.clips) == 1 for entry in clipped])
     if len(calls) != 1 or not alone:
         return None
     (clip,) = calls.values()
@@ -120,5 +161,65 @@ def last_clip(clipped: Sequence[Clipped | None]) -> ScriptClip | None:
 
 
 def copied(value: Any) -> Any:
-    """Return ``value``, or a copy of it if it is a tensor, which the script may change in place."""
-    return value.detach().clone() if isinstance(value, torch.Tensor) else value
+    """Return ``value``, or a copy of it if it is a tensor, which the script may change in place.
+
+    None for a DTensor: to read it may need every process, and only one of them writes.
+    """
+    if not isinstance(value, Tensor):
+        return value
+    return None if is_sharded(value) else value.detach().clone()
+
+
+class CapturedNorms:
+    """The norms that PyTorch's own `clip_grad_norm_` takes of each gradient: measured once for the clip and for us.
+
+    Inside the block `torch._foreach_norm` is the original that also keeps its results.
+    """
+
+    def __init__(self) -> None:
+        self._found: list[tuple[list[Tensor], Sequence[Tensor]]] = []
+
+    def __enter__(self) -> "CapturedNorms":
+        torch._foreach_norm = self._call
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        torch._foreach_norm = FOREACH_NORM  # not what it was: two threads may be in here
+
+    def _call(self, tensors: Any, *args: Any, **kwargs: Any) -> Any:
+        result = FOREACH_NORM(tensors, *args, **kwargs)
+        with suppress(TypeError):  # a call that is none of the clip's
+            self._found.append((list(tensors), result))
+        return result
+
+    def of(self, parameters: Sequence[Tensor], clip: ScriptClip, returned: Any) -> Norms | None:
+        """Return the norm of the gradient of each of ``parameters`` before the clip that was watched."""
+        found = {id(g): n for tensors, norms in self._found for g, n in zip(tensors, norms, strict=True)}
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        try:
+            stacked = torch.stack([found[id(gradient)] for gradient in gradients])
+            return stacked.tolist() if stacked.is_cpu else stacked
+        except (KeyError, RuntimeError):  # it went another way, or over several devices
+            return _before(gradients, clip, returned)
+
+
+FOREACH_NORM = torch._foreach_norm
+_ORDINARY = [(Tensor, dtype, torch.strided) for dtype in (torch.float32, torch.float64)]
+
+
+def _before(gradients: Sequence[Tensor], clip: ScriptClip, returned: Any) -> Norms | None:
+    """What the norms were before a norm clip, from what they are after it."""
+    if not isinstance(returned, Tensor) or not returned.is_cpu:
+        return None
+    coefficient = min(1.0, float(clip.threshold) / (float(returned) + EPSILON))
+    after = gradient_norms(gradients)
+    return [float(norm) / coefficient for norm in after] if coefficient > 0 else None
+
+
+def can_capture(gradients: Sequence[Tensor]) -> bool:
+    """Tell whether PyTorch's own norms of ``gradients`` are as good as ours: not in half precision, nor of shards."""
+    kinds = {(type(g), g.dtype, g.layout, g.device) for g in gradients}
+    if len(kinds) != 1:
+        return False
+    *kind, device = kinds.pop()
+    return tuple(kind) in _ORDINARY and device.type in ("cpu", "cuda")

@@ -3,16 +3,16 @@
 import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
 
-from gradguard.watch.recommend import guard_threshold, is_scale_free, usable_norms
+from gradguard.watch.optimizers import by_optimizer
+from gradguard.watch.recommend import guard_threshold, is_scale_free
 from gradguard.watch.record import Record
+from gradguard.watch.steps import binds, is_nonfinite, regime_of, taken_steps, usable_norms
 
-BINDS_BELOW = 1 - 1e-9
 _FEWEST_FOR_SPIKES = 20
-_GUARD_BELOW, _NORMALISING_ABOVE = 0.05, 0.5
 
 
 @dataclass(frozen=True)
@@ -36,6 +36,9 @@ class Verdict:
         diverged: Whether the loss was not finite at the end.
         overhead_share: Time spent on observing over the wall-clock time of the run.
         steps: Recorded optimizer steps.
+        parts: The verdict on each optimizer with its label, where the record has several. Then ``sentence`` is theirs
+            one after the other, ``threshold`` the one that all share, a spike one among its own optimizer's norms,
+            and every other number is of all steps together.
     """
 
     sentence: str
@@ -54,6 +57,7 @@ class Verdict:
     diverged: bool
     overhead_share: float | None
     steps: int
+    parts: tuple[tuple[str, "Verdict"], ...] = ()
 
 
 def verdict(record: Record) -> Verdict:
@@ -68,6 +72,11 @@ def verdict(record: Record) -> Verdict:
     Returns:
         The verdict.
     """
+    parts = [(part.label, _judge(part.record)) for part in by_optimizer(record)]
+    return parts[0][1] if len(parts) == 1 else _together(_judge(record), parts)
+
+
+def _judge(record: Record) -> Verdict:
     numbers = _clipping(record) | _norms(record) | _losses(record)
     numbers["nonfinite_steps"] = sum(map(is_nonfinite, record.steps))
     numbers["skipped_steps"] = sum(bool(step.get("skipped")) for step in record.steps)
@@ -76,49 +85,18 @@ def verdict(record: Record) -> Verdict:
     return Verdict(sentence=_sentence(record, numbers), **numbers)
 
 
-def binds(step: dict[str, Any]) -> bool:
-    """Whether clipping changed the gradients of this step.
-
-    Args:
-        step: A step of a record.
-
-    Returns:
-        True where the coefficient is below 1.
-    """
-    coefficient = step.get("coefficient")
-    return coefficient is not None and coefficient < BINDS_BELOW
-
-
-def is_nonfinite(step: dict[str, Any]) -> bool:
-    """Whether the gradients of this step held NaN or infinity.
-
-    Args:
-        step: A step of a record.
-
-    Returns:
-        True where elements were counted as non-finite, or the norm was measured and was not finite.
-    """
-    return bool(step.get("nonfinite")) or ("norm" in step and step["norm"] is None)
-
-
-def regime_of(clip_share: float) -> str:
-    """The word for a share of steps on which clipping binds.
-
-    Args:
-        clip_share: A share in [0, 1].
-
-    Returns:
-        ``"never"``, ``"guard"``, ``"shaping"`` or ``"normalising"``.
-
-    Example:
-        >>> [regime_of(share) for share in (0, 0.01, 0.05, 0.5, 0.51)]
-        ['never', 'guard', 'shaping', 'shaping', 'normalising']
-    """
-    if clip_share == 0:
-        return "never"
-    if clip_share < _GUARD_BELOW:
-        return "guard"
-    return "shaping" if clip_share <= _NORMALISING_ABOVE else "normalising"
+def _together(whole: Verdict, parts: list[tuple[str, Verdict]]) -> Verdict:
+    thresholds = {part.threshold for _, part in parts}
+    measured = [(part.spike_share, part.steps) for _, part in parts if part.spike_share is not None]
+    spikes = sum(share * steps for share, steps in measured) / sum(steps for _, steps in measured) if measured else None
+    return replace(
+        whole,
+        sentence=" ".join(f"{label[:1].upper()}{label[1:]}: {part.sentence}" for label, part in parts),
+        threshold=thresholds.pop() if len(thresholds) == 1 else None,
+        spike_share=spikes,
+        diverged=any(part.diverged for _, part in parts),
+        parts=tuple(parts),
+    )
 
 
 def percent(share: float) -> str:
@@ -178,8 +156,7 @@ def plain_threshold(threshold: float) -> str:
 
 
 def _clipping(record: Record) -> dict[str, Any]:
-    # The clip share counts steps with finite gradients that the optimizer took.
-    real = [step for step in record.steps if not is_nonfinite(step) and not step.get("skipped")]
+    real = taken_steps(record)
     bound = [step["coefficient"] for step in real if binds(step)]
     share = len(bound) / len(real) if real else 0.0
     thresholds = [step["threshold"] for step in record.steps if step.get("threshold") is not None]

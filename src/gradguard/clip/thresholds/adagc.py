@@ -11,6 +11,7 @@ from gradguard.arguments import check_number
 from gradguard.clip.clipper import Decision, describe, measured, norms_of, total_of
 from gradguard.clip.parameters import Gradients
 from gradguard.clip.thresholds.state import StatefulClipper, check, counter, whole
+from gradguard.distributed.wrappers import refuse_flat_parameters
 from gradguard.errors import InvalidValueError
 from gradguard.tensors.layout import move
 from gradguard.tensors.scaling import scale_
@@ -111,6 +112,8 @@ class AdaGC(StatefulClipper):
     @torch.no_grad()
     def decide(self, found: Gradients, scale: float | Tensor = 1.0) -> Decision:
         """Measure the gradients, decide, and let the state follow; write to no gradient."""
+        if found.part is not None:
+            refuse_flat_parameters(found.parameters, "AdaGC")
         found = measured(found)
         norms = norms_of(found, scale)
         norm = total_of(norms)

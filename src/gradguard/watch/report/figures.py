@@ -1,159 +1,186 @@
-"""Plotly figures, one function each; a function returns None where the record holds nothing to draw."""
+"""Plotly figures over time: the norms with the loss beneath, of one run and of several."""
 
 import html
-import itertools
 import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from gradguard.watch.recommend import Recommendation
 from gradguard.watch.record import Record
 from gradguard.watch.report import series
-from gradguard.watch.report.style import BLACK, BLUE, GREEN, ORANGE, PURPLE, VERMILION, subplots
-from gradguard.watch.verdict import Verdict, is_nonfinite, number, plain_threshold
+from gradguard.watch.report.chart import Chart, Table, steps_between
+from gradguard.watch.report.style import (
+    BLACK,
+    BLUE,
+    GREEN,
+    ORANGE,
+    PURPLE,
+    RUN_COLOURS,
+    VERMILION,
+    see_through,
+    subplots,
+)
+from gradguard.watch.steps import is_nonfinite
+from gradguard.watch.verdict import Verdict, number, plain_threshold
 
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure
 
 _MOST_MARKERS = 200
-_RUN_COLOURS = (VERMILION, BLUE, GREEN, PURPLE, ORANGE, BLACK)
+_TABLE_ROWS = 12
+_WHOLE = 3  # so many steps for each point are still drawn one by one: a lone spike is easier to see in a line
+_SEVERITIES = (("error", "triangle-down", VERMILION), ("warning", "triangle-down", ORANGE))
 
 
-def norms_over_time(record: Record, verdict: Verdict, recommendation: Recommendation) -> "Figure | None":
-    """Pre-clip and post-clip norms on a log axis with thresholds and faults, and the loss beneath.
+def norms_over_time(record: Record, verdict: Verdict, advice: Recommendation, most: int) -> Chart | None:
+    """Pre-clip and post-clip norms on a log axis with thresholds and events, and the loss beneath.
 
     Args:
         record: The record of a run.
         verdict: Its verdict.
-        recommendation: Its recommended threshold.
+        advice: Its recommended threshold.
+        most: How many points a line may have.
 
     Returns:
-        The figure, or None where neither a finite norm nor a loss was recorded.
+        The chart, or None where neither a finite norm nor a loss was recorded.
     """
     rows = [key for key in ("norm", "loss") if any(step.get(key) is not None for step in record.steps)]
     if not rows:
         return None
-    heights = [0.66, 0.34] if len(rows) == 2 else [1.0]
-    figure = subplots(heights, height=520 if len(rows) == 2 else 340)
+    figure = subplots([0.66, 0.34] if len(rows) == 2 else [1.0], height=540 if len(rows) == 2 else 340)
     if "norm" in rows:
-        _add_norms(figure, record, verdict, recommendation)
+        _add_norms(figure, record, verdict, advice, most)
     if "loss" in rows:
-        _add_loss(figure, record, row=len(rows))
-        _cut_loss_axis(figure, [record], row=len(rows))
-    figure.update_xaxes(range=_step_range([record]))
+        _add_band(figure, record, "loss", "loss", PURPLE, most, row=len(rows))
+        _finish_loss_axis(figure, [record], row=len(rows))
+    figure.update_xaxes(range=step_range([record]))
     figure.update_xaxes(title_text="optimizer step", row=len(rows), col=1)
-    return figure
+    summary = (
+        f"Pre-clip gradient norm over {steps_between(record.steps[0]['i'], record.steps[-1]['i'])}: "
+        f"median {number(verdict.median_norm)}, largest {number(verdict.max_norm)}; final loss "
+        f"{number(verdict.final_loss)}."
+    )
+    return Chart("Norms over time", _NORMS, figure.to_plotly_json(), summary, _windows_table(record), over_steps=True)
 
 
-def losses(records: list[Record], labels: list[str]) -> "Figure | None":
-    """The losses of several runs in one plot.
+def overlay(records: Sequence[Record], labels: Sequence[str], most: int) -> Chart | None:
+    """The norms and the losses of several runs in one plot.
 
     Args:
         records: The records.
         labels: What to call them.
+        most: How many points a line may have.
 
     Returns:
-        The figure, or None where no run has a loss.
+        The chart, or None where no run has a norm or a loss.
     """
-    if not any(step.get("loss") is not None for record in records for step in record.steps):
+    rows = [
+        key for key in ("norm", "loss") if any(step.get(key) is not None for record in records for step in record.steps)
+    ]
+    if not rows:
         return None
-    figure = subplots([1.0], height=340)
-    for index, (record, label) in enumerate(zip(records, labels, strict=True)):
-        _add_loss(figure, record, row=1, label=html.escape(label), colour=_RUN_COLOURS[index % len(_RUN_COLOURS)])
-    figure.update_xaxes(title_text="optimizer step", range=_step_range(records))
-    _cut_loss_axis(figure, records, row=1)
-    return figure
-
-
-def clip_share(record: Record, verdict: Verdict, recommendation: Recommendation) -> "Figure | None":
-    """How often clipping bound, window by window, with the regimes shaded.
-
-    Args:
-        record: The record of a run.
-        verdict: Its verdict.
-        recommendation: Its threshold, used for a run that did not clip.
-
-    Returns:
-        The figure, or None where there is neither a clip nor a threshold to try.
-    """
-    if not verdict.clipping and recommendation.threshold is None:
-        return None
-    steps, shares, sizes = series.clip_windows(record, None if verdict.clipping else recommendation.threshold)
-    if not steps:
-        return None
-    figure = subplots([1.0], height=260)
-    top = min(1.0, max(0.08, 1.25 * max(shares)))
-    colour = {"color": BLUE} if verdict.clipping else {"color": "white", "line": {"color": GREEN, "width": 1.5}}
-    hover = "steps from %{x}: %{y:.1%} of %{customdata} steps<extra></extra>"
-    width = [stop - start for start, stop in zip(steps, [*steps[1:], record.steps[-1]["i"] + 1], strict=True)]
-    figure.add_bar(
-        x=steps, y=shares, customdata=sizes, width=width, offset=0, marker=colour, hovertemplate=hover, showlegend=False
-    )  # fmt: skip
-    _shade_regimes(figure, top)
-    verb = "share that binds" if verdict.clipping else "would have bound"
-    figure.update_yaxes(title_text=verb, tickformat=".0%", range=[0, top])
-    figure.update_xaxes(title_text="optimizer step", range=_step_range([record]))
-    return figure
-
-
-def norm_histogram(record: Record, verdict: Verdict, recommendation: Recommendation) -> "Figure | None":
-    """The distribution of the pre-clip norms, with the candidate thresholds drawn in.
-
-    Args:
-        record: The record of a run.
-        verdict: Its verdict.
-        recommendation: Its candidate thresholds.
-
-    Returns:
-        The figure, or None without a positive norm.
-    """
-    logs = [math.log10(step["norm"]) for step in record.steps if step.get("norm")]
-    if not logs:
-        return None
-    figure = subplots([1.0], height=320)
-    low, width, counts = _bins(logs)
-    edges = [10 ** (low + width * index) for index in range(len(counts) + 1)]
-    ranges = [f"{number(a)} to {number(b)}" for a, b in itertools.pairwise(edges)]
-    centres = [low + width * (index + 0.5) for index in range(len(counts))]
-    hover = "norm %{customdata}: %{y} steps<extra></extra>"
-    bars = {"color": BLUE, "opacity": 0.75, "line": {"color": "white", "width": 1}}
-    figure.add_bar(
-        x=centres, y=counts, width=width, marker=bars, customdata=ranges, hovertemplate=hover, showlegend=False
-    )  # fmt: skip
-    marks = _histogram_marks(record, verdict, recommendation)
-    _draw_marks(figure, marks)
-    span = [*logs, *(math.log10(mark[1]) for mark in marks)]
-    figure.update_xaxes(title_text="pre-clip gradient norm", **_log_ticks(min(span) - width, max(span) + 2 * width))
-    figure.update_yaxes(
-        title_text="steps (log scale)", type="log", range=[-0.3, math.log10(max(counts)) + 0.5], dtick=1
+    figure = subplots([1 / len(rows)] * len(rows), height=300 * len(rows))
+    for row, key in enumerate(rows, start=1):
+        for index, (record, label) in enumerate(zip(records, labels, strict=True)):
+            colour = RUN_COLOURS[index % len(RUN_COLOURS)]
+            _add_line(figure, record, key, label, colour, most, row=row, in_legend=row == 1)
+    if "norm" in rows:
+        _finish_norm_axis(figure, records)
+    if "loss" in rows:
+        _finish_loss_axis(figure, records, row=len(rows))
+    figure.update_xaxes(range=step_range(records))
+    figure.update_xaxes(title_text="optimizer step", row=len(rows), col=1)
+    figure.update_layout(legend={"groupclick": "togglegroup"})
+    summary = f"Pre-clip gradient norms and losses of {', '.join(labels)}, on one time axis."
+    return Chart(
+        "Norms and losses", _OVERLAY, figure.to_plotly_json(), summary, _overlay_table(records, labels), over_steps=True
     )
-    figure.update_layout(bargap=0)
-    return figure
 
 
-def _add_norms(figure: "Figure", record: Record, verdict: Verdict, recommendation: Recommendation) -> None:
+def step_range(records: Sequence[Record]) -> list[float]:
+    """The ends of an axis that shows every step.
+
+    Args:
+        records: The records drawn on it.
+
+    Returns:
+        Its left and right end, with a margin.
+    """
+    ends = [record.steps[place]["i"] for record in records if record.steps for place in (0, -1)]
+    margin = 0.01 * (max(ends, default=0) - min(ends, default=0)) + 0.5
+    return [min(ends, default=0) - margin, max(ends, default=0) + margin]
+
+
+def clips_norms(record: Record) -> bool:
+    """Whether the thresholds of a record are thresholds of global norms, which belong on an axis of norms.
+
+    Args:
+        record: The record of a run.
+
+    Returns:
+        True where every threshold is one.
+    """
+    clipping = [step for step in record.steps if step.get("threshold") is not None]
+    return bool(clipping) and all(step.get("rule", "norm") == "norm" for step in clipping)
+
+
+def _add_norms(figure: "Figure", record: Record, verdict: Verdict, advice: Recommendation, most: int) -> None:
     label = "norm before clipping" if verdict.clipping else "gradient norm"
     if verdict.clipping:  # drawn first and wider, because the two lines coincide wherever clipping does not bind
-        _add_line(figure, record, "post_norm", "norm after clipping", ORANGE, width=3.5)
-    _add_line(figure, record, "norm", label, BLUE)
-    if _clips_norms(record):
-        _add_line(figure, record, "threshold", "threshold in use", BLACK, dash="dash", shape="hv")
-    if recommendation.threshold:
-        _add_recommended(figure, record, recommendation.threshold)
-    _add_faults(figure, record, verdict)
-    decades = [math.log10(step["norm"]) for step in record.steps if step.get("norm")]
-    dtick = 1 if decades and max(decades) - min(decades) >= 2 else None
-    figure.update_yaxes(title_text="gradient norm", type="log", tickformat="~g", dtick=dtick, row=1, col=1)
+        _add_band(figure, record, "post_norm", "norm after clipping", ORANGE, most, width=2.8)
+    _add_band(figure, record, "norm", label, BLUE, most)
+    if clips_norms(record):
+        _add_threshold(figure, record, most)
+    if advice.threshold:
+        _add_recommended(figure, record, advice.threshold)
+    _add_marks(figure, record, verdict)
+    _finish_norm_axis(figure, [record])
 
 
-def _add_line(figure: "Figure", record: Record, key: str, label: str, colour: str, **style: Any) -> None:
-    x, y = series.line(record, key)
-    if x:
-        hover = f"step %{{x}}: {label} %{{y:.3g}}<extra></extra>"
-        marker = {"mode": "lines" if len(x) > 1 else "markers", "marker": {"color": colour, "size": 7}}
+def _add_band(
+    figure: "Figure", record: Record, key: str, label: str, colour: str, most: int, *, row: int = 1, width: float = 1.3
+) -> None:
+    """The median of each bucket as a line, and from the smallest to the largest as a band where it was thinned."""
+    count = sum(key in step for step in record.steps)
+    band = series.band(record, key, count if count <= _WHOLE * most else most, positive=key != "loss")
+    if not any(value is not None for value in band.middle):
+        return
+    if band.thinned:
+        x, y = series.outline(band)
         figure.add_scatter(
-            x=x, y=y, name=label, line={"color": colour, "width": 1.3} | style, hovertemplate=hover,
-            row=1, col=1, **marker,
+            x=x, y=y, fill="toself", fillcolor=see_through(colour), line={"width": 0.5, "color": see_through(colour)},
+            mode="lines", hoverinfo="skip", showlegend=False, legendgroup=key, row=row, col=1,
         )  # fmt: skip
+    marker = {"mode": "lines" if len(band.steps) > 1 else "markers", "marker": {"color": colour, "size": 7}}
+    ends = "<br>%{customdata[0]:.3g} to %{customdata[1]:.3g} around it" if band.thinned else ""
+    figure.add_scatter(
+        x=band.steps, y=band.middle, name=label, line={"color": colour, "width": width}, row=row, col=1,
+        customdata=list(zip(band.low, band.high, strict=True)) if band.thinned else None, legendgroup=key,
+        hovertemplate=f"step %{{x:,}}: {label} %{{y:.3g}}{ends}<extra></extra>", **marker,
+    )  # fmt: skip
+
+
+def _add_line(
+    figure: "Figure", record: Record, key: str, label: str, colour: str, most: int, *, row: int, in_legend: bool
+) -> None:
+    x, y = series.line(record, key, most)
+    if not any(value is not None for value in y):
+        x, y = [None], [None]  # the run keeps its place in the legend
+    name = html.escape(label)
+    figure.add_scatter(
+        x=x, y=y, name=name, line={"color": colour, "width": 1.3}, marker={"color": colour, "size": 7},
+        mode="lines" if len(x) > 1 else "markers", row=row, col=1, legendgroup=label, showlegend=in_legend,
+        hovertemplate=f"{name}<br>step %{{x:,}}: {key} %{{y:.4g}}<extra></extra>",
+    )  # fmt: skip
+
+
+def _add_threshold(figure: "Figure", record: Record, most: int) -> None:
+    x, y = series.line(record, "threshold", most)
+    figure.add_scatter(
+        x=x, y=y, name="threshold in use", line={"color": BLACK, "width": 1.3, "dash": "dash", "shape": "hv"},
+        mode="lines" if len(x) > 1 else "markers", marker={"color": BLACK, "size": 7}, row=1, col=1,
+        hovertemplate="step %{x:,}: threshold %{y:.3g}<extra></extra>",
+    )  # fmt: skip
 
 
 def _add_recommended(figure: "Figure", record: Record, threshold: float) -> None:
@@ -164,111 +191,94 @@ def _add_recommended(figure: "Figure", record: Record, threshold: float) -> None
     )  # fmt: skip
 
 
-def _add_faults(figure: "Figure", record: Record, verdict: Verdict) -> None:
+def _add_marks(figure: "Figure", record: Record, verdict: Verdict) -> None:
     above = 1.6 * (verdict.max_norm or 1.0)
-    nonfinite = [(step["i"], f"step {step['i']}: non-finite") for step in record.steps if is_nonfinite(step)]
-    events = [(event["i"], f"step {event['i']}: {_event_text(event)}") for event in record.events]
-    for marks, label, symbol, colour, height in (
-        (nonfinite, "non-finite step", "x", VERMILION, above),
-        (events, "event", "triangle-down-open", PURPLE, 1.8 * above),
-    ):
-        marks = marks[:: max(1, -(-len(marks) // _MOST_MARKERS))]
-        if marks:
-            x, text = map(list, zip(*marks, strict=True))
-            marker = {"symbol": symbol, "color": colour, "size": 8, "line": {"width": 1.5, "color": colour}}
-            figure.add_scatter(
-                x=x, y=[height] * len(x), text=text, mode="markers", name=label, hovertemplate="%{text}<extra></extra>",
-                marker=marker, row=1, col=1,
-            )  # fmt: skip
+    nonfinite = [
+        (step["i"], f"step {step['i']:,}: non-finite gradients") for step in record.steps if is_nonfinite(step)
+    ]
+    _add_markers(figure, nonfinite, "non-finite step", "x", VERMILION, above)
+    known = {severity for severity, _, _ in _SEVERITIES}
+    for severity, symbol, colour in (*_SEVERITIES, ("info", "triangle-down-open", PURPLE)):
+        found = [
+            (event["i"], f"step {event['i']:,}: {_event_text(event)}")
+            for event in record.events
+            if event.get("kind") != "nonfinite"  # marked already
+            if event.get("severity", "info") == severity or (severity == "info" and event.get("severity") not in known)
+        ]
+        label = {"error": "error", "warning": "warning", "info": "event"}[severity]
+        _add_markers(figure, found, label, symbol, colour, 1.8 * above)
 
 
-def _event_text(event: dict[str, Any]) -> str:
-    return html.escape(str(event.get("message") or event.get("kind") or "event"))
-
-
-def _add_loss(figure: "Figure", record: Record, row: int, label: str = "loss", colour: str = PURPLE) -> None:
-    x, y = series.line(record, "loss")
-    if not any(value is not None for value in y):
-        return
-    hover = f"step %{{x}}: {label} %{{y:.4g}}<extra></extra>"
-    figure.add_scatter(
-        x=x, y=y, name=label, mode="lines" if len(x) > 1 else "markers", row=row, col=1, hovertemplate=hover,
-        line={"color": colour, "width": 1.3}, marker={"color": colour, "size": 7},
-    )  # fmt: skip
-    figure.update_yaxes(title_text="loss", row=row, col=1)
-
-
-def _cut_loss_axis(figure: "Figure", records: list[Record], row: int) -> None:
-    """Cut the axis where a few huge losses would flatten all others, and say so."""
-    ends = series.loss_range(records)
-    if ends is not None:
-        figure.update_yaxes(range=ends, title_text="loss (peaks cut)", row=row, col=1)
-
-
-def _shade_regimes(figure: "Figure", top: float) -> None:
-    bands = (
-        (0, 0.05, "guard", "#e3f4ee"),
-        (0.05, 0.5, "shaping", "#fdf3dc"),
-        (0.5, 1, "normalising", "#fbe6dc"),
-    )
-    for low, high, name, colour in bands:
-        if low < top:
-            figure.add_hrect(y0=low, y1=min(high, top), fillcolor=colour, line_width=0, layer="below")
-            height = (low + min(high, top)) / 2
-            figure.add_annotation(
-                x=1,
-                xref="paper",
-                xanchor="left",
-                y=height,
-                text=f" {name}",
-                showarrow=False,
-                font={"size": 11},
-            )
-    figure.update_layout(margin={"r": 90})
-
-
-def _bins(logs: list[float]) -> tuple[float, float, list[int]]:
-    low, high = min(logs), max(logs)
-    bins = max(1, min(80, round(2 * math.sqrt(len(logs))))) if high > low else 1
-    width = (high - low) / bins or 0.1
-    counts = [0] * bins
-    for value in logs:
-        counts[min(bins - 1, int((value - low) / width))] += 1
-    return low, width, counts
-
-
-def _histogram_marks(record: Record, verdict: Verdict, recommendation: Recommendation) -> list[tuple[str, float, str]]:
-    colours = {"guard": GREEN, "shaping": ORANGE, "reference": PURPLE}
-    marks = [(item.name, item.threshold, colours[item.name]) for item in recommendation.candidates]
-    if verdict.threshold and _clips_norms(record):
-        marks.append(("in use", verdict.threshold, BLACK))
-    return sorted(marks, key=lambda mark: mark[1])
-
-
-def _draw_marks(figure: "Figure", marks: list[tuple[str, float, str]]) -> None:
-    for index, (name, threshold, colour) in enumerate(marks):
-        x = math.log10(threshold)
-        figure.add_vline(x=x, line={"color": colour, "width": 2, "dash": "dash" if name == "in use" else "solid"})
-        figure.add_annotation(
-            x=x, y=1, yref="paper", yanchor="bottom", yshift=16 * (index % 2),
-            text=f"{name} {plain_threshold(threshold)}", showarrow=False, font={"color": colour, "size": 12},
+def _add_markers(
+    figure: "Figure", marks: list[tuple[int, str]], label: str, symbol: str, colour: str, height: float
+) -> None:
+    marks = marks[:: max(1, -(-len(marks) // _MOST_MARKERS))]
+    if marks and height < math.inf:
+        x, text = map(list, zip(*marks, strict=True))
+        marker = {"symbol": symbol, "color": colour, "size": 8, "line": {"width": 1.5, "color": colour}}
+        figure.add_scatter(
+            x=x, y=[height] * len(x), text=text, mode="markers", name=label, hovertemplate="%{text}<extra></extra>",
+            marker=marker, row=1, col=1,
         )  # fmt: skip
 
 
-def _log_ticks(low: float, high: float) -> dict[str, Any]:
-    digits = (1,) if high - low > 4 else (1, 3) if high - low > 1.5 else (1, 2, 3, 5, 7)
-    decades = range(math.floor(low), min(math.ceil(high), 308), max(1, round((high - low) / 12)))
-    values = [digit * 10.0**decade for decade in decades for digit in digits]
-    return {"range": [low, high], "tickvals": [math.log10(v) for v in values], "ticktext": [f"{v:g}" for v in values]}
+def _event_text(event: dict[str, Any]) -> str:
+    text = str(event.get("message") or event.get("kind") or "event")
+    return html.escape(text if len(text) <= 120 else f"{text[:120]}…")
 
 
-def _clips_norms(record: Record) -> bool:
-    # Only thresholds of global norms belong on an axis of norms.
-    clipping = [step for step in record.steps if step.get("threshold") is not None]
-    return bool(clipping) and all(step.get("rule", "norm") == "norm" for step in clipping)
+def _finish_norm_axis(figure: "Figure", records: Sequence[Record]) -> None:
+    norms = [norm for record in records for step in record.steps if (norm := step.get("norm") or 0.0) > 0]
+    decades = math.log10(max(norms)) - math.log10(min(norms)) if norms else 0
+    # Whole decades where there are many, else 1, 2 and 5 of each; plotly's own choice crowds them.
+    dtick = max(1, round(decades / 6)) if decades >= 2 else "D2" if decades >= 0.4 else None
+    figure.update_yaxes(title_text="gradient norm", type="log", tickformat="~g", dtick=dtick, row=1, col=1)
 
 
-def _step_range(records: list[Record]) -> list[float]:
-    ends = [record.steps[place]["i"] for record in records if record.steps for place in (0, -1)]
-    margin = 0.01 * (max(ends, default=0) - min(ends, default=0)) + 0.5
-    return [min(ends, default=0) - margin, max(ends, default=0) + margin]
+def _finish_loss_axis(figure: "Figure", records: Sequence[Record], row: int) -> None:
+    """Cut the axis where a few huge losses would flatten all others, and say so."""
+    ends = series.loss_range(records)
+    figure.update_yaxes(title_text="loss" if ends is None else "loss (peaks cut)", range=ends, row=row, col=1)
+
+
+def _windows_table(record: Record) -> Table:
+    head = ("steps", "norm: smallest", "median", "largest", "after clipping: largest", "loss: median", "non-finite")
+    places = series.buckets(len(record.steps), _TABLE_ROWS)
+    return Table(head, [_window_row(record.steps[place.start : place.stop]) for place in places])
+
+
+def _window_row(steps: list[dict[str, Any]]) -> tuple[str, ...]:
+    norms = sorted(norm for step in steps if (norm := step.get("norm")) is not None)
+    losses = sorted(loss for step in steps if (loss := step.get("loss")) is not None)
+    after = max((norm for step in steps if (norm := step.get("post_norm")) is not None), default=None)
+    middle = norms[len(norms) // 2] if norms else None
+    loss = losses[len(losses) // 2] if losses else None
+    return (
+        f"{steps[0]['i']:,} to {steps[-1]['i']:,}",
+        number(norms[0] if norms else None),
+        number(middle),
+        number(norms[-1] if norms else None),
+        number(after),
+        number(loss),
+        f"{sum(map(is_nonfinite, steps)):,}",
+    )
+
+
+def _overlay_table(records: Sequence[Record], labels: Sequence[str]) -> Table:
+    head = ("run", *(f"{part} of the run: {what}" for part in ("first third", "last third") for what in _MEDIANS))
+    rows = []
+    for record, label in zip(records, labels, strict=True):
+        third = max(1, len(record.steps) // 3)
+        parts = (record.steps[:third], record.steps[-third:])
+        rows.append((label, *(number(_median(part, key)) for part in parts for key in ("norm", "loss"))))
+    return Table(head, rows)
+
+
+def _median(steps: list[dict[str, Any]], key: str) -> float | None:
+    known = sorted(value for step in steps if (value := step.get(key)) is not None)
+    return known[len(known) // 2] if known else None
+
+
+_MEDIANS = ("median norm", "median loss")
+_NORMS = "A spike is a norm far above its neighbours. The loss shares the time axis: does it jump after one?"
+_OVERLAY = "All runs on one time axis; norms are before any clip."

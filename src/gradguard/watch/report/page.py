@@ -1,28 +1,33 @@
-"""One HTML page that needs no network: figures, styles and plotly.js are inside it."""
+"""One HTML page that needs no network: charts, styles and plotly.js are inside it."""
 
+import json
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from gradguard.errors import InvalidValueError, RecordError
-from gradguard.watch.recommend import guard_threshold, recommend, usable_norms
+from gradguard.watch.optimizers import Part, by_optimizer
+from gradguard.watch.recommend import Recommendation, guard_threshold, recommend
 from gradguard.watch.record import Record
-from gradguard.watch.report import figures, layer_figures
-from gradguard.watch.report.summary import clip_of, command, environment, labelled
+from gradguard.watch.report import advice, clip_figures, figures, layer_figures, layers, series
+from gradguard.watch.report.chart import Chart
+from gradguard.watch.report.style import palette
+from gradguard.watch.report.summary import clip_of, command, environment, labelled, notes
+from gradguard.watch.steps import usable_norms
 from gradguard.watch.verdict import Verdict, number, percent, plain_threshold, verdict
 
-if TYPE_CHECKING:
-    from plotly.graph_objects import Figure
-
-_TEMPLATE = Path(__file__).with_name("template.html.jinja")
-_MOST_EVENTS = 50
-_PLOTLY = {"responsive": True, "displayModeBar": False}
+_FOLDER = Path(__file__).parent
+_ALL_POINTS = 4 * series.MOST_POINTS
+_FEWEST_POINTS = 60
+_FEWEST_CELLS = 10_000
 
 
 def write_report(records: list[Record], path: str | Path) -> Path:
     """Write one self-contained HTML report about one run, or about several side by side.
 
     **Guarantees**: the page loads nothing from the network; every name that comes from user code is escaped; a
-    record without steps, losses or per-parameter norms gives a page without those figures.
+    record without steps, losses or per-parameter norms gives a page without those charts; a record of a million
+    steps, one of two thousand parameters, and a comparison of eight runs give a page below 10 MB.
 
     Args:
         records: One record, or several to compare; the first is the baseline.
@@ -46,8 +51,8 @@ def write_report(records: list[Record], path: str | Path) -> Path:
     return path
 
 
-def render(records: list[Record]) -> str:
-    """Render the page.
+def render(records: Sequence[Record]) -> str:
+    """Render the page: a part for each run, and for each optimizer of a run that has several.
 
     Args:
         records: At least one record.
@@ -58,80 +63,114 @@ def render(records: list[Record]) -> str:
     import jinja2
     from plotly.offline import get_plotlyjs
 
+    parts = [(part, record, label) for record, label in labelled(records) for part in by_optimizer(record)]
+    subjects = [
+        _subject(part, record, _label(part, label, len(records)), f"run-{index}", len(parts))
+        for index, (part, record, label) in enumerate(parts)
+    ]
+    overlay = None
+    if len(parts) > 1:
+        labels = [subject["label"] for subject in subjects]
+        overlay = figures.overlay([part.record for part, _, _ in parts], labels, _points(len(parts)))
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
     environment.filters |= {"number": number, "percent": percent, "threshold": plain_threshold}
-    runs = [_run(record, label, index) for index, (record, label) in enumerate(labelled(records))]
-    overlay = figures.losses(records, [run["label"] for run in runs]) if len(runs) > 1 else None
-    return environment.from_string(_TEMPLATE.read_text(encoding="utf-8")).render(
-        runs=runs, overlay=_html(overlay, "losses"), plotlyjs=get_plotlyjs()
+    return environment.from_string(_text("template.html.jinja")).render(
+        title="Gradient report" if len(records) == 1 else "Runs compared",
+        several_records=len(records) > 1,
+        names=[label for _, label in labelled(records)],
+        subjects=subjects,
+        overlay=overlay and _drawn(overlay, "overlay", "overlay"),
+        plotlyjs=get_plotlyjs(),
+        palette=_json(palette()),
+        css=_text("report.css"),
+        js=_text("report.js"),
     )
 
 
-def _run(record: Record, label: str, index: int) -> dict[str, Any]:
+def _label(part: Part, label: str, records: int) -> str:
+    return label if not part.label else part.label if records == 1 else f"{label}: {part.label}"
+
+
+def _subject(part: Part, whole: Record, label: str, identity: str, among: int) -> dict[str, Any]:
+    record = part.record
     judged, recommendation = verdict(record), recommend(record)
+    findings = advice.findings_of(whole, part.index)
     return {
+        "id": identity,
         "label": label,
         "clip": clip_of(record),
         "verdict": judged,
-        "tone": _tone(judged),
+        "tone": _tone(judged, findings),
         "recommendation": recommendation,
-        "command": recommendation.threshold and command(record, recommendation.threshold),
-        "figures": _figures(record, judged, index),
-        "events": record.events[:_MOST_EVENTS],
-        "more_events": max(0, len(record.events) - _MOST_EVENTS),
+        "command": recommendation.threshold and command(record, recommendation.threshold, part.label),
+        "figures": [
+            _drawn(chart, f"{identity}-{place}", identity)
+            for place, chart in enumerate(_charts(record, whole, judged, recommendation, among))
+            if chart is not None
+        ],
+        "what_if": advice.replayed(record, recommendation),
+        "findings": findings,
+        "counts": advice.counted(findings),
+        "events": advice.shown_events(advice.untold(_events(record, whole, part.index), findings)),
         "environment": environment(record, judged),
-        "torn": record.torn,
+        "notes": notes(record),
     }
 
 
-def _tone(judged: Verdict) -> str:
-    return "bad" if judged.nonfinite_steps or judged.diverged else judged.regime
+def _events(record: Record, whole: Record, index: int | None) -> list[dict[str, Any]]:
+    # What belongs to no step of any optimizer is told with the first of them, rather than nowhere.
+    if record is whole:
+        return whole.events
+    known = {step["i"] for step in whole.steps}
+    lost = [event for event in whole.events if event["i"] not in known]
+    return [*(lost if index == by_optimizer(whole)[0].index else ()), *record.events]
 
 
-def _figures(record: Record, judged: Verdict, index: int) -> list[dict[str, str]]:
-    recommendation = recommend(record)
+def _tone(judged: Verdict, findings: Sequence[advice.Shown]) -> str:
+    bad = judged.nonfinite_steps or judged.diverged or any(finding.severity == "error" for finding in findings)
+    return "bad" if bad else judged.regime
+
+
+def _charts(
+    record: Record, whole: Record, judged: Verdict, recommendation: Recommendation, among: int
+) -> list[Chart | None]:
     norms = usable_norms(record)
-    drawn = (
-        ("Norms over time", _NORMS, figures.norms_over_time(record, judged, recommendation)),
-        _clip_share(record, judged, recommendation),
-        ("Layers", _LAYERS, layer_figures.layer_heat_map(record)),
-        ("Distribution of norms", _HISTOGRAM, figures.norm_histogram(record, judged, recommendation)),
-        (
-            "Who dominates",
-            _DOMINANCE,
-            layer_figures.dominance(record, guard_threshold(norms) if norms else None),
-        ),
-    )
     return [
-        {"title": title, "caption": caption, "html": _html(figure, f"figure-{index}-{place}")}
-        for place, (title, caption, figure) in enumerate(drawn)
-        if figure is not None
+        figures.norms_over_time(record, judged, recommendation, _points(among)),
+        clip_figures.clip_share(record, judged, recommendation),
+        clip_figures.coefficients(record),
+        layer_figures.layer_heat_map(record, whole, max(_FEWEST_CELLS, layers.MOST_CELLS // among)),
+        layer_figures.dominance(record, whole, guard_threshold(norms) if norms else None),
+        clip_figures.norm_histogram(record, judged, recommendation),
     ]
 
 
-def _clip_share(record: Record, judged: Verdict, recommendation: Any) -> tuple[str, str, "Figure | None"]:
-    figure = figures.clip_share(record, judged, recommendation)
-    if judged.clipping:
-        return "How often clipping binds", _BINDS, figure
-    threshold = plain_threshold(recommendation.threshold or 0)
-    return f"How often {threshold} would have bound", _WOULD_HAVE, figure
+def _points(among: int) -> int:
+    # The page has room for so many points; they are shared among the runs that it compares.
+    return max(_FEWEST_POINTS, min(series.MOST_POINTS, _ALL_POINTS // among))
 
 
-def _html(figure: "Figure | None", identity: str) -> str:
-    if figure is None:
-        return ""
-    return figure.to_html(full_html=False, include_plotlyjs=False, div_id=identity, config=_PLOTLY)
+def _drawn(chart: Chart, identity: str, steps: str) -> dict[str, Any]:
+    heat = chart.figure.get("heat")
+    modes = [
+        ("deviation", "against its own median", True),
+        ("absolute", "norm", True),
+        ("ratio", "update / weight", bool(heat and heat["ratio"])),
+    ]
+    return {
+        "id": identity,
+        "chart": chart,
+        "json": _json(chart.figure),
+        "height": chart.figure["layout"]["height"],
+        "modes": modes if heat else [],
+        "steps": steps if chart.over_steps else "",
+    }
 
 
-_NORMS = "A spike is a norm far above its neighbours. The loss shares the time axis: does it jump after one?"
-_BINDS = "Below 5 % a clip is a guard, up to 50 % it shapes training, above that it normalises most steps."
-_WOULD_HAVE = (
-    "This run was not clipped. The bars count the steps whose norm lies above the recommended threshold; "
-    "a clipped run would have gone differently after the first of them."
-)
-_LAYERS = (
-    "Each row is one parameter, in the order of the model, against its own median: "
-    "red is larger than usual for that parameter, blue smaller."
-)
-_HISTOGRAM = "Both axes are logarithmic, so that single spikes stay visible. Vertical lines are thresholds."
-_DOMINANCE = "Which parameters make the global norm. A parameter that leads only at spikes is where they start."
+def _json(value: Any) -> str:
+    # Inside <script>, only "<" could end it; in JSON it can be written without being there.
+    return json.dumps(value, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
+
+
+def _text(name: str) -> str:
+    return (_FOLDER / name).read_text(encoding="utf-8")

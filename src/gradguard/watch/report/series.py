@@ -1,20 +1,87 @@
-"""From a record to what a figure draws: thinned lines, windows, and the layer matrix, as plain lists."""
+"""From a record to what a figure draws: bands and thinned lines, windows, distributions, as plain lists."""
 
 import itertools
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from gradguard.watch.record import Record
-from gradguard.watch.verdict import binds, is_nonfinite
+from gradguard.watch.steps import binds, taken_steps
 
-MOST_POINTS = 2000
-MOST_COLUMNS = 600
+MOST_POINTS = 1200
 _WINDOWS = 60
 
 Number = float | None
+
+
+@dataclass(frozen=True)
+class Band:
+    """One quantity over the steps, a bucket of neighbouring steps at a time; no bucket is empty.
+
+    Attributes:
+        steps: The middle step of each bucket.
+        low: The smallest finite value of each bucket, None where there is none.
+        middle: The median.
+        high: The largest.
+        thinned: Whether some bucket holds more than one step.
+    """
+
+    steps: list[int]
+    low: list[Number]
+    middle: list[Number]
+    high: list[Number]
+    thinned: bool
+
+
+def band(record: Record, key: str, most: int = MOST_POINTS, *, positive: bool = False) -> Band:
+    """The smallest, the median and the largest value of a quantity in each of at most ``most`` buckets of steps.
+
+    Nothing is lost at a million steps: a spike of one step is the top of its bucket.
+
+    Args:
+        record: The record of a run.
+        key: A field of a step, such as ``"norm"``; steps without it are left out.
+        most: How many buckets at most.
+        positive: Leave out what has no place on a logarithmic axis.
+
+    Returns:
+        The band.
+    """
+    steps = [step for step in record.steps if key in step]
+    places = buckets(len(steps), most)
+    found = [_known((steps[index][key] for index in place), positive) for place in places]
+    return Band(
+        steps=[steps[place[len(place) // 2]]["i"] for place in places],
+        low=[_rounded(min(values, default=None)) for values in found],
+        middle=[_rounded(statistics.median(values)) if values else None for values in found],
+        high=[_rounded(max(values, default=None)) for values in found],
+        thinned=len(steps) > len(places),
+    )
+
+
+def outline(drawn: Band) -> tuple[list[Number], list[Number]]:
+    """The polygons between the lows and the highs of a band, one for each stretch without a gap.
+
+    Args:
+        drawn: A band.
+
+    Returns:
+        Positions and values, with None between the polygons.
+
+    Example:
+        >>> outline(Band([0, 1, 2], [1.0, 2.0, None], [1.5, 2.5, None], [2.0, 3.0, None], True))
+        ([0, 1, 1, 0, None], [2.0, 3.0, 2.0, 1.0, None])
+    """
+    x: list[Number] = []
+    y: list[Number] = []
+    for known, stretch in itertools.groupby(range(len(drawn.steps)), lambda index: drawn.low[index] is not None):
+        if known:
+            forth = list(stretch)
+            back = forth[::-1]
+            x += [*(drawn.steps[index] for index in forth), *(drawn.steps[index] for index in back), None]
+            y += [*(drawn.high[index] for index in forth), *(drawn.low[index] for index in back), None]
+    return x, y
 
 
 def decimate(x: Sequence[int], y: Sequence[Number], most: int = MOST_POINTS) -> tuple[list[int], list[Number]]:
@@ -57,18 +124,20 @@ def buckets(count: int, most: int) -> list[range]:
     return [range(start, stop) for start, stop in itertools.pairwise(edges)]
 
 
-def line(record: Record, key: str) -> tuple[list[int], list[Number]]:
+def line(record: Record, key: str, most: int = MOST_POINTS) -> tuple[list[int], list[Number]]:
     """One quantity over the steps, thinned; steps without it are left out.
 
     Args:
         record: The record of a run.
         key: A field of a step, such as ``"norm"``.
+        most: The number of points to stay below.
 
     Returns:
         Step numbers and values.
     """
     steps = [step for step in record.steps if key in step]
-    return decimate([step["i"] for step in steps], [step[key] for step in steps])
+    x, y = decimate([step["i"] for step in steps], [step[key] for step in steps], most)
+    return x, [_rounded(value) for value in y]
 
 
 def loss_range(records: Sequence[Record]) -> tuple[float, float] | None:
@@ -90,119 +159,93 @@ def loss_range(records: Sequence[Record]) -> tuple[float, float] | None:
     return low - 0.05 * (most - low), most + 0.25 * (most - low)
 
 
-def clip_windows(record: Record, threshold: Number) -> tuple[list[int], list[float], list[int]]:
+@dataclass(frozen=True)
+class Window:
+    """How often clipping bound in a stretch of steps.
+
+    Attributes:
+        first: The first step.
+        last: The last step.
+        count: Steps with finite gradients that the optimizer took.
+        share: The share of these on which clipping bound, or would have.
+    """
+
+    first: int
+    last: int
+    count: int
+    share: float
+
+
+def clip_windows(record: Record, threshold: Number, most: int = _WINDOWS) -> list[Window]:
     """Share of steps on which clipping bound in each window, or would have bound at ``threshold``.
 
     Args:
         record: The record of a run.
         threshold: A norm to compare with; None takes what happened.
+        most: How many windows at most; a window has ten steps at least, where there are as many.
 
     Returns:
-        First step, share and number of steps of each window.
+        The windows, none of them empty.
     """
-    steps = [step for step in record.steps if not is_nonfinite(step) and not step.get("skipped")]
+    steps = taken_steps(record)
     acted = [binds(step) if threshold is None else (step.get("norm") or 0.0) > threshold for step in steps]
-    windows = buckets(len(steps), min(_WINDOWS, max(len(steps) // 10, 1)))
-    shares = [sum(acted[index] for index in window) / len(window) for window in windows]
-    return [steps[window[0]]["i"] for window in windows], shares, [len(window) for window in windows]
+    places = buckets(len(steps), min(most, max(len(steps) // 10, 1)))
+    return [
+        Window(
+            steps[place[0]]["i"], steps[place[-1]]["i"], len(place), sum(acted[place.start : place.stop]) / len(place)
+        )
+        for place in places
+    ]
 
 
 @dataclass(frozen=True)
-class LayerMatrix:
-    """Per-parameter norms over time, thinned; rows are parameters, columns are ranges of steps.
+class Histogram:
+    """Counts of values in bins of equal width in log10.
 
     Attributes:
-        names: The row names.
-        steps: The first step of each column.
-        norms: The largest norm in each cell; None where a norm was not finite.
-        deviations: log10 of norm over the row's median; None where the norm is zero or not finite.
+        edges: One more than there are bins, as log10.
+        counts: One for each bin.
     """
 
-    names: list[str]
-    steps: list[int]
-    norms: list[list[Number]]
-    deviations: list[list[Number]]
+    edges: list[float]
+    counts: list[int]
 
 
-def layer_matrix(record: Record) -> LayerMatrix | None:
-    """Build the matrix behind the heat map.
+def log_histogram(values: Sequence[Number], most: int = 80) -> Histogram | None:
+    """How values are spread over the decades.
 
     Args:
-        record: The record of a run.
+        values: Numbers; None, zeros and negative ones have no logarithm and are left out.
+        most: How many bins at most.
 
     Returns:
-        The matrix, or None where nothing was recorded per parameter.
+        The histogram, or None without a positive value.
+
+    Example:
+        >>> log_histogram([1.0, 10.0, 10.0, None, 0.0])
+        Histogram(edges=[0.0, 0.333..., 0.666..., 1.0], counts=[1, 0, 2])
     """
-    rows = min([len(record.names), *(len(line["norm"]) for line in record.tensors)])
-    if not record.tensors or not rows:
+    logs = [math.log10(value) for value in values if value is not None and value > 0]
+    if not logs:
         return None
-    columns = buckets(len(record.tensors), MOST_COLUMNS)
-    norms = [[_largest(record, row, column) for column in columns] for row in range(rows)]
-    first_steps = [record.tensors[column[0]].get("i", column[0]) for column in columns]
-    return LayerMatrix(record.names[:rows], first_steps, norms, [_deviations(row) for row in norms])
+    low, high = min(logs), max(logs)
+    bins = max(1, min(most, round(2 * math.sqrt(len(logs))))) if high > low else 1
+    width = (high - low) / bins or 0.1
+    counts = [0] * bins
+    for value in logs:
+        counts[min(bins - 1, int((value - low) / width))] += 1
+    return Histogram([low + width * index for index in range(bins + 1)], counts)
 
 
-def dominance(record: Record, threshold: Number) -> dict[str, Any] | None:
-    """Who makes the norm: mean share of the squared norm per parameter, at ordinary and at spike steps.
+def _known(values: Iterable[Number], positive: bool) -> list[float]:
+    return [value for value in values if value is not None and (value > 0 or not positive)]
 
-    Ordinary steps are the middle half by norm. Spike steps are those above ``threshold``, or the largest 5 % where
-    none is.
 
-    Args:
-        record: The record of a run.
-        threshold: The norm above which a step is a spike.
-
-    Returns:
-        ``names``, ``ordinary``, ``spikes`` (both shares), ``label`` and ``count`` of the spike steps, ten rows at
-        most; None where nothing was recorded per parameter.
-    """
-    squares = [row for row in (_squares(line["norm"], len(record.names)) for line in record.tensors) if row]
-    if not squares:
-        return None
-    squares.sort(key=sum)
-    spikes = [row for row in squares if threshold is not None and math.sqrt(sum(row)) > threshold]
-    label = "spike steps" if spikes else "largest 5 % of steps"
-    spikes = spikes or squares[-max(1, len(squares) // 20) :]
-    ordinary = squares[len(squares) // 4 : -(-3 * len(squares) // 4)] or squares
-    shares = list(zip(record.names, _mean_shares(ordinary), _mean_shares(spikes), strict=False))
-    top = sorted(shares, key=lambda share: -max(share[1:]))[:10]
-    names, at_ordinary, at_spikes = map(list, zip(*sorted(top, key=lambda share: share[2]), strict=True))
-    return {
-        "names": names,
-        "ordinary": at_ordinary,
-        "spikes": at_spikes,
-        "label": label,
-        "count": len(spikes),
-    }
+def _rounded(value: Number) -> Number:
+    # Four digits draw the same picture as sixteen, in a third of the page.
+    return None if value is None else float(f"{value:.4g}")
 
 
 def _extremes(y: Sequence[Number], bucket: range) -> list[int]:
     known = [(value, index) for index in bucket if (value := y[index]) is not None]
     return sorted({min(known)[1], max(known)[1]}) if known else [bucket[0]]
-
-
-def _largest(record: Record, row: int, column: range) -> Number:
-    cells = [record.tensors[index]["norm"][row] for index in column]
-    return None if None in cells else max(cells)
-
-
-def _deviations(norms: list[Number]) -> list[Number]:
-    positive = [norm for norm in norms if norm]
-    if not positive:
-        return [None] * len(norms)
-    centre = math.log10(statistics.median(positive))
-    return [round(math.log10(norm) - centre, 3) if norm else None for norm in norms]
-
-
-def _squares(norms: list[Number], count: int) -> list[float] | None:
-    # A row with a hole in it has no shares; a product overflows to infinity where a power would raise.
-    known = [norm * norm for norm in norms if norm is not None]
-    return known if len(known) == len(norms) == count and 0 < sum(known) < math.inf else None
-
-
-def _mean_shares(rows: list[list[float]]) -> list[float]:
-    totals = [sum(row) for row in rows]
-    return [
-        statistics.fmean(square / total for square, total in zip(column, totals, strict=True))
-        for column in zip(*rows, strict=True)
-    ]

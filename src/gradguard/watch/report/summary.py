@@ -5,8 +5,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from gradguard.watch.optimizers import by_optimizer
 from gradguard.watch.recommend import Recommendation, recommend
-from gradguard.watch.record import FILE_NAME, Record
+from gradguard.watch.record import FILE_NAME, SCHEMA, Record
+from gradguard.watch.report.advice import Shown, counted, findings_of
 from gradguard.watch.verdict import Verdict, number, percent, plain_threshold, verdict
 
 if TYPE_CHECKING:
@@ -14,11 +16,12 @@ if TYPE_CHECKING:
     from rich.table import Column
     from rich.text import Text
 
+_MOST_FINDINGS = 4
 _REGIME_STYLES = {"never": "blue", "guard": "green", "shaping": "yellow", "normalising": "red"}
 
 
 def print_summary(record: Record, console: "Console | None" = None) -> None:
-    """Print the verdict, the recommended threshold, the command that uses it, and what observing cost.
+    """Print the verdict, what is wrong, the recommended threshold, the command that uses it, and what observing cost.
 
     Args:
         record: The record of a run.
@@ -30,7 +33,7 @@ def print_summary(record: Record, console: "Console | None" = None) -> None:
     judged, recommendation = verdict(record), recommend(record)
     faulty = judged.nonfinite_steps or judged.diverged
     style = "red" if faulty else _REGIME_STYLES[judged.regime]
-    body = _body(judged, recommendation)
+    body = _body(judged, recommendation, findings_of(record))
     panel = Panel(body, title="gradguard", title_align="left", border_style=style, padding=(0, 1))
     console = console or Console()
     console.print(panel)
@@ -72,17 +75,18 @@ def clip_of(record: Record) -> str:
     """Return what clipped in this run: gradguard, the script itself, or nothing."""
     if record.meta.get("clip"):
         return str(record.meta["clip"])
-    own = {(step["rule"], step.get("threshold")) for step in record.steps if "rule" in step}
+    own = {(str(step["rule"]), step.get("threshold")) for step in record.steps if "rule" in step}
     if not own:
         return "none"
-    rule, threshold = own.pop()
-    return f"script: {rule}" + (f"={threshold:g}" if threshold is not None and not own else "")
+    rules, (_, threshold) = sorted({rule for rule, _ in own}), next(iter(own))
+    return f"script: {' and '.join(rules)}" + (f"={threshold:g}" if threshold is not None and len(own) == 1 else "")
 
 
 def labelled(records: Sequence[Record]) -> list[tuple[Record, str]]:
-    """Return each record with what to call it: its file, or its folder where files share a name."""
+    """Return each record with what to call it: its file, or its folder, or its path, whichever tells all apart."""
     stems = [record.path.stem for record in records]
-    labels = stems if len(set(stems)) == len(stems) else [_with_folder(record.path) for record in records]
+    folders, paths = [_with_folder(record.path) for record in records], [str(record.path) for record in records]
+    labels = next((names for names in (stems, folders) if len(set(names)) == len(names)), paths)
     return list(zip(records, labels, strict=True))
 
 
@@ -93,39 +97,61 @@ def _with_folder(path: Path) -> str:
 def text_summary(record: Record) -> str:
     """The summary as ``key: value`` lines, one fact a line, for logs, scripts and automated readers.
 
-    Quantities that were not measured have no line.
+    Quantities that were not measured have no line. Findings are numbered from the gravest, ``finding_1``, with what to
+    do as ``finding_1_advice``. Where the record has several optimizers, what is about one of them comes once more with
+    its number, as in ``optimizer_0_clip_share``.
 
     Args:
         record: The record of a run.
 
     Returns:
         The lines, ending in a newline.
+
+    Example:
+        >>> steps = [{"t": "step", "i": i, "norm": 2.0} for i in range(9)]
+        >>> record = Record(Path("run.jsonl"), {"t": "meta"}, steps, [], [], None, False)
+        >>> print(text_summary(record).splitlines()[1])
+        regime: never
     """
     judged, recommendation = verdict(record), recommend(record)
-    facts = _facts(record, judged) | _advice(record, recommendation)
+    facts = _facts(record, judged) | _found(findings_of(record)) | _advice(record, recommendation)
+    facts |= {f"warning_{place}": note for place, note in enumerate(notes(record), start=1)}
+    for part in by_optimizer(record):
+        if part.label:
+            facts |= _of_optimizer(part.index, part.label, part.record)
     return "".join(f"{key}: {_one_line(value)}\n" for key, value in facts.items() if value is not None)
 
 
-def command(record: Record, threshold: float) -> str:
+def command(record: Record, threshold: float, optimizer: str = "") -> str:
     """The command that runs the same script with a threshold.
 
     Args:
         record: The record of a run.
         threshold: The ``norm=`` number.
+        optimizer: What to call the optimizer that it is for, where the script has several.
 
     Returns:
-        A line to paste into a shell; or, for a script that clips itself, what to change in it.
+        A line to paste into a shell; what to change in a script that clips itself or has several optimizers.
     """
     script = shlex.join(map(str, record.meta.get("argv") or ["train.py"]))
+    if optimizer:  # --clip would use one number for all of them
+        return f"in {script}, before the step of {optimizer}: max_norm={plain_threshold(threshold)}"
     if not record.meta.get("clip") and any("user_max_norm" in step for step in record.steps):
         return f"in {script}, which clips itself: max_norm={plain_threshold(threshold)}"
     return f"gradguard run --clip norm={plain_threshold(threshold)} {script}"
 
 
-def _body(judged: Verdict, recommendation: Recommendation) -> "Text":
+def _body(judged: Verdict, recommendation: Recommendation, found: Sequence[Shown]) -> "Text":
     from rich.text import Text
 
     body = Text(judged.sentence)
+    grave = [item for item in found if item.severity != "info"]
+    for item in grave[:_MOST_FINDINGS]:
+        body.append("\n\n" if item is grave[0] else "\n")
+        body.append(f"{item.severity}: ", style="bold").append(f"{item.message} {item.advice}")
+    rest = [*grave[_MOST_FINDINGS:], *(item for item in found if item.severity == "info")]
+    if grave and rest:
+        body.append(f"\nand {counted(rest)}, see the report", style="dim")
     body.append("\n\nRecommended threshold: ")
     threshold = recommendation.threshold
     body.append("none" if threshold is None else plain_threshold(threshold), style="bold")
@@ -154,15 +180,53 @@ def _facts(record: Record, judged: Verdict) -> dict[str, Any]:
     return {"verdict": judged.sentence, "regime": judged.regime} | counts | rounded
 
 
-def _advice(record: Record, recommendation: Recommendation) -> dict[str, Any]:
+def _advice(record: Record, recommendation: Recommendation, optimizer: str = "") -> dict[str, Any]:
     threshold = recommendation.threshold
     candidates = {item.name: plain_threshold(item.threshold) for item in recommendation.candidates}
     return {
         "recommended": "none" if threshold is None else plain_threshold(threshold),
-        "reason": recommendation.reason,
+        "reason": "several optimizers, see each" if recommendation.parts else recommendation.reason,
         **candidates,
-        "command": None if threshold is None else command(record, threshold),
+        "command": None if threshold is None else command(record, threshold, optimizer),
     }
+
+
+def _found(findings: Sequence[Shown]) -> dict[str, str]:
+    lines = {"findings": f"{len(findings)}"}
+    for place, item in enumerate(findings, start=1):
+        where = f" ({item.where})" if item.where else ""
+        lines[f"finding_{place}"] = f"{item.severity} {item.kind}{where}: {item.message}"
+        if item.advice:
+            lines[f"finding_{place}_advice"] = item.advice
+    return lines
+
+
+def _of_optimizer(index: int | None, label: str, record: Record) -> dict[str, Any]:
+    judged, recommendation = verdict(record), recommend(record)
+    facts = {"name": label} | _facts(record, judged) | _advice(record, recommendation, label)
+    prefix = "optimizer_other" if index is None else f"optimizer_{index}"
+    return {f"{prefix}_{key}": value for key, value in facts.items() if key != "events"}
+
+
+def notes(record: Record) -> list[str]:
+    """What a reader must know before believing the numbers.
+
+    Args:
+        record: The record of a run.
+
+    Returns:
+        Sentences, mostly none.
+    """
+    found = []
+    if record.torn:
+        found.append("The last line of the record is incomplete and was left out: the run was probably killed.")
+    schema = record.meta.get("schema")
+    if isinstance(schema, int) and schema > SCHEMA:
+        found.append(
+            f"The record was written by a newer gradguard (schema {schema}, this one knows {SCHEMA}): fields that are "
+            "new in it are not shown. Upgrade gradguard to see them."
+        )
+    return found
 
 
 def _one_line(value: object) -> str:
@@ -186,7 +250,7 @@ def environment(record: Record, judged: Verdict) -> list[tuple[str, str]]:
         ("Script", shlex.join(map(str, meta.get("argv") or []))),
         ("Optimizer", ", ".join(map(str, meta.get("optimizers") or []))),
         ("Parameters", f"{len(parameters):,} tensors, {elements:,} elements" if parameters else ""),
-        ("Device", str(meta.get("device") or "")),
+        ("Device", _device(meta)),
         ("Versions", _versions(meta)),
         ("Wall-clock time", f"{end['wall']:,.1f} s" if end.get("wall") is not None else ""),
         ("Observing cost", _cost(judged, end)),
@@ -196,9 +260,23 @@ def environment(record: Record, judged: Verdict) -> list[tuple[str, str]]:
     return [(label, value) for label, value in rows if value]
 
 
+def _device(meta: dict[str, Any]) -> str:
+    mesh = meta.get("mesh")
+    shape = " × ".join(f"{name} {size}" for name, size in mesh.items()) if isinstance(mesh, dict) else ""
+    world = meta.get("world") or 1
+    processes = f"{world:,} processes" if world != 1 else ""
+    return ", ".join(str(part) for part in (meta.get("device"), processes, shape) if part)
+
+
 def _versions(meta: dict[str, Any]) -> str:
-    named = (("gradguard", meta.get("version")), ("torch", meta.get("torch")))
-    return ", ".join(f"{name} {version}" for name, version in named if version)
+    named = (
+        ("gradguard", "version"),
+        ("torch", "torch"),
+        ("Python", "python"),
+        ("", "host_platform"),
+        ("commit", "git"),
+    )
+    return ", ".join(f"{name} {meta[key]}".strip() for name, key in named if meta.get(key))
 
 
 def _cost(judged: Verdict, end: dict[str, Any]) -> str:

@@ -1,0 +1,128 @@
+"""Pipeline stages: processes that hold different parameters, and some weights alike."""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from gradguard.distributed.agreement import gather_objects
+from gradguard.distributed.union import Union
+from gradguard.errors import InvalidTypeError, InvalidValueError
+
+Shared = Mapping[str, Tensor]
+"""Weights that several pipeline stages hold, by a name that is the same on all of them."""
+
+
+def check_shared(shared: Any, tensors: Sequence[Tensor], stages: Any) -> Shared:
+    """Return ``shared`` as a mapping.
+
+    Raises:
+        InvalidValueError: If it is given without stages, or names a tensor that is not in the list.
+        InvalidTypeError: If it is no mapping or list of tensors.
+    """
+    if shared is None:
+        return {}
+    if isinstance(shared, Tensor):
+        shared = [shared]
+    if isinstance(shared, list | tuple):
+        shared = {str(i): tensor for i, tensor in enumerate(shared)}
+    if not isinstance(shared, Mapping) or not all(isinstance(t, Tensor) for t in shared.values()):
+        raise InvalidTypeError(
+            f"shared is {type(shared).__name__}: expected a mapping from a name, the same on every stage, to a "
+            "parameter, such as shared={'embedding': model.embedding.weight}; or a list in the same order."
+        )
+    if shared and stages is None:
+        raise InvalidValueError(
+            "shared says which weights several pipeline stages hold: name the stages with process_group= or mesh=. On "
+            "one process, tied weights count once by themselves."
+        )
+    listed = {id(t) for t in tensors}
+    for name, tensor in shared.items():
+        if id(tensor) not in listed:
+            raise InvalidValueError(f"shared[{name!r}] is not among the parameters of this call.")
+    return shared
+
+
+class StageLists:
+    """The lists of all pipeline stages as one: what each stage holds one after the other, shared weights once.
+
+    Args:
+        union: Who takes part; all of them make it at the same time.
+        tensors: The list of this stage.
+        names: Their names, if they have some.
+        shared: The weights among them that other stages hold too.
+        holders: How many processes of this stage hold the same part of each.
+        whole: Whether each of those holds all of it.
+
+    Attributes:
+        own: Where each tensor of this stage stands.
+        holders: How many processes of all stages hold the same part of each tensor of all stages.
+        whole: Whether each of those holds all of it.
+        names: What they are called.
+        one_is_empty: Whether a stage has no parameters.
+
+    Raises:
+        InvalidValueError: On every process, if a shared weight is on one stage only, or of several shapes.
+    """
+
+    def __init__(
+        self,
+        union: Union,
+        tensors: Sequence[Tensor],
+        names: Sequence[str] | None,
+        shared: Shared,
+        holders: Sequence[int],
+        whole: Sequence[bool],
+    ) -> None:
+        keys = {id(tensor): name for name, tensor in shared.items()}
+        mine = [
+            (None if names is None else names[i], keys.get(id(t)), holders[i], whole[i], f"{tuple(t.shape)} {t.dtype}")
+            for i, t in enumerate(tensors)
+        ]
+        lists = dict(gather_objects(union, (min(union.stage), mine)))
+        _check_alike(lists)
+        # A stage is known by its parameters: one without any would not see that the others have new ones.
+        self.one_is_empty = not all(lists.values())
+        self.own: list[int] = []
+        self.holders: list[int] = []
+        self.whole: list[bool] = []
+        entries: list[tuple[int, str | None]] = []
+        where: dict[str, int] = {}
+        for number, stage in enumerate(sorted(lists)):
+            for name, key, its_holders, its_whole, _ in lists[stage]:
+                place = len(entries) if key is None else where.setdefault(key, len(entries))
+                if place == len(entries):
+                    entries.append((number, name))
+                    self.holders.append(0)
+                    self.whole.append(its_whole)
+                self.holders[place] += its_holders
+                if stage == min(union.stage):
+                    self.own.append(place)
+        self.names = _names_of_stages(entries)
+
+
+def _check_alike(lists: Mapping[int, Sequence[tuple]]) -> None:
+    found: dict[str, list[tuple[int, str]]] = {}
+    for number, stage in enumerate(sorted(lists)):
+        for _, key, _, _, kind in lists[stage]:
+            if key is not None:
+                found.setdefault(key, []).append((number, kind))
+    for key, places in found.items():
+        if len(places) == 1:
+            raise InvalidValueError(
+                f"shared has {key!r} on stage {places[0][0]} only: expected the same name on every stage that holds "
+                "the weight."
+            )
+        if len({kind for _, kind in places}) > 1:
+            kinds = ", ".join(f"{kind} on stage {number}" for number, kind in places)
+            raise InvalidValueError(f"shared[{key!r}] is not one weight: {kinds}.")
+
+
+def _names_of_stages(entries: Sequence[tuple[int, str | None]]) -> list[str]:
+    """Names that tell the parameters of all stages apart: with the stage in front where two have one name, or none."""
+    times = Counter(name for _, name in entries)
+    return [
+        f"stage{number}.{place if name is None else name}" if name is None or times[name] > 1 else name
+        for place, (number, name) in enumerate(entries)
+    ]

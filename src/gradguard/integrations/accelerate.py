@@ -1,0 +1,236 @@
+"""Hugging Face Accelerate: a Guard for an optimizer that an ``Accelerator`` has prepared."""
+
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any, Literal, cast
+from weakref import WeakSet
+
+import torch
+from torch import Tensor, nn
+
+import gradguard as gg
+from gradguard.errors import UnsupportedVersionError
+from gradguard.integrations.versions import require
+
+require("accelerate", "1.15", "2", "accelerate")
+
+from accelerate import Accelerator  # noqa: E402  (the version comes first, so that it is what an error is about)
+from accelerate.optimizer import AcceleratedOptimizer  # noqa: E402
+from accelerate.utils import DistributedType  # noqa: E402
+from accelerate.utils.deepspeed import DeepSpeedOptimizerWrapper  # noqa: E402
+from accelerate.utils.megatron_lm import MegatronLMOptimizerWrapper  # noqa: E402
+
+__all__ = ["AcceleratedGuard", "guard", "inner_optimizer"]
+
+GuardPolicy = Literal["skip", "propagate", "raise", "zero"]
+
+
+class AcceleratedGuard(gg.Guard):
+    """A `gradguard.Guard` next to which Accelerate's own clips are refused; `guard` makes it.
+
+    While it is attached, ``accelerator.clip_grad_norm_`` and ``clip_grad_value_`` raise an error for parameters of its
+    optimizer: two clips, one after the other, would do more than either says. After `detach` they work again.
+
+    Example:
+        >>> import gradguard as gg, torch
+        >>> from accelerate import Accelerator
+        >>> from gradguard.integrations.accelerate import guard
+        >>> accelerator, model = Accelerator(cpu=True), torch.nn.Linear(2, 1)
+        >>> model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        >>> with guard(accelerator, optimizer, gg.ClipByGlobalNorm(1.0), model=model):
+        ...     accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        Traceback (most recent call last):
+        gradguard.errors.InvalidValueError: accelerator.clip_grad_norm_ was called with gradients that a Guard clips...
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        _guards.add(self)
+        _watch_clips()
+
+    def detach(self) -> None:
+        """Stop acting, at once and for good, and let Accelerate clip again. May be repeated."""
+        _guards.discard(self)
+        super().detach()
+
+    def owns(self, parameters: list[Tensor]) -> bool:
+        """Tell whether any of ``parameters`` belongs to the optimizer of this guard."""
+        own = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
+        return any(id(p) in own for p in parameters)
+
+
+_guards: "WeakSet[AcceleratedGuard]" = WeakSet()
+
+
+def guard(
+    accelerator: Accelerator,
+    optimizer: torch.optim.Optimizer,
+    clipper: gg.Clipper,
+    *,
+    model: nn.Module | None = None,
+    nonfinite: GuardPolicy = "skip",
+    max_consecutive_skips: int | None = 20,
+) -> AcceleratedGuard:
+    """Clip at each real step of ``optimizer``, which ``accelerator`` has prepared; the loop needs no clip any more.
+
+    One line after ``accelerator.prepare(...)``. What it adds to `gradguard.Guard`: it finds the optimizer inside
+    Accelerate's, names parameters as in the model without its wrappers, saves and loads the clipper's state with
+    ``accelerator.save_state`` and ``load_state``, and refuses ``accelerator.clip_grad_norm_`` beside it.
+
+    **Guarantees.**
+
+    * Once for each real step: under ``accumulate()`` when the gradients are synchronised, and not before.
+    * Thresholds are for unscaled gradients: with fp16 nothing needs to be unscaled by hand, and
+      ``accelerator.unscale_gradients()`` before the step does no harm.
+    * ``load_state`` brings the clipper and the counts back bit for bit.
+
+    **Edge cases.**
+
+    ==========================================  ================================================================
+    case                                        what happens
+    ==========================================  ================================================================
+    a GradScaler finds an overflow              Accelerate skips step and scheduler; the guard counts the skip
+    the same, with a fused optimizer            the step is skipped; Accelerate does not know and moves the scheduler
+    the guard skips (bf16, fp32)                the same: ``optimizer_step_was_skipped`` stays False
+    ``accelerator.clip_grad_norm_`` beside it   an error; ``guard.last.norm`` is the norm before the clip
+    several optimizers                          a call and a clipper for each
+    ``model=None``                              parameters are called as the optimizer calls them
+    DeepSpeed, Megatron-LM                      an error: they clip by themselves, with gradients that are their own
+    FSDP1                                       needs ``model``, prepared, which alone knows the whole of a part
+    ==========================================  ================================================================
+
+    Args:
+        accelerator: The accelerator.
+        optimizer: What ``accelerator.prepare`` returned for the optimizer.
+        clipper: What to do with the gradients.
+        model: The model, prepared or not; names the parameters. With FSDP the prepared one.
+        nonfinite: As for `gradguard.Guard`.
+        max_consecutive_skips: As for `gradguard.Guard`.
+
+    Returns:
+        The guard, which acts already, and which the accelerator saves and loads. It need not be kept.
+
+    Raises:
+        InvalidTypeError: If one of the first three is of another type, or the optimizer is not prepared.
+        UnsupportedGradientError: If DeepSpeed or Megatron-LM owns the gradients.
+        InvalidValueError: If the optimizer has a guard, or an argument is not one that `gradguard.Guard` takes.
+
+    Example:
+        >>> import gradguard as gg, torch
+        >>> from accelerate import Accelerator
+        >>> from gradguard.integrations.accelerate import guard
+        >>> accelerator, model = Accelerator(cpu=True), torch.nn.Linear(2, 1, bias=False)
+        >>> model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        >>> guarded = guard(accelerator, optimizer, gg.ClipByGlobalNorm(1.0), model=model)
+        >>> accelerator.backward(model(torch.tensor([[3.0, 4.0]])).sum())
+        >>> optimizer.step()
+        >>> float(guarded.last.norm), guarded.last.names
+        (5.0, ('weight',))
+    """
+    if not isinstance(accelerator, Accelerator):
+        raise gg.InvalidTypeError(f"accelerator is {type(accelerator).__name__}: expected an accelerate.Accelerator.")
+    if not isinstance(optimizer, AcceleratedOptimizer):
+        raise gg.InvalidTypeError(
+            f"optimizer is {type(optimizer).__name__}, which no accelerator has prepared: expected what "
+            "accelerator.prepare(model, optimizer) returned for it. Before that, parameters may still be replaced."
+        )
+    made = AcceleratedGuard(
+        inner_optimizer(optimizer),
+        clipper,
+        model=_named_model(accelerator, model),
+        nonfinite=nonfinite,
+        max_consecutive_skips=max_consecutive_skips,
+    )
+    accelerator.register_for_checkpointing(made)
+    return made
+
+
+def _named_model(accelerator: Accelerator, model: nn.Module | None) -> nn.Module | None:
+    """The model without wrappers, which would stand in the names; with FSDP1, which alone knows the whole, with it."""
+    if model is None or (accelerator.distributed_type == DistributedType.FSDP and not accelerator.is_fsdp2):
+        return model
+    return accelerator.unwrap_model(model, keep_torch_compile=False)
+
+
+def inner_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """Return the optimizer inside Accelerate's wrappers: the one whose hooks run once for each real step.
+
+    Args:
+        optimizer: A prepared optimizer, or one that is not.
+
+    Returns:
+        The innermost optimizer.
+
+    Raises:
+        UnsupportedGradientError: If DeepSpeed or Megatron-LM owns the gradients.
+
+    Example:
+        >>> import torch
+        >>> from accelerate import Accelerator
+        >>> from gradguard.integrations.accelerate import inner_optimizer
+        >>> sgd = torch.optim.SGD(torch.nn.Linear(2, 1).parameters(), lr=0.1)
+        >>> inner_optimizer(Accelerator(cpu=True).prepare(sgd)) is sgd
+        True
+    """
+    while isinstance(optimizer, AcceleratedOptimizer):
+        if isinstance(optimizer, DeepSpeedOptimizerWrapper | MegatronLMOptimizerWrapper):
+            engine = "DeepSpeed" if isinstance(optimizer, DeepSpeedOptimizerWrapper) else "Megatron-LM"
+            raise gg.UnsupportedGradientError(
+                f"{engine} owns the gradients and clips them itself: a Guard would see nothing, or parts without the "
+                f"whole. Set the threshold in the configuration of {engine} (gradient_clipping, clip_grad) and use no "
+                "Guard."
+            )
+        optimizer = cast(torch.optim.Optimizer, optimizer.optimizer)
+    return optimizer
+
+
+def wrap_once(kind: type, name: str, instead: Callable[..., Any]) -> None:
+    """Let ``instead(original, self, *args, **kwargs)`` take the place of a method of a class, the first time only.
+
+    Args:
+        kind: The class.
+        name: The method.
+        instead: What to call; it must do as ``original`` does for objects that gradguard does not know.
+
+    Raises:
+        UnsupportedVersionError: If the class has no such method.
+    """
+    original = getattr(kind, name, None)
+    if original is None:
+        raise UnsupportedVersionError(
+            f"{kind.__module__}.{kind.__name__} has no method {name}, which it had in the versions that this part of "
+            f"gradguard is known to work with. Install an older {kind.__module__.split('.')[0]}, or a newer gradguard."
+        )
+    if getattr(original, "_wrapped_by_gradguard", False):
+        return
+
+    @functools.wraps(original)
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return instead(original, self, *args, **kwargs)
+
+    method._wrapped_by_gradguard = True  # type: ignore[attr-defined]
+    setattr(kind, name, method)
+
+
+def _watch_clips() -> None:
+    for name in ("clip_grad_norm_", "clip_grad_value_"):
+        wrap_once(Accelerator, name, functools.partial(_clip, name))
+
+
+def _clip(
+    name: str,
+    original: Callable[..., Any],
+    accelerator: Accelerator,
+    parameters: Iterable[Tensor] | Tensor,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """Clip as Accelerate does, unless a guard does it: a clip before a clip would go unseen."""
+    listed = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    if any(one.owns(listed) for one in _guards):
+        raise gg.InvalidValueError(
+            f"accelerator.{name} was called with gradients that a Guard clips at optimizer.step(): one would be done "
+            "after the other. Remove the call; the norm before the clip is guard.last.norm after the step. To clip by "
+            "hand instead, call guard.detach()."
+        )
+    return original(accelerator, listed, *args, **kwargs)

@@ -1,0 +1,245 @@
+"""Gradient clipping for Composer, by its interface: ``match`` and ``apply`` on the event ``AFTER_TRAIN_BATCH``.
+
+Nothing here imports Composer. Its published wheels want torch < 2.7.1, which gradguard does not run on, and its engine
+takes as an algorithm whatever has the methods of one.
+"""
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+
+import gradguard as gg
+
+ClippingType = Literal["norm", "value", "adaptive"]
+
+_CLIPPERS: dict[str, Callable[[float], gg.Clipper]] = {
+    "norm": gg.ClipByGlobalNorm,
+    "value": gg.ClipByValue,
+    "adaptive": gg.ClipAdaptive,
+}
+
+
+def apply_gradient_clipping(
+    model: torch.nn.Module,
+    clipping_type: ClippingType,
+    clipping_threshold: float,
+    fsdp_enabled: bool = False,
+) -> gg.ClipResult:
+    """Clip all gradients of ``model``, in place, with the arguments of Composer's function of this name.
+
+    The same call as `gradguard.apply_gradient_clipping`, and one argument more.
+
+    **Guarantees.** A value clip clamps each element however the model is sharded, where Composer 0.32 under FSDP1
+    scales all gradients by their largest element. An adaptive clip bounds each unit, also under FSDP2; under FSDP1,
+    which takes the rows apart, it is refused, as by Composer. A weight that is all zero can move: ``eps`` is 1e-3
+    where Composer's ratio is 0.
+
+    Args:
+        model: The model. What of it is sharded, by FSDP1, FSDP2 or not at all, is seen by itself.
+        clipping_type: ``"norm"``, ``"value"`` or ``"adaptive"``.
+        clipping_threshold: The threshold of that rule, at least 0.
+        fsdp_enabled: Accepted, so that calls written for Composer keep working; it changes nothing.
+
+    Returns:
+        What the clip did. (Composer returns nothing.)
+
+    Raises:
+        InvalidValueError: If the type or the threshold is not one.
+        InvalidTypeError: If an argument is of another type.
+        UnsupportedGradientError: If an adaptive clip meets FSDP1.
+        DistributedError: If processes that hold parts of the gradients do not clip together.
+
+    Example:
+        >>> import torch
+        >>> from gradguard.integrations.composer import apply_gradient_clipping
+        >>> model = torch.nn.Linear(2, 1, bias=False)
+        >>> model.weight.grad = torch.tensor([[3.0, -0.5]])
+        >>> result = apply_gradient_clipping(model, "value", 1.0, fsdp_enabled=True)
+        >>> model.weight.grad
+        tensor([[ 1.0000, -0.5000]])
+
+    Reference:
+        MosaicML Composer (2021), the GradientClipping algorithm.
+    """
+    del fsdp_enabled
+    return gg.apply_gradient_clipping(model, clipping_type, clipping_threshold)
+
+
+class ClipGradients:
+    """An algorithm for Composer's Trainer: one of gradguard's clippers, on the event ``AFTER_TRAIN_BATCH``.
+
+    **Guarantees.** Once for each real step: on that event the gradients of all microbatches are there, averaged over
+    processes and, under automatic mixed precision, unscaled. The clipper's state goes through Composer's checkpoints.
+
+    **Edge cases.**
+
+    ================================  ==========================================================================
+    case                              what happens
+    ================================  ==========================================================================
+    overflow under mixed precision    the GradScaler has seen it before the clip and skips the step; a clipper that
+                                      remembers does not count the step
+    two clipping algorithms           an error before training: two clips one after the other are rarely meant
+    DeepSpeed (old Composer)          an error: its engine clips by itself
+    checkpoint without this one       Composer says so; the clipper starts anew
+    ================================  ==========================================================================
+
+    Args:
+        clipper: What to do with the gradients of the model.
+        nonfinite: ``"propagate"``, ``"raise"`` or ``"zero"``, as for `gradguard.clip_grad_norm_`.
+        log: Log ``gradguard/norm`` (before the clip), ``gradguard/coefficient`` and ``gradguard/clipped`` at each
+            batch. The host waits for them.
+
+    Attributes:
+        clipper: The clipper.
+        last: What the last clip did; None before the first.
+
+    Raises:
+        InvalidTypeError: If ``clipper`` is no clipper.
+        InvalidValueError: If the policy is not one.
+
+    Example:
+        >>> import gradguard as gg
+        >>> from gradguard.integrations.composer import ClipGradients
+        >>> algorithm = ClipGradients(gg.ClipByMedian())  # Trainer(..., algorithms=[algorithm])
+        >>> algorithm.match("after_train_batch", state=None)
+        True
+    """
+
+    find_unused_parameters = False
+    """Read by Composer: no parameter is left out of the backward."""
+
+    backwards_create_graph = False
+    """Read by Composer: the gradients need no graph."""
+
+    def __init__(
+        self, clipper: gg.Clipper, *, nonfinite: Literal["propagate", "raise", "zero"] = "propagate", log: bool = False
+    ) -> None:
+        if not isinstance(clipper, gg.Clipper):
+            raise gg.InvalidTypeError(
+                f"clipper is {type(clipper).__name__}: expected a clipper, such as ClipByGlobalNorm(1.0)."
+            )
+        if nonfinite not in ("propagate", "raise", "zero"):
+            raise gg.InvalidValueError(f"nonfinite={nonfinite!r}: expected 'propagate', 'raise' or 'zero'.")
+        self.clipper = clipper
+        self.last: gg.ClipResult | None = None
+        self._nonfinite: Literal["propagate", "raise", "zero"] = nonfinite
+        self._log = log
+
+    def __repr__(self) -> str:
+        """Name the clipper; Composer writes this into its checkpoints and traces."""
+        return f"{type(self).__name__}({type(self.clipper).__name__})"
+
+    @staticmethod
+    def required_on_load() -> bool:
+        """Return False: a checkpoint made with this algorithm can be loaded without it."""
+        return False
+
+    def match(self, event: Any, state: Any) -> bool:
+        """Return whether Composer shall call `apply` on this event."""
+        del state
+        return _name(event) in ("init", "after_train_batch")
+
+    def apply(self, event: Any, state: Any, logger: Any) -> None:
+        """Clip the gradients of ``state.model``; on ``INIT``, look for what would clip them twice.
+
+        Args:
+            event: Composer's event, or its name.
+            state: Composer's state.
+            logger: Composer's logger.
+
+        Raises:
+            InvalidValueError: If another algorithm clips too, or DeepSpeed does.
+            NonFiniteGradientError: Under ``nonfinite="raise"``, if a gradient holds NaN or infinity.
+            DistributedError: If processes that hold parts of the gradients do not clip together.
+        """
+        if _name(event) == "init":
+            self._refuse_a_second_clip(state)
+            return
+        if _name(event) != "after_train_batch":
+            return
+        self.last = self.clipper(state.model, nonfinite=self._nonfinite)
+        if self._log:
+            logger.log_metrics(
+                {f"gradguard/{name}": float(getattr(self.last, name)) for name in ("norm", "coefficient", "clipped")}
+            )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what Composer keeps in its checkpoint: the clipper's state, and what it is called."""
+        return {"repr": repr(self), "clipper": self.clipper.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take back what `state_dict` returned; from a checkpoint of Composer's own algorithm there is nothing to take.
+
+        Args:
+            state: What `state_dict` returned.
+        """
+        if "clipper" in state:
+            self.clipper.load_state_dict(state["clipper"])
+
+    def _refuse_a_second_clip(self, state: Any) -> None:
+        if getattr(state, "deepspeed_enabled", False):
+            raise gg.InvalidValueError(
+                "DeepSpeed is on, and its engine clips gradients that no algorithm sees: leave this algorithm out and "
+                'set "gradient_clipping" in the DeepSpeed configuration.'
+            )
+        for other in getattr(state, "algorithms", ()):
+            if other is not self and (isinstance(other, ClipGradients) or hasattr(other, "clipping_threshold")):
+                raise gg.InvalidValueError(
+                    f"two algorithms clip gradients: {other!r} and {self!r}. Keep one; for two rules one after the "
+                    "other, ClipGradients(gradguard.Chain(first, second))."
+                )
+
+
+class GradientClipping(ClipGradients):
+    """Composer's `GradientClipping`, with its arguments: ``"norm"``, ``"value"`` or ``"adaptive"``.
+
+    **Guarantees** and **edge cases** are those of `ClipGradients`; on each batch the gradients become what
+    `apply_gradient_clipping` makes them.
+
+    Args:
+        clipping_type: ``"norm"``, ``"value"`` or ``"adaptive"``.
+        clipping_threshold: The threshold of that rule, at least 0.
+        nonfinite: As for `ClipGradients`.
+        log: As for `ClipGradients`.
+
+    Attributes:
+        clipping_type: The rule.
+        clipping_threshold: Its threshold.
+
+    Raises:
+        InvalidValueError: If the type, the threshold or the policy is not one.
+        InvalidTypeError: If the threshold is no number.
+
+    Example:
+        >>> from types import SimpleNamespace
+        >>> import torch
+        >>> from gradguard.integrations.composer import GradientClipping
+        >>> algorithm = GradientClipping(clipping_type="norm", clipping_threshold=1.0)  # for algorithms=
+        >>> model = torch.nn.Linear(2, 1, bias=False)
+        >>> model.weight.grad = torch.tensor([[3.0, 4.0]])
+        >>> algorithm.apply("after_train_batch", SimpleNamespace(model=model), logger=None)  # what the Trainer does
+        >>> model.weight.grad
+        tensor([[0.6000, 0.8000]])
+    """
+
+    def __init__(
+        self,
+        clipping_type: ClippingType,
+        clipping_threshold: float,
+        *,
+        nonfinite: Literal["propagate", "raise", "zero"] = "propagate",
+        log: bool = False,
+    ) -> None:
+        if clipping_type not in _CLIPPERS:
+            raise gg.InvalidValueError(f"clipping_type={clipping_type!r}: expected 'norm', 'value' or 'adaptive'.")
+        super().__init__(_CLIPPERS[clipping_type](clipping_threshold), nonfinite=nonfinite, log=log)
+        self.clipping_type, self.clipping_threshold = clipping_type, clipping_threshold
+
+    def __repr__(self) -> str:
+        """Write the call; Composer writes this into its checkpoints and traces."""
+        return f"GradientClipping(clipping_type={self.clipping_type!r}, clipping_threshold={self.clipping_threshold!r})"
+
+
+def _name(event: Any) -> str:
+    return getattr(event, "value", event)

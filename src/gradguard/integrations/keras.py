@@ -1,0 +1,395 @@
+"""Clipping for Keras 3 on its PyTorch backend: an optimizer round an optimizer, that clips what is applied."""
+
+import io
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import partial
+from typing import Any, Literal, Self, get_args
+
+import numpy as np
+import torch
+from torch import Tensor
+
+import gradguard as gg
+from gradguard.errors import MissingPackageError
+from gradguard.integrations.versions import require
+
+require("keras", "3.10", "4", extra="keras")
+
+_HOW = 'Before Keras is imported, type: import os; os.environ["KERAS_BACKEND"] = "torch"'
+
+try:
+    import keras
+except (ImportError, ValueError) as error:  # its default backend is TensorFlow, which need not be there
+    raise MissingPackageError(f"Keras does not start with the backend that it is set to: {error}. {_HOW}") from error
+
+if keras.backend.backend() != "torch":
+    raise MissingPackageError(f"Keras runs on {keras.backend.backend()}: gradguard clips PyTorch gradients. {_HOW}")
+
+Policy = Literal["skip", "propagate", "raise", "zero"]
+
+_OWN_CLIPS = ("clipnorm", "global_clipnorm", "clipvalue")
+_clipper_to_load: ContextVar["gg.Clipper | None"] = ContextVar("clipper_to_load", default=None)
+
+
+class _NoStep(Exception):  # noqa: N818
+    """Leaves the update of the optimizer inside before anything is written."""
+
+
+@keras.saving.register_keras_serializable(package="gradguard")
+class GuardedOptimizer(keras.optimizers.Optimizer):
+    """A Keras optimizer that clips the gradients of each real update, and skips updates that are not finite.
+
+    It goes wherever the optimizer went: ``model.compile(optimizer=...)``, or ``apply`` in a loop of your own.
+
+    **Guarantees.** The clipper sees what the update uses: gradients of all accumulated batches, averaged, without the
+    loss scale, before weight decay. It sees them once for each real update. A skipped update leaves weights, slots and
+    averages as they are, bit for bit. The clipper's state is saved and loaded with the model and its weights.
+
+    **Edge cases.**
+
+    ====================================  ======================================================================
+    case                                  what happens
+    ====================================  ======================================================================
+    NaN or inf, ``"skip"``                no update, and the clipper's state does not see it; under accumulation the
+                                          whole window is dropped and ``_iterations``, which counts batches, goes on
+    ``gradient_accumulation_steps``       clipped once, when the last batch of the window has come
+    ``loss_scale_factor``                 thresholds are for gradients without it
+    ``mixed_float16``                     Keras puts its `LossScaleOptimizer` round this one, and skips on overflow
+                                          before the clip; put round by hand: ``LossScaleOptimizer(guard(...))``
+    `LossScaleOptimizer` inside           an error: the clip would see scaled gradients
+    ``clipnorm`` etc. set inside          an error: two clips one after the other
+    ``jit_compile=True``                  forward and backward are compiled, the update runs as it is
+    variables without a gradient          left out, Keras warns
+    weights saved without a guard         Keras finds another optimizer: ``load_weights(..., skip_mismatch=True)``
+    `ClipAdaptive`                        an error: Keras stores kernels as ``[in, out]``, whose rows are no units
+    ====================================  ======================================================================
+
+    A variable's own ``.value.grad`` is clipped in place; of other tensors passed to `apply` a copy is.
+
+    Args:
+        inner_optimizer: The Keras optimizer, not built yet or built.
+        clipper: What to do with the gradients; in patterns of `Groups`, variables are called by their ``path``.
+        nonfinite: ``"skip"``, ``"propagate"``, ``"raise"`` or ``"zero"``, as for `gradguard.Guard`. ``"skip"`` reads
+            one number a step.
+        max_consecutive_skips: More skipped updates in a row than this raise an error; None never does.
+        name: Of this optimizer.
+
+    Attributes:
+        inner_optimizer: The optimizer inside.
+        clipper: The clipper.
+        last: What the last clip did; None before the first.
+        skipped_steps: How many updates were skipped.
+
+    Raises:
+        InvalidTypeError: If ``inner_optimizer`` is no Keras optimizer, or ``clipper`` is no clipper.
+        InvalidValueError: If the optimizer clips by itself, scales the loss or is guarded already, if the clipper is
+            adaptive, or if the policy is not one.
+
+    Example:
+        >>> import os; os.environ["KERAS_BACKEND"] = "torch"
+        >>> import keras, numpy as np, gradguard as gg
+        >>> from gradguard.integrations.keras import guard
+        >>> model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+        >>> optimizer = guard(keras.optimizers.Adam(0.01), gg.ClipByGlobalNorm(1.0))
+        >>> model.compile(optimizer=optimizer, loss="mse")
+        >>> history = model.fit(100 * np.ones((8, 4)), np.ones((8, 1)), verbose=0)
+        >>> bool(optimizer.last.clipped), optimizer.last.names[0].endswith("kernel")
+        (True, True)
+    """
+
+    def __init__(
+        self,
+        inner_optimizer: keras.optimizers.Optimizer,
+        clipper: gg.Clipper,
+        *,
+        nonfinite: Policy = "skip",
+        max_consecutive_skips: int | None = 20,
+        name: str | None = None,
+    ) -> None:
+        _check(inner_optimizer, clipper, nonfinite)
+        super().__init__(learning_rate=0.0, name=name)
+        self.inner_optimizer = inner_optimizer
+        self.clipper, self.max_consecutive_skips = clipper, max_consecutive_skips
+        self.nonfinite: Policy = nonfinite
+        self.last: gg.ClipResult | None = None
+        self.skipped_steps = 0
+        self._skips_in_a_row = 0
+        self._applied: Sequence[Any] | None = None
+        self._clips = 0
+
+    # -- the update -------------------------------------------------------------------------------------------------
+
+    @torch.compiler.disable
+    def apply(self, grads: Sequence[Tensor | None], trainable_variables: Sequence[Any] | None = None) -> None:
+        """Clip the gradients and apply them; the arguments are those of Keras."""
+        if not self.built and trainable_variables is not None:
+            self.build(list(trainable_variables))
+        inner = self.inner_optimizer
+        _refuse_own_clip(inner)  # an attribute that may have been set since
+        update, self._applied = inner._backend_apply_gradients, None
+        kept = {name: vars(inner).get(name) for name in ("_backend_apply_gradients", "_clip_gradients")}
+        object.__setattr__(inner, "_backend_apply_gradients", partial(self._update, update))
+        object.__setattr__(inner, "_clip_gradients", self._clip)
+        try:
+            inner.apply(grads, trainable_variables)
+        except _NoStep:
+            self._drop_window()
+        finally:
+            for name, value in kept.items():
+                object.__delattr__(inner, name) if value is None else object.__setattr__(inner, name, value)
+        if self._applied is None and any(gradient is not None for gradient in grads):
+            raise self._unknown_way()
+
+    def _update(self, update: Callable[..., None], grads: Sequence[Tensor], trainable_variables: Sequence[Any]) -> None:
+        """Stand where the optimizer inside has unscaled the gradients and left out variables without one."""
+        self._applied, before = list(trainable_variables), self._clips
+        steps = self.inner_optimizer.gradient_accumulation_steps
+        real = not steps or (int(self.inner_optimizer._iterations.value) + 1) % steps == 0
+        update(grads, trainable_variables)
+        if steps and real:
+            self._empty_window()
+        if self._clips - before != int(real):
+            raise self._unknown_way()
+
+    def _unknown_way(self) -> RuntimeError:
+        return RuntimeError(
+            f"{type(self.inner_optimizer).__name__} of Keras {keras.__version__} has made an update that was not "
+            "clipped: it does not update as the optimizers of Keras do. Clip before its apply, with the clipper itself."
+        )
+
+    def _clip(self, grads: Sequence[Tensor]) -> list[Tensor]:
+        """Stand where the optimizer inside would clip: all that is accumulated is there, and nothing is written yet."""
+        self._clips += 1
+        applied = self._applied or ()
+        tensors = [variable.value for variable in applied]
+        held = [tensor.grad for tensor in tensors]
+        fresh = self.inner_optimizer.gradient_accumulation_steps or self.inner_optimizer.loss_scale_factor
+        try:
+            for tensor, gradient in zip(tensors, grads, strict=True):
+                mine = fresh or gradient is tensor.grad
+                tensor.grad = (gradient if mine else gradient.clone()).detach().to(tensor.dtype)
+            named = [(variable.path, tensor) for variable, tensor in zip(applied, tensors, strict=True)]
+            self.last = self.clipper(named, nonfinite="propagate" if self.nonfinite == "skip" else self.nonfinite)
+            clipped: list[Any] = [tensor.grad for tensor in tensors]
+        finally:
+            for tensor, gradient in zip(tensors, held, strict=True):
+                tensor.grad = gradient
+        if self.nonfinite == "skip" and bool(self.last.nonfinite):
+            raise _NoStep
+        self._skips_in_a_row = 0
+        return clipped
+
+    def _drop_window(self) -> None:
+        inner = self.inner_optimizer
+        if inner.gradient_accumulation_steps:
+            self._empty_window()
+            inner._iterations.assign_add(1)  # the next window starts with the next batch
+        self.skipped_steps += 1
+        self._skips_in_a_row += 1
+        if self.max_consecutive_skips is not None and self._skips_in_a_row > self.max_consecutive_skips:
+            culprits = ", ".join(self.last.culprits()) if self.last is not None else ""
+            raise gg.NonFiniteGradientError(
+                f"{self._skips_in_a_row} updates in a row were skipped, because gradients were not finite; the last in "
+                f"{culprits}. Nothing has changed. Lower the learning rate, or pass max_consecutive_skips=None."
+            )
+
+    def _empty_window(self) -> None:
+        """Set the accumulated gradients to 0; Keras multiplies them by 0, after which NaN stays NaN for ever."""
+        for variable in self.inner_optimizer._accumulated_gradients:
+            if variable is not None:
+                variable.value.zero_()
+
+    # -- what Keras asks an optimizer -------------------------------------------------------------------------------
+
+    def build(self, variables: Sequence[Any]) -> None:
+        """Build the optimizer inside; called by Keras."""
+        if not self.inner_optimizer.built:
+            self.inner_optimizer.build(variables)
+        super().build(variables)
+
+    @property
+    def variables(self) -> list[Any]:
+        """Return the variables of the optimizer inside; this one adds none."""
+        return self.inner_optimizer.variables
+
+    @property
+    def learning_rate(self) -> Any:
+        """Return the learning rate of the optimizer inside."""
+        return self.inner_optimizer.learning_rate
+
+    @learning_rate.setter
+    def learning_rate(self, learning_rate: Any) -> None:
+        self.inner_optimizer.learning_rate = learning_rate
+
+    @property
+    def iterations(self) -> Any:
+        """Return the number of updates of the optimizer inside."""
+        return self.inner_optimizer.iterations
+
+    @property
+    def loss_scale_factor(self) -> float | None:
+        """Return the loss scale of the optimizer inside."""
+        inner = vars(self).get("inner_optimizer")
+        return None if inner is None else inner.loss_scale_factor
+
+    @loss_scale_factor.setter
+    def loss_scale_factor(self, factor: float | None) -> None:
+        if "inner_optimizer" in vars(self):  # else Keras sets it up
+            self.inner_optimizer.loss_scale_factor = factor
+
+    def scale_loss(self, loss: Any) -> Any:
+        """Scale the loss as the optimizer inside does."""
+        return self.inner_optimizer.scale_loss(loss)
+
+    def finalize_variable_values(self, var_list: Sequence[Any]) -> None:
+        """Let the optimizer inside write its averages into the variables."""
+        self.inner_optimizer.finalize_variable_values(var_list)
+
+    def exclude_from_weight_decay(self, var_list: Any = None, var_names: Any = None) -> None:
+        """Tell the optimizer inside which variables not to decay."""
+        self.inner_optimizer.exclude_from_weight_decay(var_list, var_names)
+
+    def stateless_apply(self, *arguments: Any) -> None:
+        """Raise an error: Keras uses this on the JAX backend only."""
+        del arguments
+        raise gg.InvalidTypeError("stateless_apply is for the JAX backend; gradguard needs apply, on PyTorch.")
+
+    # -- saving -----------------------------------------------------------------------------------------------------
+
+    def save_own_variables(self, store: Any) -> None:
+        """Save the clipper's state; the optimizer inside saves its own."""
+        memory = io.BytesIO()
+        torch.save({"clipper": self.clipper.state_dict(), "skipped_steps": self.skipped_steps}, memory)
+        store["guard"] = np.frombuffer(memory.getvalue(), dtype=np.uint8)
+
+    def load_own_variables(self, store: Any) -> None:
+        """Load what `save_own_variables` saved; weights saved without a guard leave the clipper as it is."""
+        if "guard" in store.keys():  # noqa: SIM118 - not a dictionary
+            saved = torch.load(io.BytesIO(np.asarray(store["guard"]).tobytes()), weights_only=True)
+            self.clipper.load_state_dict(saved["clipper"])
+            self.skipped_steps = saved["skipped_steps"]
+
+    def get_config(self) -> dict[str, Any]:
+        """Return what Keras writes about this optimizer; a clipper is an object of your program, named by its class."""
+        return {
+            "name": self.name,
+            "inner_optimizer": keras.saving.serialize_keras_object(self.inner_optimizer),
+            "clipper": type(self.clipper).__name__,
+            "nonfinite": self.nonfinite,
+            "max_consecutive_skips": self.max_consecutive_skips,
+        }
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any], custom_objects: dict[str, Any] | None = None) -> Self:
+        """Make the optimizer again, with the clipper of `loading`, without which this is an error."""
+        clipper = _clipper_to_load.get()
+        if clipper is None:
+            raise gg.InvalidValueError(
+                f"this model was compiled with a guard, whose {config['clipper']} is an object of your program. Type: "
+                f"with gradguard.integrations.keras.loading({config['clipper']}(...)): keras.saving.load_model(...)"
+            )
+        inner = keras.saving.deserialize_keras_object(config["inner_optimizer"], custom_objects=custom_objects)
+        rest = {key: value for key, value in config.items() if key not in ("inner_optimizer", "clipper")}
+        return cls(inner, clipper, **rest)
+
+
+def guard(
+    optimizer: keras.optimizers.Optimizer,
+    clipper: gg.Clipper,
+    *,
+    nonfinite: Policy = "skip",
+    max_consecutive_skips: int | None = 20,
+) -> GuardedOptimizer:
+    """Return the optimizer with a clipper in it, for ``model.compile`` or a loop of your own: `GuardedOptimizer`.
+
+    Args:
+        optimizer: A Keras optimizer that does not clip by itself.
+        clipper: What to do with the gradients.
+        nonfinite: ``"skip"``, ``"propagate"``, ``"raise"`` or ``"zero"``.
+        max_consecutive_skips: More skipped updates in a row than this raise an error; None never does.
+
+    Returns:
+        An optimizer to use instead of the one passed.
+
+    Raises:
+        GradguardError: As for `GuardedOptimizer`.
+
+    Example:
+        >>> import os; os.environ["KERAS_BACKEND"] = "torch"
+        >>> import keras, torch, gradguard as gg
+        >>> from gradguard.integrations.keras import guard
+        >>> weight = keras.Variable([3.0, 4.0])
+        >>> optimizer = guard(keras.optimizers.SGD(learning_rate=1.0), gg.ClipByGlobalNorm(1.0))
+        >>> optimizer.apply([torch.tensor([30.0, 40.0])], [weight])
+        >>> weight.value.detach()
+        tensor([2.4000, 3.2000])
+    """
+    return GuardedOptimizer(optimizer, clipper, nonfinite=nonfinite, max_consecutive_skips=max_consecutive_skips)
+
+
+@contextmanager
+def loading(clipper: gg.Clipper) -> Iterator[None]:
+    """Give `keras.saving.load_model` the clipper of a model that was compiled with a guard, whose state it then loads.
+
+    Args:
+        clipper: A new clipper with the same arguments.
+
+    Yields:
+        Nothing.
+
+    Example:
+        >>> with loading(gg.ClipByMedian()):
+        ...     pass  # model = keras.saving.load_model("model.keras")
+    """
+    token = _clipper_to_load.set(clipper)
+    try:
+        yield
+    finally:
+        _clipper_to_load.reset(token)
+
+
+def _check(optimizer: Any, clipper: Any, policy: str) -> None:
+    if not isinstance(optimizer, keras.optimizers.Optimizer):
+        raise gg.InvalidTypeError(
+            f"inner_optimizer is {type(optimizer).__name__}: expected a Keras optimizer, such as "
+            "keras.optimizers.Adam(). Round a torch.optim.Optimizer put gradguard.Guard."
+        )
+    if not isinstance(clipper, gg.Clipper):
+        raise gg.InvalidTypeError(
+            f"clipper is {type(clipper).__name__}: expected a clipper, such as ClipByGlobalNorm(1.0)."
+        )
+    if policy not in get_args(Policy):
+        raise gg.InvalidValueError(f"nonfinite={policy!r}: expected 'skip', 'propagate', 'raise' or 'zero'.")
+    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+        raise gg.InvalidValueError(
+            "the optimizer is a LossScaleOptimizer, whose gradients are scaled: guard the one inside, "
+            "LossScaleOptimizer(guard(optimizer, clipper))."
+        )
+    if isinstance(optimizer, GuardedOptimizer):
+        raise gg.InvalidValueError("the optimizer has a guard already: for two rules pass gradguard.Chain(a, b).")
+    if any(isinstance(part, gg.ClipAdaptive) for part in _parts(clipper)):
+        raise gg.InvalidValueError(
+            "ClipAdaptive bounds the rows of a weight, and Keras stores kernels as [in, out], whose rows belong to "
+            "inputs. Expected a rule about norms or values, such as ClipByMedian() or AdaGC()."
+        )
+    _refuse_own_clip(optimizer)
+
+
+def _refuse_own_clip(optimizer: keras.optimizers.Optimizer) -> None:
+    for name in _OWN_CLIPS:
+        if getattr(optimizer, name, None):
+            raise gg.InvalidValueError(
+                f"{type(optimizer).__name__} has {name}={getattr(optimizer, name)} and would clip a second time: leave "
+                f"{name} out, or leave the guard out."
+            )
+
+
+def _parts(clipper: gg.Clipper) -> Iterator[gg.Clipper]:
+    """The clipper, and the clippers that it is made of."""
+    yield clipper
+    for value in vars(clipper).values():
+        inside = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else [value]
+        parts = [part for part in inside if isinstance(part, gg.Clipper)]
+        yield from (nested for part in parts for nested in _parts(part))

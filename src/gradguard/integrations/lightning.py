@@ -1,0 +1,393 @@
+"""gradguard in Lightning: a callback for the Trainer, and one call for Fabric."""
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+from gradguard.integrations.versions import require
+
+require("lightning", "2.6", "2.7", "lightning")
+
+import torch  # noqa: E402
+from lightning.fabric import Fabric  # noqa: E402
+from lightning.fabric.wrappers import is_wrapped  # noqa: E402
+from lightning.pytorch import Callback, LightningModule, Trainer  # noqa: E402
+from torch import Tensor, nn  # noqa: E402
+from torch.distributed.fsdp import FullyShardedDataParallel  # noqa: E402
+from torch.optim import Optimizer  # noqa: E402
+
+import gradguard as gg  # noqa: E402
+
+Policy = Literal["skip", "propagate", "raise", "zero"]
+Clippers = gg.Clipper | Sequence[gg.Clipper | None] | Mapping[int, gg.Clipper | None] | Callable[[], gg.Clipper]
+
+WINDOW = 100
+"""The binding share is that of so many steps."""
+
+
+class GradGuardCallback(Callback):
+    """Clip at each optimizer step of a Lightning Trainer, log what the clip did, and resume with the checkpoint.
+
+    It attaches a `Guard` to each optimizer. That acts after ``on_before_optimizer_step`` of all callbacks and of the
+    module, in the place of ``Trainer(gradient_clip_val=...)``: the gradients are those of this step, accumulated,
+    averaged over processes and unscaled, and a hook that logs their norm sees them before the clip.
+
+    **Guarantees.**
+
+    * Once for each optimizer step: automatic or manual optimization, ``accumulate_grad_batches``, closures, LBFGS,
+      also where ``self.optimizers(use_pl_optimizer=False)`` is stepped, of which no hook of Lightning tells.
+    * All precisions: 32-true, 64-true, 16-true, bf16-true, bf16-mixed, and 16-mixed also with a fused optimizer, which
+      ``gradient_clip_val`` refuses. Thresholds are for gradients without the loss scale.
+    * One device, DDP, ModelParallelStrategy (FSDP2) and FSDPStrategy (FSDP1): the norm is that of the
+      whole gradient, the same on all processes.
+    * A run that is resumed goes on bit by bit: clippers, counts and the binding share are in the checkpoint.
+    * ``"skip"``: the step does not happen, and weights and optimizer state stay as they were. Lightning counts it in
+      ``global_step`` and steps its schedulers all the same.
+
+    **Edge cases.**
+
+    ===========================================  =================================================================
+    case                                         what happens
+    ===========================================  =================================================================
+    ``gradient_clip_val`` is set                 an error: two clips would act, and the second sees the first's
+    ``configure_gradient_clipping`` overridden   it acts first; the norm that is logged is what it leaves
+    several optimizers, one clipper              an error says what to pass: two histories must not mix
+    ``configure_optimizers`` returns None        an error: there is nothing to attach to
+    DeepSpeedStrategy                            an error: its engine owns the gradients
+    FSDPStrategy                                 the names of parameters contain ``_fsdp_wrapped_module.``
+    optimizers replaced while training           the new ones are guarded from the next batch on
+    16-mixed, overflow                           the scaler skips the step; ``guards[0].skipped_steps`` counts it
+    ``training_step`` returns None               nothing is clipped: there are no new gradients
+    no optimizer step in a batch                 nothing is logged for it
+    ``Tuner.lr_find``                            its search runs without callbacks, so without the clip
+    ===========================================  =================================================================
+
+    Args:
+        clipper: The rule. For several optimizers: one for each in a list, in the order of ``configure_optimizers``; or
+            by that position, ``{0: clipper, 1: None}``; or a function without arguments that makes one for each, such
+            as the class ``gg.ClipByMedian``. None leaves an optimizer alone.
+        nonfinite: As for `Guard`: ``"skip"``, ``"propagate"``, ``"raise"`` or ``"zero"``.
+        max_consecutive_skips: As for `Guard`.
+        log: First part of the names that are logged after each step, as Lightning logs (``log_every_n_steps``):
+            ``gradients/norm`` (before the clip), ``gradients/coefficient`` and ``gradients/binding_share`` (the share
+            of the last 100 steps that were clipped). With several optimizers their position follows:
+            ``gradients/1/norm``. None logs nothing. Nothing waits for an accelerator.
+
+    Attributes:
+        guards: The `Guard` of each optimizer by position, once training has begun, also afterwards:
+            ``guards[0].last``, ``guards[0].skipped_steps``.
+
+    Raises:
+        InvalidTypeError: If ``clipper`` is none of these; what Lightning alone knows is refused when ``fit`` begins.
+
+    Example:
+        >>> import gradguard as gg, torch
+        >>> from lightning.pytorch import LightningModule, Trainer
+        >>> from gradguard.integrations.lightning import GradGuardCallback
+        >>> class Model(LightningModule):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.layer = torch.nn.Linear(2, 1)
+        ...     def training_step(self, batch):
+        ...         return self.layer(batch).square().mean()
+        ...     def configure_optimizers(self):
+        ...         return torch.optim.AdamW(self.parameters(), fused=True)
+        >>> callback = GradGuardCallback(gg.ClipByMedian())
+        >>> trainer = Trainer(max_epochs=1, callbacks=[callback])
+        >>> # trainer.fit(Model(), loader)
+    """
+
+    def __init__(
+        self,
+        clipper: Clippers,
+        *,
+        nonfinite: Policy = "skip",
+        max_consecutive_skips: int | None = 20,
+        log: str | None = "gradients",
+    ) -> None:
+        self._clippers = _checked(clipper)
+        self._options: dict[str, Any] = {"nonfinite": nonfinite, "max_consecutive_skips": max_consecutive_skips}
+        self._prefix = log
+        self.guards: dict[int, gg.Guard] = {}
+        self._shares: dict[int, BindingShare] = {}
+        self._optimizers: list[Optimizer] = []  # all that are guarded or left alone on purpose
+        self._logged: dict[int, int] = {}  # steps of each guard when it was last logged
+        self._loaded: dict[str, Any] | None = None  # a state that came before there were optimizers
+
+    # -- hooks of Lightning -----------------------------------------------------------------------------------------
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Refuse, before anything is trained, what cannot be right."""
+        del pl_module
+        if stage == "fit":
+            _refuse_other_clip(trainer)
+            _refuse_engine(trainer.strategy)
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Attach to the optimizers, which the strategy has made by now."""
+        self._attach(trainer, pl_module)
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Attach to optimizers that have come in the meantime, which other callbacks may make."""
+        del batch, batch_idx
+        if list(map(id, trainer.optimizers)) != list(map(id, self._optimizers)):
+            self._attach(trainer, pl_module)
+
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
+        """Count the step before, of which there may be several in a batch; the guard clips once this has returned."""
+        del pl_module, optimizer
+        _refuse_other_clip(trainer)
+        self._count()
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Log what the steps of this batch did."""
+        del trainer, outputs, batch, batch_idx
+        self._count()
+        for position, guard in self.guards.items():
+            if self._prefix is not None and guard.last is not None and guard.steps != self._logged.get(position):
+                self._logged[position] = guard.steps
+                self._log(pl_module, position, guard.last)
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Detach; guards, their counts and the clippers can still be read and saved."""
+        del trainer, pl_module, stage
+        self._detach()
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Detach: Lightning calls no ``teardown`` after an error."""
+        del trainer, pl_module, exception
+        self._detach()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of all guards, for the checkpoint; Lightning calls this."""
+        if not self.guards:
+            return self._loaded or {}
+        self._count()
+        return {
+            "guards": {position: guard.state_dict() for position, guard in self.guards.items()},
+            "binding": {position: share.state_dict() for position, share in self._shares.items()},
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take back what `state_dict` returned; Lightning calls this, before or after there are optimizers.
+
+        Raises:
+            InvalidValueError: If it is the state of other optimizers.
+        """
+        if not self.guards:
+            self._loaded = state_dict
+            return
+        if sorted(state_dict["guards"]) != sorted(self.guards):
+            raise gg.InvalidValueError(
+                f"the state is that of guards on the optimizers {sorted(state_dict['guards'])}, by position in "
+                f"configure_optimizers, and here they are on {sorted(self.guards)}: expected the same ones. "
+                "Give GradGuardCallback the clippers of the run that is resumed, or start a new run with a new one."
+            )
+        for position, guard in self.guards.items():
+            guard.load_state_dict(state_dict["guards"][position])
+            self._shares[position].load_state_dict(state_dict["binding"][position])
+
+    # -- inside -----------------------------------------------------------------------------------------------------
+
+    def _attach(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        _refuse_no_optimizer(trainer, pl_module)
+        state = copy.deepcopy(self.state_dict())  # of the last fit too: this one goes on from there
+        self._detach()
+        self.guards, self._shares, self._loaded = {}, {}, None
+        self._optimizers = list(trainer.optimizers)
+        clippers = _one_for_each(self._clippers, self._optimizers)
+        model = _model_to_name(pl_module, trainer.strategy.model)
+        for position, (optimizer, clipper) in enumerate(zip(self._optimizers, clippers, strict=True)):
+            if clipper is not None:
+                self.guards[position] = gg.Guard(optimizer, clipper, model=model, **self._options)
+                self._shares[position] = BindingShare()
+        if state:
+            self.load_state_dict(state)
+
+    def _detach(self) -> None:
+        self._count()
+        for guard in self.guards.values():
+            guard.detach()
+        self._optimizers = []
+
+    def _count(self) -> None:
+        for position, guard in self.guards.items():
+            self._shares[position].follow(guard)
+
+    def _log(self, pl_module: LightningModule, position: int, result: gg.ClipResult) -> None:
+        name = self._prefix if len(self._optimizers) == 1 else f"{self._prefix}/{position}"
+        values = {
+            "norm": result.norm,
+            "coefficient": result.coefficient,
+            "binding_share": self._shares[position].value(),
+        }
+        for key, value in values.items():
+            pl_module.log(f"{name}/{key}", value, on_step=True, on_epoch=False)
+
+
+def guard_fabric(
+    fabric: Fabric,
+    module: nn.Module | None,
+    optimizer: Optimizer,
+    clipper: gg.Clipper,
+    *,
+    nonfinite: Policy = "skip",
+    max_consecutive_skips: int | None = 20,
+) -> gg.Guard:
+    """Clip at each step of an optimizer that Fabric has set up: one call after ``fabric.setup``, and the loop stays.
+
+    It replaces ``fabric.clip_gradients(module, optimizer, max_norm=...)`` before each step. The `Guard` is attached to
+    the optimizer inside Fabric's, so that it hears of Fabric's GradScaler: under 16-mixed, thresholds are for gradients
+    without the loss scale, and fused optimizers are served, which ``fabric.clip_gradients`` refuses.
+
+    Args:
+        fabric: The Fabric.
+        module: What ``fabric.setup`` returned; names the parameters, and is needed for FSDP1. None if there are many.
+        optimizer: What ``fabric.setup`` returned, or the optimizer inside.
+        clipper: The rule.
+        nonfinite: As for `Guard`.
+        max_consecutive_skips: As for `Guard`.
+
+    Returns:
+        The guard: ``guard.last``, ``guard.detach()``. ``fabric.save(path, {"guard": guard, ...})`` keeps its state and
+        ``fabric.load`` brings it back.
+
+    Raises:
+        InvalidTypeError: If ``module`` is no module, ``optimizer`` cannot be hooked, or ``clipper`` is no clipper.
+        InvalidValueError: As `Guard`.
+        UnsupportedGradientError: Under DeepSpeed, whose engine owns the gradients.
+
+    Example:
+        >>> import gradguard as gg, torch
+        >>> from lightning.fabric import Fabric
+        >>> from gradguard.integrations.lightning import guard_fabric
+        >>> fabric = Fabric(accelerator="cpu", devices=1)
+        >>> model = torch.nn.Linear(2, 1)
+        >>> model, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        >>> guard = guard_fabric(fabric, model, optimizer, gg.ClipByGlobalNorm(1.0))
+        >>> fabric.backward(model(torch.tensor([[3.0, 4.0]])).sum())
+        >>> optimizer.step()
+        >>> guard.last.names, bool(guard.last.clipped)
+        (('weight', 'bias'), True)
+    """
+    _refuse_engine(fabric.strategy)
+    if module is not None and not isinstance(module, nn.Module):
+        raise gg.InvalidTypeError(
+            f"module is {type(module).__name__}: expected the module that fabric.setup returned, or None. "
+            "Type: guard_fabric(fabric, module, optimizer, clipper)."
+        )
+    inner: Any = getattr(optimizer, "optimizer", optimizer) if is_wrapped(optimizer) else optimizer
+    original: Any = module.module if module is not None and is_wrapped(module) else module
+    model = _model_to_name(original, module)
+    return gg.Guard(inner, clipper, model=model, nonfinite=nonfinite, max_consecutive_skips=max_consecutive_skips)
+
+
+class BindingShare:
+    """The share of a guard's last 100 steps that were clipped, on the device until it is read."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+        self._seen = 0  # steps of the guard
+        self._clipped = torch.zeros(WINDOW, dtype=torch.bool)
+
+    def follow(self, guard: gg.Guard) -> None:
+        """Take in the guard's last step, unless that has been done."""
+        if guard.last is None or guard.steps == self._seen:
+            return
+        self._seen = guard.steps
+        self._clipped = self._clipped.to(guard.last.clipped.device)
+        self._clipped[self.steps % WINDOW] = guard.last.clipped & ~guard.last.nonfinite
+        self.steps += 1
+
+    def value(self) -> Tensor:
+        """Return the share; 0-dim."""
+        return self._clipped[: max(1, min(self.steps, WINDOW))].float().mean()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what is remembered."""
+        return {"steps": self.steps, "seen": self._seen, "clipped": self._clipped.clone()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take back what `state_dict` returned."""
+        self.steps, self._seen = int(state_dict["steps"]), int(state_dict["seen"])
+        self._clipped = state_dict["clipped"].clone()
+
+
+def _checked(clipper: Clippers) -> Clippers:
+    """Return ``clipper`` if it can be meant."""
+    if isinstance(clipper, Mapping | list | tuple):
+        values = list(clipper.values()) if isinstance(clipper, Mapping) else list(clipper)
+        keys = list(clipper) if isinstance(clipper, Mapping) else []
+        if values and all(isinstance(c, gg.Clipper | None) for c in values) and all(type(k) is int for k in keys):
+            return clipper
+    elif callable(clipper):  # a clipper is
+        return clipper
+    raise gg.InvalidTypeError(
+        f"clipper is {clipper!r}: expected a clipper, such as gg.ClipByMedian(); or, for several optimizers, one for "
+        "each in a list, a dict such as {0: gg.ClipByMedian(), 1: None}, or a function that makes one."
+    )
+
+
+def _one_for_each(clipper: Clippers, optimizers: Sequence[Optimizer]) -> list[gg.Clipper | None]:
+    """The clipper of each optimizer."""
+    count = len(optimizers)
+    if isinstance(clipper, gg.Clipper):
+        if count > 1:
+            raise gg.InvalidValueError(
+                f"one {type(clipper).__name__} for {count} optimizers: it remembers, and their histories would mix. "
+                f"Pass a function that makes one for each, as in GradGuardCallback(lambda: gg.{type(clipper).__name__}"
+                f"(...)), or a list of {count} clippers in the order of configure_optimizers."
+            )
+        return [clipper]
+    if isinstance(clipper, Mapping | Sequence):
+        by_position = clipper if isinstance(clipper, Mapping) else dict(enumerate(clipper))
+        if sorted(by_position) != list(range(count)):
+            raise gg.InvalidValueError(
+                f"clippers for the optimizers {sorted(by_position)}, and configure_optimizers returned {count}: "
+                f"expected one for each of {list(range(count))}, None for one to be left alone."
+            )
+        return [by_position[position] for position in range(count)]
+    made: list[Any] = [clipper() for _ in optimizers]
+    if not all(isinstance(one, gg.Clipper) for one in made):
+        raise gg.InvalidTypeError(f"the function for clippers returned {made}: expected a new clipper at each call.")
+    return made
+
+
+def _model_to_name(module: nn.Module | None, wrapped: nn.Module | None) -> nn.Module | None:
+    """What names the parameters: the module, or what FSDP1 has put around it, which knows where the parts are."""
+    parts = () if wrapped is None else wrapped.modules()
+    outermost = next((part for part in parts if isinstance(part, FullyShardedDataParallel)), None)
+    if outermost is not None and any(part is module for part in outermost.modules()):
+        return outermost
+    return module
+
+
+def _refuse_other_clip(trainer: Trainer) -> None:
+    if trainer.gradient_clip_val:
+        raise gg.InvalidValueError(
+            f"Trainer(gradient_clip_val={trainer.gradient_clip_val}) clips too, and the clipper would see only what it "
+            "leaves: expected one clip. Take gradient_clip_val away; GradGuardCallback(gg.ClipByGlobalNorm("
+            f"{trainer.gradient_clip_val})) does what it did."
+        )
+
+
+def _refuse_engine(strategy: object) -> None:
+    if any(kind.__name__ == "DeepSpeedStrategy" for kind in type(strategy).__mro__):
+        raise gg.UnsupportedGradientError(
+            "under DeepSpeed the engine owns the gradients and the step, so that a clip from outside would be of parts "
+            "or of nothing: expected another strategy. Set gradient_clipping in DeepSpeed's own configuration."
+        )
+
+
+def _refuse_no_optimizer(trainer: Trainer, pl_module: LightningModule) -> None:
+    groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
+    guarded = {id(p) for group in groups for p in group["params"]}
+    model = trainer.strategy.model or pl_module
+    if not any(id(p) in guarded for p in model.parameters()):
+        raise gg.InvalidValueError(
+            f"no parameter of {type(pl_module).__name__} is in an optimizer that configure_optimizers returned: "
+            "expected the optimizers that train it, so that the callback can guard them. Return them there also in "
+            "manual optimization, or attach gg.Guard(optimizer, clipper) where you make yours."
+        )

@@ -1,0 +1,187 @@
+// Draws the charts of the report from the JSON beside them, in the theme of the page.
+(() => {
+  "use strict";
+  const root = document.documentElement;
+  const darkOf = JSON.parse(document.getElementById("palette").textContent);
+  const config = { responsive: true, displayModeBar: false, doubleClick: "reset" };
+  const NONFINITE = -32768, ZERO = -32767, GAP = -32766; // as in layers.py
+  const NARROW = 620; // pixels
+  const plots = [...document.querySelectorAll(".plot")];
+
+  // ------------------------------------------------------------------ theme
+  function inTheme(text) {
+    if (root.dataset.theme !== "dark") return text;
+    for (const [light, dark] of Object.entries(darkOf)) text = text.replaceAll(`"${light}"`, `"${dark}"`);
+    return text;
+  }
+
+  function remembered() {
+    try { return localStorage.getItem("gradguard-theme"); } catch { return null; }
+  }
+
+  function remember(theme) {
+    try { localStorage.setItem("gradguard-theme", theme); } catch { /* a page from a file may not */ }
+  }
+
+  function show(theme) {
+    root.dataset.theme = theme;
+    const button = document.getElementById("theme");
+    button.textContent = theme === "dark" ? "Light" : "Dark";
+    button.setAttribute("aria-label", `${button.textContent} theme`);
+    plots.forEach(draw);
+  }
+
+  // ------------------------------------------------------------------ heat map
+  function unpack(text) {
+    const bytes = Uint8Array.from(atob(text), (character) => character.charCodeAt(0));
+    const view = new DataView(bytes.buffer);
+    return Int16Array.from({ length: bytes.length / 2 }, (_, index) => view.getInt16(2 * index, true));
+  }
+
+  function cellsOf(source, mode) {
+    const packed = (source.unpacked ??= unpack(source.cells));
+    const columns = source.steps.length;
+    return source.rows.map((_, row) => {
+      const shift = mode === "deviation" ? source.medians[row] ?? 0 : 0;
+      return Array.from(packed.subarray(row * columns, (row + 1) * columns), (cell) =>
+        cell <= GAP ? { mark: cell } : { value: (cell - shift) / 100, norm: 10 ** (cell / 100) });
+    });
+  }
+
+  function decadeTicks(low, high) {
+    const every = Math.max(1, Math.ceil((high - low) / 6)), ticks = [];
+    for (let decade = Math.ceil(low); decade <= high; decade += every) ticks.push(decade);
+    if (ticks.length < 2) ticks.splice(0, ticks.length, low, high);
+    return { tickvals: ticks, ticktext: ticks.map((tick) => Number((10 ** tick).toPrecision(2)).toString()) };
+  }
+
+  function deviationTicks(limit) {
+    const names = { "-2": "÷100", "-1": "÷10", "-0.5": "÷3", 0: "median", 0.5: "×3", 1: "×10", 2: "×100" };
+    const ticks = Object.keys(names).map(Number).filter((tick) => Math.abs(tick) <= limit).sort((a, b) => a - b);
+    return { tickvals: ticks, ticktext: ticks.map((tick) => names[tick]) };
+  }
+
+  function colours(heat, mode, cells) {
+    const values = cells.flat().filter((cell) => "value" in cell).map((cell) => cell.value);
+    const low = values.reduce((a, b) => Math.min(a, b), Infinity), high = values.reduce((a, b) => Math.max(a, b), -Infinity);
+    const bar = { len: heat.bar, lenmode: "pixels", y: 1, yanchor: "top", thickness: 12, outlinewidth: 0 };
+    if (mode === "deviation") {
+      const scale = heat.colours.scale.map((colour, index, all) => [index / (all.length - 1), colour]);
+      const ends = { zmin: -heat.limit, zmax: heat.limit };
+      return { ...ends, colorscale: scale, colorbar: { ...bar, ...deviationTicks(heat.limit) } };
+    }
+    if (!values.length) return { zmin: 0, zmax: 1, showscale: false };
+    const ends = { zmin: low, zmax: high > low ? high : low + 1 };
+    return { ...ends, colorscale: "Viridis", colorbar: { ...bar, ...decadeTicks(ends.zmin, ends.zmax) } };
+  }
+
+  function marked(cells, mark, label, colour, axes) {
+    if (!cells.some((row) => row.some((cell) => cell.mark === mark))) return [];
+    const z = cells.map((row) => row.map((cell) => (cell.mark === mark ? 1 : null)));
+    const flat = { type: "heatmap", ...axes, z, showscale: false, hoverongaps: false, colorscale: [[0, colour], [1, colour]] };
+    const key = { x: [null], y: [null], mode: "markers", name: label, marker: { symbol: "square", color: colour, size: 11 } };
+    return [{ ...flat, hovertemplate: `%{y}<br>step %{x:,.0f}: ${label}<extra></extra>` }, { ...key, showlegend: true }];
+  }
+
+  function barBelow(bar, layout) { // beside a narrow heat map it would take the place of the cells
+    const few = bar.tickvals.map((_, index) => index).filter((index) => !/^[×÷]3$/.test(bar.ticktext[index]));
+    Object.assign(bar, {
+      orientation: "h", len: 0.8, lenmode: "fraction", x: 0.5, xanchor: "center", y: 0, yref: "container", yanchor: "bottom",
+      tickangle: 0, tickvals: few.map((index) => bar.tickvals[index]), ticktext: few.map((index) => bar.ticktext[index]),
+    });
+    layout.height += 60;
+    layout.margin = { ...layout.margin, b: (layout.margin.b ?? 52) + 60 };
+  }
+
+  function spreadMarks(layout) { // names of neighbouring thresholds, one above the other where there is no room beside
+    const marks = (layout.annotations ?? []).filter((mark) => mark.yref === "paper" && mark.yanchor === "bottom");
+    marks.forEach((mark, index) => { mark.yshift = 14 * index; });
+    if (marks.length) layout.margin = { ...layout.margin, t: 20 + 14 * marks.length };
+  }
+
+  function heatMap(plot, spec) {
+    const heat = spec.heat, mode = plot.dataset.mode;
+    const source = mode === "ratio" ? heat.ratio : heat.norm, cells = cellsOf(source, mode);
+    const last = source.steps.at(-1), width = Math.max(1, last - (source.steps.at(-2) ?? last - 1));
+    const axes = { x: [...source.steps, last + width], y: source.rows }, what = mode === "ratio" ? "update / weight" : "norm";
+    const main = {
+      type: "heatmap", ...axes, ...colours(heat, mode, cells), hoverongaps: false,
+      z: cells.map((row) => row.map((cell) => cell.value ?? null)),
+      customdata: cells.map((row) => row.map((cell) => cell.norm ?? null)),
+      hovertemplate: `%{y}<br>step %{x:,.0f}: ${what} %{customdata:.2g}<extra></extra>`,
+    };
+    const zero = marked(cells, ZERO, "zero", heat.colours.zero, axes);
+    const lost = marked(cells, NONFINITE, "non-finite", heat.colours.nonfinite, axes);
+    const narrow = plot.clientWidth < NARROW, cut = (label) => (narrow && label.length > 16 ? `…${label.slice(-15)}` : label);
+    if (narrow && main.colorbar) barBelow(main.colorbar, spec.layout);
+    Object.assign(spec.layout.yaxis, {
+      tickvals: source.rows.filter((_, row) => row % heat.every === 0),
+      ticktext: source.labels.filter((_, row) => row % heat.every === 0).map(cut),
+      tickfont: { size: heat.font },
+    });
+    return [main, ...zero, ...lost];
+  }
+
+  // ------------------------------------------------------------------ drawing
+  function draw(plot) {
+    const spec = JSON.parse(inTheme(document.getElementById(`${plot.id}-data`).textContent));
+    if (plot.clientWidth < NARROW) {
+      const named = spec.data.filter((trace) => trace.name && trace.showlegend !== false).length;
+      if (spec.layout.showlegend !== false) spec.layout.height += 18 * Math.max(0, named - 2); // the legend takes rows
+      spreadMarks(spec.layout);
+    }
+    if (spec.heat) spec.data = heatMap(plot, spec);
+    plot.style.height = `${spec.layout.height}px`;
+    // What was zoomed stays zoomed when the theme or the mode changes.
+    for (const [name, axis] of Object.entries(plot.layout ?? {}))
+      if (/^xaxis/.test(name) && plot.dataset.steps && spec.layout[name]) spec.layout[name].range = axis.range;
+    Plotly.react(plot, spec.data, spec.layout, config);
+    if (!plot.dataset.drawn) {
+      plot.dataset.drawn = "yes";
+      plot.home = [...(plot.layout.xaxis.range ?? [])];
+      if (plot.dataset.steps) plot.on("plotly_relayout", () => follow(plot));
+      plot.addEventListener("keydown", (event) => key(plot, event));
+    }
+  }
+
+  let following = false; // a zoom that follows another must not be followed in turn
+  function follow(plot) {
+    if (following) return;
+    following = true;
+    const range = [...plot.layout.xaxis.range];
+    const others = plots.filter((other) => other !== plot && other.dataset.steps === plot.dataset.steps && other.dataset.drawn);
+    Promise.all(others.map((other) => Plotly.relayout(other, { "xaxis.range": range }))).finally(() => { following = false; });
+  }
+
+  function key(plot, event) {
+    if (event.ctrlKey || event.metaKey || event.altKey || !plot.dataset.steps) return;
+    const [low, high] = plot.layout.xaxis.range, width = high - low;
+    const to = {
+      ArrowLeft: [low - width / 5, high - width / 5], ArrowRight: [low + width / 5, high + width / 5],
+      "+": [low + width / 4, high - width / 4], "=": [low + width / 4, high - width / 4],
+      "-": [low - width / 2, high + width / 2], 0: plot.home,
+    }[event.key];
+    if (!to) return;
+    event.preventDefault();
+    Plotly.relayout(plot, { "xaxis.range": [...to] });
+  }
+
+  // ------------------------------------------------------------------ start
+  const system = matchMedia("(prefers-color-scheme: dark)");
+  let printing = null;
+  document.getElementById("theme").addEventListener("click", () => {
+    const theme = root.dataset.theme === "dark" ? "light" : "dark";
+    remember(theme);
+    show(theme);
+  });
+  system.addEventListener("change", () => { if (!remembered()) show(system.matches ? "dark" : "light"); });
+  document.querySelectorAll(".modes input").forEach((input) => input.addEventListener("change", () => {
+    const plot = document.getElementById(input.dataset.plot);
+    plot.dataset.mode = input.value;
+    draw(plot);
+  }));
+  addEventListener("beforeprint", () => { printing = root.dataset.theme; show("light"); });
+  addEventListener("afterprint", () => { if (printing) show(printing); printing = null; });
+  show(root.dataset.theme);
+  root.dataset.ready = "yes";
+})();

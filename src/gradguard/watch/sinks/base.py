@@ -1,0 +1,151 @@
+"""What every sink is, and the dozen numbers that a dashboard gets instead of every step."""
+
+import importlib
+import math
+from collections.abc import Mapping, Sequence
+from types import ModuleType
+from typing import Any, Protocol
+
+from gradguard.errors import MissingPackageError
+
+Line = Mapping[str, Any]
+"""One line of the record: its kind under ``"t"``; floats may be NaN or infinite."""
+
+
+class Sink(Protocol):
+    """Something that takes the lines of a record, some dozens at a time."""
+
+    name: str
+
+    def push(self, lines: Sequence[Line]) -> None:
+        """Take ``lines``; whatever it raises drops the sink, and nothing else."""
+
+    def close(self) -> None:
+        """Finish what gradguard has begun, and leave open what the user has opened."""
+
+
+def required(module: str, extra: str) -> ModuleType:
+    """Import the package of a dashboard.
+
+    Args:
+        module: What to import.
+        extra: The extra of gradguard that installs it.
+
+    Returns:
+        The module.
+
+    Raises:
+        MissingPackageError: If it, or something that it needs, is not installed.
+    """
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise MissingPackageError(
+            f"sink={extra!r} needs a package that is not installed ({error}): pip install 'gradguard[{extra}]'"
+        ) from error
+
+
+def plain(value: Any) -> Any:
+    """Return ``value`` as JSON would hold it: what is not finite becomes None, also inside lists and dictionaries."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in value.items()}
+    return value
+
+
+class Window:
+    r"""What a dashboard shows of several steps: about ten numbers, however many parameters there are.
+
+    The norm gives its smallest, mean and largest value, so that a spike between two flushes is seen; NaN and infinity
+    are counted and never averaged. A quantity that no step had is left out.
+
+    Example:
+        >>> window = Window()
+        >>> for i, norm in enumerate([1.0, 9.0, float("inf")]):
+        ...     window.add({"t": "step", "i": i, "norm": norm, "loss": 2.0, "nonfinite": int(norm > 9)})
+        >>> window.scalars()
+        {'norm_min': 1.0, 'norm_mean': 5.0, 'norm_max': 9.0, 'loss': 2.0, 'nonfinite_steps': 1, 'skipped_steps': 0}
+    """
+
+    def __init__(self) -> None:
+        self.step: int | None = None
+        self._values: dict[str, _Summary] = {}
+        self._last: dict[str, float] = {}
+        self._count, self._bound, self._clips = 0, 0, False
+        self._nonfinite, self._skipped = 0, 0
+
+    def add(self, line: Line) -> None:
+        """Take one line; what is no step is passed over."""
+        if line.get("t") != "step":
+            return
+        self.step, self._count = line["i"], self._count + 1
+        self._nonfinite += bool(line.get("nonfinite"))
+        self._skipped += bool(line.get("skipped"))
+        coefficient = line.get("coefficient")
+        if coefficient is not None:
+            self._clips = True
+            self._bound += coefficient < 1
+        for key, value in line.items():
+            if isinstance(value, float | int) and not isinstance(value, bool) and key not in _NO_QUANTITY:
+                self._keep(key, float(value))
+
+    def _keep(self, key: str, value: float) -> None:
+        if not math.isfinite(value):
+            return
+        if key in _AS_LAST:
+            self._last[key] = value
+        else:
+            self._values.setdefault(key, _Summary()).add(value)
+
+    def scalars(self) -> dict[str, float]:
+        """Return the numbers by name, without the prefix ``gradguard/``; empty if no step came."""
+        if not self._count:
+            return {}
+        norm = self._values.get("norm")
+        found = {f"norm_{kind}": value for kind, value in norm.extent().items()} if norm is not None else {}
+        found |= {key: summary.mean for key, summary in self._values.items() if key != "norm"}
+        found |= self._last
+        if self._clips:
+            found["clip_fraction"] = self._bound / self._count
+        return found | {"nonfinite_steps": self._nonfinite, "skipped_steps": self._skipped}
+
+
+_NO_QUANTITY = {"i", "wall", "nonfinite", "optimizer", "user_max_norm", "post_norm"}
+_AS_LAST = {"lr", "threshold", "amp_scale"}
+
+
+class _Summary:
+    """Count, mean and extremes of a few numbers."""
+
+    def __init__(self) -> None:
+        self._count, self._sum, self._min, self._max = 0, 0.0, math.inf, -math.inf
+
+    def add(self, value: float) -> None:
+        self._count, self._sum = self._count + 1, self._sum + value
+        self._min, self._max = min(self._min, value), max(self._max, value)
+
+    @property
+    def mean(self) -> float:
+        return self._sum / self._count
+
+    def extent(self) -> dict[str, float]:
+        return {"min": self._min, "mean": self.mean, "max": self._max}
+
+
+PREFIX = "gradguard/"
+
+
+def named(scalars: Mapping[str, float]) -> dict[str, float]:
+    """Return ``scalars`` with names that stand together in a dashboard."""
+    return {PREFIX + key: value for key, value in scalars.items()}
+
+
+def summary_of(lines: Sequence[Line]) -> tuple[int, dict[str, float]] | None:
+    """Return the number of the last step in ``lines`` and their scalars; None if there is no step among them."""
+    window = Window()
+    for line in lines:
+        window.add(line)
+    return None if window.step is None else (window.step, named(window.scalars()))

@@ -1,0 +1,77 @@
+"""What `GRADGUARD=run.jsonl python train.py` runs before the script: nothing of it imports torch.
+
+The wheel installs a copy of this file as `_gradguard_start_up.py` beside the packages, because importing anything of
+`gradguard` imports torch, and a `.pth` file that calls `install` where the variable is set. When the script has
+imported torch itself, `gradguard.watch.notebook.watch_process` begins to watch.
+"""
+
+import importlib.abc
+import importlib.machinery
+import os
+import sys
+import time
+
+VARIABLE = "GRADGUARD"
+"""The environment variable that holds the path of the record."""
+
+OWNER = "GRADGUARD_PROCESS"
+"""The environment variable that tells children which process was the first, and when it began."""
+
+_WAITED_FOR = ("torch", "gradguard")
+
+
+def install():
+    """Watch this process from the moment it has imported torch; harmless when called twice."""
+    if not os.environ.get(VARIABLE) or any(type(finder).__name__ == "_Finder" for finder in sys.meta_path):
+        return
+    os.environ.setdefault(OWNER, f"{os.getpid()} {time.time()}")
+    sys.meta_path.insert(0, _Finder())
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    """Finds what the other finders find, with a loader that tells when torch is there."""
+
+    def find_spec(self, name, path=None, target=None):
+        if name not in _WAITED_FOR:
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(name, path, target)
+        if spec is not None and spec.loader is not None:
+            spec.loader = _Loader(spec.loader, self)
+        return spec
+
+    def begin(self):
+        if "torch" not in sys.modules or _importing:  # gradguard itself imports torch: not before all of it is there
+            return
+        if self in sys.meta_path:
+            sys.meta_path.remove(self)
+        try:
+            from gradguard.watch.notebook import watch_process
+
+            watch_process()
+        except Exception as error:  # what watches never ends what is watched
+            print(f"gradguard: not watching: {type(error).__name__}: {error}", file=sys.stderr)
+
+
+class _Loader(importlib.abc.Loader):
+    """Loads as ``loader`` does, and then lets ``finder`` begin."""
+
+    def __init__(self, loader, finder):
+        self._loader, self._finder = loader, finder
+
+    def create_module(self, spec):
+        return self._loader.create_module(spec)
+
+    def exec_module(self, module):
+        # The module shall look as it would without us.
+        module.__loader__ = self._loader
+        if module.__spec__ is not None:
+            module.__spec__.loader = self._loader
+        _importing.add(module.__name__)
+        try:
+            self._loader.exec_module(module)
+        finally:
+            _importing.discard(module.__name__)
+        self._finder.begin()
+
+
+_importing = set()

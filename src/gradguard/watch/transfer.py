@@ -1,0 +1,99 @@
+"""Numbers on their way from a device to the host: nothing here ever makes the host wait.
+
+Small tensors of many steps are put side by side, copied into pinned memory with one asynchronous copy, and looked at
+when the event behind the copy has completed, not earlier: a number that is read too early is some old number.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from gradguard.tensors.layout import are_readable, wide_dtype
+
+
+class Event(Protocol):
+    """Something that completes, such as a `torch.cuda.Event`."""
+
+    def query(self) -> bool:
+        """Return whether it has completed."""
+        ...
+
+    def synchronize(self) -> None:
+        """Wait until it has."""
+
+
+Copy = Callable[[Tensor], tuple[Tensor, Event | None]]
+"""Starts the copy of a vector to the host; returns where it arrives and the event that says when (None: now)."""
+
+
+class Parcel:
+    """Some tensors of any devices, on their way.
+
+    Args:
+        tensors: What is sent. Those that Python may read at no cost are not copied.
+        copy: How the others are.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor], copy: Copy | None = None) -> None:
+        self._tensors: list[Tensor | None] = [t if are_readable(t) else None for t in tensors]
+        self._shapes = [t.shape for t in tensors]
+        by_device: dict[torch.device, list[int]] = {}
+        for i, tensor in enumerate(tensors):
+            if self._tensors[i] is None:
+                by_device.setdefault(tensor.device, []).append(i)
+        self._loads = []
+        for device, places in by_device.items():
+            wide = wide_dtype(device)
+            flat = torch.cat([tensors[i].detach().reshape(-1).to(wide) for i in places])
+            self._loads.append((places, *(copy or copy_to_host)(flat)))
+
+    def arrived(self) -> bool:
+        """Return whether `values` would not wait."""
+        return all(event is None or event.query() for _, _, event in self._loads)
+
+    def values(self) -> list[Any]:
+        """Return each tensor as a number, or a list of numbers; waits if it must."""
+        found: list[Any] = [None if t is None else t.tolist() for t in self._tensors]
+        for places, host, event in self._loads:
+            if event is not None:
+                event.synchronize()
+            pieces = host.split([self._shapes[i].numel() for i in places])
+            for i, piece in zip(places, pieces, strict=True):
+                found[i] = piece.view(self._shapes[i]).tolist()
+        return found
+
+
+def copy_to_host(flat: Tensor) -> tuple[Tensor, Event | None]:
+    """Copy ``flat`` without a wait where the device can (CUDA); on others the copy itself waits."""
+    if not flat.is_cuda:
+        return flat.cpu(), None
+    with torch.cuda.device(flat.device):
+        host = torch.empty(flat.shape, dtype=flat.dtype, pin_memory=True)
+        host.copy_(flat, non_blocking=True)
+        event = torch.cuda.Event()
+        event.record()
+    return host, event
+
+
+def tensors_in(things: Sequence[Any], lists: str = "losses") -> Iterator[Tensor]:
+    """Yield the tensors among the fields of each of ``things``, in order; of lists, those in the field ``lists``."""
+    for thing in things:
+        for name in type(thing).__slots__:
+            value = getattr(thing, name)
+            if isinstance(value, Tensor):
+                yield value
+            elif name == lists:
+                yield from (item for item in value if isinstance(item, Tensor))
+
+
+def put_back(things: Sequence[Any], values: Iterator[Any], lists: str = "losses") -> None:
+    """Replace every tensor that `tensors_in` yields by the next of ``values``."""
+    for thing in things:
+        for name in type(thing).__slots__:
+            value = getattr(thing, name)
+            if isinstance(value, Tensor):
+                setattr(thing, name, next(values))
+            elif name == lists:
+                setattr(thing, name, [next(values) if isinstance(item, Tensor) else item for item in value])

@@ -1,0 +1,129 @@
+"""What is read from a DeepSpeed engine: in real engines on the CPU, each in a process of its own, and in stand-ins."""
+
+import json
+import math
+import os
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import gradguard as gg
+from gradguard.errors import MissingPackageError
+
+try:
+    from gradguard.integrations.deepspeed import last_clip
+except MissingPackageError as error:  # too old or too new is a failure
+    pytest.skip(str(error), allow_module_level=True)
+
+TRAIN = """
+import json, logging, sys
+import torch, deepspeed
+import gradguard as gg
+from gradguard.integrations.deepspeed import last_clip
+
+logging.disable(logging.WARNING)
+stage, kind, threshold = int(sys.argv[1]), sys.argv[2], float(sys.argv[3])
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 2))
+twin = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 2))
+twin.load_state_dict(model.state_dict())
+configuration = {
+    "train_micro_batch_size_per_gpu": 8,
+    "gradient_clipping": threshold,
+    "zero_optimization": {"stage": stage},
+    "zero_allow_untested_optimizer": True,
+}
+if kind != "fp32":
+    configuration[kind] = {"enabled": True}
+engine, *_ = deepspeed.initialize(
+    model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), config=configuration
+)
+before = last_clip(engine)
+x = torch.ones(8, 4)
+loss = engine(x.to(next(engine.parameters()).dtype)).float().square().sum()
+engine.backward(loss)
+engine.step()
+twin(x).square().sum().backward()
+result = last_clip(engine)
+print()
+print(json.dumps({
+    "before": before is None,
+    "true": float(gg.get_total_norm([p.grad for p in twin.parameters()])),
+    "norm": None if result is None else float(result.norm),
+    "coefficient": None if result is None else float(result.coefficient),
+    "clipped": None if result is None else bool(result.clipped),
+}))
+"""
+
+
+def train(port, *arguments):
+    environment = {
+        **os.environ,
+        "DS_ACCELERATOR": "cpu",
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "PATH": os.pathsep.join([os.path.dirname(sys.executable), os.environ["PATH"]]),  # ninja, beside Python
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", TRAIN, *map(str, arguments)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=250,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads([line for line in done.stdout.splitlines() if line.startswith("{")][-1])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("stage", "kind", "threshold"), [(1, "bf16", 0.5), (3, "fp32", 1e6)], ids=str)
+def test_the_engine_is_read(stage, kind, threshold):
+    found = train(29611 + stage, stage, kind, threshold)
+    assert found["before"]
+    assert found["norm"] == pytest.approx(found["true"], rel=1e-5 if kind == "fp32" else 0.02)
+    assert found["clipped"] == (threshold < found["true"])
+    assert found["coefficient"] == pytest.approx(min(1.0, threshold / found["norm"]))
+
+
+def engine(norm, threshold):
+    return SimpleNamespace(get_global_grad_norm=lambda: norm, gradient_clipping=lambda: threshold)
+
+
+@pytest.mark.parametrize(
+    ("norm", "threshold", "expected"),
+    [
+        (5.0, 1.0, (5.0, 0.2, True, False)),
+        (torch.tensor(5.0), 1.0, (5.0, 0.2, True, False)),
+        (torch.tensor(5.0, dtype=torch.float64), 10.0, (5.0, 1.0, False, False)),
+        (5.0, 0.0, (5.0, 1.0, False, False)),
+        (5.0, None, (5.0, 1.0, False, False)),
+        (-1.0, 1.0, (math.inf, 1.0, False, True)),
+        (float("inf"), 1.0, (math.inf, 1.0, False, True)),
+        (float("nan"), 1.0, (math.nan, 1.0, False, True)),
+        (0.0, 1.0, (0.0, 1.0, False, False)),
+    ],
+)
+def test_each_kind_of_norm(norm, threshold, expected):
+    result = last_clip(engine(norm, threshold))
+    found = tuple(float(x) for x in (result.norm, result.coefficient, result.clipped, result.nonfinite))
+    assert found == pytest.approx(tuple(map(float, expected)), nan_ok=True)
+    assert (result.threshold is None) == (not threshold)
+    assert result.names == ("all parameters",)
+    assert result.tensor_norms.shape == (1,)
+
+
+def test_no_norm_is_none():
+    assert last_clip(engine(None, 1.0)) is None
+
+
+@pytest.mark.parametrize("other", [torch.optim.SGD([torch.ones(1)]), None, SimpleNamespace(gradient_clipping=1.0)])
+def test_anything_else_is_refused(other):
+    with pytest.raises(gg.InvalidTypeError, match=r"expected the engine"):
+        last_clip(other)

@@ -1,0 +1,216 @@
+"""What `GradGuardCallback` logs, keeps in a checkpoint, and refuses."""
+
+import importlib
+import math
+import runpy
+import sys
+import warnings
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import gradguard as gg
+
+pl = pytest.importorskip("lightning.pytorch", reason="lightning is not installed")
+
+from lightning.pytorch.strategies import DeepSpeedStrategy, SingleDeviceStrategy  # noqa: E402
+from test_lightning import CLIPPERS, STEPS, Automatic, Manual, Records, by_hand, fit, pytestmark, same, weights  # noqa: E402
+
+from gradguard.integrations.lightning import BindingShare, GradGuardCallback  # noqa: E402
+
+__all__ = ["pytestmark"]  # the same warnings are ignored
+
+EXAMPLE = Path(__file__).parents[2] / "examples/lightning_guard.py"
+
+
+def plain(state):
+    """As text, in which every float64 is exact and NaN equals NaN."""
+    if isinstance(state, dict):
+        return {key: plain(value) for key, value in state.items()}
+    return repr(state.tolist() if isinstance(state, torch.Tensor) else state)
+
+
+def test_the_binding_share_is_that_of_the_steps_so_far():
+    module, records = Automatic(), Records()
+    fit(module, GradGuardCallback(gg.ClipByGlobalNorm(5.0)), bad=[2], callbacks=[records])
+    bound = [norm > 5.0 for norm in module.seen]  # NaN > 5 is not
+    assert 0 < sum(bound) < STEPS - 1
+    expected = [sum(bound[: i + 1]) / (i + 1) for i in range(STEPS)]
+    assert [row["gradients/binding_share"] for row in records.rows] == pytest.approx(expected)
+
+
+def test_the_binding_share_forgets_after_a_hundred_steps():
+    weight = nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.SGD([weight], lr=0.0)
+    guard, share = gg.Guard(optimizer, gg.ClipByGlobalNorm(1.0)), BindingShare()
+    for step in range(150):
+        weight.grad = torch.full((1,), 2.0 if step < 70 else 0.5)
+        optimizer.step()
+        share.follow(guard)
+        share.follow(guard)  # counts once
+    assert float(share.value()) == pytest.approx(0.2)
+    weight.grad = torch.full((1,), math.inf)  # is skipped, not clipped
+    optimizer.step()
+    share.follow(guard)
+    assert float(share.value()) == pytest.approx(0.19)
+
+
+@pytest.mark.parametrize(("log", "keys"), [(None, 0), ("clip", 3)])
+def test_the_names_of_what_is_logged_can_be_chosen(log, keys):
+    trainer = fit(Automatic(), GradGuardCallback(gg.ClipByGlobalNorm(0.5), log=log))
+    assert len([key for key in trainer.callback_metrics if key.startswith(f"{log}/")]) == keys
+    assert not [key for key in trainer.callback_metrics if key.startswith("gradients")]
+
+
+@pytest.mark.parametrize("clipper", ["norm", "median", "AdaGC", "groups"])
+def test_a_resumed_run_goes_on_bit_by_bit(clipper, tmp_path):
+    whole, its = Automatic("AdamW, fused"), GradGuardCallback(CLIPPERS[clipper]())
+    fit(whole, its, max_epochs=3, bad=[4])
+    half = fit(Automatic("AdamW, fused"), GradGuardCallback(CLIPPERS[clipper]()), max_epochs=2, bad=[4])
+    half.save_checkpoint(tmp_path / "half.ckpt")  # after the end of fit
+    again, callback = Automatic("AdamW, fused"), GradGuardCallback(CLIPPERS[clipper]())
+    fit(again, callback, max_epochs=3, bad=[4], ckpt_path=tmp_path / "half.ckpt")
+    same(weights(again.net), weights(whole.net))
+    assert plain(callback.state_dict()) == plain(its.state_dict())
+    assert (callback.guards[0].steps, callback.guards[0].skipped_steps) == (3 * STEPS, 3)
+
+
+def test_the_state_matters():
+    """Without it, the resumed run is another one: the test above can fail."""
+    whole, half, again = (Automatic() for _ in range(3))
+    fit(whole, GradGuardCallback(CLIPPERS["median"]()), max_epochs=2)
+    fit(half, GradGuardCallback(CLIPPERS["median"]()))
+    again.load_state_dict(half.state_dict())
+    fit(again, GradGuardCallback(CLIPPERS["median"]()))
+    assert any(not torch.equal(a, b) for a, b in zip(weights(again.net), weights(whole.net), strict=True))
+
+
+def test_a_checkpoint_in_the_middle_holds_only_plain_values(tmp_path):
+    callback = GradGuardCallback(CLIPPERS["median"]())
+    saves = pl.callbacks.ModelCheckpoint(dirpath=tmp_path, every_n_train_steps=5, save_top_k=-1)
+    fit(Automatic(), callback, callbacks=[saves], enable_checkpointing=True)
+    found = sorted(tmp_path.glob("*.ckpt"))
+    assert len(found) == 2
+    steps = [torch.load(f, weights_only=True)["callbacks"]["GradGuardCallback"]["guards"][0]["steps"] for f in found]
+    assert sorted(steps) == [5, 10]
+
+
+def test_a_second_fit_goes_on_with_the_same_history():
+    module, callback = Automatic(), GradGuardCallback(CLIPPERS["median"])
+    fit(module, callback)
+    fit(module, callback)
+    assert (callback.guards[0].steps, callback.state_dict()["binding"][0]["steps"]) == (2 * STEPS, 2 * STEPS)
+
+
+def test_optimizers_replaced_while_training_are_guarded():
+    class Replaces(Automatic):
+        def on_train_batch_start(self, batch, batch_idx):
+            if batch_idx == 5:
+                self.trainer.strategy.setup_optimizers(self.trainer)
+
+    module, callback = Replaces(), GradGuardCallback(gg.ClipByGlobalNorm(0.5))
+    fit(module, callback)
+    assert callback.guards[0].optimizer is module.trainer.optimizers[0]
+    assert callback.guards[0].steps >= STEPS - 1  # the module's hook comes after the callback's
+
+
+@pytest.mark.parametrize(("version", "is_too"), [("2.5.6", "old"), ("2.7.0", "new")])
+def test_another_version_of_lightning_fails_at_import(monkeypatch, version, is_too):
+    monkeypatch.setattr(metadata, "version", lambda _: version)
+    monkeypatch.delitem(sys.modules, "gradguard.integrations.lightning")
+    with pytest.raises(
+        ImportError, match=rf"lightning {version} is too {is_too} .* from 2\.6 up to, but without, 2\.7"
+    ):
+        importlib.import_module("gradguard.integrations.lightning")
+
+
+# -- refusals -------------------------------------------------------------------------------------------------------
+
+
+def test_a_set_gradient_clip_val_is_refused():
+    callback = GradGuardCallback(gg.ClipByGlobalNorm(0.5))
+    with pytest.raises(gg.InvalidValueError, match=r"gradient_clip_val=2\.0.* clips too.*Take gradient_clip_val away"):
+        fit(Automatic(), callback, gradient_clip_val=2.0)
+    assert callback.guards == {}  # before anything was made
+
+
+def test_a_gradient_clip_val_of_zero_is_lightnings_word_for_none():
+    module = Automatic()
+    fit(module, GradGuardCallback(gg.ClipByGlobalNorm(0.5)), gradient_clip_val=0)
+    same(weights(module.net), by_hand(gg.ClipByGlobalNorm(0.5))[0])
+
+
+def test_a_gradient_clip_val_that_is_set_later_is_refused():
+    class Sets(Automatic):
+        def on_train_batch_start(self, batch, batch_idx):
+            self.trainer.gradient_clip_val = 1.0 if batch_idx == 3 else None
+
+    with pytest.raises(gg.InvalidValueError, match="gradient_clip_val=1"):
+        fit(Sets(), GradGuardCallback(gg.ClipByGlobalNorm(0.5)))
+
+
+def test_one_history_for_two_optimizers_is_refused():
+    with pytest.raises(
+        gg.InvalidValueError, match=r"one ClipByMedian for 2 optimizers.*histories would mix.*lambda: gg\.ClipByMedian"
+    ):
+        fit(Manual(), GradGuardCallback(gg.ClipByMedian()))
+    clipper = gg.ClipByMedian()
+    with pytest.raises(gg.InvalidValueError, match="belongs to the Guard of another optimizer"):
+        fit(Manual(), GradGuardCallback([clipper, clipper]))
+
+
+@pytest.mark.parametrize("given", [[gg.ClipByGlobalNorm(1.0)], {0: gg.ClipByGlobalNorm(1.0), 2: None}])
+def test_a_wrong_number_of_clippers_is_refused(given):
+    with pytest.raises(
+        gg.InvalidValueError, match=r"configure_optimizers returned 2: expected one for each of \[0, 1\]"
+    ):
+        fit(Manual(), GradGuardCallback(given))
+
+
+@pytest.mark.parametrize("given", [1.0, "norm", [], [1.0], {"one": gg.ClipByGlobalNorm(1.0)}, {0: "norm"}])
+def test_what_is_no_clipper_is_refused(given):
+    with pytest.raises(gg.InvalidTypeError, match="expected a clipper, such as"):
+        GradGuardCallback(given)
+
+
+def test_a_function_that_makes_no_clipper_is_refused():
+    with pytest.raises(gg.InvalidTypeError, match=r"returned \[None\]: expected a new clipper at each call"):
+        fit(Automatic(), GradGuardCallback(lambda: None))
+
+
+def test_a_module_without_optimizers_is_refused():
+    class Hides(Manual):
+        def configure_optimizers(self):
+            return None
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*returned `None`")
+        with pytest.raises(gg.InvalidValueError, match="no parameter of Hides is in an optimizer"):
+            fit(Hides(), GradGuardCallback(gg.ClipByGlobalNorm(1.0)))
+
+
+def test_deepspeed_is_refused():
+    class Engine(SingleDeviceStrategy):
+        """What the real one cannot be here, where its package is not installed."""
+
+    Engine.__name__ = DeepSpeedStrategy.__name__
+    with pytest.raises(gg.UnsupportedGradientError, match=r"the engine owns the gradients.*gradient_clipping"):
+        fit(Automatic(), GradGuardCallback(gg.ClipByGlobalNorm(1.0)), strategy=Engine())
+
+
+def test_a_state_of_other_optimizers_is_refused():
+    one, two = GradGuardCallback(gg.ClipByMedian), GradGuardCallback(gg.ClipByMedian)
+    fit(Automatic(), one)
+    fit(Manual(), two)
+    with pytest.raises(gg.InvalidValueError, match=r"on the optimizers \[0, 1\].* here they are on \[0\]"):
+        one.load_state_dict(two.state_dict())
+
+
+def test_the_example_prints_what_it_should(capsys):
+    runpy.run_path(str(EXAMPLE), run_name="__main__")
+    out = capsys.readouterr().out
+    assert "1 of 100 steps skipped" in out
+    assert "'gradients/binding_share': 0.01" in out

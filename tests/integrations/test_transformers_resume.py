@@ -1,0 +1,111 @@
+"""A checkpoint brings the clipper's state back bit for bit, and no state goes where it does not belong."""
+
+import copy
+
+import pytest
+import torch
+
+import gradguard as gg
+
+pytest.importorskip("transformers", reason="transformers is not installed")
+pytest.importorskip("accelerate", reason="accelerate is not installed")
+
+from tiny_trainer import STEPS, Model, forget_accelerators, logged, trainer, weights
+from transformers import TrainerCallback
+
+from gradguard.integrations.transformers import GradGuardCallback
+
+CLIPPERS = [
+    gg.ClipByGlobalNorm(10.0),
+    gg.ClipByMedian(k=0.0, window=4, warmup=2),
+    gg.AdaGC(warmup=2),
+    gg.Chain(gg.ClipByValue(5.0), gg.ZClip(warmup=3)),
+    gg.Groups({"body.*": gg.AutoClip(50)}, rest=gg.ClipByGlobalNorm(5.0)),
+]
+
+
+@pytest.fixture(autouse=True)
+def _no_accelerator_left():
+    yield
+    forget_accelerators()
+
+
+@pytest.mark.parametrize("clipper", CLIPPERS, ids=lambda clipper: type(clipper).__name__)
+def test_a_checkpoint_resumes_bit_for_bit(clipper, tmp_path):
+    options = {"save_strategy": "steps", "save_steps": 5, "optim": "adamw_torch_fused"}
+    callback = GradGuardCallback(copy.deepcopy(clipper))
+    whole = trainer(tmp_path, [callback], model=Model(), **options)
+    whole.train()
+    other = GradGuardCallback(copy.deepcopy(clipper))
+    again = trainer(tmp_path / "again", [other], model=Model(), **options)
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-5"))
+    torch.testing.assert_close(weights(again.model), weights(whole.model), rtol=0, atol=0)
+    assert repr(other.guard.state_dict()) == repr(callback.guard.state_dict())
+    assert other.guard.steps == STEPS
+    for name in ("grad_norm", "clip_coefficient", "clip_binding_share"):
+        assert logged(again, name) == logged(whole, name)
+
+
+@pytest.mark.parametrize("clipper", CLIPPERS[:2], ids=lambda clipper: type(clipper).__name__)
+def test_a_checkpoint_without_a_state_is_told_where_there_should_be_one(clipper, tmp_path, recwarn):
+    trainer(tmp_path, save_strategy="steps", save_steps=5).train()
+    callback = GradGuardCallback(copy.deepcopy(clipper))
+    again = trainer(tmp_path / "again", [callback])
+    checkpoint = str(tmp_path / "checkpoint-5")
+    if isinstance(clipper, gg.ClipByMedian):
+        with pytest.warns(UserWarning, match=r"checkpoint-5 has no gradguard.pt.*ClipByMedian begins anew"):
+            again.train(resume_from_checkpoint=checkpoint)
+    else:
+        again.train(resume_from_checkpoint=checkpoint)
+    assert callback.guard.steps == STEPS - 5
+
+
+def test_the_state_of_another_clipper_is_refused(tmp_path):
+    callback = GradGuardCallback(gg.ClipByMedian(k=0.0, window=4, warmup=2))
+    trainer(tmp_path, [callback], save_strategy="steps", save_steps=5).train()
+    again = trainer(tmp_path / "again", [GradGuardCallback(gg.AutoClip(50))])
+    with pytest.raises(gg.InvalidValueError, match="the state is not of this AutoClip"):
+        again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-5"))
+
+
+def test_training_again_goes_on_with_the_same_optimizer_and_anew_with_another(tmp_path):
+    callback = GradGuardCallback(gg.ClipByMedian(k=0.0, window=4, warmup=2))
+    first = trainer(tmp_path, [callback])
+    first.train()
+    fresh = repr(callback.guard.state_dict())
+    first.train()
+    assert callback.guard.steps == 2 * STEPS
+    trainer(tmp_path, [callback]).train()
+    assert callback.guard.steps == STEPS
+    assert repr(callback.guard.state_dict()) == fresh
+
+
+def test_after_training_and_after_an_interruption_the_optimizer_is_free(tmp_path):
+    class Stops(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            if state.global_step == 2 and callback.guard.steps == 2:
+                raise KeyboardInterrupt
+
+    callback = GradGuardCallback(gg.ClipByGlobalNorm(10.0))
+    one = trainer(tmp_path, [callback, Stops()])
+    with pytest.raises(KeyboardInterrupt):
+        one.train()
+    gg.Guard(callback.guard.optimizer, gg.ClipByGlobalNorm(1.0)).detach()
+    one.train()
+    assert callback.guard.steps == 2 + STEPS
+    gg.Guard(callback.guard.optimizer, gg.ClipByGlobalNorm(1.0)).detach()
+
+
+def test_a_state_that_was_loaded_for_a_training_that_never_began_is_forgotten(tmp_path):
+    class FailsOnce(TrainerCallback):
+        def on_train_begin(self, args, state, control, **kwargs):
+            if state.global_step:
+                raise RuntimeError("not now")
+
+    trainer(tmp_path, [GradGuardCallback(gg.ClipByMedian())], save_strategy="steps", save_steps=5).train()
+    callback = GradGuardCallback(gg.ClipByMedian())
+    one = trainer(tmp_path, [FailsOnce(), callback])
+    with pytest.raises(RuntimeError, match="not now"):
+        one.train(resume_from_checkpoint=str(tmp_path / "checkpoint-5"))
+    one.train()
+    assert callback.guard.steps == STEPS
