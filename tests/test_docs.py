@@ -40,7 +40,9 @@ def test_the_page_on_the_gradient_check_runs_and_prints_what_it_says(capsys):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page", ["clippers", "coming_from", "distributed", "integrations", "per_sample", "private_training", "watching"])
+@pytest.mark.parametrize(
+    "page", ["clippers", "coming_from", "distributed", "integrations", "per_sample", "private_training", "watching"]
+)
 def test_the_other_pages_run_and_print_what_they_say(page, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # some write a record
     namespace: dict = {}

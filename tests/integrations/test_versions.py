@@ -5,8 +5,7 @@ from importlib import metadata
 
 import pytest
 
-from gradguard.errors import GradguardError, MissingPackageError
-from gradguard.errors import UnsupportedVersionError
+from gradguard.errors import GradguardError, MissingPackageError, UnsupportedVersionError
 from gradguard.integrations.versions import require
 
 

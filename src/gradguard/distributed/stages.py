@@ -109,7 +109,7 @@ def _check_alike(lists: Mapping[int, Sequence[tuple]]) -> None:
             if key is not None:
                 found.setdefault(key, []).append((number, kind))
     for key, places in found.items():
-        if len(places) == 1:
+        if len(places) == 1 < len(lists):
             raise InvalidValueError(
                 f"shared has {key!r} on stage {places[0][0]} only: expected the same name on every stage that holds "
                 "the weight."
