@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from gradguard.watch import start_up
+from gradguard.watch import notebook, start_up
 from gradguard.watch.record import read_record
 
 pytestmark = pytest.mark.slow
@@ -64,6 +64,17 @@ def write(tmp_path: Path, main: str) -> None:
 
 def records(tmp_path: Path) -> list[str]:
     return sorted(path.name for path in tmp_path.glob("*.jsonl"))
+
+
+def test_the_wheel_holds_all_that_the_package_imports(tmp_path):
+    root = Path(__file__).parents[2]
+    build = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)]
+    subprocess.run(build, cwd=root, check=True, timeout=240, capture_output=True)
+    (wheel,) = tmp_path.glob("*.whl")
+    code = f"import sys; sys.path.insert(0, {str(wheel)!r}); import gradguard, gradguard.cli; print(gradguard.__file__)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, timeout=240, capture_output=True, text=True)
+    assert done.stdout.startswith(str(wheel)), done.stderr
+    assert (notebook.VARIABLE, notebook.OWNER) == (start_up.VARIABLE, start_up.OWNER)
 
 
 def test_the_variable_alone_watches_a_script(python, tmp_path):

@@ -316,3 +316,41 @@ def test_the_numbers_of_a_watched_training_are_bit_identical(tmp_path):
         watched.steps(60, clip=0.5)
     torch.testing.assert_close(watched.model.state_dict(), plain.model.state_dict(), rtol=0, atol=0)
     assert gg.clip_grad_norm_.__module__ == "gradguard.clip.functional"
+
+
+def test_a_scaler_that_searches_its_scale_for_long_leaves_the_first_line_the_first(tmp_path):
+    training, observer = Training(), Observer(tmp_path / "run.jsonl", {})
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**100)
+    with observe(observer):
+        for _ in range(2 * outbox.FLUSH_ROWS):
+            training.optimizer.zero_grad()
+            scaler.scale(training.model(torch.randn(3, 4)).square().sum() * 1e20).backward()
+            scaler.step(training.optimizer)
+            scaler.update()
+    observer.close(0, False)
+    record = read_record(tmp_path / "run.jsonl")
+    assert len(record.steps) + sum(event["kind"] == "amp_skip" for event in record.events) == 2 * outbox.FLUSH_ROWS
+    assert record.steps
+
+
+def test_a_lazy_module_that_is_never_called_has_no_shape_and_ends_nothing(tmp_path):
+    training, observer = Training(), Observer(tmp_path / "run.jsonl", {})
+    training.model.unused = nn.LazyLinear(3)
+    training.optimizer = torch.optim.SGD(training.model.parameters(), lr=0.1)
+    with observe(observer):
+        training.steps(3)
+    observer.close(0, False)
+    record = read_record(tmp_path / "run.jsonl")
+    assert len(record.steps) == 3
+    assert [parameter["numel"] for parameter in record.meta["params"]] == [8, 2, 0, 0]
+
+
+def test_a_first_line_that_could_not_be_made_leaves_a_record_that_says_so(tmp_path, monkeypatch):
+    observer_module = sys.modules["gradguard.watch.observer"]
+    monkeypatch.setattr(observer_module, "described", lambda *_: [][0])
+    training, observer = Training(), Observer(tmp_path / "run.jsonl", {})
+    with observe(observer):
+        training.steps(3)
+    observer.close(0, False)
+    (event,) = read_record(tmp_path / "run.jsonl").events
+    assert event["kind"] == "observer_failed"

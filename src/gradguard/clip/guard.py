@@ -70,7 +70,7 @@ class Guard:
     ==================================  ========================================================================
 
     Args:
-        optimizer: Any `torch.optim.Optimizer`. Wrappers that are not hooked want the optimizer inside.
+        optimizer: Any `torch.optim.Optimizer`. Of a wrapper pass the one inside, ``wrapper.optimizer``.
         clipper: What to do with the gradients of all its parameters.
         model: Names the parameters, for ``last`` and for patterns in ``Groups``. Without it they are called as the
             optimizer calls them, ``param_groups[0]['params'][3]`` if it has no names.
@@ -87,7 +87,7 @@ class Guard:
         clipper: The clipper.
 
     Raises:
-        InvalidTypeError: If ``optimizer`` cannot be hooked, or ``clipper`` is no clipper.
+        InvalidTypeError: If ``optimizer`` cannot be hooked or is a wrapper, or ``clipper`` is no clipper.
         InvalidValueError: If the optimizer has a guard, ``model`` shares no parameter with it, or the policy or the
             cap is not one.
 
@@ -362,7 +362,27 @@ class Guard:
         self.detach()
 
 
+_SERVED = {  # who puts a wrapper round an optimizer, by the start of its module's name, and the call that serves it
+    "accelerate.": "gradguard.integrations.accelerate.guard(accelerator, optimizer, clipper) does that",
+    "lightning.fabric": "gradguard.integrations.lightning.guard_fabric(fabric, module, optimizer, clipper) does that",
+    "lightning.pytorch": "Trainer(callbacks=[gradguard.integrations.lightning.GradGuardCallback(clipper)]) does that",
+}
+
+
+def _refuse_wrapper(optimizer: object) -> None:
+    name, origins = type(optimizer).__name__, [kind.__module__ for kind in type(optimizer).__mro__]
+    if any(origin.startswith(("deepspeed.runtime", "accelerate.utils.deepspeed")) for origin in origins):
+        raise InvalidTypeError(
+            f"optimizer is {name}, part of a DeepSpeed engine, which owns the gradients: expected no Guard. Set "
+            '"gradient_clipping" in its configuration; gradguard.integrations.deepspeed.last_clip(engine) reads it.'
+        )
+    if isinstance(getattr(optimizer, "optimizer", None), Optimizer):  # it may look like a plain one
+        call = next((f". {_SERVED[start]}" for start in _SERVED for o in origins if o.startswith(start)), "")
+        raise InvalidTypeError(f"optimizer is {name}, which wraps another: pass wrapper.optimizer{call}.")
+
+
 def _check(optimizer: object, clipper: object, policy: str, limit: int | None) -> None:
+    _refuse_wrapper(optimizer)
     if not isinstance(optimizer, Optimizer) or not hasattr(optimizer, "_optimizer_step_pre_hooks"):
         raise InvalidTypeError(
             f"optimizer is {type(optimizer).__name__}, whose step() runs no hooks: expected a torch.optim.Optimizer. "

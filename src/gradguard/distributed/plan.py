@@ -178,7 +178,10 @@ class Plan:
             gradient = gradients[i]
             right = laid_out_as(gradient, tensors[i], placements)
             if gradient is not None and right is not gradient:
-                tensors[i].grad = gradients[i] = right
+                for tensor in tensors:  # two may have one gradient
+                    if tensor.grad is gradient:
+                        tensor.grad = right
+                gradients[i] = right
 
     def _shares_of(self, present: Sequence[bool]) -> Tensor:
         if all(present):
@@ -285,7 +288,8 @@ def plan_for(
         if not plan.lasts:
             return plan, tensors, names
         _keep(_plans, key, plan)
-        plan.alive = [weakref.ref(t, lambda _: _plans.pop(key, None)) for t in tensors]  # identities are used again
+        # Identities are used again. Module.to() swaps a DTensor, which must have no weak reference: its part may.
+        plan.alive = [weakref.ref(local_part(t), lambda _: _plans.pop(key, None)) for t in tensors]
     return plan, tensors, names
 
 

@@ -155,9 +155,7 @@ class Reducer:
         parts = [encode_largest(norms) for norms in measured]
         number = self._number[:1]
         vector = torch.cat([*parts, number, -number])
-        together(
-            lambda: dist.all_reduce(vector, dist.ReduceOp.MAX, self.union.group), self.union.group, self._signature
-        )
+        together(lambda: dist.all_reduce(vector, dist.ReduceOp.MAX, self.union.group), self.union, self._signature)
         *largest, numbers = vector.split([*map(len, parts), 2])
         same = self._checked((numbers == torch.cat([number, -number])).all())
         norms = [decode_largest(x) for x in largest]

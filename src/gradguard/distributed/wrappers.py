@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_module_registration_hook
@@ -145,6 +146,8 @@ def _is_fsdp1(module: nn.Module) -> bool:
 def _wrappers() -> list[nn.Module]:
     """Every DistributedDataParallel and FSDP1 module that lives: looked for once, then told of new ones."""
     global _living
+    if torch.compiler.is_compiling():  # a graph cannot look; code outside it can
+        return []
     if _living is None:
         found = [m for m in gc.get_objects() if issubclass(type(m), nn.Module) and _is_wrapper(m)]
         _living = weakref.WeakSet(found)

@@ -2,27 +2,25 @@
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Literal
 
 from gradguard.integrations.versions import require
 
 require("lightning", "2.6", "2.7", "lightning")
 
-import torch  # noqa: E402
 from lightning.fabric import Fabric  # noqa: E402
 from lightning.fabric.wrappers import is_wrapped  # noqa: E402
 from lightning.pytorch import Callback, LightningModule, Trainer  # noqa: E402
-from torch import Tensor, nn  # noqa: E402
+from torch import nn  # noqa: E402
 from torch.distributed.fsdp import FullyShardedDataParallel  # noqa: E402
 from torch.optim import Optimizer  # noqa: E402
 
 import gradguard as gg  # noqa: E402
+from gradguard.integrations.binding_share import BindingShare  # noqa: E402
 
 Policy = Literal["skip", "propagate", "raise", "zero"]
 Clippers = gg.Clipper | Sequence[gg.Clipper | None] | Mapping[int, gg.Clipper | None] | Callable[[], gg.Clipper]
-
-WINDOW = 100
-"""The binding share is that of so many steps."""
 
 
 class GradGuardCallback(Callback):
@@ -50,11 +48,12 @@ class GradGuardCallback(Callback):
     case                                         what happens
     ===========================================  =================================================================
     ``gradient_clip_val`` is set                 an error: two clips would act, and the second sees the first's
+    ``self.clip_gradients`` in the module        an error, for optimizers that are guarded: two clips
     ``configure_gradient_clipping`` overridden   it acts first; the norm that is logged is what it leaves
     several optimizers, one clipper              an error says what to pass: two histories must not mix
     ``configure_optimizers`` returns None        an error: there is nothing to attach to
     DeepSpeedStrategy                            an error: its engine owns the gradients
-    FSDPStrategy                                 the names of parameters contain ``_fsdp_wrapped_module.``
+    copied, pickled                              the copy has the state, and no guards until its own training begins
     optimizers replaced while training           the new ones are guarded from the next batch on
     16-mixed, overflow                           the scaler skips the step; ``guards[0].skipped_steps`` counts it
     ``training_step`` returns None               nothing is clipped: there are no new gradients
@@ -113,6 +112,12 @@ class GradGuardCallback(Callback):
         self._optimizers: list[Optimizer] = []  # all that are guarded or left alone on purpose
         self._logged: dict[int, int] = {}  # steps of each guard when it was last logged
         self._loaded: dict[str, Any] | None = None  # a state that came before there were optimizers
+        self._precision: Any = None  # the trainer's plugin, whose clip is refused while there are guards
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy begins with: the state of the guards, without guards, which sit on these optimizers."""
+        gone = {"guards": {}, "_shares": {}, "_optimizers": [], "_logged": {}, "_precision": None}
+        return {**vars(self), **gone, "_loaded": copy.deepcopy(self.state_dict())}
 
     # -- hooks of Lightning -----------------------------------------------------------------------------------------
 
@@ -195,7 +200,7 @@ class GradGuardCallback(Callback):
         _refuse_no_optimizer(trainer, pl_module)
         state = copy.deepcopy(self.state_dict())  # of the last fit too: this one goes on from there
         self._detach()
-        self.guards, self._shares, self._loaded = {}, {}, None
+        self.guards, self._shares, self._logged, self._loaded = {}, {}, {}, None
         self._optimizers = list(trainer.optimizers)
         clippers = _one_for_each(self._clippers, self._optimizers)
         model = _model_to_name(pl_module, trainer.strategy.model)
@@ -205,8 +210,25 @@ class GradGuardCallback(Callback):
                 self._shares[position] = BindingShare()
         if state:
             self.load_state_dict(state)
+        self._precision = trainer.precision_plugin
+        self._precision.clip_gradients = partial(self._clip_of_the_module, self._precision.clip_gradients)
+
+    def _clip_of_the_module(
+        self, original: Callable[..., None], optimizer: Any, clip_val: float = 0.0, *args: Any, **kwargs: Any
+    ) -> None:
+        """Clip as Lightning does when asked to, unless a guard does it: one would be done after the other."""
+        inner = getattr(optimizer, "optimizer", optimizer)
+        if clip_val > 0 and any(guard.optimizer is inner for guard in self.guards.values()):
+            raise gg.InvalidValueError(
+                f"self.clip_gradients(..., {clip_val}) was called for an optimizer whose gradients a "
+                "GradGuardCallback clips: one clip would be done after the other. Delete the call."
+            )
+        original(optimizer, clip_val, *args, **kwargs)
 
     def _detach(self) -> None:
+        if self._precision is not None:
+            vars(self._precision).pop("clip_gradients", None)
+            self._precision = None
         self._count()
         for guard in self.guards.values():
             guard.detach()
@@ -284,37 +306,6 @@ def guard_fabric(
     return gg.Guard(inner, clipper, model=model, nonfinite=nonfinite, max_consecutive_skips=max_consecutive_skips)
 
 
-class BindingShare:
-    """The share of a guard's last 100 steps that were clipped, on the device until it is read."""
-
-    def __init__(self) -> None:
-        self.steps = 0
-        self._seen = 0  # steps of the guard
-        self._clipped = torch.zeros(WINDOW, dtype=torch.bool)
-
-    def follow(self, guard: gg.Guard) -> None:
-        """Take in the guard's last step, unless that has been done."""
-        if guard.last is None or guard.steps == self._seen:
-            return
-        self._seen = guard.steps
-        self._clipped = self._clipped.to(guard.last.clipped.device)
-        self._clipped[self.steps % WINDOW] = guard.last.clipped & ~guard.last.nonfinite
-        self.steps += 1
-
-    def value(self) -> Tensor:
-        """Return the share; 0-dim."""
-        return self._clipped[: max(1, min(self.steps, WINDOW))].float().mean()
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return what is remembered."""
-        return {"steps": self.steps, "seen": self._seen, "clipped": self._clipped.clone()}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take back what `state_dict` returned."""
-        self.steps, self._seen = int(state_dict["steps"]), int(state_dict["seen"])
-        self._clipped = state_dict["clipped"].clone()
-
-
 def _checked(clipper: Clippers) -> Clippers:
     """Return ``clipper`` if it can be meant."""
     if isinstance(clipper, Mapping | list | tuple):
@@ -336,7 +327,7 @@ def _one_for_each(clipper: Clippers, optimizers: Sequence[Optimizer]) -> list[gg
     if isinstance(clipper, gg.Clipper):
         if count > 1:
             raise gg.InvalidValueError(
-                f"one {type(clipper).__name__} for {count} optimizers: it remembers, and their histories would mix. "
+                f"one {type(clipper).__name__} for {count} optimizers: expected one for each; histories must not mix. "
                 f"Pass a function that makes one for each, as in GradGuardCallback(lambda: gg.{type(clipper).__name__}"
                 f"(...)), or a list of {count} clippers in the order of configure_optimizers."
             )

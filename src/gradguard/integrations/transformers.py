@@ -70,6 +70,8 @@ class GradGuardCallback(TrainerCallback):
     resuming where no state was saved     a warning if the clipper has one; it begins anew
     ``save_only_model``                   the state is not saved, as the optimizer's is not
     ``train()`` again                     the history goes on with the same optimizer, and begins anew with another
+    added while training                  it clips from that step on
+    copied, pickled                       the copy has no guard, and its history begins anew with its own training
     a Trainer with its own                an error at the first step, unless it calls ``super()``
     ``_clip_grad_norm``
     LOMO, GaLore and APOLLO by layer      an error: they step inside backward
@@ -117,7 +119,16 @@ class GradGuardCallback(TrainerCallback):
         self._loaded: tuple[str, dict[str, Any] | None] | None = None  # the checkpoint, and what it has for us
         self._norm: Tensor | None = None  # what the Trainer will log, until the step has filled it in
         self._window, self._steps = _Window(), 0
+        self._begun, self._acting = False, False
         _watch_trainers()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy begins with: no guard, which sits on this optimizer, and a history that begins anew."""
+        return {**vars(self), "guard": None, "_norm": None, "_window": _Window(), "_steps": 0, "_acting": False}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        _watch_trainers()  # it may be another process
 
     # -- events of the Trainer --------------------------------------------------------------------------------------
 
@@ -144,20 +155,22 @@ class GradGuardCallback(TrainerCallback):
         _refuse(args)
         if state.global_step == 0:
             self._loaded = None  # left by a training that failed before it began
-        before, self._norm, self._window = self.guard, None, _Window()
-        self._release()
-        self.guard = self._attach(kwargs["model"], inner_optimizer(kwargs["optimizer"]), before)
-        self._steps = self.guard.steps
+        self._norm, self._window = None, _Window()
+        self._begin(kwargs["model"], inner_optimizer(kwargs["optimizer"]))
 
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Make sure that the Trainer has left the gradients alone.
+        """Make sure that the Trainer has left the gradients alone, and that there is a guard.
 
         Raises:
-            UnsupportedGradientError: If it has not, or may not have.
+            InvalidValueError: If the callback was added while training, and ``max_grad_norm`` is set.
+            UnsupportedGradientError: If the Trainer has not left the gradients alone, or may not have.
         """
-        del args, state, control, kwargs
+        del state, control
+        if not self._acting:  # it was added while training
+            _refuse(args)
+            self._begin(kwargs["model"], inner_optimizer(kwargs["optimizer"]))
         if self._norm is None:
             raise gg.UnsupportedGradientError(
                 "the Trainer has not asked gradguard for the norm of this step, so it may have clipped already: its "
@@ -193,7 +206,14 @@ class GradGuardCallback(TrainerCallback):
         del args, state, control, kwargs
         self._release()
 
+    def _begin(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        before = self.guard
+        self._release()
+        self.guard = self._attach(model, optimizer, before)
+        self._steps, self._begun, self._acting = self.guard.steps, True, True
+
     def _release(self) -> None:
+        self._acting = False
         if self.guard is not None:
             self.guard.detach()
 
@@ -231,7 +251,7 @@ class GradGuardCallback(TrainerCallback):
             (folder, state), self._loaded = self._loaded, None
             if state is None:
                 _warn_that_it_begins_anew(self.clipper, folder)
-        if state is None and before is not None:
+        if state is None and self._begun:
             self.clipper.load_state_dict(copy.deepcopy(self._at_first))
         policy, limit = self._nonfinite, self._max_consecutive_skips
         guard = gg.Guard(optimizer, self.clipper, model=model, nonfinite=policy, max_consecutive_skips=limit)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 
@@ -75,8 +76,8 @@ def described(names: Sequence[str], parameters: Sequence[Tensor], optimizers: Se
     return [
         {
             "name": name,
-            "shape": list(p.shape),
-            "numel": p.numel(),
+            "shape": [] if is_lazy(p) else list(p.shape),  # of a lazy module that was never called, nobody knows it
+            "numel": 0 if is_lazy(p) else p.numel(),
             "dtype": str(p.dtype).removeprefix("torch."),
             "group": groups[id(p)],
         }

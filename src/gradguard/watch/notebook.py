@@ -12,7 +12,10 @@ from gradguard.errors import InvalidTypeError, InvalidValueError, RecordError
 from gradguard.watch.environment import git_state, rank_and_world
 from gradguard.watch.observer import Observer, observe
 from gradguard.watch.record import FILE_NAME, read_record
-from gradguard.watch.start_up import OWNER, VARIABLE
+
+# Those of `start_up`, which is no part of the package once that is installed.
+VARIABLE = "GRADGUARD"
+OWNER = "GRADGUARD_PROCESS"
 
 
 class Watch:

@@ -116,7 +116,7 @@ class Observer:
         self._closed = True
         with suppress(Exception):  # nothing here may change how the script ends
             if self._outbox is not None:
-                if self._known is None:
+                if not self._outbox.has_begun:
                     self._write_meta([], [])
                 clips = self._clip_calls if not self._steps and self._clip_calls else None
                 self._outbox.flush(wait=True)
@@ -374,7 +374,7 @@ class Observer:
         with suppress(Exception):
             if self._outbox is None or broken:
                 return
-            if self._known is None:  # a record without its first line could not be read
+            if not self._outbox.has_begun:  # a record without its first line could not be read
                 self._known = {}
                 self._outbox.begin([], **{"schema": SCHEMA, **self._meta}, params=[])
             self._outbox.write(

@@ -37,6 +37,9 @@ class Outbox:
         copy: How numbers come from a device, for tests.
         seen: Called with each row when its numbers are known, before it is written.
         failed: Called with what went wrong with a row; the others are written all the same.
+
+    Attributes:
+        has_begun: Whether the first line has been written; rows wait for it.
     """
 
     def __init__(
@@ -50,6 +53,7 @@ class Outbox:
         self._writer, self._every, self._copy, self._seen, self._failed = writer, every, copy, seen, failed
         self._names: list[str] = []
         self._judged: JudgedWriter | None = None
+        self.has_begun = False
         self._latest = Latest(0)
         self._rows: list[Thing] = []
         self._sent: deque[tuple[list[Thing], Parcel | None]] = deque()
@@ -66,10 +70,11 @@ class Outbox:
 
     def begin(self, names: list[str], **meta: Any) -> None:
         """Write the first line, whose ``params`` have ``names``."""
-        self._names, self._latest = names, Latest(len(names))
-        if self._writer is not None:
-            self.write("meta", **meta)
-            self._judged = JudgedWriter(self._writer, Judge(meta))
+        with self._lock:
+            self._names, self._latest, self.has_begun = names, Latest(len(names)), True
+            if self._writer is not None:
+                self.write("meta", **meta)
+                self._judged = JudgedWriter(self._writer, Judge(meta))
 
     def write(self, kind: str, /, **fields: Any) -> None:
         """Write a line that is no row."""
@@ -93,6 +98,8 @@ class Outbox:
     def flush(self, wait: bool = False) -> None:
         """Send for all rows, and write those that are here; ``wait`` for the others."""
         with self._lock:
+            if not self.has_begun:  # a scaler may search its scale for long before the first step
+                return
             rows, self._rows = self._rows, []
             if rows:
                 self._send(rows)

@@ -1,8 +1,8 @@
 """What `GRADGUARD=run.jsonl python train.py` runs before the script: nothing of it imports torch.
 
-The wheel installs a copy of this file as `_gradguard_start_up.py` beside the packages, because importing anything of
-`gradguard` imports torch, and a `.pth` file that calls `install` where the variable is set. When the script has
-imported torch itself, `gradguard.watch.notebook.watch_process` begins to watch.
+The wheel installs this file as `_gradguard_start_up.py` beside the package and not in it, because importing anything of
+`gradguard` imports torch, and a `.pth` file that calls `install` where the variable is set. So nothing of the package
+may import it. When the script has imported torch itself, `gradguard.watch.notebook.watch_process` begins to watch.
 """
 
 import importlib.abc

@@ -33,7 +33,7 @@ def median(ordered: Tensor, count: Tensor) -> Tensor:
 
 
 def percentile(ordered: Tensor, count: Tensor, percent: float) -> Tensor:
-    """Return a percentile of the first ``count`` of an ascending history, linearly interpolated as NumPy does."""
+    """Return a percentile of the first ``count`` of an ascending history, interpolated as NumPy does; inf of none."""
     last = count.clamp(min=1, max=len(ordered)) - 1
     place = last.to(ordered.dtype) * (percent / 100)
     below = place.floor()
@@ -41,4 +41,4 @@ def percentile(ordered: Tensor, count: Tensor, percent: float) -> Tensor:
     low, high = ordered.index_select(0, torch.stack([below.long(), (below.long() + 1).minimum(last)])).unbind()
     # NumPy measures from the nearer end, and so do these two, to the last digit.
     between = torch.where(fraction < 0.5, low + (high - low) * fraction, high - (high - low) * (1 - fraction))
-    return torch.where(low == high, low, between)  # also where nothing has entered and both are infinite
+    return torch.where(count > 0, between, torch.inf)
