@@ -130,7 +130,8 @@ def test_a_list_without_what_one_rank_has_frozen(pool):
 
 def one_stays_away(when, how):
     """Rank 1 does not clip in step ``when``; the others get an error, and tell how long it took."""
-    agreement._PATIENCE = 1.0  # these processes are used once
+    if how != "leaves":  # then some learn of it before the time-out
+        agreement._PATIENCE = 2.0  # these processes are used once
     named = plain_list()
     for step in range(when + 1):
         if step == when and dist.get_rank() == 1:
@@ -159,7 +160,7 @@ def test_a_rank_that_does_not_come_is_named(pool, when, how, kind):
     for said, seconds in found:
         assert "rank 1 did not come" in said
         assert "Every rank of the group must clip on the same steps" in said
-        assert seconds < TIMEOUT + 6
+        assert seconds < TIMEOUT + 10
 
 
 def two_lists(crossed, same_length):

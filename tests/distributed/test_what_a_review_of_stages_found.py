@@ -111,6 +111,16 @@ def test_shared_weights_must_be_shared(pool, how):
         assert norm == pytest.approx(math.sqrt(6 + 4 * 1 + 4 * 4))
 
 
+def share_with_nobody():
+    module = stage()
+    return float(gg.clip_grad_norm_(module, math.inf, mesh=mesh("row"), shared={"both": module["both"].weight}))
+
+
+def test_one_stage_alone_may_name_what_stages_share(pool):
+    """The same script runs on one process."""
+    assert pool(1).run(share_with_nobody) == pytest.approx([math.sqrt(6 + 4)])
+
+
 # --- Where the stages lie ---------------------------------------------------------------------------------------------
 
 
@@ -243,7 +253,6 @@ def test_only_the_last_64_lists_are_remembered(pool):
 
 COMPILED = {
     "norm": lambda q: gg.clip_grad_norm_(q, 1.0),
-    "norm, inf": lambda q: gg.clip_grad_norm_(q, 1.0, math.inf),
     "value": lambda q: gg.clip_grad_value_(q, 0.5),
     "total": lambda q: gg.get_total_norm([p.grad for p in q]),
 }

@@ -289,7 +289,7 @@ def plan_for(
             return plan, tensors, names
         _keep(_plans, key, plan)
         # Identities are used again. Module.to() swaps a DTensor, which must have no weak reference: its part may.
-        plan.alive = [weakref.ref(local_part(t), lambda _: _plans.pop(key, None)) for t in tensors]
+        plan.alive = [weakref.ref(getattr(t, "_local_tensor", t), lambda _: _plans.pop(key, None)) for t in tensors]
     return plan, tensors, names
 
 
