@@ -438,9 +438,31 @@ class Wrapper:
         self.optimizer = optimizer
 
 
+class LooksLikeOne(torch.optim.SGD):
+    """Has hooks of its own and an optimizer inside, as Fabric's wrapper has."""
+
+    def __init__(self, optimizer):
+        super().__init__(optimizer.param_groups[0]["params"], lr=0.1)
+        self.optimizer = optimizer
+
+
+class InAnEngine(torch.optim.SGD):
+    """Stands for what DeepSpeed returns."""
+
+    __module__ = "deepspeed.runtime.zero.stage_1_and_2"
+
+
 REFUSED = {
     "two guards": (lambda o, m: (Guard(o, clipper()), Guard(o, clipper())), "has a Guard already.*Chain.*Groups"),
     "a wrapper": (lambda o, m: Guard(Wrapper(o), clipper()), "optimizer is Wrapper.*wrapper.optimizer"),
+    "an optimizer round one": (
+        lambda o, m: Guard(LooksLikeOne(o), clipper()),
+        r"LooksLikeOne.*pass wrapper\.optimizer\.$",
+    ),
+    "an engine's": (
+        lambda o, m: Guard(InAnEngine(m.parameters()), clipper()),
+        r"DeepSpeed engine.*last_clip\(engine\)",
+    ),
     "a model": (lambda o, m: Guard(m, clipper()), "optimizer is Sequential.*expected a torch.optim.Optimizer"),
     "a number": (lambda o, m: Guard(o, 1.0), r"clipper is float: expected a clipper, such as ClipByGlobalNorm\(1.0\)"),
     "a class": (lambda o, m: Guard(o, ClipByGlobalNorm), "clipper is the class ClipByGlobalNorm: expected a clipper"),

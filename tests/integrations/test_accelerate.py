@@ -312,3 +312,10 @@ def test_parts_of_fsdp1_have_the_norm_of_the_whole(two_processes):
     alone = norms_of(Training().guarded(gg.ClipByGlobalNorm(10.0)), BATCHES[:6])
     for norms in two_processes(2).run(norms_with_fsdp1):
         assert norms == pytest.approx(alone, rel=1e-4)
+
+
+def test_a_guard_by_hand_on_a_prepared_optimizer_names_the_call():
+    optimizer = Accelerator(cpu=True).prepare(torch.optim.SGD(nn.Linear(2, 1).parameters(), lr=0.1))
+    with pytest.raises(gg.InvalidTypeError, match=r"pass wrapper\.optimizer.*accelerate\.guard\(accelerator"):
+        gg.Guard(optimizer, gg.ClipByGlobalNorm(1.0))
+    gg.Guard(optimizer.optimizer, gg.ClipByGlobalNorm(1.0)).detach()

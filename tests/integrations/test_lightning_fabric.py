@@ -153,3 +153,10 @@ def test_deepspeed_is_refused():
     fabric = fabric_package.Fabric(strategy=Engine(accelerator=fabric_package.accelerators.CPUAccelerator()))
     with pytest.raises(gg.UnsupportedGradientError, match="under DeepSpeed the engine owns the gradients"):
         guard_fabric(fabric, network(), torch.optim.SGD(network().parameters()), gg.ClipByGlobalNorm(1.0))
+
+
+def test_a_guard_by_hand_on_fabrics_optimizer_names_the_call():
+    optimizer = fabric_with().setup_optimizers(OPTIMIZERS["SGD"](network().parameters()))
+    with pytest.raises(gg.InvalidTypeError, match=r"pass wrapper\.optimizer.*guard_fabric\(fabric, module, optimizer"):
+        gg.Guard(optimizer, gg.ClipByGlobalNorm(1.0))
+    gg.Guard(optimizer.optimizer, gg.ClipByGlobalNorm(1.0)).detach()

@@ -1,7 +1,9 @@
 """What `GradGuardCallback` logs, keeps in a checkpoint, and refuses."""
 
+import copy
 import importlib
 import math
+import pickle
 import runpy
 import sys
 import warnings
@@ -17,7 +19,7 @@ import gradguard as gg
 pl = pytest.importorskip("lightning.pytorch", reason="lightning is not installed")
 
 from lightning.pytorch.strategies import DeepSpeedStrategy, SingleDeviceStrategy  # noqa: E402
-from test_lightning import CLIPPERS, STEPS, Automatic, Manual, Records, by_hand, fit, pytestmark, same, weights  # noqa: E402
+from test_lightning import CLIPPERS, STEPS, Automatic, Manual, Records, by_hand, fit, norm_of, pytestmark, same, weights  # noqa: E402
 
 from gradguard.integrations.lightning import BindingShare, GradGuardCallback  # noqa: E402
 
@@ -214,3 +216,55 @@ def test_the_example_prints_what_it_should(capsys):
     out = capsys.readouterr().out
     assert "1 of 100 steps skipped" in out
     assert "'gradients/binding_share': 0.01" in out
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda callback: pickle.loads(pickle.dumps(callback))])
+def test_a_copy_has_the_state_and_guards_of_its_own_training(duplicate):
+    module, callback = Automatic(), GradGuardCallback(gg.ClipByMedian(k=0.0, warmup=2))
+    fit(module, callback)
+    state = plain(callback.state_dict())
+    twin = duplicate(callback)
+    assert not twin.guards
+    assert isinstance(callback.__getstate__()["_loaded"], bytes)  # a process that is spawned opens no tensor too late
+    assert plain(twin.state_dict()) == state
+    fit(copy.deepcopy(module), twin)
+    assert (twin.guards[0].steps, callback.guards[0].steps) == (2 * STEPS, STEPS)
+    fit(module, callback)
+    assert plain(twin.state_dict()) == plain(callback.state_dict()) != state
+
+
+class ClipsByHand(Manual):
+    """Two optimizers, of which one is clipped in the old way."""
+
+    def __init__(self, position):
+        super().__init__()
+        self.position = position
+
+    def training_step(self, batch):
+        x, y = batch
+        for position, (net, optimizer) in enumerate(zip((self.one, self.two), self.optimizers(), strict=True)):
+            optimizer.zero_grad()
+            self.manual_backward((net(x) - y).square().sum())
+            if position == self.position:
+                self.clip_gradients(optimizer, 0.001, "norm")
+                self.norms[position].append(norm_of(net))
+            optimizer.step()
+
+
+def test_a_clip_by_hand_in_the_module_is_refused_where_there_is_a_guard():
+    callback = GradGuardCallback({0: gg.ClipByGlobalNorm(1.0), 1: None})
+    with pytest.raises(gg.InvalidValueError, match=r"self\.clip_gradients\(\.\.\., 0\.001\).*Delete the call"):
+        fit(ClipsByHand(0), callback)
+    left_alone = ClipsByHand(1)
+    trainer = fit(left_alone, callback)
+    assert left_alone.norms[1] == pytest.approx([0.001] * STEPS, rel=1e-2)
+    assert "clip_gradients" not in vars(trainer.precision_plugin)
+
+
+def test_a_guard_by_hand_on_lightnings_optimizer_names_the_callback():
+    class ByHand(Automatic):
+        def on_train_start(self):
+            gg.Guard(self.optimizers(), gg.ClipByGlobalNorm(1.0))
+
+    with pytest.raises(gg.InvalidTypeError, match=r"pass wrapper\.optimizer.*GradGuardCallback\(clipper\)"):
+        fit(ByHand(), pl.Callback())

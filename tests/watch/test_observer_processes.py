@@ -269,3 +269,19 @@ def test_executors_that_a_script_leaves_open_do_not_keep_it(python, tmp_path):
     done = python("-m", "gradguard", "run", "--out", "out", "train.py", check=False)
     assert done.returncode == 4
     assert done.stdout.index("3") < done.stdout.index("later") < done.stdout.index("record: ")
+
+
+def test_threads_that_train_at_once_have_each_their_own_clips(python, tmp_path):
+    main = "\n    ".join([
+        "import threading",
+        "sys.setswitchinterval(1e-5)",
+        "threads = [threading.Thread(target=train, args=(60,)) for _ in range(3)]",
+        "[t.start() for t in threads]",
+        "[t.join() for t in threads]",
+    ])  # fmt: skip
+    write(tmp_path, main)
+    python("train.py", GRADGUARD="run.jsonl")
+    steps = read_record(tmp_path / "run.jsonl").steps
+    assert [step["i"] for step in steps] == list(range(180))
+    assert [step.get("threshold") for step in steps] == [0.5] * 180
+    assert all(step["post_norm"] <= 0.5001 for step in steps)

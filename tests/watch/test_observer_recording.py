@@ -354,3 +354,27 @@ def test_a_first_line_that_could_not_be_made_leaves_a_record_that_says_so(tmp_pa
     observer.close(0, False)
     (event,) = read_record(tmp_path / "run.jsonl").events
     assert event["kind"] == "observer_failed"
+
+
+def test_a_step_gets_no_loss_of_an_evaluation_in_the_step_before(tmp_path):
+    layer = nn.Linear(1, 1, bias=False)
+    optimizer, values = torch.optim.LBFGS(layer.parameters(), max_iter=3, max_eval=9), []
+
+    def closure():
+        optimizer.zero_grad()
+        loss = (layer(torch.ones(4, 1)).cosh() + 1).sum()
+        loss.backward()
+        nn.utils.clip_grad_norm_(layer.parameters(), 10.0)
+        values.append(loss.item())
+        return loss
+
+    observer, firsts = Observer(tmp_path / "run.jsonl", {}), []
+    with observe(observer):
+        for _ in range(3):
+            nn.init.constant_(layer.weight, 1.0 + len(firsts))
+            firsts.append(len(values))
+            optimizer.step(closure)
+    observer.close(0, False)
+    assert len(values) > 3
+    losses = [step["loss"] for step in read_record(tmp_path / "run.jsonl").steps]
+    assert losses == pytest.approx([values[k] for k in firsts])

@@ -100,6 +100,10 @@ def test_unknown_kinds_and_empty_lines_are_passed_over(tmp_path):
         (b'{"t": "meta"}\n{"t": "tensors", "i": 0}\n{"t": "end"}\n', '"tensors" line needs "norm" of type list'),
         (b'{"t": "meta"}\n{"t": "step", "i": 0, "norm": NaN}\n{"t": "end"}\n', "line 2: NaN is not JSON"),
         (b'{"t": "meta"}\n{"t": "step", "i": 0, "norm": 1e999}\n{"t": "end"}\n', "line 2: 1e999 is too large"),
+        (b'{"t": "meta"}\n{"t": "step", "i": 0, "norm": "1"}\n{"t": "end"}\n', 'line 2: "norm" of a "step" line is no'),
+        (b'{"t": "meta"}\n{"t": "step", "i": 0, "loss": [1]}\n{"t": "end"}\n', 'line 2: "loss" of a "step" line is no'),
+        (b'{"t": "meta"}\n{"t": "step", "i": 0, "norm": -1}\n{"t": "end"}\n', "line 2: .* is below 0"),
+        (b'{"t": "meta", "params": null}\n', 'line 1: "params" of a "meta" line is no list'),
         (b'{"t": "meta"}\n{"t": "step", "i": 0, "x": "\xff"}\n{"t": "end"}\n', "broken at line 2"),
     ],
 )

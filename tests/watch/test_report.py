@@ -257,3 +257,9 @@ def test_a_script_with_two_rules_is_named_by_both(capsys):
     print_comparison([make_record(steps=steps)])
     assert "script: norm" in (out := capsys.readouterr().out)
     assert "and value" in out
+
+
+def test_norms_near_the_largest_number_make_a_page(tmp_path):
+    steps = steps_of([1e308 if i % 2 else 1e-308 for i in range(300)], loss=1e308)
+    page = write_report([make_record(path=tmp_path / "run.jsonl", steps=steps)], tmp_path / "report.html")
+    assert "What other rules would have done" in page.read_text()

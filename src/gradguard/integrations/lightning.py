@@ -1,6 +1,7 @@
 """gradguard in Lightning: a callback for the Trainer, and one call for Fabric."""
 
 import copy
+import io
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal
@@ -9,6 +10,7 @@ from gradguard.integrations.versions import require
 
 require("lightning", "2.6", "2.7", "lightning")
 
+import torch  # noqa: E402
 from lightning.fabric import Fabric  # noqa: E402
 from lightning.fabric.wrappers import is_wrapped  # noqa: E402
 from lightning.pytorch import Callback, LightningModule, Trainer  # noqa: E402
@@ -117,7 +119,13 @@ class GradGuardCallback(Callback):
     def __getstate__(self) -> dict[str, Any]:
         """Return what a copy begins with: the state of the guards, without guards, which sit on these optimizers."""
         gone = {"guards": {}, "_shares": {}, "_optimizers": [], "_logged": {}, "_precision": None}
-        return {**vars(self), **gone, "_loaded": copy.deepcopy(self.state_dict())}
+        memory = io.BytesIO()  # bytes, since tensors that only this holds are gone before a spawned process opens them
+        torch.save(self.state_dict(), memory)
+        return {**vars(self), **gone, "_loaded": memory.getvalue()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        loaded = torch.load(io.BytesIO(state["_loaded"]), map_location="cpu", weights_only=True)
+        vars(self).update({**state, "_loaded": loaded})
 
     # -- hooks of Lightning -----------------------------------------------------------------------------------------
 
@@ -327,7 +335,7 @@ def _one_for_each(clipper: Clippers, optimizers: Sequence[Optimizer]) -> list[gg
     if isinstance(clipper, gg.Clipper):
         if count > 1:
             raise gg.InvalidValueError(
-                f"one {type(clipper).__name__} for {count} optimizers: expected one for each; histories must not mix. "
+                f"one {type(clipper).__name__} for {count} optimizers: expected one for each, or histories would mix. "
                 f"Pass a function that makes one for each, as in GradGuardCallback(lambda: gg.{type(clipper).__name__}"
                 f"(...)), or a list of {count} clippers in the order of configure_optimizers."
             )

@@ -4,7 +4,6 @@ It measures and never writes to a tensor of the script (unless it was given a cl
 waits for no device, and swallows its own failures: after one it notes an event and stops measuring.
 """
 
-import functools
 import os
 import threading
 import time
@@ -30,6 +29,7 @@ from gradguard.watch.outbox import Outbox, warn
 from gradguard.watch.patches import ClipCall, patched
 from gradguard.watch.record import SCHEMA, RecordWriter
 from gradguard.watch.rows import Row, ScaleUpdate, total_of
+from gradguard.watch.safely import safely
 from gradguard.watch.schedule import EVERY, Alarm, Schedule
 from gradguard.watch.script_clips import (
     CapturedNorms,
@@ -42,25 +42,6 @@ from gradguard.watch.script_clips import (
     single_norm_clip,
 )
 from gradguard.watch.shared_norms import Shared, SharedNorms, are_spread, is_captured, refuse_lost
-
-
-def _safely(method: Callable) -> Callable:
-    """Time what the observer does, keep its failures away from the script, and do nothing in a forked child."""
-
-    @functools.wraps(method)
-    def safe(self: "Observer", *args: Any) -> Any:
-        if self._broken or os.getpid() != self._process:
-            return None
-        started = time.perf_counter()
-        try:
-            return method(self, *args)
-        except Exception as error:
-            self._fail(error)
-            return None
-        finally:
-            self._overhead += time.perf_counter() - started
-
-    return safe
 
 
 class Observer:
@@ -95,7 +76,7 @@ class Observer:
         self._thread = threading.local()  # .row: the row of the step that is running, .clip: the clip that is
         self._schedule, self._alarms = Schedule(extras_every), dict[int | None, Alarm]()
         self._steps, self._steps_at_update, self._count = 0, -1, 0
-        self._broken = self._closed = False
+        self._broken, self._closed, self._lock = False, False, threading.RLock()
         self.path: Path | None = None
         self._outbox: Outbox | None = None if callable(path) else self._open(path)
 
@@ -130,7 +111,7 @@ class Observer:
                 )
         self._broken = True
 
-    @_safely
+    @safely
     def flush(self) -> None:
         """Write what was seen so far."""
         if self._outbox is not None:
@@ -138,7 +119,7 @@ class Observer:
 
     # --- what the script does -----------------------------------------------------------------------------------------
 
-    @_safely
+    @safely
     def on_backward(self, loss: Tensor) -> None:
         """Keep the loss."""
         with suppress(Exception):  # one that cannot be read is no reason to stop
@@ -148,7 +129,7 @@ class Observer:
         """Measure before the script's own clip changes anything, or let the clip measure for both of us."""
         return self._on_clip(call, parameters, *self._joined(parameters))
 
-    @_safely
+    @safely
     def _on_clip(
         self, call: ClipCall, parameters: list[Tensor], spread: bool, shared: Shared | None
     ) -> CapturedNorms | None:
@@ -166,19 +147,19 @@ class Observer:
         self._thread.clip = captured, having, clip
         return captured
 
-    @_safely
+    @safely
     def on_clipped(self, norm: Any) -> None:
         """Keep what the script's clip returned."""
         captured, having, clip = self._thread.clip
         self._thread.clip = None, [], None
         self._clips.finish(norm, captured.of(having, clip, norm) if captured is not None else None)
 
-    @_safely
+    @safely
     def on_scale(self, loss: Any, scaled: Any) -> None:
         """Remember which loss a scaled loss came from."""
         self._losses.scaled(loss, scaled)
 
-    @_safely
+    @safely
     def on_scale_update(self, before: Tensor | None, after: Tensor | None) -> None:
         """Note a loss scale, and at the next flush whether it fell; forget what led to a step that was skipped."""
         self._amp_scale = after
@@ -196,12 +177,20 @@ class Observer:
         having = parameters if spread else [p for p in parameters if p.grad is not None]
         if first:
             self._measure_step(optimizer, having, shared)
+        else:
+            self._forget(parameters)
         if self._clip is not None:
             self._applying.apply(self._clip, optimizer, having)
             if first:
                 self._measure_clipped(optimizer, having, *self._joined(parameters))
         if first and not spread:  # of a part, what is dear would be wrong
             self._measure_extras(optimizer, having)
+
+    @safely
+    def _forget(self, parameters: list[Tensor]) -> None:
+        """Forget what another evaluation of a closure told: it belongs to this step, and the next one would get it."""
+        self._losses.clear()
+        self._clips.take(parameters)
 
     def _parameters(self, optimizer: Optimizer) -> list[Tensor]:
         try:
@@ -221,13 +210,13 @@ class Observer:
             warn(f"stopped measuring: {type(error).__name__}: {error}. The program goes on without it.")
         self._fail(error)
 
-    @_safely
+    @safely
     def _measure_step(self, optimizer: Optimizer, parameters: list[Tensor], shared: Shared | None) -> None:
         self._thread.row = None  # of a step that raised
         if parameters and not is_captured(parameters[0]):
             self._thread.row = self._measured_row(optimizer, parameters, shared)
 
-    @_safely
+    @safely
     def _measure_clipped(
         self, optimizer: Optimizer, parameters: list[Tensor], spread: bool, shared: Shared | None
     ) -> None:
@@ -237,7 +226,7 @@ class Observer:
             norms = self._measure(parameters) if shared is None else shared.norms
             row.post = unscaled(total(norms), getattr(optimizer, "grad_scale", None))
 
-    @_safely
+    @safely
     def _measure_extras(self, optimizer: Optimizer, parameters: list[Tensor]) -> None:
         row: Row | None = getattr(self._thread, "row", None)
         self._thread.parameters = None
@@ -248,7 +237,7 @@ class Observer:
             row.extras = measure_extras(parameters, getattr(optimizer, "grad_scale", None))
             self._thread.parameters, self._thread.spent = parameters, time.perf_counter() - started
 
-    @_safely
+    @safely
     def _after_step(self, optimizer: Optimizer) -> None:
         row: Row | None = getattr(self._thread, "row", None)
         self._thread.row = None
@@ -262,9 +251,10 @@ class Observer:
         row.wall = now - self._started
         found_inf = getattr(optimizer, "found_inf", None)
         row.found_inf = copied(found_inf) if isinstance(found_inf, Tensor) else None
-        row.index = self._steps
-        self._steps += 1
-        self._outbox.add(row)
+        with self._lock:  # several threads may train at once
+            row.index = self._steps
+            self._steps += 1
+            self._outbox.add(row)
         if not row.late:
             self._watch_norm(row)
 
@@ -272,7 +262,9 @@ class Observer:
 
     def _measured_row(self, optimizer: Optimizer, parameters: list[Tensor], shared: Shared | None) -> Row | None:
         if self._known is None:
-            self._begin(optimizer)
+            with self._lock:
+                if self._known is None:  # else another thread has
+                    self._begin(optimizer)
         if self._outbox is None or not self._outbox.is_open:
             self._clips.take(parameters)
             self._losses.clear()

@@ -9,6 +9,7 @@ import errno
 import json
 import math
 import os
+import sys
 from dataclasses import dataclass
 from math import isfinite
 from pathlib import Path
@@ -261,6 +262,8 @@ def _parse(path: Path, lines: list[tuple[int, bytes]]) -> tuple[list[dict[str, A
     return parsed, False
 
 
+_NUMBERS = ("norm", "post_norm", "coefficient", "threshold", "loss", "lr", "wall")
+_PLAIN_NUMBERS, _LARGEST = (int, float), sys.float_info.max
 _REQUIRED = {"step": ("i", int), "tensors": ("norm", list), "event": ("i", int)}
 
 
@@ -271,7 +274,20 @@ def _parse_line(line: bytes) -> dict[str, Any]:
     key, kind = _REQUIRED.get(found["t"], ("t", str))
     if not isinstance(found.get(key), kind):
         raise ValueError(f'a "{found["t"]}" line needs "{key}" of type {kind.__name__}')
+    if found["t"] == "step":
+        _check_step(found)
+    elif found["t"] == "meta" and not isinstance(found.get("params", []), list):
+        raise ValueError('"params" of a "meta" line is no list')
     return found
+
+
+def _check_step(step: dict[str, Any]) -> None:
+    for key in _NUMBERS:
+        value = step.get(key)
+        if value is not None and not (type(value) in _PLAIN_NUMBERS and -_LARGEST <= value <= _LARGEST):
+            raise ValueError(f'"{key}" of a "step" line is no number')
+    if (step.get("norm") or 0) < 0:
+        raise ValueError('"norm" of a "step" line is below 0')
 
 
 def _no_constant(name: str) -> None:

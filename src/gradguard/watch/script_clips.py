@@ -1,5 +1,6 @@
 """The clips that a script made itself and whose optimizer step has not come yet."""
 
+import threading
 import weakref
 from collections.abc import Sequence
 from contextlib import suppress
@@ -65,8 +66,8 @@ class PendingClips:
 
     def __init__(self) -> None:
         self._clipped: dict[int, Clipped] = {}
-        self._open: list[Tensor] = []  # the parameters of the clip that is running,
-        self._new: list[Clipped] = []  # and those of their entries that it made
+        # .open: the parameters of the clip that is running, .new: those of their entries that it made
+        self._thread = threading.local()
 
     def add(self, clip: ScriptClip, parameters: Sequence[Tensor], norms: Norms | None) -> bool:
         """Note that ``clip`` is about to act on ``parameters``, whose gradients have ``norms``.
@@ -75,7 +76,8 @@ class PendingClips:
             Whether it replaced clips that no step followed: the script skipped one, or clips each micro-batch.
         """
         replaced = False
-        self._open, self._new = list(parameters), []
+        self._thread.open, new = list(parameters), []
+        self._thread.new = new
         for place, parameter in enumerate(parameters):
             key = id(parameter)
             old = self._clipped.get(key)
@@ -87,12 +89,13 @@ class PendingClips:
             else:
                 reference = weakref.ref(parameter, lambda _, key=key: self._clipped.pop(key, None))
             self._clipped[key] = entry = Clipped(norms, place, [clip], reference)
-            self._new.append(entry)
+            new.append(entry)
         return replaced
 
     def finish(self, returned: Any, norms: Norms | None = None) -> None:
         """The clip of the last `add` is done and returned ``returned``; it measured ``norms``, if it was asked to."""
-        opened, self._open = self._open, []
+        opened, new = getattr(self._thread, "open", []), getattr(self._thread, "new", [])
+        self._thread.open, self._thread.new = [], []
         for parameter in opened:
             entry = self._clipped.get(id(parameter))
             gradient = parameter.grad
@@ -100,9 +103,8 @@ class PendingClips:
                 entry.gradient, entry.version = weakref.ref(gradient), gradient._version
                 if entry.clips[-1].norm is None:
                     entry.clips[-1].norm = copied(returned)
-        for entry in self._new:
+        for entry in new:
             entry.norms = norms if entry.norms is None else entry.norms
-        self._new = []
 
     def take(self, parameters: Sequence[Tensor]) -> list[Clipped | None]:
         """Return what was clipped of ``parameters`` and is still so, and forget it: their step is here."""

@@ -178,7 +178,7 @@ def _histogram_marks(record: Record, verdict: Verdict, advice: Recommendation) -
     marks = [(item.name, item.threshold, colours.get(item.name, GREY)) for item in advice.candidates]
     if (verdict.threshold or 0) > 0 and clips_norms(record):
         marks.append(("in use", verdict.threshold or 0.0, BLACK))
-    return sorted(marks, key=lambda mark: mark[1])
+    return sorted((mark for mark in marks if 0 < mark[1] < math.inf), key=lambda mark: mark[1])
 
 
 def _draw_marks(figure: "Figure", marks: list[tuple[str, float, str]]) -> None:
@@ -194,7 +194,7 @@ def _draw_marks(figure: "Figure", marks: list[tuple[str, float, str]]) -> None:
 
 def _log_ticks(low: float, high: float) -> dict[str, Any]:
     digits = (1,) if high - low > 4 else (1, 3) if high - low > 1.5 else (1, 2, 3, 5, 7)
-    decades = range(math.floor(low), min(math.ceil(high), 308), max(1, round((high - low) / 12)))
+    decades = range(max(math.floor(low), -307), min(math.ceil(high), 308), max(1, round((high - low) / 12)))
     values = [digit * 10.0**decade for decade in decades for digit in digits]
     ticks = {"tickvals": [math.log10(v) for v in values], "ticktext": [f"{v:g}" for v in values]}
     return {"range": [low, high]} | ticks
