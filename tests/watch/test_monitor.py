@@ -449,7 +449,8 @@ def test_only_rank_0_writes(tmp_path, monkeypatch):
 @pytest.mark.slow
 def test_a_program_that_forgets_to_close_has_its_last_line_and_imports_no_dashboard(tmp_path):
     code = """
-        import sys, torch, gradguard.watch.monitor as m
+        import sys, torch
+        from gradguard.watch import monitor as m  # gradguard.watch itself is the function
         layer = torch.nn.Linear(2, 1)
         optimizer = torch.optim.SGD(layer.parameters())
         m.Monitor(optimizer)
