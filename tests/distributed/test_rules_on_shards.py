@@ -6,11 +6,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from rules import RULES
-from sharded import LISTS, Entry, gathered, held, laid_out, parameter
 from torch import nn
 
 import gradguard as gg
 from cases import random
+from sharded import LISTS, Entry, gathered, held, laid_out, parameter
 
 STEPS = 30
 LIST = [
