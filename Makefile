@@ -3,7 +3,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test quick lint benchmark docs-pictures clean
+.PHONY: demo test exhaustive quick lint benchmark docs-pictures clean
 
 .venv/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
@@ -18,11 +18,15 @@ demo: .venv/ready
 
 # One process for each core, with one thread each.
 test: lint
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto -m 'not exhaustive'
+
+# Every case of every table: what `make test` samples.
+exhaustive: .venv/ready
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto
 
 # The tests that take milliseconds, for while you work.
 quick: .venv/ready
-	$(BIN)/python -m pytest -m 'not slow'
+	$(BIN)/python -m pytest -m 'not slow and not exhaustive'
 
 lint: .venv/ready
 	$(BIN)/ruff check

@@ -140,6 +140,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.exhaustive  # test_observer_sharded.py runs torchrun too
 def test_torchrun_writes_one_record(python, tmp_path):
     tmp_path.joinpath("train.py").write_text(DISTRIBUTED)
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
