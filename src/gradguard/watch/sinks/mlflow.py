@@ -1,15 +1,10 @@
 """MLflow: ``sink="mlflow"``, or a ``Run`` of the user's."""
 
 import time
-from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
 from gradguard.watch.sinks.base import Line, required, summary_of
-
-
-_LATEST = 64
-"""Batches that may still be on their way when the sink is closed."""
 
 
 class MlflowSink:
@@ -33,7 +28,7 @@ class MlflowSink:
             run = mlflow.start_run()  # which knows the experiment that was chosen
             mlflow.end_run("RUNNING")  # no longer the active one
         self._run: str = run.info.run_id
-        self._promised: deque[Any] = deque(maxlen=_LATEST)  # its threads send them in any order
+        self._last: Any = None  # what the last call promised to send
 
     def push(self, lines: Sequence[Line]) -> None:
         """Add one point to about ten metrics."""
@@ -43,11 +38,17 @@ class MlflowSink:
         step, scalars = found
         now = int(1e3 * time.time())
         metrics = [self._metric(name, value, now, step) for name, value in scalars.items()]
-        self._promised.append(self._client.log_batch(self._run, metrics, synchronous=False))
+        self._wait()  # two batches on their way at once may lose points of each other in a file store
+        self._last = self._client.log_batch(self._run, metrics, synchronous=False)
 
     def close(self) -> None:
         """Wait until all has been sent, and end the run that was made here."""
-        for batch in self._promised:
-            batch.wait()
+        self._wait()
         if self._owned:
             self._client.set_terminated(self._run)
+
+    def _wait(self) -> None:
+        """Wait for the last batch: a flush later it has long been sent."""
+        if self._last is not None:
+            self._last.wait()
+            self._last = None
