@@ -1,13 +1,13 @@
 """Mistakes that a review of sharded clipping found, each with what it did wrong before."""
 
 import math
-import re
 import warnings
 
 import pytest
 import torch
 import torch.distributed as dist
 from collectives import Collectives
+from refusals import check_refusals, refusal
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
@@ -18,23 +18,6 @@ from cases import random
 from gradguard.distributed.reduction import buckets
 from reference import clip_norm, total_norm
 from sharded import Entry, local, mesh, parameter
-
-
-def refusal(function, *args):
-    """The error's type and message; "no error" if there is none."""
-    try:
-        function(*args)
-    except Exception as error:
-        return type(error).__name__, str(error)
-    return "no error", ""
-
-
-def check_refusals(found, kind, match):
-    """Every process must refuse, all of them alike."""
-    for name, said in found:
-        assert name == kind, (name, said)
-        assert re.search(match, said), said
-
 
 # --- Gradients laid out unlike their parameters -----------------------------------------------------------------------
 

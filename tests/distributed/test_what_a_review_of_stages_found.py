@@ -1,13 +1,13 @@
 """Mistakes that a review found where processes hold different parameters, or do not act together."""
 
 import math
-import re
 import time
 
 import pytest
 import torch
 import torch.distributed as dist
 from collectives import Collectives
+from refusals import check_refusals, refusal
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -18,22 +18,6 @@ from cases import random
 from gradguard.distributed import agreement, plan, wrappers
 from reference import total_norm
 from sharded import Entry, mesh, parameter
-
-
-def refusal(function):
-    """The error's type and message; "no error" if there is none."""
-    try:
-        function()
-    except Exception as error:
-        return type(error).__name__, str(error)
-    return "no error", ""
-
-
-def check_refusals(found, kind, match):
-    """Every process must refuse, all of them alike."""
-    for name, said in found:
-        assert name == kind, (name, said)
-        assert re.search(match, said), said
 
 
 def stage():

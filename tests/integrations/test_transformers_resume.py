@@ -84,11 +84,11 @@ def test_after_training_and_after_an_interruption_the_optimizer_is_free(tmp_path
     class Stops(TrainerCallback):
         def on_step_end(self, args, state, control, **kwargs):
             if state.global_step == 2 and callback.guard.steps == 2:
-                raise KeyboardInterrupt
+                raise KeyboardInterrupt("by hand")
 
     callback = GradGuardCallback(gg.ClipByGlobalNorm(10.0))
     one = trainer(tmp_path, [callback, Stops()])
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(KeyboardInterrupt, match="by hand"):
         one.train()
     gg.Guard(callback.guard.optimizer, gg.ClipByGlobalNorm(1.0)).detach()
     one.train()

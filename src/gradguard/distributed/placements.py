@@ -58,7 +58,7 @@ def refuse_sharded(tensors: Sequence[Tensor]) -> None:
         UnsupportedGradientError: If any tensor is a DTensor.
     """
     if any_sharded(tensors):
-        raise UnsupportedGradientError("sharded gradients (DTensor) are not supported yet")
+        raise UnsupportedGradientError("a gradient is a DTensor, whose norm all of its processes must take together.")
 
 
 def placement_of(tensor: Tensor) -> Placement:

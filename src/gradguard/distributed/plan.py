@@ -125,18 +125,6 @@ class Plan:
                 found = its | found
         return dict(sorted(found.items()))
 
-    def fits(self, tensors: Sequence[Tensor]) -> bool:
-        """Tell whether the plan is still right: the process group lives, and gradients are laid out as agreed."""
-        if not is_alive(self.reducer.union.group):
-            return False
-        specs = [getattr(t.grad, "_spec", None) for t in tensors]
-        changed = [
-            i
-            for i, (spec, known) in enumerate(zip(specs, self._specs, strict=True))
-            if spec is not None and spec is not known
-        ]
-        return all(i in self._moved or not _is_laid_out_unlike(tensors[i]) for i in changed)
-
     def hold(self, tensors: Sequence[Tensor], names: Sequence[str] | None) -> Held:
         """Return what this process holds of the gradients of the parameters that the plan is for.
 
@@ -149,6 +137,9 @@ class Plan:
         gradients = _each_gradient_once([t.grad for t in tensors])
         specs = [None if g is None else getattr(g, "_spec", False) for g in gradients]
         if self._moved or not all([s is None or s is known for s, known in zip(specs, self._specs, strict=True)]):
+            moves = {i: tensors[i].grad.placements for i in self._new_moves(tensors)}  # type: ignore[union-attr]
+            if moves:
+                self._moved |= self._agree_on(moves)
             self._bring_in_line(tensors, gradients, names)
             now = [None if g is None else getattr(g, "_spec", False) for g in gradients]
             self._specs = [known if spec is None else spec for spec, known in zip(now, self._specs, strict=True)]
@@ -167,6 +158,9 @@ class Plan:
             if gradient is not None:
                 parts[place] = local_part(gradient)
         return Held(parameters, parts, self.names, part)
+
+    def _new_moves(self, tensors: Sequence[Tensor]) -> list[int]:
+        return [i for i, t in enumerate(tensors) if i not in self._moved and _is_laid_out_unlike(t)]
 
     def _bring_in_line(
         self, tensors: Sequence[Tensor], gradients: list[Tensor | None], names: Sequence[str] | None
@@ -279,7 +273,7 @@ def plan_for(
         tuple(names or ()) if stages is not None else None,
     )
     plan = _kept(_plans, key)
-    if plan is None or not plan.fits(tensors):
+    if plan is None or not is_alive(plan.reducer.union.group):
         placements = [flat.get(id(t)) or placement_of(t) for t in tensors]
         union = union_of(placements, stages)
         if union is None:
@@ -291,23 +285,6 @@ def plan_for(
         # Identities are used again. Module.to() swaps a DTensor, which must have no weak reference: its part may.
         plan.alive = [weakref.ref(getattr(t, "_local_tensor", t), lambda _: _plans.pop(key, None)) for t in tensors]
     return plan, tensors, names
-
-
-@torch.no_grad()
-def true_norms(parameters: Sequence[Tensor], module: nn.Module | None = None) -> Tensor | None:
-    """Return the 2-norm of the whole gradient of each of ``parameters``, 0 where there is none; None if none is spread.
-
-    Where one is, this is a collective: every process must call it on the same steps, with all of its parameters.
-
-    Raises:
-        DistributedError: As for `plan_for`, whose other errors it raises too.
-    """
-    planned = plan_for(parameters, None, module=module)
-    if planned is None:
-        return None
-    plan, tensors, _ = planned
-    held = plan.hold(tensors, None)
-    return held.part.add_up((tensor_norms(held.gradients), 2.0))[0]
 
 
 def plan_for_gradients(gradients: Sequence[Tensor | None]) -> tuple[list[Tensor], Part] | None:
@@ -324,8 +301,7 @@ def plan_for_gradients(gradients: Sequence[Tensor | None]) -> tuple[list[Tensor]
         if several_processes():
             refuse_flat_gradients(gradients)
         return None
-    first = {id(g): i for i, g in reversed(list(enumerate(gradients)))}
-    gradients = [g if first[id(g)] == i else None for i, g in enumerate(gradients)]
+    gradients = _each_gradient_once(list(gradients))
     there = [g for g in gradients if g is not None]
     union = union_of(map(placement_of, there), None)
     if union is None:
