@@ -6,6 +6,7 @@ import os
 
 import pytest
 import torch
+from accelerators import forget_accelerators
 from torch import nn
 
 import gradguard as gg
@@ -13,34 +14,15 @@ import gradguard as gg
 pytest.importorskip("accelerate", reason="accelerate is not installed")
 
 from accelerate import Accelerator, FullyShardedDataParallelPlugin
-from accelerate.state import AcceleratorState, GradientState, PartialState
+from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType
 from accelerate.utils.deepspeed import DeepSpeedOptimizerWrapper
 from torch.optim.lr_scheduler import LambdaLR
 
-from distributed.pool import Pools
 from gradguard.errors import UnsupportedVersionError
 from gradguard.integrations.accelerate import guard, inner_optimizer, wrap_once
 
 BATCHES = torch.randn(24, 4, 3, generator=torch.Generator().manual_seed(1)) * 3
-
-
-def forget_accelerators():
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
-
-
-@pytest.fixture(autouse=True)
-def _no_accelerator_left():
-    yield
-    forget_accelerators()
-
-
-@pytest.fixture(scope="module")
-def two_processes(tmp_path_factory):
-    pools = Pools(tmp_path_factory.mktemp("accelerate"))
-    yield pools
-    pools.close()
 
 
 class Training:

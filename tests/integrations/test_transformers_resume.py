@@ -11,7 +11,7 @@ import gradguard as gg
 pytest.importorskip("transformers", reason="transformers is not installed")
 pytest.importorskip("accelerate", reason="accelerate is not installed")
 
-from tiny_trainer import STEPS, Model, forget_accelerators, logged, trainer, weights
+from tiny_trainer import STEPS, Model, logged, trainer, weights
 from transformers import TrainerCallback
 
 from gradguard.integrations.transformers import GradGuardCallback
@@ -22,12 +22,6 @@ CLIPPERS = [
     gg.AdaGC(warmup=2),
     gg.Groups({"body.*": gg.AutoClip(50)}, rest=gg.Chain(gg.ClipByValue(5.0), gg.ZClip(warmup=3))),
 ]
-
-
-@pytest.fixture(autouse=True)
-def _no_accelerator_left():
-    yield
-    forget_accelerators()
 
 
 @pytest.mark.parametrize("clipper", CLIPPERS[1:], ids=lambda clipper: type(clipper).__name__)

@@ -15,6 +15,7 @@ pytest.importorskip("accelerate", reason="accelerate is not installed")
 from accelerate import FullyShardedDataParallelPlugin
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType
+from accelerators import forget_accelerators
 from tiny_trainer import (
     BATCH,
     INPUTS,
@@ -22,7 +23,6 @@ from tiny_trainer import (
     InOrder,
     Model,
     by_hand,
-    forget_accelerators,
     fused_adamw,
     logged,
     trainer,
@@ -30,21 +30,7 @@ from tiny_trainer import (
 )
 from transformers import TrainerCallback
 
-from distributed.pool import Pools
 from gradguard.integrations.transformers import GradGuardCallback
-
-
-@pytest.fixture(autouse=True)
-def _no_accelerator_left():
-    yield
-    forget_accelerators()
-
-
-@pytest.fixture(scope="module")
-def two_processes(tmp_path_factory):
-    pools = Pools(tmp_path_factory.mktemp("trainers"))
-    yield pools
-    pools.close()
 
 
 @pytest.mark.parametrize("optim", ["sgd", "adamw_torch_fused"])

@@ -1,18 +1,12 @@
 """A tiny model, a Trainer that takes samples in order, and the same training as a loop by hand."""
 
 import torch
-from accelerate.state import AcceleratorState, GradientState
 from torch import nn
 from torch.utils.data import SequentialSampler
 from transformers import Trainer, TrainingArguments
 
 STEPS, BATCH = 8, 2
 INPUTS = torch.randn(64, 3, generator=torch.Generator().manual_seed(1)) * 3
-
-
-def forget_accelerators():
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
 
 
 class Model(nn.Module):
