@@ -1,6 +1,5 @@
 """`gradguard run` and `report` as a person types them, on scripts that know nothing of gradguard."""
 
-import gc
 import json
 import os
 import signal
@@ -14,6 +13,7 @@ import torch
 
 import gradguard as gg
 from gradguard.cli import main
+from gradguard.watch import report
 from gradguard.watch.record import Record, read_record
 
 TRAIN = """
@@ -39,10 +39,14 @@ Path("norms.json").write_text(json.dumps(norms))
 """
 
 
+def empty_page(records: list[Record], path: Path) -> Path:
+    path.touch()
+    return path
+
+
 @pytest.fixture
-def run(tmp_path, monkeypatch, capfd):
+def run(tmp_path, monkeypatch, capfd, others_unseen):
     """Run a script under observation in a folder of its own; returns the exit code and the record."""
-    gc.collect()  # the optimizers of other tests are none of this script's
     monkeypatch.chdir(tmp_path)
     for name, value in (("argv", sys.argv), ("path", list(sys.path))):
         monkeypatch.setattr(sys, name, value)
@@ -50,7 +54,9 @@ def run(tmp_path, monkeypatch, capfd):
 
     def go(source: str, *options: str, arguments: tuple[str, ...] = ()) -> tuple[int, Record]:
         Path("train.py").write_text(source)
-        code = main(["run", "--out", "out", "--force", *options, "train.py", *arguments])
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(report, "write_report", empty_page)  # drawing takes longer than all the rest
+            code = main(["run", "--out", "out", "--force", *options, "train.py", *arguments])
         return code, read_record("out")
 
     return go

@@ -294,7 +294,7 @@ print(counters["inductor"]["fxgraph_cache_hit"])
 """
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive  # it compiles in three processes
 def test_a_warm_cache_on_disk_gives_no_other_clips_code(tmp_path):
     def run(*arguments: str) -> int:
         environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}

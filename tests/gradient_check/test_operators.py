@@ -11,8 +11,8 @@ import gradient_check.operators as database
 
 pytestmark = pytest.mark.slow
 
-STRIDE = int(os.environ.get("OPERATOR_STRIDE", "12"))
-"""Every so many-th sample is looked at; set ``OPERATOR_STRIDE=1`` for all of them, which takes minutes."""
+STRIDE = int(os.environ.get("OPERATOR_STRIDE", "5"))
+"""A sample of every so many-th operator is looked at; ``OPERATOR_STRIDE=1`` takes three of each, and minutes."""
 
 WRONG_IN_PYTORCH = {
     "as_strided_scatter": "wrong where elements overlap",
@@ -35,7 +35,7 @@ NO_POWER = {"corrcoef": "of one variable: constantly 1, its gradient is rounding
 
 @pytest.fixture(scope="module")
 def samples():
-    return list(database.samples())[::STRIDE]
+    return list(database.samples(per_operator=1 if STRIDE > 1 else 3, every=STRIDE))
 
 
 def checked(sample: database.Sample) -> gg.GradientReport:
@@ -46,8 +46,7 @@ def checked(sample: database.Sample) -> gg.GradientReport:
 
 
 def test_no_operator_is_flagged_without_a_reason(samples):
-    assert len(samples) >= 1300 // STRIDE
-    assert len({sample.operator for sample in samples}) > 100
+    assert len({sample.operator for sample in samples}) > 500 // STRIDE
     reports = {sample.name: (sample.operator, checked(sample)) for sample in samples}
     flagged = {name: str(report) for name, (operator, report) in reports.items() if report.verdict == "FAIL"}
     assert {name: said for name, said in flagged.items() if name.rpartition("#")[0] not in WRONG_IN_PYTORCH} == {}
@@ -74,7 +73,7 @@ def test_planted_errors_are_caught(samples, plant):
         report = checked(wrong)
         if report.verdict != "FAIL":
             missed[wrong.name] = str(report)
-    assert planted > 300 // STRIDE
+    assert planted > (20 if STRIDE > 1 else 300)
     assert missed == {}
 
 

@@ -156,7 +156,7 @@ def test_keras_loss_scale_goes_round_it(policy):
     assert len(spy.seen) == 2
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive  # compiles for half a minute
 def test_a_compiled_model_trains_as_one_that_is_not(monkeypatch):
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))  # Inductor takes a minute
     make = lambda: guard(keras.optimizers.SGD(0.1), gg.ClipByGlobalNorm(0.05))  # noqa: E731

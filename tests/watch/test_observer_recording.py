@@ -21,8 +21,7 @@ from gradguard.watch.record import RecordWriter, read_record
 
 
 @pytest.fixture(autouse=True)
-def _alone():
-    gc.collect()  # the optimizers of other tests are none of ours
+def _alone(others_unseen):
     yield
     notebook.stop_watching()
 

@@ -110,6 +110,7 @@ def numbers(record: Any) -> list[Any]:
     return [{key: step[key] for key in keys if key in step} for step in record.steps]
 
 
+@pytest.mark.usefixtures("others_unseen")
 def test_true_norms_one_record_and_the_same_weights(pair, tmp_path):
     path = tmp_path / "run.jsonl"
     first, second = pair(watched, str(path), None)
