@@ -28,6 +28,7 @@ SAMPLED = {
     "error_clip/test_compiled_code.py": 3,
     "error_clip/test_distributed_training.py": 2,
     "gradient_check/test_sets.py": 2,
+    "integrations/test_deepspeed_engine.py::test_the_engine_is_read": 3,
     "integrations/test_keras_optimizer.py": 2,
     "integrations/test_lightning_distributed.py": 2,
     "per_sample/test_bounds.py": 3,

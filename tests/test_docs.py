@@ -40,6 +40,7 @@ def test_the_page_on_the_gradient_check_runs_and_prints_what_it_says(capsys):
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept a copy:DeprecationWarning")  # Keras
 @pytest.mark.parametrize(
     "page", ["clippers", "coming_from", "distributed", "integrations", "per_sample", "private_training", "watching"]
 )

@@ -265,9 +265,9 @@ def train_on_one_of_two(fsdp, folder):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fsdp", [False, True], ids=["DDP", "FSDP2"])
-def test_two_processes_train_as_one_and_resume(fsdp, two_processes, tmp_path):
+def test_two_processes_train_as_one_and_resume(fsdp, pool, tmp_path):
     alone = Training(accumulation=2).guarded(gg.ClipByMedian(k=0.0, window=4, warmup=2)).run(BATCHES)
-    for weights, norm, names, kind in two_processes(2).run(train_on_one_of_two, fsdp, str(tmp_path)):
+    for weights, norm, names, kind in pool(2).run(train_on_one_of_two, fsdp, str(tmp_path)):
         torch.testing.assert_close(weights, alone.weights(), rtol=1e-4, atol=1e-6)
         assert norm == pytest.approx(float(alone.guard.last.norm), rel=1e-4)
         assert names == alone.guard.last.names
@@ -290,9 +290,9 @@ def norms_of(training, batches):
 
 
 @pytest.mark.slow
-def test_parts_of_fsdp1_have_the_norm_of_the_whole(two_processes):
+def test_parts_of_fsdp1_have_the_norm_of_the_whole(pool):
     alone = norms_of(Training().guarded(gg.ClipByGlobalNorm(10.0)), BATCHES[:6])
-    for norms in two_processes(2).run(norms_with_fsdp1):
+    for norms in pool(2).run(norms_with_fsdp1):
         assert norms == pytest.approx(alone, rel=1e-4)
 
 

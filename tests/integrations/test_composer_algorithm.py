@@ -17,7 +17,6 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor
 
 import gradguard as gg
-from distributed.pool import Pools
 from gradguard.integrations.composer import ClipGradients, GradientClipping, apply_gradient_clipping
 
 
@@ -213,13 +212,6 @@ def test_deepspeed_is_refused():
         GradientClipping("norm", 1.0).apply(Event.INIT, state, None)
 
 
-@pytest.fixture(scope="module")
-def processes(tmp_path_factory):
-    pools = Pools(tmp_path_factory.mktemp("composer"))
-    yield pools
-    pools.close()
-
-
 def _sharded(kind, threshold, wrapper):
     """Train a batch of two halves, one on each of two processes; return the gradients after the clip."""
     layers = model()
@@ -251,18 +243,18 @@ def _sharded(kind, threshold, wrapper):
         ("value", 0.01, "fsdp1"),
     ],
 )
-def test_a_rule_is_the_same_rule_on_shards(processes, kind, threshold, wrapper):
+def test_a_rule_is_the_same_rule_on_shards(pool, kind, threshold, wrapper):
     whole = model()
     for rank in range(2):
         generator = torch.Generator().manual_seed(5 + rank)
         (whole(torch.randn(6, 4, generator=generator)).square().mean() / 2).backward()
     apply_gradient_clipping(whole, kind, threshold)
     expected = [p.grad for p in whole.parameters()]
-    for found in processes(2).run(_sharded, kind, threshold, wrapper):
+    for found in pool(2).run(_sharded, kind, threshold, wrapper):
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.slow
-def test_an_adaptive_clip_of_flattened_parameters_is_refused(processes):
+def test_an_adaptive_clip_of_flattened_parameters_is_refused(pool):
     with pytest.raises(gg.UnsupportedGradientError, match=r"fully_shard\(model\)"):
-        processes(2).run(_sharded, "adaptive", 0.01, "fsdp1")
+        pool(2).run(_sharded, "adaptive", 0.01, "fsdp1")

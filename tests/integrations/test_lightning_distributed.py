@@ -1,7 +1,6 @@
 """`GradGuardCallback` on two processes: each step is that of one process that sees the whole batch."""
 
 import math
-import sys
 import warnings
 from pathlib import Path
 
@@ -14,13 +13,10 @@ import gradguard as gg
 
 pl = pytest.importorskip("lightning.pytorch", reason="lightning is not installed")
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "distributed"))
-
 from lightning.fabric import Fabric  # noqa: E402
 from lightning.fabric import strategies as fabric_strategies  # noqa: E402
 from lightning.fabric.plugins.environments import LightningEnvironment  # noqa: E402
 from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy  # noqa: E402
-from pool import Pools  # noqa: E402
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard  # noqa: E402
 from torch.distributed.tensor import DTensor  # noqa: E402
 from torch.utils.data import DataLoader, TensorDataset  # noqa: E402
@@ -28,13 +24,6 @@ from torch.utils.data import DataLoader, TensorDataset  # noqa: E402
 from gradguard.integrations.lightning import GradGuardCallback, guard_fabric  # noqa: E402
 
 STEPS, BATCH, BAD, WORLD = 6, 4, 3, 2
-
-
-@pytest.fixture(scope="module")
-def pool(tmp_path_factory):
-    pools = Pools(tmp_path_factory.mktemp("pools"))
-    yield pools
-    pools.close()
 
 
 class Joined(LightningEnvironment):

@@ -2,6 +2,8 @@
 
 import copy
 import pickle
+import runpy
+from pathlib import Path
 
 import pytest
 import torch
@@ -130,3 +132,15 @@ def test_a_callback_that_is_added_while_training_clips_from_there(tmp_path):
     assert all(norm > 0.01 for norm in logged(one, "grad_norm"))
     assert logged(one, "clip_binding_share") == [1.0, 1.0]
     gg.Guard(callback.guard.optimizer, gg.ClipByGlobalNorm(1.0)).detach()  # it has let go
+
+
+def test_the_example_runs_offline(capsys, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    threads = torch.get_num_threads()
+    try:
+        runpy.run_path(str(Path(__file__).parents[2] / "examples/transformers_guard.py"), run_name="__main__")
+    finally:
+        torch.set_num_threads(threads)
+    out = capsys.readouterr().out
+    assert out.splitlines()[-1] == "40 steps, 0 of them skipped"
+    assert out.count("'clip_binding_share'") == 4

@@ -322,10 +322,10 @@ def train_on_one_of_two(kind, folder):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [InOrder, Sharded], ids=["DDP", "FSDP2"])
-def test_two_processes_train_as_one_and_resume(kind, two_processes, tmp_path):
+def test_two_processes_train_as_one_and_resume(kind, pool, tmp_path):
     expected, results = by_hand(gg.ClipByMedian(k=0.0, window=4, warmup=2))
     assert 0 < sum(bool(result.clipped) for result in results) < STEPS
-    for (ours, state, norms, names), (resumed, resumed_state, later_norms, _) in two_processes(2).run(
+    for (ours, state, norms, names), (resumed, resumed_state, later_norms, _) in pool(2).run(
         train_on_one_of_two, kind, str(tmp_path)
     ):
         torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-5)

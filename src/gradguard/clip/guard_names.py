@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 from torch.optim.optimizer import Optimizer
 
-from gradguard.clip.parameters import plain_name
+from gradguard.distributed.wrappers import named_parameters
 from gradguard.errors import InvalidValueError
 
 
@@ -19,7 +19,7 @@ def names_in(model: nn.Module | None, optimizer: Optimizer) -> dict[int, str]:
     """
     if model is None:
         return {}
-    names = {id(p): plain_name(name) for name, p in model.named_parameters()}
+    names = {id(p): name for name, p in named_parameters(model)}
     if not any(id(p) in names for group in optimizer.param_groups for p in group["params"]):
         raise InvalidValueError(
             f"model ({type(model).__name__}) has none of the optimizer's parameters: expected the module that was "

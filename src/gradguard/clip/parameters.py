@@ -13,7 +13,7 @@ from gradguard.distributed.placements import any_sharded, check_alike, local_par
 from gradguard.distributed.plan import Part, plan_for, plan_for_gradients
 from gradguard.distributed.stages import Shared
 from gradguard.distributed.union import StageGroup, several_processes, stages_group
-from gradguard.distributed.wrappers import check_wrappers
+from gradguard.distributed.wrappers import check_wrappers, named_parameters
 from gradguard.errors import InvalidTypeError
 from gradguard.tensors.nonfinite import refuse_nonfinite
 from gradguard.tensors.norms import tensor_norms, total_norm
@@ -221,7 +221,7 @@ def named_tensors(argument: Parameters, what: str) -> tuple[list[str] | None, li
             f"{what} is an optimizer: pass [p for group in optimizer.param_groups for p in group['params']]."
         )
     if isinstance(argument, nn.Module):
-        entries = [(plain_name(name), p) for name, p in argument.named_parameters(remove_duplicate=False)]
+        entries = named_parameters(argument, remove_duplicate=False)
     elif isinstance(argument, Mapping):
         entries = list(argument.items())
     elif isinstance(argument, Iterable) and not isinstance(argument, str):
@@ -235,11 +235,6 @@ def named_tensors(argument: Parameters, what: str) -> tuple[list[str] | None, li
             stacklevel=5,
         )
     return _split_names(entries, what)
-
-
-def plain_name(name: str) -> str:
-    """Return the name of a parameter without what FSDP1 puts into it."""
-    return name.replace("_fsdp_wrapped_module.", "") if "_fsdp_wrapped_module." in name else name
 
 
 def _split_names(entries: list, what: str) -> tuple[list[str] | None, list[Tensor]]:

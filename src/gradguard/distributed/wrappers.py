@@ -1,4 +1,4 @@
-"""What modules that wrap a model know of its gradients and the parameters alone do not tell: FSDP1 and DDP."""
+"""Modules that wrap a model: what FSDP1 and DDP know of its gradients, and what all of them put into its names."""
 
 import gc
 import sys
@@ -17,8 +17,31 @@ from gradguard.errors import InvalidValueError, UnsupportedGradientError
 
 FLAT = "FSDP1 flat parameter"
 
+_PUT_IN_NAMES = ("_fsdp_wrapped_module.", "_orig_mod.", "_checkpoint_wrapped_module.")
+"""By FSDP1, ``torch.compile(model)`` and PyTorch's checkpoint wrapper, at any depth."""
+
 _living: "weakref.WeakSet[nn.Module] | None" = None  # every wrapper, once they have been looked for
 _flat: "weakref.WeakKeyDictionary[nn.Module, dict[int, Placement]]" = weakref.WeakKeyDictionary()
+
+
+def named_parameters(module: nn.Module, *, remove_duplicate: bool = True) -> list[tuple[str, nn.Parameter]]:
+    """Return the parameters of ``module`` with the names that they have in the model without its wrappers.
+
+    A rule for ``"head.*"``, and a history that is kept by name, are the same on one process and under DDP, FSDP1,
+    ``DataParallel`` and ``torch.compile``.
+    """
+    front, inner = "", module
+    while isinstance(inner, DistributedDataParallel | nn.DataParallel) or "_orig_mod" in inner._modules:
+        part = "_orig_mod" if "_orig_mod" in inner._modules else "module"
+        front, inner = f"{front}{part}.", getattr(inner, part)
+    named = module.named_parameters(remove_duplicate=remove_duplicate)
+    return [(_without_wrappers(name.removeprefix(front)), p) for name, p in named]
+
+
+def _without_wrappers(name: str) -> str:
+    for part in _PUT_IN_NAMES:
+        name = name.replace(part, "") if part in name else name
+    return name
 
 
 def check_wrappers(

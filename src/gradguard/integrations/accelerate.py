@@ -16,7 +16,6 @@ require("accelerate", "1.15", "2", "accelerate")
 
 from accelerate import Accelerator  # noqa: E402  (the version comes first, so that it is what an error is about)
 from accelerate.optimizer import AcceleratedOptimizer  # noqa: E402
-from accelerate.utils import DistributedType  # noqa: E402
 from accelerate.utils.deepspeed import DeepSpeedOptimizerWrapper  # noqa: E402
 from accelerate.utils.megatron_lm import MegatronLMOptimizerWrapper  # noqa: E402
 
@@ -74,8 +73,8 @@ def guard(
     """Clip at each real step of ``optimizer``, which ``accelerator`` has prepared; the loop needs no clip any more.
 
     One line after ``accelerator.prepare(...)``. What it adds to `gradguard.Guard`: it finds the optimizer inside
-    Accelerate's, names parameters as in the model without its wrappers, saves and loads the clipper's state with
-    ``accelerator.save_state`` and ``load_state``, and refuses ``accelerator.clip_grad_norm_`` beside it.
+    Accelerate's, saves and loads the clipper's state with ``accelerator.save_state`` and ``load_state``, and refuses
+    ``accelerator.clip_grad_norm_`` beside it.
 
     **Guarantees.**
 
@@ -137,19 +136,12 @@ def guard(
     made = AcceleratedGuard(
         inner_optimizer(optimizer),
         clipper,
-        model=_named_model(accelerator, model),
+        model=model,
         nonfinite=nonfinite,
         max_consecutive_skips=max_consecutive_skips,
     )
     accelerator.register_for_checkpointing(made)
     return made
-
-
-def _named_model(accelerator: Accelerator, model: nn.Module | None) -> nn.Module | None:
-    """The model without wrappers, which would stand in the names; with FSDP1, which alone knows the whole, with it."""
-    if model is None or (accelerator.distributed_type == DistributedType.FSDP and not accelerator.is_fsdp2):
-        return model
-    return accelerator.unwrap_model(model, keep_torch_compile=False)
 
 
 def inner_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:

@@ -9,6 +9,8 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
+from gradguard.distributed.wrappers import named_parameters
+
 
 def living_modules() -> list[nn.Module]:
     """Return every module that exists and is not part of another one."""
@@ -64,7 +66,7 @@ def name_parameters(parameters: list[Tensor], modules: list[nn.Module]) -> list[
 
 def _named(module: nn.Module) -> dict[str, Tensor]:
     try:
-        return dict(module.named_parameters())
+        return dict(named_parameters(module))
     except Exception:  # somebody's half-built module must not end the watch
         return {}
 

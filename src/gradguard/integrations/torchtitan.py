@@ -1,0 +1,153 @@
+"""torchtitan: one call in a start script, after which its trainer clips with gradguard."""
+
+import io
+from collections.abc import Iterable
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+import gradguard as gg
+from gradguard.integrations.versions import require
+
+require("torchtitan", "0.3", "0.4", "torchtitan")
+
+from torchtitan.distributed import utils  # noqa: E402  (the version comes first, so that it is what an error is about)
+
+__all__ = ["ReplacedClip", "replace_clip"]
+
+
+class ReplacedClip:
+    """What torchtitan's trainers call in the place of their own clip, once for each step; `replace_clip` makes it.
+
+    Attributes:
+        clipper: The rule, or None for a clip of the global norm to the ``max_norm`` of the configuration.
+        last: What the last clip did, if there is a ``clipper``; None before.
+
+    Example:
+        >>> import gradguard as gg, torch
+        >>> from torchtitan.distributed import utils
+        >>> from gradguard.integrations.torchtitan import replace_clip
+        >>> layer = torch.nn.Linear(2, 1, bias=False)
+        >>> layer.weight.grad = torch.tensor([[3.0, 4.0]])
+        >>> clip = replace_clip(gg.ClipByGlobalNorm(0.5))
+        >>> float(utils.clip_grad_norm_(layer.parameters(), 1.0)), bool(clip.last.clipped)  # as the trainer does
+        (5.0, True)
+        >>> clip.restore()
+    """
+
+    def __init__(self, clipper: gg.Clipper | None, nonfinite: Literal["propagate", "raise", "zero"], own: Any) -> None:
+        self.clipper, self.last = clipper, None
+        self._nonfinite: Literal["propagate", "raise", "zero"] = nonfinite
+        self._own = own
+
+    def __call__(
+        self,
+        parameters: Tensor | Iterable[Tensor],
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+        foreach: bool | None = None,
+        pp_mesh: Any = None,
+        ep_enabled: bool = False,
+    ) -> Tensor:
+        """Clip as ``torchtitan.distributed.utils.clip_grad_norm_`` is asked to; return the norm before the clip."""
+        del foreach, ep_enabled  # one norm over all meshes needs no word of which there are
+        nonfinite = "raise" if error_if_nonfinite else self._nonfinite
+        if self.clipper is None:
+            return gg.clip_grad_norm_(parameters, max_norm, norm_type, nonfinite=nonfinite, mesh=pp_mesh)
+        self.last = self.clipper(parameters, nonfinite=nonfinite, mesh=pp_mesh)
+        return self.last.norm
+
+    def restore(self) -> None:
+        """Let torchtitan clip by itself again. May be repeated."""
+        if utils.clip_grad_norm_ is self:
+            utils.clip_grad_norm_ = self._own
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the clipper's history in one piece, since a checkpoint wants the same shapes on both sides."""
+        if self.clipper is None:
+            return {}
+        memory = io.BytesIO()
+        torch.save(self.clipper.state_dict(), memory)
+        return {"clipper": memory.getvalue()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take back what `state_dict` returned.
+
+        Raises:
+            InvalidValueError: If it is the state of another kind of clipper, or of none.
+        """
+        if (self.clipper is None) != ("clipper" not in state_dict):
+            there, here = ("a", "no") if self.clipper is None else ("no", "a")
+            raise gg.InvalidValueError(
+                f"the checkpoint holds {there} clipper's state, and replace_clip was called with {here} clipper: "
+                "expected the same as in the run that is resumed."
+            )
+        if self.clipper is not None:
+            self.clipper.load_state_dict(torch.load(io.BytesIO(state_dict["clipper"]), weights_only=True))
+
+
+def replace_clip(
+    clipper: gg.Clipper | None = None, *, nonfinite: Literal["propagate", "raise", "zero"] = "propagate"
+) -> ReplacedClip:
+    """Let torchtitan's trainers clip with gradguard: one call in your start script, before training.
+
+    torchtitan has no place for a clip of one's own; its trainers all call ``torchtitan.distributed.utils
+    .clip_grad_norm_``, and this puts another function there, for the process.
+
+    **Guarantees.**
+
+    * One norm over FSDP, HSDP, tensor and expert parallel meshes and pipeline stages, the same on all processes, in one
+      all-reduce after the first step, where torchtitan needs one for each mesh axis and each kind of mesh.
+    * Without a ``clipper``: the norm and the scaled gradients are those of torchtitan's own function.
+
+    **Edge cases.**
+
+    =====================================  =========================================================================
+    case                                   what happens
+    =====================================  =========================================================================
+    ``clipper`` is given                   it decides; ``--training.max_norm`` is not used
+    called again                           the last call counts
+    a norm that is not finite              as ``nonfinite`` says; the step is taken all the same
+    no state in the checkpoint             torchtitan's loader says which key is missing; leave it out by
+                                           ``--checkpoint.exclude_from_loading gradguard``
+    =====================================  =========================================================================
+
+    A history goes through torchtitan's checkpoints if it is one of the states of the trainer::
+
+        trainer.checkpointer.states["gradguard"] = clip
+
+    Args:
+        clipper: The rule; None clips to the ``max_norm`` of torchtitan's configuration.
+        nonfinite: What to do with gradients that are not finite, as for `gradguard.clip_grad_norm_`.
+
+    Returns:
+        What has been put in the place of torchtitan's function; its ``restore()`` takes it out again.
+
+    Raises:
+        InvalidTypeError: If ``clipper`` is something else.
+        InvalidValueError: If ``nonfinite`` is.
+
+    Example:
+        >>> import gradguard as gg
+        >>> from gradguard.integrations.torchtitan import replace_clip
+        >>> clip = replace_clip(gg.ClipByMedian())  # and then torchtitan's own main(), as in torchtitan/train.py
+        >>> clip.restore()
+
+    The function that it replaces: torchtitan (Liang et al., 2024).
+    """
+    if clipper is not None and not isinstance(clipper, gg.Clipper):
+        raise gg.InvalidTypeError(
+            f"clipper is {clipper!r}: expected a clipper, such as gg.ClipByMedian(), or nothing for the max_norm of "
+            "torchtitan's configuration."
+        )
+    if nonfinite not in ("propagate", "raise", "zero"):
+        raise gg.InvalidValueError(
+            f"nonfinite is {nonfinite!r}: expected 'propagate', 'raise' or 'zero'. To skip a step, attach a gg.Guard "
+            "to each of the trainer's optimizers instead."
+        )
+    now = utils.clip_grad_norm_
+    made = ReplacedClip(clipper, nonfinite, now._own if isinstance(now, ReplacedClip) else now)
+    utils.clip_grad_norm_ = made
+    return made

@@ -1,0 +1,64 @@
+"""A parameter is called as in the model, whatever wraps it: rules by name and histories move between layouts."""
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import gradguard as gg
+from gradguard.watch.names import name_parameters
+
+
+class Model(nn.Module):
+    """With a part whose own name is what DDP calls the model."""
+
+    def __init__(self):
+        super().__init__()
+        self.module = nn.Linear(2, 3)
+        self.head = nn.Sequential(nn.Tanh(), nn.Linear(3, 1))
+
+    def forward(self, x):
+        return self.head(self.module(x))
+
+
+NAMES = ("module.weight", "module.bias", "head.1.weight", "head.1.bias")
+
+
+def within(model):
+    model.head, model.module = checkpoint_wrapper(model.head), torch.compile(model.module, backend="eager")
+    return model
+
+
+WRAPPED = {
+    "nothing": lambda model: model,
+    "DDP": DistributedDataParallel,
+    "DataParallel": nn.DataParallel,
+    "compile": lambda model: torch.compile(model, backend="eager"),
+    "DDP of compile": lambda model: DistributedDataParallel(torch.compile(model, backend="eager")),
+    "compile of DDP": lambda model: torch.compile(DistributedDataParallel(model), backend="eager"),
+    "inside": within,
+    "DDP, inside": lambda model: DistributedDataParallel(within(model)),
+    "FSDP1": lambda model: FullyShardedDataParallel(
+        model, use_orig_params=True, device_id=torch.device("cpu"), auto_wrap_policy=lambda module, recurse, **_: True
+    ),
+    "FSDP2": fully_shard,
+}
+
+
+def names(way):
+    model = WRAPPED[way](Model())
+    model(torch.ones(4, 2)).sum().backward()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    watched = name_parameters(list(model.parameters()), [model])
+    clipped = gg.Groups({"head.*": gg.ClipByGlobalNorm(0.1)}, rest=gg.ClipByGlobalNorm(0.2))(model).names
+    with gg.Guard(optimizer, gg.AdaGC(), model=model) as guard:
+        optimizer.step()
+    return tuple(watched), clipped, guard.last.names
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", WRAPPED)
+def test_names_are_those_of_the_model_inside(pool, way):
+    assert pool(2).run(names, way) == [(NAMES, NAMES, NAMES)] * 2
