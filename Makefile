@@ -8,6 +8,8 @@ BIN := .venv/bin
 .venv/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	@# Composer's wheel wants an older torch than its code does.
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --no-deps mosaicml mosaicml-cli coolname
 	@touch $@
 
 # Train a real model on real text, unclipped; then with the threshold that its record recommends; compare.

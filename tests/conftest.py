@@ -1,19 +1,20 @@
 """Fixed seeds, samples of the long tables, and the device path of every kernel run on the CPU."""
 
-import gc
 import os
-import sys
 from collections import defaultdict
 from pathlib import Path
 from zlib import crc32
 
-os.environ.setdefault("KERAS_BACKEND", "torch")  # read when keras is imported, in doctests too
+# Read when Keras and DeepSpeed are imported, in doctests too.
+os.environ.setdefault("KERAS_BACKEND", "torch")
+os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 import pytest
 import torch
 from hypothesis import settings
 
 from gradguard.tensors import layout
+from gradguard.watch import names
 
 settings.register_profile("repeatable", derandomize=True, deadline=None, max_examples=60)
 settings.load_profile("repeatable")
@@ -75,10 +76,6 @@ def path(request, monkeypatch) -> str:
 @pytest.fixture
 def others_unseen(monkeypatch):
     """Let a watch see none of what other tests have left alive: compiled code, for one, keeps its globals for ever."""
-    import gradguard.watch  # noqa: F401  (torch's optimizers are slow to import, and few tests watch)
-
-    names = sys.modules["gradguard.watch.names"]
     living = names._living
-    gc.collect()
     left = {id(thing): thing for base in (torch.nn.Module, torch.optim.Optimizer) for thing in living(base)}
     monkeypatch.setattr(names, "_living", lambda base: [thing for thing in living(base) if id(thing) not in left])

@@ -20,7 +20,8 @@ from accelerate.utils.deepspeed import DeepSpeedOptimizerWrapper
 from torch.optim.lr_scheduler import LambdaLR
 
 from gradguard.errors import UnsupportedVersionError
-from gradguard.integrations.accelerate import guard, inner_optimizer, wrap_once
+from gradguard.integrations.accelerate import guard, inner_optimizer
+from gradguard.integrations.one_clip import wrap_once
 
 BATCHES = torch.randn(24, 4, 3, generator=torch.Generator().manual_seed(1)) * 3
 

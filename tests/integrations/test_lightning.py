@@ -359,3 +359,9 @@ def test_the_binding_share_counts_each_step_of_a_batch_with_several():
     records = Records()
     fit(Twice(), GradGuardCallback(gg.ClipByGlobalNorm(0.5)), callbacks=[records])
     assert [row["gradients/binding_share"] for row in records.rows] == [0.5] * STEPS
+
+
+@pytest.mark.parametrize("option", [{"nonfinite": "bogus"}, {"max_consecutive_skips": -1}])
+def test_what_no_guard_takes_is_refused_at_once(option):
+    with pytest.raises(gg.InvalidValueError, match=r"bogus.* is not a policy|=-1: expected a whole number"):
+        GradGuardCallback(gg.ClipByMedian(), **option)

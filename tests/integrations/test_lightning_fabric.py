@@ -133,6 +133,24 @@ def test_the_optimizer_inside_will_do_and_a_module_need_not_be_named():
     train(fabric, model, ours)
 
 
+@pytest.mark.parametrize("arguments", [{"max_norm": 1.0}, {"clip_val": 1.0}])
+def test_fabrics_own_clip_is_refused_beside_a_guard_and_only_there(arguments):
+    fabric = fabric_with()
+    model, ours, guard = set_up(fabric, "SGD", gg.ClipByGlobalNorm(0.5))
+    other = network()
+    other, others = fabric.setup(other, OPTIMIZERS["SGD"](other.parameters()))
+    for one in (model, other):
+        fabric.backward(one(torch.ones(4, 3)).sum())
+    before = [p.grad.clone() for p in model.parameters()]
+    for optimizer in (ours, ours.optimizer):
+        with pytest.raises(gg.InvalidValueError, match=r"fabric\.clip_gradients was called with .* that a Guard clips"):
+            fabric.clip_gradients(model, optimizer, **arguments)
+    torch.testing.assert_close([p.grad for p in model.parameters()], before, rtol=0, atol=0)
+    fabric.clip_gradients(other, others, **arguments)
+    guard.detach()
+    fabric.clip_gradients(model, ours, **arguments)
+
+
 def test_arguments_in_the_wrong_order_are_refused():
     fabric = fabric_with()
     model, ours, guard = set_up(fabric, "SGD", gg.ClipByGlobalNorm(0.5))

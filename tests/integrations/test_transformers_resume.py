@@ -134,6 +134,28 @@ def test_a_callback_that_is_added_while_training_clips_from_there(tmp_path):
     gg.Guard(callback.guard.optimizer, gg.ClipByGlobalNorm(1.0)).detach()  # it has let go
 
 
+@pytest.mark.parametrize("way", ["remove_callback", "pop_callback"])
+def test_removed_while_training_the_trainer_clips_from_there(way, tmp_path):
+    class Removes(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            if state.global_step == 3:
+                getattr(one, way)(callback)
+
+    callback = GradGuardCallback(gg.ClipByGlobalNorm(0.01))
+    one = trainer(tmp_path, [Removes(), callback], max_steps=5, max_grad_norm=1.0)
+    one.train()
+    plain = trainer(tmp_path, max_steps=5, max_grad_norm=1.0)
+    clipped = trainer(tmp_path, [GradGuardCallback(gg.ClipByGlobalNorm(0.01))], max_steps=3)
+    clipped.train()
+    plain.model.load_state_dict(clipped.model.state_dict())
+    plain.train_dataset = plain.train_dataset[6:]
+    plain.args.max_steps = 2
+    plain.train()
+    assert callback.guard.steps == 3
+    assert len(logged(one, "clip_binding_share")) == 2  # the third step's was to be logged after it
+    torch.testing.assert_close(weights(one.model), weights(plain.model), rtol=0, atol=0)
+
+
 def test_the_example_runs_offline(capsys, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     threads = torch.get_num_threads()

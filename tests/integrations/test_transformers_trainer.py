@@ -241,6 +241,12 @@ def test_what_is_no_clipper_is_refused(clipper, came):
         GradGuardCallback(clipper)
 
 
+@pytest.mark.parametrize("option", [{"nonfinite": "bogus"}, {"max_consecutive_skips": -1}])
+def test_what_no_guard_takes_is_refused_at_once(option):
+    with pytest.raises(gg.InvalidValueError, match=r"bogus.* is not a policy|=-1: expected a whole number"):
+        GradGuardCallback(gg.ClipByMedian(), **option)
+
+
 def test_two_callbacks_are_refused(tmp_path):
     two = [GradGuardCallback(gg.ClipByGlobalNorm(1.0)), GradGuardCallback(gg.ClipByGlobalNorm(2.0))]
     with pytest.raises(gg.InvalidValueError, match=r"has a Guard already.*Chain"):

@@ -15,6 +15,8 @@ from gradguard.watch.record import RecordWriter, read_record
 from gradguard.watch.report.advice import findings_of, untold
 from gradguard.watch.report.summary import text_summary
 
+pytestmark = pytest.mark.usefixtures("others_unseen")
+
 
 def step(i, **fields):
     return {"t": "step", "i": i, "norm": 1.0, "loss": None, "optimizer": None} | fields

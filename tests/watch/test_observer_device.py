@@ -15,6 +15,8 @@ from gradguard.watch.observer import Observer, observe
 from gradguard.watch.record import read_record
 from gradguard.watch.transfer import Parcel
 
+pytestmark = pytest.mark.usefixtures("others_unseen")
+
 
 @dataclass
 class FakeEvent:

@@ -3,13 +3,12 @@
 import functools
 from collections.abc import Callable, Iterable
 from typing import Any, Literal, cast
-from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
 
 import gradguard as gg
-from gradguard.errors import UnsupportedVersionError
+from gradguard.integrations.one_clip import OnlyGuard, refuse_beside_a_guard, wrap_once
 from gradguard.integrations.versions import require
 
 require("accelerate", "1.15", "2", "accelerate")
@@ -24,7 +23,7 @@ __all__ = ["AcceleratedGuard", "guard", "inner_optimizer"]
 GuardPolicy = Literal["skip", "propagate", "raise", "zero"]
 
 
-class AcceleratedGuard(gg.Guard):
+class AcceleratedGuard(OnlyGuard):
     """A `gradguard.Guard` next to which Accelerate's own clips are refused; `guard` makes it.
 
     While it is attached, ``accelerator.clip_grad_norm_`` and ``clip_grad_value_`` raise an error for parameters of its
@@ -44,21 +43,7 @@ class AcceleratedGuard(gg.Guard):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        _guards.add(self)
         _watch_clips()
-
-    def detach(self) -> None:
-        """Stop acting, at once and for good, and let Accelerate clip again. May be repeated."""
-        _guards.discard(self)
-        super().detach()
-
-    def owns(self, parameters: list[Tensor]) -> bool:
-        """Tell whether any of ``parameters`` belongs to the optimizer of this guard."""
-        own = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
-        return any(id(p) in own for p in parameters)
-
-
-_guards: "WeakSet[AcceleratedGuard]" = WeakSet()
 
 
 def guard(
@@ -176,34 +161,6 @@ def inner_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     return optimizer
 
 
-def wrap_once(kind: type, name: str, instead: Callable[..., Any]) -> None:
-    """Let ``instead(original, self, *args, **kwargs)`` take the place of a method of a class, the first time only.
-
-    Args:
-        kind: The class.
-        name: The method.
-        instead: What to call; it must do as ``original`` does for objects that gradguard does not know.
-
-    Raises:
-        UnsupportedVersionError: If the class has no such method.
-    """
-    original = getattr(kind, name, None)
-    if original is None:
-        raise UnsupportedVersionError(
-            f"{kind.__module__}.{kind.__name__} has no method {name}, which it had in the versions that this part of "
-            f"gradguard is known to work with. Install an older {kind.__module__.split('.')[0]}, or a newer gradguard."
-        )
-    if getattr(original, "_wrapped_by_gradguard", False):
-        return
-
-    @functools.wraps(original)
-    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return instead(original, self, *args, **kwargs)
-
-    method._wrapped_by_gradguard = True  # type: ignore[attr-defined]
-    setattr(kind, name, method)
-
-
 def _watch_clips() -> None:
     for name in ("clip_grad_norm_", "clip_grad_value_"):
         wrap_once(Accelerator, name, functools.partial(_clip, name))
@@ -217,12 +174,7 @@ def _clip(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Clip as Accelerate does, unless a guard does it: a clip before a clip would go unseen."""
+    """Clip as Accelerate does, unless a guard does it."""
     listed = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-    if any(one.owns(listed) for one in _guards):
-        raise gg.InvalidValueError(
-            f"accelerator.{name} was called with gradients that a Guard clips at optimizer.step(): one would be done "
-            "after the other. Remove the call; the norm before the clip is guard.last.norm after the step. To clip by "
-            "hand instead, call guard.detach()."
-        )
+    refuse_beside_a_guard(f"accelerator.{name}", listed)
     return original(accelerator, listed, *args, **kwargs)

@@ -2,7 +2,7 @@
 
 import copy
 import io
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal
 
@@ -20,9 +20,10 @@ from torch.optim import Optimizer  # noqa: E402
 
 import gradguard as gg  # noqa: E402
 from gradguard.integrations.binding_share import BindingShare  # noqa: E402
+from gradguard.integrations.clipper_for_each import Clippers, checked, one_for_each  # noqa: E402
+from gradguard.integrations.one_clip import OnlyGuard, check_options, refuse_beside_a_guard, wrap_once  # noqa: E402
 
 Policy = Literal["skip", "propagate", "raise", "zero"]
-Clippers = gg.Clipper | Sequence[gg.Clipper | None] | Mapping[int, gg.Clipper | None] | Callable[[], gg.Clipper]
 
 
 class GradGuardCallback(Callback):
@@ -80,6 +81,7 @@ class GradGuardCallback(Callback):
 
     Raises:
         InvalidTypeError: If ``clipper`` is none of these; what Lightning alone knows is refused when ``fit`` begins.
+        InvalidValueError: If ``nonfinite`` or ``max_consecutive_skips`` is none that `Guard` takes.
 
     Example:
         >>> import gradguard as gg, torch
@@ -106,7 +108,8 @@ class GradGuardCallback(Callback):
         max_consecutive_skips: int | None = 20,
         log: str | None = "gradients",
     ) -> None:
-        self._clippers = _checked(clipper)
+        self._clippers = checked(clipper)
+        check_options(nonfinite, max_consecutive_skips)
         self._options: dict[str, Any] = {"nonfinite": nonfinite, "max_consecutive_skips": max_consecutive_skips}
         self._prefix = log
         self.guards: dict[int, gg.Guard] = {}
@@ -210,7 +213,7 @@ class GradGuardCallback(Callback):
         self._detach()
         self.guards, self._shares, self._logged, self._loaded = {}, {}, {}, None
         self._optimizers = list(trainer.optimizers)
-        clippers = _one_for_each(self._clippers, self._optimizers)
+        clippers = one_for_each(self._clippers, self._optimizers)
         model = _model_to_name(pl_module, trainer.strategy.model)
         for position, (optimizer, clipper) in enumerate(zip(self._optimizers, clippers, strict=True)):
             if clipper is not None:
@@ -268,9 +271,10 @@ def guard_fabric(
 ) -> gg.Guard:
     """Clip at each step of an optimizer that Fabric has set up: one call after ``fabric.setup``, and the loop stays.
 
-    It replaces ``fabric.clip_gradients(module, optimizer, max_norm=...)`` before each step. The `Guard` is attached to
-    the optimizer inside Fabric's, so that it hears of Fabric's GradScaler: under 16-mixed, thresholds are for gradients
-    without the loss scale, and fused optimizers are served, which ``fabric.clip_gradients`` refuses.
+    It replaces ``fabric.clip_gradients(module, optimizer, max_norm=...)`` before each step, which is an error beside it
+    for the same parameters: two clips, one after the other. The `Guard` is attached to the optimizer inside Fabric's,
+    so that it hears of Fabric's GradScaler: under 16-mixed, thresholds are for gradients without the loss scale, and
+    fused optimizers are served, which ``fabric.clip_gradients`` refuses.
 
     Args:
         fabric: The Fabric.
@@ -311,47 +315,17 @@ def guard_fabric(
     inner: Any = getattr(optimizer, "optimizer", optimizer) if is_wrapped(optimizer) else optimizer
     original: Any = module.module if module is not None and is_wrapped(module) else module
     model = _model_to_name(original, module)
-    return gg.Guard(inner, clipper, model=model, nonfinite=nonfinite, max_consecutive_skips=max_consecutive_skips)
+    wrap_once(Fabric, "clip_gradients", _clip_of_fabric)
+    return OnlyGuard(inner, clipper, model=model, nonfinite=nonfinite, max_consecutive_skips=max_consecutive_skips)
 
 
-def _checked(clipper: Clippers) -> Clippers:
-    """Return ``clipper`` if it can be meant."""
-    if isinstance(clipper, Mapping | list | tuple):
-        values = list(clipper.values()) if isinstance(clipper, Mapping) else list(clipper)
-        keys = list(clipper) if isinstance(clipper, Mapping) else []
-        if values and all(isinstance(c, gg.Clipper | None) for c in values) and all(type(k) is int for k in keys):
-            return clipper
-    elif callable(clipper):  # a clipper is
-        return clipper
-    raise gg.InvalidTypeError(
-        f"clipper is {clipper!r}: expected a clipper, such as gg.ClipByMedian(); or, for several optimizers, one for "
-        "each in a list, a dict such as {0: gg.ClipByMedian(), 1: None}, or a function that makes one."
-    )
-
-
-def _one_for_each(clipper: Clippers, optimizers: Sequence[Optimizer]) -> list[gg.Clipper | None]:
-    """The clipper of each optimizer."""
-    count = len(optimizers)
-    if isinstance(clipper, gg.Clipper):
-        if count > 1:
-            raise gg.InvalidValueError(
-                f"one {type(clipper).__name__} for {count} optimizers: expected one for each, or histories would mix. "
-                f"Pass a function that makes one for each, as in GradGuardCallback(lambda: gg.{type(clipper).__name__}"
-                f"(...)), or a list of {count} clippers in the order of configure_optimizers."
-            )
-        return [clipper]
-    if isinstance(clipper, Mapping | Sequence):
-        by_position = clipper if isinstance(clipper, Mapping) else dict(enumerate(clipper))
-        if sorted(by_position) != list(range(count)):
-            raise gg.InvalidValueError(
-                f"clippers for the optimizers {sorted(by_position)}, and configure_optimizers returned {count}: "
-                f"expected one for each of {list(range(count))}, None for one to be left alone."
-            )
-        return [by_position[position] for position in range(count)]
-    made: list[Any] = [clipper() for _ in optimizers]
-    if not all(isinstance(one, gg.Clipper) for one in made):
-        raise gg.InvalidTypeError(f"the function for clippers returned {made}: expected a new clipper at each call.")
-    return made
+def _clip_of_fabric(
+    original: Callable[..., Any], fabric: Fabric, module: Any, optimizer: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """Clip as Fabric does, unless a guard does it."""
+    groups = getattr(optimizer, "optimizer", optimizer).param_groups
+    refuse_beside_a_guard("fabric.clip_gradients", (p for group in groups for p in group["params"]))
+    return original(fabric, module, optimizer, *args, **kwargs)
 
 
 def _model_to_name(module: nn.Module | None, wrapped: nn.Module | None) -> nn.Module | None:

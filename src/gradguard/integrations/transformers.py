@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import gradguard as gg
-from gradguard.integrations.accelerate import inner_optimizer, wrap_once
+from gradguard.integrations.accelerate import inner_optimizer
+from gradguard.integrations.one_clip import check_options, wrap_once
 from gradguard.integrations.versions import require
 
 require("transformers", "5.23", "6", "transformers")
@@ -22,6 +23,7 @@ from transformers import (  # noqa: E402  (the version comes first, so that it i
     TrainerState,
     TrainingArguments,
 )
+from transformers.trainer_callback import CallbackHandler  # noqa: E402
 
 __all__ = ["GradGuardCallback"]
 
@@ -71,6 +73,7 @@ class GradGuardCallback(TrainerCallback):
     ``save_only_model``                   the state is not saved, as the optimizer's is not
     ``train()`` again                     the history goes on with the same optimizer, and begins anew with another
     added while training                  it clips from that step on
+    removed while training                the Trainer clips from that step on
     copied, pickled                       the copy has no guard, and its history begins anew with its own training
     a Trainer with its own                an error at the first step, unless it calls ``super()``
     ``_clip_grad_norm``
@@ -89,6 +92,7 @@ class GradGuardCallback(TrainerCallback):
 
     Raises:
         InvalidTypeError: If ``clipper`` is no clipper.
+        InvalidValueError: If ``nonfinite`` or ``max_consecutive_skips`` is none that `Guard` takes.
         UnsupportedVersionError: If the Trainer lacks a method that is needed.
 
     Example:
@@ -112,6 +116,7 @@ class GradGuardCallback(TrainerCallback):
         if not isinstance(clipper, gg.Clipper):
             came = f"the class {clipper.__name__}" if isinstance(clipper, type) else type(clipper).__name__
             raise gg.InvalidTypeError(f"clipper is {came}: expected a clipper, such as ClipByGlobalNorm(1.0).")
+        check_options(nonfinite, max_consecutive_skips)
         self.clipper, self.guard = clipper, None
         self._nonfinite: GuardPolicy = nonfinite
         self._max_consecutive_skips = max_consecutive_skips
@@ -327,10 +332,21 @@ def _watch_trainers() -> None:
     wrap_once(Trainer, "log", _log)
     wrap_once(Trainer, "_save_optimizer_and_scheduler", _save_optimizer_and_scheduler)
     wrap_once(Trainer, "_load_optimizer_and_scheduler", _load_optimizer_and_scheduler)
+    wrap_once(CallbackHandler, "remove_callback", _take_out)
+    wrap_once(CallbackHandler, "pop_callback", _take_out)
 
 
 def _callback_of(trainer: Trainer) -> GradGuardCallback | None:
     return next((one for one in trainer.callback_handler.callbacks if isinstance(one, GradGuardCallback)), None)
+
+
+def _take_out(original: Callable[..., Any], handler: CallbackHandler, *args: Any, **kwargs: Any) -> Any:
+    before = list(handler.callbacks)
+    done = original(handler, *args, **kwargs)
+    for callback in before:
+        if isinstance(callback, GradGuardCallback) and callback not in handler.callbacks:
+            callback._release()  # from here on the Trainer clips
+    return done
 
 
 def _train(original: Callable[..., Any], trainer: Trainer, *args: Any, **kwargs: Any) -> Any:

@@ -1,0 +1,94 @@
+"""One clip and not two: a guard beside which the trainer's own clip is refused."""
+
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from torch import Tensor
+
+import gradguard as gg
+from gradguard.errors import UnsupportedVersionError
+
+
+class OnlyGuard(gg.Guard):
+    """A `gradguard.Guard` that `refuse_beside_a_guard` knows of while it is attached.
+
+    Example:
+        >>> import gradguard as gg, torch
+        >>> from gradguard.integrations.one_clip import OnlyGuard, refuse_beside_a_guard
+        >>> layer = torch.nn.Linear(2, 1)
+        >>> with OnlyGuard(torch.optim.SGD(layer.parameters(), lr=0.1), gg.ClipByMedian()):
+        ...     refuse_beside_a_guard("trainer.clip", layer.parameters())
+        Traceback (most recent call last):
+        gradguard.errors.InvalidValueError: trainer.clip was called with gradients that a Guard clips at optimizer...
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        _guards.add(self)
+
+    def detach(self) -> None:
+        """Stop acting, at once and for good, and let the trainer clip again. May be repeated."""
+        _guards.discard(self)
+        super().detach()
+
+
+_guards: "WeakSet[OnlyGuard]" = WeakSet()
+
+
+def refuse_beside_a_guard(call: str, parameters: Iterable[Tensor]) -> None:
+    """Raise if an `OnlyGuard` clips one of ``parameters``: a clip before a clip would go unseen.
+
+    Args:
+        call: What the user called, for the message.
+        parameters: Whose gradients it would clip.
+
+    Raises:
+        InvalidValueError: If there is such a guard.
+    """
+    if not _guards:
+        return
+    owned = {id(p) for guard in _guards for group in guard.optimizer.param_groups for p in group["params"]}
+    if any(id(p) in owned for p in parameters):
+        raise gg.InvalidValueError(
+            f"{call} was called with gradients that a Guard clips at optimizer.step(): one would be done after the "
+            "other. Remove the call; the norm before the clip is guard.last.norm after the step. To clip by hand "
+            "instead, call guard.detach()."
+        )
+
+
+def check_options(nonfinite: str, max_consecutive_skips: int | None) -> None:
+    """Raise what `gradguard.Guard` will say of these, before there is an optimizer to guard."""
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.0)
+    options: dict[str, Any] = {"nonfinite": nonfinite, "max_consecutive_skips": max_consecutive_skips}
+    gg.Guard(optimizer, gg.ClipByGlobalNorm(1.0), **options).detach()
+
+
+def wrap_once(kind: type, name: str, instead: Callable[..., Any]) -> None:
+    """Let ``instead(original, self, *args, **kwargs)`` take the place of a method of a class, the first time only.
+
+    Args:
+        kind: The class.
+        name: The method.
+        instead: What to call; it must do as ``original`` does for objects that gradguard does not know.
+
+    Raises:
+        UnsupportedVersionError: If the class has no such method.
+    """
+    original = getattr(kind, name, None)
+    if original is None:
+        raise UnsupportedVersionError(
+            f"{kind.__module__}.{kind.__name__} has no method {name}, which it had in the versions that this part of "
+            f"gradguard is known to work with. Install an older {kind.__module__.split('.')[0]}, or a newer gradguard."
+        )
+    if getattr(original, "_wrapped_by_gradguard", False):
+        return
+
+    @functools.wraps(original)
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return instead(original, self, *args, **kwargs)
+
+    method._wrapped_by_gradguard = True  # type: ignore[attr-defined]
+    setattr(kind, name, method)
