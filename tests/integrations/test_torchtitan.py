@@ -8,6 +8,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import gradguard as gg
+from distributed.collectives import Collectives
 
 pytest.importorskip("torchtitan", reason="torchtitan is not installed")
 
@@ -74,6 +75,29 @@ def test_it_is_torchtitans_own_clip(way, max_norm, norm_type, pool):
         assert ours == pytest.approx(own, rel=1e-6)
         assert norm_type == math.inf or ours == pytest.approx(expected, rel=1e-6)
         torch.testing.assert_close(left_by_us, left, rtol=1e-6, atol=0)
+
+
+def collectives(way):
+    """What torchtitan's own clip asks of the process groups, and what ours does once it knows the parameters."""
+    parameters, words = laid_out(way)
+    with Collectives() as own:
+        utils.clip_grad_norm_(parameters, 0.5, **words)
+    clip = replace_clip()
+    try:
+        utils.clip_grad_norm_(parameters, 0.5, **words)
+        with Collectives() as ours:
+            utils.clip_grad_norm_(parameters, 0.5, **words)
+    finally:
+        clip.restore()
+    return own.names, ours.names
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["dense", "experts", "pipeline"])
+def test_there_is_one_all_reduce(way, pool):
+    for own, ours in pool(4).run(collectives, way):
+        assert ours == ["allreduce_"]
+        assert len(own) >= 2
 
 
 def train_with_adagc(way, folder):
