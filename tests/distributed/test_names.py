@@ -1,4 +1,4 @@
-"""A parameter is called as in the model, whatever wraps it: rules by name and histories move between layouts."""
+"""A parameter is called as in the model inside its wrappers: rules by name and histories move between layouts."""
 
 import pytest
 import torch
@@ -8,6 +8,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import gradguard as gg
+from gradguard.distributed.wrappers import named_parameters
 from gradguard.watch.names import name_parameters
 
 
@@ -31,6 +32,11 @@ def within(model):
     return model
 
 
+def each_by_itself(model):
+    model.module, model.head = DistributedDataParallel(model.module), DistributedDataParallel(model.head)
+    return model
+
+
 WRAPPED = {
     "nothing": lambda model: model,
     "DDP": DistributedDataParallel,
@@ -39,6 +45,8 @@ WRAPPED = {
     "DDP of compile": lambda model: DistributedDataParallel(torch.compile(model, backend="eager")),
     "compile of DDP": lambda model: torch.compile(DistributedDataParallel(model), backend="eager"),
     "inside": within,
+    "each by itself": each_by_itself,
+    "checkpoint of DataParallel": lambda model: checkpoint_wrapper(nn.DataParallel(model)),
     "DDP, inside": lambda model: DistributedDataParallel(within(model)),
     "FSDP1": lambda model: FullyShardedDataParallel(
         model, use_orig_params=True, device_id=torch.device("cpu"), auto_wrap_policy=lambda module, recurse, **_: True
@@ -62,3 +70,36 @@ def names(way):
 @pytest.mark.parametrize("way", WRAPPED)
 def test_names_are_those_of_the_model_inside(pool, way):
     assert pool(2).run(names, way) == [(NAMES, NAMES, NAMES)] * 2
+
+
+class Odd(nn.Module):
+    """Whose own parts are called almost as wrappers call theirs."""
+
+    def __init__(self, **parts):
+        super().__init__()
+        for name, part in parts.items():
+            self.register_module(name, part)
+
+
+def linear():
+    return nn.Linear(1, 1, bias=False)
+
+
+class Scaled(nn.DataParallel):
+    def __init__(self):
+        super().__init__(Odd(scale=linear()))
+        self.scale = linear()
+
+
+@pytest.mark.parametrize(
+    ("module", "expected"),
+    [
+        (Odd(net_orig_mod=linear()), ["net_orig_mod.weight"]),
+        (Odd(net_orig_mod=linear(), net=linear()), ["net_orig_mod.weight", "net.weight"]),
+        (Odd(module=Odd(module=linear())), ["module.module.weight"]),
+        (nn.DataParallel(Odd(module=linear())), ["module.weight"]),
+        (Scaled(), ["module.scale.weight", "scale.weight"]),  # not one name for two
+    ],
+)
+def test_what_only_looks_like_a_wrapper_keeps_its_name(module, expected):
+    assert [name for name, _ in named_parameters(module)] == expected

@@ -6,6 +6,7 @@ import os
 import socket
 import subprocess
 import sys
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -61,29 +62,29 @@ print(json.dumps({
 """
 
 
-def train(world, *arguments):
-    """What each process found. All of them are started before the first is waited for."""
+def train(world, folder, *arguments):
+    """What each process found; what all of them said, if one fails, after which none is waited for."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     common = {"DS_ACCELERATOR": "cpu", "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    started = [
-        subprocess.Popen(
-            [sys.executable, "-c", TRAIN, *map(str, arguments)],
-            env={**os.environ, **common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(world)
-    ]
-    try:
-        said = [process.communicate(timeout=200) for process in started]
-    finally:
-        for process in started:
-            process.kill()
-    assert [process.returncode for process in started] == [0] * world, "".join(error[-3000:] for _, error in said)
-    return [json.loads([line for line in out.splitlines() if line.startswith("{")][-1]) for out, _ in said]
+    started = []
+    for rank in range(world):
+        environment = {**os.environ, **common, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+        with open(folder / f"{rank}.txt", "w") as out:
+            command = [sys.executable, "-c", TRAIN, *map(str, arguments)]
+            started.append(subprocess.Popen(command, env=environment, stdout=out, stderr=subprocess.STDOUT))
+    until = time.monotonic() + 200
+    while any(process.poll() is None for process in started) and time.monotonic() < until:
+        if any(process.poll() for process in started):
+            break
+        time.sleep(0.05)
+    for process in started:
+        process.kill()
+    codes = [process.wait() for process in started]
+    said = [(folder / f"{rank}.txt").read_text() for rank in range(world)]
+    assert codes == [0] * world, "\n".join(text[-3000:] for text in said)
+    return [json.loads([line for line in text.splitlines() if line.startswith("{")][-1]) for text in said]
 
 
 @pytest.mark.slow
@@ -92,8 +93,8 @@ def train(world, *arguments):
     [(2, 1, "bf16", 0.5), (1, 3, "fp32", 1e6), (2, 2, "fp32", 0.5)],
     ids=str,
 )
-def test_the_engine_is_read(world, stage, kind, threshold):
-    for found in train(world, stage, kind, threshold):
+def test_the_engine_is_read(world, stage, kind, threshold, tmp_path):
+    for found in train(world, tmp_path, stage, kind, threshold):
         assert found["before"]
         assert found["norm"] == pytest.approx(found["true"], rel=1e-5 if kind == "fp32" else 0.02)
         assert found["clipped"] == (threshold < found["true"])

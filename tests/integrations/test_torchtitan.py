@@ -126,10 +126,11 @@ def train_with_adagc(way, folder):
 
 
 @pytest.mark.slow
-def test_a_rule_of_ones_own_decides_and_its_history_is_in_the_checkpoint(pool, tmp_path):
-    for expected, resumed in pool(4).run(train_with_adagc, "experts", str(tmp_path)):
+@pytest.mark.parametrize(("way", "norm"), [("experts", NORM), ("pipeline", STAGE_NORM)])
+def test_a_rule_of_ones_own_decides_and_its_history_is_in_the_checkpoint(way, norm, pool, tmp_path):
+    for expected, resumed in pool(4).run(train_with_adagc, way, str(tmp_path)):
         assert resumed == expected
-        assert [norm for norm, _ in expected] == pytest.approx([10 * NORM, 100 * NORM])
+        assert [found for found, _ in expected] == pytest.approx([10 * norm, 100 * norm])
         assert all(coefficient < 0.5 for _, coefficient in expected)
 
 
@@ -169,6 +170,7 @@ def test_gradients_that_are_not_finite(clipper, asked):
     ("arguments", "kind", "words"),
     [
         ({"clipper": 1.0}, gg.InvalidTypeError, r"clipper is 1\.0: expected a clipper, such as gg\.ClipByMedian\(\)"),
+        ({"clipper": gg.Groups({"*": gg.ClipByMedian()})}, gg.InvalidValueError, r"parameters without names"),
         ({"nonfinite": "skip"}, gg.InvalidValueError, r"nonfinite is 'skip'.*attach a gg\.Guard"),
     ],
 )

@@ -156,8 +156,26 @@ def test_removed_while_training_the_trainer_clips_from_there(way, tmp_path):
     torch.testing.assert_close(weights(one.model), weights(plain.model), rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("event", ["on_pre_optimizer_step", "on_optimizer_step"])
+def test_removed_within_a_step_is_an_error_and_changes_nothing(event, tmp_path):
+    class Removes(TrainerCallback):
+        pass
+
+    def remove(self, args, state, control, **kwargs):
+        with pytest.raises(gg.InvalidValueError, match=r"before the step: nobody would clip.*on_step_end"):
+            one.remove_callback(GradGuardCallback)
+
+    setattr(Removes, event, remove)
+    callback = GradGuardCallback(gg.ClipByGlobalNorm(0.01))
+    one = trainer(tmp_path, [Removes(), callback], max_steps=3)
+    one.train()
+    assert callback.guard.steps == 3
+    assert callback in one.callback_handler.callbacks
+    assert logged(one, "clip_binding_share") == [1.0] * 3
+
+
 def test_the_example_runs_offline(capsys, monkeypatch):
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     threads = torch.get_num_threads()
     try:
         runpy.run_path(str(Path(__file__).parents[2] / "examples/transformers_guard.py"), run_name="__main__")

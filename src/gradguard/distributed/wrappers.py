@@ -17,8 +17,8 @@ from gradguard.errors import InvalidValueError, UnsupportedGradientError
 
 FLAT = "FSDP1 flat parameter"
 
-_PUT_IN_NAMES = ("_fsdp_wrapped_module.", "_orig_mod.", "_checkpoint_wrapped_module.")
-"""By FSDP1, ``torch.compile(model)`` and PyTorch's checkpoint wrapper, at any depth."""
+_PUT_IN_NAMES = ("_fsdp_wrapped_module", "_orig_mod", "_checkpoint_wrapped_module", "_forward_module")
+"""By FSDP1, ``torch.compile(model)``, PyTorch's checkpoint wrapper and Lightning Fabric; DDP's is ``module``."""
 
 _living: "weakref.WeakSet[nn.Module] | None" = None  # every wrapper, once they have been looked for
 _flat: "weakref.WeakKeyDictionary[nn.Module, dict[int, Placement]]" = weakref.WeakKeyDictionary()
@@ -28,20 +28,35 @@ def named_parameters(module: nn.Module, *, remove_duplicate: bool = True) -> lis
     """Return the parameters of ``module`` with the names that they have in the model without its wrappers.
 
     A rule for ``"head.*"``, and a history that is kept by name, are the same on one process and under DDP, FSDP1,
-    ``DataParallel`` and ``torch.compile``.
+    ``DataParallel``, ``torch.compile``, PyTorch's checkpoint wrapper and Fabric. Where two parameters would have one
+    name, all keep their own.
     """
-    front, inner = "", module
-    while isinstance(inner, DistributedDataParallel | nn.DataParallel) or "_orig_mod" in inner._modules:
-        part = "_orig_mod" if "_orig_mod" in inner._modules else "module"
-        front, inner = f"{front}{part}.", getattr(inner, part)
-    named = module.named_parameters(remove_duplicate=remove_duplicate)
-    return [(_without_wrappers(name.removeprefix(front)), p) for name, p in named]
+    named = list(module.named_parameters(remove_duplicate=remove_duplicate))
+    words = "\n".join(name for name, _ in named)
+    if not any(part in words for part in (*_PUT_IN_NAMES, "module.")):
+        return named
+    inside = _names_inside(module)
+    plain = []
+    for name, p in named:
+        holder, _, last = name.rpartition(".")
+        front = inside.get(holder, holder)
+        plain.append((f"{front}.{last}" if front else last, p))
+    return plain if len(dict(plain)) == len(dict(named)) else named
 
 
-def _without_wrappers(name: str) -> str:
-    for part in _PUT_IN_NAMES:
-        name = name.replace(part, "") if part in name else name
-    return name
+def _names_inside(module: nn.Module) -> dict[str, str]:
+    """The name of each submodule without its wrappers, by the name that it has."""
+    modules = dict(module.named_modules(remove_duplicate=False))
+    inside = {"": ""}
+    for name in modules:
+        holder, _, last = name.rpartition(".")
+        wrapped = last == "module" and isinstance(modules[holder], DistributedDataParallel | nn.DataParallel)
+        if name:
+            front = inside[holder]
+            inside[name] = front if wrapped or last in _PUT_IN_NAMES else f"{front}.{last}" if front else last
+    # FSDP1 and the checkpoint wrapper leave their own part out of the names of parameters already.
+    told = {".".join(part for part in name.split(".") if part not in _PUT_IN_NAMES): name for name in inside}
+    return {short: inside[name] for short, name in told.items()} | inside
 
 
 def check_wrappers(

@@ -324,7 +324,10 @@ def _clip_of_fabric(
 ) -> Any:
     """Clip as Fabric does, unless a guard does it."""
     groups = getattr(optimizer, "optimizer", optimizer).param_groups
-    refuse_beside_a_guard("fabric.clip_gradients", (p for group in groups for p in group["params"]))
+    clipped = [p for group in groups for p in group["params"]]
+    if any(isinstance(part, FullyShardedDataParallel) for part in module.modules()):
+        clipped += module.parameters()  # FSDP1 clips all of them, whichever optimizer is named
+    refuse_beside_a_guard("fabric.clip_gradients", clipped)
     return original(fabric, module, optimizer, *args, **kwargs)
 
 

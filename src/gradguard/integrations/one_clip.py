@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterable
 from typing import Any
 from weakref import WeakSet
 
-import torch
 from torch import Tensor
 
 import gradguard as gg
@@ -60,10 +59,23 @@ def refuse_beside_a_guard(call: str, parameters: Iterable[Tensor]) -> None:
 
 
 def check_options(nonfinite: str, max_consecutive_skips: int | None) -> None:
-    """Raise what `gradguard.Guard` will say of these, before there is an optimizer to guard."""
-    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.0)
-    options: dict[str, Any] = {"nonfinite": nonfinite, "max_consecutive_skips": max_consecutive_skips}
-    gg.Guard(optimizer, gg.ClipByGlobalNorm(1.0), **options).detach()
+    """Raise what `gradguard.Guard` would, before there is an optimizer to guard.
+
+    Args:
+        nonfinite: Its policy.
+        max_consecutive_skips: Its cap.
+
+    Raises:
+        InvalidValueError: If it takes none of that.
+    """
+    if nonfinite not in ("skip", "propagate", "raise", "zero"):
+        raise gg.InvalidValueError(
+            f'nonfinite={nonfinite!r} is not a policy: expected one of "skip", "propagate", "raise", "zero".'
+        )
+    if max_consecutive_skips is not None and (not isinstance(max_consecutive_skips, int) or max_consecutive_skips < 0):
+        raise gg.InvalidValueError(
+            f"max_consecutive_skips={max_consecutive_skips!r}: expected a whole number >= 0, or None for no cap."
+        )
 
 
 def wrap_once(kind: type, name: str, instead: Callable[..., Any]) -> None:

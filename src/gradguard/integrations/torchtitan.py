@@ -66,10 +66,8 @@ class ReplacedClip:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the clipper's history in one piece, since a checkpoint wants the same shapes on both sides."""
-        if self.clipper is None:
-            return {}
         memory = io.BytesIO()
-        torch.save(self.clipper.state_dict(), memory)
+        torch.save({} if self.clipper is None else self.clipper.state_dict(), memory)
         return {"clipper": memory.getvalue()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -78,14 +76,15 @@ class ReplacedClip:
         Raises:
             InvalidValueError: If it is the state of another kind of clipper, or of none.
         """
-        if (self.clipper is None) != ("clipper" not in state_dict):
+        state = torch.load(io.BytesIO(state_dict["clipper"]), map_location="cpu", weights_only=True)
+        if bool(state) != (self.clipper is not None):
             there, here = ("a", "no") if self.clipper is None else ("no", "a")
             raise gg.InvalidValueError(
                 f"the checkpoint holds {there} clipper's state, and replace_clip was called with {here} clipper: "
                 "expected the same as in the run that is resumed."
             )
         if self.clipper is not None:
-            self.clipper.load_state_dict(torch.load(io.BytesIO(state_dict["clipper"]), weights_only=True))
+            self.clipper.load_state_dict(state)
 
 
 def replace_clip(
@@ -93,8 +92,9 @@ def replace_clip(
 ) -> ReplacedClip:
     """Let torchtitan's trainers clip with gradguard: one call in your start script, before training.
 
-    torchtitan has no place for a clip of one's own; its trainers all call ``torchtitan.distributed.utils
-    .clip_grad_norm_``, and this puts another function there, for the process.
+    torchtitan has no place for a clip of one's own; its trainers call ``torchtitan.distributed.utils.clip_grad_norm_``,
+    and this puts another function there, for this process. (Actors of ``torchtitan.experiments.rl`` run in processes
+    of their own: call it there.)
 
     **Guarantees.**
 
@@ -109,14 +109,19 @@ def replace_clip(
     =====================================  =========================================================================
     ``clipper`` is given                   it decides; ``--training.max_norm`` is not used
     called again                           the last call counts
+    rules by name (`Groups`)               an error: torchtitan hands its clip parameters without names
+    `AdaGC`                                its history goes by the position of a parameter
     a norm that is not finite              as ``nonfinite`` says; the step is taken all the same
     no state in the checkpoint             torchtitan's loader says which key is missing; leave it out by
                                            ``--checkpoint.exclude_from_loading gradguard``
     =====================================  =========================================================================
 
-    A history goes through torchtitan's checkpoints if it is one of the states of the trainer::
+    A history goes through torchtitan's checkpoints if it is one of the states of the trainer, before it trains::
 
-        trainer.checkpointer.states["gradguard"] = clip
+        trainer = config.build()
+        if config.checkpoint.enable:
+            trainer.checkpointer.states["gradguard"] = clip
+        trainer.train()
 
     Args:
         clipper: The rule; None clips to the ``max_norm`` of torchtitan's configuration.
@@ -127,7 +132,7 @@ def replace_clip(
 
     Raises:
         InvalidTypeError: If ``clipper`` is something else.
-        InvalidValueError: If ``nonfinite`` is.
+        InvalidValueError: If ``nonfinite`` is, or ``clipper`` is a `Groups`.
 
     Example:
         >>> import gradguard as gg
@@ -141,6 +146,11 @@ def replace_clip(
         raise gg.InvalidTypeError(
             f"clipper is {clipper!r}: expected a clipper, such as gg.ClipByMedian(), or nothing for the max_norm of "
             "torchtitan's configuration."
+        )
+    if isinstance(clipper, gg.Groups):
+        raise gg.InvalidValueError(
+            "clipper is a Groups, and torchtitan's trainers hand over parameters without names: expected one rule for "
+            "all of them, such as gg.ClipByMedian()."
         )
     if nonfinite not in ("propagate", "raise", "zero"):
         raise gg.InvalidValueError(

@@ -73,7 +73,8 @@ class GradGuardCallback(TrainerCallback):
     ``save_only_model``                   the state is not saved, as the optimizer's is not
     ``train()`` again                     the history goes on with the same optimizer, and begins anew with another
     added while training                  it clips from that step on
-    removed while training                the Trainer clips from that step on
+    removed between steps                 the Trainer clips from that step on
+    removed within a step                 an error: nobody would clip it
     copied, pickled                       the copy has no guard, and its history begins anew with its own training
     a Trainer with its own                an error at the first step, unless it calls ``super()``
     ``_clip_grad_norm``
@@ -118,8 +119,7 @@ class GradGuardCallback(TrainerCallback):
             raise gg.InvalidTypeError(f"clipper is {came}: expected a clipper, such as ClipByGlobalNorm(1.0).")
         check_options(nonfinite, max_consecutive_skips)
         self.clipper, self.guard = clipper, None
-        self._nonfinite: GuardPolicy = nonfinite
-        self._max_consecutive_skips = max_consecutive_skips
+        self._options: dict[str, Any] = {"nonfinite": nonfinite, "max_consecutive_skips": max_consecutive_skips}
         self._at_first = copy.deepcopy(clipper.state_dict())
         self._loaded: tuple[str, dict[str, Any] | None] | None = None  # the checkpoint, and what it has for us
         self._norm: Tensor | None = None  # what the Trainer will log, until the step has filled it in
@@ -258,8 +258,7 @@ class GradGuardCallback(TrainerCallback):
                 _warn_that_it_begins_anew(self.clipper, folder)
         if state is None and self._begun:
             self.clipper.load_state_dict(copy.deepcopy(self._at_first))
-        policy, limit = self._nonfinite, self._max_consecutive_skips
-        guard = gg.Guard(optimizer, self.clipper, model=model, nonfinite=policy, max_consecutive_skips=limit)
+        guard = gg.Guard(optimizer, self.clipper, model=model, **self._options)
         if state is not None:
             guard.load_state_dict(state)
         return guard
@@ -345,6 +344,12 @@ def _take_out(original: Callable[..., Any], handler: CallbackHandler, *args: Any
     done = original(handler, *args, **kwargs)
     for callback in before:
         if isinstance(callback, GradGuardCallback) and callback not in handler.callbacks:
+            if callback._norm is not None:
+                handler.callbacks[:] = before
+                raise gg.InvalidValueError(
+                    "a GradGuardCallback was removed after the Trainer had left the gradients to it and before the "
+                    "step: nobody would clip them. Remove it between steps, as in on_step_end."
+                )
             callback._release()  # from here on the Trainer clips
     return done
 

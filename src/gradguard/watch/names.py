@@ -3,6 +3,7 @@
 import gc
 from collections import Counter
 from collections.abc import Sequence
+from itertools import compress
 from typing import Any
 
 from torch import Tensor, nn
@@ -33,12 +34,13 @@ def living_optimizers(first: Optimizer) -> list[Optimizer]:
 
 
 def _living(base: type) -> list[Any]:
-    """Every object of ``base`` or a class below; asking a set of classes is far quicker than `isinstance`."""
+    """Every object of ``base`` or a class below."""
     kinds, new = {base}, [base]
     while new:
         new = [kind for parent in new for kind in type.__subclasses__(parent) if kind not in kinds]
         kinds.update(new)
-    return [thing for thing in gc.get_objects() if type(thing) in kinds]
+    things = gc.get_objects()
+    return list(compress(things, map(kinds.__contains__, map(type, things))))  # millions of them: no Python for each
 
 
 def parameters_of(optimizer: Optimizer) -> list[Tensor]:
