@@ -151,6 +151,14 @@ def test_fabrics_own_clip_is_refused_beside_a_guard_and_only_there(arguments):
     fabric.clip_gradients(model, ours, **arguments)
 
 
+def test_the_wrapped_module_has_the_names_of_the_model():
+    model = fabric_with().setup_module(network())
+    model(torch.ones(4, 3)).sum().backward()
+    names = ("0.weight", "0.bias", "2.weight", "2.bias")
+    assert gg.ClipByGlobalNorm(1.0)(model).names == names
+    assert "_forward_module.0.weight" in dict(model.named_parameters())
+
+
 def test_arguments_in_the_wrong_order_are_refused():
     fabric = fabric_with()
     model, ours, guard = set_up(fabric, "SGD", gg.ClipByGlobalNorm(0.5))
