@@ -253,7 +253,9 @@ class ClipsByHand(Manual):
 
 def test_a_clip_by_hand_in_the_module_is_refused_where_there_is_a_guard():
     callback = GradGuardCallback({0: gg.ClipByGlobalNorm(1.0), 1: None})
-    with pytest.raises(gg.InvalidValueError, match=r"self\.clip_gradients\(\.\.\., 0\.001\).*Delete the call"):
+    with pytest.raises(
+        gg.InvalidValueError, match=r"self\.clip_gradients was called with .* that a Guard clips.*Remove the call"
+    ):
         fit(ClipsByHand(0), callback)
     left_alone = ClipsByHand(1)
     trainer = fit(left_alone, callback)

@@ -14,7 +14,7 @@ import torch  # noqa: E402
 from lightning.fabric import Fabric  # noqa: E402
 from lightning.fabric.wrappers import is_wrapped  # noqa: E402
 from lightning.pytorch import Callback, LightningModule, Trainer  # noqa: E402
-from torch import nn  # noqa: E402
+from torch import Tensor, nn  # noqa: E402
 from torch.distributed.fsdp import FullyShardedDataParallel  # noqa: E402
 from torch.optim import Optimizer  # noqa: E402
 
@@ -217,24 +217,12 @@ class GradGuardCallback(Callback):
         model = _model_to_name(pl_module, trainer.strategy.model)
         for position, (optimizer, clipper) in enumerate(zip(self._optimizers, clippers, strict=True)):
             if clipper is not None:
-                self.guards[position] = gg.Guard(optimizer, clipper, model=model, **self._options)
+                self.guards[position] = OnlyGuard(optimizer, clipper, model=model, **self._options)
                 self._shares[position] = BindingShare()
         if state:
             self.load_state_dict(state)
         self._precision = trainer.precision_plugin
-        self._precision.clip_gradients = partial(self._clip_of_the_module, self._precision.clip_gradients)
-
-    def _clip_of_the_module(
-        self, original: Callable[..., None], optimizer: Any, clip_val: float = 0.0, *args: Any, **kwargs: Any
-    ) -> None:
-        """Clip as Lightning does when asked to, unless a guard does it: one would be done after the other."""
-        inner = getattr(optimizer, "optimizer", optimizer)
-        if clip_val > 0 and any(guard.optimizer is inner for guard in self.guards.values()):
-            raise gg.InvalidValueError(
-                f"self.clip_gradients(..., {clip_val}) was called for an optimizer whose gradients a "
-                "GradGuardCallback clips: one clip would be done after the other. Delete the call."
-            )
-        original(optimizer, clip_val, *args, **kwargs)
+        self._precision.clip_gradients = partial(_clip_of_the_module, self._precision.clip_gradients)
 
     def _detach(self) -> None:
         if self._precision is not None:
@@ -319,16 +307,30 @@ def guard_fabric(
     return OnlyGuard(inner, clipper, model=model, nonfinite=nonfinite, max_consecutive_skips=max_consecutive_skips)
 
 
+def _clip_of_the_module(
+    original: Callable[..., None], optimizer: Any, clip_val: float = 0.0, *args: Any, **kwargs: Any
+) -> None:
+    """Clip as Lightning does when a module asks for it, unless a guard does it."""
+    if clip_val > 0:
+        refuse_beside_a_guard("self.clip_gradients", _parameters_of(optimizer))
+    original(optimizer, clip_val, *args, **kwargs)
+
+
 def _clip_of_fabric(
     original: Callable[..., Any], fabric: Fabric, module: Any, optimizer: Any, *args: Any, **kwargs: Any
 ) -> Any:
     """Clip as Fabric does, unless a guard does it."""
-    groups = getattr(optimizer, "optimizer", optimizer).param_groups
-    clipped = [p for group in groups for p in group["params"]]
+    clipped = _parameters_of(optimizer)
     if any(isinstance(part, FullyShardedDataParallel) for part in module.modules()):
         clipped += module.parameters()  # FSDP1 clips all of them, whichever optimizer is named
     refuse_beside_a_guard("fabric.clip_gradients", clipped)
     return original(fabric, module, optimizer, *args, **kwargs)
+
+
+def _parameters_of(optimizer: Any) -> list[Tensor]:
+    """The parameters of an optimizer, or of the one that Lightning has wrapped."""
+    groups = getattr(optimizer, "optimizer", optimizer).param_groups
+    return [p for group in groups for p in group["params"]]
 
 
 def _model_to_name(module: nn.Module | None, wrapped: nn.Module | None) -> nn.Module | None:
