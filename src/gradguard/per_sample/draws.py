@@ -18,20 +18,29 @@ from gradguard.errors import UnsupportedGradientError
 
 
 class Draws(TorchDispatchMode):
-    """Records every random tensor that is drawn in a block.
+    """Records every random tensor that is drawn in a block, and how precisely the block computes.
 
     Attributes:
         drawn: The operation's name and its tensor, in order.
+        precision: Machine epsilon of the coarsest dtype that was computed in.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.drawn: list[tuple[str, Tensor]] = []
+        self.precision = torch.finfo(torch.float64).eps
         self._python = random.getstate()
         self._numpy = _numpy_state()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, list | tuple) else [result]:
+            if (
+                isinstance(tensor, Tensor)
+                and tensor.numel() > 1
+                and (tensor.is_floating_point() or tensor.is_complex())
+            ):
+                self.precision = max(self.precision, torch.finfo(tensor.dtype).eps)
         if is_draw(func, args, kwargs):
             drawn = _random_part(func, args, result)
             # Masks are kept as bits; others are copied, because code scales them in place.

@@ -161,7 +161,7 @@ class _Spotter(TorchDispatchMode):
 def _gives_values(func: Any, result: Any) -> bool:
     if getattr(func, "__name__", "") in _NO_VALUES:
         return False
-    return any(isinstance(leaf, Tensor) and leaf.is_floating_point() for leaf in tree_leaves(result))
+    return any(isinstance(t, Tensor) and (t.is_floating_point() or t.is_complex()) for t in tree_leaves(result))
 
 
 class DryRun:

@@ -88,14 +88,20 @@ class Following:
         self._trained: frozenset[str] = frozenset()
         self._observer: Observer | None = None
         self._handles: list[Any] = []
-        for submodule in module.modules():
-            self._handles += [
-                submodule.register_forward_pre_hook(ForwardHook(self._enter), with_kwargs=True),
+        self._hooks: dict[nn.Module, tuple[int, int]] = {}
+        try:
+            for submodule in module.modules():
+                before = submodule.register_forward_pre_hook(ForwardHook(self._enter), with_kwargs=True)
+                self._handles.append(before)
                 # First of all, so that what other hooks keep of the output has passed the tap.
-                submodule.register_forward_hook(
+                after = submodule.register_forward_hook(
                     ForwardHook(self._leave), prepend=True, with_kwargs=True, always_call=True
-                ),
-            ]
+                )
+                self._handles.append(after)
+                self._hooks[submodule] = before.id, after.id
+        except BaseException:
+            self.remove()
+            raise
         self._guarded: set[int] = set()
 
     def remove(self) -> None:
@@ -178,6 +184,7 @@ class Following:
                 return None
         caller = self._stack[-1] if self._stack else None
         running = Running(module, self._next_plan(module))
+        running.exposed = self._is_exposed(module)
         self._stack.append(running)
         return self._tapping.start(running, caller, args, kwargs)
 
@@ -295,6 +302,12 @@ class Following:
                 self._guarded.add(id(parameter))
                 hook = partial(self._bypassed, name)
                 self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
+
+    def _is_exposed(self, module: nn.Module) -> bool:
+        """Whether hooks of others run between the two of the clipper's, where parameters are kept from autograd."""
+        before, after = self._hooks[module]
+        first, last = next(iter(module._forward_hooks)), next(reversed(module._forward_pre_hooks))
+        return first != after or last != before or bool(nn.modules.module._global_forward_hooks)
 
     def _next_plan(self, module: nn.Module) -> CallPlan:
         """The plan of this call of ``module``."""

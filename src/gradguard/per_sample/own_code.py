@@ -181,9 +181,10 @@ class OwnCode:
         for result, known, grad in zip(results, recorded, grads, strict=True):
             if result.shape != known.shape:
                 raise UnsupportedGradientError(self._differs("a result has another shape for one sample"))
-            if not result.is_floating_point() or not result.numel():
+            if not _is_inexact(result) or not result.numel():
                 continue
-            total = total + (wide(result) * wide(grad)).sum()
+            product = wide(result) * wide(grad).conj()
+            total = total + (product.real if product.is_complex() else product).sum()
             if self.compared:
                 scale = wide(known).abs().amax().clamp_min(1e-30)
                 off = (wide(result).detach() - wide(known)).abs().amax() / scale
@@ -234,7 +235,8 @@ class OwnCode:
 
     def _check(self, errors: Tensor, found: Mapping[str, Tensor]) -> None:
         """Compare results with those that were recorded, and the sum of all samples with the plain gradient."""
-        precision = max([torch.finfo(t.dtype).eps for t in (*self.saved, *self.results) if t.is_floating_point()])
+        tensors = [*self.saved, *self.results, *(g for g in self.grads if g is not None)]
+        precision = max([torch.finfo(t.dtype).eps for t in tensors if _is_inexact(t)])
         worst = errors.max() if errors.numel() else errors.new_zeros(())
         names = list(found) if self.leaves is not None and self.batch_size else []
         plain = self.leaves.plain if self.leaves is not None else {}
@@ -263,6 +265,10 @@ class OwnCode:
             "Move dropout and the like into a layer of its own (nn.Dropout), write x = x + y in place of x += y, and "
             "let each sample be computed by itself."
         )
+
+
+def _is_inexact(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
 
 
 def _owned(tensor: Tensor, axis: BatchAxis | None, batch_size: int) -> tuple[Tensor, int | None, int | None]:

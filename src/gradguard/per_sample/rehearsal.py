@@ -17,7 +17,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from gradguard.distributed.placements import is_sharded
 from gradguard.errors import UnsupportedGradientError
@@ -27,7 +26,7 @@ from gradguard.per_sample.draws import Draws
 from gradguard.per_sample.dry_run import WithoutDropout
 from gradguard.per_sample.following import Following, LastCall
 from gradguard.per_sample.sample_loop import not_the_reduction, rows_of, same_rows
-from gradguard.per_sample.samples import Arguments, tensor_leaves, to_float64
+from gradguard.per_sample.samples import Arguments, to_float64
 from gradguard.per_sample.substitution import substituted
 from gradguard.per_sample.trees import Skeleton
 from gradguard.per_sample.undisturbed import undisturbed
@@ -133,18 +132,19 @@ class Rehearsal:
         size, way = call.batch_size, call.way
         spread = sorted({i * (size - 1) // (_MOST_ALONE - 1) for i in range(_MOST_ALONE)})
         copies = [0] * (size - 1) + [size - 1]
-        with _as_called(call, autocast=False), exact_products():
+        with _as_called(call, autocast=False) as reset, exact_products():
             for indices, alone in ((list(range(size)), spread), (copies, [0, size - 1])):
                 arguments = call.samples(following.batch_first, indices)
                 torch.manual_seed(0)
+                reset()
                 # With its hooks, as the clipper sees it: a layer may get other rows than in the trial of two samples.
                 with following.apart(way), torch.enable_grad(), Draws() as draws:
                     together = Skeleton(way.module(*arguments[0], **arguments[1])).tensors
-                precision = max(_precision(together), way.precision)
+                precision = max(draws.precision, way.precision)
                 for i in alone:
                     arguments = call.samples(following.batch_first, [indices[i]])
                     with following.quietly(), torch.no_grad():
-                        outputs = _with_draws(way, arguments, draws, i, size)
+                        outputs = _with_draws(way, arguments, draws, i, size, reset)
                     for recorded, output, axis in zip(together, outputs, way.output_axes, strict=True):
                         if axis is not None and not same_rows(recorded, output, axis, i, precision):
                             raise UnsupportedGradientError(
@@ -180,7 +180,7 @@ def compare(
         None if nothing that is returned can be compared.
     """
     with _in_float64(following, call) as (call, precision), torch.enable_grad():
-        with _as_called(call, autocast=precision is None), exact_products():
+        with _as_called(call, autocast=precision is None) as reset, exact_products():
             if precision is None:
                 dtypes = [p.dtype for p in map(following.parameter, following.aliases) if p.is_floating_point()]
                 dtypes += [call.autocast[1]] if call.autocast else []
@@ -190,7 +190,7 @@ def compare(
             worst: Comparison | None = None
             known: dict[int, tuple[list[Tensor | None], dict[str, Tensor]]] = {}
             for order in [list(samples), list(samples)[::-1]] if len(samples) > 1 else [list(samples)]:
-                pair = _Pair(following, call, order, reduction, precision, known)
+                pair = _Pair(following, call, order, reduction, precision, known, reset)
                 found = pair.compare()
                 if note:
                     call.way.unowned |= pair.unowned()
@@ -211,6 +211,7 @@ class _Pair:
         reduction: What a number that the module returns is over samples.
         precision: Machine epsilon.
         known: For each sample, the gradient of what it returned, and what it gave by itself; filled here.
+        reset: Sets the buffers back.
     """
 
     def __init__(
@@ -221,8 +222,9 @@ class _Pair:
         reduction: str,
         precision: float,
         known: "dict[int, tuple[list[Tensor | None], dict[str, Tensor]]]",
+        reset: Callable[[], None],
     ) -> None:
-        self._known = known
+        self._known, self._reset = known, reset
         self._following, self._call, self._samples = following, call, samples
         self._reduction, self._precision = reduction, precision
         self._way = call.way
@@ -259,7 +261,9 @@ class _Pair:
         values = []
         for i, arguments in enumerate(self._alone):
             with self._following.quietly(), torch.no_grad():
-                values.append(float(_with_draws(self._way, arguments, self._draws, i, len(self._samples))[position]))
+                values.append(
+                    float(_with_draws(self._way, arguments, self._draws, i, len(self._samples), self._reset)[position])
+                )
         expected = sum(values) / (len(values) if self._reduction == "mean" else 1)
         recorded = float(self._outputs[position].detach())
         bar = min(1e3 * self._precision, math.sqrt(self._precision))
@@ -302,6 +306,7 @@ class _Pair:
         """The samples together, as the clipper sees them; its per-sample gradients."""
         module, (args, kwargs) = self._way.module, self._together
         torch.manual_seed(0)
+        self._reset()
         with self._following.apart(self._way) as gathering:
             self._draws = Draws()
             with self._draws:
@@ -352,7 +357,7 @@ class _Pair:
         values = {name: following.parameter(name).detach().requires_grad_() for name in sorted(following.trained)}
         places = {place: value for name, value in values.items() for place in aliases[name]}
         with following.quietly(), substituted(places):
-            outputs = _with_draws(way, arguments, self._draws, i, len(self._samples))
+            outputs = _with_draws(way, arguments, self._draws, i, len(self._samples), self._reset)
             parts: list[Tensor | None] = []
             for output, grad, axis in zip(outputs, grads, way.output_axes, strict=True):
                 if grad is not None and axis is None:
@@ -369,11 +374,14 @@ class _Pair:
         }
 
 
-def _with_draws(way: Way, arguments: Arguments, draws: Draws, sample: int, size: int) -> list[Tensor]:
+def _with_draws(
+    way: Way, arguments: Arguments, draws: Draws, sample: int, size: int, reset: Callable[[], None]
+) -> list[Tensor]:
     """What a sample returns by itself, with the random numbers that it had in the batch."""
     for last in (False, True):
         try:
             torch.manual_seed(0)
+            reset()
             with draws.of_sample(sample, size, last):
                 return Skeleton(way.module(*arguments[0], **arguments[1])).tensors
         except UnsupportedGradientError:
@@ -383,14 +391,14 @@ def _with_draws(way: Way, arguments: Arguments, draws: Draws, sample: int, size:
 
 
 @contextmanager
-def _as_called(call: LastCall, autocast: bool) -> Iterator[None]:
-    """Run as the call ran, but without dropout, and leave no trace."""
-    with undisturbed(call.way.module), WithoutDropout(), ExitStack() as stack:
+def _as_called(call: LastCall, autocast: bool) -> Iterator[Callable[[], None]]:
+    """Run as the call ran, but without dropout, and leave no trace; gives what sets buffers back for another run."""
+    with undisturbed(call.way.module) as reset, WithoutDropout(), ExitStack() as stack:
         if call.autocast:
             stack.enter_context(
                 torch.autocast(*call.autocast) if autocast else torch.autocast(call.autocast[0], enabled=False)
             )
-        yield
+        yield reset
 
 
 @contextmanager
@@ -419,30 +427,15 @@ def _float64(tensor: Tensor) -> Tensor:
     return nn.Parameter(copied, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else copied
 
 
-class _Coarsest(TorchDispatchMode):
-    """Notes the coarsest floating dtype that is computed in."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.eps = torch.finfo(torch.float64).eps
-
-    def __torch_dispatch__(self, func: object, types: object, args: tuple = (), kwargs: dict | None = None) -> object:
-        result = func(*args, **(kwargs or {}))  # type: ignore[operator]
-        for tensor in tensor_leaves(result):
-            if (tensor.is_floating_point() and tensor.numel() > 1) or tensor.is_complex():
-                self.eps = max(self.eps, torch.finfo(tensor.dtype).eps)
-        return result
-
-
 def _precision_in_float64(following: Following, call: LastCall) -> float | None:
     """Run a sample; return the coarsest machine epsilon on the way, None if the model does not run in float64."""
     arguments = call.samples(following.batch_first, [0])
     try:
-        with following.quietly(), _as_called(call, autocast=False), torch.no_grad(), _Coarsest() as coarsest:
+        with following.quietly(), _as_called(call, autocast=False), torch.no_grad(), Draws() as draws:
             call.way.module(*arguments[0], **arguments[1])
     except Exception:
         return None
-    return coarsest.eps
+    return draws.precision
 
 
 def _bars(precision: float) -> tuple[float, float]:
@@ -454,10 +447,6 @@ def _bars(precision: float) -> tuple[float, float]:
     if precision > 1e-4:
         return 16 * precision, 4 * precision
     return 1e4 * precision, 1e2 * precision
-
-
-def _precision(tensors: Sequence[Tensor]) -> float:
-    return max([torch.finfo(t.dtype).eps for t in tensors if t.is_floating_point()], default=0.0)
 
 
 def _dense(gradient: Tensor) -> Tensor:

@@ -39,6 +39,7 @@ class Running:
         plan: What to do.
         withheld: Parameters that do not require grad until it has run.
         leaves: What stands in the places of parameters until it has run.
+        exposed: Hooks of others run while its parameters are kept from autograd.
         places: Puts the parameters back into their places.
         code: What is known of its own code, for `Treatment.OWN_CODE`.
         given: What the layers that its code called have returned, with the version of each tensor.
@@ -47,13 +48,16 @@ class Running:
         generator_state: State of the random generator at its start, where the rule asks.
     """
 
-    __slots__ = ("code", "generator_state", "given", "leaves", "left_out", "module", "places", "plan", "tapped",
-                 "withheld")  # fmt: skip
+    __slots__ = (
+        "code", "exposed", "generator_state", "given", "leaves", "left_out", "module", "places", "plan", "tapped",
+        "withheld",
+    )  # fmt: skip
 
     def __init__(self, module: nn.Module, plan: CallPlan) -> None:
         self.module, self.plan = module, plan
         self.withheld: list[nn.Parameter] = []
         self.leaves: Leaves | None = None
+        self.exposed = False
         self.places = ExitStack()
         self.code: OwnCode | None = None
         self.given: list[tuple[Tensor, int]] = []
@@ -139,7 +143,7 @@ class Tapping:
                     "with its parameters is not known. Replace it before the clipper is made, or repeat this step."
                 )
             slots = [(m, slot) for m in module.modules() for slot in m._parameters]
-            if self.verifying:
+            if self.verifying or running.exposed:
                 self.put_leaves(running, {n: [s for s in slots if self._names.get(s) == n] for n in self._used(slots)})
             else:
                 self._hide(running, slots)
@@ -231,7 +235,11 @@ class Tapping:
         arguments = Skeleton((args, kwargs))
         known = {id(tensor) for tensor, _ in caller.given}
         known |= {id(arguments.tensors[i]) for i in self._passed(running.plan, arguments.tensors)}
-        tapped = [i for i, t in enumerate(arguments.tensors) if t.is_floating_point() and id(t) not in known]
+        tapped = [
+            i
+            for i, t in enumerate(arguments.tensors)
+            if (t.is_floating_point() or t.is_complex()) and id(t) not in known
+        ]
         layer = LeftOut(running.module, tapped, [running.plan.inputs[i] for i in tapped])
         assert caller.code is not None
         caller.code.left_out.append(layer)
@@ -295,8 +303,10 @@ class Tapping:
     def tap_loop(self, loop: LoopedCall, output: Any) -> Any:
         """Tap what a looped call returned; backward goes no further, unless its plain gradients are asked for."""
         returned = Skeleton(output)
+        if loop.draws is not None:
+            loop.precision = max(loop.precision, loop.draws.precision)
         loop.outputs = [(tensor.detach(), tensor._version) for tensor in returned.tensors]
-        places = [i for i, t in enumerate(returned.tensors) if t.is_floating_point() and t.requires_grad]
+        places = [i for i, t in enumerate(returned.tensors) if t.requires_grad]
         if not places:
             return None
         values = [returned.tensors[i] for i in places]
@@ -311,10 +321,10 @@ class Tapping:
 
     def _tap_outputs(self, output: Any, saved: Sequence[Tensor], receive: Callable[..., None]) -> Any:
         returned = Skeleton(output)
-        values = [t for t in returned.tensors if t.is_floating_point()]
+        values = [t for t in returned.tensors if t.is_floating_point() or t.is_complex()]
         if not values:
             return None
-        places = [i for i, t in enumerate(returned.tensors) if t.is_floating_point()]
+        places = [i for i, t in enumerate(returned.tensors) if t.is_floating_point() or t.is_complex()]
         tensors: list[Tensor | None] = list(returned.tensors)
         count = len(tensors)
         results = tap(partial(_receive_all, receive, count, places), saved, self._anchor(values[0]), values)

@@ -3,26 +3,36 @@
 import random
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 _MOST = 100_000
 """Containers that are looked into."""
 
 
 @contextmanager
-def undisturbed(module: nn.Module, dropout: bool = False) -> Iterator[None]:
+def undisturbed(module: nn.Module, dropout: bool = False) -> Iterator[Callable[[], None]]:
     """Run a block that calls ``module``; afterwards random generators, buffers, hooks and attributes are as before.
 
     Args:
         module: The model.
         dropout: Leave dropout on; otherwise it is switched off in the block.
+
+    Yields:
+        What sets the buffers back at once, for several calls from one state.
     """
     buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
+
+    @torch.no_grad()
+    def reset() -> None:
+        for buffer, value in buffers:
+            if buffer.shape == value.shape and not torch.equal(buffer, value):
+                buffer.copy_(value)
+
     state = _State(module)
     generators = _generators()
     devices = sorted({p.device.index or 0 for p in module.parameters() if p.device.type == "cuda"})
@@ -35,15 +45,12 @@ def undisturbed(module: nn.Module, dropout: bool = False) -> Iterator[None]:
         if not dropout:
             _switch_dropout_off(module)
         try:
-            yield
+            yield reset
         finally:
             torch.backends.mha.set_fastpath_enabled(fast_path)
             _restore_generators(generators)
             state.restore()
-            with torch.no_grad():
-                for buffer, value in buffers:
-                    if buffer.shape == value.shape and not torch.equal(buffer, value):
-                        buffer.copy_(value)
+            reset()
 
 
 def _switch_dropout_off(module: nn.Module) -> None:
@@ -93,8 +100,3 @@ def _restore_generators(states: tuple[Any, Any]) -> None:
     random.setstate(states[0])
     if states[1] is not None:
         sys.modules["numpy"].random.set_state(states[1])
-
-
-def same(a: Tensor, b: Tensor) -> bool:
-    """Tell whether two runs gave the same to the last bit; NaN equals NaN."""
-    return a.shape == b.shape and torch.equal(a.nan_to_num(), b.nan_to_num())
