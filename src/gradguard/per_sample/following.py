@@ -221,7 +221,8 @@ class Following:
         size = self._tapping.batch_size = count_samples(arguments, self.batch_first, type(module).__name__)
         if not size:
             return
-        rehearsal, rehearse = self._rehearsed is not None, self._rehearse
+        rehearsal = self._rehearsed is not None
+        rehearse = self._rehearse if self._planning.uses_trained(module) else None
         way = self._rehearsed or self._planning.way(module, arguments, size)
         call = LastCall(way, arguments, size, autocast_of(Skeleton(arguments)))
         self._tapping.verifying = rehearsal or (rehearse is not None and size not in way.sizes)
@@ -345,6 +346,6 @@ class Following:
         )
 
 
-def _refuse(words: str, gradient: Tensor) -> None:
-    if bool(gradient.any()):
+def _refuse(words: str, gradient: Tensor | None) -> None:
+    if gradient is not None and bool(gradient.any()):
         raise UnsupportedGradientError(words)

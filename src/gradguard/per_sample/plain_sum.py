@@ -58,7 +58,7 @@ def off_from_sum(contribution: Contribution, plain: Tensor | None, precision: fl
     own = magnitude(contribution)
     total = contribution.weighted_sum(torch.ones(contribution.batch_size, device=own.device)).double()
     expected = torch.zeros_like(total) if plain is None else _dense(plain).double().view(total.shape)
-    steps = 4.0 if precision > 1e-4 else 64.0
+    steps = 1.5 if precision > 1e-4 else 64.0
     error = (total - expected).norm() / (steps * precision * (own + size) + 1e-300)
     return torch.where(error.isfinite(), error, 0.0)
 
