@@ -7,7 +7,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 .PHONY: demo test exhaustive quick lint benchmark clean
 
 # gradguard and what the demo imports. PyTorch warns where NumPy is missing. Bytecode of all of PyTorch would take a
-# third of the time; Python writes that of the modules that it imports.
+# half of the time; Python writes that of the modules that it imports.
 .venv/demo-ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	$(PIP) --no-compile --editable . numpy
