@@ -156,7 +156,8 @@ class Watched:
             return ending(run.end)
         if self._follower.missing:
             gone = "the record was deleted: waiting for another run"
-            return (gone if self.there else f"no record at {self.path} yet: waiting for it"), "yellow"
+            # The path comes last: in a frame it then has a line to itself, and nothing but a narrower frame breaks it.
+            return (gone if self.there else f"no record yet: waiting for {self.path}"), "yellow"
         if not self.there:
             return "waiting for the first step", "yellow"
         since = self.quiet_since(now)
