@@ -79,7 +79,7 @@ def saved() -> list:
 def plain(source: str) -> dict[str, torch.Tensor]:
     """The weights of the same script, run by Python itself."""
     Path("plain.py").write_text(source)
-    subprocess.run([sys.executable, "plain.py"], check=True, timeout=120)
+    subprocess.run([sys.executable, "plain.py"], check=True, timeout=240)
     return weights()
 
 
@@ -289,7 +289,7 @@ def test_how_a_script_ends_is_passed_on_and_what_was_seen_is_kept(run, capfd, en
 @pytest.mark.slow
 def test_ctrl_c_keeps_the_record(tmp_path):
     source = "import torch, time\n" + script(
-        end="time.sleep(0.2) if step < 5 else print('waiting', flush=True) or time.sleep(60)"
+        end="time.sleep(0.2) if step < 5 else print('waiting', flush=True) or time.sleep(600)"
     )
     tmp_path.joinpath("train.py").write_text(source)
     command = [sys.executable, "-m", "gradguard", "run", "--out", "out", "train.py"]
