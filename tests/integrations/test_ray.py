@@ -21,6 +21,14 @@ print("Ray runs", flush=True)
 runpy.run_path({str(EXAMPLE)!r}, run_name="__main__")
 """
 
+PATIENCE = (
+    "RAY_DASHBOARD_STARTUP_TIMEOUT_S",
+    "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S",
+    "RAY_gcs_server_request_timeout_seconds",
+    "RAY_worker_register_timeout_seconds",
+)
+"""Seconds after which Ray gives its own processes up; on a busy machine they take minutes to start."""
+
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
@@ -29,13 +37,14 @@ runpy.run_path({str(EXAMPLE)!r}, run_name="__main__")
 )
 def test_the_example_clips_and_skips_alike_and_goes_on_from_its_checkpoint(arguments, began_at, tmp_path):
     variables = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled", "HOME": str(tmp_path)}
+    variables |= dict.fromkeys(PATIENCE, "600")
     with tempfile.TemporaryDirectory(dir="/tmp", ignore_cleanup_errors=True) as short:  # a socket's path is 107 bytes
         done = subprocess.run(
             [sys.executable, "-c", START, *arguments],
             env={**os.environ, **variables, "SHORT": short},
             capture_output=True,
             text=True,
-            timeout=280,
+            timeout=800,
             check=False,
         )
     if "Ray runs" not in done.stdout:
