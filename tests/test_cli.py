@@ -286,13 +286,21 @@ def test_how_a_script_ends_is_passed_on_and_what_was_seen_is_kept(run, capfd, en
     assert Path("out/report.html").exists()
 
 
+INTERRUPTIBLE = """
+import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where the tests are a job in the background
+from gradguard.cli import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
 @pytest.mark.slow
 def test_ctrl_c_keeps_the_record(tmp_path):
     source = "import torch, time\n" + script(
         end="time.sleep(0.2) if step < 5 else print('waiting', flush=True) or time.sleep(600)"
     )
     tmp_path.joinpath("train.py").write_text(source)
-    command = [sys.executable, "-m", "gradguard", "run", "--out", "out", "train.py"]
+    command = [sys.executable, "-c", INTERRUPTIBLE, "run", "--out", "out", "train.py"]
     with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         assert "waiting" in process.stdout.readline()

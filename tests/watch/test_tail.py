@@ -548,8 +548,9 @@ with open(path, "w") as file:
 """
 
 CHILD = """
-import fcntl, sys, termios
+import fcntl, signal, sys, termios
 fcntl.ioctl(0, termios.TIOCSCTTY, 0)  # so that Ctrl-C of this terminal reaches this process
+signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where the tests are a job in the background
 from gradguard.cli import main
 sys.exit(main(sys.argv[1:]))
 """
