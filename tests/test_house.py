@@ -12,7 +12,7 @@ GROUND = sorted(SOURCE.glob("tensors/*.py"))
 @pytest.mark.parametrize("file", GROUND, ids=lambda file: file.name)
 def test_the_ground_floor_knows_tensors_only(file):
     modules = set()
-    for node in ast.walk(ast.parse(file.read_text())):
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             modules |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -21,5 +21,5 @@ def test_the_ground_floor_knows_tensors_only(file):
 
 
 def test_every_file_can_be_read_in_one_sitting():
-    long = {f.name: n for f in SOURCE.rglob("*.py") if (n := len(f.read_text().splitlines())) > 400}
+    long = {f.name: n for f in SOURCE.rglob("*.py") if (n := len(f.read_text(encoding="utf-8").splitlines())) > 400}
     assert long == {}
