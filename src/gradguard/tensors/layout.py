@@ -137,7 +137,7 @@ def meeting_device(tensors: Sequence[Tensor]) -> torch.device:
 
 def _sparse_values(tensor: Tensor) -> Tensor:
     if tensor.layout is torch.sparse_coo:
-        return tensor._values()
+        return tensor.values()
     if tensor.layout in _SPARSE_COMPRESSED:
         return tensor.values()
     raise UnsupportedGradientError(
