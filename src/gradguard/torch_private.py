@@ -103,6 +103,22 @@ def base_of(tensor: Tensor) -> Tensor | None:
     return getattr(tensor, "_base", None)
 
 
+def sparse_values(tensor: Tensor) -> Tensor:
+    """Return the values of a sparse COO tensor, coalesced or not, in its memory."""
+    try:
+        return tensor._values()
+    except AttributeError:
+        _refuse("clipping sparse gradients", "torch.Tensor._values")
+
+
+def sparse_indices(tensor: Tensor) -> Tensor:
+    """Return the indices of a sparse COO tensor, coalesced or not."""
+    try:
+        return tensor._indices()
+    except AttributeError:
+        _refuse("clipping sparse gradients", "torch.Tensor._indices")
+
+
 # Nested arguments and results: the containers that other packages have registered are known to torch only.
 
 try:
