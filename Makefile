@@ -3,7 +3,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test exhaustive quick lint benchmark docs-pictures clean
+.PHONY: demo test exhaustive quick lint benchmark versions docs-pictures clean
 
 .venv/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
@@ -36,8 +36,12 @@ lint: .venv/ready
 	$(BIN)/pyright
 	$(BIN)/lint-imports --no-cache
 
+# The suite on the oldest torch that pyproject.toml allows and on the newest, each in an environment of some 5 GB.
+versions:
+	$(PYTHON) tests/versions.py
+
 benchmark: .venv/ready
 	$(BIN)/python benchmarks/batch_clipping.py
 
 clean:
-	rm -rf .venv runs dist build
+	rm -rf .venv .versions runs dist build

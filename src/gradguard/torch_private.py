@@ -239,14 +239,16 @@ InstanceNormalization = nn.InstanceNorm1d | nn.InstanceNorm2d | nn.InstanceNorm3
 def batch_norms() -> tuple[type, ...]:
     """Return the classes of batch normalization. Other packages' derive from a private one, if it is there."""
     private = getattr(nn.modules.batchnorm, "_BatchNorm", None)
-    public = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+    lazy = nn.LazyBatchNorm1d, nn.LazyBatchNorm2d, nn.LazyBatchNorm3d
+    public = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm, *lazy)
     return public if private is None else (*public, private)
 
 
 def instance_norms() -> tuple[type[InstanceNormalization], ...]:
     """Return the classes of instance normalization, likewise."""
     private = getattr(nn.modules.instancenorm, "_InstanceNorm", None)
-    public = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
+    lazy: Any = nn.LazyInstanceNorm1d, nn.LazyInstanceNorm2d, nn.LazyInstanceNorm3d
+    public = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d, *lazy)
     return public if private is None else (*public, private)
 
 

@@ -163,9 +163,10 @@ class Plan:
     def _bring_in_line(
         self, tensors: Sequence[Tensor], gradients: list[Tensor | None], names: Sequence[str] | None
     ) -> None:
-        for i, (parameter, gradient) in enumerate(zip(tensors, gradients, strict=True)):
-            if gradient is not None and getattr(gradient, "_spec", self) is not getattr(parameter, "_spec", self):
-                check_alike(gradient, parameter, f"`{names[i]}`" if names else f"parameter {i}")
+        for i, (expected, spec) in enumerate(zip(specs_of(tensors), specs_of(gradients), strict=True)):
+            gradient = gradients[i]
+            if gradient is not None and spec is not expected:
+                check_alike(gradient, tensors[i], f"`{names[i]}`" if names else f"parameter {i}")
         for i, placements in self._moved.items():
             gradient = gradients[i]
             right = laid_out_as(gradient, tensors[i], placements)
@@ -281,7 +282,7 @@ def plan_for(
             return plan, tensors, names
         _keep(_plans, key, plan)
         # Identities are used again. Module.to() swaps a DTensor, which must have no weak reference: its part may.
-        plan.alive = [weakref.ref(getattr(t, "_local_tensor", t), lambda _: _plans.pop(key, None)) for t in tensors]
+        plan.alive = [weakref.ref(t, lambda _: _plans.pop(key, None)) for t in local_tensors(tensors, tensors)]
     return plan, tensors, names
 
 

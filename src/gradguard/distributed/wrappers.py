@@ -189,7 +189,7 @@ def _wrappers() -> list[nn.Module]:
 
 
 def _note(module: nn.Module, name: str, part: nn.Module | None) -> None:
-    if name in ("module", "_fsdp_wrapped_module") and _living is not None and _is_wrapper(module):
+    if name in ("module", *_PUT_IN_NAMES) and _living is not None and _is_wrapper(module):
         _living.add(module)
 
 
