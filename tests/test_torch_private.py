@@ -45,6 +45,7 @@ NAMES = {
     "foreach_mul_": ["torch._foreach_mul_"],
     "foreach_clamp_": ["torch._foreach_clamp_min_", "torch._foreach_clamp_max_"],
     "assert_async": ["torch._assert_async"],
+    "largest_in_bags": ["torch._embedding_bag"],
     "current_graph_task": ["torch._C._current_graph_task_id"],
     "call_after_backward": ["torch.autograd.Variable._execution_engine"],
     "next_sequence_number": ["torch.autograd._get_sequence_nr"],
@@ -114,6 +115,14 @@ def test_assert_async(monkeypatch, gone, error):
     file.assert_async(torch.tensor(True), "a bound")
     with pytest.raises(error, match=r"a bound"):
         file.assert_async(torch.tensor(False), "a bound")
+
+
+def test_largest_in_bags(monkeypatch):
+    table = torch.tensor([[1.0, 5.0], [3.0, 4.0], [9.0, 9.0], [2.0, 6.0]])
+    ids, offsets = torch.tensor([0, 1, 2, 3, 0]), torch.tensor([0, 3])
+    assert torch_private.largest_in_bags(table, ids, offsets, 2).tolist() == [[1, 0], [3, 3]]
+    with pytest.raises(UnsupportedVersionError, match=r'mode="max"\) needs torch\._embedding_bag'):
+        without(monkeypatch, *NAMES["largest_in_bags"]).largest_in_bags(table, ids, offsets, 2)
 
 
 # Tensors and nested arguments.
@@ -330,6 +339,16 @@ def test_loss_scale_of():
     scaler.get_scale = lambda: 4.0
     assert torch_private.loss_scale_of(scaler).item() == 4.0
     assert torch_private.loss_scale_of(SimpleNamespace()) is None
+
+
+def test_traced_scale_of():
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    assert torch_private.traced_scale_of(scaler) == 8.0
+    scaled_step(scaler)
+    assert torch_private.traced_scale_of(scaler) is scaler._scale
+    assert torch_private.traced_scale_of(torch.amp.GradScaler("cpu", enabled=False)) == 1.0
+    with pytest.raises(UnsupportedVersionError, match=r"scale= in compiled code needs .*Pass a tensor"):
+        torch_private.traced_scale_of(SimpleNamespace())
 
 
 # The compiler.

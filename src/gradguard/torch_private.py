@@ -87,6 +87,14 @@ def assert_async(condition: Tensor, message: str) -> None:
         raise InvalidValueError(message)
 
 
+def largest_in_bags(table: Tensor, ids: Tensor, offsets: Tensor, padding: int) -> Tensor:
+    """Return which id each column of ``embedding_bag(..., mode="max")`` came from; the public one leaves that out."""
+    find = getattr(torch, "_embedding_bag", None)
+    if find is None:
+        _refuse('nn.EmbeddingBag(mode="max")', "torch._embedding_bag", 'Use mode="sum" or "mean". ')
+    return find(table, ids, offsets, False, 2, False, None, False, padding)[3]
+
+
 # Tensors.
 
 
@@ -306,10 +314,21 @@ def gradients_are_scaled(scaler: Any, optimizer: torch.optim.Optimizer) -> bool:
 
 def loss_scale_of(scaler: Any) -> Tensor | None:
     """Return the scale of ``scaler`` on its device; None if it has scaled nothing. Where it is gone: it waits."""
-    if isinstance(scaler, torch.amp.GradScaler) and not hasattr(scaler, "_scale"):
-        return torch.tensor(scaler.get_scale())
-    scale = getattr(scaler, "_scale", None)
+    try:
+        scale = scaler._scale
+    except AttributeError:
+        return torch.tensor(scaler.get_scale()) if isinstance(scaler, torch.amp.GradScaler) else None
     return scale if isinstance(scale, Tensor) else None
+
+
+def traced_scale_of(scaler: Any) -> float | Tensor:
+    """Return the scale of ``scaler`` in code that is being compiled, into which none of its methods can be traced."""
+    try:
+        if not scaler._enabled:
+            return 1.0
+        return scaler._init_scale if scaler._scale is None else scaler._scale
+    except AttributeError:
+        _refuse("a GradScaler as scale= in compiled code", "torch.amp.GradScaler._scale", "Pass a tensor. ")
 
 
 # The compiler.

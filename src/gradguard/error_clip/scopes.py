@@ -14,7 +14,7 @@ from torch.autograd.graph import Node
 from gradguard.error_clip.graph import Graph, Slot
 from gradguard.error_clip.hooks import Claim, Clipping
 from gradguard.errors import InvalidTypeError, InvalidValueError
-from gradguard.torch_private import loss_scale_of
+from gradguard.torch_private import traced_scale_of
 
 LossScale = GradScaler | Tensor | float
 
@@ -145,8 +145,7 @@ def loss_scale(scale: LossScale, device: torch.device) -> float | Tensor:
 def _factor_of(scaler: GradScaler, device: torch.device) -> float | Tensor:
     if not torch.compiler.is_compiling():
         return scaler.scale(torch.ones((), device=device))
-    scale = loss_scale_of(scaler) if scaler.is_enabled() else None  # `GradScaler.scale` cannot be traced
-    return scaler.get_scale() if scale is None else scale
+    return traced_scale_of(scaler)
 
 
 def _metadata(node: Node) -> dict[str, Any]:
