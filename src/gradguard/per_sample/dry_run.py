@@ -17,11 +17,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
 
 from gradguard.errors import UnsupportedGradientError
 from gradguard.per_sample.layers.call import BatchAxis
 from gradguard.per_sample.samples import Arguments, take_samples, tensor_leaves
+from gradguard.torch_private import buffer_slots, dropouts, parameter_slots, tree_leaves
 
 Slot = tuple[nn.Module, str]
 """A parameter as an attribute of a module."""
@@ -66,12 +66,12 @@ class Observer(TorchFunctionMode):
         super().__init__()
         self.calls: list[ObservedCall] = []
         self._trained, self._keep_values = slots, keep_values
-        self._slots = {id(module._parameters[slot]): (module, slot) for module, slot in slots}
+        self._slots = {id(parameter_slots(module)[slot]): (module, slot) for module, slot in slots}
         self._running: list[int] = []
 
     def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Note that ``module`` starts; FSDP2 may have given it other parameters just now."""
-        for slot, parameter in module._parameters.items():
+        for slot, parameter in parameter_slots(module).items():
             if (module, slot) in self._trained:
                 self._slots[id(parameter)] = (module, slot)
         tensors = tensor_leaves((args, kwargs))
@@ -122,10 +122,10 @@ def _gives_values(func: Any, result: Any) -> bool:
 def undisturbed(module: nn.Module) -> Iterator[None]:
     """Run a block that calls ``module`` and leaves no trace: random generators, buffers, attributes return."""
     buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
-    attributes = [(m, dict(vars(m)), dict(m._buffers)) for m in module.modules()]
+    attributes = [(m, dict(vars(m)), dict(buffer_slots(m))) for m in module.modules()]
     python_state = random.getstate()
     rates = [(m, "dropout", m.dropout) for m in module.modules() if isinstance(m, nn.MultiheadAttention | nn.RNNBase)]
-    rates += [(m, "p", m.p) for m in module.modules() if isinstance(m, nn.modules.dropout._DropoutNd)]
+    rates += [(m, "p", m.p) for m in module.modules() if isinstance(m, dropouts())]
     devices = sorted({p.device.index or 0 for p in module.parameters() if p.device.type == "cuda"})
     fast_path = torch.backends.mha.get_fastpath_enabled()
     with ExitStack() as stack:
@@ -145,8 +145,8 @@ def undisturbed(module: nn.Module) -> Iterator[None]:
             for m, own, held in attributes:  # what was assigned to the module is taken back
                 vars(m).clear()
                 vars(m).update(own)
-                m._buffers.clear()
-                m._buffers.update(held)
+                buffer_slots(m).clear()
+                buffer_slots(m).update(held)
             with torch.no_grad():
                 for buffer, value in buffers:
                     if buffer.shape == value.shape and not torch.equal(buffer, value):

@@ -22,6 +22,7 @@ from gradguard.per_sample.support import refuse_batch_norm
 from gradguard.per_sample.tap import current_task
 from gradguard.per_sample.tapping import Running, Tapping, autocast_of
 from gradguard.per_sample.trees import Skeleton
+from gradguard.torch_private import parameter_slots
 
 _NOTHING = CallPlan(Treatment.NOTHING, False, (), ())
 
@@ -109,8 +110,8 @@ class Following:
             UnsupportedGradientError: If there is none any more.
         """
         module, slot = self.aliases[name][0]
-        parameter = module._parameters.get(slot)
-        if parameter is None or any(m._parameters.get(other) is not parameter for m, other in self.aliases[name]):
+        parameter = parameter_slots(module).get(slot)
+        if parameter is None or any(parameter_slots(m).get(other) is not parameter for m, other in self.aliases[name]):
             raise UnsupportedGradientError(
                 f"parameter {name} is gone from the module, or no longer tied as it was: call clipper.detach() and "
                 "make a new clipper."

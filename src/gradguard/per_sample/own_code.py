@@ -17,6 +17,7 @@ from gradguard.errors import UnsupportedGradientError
 from gradguard.per_sample.arithmetic import wide
 from gradguard.per_sample.layers.call import BatchAxis
 from gradguard.per_sample.trees import Skeleton
+from gradguard.torch_private import call_slot, parameter_slots
 
 Aliases = Mapping[str, Sequence[tuple[nn.Module, str]]]
 """The attributes of modules that hold each parameter."""
@@ -194,7 +195,7 @@ class OwnCode:
 
         with ExitStack() as stack:
             for module in {id(layer.module): layer.module for layer in self.left_out}.values():
-                stack.enter_context(_attribute(module, "_call_impl", stub(module)))  # no hooks, which may shard
+                stack.enter_context(_attribute(module, call_slot(), stub(module)))  # no hooks, which may shard
             for name, value in parameters.items():
                 for module, slot in self.aliases[name]:
                     stack.enter_context(_parameter(module, slot, value))
@@ -259,7 +260,7 @@ def _attribute(module: nn.Module, name: str, value: Any) -> Iterator[None]:
 @contextmanager
 def _parameter(module: nn.Module, slot: str, value: Tensor) -> Iterator[None]:
     """Let ``value`` stand in for a parameter in the block."""
-    parameters: dict[str, Any] = module._parameters
+    parameters: dict[str, Any] = parameter_slots(module)
     original = parameters[slot]
     parameters[slot] = value
     try:

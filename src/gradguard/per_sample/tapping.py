@@ -21,6 +21,7 @@ from gradguard.per_sample.own_code import LeftOut, OwnCode
 from gradguard.per_sample.plan import CallPlan, Treatment
 from gradguard.per_sample.tap import current_task, tap
 from gradguard.per_sample.trees import Skeleton
+from gradguard.torch_private import parameter_slots, version_of
 
 
 class Running:
@@ -100,7 +101,7 @@ class Tapping:
             changed = self._tap_code(running, output)
         if running.left_out is not None and caller is not None:
             returned = Skeleton(output if changed is None else changed)
-            caller.given += [(tensor, tensor._version) for tensor in returned.tensors]
+            caller.given += [(tensor, version_of(tensor)) for tensor in returned.tensors]
             running.left_out.output, running.left_out.output_axes = returned, plan.outputs
             returned.release()
         return changed
@@ -111,7 +112,7 @@ class Tapping:
         if self.batch_size == 0:
             self._hide(running, list(self._names))
         elif plan.treatment is Treatment.RULE:
-            self._hide(running, [(m, slot) for m in module.modules() for slot in m._parameters])
+            self._hide(running, [(m, slot) for m in module.modules() for slot in parameter_slots(m)])
             if plan.rule is not None and plan.rule.replays and getattr(module, "dropout", 0) and module.training:
                 running.generator_state = _generator_state(module)
         elif plan.treatment is Treatment.OWN_CODE:
@@ -135,7 +136,7 @@ class Tapping:
                 autocast_of(arguments),
                 self._quietly,
             )
-            running.given = [(tensor, tensor._version) for tensor in arguments.tensors]
+            running.given = [(tensor, version_of(tensor)) for tensor in arguments.tensors]
 
     def _refuse_own_shards(self, module: nn.Module, aliases: Mapping[str, Sequence[Slot]]) -> None:
         """A parameter cannot be given to code whose layer fetches its own from other processes."""
@@ -148,13 +149,13 @@ class Tapping:
 
     def _value(self, module: nn.Module, slot: str) -> Tensor:
         """A parameter as it is now; a copy if it is sharded, because the whole is freed after the forward."""
-        value = module._parameters[slot]
+        value = parameter_slots(module)[slot]
         assert value is not None
         return value.detach().clone() if self._sharded else value.detach()
 
     def _hide(self, running: Running, slots: Sequence[Slot]) -> None:
         for module, slot in slots:
-            parameter = module._parameters.get(slot)
+            parameter = parameter_slots(module).get(slot)
             if parameter is not None and parameter.requires_grad:
                 parameter.requires_grad_(False)
                 running.withheld.append(parameter)
@@ -195,7 +196,7 @@ class Tapping:
             self._wanted_of[module] = {
                 f"{prefix}.{slot}" if prefix else slot: name
                 for prefix, layer in module.named_modules()
-                for slot in layer._parameters
+                for slot in parameter_slots(layer)
                 if (name := self._names.get((layer, slot))) in self.trained and name is not None
             }
         return self._wanted_of[module]
@@ -204,7 +205,7 @@ class Tapping:
         code = running.code
         assert code is not None
         for tensor, version in running.given:
-            if tensor._version != version:
+            if version_of(tensor) != version:
                 raise UnsupportedGradientError(
                     f"the code of {type(running.module).__name__} changed a tensor in place that a layer had returned "
                     f"(shape {tuple(tensor.shape)}), and it uses {', '.join(code.aliases)} by itself. Write x = x + y "
