@@ -192,7 +192,9 @@ def test_a_model_that_cannot_be_compared_is_refused_or_warned_of():
     with pytest.raises(gg.UnsupportedGradientError, match="no tensor can be seen in what Opaque returns"):
         clipper_of(Opaque()).module(x)
     clipper = clipper_of(Opaque(), check="warn")
-    with pytest.warns(UserWarning, match=r"could not verify the model, and goes on.*no tensor can be seen in what Opaque"):
+    with pytest.warns(
+        UserWarning, match=r"could not verify the model, and goes on.*no tensor can be seen in what Opaque"
+    ):
         output = next(clipper.module(x))
     squares(output).mean().backward()
     clipper.clip_and_accumulate()

@@ -31,6 +31,7 @@ from gradguard.per_sample.support import (
     refuse_unsupported,
 )
 from gradguard.tensors.layout import wide_dtype
+from gradguard.torch_private import loss_scale_of
 
 
 class PerSampleGradientClipper:
@@ -409,5 +410,5 @@ class PerSampleGradientClipper:
 
     def _scaler_scale(self) -> Tensor | float:
         """What the scaler has multiplied the loss by; on its device, so that the host need not wait."""
-        scale = None if self._scaler is None or not self._scaler.is_enabled() else self._scaler._get_scale_async()
+        scale = None if self._scaler is None or not self._scaler.is_enabled() else loss_scale_of(self._scaler)
         return 1.0 if scale is None else scale.double()

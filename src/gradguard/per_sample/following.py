@@ -24,6 +24,7 @@ from gradguard.per_sample.tap import current_task
 from gradguard.per_sample.tapping import Running, Tapping, autocast_of
 from gradguard.per_sample.trees import Skeleton
 from gradguard.per_sample.way import Way
+from gradguard.torch_private import hook_order, parameter_slots
 
 _NOTHING = CallPlan(Treatment.NOTHING, False, (), ())
 
@@ -98,7 +99,7 @@ class Following:
                     ForwardHook(self._leave), prepend=True, with_kwargs=True, always_call=True
                 )
                 self._handles.append(after)
-                self._hooks[submodule] = before.id, after.id
+                self._hooks[submodule] = after.id, before.id
         except BaseException:
             self.remove()
             raise
@@ -131,8 +132,8 @@ class Following:
             UnsupportedGradientError: If there is none any more.
         """
         module, slot = self.aliases[name][0]
-        parameter = module._parameters.get(slot)
-        if parameter is None or any(m._parameters.get(other) is not parameter for m, other in self.aliases[name]):
+        parameter = parameter_slots(module).get(slot)
+        if parameter is None or any(parameter_slots(m).get(other) is not parameter for m, other in self.aliases[name]):
             raise UnsupportedGradientError(
                 f"parameter {name} is gone from the module, or no longer tied as it was: call clipper.detach() and "
                 "make a new clipper."
@@ -306,9 +307,7 @@ class Following:
 
     def _is_exposed(self, module: nn.Module) -> bool:
         """Whether hooks of others run between the two of the clipper's, where parameters are kept from autograd."""
-        before, after = self._hooks[module]
-        first, last = next(iter(module._forward_hooks)), next(reversed(module._forward_pre_hooks))
-        return first != after or last != before or bool(nn.modules.module._global_forward_hooks)
+        return hook_order(module) != self._hooks[module]
 
     def _next_plan(self, module: nn.Module) -> CallPlan:
         """The plan of this call of ``module``."""

@@ -31,6 +31,7 @@ from gradguard.per_sample.substitution import substituted
 from gradguard.per_sample.trees import Skeleton
 from gradguard.per_sample.undisturbed import undisturbed
 from gradguard.per_sample.way import Way
+from gradguard.torch_private import buffer_slots, parameter_slots
 
 _LARGEST_IN_FLOAT64 = 1 << 30
 """Bytes of float64 copies of a model that are made for the trial."""
@@ -405,7 +406,7 @@ def _as_called(call: LastCall, autocast: bool) -> Iterator[Callable[[], None]]:
 def _in_float64(following: Following, call: LastCall) -> Iterator[tuple[LastCall, float | None]]:
     """Let the model be in float64 in a block, if it can; give the call to make, and machine epsilon or None if not."""
     module = call.way.module
-    places = {(m, slot): t for m in module.modules() for held in (m._parameters, m._buffers)
+    places = {(m, slot): t for m in module.modules() for held in (parameter_slots(m), buffer_slots(m))
               for slot, t in held.items() if t is not None}  # fmt: skip
     floats = {id(t): t for t in places.values() if t.is_floating_point() or t.is_complex()}
     if sum(8 * t.numel() for t in floats.values()) > _LARGEST_IN_FLOAT64:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from gradguard.errors import UnsupportedGradientError
+from gradguard.torch_private import current_graph_task
 
 Receiver = Callable[[Sequence[Tensor], Sequence[Tensor | None], int], None]
 """Called in backward with the saved tensors, the gradient of each value (None where none came), and the number of the
@@ -15,7 +16,7 @@ outermost backward."""
 
 def current_task() -> int:
     """Return the number of the backward that runs in this thread, or -1."""
-    return torch._C._current_graph_task_id()
+    return current_graph_task()
 
 
 class _Tap(torch.autograd.Function):
