@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -63,6 +64,7 @@ class Term:
         even: Whether the weights are 0 or 1.
         labels: Whether rows are labels.
         share: Each sample's share of the mean that reduces the batch [B]; None where a sum reduces it.
+        levels: The numbers of values that rows are summed to within samples.
         constants: The constants, from the root down.
     """
 
@@ -71,6 +73,7 @@ class Term:
     even: bool
     labels: bool
     share: Tensor | None
+    levels: list["Level"]
     constants: tuple[Constant, ...]
 
 
@@ -102,11 +105,11 @@ def term_of(path: Path, batch_size: int, batch_first: bool, scale: float, depend
     if not sure and not (even and len(nonzero) == weights.numel()):
         raise Unreadable(f"values of shape {list(shape)} may belong to {batch_size} samples in several ways")
     sums = _by_sample(samples, weights, batch_size)
-    share, size = None, shape.numel()
+    share, levels, size = None, [], shape.numel()
     if fused == 1:
         share = sums / sums.sum() if name in _LABELLED else torch.full_like(sums, 1 / batch_size)
-    elif any(operation(step.node) in MEANS for step in path.steps):
-        share = _share_of_mean(path.steps, samples.broadcast_to(shape), batch_size)
+    else:
+        levels, share = _levels(path.steps, samples.broadcast_to(shape), weights > 0, batch_size)
     constants = _without(scale, path.constants)
     equal = sums[sums > 0] * inner
     if share is None and len(equal) and not even and torch.allclose(equal, equal[:1].expand_as(equal)):
@@ -114,7 +117,7 @@ def term_of(path: Path, batch_size: int, batch_first: bool, scale: float, depend
     if share is None and even and not math.isclose(largest, 1.0, rel_tol=1e-6):
         constants = (*constants, Constant(node, largest, False, 1e-6))  # as of gradient=torch.full((B,), 1 / B)
     inner = inner if share is None else 1.0
-    return Term(sums * inner, size * inner, even, name in _LABELLED, share, constants)
+    return Term(sums * inner, size * inner, even, name in _LABELLED, share, levels if even else [], constants)
 
 
 def _mean_of(step: Step) -> float:
@@ -187,7 +190,7 @@ def _sample_of_rows(
         axes = _axes(before, batch_size, batch_first)
         return (_chosen(selected, before, axes[0], batch_size, batch_first), len(axes) == 1) if axes else None
     axes = _axes(shape, batch_size, batch_first)
-    device = torch.device(node._input_metadata[0].device)  # type: ignore[attr-defined]
+    device = torch.device(_metadata(node).device)
     return (_numbered(shape, axes[0], batch_size, batch_first, device), len(axes) == 1) if axes else None
 
 
@@ -205,7 +208,7 @@ def _selection(node: Node, shape: torch.Size, depends: Dependence) -> Node | Non
 
 def _chosen(node: Node, before: torch.Size, axis: int, batch_size: int, batch_first: bool) -> Tensor:
     """The sample of each row that a selection chose."""
-    device = torch.device(node._input_metadata[0].device)  # type: ignore[attr-defined]
+    device = torch.device(_metadata(node).device)
     numbers = _numbered(before, axis, batch_size, batch_first, device).broadcast_to(before)
     if operation(node) == "IndexSelect":
         chosen = numbers.index_select(saved(node, "dim") % len(before), saved(node, "index"))
@@ -218,6 +221,10 @@ def _chosen(node: Node, before: torch.Size, axis: int, batch_size: int, batch_fi
     return chosen.reshape(len(chosen), -1)[:, 0]
 
 
+def _metadata(node: Node) -> Any:
+    return node._input_metadata[0]  # type: ignore[attr-defined]
+
+
 def _by_sample(samples: Tensor, values: Tensor, batch_size: int) -> Tensor:
     if samples.dim() < values.dim():
         samples = samples.view(samples.shape + (1,) * (values.dim() - samples.dim()))
@@ -225,41 +232,75 @@ def _by_sample(samples: Tensor, values: Tensor, batch_size: int) -> Tensor:
     return sums.index_add_(0, samples.broadcast_to(values.shape).flatten(), values.flatten())
 
 
-def _share_of_mean(steps: Sequence[Step], samples: Tensor, batch_size: int) -> Tensor | None:
-    """Return each sample's share of the mean that reduces the batch; None if a sum does, or nothing.
+@dataclass(frozen=True)
+class Level:
+    """Values on the way from the rows up, before samples are added up.
 
-    The numbers of the samples are passed up from the rows. An operation that calls all of one sample its own keeps
-    them; the first that adds different samples up is the one.
+    Attributes:
+        counts: How many of each sample's contribute [B].
+        size: How many there are.
+    """
+
+    counts: Tensor
+    size: int
+
+
+def _levels(steps: Sequence[Step], samples: Tensor, rows: Tensor, batch_size: int) -> tuple[list[Level], Tensor | None]:
+    """Pass the numbers of the samples up from the rows, until an operation adds different samples up.
+
+    Args:
+        steps: From the rows up to the root.
+        samples: The sample of each row.
+        rows: Which rows contribute.
+        batch_size: Number of samples.
+
+    Returns:
+        The levels where each value is still of one sample, and each sample's share of the mean that reduces the
+        batch; None for that if a sum reduces it, or nothing.
 
     Raises:
-        Unreadable: If it adds some of them up, and others elsewhere.
+        Unreadable: If some samples are added up, and others elsewhere.
     """
+    levels = []
     for step in steps:
         name, shape = operation(step.node), shape_of(step.node, step.number)
         if name in ELEMENTWISE:
-            samples = samples.broadcast_to(shape)
+            samples, rows = samples.broadcast_to(shape), rows.broadcast_to(shape)
             continue
-        counts = _counts(step, shape, samples, batch_size)
-        if ((counts > 0).sum(1) > 1).any():
-            shares = counts / counts.sum(1, keepdim=True)
-            if not torch.equal(shares, shares[:1].expand_as(shares)):
-                raise Unreadable(f"{step.node.name()} reduces the batch in groups")
-            return shares[0] if name in MEANS else None
-        known = counts.sum(1) > 0
-        samples = torch.where(known, counts.argmax(1), -1).view(shape)
-    return None
+        taken, target = _targets(step, shape)
+        taken &= samples >= 0
+        target, values = target[taken], samples[taken]
+        first, last = (
+            torch.full((shape.numel(),), fill, device=samples.device).scatter_reduce(0, target, values, reduce)
+            for fill, reduce in ((batch_size, "amin"), (-1, "amax"))
+        )
+        if (first < last).any():
+            return levels, _share(target, values, shape.numel(), batch_size) if name in MEANS else None
+        contributing = torch.zeros(shape.numel(), device=samples.device)
+        rows = (contributing.index_add_(0, target, rows[taken].to(contributing)) > 0).view(shape)
+        samples = last.view(shape)
+        levels.append(Level(_by_sample(samples.clamp(min=0), rows.double(), batch_size), shape.numel()))
+    return levels, None
 
 
-def _counts(step: Step, shape: torch.Size, samples: Tensor, batch_size: int) -> Tensor:
-    """How many elements of each sample a linear operation adds up in each element of its result [elements, B]."""
-    one = torch.ones(shape, dtype=torch.float64, device=samples.device)
+def _targets(step: Step, shape: torch.Size) -> tuple[Tensor, Tensor]:
+    """For each input element of a linear operation, whether it is taken, and the position that it is added to."""
+    one = torch.ones(shape, dtype=torch.float64, device=torch.device(_metadata(step.node).device))
     weight = pull(step.node, step.number, step.which, one)
     place = pull(step.node, step.number, step.which, one.flatten().cumsum(0).view(shape))
-    taken = (weight != 0) & (samples >= 0)
-    target = (place[taken] / weight[taken]).round().long() - 1
-    counts = torch.zeros(one.numel() * batch_size, dtype=torch.float64, device=samples.device)
-    counts.index_add_(0, target * batch_size + samples[taken], torch.ones_like(target, dtype=torch.float64))
-    return counts.view(-1, batch_size)
+    return weight != 0, (place / weight).nan_to_num(1).round().long() - 1
+
+
+def _share(target: Tensor, samples: Tensor, size: int, batch_size: int) -> Tensor:
+    """Each sample's share of the elements that a mean takes, which must be the same in each of its results."""
+    shares = torch.zeros(batch_size, dtype=torch.float64, device=target.device)
+    total = target.bincount(minlength=size)
+    for i in range(batch_size):
+        share = target[samples == i].bincount(minlength=size) / total
+        if not torch.equal(share, share[:1].expand_as(share)):
+            raise Unreadable("a mean reduces the batch in groups")
+        shares[i] = share[0]
+    return shares
 
 
 # What couples samples

@@ -98,8 +98,8 @@ def explain(parts: LossParts, reduction: str) -> str:
 
 
 _ADVICE = (
-    "Average within each sample first and then over samples, (loss * mask).sum(1) / mask.sum(1) and .mean(), so that "
-    "no sample's part depends on what others have"
+    "Average within each sample first, (loss * mask).sum(1) / mask.sum(1), and then over samples, .mean(), so that no "
+    "sample's part depends on what others have"
 )
 
 
@@ -167,11 +167,11 @@ def _judged_sum(term: Term, divisors: dict[Node, float], reduction: str) -> Loss
             f"a sum over {count:.4g} {rows} was divided by {divisor:.6g}, which is neither their number nor the number "
             f"of samples ({batch_size})"
         )
-        hint = ": labels are counted before the shift?" if term.labels else ""
+        hint = " (counted before the shift, or for several mini-batches?)" if term.labels else ""
         own = term.weights if _partly(term) else 1.0  # a sum of a sample's own, or its mean where rows are counted
         factors = torch.full_like(term.weights, batch_size / divisor) * own
         factors = factors.where(term.weights > 0, math.nan)
-        return LossParts("wrong", f"{reason}{hint}. Divide by the number that contribute. {_ADVICE}", factors)
+        return LossParts("wrong", f"{reason}{hint}. {_ADVICE}", factors)
     if reduction == "sum":
         return LossParts("right", factors=torch.ones_like(term.weights))
     if not term.even:
@@ -191,13 +191,14 @@ def _match(term: Term, terms: Sequence[Term]) -> tuple[Tensor, Constant | None, 
         return term.weights / count, None, 1.0
     for constant in term.constants:
         number = abs(1 / constant.value)
-        for weights in (term.weights, _together(term, terms, constant)):
+        for weights in (term.weights, _together(term, terms, constant), *[level.counts for level in term.levels]):
             if math.isclose(number, float(weights.sum()), rel_tol=constant.precision):
                 share = weights / weights.sum()
                 if math.isclose(number, batch_size) and not torch.allclose(share, each):
                     raise Unreadable(f"{batch_size} is the number of samples and that of the rows")
                 return share, constant, 1.0
-        whole = not term.labels and math.isclose(number, term.size, rel_tol=constant.precision)
+        sizes = [] if term.labels else [term.size, *[level.size for level in term.levels]]
+        whole = any(math.isclose(number, size, rel_tol=constant.precision) for size in sizes)
         if whole or math.isclose(number, batch_size, rel_tol=constant.precision):
             if not constant.divides and math.isclose(number, 2, rel_tol=1e-6):
                 raise Unreadable("a sum over 2 samples was multiplied by 0.5, which may be a mean or a constant")
