@@ -44,7 +44,7 @@ _ELSEWHERE = operations(
 _PRODUCTS = frozenset(["Dot", "Mv", "Mm", "Bmm"])
 _LINEAR = ELEMENTWISE | MEANS | _ELSEWHERE
 _OPERATION = re.compile(r"(\w+?)Backward\d*")  # with a number unless it is a function of somebody's own, or compiled
-_TOO_MANY = 20_000
+_TOO_MANY = 5_000
 
 
 class Unreadable(Exception):  # noqa: N818
@@ -254,7 +254,7 @@ def paths(roots: Sequence[Root], depends: Dependence) -> Iterator[Path]:
             yield path
         else:
             pending += onward
-    raise Unreadable(f"there are more than {_TOO_MANY} operations between the loss and the samples")
+    raise Unreadable(f"there are more than {_TOO_MANY} operations between loss and samples")
 
 
 def _onward(path: Path, depends: Dependence) -> list[Path] | None:

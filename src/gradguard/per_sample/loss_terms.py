@@ -69,7 +69,8 @@ def loss_parts(
         terms = [term_of(path, batch_size, batch_first, scale, depends) for path in paths(roots, depends)]
         if not terms:
             return LossParts("unknown", "the loss does not depend on the module's outputs")
-        found = [_judged(term, terms, reduction) for term in terms]
+        totals = _totals(terms)
+        found = [_judged(term, totals, reduction) for term in terms]
     except Coupled as coupled:
         return LossParts("wrong", str(coupled))
     except Unreadable as unreadable:
@@ -97,6 +98,9 @@ def explain(parts: LossParts, reduction: str) -> str:
     )
 
 
+Totals = dict[Node, Tensor]
+"""The weights of all terms that share a constant, by sample."""
+
 _ADVICE = (
     "Average within each sample first, (loss * mask).sum(1) / mask.sum(1), and then over samples, .mean(), so that no "
     "sample's part depends on what others have"
@@ -111,12 +115,12 @@ class _Judged:
     divisors: dict[Node, float]
 
 
-def _judged(term: Term, terms: Sequence[Term], reduction: str) -> _Judged:
+def _judged(term: Term, totals: Totals, reduction: str) -> _Judged:
     """Compare one term with what it would be for each sample alone."""
     divisors = {c.node: abs(1 / c.value) for c in term.constants if c.divides}
     if term.share is not None:
         return _Judged(_judged_mean(term, term.share, reduction), divisors)
-    match = _match(term, terms)
+    match = _match(term, totals)
     if match is not None:
         share, constant, factor = match
         if constant is not None and constant.divides:
@@ -183,7 +187,7 @@ def _judged_sum(term: Term, divisors: dict[Node, float], reduction: str) -> Loss
     return LossParts("wrong", "it is a sum. Use loss_reduction='sum', or divide by the number of samples", factors)
 
 
-def _match(term: Term, terms: Sequence[Term]) -> tuple[Tensor, Constant | None, float] | None:
+def _match(term: Term, totals: Totals) -> tuple[Tensor, Constant | None, float] | None:
     """Find the constant by which a sum was made a mean, each sample's share of it, and what else the constant holds."""
     batch_size, count = len(term.weights), float(term.weights.sum())
     each = torch.full_like(term.weights, 1 / batch_size)
@@ -191,7 +195,7 @@ def _match(term: Term, terms: Sequence[Term]) -> tuple[Tensor, Constant | None, 
         return term.weights / count, None, 1.0
     for constant in term.constants:
         number = abs(1 / constant.value)
-        for weights in (term.weights, _together(term, terms, constant), *[level.counts for level in term.levels]):
+        for weights in (term.weights, totals[constant.node], *[level.counts for level in term.levels]):
             if math.isclose(number, float(weights.sum()), rel_tol=constant.precision):
                 share = weights / weights.sum()
                 if math.isclose(number, batch_size) and not torch.allclose(share, each):
@@ -217,9 +221,12 @@ def _partly(term: Term) -> bool:
     return (term.labels and count > len(term.weights)) or count < term.size
 
 
-def _together(term: Term, terms: Sequence[Term], constant: Constant) -> Tensor:
-    """The weights of all terms that share a constant."""
-    return torch.stack([t.weights for t in terms if t is term or constant.node in {c.node for c in t.constants}]).sum(0)
+def _totals(terms: Sequence[Term]) -> Totals:
+    totals: Totals = {}
+    for term in terms:
+        for node in {constant.node for constant in term.constants}:
+            totals[node] = totals[node] + term.weights if node in totals else term.weights
+    return totals
 
 
 def _extremes(values: Tensor) -> tuple[float, float]:
