@@ -1,12 +1,13 @@
 r"""Tells from a loss's graph whether it is the mean, or the sum, of what each sample's loss is by itself.
 
 A loss is a sum of terms; each reduces *rows*, such as the losses of single tokens, by means, sums and constants. Had
-the batch been sample i alone, a mean over n rows would have been one over its own n_i. So the sample's part is
+the batch been sample i alone, a mean over all n rows would have been one over its own n_i. So in a loss that is said to
+be the mean over B samples, the sample's part is
 
 .. math:: f_i = B \cdot n_i / n
 
-of its own loss where B n_i / n counts for a mean over all rows, 1 for a mean over samples, and B for a sum. A loss is
-right for ``loss_reduction="mean"`` if every f_i is 1. Constant factors of the user's are the user's.
+of its own loss; 1 for a mean over samples, and B for a sum over them. The loss is right if every f_i is 1. Other
+constant factors are the user's.
 """
 
 import math
