@@ -216,7 +216,7 @@ def test_input_metadata_of():
     node = torch.ones(2, 3, requires_grad=True).double().grad_fn
     (found,) = torch_private.input_metadata_of(node)
     assert (tuple(found.shape), found.dtype) == ((2, 3), torch.float64)
-    with pytest.raises(UnsupportedVersionError, match=r"error clip needs .*_input_metadata"):
+    with pytest.raises(UnsupportedVersionError, match=r"the graph of a backward needs .*_input_metadata"):
         torch_private.input_metadata_of(SimpleNamespace())
 
 
@@ -225,6 +225,17 @@ def test_saved_constant():
     assert torch_private.saved_constant(torch.add(x, x, alpha=3).grad_fn, "alpha") == 3
     assert torch_private.saved_constant(nn.functional.leaky_relu(x, 0.2).grad_fn, "negative_slope") == 0.2
     assert torch_private.saved_constant(SimpleNamespace(), "alpha") != torch_private.saved_constant(x, "alpha")  # NaN
+
+
+def test_saved_value():
+    x = torch.ones(2, requires_grad=True)
+    y = x.exp()
+    assert torch.equal(torch_private.saved_value(y.grad_fn, "result"), y)
+    y.sum().backward()
+    with pytest.raises(RuntimeError, match="after they have already been freed"):
+        torch_private.saved_value(y.grad_fn, "result")
+    with pytest.raises(AttributeError, match="_saved_dim"):
+        torch_private.saved_value(y.grad_fn, "dim")
 
 
 def test_is_freed():
@@ -259,6 +270,49 @@ def test_call_slot(monkeypatch):
         UnsupportedVersionError, match=r"own code again for each sample needs torch.nn.Module._call_impl"
     ):
         without(monkeypatch, *NAMES["call_slot"]).call_slot()
+
+
+def test_each_operation(monkeypatch):
+    seen = []
+
+    def call(operation, args, kwargs):
+        seen.append(operation.name())
+        return operation(*args, **kwargs)
+
+    with torch_private.each_operation(call):
+        assert (torch.ones(2) + 1).tolist() == [2, 2]
+    assert seen == ["aten::ones", "aten::add.Tensor"]
+    file = without(monkeypatch, *NAMES["each_operation"])
+    with pytest.raises(UnsupportedVersionError, match=r"random numbers .* needs torch.utils._python_dispatch"):
+        file.each_operation(call)
+
+
+def test_arguments_of():
+    found = torch_private.arguments_of(torch.ops.aten.dropout.default)
+    assert [argument.name for argument in found] == ["input", "p", "train"]
+    with pytest.raises(UnsupportedVersionError, match=r"draw random numbers needs OpOverload._schema"):
+        torch_private.arguments_of(SimpleNamespace())
+
+
+def test_hook_order(monkeypatch):
+    layer = nn.Linear(1, 1)
+    assert torch_private.hook_order(layer) is None
+    first, last = layer.register_forward_hook(print), layer.register_forward_pre_hook(print)
+    assert torch_private.hook_order(layer) == (first.id, last.id)
+    earlier, later = layer.register_forward_hook(print, prepend=True), layer.register_forward_pre_hook(print)
+    assert torch_private.hook_order(layer) == (earlier.id, later.id)
+    handle = nn.modules.module.register_module_forward_hook(lambda *_: None)
+    assert torch_private.hook_order(layer) is None
+    handle.remove()
+    assert without(monkeypatch, *NAMES["hook_order"]).hook_order(layer) is None
+
+
+def test_renew_recurrent_weights():
+    layer, other = nn.GRU(1, 1), nn.Parameter(torch.zeros(3, 1))
+    torch_private.parameter_slots(layer)["weight_ih_l0"] = other
+    torch_private.renew_recurrent_weights(layer)
+    assert layer._flat_weights[0] is other
+    torch_private.renew_recurrent_weights(nn.Linear(1, 1))  # one that keeps no list
 
 
 def test_is_compiled(monkeypatch):

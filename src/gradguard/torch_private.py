@@ -179,12 +179,17 @@ def input_metadata_of(node: Node) -> Sequence[Any]:
     try:
         return node._input_metadata  # type: ignore[attr-defined]
     except AttributeError:
-        _refuse("the error clip", "torch.autograd.graph.Node._input_metadata", "Clip in a hook of your own meanwhile. ")
+        _refuse("reading the graph of a backward", "torch.autograd.graph.Node._input_metadata")
 
 
 def saved_constant(node: Node, name: str) -> Any:
     """Return the constant ``name`` that ``node`` saved. Where it is not told: NaN, which fulfils no condition."""
     return getattr(node, f"_saved_{name}", math.nan)
+
+
+def saved_value(node: Node, name: str) -> Any:
+    """Return what ``node`` saved under ``name``: AttributeError where it saved none, RuntimeError where it is freed."""
+    return getattr(node, f"_saved_{name}")
 
 
 def is_freed(node: Node) -> bool:

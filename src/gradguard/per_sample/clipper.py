@@ -17,6 +17,7 @@ from gradguard.per_sample.arithmetic import exact_products
 from gradguard.per_sample.clipping_rule import NormClipper, checked_factors, slack_for
 from gradguard.per_sample.contributions import Contribution, sample_norms
 from gradguard.per_sample.following import Following
+from gradguard.per_sample.loss_check import LossCheck
 from gradguard.per_sample.loss_scale import refuse_other_scaler, watch_scalers
 from gradguard.per_sample.mini_batch import MiniBatch
 from gradguard.per_sample.rehearsal import Rehearsal, compare
@@ -128,7 +129,11 @@ class PerSampleGradientClipper:
         watch_scalers()
         self._unfollow = follow(module)
         rehearse = Rehearsal(loss_reduction, check == "warn") if check else None
-        self._following = Following(module, batch_first, places_of_parameters(module), loss_reduction, rehearse)
+        scale = lambda: float(self._scaler_scale())  # noqa: E731
+        self._loss_check = LossCheck(loss_reduction, batch_first, scale, check == "warn") if check else None
+        self._following = Following(
+            module, batch_first, places_of_parameters(module), loss_reduction, rehearse, self._loss_check
+        )
         self._batch_first = batch_first
         self._names: list[str] = []
         self._accumulation = Accumulation()
@@ -218,6 +223,8 @@ class PerSampleGradientClipper:
                 nothing is lost then.
         """
         self._accumulation.check("pre_step")
+        if self._loss_check is not None:
+            self._loss_check.refuse_divided(self._accumulation.mini_batches)
         refuse_stale_gradients(self.trained, self._assigned)
         if self._group is None:
             size = self._accumulation.batch_size or 0
@@ -339,6 +346,8 @@ class PerSampleGradientClipper:
         """Compare with the plain gradients of the same backward, on the first step of each kind and size."""
         if mini_batch.batch_size > 0:
             try:
+                if self._loss_check is not None:
+                    self._loss_check.judge()
                 with torch.autocast(self._device.type, enabled=False), exact_products():
                     mini_batch.finish(self._device)
             except UnsupportedGradientError:

@@ -16,13 +16,11 @@ from torch import Tensor
 from torch.autograd.graph import Node, get_gradient_edge
 
 from gradguard.per_sample.tap import current_task
+from gradguard.torch_private import input_metadata_of, saved_value
 from gradguard.tensors.layout import wide_dtype
 
-TAPS = frozenset(["_TapBackward"])
+TAPS = frozenset(["TapBackward"])
 """Nodes by which the clipper sees a value of the module: what lies behind them is the module's."""
-
-_IDENTITIES = TAPS | {"_DDPSinkBackward"}
-"""Custom functions whose last inputs are their outputs."""
 
 
 def operations(names: str) -> frozenset[str]:
@@ -136,14 +134,14 @@ def saved(node: Node, name: str) -> Any:
         Unreadable: If it is gone, because a backward has freed the graph, or was never there.
     """
     try:
-        return getattr(node, f"_saved_{name}")
+        return saved_value(node, name)
     except (AttributeError, RuntimeError) as error:
         raise Unreadable(f"what {node.name()} saved cannot be read ({str(error).split('.')[0]})") from error
 
 
 def shape_of(node: Node, number: int = 0) -> torch.Size:
     """Return the shape of a value: output ``number`` of the forward operation of ``node``."""
-    return torch.Size(node._input_metadata[number].shape)  # type: ignore[attr-defined]
+    return torch.Size(input_metadata_of(node)[number].shape)
 
 
 def parents(node: Node) -> list[tuple[Node, int]]:
@@ -161,7 +159,7 @@ def pull(node: Node, number: int, which: int, gradient: Tensor) -> Tensor:
     shape = shape_of(child, child_number)  # pyright: ignore[reportArgumentType]
     if operation(node) in {"ToCopy", "CopyBackwards", "Clone", "Alias"}:  # a cast would round
         return gradient
-    grads: list[Tensor | None] = [None] * len(node._input_metadata)  # type: ignore[attr-defined]
+    grads: list[Tensor | None] = [None] * len(input_metadata_of(node))
     grads[number] = gradient
     try:
         with torch.no_grad(), torch.autocast(gradient.device.type, enabled=False):
@@ -260,8 +258,8 @@ def paths(roots: Sequence[Root], depends: Dependence) -> Iterator[Path]:
 def _onward(path: Path, depends: Dependence) -> list[Path] | None:
     """The paths behind the node where ``path`` ends; None if that is no linear operation."""
     node, number = path.node, path.number
-    if node.name() in _IDENTITIES and not shape_of(node, number):  # a loss computed within the module
-        outputs = len(node._input_metadata)  # type: ignore[attr-defined]
+    if node.name() in TAPS and not shape_of(node, number):  # a loss within the module; a tap's last inputs are its outputs
+        outputs = len(input_metadata_of(node))
         child, child_number = node.next_functions[len(node.next_functions) - outputs + number]
         assert child is not None
         return [Path(child, child_number, path.coefficient, path.steps, path.constants)]

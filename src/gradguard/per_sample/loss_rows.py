@@ -25,6 +25,7 @@ from gradguard.per_sample.loss_graph import (
     saved,
     shape_of,
 )
+from gradguard.torch_private import input_metadata_of, saved_constant
 
 _WITH_REDUCTION = operations(
     "NllLoss NllLoss2D MseLoss SmoothL1Loss HuberLoss BinaryCrossEntropy BinaryCrossEntropyWithLogits "
@@ -222,7 +223,7 @@ def _chosen(node: Node, before: torch.Size, axis: int, batch_size: int, batch_fi
 
 
 def _metadata(node: Node) -> Any:
-    return node._input_metadata[0]  # type: ignore[attr-defined]
+    return input_metadata_of(node)[0]
 
 
 def _by_sample(samples: Tensor, values: Tensor, batch_size: int) -> Tensor:
@@ -364,10 +365,8 @@ def _mixes(node: Node, batch_size: int, batch_first: bool, depends: Dependence) 
 
 def _dims(node: Node) -> list[int] | None:
     """The dimensions along which an operation works; None for all."""
-    if not hasattr(node, "_saved_dim"):
-        return None
-    dims = saved(node, "dim")
-    if dims is None or (isinstance(dims, Sequence) and not dims):
+    dims = saved_constant(node, "dim")
+    if dims is None or isinstance(dims, float) or (isinstance(dims, Sequence) and not dims):
         return None
     signed = [dim - (1 << 64) if dim >= 1 << 63 else dim for dim in (dims if isinstance(dims, Sequence) else [dims])]
     return list(signed)

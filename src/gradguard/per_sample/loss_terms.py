@@ -40,12 +40,14 @@ class LossParts:
             unknown. NaN for a sample without a row.
         divided_by: The number that the whole loss is divided by besides, as for the accumulation of as many
             mini-batches; 1 if there is none.
+        terms: Number of terms that the loss adds up.
     """
 
     verdict: Verdict
     reason: str = ""
     factors: Tensor | None = None
     divided_by: float = 1.0
+    terms: int = 1
 
 
 def loss_parts(
@@ -80,7 +82,7 @@ def loss_parts(
         worst = [judged.parts for judged in found if judged.parts.verdict == verdict]
         if worst:
             return max(worst, key=_distance)
-    return LossParts("right", factors=found[0].parts.factors, divided_by=_common_divisor(found))
+    return LossParts("right", factors=found[0].parts.factors, divided_by=_common_divisor(found), terms=len(found))
 
 
 def explain(parts: LossParts, reduction: str) -> str:

@@ -210,7 +210,7 @@ class OwnCode:
 
         with ExitStack() as stack:
             for module in {id(layer.module): layer.module for layer in self.left_out}.values():
-                stack.enter_context(_attribute(module, "_call_impl", stub(module)))  # no hooks, which may shard
+                stack.enter_context(_attribute(module, call_slot(), stub(module)))  # no hooks, which may shard
             places = {place: value for name, value in parameters.items() for place in self.aliases[name]}
             stack.enter_context(substituted(places))
             inputs = [tensor.clone() for tensor in inputs] if self.in_place else list(inputs)
