@@ -56,6 +56,7 @@ from gradguard.per_sample.norm_clippers import (
     AutoNormClipper,
     FlatNormClipper,
     PerLayerNormClipper,
+    PerParameterNormClipper,
     QuantileNormClipper,
 )
 from gradguard.per_sample.results import ClippedSums, PerSampleStatistics, PreStep
@@ -105,6 +106,7 @@ __all__ = [
     "NormClipper",
     "OpStatistics",
     "PerLayerNormClipper",
+    "PerParameterNormClipper",
     "PerSampleGradientClipper",
     "PerSampleStatistics",
     "PreStep",
