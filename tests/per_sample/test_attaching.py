@@ -38,7 +38,7 @@ class Interrupts(FlatNormClipper):
     """A rule that is made while the user presses Ctrl-C."""
 
     def prepare(self, names):
-        raise KeyboardInterrupt
+        raise KeyboardInterrupt("Ctrl-C")
 
 
 class OnlyWeights(FlatNormClipper):
@@ -53,7 +53,7 @@ FAILING_RULES = {
     "thresholds": (PerLayerNormClipper([1.0, 2.0, 3.0]), InvalidValueError, "3 numbers for 2 trained layers"),
     "names": (PerLayerNormClipper({"nothing": 1.0}), InvalidValueError, "missing"),
     "groups": (OnlyWeights(1.0), InvalidValueError, r"missing: \['0.bias', '2.bias'\]"),
-    "interrupt": (Interrupts(1.0), KeyboardInterrupt, ""),
+    "interrupt": (Interrupts(1.0), KeyboardInterrupt, "Ctrl-C"),
 }
 
 
@@ -84,9 +84,9 @@ def test_an_interrupt_leaves_no_trace(monkeypatch, place, name):
         calls.append(name)
         if name == "register_forward_hook" and len(calls) < 3:
             return original(*args, **kwargs)
-        raise KeyboardInterrupt
+        raise KeyboardInterrupt("Ctrl-C")
 
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):  # noqa: PT012
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt, match="Ctrl-C"):  # noqa: PT012
         patch.setattr(place, name, interrupted)
         PerSampleGradientClipper(model, FlatNormClipper(1.0))
     assert calls
@@ -145,9 +145,9 @@ def test_private_training_that_fails_leaves_no_trace(monkeypatch, failing):
     monkeypatch.setattr(set_up, "stop_synchronizing", lambda module: lambda: restored.append(module))
 
     def interrupted(*args, **kwargs):
-        raise KeyboardInterrupt
+        raise KeyboardInterrupt("Ctrl-C")
 
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):  # noqa: PT012
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt, match="Ctrl-C"):  # noqa: PT012
         patch.setattr(set_up, failing, interrupted)
         make_private(model, optimizer, loader, noise_multiplier=1.0, **COMMON)
     assert (state_of(model), dict(optimizer._optimizer_step_pre_hooks)) == before
