@@ -12,7 +12,7 @@ from gradguard.per_sample.norm_clippers import (
     PerLayerNormClipper,
     PerParameterNormClipper,
 )
-from per_sample.case import B
+from per_sample.case import B, Model
 from per_sample.models import build
 from per_sample.steps import accumulate, error, filled, middle_norm, oracle
 from reference import clip_samples, clip_samples_automatically, clip_samples_per_layer, clip_samples_per_parameter
@@ -58,12 +58,13 @@ def test_no_row_exceeds_the_norm(dtype):
 
 @pytest.mark.parametrize("rule", [FlatNormClipper(0.3), PerLayerNormClipper(0.3)], ids=["flat", "layers"])
 def test_a_sample_that_is_not_finite_is_zero_everywhere(rule):
-    model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2))
+    model = Model(lambda m, x: (m.a(x), m.b(x)), a=nn.Linear(3, 2), b=nn.Linear(3, 2))
     clipper = PerSampleGradientClipper(model, rule, mode="exact")
     x = torch.linspace(-1, 1, 12).view(4, 3)
     weight = torch.ones(4, 2)
     weight[2] = torch.nan
-    (model(x) * weight).sum(1).mean().backward()
+    first, second = model(x)  # only the first layer's gradient is not finite
+    (first * weight + second).sum(1).mean().backward()
     clipper.clip_and_accumulate()
     for rows in clipper.clipped_gradients().values():
         assert rows.isfinite().all()

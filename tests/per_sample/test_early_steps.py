@@ -20,7 +20,7 @@ FORGOTTEN = r"SGD\.step\(\) was called, and the gradients of 6 samples .* not ye
 
 @pytest.fixture(autouse=True)
 def no_clippers_of_other_tests(monkeypatch):
-    monkeypatch.setattr(early_steps, "_watching", weakref.WeakSet())
+    monkeypatch.setattr(early_steps, "_watching", type(early_steps._watching)())
     monkeypatch.setattr(early_steps, "_hooks", [])
 
 
