@@ -66,6 +66,7 @@ if TYPE_CHECKING:
         AutoNormClipper,
         FlatNormClipper,
         PerLayerNormClipper,
+        PerParameterNormClipper,
         QuantileNormClipper,
     )
     from gradguard.per_sample.results import ClippedSums, PerSampleStatistics, PreStep
@@ -115,6 +116,8 @@ __all__ = [
     "NormClipper",
     "OpStatistics",
     "PerLayerNormClipper",
+    "PerParameterNormClipper",
+    "PerParameterNormClipper",
     "PerSampleGradientClipper",
     "PerSampleStatistics",
     "PreStep",
@@ -200,6 +203,7 @@ _MODULE_OF = {
     "AutoNormClipper": "gradguard.per_sample.norm_clippers",
     "FlatNormClipper": "gradguard.per_sample.norm_clippers",
     "PerLayerNormClipper": "gradguard.per_sample.norm_clippers",
+    "PerParameterNormClipper": "gradguard.per_sample.norm_clippers",
     "QuantileNormClipper": "gradguard.per_sample.norm_clippers",
     "ClippedSums": "gradguard.per_sample.results",
     "PerSampleStatistics": "gradguard.per_sample.results",

@@ -258,7 +258,9 @@ def paths(roots: Sequence[Root], depends: Dependence) -> Iterator[Path]:
 def _onward(path: Path, depends: Dependence) -> list[Path] | None:
     """The paths behind the node where ``path`` ends; None if that is no linear operation."""
     node, number = path.node, path.number
-    if node.name() in TAPS and not shape_of(node, number):  # a loss within the module; a tap's last inputs are its outputs
+    if node.name() in TAPS and not shape_of(
+        node, number
+    ):  # a loss within the module; a tap's last inputs are its outputs
         outputs = len(input_metadata_of(node))
         child, child_number = node.next_functions[len(node.next_functions) - outputs + number]
         assert child is not None

@@ -33,7 +33,7 @@ def places_of_parameters(module: nn.Module) -> dict[tuple[nn.Module, str], str]:
     return found
 
 
-def check_options(norm_clipper: Any, batch_first: Any, loss_reduction: Any, mode: Any, scaler: Any) -> None:
+def check_options(norm_clipper: Any, batch_first: Any, loss_reduction: Any, mode: Any, scaler: Any, check: Any) -> None:
     """Check the options of a clipper.
 
     Raises:
@@ -47,6 +47,7 @@ def check_options(norm_clipper: Any, batch_first: Any, loss_reduction: Any, mode
     for name, value, expected in (
         ("loss_reduction", loss_reduction, ("mean", "sum")),
         ("mode", mode, ("fast", "exact")),
+        ("check", check, (True, False, "warn")),
     ):
         if value not in expected:
             raise InvalidValueError(f"{name}={value!r}: expected {' or '.join(map(repr, expected))}.")
