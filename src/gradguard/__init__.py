@@ -117,7 +117,6 @@ __all__ = [
     "OpStatistics",
     "PerLayerNormClipper",
     "PerParameterNormClipper",
-    "PerParameterNormClipper",
     "PerSampleGradientClipper",
     "PerSampleStatistics",
     "PreStep",

@@ -294,7 +294,7 @@ def hook_order(module: nn.Module) -> tuple[int, int] | None:
 
 
 def renew_recurrent_weights(layer: nn.RNNBase) -> None:
-    """Let ``layer`` compute with the tensors in its `parameter_slots`; where it keeps no list of them, it does anyway."""
+    """Let ``layer`` compute with the tensors in its `parameter_slots`; where it keeps no list, it does anyway."""
     names = getattr(layer, "_flat_weights_names", None)
     if names is not None:
         layer._flat_weights = [getattr(layer, name, None) for name in names]

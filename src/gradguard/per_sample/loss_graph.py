@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.autograd.graph import Node, get_gradient_edge
 
 from gradguard.per_sample.tap import current_task
-from gradguard.torch_private import input_metadata_of, saved_value
 from gradguard.tensors.layout import wide_dtype
+from gradguard.torch_private import input_metadata_of, saved_value
 
 TAPS = frozenset(["TapBackward"])
 """Nodes by which the clipper sees a value of the module: what lies behind them is the module's."""

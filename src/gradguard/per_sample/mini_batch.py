@@ -98,6 +98,9 @@ class MiniBatch:
         """Add what one use of parameter ``name`` contributes; unless there are others, its way is settled at once.
 
         What is kept at once frees the layer's input and gradient while backward goes on freeing activations.
+
+        Returns:
+            The contribution as it is held.
         """
         if name not in self.shared:
             contribution = settle(contribution, self.budget, device)

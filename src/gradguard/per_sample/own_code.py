@@ -20,6 +20,7 @@ from gradguard.per_sample.layers.call import BatchAxis
 from gradguard.per_sample.plain_sum import Leaves, magnitude, off_from_sum
 from gradguard.per_sample.substitution import substituted
 from gradguard.per_sample.trees import Skeleton
+from gradguard.torch_private import call_slot
 
 Aliases = Mapping[str, Sequence[tuple[nn.Module, str]]]
 """The attributes of modules that hold each parameter."""

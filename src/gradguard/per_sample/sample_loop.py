@@ -112,6 +112,9 @@ class SampleLoop:
     def run(self, samples: Sequence[int]) -> Iterator[dict[str, Tensor]]:
         """Give the gradients of one sample after the other, at least float32.
 
+        Yields:
+            The gradient of each parameter.
+
         Raises:
             UnsupportedGradientError: If a sample does not give by itself what it gave in the batch.
         """

@@ -24,6 +24,7 @@ class Tap(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, receive: Receiver, saved: tuple[Tensor, ...], anchor: Tensor, *values: Tensor) -> Any:
+        """Return the values; save what is to be handed back."""
         del anchor  # it requires grad, so that backward comes by even where nothing before this value is trained
         ctx.receive = receive
         ctx.made_in = current_task()  # a checkpoint that runs forward again in backward does this backward in its own
@@ -34,6 +35,7 @@ class Tap(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        """Hand the gradients over, and pass them on."""
         if torch.is_grad_enabled():
             raise UnsupportedGradientError(
                 "a backward with create_graph=True went through a module whose per-sample gradients are clipped: a "

@@ -140,8 +140,8 @@ class Tapping:
         elif plan.treatment is Treatment.RULE:
             if "forward" in vars(module):
                 raise UnsupportedGradientError(
-                    f"the forward of {type(module).__name__} was replaced after the model was looked at, so what it does "
-                    "with its parameters is not known. Replace it before the clipper is made, or repeat this step."
+                    f"the forward of {type(module).__name__} was replaced after the model was looked at, so what it "
+                    "does with its parameters is not known. Replace it before the clipper is made, or repeat this step."
                 )
             slots = [(m, slot) for m in module.modules() for slot in parameter_slots(m)]
             if self.verifying or running.exposed:
