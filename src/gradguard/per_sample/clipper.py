@@ -3,6 +3,7 @@ r"""Clip each sample's gradient before they are summed, from one forward and one
 .. math:: \bar g = \frac1N \sum_{i=1}^{N} c_i\, g_i, \qquad c_i = \min\bigl(1,\; C / \lVert g_i \rVert\bigr)
 """
 
+import dataclasses
 import math
 from typing import Any
 
@@ -19,6 +20,7 @@ from gradguard.per_sample.contributions import Contribution, sample_norms
 from gradguard.per_sample.following import Following
 from gradguard.per_sample.loss_scale import refuse_other_scaler, watch_scalers
 from gradguard.per_sample.mini_batch import MiniBatch
+from gradguard.per_sample.noise_scale import NoiseScale, NoiseScaleMeter
 from gradguard.per_sample.rehearsal import Rehearsal, compare
 from gradguard.per_sample.results import ClippedSums, PerSampleStatistics, PreStep
 from gradguard.per_sample.sample_loop import sum_together
@@ -79,6 +81,10 @@ class PerSampleGradientClipper:
         scaler: The `torch.amp.GradScaler` that scales the loss, if any. Norms are unscaled before they are compared,
             and ``.grad`` is scaled again for ``scaler.step``.
         check: Compare two samples with what each gives by itself on the first step.
+        noise_scale: Measure the gradient noise scale at each step (True), or at every so many steps (a number). Where
+            no sample is clipped it costs one read of the gradients; where one is, one more weighted sum of all
+            gradients, and their memory once more. Under DistributedDataParallel or FSDP2 a measured step sends twice
+            as much.
 
     Attributes:
         statistics: `PerSampleStatistics` of the last mini-batch; not private.
@@ -115,9 +121,10 @@ class PerSampleGradientClipper:
         mode: str = "fast",
         scaler: Any = None,
         check: bool | str = True,
+        noise_scale: bool | int = False,
     ) -> None:
         refuse_unsupported(module)
-        check_options(norm_clipper, batch_first, loss_reduction, mode, scaler)
+        check_options(norm_clipper, batch_first, loss_reduction, mode, scaler, noise_scale)
         self._group = process_group_of(module)
         self._let_synchronize = stop_synchronizing(module)
         module = unwrapped(module)
@@ -136,12 +143,18 @@ class PerSampleGradientClipper:
         self._assigned: dict[str, Tensor] = {}
         self._gradients: dict[str, Tensor] | None = None
         self.statistics: PerSampleStatistics | None = None
+        self._noise_scale = NoiseScaleMeter(int(noise_scale)) if noise_scale else None
         self._prepare()
 
     @property
     def trained(self) -> dict[str, nn.Parameter]:
         """The parameters that are clipped, by name."""
         return {name: self._following.parameter(name) for name in self._names}
+
+    @property
+    def noise_scale(self) -> NoiseScale | None:
+        """The `NoiseScale` as of the last measured `pre_step`; None before that, or without ``noise_scale``."""
+        return None if self._noise_scale is None else self._noise_scale.latest
 
     @property
     def _device(self) -> torch.device:
@@ -194,6 +207,8 @@ class PerSampleGradientClipper:
         self._following.recover()
         self._following.gathering.discard()
         self._accumulation.drop()
+        if self._noise_scale is not None:
+            self._noise_scale.drop()
         self.norm_clipper.drop_step()
 
     def skip_batch(self) -> None:
@@ -220,9 +235,12 @@ class PerSampleGradientClipper:
         refuse_stale_gradients(self.trained, self._assigned)
         if self._group is None:
             size = self._accumulation.batch_size or 0
+            if self._measures_noise() is not None:
+                self._finish_noise(size)
             taken = self._take(self._loss_scale / self._divisor(size))
         else:
             taken, size = self._reduced()
+        self._end_noise_step()
         if self._scaler is not None:
             self._show_overflow(taken)
         for name, parameter in self.trained.items():
@@ -234,12 +252,16 @@ class PerSampleGradientClipper:
     def take(self) -> ClippedSums:
         """Return the sums instead of filling ``.grad``, and start anew; for those who add noise.
 
+        The noise scale is not measured: a step may be taken in pieces, of which this is one.
+
         Raises:
             InvalidValueError: If nothing was accumulated.
         """
         self._accumulation.check("take")
         size = self._accumulation.batch_size or 0
         sums = self._take(1.0)
+        if self._noise_scale is not None:
+            self._noise_scale.drop()
         return ClippedSums(self._names, list(self.trained.values()), [sums[n] for n in self._names], size)
 
     @torch.no_grad()
@@ -313,17 +335,20 @@ class PerSampleGradientClipper:
         bad = ~total.isfinite()
         if total.is_cpu and not bad.any():
             bad = None
-        self.statistics = PerSampleStatistics(total, norms, factors)
+        self.statistics = PerSampleStatistics(total, norms, factors, self.noise_scale)
         if self._scaler is not None:
             any_finite = total.isfinite().any()
             self._finite = any_finite if self._finite is None else self._finite | any_finite
         self._accumulation.begin(float(size) if self._reduction == "mean" else 1.0)
         share = scale / self._accumulation.unit
-        weights = {
-            name: factors[k if self.norm_clipper.is_per_layer else 0] * share
+        by_name = {
+            name: factors[k if self.norm_clipper.is_per_layer else 0]
             for k, name in enumerate(self._names)
             if name in contributions
         }
+        weights = {name: own * share for name, own in by_name.items()}
+        if (noise := self._measures_noise()) is not None:
+            noise.add(contributions, norms, by_name, share, bad, self._accumulation.sums)
         sum_together(contributions, weights, bad)
         for name, own in weights.items():
             self._release_assigned(name)
@@ -373,11 +398,37 @@ class PerSampleGradientClipper:
         """The sums of all processes over the number of all samples, and that number, in one all-reduce."""
         samples = float(self._accumulation.batch_size or 0)
         count = torch.tensor([samples], dtype=torch.float64, device=self._device)
+        unit = self._accumulation.unit
         taken = self._take(1.0)
-        all_reduce_sum([*taken.values(), count], self._group)
-        size = int(count)
+        if (noise := self._measures_noise()) is None:
+            all_reduce_sum([*taken.values(), count], self._group)
+            size = int(count)
+        else:  # the other processes may have clipped a sample, so all send everything
+            sums = {name: total.clone() for name, total in noise.sums(taken, unit).items()}
+            counts = noise.counts(self._device, wide_dtype(self._device))
+            all_reduce_sum([*taken.values(), count, *sums.values(), *counts], self._group)
+            size = int(count)
+            noise.finish(sums, 1.0, counts, size)
         factor = self._loss_scale / self._divisor(size)
         return {name: total.mul_(factor) for name, total in taken.items()}, size
+
+    def _measures_noise(self) -> NoiseScaleMeter | None:
+        """What measures the noise scale of this step, if it is to be."""
+        return self._noise_scale if self._noise_scale is not None and self._noise_scale.is_due else None
+
+    def _finish_noise(self, size: int) -> None:
+        """Read the sums as they are, before a step divides them."""
+        noise = self._noise_scale
+        assert noise is not None
+        counts = noise.counts(self._device, wide_dtype(self._device))
+        noise.finish(noise.sums(self._accumulation.sums, 1.0), self._accumulation.unit, counts, size)
+
+    def _end_noise_step(self) -> None:
+        if self._noise_scale is None:
+            return
+        self._noise_scale.end_step()
+        if self.statistics is not None:
+            self.statistics = dataclasses.replace(self.statistics, noise_scale=self._noise_scale.latest)
 
     def _show_overflow(self, sums: dict[str, Tensor]) -> None:
         """Let the scaler see infinity where all samples overflowed, so that it skips the step and lowers its scale."""
@@ -402,6 +453,8 @@ class PerSampleGradientClipper:
         if names != self._names:
             self._names = names
             self.norm_clipper.prepare(names)
+            if self._noise_scale is not None:
+                self._noise_scale.prepare(names)
         self.norm_clipper.slack = slack_for({p.dtype for p in self.trained.values()})
 
     def _bound(self) -> float:

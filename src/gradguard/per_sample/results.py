@@ -6,6 +6,8 @@ from typing import NamedTuple
 
 from torch import Tensor, nn
 
+from gradguard.per_sample.noise_scale import NoiseScale
+
 
 class PreStep(NamedTuple):
     """What `PerSampleGradientClipper.pre_step` returns.
@@ -45,11 +47,13 @@ class PerSampleStatistics:
         norms: Norm of each sample's gradient over all parameters, float64 ``[B]``; NaN or inf where it is not finite.
         layer_norms: Norm of each sample's gradient of each parameter, float64 ``[B]``, by the parameter's name.
         factors: What gradients were multiplied by: one ``[B]``, or one for each parameter.
+        noise_scale: `PerSampleGradientClipper.noise_scale`, of whole steps; None where it is not measured.
     """
 
     norms: Tensor
     layer_norms: Mapping[str, Tensor]
     factors: list[Tensor]
+    noise_scale: NoiseScale | None = None
 
     @property
     def clip_fraction(self) -> float:

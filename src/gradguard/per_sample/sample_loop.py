@@ -244,7 +244,7 @@ def same_rows(recorded: Tensor, output: Tensor, axis: BatchAxis, sample: int, pr
     """Tell whether a sample gave by itself what it gave in the batch, up to rounding."""
     if output.shape[axis.dim] == 0 or recorded.shape[axis.dim] % output.shape[axis.dim]:
         return output.shape[axis.dim] == recorded.shape[axis.dim] == 0
-    own, output = rows_of(recorded, axis, output.shape[axis.dim], sample), output.detach()
+    own, output = rows_of(recorded.detach(), axis, output.shape[axis.dim], sample), output.detach()
     if own.shape != output.shape:
         return False
     if own.is_complex():
