@@ -6,7 +6,7 @@ from typing import Any
 from gradguard.watch.record import Record
 from gradguard.watch.report import series
 from gradguard.watch.report.chart import Chart, Table
-from gradguard.watch.report.figures import step_range
+from gradguard.watch.report.figures import log_ticks, step_range
 from gradguard.watch.report.style import BLACK, BLUE, see_through, subplots
 from gradguard.watch.verdict import number, percent
 
@@ -50,7 +50,8 @@ def noise_scale(record: Record, most: int) -> Chart | None:
             line={"color": BLACK, "width": 1.3, "dash": "dash", "shape": "hv"}, marker={"color": BLACK, "size": 7},
             hovertemplate="step %{x:,}: batch of %{y:,}<extra></extra>",
         )  # fmt: skip
-    figure.update_yaxes(title={"text": "samples"}, type="log", tickformat="~s")
+    values = [value for line in (low, middle, high, batches) for value in line if value is not None]
+    figure.update_yaxes(title={"text": "samples"}, type="log", tickformat="~g", dtick=log_ticks(values))
     figure.update_xaxes(title={"text": "optimizer step"}, range=step_range([record]))
     words = suggestion(*(_positive(steps[-1], key) for key in _FIELDS))
     return Chart("Gradient noise scale", f"{words} {_CAPTION}", figure.to_json(), words, _table(steps), over_steps=True)
@@ -84,10 +85,10 @@ def suggestion(scale: float | None, low: float | None, high: float | None, batch
         return first
     if batch > _LITTLE * scale:
         more = percent(scale / (batch + scale))
-        return f"{first} At a batch of {_samples(batch)}, half the batch takes only about {more} more steps."
+        return f"{first} At a batch of {batch:,.0f}, half the batch takes only about {more} more steps."
     fewer = percent(scale / (2 * (batch + scale)))
     return (
-        f"{first} At a batch of {_samples(batch)}, twice the batch takes about {fewer} fewer steps; from a batch of "
+        f"{first} At a batch of {batch:,.0f}, twice the batch takes about {fewer} fewer steps; from a batch of "
         f"some {_samples(_LITTLE * scale)} on it saves a tenth of the steps at most."
     )
 
