@@ -143,7 +143,7 @@ class PerSampleGradientClipper:
         self._assigned: dict[str, Tensor] = {}
         self._gradients: dict[str, Tensor] | None = None
         self.statistics: PerSampleStatistics | None = None
-        self._noise_scale = NoiseScaleMeter(int(noise_scale)) if noise_scale else None
+        self._noise_scale = NoiseScaleMeter(int(noise_scale))
         self._prepare()
 
     @property
@@ -154,7 +154,7 @@ class PerSampleGradientClipper:
     @property
     def noise_scale(self) -> NoiseScale | None:
         """The `NoiseScale` as of the last measured `pre_step`; None before that, or without ``noise_scale``."""
-        return None if self._noise_scale is None else self._noise_scale.latest
+        return self._noise_scale.latest
 
     @property
     def _device(self) -> torch.device:
@@ -207,8 +207,7 @@ class PerSampleGradientClipper:
         self._following.recover()
         self._following.gathering.discard()
         self._accumulation.drop()
-        if self._noise_scale is not None:
-            self._noise_scale.drop()
+        self._noise_scale.drop()
         self.norm_clipper.drop_step()
 
     def skip_batch(self) -> None:
@@ -235,12 +234,15 @@ class PerSampleGradientClipper:
         refuse_stale_gradients(self.trained, self._assigned)
         if self._group is None:
             size = self._accumulation.batch_size or 0
-            if self._measures_noise() is not None:
-                self._finish_noise(size)
+            if (noise := self._noise_scale).is_due:  # before a step divides the sums
+                counts = noise.counts(self._device, wide_dtype(self._device))
+                noise.finish(noise.sums(self._accumulation.sums, 1.0), self._accumulation.unit, counts, size)
             taken = self._take(self._loss_scale / self._divisor(size))
         else:
             taken, size = self._reduced()
-        self._end_noise_step()
+        self._noise_scale.end_step()
+        if self.statistics is not None:
+            self.statistics = dataclasses.replace(self.statistics, noise_scale=self.noise_scale)
         if self._scaler is not None:
             self._show_overflow(taken)
         for name, parameter in self.trained.items():
@@ -260,8 +262,7 @@ class PerSampleGradientClipper:
         self._accumulation.check("take")
         size = self._accumulation.batch_size or 0
         sums = self._take(1.0)
-        if self._noise_scale is not None:
-            self._noise_scale.drop()
+        self._noise_scale.drop()
         return ClippedSums(self._names, list(self.trained.values()), [sums[n] for n in self._names], size)
 
     @torch.no_grad()
@@ -347,8 +348,8 @@ class PerSampleGradientClipper:
             if name in contributions
         }
         weights = {name: own * share for name, own in by_name.items()}
-        if (noise := self._measures_noise()) is not None:
-            noise.add(contributions, norms, by_name, share, bad, self._accumulation.sums)
+        if self._noise_scale.is_due:
+            self._noise_scale.add(contributions, norms, by_name, share, bad, self._accumulation.sums)
         sum_together(contributions, weights, bad)
         for name, own in weights.items():
             self._release_assigned(name)
@@ -400,7 +401,7 @@ class PerSampleGradientClipper:
         count = torch.tensor([samples], dtype=torch.float64, device=self._device)
         unit = self._accumulation.unit
         taken = self._take(1.0)
-        if (noise := self._measures_noise()) is None:
+        if not (noise := self._noise_scale).is_due:
             all_reduce_sum([*taken.values(), count], self._group)
             size = int(count)
         else:  # the other processes may have clipped a sample, so all send everything
@@ -411,24 +412,6 @@ class PerSampleGradientClipper:
             noise.finish(sums, 1.0, counts, size)
         factor = self._loss_scale / self._divisor(size)
         return {name: total.mul_(factor) for name, total in taken.items()}, size
-
-    def _measures_noise(self) -> NoiseScaleMeter | None:
-        """What measures the noise scale of this step, if it is to be."""
-        return self._noise_scale if self._noise_scale is not None and self._noise_scale.is_due else None
-
-    def _finish_noise(self, size: int) -> None:
-        """Read the sums as they are, before a step divides them."""
-        noise = self._noise_scale
-        assert noise is not None
-        counts = noise.counts(self._device, wide_dtype(self._device))
-        noise.finish(noise.sums(self._accumulation.sums, 1.0), self._accumulation.unit, counts, size)
-
-    def _end_noise_step(self) -> None:
-        if self._noise_scale is None:
-            return
-        self._noise_scale.end_step()
-        if self.statistics is not None:
-            self.statistics = dataclasses.replace(self.statistics, noise_scale=self._noise_scale.latest)
 
     def _show_overflow(self, sums: dict[str, Tensor]) -> None:
         """Let the scaler see infinity where all samples overflowed, so that it skips the step and lowers its scale."""
@@ -453,8 +436,7 @@ class PerSampleGradientClipper:
         if names != self._names:
             self._names = names
             self.norm_clipper.prepare(names)
-            if self._noise_scale is not None:
-                self._noise_scale.prepare(names)
+            self._noise_scale.prepare(names)
         self.norm_clipper.slack = slack_for({p.dtype for p in self.trained.values()})
 
     def _bound(self) -> float:

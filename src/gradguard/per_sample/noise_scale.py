@@ -152,7 +152,7 @@ class NoiseScaleMeter:
     for each parameter, and holds one more gradient.
 
     Args:
-        every: Measure every so many steps.
+        every: Measure every so many steps; 0 for never.
 
     Attributes:
         latest: The last result; None before the first.
@@ -170,7 +170,7 @@ class NoiseScaleMeter:
     @property
     def is_due(self) -> bool:
         """Whether the running step is measured."""
-        return self._step % self._every == 0
+        return self._every > 0 and self._step % self._every == 0
 
     def prepare(self, names: Sequence[str]) -> None:
         """Begin anew with other parameters."""
