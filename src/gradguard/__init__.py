@@ -62,6 +62,7 @@ if TYPE_CHECKING:
     )
     from gradguard.per_sample.clipper import PerSampleGradientClipper
     from gradguard.per_sample.clipping_rule import NormClipper
+    from gradguard.per_sample.noise_scale import NoiseEstimate, NoiseScale
     from gradguard.per_sample.norm_clippers import (
         AutoNormClipper,
         FlatNormClipper,
@@ -112,6 +113,8 @@ __all__ = [
     "InvalidValueError",
     "MissingPackageError",
     "Monitor",
+    "NoiseEstimate",
+    "NoiseScale",
     "NonFiniteGradientError",
     "NormClipper",
     "OpStatistics",
@@ -205,6 +208,8 @@ _MODULE_OF = {
     "PerParameterNormClipper": "gradguard.per_sample.norm_clippers",
     "QuantileNormClipper": "gradguard.per_sample.norm_clippers",
     "ClippedSums": "gradguard.per_sample.results",
+    "NoiseEstimate": "gradguard.per_sample.noise_scale",
+    "NoiseScale": "gradguard.per_sample.noise_scale",
     "PerSampleStatistics": "gradguard.per_sample.results",
     "PreStep": "gradguard.per_sample.results",
     "Monitor": "gradguard.watch.monitor",

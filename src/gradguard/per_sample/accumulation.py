@@ -27,6 +27,11 @@ class Accumulation:
         self.unit = 1.0
         self._sums: dict[str, Tensor] = {}
 
+    @property
+    def sums(self) -> Mapping[str, Tensor]:
+        """The sums so far, divided by ``unit``; a parameter that no sample used has none."""
+        return self._sums
+
     def drop(self) -> None:
         """Forget what was added."""
         self._sums, self.batch_size, self.mini_batches = {}, None, 0

@@ -3,6 +3,7 @@ r"""Clip each sample's gradient before they are summed, from one forward and one
 .. math:: \bar g = \frac1N \sum_{i=1}^{N} c_i\, g_i, \qquad c_i = \min\bigl(1,\; C / \lVert g_i \rVert\bigr)
 """
 
+import dataclasses
 import math
 from contextlib import ExitStack
 from typing import Any
@@ -23,6 +24,7 @@ from gradguard.per_sample.following import Following
 from gradguard.per_sample.loss_check import LossCheck
 from gradguard.per_sample.loss_scale import refuse_other_scaler, watch_scalers
 from gradguard.per_sample.mini_batch import MiniBatch
+from gradguard.per_sample.noise_scale import NoiseScale, NoiseScaleMeter
 from gradguard.per_sample.rehearsal import Rehearsal, compare
 from gradguard.per_sample.results import ClippedSums, PerSampleStatistics, PreStep
 from gradguard.per_sample.sample_loop import sum_together
@@ -84,6 +86,10 @@ class PerSampleGradientClipper:
         scaler: The `torch.amp.GradScaler` that scales the loss, if any. Norms are unscaled before they are compared,
             and ``.grad`` is scaled again for ``scaler.step``.
         check: Compare two samples with what each gives by itself on the first step.
+        noise_scale: Measure the gradient noise scale at each step (True), or at every so many steps (a number). Where
+            no sample is clipped it costs one read of the gradients; where one is, one more weighted sum of all
+            gradients, and their memory once more. Under DistributedDataParallel or FSDP2 a measured step sends twice
+            as much.
 
     Attributes:
         statistics: `PerSampleStatistics` of the last mini-batch; not private.
@@ -121,9 +127,10 @@ class PerSampleGradientClipper:
         mode: str = "fast",
         scaler: Any = None,
         check: bool | str = True,
+        noise_scale: bool | int = False,
     ) -> None:
         refuse_unsupported(module)
-        check_options(norm_clipper, batch_first, loss_reduction, mode, scaler, check)
+        check_options(norm_clipper, batch_first, loss_reduction, mode, scaler, check, noise_scale)
         self._names: list[str] = []
         self._groups: list[list[str]] = []
         self._accumulation = Accumulation()
@@ -134,6 +141,7 @@ class PerSampleGradientClipper:
         self._clipped_by: tuple[dict[str, Tensor], Tensor | None] | None = None
         self.statistics: PerSampleStatistics | None = None
         self.step_advice = "call clipper.pre_step() before it, or clipper.discard() to drop them"
+        self._noise_scale = NoiseScaleMeter(int(noise_scale))
         with ExitStack() as attached:  # what fails leaves the module as it was
             self._group = process_group_of(module)
             attached.callback(stop_synchronizing(module))
@@ -157,6 +165,11 @@ class PerSampleGradientClipper:
     def trained(self) -> dict[str, nn.Parameter]:
         """The parameters that are clipped, by name."""
         return {name: self._following.parameter(name) for name in self._names}
+
+    @property
+    def noise_scale(self) -> NoiseScale | None:
+        """The `NoiseScale` as of the last measured `pre_step`; None before that, or without ``noise_scale``."""
+        return self._noise_scale.latest
 
     @property
     def _device(self) -> torch.device:
@@ -208,6 +221,7 @@ class PerSampleGradientClipper:
         self._following.gathering.discard()
         self._accumulation.drop()
         self._clipped_by = None
+        self._noise_scale.drop()
         self.norm_clipper.drop_step()
 
     def skip_batch(self) -> None:
@@ -236,9 +250,15 @@ class PerSampleGradientClipper:
         refuse_stale_gradients(self.trained, self._assigned)
         if self._group is None:
             size = self._accumulation.batch_size or 0
+            if (noise := self._noise_scale).is_due:  # before a step divides the sums
+                counts = noise.counts(self._device, wide_dtype(self._device))
+                noise.finish(noise.sums(self._accumulation.sums, 1.0), self._accumulation.unit, counts, size)
             taken = self._take(self._loss_scale / self._divisor(size))
         else:
             taken, size = self._reduced()
+        self._noise_scale.end_step()
+        if self.statistics is not None:
+            self.statistics = dataclasses.replace(self.statistics, noise_scale=self.noise_scale)
         if self._scaler is not None:
             self._show_overflow(taken)
         for name, parameter in self.trained.items():
@@ -250,12 +270,15 @@ class PerSampleGradientClipper:
     def take(self) -> ClippedSums:
         """Return the sums instead of filling ``.grad``, and start anew; for those who add noise.
 
+        The noise scale is not measured: a step may be taken in pieces, of which this is one.
+
         Raises:
             InvalidValueError: If nothing was accumulated.
         """
         self._accumulation.check("take")
         size = self._accumulation.batch_size or 0
         sums = self._take(1.0)
+        self._noise_scale.drop()
         return ClippedSums(self._names, list(self.trained.values()), [sums[n] for n in self._names], size)
 
     @torch.no_grad()
@@ -372,7 +395,7 @@ class PerSampleGradientClipper:
             bad = None
         else:
             factors = [factor.masked_fill(bad, 0) for factor in factors]  # one part that is not finite drops them all
-        self.statistics = PerSampleStatistics(total, norms, self._groups, factors)
+        self.statistics = PerSampleStatistics(total, norms, self._groups, factors, self.noise_scale)
         if self._scaler is not None:
             any_finite = total.isfinite().any()
             self._finite = any_finite if self._finite is None else self._finite | any_finite
@@ -380,7 +403,10 @@ class PerSampleGradientClipper:
         share = scale / self._accumulation.unit
         factor_of = {name: factor for group, factor in zip(self._groups, factors, strict=True) for name in group}
         self._clipped_by = factor_of, bad
-        weights = {name: factor_of[name] * share for name in self._names if name in contributions}
+        by_name = {name: factor_of[name] for name in self._names if name in contributions}
+        weights = {name: own * share for name, own in by_name.items()}
+        if self._noise_scale.is_due:
+            self._noise_scale.add(contributions, norms, by_name, share, bad, self._accumulation.sums)
         sum_together(contributions, weights, bad)
         for name, own in weights.items():
             self._release_assigned(name)
@@ -432,9 +458,17 @@ class PerSampleGradientClipper:
         """The sums of all processes over the number of all samples, and that number, in one all-reduce."""
         samples = float(self._accumulation.batch_size or 0)
         count = torch.tensor([samples], dtype=torch.float64, device=self._device)
+        unit = self._accumulation.unit
         taken = self._take(1.0)
-        all_reduce_sum([*taken.values(), count], self._group)
-        size = int(count)
+        if not (noise := self._noise_scale).is_due:
+            all_reduce_sum([*taken.values(), count], self._group)
+            size = int(count)
+        else:  # the other processes may have clipped a sample, so all send everything
+            sums = {name: total.clone() for name, total in noise.sums(taken, unit).items()}
+            counts = noise.counts(self._device, wide_dtype(self._device))
+            all_reduce_sum([*taken.values(), count, *sums.values(), *counts], self._group)
+            size = int(count)
+            noise.finish(sums, 1.0, counts, size)
         factor = self._loss_scale / self._divisor(size)
         return {name: total.mul_(factor) for name, total in taken.items()}, size
 
@@ -462,6 +496,7 @@ class PerSampleGradientClipper:
             self.norm_clipper.prepare(names)
             self._groups = checked_groups(self.norm_clipper, names)
             self._names = names
+            self._noise_scale.prepare(names)
         self.norm_clipper.slack = slack_for({p.dtype for p in self.trained.values()})
 
     def _bound(self) -> float:

@@ -33,7 +33,9 @@ def places_of_parameters(module: nn.Module) -> dict[tuple[nn.Module, str], str]:
     return found
 
 
-def check_options(norm_clipper: Any, batch_first: Any, loss_reduction: Any, mode: Any, scaler: Any, check: Any) -> None:
+def check_options(
+    norm_clipper: Any, batch_first: Any, loss_reduction: Any, mode: Any, scaler: Any, check: Any, noise_scale: Any
+) -> None:
     """Check the options of a clipper.
 
     Raises:
@@ -53,6 +55,10 @@ def check_options(norm_clipper: Any, batch_first: Any, loss_reduction: Any, mode
             raise InvalidValueError(f"{name}={value!r}: expected {' or '.join(map(repr, expected))}.")
     if not isinstance(batch_first, bool):
         raise InvalidTypeError(f"batch_first={batch_first!r}: expected True or False.")
+    if not isinstance(noise_scale, int):
+        raise InvalidTypeError(f"noise_scale={noise_scale!r}: expected True, False, or a number of steps.")
+    if noise_scale < 0:
+        raise InvalidValueError(f"noise_scale={noise_scale}: expected every how many steps it is measured, 1 or more.")
     if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
         raise InvalidTypeError(f"scaler: expected a torch.amp.GradScaler, got {type(scaler).__name__}.")
 
