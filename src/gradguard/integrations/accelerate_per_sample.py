@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import gradguard as gg
-from gradguard.integrations.one_clip import wrap_once
+from gradguard.integrations.one_clip import refuse_beside_a_guard, wrap_once
 from gradguard.integrations.versions import require
 
 require("accelerate", "1.15", "2", "accelerate")
@@ -77,7 +77,8 @@ def clip_per_sample(
     ==============================================  ============================================================
     Edge case                                       What happens
     ==============================================  ============================================================
-    ``accelerator.clip_grad_norm_`` beside it       an error: two clips
+    ``accelerator.clip_grad_norm_`` beside it, or   an error: two clips
+    a `guard`
     ``mixed_precision``                             an error: it begins inside the model's forward, where the
                                                     clipper cannot know of it; use ``torch.autocast`` in the loop
     several processes, DeepSpeed, FSDP              an error
@@ -98,7 +99,7 @@ def clip_per_sample(
 
     Raises:
         InvalidTypeError: If an argument is of another type, or the optimizer is not prepared.
-        InvalidValueError: If the accelerator has one already.
+        InvalidValueError: If the accelerator has one already, or a guard clips the same gradients.
         UnsupportedGradientError: If it could not be exact.
 
     Example:
@@ -135,6 +136,7 @@ def clip_per_sample(
             f'mixed_precision="{accelerator.mixed_precision}" begins inside the forward of the prepared model, where '
             'the clipper cannot know of it. Leave it "no", and write `with torch.autocast(...)` round the forward.'
         )
+    refuse_beside_a_guard("clip_per_sample", model.parameters())
     clipper = gg.PerSampleGradientClipper(model, norm_clipper, batch_first, loss_reduction, mode=mode)
     made = PerSampleClip(accelerator, optimizer, clipper)
     accelerator.register_for_checkpointing(made)
