@@ -18,7 +18,9 @@ from accelerate.optimizer import AcceleratedOptimizer  # noqa: E402
 from accelerate.utils.deepspeed import DeepSpeedOptimizerWrapper  # noqa: E402
 from accelerate.utils.megatron_lm import MegatronLMOptimizerWrapper  # noqa: E402
 
-__all__ = ["AcceleratedGuard", "guard", "inner_optimizer"]
+from gradguard.integrations.accelerate_per_sample import PerSampleClip, clip_per_sample  # noqa: E402
+
+__all__ = ["AcceleratedGuard", "PerSampleClip", "clip_per_sample", "guard", "inner_optimizer"]
 
 GuardPolicy = Literal["skip", "propagate", "raise", "zero"]
 

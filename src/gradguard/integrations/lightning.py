@@ -1,4 +1,4 @@
-"""gradguard in Lightning: a callback for the Trainer, and one call for Fabric."""
+"""gradguard in Lightning: callbacks for the Trainer, for the batch or for samples, and one call for Fabric."""
 
 import copy
 import io
@@ -21,12 +21,21 @@ from torch.optim import Optimizer  # noqa: E402
 import gradguard as gg  # noqa: E402
 from gradguard.integrations.binding_share import BindingShare  # noqa: E402
 from gradguard.integrations.clipper_for_each import Clippers, checked, one_for_each  # noqa: E402
-from gradguard.integrations.one_clip import OnlyGuard, check_options, refuse_beside_a_guard, wrap_once  # noqa: E402
+from gradguard.integrations.lightning_per_sample import PerSampleCallback  # noqa: E402
+from gradguard.integrations.one_clip import (  # noqa: E402
+    OnlyClip,
+    OnlyGuard,
+    check_options,
+    refuse_beside_a_guard,
+    wrap_once,
+)
+
+__all__ = ["GradGuardCallback", "PerSampleCallback", "guard_fabric"]
 
 Policy = Literal["skip", "propagate", "raise", "zero"]
 
 
-class GradGuardCallback(Callback):
+class GradGuardCallback(Callback, OnlyClip):
     """Clip at each optimizer step of a Lightning Trainer, log what the clip did, and resume with the checkpoint.
 
     It attaches a `Guard` to each optimizer. That acts after ``on_before_optimizer_step`` of all callbacks and of the

@@ -11,6 +11,10 @@ import gradguard as gg
 from gradguard.errors import UnsupportedVersionError
 
 
+class OnlyClip:
+    """A trainer's callback that clips in the trainer's place, so that there may be one in its list and no other."""
+
+
 class OnlyGuard(gg.Guard):
     """A `gradguard.Guard` that `refuse_beside_a_guard` knows of while it is attached.
 
@@ -79,7 +83,7 @@ def check_options(nonfinite: str, max_consecutive_skips: int | None) -> None:
 
 
 def wrap_once(kind: type, name: str, instead: Callable[..., Any]) -> None:
-    """Let ``instead(original, self, *args, **kwargs)`` take the place of a method of a class, the first time only.
+    """Let ``instead(original, self, *args, **kwargs)`` take the place of a method of a class, each ``instead`` once.
 
     Args:
         kind: The class.
@@ -89,18 +93,20 @@ def wrap_once(kind: type, name: str, instead: Callable[..., Any]) -> None:
     Raises:
         UnsupportedVersionError: If the class has no such method.
     """
-    original = getattr(kind, name, None)
+    original: Any = getattr(kind, name, None)
     if original is None:
         raise UnsupportedVersionError(
             f"{kind.__module__}.{kind.__name__} has no method {name}, which it had in the versions that this part of "
             f"gradguard is known to work with. Install an older {kind.__module__.split('.')[0]}, or a newer gradguard."
         )
-    if getattr(original, "_wrapped_by_gradguard", False):
+    function: Any = instead.func if isinstance(instead, functools.partial) else instead
+    who, before = (function.__module__, function.__qualname__), getattr(original, "_wrapped_by_gradguard", frozenset())
+    if who in before:
         return
 
     @functools.wraps(original)
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
         return instead(original, self, *args, **kwargs)
 
-    method._wrapped_by_gradguard = True  # type: ignore[attr-defined]
+    method._wrapped_by_gradguard = before | {who}  # type: ignore[attr-defined]
     setattr(kind, name, method)

@@ -1,4 +1,4 @@
-"""Hugging Face Transformers: a callback that lets a clipper take the place of the Trainer's own clip."""
+"""Hugging Face Transformers: callbacks that take the place of the Trainer's own clip, for the batch or for samples."""
 
 import copy
 import warnings
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import gradguard as gg
 from gradguard.integrations.accelerate import inner_optimizer
-from gradguard.integrations.one_clip import check_options, wrap_once
+from gradguard.integrations.one_clip import OnlyClip, check_options, wrap_once
 from gradguard.integrations.versions import require
 
 require("transformers", "5.23", "6", "transformers")
@@ -25,7 +25,9 @@ from transformers import (  # noqa: E402  (the version comes first, so that it i
 )
 from transformers.trainer_callback import CallbackHandler  # noqa: E402
 
-__all__ = ["GradGuardCallback"]
+from gradguard.integrations.transformers_per_sample import PerSampleCallback  # noqa: E402
+
+__all__ = ["GradGuardCallback", "PerSampleCallback"]
 
 GuardPolicy = Literal["skip", "propagate", "raise", "zero"]
 
@@ -34,7 +36,7 @@ _BLOCK = 1000
 _DEFAULT_MAX_GRAD_NORM = TrainingArguments.max_grad_norm
 
 
-class GradGuardCallback(TrainerCallback):
+class GradGuardCallback(TrainerCallback, OnlyClip):
     """Let ``clipper`` clip once at each real step of a `transformers.Trainer`, instead of the Trainer.
 
     Pass it to the Trainer (``callbacks=[GradGuardCallback(clipper)]`` or ``trainer.add_callback``); nothing else

@@ -60,8 +60,8 @@ class LossCheck:
         if mini_batches > 1 and self._divided_by == mini_batches and self._reduction == "mean":
             words = (
                 f"each loss was divided by {mini_batches}, and {mini_batches} mini-batches were accumulated: norms "
-                "were compared, and gradients averaged, as so many times too small, because the clipper averages over all "
-                "samples by itself. Call backward on the loss as it is, without the division; discard() begins the "
+                "were compared, and gradients averaged, as so many times too small, because the clipper averages over "
+                "all samples by itself. Call backward on the loss as it is, without the division; discard() begins the "
                 "step again. (check='warn' accepts it.)"
             )
             if not self._only_warn:

@@ -1,0 +1,194 @@
+"""Hugging Face Accelerate: clip each sample's gradient in a loop that an ``Accelerator`` runs."""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+from weakref import WeakKeyDictionary, ref
+
+import torch
+from torch import Tensor, nn
+
+import gradguard as gg
+from gradguard.integrations.one_clip import refuse_beside_a_guard, wrap_once
+from gradguard.integrations.versions import require
+
+require("accelerate", "1.15", "2", "accelerate")
+
+from accelerate import Accelerator  # noqa: E402
+from accelerate.optimizer import AcceleratedOptimizer  # noqa: E402
+from accelerate.utils import DistributedType  # noqa: E402
+
+_attached: "WeakKeyDictionary[Accelerator, PerSampleClip]" = WeakKeyDictionary()
+
+
+class PerSampleClip:
+    """What clips samples for an accelerator; `clip_per_sample` makes it.
+
+    Attributes:
+        clipper: The `gradguard.PerSampleGradientClipper`; ``clipper.statistics`` has the norms of the last batch.
+    """
+
+    def __init__(
+        self, accelerator: Accelerator, optimizer: AcceleratedOptimizer, clipper: gg.PerSampleGradientClipper
+    ) -> None:
+        self.clipper = clipper
+        self._optimizer = optimizer
+        self._accelerator = ref(accelerator)  # which holds this one in its checkpoints
+        _attached[accelerator] = self
+
+    def detach(self) -> None:
+        """Give model and accelerator back as they were; calling it again does nothing."""
+        accelerator = self._accelerator()
+        if accelerator is not None and _attached.get(accelerator) is self:
+            del _attached[accelerator]
+        self.clipper.detach()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what the norm clipper has learned; ``accelerator.save_state`` calls this."""
+        return self.clipper.norm_clipper.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take back what `state_dict` returned; ``accelerator.load_state`` calls this."""
+        self.clipper.norm_clipper.load_state_dict(state_dict)
+
+
+def clip_per_sample(
+    accelerator: Accelerator,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    norm_clipper: gg.NormClipper,
+    *,
+    loss_reduction: str = "mean",
+    batch_first: bool = True,
+    mode: str = "fast",
+) -> PerSampleClip:
+    r"""Clip the gradient of each sample by ``norm_clipper``, before they are summed; the loop stays as it is.
+
+    .. math:: \bar g = \frac1N \sum_{i=1}^{N} c_i\, \nabla \ell_i
+
+    over all N samples of the optimizer step, those of all its accumulated batches. :math:`\ell_i` is sample i's own
+    loss, of which what is passed to ``accelerator.backward`` must be the mean over the samples of its batch (or the
+    sum: ``loss_reduction="sum"``). **Nobody can see whether it is.** A mean over all *tokens* of a batch, where samples
+    have unequal numbers of them, is not: average over each sample's own tokens first, then over samples.
+
+    ``accelerator.backward`` clips and adds up, once its division by ``gradient_accumulation_steps`` is undone;
+    ``optimizer.step`` fills in the gradients first, where it takes a real step. What the norm clipper learns is saved
+    and loaded by ``accelerator.save_state`` and ``load_state``.
+
+    ==============================================  ============================================================
+    Edge case                                       What happens
+    ==============================================  ============================================================
+    ``accelerator.clip_grad_norm_`` beside it, or   an error: two clips
+    a `guard`
+    ``mixed_precision``                             an error: it begins inside the model's forward, where the
+                                                    clipper cannot know of it; use ``torch.autocast`` in the loop
+    several processes, DeepSpeed, FSDP              an error
+    a second one for the same accelerator           an error; call ``detach()`` on the first
+    ==============================================  ============================================================
+
+    Args:
+        accelerator: The accelerator.
+        model: What ``accelerator.prepare`` returned for the model.
+        optimizer: What it returned for the optimizer.
+        norm_clipper: The rule, as for `gradguard.PerSampleGradientClipper`.
+        loss_reduction: Whether the loss is the ``"mean"`` or the ``"sum"`` of the samples' losses.
+        batch_first: As for `gradguard.PerSampleGradientClipper`.
+        mode: As for `gradguard.PerSampleGradientClipper`.
+
+    Returns:
+        What clips, until its `PerSampleClip.detach`. It need not be kept.
+
+    Raises:
+        InvalidTypeError: If an argument is of another type, or the optimizer is not prepared.
+        InvalidValueError: If the accelerator has one already, or a guard clips the same gradients.
+        UnsupportedGradientError: If it could not be exact.
+
+    Example:
+        >>> import gradguard as gg, torch
+        >>> from accelerate import Accelerator
+        >>> from gradguard.integrations.accelerate import clip_per_sample
+        >>> accelerator, model = Accelerator(cpu=True), torch.nn.Linear(2, 1, bias=False)
+        >>> model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        >>> clip = clip_per_sample(accelerator, model, optimizer, gg.FlatNormClipper(1.0))
+        >>> accelerator.backward(model(torch.tensor([[3.0, 4.0], [0.0, 0.5]])).mean())
+        >>> optimizer.step()
+        >>> clip.clipper.statistics.norms.tolist()
+        [5.0, 0.5]
+        >>> clip.detach()
+    """
+    if not isinstance(accelerator, Accelerator):
+        raise gg.InvalidTypeError(f"accelerator is {type(accelerator).__name__}: expected an accelerate.Accelerator.")
+    if not isinstance(optimizer, AcceleratedOptimizer):
+        raise gg.InvalidTypeError(
+            f"optimizer is {type(optimizer).__name__}, which no accelerator has prepared: expected what "
+            "accelerator.prepare(model, optimizer) returned for it."
+        )
+    if accelerator in _attached:
+        raise gg.InvalidValueError(
+            "this accelerator has a per-sample clip already, and two would both clip: call detach() on the other."
+        )
+    if accelerator.distributed_type != DistributedType.NO:
+        raise gg.UnsupportedGradientError(
+            f"clip_per_sample is for one process on one device, and not for {accelerator.distributed_type}. Use "
+            "gg.PerSampleGradientClipper in a loop of your own, which takes DistributedDataParallel and fully_shard."
+        )
+    if accelerator.native_amp or accelerator.mixed_precision != "no":
+        raise gg.UnsupportedGradientError(
+            f'mixed_precision="{accelerator.mixed_precision}" begins inside the forward of the prepared model, where '
+            'the clipper cannot know of it. Leave it "no", and write `with torch.autocast(...)` round the forward.'
+        )
+    refuse_beside_a_guard("clip_per_sample", model.parameters())
+    clipper = gg.PerSampleGradientClipper(model, norm_clipper, batch_first, loss_reduction, mode=mode)
+    made = PerSampleClip(accelerator, optimizer, clipper)
+    accelerator.register_for_checkpointing(made)
+    wrap_once(Accelerator, "backward", _backward)
+    wrap_once(Accelerator, "clip_grad_norm_", _clip_grad_norm_)
+    wrap_once(Accelerator, "clip_grad_value_", _clip_grad_value_)
+    wrap_once(AcceleratedOptimizer, "step", _step)
+    return made
+
+
+def _backward(original: Callable[..., Any], accelerator: Accelerator, loss: Tensor, **kwargs: Any) -> Any:
+    """Undo the division by the number of accumulated batches, which is part of no sample's own loss; then clip."""
+    clip = _attached.get(accelerator)
+    if clip is None:
+        return original(accelerator, loss, **kwargs)
+    done = original(accelerator, loss * accelerator.gradient_accumulation_steps, **kwargs)
+    clip.clipper.clip_and_accumulate()
+    return done
+
+
+def _step(original: Callable[..., Any], optimizer: AcceleratedOptimizer, *args: Any, **kwargs: Any) -> Any:
+    """Fill in the clipped gradients before a real step."""
+    if optimizer.gradient_state.sync_gradients:
+        for clip in _attached.values():
+            if clip._optimizer is optimizer:
+                clip.clipper.pre_step()
+    return original(optimizer, *args, **kwargs)
+
+
+def _clip_grad_norm_(original: Callable[..., Any], accelerator: Accelerator, *args: Any, **kwargs: Any) -> Any:
+    return _refused("clip_grad_norm_", original, accelerator, *args, **kwargs)
+
+
+def _clip_grad_value_(original: Callable[..., Any], accelerator: Accelerator, *args: Any, **kwargs: Any) -> Any:
+    return _refused("clip_grad_value_", original, accelerator, *args, **kwargs)
+
+
+def _refused(
+    name: str,
+    original: Callable[..., Any],
+    accelerator: Accelerator,
+    parameters: Iterable[Tensor] | Tensor,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """Clip as Accelerate does, unless samples of these parameters are clipped."""
+    listed = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    clip = _attached.get(accelerator)
+    ours = set() if clip is None else {id(p) for p in clip.clipper.trained.values()}
+    if any(id(p) in ours for p in listed):
+        raise gg.InvalidValueError(
+            f"accelerator.{name} was called with gradients whose samples are clipped: one clip would be done after the "
+            "other. Remove the call, or call detach() on what clip_per_sample returned."
+        )
+    return original(accelerator, listed, *args, **kwargs)

@@ -1,0 +1,202 @@
+"""Lightning: a callback that clips each sample's gradient, under the Trainer's own loop."""
+
+from typing import Any
+
+import gradguard as gg
+from gradguard.integrations.one_clip import OnlyClip
+from gradguard.integrations.versions import require
+
+require("lightning", "2.6", "2.7", "lightning")
+
+from lightning.pytorch import Callback, LightningModule, Trainer  # noqa: E402
+from lightning.pytorch.strategies import SingleDeviceStrategy  # noqa: E402
+from torch import Tensor  # noqa: E402
+from torch.optim import LBFGS, Optimizer  # noqa: E402
+
+
+class PerSampleCallback(Callback, OnlyClip):
+    r"""Clip the gradient of each sample by ``norm_clipper`` in a Lightning Trainer, before they are summed.
+
+    .. math:: \bar g = \frac1N \sum_{i=1}^{N} c_i\, \nabla \ell_i
+
+    over all N samples of the optimizer step, those of all its accumulated batches. :math:`\ell_i` is sample i's own
+    loss, of which what ``training_step`` returns must be the mean over the samples of its batch (or the sum:
+    ``loss_reduction="sum"``). **Nobody can see whether it is.** A mean over all *tokens* of a batch, where samples have
+    unequal numbers of them, is not: average over each sample's own tokens first, then over samples.
+
+    **Guarantees.**
+
+    * Each step is that of running every sample by itself, clipping its gradient, and averaging: with
+      ``accumulate_grad_batches``, by which Lightning's division of the loss is undone, a smaller last batch, and
+      bf16-mixed.
+    * What `gradguard.PerSampleGradientClipper` refuses is refused here.
+    * A checkpoint holds what the norm clipper has learned.
+
+    ============================================  ==============================================================
+    Edge case                                     What happens
+    ============================================  ==============================================================
+    a sample whose gradient is not finite         adds zero; the step goes on
+    ``training_step`` returns None                the batch adds nothing
+    training stops within a step                  what was accumulated is dropped
+    ``gradient_clip_val``, a module's own         an error: two clips
+    ``configure_gradient_clipping``,
+    `GradGuardCallback` beside it
+    16-mixed                                      an error: Lightning unscales before the gradients are there
+    manual optimization, LBFGS, ``torch.compile`` an error
+    several processes, DeepSpeed, FSDP            an error
+    ============================================  ==============================================================
+
+    Args:
+        norm_clipper: The rule, as for `gradguard.PerSampleGradientClipper`.
+        loss_reduction: Whether ``training_step`` returns the ``"mean"`` or the ``"sum"`` of the samples' losses.
+        batch_first: As for `gradguard.PerSampleGradientClipper`.
+        mode: As for `gradguard.PerSampleGradientClipper`.
+
+    Attributes:
+        norm_clipper: The rule.
+        clipper: The `gradguard.PerSampleGradientClipper` of the current or the last ``fit``; None before it begins.
+            ``clipper.statistics`` has the norms of the last batch's samples.
+
+    Raises:
+        InvalidTypeError: If ``norm_clipper`` is none.
+
+    Example:
+        >>> import gradguard as gg, torch
+        >>> from lightning.pytorch import LightningModule, Trainer
+        >>> from gradguard.integrations.lightning import PerSampleCallback
+        >>> class Model(LightningModule):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.layer = torch.nn.Linear(2, 1)
+        ...     def training_step(self, batch):
+        ...         return self.layer(batch).square().mean()
+        ...     def configure_optimizers(self):
+        ...         return torch.optim.AdamW(self.parameters())
+        >>> trainer = Trainer(max_epochs=1, callbacks=[PerSampleCallback(gg.FlatNormClipper(1.0))])
+        >>> # trainer.fit(Model(), loader)
+    """
+
+    def __init__(
+        self,
+        norm_clipper: gg.NormClipper,
+        *,
+        loss_reduction: str = "mean",
+        batch_first: bool = True,
+        mode: str = "fast",
+    ) -> None:
+        if not isinstance(norm_clipper, gg.NormClipper):
+            raise gg.InvalidTypeError(
+                f"norm_clipper: expected a NormClipper such as gg.FlatNormClipper(1.0), got {norm_clipper!r}."
+            )
+        self.norm_clipper = norm_clipper
+        self.clipper: gg.PerSampleGradientClipper | None = None
+        self._options: dict[str, Any] = {"loss_reduction": loss_reduction, "batch_first": batch_first, "mode": mode}
+        self._summed = False  # samples of this optimizer step were accumulated
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Refuse, before anything is trained, what cannot be right."""
+        if stage == "fit":
+            _refuse(self, trainer, pl_module)
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Attach to the module, and refuse optimizers that cannot be served.
+
+        Raises:
+            UnsupportedGradientError: If an optimizer asks for gradients several times in a step.
+        """
+        if any(isinstance(optimizer, LBFGS) for optimizer in trainer.optimizers):
+            raise gg.UnsupportedGradientError(
+                "LBFGS asks for the gradients several times in a step, and samples would be clipped by another factor "
+                "each time. Choose an optimizer that asks once, such as AdamW."
+            )
+        self._detach()
+        self.clipper = gg.PerSampleGradientClipper(pl_module, self.norm_clipper, **self._options)
+
+    def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
+        """Undo Lightning's division by the number of accumulated batches: it is part of no sample's own loss."""
+        del pl_module
+        parts = trainer.accumulate_grad_batches
+        if parts > 1 and loss.requires_grad:
+            loss.register_hook(lambda grad: grad * parts)
+
+    def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Clip the samples of this batch, and add them up."""
+        del trainer, pl_module
+        assert self.clipper is not None
+        self.clipper.clip_and_accumulate()
+        self._summed = True
+
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
+        """Fill in the gradients of the step."""
+        del trainer, pl_module, optimizer
+        if self._summed and self.clipper is not None:
+            self.clipper.pre_step()
+            self._summed = False
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Give the module back; what was accumulated for a step that did not come is dropped."""
+        del trainer, pl_module, stage
+        self._detach()
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Give the module back: Lightning calls no ``teardown`` after an error."""
+        del trainer, pl_module, exception
+        self._detach()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what the norm clipper has learned, for the checkpoint; Lightning calls this."""
+        return {"norm_clipper": self.norm_clipper.state_dict()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take back what `state_dict` returned; Lightning calls this."""
+        self.norm_clipper.load_state_dict(state_dict["norm_clipper"])
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy begins with: the rule, and no clipper, which is on this module."""
+        return {**vars(self), "clipper": None, "_summed": False}
+
+    def _detach(self) -> None:
+        if self.clipper is not None:
+            if self._summed:
+                self.clipper.discard()
+            self.clipper.detach()
+        self._summed = False
+
+
+def _refuse(callback: PerSampleCallback, trainer: Trainer, module: LightningModule) -> None:
+    others = [c for c in trainer.callbacks if isinstance(c, OnlyClip) and c is not callback]  # type: ignore[attr-defined]
+    if others:
+        raise gg.InvalidValueError(
+            f"there is a {type(others[0]).__name__} beside the PerSampleCallback: one clip would be done after the "
+            "other. Leave one of them out."
+        )
+    if trainer.gradient_clip_val:
+        raise gg.InvalidValueError(
+            f"Trainer(gradient_clip_val={trainer.gradient_clip_val}) clips too, after the PerSampleCallback: expected "
+            "one clip. Take gradient_clip_val away."
+        )
+    name = type(module).__name__
+    if type(module).configure_gradient_clipping is not LightningModule.configure_gradient_clipping:
+        raise gg.InvalidValueError(
+            f"{name} has a configure_gradient_clipping of its own, which would clip after the PerSampleCallback: "
+            "expected one clip. Take it away."
+        )
+    if not module.automatic_optimization:
+        raise gg.UnsupportedGradientError(
+            f"{name} optimizes by hand, where nobody can tell which backward is for which step. Use "
+            "gg.PerSampleGradientClipper(self, ...) in its training_step."
+        )
+    if not isinstance(trainer.strategy, SingleDeviceStrategy):
+        raise gg.UnsupportedGradientError(
+            f"PerSampleCallback trains in one process on one device, and not with {type(trainer.strategy).__name__}. "
+            "Use gg.PerSampleGradientClipper in a loop of your own, which takes DistributedDataParallel and "
+            "fully_shard."
+        )
+    if getattr(trainer.precision_plugin, "scaler", None) is not None or trainer.precision == "16-mixed":
+        raise gg.UnsupportedGradientError(
+            'precision="16-mixed": Lightning unscales gradients before the clipped ones are there. Use "bf16-mixed".'
+        )
+    if getattr(module, "_compiler_ctx", None) is not None:
+        raise gg.UnsupportedGradientError(
+            f"{name} is compiled: the layers inside cannot be followed. Give the module as it was before torch.compile."
+        )

@@ -1,0 +1,74 @@
+r"""Each sample's own loss, from what a model returned and its labels: its mean over its own tokens.
+
+.. math:: \ell_i = \frac{1}{T_i} \sum_{t=1}^{T_i} \ell_{it}
+"""
+
+import torch.nn.functional as F
+from torch import Tensor
+
+import gradguard as gg
+
+_IGNORED = -100
+
+
+def sample_losses(
+    logits: Tensor, labels: Tensor, *, shifted: bool = False, problem_type: str | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return each sample's mean loss over its own labels, and how many labels that are.
+
+    ==========================  =======================  ==========================================================
+    logits                      labels                   loss
+    ==========================  =======================  ==========================================================
+    ``[B, ..., classes]``       whole ``[B, ...]``       cross entropy, without labels of -100
+    ``[B, labels]``             floats ``[B, labels]``   binary cross entropy
+    the labels' shape, or       floats                   squared error; also with
+    ``[B, 1]`` for ``[B]``                               ``problem_type="regression"`` for any shape and dtype
+    ==========================  =======================  ==========================================================
+
+    A sample without a single label has the loss 0.
+
+    Args:
+        logits: What the model returned.
+        labels: What it should have.
+        shifted: Logits at position t are for the label at t + 1, as in a causal language model.
+        problem_type: ``"regression"``, ``"single_label_classification"``, ``"multi_label_classification"``, or None
+            to tell from shapes and dtypes.
+
+    Returns:
+        Losses ``[B]``, at least float32, and counts ``[B]``.
+
+    Raises:
+        UnsupportedGradientError: If the shapes fit none of these.
+
+    Example:
+        >>> import torch
+        >>> from gradguard.integrations.sample_losses import sample_losses
+        >>> losses, counts = sample_losses(torch.zeros(2, 3, 4), torch.tensor([[1, 2, 3], [0, -100, -100]]))
+        >>> losses.exp().tolist(), counts.tolist()
+        ([4.0, 4.0], [3, 1])
+    """
+    logits = logits if logits.element_size() > 2 else logits.float()
+    if shifted and labels.ndim == 2 and labels.shape == logits.shape[:-1]:
+        logits, labels = logits[:, :-1], labels[:, 1:]
+    whole = not (labels.is_floating_point() or labels.is_complex())
+    one_number = logits.shape == (*labels.shape, 1)
+    kind = problem_type
+    if kind is None and whole and logits.shape[:-1] == labels.shape:
+        kind = "regression" if one_number and labels.ndim == 1 else "single_label_classification"
+    elif kind is None and not whole and one_number:
+        kind = "regression"
+    elif kind is None and not whole and logits.shape == labels.shape:
+        kind = "multi_label_classification" if logits.ndim == 2 and logits.shape[1] > 1 else "regression"
+    if kind == "single_label_classification" and whole and logits.shape[:-1] == labels.shape:
+        each = F.cross_entropy(logits.movedim(-1, 1), labels, ignore_index=_IGNORED, reduction="none")
+        counted = (labels != _IGNORED).reshape(len(labels), -1).sum(1)
+        return each.reshape(len(labels), -1).sum(1) / counted.clamp(min=1), counted
+    if kind in ("regression", "multi_label_classification") and (one_number or logits.shape == labels.shape):
+        error = F.mse_loss if kind == "regression" else F.binary_cross_entropy_with_logits
+        each = error(logits.reshape(labels.shape), labels.to(logits.dtype), reduction="none").reshape(len(labels), -1)
+        return each.mean(1), labels.new_full((len(labels),), each.shape[1]).long()
+    raise gg.UnsupportedGradientError(
+        f"logits of shape {list(logits.shape)} and labels of shape {list(labels.shape)}, {labels.dtype}, "
+        f"problem_type={problem_type!r}: how samples' own losses follow from them is not known here. Give it as "
+        "loss=function, which returns one loss for each sample."
+    )
