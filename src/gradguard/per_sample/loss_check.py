@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 from gradguard.errors import InvalidValueError, UnsupportedGradientError
 from gradguard.per_sample.loss_graph import BackwardRoots, Root
-from gradguard.per_sample.loss_terms import LossParts, explain, loss_parts
+from gradguard.per_sample.loss_terms import NO_PART, LossParts, explain, loss_parts
 
 
 class LossCheck:
@@ -71,5 +71,5 @@ class LossCheck:
     def _look(self, roots: list[Root]) -> None:
         found = loss_parts(roots, self._batch_size, self._reduction, batch_first=self._batch_first, scale=self._scale())
         self._parts = found
-        if found.verdict != "unknown":  # that of another model has no part in it
+        if found.reason != NO_PART:  # another model's loss may come before
             self.stop()

@@ -24,6 +24,9 @@ from gradguard.per_sample.loss_rows import Coupled, Term, term_of
 
 Verdict = Literal["right", "wrong", "unknown"]
 
+NO_PART = "the loss does not depend on the module's outputs"
+"""The reason for a loss of something else."""
+
 _CLOSE = 1e-4
 """How far a factor may be from 1."""
 
@@ -71,7 +74,7 @@ def loss_parts(
         depends = Dependence()
         terms = [term_of(path, batch_size, batch_first, scale, depends) for path in paths(roots, depends)]
         if not terms:
-            return LossParts("unknown", "the loss does not depend on the module's outputs")
+            return LossParts("unknown", NO_PART)
         totals = _totals(terms)
         found = [_judged(term, totals, reduction) for term in terms]
     except Coupled as coupled:

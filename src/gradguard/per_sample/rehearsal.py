@@ -3,8 +3,8 @@
 Two of its samples are run together, as the clipper sees them, and each by itself, with plain autograd; both get the
 same random gradient of the output, so no loss function is needed. Then the whole batch is run, and a batch of copies,
 whose samples must give what they give by themselves: so a capacity, or anything else that depends on how many there
-are, is found. Everything runs in float64 where the model can, so that what is compared is the structure and not rounding; each
-parameter of each sample is compared by its own norm.
+are, is found. Everything runs in float64 where the model can, so that what is compared is the structure and not
+rounding; each parameter of each sample is compared by its own norm.
 
 What cannot be followed layer by layer is tried again sample by sample; what fails there too is refused.
 """
