@@ -541,9 +541,10 @@ class Residual(nn.Module):
 class LayerDrop(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList([nn.Linear(D, D) for _ in range(3)])
+        self.first, self.layers = nn.Linear(D, D), nn.ModuleList([nn.Linear(D, D) for _ in range(3)])
 
     def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
         for layer in self.layers:
             if not self.training or torch.rand([]) > 0.3:
                 x = x + layer(x).tanh()
