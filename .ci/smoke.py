@@ -27,7 +27,8 @@ Path("train.py").write_text(
     "for _ in range(3):\n"
     "    optimizer.zero_grad()\n"
     "    model(torch.ones(4, 2)).square().mean().backward()\n"
-    "    optimizer.step()\n"
+    "    optimizer.step()\n",
+    encoding="utf-8",
 )
 command = [str(Path(sys.executable).with_name("gradguard")), "run", "--out", "out", "--clip", "norm=1", "train.py"]
 subprocess.run(command, check=True)

@@ -2,6 +2,7 @@
 
 import gc
 import os
+import sys
 from collections import defaultdict
 from pathlib import Path
 from zlib import crc32
@@ -9,15 +10,19 @@ from zlib import crc32
 # Read when Keras and DeepSpeed are imported, in doctests too.
 os.environ.setdefault("KERAS_BACKEND", "torch")
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
+if sys.platform == "linux":
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # a machine need not be able to resolve its own name
 
 import pytest
 import torch
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 from gradguard.tensors import layout
 from gradguard.watch import names
 
-settings.register_profile("repeatable", derandomize=True, deadline=None, max_examples=60)
+settings.register_profile(  # however slow the machine is
+    "repeatable", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow], max_examples=60
+)
 settings.load_profile("repeatable")
 
 SAMPLED = {
@@ -65,6 +70,15 @@ def pytest_collection_finish():
 @pytest.fixture(autouse=True)
 def _fixed_seed():
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _same_terminal(monkeypatch):
+    """80 columns without colours, whatever the tests are started from."""
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("LINES", "24")
+    for name in ("FORCE_COLOR", "NO_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
+        monkeypatch.delenv(name, raising=False)
 
 
 @pytest.fixture(params=["host", "device"])

@@ -1,7 +1,9 @@
 """`gradguard run` and `report` as a person types them, on scripts that know nothing of gradguard."""
 
+import io
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -77,7 +79,7 @@ def saved() -> list:
 def plain(source: str) -> dict[str, torch.Tensor]:
     """The weights of the same script, run by Python itself."""
     Path("plain.py").write_text(source)
-    subprocess.run([sys.executable, "plain.py"], check=True, timeout=120)
+    subprocess.run([sys.executable, "plain.py"], check=True, timeout=240)
     return weights()
 
 
@@ -284,13 +286,21 @@ def test_how_a_script_ends_is_passed_on_and_what_was_seen_is_kept(run, capfd, en
     assert Path("out/report.html").exists()
 
 
+INTERRUPTIBLE = """
+import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where the tests are a job in the background
+from gradguard.cli import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
 @pytest.mark.slow
 def test_ctrl_c_keeps_the_record(tmp_path):
     source = "import torch, time\n" + script(
-        end="time.sleep(0.2) if step < 5 else print('waiting', flush=True) or time.sleep(60)"
+        end="time.sleep(0.2) if step < 5 else print('waiting', flush=True) or time.sleep(600)"
     )
     tmp_path.joinpath("train.py").write_text(source)
-    command = [sys.executable, "-m", "gradguard", "run", "--out", "out", "train.py"]
+    command = [sys.executable, "-c", INTERRUPTIBLE, "run", "--out", "out", "train.py"]
     with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         assert "waiting" in process.stdout.readline()
@@ -381,8 +391,6 @@ def test_bad_input_gets_a_clear_error_and_exit_code_2(tmp_path, monkeypatch, cap
     assert captured.err.startswith("gradguard: error: ")
     assert "Traceback" not in captured.err
     assert "ran" not in captured.out
-    import re
-
     assert re.search(words, captured.err)
     assert Path("taken/run.jsonl").read_text() == "precious"
 
@@ -416,6 +424,48 @@ def test_clip_from_a_record_uses_its_recommendation(run):
     from gradguard.watch.recommend import recommend
 
     assert record.meta["clip"] == f"norm={recommend(read_record('first.jsonl')).threshold:g}"
+
+
+WRONG = """
+import torch
+class Wrong(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x * x
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * ctx.saved_tensors[0]
+"""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (["run", "--out", "größe", "--force", "train.py"], 0, r"record: gr\?\?e/run\.jsonl"),
+        (["report", "größe", "other", "-o", "page.html"], 0, r" gr\?\?e "),
+        (["replay", "größe"], 0, r"usable steps of gr\?\?e"),
+        (["check", "wrong_kernel:Wrong", "--input", "x=1:float64"], 1, r"FAIL .* numerical -?[\d.]+ \? "),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else None,
+)
+def test_an_output_without_unicode_gets_question_marks(tmp_path, monkeypatch, others_unseen, arguments, code, words):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])
+    monkeypatch.setattr(report, "write_report", empty_page)
+    lines = [{"t": "meta", "argv": ["größe.py"]}, *({"t": "step", "i": i, "norm": 1.0} for i in range(30))]
+    for path in (Path("größe/run.jsonl"), Path("other/run.jsonl")):
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    Path("wrong_kernel.py").write_text(WRONG, encoding="utf-8")
+    Path("train.py").write_text("import torch", encoding="utf-8")
+    output = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", output)
+    assert main(arguments) == code
+    output.flush()
+    assert re.search(words, output.buffer.getvalue().decode("ascii"))
+    assert output.errors == "strict"
 
 
 def test_version_and_module_entry():

@@ -13,7 +13,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
 def blocks(page: Path, language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
 
 
 def test_the_readme_runs_and_prints_what_it_says(capsys):
@@ -69,14 +69,14 @@ def test_the_first_block_is_eight_lines_and_clips():
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_links_and_pictures_exist(page):
-    for target in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
+    for target in re.findall(r"\]\(([^)#]+)\)", page.read_text(encoding="utf-8")):
         if "://" not in target:
             assert (page.parent / target).exists(), target
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_option_that_is_shown_exists(page):
-    shown = set(re.findall(r"^\$ gradguard \w+ .*$", page.read_text(), flags=re.MULTILINE))
+    shown = set(re.findall(r"^\$ gradguard \w+ .*$", page.read_text(encoding="utf-8"), flags=re.MULTILINE))
     known = {"--out", "--force", "--every", "--clip", "-o", "--output", "--text", "-m"}
     known |= {"--input", "--seed", "--exhaustive", "--order", "--reference"}
     known |= {"--fail-on", "--rule", "--once", "--lines"}
@@ -87,15 +87,15 @@ def test_every_option_that_is_shown_exists(page):
 
 
 def test_every_make_target_that_is_shown_exists():
-    makefile = (ROOT / "Makefile").read_text()
-    for target in set(re.findall(r"make (\w+)", (ROOT / "README.md").read_text())):
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    for target in set(re.findall(r"make (\w+)", (ROOT / "README.md").read_text(encoding="utf-8"))):
         assert re.search(rf"^{target}:", makefile, flags=re.MULTILINE), target
 
 
 @pytest.mark.slow
 def test_the_example_knows_nothing_of_gradguard_and_runs_under_it(tmp_path):
     script = ROOT / "examples/char_lm.py"
-    assert "gradguard" not in script.read_text()
+    assert "gradguard" not in script.read_text(encoding="utf-8")
     outputs = []
     for command in ([sys.executable], [sys.executable, "-m", "gradguard", "run", "--out", "out"]):
         done = subprocess.run(

@@ -1,8 +1,6 @@
 """The floors of the house that import-linter cannot see."""
 
 import ast
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,7 +12,7 @@ GROUND = sorted(SOURCE.glob("tensors/*.py"))
 @pytest.mark.parametrize("file", GROUND, ids=lambda file: file.name)
 def test_the_ground_floor_knows_tensors_only(file):
     modules = set()
-    for node in ast.walk(ast.parse(file.read_text())):
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             modules |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -22,13 +20,6 @@ def test_the_ground_floor_knows_tensors_only(file):
     assert not {m for m in modules if m.startswith(("torch.nn", "torch.optim", "torch.distributed"))}
 
 
-@pytest.mark.slow
-def test_importing_gradguard_imports_no_drawing_library():
-    code = "import sys, gradguard; print(sorted({'plotly', 'jinja2', 'rich'} & set(sys.modules)))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
-
-
 def test_every_file_can_be_read_in_one_sitting():
-    long = {f.name: n for f in SOURCE.rglob("*.py") if (n := len(f.read_text().splitlines())) > 400}
+    long = {f.name: n for f in SOURCE.rglob("*.py") if (n := len(f.read_text(encoding="utf-8").splitlines())) > 400}
     assert long == {}

@@ -170,12 +170,12 @@ def test_threads_do_not_hide_each_other_s_steps(seen):
     class Slow(torch.optim.SGD):
         def step(self, closure=None):
             inside.set()
-            assert go_on.wait(10)
+            assert go_on.wait(200)
             return super().step(closure)
 
     thread = threading.Thread(target=Slow([slow], lr=0.1).step)
     thread.start()
-    assert inside.wait(10)
+    assert inside.wait(200)
     torch.optim.SGD([quick], lr=0.1).step()
     go_on.set()
     thread.join()

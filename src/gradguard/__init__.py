@@ -1,66 +1,76 @@
-"""gradguard: gradients you can trust. The public list, nothing else."""
+"""gradguard: gradients you can trust. The public list, nothing else.
 
-from gradguard import private, testing
-from gradguard.check.gradcheck import gradcheck
-from gradguard.check.report import Finding, GradientReport
-from gradguard.check.seed_api import check_grad, get_numerical_gradient
-from gradguard.clip.adaptive import clip_grad_adaptive_
-from gradguard.clip.adaptive_clipper import ClipAdaptive
-from gradguard.clip.chain import Chain
-from gradguard.clip.clipper import Clipper, Decision
-from gradguard.clip.clippers import ClipByGlobalNorm, ClipByNorm, ClipByValue
-from gradguard.clip.dispatch import dispatch_clip_grad
-from gradguard.clip.functional import (
-    apply_gradient_clipping,
-    clip_grad_norm_,
-    clip_grad_value_,
-    get_total_norm,
-)
-from gradguard.clip.groups import Groups
-from gradguard.clip.guard import Guard
-from gradguard.clip.result import ClipResult
-from gradguard.clip.thresholds.adagc import AdaGC
-from gradguard.clip.thresholds.autoclip import AutoClip
-from gradguard.clip.thresholds.base import ThresholdClipper
-from gradguard.clip.thresholds.clip_fraction import ClipFraction
-from gradguard.clip.thresholds.median import ClipByMedian
-from gradguard.clip.thresholds.zclip import ZClip
-from gradguard.error_clip.backward import append_backward, minimize
-from gradguard.error_clip.base import BaseErrorClip
-from gradguard.error_clip.block import error_clip
-from gradguard.error_clip.calibration import Calibration, calibrate
-from gradguard.error_clip.compiled import attach_error_clip
-from gradguard.error_clip.rules import (
-    ErrorClipByNorm,
-    ErrorClipBySampleNorm,
-    ErrorClipByValue,
-    ErrorClipNonfinite,
-    ErrorClipZeroAbove,
-)
-from gradguard.error_clip.statistics import ErrorClipStats, FirstNonfinite, OpStatistics
-from gradguard.errors import (
-    DistributedError,
-    FreedGraphError,
-    GradguardError,
-    GradientCheckError,
-    InvalidTypeError,
-    InvalidValueError,
-    MissingPackageError,
-    NonFiniteGradientError,
-    RecordError,
-    UnsupportedGradientError,
-)
-from gradguard.per_sample.clipper import PerSampleGradientClipper
-from gradguard.per_sample.clipping_rule import NormClipper
-from gradguard.per_sample.norm_clippers import (
-    AutoNormClipper,
-    FlatNormClipper,
-    PerLayerNormClipper,
-    QuantileNormClipper,
-)
-from gradguard.per_sample.results import ClippedSums, PerSampleStatistics, PreStep
-from gradguard.watch.monitor import Monitor
-from gradguard.watch.notebook import watch
+The list is lazy: a name imports its module when it is first used. So `import gradguard` costs next to nothing, clipping
+does not load the watcher, and `gradguard tail` does not load torch. Type checkers read the imports below instead.
+"""
+
+import importlib
+import sys
+import types
+
+TYPE_CHECKING = False  # as in `typing`, which would take half of the time of this file; type checkers know the name
+if TYPE_CHECKING:
+    from gradguard import private, testing
+    from gradguard.check.gradcheck import gradcheck
+    from gradguard.check.report import Finding, GradientReport
+    from gradguard.check.seed_api import check_grad, get_numerical_gradient
+    from gradguard.clip.adaptive import clip_grad_adaptive_
+    from gradguard.clip.adaptive_clipper import ClipAdaptive
+    from gradguard.clip.chain import Chain
+    from gradguard.clip.clipper import Clipper, Decision
+    from gradguard.clip.clippers import ClipByGlobalNorm, ClipByNorm, ClipByValue
+    from gradguard.clip.dispatch import dispatch_clip_grad
+    from gradguard.clip.functional import (
+        apply_gradient_clipping,
+        clip_grad_norm_,
+        clip_grad_value_,
+        get_total_norm,
+    )
+    from gradguard.clip.groups import Groups
+    from gradguard.clip.guard import Guard
+    from gradguard.clip.result import ClipResult
+    from gradguard.clip.thresholds.adagc import AdaGC
+    from gradguard.clip.thresholds.autoclip import AutoClip
+    from gradguard.clip.thresholds.base import ThresholdClipper
+    from gradguard.clip.thresholds.clip_fraction import ClipFraction
+    from gradguard.clip.thresholds.median import ClipByMedian
+    from gradguard.clip.thresholds.zclip import ZClip
+    from gradguard.error_clip.backward import append_backward, minimize
+    from gradguard.error_clip.base import BaseErrorClip
+    from gradguard.error_clip.block import error_clip
+    from gradguard.error_clip.calibration import Calibration, calibrate
+    from gradguard.error_clip.compiled import attach_error_clip
+    from gradguard.error_clip.rules import (
+        ErrorClipByNorm,
+        ErrorClipBySampleNorm,
+        ErrorClipByValue,
+        ErrorClipNonfinite,
+        ErrorClipZeroAbove,
+    )
+    from gradguard.error_clip.statistics import ErrorClipStats, FirstNonfinite, OpStatistics
+    from gradguard.errors import (
+        DistributedError,
+        FreedGraphError,
+        GradguardError,
+        GradientCheckError,
+        InvalidTypeError,
+        InvalidValueError,
+        MissingPackageError,
+        NonFiniteGradientError,
+        RecordError,
+        UnsupportedGradientError,
+    )
+    from gradguard.per_sample.clipper import PerSampleGradientClipper
+    from gradguard.per_sample.clipping_rule import NormClipper
+    from gradguard.per_sample.norm_clippers import (
+        AutoNormClipper,
+        FlatNormClipper,
+        PerLayerNormClipper,
+        QuantileNormClipper,
+    )
+    from gradguard.per_sample.results import ClippedSums, PerSampleStatistics, PreStep
+    from gradguard.watch.monitor import Monitor
+    from gradguard.watch.notebook import watch
 
 __version__ = "0.1.0.dev0"
 
@@ -131,3 +141,103 @@ __all__ = [
     "testing",
     "watch",
 ]
+
+_MODULE_OF = {
+    "gradcheck": "gradguard.check.gradcheck",
+    "Finding": "gradguard.check.report",
+    "GradientReport": "gradguard.check.report",
+    "check_grad": "gradguard.check.seed_api",
+    "get_numerical_gradient": "gradguard.check.seed_api",
+    "clip_grad_adaptive_": "gradguard.clip.adaptive",
+    "ClipAdaptive": "gradguard.clip.adaptive_clipper",
+    "Chain": "gradguard.clip.chain",
+    "Clipper": "gradguard.clip.clipper",
+    "Decision": "gradguard.clip.clipper",
+    "ClipByGlobalNorm": "gradguard.clip.clippers",
+    "ClipByNorm": "gradguard.clip.clippers",
+    "ClipByValue": "gradguard.clip.clippers",
+    "dispatch_clip_grad": "gradguard.clip.dispatch",
+    "apply_gradient_clipping": "gradguard.clip.functional",
+    "clip_grad_norm_": "gradguard.clip.functional",
+    "clip_grad_value_": "gradguard.clip.functional",
+    "get_total_norm": "gradguard.clip.functional",
+    "Groups": "gradguard.clip.groups",
+    "Guard": "gradguard.clip.guard",
+    "ClipResult": "gradguard.clip.result",
+    "AdaGC": "gradguard.clip.thresholds.adagc",
+    "AutoClip": "gradguard.clip.thresholds.autoclip",
+    "ThresholdClipper": "gradguard.clip.thresholds.base",
+    "ClipFraction": "gradguard.clip.thresholds.clip_fraction",
+    "ClipByMedian": "gradguard.clip.thresholds.median",
+    "ZClip": "gradguard.clip.thresholds.zclip",
+    "append_backward": "gradguard.error_clip.backward",
+    "minimize": "gradguard.error_clip.backward",
+    "BaseErrorClip": "gradguard.error_clip.base",
+    "error_clip": "gradguard.error_clip.block",
+    "Calibration": "gradguard.error_clip.calibration",
+    "calibrate": "gradguard.error_clip.calibration",
+    "attach_error_clip": "gradguard.error_clip.compiled",
+    "ErrorClipByNorm": "gradguard.error_clip.rules",
+    "ErrorClipBySampleNorm": "gradguard.error_clip.rules",
+    "ErrorClipByValue": "gradguard.error_clip.rules",
+    "ErrorClipNonfinite": "gradguard.error_clip.rules",
+    "ErrorClipZeroAbove": "gradguard.error_clip.rules",
+    "ErrorClipStats": "gradguard.error_clip.statistics",
+    "FirstNonfinite": "gradguard.error_clip.statistics",
+    "OpStatistics": "gradguard.error_clip.statistics",
+    "DistributedError": "gradguard.errors",
+    "FreedGraphError": "gradguard.errors",
+    "GradguardError": "gradguard.errors",
+    "GradientCheckError": "gradguard.errors",
+    "InvalidTypeError": "gradguard.errors",
+    "InvalidValueError": "gradguard.errors",
+    "MissingPackageError": "gradguard.errors",
+    "NonFiniteGradientError": "gradguard.errors",
+    "RecordError": "gradguard.errors",
+    "UnsupportedGradientError": "gradguard.errors",
+    "PerSampleGradientClipper": "gradguard.per_sample.clipper",
+    "NormClipper": "gradguard.per_sample.clipping_rule",
+    "AutoNormClipper": "gradguard.per_sample.norm_clippers",
+    "FlatNormClipper": "gradguard.per_sample.norm_clippers",
+    "PerLayerNormClipper": "gradguard.per_sample.norm_clippers",
+    "QuantileNormClipper": "gradguard.per_sample.norm_clippers",
+    "ClippedSums": "gradguard.per_sample.results",
+    "PerSampleStatistics": "gradguard.per_sample.results",
+    "PreStep": "gradguard.per_sample.results",
+    "Monitor": "gradguard.watch.monitor",
+    "watch": "gradguard.watch.notebook",
+    "private": "gradguard.private",
+    "testing": "gradguard.testing",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module 'gradguard' has no attribute {name!r}")
+    module = importlib.import_module(_MODULE_OF[name])
+    if module.__name__ == f"gradguard.{name}":
+        return module
+    value = getattr(module, name)
+    if package := sys.modules.get(f"gradguard.{name}"):
+        # `watch` and `error_clip` are functions and packages. The name is the function, and with the attributes of the
+        # package too, whatever is imported into that later, `import gradguard.watch.record` works as everywhere.
+        vars(package).update(vars(value))
+        value.__dict__ = vars(package)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*__all__, *(name for name in globals() if name.startswith("__"))])
+
+
+class _PublicList(types.ModuleType):
+    """A module whose names stay what they are when Python has imported a package of the same name."""
+
+    def __setattr__(self, name: str, value: object) -> None:
+        hides_function = isinstance(value, types.ModuleType) and _MODULE_OF.get(name, value.__name__) != value.__name__
+        if not hides_function:
+            super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _PublicList

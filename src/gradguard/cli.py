@@ -44,13 +44,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         if arguments[:1] == ["run"]:
             return _run(arguments[1:])
         parsed = _parser().parse_args(arguments)
-        if parsed.command == "check":
-            return _check(parsed)
-        if parsed.command == "tail":
-            return _tail(parsed)
-        if parsed.command == "replay":
-            return _replay(parsed)
-        return _report(parsed.records, parsed.output, parsed.text, parsed.fail_on)
+        from gradguard.watch.tail import encodable
+
+        with encodable(sys.stdout):
+            if parsed.command == "check":
+                return _check(parsed)
+            if parsed.command == "tail":
+                return _tail(parsed)
+            if parsed.command == "replay":
+                return _replay(parsed)
+            return _report(parsed.records, parsed.output, parsed.text, parsed.fail_on)
     except GradguardError as error:
         print(f"gradguard: error: {error}", file=sys.stderr)
         return 2
@@ -214,14 +217,16 @@ def _show(record: Path, here: Path) -> None:
     """Draw the report of a finished run and print its summary; a failure here must not hide the script's own."""
     from gradguard.watch.record import read_record
     from gradguard.watch.report import print_summary, write_report
+    from gradguard.watch.tail import encodable
 
     if not record.exists():  # somebody deleted it, of which they have been warned
         return
     try:
         found = read_record(record)
         page = write_report([found], record.with_name("report.html"))
-        print_summary(found)
-        print(f"record: {_short(record, here)}\nreport: {_short(page, here)}")
+        with encodable(sys.stdout):
+            print_summary(found)
+            print(f"record: {_short(record, here)}\nreport: {_short(page, here)}")
     except Exception as error:
         print(f"gradguard: the record is in {record}, but its report failed: {error}", file=sys.stderr)
 

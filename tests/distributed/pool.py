@@ -18,7 +18,6 @@ import os
 import pickle
 import random
 import signal
-import sys
 import tempfile
 import time
 import traceback
@@ -43,6 +42,12 @@ _PRELOADED = [
 ]
 """What the processes share from the start: importing it takes seconds, forking after that milliseconds."""
 
+HANGS = 200.0
+"""Seconds after which a call counts as hanging: far more than the slowest machine takes."""
+
+_FOR_A_STACK = 20.0
+"""Seconds that a process gets to say where it hangs."""
+
 _AFTER_AN_ERROR = 3.0
 """Seconds that the other processes get when one has raised: most of them wait for it in vain."""
 
@@ -57,10 +62,9 @@ class Pool:
     Args:
         world: How many.
         folder: An empty folder of their own.
-        timeout: Seconds after which a collective fails.
     """
 
-    def __init__(self, world: int, folder: Path, timeout: float = 30.0) -> None:
+    def __init__(self, world: int, folder: Path) -> None:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(_PRELOADED)
         self.world, self.alive = world, True
@@ -69,13 +73,13 @@ class Pool:
         self._processes: list[Any] = []
         for rank in range(world):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(theirs, rank, world, str(folder), timeout), daemon=True)
+            process = context.Process(target=_serve, args=(theirs, rank, world, str(folder)), daemon=True)
             process.start()
             theirs.close()
             self._pipes.append(ours)
             self._processes.append(process)
 
-    def run(self, function: Callable[..., Any], *args: Any, seconds: float = 90.0) -> list[Any]:
+    def run(self, function: Callable[..., Any], *args: Any, seconds: float = HANGS) -> list[Any]:
         """Call ``function(*args)`` in every process and return the results by rank; what one raises is raised here."""
         outcomes = self._call(function, args, seconds, _AFTER_AN_ERROR)
         errors = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
@@ -84,7 +88,7 @@ class Pool:
             raise next((e for e in errors if not isinstance(e, TimeoutError)), errors[0])
         return outcomes
 
-    def outcomes(self, function: Callable[..., Any], *args: Any, seconds: float = 90.0) -> list[Any]:
+    def outcomes(self, function: Callable[..., Any], *args: Any, seconds: float = HANGS) -> list[Any]:
         """Do the same where errors are expected: they stand among the results. The processes are kept."""
         return self._call(function, args, seconds, seconds)
 
@@ -107,15 +111,17 @@ class Pool:
             stacks = self._stacks(missing)
             self.close()
             errors = [e for e in found.values() if isinstance(e, BaseException)]
-            late = TimeoutError(f"ranks {missing} did not come back from {function.__name__}:\n{stacks}")
-            raise late from (errors[0] if errors else None)
+            late = f"ranks {missing} did not come back from {function.__name__}:\n{stacks}"
+            if not errors:
+                raise TimeoutError(late)
+            raise errors[0] from RemoteTraceback(f"{errors[0].__cause__ or ''}\n{late}")
         return [found[rank] for rank in range(self.world)]
 
     def _received(self, rank: int) -> Any:
         try:
             kind, value, text = pickle.loads(self._pipes[rank].recv_bytes())
         except (EOFError, OSError):
-            self._processes[rank].join(1)
+            self._processes[rank].join(HANGS)
             self.alive = False
             return RuntimeError(f"rank {rank} has died with exit code {self._processes[rank].exitcode}")
         if kind == "error":
@@ -126,8 +132,14 @@ class Pool:
         for rank in ranks:
             if self._processes[rank].is_alive():
                 os.kill(self._processes[rank].pid, signal.SIGUSR1)
-        time.sleep(0.5)
-        return "\n".join(f"rank {rank}:\n{(self._folder / f'stack{rank}').read_text()}" for rank in ranks)
+        return "\n".join(f"rank {rank}:\n{self._stack(rank)}" for rank in ranks)
+
+    def _stack(self, rank: int) -> str:
+        """What a process has written of its stack, once it has come to that."""
+        file, until = self._folder / f"stack{rank}", time.monotonic() + _FOR_A_STACK
+        while not (text := file.read_text(encoding="utf-8")).endswith("\n") and time.monotonic() < until:
+            time.sleep(0.05)
+        return text
 
     def close(self) -> None:
         """Stop the processes; may be repeated."""
@@ -153,16 +165,16 @@ class Pools:
         return self._pools[world]
 
     @contextmanager
-    def fresh(self, world: int, timeout: float = 30.0) -> Iterator[Pool]:
-        """Give processes to one test alone, for whatever breaks them; collectives fail after ``timeout`` seconds."""
-        pool = self._new(world, timeout)
+    def fresh(self, world: int) -> Iterator[Pool]:
+        """Give processes to one test alone, for whatever breaks them."""
+        pool = self._new(world)
         try:
             yield pool
         finally:
             pool.close()
 
-    def _new(self, world: int, timeout: float = 30.0) -> Pool:
-        return Pool(world, Path(tempfile.mkdtemp(dir=self._folder)), timeout)
+    def _new(self, world: int) -> Pool:
+        return Pool(world, Path(tempfile.mkdtemp(dir=self._folder)))
 
     def close(self) -> None:
         """Stop all processes."""
@@ -170,21 +182,39 @@ class Pools:
             pool.close()
 
 
-def join(rank: int, world: int, folder: str, timeout: float) -> None:
-    """Make the default process group of this process."""
-    if sys.platform == "linux":
-        os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # a machine need not be able to resolve its own name
-    dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world, timeout=timedelta(seconds=timeout)
-    )
+def join(rank: int, world: int, folder: str) -> None:
+    """Make the default process group of this process; a call counts as hanging before its collectives give up."""
+    limit = timedelta(seconds=HANGS + 50)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world, timeout=limit)
 
 
-def _serve(pipe: Any, rank: int, world: int, folder: str, timeout: float) -> None:
+@contextmanager
+def rendezvous() -> Iterator[dict[str, str]]:
+    """What processes need in their environment to meet, as torchrun gives it: a store that is there, on a port in use.
+
+    A port that was free a moment ago may be somebody else's by the time that a process opens it.
+    """
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    yield {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(store.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+    }
+
+
+def give_up_after(seconds: float) -> None:
+    """Let collectives fail after ``seconds`` from here on, where all have come: none is late for its start."""
+    dist.barrier()
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), dist.group.WORLD)
+
+
+def _serve(pipe: Any, rank: int, world: int, folder: str) -> None:
     torch.set_num_threads(1)
-    with open(Path(folder) / f"stack{rank}", "w") as stack:
+    with open(Path(folder) / f"stack{rank}", "w", encoding="utf-8") as stack:
         faulthandler.register(signal.SIGUSR1, file=stack, all_threads=True)
         warnings.simplefilter("error")
-        join(rank, world, folder, timeout)
+        join(rank, world, folder)
         while True:
             try:
                 message = pipe.recv_bytes()

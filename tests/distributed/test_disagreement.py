@@ -3,11 +3,11 @@
 import math
 import os
 import re
-import time
 
 import pytest
 import torch
 import torch.distributed as dist
+from pool import give_up_after
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -17,8 +17,8 @@ from gradguard.distributed import agreement
 from gradguard.errors import DistributedError
 from sharded import LISTS, Entry, laid_out, mesh, parameter
 
-TIMEOUT = 2.0
-"""Of the process groups whose members wait in vain."""
+TIMEOUT = 3.0
+"""Of the process groups whose members wait in vain, from a moment at which all have come."""
 
 
 # --- Another list on one rank: told at once ---------------------------------------------------------------------------
@@ -91,13 +91,11 @@ def clip_another_list(change, call):
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("call", ["function", "clipper", "guard"])
 def test_another_list_on_one_rank_is_named(pool, change, call):
-    """Nothing is written, and the processes go on to work together."""
-    start = time.monotonic()
+    """Nothing is written, no time-out waited for (`pool` does not wait that long), and they go on to work together."""
     after = torch.cat([e.gradient.flatten() for e in LISTS["rows, uneven"]]).norm().item()
     for said, norm in pool(4).run(clip_another_list, change, call):
         assert re.search(rf"rank 2 came with .* than rank 0: {CHANGES[change][1]}", said), said
         assert norm == pytest.approx(after, rel=1e-6)
-    assert time.monotonic() - start < 20
 
 
 def measure_another_number():
@@ -129,11 +127,13 @@ def test_a_list_without_what_one_rank_has_frozen(pool):
 
 
 def one_stays_away(when, how):
-    """Rank 1 does not clip in step ``when``; the others get an error, and tell how long it took."""
+    """Rank 1 does not clip in step ``when``; the others get an error."""
     if how != "leaves":  # then some learn of it before the time-out
-        agreement._PATIENCE = 2.0  # these processes are used once
+        agreement._PATIENCE = TIMEOUT  # these processes are used once
     named = plain_list()
     for step in range(when + 1):
+        if step == when:
+            give_up_after(TIMEOUT)
         if step == when and dist.get_rank() == 1:
             if how == "leaves":
                 os._exit(3)
@@ -141,11 +141,10 @@ def one_stays_away(when, how):
                 raise ArithmeticError("a loss that is not finite")
             else:
                 return "went on"
-        start = time.monotonic()
         try:
             gg.clip_grad_norm_(named, 0.1)
         except DistributedError as error:
-            return str(error), time.monotonic() - start
+            return str(error)
     return "no error"
 
 
@@ -154,13 +153,12 @@ def one_stays_away(when, how):
     ("when", "how", "kind"), [(0, "raises", ArithmeticError), (1, "leaves", RuntimeError), (1, "goes on", str)]
 )
 def test_a_rank_that_does_not_come_is_named(pool, when, how, kind):
-    with pool.fresh(4, timeout=TIMEOUT) as processes:
+    with pool.fresh(4) as processes:
         found = processes.outcomes(one_stays_away, when, how)
     assert isinstance(found.pop(1), kind)
-    for said, seconds in found:
+    for said in found:
         assert "rank 1 did not come" in said
         assert "Every rank of the group must clip on the same steps" in said
-        assert seconds < TIMEOUT + 10
 
 
 def two_lists(crossed, same_length):
@@ -171,6 +169,8 @@ def two_lists(crossed, same_length):
         gg.clip_grad_norm_(listed, math.inf)
     if not crossed:
         return "fine"
+    if not same_length:  # nobody may notice before the time-out
+        give_up_after(TIMEOUT)
     lists = (second, first) if dist.get_rank() == 1 else (first, second)
     try:
         for listed in lists:
@@ -181,7 +181,7 @@ def two_lists(crossed, same_length):
 
 
 def test_two_lists_in_another_order_on_one_rank(pool):
-    with pool.fresh(2, timeout=TIMEOUT) as processes:
+    with pool.fresh(2) as processes:
         assert processes.run(two_lists, False, True) == ["fine"] * 2
         found = processes.outcomes(two_lists, True, True)
     for said in found:
@@ -190,7 +190,7 @@ def test_two_lists_in_another_order_on_one_rank(pool):
 
 
 def test_two_lists_of_different_length_in_another_order(pool):
-    with pool.fresh(2, timeout=TIMEOUT) as processes:
+    with pool.fresh(2) as processes:
         found = processes.outcomes(two_lists, True, False)
     for said in found:
         assert "no error" not in str(said)
@@ -225,7 +225,7 @@ def with_a_destroyed_group():
 
 @pytest.mark.parametrize("function", [on_a_destroyed_mesh, on_a_destroyed_mesh_that_was_known, with_a_destroyed_group])
 def test_a_destroyed_group(pool, function):
-    with pool.fresh(2, timeout=TIMEOUT) as processes:
+    with pool.fresh(2) as processes:
         for error in processes.outcomes(function):
             with pytest.raises(gg.InvalidValueError, match=r"is destroyed.*destroy_process_group\(\)"):
                 raise error

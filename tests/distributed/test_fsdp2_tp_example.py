@@ -4,7 +4,6 @@ import io
 import os
 import re
 import runpy
-import socket
 import sys
 from contextlib import redirect_stdout
 from pathlib import Path
@@ -12,11 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from pool import rendezvous
 
 SCRIPT = Path(__file__).parents[2] / "examples/fsdp2_tp.py"
 STEPS, MAX_NORM = 4, 0.5
-TIME_LIMIT = 120
-"""Seconds after which a run counts as hanging; a quiet machine needs about 5."""
 
 
 @pytest.fixture(scope="module")
@@ -39,27 +37,21 @@ def expected() -> list[tuple[float, float, float]]:
     return found
 
 
-def run_script(port):
+def run_script(meeting):
     """Run the script in a process that exists, with what torchrun tells one; return what it prints."""
     rank, world = dist.get_rank(), dist.get_world_size()
     dist.destroy_process_group()
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": str(world)}
+    os.environ |= meeting | {"RANK": str(rank), "WORLD_SIZE": str(world)}
     sys.argv = [str(SCRIPT), "--steps", str(STEPS), "--every", "1", "--check", "2"]
     with redirect_stdout(io.StringIO()) as printed:
         runpy.run_path(str(SCRIPT), run_name="__main__")
     return printed.getvalue()
 
 
-def free_port():
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return one.getsockname()[1]
-
-
 @pytest.mark.slow
 def test_its_norms_are_those_of_the_model_in_one_piece(pool, expected):
-    with pool.fresh(4) as processes:
-        printed, *others = processes.run(run_script, free_port(), seconds=TIME_LIMIT)
+    with pool.fresh(4) as processes, rendezvous() as meeting:
+        printed, *others = processes.run(run_script, meeting)
     assert others == [""] * 3
     rows = re.findall(r"^ +(\d+) +([\d.]+) +([\d.]+) +([\d.]+)$", printed, flags=re.MULTILINE)
     assert [int(row[0]) for row in rows] == list(range(STEPS))

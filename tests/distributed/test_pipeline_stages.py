@@ -221,5 +221,5 @@ def norms_beside_an_empty_stage():
 
 
 def test_an_empty_stage_meets_new_parameters(pool):
-    with pool.fresh(2, timeout=2.0) as processes:
+    with pool.fresh(2) as processes:
         assert processes.run(norms_beside_an_empty_stage) == [[5.0, 5.0]] * 2

@@ -28,6 +28,11 @@ def hang_on(rank):
         time.sleep(600)
 
 
+def fail_or_hang_on(rank):
+    hang_on(rank)
+    raise gg.InvalidValueError("on purpose")
+
+
 def die_on(rank):
     if dist.get_rank() == rank:
         os._exit(7)
@@ -57,9 +62,18 @@ def test_warnings_are_errors(pool):
 
 
 def test_a_hang_fails_with_the_stack(pool):
-    with pool.fresh(2) as processes, pytest.raises(TimeoutError, match=r"ranks \[1\] did not(?s:.)*in hang_on"):
-        processes.run(hang_on, 1, seconds=1.5)
-    assert not processes.alive
+    with pool.fresh(2) as processes:
+        processes.run(add_up, 0)  # both are there, so that what is waited for is the hang
+        with pytest.raises(TimeoutError, match=r"ranks \[1\] did not(?s:.)*in hang_on"):
+            processes.run(hang_on, 1, seconds=5.0)
+        assert not processes.alive
+
+
+def test_an_error_is_told_although_others_wait_for_ever(pool):
+    with pool.fresh(2) as processes, pytest.raises(gg.InvalidValueError, match=r"^on purpose$") as caught:
+        processes.run(fail_or_hang_on, 1)
+    assert "on rank 0" in str(caught.value.__cause__)
+    assert "ranks [1] did not come back" in str(caught.value.__cause__)
 
 
 def test_a_death_is_told(pool):

@@ -95,7 +95,7 @@ print(json.dumps({
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
     arguments = [sys.executable, "-c", TRAIN, str(tmp_path_factory.mktemp("composer"))]
-    done = subprocess.run(arguments, capture_output=True, text=True, timeout=200, check=False)
+    done = subprocess.run(arguments, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout.splitlines()[-1])
 

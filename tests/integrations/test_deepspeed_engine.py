@@ -3,7 +3,6 @@
 import json
 import math
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -13,6 +12,7 @@ import pytest
 import torch
 
 import gradguard as gg
+from distributed.pool import rendezvous
 from gradguard.errors import MissingPackageError
 
 try:
@@ -62,26 +62,29 @@ print(json.dumps({
 """
 
 
-def train(world, folder, *arguments):
-    """What each process found; what all of them said, if one fails, after which none is waited for."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    common = {"DS_ACCELERATOR": "cpu", "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+def train_together(world, folder, meeting, *arguments):
+    """The exit codes; what is said goes into a file for each process."""
+    common = {"DS_ACCELERATOR": "cpu", "WORLD_SIZE": str(world), **meeting}
     started = []
     for rank in range(world):
         environment = {**os.environ, **common, "RANK": str(rank), "LOCAL_RANK": str(rank)}
         with open(folder / f"{rank}.txt", "w") as out:
             command = [sys.executable, "-c", TRAIN, *map(str, arguments)]
             started.append(subprocess.Popen(command, env=environment, stdout=out, stderr=subprocess.STDOUT))
-    until = time.monotonic() + 200
+    until = time.monotonic() + 240
     while any(process.poll() is None for process in started) and time.monotonic() < until:
         if any(process.poll() for process in started):
             break
         time.sleep(0.05)
     for process in started:
         process.kill()
-    codes = [process.wait() for process in started]
+    return [process.wait() for process in started]
+
+
+def train(world, folder, *arguments):
+    """What each process found; what all of them said, if one fails, after which none is waited for."""
+    with rendezvous() as meeting:
+        codes = train_together(world, folder, meeting, *arguments)
     said = [(folder / f"{rank}.txt").read_text() for rank in range(world)]
     assert codes == [0] * world, "\n".join(text[-3000:] for text in said)
     return [json.loads([line for line in text.splitlines() if line.startswith("{")][-1]) for text in said]

@@ -94,7 +94,6 @@ def test_per_sample_gradients_and_norms(name):
     torch.testing.assert_close(clipper.statistics.norms, sample_norms(oracle(name).values()), rtol=1e-12, atol=0)
 
 
-@pytest.mark.filterwarnings("ignore:gradguard could not compare")
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", STOCHASTIC)
 def test_random_layers_keep_their_draws(name, mode):

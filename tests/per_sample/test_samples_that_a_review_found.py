@@ -99,14 +99,22 @@ class OwnDropout(nn.Module):
         return F.dropout(self.layer(x) * self.scale, 0.5)
 
 
+@pytest.mark.parametrize("check", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_random_numbers_in_own_code_are_noticed_in_every_dtype(dtype):
+def test_each_sample_keeps_the_random_numbers_that_own_code_drew_for_it(dtype, check):
     torch.manual_seed(0)
-    model = OwnDropout().to(dtype)
-    clipper = clipper_of(model, check=False)
-    squares(model(torch.randn(B, 4, dtype=dtype))).mean().backward()
-    with pytest.raises(gg.UnsupportedGradientError, match="draw random numbers"):
-        clipper.clip_and_accumulate()
+    model, x = OwnDropout().to(dtype), torch.randn(B, 4, dtype=dtype)
+    clipper = clipper_of(model, check=check)
+    torch.manual_seed(1)
+    found = step(model, clipper, x)
+    clipper.detach()
+    model.zero_grad()
+    model.double()
+    torch.manual_seed(1)
+    squares(model(x.double())).mean().backward()
+    for name, parameter in model.named_parameters():
+        bar = 20 * torch.finfo(dtype).eps * parameter.grad.abs().max()
+        torch.testing.assert_close(found[name].double(), parameter.grad, rtol=0, atol=float(bar))
 
 
 def test_a_hook_of_the_user_that_keeps_an_output_for_the_loss():
@@ -136,12 +144,16 @@ class Storing(nn.Module):
         return y
 
 
-def test_code_that_stores_a_term_of_the_loss_on_its_module_is_refused():
-    model = nn.Sequential(nn.Linear(4, 4), Storing())
-    with pytest.raises(
-        gg.UnsupportedGradientError, match=r"stores a tensor with a gradient as an attribute \(penalty\)"
-    ):
-        clipper_of(model).module(torch.randn(B, 4))
+def test_code_that_stores_a_term_of_the_loss_on_its_module_is_refused_where_the_loss_uses_it():
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(4, 4), Storing()).double(), torch.randn(B, 4, dtype=torch.float64)
+    clipper = clipper_of(model)
+    found = step(model, clipper, x)
+    (squares(model(x)) + model[1].penalty).mean().backward()
+    with pytest.raises(gg.UnsupportedGradientError, match="gradients of 1.weight do not add up to its plain gradient"):
+        clipper.clip_and_accumulate()
+    clipper.detach()
+    assert_same(found, average(model, x))
 
 
 class Noisy(nn.Module):
@@ -153,12 +165,37 @@ class Noisy(nn.Module):
         return self.layer(x + torch.randn_like(x))
 
 
-def test_a_model_that_cannot_be_compared_says_so():
-    model = Noisy()
+def test_a_model_that_draws_random_numbers_is_compared_with_the_same_numbers():
+    torch.manual_seed(0)
+    model, x = Noisy().double(), torch.randn(B, 4, dtype=torch.float64)
     clipper = clipper_of(model)
-    squares(model(torch.randn(B, 4))).mean().backward()
-    with pytest.warns(UserWarning, match="because it draws random numbers of its own"):
-        clipper.clip_and_accumulate()
+    torch.manual_seed(1)
+    found = step(model, clipper, x)
+    clipper.detach()
+    torch.manual_seed(1)
+    model.zero_grad()
+    squares(model(x)).mean().backward()
+    assert_same(found, {name: p.grad for name, p in model.named_parameters()})
+
+
+class Opaque(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+
+    def forward(self, x):
+        return iter([self.layer(x)])
+
+
+def test_a_model_that_cannot_be_compared_is_refused_or_warned_of():
+    x = torch.randn(B, 4)
+    with pytest.raises(gg.UnsupportedGradientError, match="no tensor can be seen in what Opaque returns"):
+        clipper_of(Opaque()).module(x)
+    clipper = clipper_of(Opaque(), check="warn")
+    with pytest.warns(UserWarning, match=r"could not verify the model, and goes on.*no tensor can be seen in what Opaque"):
+        output = next(clipper.module(x))
+    squares(output).mean().backward()
+    clipper.clip_and_accumulate()
 
 
 class Interrupted(nn.Module):
@@ -289,7 +326,6 @@ class LayerDrop(nn.Module):
         return x + self.second(x) if float(torch.rand(())) < 0.5 else x
 
 
-@pytest.mark.filterwarnings("ignore:gradguard could not compare")
 def test_layers_that_are_left_out_by_chance():
     torch.manual_seed(3)
     model = LayerDrop().double()

@@ -109,6 +109,7 @@ def worker(rank, world_size, path, expected):
         check_without_a_seed(world_size)
         check_refusals(world_size)
         check_the_flags()
+        dist.barrier()  # nobody leaves while another still talks to it
     finally:
         dist.destroy_process_group()
 

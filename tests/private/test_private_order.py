@@ -36,10 +36,10 @@ def as_dict(rows):
 
 
 def test_the_users_options_are_kept():
-    loader = DataLoader(Rows(), batch_size=12, collate_fn=as_dict, num_workers=1, prefetch_factor=3, timeout=30)
+    loader = DataLoader(Rows(), batch_size=12, collate_fn=as_dict, num_workers=1, prefetch_factor=3, timeout=200)
     private, _ = private_run(loader=loader)
     made = private.loader.loader
-    assert (made.collate_fn, made.num_workers, made.prefetch_factor, made.timeout) == (as_dict, 1, 3, 30)
+    assert (made.collate_fn, made.num_workers, made.prefetch_factor, made.timeout) == (as_dict, 1, 3, 200)
     assert len(private.loader) == 5
 
 

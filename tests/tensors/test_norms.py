@@ -128,6 +128,7 @@ def test_memory_kept_between_calls_serves_every_mode_and_dtype():
 
 def test_more_small_tensors_than_a_buffer_holds(monkeypatch):
     monkeypatch.setattr("gradguard.tensors.scratch.BLOCK", 2500)
+    monkeypatch.setattr("gradguard.tensors.scratch._kept", threading.local())  # buffers are kept for each thread
     for dtype in DTYPES:
         gradients = [random(1000, seed=i).to(dtype) for i in range(7)]
         assert float(total_norm(gradients)) == pytest.approx(slow_norm(gradients), rel=2e-6)

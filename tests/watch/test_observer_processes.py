@@ -71,7 +71,8 @@ def test_the_wheel_holds_all_that_the_package_imports(tmp_path):
     build = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)]
     subprocess.run(build, cwd=root, check=True, timeout=240, capture_output=True)
     (wheel,) = tmp_path.glob("*.whl")
-    code = f"import sys; sys.path.insert(0, {str(wheel)!r}); import gradguard, gradguard.cli; print(gradguard.__file__)"
+    imports = "import gradguard.cli; from gradguard import *"
+    code = f"import sys; sys.path.insert(0, {str(wheel)!r}); {imports}; print(gradguard.__file__)"
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, timeout=240, capture_output=True, text=True)
     assert done.stdout.startswith(str(wheel)), done.stderr
     assert (notebook.VARIABLE, notebook.OWNER) == (start_up.VARIABLE, start_up.OWNER)
@@ -100,7 +101,17 @@ def test_with_the_variable_torch_is_not_imported_before_the_script_does(python, 
     assert records(tmp_path) == []
 
 
-@pytest.mark.parametrize("first", ["import torch", "import gradguard", "import torch.optim, gradguard, torch"])
+@pytest.mark.parametrize(
+    "first",
+    [
+        "import torch",
+        "import gradguard",
+        "import torch.optim, gradguard, torch",
+        "import gradguard; gradguard.clip_grad_norm_",
+        "import gradguard; gradguard.Monitor",
+        "from gradguard import *",
+    ],
+)
 def test_whichever_is_imported_first(python, tmp_path, first):
     train = "p = torch.nn.Parameter(torch.ones(1)); p.sum().backward(); torch.optim.SGD([p]).step()"
     code = f"{first}; import torch; {train}"

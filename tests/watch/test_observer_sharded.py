@@ -28,7 +28,7 @@ STEPS = 6
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory):
     pools = Pools(tmp_path_factory.mktemp("pools"))
-    yield lambda *call: pools(2).run(*call, seconds=60)  # a hang fails after a minute, with the stacks
+    yield lambda *call: pools(2).run(*call)
     pools.close()
 
 
@@ -206,7 +206,8 @@ dist.destroy_process_group()
 def test_torchrun_with_and_without_gradguard_run(tmp_path):
     home = Path(__file__).parent
     tmp_path.joinpath("train.py").write_text(
-        f"import sys; sys.path.insert(0, {str(home.parent)!r})" + SCRIPT.format(home=str(home))
+        f"import sys; sys.path.insert(0, {str(home.parent)!r})" + SCRIPT.format(home=str(home)),
+        encoding="utf-8",
     )
     said = []
     for program in (["train.py"], ["-m", "gradguard", "run", "--out", "out", "train.py"]):

@@ -51,7 +51,7 @@ WIDTHS = [*((name, 360 if name == "two runs" else 1200) for name in PAGES), ("a 
 @pytest.fixture(scope="module")
 def browser():
     with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"], timeout=200_000)
         yield browser
         browser.close()
 
@@ -75,6 +75,7 @@ def open_page(browser, files):
 
     def open_page(name, *, scheme="light", width=1200):
         context = browser.new_context(color_scheme=scheme, viewport={"width": width, "height": 900}, offline=True)
+        context.set_default_timeout(200_000)
         contexts.append(context)
         page = context.new_page()
         page.said, page.asked = [], []

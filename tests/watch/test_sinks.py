@@ -238,7 +238,9 @@ def test_an_mlflow_run_of_the_users_stays_open(by_name, tmp_path, monkeypatch):
 @pytest.fixture
 def wandb_offline(tmp_path, monkeypatch):
     wandb = pytest.importorskip("wandb")
-    for name, value in {"MODE": "offline", "DIR": str(tmp_path), "SILENT": "true", "CONSOLE": "off"}.items():
+    settings = {"MODE": "offline", "DIR": str(tmp_path), "SILENT": "true", "CONSOLE": "off"}
+    patience = {"INIT_TIMEOUT": "200", "_SERVICE_WAIT": "200"}  # seconds, for machines that are busy
+    for name, value in (settings | patience).items():
         monkeypatch.setenv(f"WANDB_{name}", value)
     yield wandb
     wandb.teardown()  # where the test has failed

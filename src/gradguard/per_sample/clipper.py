@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from gradguard.distributed.groups import all_reduce_sum, process_group_of, stop_synchronizing, unwrapped
 from gradguard.distributed.placements import shard_like
-from gradguard.errors import InvalidValueError
+from gradguard.errors import InvalidValueError, UnsupportedGradientError
 from gradguard.per_sample.accumulation import Accumulation, zeros_like_rows
 from gradguard.per_sample.arithmetic import exact_products
 from gradguard.per_sample.clipping_rule import NormClipper, checked_factors, slack_for
@@ -19,7 +19,9 @@ from gradguard.per_sample.contributions import Contribution, sample_norms
 from gradguard.per_sample.following import Following
 from gradguard.per_sample.loss_scale import refuse_other_scaler, watch_scalers
 from gradguard.per_sample.mini_batch import MiniBatch
+from gradguard.per_sample.rehearsal import Rehearsal, compare
 from gradguard.per_sample.results import ClippedSums, PerSampleStatistics, PreStep
+from gradguard.per_sample.sample_loop import sum_together
 from gradguard.per_sample.support import (
     check_options,
     follow,
@@ -28,7 +30,6 @@ from gradguard.per_sample.support import (
     refuse_stale_gradients,
     refuse_unsupported,
 )
-from gradguard.per_sample.verify import compare_with_loop, verify_first_step
 from gradguard.tensors.layout import wide_dtype
 
 
@@ -113,7 +114,7 @@ class PerSampleGradientClipper:
         *,
         mode: str = "fast",
         scaler: Any = None,
-        check: bool = True,
+        check: bool | str = True,
     ) -> None:
         refuse_unsupported(module)
         check_options(norm_clipper, batch_first, loss_reduction, mode, scaler)
@@ -125,7 +126,8 @@ class PerSampleGradientClipper:
         self._check = check
         watch_scalers()
         self._unfollow = follow(module)
-        self._following = Following(module, batch_first, places_of_parameters(module))
+        rehearse = Rehearsal(loss_reduction, check == "warn") if check else None
+        self._following = Following(module, batch_first, places_of_parameters(module), loss_reduction, rehearse)
         self._batch_first = batch_first
         self._names: list[str] = []
         self._accumulation = Accumulation()
@@ -167,7 +169,7 @@ class PerSampleGradientClipper:
         """
         mini_batch = self._following.gathering.look()
         refuse_other_scaler(mini_batch.task, self._scaler)
-        self._check_first_step(mini_batch)
+        self._verify(mini_batch)
         if self._accumulation.batch_size is None:
             self._prepare()
         elif set(self._names) != self._following.trained:
@@ -257,7 +259,7 @@ class PerSampleGradientClipper:
             )
         if self._gradients is None or self._following.gathering.mini_batch is not None:
             mini_batch = self._following.gathering.look()
-            self._check_first_step(mini_batch)
+            self._verify(mini_batch)
             self._keep(mini_batch)
         assert self._gradients is not None
         return self._gradients
@@ -286,13 +288,15 @@ class PerSampleGradientClipper:
         Raises:
             InvalidValueError: If the module was not called yet, or draws random numbers of its own.
         """
-        found = compare_with_loop(self._following, self._batch_first, samples)
-        if found is None:
-            raise InvalidValueError(
-                "verify() cannot compare a module that draws random numbers of its own: two runs differ. Dropout is "
-                "switched off by itself; fix the rest for the check."
-            )
-        return found.largest
+        calls = list(self._following.last_calls.values())
+        if not calls:
+            raise InvalidValueError("verify() needs a batch: call the module once, with gradients, before it.")
+        found = [
+            compare(self._following, call, range(min(samples, call.batch_size)), self._reduction) for call in calls
+        ]
+        if None in found:
+            raise InvalidValueError("verify() sees no tensor in what the module returns that has a gradient.")
+        return max(comparison.largest for comparison in found if comparison is not None)
 
     # One mini-batch
 
@@ -314,22 +318,33 @@ class PerSampleGradientClipper:
             any_finite = total.isfinite().any()
             self._finite = any_finite if self._finite is None else self._finite | any_finite
         self._accumulation.begin(float(size) if self._reduction == "mean" else 1.0)
-        for k, name in enumerate(self._names):
-            if name in contributions:
-                self._release_assigned(name)
-                weights = factors[k if self.norm_clipper.is_per_layer else 0] * (scale / self._accumulation.unit)
-                self._accumulation.add(name, contributions.pop(name).weighted_sum(weights, bad))
+        share = scale / self._accumulation.unit
+        weights = {
+            name: factors[k if self.norm_clipper.is_per_layer else 0] * share
+            for k, name in enumerate(self._names)
+            if name in contributions
+        }
+        sum_together(contributions, weights, bad)
+        for name, own in weights.items():
+            self._release_assigned(name)
+            self._accumulation.add(name, contributions.pop(name).weighted_sum(own, bad))
 
     def _release_assigned(self, name: str) -> None:
         """Forget a gradient that the optimizer has used, before a new sum is made in its memory."""
         if name in self._assigned and self._following.parameter(name).grad is not self._assigned[name]:
             del self._assigned[name]
 
-    def _check_first_step(self, mini_batch: MiniBatch) -> None:
-        """Compare with single samples, the first time that the module was called in this way."""
-        if self._check and self._following.planning.unverified and mini_batch.batch_size > 0:
-            verify_first_step(self._following, self._batch_first)
-        self._following.planning.unverified = False
+    def _verify(self, mini_batch: MiniBatch) -> None:
+        """Compare with the plain gradients of the same backward, on the first step of each kind and size."""
+        if mini_batch.batch_size > 0:
+            try:
+                with torch.autocast(self._device.type, enabled=False), exact_products():
+                    mini_batch.finish(self._device)
+            except UnsupportedGradientError:
+                self._following.gathering.discard()
+                self._following.planning.forget()
+                raise
+        self._following.verified()
 
     def _keep(self, mini_batch: MiniBatch) -> dict[str, Contribution]:
         """Hold every per-sample gradient, in the scale of a sample's own loss."""

@@ -7,9 +7,7 @@ sample. Nothing is guessed from sizes that may be equal by chance, such as a bat
 
 import math
 import random
-import warnings
-from collections.abc import Iterator, Sequence, Set
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,11 +15,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from gradguard.errors import UnsupportedGradientError
+from gradguard.per_sample.draws import is_draw
 from gradguard.per_sample.layers.call import BatchAxis
 from gradguard.per_sample.samples import Arguments, take_samples, tensor_leaves
+from gradguard.per_sample.undisturbed import undisturbed
 
 Slot = tuple[nn.Module, str]
 """A parameter as an attribute of a module."""
@@ -47,7 +48,8 @@ class ObservedCall:
         outputs: Shapes of the tensors that it returned.
         uses: Trained parameters that its own code used.
         values: Inputs, then outputs, if they were asked for.
-        stores: Names of the attributes of the module that hold new tensors with a gradient when it ends.
+        in_place: Its own code wrote into what the modules that it called have returned.
+        draws: Its own code drew random numbers, or would have if dropout were not switched off.
     """
 
     module: nn.Module
@@ -56,7 +58,8 @@ class ObservedCall:
     outputs: list[torch.Size] = field(default_factory=list)
     uses: set[Slot] = field(default_factory=set)
     values: list[Tensor] = field(default_factory=list)
-    stores: list[str] = field(default_factory=list)
+    in_place: bool = False
+    draws: bool = False
 
 
 class Observer(TorchFunctionMode):
@@ -68,6 +71,8 @@ class Observer(TorchFunctionMode):
         self._trained, self._keep_values = slots, keep_values
         self._slots = {id(module._parameters[slot]): (module, slot) for module, slot in slots}
         self._running: list[int] = []
+        self._spotter = _Spotter(self._drawn)
+        self._returned: list[list[tuple[Tensor, int]]] = []
 
     def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Note that ``module`` starts; FSDP2 may have given it other parameters just now."""
@@ -80,6 +85,7 @@ class Observer(TorchFunctionMode):
         if self._keep_values:
             call.values += [t.clone() for t in tensors]
         self._running.append(len(self.calls))
+        self._returned.append([])
         self.calls.append(call)
 
     def leave(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
@@ -88,69 +94,74 @@ class Observer(TorchFunctionMode):
         call = self.calls[self._running.pop()]
         tensors = tensor_leaves(output)
         call.outputs = [t.shape for t in tensors]
-        call.stores = sorted(key for key, value in vars(module).items() if key[0] != "_" and _has_gradient(value))
+        call.in_place = any(tensor._version != version for tensor, version in self._returned.pop())
+        if self._returned:
+            self._returned[-1] += [(tensor, tensor._version) for tensor in tensors]
         if self._keep_values:
             call.values += [t.clone() for t in tensors]
         assert call.module is module
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in _DROPOUTS:
-            return args[0] if args else kwargs["input"]
-        if "dropout_p" in kwargs:
-            kwargs = {**kwargs, "dropout_p": 0.0}
-        result = func(*args, **kwargs)
+        if (func in _DROPOUTS and _drops(args, kwargs)) or kwargs.get("dropout_p"):
+            self._drawn()
+        result = without_dropout(func, args, kwargs)
         used = [slot for leaf in tree_leaves((args, kwargs)) if (slot := self._slots.get(id(leaf)))]
         if used and self._running and _gives_values(func, result):
             self.calls[self._running[-1]].uses.update(used)
         return result
 
+    def __enter__(self) -> Any:
+        self._spotter.__enter__()
+        return super().__enter__()
 
-def _has_gradient(value: Any) -> bool:
-    if not isinstance(value, Tensor | list | tuple | dict):
-        return False
-    return any(isinstance(leaf, Tensor) and leaf.grad_fn is not None for leaf in tree_leaves(value))
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._spotter.__exit__(*error)
+
+    def _drawn(self) -> None:
+        if self._running:
+            self.calls[self._running[-1]].draws = True
+
+
+class WithoutDropout(TorchFunctionMode):
+    """Switches dropout off that functions do."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return without_dropout(func, args, kwargs or {})
+
+
+def without_dropout(func: Any, args: Any, kwargs: Any) -> Any:
+    """Call a function of torch, but with no dropout."""
+    if func in _DROPOUTS:
+        return args[0] if args else kwargs["input"]
+    if kwargs.get("dropout_p"):
+        kwargs = {**kwargs, "dropout_p": 0.0}
+    return func(*args, **kwargs)
+
+
+def _drops(args: Any, kwargs: Any) -> bool:
+    given = dict(zip(("input", "p", "training"), args, strict=False)) | kwargs
+    return bool(given.get("training", given.get("train", True)) and given.get("p", 0.5))
+
+
+class _Spotter(TorchDispatchMode):
+    """Tells of random numbers that are drawn."""
+
+    def __init__(self, tell: Callable[[], None]) -> None:
+        super().__init__()
+        self._tell = tell
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if is_draw(func, args, kwargs):
+            self._tell()
+        return func(*args, **(kwargs or {}))
 
 
 def _gives_values(func: Any, result: Any) -> bool:
     if getattr(func, "__name__", "") in _NO_VALUES:
         return False
-    return any(isinstance(leaf, Tensor) and leaf.is_floating_point() for leaf in tree_leaves(result))
-
-
-@contextmanager
-def undisturbed(module: nn.Module) -> Iterator[None]:
-    """Run a block that calls ``module`` and leaves no trace: random generators, buffers, attributes return."""
-    buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
-    attributes = [(m, dict(vars(m)), dict(m._buffers)) for m in module.modules()]
-    python_state = random.getstate()
-    rates = [(m, "dropout", m.dropout) for m in module.modules() if isinstance(m, nn.MultiheadAttention | nn.RNNBase)]
-    rates += [(m, "p", m.p) for m in module.modules() if isinstance(m, nn.modules.dropout._DropoutNd)]
-    devices = sorted({p.device.index or 0 for p in module.parameters() if p.device.type == "cuda"})
-    fast_path = torch.backends.mha.get_fastpath_enabled()
-    with ExitStack() as stack:
-        stack.enter_context(torch.random.fork_rng(devices))
-        stack.enter_context(warnings.catch_warnings())
-        warnings.filterwarnings("ignore", "None of the inputs have requires_grad")  # a reentrant checkpoint
-        torch.backends.mha.set_fastpath_enabled(False)
-        for layer, rate, _ in rates:
-            setattr(layer, rate, 0.0)
-        try:
-            yield
-        finally:
-            torch.backends.mha.set_fastpath_enabled(fast_path)
-            for layer, rate, value in rates:
-                setattr(layer, rate, value)
-            random.setstate(python_state)
-            for m, own, held in attributes:  # what was assigned to the module is taken back
-                vars(m).clear()
-                vars(m).update(own)
-                m._buffers.clear()
-                m._buffers.update(held)
-            with torch.no_grad():
-                for buffer, value in buffers:
-                    if buffer.shape == value.shape and not torch.equal(buffer, value):
-                        buffer.copy_(value)
+    return any(isinstance(t, Tensor) and (t.is_floating_point() or t.is_complex()) for t in tree_leaves(result))
 
 
 class DryRun:
@@ -165,9 +176,11 @@ class DryRun:
         observe: Called with an `Observer` or None: who hears of the calls of modules.
         whole: Positions of tensors in the arguments that belong to no sample.
         seed: Of the random numbers that the module draws.
+        structure: The layers inside are to be followed; otherwise only what the module itself gets and returns counts.
 
     Attributes:
-        draws: The module drew random numbers.
+        draws: The module drew random numbers, dropout apart.
+        changes_buffers: The module changed its buffers.
     """
 
     def __init__(
@@ -180,13 +193,14 @@ class DryRun:
         observe: Any,
         whole: Set[int],
         seed: int,
+        structure: bool = True,
     ) -> None:
-        self._whole, self._seed, self.draws = whole, seed, False
+        self._whole, self._seed, self.draws, self.changes_buffers = whole, seed, False, False
         self._module, self._arguments, self._batch_first, self._size = module, arguments, batch_first, size
         self._slots, self._observe = slots, observe
         self.runs = [self._run(samples, keep_values=False) for samples in SIZES]
-        names = [[type(call.module).__name__ for call in run] for run in self.runs]
-        if names[0] != names[1]:
+        called = [[id(call.module) for call in run] for run in self.runs]
+        if structure and called[0] != called[1]:
             raise UnsupportedGradientError(
                 f"{type(module).__name__} calls other layers for {SIZES[0]} samples than for {SIZES[1]}, so what a "
                 "layer is called with cannot be told apart by samples. Let the module treat every batch size alike."
@@ -248,9 +262,12 @@ class DryRun:
         try:
             with undisturbed(self._module), torch.set_grad_enabled(samples == SIZES[0]), observer:
                 torch.manual_seed(self._seed)
-                before = torch.get_rng_state()
+                random.seed(self._seed)
+                before = torch.get_rng_state(), random.getstate()
+                versions = [buffer._version for buffer in self._module.buffers()]
                 self._module(*args, **kwargs)
-                self.draws = not torch.equal(before, torch.get_rng_state())
+                self.draws |= not torch.equal(before[0], torch.get_rng_state()) or before[1] != random.getstate()
+                self.changes_buffers |= versions != [buffer._version for buffer in self._module.buffers()]
         except UnsupportedGradientError:
             raise
         except Exception as error:

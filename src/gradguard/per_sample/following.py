@@ -1,7 +1,7 @@
 """Follows a module's calls: knows which layer runs, what to do with it, and what a gradient that went past it means."""
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -12,16 +12,18 @@ from torch import Tensor, nn
 
 from gradguard.errors import UnsupportedGradientError
 from gradguard.module_hooks import ForwardHook
+from gradguard.per_sample.draws import Draws
 from gradguard.per_sample.dry_run import Observer, Slot
-from gradguard.per_sample.layers.call import BatchAxis
 from gradguard.per_sample.mini_batch import Gathering
 from gradguard.per_sample.plan import CallPlan, Treatment
 from gradguard.per_sample.planning import Planning
-from gradguard.per_sample.samples import Arguments, count_samples
+from gradguard.per_sample.sample_loop import LoopedCall
+from gradguard.per_sample.samples import Arguments, count_samples, take_samples
 from gradguard.per_sample.support import refuse_batch_norm
 from gradguard.per_sample.tap import current_task
 from gradguard.per_sample.tapping import Running, Tapping, autocast_of
 from gradguard.per_sample.trees import Skeleton
+from gradguard.per_sample.way import Way
 
 _NOTHING = CallPlan(Treatment.NOTHING, False, (), ())
 
@@ -31,20 +33,20 @@ class LastCall:
     """One outermost call, to be repeated.
 
     Attributes:
-        module: What was called.
-        arguments: With what.
+        way: How it is treated.
+        arguments: What the module was called with.
         batch_size: Number of samples.
-        output_axes: Batch axis of each tensor that it returned.
         autocast: Device type and dtype of the autocast that it ran under, or None.
-        whole: Positions of tensors in the arguments that belong to no sample.
     """
 
-    module: nn.Module
+    way: Way
     arguments: Arguments
     batch_size: int
-    output_axes: Sequence[BatchAxis | None]
     autocast: tuple[str, torch.dtype] | None
-    whole: Set[int]
+
+    def samples(self, batch_first: bool, indices: Sequence[int]) -> Arguments:
+        """Return the arguments for some of the samples."""
+        return take_samples(self.arguments, batch_first, self.batch_size, indices, self.way.whole)
 
 
 class Following:
@@ -54,32 +56,52 @@ class Following:
         module: The outermost module.
         batch_first: Whether the batch is the first dimension of what it is called with.
         names: The name of each parameter by where it is held; several places may hold one.
+        reduction: What the loss is over samples, ``"mean"`` or ``"sum"``.
+        rehearse: Called with this object and a call before it, if it is of a new kind or size: what tries out whether
+            per-sample gradients will be right; None for no trial.
 
     Attributes:
         last_calls: The last call of each outermost module.
     """
 
-    def __init__(self, module: nn.Module, batch_first: bool, names: Mapping[Slot, str]) -> None:
-        self._module, self._batch_first, self._names = module, batch_first, names
+    def __init__(
+        self,
+        module: nn.Module,
+        batch_first: bool,
+        names: Mapping[Slot, str],
+        reduction: str = "mean",
+        rehearse: "Callable[[Following, LastCall], None] | None" = None,
+    ) -> None:
+        self._module, self.batch_first, self._names = module, batch_first, names
+        self._reduction, self._rehearse = reduction, rehearse
+        self._rehearsed: Way | None = None
+        self._loop: LoopedCall | None = None
+        self._unverified: list[LastCall] = []
         self.aliases: dict[str, list[Slot]] = defaultdict(list)
         for slot, name in names.items():
             self.aliases[name].append(slot)
         self._tapping = Tapping(names, self.aliases, self.quietly)
         self._quiet = False
         self.last_calls: dict[nn.Module, LastCall] = {}
-        self._planning = Planning(batch_first, names, partial(setattr, self, "_observer"))
+        self._planning = Planning(self.batch_first, names, partial(setattr, self, "_observer"))
         self._stack: list[Running] = []
         self._trained: frozenset[str] = frozenset()
         self._observer: Observer | None = None
         self._handles: list[Any] = []
-        for submodule in module.modules():
-            self._handles += [
-                submodule.register_forward_pre_hook(ForwardHook(self._enter), with_kwargs=True),
+        self._hooks: dict[nn.Module, tuple[int, int]] = {}
+        try:
+            for submodule in module.modules():
+                before = submodule.register_forward_pre_hook(ForwardHook(self._enter), with_kwargs=True)
+                self._handles.append(before)
                 # First of all, so that what other hooks keep of the output has passed the tap.
-                submodule.register_forward_hook(
+                after = submodule.register_forward_hook(
                     ForwardHook(self._leave), prepend=True, with_kwargs=True, always_call=True
-                ),
-            ]
+                )
+                self._handles.append(after)
+                self._hooks[submodule] = before.id, after.id
+        except BaseException:
+            self.remove()
+            raise
         self._guarded: set[int] = set()
 
     def remove(self) -> None:
@@ -117,16 +139,24 @@ class Following:
             )
         return parameter
 
+    def verified(self) -> None:
+        """The gradients of the last calls have been found to be right."""
+        while self._unverified:
+            call = self._unverified.pop()
+            call.way.sizes.add(call.batch_size)
+
     @contextmanager
-    def apart(self) -> Iterator[Gathering]:
-        """Gather into another `Gathering` in a block that runs the module for another purpose."""
+    def apart(self, way: Way) -> Iterator[Gathering]:
+        """Gather into another `Gathering` in a block that calls the module in one way for another purpose."""
         tapping = self._tapping
-        before = tapping.gathering, dict(self.last_calls), tapping.batch_size
-        tapping.gathering = Gathering(before[0].shared)
+        before = tapping.gathering, dict(self.last_calls), tapping.batch_size, list(self._unverified)
+        tapping.gathering = Gathering(before[0].shared | self._planning.shared)
+        self._rehearsed = way
         try:
             yield tapping.gathering
         finally:
-            tapping.gathering, self.last_calls, tapping.batch_size = before
+            tapping.gathering, self.last_calls, tapping.batch_size, self._unverified = before
+            self._rehearsed = None
 
     @contextmanager
     def quietly(self) -> Iterator[None]:
@@ -143,14 +173,18 @@ class Following:
         if self._observer is not None:
             self._observer.enter(module, args, kwargs)
             return None
-        if self._quiet or not torch.is_grad_enabled():
+        if self._quiet or self._loop is not None or not torch.is_grad_enabled():
             return None
         if self._stack and self._stack[0].module is module:
             self.recover()
         if not self._stack:
             self._begin(module, (args, kwargs))
+            if self._loop is not None:
+                self._stack.append(self._start_loop(module))
+                return None
         caller = self._stack[-1] if self._stack else None
         running = Running(module, self._next_plan(module))
+        running.exposed = self._is_exposed(module)
         self._stack.append(running)
         return self._tapping.start(running, caller, args, kwargs)
 
@@ -161,12 +195,18 @@ class Following:
         if not self._stack or self._stack[-1].module is not module:
             return None
         running = self._stack.pop()
-        for parameter in running.withheld:
-            parameter.requires_grad_(True)
+        running.give_back()
         if output is None:  # the forward raised an error
+            self._loop = None
             return None
         try:
-            return self._tapping.end(running, self._stack[-1] if self._stack else None, args, kwargs, output)
+            if self._loop is not None:
+                return self._end_loop(output)
+            return self._refuse_unowned(
+                module,
+                self._tapping.end(running, self._stack[-1] if self._stack else None, args, kwargs, output),
+                output,
+            )
         except UnsupportedGradientError:
             self._planning.forget()  # so that the next step looks at the model again
             raise
@@ -178,13 +218,73 @@ class Following:
         self._planning.restart()
         if current_task() != -1:  # a checkpoint runs a part of the forward again
             return
-        size = self._tapping.batch_size = count_samples(arguments, self._batch_first, type(module).__name__)
+        size = self._tapping.batch_size = count_samples(arguments, self.batch_first, type(module).__name__)
         if not size:
             return
-        self._planning.begin(module, arguments, size)
+        rehearsal = self._rehearsed is not None
+        rehearse = self._rehearse if self._planning.uses_trained(module) else None
+        way = self._rehearsed or self._planning.way(module, arguments, size)
+        call = LastCall(way, arguments, size, autocast_of(Skeleton(arguments)))
+        self._tapping.verifying = rehearsal or (rehearse is not None and size not in way.sizes)
+        if rehearse is not None and not rehearsal and self._tapping.verifying:
+            rehearse(self, call)
+            self._planning.restart()
+            self._unverified.append(call)
+            self._tapping.batch_size, self._tapping.verifying = size, True
+        self._planning.resume(way)
         self.gathering.shared = self._planning.shared
-        axes, autocast = self._planning.output_axes(module), autocast_of(Skeleton(arguments))
-        self.last_calls[module] = LastCall(module, arguments, size, axes, autocast, self._planning.whole)
+        self.last_calls[module] = call
+        if way.looped:
+            self._loop = self.looped_call(call)
+
+    def looped_call(self, call: LastCall) -> LoopedCall:
+        """Return ``call`` as one that is repeated sample by sample."""
+        way = call.way
+        trained = {name: self.aliases[name] for name in sorted(self._trained)}
+        inside = set(way.module.modules())
+        places = {name: slots for name, slots in trained.items() if any(module in inside for module, _ in slots)}
+        return LoopedCall(
+            way.module,
+            call.arguments,
+            self.batch_first,
+            call.batch_size,
+            way.whole,
+            way.output_axes,
+            self._reduction,
+            places,
+            self.quietly,
+            call.autocast,
+            way.precision,
+        )
+
+    def _start_loop(self, module: nn.Module) -> Running:
+        """The batch of a looped call starts."""
+        assert self._loop is not None
+        running = Running(module, _NOTHING)
+        if self._tapping.verifying:
+            self._loop.leaves = self._tapping.put_leaves(running, self._loop.places)
+        if self.last_calls[module].way.changes_buffers:
+            self._loop.buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
+        self._loop.draws = running.places.enter_context(Draws())
+        return running
+
+    def _end_loop(self, output: Any) -> Any:
+        loop, self._loop = self._loop, None
+        assert loop is not None
+        way = self.last_calls[loop.module].way
+        return self._refuse_unowned(loop.module, self._tapping.tap_loop(loop, output), output, way)
+
+    def _refuse_unowned(self, module: nn.Module, changed: Any, output: Any, way: Way | None = None) -> Any:
+        """Let a gradient of a tensor that belongs to no sample be an error, where the outermost module returned it."""
+        if self._stack or self._tapping.batch_size == 0 or module not in self.last_calls:
+            return changed
+        way = way or self.last_calls[module].way
+        if way.unowned and self._rehearsed is None:
+            tensors = Skeleton(output if changed is None else changed).tensors
+            for position, words in way.unowned.items():
+                if position < len(tensors) and tensors[position].requires_grad:
+                    tensors[position].register_hook(partial(_refuse, words))
+        return changed
 
     def _look_at_trained(self) -> None:
         """See which parameters are trained now."""
@@ -199,10 +299,16 @@ class Following:
         """Watch the accumulators of the trained parameters."""
         for name in names:
             parameter = self.parameter(name)
-            if id(parameter) not in self._guarded:
+            if id(parameter) not in self._guarded and self._rehearsed is None:
                 self._guarded.add(id(parameter))
                 hook = partial(self._bypassed, name)
                 self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
+
+    def _is_exposed(self, module: nn.Module) -> bool:
+        """Whether hooks of others run between the two of the clipper's, where parameters are kept from autograd."""
+        before, after = self._hooks[module]
+        first, last = next(iter(module._forward_hooks)), next(reversed(module._forward_pre_hooks))
+        return first != after or last != before or bool(nn.modules.module._global_forward_hooks)
 
     def _next_plan(self, module: nn.Module) -> CallPlan:
         """The plan of this call of ``module``."""
@@ -213,7 +319,7 @@ class Following:
             return plan
         if not self._planning.uses_trained(module):
             return _NOTHING
-        self._planning.forget()
+        self._planning.unexpected()
         raise UnsupportedGradientError(
             f"{type(module).__name__} did not run when the model was looked at, so how it treats samples is not known. "
             "Repeat this step: the model is looked at again. (Nothing was clipped yet.)"
@@ -221,9 +327,9 @@ class Following:
 
     def recover(self) -> None:
         """Give back what calls that were cut short (an interrupt from the keyboard) have withheld."""
+        self._loop = None
         while self._stack:
-            for parameter in self._stack.pop().withheld:
-                parameter.requires_grad_(True)
+            self._stack.pop().give_back()
 
     def _bypassed(self, name: str, parameter: Tensor) -> None:
         """A gradient reached a parameter past the layers."""
@@ -238,3 +344,8 @@ class Following:
             "forward; or, for a penalty on weights, give the optimizer weight_decay. For an ordinary backward, call "
             "clipper.detach() first. If forward has used it for the first time now, repeat this step."
         )
+
+
+def _refuse(words: str, gradient: Tensor | None) -> None:
+    if gradient is not None and bool(gradient.any()):
+        raise UnsupportedGradientError(words)

@@ -13,8 +13,11 @@ from gradguard.per_sample.arithmetic import exact_products
 from gradguard.per_sample.contributions import Contribution, Kept, together
 from gradguard.per_sample.layers.call import LayerCall
 from gradguard.per_sample.own_code import LeftOut, OwnCode
+from gradguard.per_sample.plain_sum import Leaves, magnitude, off_from_sum
 from gradguard.per_sample.plan import CallPlan
+from gradguard.per_sample.sample_loop import LoopedCall
 from gradguard.per_sample.strategy import kept_bytes, settle
+from gradguard.per_sample.tap import current_task
 from gradguard.per_sample.trees import Skeleton
 
 _LEAST = 32 << 20
@@ -32,6 +35,7 @@ class UsedLayer:
         batch_size: Number of samples.
         names: Its trained parameters: from their names in the layer to those in the whole module.
         generator_state: State of the random generator before the call, where the rule asks.
+        leaves: What stood in the places of its parameters, on a step that is to be verified.
     """
 
     module: nn.Module
@@ -40,6 +44,7 @@ class UsedLayer:
     batch_size: int
     names: Mapping[str, str]
     generator_state: Tensor | None
+    leaves: Leaves | None = None
 
 
 @dataclass
@@ -54,6 +59,10 @@ class MiniBatch:
         own_code: Runs of code that is differentiated when all gradients are there.
         budget: Bytes of per-sample gradients that may still be kept.
         shared: Parameters that are used more than once.
+        loops: Calls that are repeated sample by sample.
+        to_verify: Layers with the contributions that must add up to the plain gradients of one call.
+        reached: Calls to whose parameters a plain gradient has come.
+        tapped: Calls whose outputs a gradient has come to.
         finished: One contribution for each parameter, once `finish` was called.
     """
 
@@ -64,6 +73,10 @@ class MiniBatch:
     batch_size: int = -1
     parts: dict[str, list[Contribution]] = field(default_factory=lambda: defaultdict(list))
     own_code: list[OwnCode] = field(default_factory=list)
+    loops: list[LoopedCall] = field(default_factory=list)
+    to_verify: list[tuple[UsedLayer, dict[str, Contribution], float]] = field(default_factory=list)
+    reached: list[Leaves] = field(default_factory=list)
+    tapped: set[Leaves] = field(default_factory=set)
     finished: dict[str, Contribution] | None = None
 
     def expect(self, batch_size: int, layer: nn.Module) -> None:
@@ -81,7 +94,7 @@ class MiniBatch:
             )
         self.batch_size = batch_size
 
-    def add(self, name: str, contribution: Contribution, device: torch.device) -> None:
+    def add(self, name: str, contribution: Contribution, device: torch.device) -> Contribution:
         """Add what one use of parameter ``name`` contributes; unless there are others, its way is settled at once.
 
         What is kept at once frees the layer's input and gradient while backward goes on freeing activations.
@@ -91,19 +104,59 @@ class MiniBatch:
             if isinstance(contribution, Kept):
                 self.budget -= kept_bytes(contribution)
         self.parts[name].append(contribution)
+        return contribution
 
     def finish(self, device: torch.device) -> dict[str, Contribution]:
         """Return one contribution for each parameter that was used."""
         if self.finished is None:
+            self._refuse_sideways()
+            self._verify_layers()
             while self.own_code:
                 for name, gradients in self.own_code.pop().per_sample_gradients().items():
                     self.parts[name].append(Kept(gradients))
+            for loop in self.loops:
+                for name, contribution in loop.contributions(self.budget).items():
+                    self.parts[name].append(contribution)
+                loop.verify({name: self.parts[name][-1] for name in loop.places})
             self.finished = {}
             for name in list(self.parts):
                 uses = self.parts.pop(name)
                 merged = together(uses)
                 self.finished[name] = merged if merged is uses[0] else settle(merged, self.budget, device)
         return self.finished
+
+    def _refuse_sideways(self) -> None:
+        """Check that no gradient came to parameters of a call whose outputs got none.
+
+        Raises:
+            UnsupportedGradientError: If one did.
+        """
+        for leaves in self.reached:
+            if leaves not in self.tapped and any(bool(gradient.any()) for gradient in leaves.plain.values()):
+                raise UnsupportedGradientError(
+                    f"a gradient reached {', '.join(leaves.plain)} in {type(leaves.module).__name__}, although nothing "
+                    "that it returned has one: a value that it made reached the loss in another way (an attribute, a "
+                    "list, a hook). Return it instead. Nothing was clipped."
+                )
+
+    def _verify_layers(self) -> None:
+        """Compare the plain gradients of each call of a layer with the sum of what its rule gave.
+
+        Raises:
+            UnsupportedGradientError: If they differ.
+        """
+        while self.to_verify:
+            layer, found, precision = self.to_verify.pop()
+            assert layer.leaves is not None
+            sizes = [magnitude(contribution) for contribution in found.values()]
+            size = torch.stack(sizes).nan_to_num(0.0, 0.0, 0.0).max()
+            for name, contribution in found.items():
+                if float(off_from_sum(contribution, layer.leaves.plain.get(name), precision, size)) > 1:
+                    raise UnsupportedGradientError(
+                        f"the samples' gradients of {name} do not add up to its plain gradient in "
+                        f"{type(layer.module).__name__}. Does a hook, or a forward that was replaced, use its "
+                        "parameters or its output before the clipper sees it? Nothing was clipped."
+                    )
 
 
 class Gathering:
@@ -152,6 +205,8 @@ class Gathering:
         mini_batch = self._of(task)
         if all(grad is None for grad in grads):
             return
+        if layer.leaves is not None:
+            mini_batch.tapped.add(layer.leaves)
         mini_batch.expect(layer.batch_size, layer.module)
         args, kwargs = layer.arguments.fill(saved[: len(layer.arguments)])
         outputs: list[Tensor | None] = list(saved[len(layer.arguments) :])
@@ -177,8 +232,13 @@ class Gathering:
                     f"{sorted(layer.names)} are trained. Is the weight computed by an old-style hook (weight_norm, "
                     "spectral_norm, prune)? Use torch.nn.utils.parametrizations in its place."
                 )
-            for name, contribution in found.items():
-                mini_batch.add(layer.names[name], contribution, device)
+            added = {
+                layer.names[name]: mini_batch.add(layer.names[name], contribution, device)
+                for name, contribution in found.items()
+            }
+            if layer.leaves is not None:
+                floats = [t for t in (*saved, *grads) if t is not None and t.is_floating_point()]
+                mini_batch.to_verify.append((layer, added, max(torch.finfo(t.dtype).eps for t in floats)))
 
     def receive_left_out(
         self, layer: LeftOut, saved: Sequence[Tensor], grads: Sequence[Tensor | None], task: int
@@ -188,12 +248,30 @@ class Gathering:
         self._of(task)
         layer.grads = list(grads)
 
+    def receive_plain(self, made_in: int, leaves: Leaves) -> None:
+        """A plain gradient came to the parameters of a call."""
+        self._of(current_task() if made_in == -1 else made_in).reached.append(leaves)
+
     def receive_code(self, code: OwnCode, saved: Sequence[Tensor], grads: Sequence[Tensor | None], task: int) -> None:
         """The gradient of what a module's own code returned; those of what it called layers with are still to come."""
         mini_batch = self._of(task)
         mini_batch.expect(code.batch_size, code.module)
+        if code.leaves is not None:
+            mini_batch.tapped.add(code.leaves)
         code.saved, code.grads = saved, list(grads)
         mini_batch.own_code.append(code)
+
+    def receive_loop(
+        self, loop: LoopedCall, saved: Sequence[Tensor], grads: Sequence[Tensor | None], task: int
+    ) -> None:
+        """The gradients of what a looped call returned."""
+        del saved
+        mini_batch = self._of(task)
+        mini_batch.expect(loop.batch_size, loop.module)
+        if loop.leaves is not None:
+            mini_batch.tapped.add(loop.leaves)
+        loop.grads = list(grads)
+        mini_batch.loops.append(loop)
 
     def receive_nothing(self, saved: Sequence[Tensor], grads: Sequence[Tensor | None], task: int) -> None:
         """A backward through a call with no samples."""

@@ -15,7 +15,10 @@ from torch import Tensor, nn
 
 from gradguard.errors import UnsupportedGradientError
 from gradguard.per_sample.arithmetic import wide
+from gradguard.per_sample.contributions import Kept
 from gradguard.per_sample.layers.call import BatchAxis
+from gradguard.per_sample.plain_sum import Leaves, magnitude, off_from_sum
+from gradguard.per_sample.substitution import substituted
 from gradguard.per_sample.trees import Skeleton
 
 Aliases = Mapping[str, Sequence[tuple[nn.Module, str]]]
@@ -64,9 +67,14 @@ class OwnCode:
         autocast: Device type and dtype of the autocast that it ran under, or None.
         quietly: A block in which the clipper's own hooks do nothing.
         left_out: The layers that it called, in order.
-        saved: Its input tensors, what the left-out layers returned, and its results: what it computed and
-            called layers with, then what it computed and returned.
+        saved: Its input tensors, and what the left-out layers returned.
+        results: What it computed and called layers with, then what it computed and returned; of use for its values only
+            if they are ``compared``.
+        compared: Compare the results with those of the run for one sample.
         grads: The gradient of each tensor that it returned.
+        passed: The parameters among its arguments: their names, by position.
+        leaves: What stood in the places of the parameters, with the plain gradients of this run after backward.
+        in_place: It writes into what layers have returned.
     """
 
     module: nn.Module
@@ -82,7 +90,12 @@ class OwnCode:
     quietly: Callable[[], AbstractContextManager[None]]
     left_out: list[LeftOut] = field(default_factory=list)
     saved: Sequence[Tensor] = ()
+    results: Sequence[Tensor] = ()
+    compared: bool = False
     grads: Sequence[Tensor | None] = ()
+    passed: Mapping[int, str] = field(default_factory=dict)
+    leaves: Leaves | None = None
+    in_place: bool = False
 
     def per_sample_gradients(self) -> dict[str, Tensor]:
         """Return ``[B, *shape]`` for each parameter.
@@ -93,12 +106,13 @@ class OwnCode:
         names = list(self.aliases)
         values = [self.values[name] for name in names]
         axes, results = self._axes()
-        tensors = [*self.saved, *results]
+        tensors = [*self.saved, *self.results, *results]
         owners = [_owned(t, axis, self.batch_size) for t, axis in zip(tensors, axes, strict=True)]
         with self._set_up():
             gradients, errors = self._differentiate(names, values, owners)
-        self._check(errors)
-        return dict(zip(names, gradients, strict=True))
+        found = dict(zip(names, gradients, strict=True))
+        self._check(errors, found)
+        return found
 
     def _axes(self) -> tuple[list[BatchAxis | None], list[Tensor]]:
         """The axes of the saved tensors and of the gradients of results; and these gradients, zero where none came."""
@@ -107,14 +121,13 @@ class OwnCode:
         results += [self.output_axes[i] for i in self.computed]
         grads = [grad for layer in self.left_out for grad in (layer.grads or [None] * len(layer.axes))]
         grads += [self.grads[i] for i in self.computed]
-        recorded = self.saved[len(self.saved) - len(results) :]
         for axis, grad in zip(results, grads, strict=True):
             if axis is None and grad is not None:
                 raise UnsupportedGradientError(
                     f"{type(self.module).__name__} makes a value from its parameters alone, without the samples, and "
                     "it has a gradient: that belongs to no single sample. Compute it where it is used."
                 )
-        filled = [torch.zeros_like(r) if g is None else g for g, r in zip(grads, recorded, strict=True)]
+        filled = [torch.zeros_like(r) if g is None else g for g, r in zip(grads, self.results, strict=True)]
         return [*self.axes, *given, *results, *results], filled
 
     def _differentiate(
@@ -168,8 +181,11 @@ class OwnCode:
         for result, known, grad in zip(results, recorded, grads, strict=True):
             if result.shape != known.shape:
                 raise UnsupportedGradientError(self._differs("a result has another shape for one sample"))
-            if result.is_floating_point() and result.numel():
-                total = total + (wide(result) * wide(grad)).sum()
+            if not _is_inexact(result) or not result.numel():
+                continue
+            product = wide(result) * wide(grad).conj()
+            total = total + (product.real if product.is_complex() else product).sum()
+            if self.compared:
                 scale = wide(known).abs().amax().clamp_min(1e-30)
                 off = (wide(result).detach() - wide(known)).abs().amax() / scale
                 eps = torch.finfo(known.dtype).eps
@@ -188,16 +204,18 @@ class OwnCode:
                     raise UnsupportedGradientError(self._differs("it calls other layers for one sample"))
                 got = Skeleton((args, kwargs)).tensors
                 results.extend(got[i] for i in layer.tapped)
-                return layer.output.fill(outputs)
+                return layer.output.fill([tensor.clone() for tensor in outputs] if self.in_place else outputs)
 
             return call
 
         with ExitStack() as stack:
             for module in {id(layer.module): layer.module for layer in self.left_out}.values():
                 stack.enter_context(_attribute(module, "_call_impl", stub(module)))  # no hooks, which may shard
-            for name, value in parameters.items():
-                for module, slot in self.aliases[name]:
-                    stack.enter_context(_parameter(module, slot, value))
+            places = {place: value for name, value in parameters.items() for place in self.aliases[name]}
+            stack.enter_context(substituted(places))
+            inputs = [tensor.clone() for tensor in inputs] if self.in_place else list(inputs)
+            for position, name in self.passed.items():
+                inputs[position] = parameters[name]
             args, kwargs = self.arguments.fill(inputs)
             output = self.module.forward(*args, **kwargs)  # what hooks did to the arguments is done already
         if next(remaining, None) is not None:
@@ -215,12 +233,30 @@ class OwnCode:
             stack.enter_context(torch.random.fork_rng(devices))
             yield
 
-    def _check(self, errors: Tensor) -> None:
-        worst = float(errors.max()) if errors.numel() else 0.0
-        if worst > 1:
+    def _check(self, errors: Tensor, found: Mapping[str, Tensor]) -> None:
+        """Compare results with those that were recorded, and the sum of all samples with the plain gradient."""
+        tensors = [*self.saved, *self.results, *(g for g in self.grads if g is not None)]
+        precision = max([torch.finfo(t.dtype).eps for t in tensors if _is_inexact(t)])
+        worst = errors.max() if errors.numel() else errors.new_zeros(())
+        names = list(found) if self.leaves is not None and self.batch_size else []
+        plain = self.leaves.plain if self.leaves is not None else {}
+        sizes = [magnitude(Kept(found[name])) for name in names] + [wide(g).norm() for g in self.grads if g is not None]
+        size = torch.stack([size.double() for size in sizes]).nan_to_num(0.0, 0.0).max() if sizes else 0.0
+        off = [off_from_sum(Kept(found[name]), plain.get(name), precision, size) for name in names]
+        look = torch.stack([worst.double(), *off]).tolist()  # one look at the device
+        if look[0] > 1:
             raise UnsupportedGradientError(
                 self._differs("for one sample it computes other values (does it draw random numbers, or mix samples?)")
             )
+        for name, error in zip(names, look[1:], strict=True):
+            if error > 1:
+                raise UnsupportedGradientError(
+                    self._differs(
+                        f"the samples' gradients of {name} do not add up to its plain gradient. Does a value that it "
+                        "makes reach the loss in another way than through what it returns (an attribute, a list, a "
+                        "hook)?"
+                    )
+                )
 
     def _differs(self, what: str) -> str:
         names = ", ".join(self.aliases)
@@ -229,6 +265,10 @@ class OwnCode:
             "Move dropout and the like into a layer of its own (nn.Dropout), write x = x + y in place of x += y, and "
             "let each sample be computed by itself."
         )
+
+
+def _is_inexact(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
 
 
 def _owned(tensor: Tensor, axis: BatchAxis | None, batch_size: int) -> tuple[Tensor, int | None, int | None]:
@@ -254,15 +294,3 @@ def _attribute(module: nn.Module, name: str, value: Any) -> Iterator[None]:
             del vars(module)[name]
         else:
             vars(module)[name] = own
-
-
-@contextmanager
-def _parameter(module: nn.Module, slot: str, value: Tensor) -> Iterator[None]:
-    """Let ``value`` stand in for a parameter in the block."""
-    parameters: dict[str, Any] = module._parameters
-    original = parameters[slot]
-    parameters[slot] = value
-    try:
-        yield
-    finally:
-        parameters[slot] = original

@@ -7,7 +7,7 @@ from enum import Enum
 from torch import nn
 
 from gradguard.errors import UnsupportedGradientError
-from gradguard.per_sample.dry_run import DryRun, ObservedCall, Slot
+from gradguard.per_sample.dry_run import DryRun, Slot
 from gradguard.per_sample.layers.call import BatchAxis
 from gradguard.per_sample.layers.rules import Rule, rule_for
 
@@ -31,6 +31,7 @@ class CallPlan:
         outputs: Batch axis of each tensor that it returns.
         uses: Trained parameters that its own code uses, those of layers that see no sample included.
         rule: For `Treatment.RULE`.
+        in_place: Its own code writes into what the layers that it called have returned.
     """
 
     treatment: Treatment
@@ -39,6 +40,7 @@ class CallPlan:
     outputs: tuple[BatchAxis | None, ...]
     uses: frozenset[Slot] = frozenset()
     rule: Rule | None = None
+    in_place: bool = False
 
 
 class Plans:
@@ -50,7 +52,6 @@ class Plans:
     Attributes:
         modules: All modules that ran.
         uses: Which parameters each call uses that gives per-sample gradients.
-        draws: The module drew random numbers.
     """
 
     def __init__(self, run: DryRun) -> None:
@@ -58,16 +59,22 @@ class Plans:
         treatments, uses = _treatments(run, sees)
         found: dict[nn.Module, list[CallPlan]] = defaultdict(list)
         for i, call in enumerate(run.calls):
-            if treatments[i] is Treatment.OWN_CODE:
-                _refuse_stored(call)
+            if treatments[i] is Treatment.OWN_CODE and call.draws:
+                raise UnsupportedGradientError(
+                    f"the code of {type(call.module).__name__} uses parameters by itself and draws random numbers "
+                    "(F.dropout, say), so it cannot be run again for each sample. Move dropout into a layer of its own "
+                    "(nn.Dropout)."
+                )
             within_own_code = call.caller >= 0 and treatments[call.caller] is Treatment.OWN_CODE
             needed = call.caller < 0 or treatments[i] is not Treatment.NOTHING or (within_own_code and sees[i])
             inputs, outputs = run.axes(i) if needed else ([], [])
             rule = rule_for(call.module) if treatments[i] is Treatment.RULE else None
-            plan = CallPlan(treatments[i], sees[i], tuple(inputs), tuple(outputs), frozenset(uses[i]), rule)
+            plan = CallPlan(
+                treatments[i], sees[i], tuple(inputs), tuple(outputs), frozenset(uses[i]), rule, call.in_place
+            )
             found[call.module].append(plan)
         self._calls = {m: plans[:1] if plans.count(plans[0]) == len(plans) else plans for m, plans in found.items()}
-        self.modules, self.draws = set(found), run.draws
+        self.modules = set(found)
         self.uses = [frozenset(uses[i]) for i, t in enumerate(treatments) if t is not Treatment.NOTHING]
         self._counts = {m: len(plans) for m, plans in found.items()}
 
@@ -99,7 +106,9 @@ def _treatments(run: DryRun, sees: list[bool]) -> tuple[list[Treatment], list[se
         if not uses[i]:
             continue
         if sees[i]:
-            treatments[i] = Treatment.OWN_CODE if rule_for(call.module) is None else Treatment.RULE
+            own = {(m, slot) for m in call.module.modules() for slot in m._parameters}
+            has_rule = rule_for(call.module) is not None and uses[i] <= own
+            treatments[i] = Treatment.RULE if has_rule else Treatment.OWN_CODE
         elif call.caller < 0:
             raise UnsupportedGradientError(
                 f"{type(call.module).__name__} was called by itself and returned the same for any number of samples, "
@@ -109,16 +118,6 @@ def _treatments(run: DryRun, sees: list[bool]) -> tuple[list[Treatment], list[se
         else:  # position embeddings, for example: a part of the code that called them
             uses[call.caller] |= uses[i]
     return treatments, uses
-
-
-def _refuse_stored(call: ObservedCall) -> None:
-    """Refuse code that keeps something for the loss on the module: what reaches parameters that way is not seen."""
-    if call.stores:
-        raise UnsupportedGradientError(
-            f"the code of {type(call.module).__name__} uses parameters by itself and stores a tensor with a gradient "
-            f"as an attribute ({', '.join(call.stores)}): if the loss takes it from there, its share is lost. Return "
-            "it instead, or store it detached."
-        )
 
 
 def _grows(run: DryRun, i: int) -> bool:

@@ -89,5 +89,17 @@ def take_samples(
     return args, kwargs
 
 
+def to_float64(arguments: Arguments) -> Arguments:
+    """Return the arguments with floating-point tensors in float64, complex ones in complex128."""
+
+    def convert(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex()):
+            return leaf.detach().to(torch.complex128 if leaf.is_complex() else torch.float64)
+        return leaf
+
+    args, kwargs = tree_map(convert, (tuple(arguments[0]), dict(arguments[1])))
+    return args, kwargs
+
+
 def _batch_dim(tensor: Tensor, batch_first: bool) -> int:
     return 0 if batch_first or tensor.dim() == 1 else 1

@@ -2,10 +2,15 @@
 
 While a layer runs, its parameters do not require grad, so autograd never computes their gradients; what it returns
 passes through a `tap`, which in backward hands over the layer's input and the gradient of its output.
+
+Code that uses parameters by itself runs with leaves of its own in their places. Autograd adds up the plain gradient of
+this one call there, and the per-sample gradients must add up to the same: a value that left the code on any other way
+than through the tap is noticed so. On a step that is to be verified, layers with a rule get such leaves too.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -18,7 +23,10 @@ from gradguard.errors import UnsupportedGradientError
 from gradguard.per_sample.dry_run import Slot
 from gradguard.per_sample.mini_batch import Gathering, UsedLayer
 from gradguard.per_sample.own_code import LeftOut, OwnCode
+from gradguard.per_sample.plain_sum import Leaves
 from gradguard.per_sample.plan import CallPlan, Treatment
+from gradguard.per_sample.sample_loop import LoopedCall
+from gradguard.per_sample.substitution import substituted
 from gradguard.per_sample.tap import current_task, tap
 from gradguard.per_sample.trees import Skeleton
 
@@ -30,6 +38,9 @@ class Running:
         module: The module.
         plan: What to do.
         withheld: Parameters that do not require grad until it has run.
+        leaves: What stands in the places of parameters until it has run.
+        exposed: Hooks of others run while its parameters are kept from autograd.
+        places: Puts the parameters back into their places.
         code: What is known of its own code, for `Treatment.OWN_CODE`.
         given: What the layers that its code called have returned, with the version of each tensor.
         tapped: What its code called layers with.
@@ -37,16 +48,28 @@ class Running:
         generator_state: State of the random generator at its start, where the rule asks.
     """
 
-    __slots__ = ("code", "generator_state", "given", "left_out", "module", "plan", "tapped", "withheld")
+    __slots__ = (
+        "code", "exposed", "generator_state", "given", "leaves", "left_out", "module", "places", "plan", "tapped",
+        "withheld",
+    )  # fmt: skip
 
     def __init__(self, module: nn.Module, plan: CallPlan) -> None:
         self.module, self.plan = module, plan
         self.withheld: list[nn.Parameter] = []
+        self.leaves: Leaves | None = None
+        self.exposed = False
+        self.places = ExitStack()
         self.code: OwnCode | None = None
         self.given: list[tuple[Tensor, int]] = []
         self.tapped: list[Tensor] = []
         self.left_out: LeftOut | None = None
         self.generator_state: Tensor | None = None
+
+    def give_back(self) -> None:
+        """Let the parameters be as they were before the call."""
+        self.places.close()
+        while self.withheld:
+            self.withheld.pop().requires_grad_(True)
 
 
 class Tapping:
@@ -61,6 +84,7 @@ class Tapping:
         gathering: What backward brings.
         trained: Names of the parameters that are trained now.
         batch_size: Number of samples in the outermost call.
+        verifying: Let autograd compute the plain gradients as well, to compare with.
     """
 
     def __init__(self, names: Mapping[Slot, str], aliases: Mapping[str, Sequence[Slot]], quietly: Any) -> None:
@@ -69,6 +93,7 @@ class Tapping:
         self.gathering = Gathering()
         self.trained: AbstractSet[str] = frozenset()
         self.batch_size = -1
+        self.verifying = False
         self._wanted_of: dict[nn.Module, dict[str, str]] = {}
         self._anchors: dict[torch.device, Tensor] = {}
 
@@ -83,8 +108,7 @@ class Tapping:
         if caller is not None and caller.code is not None and running.plan.sees_samples:
             changed = self._leave_out(caller, running, args, kwargs)
         args, kwargs = changed if changed else (args, kwargs)
-        self._withhold(running, args, kwargs)
-        return changed
+        return self._withhold(running, args, kwargs) or changed
 
     def end(
         self, running: Running, caller: Running | None, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
@@ -102,40 +126,87 @@ class Tapping:
             returned = Skeleton(output if changed is None else changed)
             caller.given += [(tensor, tensor._version) for tensor in returned.tensors]
             running.left_out.output, running.left_out.output_axes = returned, plan.outputs
+            if caller.plan.in_place:  # it gets copies to write into
+                changed = returned.fill([tensor.clone() for tensor in returned.tensors])
             returned.release()
         return changed
 
-    def _withhold(self, running: Running, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Let the parameters that this call uses not require grad until it has run."""
+    def _withhold(self, running: Running, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Keep the parameters that this call uses from autograd until it has run; return other arguments, or None."""
         plan, module = running.plan, running.module
         if self.batch_size == 0:
             self._hide(running, list(self._names))
         elif plan.treatment is Treatment.RULE:
-            self._hide(running, [(m, slot) for m in module.modules() for slot in m._parameters])
+            if "forward" in vars(module):
+                raise UnsupportedGradientError(
+                    f"the forward of {type(module).__name__} was replaced after the model was looked at, so what it does "
+                    "with its parameters is not known. Replace it before the clipper is made, or repeat this step."
+                )
+            slots = [(m, slot) for m in module.modules() for slot in m._parameters]
+            if self.verifying or running.exposed:
+                self.put_leaves(running, {n: [s for s in slots if self._names.get(s) == n] for n in self._used(slots)})
+            else:
+                self._hide(running, slots)
             if plan.rule is not None and plan.rule.replays and getattr(module, "dropout", 0) and module.training:
                 running.generator_state = _generator_state(module)
         elif plan.treatment is Treatment.OWN_CODE:
-            names = {self._names[slot] for slot in plan.uses} & self.trained
-            if not names:
-                return
-            aliases = {name: self._aliases[name] for name in sorted(names)}
-            self._refuse_own_shards(module, aliases)
-            self._hide(running, [slot for slots in aliases.values() for slot in slots])
-            arguments = Skeleton((args, kwargs))
-            running.code = OwnCode(
-                module,
-                arguments,
-                plan.inputs,
-                Skeleton(()),
-                plan.outputs,
-                (),
-                -1,
-                aliases,
-                {name: self._value(*slots[0]) for name, slots in aliases.items()},
-                autocast_of(arguments),
-                self._quietly,
-            )
-            running.given = [(tensor, tensor._version) for tensor in arguments.tensors]
+            return self._begin_code(running, args, kwargs)
+        return None
+
+    def _used(self, slots: Sequence[Slot]) -> list[str]:
+        """The names of the trained parameters in ``slots``."""
+        return sorted({self._names[slot] for slot in slots if slot in self._names} & self.trained)
+
+    def _begin_code(self, running: Running, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        plan, module = running.plan, running.module
+        names = self._used(list(plan.uses))
+        if not names:
+            return None
+        aliases = {name: self._aliases[name] for name in names}
+        self._refuse_own_shards(module, aliases)
+        arguments = Skeleton((args, kwargs))
+        passed = self._passed(plan, arguments.tensors)
+        leaves = self.put_leaves(running, aliases)
+        running.code = OwnCode(
+            module,
+            arguments,
+            plan.inputs,
+            Skeleton(()),
+            plan.outputs,
+            (),
+            -1,
+            aliases,
+            {name: leaf.detach() for name, leaf in leaves.tensors.items()},
+            autocast_of(arguments),
+            self._quietly,
+            passed=passed,
+            leaves=leaves,
+            in_place=plan.in_place,
+        )
+        running.given = [(tensor, tensor._version) for tensor in arguments.tensors]
+        if not passed:
+            return None
+        tensors: list[Tensor | None] = list(arguments.tensors)
+        for position, name in passed.items():
+            tensors[position] = leaves.tensors[name]
+        return arguments.fill(tensors)
+
+    def _passed(self, plan: CallPlan, tensors: Sequence[Tensor]) -> dict[int, str]:
+        """The parameters that a call is given as arguments: their names, by position."""
+        current = {
+            id(module._parameters[slot]): name
+            for name in self._used(list(plan.uses))
+            for module, slot in self._aliases[name]
+        }
+        return {i: current[id(tensor)] for i, tensor in enumerate(tensors) if id(tensor) in current}
+
+    def put_leaves(self, running: Running, aliases: Mapping[str, Sequence[Slot]]) -> Leaves:
+        """Put a leaf of its own into the places of each parameter, until the call has run."""
+        values = {name: self._value(*slots[0]) for name, slots in aliases.items()}
+        leaves = running.leaves = Leaves(running.module, values, partial(self.gathering.receive_plain, current_task()))
+        places = {slot: leaves.tensors[name] for name, slots in aliases.items() for slot in slots}
+        running.places.enter_context(substituted(places))
+        return leaves
 
     def _refuse_own_shards(self, module: nn.Module, aliases: Mapping[str, Sequence[Slot]]) -> None:
         """A parameter cannot be given to code whose layer fetches its own from other processes."""
@@ -163,7 +234,12 @@ class Tapping:
         """Tap what the caller's code has computed and now calls a layer with."""
         arguments = Skeleton((args, kwargs))
         known = {id(tensor) for tensor, _ in caller.given}
-        tapped = [i for i, t in enumerate(arguments.tensors) if t.is_floating_point() and id(t) not in known]
+        known |= {id(arguments.tensors[i]) for i in self._passed(running.plan, arguments.tensors)}
+        tapped = [
+            i
+            for i, t in enumerate(arguments.tensors)
+            if (t.is_floating_point() or t.is_complex()) and id(t) not in known
+        ]
         layer = LeftOut(running.module, tapped, [running.plan.inputs[i] for i in tapped])
         assert caller.code is not None
         caller.code.left_out.append(layer)
@@ -184,7 +260,7 @@ class Tapping:
             return None
         arguments, returned = Skeleton((args, kwargs)), Skeleton(output)
         size = self._samples(plan, arguments.tensors)
-        layer = UsedLayer(running.module, plan, arguments, size, wanted, running.generator_state)
+        layer = UsedLayer(running.module, plan, arguments, size, wanted, running.generator_state, running.leaves)
         self.gathering.activations += sum(t.nbytes for t in (*arguments.tensors, *returned.tensors))
         saved = [*arguments.release(), *(returned.tensors if plan.rule.replays else ())]
         return self._tap_outputs(output, saved, partial(self.gathering.receive_layer, layer))
@@ -214,16 +290,41 @@ class Tapping:
         code.batch_size = self._samples(running.plan, code.arguments.tensors)
         returned, given = code.output.release(), {id(tensor) for tensor, _ in running.given}
         code.computed = [i for i, tensor in enumerate(returned) if id(tensor) not in given]
-        saved = [tensor for tensor, _ in running.given] + running.tapped + [returned[i] for i in code.computed]
+        code.results = [tensor.detach() for tensor in running.tapped] + [returned[i].detach() for i in code.computed]
+        code.compared = self.verifying
+        if self.verifying:  # what follows may write into them
+            code.results = [tensor.clone() for tensor in code.results]
+        else:
+            code.results = [tensor.new_empty(()).expand(tensor.shape) for tensor in code.results]
+        saved = [tensor for tensor, _ in running.given]
         code.arguments.release()
         return self._tap_outputs(output, saved, partial(self.gathering.receive_code, code))
 
+    def tap_loop(self, loop: LoopedCall, output: Any) -> Any:
+        """Tap what a looped call returned; backward goes no further, unless its plain gradients are asked for."""
+        returned = Skeleton(output)
+        if loop.draws is not None:
+            loop.precision = max(loop.precision, loop.draws.precision)
+        loop.outputs = [(tensor.detach(), tensor._version) for tensor in returned.tensors]
+        places = [i for i, t in enumerate(returned.tensors) if t.requires_grad]
+        if not places:
+            return None
+        values = [returned.tensors[i] for i in places]
+        if loop.leaves is None:
+            values = [value.detach() for value in values]
+        receive = partial(_receive_all, partial(self.gathering.receive_loop, loop), len(returned.tensors), places)
+        results = tap(receive, (), self._anchor(values[0]), values)
+        tensors: list[Tensor | None] = list(returned.tensors)
+        for place, value in zip(places, results, strict=True):
+            tensors[place] = value
+        return returned.fill(tensors)
+
     def _tap_outputs(self, output: Any, saved: Sequence[Tensor], receive: Callable[..., None]) -> Any:
         returned = Skeleton(output)
-        values = [t for t in returned.tensors if t.is_floating_point()]
+        values = [t for t in returned.tensors if t.is_floating_point() or t.is_complex()]
         if not values:
             return None
-        places = [i for i, t in enumerate(returned.tensors) if t.is_floating_point()]
+        places = [i for i, t in enumerate(returned.tensors) if t.is_floating_point() or t.is_complex()]
         tensors: list[Tensor | None] = list(returned.tensors)
         count = len(tensors)
         results = tap(partial(_receive_all, receive, count, places), saved, self._anchor(values[0]), values)

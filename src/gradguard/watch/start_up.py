@@ -1,8 +1,8 @@
 """What `GRADGUARD=run.jsonl python train.py` runs before the script: nothing of it imports torch.
 
-The wheel installs this file as `_gradguard_start_up.py` beside the package and not in it, because importing anything of
-`gradguard` imports torch, and a `.pth` file that calls `install` where the variable is set. So nothing of the package
-may import it. When the script has imported torch itself, `gradguard.watch.notebook.watch_process` begins to watch.
+The wheel installs this file as `_gradguard_start_up.py` beside the package and not in it, so that Python's start needs
+nothing of `gradguard`, and a `.pth` file that calls `install` where the variable is set. So nothing of the package may
+import it. When the script has imported torch itself, `gradguard.watch.notebook.watch_process` begins to watch.
 """
 
 import importlib.abc
@@ -17,8 +17,6 @@ VARIABLE = "GRADGUARD"
 OWNER = "GRADGUARD_PROCESS"
 """The environment variable that tells children which process was the first, and when it began."""
 
-_WAITED_FOR = ("torch", "gradguard")
-
 
 def install():
     """Watch this process from the moment it has imported torch; harmless when called twice."""
@@ -32,7 +30,7 @@ class _Finder(importlib.abc.MetaPathFinder):
     """Finds what the other finders find, with a loader that tells when torch is there."""
 
     def find_spec(self, name, path=None, target=None):
-        if name not in _WAITED_FOR:
+        if name != "torch" and name.partition(".")[0] != "gradguard":
             return None
         spec = importlib.machinery.PathFinder.find_spec(name, path, target)
         if spec is not None and spec.loader is not None:
@@ -40,7 +38,8 @@ class _Finder(importlib.abc.MetaPathFinder):
         return spec
 
     def begin(self):
-        if "torch" not in sys.modules or _importing:  # gradguard itself imports torch: not before all of it is there
+        # A module of gradguard may be what imports torch: not before that module is there too, which we may need.
+        if "torch" not in sys.modules or _importing:
             return
         if self in sys.meta_path:
             sys.meta_path.remove(self)
@@ -57,6 +56,9 @@ class _Loader(importlib.abc.Loader):
 
     def __init__(self, loader, finder):
         self._loader, self._finder = loader, finder
+
+    def __getattr__(self, name):
+        return getattr(self._loader, name)  # `python -m gradguard` asks for the code
 
     def create_module(self, spec):
         return self._loader.create_module(spec)

@@ -88,7 +88,7 @@ def tail(
     console = console or Console()
     watched = Watched(Path(path))
     try:
-        with _ended_in_order(), _encodable(console.file):
+        with _ended_in_order(), encodable(console.file):
             if once:
                 return _show_once(watched, events, console)
             if console.is_terminal and not console.is_dumb_terminal:
@@ -156,7 +156,8 @@ class Watched:
             return ending(run.end)
         if self._follower.missing:
             gone = "the record was deleted: waiting for another run"
-            return (gone if self.there else f"no record at {self.path} yet: waiting for it"), "yellow"
+            # The path comes last: in a frame it then has a line to itself, and nothing but a narrower frame breaks it.
+            return (gone if self.there else f"no record yet: waiting for {self.path}"), "yellow"
         if not self.there:
             return "waiting for the first step", "yellow"
         since = self.quiet_since(now)
@@ -273,7 +274,7 @@ def _write(console: "Console", text: str) -> None:
 
 
 @contextmanager
-def _encodable(file: IO[str]) -> Iterator[None]:
+def encodable(file: IO[str]) -> Iterator[None]:
     """Let a question mark stand for a character that the output has not, rather than an exception."""
     if not isinstance(file, TextIOWrapper):
         yield

@@ -27,7 +27,7 @@ class Chart:
     Attributes:
         title: Its heading.
         caption: How to read it.
-        figure: Plotly's ``data`` and ``layout``; ``heat`` for the heat map, which the page draws itself.
+        figure: ``data`` and ``layout`` of plotly.js; ``heat`` for the heat map, which the page draws itself.
         summary: What it shows, in one sentence with numbers; a screen reader says it in place of the drawing.
         table: The same in numbers.
         over_steps: Whether its horizontal axis is the optimizer step; the page zooms all these together.

@@ -1,21 +1,19 @@
-"""Plotly figures about clipping: how often it binds, how hard, and where candidate thresholds lie."""
+"""Figures about clipping: how often it binds, how hard, and where candidate thresholds lie."""
 
 import itertools
 import math
 import statistics
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from gradguard.watch.recommend import Recommendation
 from gradguard.watch.record import Record
 from gradguard.watch.report import series
 from gradguard.watch.report.chart import Chart, Table
+from gradguard.watch.report.figure import Figure
 from gradguard.watch.report.figures import clips_norms, step_range
 from gradguard.watch.report.style import BLACK, BLUE, GREEN, GREY, ORANGE, PURPLE, REGIMES, subplots
 from gradguard.watch.steps import binds, regime_of
 from gradguard.watch.verdict import Verdict, number, percent, plain_threshold
-
-if TYPE_CHECKING:
-    from plotly.graph_objects import Figure
 
 _TABLE_ROWS = 20
 _BANDS = ((0, 0.05, "guard"), (0.05, 0.5, "shaping"), (0.5, 1, "normalising"))
@@ -42,10 +40,10 @@ def clip_share(record: Record, verdict: Verdict, advice: Recommendation) -> Char
     figure, top = subplots([1.0], height=270), min(1.0, max(0.08, 1.25 * max(window.share for window in windows)))
     for regime, (_, colour) in REGIMES.items():
         _add_windows(figure, [window for window in windows if regime_of(window.share) == regime], regime, colour, top)
-    _shade_regimes(figure, top)  # after the bars: plotly shades only what already holds something
+    _shade_regimes(figure, top)
     verb = "share that binds" if verdict.clipping else "would have bound"
-    figure.update_yaxes(title_text=verb, tickformat=".0%", range=[0, top], nticks=6)
-    figure.update_xaxes(title_text="optimizer step", range=step_range([record]))
+    figure.update_yaxes(title={"text": verb}, tickformat=".0%", range=[0, top], nticks=6)
+    figure.update_xaxes(title={"text": "optimizer step"}, range=step_range([record]))
     figure.update_layout(barmode="overlay", showlegend=False, margin={"t": 12})
     words = ", ".join(f"{count} {regime}" for regime, count in _counts(windows).items() if count)
     title = (
@@ -58,7 +56,7 @@ def clip_share(record: Record, verdict: Verdict, advice: Recommendation) -> Char
     )
     caption = _BINDS if threshold is None else _WOULD_HAVE
     summary = f"{len(windows)} windows of the run by regime: {words}."
-    return Chart(title, caption, figure.to_plotly_json(), summary, table, over_steps=True)
+    return Chart(title, caption, figure.to_json(), summary, table, over_steps=True)
 
 
 def coefficients(record: Record) -> Chart | None:
@@ -79,13 +77,13 @@ def coefficients(record: Record) -> Chart | None:
     middle = statistics.median(bound)
     if middle > 0:
         _draw_marks(figure, [("median", middle, BLACK)])
-    figure.update_xaxes(title_text="coefficient", **_log_ticks(spread.edges[0], max(spread.edges[-1], 0.0)))
-    figure.update_yaxes(title_text="steps")
+    figure.update_xaxes(title={"text": "coefficient"}, **_log_ticks(spread.edges[0], max(spread.edges[-1], 0.0)))
+    figure.update_yaxes(title={"text": "steps"})
     figure.update_layout(bargap=0)
     measured = sum(step.get("coefficient") is not None for step in record.steps)
     share = percent(len(bound) / measured)
     summary = f"Where clipping bound, on {share} of steps, the median coefficient was {number(middle)}."
-    return Chart("How hard clipping binds", _COEFFICIENTS, figure.to_plotly_json(), summary, _quantiles(bound))
+    return Chart("How hard clipping binds", _COEFFICIENTS, figure.to_json(), summary, _quantiles(bound))
 
 
 def norm_histogram(record: Record, verdict: Verdict, advice: Recommendation) -> Chart | None:
@@ -108,13 +106,15 @@ def norm_histogram(record: Record, verdict: Verdict, advice: Recommendation) -> 
     marks = _histogram_marks(record, verdict, advice)
     _draw_marks(figure, marks)
     span = [spread.edges[0], spread.edges[-1], *(math.log10(mark[1]) for mark in marks)]
-    figure.update_xaxes(title_text="pre-clip gradient norm", **_log_ticks(min(span) - width, max(span) + 2 * width))
+    figure.update_xaxes(
+        title={"text": "pre-clip gradient norm"}, **_log_ticks(min(span) - width, max(span) + 2 * width)
+    )
     top = math.log10(max(spread.counts)) + 0.5
-    figure.update_yaxes(title_text="steps (log scale)", type="log", range=[-0.3, top], dtick=1, tickformat=",d")
+    figure.update_yaxes(title={"text": "steps (log scale)"}, type="log", range=[-0.3, top], dtick=1, tickformat=",d")
     figure.update_layout(bargap=0, margin={"t": 48})
     words = ", ".join(f"{name} {plain_threshold(threshold)}" for name, threshold, _ in marks)
     summary = f"Half of the norms are below {number(norms[len(norms) // 2])}. Thresholds: {words or 'none'}."
-    return Chart("Distribution of norms", _HISTOGRAM, figure.to_plotly_json(), summary, _quantiles(norms))
+    return Chart("Distribution of norms", _HISTOGRAM, figure.to_json(), summary, _quantiles(norms))
 
 
 def _counts(windows: list[series.Window]) -> dict[str, int]:
@@ -122,10 +122,11 @@ def _counts(windows: list[series.Window]) -> dict[str, int]:
     return {regime: found.count(regime) for regime in REGIMES}
 
 
-def _add_windows(figure: "Figure", windows: list[series.Window], regime: str, colour: str, top: float) -> None:
+def _add_windows(figure: Figure, windows: list[series.Window], regime: str, colour: str, top: float) -> None:
     # A window without a single clip is a line on the axis: it was measured, and is not a gap.
     hover = "steps from %{x:,}: %{customdata[1]} of %{customdata[0]:,} steps<extra>" + regime + "</extra>"
-    figure.add_bar(
+    figure.add_trace(
+        "bar",
         x=[window.first for window in windows],
         y=[max(window.share, 0.006 * top) for window in windows],
         width=[window.last - window.first + 1 for window in windows],
@@ -134,17 +135,20 @@ def _add_windows(figure: "Figure", windows: list[series.Window], regime: str, co
     )  # fmt: skip
 
 
-def _shade_regimes(figure: "Figure", top: float) -> None:
+def _shade_regimes(figure: Figure, top: float) -> None:
     for low, high, name in _BANDS:
         if low < top:
             shade = REGIMES[name][0]
-            figure.add_hrect(y0=low, y1=min(high, top), fillcolor=shade, line_width=0, layer="below")
+            figure.add_shape(
+                type="rect", xref="x domain", x0=0, x1=1, y0=low, y1=min(high, top), fillcolor=shade,
+                line={"width": 0}, layer="below",
+            )  # fmt: skip
             _label_regime(figure, name, (low + min(high, top)) / 2)
     _label_regime(figure, "never", 0.0, down=9)
     figure.update_layout(margin={"r": 90})
 
 
-def _label_regime(figure: "Figure", name: str, height: float, down: int = 0) -> None:
+def _label_regime(figure: Figure, name: str, height: float, down: int = 0) -> None:
     figure.add_annotation(
         x=1,
         xref="paper",
@@ -152,14 +156,14 @@ def _label_regime(figure: "Figure", name: str, height: float, down: int = 0) -> 
         y=height,
         yshift=-down,
         text=f"\u00a0\u00a0\u00a0{name}",
-        showarrow=False,
         font={"size": 11},
     )
 
 
-def _add_bins(figure: "Figure", spread: series.Histogram, colour: str, what: str) -> None:
+def _add_bins(figure: Figure, spread: series.Histogram, colour: str, what: str) -> None:
     pairs = list(itertools.pairwise(spread.edges))
-    figure.add_bar(
+    figure.add_trace(
+        "bar",
         x=[round((low + high) / 2, 5) for low, high in pairs], y=spread.counts, width=pairs[0][1] - pairs[0][0],
         marker={"color": colour, "opacity": 0.8, "line": {"width": 0}}, showlegend=False,
         customdata=[f"{number(10**low)} to {number(10**high)}" for low, high in pairs],
@@ -181,13 +185,14 @@ def _histogram_marks(record: Record, verdict: Verdict, advice: Recommendation) -
     return sorted((mark for mark in marks if 0 < mark[1] < math.inf), key=lambda mark: mark[1])
 
 
-def _draw_marks(figure: "Figure", marks: list[tuple[str, float, str]]) -> None:
+def _draw_marks(figure: Figure, marks: list[tuple[str, float, str]]) -> None:
     for index, (name, threshold, colour) in enumerate(marks):
         x = math.log10(threshold)
-        figure.add_vline(x=x, line={"color": colour, "width": 2, "dash": "dash" if name == "in use" else "solid"})
+        line = {"color": colour, "width": 2, "dash": "dash" if name == "in use" else "solid"}
+        figure.add_shape(type="line", x0=x, x1=x, yref="y domain", y0=0, y1=1, line=line)
         figure.add_annotation(
             x=x, y=1, yref="paper", yanchor="bottom", yshift=16 * (index % 2),
-            text=f"{name} {plain_threshold(float(f'{threshold:.3g}'))}", showarrow=False,
+            text=f"{name} {plain_threshold(float(f'{threshold:.3g}'))}",
             font={"color": colour, "size": 12},
         )  # fmt: skip
 

@@ -1,14 +1,15 @@
-"""Plotly figures over time: the norms with the loss beneath, of one run and of several."""
+"""Figures over time: the norms with the loss beneath, of one run and of several."""
 
 import html
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from gradguard.watch.recommend import Recommendation
 from gradguard.watch.record import Record
 from gradguard.watch.report import series
 from gradguard.watch.report.chart import Chart, Table, steps_between
+from gradguard.watch.report.figure import Figure
 from gradguard.watch.report.style import (
     BLACK,
     BLUE,
@@ -22,9 +23,6 @@ from gradguard.watch.report.style import (
 )
 from gradguard.watch.steps import is_nonfinite
 from gradguard.watch.verdict import Verdict, number, plain_threshold
-
-if TYPE_CHECKING:
-    from plotly.graph_objects import Figure
 
 _MOST_MARKERS = 200
 _TABLE_ROWS = 12
@@ -54,13 +52,13 @@ def norms_over_time(record: Record, verdict: Verdict, advice: Recommendation, mo
         _add_band(figure, record, "loss", "loss", PURPLE, most, row=len(rows))
         _finish_loss_axis(figure, [record], row=len(rows))
     figure.update_xaxes(range=step_range([record]))
-    figure.update_xaxes(title_text="optimizer step", row=len(rows), col=1)
+    figure.update_xaxes(row=len(rows), title={"text": "optimizer step"})
     summary = (
         f"Pre-clip gradient norm over {steps_between(record.steps[0]['i'], record.steps[-1]['i'])}: "
         f"median {number(verdict.median_norm)}, largest {number(verdict.max_norm)}; final loss "
         f"{number(verdict.final_loss)}."
     )
-    return Chart("Norms over time", _NORMS, figure.to_plotly_json(), summary, _windows_table(record), over_steps=True)
+    return Chart("Norms over time", _NORMS, figure.to_json(), summary, _windows_table(record), over_steps=True)
 
 
 def overlay(records: Sequence[Record], labels: Sequence[str], most: int) -> Chart | None:
@@ -89,11 +87,11 @@ def overlay(records: Sequence[Record], labels: Sequence[str], most: int) -> Char
     if "loss" in rows:
         _finish_loss_axis(figure, records, row=len(rows))
     figure.update_xaxes(range=step_range(records))
-    figure.update_xaxes(title_text="optimizer step", row=len(rows), col=1)
+    figure.update_xaxes(row=len(rows), title={"text": "optimizer step"})
     figure.update_layout(legend={"groupclick": "togglegroup"})
     summary = f"Pre-clip gradient norms and losses of {', '.join(labels)}, on one time axis."
     return Chart(
-        "Norms and losses", _OVERLAY, figure.to_plotly_json(), summary, _overlay_table(records, labels), over_steps=True
+        "Norms and losses", _OVERLAY, figure.to_json(), summary, _overlay_table(records, labels), over_steps=True
     )
 
 
@@ -124,7 +122,7 @@ def clips_norms(record: Record) -> bool:
     return bool(clipping) and all(step.get("rule", "norm") == "norm" for step in clipping)
 
 
-def _add_norms(figure: "Figure", record: Record, verdict: Verdict, advice: Recommendation, most: int) -> None:
+def _add_norms(figure: Figure, record: Record, verdict: Verdict, advice: Recommendation, most: int) -> None:
     label = "norm before clipping" if verdict.clipping else "gradient norm"
     if verdict.clipping:  # drawn first and wider, because the two lines coincide wherever clipping does not bind
         _add_band(figure, record, "post_norm", "norm after clipping", ORANGE, most, width=2.8)
@@ -138,7 +136,7 @@ def _add_norms(figure: "Figure", record: Record, verdict: Verdict, advice: Recom
 
 
 def _add_band(
-    figure: "Figure", record: Record, key: str, label: str, colour: str, most: int, *, row: int = 1, width: float = 1.3
+    figure: Figure, record: Record, key: str, label: str, colour: str, most: int, *, row: int = 1, width: float = 1.3
 ) -> None:
     """The median of each bucket as a line, and from the smallest to the largest as a band where it was thinned."""
     count = sum(key in step for step in record.steps)
@@ -147,51 +145,53 @@ def _add_band(
         return
     if band.thinned:
         x, y = series.outline(band)
-        figure.add_scatter(
-            x=x, y=y, fill="toself", fillcolor=see_through(colour), line={"width": 0.5, "color": see_through(colour)},
-            mode="lines", hoverinfo="skip", showlegend=False, legendgroup=key, row=row, col=1,
+        figure.add_trace(
+            "scatter", row, x=x, y=y, mode="lines", line={"width": 0.5, "color": see_through(colour)},
+            fill="toself", fillcolor=see_through(colour), hoverinfo="skip", showlegend=False, legendgroup=key,
         )  # fmt: skip
     marker = {"mode": "lines" if len(band.steps) > 1 else "markers", "marker": {"color": colour, "size": 7}}
     ends = "<br>%{customdata[0]:.3g} to %{customdata[1]:.3g} around it" if band.thinned else ""
-    figure.add_scatter(
-        x=band.steps, y=band.middle, name=label, line={"color": colour, "width": width}, row=row, col=1,
+    figure.add_trace(
+        "scatter", row, x=band.steps, y=band.middle, name=label, line={"color": colour, "width": width},
         customdata=list(zip(band.low, band.high, strict=True)) if band.thinned else None, legendgroup=key,
         hovertemplate=f"step %{{x:,}}: {label} %{{y:.3g}}{ends}<extra></extra>", **marker,
     )  # fmt: skip
 
 
 def _add_line(
-    figure: "Figure", record: Record, key: str, label: str, colour: str, most: int, *, row: int, in_legend: bool
+    figure: Figure, record: Record, key: str, label: str, colour: str, most: int, *, row: int, in_legend: bool
 ) -> None:
     x, y = series.line(record, key, most)
     if not any(value is not None for value in y):
         x, y = [None], [None]  # the run keeps its place in the legend
     name = html.escape(label)
-    figure.add_scatter(
-        x=x, y=y, name=name, line={"color": colour, "width": 1.3}, marker={"color": colour, "size": 7},
-        mode="lines" if len(x) > 1 else "markers", row=row, col=1, legendgroup=label, showlegend=in_legend,
+    figure.add_trace(
+        "scatter", row, x=x, y=y, name=name, line={"color": colour, "width": 1.3},
+        marker={"color": colour, "size": 7}, mode="lines" if len(x) > 1 else "markers",
+        legendgroup=label, showlegend=in_legend,
         hovertemplate=f"{name}<br>step %{{x:,}}: {key} %{{y:.4g}}<extra></extra>",
     )  # fmt: skip
 
 
-def _add_threshold(figure: "Figure", record: Record, most: int) -> None:
+def _add_threshold(figure: Figure, record: Record, most: int) -> None:
     x, y = series.line(record, "threshold", most)
-    figure.add_scatter(
-        x=x, y=y, name="threshold in use", line={"color": BLACK, "width": 1.3, "dash": "dash", "shape": "hv"},
-        mode="lines" if len(x) > 1 else "markers", marker={"color": BLACK, "size": 7}, row=1, col=1,
+    line = {"color": BLACK, "width": 1.3, "dash": "dash", "shape": "hv"}
+    figure.add_trace(
+        "scatter", x=x, y=y, name="threshold in use", line=line,
+        mode="lines" if len(x) > 1 else "markers", marker={"color": BLACK, "size": 7},
         hovertemplate="step %{x:,}: threshold %{y:.3g}<extra></extra>",
     )  # fmt: skip
 
 
-def _add_recommended(figure: "Figure", record: Record, threshold: float) -> None:
-    figure.add_scatter(
-        x=[record.steps[0]["i"], record.steps[-1]["i"]], y=[threshold] * 2, mode="lines", row=1, col=1,
+def _add_recommended(figure: Figure, record: Record, threshold: float) -> None:
+    figure.add_trace(
+        "scatter", x=[record.steps[0]["i"], record.steps[-1]["i"]], y=[threshold] * 2, mode="lines",
         name=f"recommended: {plain_threshold(threshold)}", hoverinfo="skip",
         line={"color": GREEN, "width": 2, "dash": "dot"},
     )  # fmt: skip
 
 
-def _add_marks(figure: "Figure", record: Record, verdict: Verdict) -> None:
+def _add_marks(figure: Figure, record: Record, verdict: Verdict) -> None:
     above = 1.6 * (verdict.max_norm or 1.0)
     nonfinite = [
         (step["i"], f"step {step['i']:,}: non-finite gradients") for step in record.steps if is_nonfinite(step)
@@ -210,15 +210,15 @@ def _add_marks(figure: "Figure", record: Record, verdict: Verdict) -> None:
 
 
 def _add_markers(
-    figure: "Figure", marks: list[tuple[int, str]], label: str, symbol: str, colour: str, height: float
+    figure: Figure, marks: list[tuple[int, str]], label: str, symbol: str, colour: str, height: float
 ) -> None:
     marks = marks[:: max(1, -(-len(marks) // _MOST_MARKERS))]
     if marks and height < math.inf:
         x, text = map(list, zip(*marks, strict=True))
         marker = {"symbol": symbol, "color": colour, "size": 8, "line": {"width": 1.5, "color": colour}}
-        figure.add_scatter(
-            x=x, y=[height] * len(x), text=text, mode="markers", name=label, hovertemplate="%{text}<extra></extra>",
-            marker=marker, row=1, col=1,
+        figure.add_trace(
+            "scatter", x=x, y=[height] * len(x), text=text, mode="markers", name=label, marker=marker,
+            hovertemplate="%{text}<extra></extra>",
         )  # fmt: skip
 
 
@@ -227,18 +227,18 @@ def _event_text(event: dict[str, Any]) -> str:
     return html.escape(text if len(text) <= 120 else f"{text[:120]}…")
 
 
-def _finish_norm_axis(figure: "Figure", records: Sequence[Record]) -> None:
+def _finish_norm_axis(figure: Figure, records: Sequence[Record]) -> None:
     norms = [norm for record in records for step in record.steps if (norm := step.get("norm") or 0.0) > 0]
     decades = math.log10(max(norms)) - math.log10(min(norms)) if norms else 0
     # Whole decades where there are many, else 1, 2 and 5 of each; plotly's own choice crowds them.
     dtick = max(1, round(decades / 6)) if decades >= 2 else "D2" if decades >= 0.4 else None
-    figure.update_yaxes(title_text="gradient norm", type="log", tickformat="~g", dtick=dtick, row=1, col=1)
+    figure.update_yaxes(row=1, title={"text": "gradient norm"}, type="log", tickformat="~g", dtick=dtick)
 
 
-def _finish_loss_axis(figure: "Figure", records: Sequence[Record], row: int) -> None:
+def _finish_loss_axis(figure: Figure, records: Sequence[Record], row: int) -> None:
     """Cut the axis where a few huge losses would flatten all others, and say so."""
     ends = series.loss_range(records)
-    figure.update_yaxes(title_text="loss" if ends is None else "loss (peaks cut)", range=ends, row=row, col=1)
+    figure.update_yaxes(row, title={"text": "loss" if ends is None else "loss (peaks cut)"}, range=ends)
 
 
 def _windows_table(record: Record) -> Table:

@@ -1,4 +1,4 @@
-"""Plotly figures about single parameters: the heat map, and who dominates the norm."""
+"""Figures about single parameters: the heat map, and who dominates the norm."""
 
 import html
 import math
@@ -8,6 +8,7 @@ from typing import Any
 from gradguard.watch.record import Record
 from gradguard.watch.report import layers
 from gradguard.watch.report.chart import Chart, Table, steps_between
+from gradguard.watch.report.figure import Figure
 from gradguard.watch.report.figures import step_range
 from gradguard.watch.report.style import BLACK, DEVIATION_SCALE, GREY, VERMILION, short, subplots
 from gradguard.watch.verdict import number, percent
@@ -37,7 +38,7 @@ def layer_heat_map(record: Record, whole: Record, most_cells: int = layers.MOST_
     pixels = max(2.5, min(26, 1000 / len(matrix.names)))
     figure = subplots([1.0], height=round(120 + pixels * len(matrix.names)))
     figure.update_yaxes(type="category", autorange="reversed", showgrid=False, ticks="")
-    figure.update_xaxes(title_text="optimizer step", showgrid=False, range=step_range([record]))
+    figure.update_xaxes(title={"text": "optimizer step"}, showgrid=False, range=step_range([record]))
     figure.update_layout(margin={"r": 10})
     heat = {
         "norm": _payload(matrix),
@@ -49,7 +50,7 @@ def layer_heat_map(record: Record, whole: Record, most_cells: int = layers.MOST_
         "font": min(13, max(9, round(pixels * math.ceil(_LABEL_PIXELS / pixels)) - 1)),
     }
     caption = _LAYERS + (f" {matrix.left_out:,} parameters that moved less are left out." if matrix.left_out else "")
-    shown = {"data": [], "layout": figure.to_plotly_json()["layout"], "heat": heat}
+    shown = figure.to_json() | {"heat": heat}
     return Chart("Layers", caption, shown, _summary(matrix), _rows_table(matrix), over_steps=True)
 
 
@@ -73,14 +74,14 @@ def dominance(record: Record, whole: Record, spike_above: float | None) -> Chart
         _add_share_bars(figure, shares["names"], shares[key], label, colour)
     top = max(shares["spikes"] + shares["ordinary"])
     figure.update_xaxes(
-        title_text="share of the squared norm",
+        title={"text": "share of the squared norm"},
         tickformat=".0%" if top > 0.05 else ".1%",
         range=[0, 1.15 * top],
         nticks=6,
     )
     labels = [short(name) for name in shares["names"]]
     figure.update_yaxes(tickvals=list(range(len(labels))), ticktext=labels, showgrid=False, ticks="")
-    figure.update_layout(barmode="group", bargap=0.3, bargroupgap=0.05, legend_traceorder="reversed")
+    figure.update_layout(barmode="group", bargap=0.3, bargroupgap=0.05, legend={"traceorder": "reversed"})
     triples = list(zip(shares["names"], shares["ordinary"], shares["spikes"], strict=True))[::-1]
     table = Table(
         ("parameter", "median steps", at_spikes),
@@ -89,7 +90,7 @@ def dominance(record: Record, whole: Record, spike_above: float | None) -> Chart
     name, ordinary, spike = triples[0]
     shown = f"{percent(spike)} of the squared norm at the {shares['label']}, {percent(ordinary)} at median steps"
     summary = f"{name} makes {shown}."
-    return Chart("Who dominates", _DOMINANCE, figure.to_plotly_json(), summary, table)
+    return Chart("Who dominates", _DOMINANCE, figure.to_json(), summary, table)
 
 
 def _payload(matrix: layers.LayerMatrix) -> dict[str, Any]:
@@ -156,9 +157,10 @@ def _unique(names: list[str]) -> list[str]:
     return rows
 
 
-def _add_share_bars(figure: Any, names: list[str], shares: list[float], label: str, colour: str) -> None:
+def _add_share_bars(figure: Figure, names: list[str], shares: list[float], label: str, colour: str) -> None:
     hover = f"%{{customdata}}<br>{label}: %{{x:.1%}}<extra></extra>"
-    figure.add_bar(
+    figure.add_trace(
+        "bar",
         x=[round(share, 4) for share in shares], y=list(range(len(names))), orientation="h", name=label,
         marker={"color": colour}, text=[percent(share) for share in shares], textposition="outside", cliponaxis=False,
         customdata=[html.escape(name) for name in names], hovertemplate=hover,

@@ -1,10 +1,8 @@
 """How every figure looks: colours in both themes, type, axes."""
 
 import html
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from plotly.graph_objects import Figure
+from gradguard.watch.report.figure import Figure
 
 # Okabe and Ito's colours, which colour-blind readers tell apart.
 BLUE, ORANGE, GREEN, VERMILION, PURPLE, BLACK = (
@@ -51,7 +49,7 @@ DARK = {
 _FONT = {"family": "Inter, 'Segoe UI', 'Helvetica Neue', Arial, sans-serif", "size": 13, "color": INK}
 
 
-def subplots(heights: list[float], height: int) -> "Figure":
+def subplots(heights: list[float], height: int) -> Figure:
     """Rows of plots that share their time axis.
 
     Args:
@@ -61,11 +59,9 @@ def subplots(heights: list[float], height: int) -> "Figure":
     Returns:
         The empty figure.
     """
-    from plotly.subplots import make_subplots
-
-    figure = make_subplots(len(heights), 1, shared_xaxes=True, vertical_spacing=0.06, row_heights=heights)
+    figure = Figure(heights, gap=0.06)
     figure.update_layout(
-        template="none", height=height, font=_FONT, margin={"l": 70, "r": 24, "t": 34, "b": 52},
+        height=height, font=_FONT, margin={"l": 70, "r": 24, "t": 34, "b": 52},
         paper_bgcolor="rgba(0,0,0,0)", plot_bgcolor="rgba(0,0,0,0)", hovermode="closest", uirevision="kept",
         legend={"orientation": "h", "x": 0, "y": 1.0, "yanchor": "bottom", "xanchor": "left", "font": {"size": 12}},
     )  # fmt: skip
@@ -73,8 +69,8 @@ def subplots(heights: list[float], height: int) -> "Figure":
     figure.update_yaxes(
         ticklabelstandoff=4, gridcolor=GRID, zeroline=False, ticks="outside", tickcolor=GRID, automargin=True
     )
-    figure.update_xaxes(title_font_size=13, separatethousands=True, exponentformat="none")
-    figure.update_yaxes(title_font_size=13, title_standoff=12)
+    figure.update_xaxes(title={"font": {"size": 13}}, separatethousands=True, exponentformat="none")
+    figure.update_yaxes(title={"font": {"size": 13}, "standoff": 12})
     return figure
 
 

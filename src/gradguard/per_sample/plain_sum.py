@@ -1,0 +1,73 @@
+r"""The samples' gradients must add up to the plain gradient, which autograd computed in the same backward.
+
+A value that reached the loss on another way than through what was tapped is a part of the plain gradient and of no
+sample's, whatever it is: an attribute, a list, a closure, a hook, a parameter that was handed on.
+
+.. math:: \Bigl\lVert \sum_i g_i - P \Bigr\rVert \le c\,\varepsilon \Bigl(\sum_i \lVert g_i \rVert + s\Bigr)
+
+with :math:`\varepsilon` of the coarsest dtype that was computed in, and s the size of gradients beside it: a gradient
+that is zero but for rounding (that of a key's bias) is measured by what it was added up from.
+"""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from gradguard.per_sample.arithmetic import wide
+from gradguard.per_sample.contributions import Contribution
+
+
+class Leaves:
+    """What stands in the places of a module's parameters in one call, so that autograd adds up the call's own gradient.
+
+    Args:
+        module: What is called.
+        values: The parameters, by name.
+        reached: Called with this object when a gradient has come to any of them.
+
+    Attributes:
+        tensors: The leaves, by name.
+        plain: The gradients that have come, by name.
+    """
+
+    def __init__(self, module: nn.Module, values: Mapping[str, Tensor], reached: "Callable[[Leaves], None]") -> None:
+        self.module, self._reached = module, reached
+        self.tensors = {name: value.requires_grad_() for name, value in values.items()}
+        self.plain: dict[str, Tensor] = {}
+        for name, leaf in self.tensors.items():
+            leaf.register_post_accumulate_grad_hook(partial(self._take, name))
+
+    def _take(self, name: str, leaf: Tensor) -> None:
+        gradient, leaf.grad = leaf.grad, None
+        assert gradient is not None
+        self.plain[name] = self.plain[name] + gradient if name in self.plain else gradient
+        self._reached(self)
+
+
+def off_from_sum(contribution: Contribution, plain: Tensor | None, precision: float, size: Tensor | float) -> Tensor:
+    """Return how far the sum is from ``plain``, as a multiple of what rounding explains; 0 where it is not finite.
+
+    Args:
+        contribution: The per-sample gradients of one parameter.
+        plain: Autograd's own gradient; None for none, which is zero.
+        precision: Machine epsilon of the coarsest dtype that was computed in.
+        size: Norm of what else the same call was given and gave.
+    """
+    own = magnitude(contribution)
+    total = contribution.weighted_sum(torch.ones(contribution.batch_size, device=own.device)).double()
+    expected = torch.zeros_like(total) if plain is None else _dense(plain).double().view(total.shape)
+    steps = 1.5 if precision > 1e-4 else 64.0
+    error = (total - expected).norm() / (steps * precision * (own + size) + 1e-300)
+    return torch.where(error.isfinite(), error, 0.0)
+
+
+def magnitude(contribution: Contribution) -> Tensor:
+    """Return the sum of the samples' norms."""
+    return contribution.squared_norms().sqrt().sum()
+
+
+def _dense(gradient: Tensor) -> Tensor:
+    gradient = gradient.to_dense() if gradient.layout is not torch.strided else gradient
+    return wide(gradient)

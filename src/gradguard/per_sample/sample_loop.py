@@ -1,0 +1,288 @@
+"""Per-sample gradients from running each sample by itself: exact for whatever treats samples apart.
+
+For models that cannot be followed layer by layer (a position bias shared by layers, experts that get some of the
+tokens, functional dropout beside bare parameters). The batch runs once, as always; its outputs get their gradients from
+backward, which goes no further; then each sample runs alone, with the random numbers that it had in the batch, and
+must give what it gave there.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from gradguard.errors import UnsupportedGradientError
+from gradguard.per_sample.arithmetic import row_squares, wide
+from gradguard.per_sample.contributions import Contribution, Kept
+from gradguard.per_sample.draws import Draws
+from gradguard.per_sample.layers.call import BatchAxis
+from gradguard.per_sample.plain_sum import Leaves, magnitude, off_from_sum
+from gradguard.per_sample.samples import Arguments, take_samples
+from gradguard.per_sample.substitution import substituted
+from gradguard.per_sample.trees import Skeleton
+from gradguard.per_sample.undisturbed import undisturbed
+
+Places = Mapping[str, Sequence[tuple[nn.Module, str]]]
+"""The attributes of modules that hold each parameter."""
+
+
+@dataclass
+class LoopedCall:
+    """One call of the outermost module, to be repeated sample by sample.
+
+    Attributes:
+        module: What was called.
+        arguments: With what.
+        batch_first: Whether the batch is the first dimension of the arguments.
+        batch_size: Number of samples.
+        whole: Positions of tensors in the arguments that belong to no sample.
+        output_axes: Batch axis of each tensor that it returned.
+        reduction: What a number that it returned is over samples, ``"mean"`` or ``"sum"``.
+        places: Where each trained parameter is held.
+        quietly: A block in which the clipper's own hooks do nothing.
+        autocast: Device type and dtype of the autocast that it ran under, or None.
+        precision: Machine epsilon of the coarsest dtype that is computed in.
+        draws: The random numbers that it drew, or None.
+        buffers: The buffers that it changes, as they were before.
+        outputs: What it returned, and the version of each tensor.
+        grads: The gradient of each tensor that it returned.
+        leaves: The plain gradients, on a step that is to be verified.
+    """
+
+    module: nn.Module
+    arguments: Arguments
+    batch_first: bool
+    batch_size: int
+    whole: frozenset[int]
+    output_axes: Sequence[BatchAxis | None]
+    reduction: str
+    places: Places
+    quietly: Callable[[], AbstractContextManager[None]]
+    autocast: tuple[str, torch.dtype] | None
+    precision: float
+    draws: Draws | None = None
+    buffers: Sequence[tuple[Tensor, Tensor]] = ()
+    outputs: list[tuple[Tensor, int]] = field(default_factory=list)
+    grads: Sequence[Tensor | None] = ()
+    leaves: Leaves | None = None
+
+    def contributions(self, budget: int) -> dict[str, Contribution]:
+        """Return the per-sample gradients of each parameter, held if they take at most ``budget`` bytes."""
+        parameters = {name: module._parameters[slot] for name, [(module, slot), *_] in self.places.items()}
+        size = sum(4 * self.batch_size * p.numel() for p in parameters.values() if p is not None)
+        loop = SampleLoop(self)
+        if size > budget:
+            shapes = {name: p.shape for name, p in parameters.items() if p is not None}
+            return {name: Looped(name, shape, loop) for name, shape in shapes.items()}
+        rows: dict[str, list[Tensor]] = {name: [] for name in self.places}
+        for gradients in loop.run(range(self.batch_size)):
+            for name, gradient in gradients.items():
+                rows[name].append(gradient)
+        return {name: Kept(torch.stack(column)) for name, column in rows.items() if column}
+
+    def verify(self, found: Mapping[str, Contribution]) -> None:
+        """Compare with the plain gradients, on a step that is to be verified.
+
+        Raises:
+            UnsupportedGradientError: If the samples' gradients do not add up to them.
+        """
+        if self.leaves is None:
+            return
+        size = max(float(magnitude(contribution).nan_to_num(0.0, 0.0)) for contribution in found.values())
+        for name, contribution in found.items():
+            if float(off_from_sum(contribution, self.leaves.plain.get(name), self.precision, size)) > 1:
+                raise UnsupportedGradientError(
+                    f"the samples' gradients of {name} do not add up to its plain gradient: a value that "
+                    f"{type(self.module).__name__} makes reaches the loss in another way than through what it returns "
+                    "(an attribute, a list, a hook), or its samples are mixed. Nothing was clipped."
+                )
+
+
+class SampleLoop:
+    """Runs the samples of one call, one after the other."""
+
+    def __init__(self, call: LoopedCall) -> None:
+        self.call = call
+        self._squares: dict[str, Tensor] = {}
+        self._sums: dict[str, Tensor] = {}
+
+    def run(self, samples: Sequence[int]) -> Iterator[dict[str, Tensor]]:
+        """Give the gradients of one sample after the other, at least float32.
+
+        Raises:
+            UnsupportedGradientError: If a sample does not give by itself what it gave in the batch.
+        """
+        call = self.call
+        numbers = [0.0] * len(call.output_axes)
+        attempts = [False, True] if call.draws is not None else [False]
+        with call.quietly(), undisturbed(call.module, dropout=True), torch.enable_grad():
+            for sample in samples:
+                for last in attempts:
+                    try:
+                        gradients = self._run_one(sample, last, numbers)
+                    except UnsupportedGradientError:
+                        if last is attempts[-1]:
+                            raise
+                    else:
+                        attempts = [last]  # how samples lie in what is drawn is the same for all of them
+                        break
+                yield gradients
+        if len(samples) == call.batch_size:
+            self._check_numbers(numbers)
+
+    def _run_one(self, sample: int, last: bool, numbers: list[float]) -> dict[str, Tensor]:
+        call = self.call
+        with torch.no_grad():
+            for buffer, value in call.buffers:
+                buffer.copy_(value)
+        with ExitStack() as stack:
+            if call.autocast:
+                stack.enter_context(torch.autocast(*call.autocast))
+            values = {name: _value(places).requires_grad_() for name, places in call.places.items()}
+            stack.enter_context(substituted({p: values[n] for n, places in call.places.items() for p in places}))
+            args, kwargs = take_samples(call.arguments, call.batch_first, call.batch_size, [sample], call.whole)
+            with ExitStack() as drawing:
+                if call.draws is not None:
+                    drawing.enter_context(call.draws.of_sample(sample, call.batch_size, last))
+                outputs = Skeleton(call.module(*args, **kwargs)).tensors
+            if len(outputs) != len(call.outputs):
+                raise UnsupportedGradientError(_differs(call, "it returns other tensors"))
+            roots, grads = [], []
+            for i, (output, (recorded, version)) in enumerate(zip(outputs, call.outputs, strict=True)):
+                grad, axis = call.grads[i] if call.grads else None, call.output_axes[i]
+                if axis is not None:
+                    if recorded._version == version and not same_rows(recorded, output, axis, sample, call.precision):
+                        raise UnsupportedGradientError(_differs(call, "it returns other values"))
+                    if grad is not None:
+                        grad = rows_of(grad, axis, output.shape[axis.dim], sample)
+                elif output.dim() == 0 and output.is_floating_point() and grad is not None:
+                    numbers[i] += float(output.detach())
+                    grad = grad / call.batch_size if call.reduction == "mean" else grad
+                if grad is not None and output.requires_grad:
+                    roots.append(output)
+                    grads.append(grad)
+            if roots:
+                torch.autograd.backward(roots, grads)
+        return {name: torch.zeros_like(wide(v.detach())) if v.grad is None else _dense(v) for name, v in values.items()}
+
+    def _check_numbers(self, numbers: list[float]) -> None:
+        """Check that each number which the batch returned, and that has a gradient, is the mean (or sum) of samples."""
+        call = self.call
+        for i, (recorded, _) in enumerate(call.outputs):
+            if call.output_axes[i] is None and call.grads and call.grads[i] is not None and recorded.dim() == 0:
+                expected = numbers[i] / (call.batch_size if call.reduction == "mean" else 1)
+                bar = max(4 * call.precision, min(1e3 * call.precision, call.precision**0.5))
+                if abs(float(recorded) - expected) > bar * abs(expected):
+                    raise UnsupportedGradientError(not_the_reduction(float(recorded), expected, call.reduction))
+
+    def squares(self, name: str) -> Tensor:
+        """The squared norms of one parameter's gradients, ``[B]``; all parameters' come from one loop."""
+        if not self._squares:
+            found: dict[str, list[Tensor]] = {}
+            for gradients in self.run(range(self.call.batch_size)):
+                for key, gradient in gradients.items():
+                    found.setdefault(key, []).append(row_squares(gradient.unsqueeze(0))[0])
+            self._squares = {key: torch.stack(column) for key, column in found.items()}
+        return self._squares[name]
+
+    def sum_up(self, weights: Mapping[str, Tensor], bad: Tensor | None) -> None:
+        """Compute the weighted sums of several parameters in one loop, for `sum` to take."""
+        samples = [i for i in range(self.call.batch_size) if bad is None or not bool(bad[i])]
+        self._sums = {}
+        for sample, gradients in zip(samples, self.run(samples), strict=True):
+            for name, factors in weights.items():
+                part = gradients[name] * factors[sample].to(gradients[name].dtype)
+                self._sums[name] = self._sums[name].add_(part) if name in self._sums else part
+
+    def sum(self, name: str, factors: Tensor, bad: Tensor | None) -> Tensor:
+        """One weighted sum."""
+        if name not in self._sums:
+            self.sum_up({name: factors}, bad)
+        if name in self._sums:
+            return self._sums.pop(name)
+        return torch.zeros_like(wide(_value(self.call.places[name])))
+
+
+class Looped(Contribution):
+    """Per-sample gradients that are computed again for each purpose, from a loop over samples."""
+
+    def __init__(self, name: str, shape: torch.Size, loop: SampleLoop) -> None:
+        self.name, self.loop = name, loop
+        self.shape, self.batch_size = shape, loop.call.batch_size
+
+    def rows(self, start: int, stop: int) -> Tensor:
+        """Run these samples."""
+        return torch.stack([gradients[self.name] for gradients in self.loop.run(range(start, stop))])
+
+    def squared_norms(self) -> Tensor:
+        """Take them from the one loop for all parameters."""
+        return self.loop.squares(self.name).clone()
+
+    def weighted_sum(self, factors: Tensor, bad: Tensor | None = None) -> Tensor:
+        """Take what `sum_together` has computed, or run the loop."""
+        return self.loop.sum(self.name, factors, bad)
+
+
+def sum_together(contributions: Mapping[str, Contribution], weights: Mapping[str, Tensor], bad: Tensor | None) -> None:
+    """Let the weighted sums of all looped parameters come from one loop."""
+    loops = {c.loop for c in contributions.values() if isinstance(c, Looped)}
+    for loop in loops:
+        mine = {n: weights[n] for n, c in contributions.items() if isinstance(c, Looped) and c.loop is loop}
+        loop.sum_up(mine, bad)
+
+
+def rows_of(values: Tensor, axis: BatchAxis, size: int, sample: int) -> Tensor:
+    """The part of a tensor that belongs to one sample, which has ``size`` entries in the batch axis."""
+    if axis.last:
+        return values.unflatten(axis.dim, (size, -1)).select(axis.dim + 1, sample)
+    return values.narrow(axis.dim, sample * size, size)
+
+
+def same_rows(recorded: Tensor, output: Tensor, axis: BatchAxis, sample: int, precision: float) -> bool:
+    """Tell whether a sample gave by itself what it gave in the batch, up to rounding."""
+    if output.shape[axis.dim] == 0 or recorded.shape[axis.dim] % output.shape[axis.dim]:
+        return output.shape[axis.dim] == recorded.shape[axis.dim] == 0
+    own, output = rows_of(recorded.detach(), axis, output.shape[axis.dim], sample), output.detach()
+    if own.shape != output.shape:
+        return False
+    if own.is_complex():
+        own, output = torch.view_as_real(own), torch.view_as_real(output)
+    if not own.is_floating_point():
+        return True  # an index may differ by rounding, and no gradient passes through it
+    own, output = own.double(), output.double()
+    finite = own[own.isfinite()]
+    bar = max(precision, min(1e3 * precision, precision**0.5)) * float(finite.abs().max() if finite.numel() else 0.0)
+    return torch.allclose(own, output, rtol=0, atol=bar, equal_nan=True)
+
+
+def not_the_reduction(found: float, expected: float, reduction: str) -> str:
+    """Words for a number that is not what was declared."""
+    factor = f" ({found / expected:.3g} times that)" if expected else ""
+    return (
+        f"the loss that the model returns is not the {reduction} of what each sample gives by itself: {found:.6g} for "
+        f"{expected:.6g}{factor}. Is it the {'sum' if reduction == 'mean' else 'mean'} (loss_reduction=), a mean over "
+        "tokens of which samples have different numbers, or divided by a number that was given? Average within each "
+        "sample first, then over samples."
+    )
+
+
+def _differs(call: LoopedCall, what: str) -> str:
+    return (
+        f"{type(call.module).__name__} gives a sample by itself something else than in the batch: {what}. Does the "
+        "model mix samples (batch statistics, x - x.mean(0), routing or a capacity that looks at the batch)? Is the "
+        "batch in another dimension (batch_first=False)? Nothing was clipped."
+    )
+
+
+def _value(places: Sequence[tuple[nn.Module, str]]) -> Tensor:
+    module, slot = places[0]
+    value = module._parameters[slot]
+    assert value is not None
+    return value.detach()
+
+
+def _dense(leaf: Tensor) -> Tensor:
+    assert leaf.grad is not None
+    return wide(leaf.grad.to_dense() if leaf.grad.layout is not torch.strided else leaf.grad)

@@ -1,0 +1,555 @@
+"""Ways in which a gradient can pass a sample by: right or refused in words, in every dtype, never a wrong number."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import gradguard as gg
+
+B = 6
+
+
+class Base(nn.Module):
+    """A bare parameter and a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mu, self.layer = nn.Parameter(torch.randn(2, 3)), nn.Linear(2, 2)
+        self.kept: list = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x @ self.mu.T)
+
+
+class Attribute(Base):
+    def forward(self, x):
+        self._kl = self.mu.square().sum()
+        return super().forward(x)
+
+    def aside(self):
+        return self._kl
+
+
+class AttributeOfAnother(Base):
+    def forward(self, x):
+        self.layer._aux = self.mu.square().sum()
+        return super().forward(x)
+
+    def aside(self):
+        return self.layer._aux
+
+
+class Listed(Base):
+    def forward(self, x):
+        self.kept[:] = [self.mu.square().sum()]
+        return super().forward(x)
+
+    def aside(self):
+        return self.kept[0]
+
+
+class PlainObject(Base):
+    class Holder:
+        value: Tensor
+
+    def forward(self, x):
+        holder = self.Holder()
+        holder.value = self.mu.square().sum()
+        self.kept[:] = [holder]
+        return super().forward(x), holder
+
+    def aside(self):
+        return self.kept[0].value
+
+
+class BatchTerm(Base):
+    """A term that every sample has a part in, kept by code with a parameter of its own."""
+
+    def forward(self, x):
+        h = x @ self.mu.T
+        self._aux = h.mean(0).square().sum()
+        return self.layer(h)
+
+    def aside(self):
+        return self._aux
+
+
+class HookOfALayer(Base):
+    def __init__(self):
+        super().__init__()
+        self.layer.register_forward_pre_hook(
+            lambda layer, args: self.kept.__setitem__(slice(None), [layer.weight.sum()])
+        )
+
+    def aside(self):
+        return self.kept[0]
+
+
+class NoiseAndAttribute(Base):
+    def forward(self, x):
+        self._kl = self.mu.square().sum()
+        return super().forward(x + torch.randn_like(x))
+
+    def aside(self):
+        return self._kl
+
+
+SIDEWAYS = [Attribute, AttributeOfAnother, Listed, PlainObject, BatchTerm, HookOfALayer, NoiseAndAttribute]
+
+
+def first(output):
+    return output[0] if isinstance(output, tuple) else output
+
+
+def losses(output) -> Tensor:
+    rows = first(output).flatten(1)
+    return rows.abs().square().sum(1)
+
+
+def made(kind: Callable[[], nn.Module], dtype: torch.dtype = torch.float64) -> nn.Module:
+    torch.manual_seed(0)
+    return kind().to(dtype).train()
+
+
+def data(dtype: torch.dtype = torch.float64, *shape: int) -> Tensor:
+    return torch.randn(*(shape or (B, 3)), generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(dtype)
+
+
+def step(clipper, x: Tensor, aside: Callable[[], Tensor]) -> None:
+    (losses(clipper.module(x)).mean() + aside()).backward()
+    clipper.clip_and_accumulate()
+
+
+def clipped(model: nn.Module, x: Tensor, seed: int = 2, **options) -> dict[str, Tensor]:
+    """One step of a new clipper that clips nothing."""
+    clipper = gg.PerSampleGradientClipper(model, gg.FlatNormClipper(1e9), **options)
+    try:
+        for _ in range(2):  # the second without a trial
+            torch.manual_seed(seed)
+            losses(model(x)).mean().backward()
+            clipper.clip_and_accumulate()
+            clipper.pre_step()
+            found = {name: p.grad.clone() for name, p in model.named_parameters()}
+            model.zero_grad()
+    finally:
+        clipper.detach()
+        model.zero_grad()
+    return found
+
+
+def plain(model: nn.Module, x: Tensor, seed: int = 2) -> dict[str, Tensor]:
+    torch.manual_seed(seed)
+    losses(model(x)).mean().backward()
+    found = {name: torch.zeros_like(p) if p.grad is None else p.grad.clone() for name, p in model.named_parameters()}
+    model.zero_grad()
+    return found
+
+
+@pytest.mark.parametrize("kind", SIDEWAYS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("verified", [False, True], ids=["first step", "later step"])
+def test_a_value_that_reaches_the_loss_sideways_is_refused(kind, dtype, verified):
+    model, x = made(kind, dtype), data(dtype)
+    clipper = gg.PerSampleGradientClipper(model, gg.FlatNormClipper(1.0))
+    if verified:
+        losses(model(x)).mean().backward()
+        clipper.clip_and_accumulate()
+        clipper.pre_step()
+        model.zero_grad()
+    with pytest.raises(gg.UnsupportedGradientError, match=r"plain gradient|used outside of the module's forward"):
+        step(clipper, x, model.aside)
+    model.zero_grad()
+    clipper.detach()
+
+
+@pytest.mark.parametrize("kind", SIDEWAYS)
+def test_what_is_kept_aside_and_not_used_does_no_harm(kind):
+    model, x = made(kind), data()
+    expected = plain(model, x)
+    for name, gradient in clipped(model, x).items():
+        torch.testing.assert_close(gradient, expected[name], rtol=1e-12, atol=1e-14)
+
+
+class Inner(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+
+    def forward(self, x, r):
+        return torch.tanh(self.layer(x) + 1e-4 * r)
+
+
+class Argument(nn.Module):
+    """A parameter that is handed to a layer, which has 1e-4 of the gradient."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.out, self.r = Inner(), nn.Linear(3, 1), nn.Parameter(torch.randn(3))
+
+    def forward(self, x):
+        return self.out(self.inner(x, self.r))
+
+
+class DerivedArgument(Argument):
+    def forward(self, x):
+        return self.out(self.inner(x, 2 * self.r))
+
+
+class KeywordArgument(Argument):
+    def forward(self, x):
+        return self.out(self.inner(x, r=self.r))
+
+
+class ArgumentOfARule(nn.Module):
+    """A layer with a rule gets a parameter of another module."""
+
+    def __init__(self):
+        super().__init__()
+        self.attention, self.bias = nn.MultiheadAttention(4, 1, batch_first=True), nn.Parameter(torch.randn(3, 3))
+
+    def forward(self, x):
+        x = x.unsqueeze(2).expand(-1, -1, 4)
+        return self.attention(x, x, x, attn_mask=self.bias)[0]
+
+
+class SharedBias(nn.Module):
+    """A position bias that the first block makes from parameters alone, and hands on."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.blocks = nn.Embedding(5, 3), nn.ModuleList([Inner(), Inner()])
+
+    def forward(self, x):
+        bias = self.table(torch.arange(3)).sum(0)
+        for block in self.blocks:
+            x = block(x, 1e4 * bias)
+        return x
+
+
+class Noisy(Argument):
+    def forward(self, x):
+        return self.out(self.inner(x, self.r) + 0.1 * torch.randn_like(x))
+
+
+class Dropping(Argument):
+    def forward(self, x):
+        return self.out(F.dropout(self.inner(x, self.r) * self.r, 0.5))
+
+
+class Counting(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x):
+        self.calls += 1
+        return self.layer(x) * self.calls
+
+
+class InPlace(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.first, self.shift = nn.BatchNorm1d(3), nn.Linear(3, 3), nn.Parameter(torch.randn(3))
+
+    def train(self, mode=True):
+        super().train(mode)
+        self.norm.eval()
+        return self
+
+    def forward(self, x):
+        x = F.relu_(self.norm(self.first(x)))
+        h = self.first(x)
+        h += self.shift
+        return h
+
+
+class ComplexResult(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3, 2, 2))
+
+    def forward(self, x):
+        return x.to(torch.complex128) @ torch.view_as_complex(self.weight)
+
+
+class Experts(nn.Module):
+    """Each sample goes to the expert that it chooses."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate, self.experts = nn.Linear(3, 3), nn.ModuleList([nn.Linear(3, 2) for _ in range(3)])
+
+    def forward(self, x):
+        share, chosen = self.gate(x).softmax(1).max(1)
+        out = x.new_zeros(len(x), 2)
+        for i, expert in enumerate(self.experts):
+            rows = (chosen == i).nonzero()[:, 0]
+            if len(rows):
+                out = out.index_add(0, rows, expert(x[rows]) * share[rows, None])
+        return out
+
+
+def old_weight_norm():
+    return nn.Sequential(nn.utils.weight_norm(nn.Linear(3, 4)), nn.Tanh(), nn.Linear(4, 2))
+
+
+def old_spectral_norm():
+    return nn.Sequential(nn.utils.spectral_norm(nn.Linear(3, 4)), nn.Tanh(), nn.Linear(4, 2))
+
+
+EXACT = [
+    Argument, DerivedArgument, KeywordArgument, ArgumentOfARule, SharedBias, Noisy, Dropping, Counting, InPlace,
+    ComplexResult, Experts, old_weight_norm, old_spectral_norm,
+]  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm` is deprecated:FutureWarning")
+@pytest.mark.filterwarnings("ignore:'torch.nn.utils.weight_norm' is deprecated:FutureWarning")
+@pytest.mark.parametrize("mode", ["fast", "exact"])
+@pytest.mark.parametrize("size", [B, 1])
+@pytest.mark.parametrize("kind", EXACT)
+def test_is_exact(kind, size, mode):
+    x = data()[:size]
+    twin = made(kind)
+    if kind in (Counting, old_spectral_norm):
+        plain(twin, x)  # a state that moves on
+    expected = plain(twin, x)
+    for name, gradient in clipped(made(kind), x, mode=mode).items():
+        bar = 1e-11 * max(float(expected[name].abs().max()), 1e-300)
+        torch.testing.assert_close(gradient, expected[name], rtol=0, atol=bar, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_parameter_with_a_small_share_of_the_gradient_has_it_in_half_precision(dtype):
+    x, autocast = data(torch.float32), dtype == torch.bfloat16
+    expected = plain(made(Argument, torch.float32), x)["r"]
+    model = made(Argument, torch.float32)
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+        found = clipped(model, x)["r"]
+    torch.testing.assert_close(found, expected, rtol=0.05 if autocast else 1e-5, atol=0)
+
+
+class Capacity(nn.Module):
+    """Only the two largest of the batch pass: two samples alone would both."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(3, 4), nn.Linear(4, 2)
+
+    def forward(self, x):
+        h = self.a(x)
+        mask = torch.zeros(len(x), dtype=x.dtype).index_fill(0, h.sum(1).topk(min(2, len(x))).indices, 1.0)
+        return self.b(h * mask[:, None])
+
+
+class Threshold(Capacity):
+    """Those that are as large as the second largest pass: a batch of copies would too."""
+
+    def forward(self, x):
+        h = self.a(x)
+        bound = h.sum(1).topk(min(2, len(x))).values[-1]
+        return self.b(h * (h.sum(1) >= bound)[:, None])
+
+
+class Overflow(Capacity):
+    """An expert takes at most half the batch: which samples are alike decides."""
+
+    def forward(self, x):
+        h = self.a(x)
+        place = (h.sum(1).sign().unsqueeze(0) == h.sum(1).sign().unsqueeze(1)).tril().sum(1)
+        return self.b(h * (place <= max(2, len(x) // 2))[:, None])
+
+
+class NoisyCapacity(Capacity):
+    def forward(self, x):
+        return super().forward(x + 0.1 * torch.randn_like(x))
+
+
+class Centred(Capacity):
+    def forward(self, x):
+        h = self.a(x)
+        return self.b(h - 1e-3 * h.mean(0))
+
+
+@pytest.mark.parametrize("kind", [Capacity, Threshold, Overflow, NoisyCapacity, Centred])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_samples_that_depend_on_the_batch_are_refused_at_its_real_size(kind, dtype):
+    model, x = made(kind, dtype), data(dtype, 8, 3)
+    clipper = gg.PerSampleGradientClipper(model, gg.FlatNormClipper(1.0))
+    with pytest.raises(gg.UnsupportedGradientError, match="mix samples"):
+        model(x)
+    clipper.detach()
+
+
+def test_a_new_size_is_tried_out_again():
+    model = made(Capacity)
+    clipper = gg.PerSampleGradientClipper(model, gg.FlatNormClipper(1.0))
+    losses(model(data()[:2])).mean().backward()  # both pass
+    clipper.clip_and_accumulate()
+    clipper.pre_step()
+    with pytest.raises(gg.UnsupportedGradientError, match="in a batch of 6 than by itself"):
+        model(data())
+
+
+class OwnLoss(nn.Module):
+    """Returns its loss beside its logits, as models of transformers do."""
+
+    def __init__(self, reduce: Callable[[Tensor, Tensor], Tensor]):
+        super().__init__()
+        self.layer, self.reduce = nn.Linear(3, 4), reduce
+
+    def forward(self, x, labels):
+        logits = self.layer(x)
+        tokens = F.cross_entropy(logits.mT, labels, ignore_index=-100, reduction="none")
+        return self.reduce(tokens, labels != -100), logits
+
+
+LABELS = torch.tensor([[0, 1, 2, -100]] * 4)
+UNEQUAL = torch.tensor([[0, 1, 2, -100], [1, 2, -100, -100], [3, 3, 3, 3], [0, 0, 0, -100]])
+
+
+@pytest.mark.parametrize(
+    ("reduce", "labels", "reduction"),
+    [
+        pytest.param(lambda t, m: t.sum() / m.sum(), LABELS, "mean", id="token mean, equal counts"),
+        pytest.param(lambda t, m: (t.sum(1) / m.sum(1)).mean(), UNEQUAL, "mean", id="mean of means"),
+        pytest.param(lambda t, m: t.sum(), UNEQUAL, "sum", id="sum"),
+    ],
+)
+def test_a_loss_that_the_model_returns(reduce, labels, reduction):
+    torch.manual_seed(0)
+    model, x = OwnLoss(reduce).double(), data(torch.float64, 4, 4, 3)
+    singles = []
+    for i in range(4):
+        model(x[i : i + 1], labels[i : i + 1])[0].backward()
+        singles.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
+        model.zero_grad()
+    clipper = gg.PerSampleGradientClipper(model, gg.FlatNormClipper(1e9), loss_reduction=reduction)
+    model(x, labels)[0].backward()
+    clipper.clip_and_accumulate()
+    norms = torch.stack(singles).norm(dim=1)
+    torch.testing.assert_close(clipper.statistics.norms, norms, rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("reduce", "labels", "factor"),
+    [
+        pytest.param(lambda t, m: t.sum() / m.sum(), UNEQUAL, r"is not the mean", id="token mean, unequal counts"),
+        pytest.param(lambda t, m: t.sum(), LABELS, r"\(2 times that\)", id="a sum for a mean"),
+        pytest.param(lambda t, m: t.sum() / 12, LABELS, r"is not the mean", id="a number of tokens that was given"),
+        pytest.param(lambda t, m: t.mean() + t.mean().square(), LABELS, r"is not the mean", id="a term of the batch"),
+    ],
+)
+def test_a_loss_that_the_model_returns_and_that_is_no_mean_is_refused(reduce, labels, factor):
+    torch.manual_seed(0)
+    model, x = OwnLoss(reduce).double(), data(torch.float64, 4, 4, 3)
+    clipper = gg.PerSampleGradientClipper(model, gg.FlatNormClipper(1.0))
+    loss, logits = model(x, labels)
+    with pytest.raises(gg.UnsupportedGradientError, match=f"loss that the model returns.*{factor}"):
+        loss.backward()
+    clipper.discard()
+    model(x, labels)[1].square().sum((1, 2)).mean().backward()  # the logits are another matter
+    clipper.clip_and_accumulate()
+    assert logits.shape == (4, 4, 4)
+
+
+def test_a_tensor_that_belongs_to_no_sample_may_be_returned_but_not_used():
+    class Returns(Base):
+        def forward(self, x):
+            return super().forward(x), self.mu * 2
+
+    model, x = made(Returns), data()
+    clipped(model, x)
+    clipper = gg.PerSampleGradientClipper(model, gg.FlatNormClipper(1.0))
+    output, weights = model(x)
+    with pytest.raises(gg.UnsupportedGradientError, match="belongs to no single sample"):
+        (losses(output).mean() + weights.sum()).backward()
+    clipper.detach()
+
+
+def replaced_forward(model):
+    forward = model[0].forward
+    model[0].forward = lambda x: forward(x) + model[0].weight.sum()
+    return lambda: 0.0
+
+
+def late_hook(model):
+    kept = []
+    model[0].register_forward_pre_hook(lambda layer, args: kept.__setitem__(slice(None), [layer.weight.square().sum()]))
+    return lambda: kept[0]
+
+
+def early_hook(model):
+    kept = []
+    model[0].register_forward_hook(lambda layer, a, output: kept.__setitem__(slice(None), [output.sum()]), prepend=True)
+    return lambda: kept[0]
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [(replaced_forward, "was replaced after"), (late_hook, "plain gradient in Linear"), (early_hook, "in Linear")],
+)
+def test_what_is_put_into_a_layer_after_the_trial_is_noticed(change, words):
+    model, x = made(lambda: nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))), data()
+    clipper = gg.PerSampleGradientClipper(model, gg.FlatNormClipper(1.0))
+    losses(model(x)).mean().backward()
+    clipper.clip_and_accumulate()
+    clipper.pre_step()
+    model.zero_grad()
+    aside = change(model)
+    with pytest.raises(gg.UnsupportedGradientError, match=words):
+        step(clipper, x, aside)
+
+
+class HooksItself(nn.Module):
+    """Puts hooks on its layers when it is first run, as models of transformers do for hidden states."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.hooked, self.states = nn.Linear(3, 2), False, []
+
+    def forward(self, x):
+        if not self.hooked:
+            self.layer.register_forward_hook(lambda layer, args, output: self.states.append(output.detach()))
+            self.hooked = True
+        self.states.clear()
+        return self.layer(x)
+
+
+@pytest.mark.parametrize("kind", [HooksItself, Attribute, Counting, Experts, old_spectral_norm])
+def test_the_trial_leaves_nothing_behind(kind):
+    model, x = made(kind), data()
+    clipper = gg.PerSampleGradientClipper(model, gg.FlatNormClipper(1.0))
+    state = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    counts = {}
+    for _ in range(3):
+        losses(model(x)).mean().backward()
+        clipper.clip_and_accumulate()
+        clipper.pre_step()
+        counts[len([h for m in model.modules() for h in m._forward_hooks.values()])] = None
+    clipper.detach()
+    assert len(counts) == 1
+    if kind is HooksItself:
+        assert len(model.layer._forward_hooks) == 1
+        assert len(model.states) == 1
+    if kind is Counting:
+        assert model.calls == state["calls"] + 3
+
+
+def test_the_generators_move_on_as_without_a_clipper():
+    def numbers(with_clipper: bool) -> Tensor:
+        model, x = made(Noisy), data()
+        clipper = gg.PerSampleGradientClipper(model, gg.FlatNormClipper(1.0)) if with_clipper else None
+        torch.manual_seed(3)
+        for _ in range(2):
+            losses(model(x)).mean().backward()
+            if clipper is not None:
+                clipper.clip_and_accumulate()
+                clipper.pre_step()
+        return torch.rand(3)
+
+    assert torch.equal(numbers(True), numbers(False))

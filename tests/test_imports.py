@@ -1,0 +1,129 @@
+"""What is loaded when: the public list is lazy, and commands that read records do without PyTorch."""
+
+import ast
+import importlib
+import json
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import gradguard as gg
+from gradguard.watch.record import RecordWriter
+
+SOURCE = Path(gg.__file__)
+LOADED = "; import json, sys; print(json.dumps(sorted(sys.modules)))"
+
+
+def modules_after(code: str, *arguments: object) -> set[str]:
+    """The names of all modules that a fresh Python has loaded after `code`."""
+    command = [sys.executable, "-c", code, *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=240)
+    return set(json.loads(done.stdout.splitlines()[-1]))
+
+
+def of_gradguard(modules: set[str]) -> set[str]:
+    return {".".join(name.split(".")[:2]) for name in modules if name.startswith("gradguard.")}
+
+
+@pytest.mark.slow
+def test_importing_gradguard_loads_nothing_else():
+    before, after = modules_after("pass" + LOADED), modules_after("import gradguard" + LOADED)
+    new = {name for name in after - before if not name.startswith("importlib")}
+    assert {"gradguard"} <= new <= {"gradguard", "types", "warnings"}
+
+
+@pytest.mark.slow
+def test_a_clip_loads_clipping_alone():
+    after = modules_after("import torch, gradguard as gg; gg.clip_grad_norm_" + LOADED)
+    loaded = {f"gradguard.{name}" for name in ("arguments", "clip", "distributed", "errors", "tensors")}
+    assert of_gradguard(after) <= loaded | {"gradguard.torch_private"}
+    assert not {"rich", "jinja2", "plotly", "dp_accounting"} & after
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["-h"],
+        ["--version"],
+        ["report", "-h"],
+        ["report", "RECORD"],
+        ["report", "--text", "--fail-on", "nonfinite>1e9", "RECORD"],
+        ["replay", "RECORD"],
+        ["tail", "--once", "RECORD"],
+    ],
+    ids=" ".join,
+)
+def test_a_command_about_records_does_without_torch(tmp_path, command):
+    path = tmp_path / "run.jsonl"
+    if "RECORD" in command:
+        with RecordWriter(path) as writer:
+            writer.write("meta", params=[{"name": "weight", "numel": 4}])
+            for i in range(60):
+                writer.write("step", i=i, norm=1.0 + i % 7, loss=2.0)
+                writer.write("tensors", i=i, norm=[1.0 + i % 7])
+    code = "import sys, atexit; atexit.register(lambda: print(__import__('json').dumps(sorted(sys.modules)))); "
+    run = code + "from gradguard.cli import main; sys.exit(main())"
+    after = modules_after(run, *(path if word == "RECORD" else word for word in command))
+    assert not {"torch", "numpy", "plotly"} & after
+    assert of_gradguard(after) <= {"gradguard.cli", "gradguard.errors", "gradguard.watch"}
+
+
+ORDERS = """
+import sys, types
+import torch
+
+def check(package, module, order):
+    for name in [name for name in sys.modules if name.partition(".")[0] == "gradguard"]:
+        del sys.modules[name]
+    import gradguard
+    for use in order:
+        exec(use)
+    function, inner = getattr(gradguard, package), sys.modules[f"gradguard.{package}.{module}"]
+    assert type(function) is types.FunctionType, order
+    assert getattr(function, module) is inner, order
+    names = {}
+    exec(f"import gradguard.{package}.{module} as inner; from gradguard import {package} as function", names)
+    assert names["inner"] is inner and names["function"] is function, order
+
+for package, module in (("watch", "record"), ("error_clip", "rules")):
+    uses = [f"gradguard.{package}", f"import gradguard.{package}.{module}"]
+    for order in (uses, uses[::-1], uses[1:]):
+        check(package, module, ["import gradguard", *order])
+print("[]")
+"""
+
+
+@pytest.mark.slow
+def test_a_function_with_the_name_of_a_package_stays_one_in_every_order_of_imports():
+    modules_after(ORDERS)
+
+
+def test_the_three_lists_of_public_names_agree():
+    (typed,) = (node for node in ast.parse(SOURCE.read_text()).body if isinstance(node, ast.If))
+    imports = {(alias.name, node.module) for node in typed.body for alias in node.names}
+    lazy = {(name, "gradguard" if module == f"gradguard.{name}" else module) for name, module in gg._MODULE_OF.items()}
+    assert imports == lazy
+    assert sorted(gg._MODULE_OF) == gg.__all__
+
+
+def test_every_name_is_what_its_module_holds():
+    for name, module in gg._MODULE_OF.items():
+        home = importlib.import_module(module)
+        assert getattr(gg, name) is (home if module == f"gradguard.{name}" else getattr(home, name))
+
+
+def test_it_looks_like_any_module():
+    assert set(gg.__all__) <= set(dir(gg))
+    assert "__version__" in dir(gg)
+    assert not hasattr(gg, "clip_grad_nrom_")
+    with pytest.raises(AttributeError, match="module 'gradguard' has no attribute 'Gaurd'"):
+        gg.Gaurd  # noqa: B018
+    everything = {}
+    exec("from gradguard import *", everything)
+    assert set(gg.__all__) <= set(everything)
+    for name in ("watch", "error_clip", "Guard", "ClipResult"):
+        assert pickle.loads(pickle.dumps(getattr(gg, name))) is getattr(gg, name)
