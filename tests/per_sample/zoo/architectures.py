@@ -107,7 +107,11 @@ class Architecture:
     def case(self) -> ZooCase:
         """The base model: its outputs are projected."""
         return ZooCase(
-            functools.partial(self.build, self.base), INPUTS[self.inputs], lambda m, i: m(**i), modes=self.modes
+            functools.partial(self.build, self.base),
+            INPUTS[self.inputs],
+            lambda m, i: m(**i),
+            modes=self.modes,
+            clippers=("fast",),
         )
 
     def labelled(self) -> ZooCase:
@@ -119,6 +123,7 @@ class Architecture:
             lambda m, i: m(**i),
             loss=lambda m, i: m(**i).loss,
             modes=("eval",),
+            clippers=("fast",),
         )
 
 
@@ -637,6 +642,14 @@ ARCHITECTURES: dict[str, Architecture] = {
 }  # fmt: skip
 
 CASES = {name: row.case() for name, row in ARCHITECTURES.items()}
-LABELLED = {
-    f"{name}, labels": row.labelled() for name, row in ARCHITECTURES.items() if row.head and "eval" in row.modes
-}
+LOSSES = [
+    "albert", "bert, padded", "big_bird", "deberta", "electra", "flaubert", "fnet", "mobilebert", "modernbert",
+    "xlnet", "bloom", "ctrl", "falcon", "gemma2", "gpt2", "gpt_neox", "imagegpt", "llama", "llama, a classifier",
+    "mpt", "olmo2", "opt", "phi3", "qwen3", "bamba", "jamba", "lfm2", "mamba", "deepseek_v3", "gpt_oss",
+    "granitemoe", "jetmoe", "llama4_text", "mixtral", "olmoe", "qwen2_moe", "switch_transformers", "bart",
+    "bart, a classifier", "led", "marian", "prophetnet", "t5", "beit", "convnext", "resnet", "swin", "vit",
+    "audio-spectrogram-transformer", "hubert", "whisper", "git", "llava", "paligemma",
+]  # fmt: skip
+"""Whose own loss from labels is tried too: at least one of each kind of head."""
+
+LABELLED = {f"{name}, labels": ARCHITECTURES[name].labelled() for name in LOSSES}
