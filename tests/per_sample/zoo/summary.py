@@ -54,6 +54,8 @@ def brief(found: Outcome) -> str:
     """Words of an outcome that do not depend on sizes and rounding."""
     if found.kind == "wrong":
         return found.words.partition(", sample ")[0]
+    if found.kind == "left behind":
+        return found.words.partition(": ")[0]
     words = found.words.partition(": ")[2] if found.kind == "crash" else found.words
     clause = max(re.split(r"[\d()\[\]:;.,]", words[:200]), key=len).strip()
     return clause if len(clause) <= 70 else clause[:70].rpartition(" ")[0]

@@ -28,6 +28,8 @@ from per_sample.zoo.traces import differences, trace
 
 RELATIVE = {"float64": 1e-9, "float32 inside": 2e-6, "float32": 1e-5, "bfloat16": 2e-2}
 FACTOR = 8.0
+MOST = {"float64": 1e-11, "float32 inside": 1e-6, "float32": 1e-4, "bfloat16": 0.2}
+"""Of the norm of the whole gradient: what rounding may explain at most."""
 NOTHING = {"float64": 1e-14, "float32 inside": 1e-9, "float32": 1e-8, "bfloat16": 1e-4}
 """Of the norm of the whole gradient: a parameter whose gradient is zero but for rounding, such as a key's bias."""
 
@@ -331,6 +333,7 @@ class _Oracle:
         for (path, found), (_, plain) in zip(outputs, self._outputs, strict=True):
             limit = {"float64": 1e-10, "float32": 1e-4}.get(str(found.dtype)[6:], 5e-2)
             limit = 1e-5 if self._recorded.narrowed else limit
+            limit = 5e-2 if self._mode == "bfloat16" else limit
             if found.shape != plain.shape or found.dtype != plain.dtype:
                 return f"outputs: {path} {tuple(found.shape)}, plain {tuple(plain.shape)}"
             if found.numel():
@@ -347,8 +350,8 @@ class _Oracle:
         bars = {}
         for name, g in self.gradients.items():
             norm = norms(g).max()
-            noise = self._noise[name].max()
-            bars[name] = (RELATIVE[kind] * norm + FACTOR * noise + NOTHING[kind] * self.norms.max()).expand(B)
+            noise = (FACTOR * self._noise[name].max()).clamp(max=MOST[kind] * self.norms.max())
+            bars[name] = (RELATIVE[kind] * norm + noise + NOTHING[kind] * self.norms.max()).expand(B)
         return bars
 
     def _norm_errors(self, found: Mapping[str, Tensor]) -> tuple[float, str]:
