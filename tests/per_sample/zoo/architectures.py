@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from per_sample.zoo.case import MODES, B, ZooCase
-from per_sample.zoo.plain import NO_BFLOAT16, LowRank
+from per_sample.zoo.plain import NO_BFLOAT16, LowRank, pairwise
 
 T, VOCABULARY, IMAGE, SOUND = 7, 67, 16, 800
 """Tokens, words, pixels along a side, and audio samples."""
@@ -659,6 +659,12 @@ ARCHITECTURES: dict[str, Architecture] = {
 }  # fmt: skip
 
 CASES = {name: row.case() for name, row in ARCHITECTURES.items()}
+CASES["clip, loss over pairs"] = ZooCase(
+    functools.partial(ARCHITECTURES["clip"].build, "CLIPModel"),
+    INPUTS["text and image"],
+    loss=lambda m, i: pairwise(m(**i).logits_per_image),
+    modes=("eval",),
+)
 LOSSES = [
     "albert", "bert, padded", "big_bird", "deberta", "electra", "flaubert", "fnet", "mobilebert", "modernbert",
     "xlnet", "bloom", "ctrl", "falcon", "gemma2", "gpt2", "gpt_neox", "imagegpt", "llama", "llama, a classifier",

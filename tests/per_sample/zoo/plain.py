@@ -407,9 +407,8 @@ def contrastive(m: Any, x: Tensor, y: Tensor) -> Tensor:
     return m.scale.exp() * F.normalize(m.first(x), dim=-1) @ F.normalize(m.second(y), dim=-1).mT
 
 
-def pairwise(m: nn.Module, inputs: Any) -> Tensor:
+def pairwise(logits: Tensor) -> Tensor:
     """The sigmoid loss: every text against every image."""
-    logits = m(*inputs)
     return F.softplus(logits * (1 - 2 * torch.eye(len(logits), dtype=logits.dtype))).sum() / len(logits)
 
 
@@ -971,7 +970,7 @@ REFUSED: dict[str, ZooCase] = {
         first=linear(),
         second=linear(),
         scale=weight(),
-        loss=pairwise,
+        loss=lambda m, i: pairwise(m(*i)),
     ),
     **{
         f"penalty beside the output: {way}": beside(way)
