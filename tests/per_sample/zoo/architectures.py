@@ -15,6 +15,9 @@ from per_sample.zoo.plain import NO_BFLOAT16, LowRank, pairwise
 T, VOCABULARY, IMAGE, SOUND = 7, 67, 16, 800
 """Tokens, words, pixels along a side, and audio samples."""
 
+NO_TRAIN = ("eval", "float32", "bfloat16")
+"""One sample alone cannot be run in train mode."""
+
 SIZES: dict[str, Any] = {
     # width
     **dict.fromkeys(("hidden_size", "d_model", "n_embd", "dim", "embed_dim", "emb_dim", "embedding_size"), 32),
@@ -495,11 +498,13 @@ VISION: dict[str, Architecture] = {
         "image_size": [32, 32], "max_token_length": 5, "num_character_labels": 11, "num_bpe_labels": 13,
         "num_wordpiece_labels": 17}),
     "mlcd": images("MLCDVision", head=""),
-    "mobilenet_v1": images("MobileNetV1", inputs="large image", sizes={"depth_multiplier": 0.25, "min_depth": 8}),
-    "mobilenet_v2": images("MobileNetV2", inputs="large image", sizes={"depth_multiplier": 0.25, "min_depth": 8}),
+    "mobilenet_v1": images("MobileNetV1", modes=NO_TRAIN,
+                           inputs="large image", sizes={"depth_multiplier": 0.25, "min_depth": 8}),
+    "mobilenet_v2": images("MobileNetV2", modes=NO_TRAIN,
+                           inputs="large image", sizes={"depth_multiplier": 0.25, "min_depth": 8}),
     "mobilevit": images("MobileViT", inputs="image of 64", sizes={
         "hidden_sizes": [8, 16, 16], "neck_hidden_sizes": [8, 8, 8, 8, 8, 8, 16], "image_size": 64, "patch_size": 2}),
-    "pixtral": images("PixtralVision", head=""),
+    "pixtral": images("PixtralVision", head="", modes=NO_TRAIN),
     "poolformer": images("PoolFormer", sizes={"hidden_sizes": [8, 16], "depths": [1, 1], "patch_sizes": [7, 3],
                                               "strides": [4, 2], "padding": [2, 1], "num_encoder_blocks": 2}),
     "pvt": images("Pvt", inputs="large image", sizes={

@@ -34,7 +34,7 @@ def main() -> None:
             flag = "  " if as_expected(found.kind, found.words, expectation(name, mode)) else "! "
             oracle = "" if found.oracle == "alone" else f"({found.oracle}) "
             numbers = f"{found.error:8.1e}{found.seconds:5.1f} s"
-            print(f"{flag}{mode:9}{name:46}{found.kind:12}{numbers}  {oracle}{found.words}", flush=True)
+            print(f"{flag}{mode:9}{name:48}{found.kind:12}{numbers}  {oracle}{found.words}", flush=True)
             if options.write:
                 learn(name, mode, found)
     for (mode, kind), count in sorted(counts.items()):
