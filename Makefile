@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo test exhaustive quick lint benchmark clean
+.PHONY: demo test exhaustive quick lint benchmark versions clean
 
 # gradguard and what the demo imports. PyTorch warns where NumPy is missing. Bytecode of all of PyTorch would take a
 # half of the time; Python writes that of the modules that it imports.
@@ -44,8 +44,12 @@ lint: .venv/ready
 	$(BIN)/pyright
 	$(BIN)/lint-imports --no-cache
 
+# The suite on the oldest torch that pyproject.toml allows and on the newest, each in an environment of some 5 GB.
+versions:
+	$(PYTHON) tests/versions.py
+
 benchmark: .venv/ready
 	$(BIN)/python benchmarks/batch_clipping.py
 
 clean:
-	rm -rf .venv runs dist build
+	rm -rf .venv .versions runs dist build

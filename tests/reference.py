@@ -97,6 +97,15 @@ def clip_samples_per_parameter(gradients: dict[str, Tensor], max_norms: list[flo
     return clipped
 
 
+def clip_samples_per_layer(gradients: dict[str, Tensor], max_norms: dict[str, float]) -> dict[str, Tensor]:
+    """Every layer clipped by itself: the parameters of one module together."""
+    clipped: dict[str, Tensor] = {}
+    for layer, max_norm in max_norms.items():
+        own = {name: g for name, g in gradients.items() if name.rpartition(".")[0] == layer}
+        clipped |= clip_samples(own, max_norm)
+    return clipped
+
+
 def clip_samples_automatically(gradients: dict[str, Tensor], max_norm: float, gamma: float = 0.01) -> dict[str, Tensor]:
     """AUTO-S (Bu et al. 2023): C / (norm + gamma), with no threshold."""
     return weigh_samples(gradients, max_norm / (sample_norms(gradients.values()) + gamma))

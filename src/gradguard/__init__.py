@@ -62,10 +62,12 @@ if TYPE_CHECKING:
     )
     from gradguard.per_sample.clipper import PerSampleGradientClipper
     from gradguard.per_sample.clipping_rule import NormClipper
+    from gradguard.per_sample.noise_scale import NoiseEstimate, NoiseScale
     from gradguard.per_sample.norm_clippers import (
         AutoNormClipper,
         FlatNormClipper,
         PerLayerNormClipper,
+        PerParameterNormClipper,
         QuantileNormClipper,
     )
     from gradguard.per_sample.results import ClippedSums, PerSampleStatistics, PreStep
@@ -111,10 +113,13 @@ __all__ = [
     "InvalidValueError",
     "MissingPackageError",
     "Monitor",
+    "NoiseEstimate",
+    "NoiseScale",
     "NonFiniteGradientError",
     "NormClipper",
     "OpStatistics",
     "PerLayerNormClipper",
+    "PerParameterNormClipper",
     "PerSampleGradientClipper",
     "PerSampleStatistics",
     "PreStep",
@@ -200,8 +205,11 @@ _MODULE_OF = {
     "AutoNormClipper": "gradguard.per_sample.norm_clippers",
     "FlatNormClipper": "gradguard.per_sample.norm_clippers",
     "PerLayerNormClipper": "gradguard.per_sample.norm_clippers",
+    "PerParameterNormClipper": "gradguard.per_sample.norm_clippers",
     "QuantileNormClipper": "gradguard.per_sample.norm_clippers",
     "ClippedSums": "gradguard.per_sample.results",
+    "NoiseEstimate": "gradguard.per_sample.noise_scale",
+    "NoiseScale": "gradguard.per_sample.noise_scale",
     "PerSampleStatistics": "gradguard.per_sample.results",
     "PreStep": "gradguard.per_sample.results",
     "Monitor": "gradguard.watch.monitor",

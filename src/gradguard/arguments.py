@@ -7,6 +7,7 @@ from torch import Tensor
 
 from gradguard.errors import InvalidTypeError, InvalidValueError
 from gradguard.tensors.layout import are_readable
+from gradguard.torch_private import assert_async
 
 
 def check_threshold(name: str, value: float | Tensor) -> float | Tensor:
@@ -28,7 +29,7 @@ def check_threshold(name: str, value: float | Tensor) -> float | Tensor:
     if are_readable(value):
         _check_number(name, value.item())
     else:
-        torch._assert_async((value >= 0).all(), f"gradguard: {name} must be a number >= 0, not negative or NaN")
+        assert_async((value >= 0).all(), f"gradguard: {name} must be a number >= 0, not negative or NaN")
     return value
 
 

@@ -24,6 +24,19 @@ from torch.optim.optimizer import (
 )
 from torch.utils.hooks import RemovableHandle
 
+from gradguard.torch_private import is_of_the_compiler
+
+
+def runs_hooks(optimizer: Any) -> bool:
+    """Tell whether ``optimizer`` is one whose step runs hooks; a wrapper often only pretends to be an optimizer."""
+    if not isinstance(optimizer, Optimizer):
+        return False
+    try:
+        optimizer.register_step_pre_hook(lambda *_: None).remove()
+    except AttributeError:  # its __init__ has not called that of Optimizer
+        return False
+    return True
+
 
 class EveryStep:
     """Calls of ``before`` and ``after`` around each real step of each optimizer, until `remove`.
@@ -102,7 +115,7 @@ class EveryStep:
 def _caller() -> FrameType:
     """The frame that called a hook: that of the step, behind what PyTorch's compiler puts between."""
     frame = sys._getframe(2)
-    while frame.f_globals.get("__name__", "").startswith("torch._dynamo") and frame.f_back is not None:
+    while is_of_the_compiler(frame) and frame.f_back is not None:
         frame = frame.f_back
     return frame
 

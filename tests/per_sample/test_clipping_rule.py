@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gradguard.errors import InvalidTypeError, InvalidValueError
+from gradguard.per_sample.clipping_rule import checked_groups, layer_of
 from gradguard.per_sample.norm_clippers import (
     AutoNormClipper,
     FlatNormClipper,
@@ -28,8 +29,8 @@ def float64(*values: float) -> torch.Tensor:
 class Own(NormClipper):
     """A rule whose factors and thresholds are whatever a test says."""
 
-    def __init__(self, returns, thresholds=(1.0,), is_per_layer=False):
-        self.returns, self.limits, self.is_per_layer = returns, thresholds, is_per_layer
+    def __init__(self, returns, thresholds=(1.0,), groups=()):
+        self.returns, self.limits, self.groups = returns, thresholds, groups
 
     @property
     def thresholds(self):
@@ -118,12 +119,51 @@ def test_broken_rules_are_refused(rule, error, words):
         checked_factors(rule, TWO[:1])
 
 
-@pytest.mark.parametrize(("names", "words"), [([], "parameter 1, with"), (["a", "b"], "parameter 'b', with norm 4")])
-def test_a_broken_part_is_named(names, words):
-    rule = Own([float64(1.0, 0.5), float64(1.0, 1.0)], (1.0, 1.0), is_per_layer=True)
-    rule.prepare(names)
+@pytest.mark.parametrize(
+    ("group", "words"),
+    [
+        (["1.weight"], "parameter '1.weight', with norm 4"),
+        (["1.weight", "1.bias"], "layer '1', with norm 4"),
+        (["1.weight", "2.bias"], "parameters '1.weight', '2.bias', with norm 4"),
+    ],
+)
+def test_a_broken_part_is_named(group, words):
+    rule = Own([float64(1.0, 0.5), float64(1.0, 1.0)], (1.0, 1.0), groups=[["0.weight"], group])
+    rule.prepare(["0.weight", *group])
     with pytest.raises(InvalidValueError, match=rf"sample 1, {words}.* exceeds thresholds\[1\]"):
         checked_factors(rule, TWO)
+
+
+@pytest.mark.parametrize(
+    ("groups", "words"),
+    [
+        ([["a"]], r"missing: \['b'\], not trained: \[\], in several: \[\]"),
+        ([["a", "b"], ["a"]], r"missing: \[\], not trained: \[\], in several: \['a'\]"),
+        ([["a"], ["b", "c"]], r"missing: \[\], not trained: \['c'\]"),
+        ([["a", "b"], []], "empty groups: 1"),
+    ],
+)
+def test_every_parameter_stands_in_one_group(groups, words):
+    with pytest.raises(InvalidValueError, match=f"Own.groups: expected each trained parameter in one group; .*{words}"):
+        checked_groups(Own(one_over, groups=groups), ["a", "b"])
+
+
+def test_a_rule_without_groups_has_one():
+    assert checked_groups(Own(one_over), ["a", "b"]) == [["a", "b"]]
+
+
+@pytest.mark.parametrize(
+    ("name", "layer"),
+    [
+        ("weight", ""),
+        ("0.weight", "0"),
+        ("encoder.layers.0.bias", "encoder.layers.0"),
+        ("parametrizations.weight.original0", ""),
+        ("head.parametrizations.weight.original1", "head"),
+    ],
+)
+def test_a_layer_is_the_module_that_holds_a_parameter(name, layer):
+    assert layer_of(name) == layer
 
 
 def test_a_rule_must_say_its_thresholds():

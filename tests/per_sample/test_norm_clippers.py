@@ -14,6 +14,7 @@ from gradguard.per_sample.norm_clippers import (
     FlatNormClipper,
     NormClipper,
     PerLayerNormClipper,
+    PerParameterNormClipper,
     QuantileNormClipper,
     checked_factors,
 )
@@ -22,6 +23,7 @@ INF, NAN = math.inf, math.nan
 FLAT = {
     "flat": FlatNormClipper,
     "per layer": PerLayerNormClipper,
+    "per parameter": PerParameterNormClipper,
     "quantile": lambda c: QuantileNormClipper(c, min_max_norm=1e-37, max_max_norm=1e38),
 }
 RULES = {**FLAT, "auto": AutoNormClipper}
@@ -73,6 +75,7 @@ def test_the_bound_survives_the_arithmetic(rule, dtype):
     exact = torch.linalg.vector_norm(gradients.double(), dim=1)
     threshold = float(exact.median())
     clipper = rule(threshold)
+    clipper.prepare(["w"])
     if dtype is not torch.float32:
         clipper.slack += torch.finfo(dtype).eps / 2
     for measured in (exact * (1 - 2e-7), exact):
@@ -137,7 +140,9 @@ def test_no_samples(rule):
 
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
 def test_float32_norms_give_float64_factors(rule):
-    (found,) = rule(1.0).calc_clipping_factors([torch.tensor([0.5, 3.0])])
+    clipper = rule(1.0)
+    clipper.prepare(["w"])
+    (found,) = clipper.calc_clipping_factors([torch.tensor([0.5, 3.0])])
     assert found.dtype is torch.float64
 
 
@@ -147,14 +152,14 @@ REFUSED = {
     "none": (lambda: FlatNormClipper(None), "max_norm=None: expected a number, got NoneType"),  # type: ignore[arg-type]
     "text": (lambda: FlatNormClipper("1"), "max_norm='1': expected a number, got str"),  # type: ignore[arg-type]
     "tensor": (lambda: FlatNormClipper(torch.ones(2)), "expected one number"),  # type: ignore[arg-type]
-    "empty": (lambda: PerLayerNormClipper([]), "max_norms is empty"),
-    "empty mapping": (lambda: PerLayerNormClipper({}), "max_norms is empty"),
+    "empty": (lambda: PerLayerNormClipper([]), "max_norms is empty: .* each trained layer"),
+    "empty mapping": (lambda: PerParameterNormClipper({}), "max_norms is empty: .* each trained parameter"),
     "one negative": (lambda: PerLayerNormClipper([1.0, -2.0]), r"max_norms\[1\]=-2.0: expected a number >= 0"),
     "one nan": (lambda: PerLayerNormClipper({"w": NAN}), r"max_norms\['w'\]=nan"),
     "one text": (lambda: PerLayerNormClipper({"w": "1"}), r"max_norms\['w'\]='1'"),  # type: ignore[dict-item]
     "all text": (lambda: PerLayerNormClipper("12"), "max_norms='12': expected one number, a list"),  # type: ignore
-    "set": (lambda: PerLayerNormClipper({1.0}), "a mapping from parameters' names, got set"),  # type: ignore[arg-type]
-    "vector": (lambda: PerLayerNormClipper(torch.ones(2)), "a list with one for each parameter"),  # type: ignore
+    "set": (lambda: PerLayerNormClipper({1.0}), "a mapping from names, got set"),  # type: ignore[arg-type]
+    "vector": (lambda: PerParameterNormClipper(torch.ones(2)), "a list with one for each parameter"),  # type: ignore
     "gamma 0": (lambda: AutoNormClipper(1.0, 0.0), "gamma=0.0: expected a number from"),
     "auto inf": (lambda: AutoNormClipper(INF), "max_norm=inf: expected a number from 0"),
     "auto ratio": (lambda: AutoNormClipper(1e30, 1e-30), "max_norm / gamma=1e"),
@@ -174,44 +179,69 @@ def test_refused_arguments(make, words):
         make()
 
 
-# Thresholds of each parameter
+# Thresholds of each layer, and of each parameter
+
+MODEL = ["0.weight", "0.bias", "encoder.0.weight", "encoder.1.weight", "encoder.1.bias"]
 
 
-@pytest.mark.parametrize("max_norms", [[3.0, 4.0], (3, 4), {"b": 4.0, "a": 3.0}], ids=["list", "tuple", "mapping"])
-def test_each_parameter_has_its_own_threshold(max_norms):
-    clipper = PerLayerNormClipper(max_norms)
-    clipper.prepare(["a", "b"])
-    assert clipper.is_per_layer
-    assert clipper.thresholds == [3.0, 4.0]
-    assert clipper.sensitivity("add_or_remove_one") == 5.0
+@pytest.mark.parametrize(
+    ("rule", "max_norms", "thresholds"),
+    [
+        (PerLayerNormClipper, 2, [2.0, 2.0, 2.0]),
+        (PerLayerNormClipper, [1.0, 2.0, 3.0], [1.0, 2.0, 3.0]),
+        (PerLayerNormClipper, (1, 2, 3), [1.0, 2.0, 3.0]),
+        (PerLayerNormClipper, {"0": 1.0, "encoder": 2.0}, [1.0, 2.0, 2.0]),
+        (PerLayerNormClipper, {"encoder.1": 3.0, "encoder": 2.0, "0": 1.0}, [1.0, 2.0, 3.0]),
+        (PerLayerNormClipper, {"": 5.0, "encoder.0": 2.0}, [5.0, 2.0, 5.0]),
+        (PerParameterNormClipper, 2, [2.0] * 5),
+        (PerParameterNormClipper, [1.0, 2.0, 3.0, 4.0, 5.0], [1.0, 2.0, 3.0, 4.0, 5.0]),
+        (PerParameterNormClipper, {name: k for k, name in enumerate(reversed(MODEL))}, [4.0, 3.0, 2.0, 1.0, 0.0]),
+    ],
+)
+def test_each_part_has_its_own_threshold(rule, max_norms, thresholds):
+    clipper = rule(max_norms)
+    with pytest.raises(InvalidValueError, match=r"call prepare\(names\) first"):
+        _ = clipper.thresholds
+    clipper.prepare(MODEL)
+    layers = [MODEL[:2], MODEL[2:3], MODEL[3:]]
+    assert clipper.groups == (layers if rule is PerLayerNormClipper else [[name] for name in MODEL])
+    assert clipper.thresholds == thresholds
+    assert clipper.sensitivity("add_or_remove_one") == pytest.approx(math.sqrt(sum(c * c for c in thresholds)))
+
+
+@pytest.mark.parametrize("rule", [PerLayerNormClipper, PerParameterNormClipper])
+def test_each_part_is_clipped_by_itself(rule):
+    clipper = rule([3.0, 4.0])
+    clipper.prepare(["a.weight", "b.weight"])
     first, second = checked_factors(clipper, [float64(6.0, 1.0), float64(4.0 / 2, 16.0)])
     assert (first * (1 + SLACK)).tolist() == pytest.approx([0.5, 1.0 + SLACK], rel=1e-12)
     assert (second * (1 + SLACK)).tolist() == pytest.approx([1.0 + SLACK, 0.25], rel=1e-12)
 
 
-def test_one_number_serves_each_parameter():
-    clipper = PerLayerNormClipper(2.0)
-    with pytest.raises(InvalidValueError, match=r"call prepare\(names\) first"):
-        _ = clipper.thresholds
-    clipper.prepare(["a", "b", "c", "d"])
-    assert clipper.thresholds == [2.0] * 4
-    assert clipper.sensitivity("add_or_remove_one") == 2.0 * math.sqrt(4)
-
-
 @pytest.mark.parametrize(
-    ("max_norms", "words"),
+    ("rule", "max_norms", "words"),
     [
-        ([1.0], "max_norms has 1 numbers for 2 trained parameters .*a single number, not in a list"),
-        ([1.0, 2.0, 3.0], "max_norms has 3 numbers for 2"),
-        ({"a": 1.0}, r"missing: \['b'\], not trained: \[\]"),
-        ({"a": 1.0, "b": 1.0, "typo": 1.0}, r"missing: \[\], not trained: \['typo'\]"),
+        (
+            PerLayerNormClipper,
+            [1.0],
+            "max_norms has 1 numbers for 3 trained layers .*'encoder.0'.*single number, not in",
+        ),
+        (PerLayerNormClipper, [1.0] * 5, "max_norms has 5 numbers for 3 trained layers"),
+        (PerLayerNormClipper, {"0": 1.0}, r"missing: \['encoder.0', 'encoder.1'\], not of a trained layer: \[\]"),
+        (PerLayerNormClipper, {"": 1.0, "enc": 1.0}, r"missing: \[\], not of a trained layer: \['enc'\]"),
+        (PerLayerNormClipper, {"": 1.0, "encoder.01": 1.0}, r"not of a trained layer: \['encoder.01'\]"),
+        (PerLayerNormClipper, {"": 1.0, "0.weight": 1.0}, r"\['0.weight'\].* by name there is PerParameterNormClipper"),
+        (PerParameterNormClipper, [1.0] * 3, "max_norms has 3 numbers for 5 trained parameters"),
+        (PerParameterNormClipper, {"0.weight": 1.0}, r"missing: \['0.bias', .*\], not trained: \[\]"),
+        (PerParameterNormClipper, {**dict.fromkeys(MODEL, 1.0), "typo": 1}, r"missing: \[\], not trained: \['typo'\]"),
+        (PerParameterNormClipper, {"": 1.0}, r"missing: \['0.weight', .*\], not trained: \[''\]"),
     ],
 )
-def test_prepare_refuses_other_parameters(max_norms, words):
-    clipper = PerLayerNormClipper(max_norms)
+def test_prepare_refuses_thresholds_that_do_not_fit(rule, max_norms, words):
+    clipper = rule(max_norms)
     with pytest.raises(InvalidValueError, match=words):
-        clipper.prepare(["a", "b"])
-    assert clipper.names == ()
+        clipper.prepare(MODEL)
+    assert clipper.names == clipper.groups == ()
 
 
 def test_norms_of_the_wrong_number_of_parts_are_refused():
@@ -219,14 +249,18 @@ def test_norms_of_the_wrong_number_of_parts_are_refused():
         FlatNormClipper(1.0).calc_clipping_factors([float64(1.0)] * 2)
     with pytest.raises(InvalidValueError, match="call prepare"):
         PerLayerNormClipper({"a": 1.0}).calc_clipping_factors([float64(1.0)])
-    prepared = PerLayerNormClipper(1.0)
-    prepared.prepare(["a"])
-    with pytest.raises(InvalidValueError, match="norms of 2 parameters, and 1 thresholds"):
-        prepared.calc_clipping_factors([float64(1.0)] * 2)
+    for rule, words in (
+        (PerLayerNormClipper, "2 layers, and 1 thresh"),
+        (PerParameterNormClipper, "2 parameters, and 1"),
+    ):
+        prepared = rule(1.0)
+        prepared.prepare(["a"])
+        with pytest.raises(InvalidValueError, match=f"norms of {words}"):
+            prepared.calc_clipping_factors([float64(1.0)] * 2)
 
 
 def test_parameters_may_be_prepared_anew():
-    clipper = PerLayerNormClipper(1.0)
+    clipper = PerParameterNormClipper(1.0)
     clipper.prepare(["a"])
     clipper.prepare(["a", "b"])
     assert clipper.thresholds == [1.0, 1.0]

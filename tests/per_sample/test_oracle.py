@@ -6,7 +6,12 @@ from torch import nn
 
 from gradguard.errors import GradguardError
 from gradguard.per_sample.clipper import PerSampleGradientClipper
-from gradguard.per_sample.norm_clippers import AutoNormClipper, FlatNormClipper, PerLayerNormClipper
+from gradguard.per_sample.norm_clippers import (
+    AutoNormClipper,
+    FlatNormClipper,
+    PerLayerNormClipper,
+    PerParameterNormClipper,
+)
 from per_sample.call_models import OWNERSHIP
 from per_sample.case import B, case, numbers
 from per_sample.models import CASES, DETERMINISTIC, EVERY, MIXING, REFUSED, STOCHASTIC, build
@@ -25,6 +30,7 @@ from per_sample.steps import (
 from reference import (
     clip_samples,
     clip_samples_automatically,
+    clip_samples_per_layer,
     clip_samples_per_parameter,
     per_sample_gradients,
     sample_norms,
@@ -156,9 +162,13 @@ def test_verify_agrees(name, mode):
 def test_other_rules(name, mode):
     gradients = oracle(name)
     norms = [sample_norms([g]).median().item() for g in gradients.values()]
+    layers = dict.fromkeys(name.rpartition(".")[0] for name in gradients)
+    each = {layer: 0.05 * (k + 1) for k, layer in enumerate(layers)}
     expected = {
-        "each": (PerLayerNormClipper(norms), clip_samples_per_parameter(gradients, norms)),
-        "one": (PerLayerNormClipper(0.1), clip_samples_per_parameter(gradients, [0.1] * len(norms))),
+        "each parameter": (PerParameterNormClipper(norms), clip_samples_per_parameter(gradients, norms)),
+        "one for all": (PerParameterNormClipper(0.1), clip_samples_per_parameter(gradients, [0.1] * len(norms))),
+        "each layer": (PerLayerNormClipper(list(each.values())), clip_samples_per_layer(gradients, each)),
+        "layers by name": (PerLayerNormClipper(each), clip_samples_per_layer(gradients, each)),
         "automatic": (AutoNormClipper(), clip_samples_automatically(gradients, 1.0)),
     }
     for key, (rule, clipped) in expected.items():
@@ -176,7 +186,7 @@ def test_clipping_one_layer_changes_no_other():
     found = []
     for first in (1e-3, 1e3):
         made = build("linear 2-D")
-        clipper = PerSampleGradientClipper(made.model, PerLayerNormClipper([first, first, 0.2, 0.2]))
+        clipper = PerSampleGradientClipper(made.model, PerLayerNormClipper([first, 0.2]))
         made.losses(made.inputs).mean().backward()
         clipper.clip_and_accumulate()
         clipper.pre_step()

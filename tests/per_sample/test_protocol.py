@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from gradguard.errors import GradguardError, InvalidTypeError, InvalidValueError
 from gradguard.per_sample.clipper import PerSampleGradientClipper
-from gradguard.per_sample.norm_clippers import FlatNormClipper, PerLayerNormClipper
+from gradguard.per_sample.norm_clippers import FlatNormClipper, PerLayerNormClipper, PerParameterNormClipper
 from per_sample.case import B, Case, Model, case, numbers, squares
 from per_sample.models import build
 from per_sample.steps import accumulate, error, filled, make, middle_norm, oracle, plain, reduce, total
@@ -54,7 +54,14 @@ def test_the_module_needs_something_to_train():
         ((nn.Linear(2, 2), FlatNormClipper(1.0)), {"mode": "quick"}, InvalidValueError, "fast.*exact"),
         ((nn.Linear(2, 2), FlatNormClipper(1.0)), {"batch_first": 1}, InvalidTypeError, "batch_first"),
         ((nn.Linear(2, 2), FlatNormClipper(1.0)), {"scaler": 2.0}, InvalidTypeError, "GradScaler"),
-        ((nn.Linear(2, 2), PerLayerNormClipper([1.0])), {}, InvalidValueError, "2 trained parameters"),
+        ((nn.Linear(2, 2), PerLayerNormClipper([1.0, 2.0])), {}, InvalidValueError, "2 numbers for 1 trained layers"),
+        (
+            (nn.Linear(2, 2), PerParameterNormClipper([1.0])),
+            {},
+            InvalidValueError,
+            "1 numbers for 2 trained parameters",
+        ),
+        ((nn.Linear(2, 2), FlatNormClipper(1.0)), {"check": "never"}, InvalidValueError, "check='never': .*'warn'"),
     ],
 )
 def test_wrong_arguments(arguments, options, kind, words):
@@ -363,7 +370,23 @@ def test_statistics(mode):
     assert float(found.clip_fraction) == 0.5
     assert int(found.nonfinite) == 0
     for name, g in gradients.items():
-        torch.testing.assert_close(found.layer_norms[name], sample_norms([g]), rtol=1e-12, atol=0)
+        torch.testing.assert_close(found.parameter_norms[name], sample_norms([g]), rtol=1e-12, atol=0)
+
+
+def test_statistics_of_layers(mode):
+    made = build(NAME)
+    clipper = PerSampleGradientClipper(made.model, PerLayerNormClipper({"": 0.1, "2": 0.2}), mode=mode)
+    accumulate(made, clipper, "mean", 0, B)
+    found, gradients = clipper.statistics, oracle(NAME)
+    groups = [["0.weight", "0.bias"], ["2.weight", "2.bias"]]
+    norms = [sample_norms([gradients[name] for name in group]) for group in groups]
+    assert found.groups == groups
+    assert list(found.layer_norms) == ["0", "2"]
+    for threshold, factors, of_layer, expected in zip(
+        (0.1, 0.2), found.factors, found.layer_norms.values(), norms, strict=True
+    ):
+        torch.testing.assert_close(of_layer, expected, rtol=1e-12, atol=0)
+        torch.testing.assert_close(factors, (threshold / expected).clamp(max=1), rtol=1e-12, atol=0)
 
 
 def test_per_sample_gradients_need_the_exact_mode():

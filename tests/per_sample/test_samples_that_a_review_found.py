@@ -150,7 +150,7 @@ def test_code_that_stores_a_term_of_the_loss_on_its_module_is_refused_where_the_
     clipper = clipper_of(model)
     found = step(model, clipper, x)
     (squares(model(x)) + model[1].penalty).mean().backward()
-    with pytest.raises(gg.UnsupportedGradientError, match="gradients of 1.weight do not add up to its plain gradient"):
+    with pytest.raises(gg.UnsupportedGradientError, match=r"of 1\.weight do not add up to its plain gradient"):
         clipper.clip_and_accumulate()
     clipper.detach()
     assert_same(found, average(model, x))
@@ -192,7 +192,7 @@ def test_a_model_that_cannot_be_compared_is_refused_or_warned_of():
     with pytest.raises(gg.UnsupportedGradientError, match="no tensor can be seen in what Opaque returns"):
         clipper_of(Opaque()).module(x)
     clipper = clipper_of(Opaque(), check="warn")
-    with pytest.warns(UserWarning, match=r"could not verify the model, and goes on.*no tensor can be seen in what Opaque"):
+    with pytest.warns(UserWarning, match=r"could not verify the model.*no tensor can be seen in what Opaque"):
         output = next(clipper.module(x))
     squares(output).mean().backward()
     clipper.clip_and_accumulate()

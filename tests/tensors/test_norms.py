@@ -1,6 +1,7 @@
 """p-norms against the slow twin, over the edge-case table, on both paths."""
 
 import math
+import threading
 
 import hypothesis.strategies as st
 import pytest
@@ -110,7 +111,6 @@ def test_a_tensor_too_long_for_one_kernel_is_split(monkeypatch, path):
 
 def test_memory_kept_between_calls_serves_every_mode_and_dtype():
     """A buffer made in inference mode must be writable outside, and one of a wide dtype must serve a narrow one."""
-    import threading
 
     def measure():
         for mode in (torch.inference_mode(True), torch.inference_mode(False)):

@@ -4,7 +4,7 @@ import shutil
 
 import pytest
 from playwright.sync_api import sync_playwright
-from synthetic import make_record, steps_of, wide_meta, write_char_rnn, write_gan, write_sick
+from synthetic import log_normal, make_record, steps_of, wide_meta, write_char_rnn, write_gan, write_sick
 
 from gradguard.watch.report import write_report
 
@@ -35,12 +35,25 @@ def two_runs(folder):
     return [plain, write_char_rnn(folder / "clipped" / "run.jsonl", steps=250, threshold=1.0)]
 
 
+def noisy_run(folder):
+    """A noise scale that is known from step 50 on, and a batch that grows."""
+    steps = steps_of(log_normal(250), loss=1.0)
+    for step in steps:
+        scale = 300.0 + 2 * step["i"]
+        ends = {"noise_scale_low": 0.7 * scale, "noise_scale_high": 1.5 * scale}
+        unknown = {"noise_scale": None, "noise_scale_low": 200.0, "noise_scale_high": None}
+        step |= {"batch_size": 64 if step["i"] < 150 else 128}
+        step |= unknown if step["i"] < 50 else {"noise_scale": scale, **ends}
+    return [make_record(path=folder / "noisy.jsonl", steps=steps)]
+
+
 PAGES = {
     "a long run": (long_run, 6),
     "a sick run": (lambda folder: [write_sick(folder / "run.jsonl")], 6),
     "two optimizers": (lambda folder: [write_gan(folder / "run.jsonl")], 11),
     "two runs": (two_runs, 12),
     "evil names": (evil_run, 5),
+    "a noise scale": (noisy_run, 4),
     "nothing": (lambda folder: [make_record(path=folder / "run.jsonl")], 0),
 }
 

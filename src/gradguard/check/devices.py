@@ -4,7 +4,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
+
+from gradguard.torch_private import tree_map
 
 
 def device_called(name: str) -> torch.device | None:

@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves, tree_unflatten
 
 from gradguard.check.state import State
 from gradguard.errors import InvalidTypeError, InvalidValueError
+from gradguard.torch_private import keystr, tree_flatten_with_path, tree_leaves, tree_unflatten
 
 WIDE = {
     torch.float16: torch.float64,

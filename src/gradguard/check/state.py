@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gradguard.torch_private import buffer_slots
+
 
 class State:
     """Buffers of the modules that a callable holds, and random number generators."""
@@ -18,7 +20,7 @@ class State:
         modules = [] if isinstance(fn, nn.Module) else _modules_in(fn)
         modules += _modules_in(list(arguments))
         owners = {id(one): one for module in modules for one in module.modules()}.values()
-        self._buffers = [(one, name, b) for one in owners for name, b in one._buffers.items() if b is not None]
+        self._buffers = [(one, name, b) for one in owners for name, b in buffer_slots(one).items() if b is not None]
         self._generators: list[tuple[Callable[[Any], Any], Any]] = []
 
     def keep_random(self) -> None:
@@ -37,14 +39,14 @@ class State:
     def begin_call(self) -> None:
         """Lend the modules copies of their buffers, which a graph may keep, and start from the same random numbers."""
         for module, name, buffer in self._buffers:
-            module._buffers[name] = buffer.detach().clone()
+            buffer_slots(module)[name] = buffer.detach().clone()
         for put_back, state in self._generators:
             put_back(state)
 
     def put_back(self) -> None:
         """Leave everything as it was."""
         for module, name, buffer in self._buffers:
-            module._buffers[name] = buffer
+            buffer_slots(module)[name] = buffer
         for put_back, state in self._generators:
             put_back(state)
 

@@ -9,6 +9,7 @@ from gradguard.distributed.placements import is_sharded, local_part
 from gradguard.errors import UnsupportedGradientError
 from gradguard.tensors.layout import coalesce_, move
 from gradguard.tensors.units import WHOLE, UnitLayout
+from gradguard.torch_private import sparse_indices, sparse_values, transposed_convolutions
 
 _WEIGHTS = ("weight", "parametrizations.weight.original", "parametrizations.weight.original1", "weight_v")
 _ROWS = UnitLayout()
@@ -20,7 +21,7 @@ def unit_layouts(module: nn.Module) -> dict[int, UnitLayout]:
     for layer in module.modules():
         # Not `layer.weight`: where the weight is parametrized, reading it computes it, which may change buffers.
         weights = [p for name, p in layer.named_parameters() if name in _WEIGHTS and p.dim() > 1]
-        if isinstance(layer, nn.modules.conv._ConvTransposeNd):
+        if isinstance(layer, transposed_convolutions()):
             for p in weights:
                 if p.shape[1] > 1:  # the gains of weight_norm have the size of one there
                     layouts[id(p)] = UnitLayout(dim=1, groups=layer.groups)
@@ -65,7 +66,7 @@ def rows_in_memory(parameter: Tensor, gradient: Tensor) -> Tensor:
     """
     if gradient.layout is torch.sparse_coo and gradient.sparse_dim() == 1:
         coalesce_(gradient)
-        return gradient._values()
+        return sparse_values(gradient)
     if gradient.layout is not torch.strided:
         raise UnsupportedGradientError(
             f"adaptive clipping needs whole rows: it takes dense gradients and sparse COO ones with one sparse "
@@ -81,5 +82,5 @@ def rows_in_memory(parameter: Tensor, gradient: Tensor) -> Tensor:
 def rows_like(gradient: Tensor, parameter: Tensor) -> Tensor:
     """Return the weights that belong to what `rows_in_memory` returns for ``gradient``."""
     if gradient.layout is torch.sparse_coo and parameter.dim() > 1:
-        return parameter.detach().index_select(0, gradient._indices()[0])
+        return parameter.detach().index_select(0, sparse_indices(gradient)[0])
     return parameter.detach()

@@ -18,7 +18,7 @@ from gradguard.clip.guard_skip import Snapshot
 from gradguard.clip.parameters import Gradients, Stages, gradients_of, refuse_nonfinite_in
 from gradguard.clip.result import ClipResult
 from gradguard.errors import InvalidTypeError, InvalidValueError, NonFiniteGradientError
-from gradguard.optimizer_hooks import EveryStep
+from gradguard.optimizer_hooks import EveryStep, runs_hooks
 from gradguard.tensors.layout import are_readable
 from gradguard.tensors.nonfinite import zero_if_nonfinite_
 
@@ -383,7 +383,7 @@ def _refuse_wrapper(optimizer: object) -> None:
 
 def _check(optimizer: object, clipper: object, policy: str, limit: int | None) -> None:
     _refuse_wrapper(optimizer)
-    if not isinstance(optimizer, Optimizer) or not hasattr(optimizer, "_optimizer_step_pre_hooks"):
+    if not runs_hooks(optimizer):
         raise InvalidTypeError(
             f"optimizer is {type(optimizer).__name__}, whose step() runs no hooks: expected a torch.optim.Optimizer. "
             "Of a wrapper pass the optimizer inside, often wrapper.optimizer."

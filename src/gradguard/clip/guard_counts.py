@@ -111,14 +111,21 @@ class LateReader:
         """Ask for ``values``, and use those of earlier calls that have landed."""
         if values.is_cpu:
             self._use(values.tolist())
-        elif values.device.type in ("cuda", "xpu") and not torch.accelerator.current_stream().is_capturing():
-            while self._pending and self._pending[0][1].query():
-                self._use(self._pending.popleft()[0].tolist())
-            copy = torch.empty(values.shape, dtype=values.dtype, device="cpu", pin_memory=True)
-            copy.copy_(values, non_blocking=True)
-            event = torch.Event(values.device.type)
-            event.record()
-            self._pending.append((copy, event))
+        elif values.device.type in ("cuda", "xpu"):
+            backend = torch.get_device_module(values.device)
+            with backend.device(values.device):  # not the current one, whose stream the copy does not run on
+                capturing = getattr(backend, "is_current_stream_capturing", None)  # torch.xpu once had no graphs
+                if capturing is None or not capturing():
+                    self._copy(values)
+
+    def _copy(self, values: Tensor) -> None:
+        while self._pending and self._pending[0][1].query():
+            self._use(self._pending.popleft()[0].tolist())
+        copy = torch.empty(values.shape, dtype=values.dtype, device="cpu", pin_memory=True)
+        copy.copy_(values, non_blocking=True)
+        event = torch.Event(values.device)
+        event.record()
+        self._pending.append((copy, event))
 
 
 def _line(step: int, result: ClipResult) -> str:

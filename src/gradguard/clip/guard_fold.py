@@ -13,10 +13,12 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
+from gradguard.torch_private import capturable_warning_mark
+
 FOLDING = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
 """Optimizers whose fused kernel divides the gradients itself."""
 
-_OWN = ("grad_scale", "found_inf", "param_groups", "_warned_capturable_if_run_uncaptured")
+_OWN = ("grad_scale", "found_inf", "param_groups", capturable_warning_mark())
 
 _NOT_FOLDED = {torch.float64, torch.complex64, torch.complex128}
 
@@ -92,4 +94,4 @@ class StandIn:
     def skip(self) -> None:
         """Step on no parameter at all."""
         self._stand_in.param_groups = []
-        self._stand_in._warned_capturable_if_run_uncaptured = True
+        setattr(self._stand_in, capturable_warning_mark(), True)

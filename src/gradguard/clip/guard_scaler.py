@@ -9,8 +9,9 @@ from weakref import WeakKeyDictionary, WeakMethod
 
 import torch
 from torch import Tensor
-from torch.amp.grad_scaler import OptState
 from torch.optim.optimizer import Optimizer
+
+from gradguard.torch_private import gradients_are_scaled, loss_scale_of
 
 _ROUND = 1e-5
 """A clip leaves a norm this close to its threshold; float32 gradients add less."""
@@ -60,8 +61,7 @@ def _watch_scalers() -> None:
         listener = None if reference is None else reference()
         if listener is None:
             return original(self, optimizer, *args, **kwargs)
-        ready = self._per_optimizer_states[id(optimizer)]["stage"] is OptState.READY
-        one = ScalerStep(self._scale if ready else None)
+        one = ScalerStep(loss_scale_of(self) if gradients_are_scaled(self, optimizer) else None)
         listener(one, False)
         try:
             result = original(self, optimizer, *args, **kwargs)

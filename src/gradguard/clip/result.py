@@ -8,6 +8,7 @@ from torch import Tensor
 
 from gradguard.tensors.layout import are_readable
 from gradguard.tensors.nonfinite import count_nonfinite
+from gradguard.torch_private import version_of
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -97,4 +98,4 @@ class NonfiniteCounter:
 
 
 def _version(tensor: Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
+    return 0 if tensor.is_inference() else version_of(tensor)

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from gradguard.distributed.union import Union
 from gradguard.errors import DistributedError
+from gradguard.torch_private import default_store, device_types_of
 
 _PATIENCE = 5.0
 """Seconds that, after a failure, the others may take to say that they have failed too."""
@@ -28,7 +29,7 @@ _numbers = _Numbers()
 
 def device_of(group: Any, wanted: torch.device) -> torch.device:
     """Return where ``group`` can add up: ``wanted`` if it can there, else its own accelerator, or the CPU."""
-    kinds = [device.type for device in group._device_types]
+    kinds = device_types_of(group)
     if wanted.type in kinds:
         return wanted
     kind = next(kind for kind in kinds if kind != "cpu") if "cpu" not in kinds else "cpu"
@@ -126,7 +127,7 @@ def _who_is_missing(union: Union, signature: Sequence[str], error: RuntimeError)
     me, name = dist.get_rank(), str(getattr(union.group, "group_name", ""))
     try:
         _failures[name] += 1
-        store = dist.PrefixStore(f"gradguard/{name}/{_failures[name]}", dist.distributed_c10d._get_default_store())
+        store = dist.PrefixStore(f"gradguard/{name}/{_failures[name]}", default_store())
         store.set(str(me), json.dumps([min(union.stage), list(signature)]))
         ranks = dist.get_process_group_ranks(union.group)
         here = _answering(store, ranks)

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from gradguard.distributed.placements import is_sharded
+from gradguard.torch_private import base_of
 
 _LOOKED_AT = 16
 """Gradients that are looked at before all of them are."""
@@ -69,7 +70,7 @@ def merged(parts: Sequence[Tensor], padded: Sequence[int]) -> list[Tensor]:
     """
     if not _share_buffers(parts[:_LOOKED_AT]):  # looking at thousands would cost more than it can save
         return list(parts)
-    buffers = [part._base for part in parts]
+    buffers = [base_of(part) for part in parts]
     by_buffer: dict[int, list[int]] = {}
     for i, buffer in enumerate(buffers):
         by_buffer.setdefault(id(buffer), []).append(i)
@@ -84,7 +85,7 @@ def merged(parts: Sequence[Tensor], padded: Sequence[int]) -> list[Tensor]:
 
 
 def _share_buffers(parts: Sequence[Tensor]) -> bool:
-    buffers = [id(part._base) for part in parts if part._base is not None]
+    buffers = [id(buffer) for part in parts if (buffer := base_of(part)) is not None]
     return len(set(buffers)) < len(buffers)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from gradguard.errors import UnsupportedGradientError
+from gradguard.torch_private import local_tensor_of, spec_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +69,7 @@ def placement_of(tensor: Tensor) -> Placement:
     """
     if not is_sharded(tensor):
         return WHOLE
-    spec = tensor._spec  # type: ignore[attr-defined]
+    spec = spec_of(tensor)
     key = id(spec.mesh), spec.placements
     if key not in _known:  # a placement keeps its mesh alive, so that no other gets its identity
         _known[key] = _placement(spec.mesh, spec.placements)
@@ -89,7 +90,7 @@ def local_part(tensor: Tensor) -> Tensor:
     """Return what this process holds of ``tensor``, sharing its memory: an ordinary tensor, possibly empty."""
     if not is_sharded(tensor):
         return tensor
-    local = tensor._local_tensor  # type: ignore[attr-defined]  # twenty times as fast as to_local()
+    local = local_tensor_of(tensor)
     return local if type(local) is Tensor else tensor.detach().to_local()  # type: ignore[attr-defined]
 
 

@@ -31,6 +31,7 @@ from gradguard.distributed.union import StageGroup, Union, is_alive, several_pro
 from gradguard.distributed.wrappers import FLAT, check_wrappers, refuse_flat_gradients
 from gradguard.tensors.layout import meeting_device, move
 from gradguard.tensors.norms import norm_of_norms, tensor_norms, total_norm
+from gradguard.torch_private import local_tensors, specs_of
 
 _WIDE = (torch.float64, torch.complex128)
 _ORDINARY = {Tensor, nn.Parameter}
@@ -135,20 +136,17 @@ class Plan:
             names: Their names, as they are called now.
         """
         gradients = _each_gradient_once([t.grad for t in tensors])
-        specs = [None if g is None else getattr(g, "_spec", False) for g in gradients]
+        specs = specs_of(gradients)
         if self._moved or not all([s is None or s is known for s, known in zip(specs, self._specs, strict=True)]):
             moves = {i: tensors[i].grad.placements for i in self._new_moves(tensors)}  # type: ignore[union-attr]
             if moves:
                 self._moved |= self._agree_on(moves)
             self._bring_in_line(tensors, gradients, names)
-            now = [None if g is None else getattr(g, "_spec", False) for g in gradients]
+            now = specs_of(gradients)
             self._specs = [known if spec is None else spec for spec, known in zip(now, self._specs, strict=True)]
         part = Part(self.reducer, self.weights, self._shares_of([g is not None for g in gradients]), self._classes)
         if self._alike:
-            parts = [
-                e if g is None else getattr(g, "_local_tensor", g)
-                for e, g in zip(self._fillers, gradients, strict=True)
-            ]
+            parts = local_tensors(gradients, self._fillers)
             if not _ORDINARY.issuperset(map(type, parts)):  # one that a collective has not delivered yet
                 parts = [e if g is None else local_part(g) for e, g in zip(self._fillers, gradients, strict=True)]
             return Held(tensors, parts, names, part)
@@ -165,9 +163,10 @@ class Plan:
     def _bring_in_line(
         self, tensors: Sequence[Tensor], gradients: list[Tensor | None], names: Sequence[str] | None
     ) -> None:
-        for i, (parameter, gradient) in enumerate(zip(tensors, gradients, strict=True)):
-            if gradient is not None and getattr(gradient, "_spec", self) is not getattr(parameter, "_spec", self):
-                check_alike(gradient, parameter, f"`{names[i]}`" if names else f"parameter {i}")
+        for i, (expected, spec) in enumerate(zip(specs_of(tensors), specs_of(gradients), strict=True)):
+            gradient = gradients[i]
+            if gradient is not None and spec is not expected:
+                check_alike(gradient, tensors[i], f"`{names[i]}`" if names else f"parameter {i}")
         for i, placements in self._moved.items():
             gradient = gradients[i]
             right = laid_out_as(gradient, tensors[i], placements)
@@ -283,7 +282,7 @@ def plan_for(
             return plan, tensors, names
         _keep(_plans, key, plan)
         # Identities are used again. Module.to() swaps a DTensor, which must have no weak reference: its part may.
-        plan.alive = [weakref.ref(getattr(t, "_local_tensor", t), lambda _: _plans.pop(key, None)) for t in tensors]
+        plan.alive = [weakref.ref(t, lambda _: _plans.pop(key, None)) for t in local_tensors(tensors, tensors)]
     return plan, tensors, names
 
 

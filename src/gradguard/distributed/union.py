@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from gradguard.distributed.placements import Placement
 from gradguard.errors import InvalidTypeError, InvalidValueError
+from gradguard.torch_private import process_groups, root_mesh_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,12 +81,12 @@ def stages_group(process_group: Any, mesh: Any) -> StageGroup | None:
             f"process_group is {type(process_group).__name__}: expected what dist.new_group or mesh.get_group returned."
         )
     check_alive(process_group)
-    return StageGroup(process_group, None if mesh is None else _root_of(mesh))
+    return StageGroup(process_group, None if mesh is None else root_mesh_of(mesh))
 
 
 def is_alive(group: Any) -> bool:
     """Tell whether ``group`` is a process group that has not been destroyed."""
-    return dist.is_initialized() and group in dist.distributed_c10d._world.pg_group_ranks
+    return dist.is_initialized() and group in process_groups()
 
 
 def check_alive(group: Any) -> None:
@@ -99,7 +100,7 @@ def check_alive(group: Any) -> None:
             "a process group that the gradients or the call need is destroyed: expected a live one. Clip before "
             "destroy_process_group(), and make meshes and parameters anew after initializing again."
         )
-    if dist.get_rank() not in dist.distributed_c10d._world.pg_group_ranks[group]:
+    if dist.get_rank() not in process_groups()[group]:
         raise InvalidValueError(f"process_group does not contain this process (rank {dist.get_rank()}).")
 
 
@@ -170,7 +171,7 @@ def _spanned(parts: Sequence[frozenset[int]], meshes: Iterable[Any]) -> frozense
     union = frozenset().union(*parts)
     if union in parts:
         return union
-    for root in (_root_of(mesh) for mesh in meshes):
+    for root in (root_mesh_of(mesh) for mesh in meshes):
         full = root.mesh
         if union <= set(full.flatten().tolist()):
             where = torch.isin(full, torch.tensor(sorted(union))).nonzero()
@@ -188,11 +189,6 @@ def _spanned(parts: Sequence[frozenset[int]], meshes: Iterable[Any]) -> frozense
     )
 
 
-def _root_of(mesh: Any) -> Any:
-    find = getattr(mesh, "_get_root_mesh", None)
-    return mesh if find is None else find()
-
-
 def _group_of(ranks: frozenset[int]) -> Any:
     """The process group of exactly ``ranks``."""
     for group, its_ranks in _known_groups().items():  # in the order in which they were made, WORLD first
@@ -205,5 +201,5 @@ def _group_of(ranks: frozenset[int]) -> Any:
 
 
 def _known_groups() -> dict[Any, frozenset[int]]:
-    members = dist.distributed_c10d._world.pg_group_ranks
+    members = process_groups()
     return {g: frozenset(ranks) for g, ranks in members.items() if isinstance(g, dist.ProcessGroup)}

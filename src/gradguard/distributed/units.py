@@ -10,6 +10,7 @@ from torch import Tensor
 from gradguard.distributed.placements import is_sharded, local_part
 from gradguard.errors import UnsupportedGradientError
 from gradguard.tensors.units import WHOLE, UnitLayout
+from gradguard.torch_private import flattened_by_fsdp1, has_usual_shard_order
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -51,7 +52,7 @@ def units_held(tensor: Tensor, layout: UnitLayout, name: str) -> HeldUnits:
     Raises:
         UnsupportedGradientError: If its layout does not tell which elements a process holds.
     """
-    if getattr(tensor, "_fsdp_flattened", False):
+    if any(flattened_by_fsdp1([tensor])):
         raise UnsupportedGradientError(
             f"{name} belongs to FullyShardedDataParallel (FSDP1), which flattens parameters, so that adaptive clipping "
             "cannot tell their rows: use torch.distributed.fsdp.fully_shard(model)."
@@ -117,7 +118,4 @@ def _along(placement: Any, tensor: Tensor, dim: int) -> Any:
 
 def _in_another_order(tensor: Tensor, alike: Sequence[Any]) -> bool:
     """Whether a dimension is cut several times, from the right to the left, which its placements do not tell."""
-    spec = tensor._spec  # type: ignore[attr-defined]
-    order = getattr(spec, "shard_order", None)
-    several = sum(not p.is_replicate() for p in alike) > 1
-    return several and order is not None and order != spec.compute_default_shard_order(spec.placements)
+    return sum(not p.is_replicate() for p in alike) > 1 and not has_usual_shard_order(tensor)

@@ -14,11 +14,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradguard.distributed.placements import Placement
 from gradguard.errors import InvalidValueError, UnsupportedGradientError
+from gradguard.torch_private import flat_part_of, flattened_by_fsdp1, is_fsdp1, is_silent_fsdp1, wrapper_slots
 
 FLAT = "FSDP1 flat parameter"
 
-_PUT_IN_NAMES = ("_fsdp_wrapped_module", "_orig_mod", "_checkpoint_wrapped_module", "_forward_module")
-"""By FSDP1, ``torch.compile(model)``, PyTorch's checkpoint wrapper and Lightning Fabric; DDP's is ``module``."""
+_PUT_IN_NAMES = wrapper_slots()
 
 _living: "weakref.WeakSet[nn.Module] | None" = None  # every wrapper, once they have been looked for
 _flat: "weakref.WeakKeyDictionary[nn.Module, dict[int, Placement]]" = weakref.WeakKeyDictionary()
@@ -82,7 +82,7 @@ def check_wrappers(
     wanted: set[int] = set()
     for wrapper in wrappers:
         silent = isinstance(wrapper, DistributedDataParallel) and not wrapper.require_backward_grad_sync
-        silent = silent or getattr(wrapper, "_sync_gradients", True) is False
+        silent = silent or is_silent_fsdp1(wrapper)
         if silent or (stages is not None and isinstance(wrapper, DistributedDataParallel)):
             wanted = wanted or {id(t) for t in tensors}
             if not any(id(p) in wanted for p in wrapper.parameters()):
@@ -105,7 +105,7 @@ def refuse_flat_gradients(gradients: Sequence[Tensor | None]) -> None:
         UnsupportedGradientError: If so.
     """
     wanted = {id(g) for g in gradients if g is not None}
-    marked = any(getattr(g, "_fsdp_flattened", False) for g in gradients)
+    marked = any(flattened_by_fsdp1(gradients))
     parts = [w for w in _wrappers() if not isinstance(w, DistributedDataParallel)]
     if marked or any(p.grad is not None and id(p.grad) in wanted for w in parts for p in w.parameters()):
         raise UnsupportedGradientError(
@@ -120,7 +120,8 @@ def refuse_flat_parameters(parameters: Sequence[Tensor], what: str) -> None:
     Raises:
         UnsupportedGradientError: If so.
     """
-    if any(getattr(p, "_is_flat_param", False) for p in parameters):
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    if fsdp is not None and any(isinstance(p, fsdp.FlatParameter) for p in parameters):
         raise UnsupportedGradientError(
             f"{what} needs each parameter by itself, and FullyShardedDataParallel (FSDP1) has made one tensor of "
             "several: use fully_shard(model), FullyShardedDataParallel(use_orig_params=True), or a norm of all."
@@ -140,7 +141,7 @@ def flat_placements(tensors: Sequence[Tensor], module: nn.Module | None) -> dict
     Raises:
         UnsupportedGradientError: If it has, and the module does not tell how.
     """
-    flat = {id(t) for t in tensors if getattr(t, "_fsdp_flattened", False)}
+    flat = {id(t) for t, flattened in zip(tensors, flattened_by_fsdp1(tensors), strict=True) if flattened}
     if not flat:
         return {}
     if module is not None and not (_flat.get(module, {}).keys() >= flat):
@@ -158,12 +159,11 @@ def flat_placements(tensors: Sequence[Tensor], module: nn.Module | None) -> dict
 def _flat_placements(module: nn.Module) -> dict[int, Placement]:
     placements: dict[int, Placement] = {}
     for part in module.modules():
-        handle = getattr(part, "_handle", None) if _is_fsdp1(part) else None
-        if handle is not None:
-            ranks = frozenset(dist.get_process_group_ranks(part.process_group))  # type: ignore[attr-defined]
-            placement = Placement(None, ranks, 1 if handle.uses_sharded_strategy else len(ranks), FLAT)
-            flat: Any = handle.flat_param
-            placements |= {id(p): placement for p in (flat, *(flat._params or ()))}
+        flat = flat_part_of(part)
+        if flat is not None:
+            ranks = frozenset(dist.get_process_group_ranks(flat.process_group))
+            placement = Placement(None, ranks, 1 if flat.is_sharded else len(ranks), FLAT)
+            placements |= {id(p): placement for p in flat.parameters}
     return placements
 
 
@@ -174,11 +174,6 @@ def _refuse_replicas_as_stages(wrapper: DistributedDataParallel, stages: Any) ->
             f"process_group says that parameters differ between the ranks {sorted(both)}, over which "
             "DistributedDataParallel replicates them: leave process_group out; it is for pipeline stages."
         )
-
-
-def _is_fsdp1(module: nn.Module) -> bool:
-    fsdp = sys.modules.get("torch.distributed.fsdp")
-    return fsdp is not None and isinstance(module, fsdp.FullyShardedDataParallel)
 
 
 def _wrappers() -> list[nn.Module]:
@@ -194,9 +189,9 @@ def _wrappers() -> list[nn.Module]:
 
 
 def _note(module: nn.Module, name: str, part: nn.Module | None) -> None:
-    if name in ("module", "_fsdp_wrapped_module") and _living is not None and _is_wrapper(module):
+    if name in ("module", *_PUT_IN_NAMES) and _living is not None and _is_wrapper(module):
         _living.add(module)
 
 
 def _is_wrapper(module: nn.Module) -> bool:
-    return isinstance(module, DistributedDataParallel) or _is_fsdp1(module)
+    return isinstance(module, DistributedDataParallel) or is_fsdp1(module)

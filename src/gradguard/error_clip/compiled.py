@@ -10,7 +10,6 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from gradguard.error_clip.base import BaseErrorClip, Kind, from_parts, parts
 from gradguard.error_clip.block import checked_rule
@@ -19,6 +18,7 @@ from gradguard.error_clip.graph import root_of
 from gradguard.error_clip.hooks import Clipping
 from gradguard.error_clip.scopes import LossScale, loss_scale
 from gradguard.errors import InvalidTypeError, InvalidValueError
+from gradguard.torch_private import constant_when_traced, tree_flatten, tree_unflatten
 
 Values = TypeVar("Values")
 
@@ -110,11 +110,9 @@ def _attach(kind: Kind, thresholds: tuple[Tensor, ...], scale: Any, values: list
     return values
 
 
+# Called at the time of tracing: `_attach` is known just when it is needed, and importing gradguard does not import the
+# compiler.
+@constant_when_traced
 def _make_known_to_the_compiler() -> bool:
     torch.compiler.allow_in_graph(_attach)
     return True
-
-
-# Dynamo calls a function with this mark, at the time of tracing, rather than look into it. So `_attach` is known just
-# when it is needed, and importing gradguard does not import the compiler.
-_make_known_to_the_compiler._dynamo_marked_constant = True  # type: ignore[attr-defined]

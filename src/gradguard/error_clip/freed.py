@@ -3,6 +3,7 @@
 from torch.autograd.graph import Node
 
 from gradguard.errors import FreedGraphError
+from gradguard.torch_private import is_freed
 
 _PYTORCH_SAYS = "backward through the graph a second time"
 
@@ -15,19 +16,9 @@ def raise_if_freed(error: RuntimeError, nodes: list[Node]) -> None:
     """
     if _PYTORCH_SAYS not in str(error):
         return
-    name = next((node.name() for node in nodes if _is_freed(node)), None)
+    name = next((node.name() for node in nodes if is_freed(node)), None)
     where = f" at {name}" if name else ""
     raise FreedGraphError(
         f"the graph was freed by an earlier backward{where}: expected a graph that has not been gone through; compute "
         f"the loss again, or call the earlier backward with retain_graph=True."
     ) from error
-
-
-def _is_freed(node: Node) -> bool:
-    for name in dir(node):
-        if name.startswith("_saved_") or name == "saved_tensors":
-            try:
-                getattr(node, name)
-            except RuntimeError:
-                return True
-    return False

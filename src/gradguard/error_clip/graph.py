@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node, get_gradient_edge
 
+from gradguard.torch_private import input_metadata_of
+
 Slot = tuple[int, int]
 """The position of a node in `Graph.nodes`, and which of its outputs."""
 
@@ -121,7 +123,7 @@ class Graph:
 
     def metadata(self, slot: Slot) -> "Metadata":
         """Return the shape, dtype and device of a slot's value."""
-        return self.nodes[slot[0]]._input_metadata[slot[1]]  # type: ignore[attr-defined]
+        return input_metadata_of(self.nodes[slot[0]])[slot[1]]
 
 
 def dimensions(value: Metadata) -> int:

@@ -9,17 +9,16 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 from torch.autograd.graph import Node, get_gradient_edge
-from torch.utils._pytree import tree_leaves
 
 from gradguard.error_clip.base import BaseErrorClip, apply_rule, clamp_bounds, is_trusted
 from gradguard.error_clip.graph import NO_INPUTS, Graph, Inputs, Slot, holds_a_leaf, is_leaf, root_of, walk
 from gradguard.error_clip.plan import Choice, RootsToo, plan_for
 from gradguard.errors import InvalidTypeError, NonFiniteGradientError, UnsupportedGradientError
+from gradguard.torch_private import current_graph_task, tree_leaves
 
 Gradients = tuple[Tensor | None, ...]
 _FLOAT32 = torch.float32
 _LARGE = 2**16
-_this_backward = torch._C._current_graph_task_id
 Roots = Sequence[tuple[Node, int]]
 
 
@@ -201,7 +200,7 @@ class Clipping:
                 or grad.dtype is not _FLOAT32
                 or not claim.numbers
                 or grad.is_sparse
-                or (from_the_roots is not None and _this_backward() not in from_the_roots)
+                or (from_the_roots is not None and current_graph_task() not in from_the_roots)
             ):
                 return general(grads)
             if grad.numel() >= _LARGE and _is_within(grad, low, high):
@@ -235,7 +234,7 @@ class Clipping:
         return apply_rule(self.rule, grad, self.overflow_stays)
 
     def _begins(self, grads: Gradients) -> None:
-        self._backwards.add(_this_backward())
+        self._backwards.add(current_graph_task())
 
     def _refuse_other_backward(self) -> None:
         """Refuse a backward that does not come from the roots: the clamps that were left out would be missed there.
@@ -243,7 +242,7 @@ class Clipping:
         Raises:
             UnsupportedGradientError: If it is one.
         """
-        if self.pruned and _this_backward() not in self._backwards:
+        if self.pruned and current_graph_task() not in self._backwards:
             raise UnsupportedGradientError(
                 "this backward does not start at the loss of the block, for which clamps that change nothing were left "
                 "out: run it outside the block, or give error_clip(…, prune=False)."

@@ -10,6 +10,7 @@ from torch import nn
 from torch.autograd.graph import Node
 
 from gradguard.module_hooks import ForwardHook
+from gradguard.torch_private import next_sequence_number, sequence_number_of
 
 _LONGEST = 200_000
 _LEAVES = 2**63
@@ -18,12 +19,12 @@ _LEAVES = 2**63
 
 def next_number() -> int:
     """Return the number that autograd gives to the next node that this thread makes."""
-    return torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
+    return next_sequence_number()
 
 
 def number_of(node: Node) -> int:
     """Return the number that autograd gave to ``node`` in the thread that made it; leaves have the largest of all."""
-    return node._sequence_nr()
+    return sequence_number_of(node)
 
 
 class ModuleTimeline:

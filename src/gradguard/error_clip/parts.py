@@ -1,6 +1,5 @@
 """The block for chosen tensors, and for the values that modules make."""
 
-import sys
 import threading
 from dataclasses import is_dataclass
 from functools import partial
@@ -9,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
-from torch.utils._pytree import tree_leaves
 
 from gradguard.error_clip.graph import NO_INPUTS, Inputs, root_of
 from gradguard.error_clip.hooks import Claim, Clipping
@@ -17,6 +15,7 @@ from gradguard.error_clip.modules import next_number, number_of
 from gradguard.error_clip.scopes import LossScale, Scope, own, owned_slots, refresh_all
 from gradguard.errors import InvalidTypeError, InvalidValueError
 from gradguard.module_hooks import ForwardHook
+from gradguard.torch_private import current_graph_task, is_compiled, tree_leaves
 
 Part = Tensor | nn.Module
 
@@ -118,8 +117,7 @@ class Parts(Scope):
 
 
 def _check_part(number: int, part: Any) -> None:
-    optimized = torch._dynamo.eval_frame.OptimizedModule if "torch._dynamo" in sys.modules else ()
-    if isinstance(part, optimized) or getattr(part, "_compiled_call_impl", None) is not None:
+    if is_compiled(part):
         raise InvalidTypeError(_COMPILED)
     if isinstance(part, Tensor) and not part.requires_grad:
         raise InvalidValueError(
@@ -142,7 +140,7 @@ def _tensors_in(output: Any) -> list[Tensor]:
 
 def _stand_ins(args: Any) -> Inputs:
     """Return the leaves among a module's inputs that a reentrant checkpoint made of intermediate values."""
-    if torch._C._current_autograd_node() is None:  # type: ignore[attr-defined]
+    if current_graph_task() == -1:
         return NO_INPUTS
     leaves = [v for v in tree_leaves(args) if isinstance(v, Tensor) and v.is_leaf and v.requires_grad]
     return {root_of(leaf)[0]: True for leaf in leaves if not isinstance(leaf, nn.Parameter)}

@@ -9,6 +9,7 @@ from torch.autograd.graph import Node
 
 from gradguard.error_clip.graph import Graph, Slot, dimensions, holds_a_leaf, is_leaf, operation
 from gradguard.error_clip.pruning import REARRANGES, Conditions, Pruning
+from gradguard.torch_private import input_metadata_of
 
 RootsToo = Literal["never", "with dimensions", "always"]
 
@@ -202,6 +203,6 @@ def _backward_order(graph: Graph) -> list[int]:
 
 
 def _sources(graph: Graph, consumers: Consumers, position: int) -> str:
-    numbers = range(len(graph.nodes[position]._input_metadata))  # type: ignore[attr-defined]
+    numbers = range(len(input_metadata_of(graph.nodes[position])))  # type: ignore[attr-defined]
     users = [user for number in numbers for user, _ in consumers.get((position, number), ())]
     return ", ".join({graph.nodes[user].name(): None for user in users})

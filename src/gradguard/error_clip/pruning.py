@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from torch.autograd.graph import Node
 
 from gradguard.error_clip.graph import Graph, Metadata, Slot, dimensions, operation
+from gradguard.torch_private import input_metadata_of, saved_constant
 
 REARRANGES = frozenset(
     [
@@ -69,14 +70,14 @@ class Conditions:
 
     def _dimensions_hold(self, nodes: list[Node]) -> bool:
         for (position, number), expected, held in self.dimensions:
-            if (dimensions(nodes[position]._input_metadata[number]) == expected) is not held:  # type: ignore[attr-defined]
+            if (dimensions(input_metadata_of(nodes[position])[number]) == expected) is not held:  # type: ignore[attr-defined]
                 return False
         return True
 
     def _factors_hold(self, nodes: list[Node]) -> bool:
         return all(
             [
-                getattr(nodes[at], name) == 1 or small_factor(nodes[at], name, signed)
+                saved_constant(nodes[at], name) == 1 or small_factor(nodes[at], name, signed)
                 for at, name, signed in self.factors
             ]
         )
@@ -85,7 +86,7 @@ class Conditions:
         for group in self.alike:
             shape = dtype = None
             for position, numbers in group:
-                found = nodes[position]._input_metadata  # type: ignore[attr-defined]
+                found = input_metadata_of(nodes[position])
                 for number in numbers:
                     slot = found[number]
                     if shape is None:
@@ -97,7 +98,7 @@ class Conditions:
 
 def small_factor(node: Node, name: str, signed: bool) -> bool:
     """Tell whether a constant that the node saved is at most 1 in modulus, and not negative unless ``signed``."""
-    value = getattr(node, name)
+    value = saved_constant(node, name)
     return not isinstance(value, complex) and abs(value) <= 1 and (signed or value >= 0)
 
 
@@ -148,13 +149,13 @@ class Pruning:
         if op in REARRANGES or op in _SHRINKS:
             return True
         if op == "LeakyRelu":
-            return self._if_small(position, "_saved_negative_slope")
+            return self._if_small(position, "negative_slope")
         if op in _ADDS:
             return self._through_sum(position, edge, slot, op)
         return op == "Mul" and self._through_gate(position, edge, slot)
 
     def _through_sum(self, position: int, edge: int, slot: Slot, op: str) -> bool:
-        if edge == 1 and ((op == "Sub" and not self.symmetric) or not self._if_small(position, "_saved_alpha")):
+        if edge == 1 and ((op == "Sub" and not self.symmetric) or not self._if_small(position, "alpha")):
             return False
         return self._if_same_layout(position, slot)
 

@@ -14,6 +14,7 @@ from torch.autograd.graph import Node
 from gradguard.error_clip.graph import Graph, Slot
 from gradguard.error_clip.hooks import Claim, Clipping
 from gradguard.errors import InvalidTypeError, InvalidValueError
+from gradguard.torch_private import traced_scale_of
 
 LossScale = GradScaler | Tensor | float
 
@@ -144,9 +145,7 @@ def loss_scale(scale: LossScale, device: torch.device) -> float | Tensor:
 def _factor_of(scaler: GradScaler, device: torch.device) -> float | Tensor:
     if not torch.compiler.is_compiling():
         return scaler.scale(torch.ones((), device=device))
-    if not scaler._enabled:  # `GradScaler.scale` cannot be traced
-        return 1.0
-    return scaler._init_scale if scaler._scale is None else scaler._scale
+    return traced_scale_of(scaler)
 
 
 def _metadata(node: Node) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 
 from gradguard.error_clip.modules import ModuleTimeline
+from gradguard.torch_private import input_metadata_of
 
 Count = int | Tensor
 _UNREAD_BLOCKS = 16
@@ -207,7 +208,7 @@ class _Passing:
     counts: dict[int, tuple[_Row, int, int]]
 
     def add(self, node: Node, name: str, numbers: tuple[int, ...]) -> None:
-        row, found = self.stats.line(node, name), node._input_metadata  # type: ignore[attr-defined]
+        row, found = self.stats.line(node, name), input_metadata_of(node)
         elements = 0
         for number in numbers:
             elements += math.prod(found[number].shape)

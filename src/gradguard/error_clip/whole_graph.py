@@ -7,6 +7,7 @@ from gradguard.error_clip.graph import Graph, Slot, operation, root_of
 from gradguard.error_clip.hooks import Clipping
 from gradguard.error_clip.scopes import LossScale, Scope, active, owned_slots, refresh_all
 from gradguard.errors import InvalidValueError
+from gradguard.torch_private import input_metadata_of
 
 _COMPILED = "CompiledFunctionBackward"
 
@@ -67,4 +68,4 @@ class WholeGraph(Scope):
 
 
 def _numbers(node: Node) -> range:
-    return range(len(node._input_metadata))  # type: ignore[attr-defined]
+    return range(len(input_metadata_of(node)))  # type: ignore[attr-defined]

@@ -17,17 +17,24 @@ class Accumulation:
 
     Attributes:
         batch_size: Number of samples so far; None if nothing was added since the last `take`.
+        mini_batches: Number of mini-batches so far.
         unit: What the sums are divided by.
     """
 
     def __init__(self) -> None:
         self.batch_size: int | None = None
+        self.mini_batches = 0
         self.unit = 1.0
         self._sums: dict[str, Tensor] = {}
 
+    @property
+    def sums(self) -> Mapping[str, Tensor]:
+        """The sums so far, divided by ``unit``; a parameter that no sample used has none."""
+        return self._sums
+
     def drop(self) -> None:
         """Forget what was added."""
-        self._sums, self.batch_size = {}, None
+        self._sums, self.batch_size, self.mini_batches = {}, None, 0
 
     def begin(self, unit: float) -> None:
         """Take note of the unit, if no sum is there yet."""
@@ -44,6 +51,7 @@ class Accumulation:
     def count(self, samples: int) -> None:
         """Add to the number of samples."""
         self.batch_size = (self.batch_size or 0) + samples
+        self.mini_batches += 1
 
     def check(self, call: str) -> None:
         """Check that there is something to take.
@@ -59,7 +67,8 @@ class Accumulation:
 
     def take(self, parameters: Mapping[str, Tensor], factor: float | Tensor) -> dict[str, Tensor]:
         """Return the sums times ``factor``, zeros for what no sample used, and start anew."""
-        sums, self._sums, self.batch_size = self._sums, {}, None
+        sums = self._sums
+        self.drop()
         factor = factor * self.unit
         for name, parameter in parameters.items():
             if name not in sums:

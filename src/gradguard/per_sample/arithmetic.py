@@ -1,6 +1,6 @@
 """Sums over samples that lose nothing: at least float32 for every dtype, float64 where rows are long."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -54,6 +54,11 @@ def row_squares(values: Tensor) -> Tensor:
     if doubtful.any():
         squares[doubtful] = torch.linalg.vector_norm(rows[doubtful], dim=1, dtype=torch.float64).square()
     return squares
+
+
+def joint_norm(norms: Sequence[Tensor]) -> Tensor:
+    """Return the norm of parts together, from the norms of the parts."""
+    return norms[0] if len(norms) == 1 else torch.stack(list(norms)).square().sum(0).sqrt()
 
 
 def _row_squares_in_float32(rows: Tensor) -> Tensor:

@@ -3,22 +3,28 @@ r"""Clip each sample's gradient before they are summed, from one forward and one
 .. math:: \bar g = \frac1N \sum_{i=1}^{N} c_i\, g_i, \qquad c_i = \min\bigl(1,\; C / \lVert g_i \rVert\bigr)
 """
 
+import dataclasses
 import math
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import Optimizer
 
 from gradguard.distributed.groups import all_reduce_sum, process_group_of, stop_synchronizing, unwrapped
 from gradguard.distributed.placements import shard_like
 from gradguard.errors import InvalidValueError, UnsupportedGradientError
 from gradguard.per_sample.accumulation import Accumulation, zeros_like_rows
-from gradguard.per_sample.arithmetic import exact_products
-from gradguard.per_sample.clipping_rule import NormClipper, checked_factors, slack_for
+from gradguard.per_sample.arithmetic import exact_products, joint_norm, scale_rows
+from gradguard.per_sample.clipping_rule import NormClipper, checked_factors, checked_groups, slack_for
 from gradguard.per_sample.contributions import Contribution, sample_norms
+from gradguard.per_sample.early_steps import watch_steps
 from gradguard.per_sample.following import Following
+from gradguard.per_sample.loss_check import LossCheck
 from gradguard.per_sample.loss_scale import refuse_other_scaler, watch_scalers
 from gradguard.per_sample.mini_batch import MiniBatch
+from gradguard.per_sample.noise_scale import NoiseScale, NoiseScaleMeter
 from gradguard.per_sample.rehearsal import Rehearsal, compare
 from gradguard.per_sample.results import ClippedSums, PerSampleStatistics, PreStep
 from gradguard.per_sample.sample_loop import sum_together
@@ -31,6 +37,7 @@ from gradguard.per_sample.support import (
     refuse_unsupported,
 )
 from gradguard.tensors.layout import wide_dtype
+from gradguard.torch_private import loss_scale_of
 
 
 class PerSampleGradientClipper:
@@ -69,19 +76,24 @@ class PerSampleGradientClipper:
     Args:
         module: The model, also in DistributedDataParallel or sharded by ``fully_shard``. Its layers get hooks until
             `detach`; nothing is put on its parameters.
-        norm_clipper: The rule: `FlatNormClipper`, `PerLayerNormClipper`, `AutoNormClipper`, `QuantileNormClipper`, or
-            a `NormClipper` of your own.
+        norm_clipper: The rule: `FlatNormClipper`, `PerLayerNormClipper`, `PerParameterNormClipper`, `AutoNormClipper`,
+            `QuantileNormClipper`, or a `NormClipper` of your own.
         batch_first: Whether samples are the first dimension of what ``module`` is called with; else the second. Layers
             inside may have them anywhere: that is found out.
         loss_reduction: Whether the loss is the ``"mean"`` or the ``"sum"`` of the samples' losses.
-        mode: ``"fast"``, or ``"exact"``, which holds all per-sample gradients for `per_sample_gradients`. Both give
-            the same result.
+        mode: ``"fast"``, or ``"exact"``, which holds all per-sample gradients for `per_sample_gradients` and
+            `clipped_gradients`. Both give the same result.
         scaler: The `torch.amp.GradScaler` that scales the loss, if any. Norms are unscaled before they are compared,
             and ``.grad`` is scaled again for ``scaler.step``.
         check: Compare two samples with what each gives by itself on the first step.
+        noise_scale: Measure the gradient noise scale at each step (True), or at every so many steps (a number). Where
+            no sample is clipped it costs one read of the gradients; where one is, one more weighted sum of all
+            gradients, and their memory once more. Under DistributedDataParallel or FSDP2 a measured step sends twice
+            as much.
 
     Attributes:
         statistics: `PerSampleStatistics` of the last mini-batch; not private.
+        step_advice: What to call, in the error that an optimizer's step raises while clipped mini-batches wait.
 
     Raises:
         InvalidTypeError: If an argument is of another type.
@@ -115,28 +127,39 @@ class PerSampleGradientClipper:
         mode: str = "fast",
         scaler: Any = None,
         check: bool | str = True,
+        noise_scale: bool | int = False,
     ) -> None:
         refuse_unsupported(module)
-        check_options(norm_clipper, batch_first, loss_reduction, mode, scaler)
-        self._group = process_group_of(module)
-        self._let_synchronize = stop_synchronizing(module)
-        module = unwrapped(module)
-        self.module, self.norm_clipper = module, norm_clipper
-        self._reduction, self._mode, self._scaler = loss_reduction, mode, scaler
-        self._check = check
-        watch_scalers()
-        self._unfollow = follow(module)
-        rehearse = Rehearsal(loss_reduction, check == "warn") if check else None
-        self._following = Following(module, batch_first, places_of_parameters(module), loss_reduction, rehearse)
-        self._batch_first = batch_first
+        check_options(norm_clipper, batch_first, loss_reduction, mode, scaler, check, noise_scale)
         self._names: list[str] = []
+        self._groups: list[list[str]] = []
         self._accumulation = Accumulation()
         self._finite: Tensor | None = None
         self._loss_scale: Tensor | float = 1.0
         self._assigned: dict[str, Tensor] = {}
         self._gradients: dict[str, Tensor] | None = None
+        self._clipped_by: tuple[dict[str, Tensor], Tensor | None] | None = None
         self.statistics: PerSampleStatistics | None = None
-        self._prepare()
+        self.step_advice = "call clipper.pre_step() before it, or clipper.discard() to drop them"
+        self._noise_scale = NoiseScaleMeter(int(noise_scale))
+        with ExitStack() as attached:  # what fails leaves the module as it was
+            self._group = process_group_of(module)
+            attached.callback(stop_synchronizing(module))
+            module = unwrapped(module)
+            self.module, self.norm_clipper = module, norm_clipper
+            self._reduction, self._mode, self._scaler = loss_reduction, mode, scaler
+            watch_scalers()
+            attached.callback(follow(module))
+            rehearse = Rehearsal(loss_reduction, check == "warn") if check else None
+            scale = lambda: float(self._scaler_scale())  # noqa: E731
+            self._loss_check = LossCheck(loss_reduction, batch_first, scale, check == "warn") if check else None
+            self._following = Following(
+                module, batch_first, places_of_parameters(module), loss_reduction, rehearse, self._loss_check
+            )
+            attached.callback(self._following.remove)
+            attached.callback(watch_steps(self))
+            self._prepare()
+            self._attached = attached.pop_all()
 
     @property
     def trained(self) -> dict[str, nn.Parameter]:
@@ -144,14 +167,17 @@ class PerSampleGradientClipper:
         return {name: self._following.parameter(name) for name in self._names}
 
     @property
+    def noise_scale(self) -> NoiseScale | None:
+        """The `NoiseScale` as of the last measured `pre_step`; None before that, or without ``noise_scale``."""
+        return self._noise_scale.latest
+
+    @property
     def _device(self) -> torch.device:
         return next(iter(self.trained.values())).device
 
     def detach(self) -> None:
         """Remove the clipper from the module; calling it again does nothing."""
-        self._following.remove()
-        self._unfollow()
-        self._let_synchronize()
+        self._attached.close()
 
     @torch.no_grad()
     def clip_and_accumulate(self) -> None:
@@ -177,7 +203,7 @@ class PerSampleGradientClipper:
                 "parameters were frozen or unfrozen between two mini-batches of one step: call pre_step() first, or "
                 "discard() to begin the step again."
             )
-        self._gradients = None
+        self._gradients = self._clipped_by = None
         try:
             if mini_batch.batch_size > 0:
                 with torch.autocast(self._device.type, enabled=False), exact_products():
@@ -194,6 +220,8 @@ class PerSampleGradientClipper:
         self._following.recover()
         self._following.gathering.discard()
         self._accumulation.drop()
+        self._clipped_by = None
+        self._noise_scale.drop()
         self.norm_clipper.drop_step()
 
     def skip_batch(self) -> None:
@@ -217,12 +245,20 @@ class PerSampleGradientClipper:
                 nothing is lost then.
         """
         self._accumulation.check("pre_step")
+        if self._loss_check is not None:
+            self._loss_check.refuse_divided(self._accumulation.mini_batches)
         refuse_stale_gradients(self.trained, self._assigned)
         if self._group is None:
             size = self._accumulation.batch_size or 0
+            if (noise := self._noise_scale).is_due:  # before a step divides the sums
+                counts = noise.counts(self._device, wide_dtype(self._device))
+                noise.finish(noise.sums(self._accumulation.sums, 1.0), self._accumulation.unit, counts, size)
             taken = self._take(self._loss_scale / self._divisor(size))
         else:
             taken, size = self._reduced()
+        self._noise_scale.end_step()
+        if self.statistics is not None:
+            self.statistics = dataclasses.replace(self.statistics, noise_scale=self.noise_scale)
         if self._scaler is not None:
             self._show_overflow(taken)
         for name, parameter in self.trained.items():
@@ -234,12 +270,15 @@ class PerSampleGradientClipper:
     def take(self) -> ClippedSums:
         """Return the sums instead of filling ``.grad``, and start anew; for those who add noise.
 
+        The noise scale is not measured: a step may be taken in pieces, of which this is one.
+
         Raises:
             InvalidValueError: If nothing was accumulated.
         """
         self._accumulation.check("take")
         size = self._accumulation.batch_size or 0
         sums = self._take(1.0)
+        self._noise_scale.drop()
         return ClippedSums(self._names, list(self.trained.values()), [sums[n] for n in self._names], size)
 
     @torch.no_grad()
@@ -253,16 +292,51 @@ class PerSampleGradientClipper:
         Raises:
             InvalidValueError: If the mode is not ``"exact"``, or there was no backward yet.
         """
-        if self._mode != "exact":
-            raise InvalidValueError(
-                "per-sample gradients are never made in mode='fast': use PerSampleGradientClipper(..., mode='exact')."
-            )
+        self._refuse_fast_mode()
         if self._gradients is None or self._following.gathering.mini_batch is not None:
             mini_batch = self._following.gathering.look()
             self._verify(mini_batch)
             self._keep(mini_batch)
         assert self._gradients is not None
         return self._gradients
+
+    @torch.no_grad()
+    def clipped_gradients(self) -> dict[str, Tensor]:
+        """Return what each sample of the last `clip_and_accumulate` added to the sum.
+
+        Returns:
+            ``[B, *shape]`` for each trained parameter by name, at least float32: `per_sample_gradients` times the
+            sample's factor. The norm of a sample over all parameters (over a layer, for a rule of layers) is at most
+            the threshold; a sample that is not finite is zero.
+
+        Raises:
+            InvalidValueError: If the mode is not ``"exact"``, or nothing was clipped since the last backward that
+                `per_sample_gradients` has shown.
+        """
+        self._refuse_fast_mode()
+        if self._gradients is None or self._clipped_by is None:
+            raise InvalidValueError(
+                "there are no clipped gradients: call clip_and_accumulate() first, after the backward of a mini-batch "
+                "with samples."
+            )
+        factors, bad = self._clipped_by
+        return {name: scale_rows(rows, factors[name], bad) for name, rows in self._gradients.items()}
+
+    def refuse_early_step(self, optimizer: Optimizer) -> None:
+        """Check that ``optimizer`` does not step without what was clipped for its parameters.
+
+        Raises:
+            InvalidValueError: If mini-batches were clipped, and `pre_step` was not called.
+        """
+        if self._accumulation.batch_size is None:
+            return
+        held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        places = (self._following.aliases[name][0] for name in self._names)
+        if any(id(module._parameters.get(slot)) in held for module, slot in places):
+            raise InvalidValueError(
+                f"{type(optimizer).__name__}.step() was called, and the gradients of {self._accumulation.batch_size} "
+                f"samples were clipped and not yet taken: {self.step_advice}. No weight was changed."
+            )
 
     def sensitivity(self, relation: str = "add_or_remove_one") -> float:
         """Return how far, in L2 norm, the clipped sum can move between two neighbouring data sets.
@@ -298,6 +372,12 @@ class PerSampleGradientClipper:
             raise InvalidValueError("verify() sees no tensor in what the module returns that has a gradient.")
         return max(comparison.largest for comparison in found if comparison is not None)
 
+    def _refuse_fast_mode(self) -> None:
+        if self._mode != "exact":
+            raise InvalidValueError(
+                "per-sample gradients are never made in mode='fast': use PerSampleGradientClipper(..., mode='exact')."
+            )
+
     # One mini-batch
 
     def _accumulate(self, mini_batch: MiniBatch) -> None:
@@ -307,23 +387,26 @@ class PerSampleGradientClipper:
         scale = self._sample_scale(size)
         found, none = sample_norms(contributions), torch.zeros(size, dtype=wide_dtype(device), device=device)
         norms = {name: found[name] * scale if name in found else none for name in self._names}
-        parts = list(norms.values())
-        total = torch.stack(parts).square().sum(0).sqrt()
-        factors = checked_factors(self.norm_clipper, parts if self.norm_clipper.is_per_layer else [total])
+        total = joint_norm(list(norms.values()))
+        parts = [joint_norm([norms[name] for name in group]) for group in self._groups] if self._groups[1:] else [total]
+        factors = checked_factors(self.norm_clipper, parts)
         bad = ~total.isfinite()
         if total.is_cpu and not bad.any():
             bad = None
-        self.statistics = PerSampleStatistics(total, norms, factors)
+        else:
+            factors = [factor.masked_fill(bad, 0) for factor in factors]  # one part that is not finite drops them all
+        self.statistics = PerSampleStatistics(total, norms, self._groups, factors, self.noise_scale)
         if self._scaler is not None:
             any_finite = total.isfinite().any()
             self._finite = any_finite if self._finite is None else self._finite | any_finite
         self._accumulation.begin(float(size) if self._reduction == "mean" else 1.0)
         share = scale / self._accumulation.unit
-        weights = {
-            name: factors[k if self.norm_clipper.is_per_layer else 0] * share
-            for k, name in enumerate(self._names)
-            if name in contributions
-        }
+        factor_of = {name: factor for group, factor in zip(self._groups, factors, strict=True) for name in group}
+        self._clipped_by = factor_of, bad
+        by_name = {name: factor_of[name] for name in self._names if name in contributions}
+        weights = {name: own * share for name, own in by_name.items()}
+        if self._noise_scale.is_due:
+            self._noise_scale.add(contributions, norms, by_name, share, bad, self._accumulation.sums)
         sum_together(contributions, weights, bad)
         for name, own in weights.items():
             self._release_assigned(name)
@@ -338,6 +421,8 @@ class PerSampleGradientClipper:
         """Compare with the plain gradients of the same backward, on the first step of each kind and size."""
         if mini_batch.batch_size > 0:
             try:
+                if self._loss_check is not None:
+                    self._loss_check.judge()
                 with torch.autocast(self._device.type, enabled=False), exact_products():
                     mini_batch.finish(self._device)
             except UnsupportedGradientError:
@@ -352,7 +437,7 @@ class PerSampleGradientClipper:
         scale = self._sample_scale(mini_batch.batch_size)
         kept: dict[str, Contribution] = {name: c.keep() for name, c in contributions.items()}
         mini_batch.finished = kept
-        self._gradients = {}
+        self._gradients, self._clipped_by = {}, None
         for name, parameter in self.trained.items():
             if name in kept:
                 rows = kept[name].rows(0, mini_batch.batch_size)
@@ -373,9 +458,17 @@ class PerSampleGradientClipper:
         """The sums of all processes over the number of all samples, and that number, in one all-reduce."""
         samples = float(self._accumulation.batch_size or 0)
         count = torch.tensor([samples], dtype=torch.float64, device=self._device)
+        unit = self._accumulation.unit
         taken = self._take(1.0)
-        all_reduce_sum([*taken.values(), count], self._group)
-        size = int(count)
+        if not (noise := self._noise_scale).is_due:
+            all_reduce_sum([*taken.values(), count], self._group)
+            size = int(count)
+        else:  # the other processes may have clipped a sample, so all send everything
+            sums = {name: total.clone() for name, total in noise.sums(taken, unit).items()}
+            counts = noise.counts(self._device, wide_dtype(self._device))
+            all_reduce_sum([*taken.values(), count, *sums.values(), *counts], self._group)
+            size = int(count)
+            noise.finish(sums, 1.0, counts, size)
         factor = self._loss_scale / self._divisor(size)
         return {name: total.mul_(factor) for name, total in taken.items()}, size
 
@@ -400,8 +493,10 @@ class PerSampleGradientClipper:
         refuse_new_parameters(self.module, self._following.aliases)
         names = [n for n in self._following.aliases if self._following.parameter(n).requires_grad]
         if names != self._names:
-            self._names = names
             self.norm_clipper.prepare(names)
+            self._groups = checked_groups(self.norm_clipper, names)
+            self._names = names
+            self._noise_scale.prepare(names)
         self.norm_clipper.slack = slack_for({p.dtype for p in self.trained.values()})
 
     def _bound(self) -> float:
@@ -409,5 +504,5 @@ class PerSampleGradientClipper:
 
     def _scaler_scale(self) -> Tensor | float:
         """What the scaler has multiplied the loss by; on its device, so that the host need not wait."""
-        scale = None if self._scaler is None or not self._scaler.is_enabled() else self._scaler._get_scale_async()
+        scale = None if self._scaler is None or not self._scaler.is_enabled() else loss_scale_of(self._scaler)
         return 1.0 if scale is None else scale.double()

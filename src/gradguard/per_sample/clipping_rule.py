@@ -2,6 +2,7 @@
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -42,7 +43,8 @@ class NormClipper(ABC):
         - A sample whose norm is NaN or infinite gets the factor 0.
 
     Attributes:
-        is_per_layer: False for one norm of each sample over all parameters, True for one norm of each parameter.
+        groups: Which parameters have a norm together, by their names; every trained parameter stands in one group.
+            Empty for one group of them all. A rule with several fills it in `prepare`.
         slack: Relative room for rounding; a clipper of half-precision gradients raises it by half their eps.
         names: Of the trained parameters, in the order of the norms; known after `prepare`.
 
@@ -55,7 +57,7 @@ class NormClipper(ABC):
         tensor([0.6660, 1.9980, 0.0000], dtype=torch.float64)
     """
 
-    is_per_layer: bool = False
+    groups: Sequence[Sequence[str]] = ()
     slack: float = SLACK
     names: tuple[str, ...] = ()
 
@@ -64,13 +66,13 @@ class NormClipper(ABC):
         """Return one tensor of factors for each of ``norms``, of the same shape.
 
         Args:
-            norms: float64 tensors ``[B]``, one, or one for each trained parameter if ``is_per_layer``.
+            norms: float64 tensors ``[B]``, one for each of the ``groups``.
         """
 
     @property
     @abstractmethod
     def thresholds(self) -> list[float]:
-        """What the norm of each clipped part cannot exceed: one number, or one for each trained parameter."""
+        """What the norm of each of the ``groups`` cannot exceed, in their order."""
 
     def prepare(self, names: list[str]) -> None:
         """Learn the names of the trained parameters, in the order of the norms; called before any norms."""
@@ -155,6 +157,51 @@ def checked_factors(norm_clipper: NormClipper, norms: list[Tensor]) -> list[Tens
     return checked
 
 
+def checked_groups(norm_clipper: NormClipper, names: Sequence[str]) -> list[list[str]]:
+    """Return the groups of a rule, in the order of its norms.
+
+    Args:
+        norm_clipper: Any rule, after `NormClipper.prepare`.
+        names: Of the trained parameters.
+
+    Raises:
+        InvalidValueError: If not every trained parameter stands in one group: one in none would not be clipped.
+    """
+    groups = [list(group) for group in norm_clipper.groups] or [list(names)]
+    given = [name for group in groups for name in group]
+    if sorted(given) != sorted(names) or not all(groups):
+        missing = [name for name in names if name not in given]
+        unknown = [name for name in given if name not in names]
+        twice = sorted({name for name in given if given.count(name) > 1})
+        raise InvalidValueError(
+            f"{_name(norm_clipper)}.groups: expected each trained parameter in one group; missing: {missing}, not "
+            f"trained: {unknown}, in several: {twice}, empty groups: {groups.count([])}."
+        )
+    return groups
+
+
+def layer_of(name: str) -> str:
+    """Return the name of the layer that a parameter belongs to: the module that holds it.
+
+    What `torch.nn.utils.parametrize` holds for a module counts as that module's own: so a linear layer with weight
+    normalization is one layer.
+    """
+    holder = f".{name}".rpartition(".")[0]
+    return f"{holder}.".partition(".parametrizations.")[0].strip(".")
+
+
+def describe(group: Sequence[str], names: Sequence[str]) -> str:
+    """Return what to call a group of parameters in a message, where ``names`` are all that are trained."""
+    layers = {layer_of(name) for name in group}
+    if len(group) == 1:
+        return f"parameter {group[0]!r}"
+    if len(group) == len(names):
+        return "all parameters"
+    if len(layers) == 1:
+        return f"layer {layers.pop()!r}"
+    return f"parameters {', '.join(map(repr, group))}"
+
+
 def check_keys(norm_clipper: NormClipper, found: dict[str, Any], expected: dict[str, Any]) -> None:
     """Check that a saved state is one of this kind of rule.
 
@@ -177,7 +224,7 @@ def only(norm_clipper: NormClipper, norms: list[Tensor]) -> Tensor:
     if len(norms) != 1:
         raise InvalidValueError(
             f"{_name(norm_clipper)} takes one norm of each sample, over all parameters: expected a list of 1 tensor, "
-            f"got {len(norms)}. PerLayerNormClipper takes one for each parameter."
+            f"got {len(norms)}. PerLayerNormClipper takes one for each layer."
         )
     return norms[0].to(wide_dtype(norms[0].device))
 
@@ -253,9 +300,7 @@ def _check_values(norm_clipper: NormClipper, part: int, factors: Tensor, norm: T
 
 
 def _part(norm_clipper: NormClipper, part: int) -> str:
-    if not norm_clipper.is_per_layer:
-        return "all parameters"
-    return f"parameter {norm_clipper.names[part]!r}" if norm_clipper.names else f"parameter {part}"
+    return describe(norm_clipper.groups[part], norm_clipper.names) if norm_clipper.groups else "all parameters"
 
 
 def _rounded_down(factors: Tensor) -> Tensor:

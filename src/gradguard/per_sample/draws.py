@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from gradguard.errors import UnsupportedGradientError
+from gradguard.torch_private import arguments_of, each_operation
 
 
-class Draws(TorchDispatchMode):
+class Draws:
     """Records every random tensor that is drawn in a block, and how precisely the block computes.
 
     Attributes:
@@ -26,14 +26,21 @@ class Draws(TorchDispatchMode):
     """
 
     def __init__(self) -> None:
-        super().__init__()
         self.drawn: list[tuple[str, Tensor]] = []
         self.precision = torch.finfo(torch.float64).eps
         self._python = random.getstate()
         self._numpy = _numpy_state()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
+    def __enter__(self) -> "Draws":
+        self._block = each_operation(self._record)
+        self._block.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._block.__exit__(*error)
+
+    def _record(self, func: Any, args: Any, kwargs: Any) -> Any:
+        result = func(*args, **kwargs)
         for tensor in result if isinstance(result, list | tuple) else [result]:
             if (
                 isinstance(tensor, Tensor)
@@ -65,7 +72,7 @@ class Draws(TorchDispatchMode):
         _set_numpy_state(self._numpy)
         replay = _Share(self.drawn, sample, batch_size, last)
         try:
-            with replay:
+            with each_operation(replay.draw):
                 yield
         finally:
             random.setstate(python)
@@ -73,15 +80,14 @@ class Draws(TorchDispatchMode):
         replay.finish()
 
 
-class _Share(TorchDispatchMode):
-    """Gives each draw in a block the part of a recorded one that belongs to one sample."""
+class _Share:
+    """Gives each draw the part of a recorded one that belongs to one sample."""
 
     def __init__(self, drawn: list[tuple[str, Tensor]], sample: int, batch_size: int, last: bool) -> None:
-        super().__init__()
         self._drawn, self._sample, self._batch_size, self._last = iter(drawn), sample, batch_size, last
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+    def draw(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Do one operation."""
         if not is_draw(func, args, kwargs):
             return func(*args, **kwargs)
         name, recorded = next(self._drawn, ("", None))
@@ -123,8 +129,8 @@ def is_draw(func: Any, args: Any, kwargs: Any) -> bool:
     """Tell whether an operation draws random numbers; attention and recurrent layers without dropout draw none."""
     if torch.Tag.nondeterministic_seeded not in func.tags:
         return False
-    given = {argument.name: argument.default_value for argument in func._schema.arguments}
-    given |= dict(zip(given, args, strict=False)) | dict(kwargs or {})
+    given = {argument.name: argument.default_value for argument in arguments_of(func)}
+    given |= dict(zip(given, args, strict=False)) | kwargs
     rates = [given[name] for name in ("dropout_p", "dropout", "train") if name in given]
     return all(rate is None or bool(rate) for rate in rates)
 
@@ -133,7 +139,7 @@ def _random_part(func: Any, args: Any, result: Any) -> Tensor:
     """The tensor among an operation's results, or arguments, that holds what was drawn."""
     if func.name() in ("aten::rrelu_with_noise", "aten::rrelu_with_noise_functional"):
         return args[1]
-    hidden = any(a.alias_info is not None and a.alias_info.is_write for a in func._schema.arguments[1:])
+    hidden = any(a.alias_info is not None and a.alias_info.is_write for a in arguments_of(func)[1:])
     if isinstance(result, Tensor) and not hidden:
         return result
     if func.name().startswith("aten::native_dropout"):

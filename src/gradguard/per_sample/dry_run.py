@@ -7,7 +7,7 @@ sample. Nothing is guessed from sizes that may be equal by chance, such as a bat
 
 import math
 import random
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,14 +15,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from gradguard.errors import UnsupportedGradientError
 from gradguard.per_sample.draws import is_draw
 from gradguard.per_sample.layers.call import BatchAxis
 from gradguard.per_sample.samples import Arguments, take_samples, tensor_leaves
 from gradguard.per_sample.undisturbed import undisturbed
+from gradguard.torch_private import each_operation, parameter_slots, tree_leaves, version_of
 
 Slot = tuple[nn.Module, str]
 """A parameter as an attribute of a module."""
@@ -69,14 +68,13 @@ class Observer(TorchFunctionMode):
         super().__init__()
         self.calls: list[ObservedCall] = []
         self._trained, self._keep_values = slots, keep_values
-        self._slots = {id(module._parameters[slot]): (module, slot) for module, slot in slots}
+        self._slots = {id(parameter_slots(module)[slot]): (module, slot) for module, slot in slots}
         self._running: list[int] = []
-        self._spotter = _Spotter(self._drawn)
         self._returned: list[list[tuple[Tensor, int]]] = []
 
     def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Note that ``module`` starts; FSDP2 may have given it other parameters just now."""
-        for slot, parameter in module._parameters.items():
+        for slot, parameter in parameter_slots(module).items():
             if (module, slot) in self._trained:
                 self._slots[id(parameter)] = (module, slot)
         tensors = tensor_leaves((args, kwargs))
@@ -94,9 +92,9 @@ class Observer(TorchFunctionMode):
         call = self.calls[self._running.pop()]
         tensors = tensor_leaves(output)
         call.outputs = [t.shape for t in tensors]
-        call.in_place = any(tensor._version != version for tensor, version in self._returned.pop())
+        call.in_place = any(version_of(tensor) != version for tensor, version in self._returned.pop())
         if self._returned:
-            self._returned[-1] += [(tensor, tensor._version) for tensor in tensors]
+            self._returned[-1] += [(tensor, version_of(tensor)) for tensor in tensors]
         if self._keep_values:
             call.values += [t.clone() for t in tensors]
         assert call.module is module
@@ -112,12 +110,18 @@ class Observer(TorchFunctionMode):
         return result
 
     def __enter__(self) -> Any:
-        self._spotter.__enter__()
+        self._operations = each_operation(self._look_at)
+        self._operations.__enter__()
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
-        self._spotter.__exit__(*error)
+        self._operations.__exit__(*error)
+
+    def _look_at(self, func: Any, args: Any, kwargs: Any) -> Any:
+        if is_draw(func, args, kwargs):
+            self._drawn()
+        return func(*args, **kwargs)
 
     def _drawn(self) -> None:
         if self._running:
@@ -143,19 +147,6 @@ def without_dropout(func: Any, args: Any, kwargs: Any) -> Any:
 def _drops(args: Any, kwargs: Any) -> bool:
     given = dict(zip(("input", "p", "training"), args, strict=False)) | kwargs
     return bool(given.get("training", given.get("train", True)) and given.get("p", 0.5))
-
-
-class _Spotter(TorchDispatchMode):
-    """Tells of random numbers that are drawn."""
-
-    def __init__(self, tell: Callable[[], None]) -> None:
-        super().__init__()
-        self._tell = tell
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if is_draw(func, args, kwargs):
-            self._tell()
-        return func(*args, **(kwargs or {}))
 
 
 def _gives_values(func: Any, result: Any) -> bool:
@@ -264,10 +255,10 @@ class DryRun:
                 torch.manual_seed(self._seed)
                 random.seed(self._seed)
                 before = torch.get_rng_state(), random.getstate()
-                versions = [buffer._version for buffer in self._module.buffers()]
+                versions = [version_of(buffer) for buffer in self._module.buffers()]
                 self._module(*args, **kwargs)
                 self.draws |= not torch.equal(before[0], torch.get_rng_state()) or before[1] != random.getstate()
-                self.changes_buffers |= versions != [buffer._version for buffer in self._module.buffers()]
+                self.changes_buffers |= versions != [version_of(buffer) for buffer in self._module.buffers()]
         except UnsupportedGradientError:
             raise
         except Exception as error:

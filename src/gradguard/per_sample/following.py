@@ -1,7 +1,7 @@
 """Follows a module's calls: knows which layer runs, what to do with it, and what a gradient that went past it means."""
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -14,6 +14,7 @@ from gradguard.errors import UnsupportedGradientError
 from gradguard.module_hooks import ForwardHook
 from gradguard.per_sample.draws import Draws
 from gradguard.per_sample.dry_run import Observer, Slot
+from gradguard.per_sample.loss_check import LossCheck
 from gradguard.per_sample.mini_batch import Gathering
 from gradguard.per_sample.plan import CallPlan, Treatment
 from gradguard.per_sample.planning import Planning
@@ -24,6 +25,7 @@ from gradguard.per_sample.tap import current_task
 from gradguard.per_sample.tapping import Running, Tapping, autocast_of
 from gradguard.per_sample.trees import Skeleton
 from gradguard.per_sample.way import Way
+from gradguard.torch_private import hook_order, parameter_slots
 
 _NOTHING = CallPlan(Treatment.NOTHING, False, (), ())
 
@@ -59,6 +61,7 @@ class Following:
         reduction: What the loss is over samples, ``"mean"`` or ``"sum"``.
         rehearse: Called with this object and a call before it, if it is of a new kind or size: what tries out whether
             per-sample gradients will be right; None for no trial.
+        loss_check: Looks at the loss of such a call.
 
     Attributes:
         last_calls: The last call of each outermost module.
@@ -71,12 +74,15 @@ class Following:
         names: Mapping[Slot, str],
         reduction: str = "mean",
         rehearse: "Callable[[Following, LastCall], None] | None" = None,
+        loss_check: LossCheck | None = None,
     ) -> None:
+        self._loss_check = loss_check
         self._module, self.batch_first, self._names = module, batch_first, names
         self._reduction, self._rehearse = reduction, rehearse
         self._rehearsed: Way | None = None
         self._loop: LoopedCall | None = None
         self._unverified: list[LastCall] = []
+        self._without_gradient: Collection[str] = ()
         self.aliases: dict[str, list[Slot]] = defaultdict(list)
         for slot, name in names.items():
             self.aliases[name].append(slot)
@@ -98,7 +104,7 @@ class Following:
                     ForwardHook(self._leave), prepend=True, with_kwargs=True, always_call=True
                 )
                 self._handles.append(after)
-                self._hooks[submodule] = before.id, after.id
+                self._hooks[submodule] = after.id, before.id
         except BaseException:
             self.remove()
             raise
@@ -106,6 +112,8 @@ class Following:
 
     def remove(self) -> None:
         """Take all hooks away; calling it again does nothing."""
+        if self._loss_check is not None:
+            self._loss_check.stop()
         while self._handles:
             self._handles.pop().remove()
 
@@ -131,8 +139,8 @@ class Following:
             UnsupportedGradientError: If there is none any more.
         """
         module, slot = self.aliases[name][0]
-        parameter = module._parameters.get(slot)
-        if parameter is None or any(m._parameters.get(other) is not parameter for m, other in self.aliases[name]):
+        parameter = parameter_slots(module).get(slot)
+        if parameter is None or any(parameter_slots(m).get(other) is not parameter for m, other in self.aliases[name]):
             raise UnsupportedGradientError(
                 f"parameter {name} is gone from the module, or no longer tied as it was: call clipper.detach() and "
                 "make a new clipper."
@@ -231,6 +239,8 @@ class Following:
             self._planning.restart()
             self._unverified.append(call)
             self._tapping.batch_size, self._tapping.verifying = size, True
+            if self._loss_check is not None:
+                self._loss_check.start(size)
         self._planning.resume(way)
         self.gathering.shared = self._planning.shared
         self.last_calls[module] = call
@@ -288,7 +298,9 @@ class Following:
 
     def _look_at_trained(self) -> None:
         """See which parameters are trained now."""
-        trained = frozenset(name for name in self.aliases if self.parameter(name).requires_grad)
+        parameters = {name: self.parameter(name) for name in self.aliases}
+        trained = frozenset(name for name, parameter in parameters.items() if parameter.requires_grad)
+        self._without_gradient = {name for name, parameter in parameters.items() if parameter.grad is None}
         if trained != self._trained:
             self._guard(trained)
             self._tapping.train(trained)
@@ -306,9 +318,7 @@ class Following:
 
     def _is_exposed(self, module: nn.Module) -> bool:
         """Whether hooks of others run between the two of the clipper's, where parameters are kept from autograd."""
-        before, after = self._hooks[module]
-        first, last = next(iter(module._forward_hooks)), next(reversed(module._forward_pre_hooks))
-        return first != after or last != before or bool(nn.modules.module._global_forward_hooks)
+        return hook_order(module) != self._hooks[module]
 
     def _next_plan(self, module: nn.Module) -> CallPlan:
         """The plan of this call of ``module``."""
@@ -333,9 +343,10 @@ class Following:
 
     def _bypassed(self, name: str, parameter: Tensor) -> None:
         """A gradient reached a parameter past the layers."""
-        del parameter
         if self._quiet:
             return
+        if name in self._without_gradient:
+            parameter.grad = None
         self.gathering.discard()
         self._planning.forget()
         raise UnsupportedGradientError(

@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from gradguard.errors import InvalidValueError
 from gradguard.per_sample.tap import current_task
+from gradguard.torch_private import tree_leaves
 
 _REMEMBERED = 64
 

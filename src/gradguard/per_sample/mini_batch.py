@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import Variable
 
 from gradguard.errors import InvalidValueError, UnsupportedGradientError
 from gradguard.per_sample.arithmetic import exact_products
@@ -19,6 +18,7 @@ from gradguard.per_sample.sample_loop import LoopedCall
 from gradguard.per_sample.strategy import kept_bytes, settle
 from gradguard.per_sample.tap import current_task
 from gradguard.per_sample.trees import Skeleton
+from gradguard.torch_private import call_after_backward
 
 _LEAST = 32 << 20
 """Bytes of per-sample gradients that may always be kept."""
@@ -98,6 +98,9 @@ class MiniBatch:
         """Add what one use of parameter ``name`` contributes; unless there are others, its way is settled at once.
 
         What is kept at once frees the layer's input and gradient while backward goes on freeing activations.
+
+        Returns:
+            The contribution as it is held.
         """
         if name not in self.shared:
             contribution = settle(contribution, self.budget, device)
@@ -294,5 +297,5 @@ class Gathering:
         def completed() -> None:
             mini_batch.complete = True
 
-        Variable._execution_engine.queue_callback(completed)  # type: ignore[attr-defined]
+        call_after_backward(completed)
         return mini_batch

@@ -1,7 +1,8 @@
-"""Rules that turn the norms of samples' gradients into factors: flat, per parameter, automatic, and at a quantile."""
+"""Rules that turn the norms of samples' gradients into factors: flat, per layer, per parameter, automatic, quantile."""
 
 import math
 import random
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,6 +16,7 @@ from gradguard.per_sample.clipping_rule import (
     check_keys,
     checked_factors,
     in_range,
+    layer_of,
     non_negative,
     only,
 )
@@ -25,6 +27,7 @@ __all__ = [
     "FlatNormClipper",
     "NormClipper",
     "PerLayerNormClipper",
+    "PerParameterNormClipper",
     "QuantileNormClipper",
     "checked_factors",
 ]
@@ -75,13 +78,120 @@ class FlatNormClipper(NormClipper):
         return [self.max_norm]
 
 
-class PerLayerNormClipper(NormClipper):
-    r"""Clip each parameter's part of a sample's gradient to a norm of its own: :math:`c_{il} = \min(1, C_l / n_{il})`.
+class _PartNormClipper(NormClipper):
+    """Clips each part of a sample's gradient to a norm of its own; a subclass says what the parts are.
 
-    "Layer" means parameter: a weight and its bias are two. The whole gradient is bounded by
-    :math:`\sqrt{\sum_l C_l^2}`, which is :math:`C\sqrt{P}` where one number C is used for each of P parameters: to
-    bound the whole gradient by C, give ``C / P ** 0.5``. Edge cases are those of `FlatNormClipper`, for each part;
-    a non-finite part alone becomes 0 by this rule, the sample's other parts do not.
+    Args:
+        max_norms: One number for each part; or one each, in order; or a mapping.
+    """
+
+    _part = "part"
+
+    def __init__(self, max_norms: float | Sequence[float] | Mapping[str, float]) -> None:
+        self.max_norms = _each_max_norm(max_norms, self._part)
+        self._parts: dict[str, list[str]] = {}
+
+    def prepare(self, names: list[str]) -> None:
+        """Learn the names of the trained parameters.
+
+        Raises:
+            InvalidValueError: If ``max_norms`` does not fit them.
+        """
+        parts = self._parts_of(names)
+        self._chosen(parts)
+        self._parts, self.groups = parts, list(parts.values())
+        super().prepare(names)
+
+    def calc_clipping_factors(self, norms: list[Tensor]) -> list[Tensor]:
+        """Return ``min(1, C_l / norm)`` for each part."""
+        if len(norms) != len(self.thresholds):
+            raise InvalidValueError(f"got norms of {len(norms)} {self._part}s, and {len(self.thresholds)} thresholds.")
+        return [self.largest_factors(n, c).clamp_(max=1) for n, c in zip(norms, self.thresholds, strict=True)]
+
+    @property
+    def thresholds(self) -> list[float]:
+        """One for each part."""
+        if not self.names:
+            raise InvalidValueError("the thresholds follow from the trained parameters: call prepare(names) first.")
+        return self._chosen(self._parts)
+
+    @abstractmethod
+    def _parts_of(self, names: list[str]) -> dict[str, list[str]]:
+        """The parameters of each part, by the part's name."""
+
+    @abstractmethod
+    def _of_mapping(self, max_norms: dict[str, float], parts: dict[str, list[str]]) -> list[float]:
+        """The thresholds that a mapping gives the parts."""
+
+    def _chosen(self, parts: dict[str, list[str]]) -> list[float]:
+        if isinstance(self.max_norms, dict):
+            return self._of_mapping(self.max_norms, parts)
+        if not isinstance(self.max_norms, list):
+            return [self.max_norms] * len(parts)
+        if len(parts) != len(self.max_norms):
+            raise InvalidValueError(
+                f"max_norms has {len(self.max_norms)} numbers for {len(parts)} trained {self._part}s "
+                f"({', '.join(map(repr, parts))}): expected one for each, or a single number, not in a list, for all."
+            )
+        return list(self.max_norms)
+
+
+class PerLayerNormClipper(_PartNormClipper):
+    r"""Clip each layer's part of a sample's gradient to a norm of its own: :math:`c_{il} = \min(1, C_l / n_{il})`.
+
+    A layer is what one module holds itself, its weight and bias together; a tied parameter belongs to the first module
+    that holds it. The whole gradient is bounded by :math:`\sqrt{\sum_l C_l^2}`, which is :math:`C\sqrt{L}` where one
+    number C is used for each of L layers: to bound the whole gradient by C, give ``C / L ** 0.5``. Edge cases are those
+    of `FlatNormClipper`, for each layer.
+
+    Args:
+        max_norms: One number for each layer; or one each, in the order of the model; or a mapping from modules' names
+            or the beginnings of them, of which the longest counts: ``{"encoder": 0.5, "encoder.head": 1.0}``. ``""``
+            is the beginning of all names.
+
+    Raises:
+        InvalidValueError: If one is NaN or negative, or there is none.
+        InvalidTypeError: If one is no number.
+
+    Example:
+        >>> clipper = PerLayerNormClipper({"0": 3.0, "2": 4.0})
+        >>> clipper.prepare(["0.weight", "0.bias", "2.weight", "2.bias"])
+        >>> [factors.tolist() for factors in clipper.calc_clipping_factors([torch.ones(2), torch.zeros(2)])]
+        [[1.0, 1.0], [1.0, 1.0]]
+        >>> clipper.sensitivity("add_or_remove_one")
+        5.0
+
+    Reference: McMahan et al., Learning differentially private recurrent language models, 2018, arXiv 1710.06963.
+    """
+
+    _part = "layer"
+
+    def _parts_of(self, names: list[str]) -> dict[str, list[str]]:
+        layers: dict[str, list[str]] = {}
+        for name in names:
+            layers.setdefault(layer_of(name), []).append(name)
+        return layers
+
+    def _of_mapping(self, max_norms: dict[str, float], parts: dict[str, list[str]]) -> list[float]:
+        covering = {layer: [key for key in max_norms if _is_within(layer, key)] for layer in parts}
+        missing = [layer for layer, keys in covering.items() if not keys]
+        unknown = [key for key in max_norms if not any(_is_within(layer, key) for layer in parts)]
+        if missing or unknown:
+            parameters = {name for names in parts.values() for name in names}
+            words = " For parameters by name there is PerParameterNormClipper." if parameters & set(unknown) else ""
+            raise InvalidValueError(
+                f"max_norms: expected names of modules, or beginnings of them, that cover each trained layer; missing: "
+                f"{missing}, not of a trained layer: {unknown}. A tied parameter belongs to the first module that "
+                f"holds it.{words}"
+            )
+        return [max_norms[max(keys, key=len)] for keys in covering.values()]
+
+
+class PerParameterNormClipper(_PartNormClipper):
+    r"""Clip each parameter's part of a sample's gradient to a norm of its own: :math:`c_{ip} = \min(1, C_p / n_{ip})`.
+
+    As `PerLayerNormClipper`, but a weight and its bias are two. The whole gradient is bounded by
+    :math:`\sqrt{\sum_p C_p^2}`.
 
     Args:
         max_norms: One number for each parameter; or one each, in the order of the model's trained parameters; or a
@@ -92,65 +202,25 @@ class PerLayerNormClipper(NormClipper):
         InvalidTypeError: If one is no number.
 
     Example:
-        >>> clipper = PerLayerNormClipper({"weight": 3.0, "bias": 4.0})
+        >>> clipper = PerParameterNormClipper({"weight": 3.0, "bias": 4.0})
         >>> clipper.prepare(["weight", "bias"])
-        >>> [factors.tolist() for factors in clipper.calc_clipping_factors([torch.ones(2), torch.zeros(2)])]
-        [[1.0, 1.0], [1.0, 1.0]]
         >>> clipper.sensitivity("add_or_remove_one")
         5.0
-
-    Reference: McMahan et al., Learning differentially private recurrent language models, 2018, arXiv 1710.06963.
     """
 
-    is_per_layer = True
+    _part = "parameter"
 
-    def __init__(self, max_norms: float | Sequence[float] | Mapping[str, float]) -> None:
-        self.max_norms = _each_max_norm(max_norms)
+    def _parts_of(self, names: list[str]) -> dict[str, list[str]]:
+        return {name: [name] for name in names}
 
-    def prepare(self, names: list[str]) -> None:
-        """Learn the names of the trained parameters.
-
-        Raises:
-            InvalidValueError: If ``max_norms`` has not exactly one number for each.
-        """
-        if isinstance(self.max_norms, dict) and set(names) != set(self.max_norms):
-            missing = [name for name in names if name not in self.max_norms]
-            unknown = [name for name in self.max_norms if name not in names]
+    def _of_mapping(self, max_norms: dict[str, float], parts: dict[str, list[str]]) -> list[float]:
+        if set(parts) != set(max_norms):
+            missing = [name for name in parts if name not in max_norms]
+            unknown = [name for name in max_norms if name not in parts]
             raise InvalidValueError(
                 f"max_norms: expected the name of each trained parameter; missing: {missing}, not trained: {unknown}."
             )
-        self._in_order(names)
-        super().prepare(names)
-
-    def calc_clipping_factors(self, norms: list[Tensor]) -> list[Tensor]:
-        """Return ``min(1, C_l / norm)`` for each parameter."""
-        max_norms = self._in_order(self.names or range(len(norms)))
-        if len(norms) != len(max_norms):
-            raise InvalidValueError(f"got norms of {len(norms)} parameters, and {len(max_norms)} thresholds.")
-        return [self.largest_factors(n, c).clamp_(max=1) for n, c in zip(norms, max_norms, strict=True)]
-
-    @property
-    def thresholds(self) -> list[float]:
-        """One for each trained parameter."""
-        if isinstance(self.max_norms, list):
-            return list(self.max_norms)
-        if not self.names:
-            raise InvalidValueError("the thresholds follow from the trained parameters: call prepare(names) first.")
-        return self._in_order(self.names)
-
-    def _in_order(self, names: Sequence[Any]) -> list[float]:
-        if not isinstance(self.max_norms, list | dict):
-            return [self.max_norms] * len(names)
-        if isinstance(self.max_norms, dict):
-            if not set(names) <= set(self.max_norms):
-                raise InvalidValueError("max_norms is a mapping: call prepare(names), for the order of the norms.")
-            return [self.max_norms[name] for name in names]
-        if len(names) != len(self.max_norms):
-            raise InvalidValueError(
-                f"max_norms has {len(self.max_norms)} numbers for {len(names)} trained parameters (a weight and its "
-                f"bias are two): expected one for each, or a single number, not in a list, for all of them."
-            )
-        return self.max_norms
+        return [max_norms[name] for name in parts]
 
 
 class AutoNormClipper(NormClipper):
@@ -341,7 +411,12 @@ class QuantileNormClipper(NormClipper):
         return self.count_noise * float(torch.randn((), generator=self.generator, device=device, dtype=torch.float64))
 
 
-def _each_max_norm(max_norms: Any) -> float | list[float] | dict[str, float]:
+def _is_within(layer: str, beginning: str) -> bool:
+    """Whether a module's name is ``beginning``, or starts with it and a dot; every name starts with nothing."""
+    return not beginning or f"{layer}.".startswith(f"{beginning}.")
+
+
+def _each_max_norm(max_norms: Any, part: str) -> float | list[float] | dict[str, float]:
     if hasattr(max_norms, "__float__") and not getattr(max_norms, "ndim", 0):
         return non_negative("max_norms", max_norms)
     each: list[float] | dict[str, float]
@@ -351,9 +426,9 @@ def _each_max_norm(max_norms: Any) -> float | list[float] | dict[str, float]:
         each = [non_negative(f"max_norms[{i}]", value) for i, value in enumerate(max_norms)]
     else:
         raise InvalidTypeError(
-            f"max_norms={max_norms!r}: expected one number, a list with one for each parameter, or a mapping from "
-            f"parameters' names, got {type(max_norms).__name__}."
+            f"max_norms={max_norms!r}: expected one number, a list with one for each {part}, or a mapping from names, "
+            f"got {type(max_norms).__name__}."
         )
     if not each:
-        raise InvalidValueError("max_norms is empty: expected one number for each trained parameter.")
+        raise InvalidValueError(f"max_norms is empty: expected one number for each trained {part}.")
     return each

@@ -20,6 +20,7 @@ from gradguard.per_sample.layers.call import BatchAxis
 from gradguard.per_sample.plain_sum import Leaves, magnitude, off_from_sum
 from gradguard.per_sample.substitution import substituted
 from gradguard.per_sample.trees import Skeleton
+from gradguard.torch_private import call_slot
 
 Aliases = Mapping[str, Sequence[tuple[nn.Module, str]]]
 """The attributes of modules that hold each parameter."""
@@ -210,7 +211,7 @@ class OwnCode:
 
         with ExitStack() as stack:
             for module in {id(layer.module): layer.module for layer in self.left_out}.values():
-                stack.enter_context(_attribute(module, "_call_impl", stub(module)))  # no hooks, which may shard
+                stack.enter_context(_attribute(module, call_slot(), stub(module)))  # no hooks, which may shard
             places = {place: value for name, value in parameters.items() for place in self.aliases[name]}
             stack.enter_context(substituted(places))
             inputs = [tensor.clone() for tensor in inputs] if self.in_place else list(inputs)

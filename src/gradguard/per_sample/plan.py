@@ -10,6 +10,7 @@ from gradguard.errors import UnsupportedGradientError
 from gradguard.per_sample.dry_run import DryRun, Slot
 from gradguard.per_sample.layers.call import BatchAxis
 from gradguard.per_sample.layers.rules import Rule, rule_for
+from gradguard.torch_private import parameter_slots
 
 
 class Treatment(Enum):
@@ -106,7 +107,7 @@ def _treatments(run: DryRun, sees: list[bool]) -> tuple[list[Treatment], list[se
         if not uses[i]:
             continue
         if sees[i]:
-            own = {(m, slot) for m in call.module.modules() for slot in m._parameters}
+            own = {(m, slot) for m in call.module.modules() for slot in parameter_slots(m)}
             has_rule = rule_for(call.module) is not None and uses[i] <= own
             treatments[i] = Treatment.RULE if has_rule else Treatment.OWN_CODE
         elif call.caller < 0:

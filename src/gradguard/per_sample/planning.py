@@ -12,6 +12,7 @@ from gradguard.per_sample.dry_run import DryRun, Slot
 from gradguard.per_sample.plan import CallPlan, Plans
 from gradguard.per_sample.samples import Arguments, other_candidates, signature
 from gradguard.per_sample.way import Way
+from gradguard.torch_private import parameter_slots
 
 _SEEDS = 16
 """Dry runs of a model that draws random numbers, in which layers are left out by chance."""
@@ -92,7 +93,7 @@ class Planning:
 
     def uses_trained(self, module: nn.Module) -> bool:
         """Tell whether ``module`` or a layer in it holds a trained parameter."""
-        return any(self._names.get((m, slot)) in self._trained for m in module.modules() for slot in m._parameters)
+        return any(self._names.get((m, slot)) in self._trained for m in module.modules() for slot in parameter_slots(m))
 
     def _plan(self, module: nn.Module, arguments: Arguments, size: int) -> Way:
         others = [] if self._sharded else other_candidates(arguments, self._batch_first, size)
@@ -127,7 +128,7 @@ class Planning:
         slots = {slot for slot, name in self._names.items() if name in self._trained}
         plans: list[Plans] = []
         draws = changes = False
-        missing = {m for m in module.modules() if any((m, slot) in slots for slot in m._parameters)}
+        missing = {m for m in module.modules() if any((m, slot) in slots for slot in parameter_slots(m))}
         for seed in range(self._seed, self._seed + _SEEDS):
             run = DryRun(module, arguments, self._batch_first, size, slots, self._observe, whole, 7919 * seed)
             plan = Plans(run)

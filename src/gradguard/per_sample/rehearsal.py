@@ -1,8 +1,8 @@
 """Tries out, before the first call of each kind and size, whether per-sample gradients will be right.
 
-Two of its samples are run together, as the clipper sees them, and each by itself, with plain autograd; both get the same
-random gradient of the output, so no loss function is needed. Then the whole batch is run, and a batch of copies, whose
-samples must give what they give by themselves: so a capacity, or anything else that depends on how many there are, is
+Two of its samples are run together, as the clipper sees them, and each by itself, with plain autograd; both get the
+same random gradient of the output, so no loss function is needed. Then the whole batch is run, and a batch of copies,
+whose samples must give what they give by themselves: so a capacity, or anything else that depends on how many there are, is
 found. Everything runs in float64 where the model can, so that what is compared is the structure and not rounding; each
 parameter of each sample is compared by its own norm.
 
@@ -31,6 +31,7 @@ from gradguard.per_sample.substitution import substituted
 from gradguard.per_sample.trees import Skeleton
 from gradguard.per_sample.undisturbed import undisturbed
 from gradguard.per_sample.way import Way
+from gradguard.torch_private import buffer_slots, parameter_slots
 
 _LARGEST_IN_FLOAT64 = 1 << 30
 """Bytes of float64 copies of a model that are made for the trial."""
@@ -123,8 +124,8 @@ class Rehearsal:
         if found.excess > 1:
             raise UnsupportedGradientError(
                 f"the per-sample gradient of {found.parameter} is not what the sample gives by itself (relative error "
-                f"{found.largest:.2g}). Does the model mix samples (batch statistics, x - x.mean(0), routing that looks "
-                "at the batch)? Is the batch in another dimension (batch_first=False)? Nothing was clipped."
+                f"{found.largest:.2g}). Does the model mix samples (batch statistics, x - x.mean(0), routing that "
+                "looks at the batch)? Is the batch in another dimension (batch_first=False)? Nothing was clipped."
             )
 
     def _try_size(self, following: Following, call: LastCall) -> None:
@@ -179,8 +180,11 @@ def compare(
     Returns:
         None if nothing that is returned can be compared.
     """
-    with _in_float64(following, call) as (call, precision), torch.enable_grad():
-        with _as_called(call, autocast=precision is None) as reset, exact_products():
+    with ExitStack() as stack:
+        call, precision = stack.enter_context(_in_float64(following, call))
+        stack.enter_context(torch.enable_grad())
+        reset = stack.enter_context(_as_called(call, autocast=precision is None))
+        with exact_products():
             if precision is None:
                 dtypes = [p.dtype for p in map(following.parameter, following.aliases) if p.is_floating_point()]
                 dtypes += [call.autocast[1]] if call.autocast else []
@@ -278,9 +282,9 @@ class _Pair:
         if comparison.excess <= 1:
             return None
         return (
-            f"the gradient of the number that {type(self._way.module).__name__} returns is not the {self._reduction} of "
-            f"what samples give by themselves (relative error {comparison.largest:.2g} in {comparison.parameter}): it "
-            "mixes samples. Nothing was clipped."
+            f"the gradient of the number that {type(self._way.module).__name__} returns is not the {self._reduction} "
+            f"of what samples give by themselves (relative error {comparison.largest:.2g} in {comparison.parameter}): "
+            "it mixes samples. Nothing was clipped."
         )
 
     def _random_grads(self, outputs: Sequence[Tensor]) -> list[Tensor | None]:
@@ -405,7 +409,7 @@ def _as_called(call: LastCall, autocast: bool) -> Iterator[Callable[[], None]]:
 def _in_float64(following: Following, call: LastCall) -> Iterator[tuple[LastCall, float | None]]:
     """Let the model be in float64 in a block, if it can; give the call to make, and machine epsilon or None if not."""
     module = call.way.module
-    places = {(m, slot): t for m in module.modules() for held in (m._parameters, m._buffers)
+    places = {(m, slot): t for m in module.modules() for held in (parameter_slots(m), buffer_slots(m))
               for slot, t in held.items() if t is not None}  # fmt: skip
     floats = {id(t): t for t in places.values() if t.is_floating_point() or t.is_complex()}
     if sum(8 * t.numel() for t in floats.values()) > _LARGEST_IN_FLOAT64:
@@ -441,8 +445,11 @@ def _precision_in_float64(following: Following, call: LastCall) -> float | None:
 def _bars(precision: float) -> tuple[float, float]:
     """What rounding may make of a parameter's gradient: shares of its own norm, and of the whole gradient's.
 
-    Sums in another order, through a network of some depth; rounding in the whole gradient also reaches parameters
+    Sums run in another order, through a network of some depth; rounding in the whole gradient also reaches parameters
     whose own gradient cancels to zero, such as the bias of a key.
+
+    Returns:
+        Both shares.
     """
     if precision > 1e-4:
         return 16 * precision, 4 * precision

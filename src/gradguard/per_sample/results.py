@@ -1,10 +1,14 @@
 """What a clipper gives back."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from torch import Tensor, nn
+
+from gradguard.per_sample.arithmetic import joint_norm
+from gradguard.per_sample.clipping_rule import layer_of
+from gradguard.per_sample.noise_scale import NoiseScale
 
 
 class PreStep(NamedTuple):
@@ -43,13 +47,25 @@ class PerSampleStatistics:
 
     Attributes:
         norms: Norm of each sample's gradient over all parameters, float64 ``[B]``; NaN or inf where it is not finite.
-        layer_norms: Norm of each sample's gradient of each parameter, float64 ``[B]``, by the parameter's name.
-        factors: What gradients were multiplied by: one ``[B]``, or one for each parameter.
+        parameter_norms: Norm of each sample's gradient of each parameter, float64 ``[B]``, by the parameter's name.
+        groups: Names of the parameters that have a norm together, one group for each of ``factors``.
+        factors: What the gradients of a group were multiplied by, ``[B]`` each; 0 for a sample that is not finite.
+        noise_scale: `PerSampleGradientClipper.noise_scale`, of whole steps; None where it is not measured.
     """
 
     norms: Tensor
-    layer_norms: Mapping[str, Tensor]
+    parameter_norms: Mapping[str, Tensor]
+    groups: Sequence[Sequence[str]]
     factors: list[Tensor]
+    noise_scale: NoiseScale | None = None
+
+    @property
+    def layer_norms(self) -> dict[str, Tensor]:
+        """Norm of each sample's gradient of each layer, by the name of the module that holds its parameters."""
+        layers: dict[str, list[Tensor]] = {}
+        for name, norms in self.parameter_norms.items():
+            layers.setdefault(layer_of(name), []).append(norms)
+        return {layer: joint_norm(norms) for layer, norms in layers.items()}
 
     @property
     def clip_fraction(self) -> float:

@@ -23,6 +23,7 @@ from gradguard.per_sample.samples import Arguments, take_samples
 from gradguard.per_sample.substitution import substituted
 from gradguard.per_sample.trees import Skeleton
 from gradguard.per_sample.undisturbed import undisturbed
+from gradguard.torch_private import parameter_slots, version_of
 
 Places = Mapping[str, Sequence[tuple[nn.Module, str]]]
 """The attributes of modules that hold each parameter."""
@@ -70,7 +71,7 @@ class LoopedCall:
 
     def contributions(self, budget: int) -> dict[str, Contribution]:
         """Return the per-sample gradients of each parameter, held if they take at most ``budget`` bytes."""
-        parameters = {name: module._parameters[slot] for name, [(module, slot), *_] in self.places.items()}
+        parameters = {name: parameter_slots(module)[slot] for name, [(module, slot), *_] in self.places.items()}
         size = sum(4 * self.batch_size * p.numel() for p in parameters.values() if p is not None)
         loop = SampleLoop(self)
         if size > budget:
@@ -110,6 +111,9 @@ class SampleLoop:
 
     def run(self, samples: Sequence[int]) -> Iterator[dict[str, Tensor]]:
         """Give the gradients of one sample after the other, at least float32.
+
+        Yields:
+            The gradient of each parameter.
 
         Raises:
             UnsupportedGradientError: If a sample does not give by itself what it gave in the batch.
@@ -153,7 +157,9 @@ class SampleLoop:
             for i, (output, (recorded, version)) in enumerate(zip(outputs, call.outputs, strict=True)):
                 grad, axis = call.grads[i] if call.grads else None, call.output_axes[i]
                 if axis is not None:
-                    if recorded._version == version and not same_rows(recorded, output, axis, sample, call.precision):
+                    if version_of(recorded) == version and not same_rows(
+                        recorded, output, axis, sample, call.precision
+                    ):
                         raise UnsupportedGradientError(_differs(call, "it returns other values"))
                     if grad is not None:
                         grad = rows_of(grad, axis, output.shape[axis.dim], sample)
@@ -278,7 +284,7 @@ def _differs(call: LoopedCall, what: str) -> str:
 
 def _value(places: Sequence[tuple[nn.Module, str]]) -> Tensor:
     module, slot = places[0]
-    value = module._parameters[slot]
+    value = parameter_slots(module)[slot]
     assert value is not None
     return value.detach()
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
 from gradguard.errors import InvalidValueError
+from gradguard.torch_private import tree_flatten, tree_leaves, tree_map
 
 Arguments = tuple[tuple[Any, ...], Mapping[str, Any]]
 """Positional and keyword arguments of one call."""

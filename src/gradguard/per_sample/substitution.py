@@ -6,6 +6,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from gradguard.torch_private import buffer_slots, parameter_slots, renew_recurrent_weights
+
 
 @contextmanager
 def substituted(tensors: Mapping[tuple[nn.Module, str], Tensor]) -> Iterator[None]:
@@ -15,28 +17,22 @@ def substituted(tensors: Mapping[tuple[nn.Module, str], Tensor]) -> Iterator[Non
         tensors: By module and attribute.
     """
     before = [(module, slot, _home(module, slot)[slot]) for module, slot in tensors]
-    cached = _flat_weights(tensors)
+    recurrent = {module for module, _ in tensors if isinstance(module, nn.RNNBase)}
     try:
         for (module, slot), tensor in tensors.items():
             _home(module, slot)[slot] = tensor
-        for module in cached:
-            module._flat_weights = [getattr(module, name) for name in module._flat_weights_names]
+        for layer in recurrent:
+            renew_recurrent_weights(layer)
         yield
     finally:
         for module, slot, original in before:
             _home(module, slot)[slot] = original
-        for module, weights in cached.items():
-            module._flat_weights = weights
+        for layer in recurrent:
+            renew_recurrent_weights(layer)
 
 
 def _home(module: nn.Module, slot: str) -> dict[str, Any]:
     """The dictionary of ``module`` that holds ``slot``."""
-    parameters: dict[str, Any] = module._parameters
-    buffers: dict[str, Any] = module._buffers
+    parameters: dict[str, Any] = parameter_slots(module)
+    buffers: dict[str, Any] = buffer_slots(module)
     return parameters if slot in parameters else buffers
-
-
-def _flat_weights(tensors: Mapping[tuple[nn.Module, str], Tensor]) -> dict[Any, list[Any]]:
-    """Recurrent layers hold their parameters in a list as well."""
-    layers = {module for module, _ in tensors if isinstance(module, nn.RNNBase)}
-    return {layer: layer._flat_weights for layer in layers}

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from gradguard.errors import InvalidTypeError, InvalidValueError, UnsupportedGradientError
 from gradguard.per_sample.clipping_rule import NormClipper
+from gradguard.torch_private import batch_norms, is_compiled, parameter_slots
 
 _followed: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
 """Modules that a clipper follows."""
@@ -26,13 +27,15 @@ def places_of_parameters(module: nn.Module) -> dict[tuple[nn.Module, str], str]:
     first: dict[int, str] = {}
     found = {}
     for prefix, layer in module.named_modules():
-        for slot, parameter in layer._parameters.items():
+        for slot, parameter in parameter_slots(layer).items():
             if parameter is not None:
                 found[layer, slot] = first.setdefault(id(parameter), f"{prefix}.{slot}" if prefix else slot)
     return found
 
 
-def check_options(norm_clipper: Any, batch_first: Any, loss_reduction: Any, mode: Any, scaler: Any) -> None:
+def check_options(
+    norm_clipper: Any, batch_first: Any, loss_reduction: Any, mode: Any, scaler: Any, check: Any, noise_scale: Any
+) -> None:
     """Check the options of a clipper.
 
     Raises:
@@ -46,11 +49,16 @@ def check_options(norm_clipper: Any, batch_first: Any, loss_reduction: Any, mode
     for name, value, expected in (
         ("loss_reduction", loss_reduction, ("mean", "sum")),
         ("mode", mode, ("fast", "exact")),
+        ("check", check, (True, False, "warn")),
     ):
         if value not in expected:
             raise InvalidValueError(f"{name}={value!r}: expected {' or '.join(map(repr, expected))}.")
     if not isinstance(batch_first, bool):
         raise InvalidTypeError(f"batch_first={batch_first!r}: expected True or False.")
+    if not isinstance(noise_scale, int):
+        raise InvalidTypeError(f"noise_scale={noise_scale!r}: expected True, False, or a number of steps.")
+    if noise_scale < 0:
+        raise InvalidValueError(f"noise_scale={noise_scale}: expected every how many steps it is measured, 1 or more.")
     if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
         raise InvalidTypeError(f"scaler: expected a torch.amp.GradScaler, got {type(scaler).__name__}.")
 
@@ -81,9 +89,7 @@ def refuse_unsupported(module: nn.Module) -> None:
                 f"{name or 'the module'} has a clipper already, and two would both clip: call detach() on the other."
             )
         where = f"module {name!r}" if name else "the module"
-        if getattr(submodule, "_compiled_call_impl", None) is not None or hasattr(
-            submodule, "_torchdynamo_orig_callable"
-        ):
+        if is_compiled(submodule):
             raise UnsupportedGradientError(
                 f"{where} is compiled: the layers inside cannot be followed. Give the module as it was before "
                 "torch.compile."
@@ -107,7 +113,7 @@ def refuse_new_parameters(module: nn.Module, names: Mapping[str, Sequence[tuple[
     """
     known = {place for places in names.values() for place in places}
     for prefix, layer in module.named_modules():
-        for slot, parameter in layer._parameters.items():
+        for slot, parameter in parameter_slots(layer).items():
             if parameter is not None and (layer, slot) not in known:
                 raise UnsupportedGradientError(
                     f"parameter {prefix}.{slot} was added after the clipper was made, so nothing follows it: call "
@@ -141,7 +147,7 @@ def refuse_batch_norm(module: nn.Module) -> None:
         UnsupportedGradientError: If one is in training mode, or has no running statistics.
     """
     for name, layer in module.named_modules():
-        if isinstance(layer, nn.modules.batchnorm._BatchNorm) and (layer.training or layer.running_mean is None):
+        if isinstance(layer, batch_norms()) and (layer.training or layer.running_mean is None):
             raise UnsupportedGradientError(
                 f"{name or 'the module'} is a {type(layer).__name__}: it normalizes each sample by the others, so no "
                 "gradient belongs to one sample. Use torch.nn.GroupNorm (or LayerNorm, InstanceNorm) in its place, "

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from gradguard.errors import UnsupportedGradientError
+from gradguard.torch_private import current_graph_task
 
 Receiver = Callable[[Sequence[Tensor], Sequence[Tensor | None], int], None]
 """Called in backward with the saved tensors, the gradient of each value (None where none came), and the number of the
@@ -15,12 +16,15 @@ outermost backward."""
 
 def current_task() -> int:
     """Return the number of the backward that runs in this thread, or -1."""
-    return torch._C._current_graph_task_id()
+    return current_graph_task()
 
 
-class _Tap(torch.autograd.Function):
+class Tap(torch.autograd.Function):
+    """The identity; known to who reads the loss's graph by its name."""
+
     @staticmethod
     def forward(ctx: Any, receive: Receiver, saved: tuple[Tensor, ...], anchor: Tensor, *values: Tensor) -> Any:
+        """Return the values; save what is to be handed back."""
         del anchor  # it requires grad, so that backward comes by even where nothing before this value is trained
         ctx.receive = receive
         ctx.made_in = current_task()  # a checkpoint that runs forward again in backward does this backward in its own
@@ -31,6 +35,7 @@ class _Tap(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        """Hand the gradients over, and pass them on."""
         if torch.is_grad_enabled():
             raise UnsupportedGradientError(
                 "a backward with create_graph=True went through a module whose per-sample gradients are clipped: a "
@@ -51,5 +56,5 @@ def tap(receive: Receiver, saved: Sequence[Tensor], anchor: Tensor, values: Sequ
         anchor: A scalar that requires grad.
         values: Floating-point tensors.
     """
-    results = _Tap.apply(receive, tuple([tensor.detach() for tensor in saved]), anchor, *values)
+    results = Tap.apply(receive, tuple([tensor.detach() for tensor in saved]), anchor, *values)
     return list(results) if isinstance(results, tuple) else [results]

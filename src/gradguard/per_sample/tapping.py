@@ -29,6 +29,7 @@ from gradguard.per_sample.sample_loop import LoopedCall
 from gradguard.per_sample.substitution import substituted
 from gradguard.per_sample.tap import current_task, tap
 from gradguard.per_sample.trees import Skeleton
+from gradguard.torch_private import parameter_slots, version_of
 
 
 class Running:
@@ -124,7 +125,7 @@ class Tapping:
             changed = self._tap_code(running, output)
         if running.left_out is not None and caller is not None:
             returned = Skeleton(output if changed is None else changed)
-            caller.given += [(tensor, tensor._version) for tensor in returned.tensors]
+            caller.given += [(tensor, version_of(tensor)) for tensor in returned.tensors]
             running.left_out.output, running.left_out.output_axes = returned, plan.outputs
             if caller.plan.in_place:  # it gets copies to write into
                 changed = returned.fill([tensor.clone() for tensor in returned.tensors])
@@ -139,10 +140,10 @@ class Tapping:
         elif plan.treatment is Treatment.RULE:
             if "forward" in vars(module):
                 raise UnsupportedGradientError(
-                    f"the forward of {type(module).__name__} was replaced after the model was looked at, so what it does "
-                    "with its parameters is not known. Replace it before the clipper is made, or repeat this step."
+                    f"the forward of {type(module).__name__} was replaced after the model was looked at, so what it "
+                    "does with its parameters is not known. Replace it before the clipper is made, or repeat this step."
                 )
-            slots = [(m, slot) for m in module.modules() for slot in m._parameters]
+            slots = [(m, slot) for m in module.modules() for slot in parameter_slots(m)]
             if self.verifying or running.exposed:
                 self.put_leaves(running, {n: [s for s in slots if self._names.get(s) == n] for n in self._used(slots)})
             else:
@@ -183,7 +184,7 @@ class Tapping:
             leaves=leaves,
             in_place=plan.in_place,
         )
-        running.given = [(tensor, tensor._version) for tensor in arguments.tensors]
+        running.given = [(tensor, version_of(tensor)) for tensor in arguments.tensors]
         if not passed:
             return None
         tensors: list[Tensor | None] = list(arguments.tensors)
@@ -194,7 +195,7 @@ class Tapping:
     def _passed(self, plan: CallPlan, tensors: Sequence[Tensor]) -> dict[int, str]:
         """The parameters that a call is given as arguments: their names, by position."""
         current = {
-            id(module._parameters[slot]): name
+            id(parameter_slots(module)[slot]): name
             for name in self._used(list(plan.uses))
             for module, slot in self._aliases[name]
         }
@@ -219,13 +220,13 @@ class Tapping:
 
     def _value(self, module: nn.Module, slot: str) -> Tensor:
         """A parameter as it is now; a copy if it is sharded, because the whole is freed after the forward."""
-        value = module._parameters[slot]
+        value = parameter_slots(module)[slot]
         assert value is not None
         return value.detach().clone() if self._sharded else value.detach()
 
     def _hide(self, running: Running, slots: Sequence[Slot]) -> None:
         for module, slot in slots:
-            parameter = module._parameters.get(slot)
+            parameter = parameter_slots(module).get(slot)
             if parameter is not None and parameter.requires_grad:
                 parameter.requires_grad_(False)
                 running.withheld.append(parameter)
@@ -271,7 +272,7 @@ class Tapping:
             self._wanted_of[module] = {
                 f"{prefix}.{slot}" if prefix else slot: name
                 for prefix, layer in module.named_modules()
-                for slot in layer._parameters
+                for slot in parameter_slots(layer)
                 if (name := self._names.get((layer, slot))) in self.trained and name is not None
             }
         return self._wanted_of[module]
@@ -280,7 +281,7 @@ class Tapping:
         code = running.code
         assert code is not None
         for tensor, version in running.given:
-            if tensor._version != version:
+            if version_of(tensor) != version:
                 raise UnsupportedGradientError(
                     f"the code of {type(running.module).__name__} changed a tensor in place that a layer had returned "
                     f"(shape {tuple(tensor.shape)}), and it uses {', '.join(code.aliases)} by itself. Write x = x + y "
@@ -305,7 +306,7 @@ class Tapping:
         returned = Skeleton(output)
         if loop.draws is not None:
             loop.precision = max(loop.precision, loop.draws.precision)
-        loop.outputs = [(tensor.detach(), tensor._version) for tensor in returned.tensors]
+        loop.outputs = [(tensor.detach(), version_of(tensor)) for tensor in returned.tensors]
         places = [i for i, t in enumerate(returned.tensors) if t.requires_grad]
         if not places:
             return None

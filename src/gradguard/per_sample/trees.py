@@ -4,7 +4,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from gradguard.torch_private import tree_flatten, tree_unflatten
 
 
 class Skeleton:

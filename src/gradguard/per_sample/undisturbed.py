@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from gradguard.torch_private import dropouts
+
 _MOST = 100_000
 """Containers that are looked into."""
 
@@ -57,7 +59,7 @@ def _switch_dropout_off(module: nn.Module) -> None:
     for layer in module.modules():
         if isinstance(layer, nn.MultiheadAttention | nn.RNNBase):
             layer.dropout = 0.0
-        elif isinstance(layer, nn.modules.dropout._DropoutNd):
+        elif isinstance(layer, dropouts()):
             layer.p = 0.0
 
 

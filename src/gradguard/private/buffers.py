@@ -5,6 +5,7 @@ import warnings
 from torch import Tensor, nn
 
 from gradguard.errors import UnsupportedGradientError
+from gradguard.torch_private import InstanceNormalization, buffer_slots, instance_norms, version_of
 
 
 def refuse_running_statistics(module: nn.Module) -> None:
@@ -14,7 +15,7 @@ def refuse_running_statistics(module: nn.Module) -> None:
         UnsupportedGradientError: If an instance normalization does, in training mode. (BatchNorm is refused anyway.)
     """
     for name, layer in module.named_modules():
-        if isinstance(layer, nn.modules.instancenorm._InstanceNorm) and layer.training and _is_tracking(layer):
+        if isinstance(layer, instance_norms()) and layer.training and _is_tracking(layer):
             raise UnsupportedGradientError(
                 f"{name or 'the model'} is an {type(layer).__name__} with track_running_stats=True in training mode: "
                 f"its running statistics are averages over samples without noise, and are saved with the model. Make "
@@ -36,9 +37,9 @@ class BufferWatch:
         self._places = [
             (f"{prefix}.{slot}" if prefix else slot, layer, slot)
             for prefix, layer in module.named_modules()
-            for slot in layer._buffers
+            for slot in buffer_slots(layer)
         ]
-        self._instance_norms = [m for m in module.modules() if isinstance(m, nn.modules.instancenorm._InstanceNorm)]
+        self._instance_norms = [m for m in module.modules() if isinstance(m, instance_norms())]
         self._before: dict[str, tuple[Tensor | None, int]] = {}
 
     def begin(self) -> None:
@@ -72,11 +73,11 @@ class BufferWatch:
         return now is not before or new_version != version
 
 
-def _is_tracking(layer: nn.modules.instancenorm._InstanceNorm) -> bool:
+def _is_tracking(layer: InstanceNormalization) -> bool:
     return layer.running_mean is not None or layer.running_var is not None
 
 
 def _state(layer: nn.Module, slot: str) -> tuple[Tensor | None, int]:
     """The tensor that is a buffer now, and its version; tensors of inference mode have none and never change."""
-    buffer = layer._buffers.get(slot)
-    return buffer, 0 if buffer is None or buffer.is_inference() else buffer._version
+    buffer = buffer_slots(layer).get(slot)
+    return buffer, 0 if buffer is None or buffer.is_inference() else version_of(buffer)

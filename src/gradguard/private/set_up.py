@@ -3,6 +3,7 @@
 import math
 import os
 import warnings
+from contextlib import ExitStack
 from typing import Any, Literal
 
 from torch import nn
@@ -146,11 +147,15 @@ def make_private(
     terms = Terms(multiplier, of_gradients, rate, divisor, target_delta, planned)
 
     ledger = Accountant(accountant)
-    clipper = PerSampleGradientClipper(module, rule, batch_first, loss_reduction, mode=mode, scaler=scaler)
-    restore = stop_synchronizing(model)
-    private = PrivateTraining(clipper, optimizer, terms, ledger, noise, batches, group, restore)
     stand_in = world_size > 1 and is_sharded(parameters[0])  # its forward waits for that of all other processes
-    private.loader = PrivateLoader(loader, batches, max_physical_batch_size, stand_in, private)
+    with ExitStack() as attached:  # what fails leaves model and optimizer as they were
+        restore = attached.callback(stop_synchronizing(model))
+        clipper = PerSampleGradientClipper(module, rule, batch_first, loss_reduction, mode=mode, scaler=scaler)
+        attached.callback(clipper.detach)
+        private = PrivateTraining(clipper, optimizer, terms, ledger, noise, batches, group, restore)
+        attached.callback(private.detach)
+        private.loader = PrivateLoader(loader, batches, max_physical_batch_size, stand_in, private)
+        attached.pop_all()
     return private
 
 

@@ -93,6 +93,7 @@ class PrivateTraining:
         self._pass = 0  # number of the pass whose batches may be used; it moves on where a pass must not go on
         self._buffers = BufferWatch(clipper.module)
         self._accumulated = self._resumed = self._pass_is_counted = self._stepping = False
+        clipper.step_advice = "call private.step() in place of optimizer.step(), after each backward"
         self._hook = optimizer.register_step_pre_hook(self._refuse_step)
 
     def step(self) -> bool:

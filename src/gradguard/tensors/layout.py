@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from gradguard.errors import UnsupportedGradientError
+from gradguard.torch_private import sparse_values
 
 HALVES = (torch.float16, torch.bfloat16)
 """Dtypes that are computed with in float32."""
@@ -137,7 +138,7 @@ def meeting_device(tensors: Sequence[Tensor]) -> torch.device:
 
 def _sparse_values(tensor: Tensor) -> Tensor:
     if tensor.layout is torch.sparse_coo:
-        return tensor._values()
+        return sparse_values(tensor)
     if tensor.layout in _SPARSE_COMPRESSED:
         return tensor.values()
     raise UnsupportedGradientError(

@@ -31,6 +31,7 @@ from gradguard.tensors.layout import (
     wide_dtype,
 )
 from gradguard.tensors.scratch import BLOCK, gathered, in_float32
+from gradguard.torch_private import foreach_norm
 
 ROW = 1024
 """Elements that are summed in float32 before float64 takes over."""
@@ -95,12 +96,12 @@ def _device_norms(tensors: Sequence[Tensor], p: float, device: torch.device) -> 
     norms: list[Tensor] = [torch.zeros((), dtype=wide_dtype(device), device=device)] * len(tensors)
     for (where, _), group in grouped(tensors).items():
         short = [i for i in group if 0 < tensors[i].numel() <= LONGEST]
-        results = torch._foreach_norm([tensors[i] for i in short], p, wide_dtype(where)) if short else ()
+        results = foreach_norm([tensors[i] for i in short], p, wide_dtype(where)) if short else ()
         for i, norm in zip(short, results, strict=True):
             norms[i] = move(norm, device, wide_dtype(device))
         for i in (i for i in group if tensors[i].numel() > LONGEST):
             pieces = flat(tensors[i]).split(LONGEST)
-            parts = torch.stack(torch._foreach_norm(pieces, p, wide_dtype(where)))
+            parts = torch.stack(foreach_norm(pieces, p, wide_dtype(where)))
             norms[i] = move(torch.linalg.vector_norm(parts, p), device)
     return torch.stack(norms) if norms else torch.zeros(0, dtype=wide_dtype(device), device=device)
 
@@ -113,7 +114,7 @@ def _host_tensor_norms(tensors: Sequence[Tensor], p: float) -> Tensor:
         short = [i for i in alike if p == 2 and tensors[i].numel() <= SHORT]
         if short:
             accumulator = torch.float32 if dtype in HALVES else dtype
-            found = torch.stack(torch._foreach_norm([tensors[i] for i in short], p, accumulator)).double()
+            found = torch.stack(foreach_norm([tensors[i] for i in short], p, accumulator)).double()
             for i, norm in zip(short, found.unbind(), strict=True):
                 norms[i] = norm
         for i in set(alike).difference(short):

@@ -19,6 +19,7 @@ from gradguard.tensors.layout import (
     writable_values,
 )
 from gradguard.tensors.scratch import BLOCK, gathered
+from gradguard.torch_private import foreach_clamp_, foreach_mul_
 
 EPSILON = 1e-6
 """Added to the norm before dividing, as PyTorch does."""
@@ -60,7 +61,7 @@ def scale_(tensors: Sequence[Tensor], coefficient: Tensor) -> None:
             for tensor in alike:
                 (tensor if tensor.dim() else tensor[None]).mul_(factor.view(1))
         else:  # and the CPU rounds a Python number to float16, but not a 0-dim tensor
-            torch._foreach_mul_(split_long(alike), factor)
+            foreach_mul_(split_long(alike), factor)
 
 
 @torch.no_grad()
@@ -88,8 +89,7 @@ def _clamp_alike(tensors: Sequence[Tensor], low: float, high: float, binds: bool
     if short and not binds and are_readable(*short):
         binds = any(_exceeds(together, low, high) for _, together in gathered(short, [t.numel() for t in short]))
     if short and (binds or not are_readable(*short)):
-        torch._foreach_clamp_min_(short, low)
-        torch._foreach_clamp_max_(short, high)
+        foreach_clamp_(short, low, high)
     long = [t for t in tensors if t.numel() > SMALL] if len(short) < len(tensors) else []
     for tensor in long:
         for block in (tensor,) if binds else _blocks(tensor):

@@ -10,6 +10,7 @@ from torch import Tensor
 from gradguard.tensors.layout import HALVES, are_readable, each_plain, grouped, readable_values, wide_dtype
 from gradguard.tensors.norms import ROW
 from gradguard.tensors.scratch import BLOCK, in_float32
+from gradguard.torch_private import foreach_norm
 
 CONVERTED = 1 << 24
 """Elements converted to float64 at a time on an accelerator."""
@@ -116,7 +117,7 @@ def _sums_in_float32(rows: Sequence[Tensor]) -> list[Tensor]:
     short = [i for i, x in enumerate(rows) if x.shape[0] == 1 and 0 < x.numel() <= LONG]
     for (_, dtype), group in grouped([rows[i] for i in short]).items():
         accumulator = torch.float32 if dtype in HALVES else dtype
-        for k, norm in zip(group, torch._foreach_norm([rows[short[k]] for k in group], 2, accumulator), strict=True):
+        for k, norm in zip(group, foreach_norm([rows[short[k]] for k in group], 2, accumulator), strict=True):
             norms[short[k]] = norm.view(1)
     for i in set(range(len(rows))).difference(short):
         norms[i] = _half_norms_of_rows(rows[i]) if rows[i].dtype in HALVES else _norms_of_rows(rows[i])

@@ -15,6 +15,7 @@ from torch import Tensor
 from gradguard.distributed.placements import refuse_sharded
 from gradguard.tensors.layout import are_readable
 from gradguard.tensors.norms import tensor_norms
+from gradguard.torch_private import foreach_norm
 
 Norms = Tensor | list[float]
 """Numbers where Python may look at them at no cost (on the CPU); else a vector on the device, to be read later."""
@@ -68,7 +69,7 @@ def _readable_norms(tensors: Sequence[Tensor]) -> list[float]:
     sizes = [t.numel() for t in tensors]
     short = [i for i, size in enumerate(sizes) if 0 < size <= SHORT]
     if short:
-        found = torch._foreach_norm([tensors[i] for i in short], 2)
+        found = foreach_norm([tensors[i] for i in short], 2)
         for i, norm in zip(short, torch.stack(found).tolist(), strict=True):
             norms[i] = norm
     medium = [i for i, size in enumerate(sizes) if SHORT < size <= MEDIUM]

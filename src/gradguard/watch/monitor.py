@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gradguard.optimizer_hooks import EveryStep
+from gradguard.torch_private import loss_scale_of
 from gradguard.watch.environment import rank_and_world
 from gradguard.watch.extras import measure_extras, measure_update
 from gradguard.watch.measure import Norms, gradient_norms, unscaled
@@ -274,7 +275,7 @@ class Monitor:
         else:
             seen = self._measured(having, scale)
         seen.row.lr = copied(optimizer.param_groups[0].get("lr"))
-        scale = getattr(self._scaler, "_scale", None)  # get_scale() would wait
+        scale = loss_scale_of(self._scaler)  # get_scale() would wait
         seen.row.amp_scale = copied(scale) if isinstance(scale, Tensor) else None
         self._open = seen
 

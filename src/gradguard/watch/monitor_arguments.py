@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gradguard.errors import InvalidTypeError, InvalidValueError
+from gradguard.optimizer_hooks import runs_hooks
 
 RULES = {"ClipByGlobalNorm": "norm", "ClipByValue": "value", "ClipAdaptive": "adaptive"}
 """What the record calls the clips that ``gradguard run`` knows; any other goes by its class."""
@@ -24,7 +25,7 @@ def taken_apart(source: Any) -> tuple[Optimizer, Any]:
     Raises:
         InvalidTypeError: If it is neither.
     """
-    if isinstance(source, Optimizer) and hasattr(source, "_optimizer_step_pre_hooks"):
+    if runs_hooks(source):
         return source, None
     inside = getattr(source, "optimizer", None)
     if not isinstance(source, type | Optimizer) and isinstance(inside, Optimizer) and hasattr(source, "last"):

@@ -15,9 +15,17 @@ from gradguard.distributed.wrappers import named_parameters
 
 def living_modules() -> list[nn.Module]:
     """Return every module that exists and is not part of another one."""
-    modules = [module for module in _living(nn.Module) if "_modules" in vars(module)]
+    modules = [module for module in _living(nn.Module) if _is_set_up(module)]
     parts = {id(child) for module in modules for child in module.children()}
     return [module for module in modules if id(module) not in parts]
+
+
+def _is_set_up(module: nn.Module) -> bool:
+    try:
+        next(module.children(), None)
+    except AttributeError:  # its __init__ has not called that of nn.Module, or not yet
+        return False
+    return True
 
 
 def living_optimizers(first: Optimizer) -> list[Optimizer]:

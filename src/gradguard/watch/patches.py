@@ -15,6 +15,8 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, nn
 
+from gradguard.torch_private import loss_scale_of
+
 
 class Listener(Protocol):
     """What is told."""
@@ -230,5 +232,5 @@ def _update(original: Callable, listener: Listener) -> Callable:
 
 def _scale_of(scaler: Any) -> Tensor | None:
     """A copy of its loss scale; a scaler that is disabled or has scaled nothing has none."""
-    scale = getattr(scaler, "_scale", None)
+    scale = loss_scale_of(scaler)
     return scale.detach().clone() if isinstance(scale, Tensor) else None

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from gradguard.distributed.placements import is_sharded
+from gradguard.torch_private import foreach_norm, replace_foreach_norm, version_of
 from gradguard.watch.measure import Norms, gradient_norms
 
 EPSILON = 1e-6
@@ -58,7 +59,7 @@ class Clipped:
         gradient = parameter.grad
         if gradient is None or self.gradient is None or self.gradient() is not gradient:
             return False
-        return self.parameter() is parameter and gradient._version == self.version
+        return self.parameter() is parameter and version_of(gradient) == self.version
 
 
 class PendingClips:
@@ -100,7 +101,7 @@ class PendingClips:
             entry = self._clipped.get(id(parameter))
             gradient = parameter.grad
             if entry is not None and gradient is not None:
-                entry.gradient, entry.version = weakref.ref(gradient), gradient._version
+                entry.gradient, entry.version = weakref.ref(gradient), version_of(gradient)
                 if entry.clips[-1].norm is None:
                     entry.clips[-1].norm = copied(returned)
         for entry in new:
@@ -182,14 +183,14 @@ class CapturedNorms:
         self._found: list[tuple[list[Tensor], Sequence[Tensor]]] = []
 
     def __enter__(self) -> "CapturedNorms":
-        torch._foreach_norm = self._call
+        replace_foreach_norm(self._call)
         return self
 
     def __exit__(self, *exception: object) -> None:
-        torch._foreach_norm = FOREACH_NORM  # not what it was: two threads may be in here
+        replace_foreach_norm(None)  # not what it was: two threads may be in here
 
     def _call(self, tensors: Any, *args: Any, **kwargs: Any) -> Any:
-        result = FOREACH_NORM(tensors, *args, **kwargs)
+        result = foreach_norm(tensors, *args, **kwargs)
         with suppress(TypeError):  # a call that is none of the clip's
             self._found.append((list(tensors), result))
         return result
@@ -205,7 +206,6 @@ class CapturedNorms:
             return _before(gradients, clip, returned)
 
 
-FOREACH_NORM = torch._foreach_norm
 _ORDINARY = [(Tensor, dtype, torch.strided) for dtype in (torch.float32, torch.float64)]
 
 

@@ -22,6 +22,7 @@ from gradguard.distributed.wrappers import flat_placements
 from gradguard.errors import DistributedError, UnsupportedGradientError
 from gradguard.tensors.layout import are_readable
 from gradguard.tensors.norms import tensor_norms
+from gradguard.torch_private import flattened_by_fsdp1
 from gradguard.watch.measure import Norms
 from gradguard.watch.names import living_modules
 
@@ -34,7 +35,7 @@ def are_spread(parameters: Sequence[Tensor]) -> bool:
     if any_sharded(parameters):
         return True
     possible = "torch.distributed.fsdp" in sys.modules and several_processes()
-    return possible and any([getattr(p, "_fsdp_flattened", False) for p in parameters])
+    return possible and any(flattened_by_fsdp1(parameters))
 
 
 def is_captured(parameter: Tensor) -> bool:
@@ -154,7 +155,7 @@ class SharedNorms:
 
     def _module_of(self, parameters: Sequence[Tensor]) -> nn.Module | None:
         """The module whose FSDP1 parts hold ``parameters``, which alone do not tell how they are spread."""
-        if any_sharded(parameters) or not any([getattr(p, "_fsdp_flattened", False) for p in parameters]):
+        if any_sharded(parameters) or not any(flattened_by_fsdp1(parameters)):
             return None
         known = self._module() if self._module is not None else None
         for module in [known] if known is not None else living_modules():

@@ -6,9 +6,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from gradguard.errors import UnsupportedGradientError
+from gradguard.torch_private import tree_leaves
 
 
 class BatchAxis(NamedTuple):

@@ -16,6 +16,7 @@ from gradguard.errors import UnsupportedGradientError
 from gradguard.per_sample.arithmetic import blank_rows, scale_rows, wide
 from gradguard.per_sample.contributions import Contribution, Direct, Kept, Outer
 from gradguard.per_sample.layers.call import LayerCall
+from gradguard.torch_private import Convolution, convolutions
 
 _TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 _PATCHES = 16 << 20
@@ -183,7 +184,7 @@ class _Kernel:
 
 
 def _kernel(module: nn.Module, inputs: Tensor, grad: Tensor) -> _Kernel:
-    assert isinstance(module, nn.modules.conv._ConvNd)
+    assert isinstance(module, convolutions())
     dimensions = len(module.kernel_size)
     if grad.dim() != dimensions + 3:
         raise UnsupportedGradientError(
@@ -209,15 +210,21 @@ def _kernel(module: nn.Module, inputs: Tensor, grad: Tensor) -> _Kernel:
     )
 
 
-def _margins(module: nn.modules.conv._ConvNd) -> tuple[tuple[int, ...], list[int]]:
+def _margins(module: Convolution) -> tuple[tuple[int, ...], list[int]]:
     """The padding that the kernel does itself, and what must be padded before (last dimension first, both sides)."""
-    amounts = list(module._reversed_padding_repeated_twice)
+    amounts: list[int] = []
+    for i in reversed(range(len(module.kernel_size))):
+        if module.padding == "same":
+            total = module.dilation[i] * (module.kernel_size[i] - 1)
+            amounts += [total // 2, total - total // 2]
+        else:
+            amounts += [0, 0] if module.padding == "valid" else [int(module.padding[i])] * 2
     if module.padding_mode == "zeros" and amounts[::2] == amounts[1::2]:
         return tuple(reversed(amounts[::2])), []
     return (0,) * len(module.kernel_size), amounts
 
 
-def _output_padding(module: nn.modules.conv._ConvNd, inputs: Tensor, grad: Tensor) -> tuple[int, ...]:
+def _output_padding(module: Convolution, inputs: Tensor, grad: Tensor) -> tuple[int, ...]:
     """What the call used, from the sizes: ``output_size=`` may have overruled the module's own."""
     return tuple(
         grad.shape[3 + i]

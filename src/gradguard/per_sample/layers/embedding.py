@@ -4,12 +4,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from gradguard.errors import UnsupportedGradientError
 from gradguard.per_sample.arithmetic import wide
 from gradguard.per_sample.contributions import Contribution, Rows
 from gradguard.per_sample.layers.call import BatchAxis, LayerCall, samples_first
+from gradguard.torch_private import largest_in_bags, tree_leaves
 
 
 def embedding(call: LayerCall) -> dict[str, Contribution]:
@@ -83,9 +83,7 @@ def _largest(module: nn.EmbeddingBag, ids: Tensor) -> Tensor:
     """Which entry of its bag each column of the output came from; the first where an id is repeated."""
     offsets = torch.arange(0, ids.numel(), max(1, ids.shape[1]), device=ids.device)
     padding = -1 if module.padding_idx is None else module.padding_idx
-    # torch.embedding_bag itself fills in the indices only where its table requires grad.
-    find = torch.ops.aten._embedding_bag
-    taken = find(module.weight.detach(), ids.reshape(-1), offsets, False, 2, False, None, False, padding)[3]
+    taken = largest_in_bags(module.weight.detach(), ids.reshape(-1), offsets, padding)
     match = ids.unsqueeze(2) == taken.unsqueeze(1)
     return (match & (match.cumsum(1) == 1)).to(_dtype(module))
 

@@ -14,6 +14,7 @@ from gradguard.per_sample.arithmetic import wide
 from gradguard.per_sample.contributions import Contribution, Kept
 from gradguard.per_sample.layers.call import LayerCall
 from gradguard.per_sample.layers.convolution import channel_frames, channel_sums
+from gradguard.torch_private import instance_norms
 
 _DIMENSIONS = ((nn.InstanceNorm1d, 3), (nn.InstanceNorm2d, 4), (nn.InstanceNorm3d, 5))
 
@@ -53,7 +54,7 @@ def instance_norm(call: LayerCall) -> dict[str, Contribution]:
         UnsupportedGradientError: If the input has no batch dimension.
     """
     module = call.module
-    assert isinstance(module, nn.modules.instancenorm._InstanceNorm)
+    assert isinstance(module, instance_norms())
     expected = next((count for kind, count in _DIMENSIONS if isinstance(module, kind)), None)
     grad = call.grads[0]
     if expected is not None and grad is not None and grad.dim() != expected:

@@ -5,12 +5,12 @@ from contextlib import contextmanager, nullcontext
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from gradguard.errors import UnsupportedGradientError
 from gradguard.per_sample.arithmetic import wide
 from gradguard.per_sample.contributions import Contribution, Kept
 from gradguard.per_sample.layers.call import BatchAxis, LayerCall, empty_like_parameter, samples_first
+from gradguard.torch_private import tree_leaves
 
 
 def layer_name(call: LayerCall) -> str:

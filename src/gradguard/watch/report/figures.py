@@ -109,6 +109,19 @@ def step_range(records: Sequence[Record]) -> list[float]:
     return [min(ends, default=0) - margin, max(ends, default=0) + margin]
 
 
+def log_ticks(values: Sequence[float]) -> int | str | None:
+    """What plotly's ``dtick`` has to be on a logarithmic axis; its own choice crowds the ticks.
+
+    Args:
+        values: The numbers drawn on it, all above 0.
+
+    Returns:
+        Whole decades where there are many, else 1, 2 and 5 of each; None for plotly's choice.
+    """
+    decades = math.log10(max(values)) - math.log10(min(values)) if values else 0
+    return max(1, round(decades / 6)) if decades >= 2 else "D2" if decades >= 0.4 else None
+
+
 def clips_norms(record: Record) -> bool:
     """Whether the thresholds of a record are thresholds of global norms, which belong on an axis of norms.
 
@@ -229,10 +242,7 @@ def _event_text(event: dict[str, Any]) -> str:
 
 def _finish_norm_axis(figure: Figure, records: Sequence[Record]) -> None:
     norms = [norm for record in records for step in record.steps if (norm := step.get("norm") or 0.0) > 0]
-    decades = math.log10(max(norms)) - math.log10(min(norms)) if norms else 0
-    # Whole decades where there are many, else 1, 2 and 5 of each; plotly's own choice crowds them.
-    dtick = max(1, round(decades / 6)) if decades >= 2 else "D2" if decades >= 0.4 else None
-    figure.update_yaxes(row=1, title={"text": "gradient norm"}, type="log", tickformat="~g", dtick=dtick)
+    figure.update_yaxes(row=1, title={"text": "gradient norm"}, type="log", tickformat="~g", dtick=log_ticks(norms))
 
 
 def _finish_loss_axis(figure: Figure, records: Sequence[Record], row: int) -> None:

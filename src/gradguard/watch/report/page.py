@@ -9,7 +9,7 @@ from gradguard.errors import InvalidValueError, RecordError
 from gradguard.watch.optimizers import Part, by_optimizer
 from gradguard.watch.recommend import Recommendation, guard_threshold, recommend
 from gradguard.watch.record import Record
-from gradguard.watch.report import advice, clip_figures, figures, layer_figures, layers, series
+from gradguard.watch.report import advice, clip_figures, figures, layer_figures, layers, noise_figure, series
 from gradguard.watch.report.chart import Chart
 from gradguard.watch.report.style import palette
 from gradguard.watch.report.summary import clip_of, command, environment, labelled, notes
@@ -144,6 +144,7 @@ def _charts(
         layer_figures.layer_heat_map(record, whole, max(_FEWEST_CELLS, layers.MOST_CELLS // among)),
         layer_figures.dominance(record, whole, guard_threshold(norms) if norms else None),
         clip_figures.norm_histogram(record, judged, recommendation),
+        noise_figure.noise_scale(record, _points(among)),
     ]
 
 

@@ -1,0 +1,75 @@
+"""Looks at the loss of a step that is to be verified, before its backward frees the graph; and judges it afterwards."""
+
+import warnings
+from collections.abc import Callable
+
+from gradguard.errors import InvalidValueError, UnsupportedGradientError
+from gradguard.per_sample.loss_graph import BackwardRoots, Root
+from gradguard.per_sample.loss_terms import LossParts, explain, loss_parts
+
+
+class LossCheck:
+    """Whether each sample's part in the loss is its own loss.
+
+    Args:
+        reduction: What the loss is said to be over samples, ``"mean"`` or ``"sum"``.
+        batch_first: Whether the batch is the first dimension of what the module is called with.
+        scale: Gives what a GradScaler multiplies the loss by.
+        only_warn: Warn of a loss that is another.
+    """
+
+    def __init__(self, reduction: str, batch_first: bool, scale: Callable[[], float], only_warn: bool) -> None:
+        self._reduction, self._batch_first, self._scale, self._only_warn = reduction, batch_first, scale, only_warn
+        self._roots = BackwardRoots(self._look)
+        self._batch_size = 0
+        self._parts: LossParts | None = None
+        self._divided_by = 1.0
+
+    def start(self, batch_size: int) -> None:
+        """Look at the next backward."""
+        self._batch_size, self._parts = batch_size, None
+        self._roots.start()
+
+    def stop(self) -> None:
+        """Look no more."""
+        self._roots.stop()
+
+    def judge(self) -> None:
+        """Judge the loss that was looked at.
+
+        Raises:
+            UnsupportedGradientError: If it is not what it is said to be.
+        """
+        self.stop()
+        parts, self._parts = self._parts, None
+        if parts is None:
+            return
+        self._divided_by = 1.0 if parts.divided_by == parts.terms else parts.divided_by
+        if parts.verdict == "wrong":
+            words = explain(parts, self._reduction)
+            if not self._only_warn:
+                raise UnsupportedGradientError(words)
+            warnings.warn(words, stacklevel=5)
+
+    def refuse_divided(self, mini_batches: int) -> None:
+        """Check that the losses of a step are not divided by the number of its mini-batches.
+
+        Raises:
+            InvalidValueError: If they are: their average would be divided by it twice.
+        """
+        if mini_batches > 1 and self._divided_by == mini_batches and self._reduction == "mean":
+            words = (
+                f"each loss was divided by {mini_batches}, and {mini_batches} mini-batches were accumulated: norms "
+                "were compared, and gradients averaged, as so many times too small, because the clipper averages over all "
+                "samples by itself. Call backward on the loss as it is, without the division; discard() begins the "
+                "step again. (check='warn' accepts it.)"
+            )
+            if not self._only_warn:
+                raise InvalidValueError(words)
+            warnings.warn(words, stacklevel=4)
+
+    def _look(self, roots: list[Root]) -> None:
+        found = loss_parts(roots, self._batch_size, self._reduction, batch_first=self._batch_first, scale=self._scale())
+        self._parts = found
+        if found.verdict != "unknown":  # that of another model has no part in it
+            self.stop()

@@ -1,0 +1,540 @@
+"""Every private name of torch that gradguard uses: one function each, and no other file has one (a test sees to it).
+
+A name may go with any release of torch. Then the function falls back to public ones where they do the same, more
+slowly; else it raises, when it is called: importing gradguard never fails for want of a name.
+"""
+
+import functools
+import math
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from types import FrameType
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import Node
+
+from gradguard.errors import InvalidValueError, UnsupportedVersionError
+
+
+def _refuse(feature: str, name: str, instead: str = "") -> NoReturn:
+    raise UnsupportedVersionError(
+        f"{feature} needs {name}, which torch {torch.__version__} does not have. {instead}"
+        "Install an older torch, or a newer gradguard."
+    )
+
+
+def _bound(holder: Any, name: str, feature: str) -> Callable[..., Any]:
+    """Return a function that is called too often to be looked for each time; where it is gone, one that refuses."""
+    found = getattr(holder, name.rpartition(".")[2], None)
+    return found if found is not None else lambda *_, **__: _refuse(feature, name)
+
+
+# Arithmetic over many tensors at once: a public function for each tensor does the same, in more kernels.
+
+_foreach_norm = getattr(torch, "_foreach_norm", None)
+
+
+def foreach_norm(
+    tensors: Sequence[Tensor], ord: float = 2, dtype: torch.dtype | None = None
+) -> list[Tensor] | tuple[Tensor, ...]:
+    """Return the norm of each tensor. Where torch has no `_foreach_norm`: a call of `vector_norm` for each."""
+    if _foreach_norm is None:
+        return [torch.linalg.vector_norm(tensor, ord, dtype=dtype) for tensor in tensors]
+    return _foreach_norm(tensors, ord, dtype)
+
+
+def replace_foreach_norm(function: Callable[..., Any] | None) -> None:
+    """Let torch's own clip take its norms with ``function``; None: as it did. Where it is gone, torch calls it no more.
+
+    Not `foreach_norm`, which stays what it is.
+    """
+    if _foreach_norm is not None:
+        torch._foreach_norm = _foreach_norm if function is None else function
+
+
+def foreach_mul_(tensors: Sequence[Tensor], factor: Tensor) -> None:
+    """Multiply each tensor by a 0-dim ``factor``. Where torch has no `_foreach_mul_`: a call of `mul_` for each."""
+    multiply = getattr(torch, "_foreach_mul_", None)
+    if multiply is not None:
+        multiply(tensors, factor)
+        return
+    for tensor in tensors:
+        tensor.mul_(factor)
+
+
+def foreach_clamp_(tensors: Sequence[Tensor], low: float, high: float) -> None:
+    """Clamp each tensor. Where torch has no `_foreach_clamp_min_` or `..._max_`: a call of `clamp_` for each."""
+    raise_to, lower_to = getattr(torch, "_foreach_clamp_min_", None), getattr(torch, "_foreach_clamp_max_", None)
+    if raise_to is not None and lower_to is not None:
+        raise_to(tensors, low)
+        lower_to(tensors, high)
+        return
+    for tensor in tensors:
+        tensor.clamp_(low, high)
+
+
+def assert_async(condition: Tensor, message: str) -> None:
+    """Let the device fail unless ``condition`` holds. Where torch has no `_assert_async`: the host waits and looks.
+
+    Raises:
+        InvalidValueError: If it does not hold, where the host looks.
+    """
+    check = getattr(torch, "_assert_async", None)
+    if check is not None:
+        check(condition, message)
+    elif not bool(condition):
+        raise InvalidValueError(message)
+
+
+def largest_in_bags(table: Tensor, ids: Tensor, offsets: Tensor, padding: int) -> Tensor:
+    """Return which id each column of ``embedding_bag(..., mode="max")`` came from; the public one leaves that out."""
+    find = getattr(torch, "_embedding_bag", None)
+    if find is None:
+        _refuse('nn.EmbeddingBag(mode="max")', "torch._embedding_bag", 'Use mode="sum" or "mean". ')
+    return find(table, ids, offsets, False, 2, False, None, False, padding)[3]
+
+
+# Tensors.
+
+
+def version_of(tensor: Tensor) -> int:
+    """Return how often ``tensor`` has been written in place: what changed without us is not what we measured."""
+    try:
+        return tensor._version
+    except AttributeError:
+        _refuse("noticing that a tensor was changed in place", "torch.Tensor._version")
+
+
+def base_of(tensor: Tensor) -> Tensor | None:
+    """Return what ``tensor`` is a view of: those in one buffer have one norm. Where it is gone: None."""
+    return getattr(tensor, "_base", None)
+
+
+def sparse_values(tensor: Tensor) -> Tensor:
+    """Return the values of a sparse COO tensor, coalesced or not, in its memory."""
+    try:
+        return tensor._values()
+    except AttributeError:
+        _refuse("clipping sparse gradients", "torch.Tensor._values")
+
+
+def sparse_indices(tensor: Tensor) -> Tensor:
+    """Return the indices of a sparse COO tensor, coalesced or not."""
+    try:
+        return tensor._indices()
+    except AttributeError:
+        _refuse("clipping sparse gradients", "torch.Tensor._indices")
+
+
+# Nested arguments and results: the containers that other packages have registered are known to torch only.
+
+try:
+    from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path, tree_leaves, tree_map, tree_unflatten
+except ImportError:
+
+    def _refuse_nested(*_: Any, **__: Any) -> NoReturn:
+        _refuse("looking into nested arguments", "torch.utils._pytree")
+
+    keystr = tree_flatten = tree_flatten_with_path = tree_leaves = tree_map = tree_unflatten = _refuse_nested
+
+
+# Autograd.
+
+current_graph_task: Callable[[], int] = _bound(
+    torch._C, "torch._C._current_graph_task_id", "telling one backward from the next"
+)
+"""Return the number of the backward that runs in this thread, or -1: a hook has no other way to tell."""
+
+
+def call_after_backward(function: Callable[[], None]) -> None:
+    """Call ``function`` once the backward that runs in this thread is complete."""
+    try:
+        queue = torch.autograd.Variable._execution_engine.queue_callback  # type: ignore[attr-defined]
+    except AttributeError:
+        _refuse("noticing the end of a backward", "torch.autograd.Variable._execution_engine.queue_callback")
+    queue(function)
+
+
+def next_sequence_number() -> int:
+    """Return the number that autograd gives to the next node that this thread makes: modules are ranges of them."""
+    try:
+        return torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
+    except AttributeError:
+        _refuse("naming the module of an operation", "torch.autograd._get_sequence_nr", "Leave out model=. ")
+
+
+def sequence_number_of(node: Node) -> int:
+    """Return the number that autograd gave to ``node`` in the thread that made it; leaves have the largest of all."""
+    try:
+        return node._sequence_nr()
+    except AttributeError:
+        _refuse("naming the module of an operation", "torch.autograd.graph.Node._sequence_nr", "Leave out model=. ")
+
+
+def input_metadata_of(node: Node) -> Sequence[Any]:
+    """Return shape, dtype and device of what each gradient that ``node`` takes belongs to, before there are any."""
+    try:
+        return node._input_metadata  # type: ignore[attr-defined]
+    except AttributeError:
+        _refuse("reading the graph of a backward", "torch.autograd.graph.Node._input_metadata")
+
+
+def saved_constant(node: Node, name: str) -> Any:
+    """Return the constant ``name`` that ``node`` saved. Where it is not told: NaN, which fulfils no condition."""
+    return getattr(node, f"_saved_{name}", math.nan)
+
+
+def saved_value(node: Node, name: str) -> Any:
+    """Return what ``node`` saved under ``name``: AttributeError where it saved none, RuntimeError where it is freed."""
+    return getattr(node, f"_saved_{name}")
+
+
+def is_freed(node: Node) -> bool:
+    """Tell whether the values that ``node`` saved are freed. Where they have other names: False."""
+    for name in dir(node):
+        if name.startswith("_saved_") or name == "saved_tensors":
+            try:
+                getattr(node, name)
+            except RuntimeError:
+                return True
+    return False
+
+
+# Operations, below autograd.
+
+
+@functools.cache
+def _operation_mode() -> Any:
+    try:
+        from torch.utils._python_dispatch import TorchDispatchMode
+    except ImportError:
+        _refuse("giving each sample the random numbers that it had in its batch", "torch.utils._python_dispatch")
+
+    class Mode(TorchDispatchMode):
+        def __init__(self, call: Callable[[Any, tuple, dict], Any]) -> None:
+            super().__init__()
+            self._call = call
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+            return self._call(func, args, kwargs or {})
+
+    return Mode
+
+
+def each_operation(call: Callable[[Any, tuple, dict], Any]) -> AbstractContextManager[Any]:
+    """Return a block in which ``call(operation, args, kwargs)`` stands in for each operation that kernels compute."""
+    return _operation_mode()(call)
+
+
+def arguments_of(operation: Any) -> Sequence[Any]:
+    """Return what the schema of an operation says of its arguments: name, default value, whether it is written to."""
+    try:
+        return operation._schema.arguments
+    except AttributeError:
+        _refuse("telling which operations draw random numbers", "OpOverload._schema")
+
+
+# Modules. What their dicts hold by name, None included, and in which order, no public method tells.
+
+
+def parameter_slots(module: nn.Module) -> dict[str, nn.Parameter | None]:
+    """Return the parameters of ``module`` itself by attribute name: the dict that it reads, also to be written."""
+    try:
+        return module._parameters
+    except AttributeError:
+        _refuse("looking at the parameters of one layer", "torch.nn.Module._parameters")
+
+
+def buffer_slots(module: nn.Module) -> dict[str, Tensor | None]:
+    """Return the buffers of ``module`` itself by attribute name: the dict that it reads, also to be written."""
+    try:
+        return module._buffers
+    except AttributeError:
+        _refuse("looking at the buffers of one layer", "torch.nn.Module._buffers")
+
+
+def call_slot() -> str:
+    """Return the attribute that a call of a module goes through, hooks included: what stands there is called."""
+    if not hasattr(nn.Module, "_call_impl"):
+        _refuse("running a module's own code again for each sample", "torch.nn.Module._call_impl")
+    return "_call_impl"
+
+
+def is_compiled(part: Any) -> bool:
+    """Tell whether ``part`` is a module that was compiled, by `torch.compile` or its own ``compile()``."""
+    compiler = sys.modules.get("torch._dynamo")
+    if compiler is not None:
+        kind = getattr(compiler, "OptimizedModule", None) or getattr(
+            getattr(compiler, "eval_frame", None), "OptimizedModule", None
+        )
+        if kind is None:
+            _refuse("telling whether a module is compiled", "torch._dynamo.OptimizedModule")
+        if isinstance(part, kind):
+            return True
+    if not isinstance(part, nn.Module):
+        return False
+    if not hasattr(nn.Module, "_compiled_call_impl"):
+        _refuse("telling whether a module is compiled", "torch.nn.Module._compiled_call_impl")
+    return part._compiled_call_impl is not None
+
+
+def hook_order(module: nn.Module) -> tuple[int, int] | None:
+    """Return the ids of the forward hook of ``module`` that runs first and of the pre-hook that runs last.
+
+    None where hooks on all modules run before the first, or where torch does not tell: then it may be any.
+    """
+    after, before = getattr(module, "_forward_hooks", None), getattr(module, "_forward_pre_hooks", None)
+    everywhere = getattr(nn.modules.module, "_global_forward_hooks", None)
+    if not after or not before or everywhere is None or everywhere:
+        return None
+    return next(iter(after)), next(reversed(before))
+
+
+def renew_recurrent_weights(layer: nn.RNNBase) -> None:
+    """Let ``layer`` compute with the tensors in its `parameter_slots`; where it keeps no list, it does anyway."""
+    names = getattr(layer, "_flat_weights_names", None)
+    if names is not None:
+        layer._flat_weights = [getattr(layer, name, None) for name in names]
+
+
+Convolution = nn.Conv1d | nn.Conv2d | nn.Conv3d | nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvTranspose3d
+InstanceNormalization = nn.InstanceNorm1d | nn.InstanceNorm2d | nn.InstanceNorm3d
+
+
+def batch_norms() -> tuple[type, ...]:
+    """Return the classes of batch normalization. Other packages' derive from a private one, if it is there."""
+    private = getattr(nn.modules.batchnorm, "_BatchNorm", None)
+    lazy = nn.LazyBatchNorm1d, nn.LazyBatchNorm2d, nn.LazyBatchNorm3d
+    public = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm, *lazy)
+    return public if private is None else (*public, private)
+
+
+def instance_norms() -> tuple[type[InstanceNormalization], ...]:
+    """Return the classes of instance normalization, likewise."""
+    private = getattr(nn.modules.instancenorm, "_InstanceNorm", None)
+    lazy: Any = nn.LazyInstanceNorm1d, nn.LazyInstanceNorm2d, nn.LazyInstanceNorm3d
+    public = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d, *lazy)
+    return public if private is None else (*public, private)
+
+
+def dropouts() -> tuple[type[nn.Dropout], ...]:
+    """Return the classes of dropout, likewise."""
+    private = getattr(nn.modules.dropout, "_DropoutNd", None)
+    public: Any = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+    return public if private is None else (*public, private)
+
+
+def convolutions() -> tuple[type[Convolution], ...]:
+    """Return the classes of convolution, transposed ones too, likewise."""
+    private = getattr(nn.modules.conv, "_ConvNd", None)
+    public = (nn.Conv1d, nn.Conv2d, nn.Conv3d, *transposed_convolutions())
+    return public if private is None else (*public, private)
+
+
+def transposed_convolutions() -> tuple[type[nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvTranspose3d], ...]:
+    """Return the classes of transposed convolution, likewise."""
+    private = getattr(nn.modules.conv, "_ConvTransposeNd", None)
+    public = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+    return public if private is None else (*public, private)
+
+
+def wrapper_slots() -> tuple[str, ...]:
+    """Return the attributes under which wrappers hold a model, which they put into the names of its parameters.
+
+    FSDP1's, that of ``torch.compile(model)``, of PyTorch's checkpoint wrapper and of Lightning Fabric; DDP's is
+    ``module``. One that is gone puts nothing in.
+    """
+    return "_fsdp_wrapped_module", "_orig_mod", "_checkpoint_wrapped_module", "_forward_module"
+
+
+# Optimizers and GradScaler.
+
+
+def capturable_warning_mark() -> str:
+    """Return the attribute that an optimizer reads before it warns that it is captured; where gone, it is not read."""
+    return "_warned_capturable_if_run_uncaptured"
+
+
+def gradients_are_scaled(scaler: Any, optimizer: torch.optim.Optimizer) -> bool:
+    """Tell whether the gradients of ``optimizer`` are still multiplied by the scale of ``scaler``."""
+    try:
+        from torch.amp.grad_scaler import OptState
+
+        return scaler._per_optimizer_states[id(optimizer)]["stage"] is OptState.READY
+    except (ImportError, AttributeError, KeyError):
+        _refuse(
+            "a Guard under GradScaler",
+            "torch.amp.GradScaler._per_optimizer_states or torch.amp.grad_scaler.OptState",
+            "Clip after scaler.unscale_(optimizer) with gg.clip_grad_norm_ meanwhile. ",
+        )
+
+
+def loss_scale_of(scaler: Any) -> Tensor | None:
+    """Return the scale of ``scaler`` on its device; None if it has scaled nothing. Where it is gone: it waits."""
+    try:
+        scale = scaler._scale
+    except AttributeError:
+        return torch.tensor(scaler.get_scale()) if isinstance(scaler, torch.amp.GradScaler) else None
+    return scale if isinstance(scale, Tensor) else None
+
+
+def traced_scale_of(scaler: Any) -> float | Tensor:
+    """Return the scale of ``scaler`` in code that is being compiled, into which none of its methods can be traced."""
+    try:
+        if not scaler._enabled:
+            return 1.0
+        return scaler._init_scale if scaler._scale is None else scaler._scale
+    except AttributeError:
+        _refuse("a GradScaler as scale= in compiled code", "torch.amp.GradScaler._scale", "Pass a tensor. ")
+
+
+# The compiler.
+
+
+def constant_when_traced(function: Callable[[], Any]) -> Callable[[], Any]:
+    """Return ``function``, which the compiler calls while it traces, rather than look into it."""
+    # As `torch.compiler.assume_constant_result`, which imports the compiler. One that does not read the mark looks into
+    # the function, and says so if it cannot.
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
+def is_of_the_compiler(frame: FrameType) -> bool:
+    """Tell whether ``frame`` is one that the compiler puts between a call and the function that was called."""
+    return frame.f_globals.get("__name__", "").startswith("torch._dynamo")
+
+
+# DTensor.
+
+
+def local_tensor_of(tensor: Any) -> Tensor:
+    """Return what this process holds of a DTensor; ``to_local()``, its replacement, takes twenty times as long."""
+    try:
+        return tensor._local_tensor
+    except AttributeError:
+        return tensor.detach().to_local()
+
+
+def local_tensors(tensors: Sequence[Tensor | None], missing: Sequence[Tensor]) -> list[Tensor]:
+    """Return the same for each, ordinary ones as they are; of ``missing`` where there is none.
+
+    Where it is gone DTensors stay as they are, which the caller must look for.
+    """
+    return [m if t is None else getattr(t, "_local_tensor", t) for t, m in zip(tensors, missing, strict=True)]
+
+
+def spec_of(tensor: Any) -> Any:
+    """Return mesh and placements of a DTensor as one object: the same one as long as nobody lays it out anew."""
+    try:
+        return tensor._spec
+    except AttributeError:
+        _refuse("a norm over processes", "torch.distributed.tensor.DTensor._spec")
+
+
+def specs_of(tensors: Sequence[Tensor | None]) -> list[Any]:
+    """Return the same for each tensor, False for ordinary ones, None where there is none."""
+    return [None if t is None else getattr(t, "_spec", False) for t in tensors]
+
+
+def has_usual_shard_order(tensor: Any) -> bool:
+    """Tell whether placements tell how a dimension is cut: from the left to the right. Without an order, they do."""
+    spec = spec_of(tensor)
+    order = getattr(spec, "shard_order", None)
+    return order is None or order == spec.compute_default_shard_order(spec.placements)
+
+
+# Process groups and device meshes.
+
+
+def process_groups() -> Mapping[Any, Mapping[int, int]]:
+    """Return every process group that is not destroyed, in the order in which they were made, with its ranks."""
+    try:
+        return torch.distributed.distributed_c10d._world.pg_group_ranks
+    except AttributeError:
+        _refuse("a norm over processes", "torch.distributed.distributed_c10d._world.pg_group_ranks")
+
+
+def device_types_of(group: Any) -> list[str]:
+    """Return the types of devices that ``group`` can add up on. Where they are gone: from its configuration."""
+    try:
+        return [device.type for device in group._device_types]
+    except AttributeError:
+        pairs = torch.distributed.get_backend_config(group).split(",")
+        return [pair.partition(":")[0] for pair in pairs]
+
+
+def default_store() -> Any:
+    """Return the store in which the processes met: those that wait for one another can still write there."""
+    try:
+        return torch.distributed.distributed_c10d._get_default_store()
+    except AttributeError:
+        _refuse("telling which process is missing", "torch.distributed.distributed_c10d._get_default_store")
+
+
+def root_mesh_of(mesh: Any) -> Any:
+    """Return the mesh that ``mesh`` is a slice of, or itself; where no mesh can tell, slices do not fit together."""
+    find = getattr(mesh, "_get_root_mesh", None)
+    return mesh if find is None else find()
+
+
+# FSDP1.
+
+
+def is_fsdp1(module: nn.Module) -> bool:
+    """Tell whether ``module`` is FSDP1's wrapper, without importing it."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    kind = getattr(fsdp, "FullyShardedDataParallel", None)
+    return kind is not None and isinstance(module, kind)
+
+
+def flattened_by_fsdp1(tensors: Sequence[Tensor | None]) -> list[bool]:
+    """Tell of each tensor whether FSDP1 has made it a part of a flat one: its norm is that of this process' part."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    if fsdp is None or not hasattr(fsdp, "FullyShardedDataParallel"):
+        return [False] * len(tensors)
+    mark = getattr(sys.modules.get("torch.distributed.fsdp._common_utils"), "FSDP_FLATTENED", None)
+    if mark is None:
+        _refuse("telling that FSDP1 holds a parameter", "torch.distributed.fsdp._common_utils.FSDP_FLATTENED")
+    return [getattr(tensor, mark, False) for tensor in tensors]
+
+
+def is_silent_fsdp1(module: nn.Module) -> bool:
+    """Tell whether ``module`` is FSDP1's and inside ``no_sync()``: its gradients are this process' own."""
+    if not is_fsdp1(module):
+        return False
+    try:
+        return not module._sync_gradients
+    except AttributeError:
+        _refuse("telling that FSDP1 is inside no_sync()", "FullyShardedDataParallel._sync_gradients")
+
+
+class FlatPart(NamedTuple):
+    """What one wrapper of FSDP1 holds.
+
+    Attributes:
+        process_group: Over which processes.
+        is_sharded: Whether each holds a part; else all of it.
+        parameters: The flat one, and those it stands for.
+    """
+
+    process_group: Any
+    is_sharded: bool
+    parameters: tuple[Tensor, ...]
+
+
+def flat_part_of(module: nn.Module) -> FlatPart | None:
+    """Return what a wrapper of FSDP1 holds; None of any other module, and of one that holds nothing itself."""
+    if not is_fsdp1(module):
+        return None
+    try:
+        handle: Any = module._handle
+        if handle is None:
+            return None
+        flat = handle.flat_param
+        group: Any = module.process_group
+        return FlatPart(group, handle.uses_sharded_strategy, (flat, *(flat._params or ())))
+    except AttributeError:
+        _refuse("the norm of what FSDP1 holds", "FullyShardedDataParallel._handle", "Use fully_shard(model). ")

@@ -1,0 +1,608 @@
+"""Private names of torch: one file has them, each function does what it says, and without its name says so."""
+
+import ast
+import importlib.util
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from gradguard import torch_private
+from gradguard.errors import InvalidValueError, UnsupportedVersionError
+
+SOURCE = Path(__file__).parents[1] / "src/gradguard"
+FILE = SOURCE / "torch_private.py"
+FUNCTIONS = [n.name for n in ast.parse(FILE.read_text()).body if isinstance(n, ast.FunctionDef) and n.name[0] != "_"]
+
+
+@pytest.fixture
+def one_process(tmp_path):
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield torch.distributed.group.WORLD
+    torch.distributed.destroy_process_group()
+
+
+def without(monkeypatch, *names):
+    """The file as it is imported by a torch that lacks ``names``."""
+    for name in names:
+        holder, _, last = name.rpartition(".")
+        monkeypatch.delattr(eval(holder), last)
+    spec = importlib.util.spec_from_file_location("lacking", FILE)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+# Each name that belongs to a module or a class, so that it can be taken away.
+NAMES = {
+    "foreach_norm": ["torch._foreach_norm"],
+    "replace_foreach_norm": ["torch._foreach_norm"],
+    "foreach_mul_": ["torch._foreach_mul_"],
+    "foreach_clamp_": ["torch._foreach_clamp_min_", "torch._foreach_clamp_max_"],
+    "assert_async": ["torch._assert_async"],
+    "largest_in_bags": ["torch._embedding_bag"],
+    "current_graph_task": ["torch._C._current_graph_task_id"],
+    "call_after_backward": ["torch.autograd.Variable._execution_engine"],
+    "next_sequence_number": ["torch.autograd._get_sequence_nr"],
+    "call_slot": ["torch.nn.Module._call_impl"],
+    "is_compiled": ["torch.nn.Module._compiled_call_impl"],
+    "each_operation": ["torch.utils._python_dispatch.TorchDispatchMode"],
+    "hook_order": ["torch.nn.modules.module._global_forward_hooks"],
+    "batch_norms": ["torch.nn.modules.batchnorm._BatchNorm"],
+    "instance_norms": ["torch.nn.modules.instancenorm._InstanceNorm"],
+    "dropouts": ["torch.nn.modules.dropout._DropoutNd"],
+    "convolutions": ["torch.nn.modules.conv._ConvNd"],
+    "transposed_convolutions": ["torch.nn.modules.conv._ConvTransposeNd"],
+    "gradients_are_scaled": ["torch.amp.grad_scaler.OptState"],
+    "process_groups": ["torch.distributed.distributed_c10d._world"],
+    "default_store": ["torch.distributed.distributed_c10d._get_default_store"],
+    "flattened_by_fsdp1": ["torch.distributed.fsdp._common_utils.FSDP_FLATTENED"],
+}
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_every_function_has_a_test(function):
+    text = Path(__file__).read_text()
+    assert f"def test_{function}" in text or f"torch_private.{function}" in text
+
+
+# Arithmetic.
+
+
+@pytest.mark.parametrize("gone", [(), NAMES["foreach_norm"]], ids=["as it is", "gone"])
+def test_foreach_norm(monkeypatch, gone):
+    file = without(monkeypatch, *gone)
+    norms = file.foreach_norm([torch.tensor([3.0, 4.0]), torch.tensor([[-2.0]])], 2, torch.float64)
+    assert [(n.item(), n.dtype) for n in norms] == [(5.0, torch.float64), (2.0, torch.float64)]
+
+
+def test_replace_foreach_norm(monkeypatch):
+    original, given, parameter = torch._foreach_norm, [], nn.Parameter(torch.ones(2))
+    parameter.grad = torch.tensor([3.0, 4.0])
+    torch_private.replace_foreach_norm(lambda *args: given.append(args) or original(*args))
+    try:
+        nn.utils.clip_grad_norm_([parameter], 1.0, foreach=True)
+    finally:
+        torch_private.replace_foreach_norm(None)
+    assert len(given) == 1
+    assert torch._foreach_norm is original
+    without(monkeypatch, *NAMES["replace_foreach_norm"]).replace_foreach_norm(print)
+    assert not hasattr(torch, "_foreach_norm")
+
+
+@pytest.mark.parametrize("gone", [(), NAMES["foreach_mul_"]], ids=["as it is", "gone"])
+def test_foreach_mul_(monkeypatch, gone):
+    tensors = [torch.tensor([1.0, 2.0]), torch.tensor(3.0)]
+    without(monkeypatch, *gone).foreach_mul_(tensors, torch.tensor(2.0))
+    assert [t.tolist() for t in tensors] == [[2.0, 4.0], 6.0]
+
+
+@pytest.mark.parametrize("gone", [(), *([name] for name in NAMES["foreach_clamp_"])], ids=str)
+def test_foreach_clamp_(monkeypatch, gone):
+    tensors = [torch.tensor([-5.0, 0.5, 5.0, float("nan")])]
+    without(monkeypatch, *gone).foreach_clamp_(tensors, -1.0, 2.0)
+    torch.testing.assert_close(tensors[0], torch.tensor([-1.0, 0.5, 2.0, float("nan")]), equal_nan=True)
+
+
+@pytest.mark.parametrize(
+    ("gone", "error"), [((), RuntimeError), (NAMES["assert_async"], InvalidValueError)], ids=["as it is", "gone"]
+)
+def test_assert_async(monkeypatch, gone, error):
+    file = without(monkeypatch, *gone)
+    file.assert_async(torch.tensor(True), "a bound")
+    with pytest.raises(error, match=r"a bound"):
+        file.assert_async(torch.tensor(False), "a bound")
+
+
+def test_largest_in_bags(monkeypatch):
+    table = torch.tensor([[1.0, 5.0], [3.0, 4.0], [9.0, 9.0], [2.0, 6.0]])
+    ids, offsets = torch.tensor([0, 1, 2, 3, 0]), torch.tensor([0, 3])
+    assert torch_private.largest_in_bags(table, ids, offsets, 2).tolist() == [[1, 0], [3, 3]]
+    with pytest.raises(UnsupportedVersionError, match=r'mode="max"\) needs torch\._embedding_bag'):
+        without(monkeypatch, *NAMES["largest_in_bags"]).largest_in_bags(table, ids, offsets, 2)
+
+
+# Tensors and nested arguments.
+
+
+def test_version_of():
+    tensor = torch.zeros(2)
+    before = torch_private.version_of(tensor)
+    tensor.add_(1)
+    assert torch_private.version_of(tensor) == before + 1
+    with pytest.raises(UnsupportedVersionError, match=r"changed in place needs torch\.Tensor\._version, which torch 2"):
+        torch_private.version_of(SimpleNamespace())
+
+
+def test_base_of():
+    tensor = torch.zeros(4)
+    assert torch_private.base_of(tensor[1:]) is tensor
+    assert torch_private.base_of(tensor) is None
+    assert torch_private.base_of(SimpleNamespace()) is None
+
+
+def test_sparse_values_and_indices():
+    tensor = torch.sparse_coo_tensor([[1, 0, 1]], [1.0, 2.0, 3.0], check_invariants=True)  # not coalesced
+    assert torch_private.sparse_values(tensor).tolist() == [1.0, 2.0, 3.0]
+    assert torch_private.sparse_indices(tensor).tolist() == [[1, 0, 1]]
+    for function in (torch_private.sparse_values, torch_private.sparse_indices):
+        with pytest.raises(UnsupportedVersionError, match=r"clipping sparse gradients needs torch\.Tensor\._"):
+            function(SimpleNamespace())
+
+
+def test_nested_arguments(monkeypatch):
+    tree = ([1, {"a": 2}], 3)
+    leaves, structure = torch_private.tree_flatten(tree)
+    assert leaves == torch_private.tree_leaves(tree) == [1, 2, 3]
+    assert torch_private.tree_unflatten(leaves, structure) == tree
+    assert torch_private.tree_map(lambda x: x + 1, tree) == ([2, {"a": 3}], 4)
+    assert [torch_private.keystr(path) for path, _ in torch_private.tree_flatten_with_path(tree)[0]][1] == "[0][1]['a']"
+    monkeypatch.setitem(sys.modules, "torch.utils._pytree", None)
+    with pytest.raises(UnsupportedVersionError, match=r"nested arguments needs torch\.utils\._pytree"):
+        without(monkeypatch).tree_leaves(tree)
+
+
+# Autograd.
+
+
+def test_current_graph_task(monkeypatch):
+    tasks, x = [], torch.ones(2, requires_grad=True)
+    for _ in range(2):
+        y = x * 2
+        y.register_hook(lambda _: tasks.append(torch_private.current_graph_task()))
+        y.sum().backward()
+    assert torch_private.current_graph_task() == -1
+    assert -1 not in tasks
+    assert len(set(tasks)) == 2
+    with pytest.raises(UnsupportedVersionError, match=r"one backward from the next needs torch\._C\._current_graph_ta"):
+        without(monkeypatch, *NAMES["current_graph_task"]).current_graph_task()
+
+
+def test_call_after_backward(monkeypatch):
+    order, x = [], torch.ones(2, requires_grad=True)
+    x.register_post_accumulate_grad_hook(lambda _: order.append("leaf"))
+    y = x * 2
+    y.register_hook(lambda _: torch_private.call_after_backward(lambda: order.append("end")))
+    y.sum().backward()
+    assert order == ["leaf", "end"]
+    with pytest.raises(UnsupportedVersionError, match=r"the end of a backward needs torch"):
+        without(monkeypatch, *NAMES["call_after_backward"]).call_after_backward(print)
+
+
+def test_next_sequence_number_and_sequence_number_of(monkeypatch):
+    x, number = torch.ones(2, requires_grad=True), torch_private.next_sequence_number()
+    assert torch_private.sequence_number_of((x * 2).grad_fn) == number
+    with pytest.raises(UnsupportedVersionError, match=r"module of an operation needs torch.autograd._get_sequence_nr"):
+        without(monkeypatch, *NAMES["next_sequence_number"]).next_sequence_number()
+    with pytest.raises(
+        UnsupportedVersionError, match=r"module of an operation needs .*Node._sequence_nr.*Leave out mod"
+    ):
+        torch_private.sequence_number_of(SimpleNamespace())
+
+
+def test_sequence_number_of():
+    x = torch.ones(2, requires_grad=True)
+    first, second = x * 2, x * 3
+    numbers = [torch_private.sequence_number_of(t.grad_fn) for t in (first, second)]
+    assert numbers[0] < numbers[1]
+
+
+def test_input_metadata_of():
+    node = torch.ones(2, 3, requires_grad=True).double().grad_fn
+    (found,) = torch_private.input_metadata_of(node)
+    assert (tuple(found.shape), found.dtype) == ((2, 3), torch.float64)
+    with pytest.raises(UnsupportedVersionError, match=r"the graph of a backward needs .*_input_metadata"):
+        torch_private.input_metadata_of(SimpleNamespace())
+
+
+def test_saved_constant():
+    x = torch.ones(2, requires_grad=True)
+    assert torch_private.saved_constant(torch.add(x, x, alpha=3).grad_fn, "alpha") == 3
+    assert torch_private.saved_constant(nn.functional.leaky_relu(x, 0.2).grad_fn, "negative_slope") == 0.2
+    assert torch_private.saved_constant(SimpleNamespace(), "alpha") != torch_private.saved_constant(x, "alpha")  # NaN
+
+
+def test_saved_value():
+    x = torch.ones(2, requires_grad=True)
+    y = x.exp()
+    assert torch.equal(torch_private.saved_value(y.grad_fn, "result"), y)
+    y.sum().backward()
+    with pytest.raises(RuntimeError, match="after they have already been freed"):
+        torch_private.saved_value(y.grad_fn, "result")
+    with pytest.raises(AttributeError, match="_saved_dim"):
+        torch_private.saved_value(y.grad_fn, "dim")
+
+
+def test_is_freed():
+    x = torch.ones(2, requires_grad=True)
+    y = x.exp()
+    assert not torch_private.is_freed(y.grad_fn)
+    y.sum().backward()
+    assert torch_private.is_freed(y.grad_fn)
+    assert not torch_private.is_freed(SimpleNamespace())
+
+
+# Modules.
+
+
+@pytest.mark.parametrize("slots", [torch_private.parameter_slots, torch_private.buffer_slots])
+def test_slots(slots):
+    module = nn.BatchNorm1d(2)
+    own = torch_private.parameter_slots(module), torch_private.buffer_slots(module)
+    assert [list(d) for d in own] == [["weight", "bias"], ["running_mean", "running_var", "num_batches_tracked"]]
+    name = next(iter(slots(module)))
+    slots(module)[name] = None  # it is what the module reads
+    assert getattr(module, name) is None
+    with pytest.raises(UnsupportedVersionError, match=r"of one layer needs torch.nn.Module._"):
+        slots(SimpleNamespace())
+
+
+def test_call_slot(monkeypatch):
+    module = nn.Linear(1, 1)
+    setattr(module, torch_private.call_slot(), lambda x: x + 1)
+    assert module(torch.ones(1)).item() == 2
+    with pytest.raises(
+        UnsupportedVersionError, match=r"own code again for each sample needs torch.nn.Module._call_impl"
+    ):
+        without(monkeypatch, *NAMES["call_slot"]).call_slot()
+
+
+def test_each_operation(monkeypatch):
+    seen = []
+
+    def call(operation, args, kwargs):
+        seen.append(operation.name())
+        return operation(*args, **kwargs)
+
+    with torch_private.each_operation(call):
+        assert (torch.ones(2) + 1).tolist() == [2, 2]
+    assert seen == ["aten::ones", "aten::add.Tensor"]
+    file = without(monkeypatch, *NAMES["each_operation"])
+    with pytest.raises(UnsupportedVersionError, match=r"random numbers .* needs torch.utils._python_dispatch"):
+        file.each_operation(call)
+
+
+def test_arguments_of():
+    found = torch_private.arguments_of(torch.ops.aten.dropout.default)
+    assert [argument.name for argument in found] == ["input", "p", "train"]
+    with pytest.raises(UnsupportedVersionError, match=r"draw random numbers needs OpOverload._schema"):
+        torch_private.arguments_of(SimpleNamespace())
+
+
+def test_hook_order(monkeypatch):
+    layer = nn.Linear(1, 1)
+    assert torch_private.hook_order(layer) is None
+    first, last = layer.register_forward_hook(print), layer.register_forward_pre_hook(print)
+    assert torch_private.hook_order(layer) == (first.id, last.id)
+    earlier, later = layer.register_forward_hook(print, prepend=True), layer.register_forward_pre_hook(print)
+    assert torch_private.hook_order(layer) == (earlier.id, later.id)
+    handle = nn.modules.module.register_module_forward_hook(lambda *_: None)
+    assert torch_private.hook_order(layer) is None
+    handle.remove()
+    assert without(monkeypatch, *NAMES["hook_order"]).hook_order(layer) is None
+
+
+def test_renew_recurrent_weights():
+    layer, other = nn.GRU(1, 1), nn.Parameter(torch.zeros(3, 1))
+    torch_private.parameter_slots(layer)["weight_ih_l0"] = other
+    torch_private.renew_recurrent_weights(layer)
+    assert layer._flat_weights[0] is other
+    torch_private.renew_recurrent_weights(nn.Linear(1, 1))  # one that keeps no list
+
+
+def test_is_compiled(monkeypatch):
+    plain, inside = nn.Linear(1, 1), nn.Linear(1, 1)
+    inside.compile(backend="eager")
+    assert torch_private.is_compiled(torch.compile(plain, backend="eager"))
+    assert torch_private.is_compiled(inside)
+    assert not torch_private.is_compiled(plain)
+    assert not torch_private.is_compiled(torch.ones(1))
+    file = without(monkeypatch, *NAMES["is_compiled"])
+    with pytest.raises(UnsupportedVersionError, match=r"is compiled needs torch.nn.Module._compiled_call_impl"):
+        file.is_compiled(plain)
+    monkeypatch.setitem(sys.modules, "torch._dynamo", SimpleNamespace())
+    with pytest.raises(UnsupportedVersionError, match=r"is compiled needs torch._dynamo.OptimizedModule"):
+        file.is_compiled(plain)
+
+
+KINDS = [
+    (torch_private.batch_norms, [nn.BatchNorm2d(1), nn.LazyBatchNorm1d(), nn.SyncBatchNorm(1)]),
+    (torch_private.instance_norms, [nn.InstanceNorm2d(1), nn.LazyInstanceNorm1d()]),
+    (torch_private.dropouts, [nn.Dropout(), nn.Dropout1d(), nn.AlphaDropout(), nn.FeatureAlphaDropout()]),
+    (torch_private.convolutions, [nn.Conv1d(1, 1, 1), nn.LazyConv3d(1, 1), nn.ConvTranspose2d(1, 1, 1)]),
+    (torch_private.transposed_convolutions, [nn.ConvTranspose3d(1, 1, 1), nn.LazyConvTranspose1d(1, 1)]),
+]
+
+
+@pytest.mark.filterwarnings("ignore:Lazy modules are a new feature")
+@pytest.mark.parametrize(("classes", "members"), KINDS, ids=lambda x: getattr(x, "__name__", ""))
+def test_classes(monkeypatch, classes, members):
+    foreign = type("Foreign", (eval(NAMES[classes.__name__][0]),), {})  # as other packages derive from a private class
+    complete = classes()
+    lacking = getattr(without(monkeypatch, *NAMES[classes.__name__]), classes.__name__)
+    assert [issubclass(foreign, kinds) for kinds in (complete, lacking())] == [True, False]
+    for kinds in (complete, lacking()):
+        assert all(isinstance(m, kinds) for m in members)
+        assert not isinstance(nn.Linear(1, 1), kinds)
+
+
+def test_wrapper_slots():
+    model = torch.compile(nn.Linear(1, 1), backend="eager")
+    assert {name.partition(".")[0] for name, _ in model.named_parameters()} <= set(torch_private.wrapper_slots())
+
+
+# Optimizers and GradScaler.
+
+
+def test_capturable_warning_mark():
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0)
+    source = Path(sys.modules["torch.optim.optimizer"].__file__).read_text()
+    assert torch_private.capturable_warning_mark() in source
+    setattr(optimizer, torch_private.capturable_warning_mark(), True)
+    optimizer.step()
+
+
+def scaled_step(scaler):
+    parameter = nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.SGD([parameter], lr=1.0)
+    scaler.scale(parameter.sum()).backward()
+    return optimizer
+
+
+def test_gradients_are_scaled(monkeypatch):
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    optimizer = scaled_step(scaler)
+    assert torch_private.gradients_are_scaled(scaler, optimizer)
+    scaler.unscale_(optimizer)
+    assert not torch_private.gradients_are_scaled(scaler, optimizer)
+    with pytest.raises(UnsupportedVersionError, match=r"Guard under GradScaler needs .*unscale_\(optimizer\)"):
+        torch_private.gradients_are_scaled(SimpleNamespace(), optimizer)
+    with pytest.raises(UnsupportedVersionError, match=r"Guard under GradScaler needs .*OptState"):
+        without(monkeypatch, *NAMES["gradients_are_scaled"]).gradients_are_scaled(scaler, optimizer)
+
+
+def test_loss_scale_of():
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    assert torch_private.loss_scale_of(scaler) is None
+    scaled_step(scaler)
+    assert torch_private.loss_scale_of(scaler).item() == 8.0
+    del scaler._scale
+    scaler.get_scale = lambda: 4.0
+    assert torch_private.loss_scale_of(scaler).item() == 4.0
+    assert torch_private.loss_scale_of(SimpleNamespace()) is None
+
+
+def test_traced_scale_of():
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    assert torch_private.traced_scale_of(scaler) == 8.0
+    scaled_step(scaler)
+    assert torch_private.traced_scale_of(scaler) is scaler._scale
+    assert torch_private.traced_scale_of(torch.amp.GradScaler("cpu", enabled=False)) == 1.0
+    with pytest.raises(UnsupportedVersionError, match=r"scale= in compiled code needs .*Pass a tensor"):
+        torch_private.traced_scale_of(SimpleNamespace())
+
+
+# The compiler.
+
+
+@pytest.mark.slow
+def test_constant_when_traced():
+    traced = []
+
+    @torch_private.constant_when_traced
+    def constant():
+        traced.append(torch.compiler.is_compiling())  # the compiler would say True
+        return 3
+
+    double = torch.compile(lambda x: x * constant(), backend="eager", fullgraph=True)
+    assert [double(torch.ones(1)).item() for _ in range(3)] == [3.0] * 3
+    assert len(traced) == 1
+
+
+def test_is_of_the_compiler():
+    frame = lambda name: SimpleNamespace(f_globals={"__name__": name})  # noqa: E731
+    assert torch_private.is_of_the_compiler(frame("torch._dynamo.eval_frame"))
+    assert not torch_private.is_of_the_compiler(frame("torch.optim"))
+
+
+# DTensor, process groups and FSDP1, with one process.
+
+
+@pytest.mark.usefixtures("one_process")
+def test_dtensors(monkeypatch):
+    from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+    mesh = torch.distributed.init_device_mesh("cpu", (1,), mesh_dim_names=("dp",))
+    plain, sharded = torch.ones(2), distribute_tensor(torch.arange(4.0), mesh, [Shard(0)])
+    assert torch_private.local_tensor_of(sharded).tolist() == [0, 1, 2, 3]
+    assert [type(t) for t in torch_private.local_tensors([sharded, plain, None], [plain] * 3)] == [torch.Tensor] * 3
+    spec = torch_private.spec_of(sharded)
+    assert (spec.mesh, list(spec.placements)) == (mesh, [Shard(0)])
+    assert torch_private.specs_of([sharded, plain, None]) == [spec, False, None]
+    assert torch_private.specs_of([sharded])[0] is spec
+    assert torch_private.has_usual_shard_order(sharded)
+    assert torch_private.root_mesh_of(mesh["dp"]) == mesh
+    assert torch_private.root_mesh_of("a mesh that cannot tell") == "a mesh that cannot tell"
+    public = SimpleNamespace(detach=lambda: SimpleNamespace(to_local=lambda: plain))
+    assert torch_private.local_tensor_of(public) is plain
+    with pytest.raises(UnsupportedVersionError, match=r"norm over processes needs .*DTensor._spec"):
+        torch_private.spec_of(SimpleNamespace())
+    usual = SimpleNamespace(placements=(), shard_order=(1,), compute_default_shard_order=lambda placements: (2,))
+    assert not torch_private.has_usual_shard_order(SimpleNamespace(_spec=usual))
+    assert isinstance(sharded, DTensor)
+
+
+def test_process_groups(monkeypatch, one_process):
+    assert {g: list(ranks) for g, ranks in torch_private.process_groups().items()} == {one_process: [0]}
+    assert "cpu" in torch_private.device_types_of(one_process)
+    monkeypatch.setattr(torch.distributed, "get_backend_config", lambda _: "cpu:gloo,cuda:nccl")
+    assert torch_private.device_types_of(SimpleNamespace()) == ["cpu", "cuda"]
+    torch_private.default_store().set("key", "value")
+    assert torch_private.default_store().get("key") == b"value"
+    with monkeypatch.context() as patch, pytest.raises(UnsupportedVersionError, match=r"norm over processes needs"):
+        without(patch, *NAMES["process_groups"]).process_groups()
+    with (
+        monkeypatch.context() as patch,
+        pytest.raises(UnsupportedVersionError, match=r"process is missing needs"),
+    ):
+        without(patch, *NAMES["default_store"]).default_store()
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
+@pytest.mark.usefixtures("one_process")
+def test_fsdp1(monkeypatch):
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    class Wrapped(FullyShardedDataParallel):
+        """FSDP1 itself wants an accelerator; what we read of it is told by its class."""
+
+        def __init__(self):
+            nn.Module.__init__(self)
+            self._fsdp_wrapped_module = nn.Linear(1, 1)  # asked for every name that is not there
+
+    wrapper, plain = Wrapped(), nn.Linear(1, 1)
+    assert torch_private.is_fsdp1(wrapper)
+    assert not torch_private.is_fsdp1(plain)
+    assert not torch_private.is_silent_fsdp1(plain)
+    assert torch_private.flat_part_of(plain) is None
+    with pytest.raises(UnsupportedVersionError, match=r"inside no_sync\(\) needs .*_sync_gradients"):
+        torch_private.is_silent_fsdp1(wrapper)
+    with pytest.raises(UnsupportedVersionError, match=r"FSDP1 holds needs .*fully_shard\(model\)"):
+        torch_private.flat_part_of(wrapper)
+    wrapper._handle, wrapper._sync_gradients = None, False
+    assert torch_private.is_silent_fsdp1(wrapper)
+    assert torch_private.flat_part_of(wrapper) is None
+    flat = SimpleNamespace(_params=[plain.weight])
+    wrapper.process_group, wrapper._handle = "group", SimpleNamespace(uses_sharded_strategy=True, flat_param=flat)
+    assert torch_private.flat_part_of(wrapper) == ("group", True, (flat, plain.weight))
+    marked = SimpleNamespace(_fsdp_flattened=True)
+    assert torch_private.flattened_by_fsdp1([plain.weight, marked, None]) == [False, True, False]
+    with pytest.raises(UnsupportedVersionError, match=r"FSDP1 holds a parameter needs .*FSDP_FLATTENED"):
+        without(monkeypatch, *NAMES["flattened_by_fsdp1"]).flattened_by_fsdp1([marked])
+    monkeypatch.delitem(sys.modules, "torch.distributed.fsdp")
+    assert torch_private.flattened_by_fsdp1([plain.weight]) == [False]
+
+
+# Importing, and the other files.
+
+
+@pytest.mark.slow
+def test_importing_needs_no_private_name():
+    names = sorted({name for gone in NAMES.values() for name in gone} | {"torch.utils._pytree"})
+    code = f"""
+        import sys
+        import gradguard, torch, torch.distributed.fsdp  # all that gradguard takes of torch is there from now on
+        for path in {names}:
+            holder, _, name = path.rpartition(".")
+            holder = eval(holder)
+            kept, module = getattr(holder, name), sys.modules.get(path)
+            delattr(holder, name)
+            if module is not None:
+                sys.modules[path] = None
+            for ours in [m for m in sys.modules if m.split(".")[0] == "gradguard"]:
+                del sys.modules[ours]
+            import gradguard
+            for public in gradguard.__all__:
+                getattr(gradguard, public)
+            setattr(holder, name, kept)
+            if module is not None:
+                sys.modules[path] = module
+        print("all of", len(gradguard.__all__))
+    """
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("all of ")
+
+
+OTHERS = {
+    "check/named_call.py": {"_fields"},  # of namedtuples, documented
+    "error_clip/calibration.py": {"_scale"},  # Calibration's own
+    "integrations/keras.py": {
+        "_accumulated_gradients", "_backend_apply_gradients", "_clip_gradients", "_iterations",
+    },  # Keras' optimizer
+    "integrations/transformers.py": {
+        "_clip_grad_norm", "_get_grad_norm", "_load_optimizer_and_scheduler", "_save_optimizer_and_scheduler",
+    },  # the Trainer's
+    "optimizer_hooks.py": {"_getframe"},  # Python's
+    "per_sample/layers/recurrent.py": {"_l", "_reverse"},  # in the names of parameters
+    "watch/script.py": {"_threading_atexits", "_threads_queues"},  # Python's
+}  # fmt: skip
+"""Names with an underscore that are neither torch's nor gradguard's own, by file."""
+
+PRIVATE_WITHOUT_UNDERSCORE = {"distributed_c10d", "flat_param", "OptState", "queue_callback", "shard_order", "Variable"}
+
+
+def names_in(tree):
+    """Attributes and imported names, and texts that look like an attribute; with whether self, cls or super has it."""
+    documentation = {id(n.value) for n in ast.walk(tree) if isinstance(n, ast.Expr)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            own = isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
+            yield node.attr, own or (isinstance(node.value, ast.Call) and ast.unparse(node.value) == "super()")
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] != "gradguard":
+            for part in [*(node.module or "").split("."), *(alias.name for alias in node.names)]:
+                yield part, False
+        elif isinstance(node, ast.Import):
+            for part in [part for alias in node.names for part in alias.name.split(".")]:
+                yield part, False
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in documentation:
+            parts = node.value.split(".")
+            if (len(parts) == 1 or parts[0] == "torch") and all(part.isidentifier() for part in parts):
+                for part in parts:
+                    yield part, False
+
+
+def is_private(name):
+    return name in PRIVATE_WITHOUT_UNDERSCORE or (name.startswith("_") and not name.endswith("__") and name != "_")
+
+
+def defined_in(tree):
+    """Names of gradguard's own: functions, classes, variables, and attributes that its objects set on themselves."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            yield node.name
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and ast.unparse(node.value) == "self":
+            yield node.attr
+
+
+def test_no_other_file_has_a_private_name():
+    trees = {f.relative_to(SOURCE).as_posix(): ast.parse(f.read_text()) for f in SOURCE.rglob("*.py") if f != FILE}
+    of_torch = {name for name, own in names_in(ast.parse(FILE.read_text())) if is_private(name) and not own}
+    ours = {name for tree in trees.values() for name in defined_in(tree)} - of_torch
+    found = {
+        f"{file}: {name}"
+        for file, tree in trees.items()
+        for name, own in names_in(tree)
+        if is_private(name) and not own and name not in ours and not name.endswith("_by_gradguard")
+        if name not in OTHERS.get(file, ())
+    }
+    assert found == set()
+    used = {file: {name for name, _ in names_in(trees[file])} for file in OTHERS}
+    assert {file: names - used[file] for file, names in OTHERS.items() if names - used[file]} == {}
