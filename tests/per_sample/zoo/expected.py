@@ -70,6 +70,7 @@ EXPECTED: dict[str, dict[str, str]] = {
         "eval": "wrong: a.weight",
         "train": "wrong: a.weight",
         "float32": "wrong: a.weight",
+        "bfloat16": "wrong: a.weight",
     },
     "contrastive": {
         "eval": "wrong: scale",
@@ -116,14 +117,14 @@ EXPECTED: dict[str, dict[str, str]] = {
     "penalty in the loss": {
         "eval": "refused: or by code that the module does not call through a layer",
         "train": "refused: or by code that the module does not call through a layer",
-        "float32": "left behind: refused, a._parameters",
-        "bfloat16": "left behind: refused, a._parameters",
+        "float32": "refused: or by code that the module does not call through a layer",
+        "bfloat16": "refused: or by code that the module does not call through a layer",
     },
     "load balance beside the output": {
         "eval": "refused: and what comes of it is no sum of parts that are one sample's own",
         "train": "refused: and what comes of it is no sum of parts that are one sample's own",
-        "float32": "wrong: gate.weight",
-        "bfloat16": "wrong: gate.weight",
+        "float32": "refused: and what comes of it is no sum of parts that are one sample's own",
+        "bfloat16": "refused: and what comes of it is no sum of parts that are one sample's own",
     },
     "compiled": {
         "eval": "refused: Give the module as it was before torch",
