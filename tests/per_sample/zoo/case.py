@@ -26,6 +26,7 @@ class ZooCase:
         loss: Computes the mean over samples of each sample's own loss, where that is not a projection of the outputs.
         modes: Those that make sense for it.
         perturbed: Add noise to the weights.
+        clippers: Modes of the clipper that are tried; "exact" shows each gradient, "fast" is what people use.
     """
 
     build: Callable[[], nn.Module]
@@ -34,6 +35,7 @@ class ZooCase:
     loss: Callable[[nn.Module, Any], Tensor] | None = None
     modes: tuple[str, ...] = MODES
     perturbed: bool = True
+    clippers: tuple[str, ...] = ("exact", "fast")
 
 
 def cast(inputs: Any, dtype: torch.dtype) -> Any:

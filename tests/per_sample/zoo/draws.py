@@ -76,7 +76,7 @@ def _name(func: Any) -> str:
 
 def _draws(func: Any, args: Any) -> bool:
     # Attention on the CPU drops nothing by itself: with dropout it is made of other operators.
-    if _name(func).startswith("rrelu_with_noise"):
+    if _name(func) in ("rrelu_with_noise", "rrelu_with_noise_"):
         return len(args) > 4 and args[4]  # in training
     return torch.Tag.nondeterministic_seeded in func.tags and "scaled_dot_product" not in _name(func)
 

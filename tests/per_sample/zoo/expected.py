@@ -1,43 +1,222 @@
 """What becomes of each model that is not exact; ``python tests/per_sample/zoo/summary.py --write`` makes this table."""
 
 EXPECTED: dict[str, dict[str, str]] = {
+    "bilinear": {
+        "bfloat16": "refused: weight cannot be run again sample by sample",
+    },
     "batch norm": {
         "train": "refused: it normalizes each sample by the others",
     },
-    "packed sequences": {
-        "eval": "refused: Expected one dimension that grows with the number of samples",
+    "batch norm, then in place": {
+        "train": "refused: it normalizes each sample by the others",
     },
-    "a weight as argument": {
-        "eval": "refused: the per-sample gradient of shift is not what the sample gives by",
+    "gru": {
+        "bfloat16": "refused: inputs or mode were changed between forward and backward",
     },
-    "shared position bias": {
-        "eval": "refused: SharedBias makes a value from its parameters alone",
+    "rnn": {
+        "bfloat16": "refused: use its parameters or its output before the clipper sees it? Nothing",
     },
-    "routed mixture of experts": {
-        "eval": "refused: Expected one dimension that grows with the number of samples",
+    "lstm cell": {
+        "bfloat16": "refused: inputs or mode were changed between forward and backward",
+    },
+    "gru cell": {
+        "bfloat16": "refused: inputs or mode were changed between forward and backward",
+    },
+    "+= after batch norm": {
+        "train": "refused: it normalizes each sample by the others",
+    },
+    "noise instead of dropout": {
+        "eval": "refused: weight is not what the sample gives by itself",
+        "float32": "refused: weight is not what the sample gives by itself",
+        "bfloat16": "refused: weight is not what the sample gives by itself",
+    },
+    "routed mixture of experts, dropout": {
+        "train": "refused: so each sample's share cannot be told",
+    },
+    "layerdrop by Python's random": {
+        "train": "refused: weight is not what the sample gives by itself",
     },
     "capacity over the batch": {
+        "eval": "refused: a sample gives Model something else in a batch of",
+        "train": "refused: a sample gives Model something else in a batch of",
+        "float32": "refused: a sample gives Model something else in a batch of",
+        "bfloat16": "refused: a sample gives Model something else in a batch of",
+    },
+    "experts choose": {
+        "eval": "refused: Expected one dimension that grows with the number of samples",
+        "train": "refused: Expected one dimension that grows with the number of samples",
+        "float32": "refused: Expected one dimension that grows with the number of samples",
+    },
+    "mixed up": {
+        "eval": "refused: weight is not what the sample gives by itself",
+        "train": "refused: weight is not what the sample gives by itself",
+        "float32": "refused: weight is not what the sample gives by itself",
+    },
+    "a running mean": {
+        "train": "refused: weight is not what the sample gives by itself",
+    },
+    "attention over the batch": {
+        "eval": "refused: weight is not what the sample gives by itself",
+        "train": "refused: weight is not what the sample gives by itself",
+        "float32": "refused: weight is not what the sample gives by itself",
+    },
+    "centred over the batch": {
+        "eval": "refused: weight is not what the sample gives by itself",
+        "train": "refused: weight is not what the sample gives by itself",
+        "float32": "refused: weight is not what the sample gives by itself",
+        "bfloat16": "refused: weight is not what the sample gives by itself",
+    },
+    "two towers": {
         "eval": "wrong: a.weight",
+        "train": "wrong: a.weight",
+        "float32": "wrong: a.weight",
+        "bfloat16": "wrong: a.weight",
+    },
+    "contrastive": {
+        "eval": "wrong: scale",
+        "train": "wrong: scale",
+        "float32": "wrong: scale",
+        "bfloat16": "wrong: scale",
     },
     "penalty beside the output: attribute": {
-        "eval": "refused: the code of Beside uses parameters by itself and stores a tensor with",
+        "eval": "refused: the code of Beside that uses mu cannot be run again sample by sample",
+        "train": "refused: the code of Beside that uses mu cannot be run again sample by sample",
+        "float32": "refused: the code of Beside that uses mu cannot be run again sample by sample",
+        "bfloat16": "refused: the code of Beside that uses mu cannot be run again sample by sample",
+    },
+    "penalty beside the output: private attribute": {
+        "eval": "refused: the code of Beside that uses mu cannot be run again sample by sample",
+        "train": "refused: the code of Beside that uses mu cannot be run again sample by sample",
+        "float32": "refused: the code of Beside that uses mu cannot be run again sample by sample",
+        "bfloat16": "refused: the code of Beside that uses mu cannot be run again sample by sample",
+    },
+    "penalty beside the output: list": {
+        "eval": "refused: the code of Beside that uses mu cannot be run again sample by sample",
+        "train": "refused: the code of Beside that uses mu cannot be run again sample by sample",
+        "float32": "refused: the code of Beside that uses mu cannot be run again sample by sample",
+        "bfloat16": "refused: the code of Beside that uses mu cannot be run again sample by sample",
+    },
+    "penalty beside the output: attribute of a layer": {
+        "eval": "refused: the code of Beside that uses mu cannot be run again sample by sample",
+        "train": "refused: the code of Beside that uses mu cannot be run again sample by sample",
+        "float32": "refused: the code of Beside that uses mu cannot be run again sample by sample",
+        "bfloat16": "refused: the code of Beside that uses mu cannot be run again sample by sample",
+    },
+    "penalty beside the output: object": {
+        "eval": "refused: the code of Beside that uses mu cannot be run again sample by sample",
+        "train": "refused: the code of Beside that uses mu cannot be run again sample by sample",
+        "float32": "refused: the code of Beside that uses mu cannot be run again sample by sample",
+        "bfloat16": "refused: the code of Beside that uses mu cannot be run again sample by sample",
+    },
+    "penalty beside the output: closure": {
+        "eval": "refused: the code of Model that uses mu cannot be run again sample by sample",
+        "train": "refused: the code of Model that uses mu cannot be run again sample by sample",
+        "float32": "refused: the code of Model that uses mu cannot be run again sample by sample",
+        "bfloat16": "refused: the code of Model that uses mu cannot be run again sample by sample",
+    },
+    "penalty in the loss": {
+        "eval": "refused: or by code that the module does not call through a layer",
+        "train": "refused: or by code that the module does not call through a layer",
+        "float32": "refused: or by code that the module does not call through a layer",
+        "bfloat16": "refused: or by code that the module does not call through a layer",
+    },
+    "load balance beside the output": {
+        "eval": "refused: and what comes of it is no sum of parts that are one sample's own",
+        "train": "refused: and what comes of it is no sum of parts that are one sample's own",
+        "float32": "refused: and what comes of it is no sum of parts that are one sample's own",
+        "bfloat16": "refused: and what comes of it is no sum of parts that are one sample's own",
     },
     "compiled": {
         "eval": "refused: Give the module as it was before torch",
+        "train": "refused: Give the module as it was before torch",
+        "float32": "refused: Give the module as it was before torch",
+        "bfloat16": "refused: Give the module as it was before torch",
     },
-    "mamba": {
-        "eval": "crash: Sizes of tensors must match except in dimension",
+    "compiled inside": {
+        "eval": "refused: Give the module as it was before torch",
+        "train": "refused: Give the module as it was before torch",
+        "float32": "refused: Give the module as it was before torch",
+        "bfloat16": "refused: Give the module as it was before torch",
     },
-    "mixtral": {
-        "eval": "refused: Expected one dimension that grows with the number of samples",
+    "big_bird": {
+        "eval": "refused: a sample by itself draws fewer random numbers than in the batch",
+        "train": "refused: a sample by itself draws fewer random numbers than in the batch",
+        "float32": "refused: a sample by itself draws fewer random numbers than in the batch",
+        "bfloat16": "refused: a sample by itself draws fewer random numbers than in the batch",
     },
-    "t5": {
-        "eval": "refused: Attention makes a value from its parameters alone",
+    "deberta": {
+        "train": "refused: the code of DisentangledSelfAttention that uses encoder",
+    },
+    "deberta-v2": {
+        "train": "refused: the code of DisentangledSelfAttention that uses encoder",
+    },
+    "reformer": {
+        "train": "refused: the code of AxialPositionEmbeddings uses parameters by itself and",
+    },
+    "nllb-moe": {
+        "train": "refused: NllbMoeModel gives a sample by itself something else than in the batch",
+    },
+    "switch_transformers": {
+        "train": "refused: so each sample's share cannot be told",
+    },
+    "efficientnet": {
+        "train": "refused: it normalizes each sample by the others",
+    },
+    "mobilevit": {
+        "train": "refused: it normalizes each sample by the others",
+    },
+    "regnet": {
+        "train": "refused: it normalizes each sample by the others",
     },
     "resnet": {
-        "eval": "crash: one of the variables needed for gradient computation has been",
+        "train": "refused: it normalizes each sample by the others",
+    },
+    "swiftformer": {
+        "train": "refused: it normalizes each sample by the others",
+    },
+    "timesformer": {
+        "train": "refused: TimesformerModel gives a sample by itself something else than in the",
+    },
+    "wav2vec2-bert": {
+        "train": "refused: weight cannot be run again sample by sample",
+    },
+    "wav2vec2-conformer": {
+        "train": "refused: it normalizes each sample by the others",
+    },
+    "blip": {
+        "eval": "refused: that does not grow with the number of samples",
+        "train": "refused: that does not grow with the number of samples",
     },
     "clip": {
-        "eval": "refused: CLIPModel makes a value from its parameters alone",
+        "eval": "refused: that does not grow with the number of samples",
+        "train": "refused: that does not grow with the number of samples",
+        "float32": "refused: that does not grow with the number of samples",
+        "bfloat16": "refused: that does not grow with the number of samples",
+    },
+    "clipseg": {
+        "eval": "refused: that does not grow with the number of samples",
+    },
+    "flava": {
+        "eval": "crash: required positional arguments",
+        "train": "crash: required positional arguments",
+        "float32": "crash: required positional arguments",
+        "bfloat16": "crash: required positional arguments",
+    },
+    "owlvit": {
+        "eval": "refused: that does not grow with the number of samples",
+        "train": "refused: that does not grow with the number of samples",
+    },
+    "siglip": {
+        "eval": "refused: that does not grow with the number of samples",
+        "train": "refused: that does not grow with the number of samples",
+        "float32": "refused: that does not grow with the number of samples",
+        "bfloat16": "refused: that does not grow with the number of samples",
+    },
+    "vilt": {
+        "eval": "refused: the code of ViltEmbeddings uses parameters by itself and draws random",
+        "train": "refused: the code of ViltEmbeddings uses parameters by itself and draws random",
+    },
+    "clip, loss over pairs": {
+        "eval": "wrong: logit_scale",
     },
 }

@@ -1,6 +1,7 @@
 """Models in plain torch that a person would write: every kind of layer, and every way of holding and using weights."""
 
 import itertools
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +15,8 @@ from per_sample.case import Model
 from per_sample.zoo.case import B, ZooCase
 
 T, D = 5, 6
+NO_BFLOAT16 = ("eval", "train", "float32")
+"""The plain model cannot be run in bfloat16, or on some processors only."""
 
 
 def one(forward: Callable[..., Any] | nn.Module, inputs: Callable[[], Any], **parts: Any) -> ZooCase:
@@ -166,12 +169,16 @@ LAYERS: dict[str, ZooCase] = {
         rms=lambda: nn.RMSNorm(D),
         local=lambda: nn.LocalResponseNorm(2),
     ),
-    "lstm": whole(lambda: Recurrent(nn.LSTM, dropout=0.1), words()),
-    "lstm, two directions": whole(lambda: Recurrent(nn.LSTM, bidirectional=True), words()),
-    "lstm with a projection": whole(lambda: nn.LSTM(D, D, 1, batch_first=True, proj_size=3), rows(T, D)),
+    "lstm": whole(lambda: Recurrent(nn.LSTM, dropout=0.1), words(), modes=NO_BFLOAT16),
+    "lstm, two directions": whole(lambda: Recurrent(nn.LSTM, bidirectional=True), words(), modes=NO_BFLOAT16),
+    "lstm with a projection": whole(
+        lambda: nn.LSTM(D, D, 1, batch_first=True, proj_size=3), rows(T, D), modes=NO_BFLOAT16
+    ),
     "gru": whole(lambda: Recurrent(nn.GRU), words()),
     "rnn": whole(lambda: Recurrent(nn.RNN, nonlinearity="relu"), words()),
-    "packed sequences": whole(lambda: Packed(nn.LSTM), lambda: (*words()(), torch.tensor([3, 5, 2, 4]))),
+    "packed sequences": whole(
+        lambda: Packed(nn.LSTM), lambda: (*words()(), torch.tensor([3, 5, 2, 4])), modes=NO_BFLOAT16
+    ),
     "lstm cell": whole(lambda: Cells(nn.LSTMCell), rows(T, D)),
     "gru cell": whole(lambda: Cells(nn.GRUCell), rows(T, D)),
     "attention": one(
@@ -230,13 +237,13 @@ class PositionBias(nn.Module):
 class SharedBias(nn.Module):
     """Two blocks share a bias that is made from weights alone, as in T5."""
 
-    def __init__(self) -> None:
+    def __init__(self, length: int = T) -> None:
         super().__init__()
-        self.table = nn.Embedding(2 * T, 1)
+        self.length, self.table = length, nn.Embedding(2 * length, 1)
         self.blocks = nn.ModuleList([PositionBias(), PositionBias()])
 
     def forward(self, x: Tensor) -> Tensor:
-        distance = torch.arange(T)[:, None] - torch.arange(T) + T
+        distance = torch.arange(self.length)[:, None] - torch.arange(self.length) + self.length
         bias = self.table(distance).squeeze(-1)
         for block in self.blocks:
             x = block(x, bias)
@@ -321,7 +328,7 @@ class Routed(nn.Module):
         out = torch.zeros_like(tokens)
         for i, expert in enumerate(self.experts):
             mine = (best == i).nonzero().flatten()
-            out = out.index_add(0, mine, weight[mine, None] * expert(tokens[mine]))
+            out = out.index_add(0, mine, (weight[mine, None] * expert(tokens[mine])).to(out.dtype))
         return out.view_as(x)
 
 
@@ -400,9 +407,8 @@ def contrastive(m: Any, x: Tensor, y: Tensor) -> Tensor:
     return m.scale.exp() * F.normalize(m.first(x), dim=-1) @ F.normalize(m.second(y), dim=-1).mT
 
 
-def pairwise(m: nn.Module, inputs: Any) -> Tensor:
+def pairwise(logits: Tensor) -> Tensor:
     """The sigmoid loss: every text against every image."""
-    logits = m(*inputs)
     return F.softplus(logits * (1 - 2 * torch.eye(len(logits), dtype=logits.dtype))).sum() / len(logits)
 
 
@@ -541,9 +547,10 @@ class Residual(nn.Module):
 class LayerDrop(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList([nn.Linear(D, D) for _ in range(3)])
+        self.first, self.layers = nn.Linear(D, D), nn.ModuleList([nn.Linear(D, D) for _ in range(3)])
 
     def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
         for layer in self.layers:
             if not self.training or torch.rand([]) > 0.3:
                 x = x + layer(x).tanh()
@@ -648,6 +655,157 @@ WAYS: dict[str, ZooCase] = {
 }
 
 
+# Samples that lie in unusual places
+
+
+def concatenated(m: Any, x: Tensor, y: Tensor) -> Tensor:
+    """Two views of each sample go through the encoder as one batch."""
+    first, second = m.encode(torch.cat([x, y])).tanh().chunk(2)
+    return m.head(first * second)
+
+
+def several_views(m: Any, x: Tensor) -> Tensor:
+    h = m.encode(x.repeat_interleave(3, 0)).tanh()
+    return m.head(h.view(len(x), 3, D).amax(1))
+
+
+def several_views_strided(m: Any, x: Tensor) -> Tensor:
+    h = m.encode(x.repeat(3, 1)).tanh()
+    return m.head(h.view(3, len(x), D).amax(0))
+
+
+class ModulatedConvolution(nn.Module):
+    """Weights made for each sample, applied as groups of one image, as in StyleGAN."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.style, self.weight = nn.Linear(3, 2), nn.Parameter(torch.randn(4, 2, 3, 3))
+
+    def forward(self, x: Tensor, style: Tensor) -> Tensor:
+        n = len(x)
+        weight = self.weight * (1 + self.style(style))[:, None, :, None, None]
+        weight = weight * torch.rsqrt(weight.square().sum([2, 3, 4], keepdim=True) + 1e-8)
+        out = F.conv2d(x.reshape(1, n * 2, *x.shape[2:]), weight.flatten(0, 1), padding=1, groups=n)
+        return out.view(n, 4, *x.shape[2:])
+
+
+def without_padding(m: Any, x: Tensor, mask: Tensor) -> Tensor:
+    """Only tokens that are no padding go through the layers."""
+    hidden = m.b(m.a(x[mask]).relu())
+    out = torch.zeros(*mask.shape, D, dtype=hidden.dtype)
+    out[mask] = hidden
+    return m.head(out)
+
+
+def sorted_by_length(m: Any, x: Tensor, lengths: Tensor) -> Tensor:
+    order = lengths.argsort(descending=True, stable=True)
+    return m.b(m.a(x[order]).tanh()[order.argsort()])
+
+
+def adaptive(m: Any, x: Tensor) -> Tensor:
+    """Each sample takes as many steps as it needs, the batch as many as the slowest."""
+    running = torch.ones(len(x), dtype=torch.bool)
+    for _ in range(5):
+        x = torch.where(running[:, None], x + m.step(x).tanh(), x)
+        running = running & (x.detach().square().mean(1) < 2)
+        if not bool(running.any()):
+            break
+    return m.head(x)
+
+
+class Quantized(nn.Module):
+    """The nearest of a table of codes, with a straight-through gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encode, self.codes, self.decode = nn.Linear(D, 3), nn.Embedding(5, 3), nn.Linear(3, D)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        h = self.encode(x)
+        nearest = self.codes(torch.cdist(h, self.codes.weight).argmin(-1))
+        commitment = (h - nearest.detach()).square().mean(-1) + (nearest - h.detach()).square().mean(-1)
+        return self.decode(h + (nearest - h).detach()), commitment
+
+
+class Reversed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        return -0.5 * grad
+
+
+def adversarial(m: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+    h = m.encode(x).tanh()
+    return m.label(h), m.domain(Reversed.apply(h * m.scale))
+
+
+def ensemble(m: Any, x: Tensor) -> Tensor:
+    return torch.vmap(lambda w, b: (x @ w + b).tanh())(m.w, m.b).mean(0)
+
+
+def prompted(m: Any, x: Tensor) -> Tensor:
+    h = m.a(x)
+    h[:, 0] = m.token
+    return m.b(h)
+
+
+class RoutedWithDropout(Routed):
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList([nn.Sequential(nn.Linear(D, D), nn.Dropout(0.1)) for _ in range(3)])
+
+
+class PythonLayerDrop(LayerDrop):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for layer in self.layers:
+            if not self.training or random.random() > 0.3:
+                x = x + layer(x).tanh()
+        return x
+
+
+PLACES: dict[str, ZooCase] = {
+    "two views in one batch": one(
+        concatenated, lambda: (torch.randn(B, D), torch.randn(B, D)), encode=linear(), head=linear(D, 3)
+    ),
+    "three views of a sample": one(several_views, rows(D), encode=linear(), head=linear(D, 3)),
+    "three views of a sample, strided": one(several_views_strided, rows(D), encode=linear(), head=linear(D, 3)),
+    "modulated convolution": whole(ModulatedConvolution, lambda: (torch.randn(B, 2, 5, 5), torch.randn(B, 3))),
+    "without padding": one(
+        without_padding,
+        lambda: (torch.randn(B, T, D), torch.arange(T) < torch.tensor([[3], [5], [2], [4]])),
+        a=linear(),
+        b=linear(),
+        head=linear(),
+    ),
+    "sorted by length": one(
+        sorted_by_length, lambda: (torch.randn(B, D), torch.tensor([3, 5, 2, 4])), a=linear(), b=linear()
+    ),
+    "adaptive computation": one(adaptive, rows(D), step=linear(), head=linear(D, 3)),
+    "vector quantization": whole(Quantized, rows(T, D)),
+    "a backward of its own": one(
+        adversarial, rows(D), encode=linear(), label=linear(D, 3), domain=linear(D, 2), scale=weight(D)
+    ),
+    "ensemble by vmap": one(ensemble, rows(D), w=weight(3, D, 4), b=weight(3, 4)),
+    "a token written into a layer's output": one(prompted, rows(T, D), a=linear(), b=linear(), token=weight(D)),
+    "as many tokens as samples": whole(lambda: SharedBias(B), rows(B, D)),
+    "as many features as samples": one(
+        lambda m, x: m.b(m.a(x) + m.bias) @ m.w,
+        rows(B, B),
+        a=linear(B, B),
+        b=linear(B, B),
+        bias=weight(B),
+        w=weight(B, B),
+    ),
+    "routed mixture of experts, dropout": whole(RoutedWithDropout, rows(T, D)),
+    "layerdrop by Python's random": whole(PythonLayerDrop, rows(T, D)),
+    "sparse embedding": one(lambda m, x: m.b(m.a(x)), words(), a=lambda: nn.Embedding(11, D, sparse=True), b=linear()),
+}
+
+
 # What must be refused, and losses beside the output
 
 
@@ -702,6 +860,34 @@ class Beside(nn.Module):
         names = {"private attribute": "_penalty", "list": "kept"}
         found = getattr(holder[self.way], names.get(self.way, "penalty"))
         return found[0] if isinstance(found, list) else found
+
+
+def expert_choice(m: Any, x: Tensor) -> Tensor:
+    """Each expert takes the samples that suit it best."""
+    scores, out = m.gate(x).softmax(-1), torch.zeros_like(x)
+    for i, expert in enumerate((m.a, m.b)):
+        weight, mine = scores[:, i].topk((len(x) + 1) // 2)
+        out = out.index_add(0, mine, (weight[:, None] * expert(x[mine])).to(out.dtype))
+    return out
+
+
+def mixed_up(m: Any, x: Tensor) -> Tensor:
+    h = m.a(x)
+    return m.b(0.7 * h + 0.3 * h.flip(0))
+
+
+class RunningMean(nn.Module):
+    """Centres by a mean over all samples so far."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(D, D)
+        self.register_buffer("mean", torch.zeros(D))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.mean = (0.9 * self.mean + 0.1 * x.detach().mean(0)).to(x.dtype)
+        return self.inner(x - self.mean)
 
 
 class Holder:
@@ -766,14 +952,25 @@ def penalised() -> ZooCase:
 
 REFUSED: dict[str, ZooCase] = {
     "capacity over the batch": one(capacity, rows(D), a=linear(), b=linear()),
+    "experts choose": one(expert_choice, rows(D), gate=linear(D, 2), a=linear(), b=linear()),
+    "mixed up": one(mixed_up, rows(D), a=linear(), b=linear()),
+    "a running mean": whole(RunningMean, rows(D)),
+    "attention over the batch": one(lambda m, x: (m.a(x) @ m.b(x).mT).sigmoid() @ x, rows(D), a=linear(), b=linear()),
     "centred over the batch": one(centred, rows(D), a=linear(), b=linear()),
+    "two towers": one(
+        lambda m, x, y: m.a(x) @ m.b(y).mT,
+        lambda: (torch.randn(B, D), torch.randn(B, D)),
+        a=linear(),
+        b=linear(),
+        loss=lambda m, i: m(*i).square().sum() / len(i[0]),
+    ),
     "contrastive": one(
         contrastive,
         lambda: (torch.randn(B, D), torch.randn(B, D)),
         first=linear(),
         second=linear(),
         scale=weight(),
-        loss=pairwise,
+        loss=lambda m, i: pairwise(m(*i)),
     ),
     **{
         f"penalty beside the output: {way}": beside(way)
@@ -789,4 +986,4 @@ REFUSED: dict[str, ZooCase] = {
     ),
 }
 
-CASES: dict[str, ZooCase] = {**LAYERS, **WEIGHTS, **WAYS, **REFUSED}
+CASES: dict[str, ZooCase] = {**LAYERS, **WEIGHTS, **WAYS, **PLACES, **REFUSED}

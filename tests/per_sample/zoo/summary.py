@@ -34,7 +34,7 @@ def main() -> None:
             flag = "  " if as_expected(found.kind, found.words, expectation(name, mode)) else "! "
             oracle = "" if found.oracle == "alone" else f"({found.oracle}) "
             numbers = f"{found.error:8.1e}{found.seconds:5.1f} s"
-            print(f"{flag}{mode:9}{name:46}{found.kind:12}{numbers}  {oracle}{found.words}", flush=True)
+            print(f"{flag}{mode:9}{name:48}{found.kind:12}{numbers}  {oracle}{found.words}", flush=True)
             if options.write:
                 learn(name, mode, found)
     for (mode, kind), count in sorted(counts.items()):
@@ -54,6 +54,8 @@ def brief(found: Outcome) -> str:
     """Words of an outcome that do not depend on sizes and rounding."""
     if found.kind == "wrong":
         return found.words.partition(", sample ")[0]
+    if found.kind == "left behind":
+        return found.words.partition(": ")[0]
     words = found.words.partition(": ")[2] if found.kind == "crash" else found.words
     clause = max(re.split(r"[\d()\[\]:;.,]", words[:200]), key=len).strip()
     return clause if len(clause) <= 70 else clause[:70].rpartition(" ")[0]

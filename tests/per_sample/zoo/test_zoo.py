@@ -39,6 +39,22 @@ def test_zoo(name, mode):
     )
 
 
+@pytest.mark.parametrize("name", ["convolutions", "lstm", "transformer", "shared position bias", "tied head", "vit"])
+def test_a_batch_of_one(name):
+    case = CASES[name]
+    model, inputs = trials.build(case, "eval"), trials.samples(trials.cast(case.inputs(), torch.float64), 0, 1)
+    gradients = []
+    for clip in (False, True):
+        clipper = gg.PerSampleGradientClipper(model, gg.FlatNormClipper(torch.inf)) if clip else None
+        sum(output.square().sum() for _, output in trials.outputs_of(case.call(model, inputs))).backward()
+        if clipper:
+            clipper.clip_and_accumulate()
+            clipper.pre_step()
+        gradients.append([torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters()])
+        model.zero_grad()
+    torch.testing.assert_close(*gradients, rtol=1e-10, atol=1e-14)
+
+
 def test_the_tables_speak_of_each_other():
     assert {*EXPECTED} <= {*CASES}
     assert {*SAMPLE} <= {*CASES}

@@ -42,7 +42,9 @@ def _summary(value: Any, depth: int = 0) -> Any:
     if isinstance(value, dict) and depth < 3:
         keys = [k if isinstance(k, str) else type(k).__name__ for k in value]  # those of hooks are numbers
         return type(value).__qualname__, keys, [_summary(v, depth + 1) for v in value.values()]
-    if isinstance(value, list | tuple | set) and depth < 3:
+    if isinstance(value, set | frozenset):
+        return sorted(map(repr, value))
+    if isinstance(value, list | tuple) and depth < 3:
         return type(value).__qualname__, [_summary(v, depth + 1) for v in value]
     return type(value).__qualname__
 
