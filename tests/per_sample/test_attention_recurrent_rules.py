@@ -266,6 +266,7 @@ def bfloat16_lstm():
 
 
 @pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN")
+@pytest.mark.filterwarnings("ignore:TF32 acceleration on top of oneDNN is available for Intel GPUs")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_forward_and_backward_under_autocast_are_repeated_in_float32_or_refused(dtype, bfloat16_lstm):
     exact = 0

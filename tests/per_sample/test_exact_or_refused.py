@@ -553,3 +553,54 @@ def test_the_generators_move_on_as_without_a_clipper():
         return torch.rand(3)
 
     assert torch.equal(numbers(True), numbers(False))
+
+
+class TwoTowers(nn.Module):
+    """Each row of what it returns depends on all samples of the second input."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(3, 4), nn.Linear(3, 4)
+
+    def forward(self, x, y):
+        return self.a(x) @ self.b(y).T
+
+
+@pytest.mark.parametrize("kind", ["float", "integer"])
+def test_the_second_input_of_a_contrastive_model_is_no_constant(kind):
+    model, x = made(TwoTowers), data()
+    y = data() if kind == "float" else torch.arange(3 * B).view(B, 3)
+    model.b = model.b if kind == "float" else nn.Sequential(nn.Embedding(3 * B, 1), nn.Flatten(), model.b).double()
+    clipper = gg.PerSampleGradientClipper(model, gg.FlatNormClipper(1.0))
+    with pytest.raises(gg.UnsupportedGradientError, match="samples cannot be told apart"):
+        model(x, y)
+    clipper.detach()
+
+
+def test_a_model_that_turns_its_batch_on_its_side_later_keeps_samples_apart():
+    class Turning(nn.Module):
+        turned = False
+
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(3, 2)
+
+        def forward(self, x):
+            return self.layer(x.transpose(0, 1) if self.turned else x).tanh()
+
+    model, x = made(Turning), data(torch.float64, 5, 4, 3)
+    clipper = gg.PerSampleGradientClipper(model, gg.FlatNormClipper(1e9))
+    model(x[:3]).square().sum((1, 2)).mean().backward()
+    clipper.clip_and_accumulate()
+    clipper.pre_step()
+    model.turned = True
+    model.zero_grad()
+    model(x).square().sum((0, 2)).mean().backward()  # samples are columns now
+    clipper.clip_and_accumulate()
+    clipper.pre_step()
+    found = {name: p.grad.clone() for name, p in model.named_parameters()}
+    clipper.detach()
+    model.zero_grad()
+    model(x).square().sum((0, 2)).mean().backward()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(found[name], parameter.grad, rtol=1e-12, atol=0)

@@ -16,7 +16,7 @@ from per_sample.steps import accumulate, oracle
 RULES = {
     "nothing binds": lambda count: gg.FlatNormClipper(math.inf),
     "half is clipped": lambda count: gg.FlatNormClipper(1.0),
-    "by parameter": lambda count: gg.PerLayerNormClipper([0.1, math.inf] * (count // 2) + [0.3] * (count % 2)),
+    "by parameter": lambda count: gg.PerParameterNormClipper([0.1, math.inf] * (count // 2) + [0.3] * (count % 2)),
     "factors above 1": lambda count: gg.AutoNormClipper(100.0),
 }
 

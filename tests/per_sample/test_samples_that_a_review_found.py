@@ -370,7 +370,9 @@ def test_a_mask_that_comes_later_or_only_first(first):
 def test_a_constant_mask_of_the_size_of_the_batch():
     model = Masked().double()
     clipper = clipper_of(model)
-    x, mask = torch.randn(B, B, 4, dtype=torch.float64), torch.rand(B, B, dtype=torch.float64)
+    x, mask = torch.randn(B, B, 4, dtype=torch.float64), torch.ones(B, B, dtype=torch.float64).tril()
+    with pytest.raises(gg.UnsupportedGradientError, match="its samples cannot be told apart"):
+        model(x, torch.rand(B, B, dtype=torch.float64))  # may be other samples' data
     squares(model(x, mask)).mean().backward()
     clipper.clip_and_accumulate()
     clipper.pre_step()

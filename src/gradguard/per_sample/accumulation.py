@@ -81,4 +81,4 @@ class Accumulation:
 def zeros_like_rows(parameter: Tensor, *rows: int) -> Tensor:
     """Return zeros ``[*rows, *shape]`` in the dtype that sums have: at least float32."""
     dtype = torch.float32 if parameter.dtype in HALVES else parameter.dtype
-    return torch.zeros(*rows, *parameter.shape, dtype=dtype, device=parameter.device)
+    return torch.zeros((*rows, *parameter.shape), dtype=dtype, device=parameter.device)

@@ -54,9 +54,10 @@ class PerSampleGradientClipper:
 
     * *Exact, or refused.* A layer with a rule (linear, convolution, embedding, normalization, attention, recurrent)
       uses it; other code is differentiated by torch.func, with the layers that it calls left out. Shared and tied
-      weights, layers used several times, bare and functionally used parameters and checkpointing are exact. What
-      cannot be followed is an error that names it. On the first step two samples are compared with what each gives by
-      itself.
+      weights, layers used several times, bare and functionally used parameters and checkpointing are exact; what cannot
+      be followed layer by layer is run sample by sample. Before the first call of each kind, samples are compared with
+      what each gives by itself; on the first step of each kind and batch size, with the plain gradient of the same
+      backward, parameter by parameter. What cannot be verified is an error that says so.
     * *The bound holds in the arithmetic used.* No sample adds more than C, rounding included: norms, factors and sums
       are at least float32 for every dtype, and factors leave room for what rounds.
     * *A sample whose gradient is not finite adds zero*, and `statistics` counts it.
@@ -70,7 +71,8 @@ class PerSampleGradientClipper:
     layer unused in a step      adds zero; its ``.grad`` is zeros
     frozen parameter            left out of the norm; ``.grad`` stays as it is
     BatchNorm in training mode  refused: it mixes samples; use GroupNorm
-    loss not the mean or sum    cannot be seen: a mean over *tokens* of the whole batch, say, is not a mean over samples
+    loss not the mean or sum    refused where its graph can be read, with each sample's part as a factor
+    layers cannot be followed   samples are run one by one after the batch, with the random numbers they had in it
     ==========================  =====================================================================================
 
     Args:

@@ -16,6 +16,9 @@ from torch import Tensor
 from gradguard.errors import UnsupportedGradientError
 from gradguard.torch_private import arguments_of, each_operation
 
+_RRELU = ("aten::rrelu_with_noise", "aten::rrelu_with_noise_functional")
+"""What it draws is in its second argument."""
+
 
 class Draws:
     """Records every random tensor that is drawn in a block, and how precisely the block computes.
@@ -101,7 +104,7 @@ class _Share:
         own.copy_(self._share_of(recorded, own.shape))
         if func.name().startswith("aten::native_dropout"):  # its values follow from the mask
             result[0].copy_(args[0] * own.to(args[0].dtype) / max(1.0 - args[1], 1e-30))
-        elif func.name().startswith("aten::rrelu_with_noise"):
+        elif func.name() in _RRELU:
             result.copy_(args[0] * own)
         return result
 
@@ -131,13 +134,13 @@ def is_draw(func: Any, args: Any, kwargs: Any) -> bool:
         return False
     given = {argument.name: argument.default_value for argument in arguments_of(func)}
     given |= dict(zip(given, args, strict=False)) | kwargs
-    rates = [given[name] for name in ("dropout_p", "dropout", "train") if name in given]
+    rates = [given[name] for name in ("dropout_p", "dropout", "train", "training") if name in given]
     return all(rate is None or bool(rate) for rate in rates)
 
 
 def _random_part(func: Any, args: Any, result: Any) -> Tensor:
     """The tensor among an operation's results, or arguments, that holds what was drawn."""
-    if func.name() in ("aten::rrelu_with_noise", "aten::rrelu_with_noise_functional"):
+    if func.name() in _RRELU:
         return args[1]
     hidden = any(a.alias_info is not None and a.alias_info.is_write for a in arguments_of(func)[1:])
     if isinstance(result, Tensor) and not hidden:

@@ -20,8 +20,9 @@ from gradguard.errors import UnsupportedGradientError
 from gradguard.per_sample.draws import is_draw
 from gradguard.per_sample.layers.call import BatchAxis
 from gradguard.per_sample.samples import Arguments, take_samples, tensor_leaves
+from gradguard.per_sample.trees import changes_of
 from gradguard.per_sample.undisturbed import undisturbed
-from gradguard.torch_private import each_operation, parameter_slots, tree_leaves, version_of
+from gradguard.torch_private import each_operation, parameter_slots, tree_leaves
 
 Slot = tuple[nn.Module, str]
 """A parameter as an attribute of a module."""
@@ -92,9 +93,9 @@ class Observer(TorchFunctionMode):
         call = self.calls[self._running.pop()]
         tensors = tensor_leaves(output)
         call.outputs = [t.shape for t in tensors]
-        call.in_place = any(version_of(tensor) != version for tensor, version in self._returned.pop())
+        call.in_place = any(changes_of(tensor) != version for tensor, version in self._returned.pop())
         if self._returned:
-            self._returned[-1] += [(tensor, version_of(tensor)) for tensor in tensors]
+            self._returned[-1] += [(tensor, changes_of(tensor)) for tensor in tensors]
         if self._keep_values:
             call.values += [t.clone() for t in tensors]
         assert call.module is module
@@ -255,10 +256,10 @@ class DryRun:
                 torch.manual_seed(self._seed)
                 random.seed(self._seed)
                 before = torch.get_rng_state(), random.getstate()
-                versions = [version_of(buffer) for buffer in self._module.buffers()]
+                versions = [changes_of(buffer) for buffer in self._module.buffers()]
                 self._module(*args, **kwargs)
                 self.draws |= not torch.equal(before[0], torch.get_rng_state()) or before[1] != random.getstate()
-                self.changes_buffers |= versions != [version_of(buffer) for buffer in self._module.buffers()]
+                self.changes_buffers |= versions != [changes_of(buffer) for buffer in self._module.buffers()]
         except UnsupportedGradientError:
             raise
         except Exception as error:

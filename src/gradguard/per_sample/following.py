@@ -230,7 +230,7 @@ class Following:
         if not size:
             return
         rehearsal = self._rehearsed is not None
-        rehearse = self._rehearse if self._planning.uses_trained(module) else None
+        rehearse = self._rehearse if self._planning.uses_trained(module) and not self._planning.sharded else None
         way = self._rehearsed or self._planning.way(module, arguments, size)
         call = LastCall(way, arguments, size, autocast_of(Skeleton(arguments)))
         self._tapping.verifying = rehearsal or (rehearse is not None and size not in way.sizes)
@@ -239,7 +239,7 @@ class Following:
             self._planning.restart()
             self._unverified.append(call)
             self._tapping.batch_size, self._tapping.verifying = size, True
-            if self._loss_check is not None:
+            if self._loss_check is not None and self.gathering.mini_batch is None:
                 self._loss_check.start(size)
         self._planning.resume(way)
         self.gathering.shared = self._planning.shared

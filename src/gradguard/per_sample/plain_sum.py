@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from gradguard.per_sample.arithmetic import wide
-from gradguard.per_sample.contributions import Contribution
+from gradguard.per_sample.contributions import Contribution, Outer, Rows, Tied
 
 
 class Leaves:
@@ -64,7 +64,16 @@ def off_from_sum(contribution: Contribution, plain: Tensor | None, precision: fl
 
 
 def magnitude(contribution: Contribution) -> Tensor:
-    """Return the sum of the samples' norms."""
+    """Return the sum of the norms of what the samples' gradients are added up from, as far as that is known."""
+    if isinstance(contribution, Outer):
+        lengths = torch.linalg.vector_norm(contribution.left, dim=2) * torch.linalg.vector_norm(
+            contribution.right, dim=2
+        )
+        return lengths.double().sum()
+    if isinstance(contribution, Rows):
+        return torch.linalg.vector_norm(wide(contribution.values), dim=-1).double().sum()
+    if isinstance(contribution, Tied):
+        return magnitude(contribution.looked_up) + magnitude(contribution.multiplied)
     return contribution.squared_norms().sqrt().sum()
 
 

@@ -28,11 +28,12 @@ class Planning:
 
     Attributes:
         shared: Parameters that more than one call uses.
+        sharded: Parameters are spread over processes.
     """
 
     def __init__(self, batch_first: bool, names: Mapping[Slot, str], observe: Any) -> None:
         # Under FSDP2 every dry run is a collective, so all processes must do the same ones, whatever their batches.
-        self._sharded = any(is_sharded(getattr(module, slot)) for module, slot in names)
+        self.sharded = any(is_sharded(getattr(module, slot)) for module, slot in names)
         self._batch_first, self._names, self._observe = batch_first, names, observe
         self._ways: dict[Any, Way] = {}
         self._current: list[Plans] = []
@@ -68,7 +69,7 @@ class Planning:
         Raises:
             UnsupportedGradientError: If its samples cannot be told apart.
         """
-        key = (module, signature(arguments, sizes=not self._sharded))
+        key = (module, signature(arguments, sizes=not self.sharded))
         if key not in self._ways:
             self._ways[key] = self._plan(module, arguments, size)
             plans = [p for way in self._ways.values() for p in way.plans]
@@ -96,7 +97,7 @@ class Planning:
         return any(self._names.get((m, slot)) in self._trained for m in module.modules() for slot in parameter_slots(m))
 
     def _plan(self, module: nn.Module, arguments: Arguments, size: int) -> Way:
-        others = [] if self._sharded else other_candidates(arguments, self._batch_first, size)
+        others = [] if self.sharded else other_candidates(arguments, self._batch_first, size)
         attempts = [frozenset(), *[frozenset([i]) for i in others], frozenset(others)] if others else [frozenset()]
         failure: UnsupportedGradientError | None = None
         for whole in attempts:
@@ -106,7 +107,7 @@ class Planning:
             except UnsupportedGradientError as error:
                 failure = failure or error
         reason = str(failure) if failure else "different layers run in each step."
-        for whole in attempts if not self._sharded else []:
+        for whole in attempts if not self.sharded else []:
             try:
                 way = self._outermost(module, arguments, size, whole)
             except UnsupportedGradientError as error:
@@ -136,7 +137,7 @@ class Planning:
             if not plans or missing & plan.modules:
                 plans.append(plan)
             missing -= plan.modules
-            if not missing or not run.draws or self._sharded:
+            if not missing or not run.draws or self.sharded:
                 break
         first = plans[0].of(module, 0)
         return Way(module, whole, plans, first.outputs if first else (), draws, changes)

@@ -18,7 +18,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from gradguard.distributed.placements import is_sharded
 from gradguard.errors import UnsupportedGradientError
 from gradguard.per_sample.arithmetic import exact_products, row_squares, wide
 from gradguard.per_sample.contributions import Contribution
@@ -73,7 +72,7 @@ class Rehearsal:
         Raises:
             UnsupportedGradientError: If its per-sample gradients are not those of the samples by themselves.
         """
-        if any(is_sharded(following.parameter(name)) for name in following.aliases):
+        if following.planning.sharded:
             return  # a second run would be a collective
         try:
             self._try(following, call)

@@ -21,9 +21,9 @@ from gradguard.per_sample.layers.call import BatchAxis
 from gradguard.per_sample.plain_sum import Leaves, magnitude, off_from_sum
 from gradguard.per_sample.samples import Arguments, take_samples
 from gradguard.per_sample.substitution import substituted
-from gradguard.per_sample.trees import Skeleton
+from gradguard.per_sample.trees import Skeleton, changes_of
 from gradguard.per_sample.undisturbed import undisturbed
-from gradguard.torch_private import parameter_slots, version_of
+from gradguard.torch_private import parameter_slots
 
 Places = Mapping[str, Sequence[tuple[nn.Module, str]]]
 """The attributes of modules that hold each parameter."""
@@ -120,18 +120,16 @@ class SampleLoop:
         """
         call = self.call
         numbers = [0.0] * len(call.output_axes)
-        attempts = [False, True] if call.draws is not None else [False]
+        last: bool | None = None if call.draws is not None and call.draws.drawn else False
         with call.quietly(), undisturbed(call.module, dropout=True), torch.enable_grad():
             for sample in samples:
-                for last in attempts:
+                if last is None:  # how samples lie in what is drawn is the same for all of them
                     try:
-                        gradients = self._run_one(sample, last, numbers)
+                        gradients, last = self._run_one(sample, False, numbers), False
                     except UnsupportedGradientError:
-                        if last is attempts[-1]:
-                            raise
-                    else:
-                        attempts = [last]  # how samples lie in what is drawn is the same for all of them
-                        break
+                        gradients, last = self._run_one(sample, True, numbers), True
+                else:
+                    gradients = self._run_one(sample, last, numbers)
                 yield gradients
         if len(samples) == call.batch_size:
             self._check_numbers(numbers)
@@ -157,7 +155,7 @@ class SampleLoop:
             for i, (output, (recorded, version)) in enumerate(zip(outputs, call.outputs, strict=True)):
                 grad, axis = call.grads[i] if call.grads else None, call.output_axes[i]
                 if axis is not None:
-                    if version_of(recorded) == version and not same_rows(
+                    if changes_of(recorded) == version and not same_rows(
                         recorded, output, axis, sample, call.precision
                     ):
                         raise UnsupportedGradientError(_differs(call, "it returns other values"))

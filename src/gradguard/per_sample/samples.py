@@ -35,10 +35,21 @@ def count_samples(arguments: Arguments, batch_first: bool, name: str) -> int:
 
 
 def other_candidates(arguments: Arguments, batch_first: bool, size: int) -> list[int]:
-    """Return the positions of tensors, but the first, whose batch dimension has ``size``: by chance, maybe."""
+    """Return the positions of tensors, but the first, whose batch dimension has ``size`` by chance, maybe.
+
+    Such a tensor is a list of positions or a square mask. Anything else may hold other samples' data, as the second
+    input of a contrastive model does, and belongs to no sample only if that is certain.
+    """
     tensors = tensor_leaves(arguments)
     fitting = [i for i, t in enumerate(tensors) if t.dim() and t.shape[_batch_dim(t, batch_first)] == size]
-    return fitting[1:]
+    return [i for i in fitting[1:] if _may_be_constant(tensors[i])]
+
+
+def _may_be_constant(tensor: Tensor) -> bool:
+    if tensor.dim() == 1:
+        return not (tensor.is_floating_point() or tensor.is_complex())
+    square = tensor.dim() == 2 and tensor.shape[0] == tensor.shape[1]
+    return square and tensor.unique().numel() <= 2
 
 
 def signature(arguments: Arguments, sizes: bool) -> Hashable:

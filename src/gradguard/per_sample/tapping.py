@@ -28,8 +28,8 @@ from gradguard.per_sample.plan import CallPlan, Treatment
 from gradguard.per_sample.sample_loop import LoopedCall
 from gradguard.per_sample.substitution import substituted
 from gradguard.per_sample.tap import current_task, tap
-from gradguard.per_sample.trees import Skeleton
-from gradguard.torch_private import parameter_slots, version_of
+from gradguard.per_sample.trees import Skeleton, changes_of
+from gradguard.torch_private import parameter_slots
 
 
 class Running:
@@ -125,7 +125,7 @@ class Tapping:
             changed = self._tap_code(running, output)
         if running.left_out is not None and caller is not None:
             returned = Skeleton(output if changed is None else changed)
-            caller.given += [(tensor, version_of(tensor)) for tensor in returned.tensors]
+            caller.given += [(tensor, changes_of(tensor)) for tensor in returned.tensors]
             running.left_out.output, running.left_out.output_axes = returned, plan.outputs
             if caller.plan.in_place:  # it gets copies to write into
                 changed = returned.fill([tensor.clone() for tensor in returned.tensors])
@@ -184,7 +184,7 @@ class Tapping:
             leaves=leaves,
             in_place=plan.in_place,
         )
-        running.given = [(tensor, version_of(tensor)) for tensor in arguments.tensors]
+        running.given = [(tensor, changes_of(tensor)) for tensor in arguments.tensors]
         if not passed:
             return None
         tensors: list[Tensor | None] = list(arguments.tensors)
@@ -281,7 +281,7 @@ class Tapping:
         code = running.code
         assert code is not None
         for tensor, version in running.given:
-            if version_of(tensor) != version:
+            if changes_of(tensor) != version:
                 raise UnsupportedGradientError(
                     f"the code of {type(running.module).__name__} changed a tensor in place that a layer had returned "
                     f"(shape {tuple(tensor.shape)}), and it uses {', '.join(code.aliases)} by itself. Write x = x + y "
@@ -306,7 +306,7 @@ class Tapping:
         returned = Skeleton(output)
         if loop.draws is not None:
             loop.precision = max(loop.precision, loop.draws.precision)
-        loop.outputs = [(tensor.detach(), version_of(tensor)) for tensor in returned.tensors]
+        loop.outputs = [(tensor.detach(), changes_of(tensor)) for tensor in returned.tensors]
         places = [i for i, t in enumerate(returned.tensors) if t.requires_grad]
         if not places:
             return None

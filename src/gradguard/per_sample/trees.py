@@ -5,7 +5,12 @@ from typing import Any
 
 from torch import Tensor
 
-from gradguard.torch_private import tree_flatten, tree_unflatten
+from gradguard.torch_private import tree_flatten, tree_unflatten, version_of
+
+
+def changes_of(tensor: Tensor) -> int:
+    """Return how often ``tensor`` was written into; 0 for one made in inference mode, which does not count."""
+    return 0 if tensor.is_inference() else version_of(tensor)
 
 
 class Skeleton:

@@ -188,13 +188,13 @@ EXPECTED: dict[str, dict[str, str]] = {
         "train": "refused: that does not grow with the number of samples",
     },
     "clip": {
-        "eval": "refused: that does not grow with the number of samples",
-        "train": "refused: that does not grow with the number of samples",
-        "float32": "refused: that does not grow with the number of samples",
-        "bfloat16": "refused: that does not grow with the number of samples",
+        "eval": "refused: its samples cannot be told apart",
+        "train": "refused: its samples cannot be told apart",
+        "float32": "refused: its samples cannot be told apart",
+        "bfloat16": "refused: its samples cannot be told apart",
     },
     "clipseg": {
-        "eval": "refused: that does not grow with the number of samples",
+        "eval": "refused: its samples cannot be told apart",
     },
     "flava": {
         "eval": "crash: required positional arguments",
@@ -203,20 +203,20 @@ EXPECTED: dict[str, dict[str, str]] = {
         "bfloat16": "crash: required positional arguments",
     },
     "owlvit": {
-        "eval": "refused: that does not grow with the number of samples",
-        "train": "refused: that does not grow with the number of samples",
+        "eval": "refused: its samples cannot be told apart",
+        "train": "refused: its samples cannot be told apart",
     },
     "siglip": {
-        "eval": "refused: that does not grow with the number of samples",
-        "train": "refused: that does not grow with the number of samples",
-        "float32": "refused: that does not grow with the number of samples",
-        "bfloat16": "refused: that does not grow with the number of samples",
+        "eval": "refused: its samples cannot be told apart",
+        "train": "refused: its samples cannot be told apart",
+        "float32": "refused: its samples cannot be told apart",
+        "bfloat16": "refused: its samples cannot be told apart",
     },
     "vilt": {
         "eval": "refused: the code of ViltEmbeddings uses parameters by itself and draws random",
         "train": "refused: the code of ViltEmbeddings uses parameters by itself and draws random",
     },
     "clip, loss over pairs": {
-        "eval": "wrong: logit_scale",
+        "eval": "refused: its samples cannot be told apart",
     },
 }
