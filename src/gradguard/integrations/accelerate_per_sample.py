@@ -152,7 +152,11 @@ def _backward(original: Callable[..., Any], accelerator: Accelerator, loss: Tens
     clip = _attached.get(accelerator)
     if clip is None:
         return original(accelerator, loss, **kwargs)
-    done = original(accelerator, loss * accelerator.gradient_accumulation_steps, **kwargs)
+    parts = accelerator.gradient_accumulation_steps
+    clip.clipper.loss_divisor = float(parts)
+    if parts > 1 and loss.requires_grad:
+        loss.register_hook(lambda grad: grad * parts)
+    done = original(accelerator, loss, **kwargs)
     clip.clipper.clip_and_accumulate()
     return done
 

@@ -116,6 +116,8 @@ class PerSampleCallback(Callback, OnlyClip):
         """Undo Lightning's division by the number of accumulated batches: it is part of no sample's own loss."""
         del pl_module
         parts = trainer.accumulate_grad_batches
+        if self.clipper is not None:
+            self.clipper.loss_divisor = float(parts)
         if parts > 1 and loss.requires_grad:
             loss.register_hook(lambda grad: grad * parts)
 

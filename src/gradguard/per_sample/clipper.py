@@ -95,6 +95,7 @@ class PerSampleGradientClipper:
 
     Attributes:
         statistics: `PerSampleStatistics` of the last mini-batch; not private.
+        loss_divisor: What a trainer divides each loss by, for an adapter that undoes it in backward.
         step_advice: What to call, in the error that an optimizer's step raises while clipped mini-batches wait.
 
     Raises:
@@ -142,6 +143,7 @@ class PerSampleGradientClipper:
         self._gradients: dict[str, Tensor] | None = None
         self._clipped_by: tuple[dict[str, Tensor], Tensor | None] | None = None
         self.statistics: PerSampleStatistics | None = None
+        self.loss_divisor = 1.0
         self.step_advice = "call clipper.pre_step() before it, or clipper.discard() to drop them"
         self._noise_scale = NoiseScaleMeter(int(noise_scale))
         with ExitStack() as attached:  # what fails leaves the module as it was
@@ -153,7 +155,7 @@ class PerSampleGradientClipper:
             watch_scalers()
             attached.callback(follow(module))
             rehearse = Rehearsal(loss_reduction, check == "warn") if check else None
-            scale = lambda: float(self._scaler_scale())  # noqa: E731
+            scale = lambda: float(self._scaler_scale()) / self.loss_divisor  # noqa: E731
             self._loss_check = LossCheck(loss_reduction, batch_first, scale, check == "warn") if check else None
             self._following = Following(
                 module, batch_first, places_of_parameters(module), loss_reduction, rehearse, self._loss_check
@@ -248,7 +250,7 @@ class PerSampleGradientClipper:
         """
         self._accumulation.check("pre_step")
         if self._loss_check is not None:
-            self._loss_check.refuse_divided(self._accumulation.mini_batches)
+            self._loss_check.refuse_divided(self._accumulation.mini_batches, self.loss_divisor)
         refuse_stale_gradients(self.trained, self._assigned)
         if self._group is None:
             size = self._accumulation.batch_size or 0

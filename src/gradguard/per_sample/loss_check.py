@@ -51,13 +51,17 @@ class LossCheck:
                 raise UnsupportedGradientError(words)
             warnings.warn(words, stacklevel=5)
 
-    def refuse_divided(self, mini_batches: int) -> None:
+    def refuse_divided(self, mini_batches: int, known: float) -> None:
         """Check that the losses of a step are not divided by the number of its mini-batches.
+
+        Args:
+            mini_batches: Their number.
+            known: What a trainer divides each loss by, which its adapter undoes in backward.
 
         Raises:
             InvalidValueError: If they are: their average would be divided by it twice.
         """
-        if mini_batches > 1 and self._divided_by == mini_batches and self._reduction == "mean":
+        if known == 1 and mini_batches > 1 and self._divided_by == mini_batches and self._reduction == "mean":
             words = (
                 f"each loss was divided by {mini_batches}, and {mini_batches} mini-batches were accumulated: norms "
                 "were compared, and gradients averaged, as so many times too small, because the clipper averages over "

@@ -129,9 +129,9 @@ def _mean_of(step: Step) -> float:
 
 
 def _without(scale: float, constants: tuple[Constant, ...]) -> tuple[Constant, ...]:
-    """The constants without the one of a GradScaler."""
+    """The constants without the one of a GradScaler, or of a trainer."""
     for k, constant in enumerate(constants):
-        if scale != 1 and not constant.divides and math.isclose(constant.value, scale, rel_tol=1e-6):
+        if scale != 1 and math.isclose(constant.value, scale, rel_tol=1e-6):
             return constants[:k] + constants[k + 1 :]
     return constants
 

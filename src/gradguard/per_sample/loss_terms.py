@@ -63,7 +63,7 @@ def loss_parts(
         batch_size: Number of samples B.
         reduction: What the loss is said to be: ``"mean"`` or ``"sum"``.
         batch_first: Whether rows have the samples in front, not the time.
-        scale: What a GradScaler multiplied the loss by.
+        scale: What a GradScaler, or a trainer, multiplied the loss by.
 
     Returns:
         What was found; nothing is raised for a loss that is wrong, or cannot be read.
@@ -85,7 +85,9 @@ def loss_parts(
         worst = [judged.parts for judged in found if judged.parts.verdict == verdict]
         if worst:
             return max(worst, key=_distance)
-    return LossParts("right", factors=found[0].parts.factors, divided_by=_common_divisor(found), terms=len(found))
+    return LossParts(
+        "right", factors=found[0].parts.factors, divided_by=_common_divisor(found, terms), terms=len(found)
+    )
 
 
 def explain(parts: LossParts, reduction: str) -> str:
@@ -245,7 +247,9 @@ def _distance(parts: LossParts) -> float:
     return math.inf if parts.factors is None else max(abs(extreme - 1) for extreme in _extremes(parts.factors))
 
 
-def _common_divisor(found: Sequence[_Judged]) -> float:
-    """What all terms are divided by."""
+def _common_divisor(found: Sequence[_Judged], terms: Sequence[Term]) -> float:
+    """What all terms are divided by; 1 where a factor undoes that, as a trainer's adapter does."""
     common = set.intersection(*[set(judged.divisors.items()) for judged in found])
-    return math.prod(divisor for _, divisor in common)
+    divisor = math.prod(divisor for _, divisor in common)
+    factors = [abs(constant.value) for term in terms for constant in term.constants if not constant.divides]
+    return 1.0 if any(math.isclose(divisor, factor, rel_tol=1e-6) for factor in factors) else divisor
