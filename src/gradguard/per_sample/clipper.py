@@ -336,7 +336,7 @@ class PerSampleGradientClipper:
             return
         held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         places = (self._following.aliases[name][0] for name in self._names)
-        if any(id(module._parameters.get(slot)) in held for module, slot in places):
+        if any(id(parameter_slots(module).get(slot)) in held for module, slot in places):
             raise InvalidValueError(
                 f"{type(optimizer).__name__}.step() was called, and the gradients of {self._accumulation.batch_size} "
                 f"samples were clipped and not yet taken: {self.step_advice}. No weight was changed."
