@@ -37,7 +37,7 @@ from gradguard.per_sample.support import (
     refuse_unsupported,
 )
 from gradguard.tensors.layout import wide_dtype
-from gradguard.torch_private import loss_scale_of
+from gradguard.torch_private import loss_scale_of, parameter_slots
 
 
 class PerSampleGradientClipper:
