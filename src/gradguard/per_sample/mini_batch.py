@@ -74,7 +74,7 @@ class MiniBatch:
     parts: dict[str, list[Contribution]] = field(default_factory=lambda: defaultdict(list))
     own_code: list[OwnCode] = field(default_factory=list)
     loops: list[LoopedCall] = field(default_factory=list)
-    to_verify: list[tuple[UsedLayer, dict[str, Contribution], float]] = field(default_factory=list)
+    to_verify: list[tuple[UsedLayer, dict[str, Contribution], float, Tensor]] = field(default_factory=list)
     reached: list[Leaves] = field(default_factory=list)
     tapped: set[Leaves] = field(default_factory=set)
     finished: dict[str, Contribution] | None = None
@@ -149,10 +149,8 @@ class MiniBatch:
             UnsupportedGradientError: If they differ.
         """
         while self.to_verify:
-            layer, found, precision = self.to_verify.pop()
+            layer, found, precision, size = self.to_verify.pop()
             assert layer.leaves is not None
-            sizes = [magnitude(contribution) for contribution in found.values()]
-            size = torch.stack(sizes).nan_to_num(0.0, 0.0, 0.0).max()
             for name, contribution in found.items():
                 if float(off_from_sum(contribution, layer.leaves.plain.get(name), precision, size)) > 1:
                     raise UnsupportedGradientError(
@@ -235,13 +233,15 @@ class Gathering:
                     f"{sorted(layer.names)} are trained. Is the weight computed by an old-style hook (weight_norm, "
                     "spectral_norm, prune)? Use torch.nn.utils.parametrizations in its place."
                 )
+            sizes = [magnitude(c) for c in found.values()] if layer.leaves is not None else []  # before any is held
             added = {
                 layer.names[name]: mini_batch.add(layer.names[name], contribution, device)
                 for name, contribution in found.items()
             }
             if layer.leaves is not None:
                 floats = [t for t in (*saved, *grads) if t is not None and t.is_floating_point()]
-                mini_batch.to_verify.append((layer, added, max(torch.finfo(t.dtype).eps for t in floats)))
+                size = torch.stack(sizes).nan_to_num(0.0, 0.0, 0.0).max()
+                mini_batch.to_verify.append((layer, added, max(torch.finfo(t.dtype).eps for t in floats), size))
 
     def receive_left_out(
         self, layer: LeftOut, saved: Sequence[Tensor], grads: Sequence[Tensor | None], task: int
