@@ -127,3 +127,4 @@ def test_it_looks_like_any_module():
     assert set(gg.__all__) <= set(everything)
     for name in ("watch", "error_clip", "Guard", "ClipResult"):
         assert pickle.loads(pickle.dumps(getattr(gg, name))) is getattr(gg, name)
+    assert pickle.loads(pickle.dumps(gg)) is gg  # Ray sends functions with the modules that they use

@@ -247,5 +247,8 @@ class _PublicList(types.ModuleType):
         if not hides_function:
             super().__setattr__(name, value)
 
+    def __reduce__(self) -> tuple[object, ...]:  # as a module is: Ray sends functions whose globals hold this one
+        return importlib.import_module, (self.__name__,)
+
 
 sys.modules[__name__].__class__ = _PublicList
