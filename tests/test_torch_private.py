@@ -47,6 +47,7 @@ NAMES = {
     "assert_async": ["torch._assert_async"],
     "largest_in_bags": ["torch._embedding_bag"],
     "current_graph_task": ["torch._C._current_graph_task_id"],
+    "call_before_backwards": ["torch.autograd._engine_run_backward"],
     "call_after_backward": ["torch.autograd.Variable._execution_engine"],
     "next_sequence_number": ["torch.autograd._get_sequence_nr"],
     "call_slot": ["torch.nn.Module._call_impl"],
@@ -192,6 +193,23 @@ def test_call_after_backward(monkeypatch):
     assert order == ["leaf", "end"]
     with pytest.raises(UnsupportedVersionError, match=r"the end of a backward needs torch"):
         without(monkeypatch, *NAMES["call_after_backward"]).call_after_backward(print)
+
+
+def test_call_before_backwards(monkeypatch):
+    engine, told = torch.autograd._engine_run_backward, []
+    y = (torch.ones(2, requires_grad=True) * 2).sum()
+    first = torch_private.call_before_backwards(lambda roots: told.append(("first", [*roots])))
+    second = torch_private.call_before_backwards(lambda roots: told.append(("second", [*roots])))
+    y.backward(retain_graph=True)
+    first()
+    torch.autograd.backward([y], retain_graph=True)
+    second()
+    y.backward()
+    assert [name for name, _ in told] == ["first", "second", "second"]
+    assert all(root is y for _, [root] in told)
+    assert torch.autograd._engine_run_backward is engine
+    lacking = without(monkeypatch, *NAMES["call_before_backwards"])
+    assert lacking.call_before_backwards(print) is None
 
 
 def test_next_sequence_number_and_sequence_number_of(monkeypatch):

@@ -7,6 +7,7 @@ slowly; else it raises, when it is called: importing gradguard never fails for w
 import functools
 import math
 import sys
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from types import FrameType
@@ -147,6 +148,41 @@ current_graph_task: Callable[[], int] = _bound(
     torch._C, "torch._C._current_graph_task_id", "telling one backward from the next"
 )
 """Return the number of the backward that runs in this thread, or -1: a hook has no other way to tell."""
+
+
+_before_backwards: dict[object, Callable[[Any], None]] = {}
+_before_backwards_lock = threading.Lock()
+
+
+def call_before_backwards(function: Callable[[Any], None]) -> Callable[[], None] | None:
+    """Call ``function`` with the roots of each backward that begins, tensors or gradient edges.
+
+    Returns:
+        What ends that. None where torch has no `_engine_run_backward`, which whatever begins a backward goes through.
+    """
+    original = getattr(torch.autograd, "_engine_run_backward", None)
+    if original is None:
+        return None
+    key = object()
+
+    def tell_and_run(roots: Any, *args: Any, **kwargs: Any) -> Any:
+        for one in list(_before_backwards.values()):
+            one(roots)
+        return original(roots, *args, **kwargs)
+
+    def unsubscribe() -> None:
+        with _before_backwards_lock:
+            _before_backwards.pop(key, None)
+            current: Any = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
+            if not _before_backwards and hasattr(current, "tells_gradguard"):
+                torch.autograd._engine_run_backward = current.tells_gradguard  # type: ignore[attr-defined]
+
+    with _before_backwards_lock:
+        _before_backwards[key] = function
+        if not hasattr(original, "tells_gradguard"):
+            tell_and_run.tells_gradguard = original  # type: ignore[attr-defined]
+            torch.autograd._engine_run_backward = tell_and_run  # type: ignore[attr-defined]
+    return unsubscribe
 
 
 def call_after_backward(function: Callable[[], None]) -> None:

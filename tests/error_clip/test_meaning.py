@@ -136,6 +136,31 @@ def test_a_parameter_in_other_clothes_is_not_clipped(dress):
     equal(w.grad, expected)
 
 
+COMPLEX_PARAMETER_IN_OTHER_CLOTHES = {
+    "as real": torch.view_as_real,
+    "real": lambda w: w.real,
+    "imaginary": lambda w: w.imag,
+    "conjugate": lambda w: w.conj(),
+    "conjugate, in memory": lambda w: w.conj().resolve_conj(),
+    "imaginary part of the conjugate": lambda w: w.conj().imag,
+    "adjoint": lambda w: w.mH,
+    "conj_physical": torch.conj_physical,
+    "and back": lambda w: torch.view_as_complex(torch.view_as_real(w).clone()),
+}
+
+
+@pytest.mark.parametrize("dress", COMPLEX_PARAMETER_IN_OTHER_CLOTHES.values(), ids=COMPLEX_PARAMETER_IN_OTHER_CLOTHES)
+def test_a_complex_parameter_in_other_clothes_is_not_clipped(dress):
+    w = torch.randn(4, 4, dtype=torch.complex64, requires_grad=True)
+    value = dress(w)
+    loss = ((torch.view_as_real(value.resolve_conj()) if value.is_complex() else value) * 10).sum()
+    (expected,) = plain(loss, w)
+    with gg.error_clip(loss, gg.ErrorClipByValue(2.0)):
+        loss.backward()
+    assert expected.abs().max() >= 10
+    equal(w.grad, expected)
+
+
 def test_a_computed_weight_is_clipped():
     g, v = leaf(1.0), leaf(3.0, 4.0)
     weight = g * v / v.norm()

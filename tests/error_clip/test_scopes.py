@@ -1,6 +1,7 @@
 """Parts of a graph: modules, chosen tensors, and which rule a value has where blocks are nested."""
 
 from contextlib import ExitStack
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -269,3 +270,45 @@ def test_a_forward_that_failed_does_not_disturb_the_next_one():
         below = x * 1
         (model(below) * 10).sum().backward()
     assert x.grad.item() == 0.5
+
+
+class Slotted:
+    __slots__ = ("inner",)
+
+    def __init__(self, inner):
+        self.inner = inner
+
+
+CONTAINERS = {
+    "a plain object": lambda y: SimpleNamespace(y=y),
+    "in an object's list": lambda y: SimpleNamespace(layers=[None, {"y": y}]),
+    "slots": Slotted,
+    "an object in a tuple": lambda y: (1, SimpleNamespace(y=Slotted(y))),
+}
+
+
+@pytest.mark.parametrize("kind", CONTAINERS)
+def test_objects_that_a_module_returns_are_looked_into(kind):
+    class Inner(nn.Module):
+        def forward(self, x):
+            self.y = (x * 3).exp()
+            return CONTAINERS[kind](self.y)
+
+    model, x = Inner(), torch.zeros(2, requires_grad=True)
+    with gg.error_clip(model, gg.ErrorClipByValue(0.5)):
+        model(x)
+        (100 * model.y.sum()).backward()
+    assert x.grad.tolist() == [1.5, 1.5]  # 100 is clipped to 0.5 at y, and passes 3 * x
+
+
+@pytest.mark.parametrize("closed", [lambda y: lambda: y, lambda y: (one for one in [y])], ids=["function", "generator"])
+def test_an_output_that_cannot_be_looked_into_says_so(closed):
+    class Inner(nn.Module):
+        def forward(self, x):
+            return closed(x * 3)
+
+    with (
+        pytest.raises(gg.InvalidValueError, match=r"Inner returned a (function|generator), in which no tensor can be"),
+        gg.error_clip(model := Inner(), gg.ErrorClipByValue(0.5)),
+    ):
+        model(torch.zeros(2, requires_grad=True))

@@ -54,8 +54,8 @@ def error_clip(
 
     **Guarantees.** Nothing stays attached after the block, also after an error. Elementwise clamps that provably change
     nothing are left out; the result is the same bit for bit. That proof counts on no tensor hook of yours that enlarges
-    a gradient, and on the backward that starts at ``loss``: another one is refused if it comes to such a place. With
-    ``prune=False`` nothing is left out.
+    a gradient. It holds where gradients come from ``loss``: for a backward that brings others to its graph, such as
+    ``(loss + other).backward()`` or that of a gradient penalty, nothing is left out. Nor is with ``prune=False``.
 
     **Edge cases.**
 
@@ -87,7 +87,7 @@ def error_clip(
             no backward, passed through a module in the block.
         InvalidTypeError: If ``target``, ``rule`` or ``stats`` is of another type, or the rule returns something that
             the backward cannot go on with.
-        UnsupportedGradientError: If a gradient is sparse, or another backward misses clamps that were left out.
+        UnsupportedGradientError: If a gradient is sparse.
         FreedGraphError: If the backward goes through a graph that an earlier one has freed.
         RuntimeError: What PyTorch raises in the block.
 

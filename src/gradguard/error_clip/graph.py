@@ -41,8 +41,11 @@ VIEWS_AND_CASTS = frozenset(
         "Alias",
         "AsStrided",
         "Clone",
+        "Conj",
+        "ConjPhysical",
         "Diagonal",
         "Expand",
+        "NegView",
         "Permute",
         "ReshapeAlias",
         "Select",
@@ -60,6 +63,8 @@ VIEWS_AND_CASTS = frozenset(
         "UnsafeView",
         "Unsqueeze",
         "View",
+        "ViewAsComplex",
+        "ViewAsReal",
     ]
 )
 """Operations of one input whose chains from a parameter, such as ``weight.t()``, still hold that parameter."""

@@ -1,5 +1,6 @@
 """Hooks on the nodes of a graph that put a rule between one backward operation and the next."""
 
+import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -12,9 +13,9 @@ from torch.autograd.graph import Node, get_gradient_edge
 
 from gradguard.error_clip.base import BaseErrorClip, apply_rule, clamp_bounds, is_trusted
 from gradguard.error_clip.graph import NO_INPUTS, Graph, Inputs, Slot, holds_a_leaf, is_leaf, root_of, walk
-from gradguard.error_clip.plan import Choice, RootsToo, plan_for
+from gradguard.error_clip.plan import Choice, Plan, RootsToo, Step, plan_for
 from gradguard.errors import InvalidTypeError, NonFiniteGradientError, UnsupportedGradientError
-from gradguard.torch_private import current_graph_task, tree_leaves
+from gradguard.torch_private import tree_leaves
 
 Gradients = tuple[Tensor | None, ...]
 _FLOAT32 = torch.float32
@@ -43,6 +44,9 @@ class Tally(Protocol):
 
     def passes(self, grads: Gradients) -> None:
         """A backward begins."""
+
+    def forget(self) -> None:
+        """They are clipped from now on."""
 
 
 class Observer(Protocol):
@@ -83,13 +87,12 @@ class Clipping:
     overflow_stays: bool = False
     """Whether non-finite elements become NaN in every dtype, not in float16 alone: there is a loss scale to lower."""
     bounds: tuple[float, float] | None = None
-    pruned: bool = False
-    """Whether clamps were left out, for reasons that hold of real numbers, and of a backward from the roots."""
+    left_out: list[tuple[Graph, tuple[Step, ...]]] = field(default_factory=list)
+    """Clamps that change nothing, for reasons that hold of real numbers, and of a backward from the roots."""
+    tallies: list[Tally] = field(default_factory=list)
     handles: list[Any] = field(default_factory=list)
     reached: int = 0
     """How many nodes with something to clip were found, whoever clips it."""
-    _backwards: set[int] = field(default_factory=set)
-    """The backward runs that came through the roots."""
     _replaced: list["_Replaced"] = field(default_factory=list)
     _leaves_done: set[int] = field(default_factory=set)
 
@@ -114,12 +117,11 @@ class Clipping:
         self.bounds = self._inlined_bounds()
         graph = walk(roots, stop, inputs)
         excluded = exclude(graph) if exclude is not None else frozenset()
-        plan = plan_for(graph, Choice(roots_too, self._prunable_bounds(), excluded))
+        plan = self._plan(graph, roots_too, excluded)
         self.reached += len(plan.steps) + len(excluded)
-        self.pruned = self.pruned or any(step.pruned for step in plan.steps)
-        if self._prunable_bounds():
-            self.handles += [node.register_prehook(self._begins) for node in {node for node, _ in roots}]
         tally = self.observer.tally() if self.observer is not None else None
+        if plan.pruned:
+            self.left_out.append((graph, plan.pruned))
         for position, numbers, pruned, name, sources in plan.hooks if tally is None else plan.steps:
             node, claim = graph.nodes[position], Claim(numbers)
             if tally is not None and pruned:
@@ -129,6 +131,7 @@ class Clipping:
             if claimed is not None:
                 claimed(node, claim)
         if tally is not None:
+            self.tallies.append(tally)
             self.handles.append(roots[0][0].register_prehook(tally.passes))
         again = partial(self.install, roots_too="always", exclude=exclude, claimed=claimed)
         for position in plan.checkpoints:
@@ -137,6 +140,16 @@ class Clipping:
             chosen = [graph.nodes[i] for i in plan.leaves if (i, 0) not in excluded]
             self._hook_leaves([node for node in chosen if node not in inputs])
         return graph
+
+    def leave_nothing_out(self) -> None:
+        """Clamp where it was left out too, from now on: a backward begins for which it may change something."""
+        for graph, steps in self.left_out:
+            for position, _, pruned, name, sources in steps:
+                node = graph.nodes[position]
+                self.handles.append(node.register_prehook(self._prehook(node, Claim(pruned), name, sources)))
+        for tally in self.tallies:
+            tally.forget()
+        self.left_out, self.tallies, self.prune = [], [], False
 
     def hook_slot(self, node: Node, number: int) -> Claim:
         """Put the rule on one slot, whatever it is."""
@@ -164,6 +177,8 @@ class Clipping:
         for replaced in reversed(self._replaced):
             replaced.remove()
         self.handles.clear()
+        self.left_out.clear()
+        self.tallies.clear()
         self._replaced.clear()
         self._leaves_done.clear()
 
@@ -171,6 +186,19 @@ class Clipping:
         """Drop what belongs to nodes that are gone, so that a long block does not grow."""
         self._replaced = [replaced for replaced in self._replaced if not replaced.is_dead()]
         self.handles = [handle for handle in self.handles if handle.hooks_dict_ref() is not None]
+
+    def _plan(self, graph: Graph, roots_too: RootsToo, excluded: frozenset[Slot]) -> Plan:
+        if bounds := self._prunable_bounds():
+            try:
+                return plan_for(graph, Choice(roots_too, bounds, excluded))
+            except Exception as error:
+                self.prune = False
+                warnings.warn(
+                    f"gradguard could not tell which clamps change nothing, and does all of them, more slowly. Please "
+                    f"report this: {type(error).__name__}: {error}",
+                    stacklevel=8,
+                )
+        return plan_for(graph, Choice(roots_too, "", excluded))
 
     def _inlined_bounds(self) -> tuple[float, float] | None:
         """Return the bounds of a rule that is a mere clamp of float32, which needs no call."""
@@ -190,18 +218,10 @@ class Clipping:
         if self.bounds is None:
             return general
         low, high = self.bounds
-        from_the_roots = self._backwards if self._prunable_bounds() else None
 
         def prehook(grads: Gradients) -> Gradients | None:
             grad = grads[0]  # by far the most frequent: one float32 gradient, clamped without a call in between
-            if (
-                len(grads) > 1
-                or grad is None
-                or grad.dtype is not _FLOAT32
-                or not claim.numbers
-                or grad.is_sparse
-                or (from_the_roots is not None and current_graph_task() not in from_the_roots)
-            ):
+            if len(grads) > 1 or grad is None or grad.dtype is not _FLOAT32 or not claim.numbers or grad.is_sparse:
                 return general(grads)
             if grad.numel() >= _LARGE and _is_within(grad, low, high):
                 return None
@@ -212,7 +232,6 @@ class Clipping:
     def _clip_all(self, claim: Claim, row: Row | None, name: str, sources: str, grads: Gradients) -> Gradients:
         """Return the gradients of one node, those of the claimed slots clipped."""
         try:
-            self._refuse_other_backward()
             result = list(grads)
             for number in claim.numbers:
                 grad = grads[number]
@@ -229,24 +248,9 @@ class Clipping:
         return row.clip(grad, self._apply, None if isinstance(self.scale, Tensor) else clamp_bounds(self.rule))
 
     def _apply(self, grad: Tensor) -> Tensor:
-        if self.pruned and grad.is_complex():
+        if self.left_out and grad.is_complex():
             raise UnsupportedGradientError("a complex gradient in a graph planned for real ones: use prune=False.")
         return apply_rule(self.rule, grad, self.overflow_stays)
-
-    def _begins(self, grads: Gradients) -> None:
-        self._backwards.add(current_graph_task())
-
-    def _refuse_other_backward(self) -> None:
-        """Refuse a backward that does not come from the roots: the clamps that were left out would be missed there.
-
-        Raises:
-            UnsupportedGradientError: If it is one.
-        """
-        if self.pruned and current_graph_task() not in self._backwards:
-            raise UnsupportedGradientError(
-                "this backward does not start at the loss of the block, for which clamps that change nothing were left "
-                "out: run it outside the block, or give error_clip(…, prune=False)."
-            )
 
     def _hook_leaves(self, nodes: list[Node]) -> None:
         for node in nodes:

@@ -1,8 +1,8 @@
 """The block for chosen tensors, and for the values that modules make."""
 
 import threading
-from dataclasses import is_dataclass
 from functools import partial
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -40,6 +40,8 @@ class Parts(Scope):
         self.kept: list[Node] = []
         self.starts: dict[int, list[tuple[int, Inputs]]] = {}
         self.forwards: set[nn.Module] = set()
+        self.closed: dict[nn.Module, str] = {}
+        """The type of something that a module returned which cannot be looked into."""
         self.backwards: set[nn.Module] = set()
 
     def enter(self) -> None:
@@ -61,6 +63,11 @@ class Parts(Scope):
         for number, part in enumerate(self.parts):
             if isinstance(part, nn.Module):
                 which = type(part).__name__ if len(self.parts) == 1 else f"{type(part).__name__}, entry {number},"
+                if part in self.closed and part not in self.forwards:
+                    raise InvalidValueError(
+                        f"{which} returned a {self.closed[part]}, in which no tensor can be found: return tensors, "
+                        f"nested lists, tuples or dicts of them, or objects with them as attributes."
+                    )
                 if part not in self.forwards:
                     raise InvalidValueError(
                         f"nothing differentiable passed through {which} in the block: run its forward inside it, with "
@@ -94,7 +101,10 @@ class Parts(Scope):
 
     def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
         start, inputs = self.starts.get(threading.get_ident(), [(0, NO_INPUTS)]).pop()
-        values = [v for v in _tensors_in(output) if v.grad_fn is not None]
+        found, closed = _tensors_in(output)
+        values = [v for v in found if v.grad_fn is not None]
+        if closed is not None:
+            self.closed[module] = closed
         roots = [root for root in map(root_of, values) if number_of(root[0]) >= start]
         if not roots:
             return
@@ -127,15 +137,37 @@ def _check_part(number: int, part: Any) -> None:
         raise InvalidTypeError(f"entry {number} of the list is {type(part).__name__}: expected a tensor or a module.")
 
 
-def _tensors_in(output: Any) -> list[Tensor]:
-    """Return the tensors in what a forward returns: nested lists, tuples, dicts and dataclasses of them."""
-    found = []
-    for value in tree_leaves(output):
+def _tensors_in(output: Any) -> tuple[list[Tensor], str | None]:
+    """Return the tensors in what a forward returns: in nested lists, tuples and dicts, and in attributes of objects.
+
+    And the type of something in it that cannot be looked into, or None.
+    """
+    found, closed, seen = [], None, set()
+    waiting = tree_leaves(output)
+    for value in waiting:  # grows while it is read
         if isinstance(value, Tensor):
             found.append(value)
-        elif is_dataclass(value):
-            found += _tensors_in(vars(value))
-    return found
+        elif not isinstance(value, _PLAIN) and id(value) not in seen:
+            seen.add(id(value))
+            attributes = _attributes_of(value)
+            if attributes is None:
+                closed = closed or type(value).__name__
+            else:
+                waiting += tree_leaves(attributes)
+    return found, closed
+
+
+_PLAIN = (str, bytes, int, float, complex, type(None), type, nn.Module, torch.device, torch.dtype, torch.Generator)
+"""What holds no value that a forward has made."""
+
+
+def _attributes_of(value: Any) -> list[Any] | None:
+    """Return the values of an object's attributes; None for one whose inside cannot be seen, such as a function's."""
+    declared = [vars(kind)["__slots__"] for kind in type(value).__mro__ if "__slots__" in vars(kind)]
+    if isinstance(value, FunctionType) or not (declared or hasattr(value, "__dict__")):
+        return None
+    slots = [name for names in declared for name in ([names] if isinstance(names, str) else names)]
+    return [*getattr(value, "__dict__", {}).values(), *(getattr(value, name, None) for name in slots)]
 
 
 def _stand_ins(args: Any) -> Inputs:

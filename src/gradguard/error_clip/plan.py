@@ -22,6 +22,8 @@ class Plan:
     """The nodes with something to clip, in the order of the backward."""
     hooks: tuple["Step", ...]
     """Those of `steps` where a hook is needed."""
+    pruned: tuple["Step", ...]
+    """Those of `steps` with a slot that needs none."""
     leaves: tuple[int, ...]
     """Nodes that accumulate the gradient of a parameter or input."""
     checkpoints: tuple[int, ...]
@@ -99,7 +101,7 @@ def make_plan(graph: Graph, choice: Choice) -> Plan:
     prunes = bool(choice.bounds) and not any(graph.metadata(s).dtype.is_complex for s in consumers)
     order = _backward_order(graph)
     pruning = Pruning(graph, consumers, choice.bounds == "symmetric")
-    for position in reversed(order):
+    for position in reversed(order) if prunes else ():
         pruning.shapes_known(position)
     steps, terms = [], _Terms(graph, consumers, pruning.conditions)
     for position in order:
@@ -115,6 +117,7 @@ def make_plan(graph: Graph, choice: Choice) -> Plan:
     return Plan(
         steps=tuple(steps),
         hooks=tuple(step for step in steps if step.numbers),
+        pruned=tuple(step for step in steps if step.pruned),
         leaves=tuple(i for i, node in enumerate(graph.nodes) if is_leaf(node)),
         checkpoints=tuple(i for i, node in enumerate(graph.nodes) if hides_a_graph(node)),
         conditions=pruning.finish(),

@@ -42,6 +42,8 @@ REARRANGES = frozenset(
 )
 _SHRINKS = frozenset({"Hardtanh", "Relu", "Sigmoid", "Tanh", "Threshold"})
 _ADDS = frozenset({"Add", "Sub"})
+_EDGES = dict.fromkeys(REARRANGES | _SHRINKS | {"LeakyRelu"}, 1) | dict.fromkeys(_ADDS | {"Mul"}, 2)
+"""How many inputs an operation has. Overloads have one name and other edges: a product with a number has one."""
 _BELOW_ONE = frozenset({"Sigmoid", "Softmax", "Tanh"})
 _KEEPS_LAYOUT = _SHRINKS | {"Alias", "Clone", "LeakyRelu"}
 
@@ -146,6 +148,8 @@ class Pruning:
 
     def _never_grows(self, position: int, edge: int, slot: Slot) -> bool:
         op = operation(self.graph.nodes[position])
+        if len(self.graph.edges(position)) != _EDGES.get(op):
+            return False
         if op in REARRANGES or op in _SHRINKS:
             return True
         if op == "LeakyRelu":

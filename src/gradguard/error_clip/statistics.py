@@ -220,6 +220,9 @@ class _Passing:
             row.gradients += gradients
             row.elements += elements
 
+    def forget(self) -> None:
+        self.counts.clear()
+
 
 @dataclass
 class _Shown:
