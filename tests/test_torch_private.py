@@ -312,6 +312,33 @@ def test_arguments_of():
         torch_private.arguments_of(SimpleNamespace())
 
 
+@pytest.mark.parametrize(
+    ("operation", "view", "changes"),
+    [
+        ("add.Tensor", False, False),
+        ("view.default", True, False),
+        ("add_.Tensor", True, True),
+        ("split.Tensor", True, False),
+    ],
+)
+def test_returns_a_view_and_changes_its_arguments(operation, view, changes):
+    name, overload = operation.split(".")
+    found = getattr(getattr(torch.ops.aten, name), overload)
+    assert (torch_private.returns_a_view(found), torch_private.changes_its_arguments(found)) == (view, changes)
+    for function in (torch_private.returns_a_view, torch_private.changes_its_arguments):
+        with pytest.raises(UnsupportedVersionError, match=r"compute something needs OpOverload._schema"):
+            function(SimpleNamespace())
+
+
+def test_decompositions(monkeypatch):
+    found = torch_private.decompositions(["silu", "no such operation"])
+    assert [*found] == [torch.ops.aten.silu.default]
+    x = torch.linspace(-1, 1, 5)
+    assert torch.allclose(found[torch.ops.aten.silu.default](x), nn.functional.silu(x))
+    monkeypatch.setitem(sys.modules, "torch._decomp", None)
+    assert torch_private.decompositions(["silu"]) == {}
+
+
 def test_hook_order(monkeypatch):
     layer = nn.Linear(1, 1)
     assert torch_private.hook_order(layer) is None

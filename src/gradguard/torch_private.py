@@ -273,6 +273,34 @@ def arguments_of(operation: Any) -> Sequence[Any]:
         _refuse("telling which operations draw random numbers", "OpOverload._schema")
 
 
+def returns_a_view(operation: Any) -> bool:
+    """Tell whether an operation returns other views of what it was given, by its schema."""
+    try:
+        return any(one.alias_info is not None for one in operation._schema.returns)
+    except AttributeError:
+        _refuse("telling which operations compute something", "OpOverload._schema")
+
+
+def changes_its_arguments(operation: Any) -> bool:
+    """Tell whether an operation writes to what it was given, by its schema."""
+    try:
+        return operation._schema.is_mutable
+    except AttributeError:
+        _refuse("telling which operations compute something", "OpOverload._schema")
+
+
+def decompositions(names: Sequence[str]) -> Mapping[Any, Callable[..., Any]]:
+    """Return of what ATen's operations of these names consist. Where torch does not tell: of themselves, so nothing."""
+    try:
+        from torch._decomp import get_decompositions
+    except ImportError:
+        return {}
+    packets = [getattr(torch.ops.aten, name) for name in names if hasattr(torch.ops.aten, name)]
+    return {
+        op: made for op, made in get_decompositions(packets).items() if op._overloadname in ("default", "dim_IntList")
+    }
+
+
 # Modules. What their dicts hold by name, None included, and in which order, no public method tells.
 
 

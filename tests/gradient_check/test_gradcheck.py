@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import itertools
 import random
+import re
 from dataclasses import dataclass
 
 import numpy as np
@@ -64,10 +65,20 @@ def test_a_failing_report():
     assert 0 <= found.bar < 1e-9 * abs(found.numerical)
     assert found.step > 0
     assert "ratio 0.5000" in found.guess
+
     line = str(report).splitlines()[0]
     assert line.startswith("FAIL ")
     for said in (found.place, f"analytical {found.analytical:.6g}", f"numerical {found.numerical:.6g} ± ", found.guess):
         assert said in line
+
+
+@pytest.mark.parametrize("factor", [1 + 1e-6, 1 - 3e-7, 1.0001, 2.0])
+def test_a_message_has_as_many_digits_as_show_the_difference(factor):
+    found = gg.gradcheck(scaled_sine(factor), normal(6)).findings[0]
+    analytical, numerical = re.search(r"analytical (\S+)  numerical (\S+)", str(found)).groups()
+    assert float(analytical) / float(numerical) - 1 == pytest.approx(factor - 1, rel=0.1)
+    ratio = re.search(r"ratio (\S+?),?(\s|$)", str(found))[1]
+    assert float(ratio) - 1 == pytest.approx(factor - 1, rel=0.1)
 
 
 def test_a_report_and_its_findings_cannot_be_changed():

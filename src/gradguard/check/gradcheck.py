@@ -18,7 +18,7 @@ from gradguard.check.function import WIDE, Function, name_of
 from gradguard.check.guess import with_guesses
 from gradguard.check.precision import Conditioning, compare_backends
 from gradguard.check.progress import Progress
-from gradguard.check.report import Finding, GradientReport, Verdict
+from gradguard.check.report import Finding, GradientReport, Power, Verdict
 from gradguard.check.search import Search
 from gradguard.check.second_order import GradientOf
 from gradguard.check.state import generators
@@ -51,8 +51,13 @@ def gradcheck(
     kink, a tie, a jump or a pole. Before that, backward runs are compared with one another: layout and linearity in
     ``grad_output``, repetition, mutation, state, undefined gradients, float32 inside float64.
 
+    In bfloat16 and float16 each element is compared with the float64 gradient by a bar of its own: six times how far
+    it scatters when the results of all operations in float64, and the partial sums, are rounded at random (Monte Carlo
+    arithmetic). A kernel that rounds after each operation, and adds up in its dtype, passes.
+
     **Guarantees.** ``"FAIL"``: something is wrong, and ``report.findings`` says where. ``"PASS"``: no direction
-    disagreed, and a wrong element of typical size would have shown from the relative error ``report.power`` on.
+    disagreed, and a wrong element of typical size would have shown from the relative error ``report.power`` on; in the
+    dtype of the inputs, if that is lower, from ``report.low_power`` on.
     ``"INCONCLUSIVE"``: the differences are too noisy to tell. Nothing of the caller's changes: inputs, ``.grad``,
     buffers, random number generators.
 
@@ -61,8 +66,8 @@ def gradcheck(
     ================================  ==========================================================================
     input                             result
     ================================  ==========================================================================
-    float32, bfloat16, float16        checked in float64 if ``fn`` takes it, then compared with that in units of what
-                                      rounding of the inputs does; float32 alone works with less power
+    float32, bfloat16, float16        checked in float64 if ``fn`` takes it, then compared with that, as far as rounding
+                                      explains; float32 alone works with less power
     bfloat16 or float16 alone         INCONCLUSIVE, unless ``reference`` is given
     ReLU at 0, ties of max or sort    any subgradient is right, and noted
     rounding, sign, gates             the continuous side counts; a jump is noted
@@ -114,7 +119,7 @@ def gradcheck(
 
     Reference:
         PaddlePaddle, Auto Gradient Check Design (2017); Richardson (1911), the deferred approach to the limit; Clarke
-        (1983), subgradients.
+        (1983), subgradients; Parker (1997), Monte Carlo arithmetic.
     """
     started = time.perf_counter()
     _check_options(order, backends)
@@ -164,6 +169,7 @@ class _Check:
         self.undecided: list[Finding] = []
         self.functions: list[Function] = []
         self.power, self.directions, self.dtype = float("inf"), 0, "float64"
+        self.low_power: Power | None = None
 
     def run(self, reference: Any, backends: dict[str, Any], exhaustive: bool, order: int) -> None:
         """Do everything that was asked for."""
@@ -204,6 +210,7 @@ class _Check:
             findings=found,
             notes=tuple(self.notes),
             power=self.power,
+            low_power=self.low_power,
             dtype=self.dtype,
             directions=self.directions,
             forwards=sum(f.forwards for f in self.functions),
@@ -358,6 +365,7 @@ class _Check:
         units = Conditioning(exact, low, self.generator)
         found = units.compare(low.gradient(None, units.cotangent), units.gradient, "against float64", "precision")
         self.findings += [found] if found is not None else []
+        self.low_power = units.power
 
     def _backends(self, exact: Function, backends: dict[str, Any]) -> None:
         functions = {}

@@ -1,7 +1,9 @@
 """Gradients in float32, bfloat16 or float16, or from several backends, against one in float64.
 
-Two gradients of low precision may differ by what rounding of the inputs alone does to the exact one, and that is the
-unit here: how much the float64 gradient moves when inputs and cotangent move by one unit in the last place.
+In bfloat16 and float16 each element is judged by how far rounding scatters it (`rounding`), and the whole by how far
+rounding moves its size, which an error in all elements shows much earlier. In float32, and where a kernel cannot be
+looked into, two gradients may differ by some units of what rounding of the inputs alone does to the exact one: how much
+the float64 gradient moves when inputs and cotangent move by one unit in the last place.
 """
 
 from __future__ import annotations
@@ -10,10 +12,14 @@ import torch
 from torch import Tensor
 
 from gradguard.check.function import Function
-from gradguard.check.report import Finding
+from gradguard.check.report import Finding, Power
+from gradguard.check.rounding import Scatter
 
 _PERTURBATIONS = 8
 _UNITS = 20.0
+_DEVIATIONS = 6.0
+_HALF = 1e-4
+"""Machine epsilons above this are those of bfloat16 and float16."""
 
 
 class Conditioning:
@@ -21,18 +27,35 @@ class Conditioning:
 
     def __init__(self, exact: Function, low: Function, generator: torch.Generator) -> None:
         self.exact, self.low = exact, low
-        self.eps = max(torch.finfo(o.dtype).eps for o in low.outputs)
-        self.eps = max(self.eps, *(torch.finfo(one.value.dtype).eps for one in low.inputs))
+        dtypes = [o.dtype for o in low.outputs] + [one.value.dtype for one in low.inputs]
+        coarsest = max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)
+        self.dtype, self.eps = str(coarsest).removeprefix("torch."), torch.finfo(coarsest).eps
         drawn = torch.randn(exact.size, generator=generator, dtype=torch.float64)
         usable = torch.isfinite(exact.values(low.point))
         self.cotangent = low.flatten(low.shaped(torch.where(usable, drawn, 0.0)))
         self.gradient = exact.gradient(low.point, self.cotangent)
-        spread = torch.zeros_like(self.gradient)
-        for _ in range(_PERTURBATIONS):
-            moved = exact.gradient(self._nudged(low.point, generator), self._nudged(self.cotangent, generator))
-            spread = torch.maximum(spread, (moved - self.gradient).abs().nan_to_num(0.0, 0.0, 0.0))
-        size = self.gradient.abs().nan_to_num(0.0, 0.0, 0.0)
-        self.allowed = _UNITS * (spread + _mean(spread) + self.eps * (size + _mean(size)))
+        self._finite = self.gradient.nan_to_num(0.0, 0.0, 0.0)
+        scatter = Scatter(exact, low.point, self.cotangent, coarsest, generator) if self.eps > _HALF else None
+        if scatter is not None and scatter.is_seen:
+            off = (scatter.gradients - self.gradient).nan_to_num(0.0, 0.0, 0.0)
+            self.unit = off.square().mean(0).sqrt() + self.eps / _DEVIATIONS * self._finite.abs()
+            self.units, self.what = _DEVIATIONS, "standard deviations of rounding"
+            self.in_all = [
+                self._sway(part, own) for part, own in zip(*map(self._parts, (off, self._finite)), strict=True)
+            ]
+        else:
+            self.unit = self._spread_of_inputs(generator)
+            self.units, self.what = _UNITS, "units of input rounding"
+            sizes = zip(*map(self._parts, (self.unit, self._finite)), strict=True)
+            self.in_all = [_UNITS * float(unit.norm() / own.norm()) if own.any() else 1.0 for unit, own in sizes]
+        self.allowed = self.units * self.unit
+
+    @property
+    def power(self) -> Power:
+        """What would have been seen."""
+        size = self._finite.abs()
+        relative = (self.allowed / size)[size > 0]
+        return Power(self.dtype, float(relative.median()) if relative.numel() else 1.0, max(self.in_all, default=1.0))
 
     def compare(self, found: Tensor, other: Tensor, who: str, kind: str, times: float = 1.0) -> Finding | None:
         """Return what is wrong where two gradients are further apart than rounding explains."""
@@ -40,17 +63,47 @@ class Conditioning:
         wrong = both & ((found - other).abs() > times * self.allowed)
         wrong |= ~found.isfinite() & self.gradient.isfinite() & (self.gradient.abs() < 1 / self.eps)
         if not bool(wrong.any()):
-            return None
+            return self._compare_sizes(found, other, who, kind, times)
         excess = torch.where(wrong, ((found - other).abs() / self.allowed).nan_to_num(torch.inf, torch.inf), -1.0)
         position = int(excess.argmax())
         name, index = self.exact.name_of(position)
-        units = f"{float(excess[position]) * _UNITS:.3g} units of input rounding apart (20 are allowed)"
-        values = float(found[position]), float(other[position]), float(self.allowed[position]) / _UNITS
+        units = f"{float(excess[position]) * self.units:.3g} {self.what} apart ({self.units:g} are allowed)"
+        values = float(found[position]), float(other[position]), float(self.unit[position])
         return Finding(kind, f"{who}, {units}, {int(wrong.sum())} of {wrong.numel()} elements", name, index, *values)
+
+    def _compare_sizes(self, found: Tensor, other: Tensor, who: str, kind: str, times: float) -> Finding | None:
+        """Return what is wrong where all elements of an input are a little too large or too small."""
+        finite = found.isfinite() & other.isfinite() & self.gradient.isfinite()
+        parts = zip(*(self._parts(torch.where(finite, one, 0.0)) for one in (found, other)), strict=True)
+        for one, bar, (mine, theirs) in zip(self.exact.inputs, self.in_all, parts, strict=True):
+            ratio = float(mine @ theirs / (theirs @ theirs)) if theirs.any() else 1.0
+            if abs(ratio - 1) > times * bar:
+                message = f"{who}, {ratio:.4g} times as large in all, where rounding explains 1 ± {times * bar:.2g}"
+                return Finding(kind, message, one.name)
+        return None
+
+    def _sway(self, off: Tensor, own: Tensor) -> float:
+        """How far rounding moves the size of a gradient, of which ``off`` are the errors, one in each row."""
+        moved = (off @ own / (own @ own)).square().mean().sqrt() if own.any() else torch.tensor(1.0)
+        return self.eps / 2 + _DEVIATIONS * float(moved)
+
+    def _spread_of_inputs(self, generator: torch.Generator) -> Tensor:
+        spread = torch.zeros_like(self.gradient)
+        for _ in range(_PERTURBATIONS):
+            moved = self.exact.gradient(
+                self._nudged(self.low.point, generator), self._nudged(self.cotangent, generator)
+            )
+            spread = torch.maximum(spread, (moved - self.gradient).abs().nan_to_num(0.0, 0.0, 0.0))
+        size = self._finite.abs()
+        return spread + _mean(spread) + self.eps * (size + _mean(size))
 
     def _nudged(self, vector: Tensor, generator: torch.Generator) -> Tensor:
         signs = torch.randint(0, 2, vector.shape, generator=generator, dtype=torch.float64) * 2 - 1
         return vector * (1 + self.eps * signs)
+
+    def _parts(self, vectors: Tensor) -> tuple[Tensor, ...]:
+        """Return what belongs to each input."""
+        return vectors.split(self.exact.sizes, dim=-1)
 
 
 def compare_backends(exact: Function, backends: dict[str, Function], generator: torch.Generator) -> list[Finding]:

@@ -39,14 +39,35 @@ class Finding:
 
     def __str__(self) -> str:
         parts = [self.place] if self.place else []
+        digits = 6
+        if self.analytical is not None and self.numerical is not None:
+            digits = digits_apart(self.analytical, self.numerical, digits)
         if self.analytical is not None:
-            parts.append(f"analytical {_number(self.analytical)}")
+            parts.append(f"analytical {self.analytical:.{digits}g}")
         if self.numerical is not None and math.isfinite(self.numerical):
             bar = f" ± {self.bar:.1g}" if self.bar is not None and math.isfinite(self.bar) else ""
             step = f" (h {self.step:.1g})" if self.step is not None and math.isfinite(self.step) else ""
-            parts.append(f"numerical {_number(self.numerical)}{bar}{step}")
+            parts.append(f"numerical {self.numerical:.{digits}g}{bar}{step}")
         said = f"{self.kind}: {self.message}" if self.message else self.kind
         return "  ".join([*parts, said + (f": {self.guess}" if self.guess else "")])
+
+
+@dataclass(frozen=True)
+class Power:
+    """From which relative errors on a comparison in a low dtype sees a wrong gradient.
+
+    Attributes:
+        dtype: The low dtype.
+        one: An error of one element, the median one.
+        all: An error of all elements of an input alike.
+    """
+
+    dtype: str
+    one: float
+    all: float
+
+    def __str__(self) -> str:
+        return f"{self.dtype}; one wrong element would show from {self.one:.1g} relative, all alike from {self.all:.1g}"
 
 
 @dataclass(frozen=True)
@@ -67,6 +88,8 @@ class GradientReport:
     """What is worth knowing and no fault: kinks, ties, jumps, poles, outputs without a graph."""
     power: float = math.inf
     """A wrong element of typical size shows from this relative error on."""
+    low_power: Power | None = None
+    """From which relative errors on the comparison of the low dtype with float64 would have seen a wrong gradient."""
     dtype: str = "float64"
     directions: int = 0
     forwards: int = 0
@@ -82,11 +105,16 @@ class GradientReport:
         counted = f"{self.directions} directions, {counted}" if self.directions else counted
         power = f"; a wrong element of typical size would show from {self.power:.0e} relative" if self.power < 1 else ""
         lines.append(f"{self.verdict:<13} {counted}{power}")
+        lines += [f"{'':<13} {self.low_power}"] if self.low_power is not None else []
         lines += [f"{'note':<13} {note}" for note in self.notes[:_MOST_NOTES]]
         if len(self.notes) > _MOST_NOTES:
             lines.append(f"{'note':<13} and {len(self.notes) - _MOST_NOTES} more")
         return "\n".join(lines)
 
 
-def _number(value: float) -> str:
-    return f"{value:.6g}"
+def digits_apart(first: float, second: float, least: int) -> int:
+    """Return how many significant digits show that two numbers differ, with one more."""
+    if first == second or not (math.isfinite(first) and math.isfinite(second)):
+        return least
+    size = max(abs(first), abs(second))
+    return min(17, max(least, math.floor(math.log10(size / abs(first - second))) + 3))
