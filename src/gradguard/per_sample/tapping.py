@@ -21,6 +21,8 @@ from gradguard.distributed.groups import is_fully_sharded
 from gradguard.distributed.placements import is_sharded
 from gradguard.errors import UnsupportedGradientError
 from gradguard.per_sample.dry_run import Slot
+from gradguard.per_sample.elementwise import PlannedOperation, StandIn, rule
+from gradguard.per_sample.layers.call import BatchAxis
 from gradguard.per_sample.mini_batch import Gathering, UsedLayer
 from gradguard.per_sample.own_code import LeftOut, OwnCode
 from gradguard.per_sample.plain_sum import Leaves
@@ -150,9 +152,50 @@ class Tapping:
                 self._hide(running, slots)
             if plan.rule is not None and plan.rule.replays and getattr(module, "dropout", 0) and module.training:
                 running.generator_state = _generator_state(module)
+        elif plan.treatment is Treatment.ELEMENTWISE:
+            self._put_stand_ins(running)
         elif plan.treatment is Treatment.OWN_CODE:
             return self._begin_code(running, args, kwargs)
         return None
+
+    def _put_stand_ins(self, running: Running) -> None:
+        """Put something into the places of a call's parameters that taps the operations with them."""
+        module, places = running.module, {}
+        for slot, operation in running.plan.operations.items():
+            name = self._names[module, slot]
+            if name in self.trained:
+                leaf = self._leaf(module, name, self._value(module, slot), observed=False).tensors[name]
+                tapped = partial(self._tap_operation, module, name, operation, leaf)
+                places[module, slot] = StandIn.of(leaf, operation, tapped)
+        running.places.enter_context(substituted(places))
+
+    def _leaf(self, module: nn.Module, name: str, value: Tensor, observed: bool = True) -> Leaves:
+        return Leaves(module, {name: value}, partial(self.gathering.receive_plain, current_task()), observed)
+
+    def _tap_operation(
+        self,
+        module: nn.Module,
+        name: str,
+        operation: PlannedOperation,
+        leaf: Tensor,
+        func: Any,
+        args: Sequence[Any],
+        other: Tensor,
+    ) -> Tensor:
+        """Do an operation with a parameter, and tap what it gives."""
+        value, leaves = leaf.detach(), None
+        if self.verifying:  # a leaf for this operation alone, which gets the plain gradient
+            leaves = self._leaf(module, name, value)
+            value = leaves.tensors[name]
+        result = func(*[value if isinstance(argument, StandIn) else argument for argument in args])
+        operands, axis = ([other] if operation.product else []), operation.axis
+        axes = (axis,) * len(operands)
+        plan = CallPlan(Treatment.RULE, True, axes, (axis,), rule=rule(operation, leaf.shape))
+        arguments = Skeleton((tuple(operands), {}))
+        size = self._check_sizes([(result.shape[axis.dim], axis)])
+        layer = UsedLayer(module, plan, arguments, size, {"weight": name}, None, leaves)
+        self.gathering.activations += sum(t.nbytes for t in (*operands, result))
+        return self._tap_outputs(result, arguments.release(), partial(self.gathering.receive_layer, layer))
 
     def _used(self, slots: Sequence[Slot]) -> list[str]:
         """The names of the trained parameters in ``slots``."""
@@ -341,7 +384,11 @@ class Tapping:
         """
         if len(tensors) != len(plan.inputs):
             raise UnsupportedGradientError("a layer was called with other arguments than in the dry run.")
-        sizes = [(t.shape[axis.dim], axis) for t, axis in zip(tensors, plan.inputs, strict=True) if axis is not None]
+        return self._check_sizes(
+            [(t.shape[axis.dim], axis) for t, axis in zip(tensors, plan.inputs, strict=True) if axis is not None]
+        )
+
+    def _check_sizes(self, sizes: Sequence[tuple[int, BatchAxis]]) -> int:
         own = next((size for size, axis in sizes if not axis.flattened), self.batch_size)
         expected = own if current_task() != -1 else self.batch_size  # a checkpoint may repeat an earlier call
         for size, axis in sizes:
