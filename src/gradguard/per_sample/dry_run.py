@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from gradguard.errors import UnsupportedGradientError
 from gradguard.per_sample.draws import is_draw
-from gradguard.per_sample.elementwise import Operation, operation_of
+from gradguard.per_sample.operations import ObservedOperation, operation_of
 from gradguard.per_sample.layers.call import BatchAxis
 from gradguard.per_sample.samples import Arguments, take_samples, tensor_leaves
 from gradguard.per_sample.trees import changes_of
@@ -48,7 +48,7 @@ class ObservedCall:
         inputs: Shapes of the tensors that it got.
         outputs: Shapes of the tensors that it returned.
         uses: Trained parameters that its own code used.
-        operations: What it did with them, in order; None for what is not elementwise, or with one of another module.
+        operations: What it did with them, in order; None for those that may be anything.
         values: Inputs, then outputs, if they were asked for.
         in_place: Its own code wrote into what the modules that it called have returned.
         draws: Its own code drew random numbers, or would have if dropout were not switched off.
@@ -59,7 +59,7 @@ class ObservedCall:
     inputs: list[torch.Size]
     outputs: list[torch.Size] = field(default_factory=list)
     uses: set[Slot] = field(default_factory=set)
-    operations: list[Operation | None] = field(default_factory=list)
+    operations: list[ObservedOperation | None] = field(default_factory=list)
     values: list[Tensor] = field(default_factory=list)
     in_place: bool = False
     draws: bool = False
@@ -108,13 +108,20 @@ class Observer(TorchFunctionMode):
         if (func in _DROPOUTS and _drops(args, kwargs)) or kwargs.get("dropout_p"):
             self._drawn()
         result = without_dropout(func, args, kwargs)
-        used = [(leaf, slot) for leaf in tree_leaves((args, kwargs)) if (slot := self._slots.get(id(leaf)))]
+        used = [slot for leaf in tree_leaves((args, kwargs)) if (slot := self._slots.get(id(leaf)))]
         if used and self._running and _gives_values(func, result):
-            call, (parameter, (holder, name)) = self.calls[self._running[-1]], used[0]
-            call.uses.update(slot for _, slot in used)
-            known = holder is call.module and len(used) == 1
-            call.operations.append(operation_of(func, args, kwargs, parameter, name, result) if known else None)
+            call = self.calls[self._running[-1]]
+            call.uses.update(used)
+            call.operations.append(self._known(call.module, func, args, kwargs, result))
         return result
+
+    def _known(self, module: nn.Module, func: Any, args: Any, kwargs: Any, result: Any) -> ObservedOperation | None:
+        """What a function did with parameters of ``module``; None if it may have been anything."""
+        found = operation_of(func, args, kwargs, lambda value: id(value) in self._slots)
+        slots = [self._slots[id(parameter)] for parameter in found.parameters.values()] if found else []
+        if found is None or any(holder is not module for holder, _ in slots):
+            return None
+        return ObservedOperation(found.kind, tuple(name for _, name in slots), found.operand.shape, result.shape)
 
     def __enter__(self) -> Any:
         self._operations = each_operation(self._look_at)

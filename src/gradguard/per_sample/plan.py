@@ -9,7 +9,7 @@ from torch import nn
 
 from gradguard.errors import UnsupportedGradientError
 from gradguard.per_sample.dry_run import DryRun, Slot
-from gradguard.per_sample.elementwise import PlannedOperation, planned
+from gradguard.per_sample.operations import PlannedOperation, planned
 from gradguard.per_sample.layers.call import BatchAxis
 from gradguard.per_sample.layers.rules import Rule, rule_for
 from gradguard.torch_private import parameter_slots
@@ -20,7 +20,7 @@ class Treatment(Enum):
 
     NOTHING = "uses no trained parameter by itself"
     RULE = "a layer with a rule of its own"
-    ELEMENTWISE = "code that only multiplies with trained parameters, or adds them: these operations are tapped"
+    OPERATIONS = "code that does nothing but known operations with trained parameters: these are tapped"
     OWN_CODE = "code that uses trained parameters: differentiated with torch.func, the layers that it calls left out"
 
 
@@ -36,7 +36,7 @@ class CallPlan:
         uses: Trained parameters that its own code uses, those of layers that see no sample included.
         rule: For `Treatment.RULE`.
         in_place: Its own code writes into what the layers that it called have returned.
-        operations: For `Treatment.ELEMENTWISE`, by the parameter's name in the module.
+        operations: For `Treatment.OPERATIONS`, by the parameter's name in the module.
     """
 
     treatment: Treatment
@@ -114,7 +114,7 @@ class Plans:
 def _treatments(
     run: DryRun, sees: list[bool]
 ) -> tuple[list[Treatment], list[set[Slot]], dict[int, dict[str, PlannedOperation]]]:
-    """How each call is treated, which parameters its own code uses, and elementwise operations with these."""
+    """How each call is treated, which parameters its own code uses, and the known operations with these."""
     uses = [set(call.uses) for call in run.calls]
     operations: dict[int, dict[str, PlannedOperation]] = {}
     treatments = [Treatment.NOTHING] * len(uses)
@@ -125,11 +125,11 @@ def _treatments(
         if sees[i]:
             own = {(m, slot) for m in call.module.modules() for slot in parameter_slots(m)}
             has_rule = rule_for(call.module) is not None and uses[i] <= own
-            elementwise = planned(call.operations, run.runs[1][i].operations)
+            known = planned(call.operations, run.runs[1][i].operations)
             if has_rule:
                 treatments[i] = Treatment.RULE
-            elif elementwise is not None and uses[i] == {(call.module, slot) for slot in elementwise}:
-                treatments[i], operations[i] = Treatment.ELEMENTWISE, elementwise
+            elif known is not None and uses[i] == {(call.module, slot) for slot in known}:
+                treatments[i], operations[i] = Treatment.OPERATIONS, known
             else:
                 treatments[i] = Treatment.OWN_CODE
         elif call.caller < 0:

@@ -21,9 +21,9 @@ from gradguard.distributed.groups import is_fully_sharded
 from gradguard.distributed.placements import is_sharded
 from gradguard.errors import UnsupportedGradientError
 from gradguard.per_sample.dry_run import Slot
-from gradguard.per_sample.elementwise import PlannedOperation, StandIn, rule
 from gradguard.per_sample.layers.call import BatchAxis
 from gradguard.per_sample.mini_batch import Gathering, UsedLayer
+from gradguard.per_sample.operations import Operation, StandIn, rule_of
 from gradguard.per_sample.own_code import LeftOut, OwnCode
 from gradguard.per_sample.plain_sum import Leaves
 from gradguard.per_sample.plan import CallPlan, Treatment
@@ -31,7 +31,7 @@ from gradguard.per_sample.sample_loop import LoopedCall
 from gradguard.per_sample.substitution import substituted
 from gradguard.per_sample.tap import current_task, tap
 from gradguard.per_sample.trees import Skeleton, changes_of
-from gradguard.torch_private import parameter_slots
+from gradguard.torch_private import parameter_slots, tree_map
 
 
 class Running:
@@ -152,7 +152,7 @@ class Tapping:
                 self._hide(running, slots)
             if plan.rule is not None and plan.rule.replays and getattr(module, "dropout", 0) and module.training:
                 running.generator_state = _generator_state(module)
-        elif plan.treatment is Treatment.ELEMENTWISE:
+        elif plan.treatment is Treatment.OPERATIONS:
             self._put_stand_ins(running)
         elif plan.treatment is Treatment.OWN_CODE:
             return self._begin_code(running, args, kwargs)
@@ -161,41 +161,37 @@ class Tapping:
     def _put_stand_ins(self, running: Running) -> None:
         """Put something into the places of a call's parameters that taps the operations with them."""
         module, places = running.module, {}
-        for slot, operation in running.plan.operations.items():
+        for slot, plan in running.plan.operations.items():
             name = self._names[module, slot]
             if name in self.trained:
-                leaf = self._leaf(module, name, self._value(module, slot), observed=False).tensors[name]
-                tapped = partial(self._tap_operation, module, name, operation, leaf)
-                places[module, slot] = StandIn.of(leaf, operation, tapped)
+                leaves = self._leaves(module, {name: self._value(module, slot)}, observed=False)
+                places[module, slot] = StandIn.of(
+                    leaves.tensors[name], name, plan, partial(self._tap_operation, module)
+                )
         running.places.enter_context(substituted(places))
 
-    def _leaf(self, module: nn.Module, name: str, value: Tensor, observed: bool = True) -> Leaves:
-        return Leaves(module, {name: value}, partial(self.gathering.receive_plain, current_task()), observed)
-
     def _tap_operation(
-        self,
-        module: nn.Module,
-        name: str,
-        operation: PlannedOperation,
-        leaf: Tensor,
-        func: Any,
-        args: Sequence[Any],
-        other: Tensor,
+        self, module: nn.Module, operation: Operation, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Tensor:
-        """Do an operation with a parameter, and tap what it gives."""
-        value, leaves = leaf.detach(), None
-        if self.verifying:  # a leaf for this operation alone, which gets the plain gradient
-            leaves = self._leaf(module, name, value)
-            value = leaves.tensors[name]
-        result = func(*[value if isinstance(argument, StandIn) else argument for argument in args])
-        operands, axis = ([other] if operation.product else []), operation.axis
-        axes = (axis,) * len(operands)
-        plan = CallPlan(Treatment.RULE, True, axes, (axis,), rule=rule(operation, leaf.shape))
-        arguments = Skeleton((tuple(operands), {}))
+        """Do an operation with parameters, and tap what it gives."""
+        stand_ins: list[Any] = list(operation.parameters.values())
+        values, leaves = {one.full_name: one.leaf.detach() for one in stand_ins}, None
+        if self.verifying:  # leaves for this operation alone, which get the plain gradient
+            leaves = self._leaves(module, values)
+            values = leaves.tensors
+        args, kwargs = tree_map(lambda a: values[a.full_name] if isinstance(a, StandIn) else a, (tuple(args), dict(kwargs)))
+        result = func(*args, **kwargs)
+        axis = stand_ins[0].plan.axis
         size = self._check_sizes([(result.shape[axis.dim], axis)])
-        layer = UsedLayer(module, plan, arguments, size, {"weight": name}, None, leaves)
+        names = {role: one.full_name for role, one in zip(operation.parameters, stand_ins, strict=True)}
+        operands = [] if operation.kind == "sum" else [operation.operand]
+        plan = CallPlan(Treatment.RULE, True, (axis,) * len(operands), (axis,), rule=rule_of(operation))
+        layer = UsedLayer(module, plan, Skeleton((tuple(operands), {})), size, names, None, leaves)
         self.gathering.activations += sum(t.nbytes for t in (*operands, result))
-        return self._tap_outputs(result, arguments.release(), partial(self.gathering.receive_layer, layer))
+        return self._tap_outputs(result, layer.arguments.release(), partial(self.gathering.receive_layer, layer))
+
+    def _leaves(self, module: nn.Module, values: Mapping[str, Tensor], observed: bool = True) -> Leaves:
+        return Leaves(module, values, partial(self.gathering.receive_plain, current_task()), observed)
 
     def _used(self, slots: Sequence[Slot]) -> list[str]:
         """The names of the trained parameters in ``slots``."""
@@ -247,7 +243,7 @@ class Tapping:
     def put_leaves(self, running: Running, aliases: Mapping[str, Sequence[Slot]]) -> Leaves:
         """Put a leaf of its own into the places of each parameter, until the call has run."""
         values = {name: self._value(*slots[0]) for name, slots in aliases.items()}
-        leaves = running.leaves = Leaves(running.module, values, partial(self.gathering.receive_plain, current_task()))
+        leaves = running.leaves = self._leaves(running.module, values)
         places = {slot: leaves.tensors[name] for name, slots in aliases.items() for slot in slots}
         running.places.enter_context(substituted(places))
         return leaves
