@@ -6,9 +6,9 @@ python benchmarks/per_sample.py [MLP ...] --noise-scale: what measuring it adds 
 
 A step is forward, backward, whatever clips and adds noise, and SGD's step. Time: processor time, both steps in pairs in
 one process, the median of the pairs' ratios. The first step of a clipper, with its checks, is taken by a new clipper on
-a new model, between plain steps that are warm. Memory: the highest resident set (VmHWM) during five steps, the first with
-its checks among them, over the resident set once model and data are there; each in fresh processes, which have stepped
-a tiny model before, so that lazily imported code does not count. Linux only.
+a new model, between plain steps that are warm. Memory: the highest resident set (VmHWM) during five steps, the first
+with its checks among them, over the resident set once model and data are there; each in fresh processes, which have
+stepped a tiny model before, so that lazily imported code does not count. Linux only.
 """
 
 import argparse

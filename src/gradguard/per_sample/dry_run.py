@@ -18,8 +18,8 @@ from torch.overrides import TorchFunctionMode
 
 from gradguard.errors import UnsupportedGradientError
 from gradguard.per_sample.draws import is_draw
-from gradguard.per_sample.operations import ObservedOperation, operation_of
 from gradguard.per_sample.layers.call import BatchAxis
+from gradguard.per_sample.operations import ObservedOperation, operation_of
 from gradguard.per_sample.samples import Arguments, take_samples, tensor_leaves
 from gradguard.per_sample.trees import changes_of
 from gradguard.per_sample.undisturbed import undisturbed

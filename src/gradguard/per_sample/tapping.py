@@ -31,7 +31,7 @@ from gradguard.per_sample.sample_loop import LoopedCall
 from gradguard.per_sample.substitution import substituted
 from gradguard.per_sample.tap import current_task, tap
 from gradguard.per_sample.trees import Skeleton, changes_of
-from gradguard.torch_private import parameter_slots, tree_map
+from gradguard.torch_private import parameter_slots
 
 
 class Running:
@@ -179,8 +179,9 @@ class Tapping:
         if self.verifying:  # leaves for this operation alone, which get the plain gradient
             leaves = self._leaves(module, values)
             values = leaves.tensors
-        args, kwargs = tree_map(lambda a: values[a.full_name] if isinstance(a, StandIn) else a, (tuple(args), dict(kwargs)))
-        result = func(*args, **kwargs)
+        positional = [values[a.full_name] if isinstance(a, StandIn) else a for a in args]
+        named = {key: values[a.full_name] if isinstance(a, StandIn) else a for key, a in kwargs.items()}
+        result = func(*positional, **named)
         axis = stand_ins[0].plan.axis
         size = self._check_sizes([(result.shape[axis.dim], axis)])
         names = {role: one.full_name for role, one in zip(operation.parameters, stand_ins, strict=True)}
