@@ -7,7 +7,7 @@ sample. Nothing is guessed from sizes that may be equal by chance, such as a bat
 
 import math
 import random
-from collections.abc import Sequence, Set
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -108,7 +108,7 @@ class Observer(TorchFunctionMode):
         if (func in _DROPOUTS and _drops(args, kwargs)) or kwargs.get("dropout_p"):
             self._drawn()
         result = without_dropout(func, args, kwargs)
-        used = [slot for leaf in tree_leaves((args, kwargs)) if (slot := self._slots.get(id(leaf)))]
+        used = [slot for leaf in _leaves(args, kwargs) if (slot := self._slots.get(id(leaf)))]
         if used and self._running and _gives_values(func, result):
             call = self.calls[self._running[-1]]
             call.uses.update(used)
@@ -161,6 +161,15 @@ def without_dropout(func: Any, args: Any, kwargs: Any) -> Any:
 def _drops(args: Any, kwargs: Any) -> bool:
     given = dict(zip(("input", "p", "training"), args, strict=False)) | kwargs
     return bool(given.get("training", given.get("train", True)) and given.get("p", 0.5))
+
+
+def _leaves(args: Any, kwargs: Any) -> Iterator[Any]:
+    """What a function is called with; few functions get lists of tensors."""
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, list | tuple | dict):
+            yield from tree_leaves(value)
+        else:
+            yield value
 
 
 def _gives_values(func: Any, result: Any) -> bool:
