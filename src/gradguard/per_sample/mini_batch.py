@@ -1,7 +1,7 @@
 """Gathers what one backward brings: from each layer's input and its output's gradient to contributions."""
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
 import torch
@@ -22,9 +22,6 @@ from gradguard.torch_private import call_after_backward
 
 _LEAST = 32 << 20
 """Bytes of per-sample gradients that may always be kept."""
-
-_FREED = 0.75
-"""Share of what a layer takes and returns that backward frees as it comes by, what lies between layers included."""
 
 
 @dataclass
@@ -112,19 +109,6 @@ class MiniBatch:
         self.parts[name].append(contribution)
         return contribution
 
-    def passed(self, tensors: Iterable[Tensor], added: Iterable[Contribution]) -> None:
-        """Backward has come by a layer: what it frees leaves room for gradients, unless contributions hold it.
-
-        So what is kept grows as activations go, and the peak stays about where the plain step has it.
-
-        Args:
-            tensors: What the layer took, and the gradients of what it returned.
-            added: Its contributions.
-        """
-        size = sum(tensor.nbytes for tensor in tensors)
-        held = any(not isinstance(contribution, Kept) for contribution in added)
-        self.budget += int(_FREED * size) - (size if held else 0)
-
     def finish(self, device: torch.device) -> dict[str, Contribution]:
         """Return one contribution for each parameter that was used."""
         if self.finished is None:
@@ -188,11 +172,14 @@ class Gathering:
 
     Attributes:
         mini_batch: What has come and is not yet taken.
+        activations: Bytes that the tapped layers have taken and returned since the last mini-batch was taken: about
+            what backward frees as it goes, and so what may be kept in its place.
         shared: Parameters that are used more than once.
     """
 
     def __init__(self, shared: Set[str] = frozenset()) -> None:
         self.mini_batch: MiniBatch | None = None
+        self.activations = 0
         self.shared = shared
 
     def look(self) -> MiniBatch:
@@ -217,7 +204,7 @@ class Gathering:
 
     def discard(self) -> None:
         """Forget what has come."""
-        self.mini_batch = None
+        self.mini_batch, self.activations = None, 0
 
     def receive_layer(
         self, layer: UsedLayer, saved: Sequence[Tensor], grads: Sequence[Tensor | None], task: int
@@ -258,7 +245,6 @@ class Gathering:
                 layer.names[name]: mini_batch.add(layer.names[name], contribution, device)
                 for name, contribution in found.items()
             }
-            mini_batch.passed([*saved, *(grad for grad in grads if grad is not None)], added.values())
             if layer.leaves is not None:
                 floats = [t for t in (*saved, *grads) if t is not None and t.is_floating_point()]
                 size = torch.stack(sizes).nan_to_num(0.0, 0.0, 0.0).max()
@@ -313,7 +299,7 @@ class Gathering:
                 "for the same. Call clipper.clip_and_accumulate() after each backward, and once per mini-batch; "
                 "add up several losses of one mini-batch before a single backward. The first mini-batch is still there."
             )
-        mini_batch = self.mini_batch = MiniBatch(task, _LEAST, self.shared)
+        mini_batch = self.mini_batch = MiniBatch(task, max(_LEAST, self.activations // 2), self.shared)
 
         def completed() -> None:
             mini_batch.complete = True

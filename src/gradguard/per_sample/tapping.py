@@ -188,6 +188,7 @@ class Tapping:
         operands = [] if operation.kind == "sum" else [operation.operand]
         plan = CallPlan(Treatment.RULE, True, (axis,) * len(operands), (axis,), rule=rule_of(operation))
         layer = UsedLayer(module, plan, Skeleton((tuple(operands), {})), size, names, None, leaves)
+        self.gathering.activations += sum(t.nbytes for t in (*operands, result))
         return self._tap_outputs(result, layer.arguments.release(), partial(self.gathering.receive_layer, layer))
 
     def _leaves(self, module: nn.Module, values: Mapping[str, Tensor], observed: bool = True) -> Leaves:
@@ -301,6 +302,7 @@ class Tapping:
         arguments, returned = Skeleton((args, kwargs)), Skeleton(output)
         size = self._samples(plan, arguments.tensors)
         layer = UsedLayer(running.module, plan, arguments, size, wanted, running.generator_state, running.leaves)
+        self.gathering.activations += sum(t.nbytes for t in (*arguments.tensors, *returned.tensors))
         saved = [*arguments.release(), *(returned.tensors if plan.rule.replays else ())]
         return self._tap_outputs(output, saved, partial(self.gathering.receive_layer, layer))
 
