@@ -1,12 +1,14 @@
 """A step with per-sample clipping over the plain step, in time and in memory. Prints ratios and goals.
 
-python benchmarks/per_sample.py [MLP CNN GPT "GPT 512" "GPT tied"] [--peers] [--memory] [--pairs 21] [--threads 1]
+python benchmarks/per_sample.py [MLP CNN GPT "GPT 512" "GPT tied" Llama BERT ConvNeXt] [--peers] [--memory] [--first]
+    [--pairs 21] [--threads 1]
 python benchmarks/per_sample.py [MLP ...] --noise-scale: what measuring it adds to the same clipped step
 
 A step is forward, backward, whatever clips and adds noise, and SGD's step. Time: processor time, both steps in pairs in
-one process, the median of the pairs' ratios. Memory: the highest resident set (VmHWM) during five steps, the first with
-its checks among them, over the resident set once model and data are there; each in fresh processes, which have stepped
-a tiny model before, so that lazily imported code does not count. Linux only.
+one process, the median of the pairs' ratios. The first step of a clipper, with its checks, is taken by a new clipper on
+a new model, between plain steps that are warm. Memory: the highest resident set (VmHWM) during five steps, the first
+with its checks among them, over the resident set once model and data are there; each in fresh processes, which have
+stepped a tiny model before, so that lazily imported code does not count. Linux only.
 """
 
 import argparse
@@ -39,6 +41,8 @@ Step = Callable[[], float]
 """Takes a step, and returns its processor seconds."""
 
 NOISE_MULTIPLIER = 1.0
+FIRST_STEP = 3.0
+"""Goal: the first step of a clipper, times a plain one, at most."""
 _STEPS_FOR_MEMORY = 5
 _PAIRS_OF_PEERS = 5
 _CHILDREN = 3
@@ -86,6 +90,52 @@ class Gpt(nn.Module):
         return self.head(self.norm(x))
 
 
+class Logits(nn.Module):
+    """A model of transformers that returns the logits alone.
+
+    Attributes:
+        repeat_positions: Give the model position ids for each sample. It makes one row of them otherwise; for Opacus.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model, self.repeat_positions = model, False
+
+    def forward(self, x: Tensor) -> Tensor:
+        places = {"position_ids": torch.arange(x.shape[1]).repeat(len(x), 1)} if self.repeat_positions else {}
+        return self.model(x, **places).logits
+
+
+def llama() -> nn.Module:
+    """RMSNorm written by hand, gated feed-forward, rotary positions, head apart."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=5000, hidden_size=256, intermediate_size=688, num_hidden_layers=4, num_attention_heads=4,
+        max_position_embeddings=128, use_cache=False,
+    )  # fmt: skip
+    return Logits(LlamaForCausalLM(config))
+
+
+def bert() -> nn.Module:
+    """A classifier of sentences, without dropout, which Opacus and the plain step would pay for as well."""
+    from transformers import BertConfig, BertForSequenceClassification
+
+    config = BertConfig(
+        vocab_size=5000, hidden_size=256, intermediate_size=1024, num_hidden_layers=4, num_attention_heads=4,
+        max_position_embeddings=128, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, num_labels=10,
+    )  # fmt: skip
+    return Logits(BertForSequenceClassification(config))
+
+
+def convnext() -> nn.Module:
+    """Depthwise convolutions, LayerNorm on channels, a scale for each channel of a block."""
+    from transformers import ConvNextConfig, ConvNextForImageClassification
+
+    config = ConvNextConfig(hidden_sizes=[32, 64, 128, 256], depths=[2, 2, 4, 2], num_labels=10)
+    return Logits(ConvNextForImageClassification(config))
+
+
 def mlp() -> nn.Module:
     hidden = [module for width in (784, 2048, 2048) for module in (nn.Linear(width, 2048), nn.ReLU())]
     return nn.Sequential(*hidden, nn.Linear(2048, 10))
@@ -107,6 +157,7 @@ class Problem:
         make: Builds the model.
         shape: Of the inputs: random numbers, or ids where ``vocabulary`` is given, and then each has a target.
         vocabulary: Number of ids.
+        classify: The target is one class of ten for each sample, although the inputs are ids.
         time: Goal: times the plain step, at most.
         memory: Goal: times what the plain step needs beside model and data, at most.
     """
@@ -114,6 +165,7 @@ class Problem:
     make: Callable[[], nn.Module]
     shape: tuple[int, ...]
     vocabulary: int = 0
+    classify: bool = False
     time: float = 0.0
     memory: float = 0.0
 
@@ -123,7 +175,9 @@ class Problem:
         if self.vocabulary:
             inputs, targets = torch.randint(self.vocabulary, (2, *self.shape)).unbind()
         else:
-            inputs, targets = torch.randn(self.shape), torch.randint(10, self.shape[:1])
+            inputs = torch.randn(self.shape)
+        if self.classify or not self.vocabulary:
+            targets = torch.randint(10, self.shape[:1])
         return self.make(), inputs, targets
 
 
@@ -133,6 +187,9 @@ PROBLEMS = {
     "GPT": Problem(lambda: Gpt(128), (16, 128), 5000, time=1.2, memory=1.5),
     "GPT 512": Problem(lambda: Gpt(512), (4, 512), 5000, time=1.1, memory=1.4),
     "GPT tied": Problem(lambda: Gpt(128, tied=True), (16, 128), 5000, time=1.25, memory=1.5),
+    "Llama": Problem(llama, (16, 128), 5000, time=1.2, memory=1.5),
+    "BERT": Problem(bert, (16, 128), 5000, classify=True, time=1.15, memory=1.5),
+    "ConvNeXt": Problem(convnext, (16, 3, 64, 64), time=1.5, memory=1.5),
 }
 TINY = Problem(lambda: Gpt(4, width=8, layers=1, vocabulary=10), (2, 4), 10)
 
@@ -199,7 +256,7 @@ def private(problem: Problem) -> Step:
 
 def opacus_model(problem: Problem) -> tuple[nn.Module, Tensor, Tensor]:
     model, inputs, targets = problem.build()
-    if isinstance(model, Gpt):
+    if isinstance(model, Gpt) or (isinstance(model, Logits) and problem.vocabulary):
         model.repeat_positions = True
     return model, inputs, targets
 
@@ -287,6 +344,21 @@ def noise_scale_table(names: list[str], pairs: int) -> Table:
     return table
 
 
+def first_step(problem: Problem, way: Callable[[Problem], Step], repetitions: int = 5) -> float:
+    """The first step of a new clipper on a new model, times a plain step: the median of some."""
+    step = plain(problem)
+    for _ in range(2):
+        step()
+    ratios = []
+    for _ in range(repetitions):
+        first = way(problem)
+        before, own, after = step(), first(), step()
+        ratios.append(2 * own / (before + after))
+        del first
+        gc.collect()
+    return statistics.median(ratios)
+
+
 # Memory
 
 
@@ -328,11 +400,13 @@ class Row:
 
     Attributes:
         time: Against the plain step; None if it was not asked for.
+        first: The first step over a plain one; None if it was not asked for.
         megabytes: At most, beside model and data.
         refused: The error, if the way cannot step this model.
     """
 
     time: Comparison | None = None
+    first: float | None = None
     megabytes: float | None = None
     refused: str = ""
 
@@ -348,7 +422,8 @@ def measure(problem: str, way: str, args: argparse.Namespace) -> Row:
         if way not in PEERS:
             raise
         return Row(refused=f"{type(error).__name__}: {error}".splitlines()[0][:60])
-    return Row(found, memory(problem, way, args.threads) if args.memory else None)
+    first = first_step(PROBLEMS[problem], WAYS[way]) if args.first and way == "gradguard" else None
+    return Row(found, first, memory(problem, way, args.threads) if args.memory else None)
 
 
 def judged(ratio: float, goal: float | None) -> tuple[str, str]:
@@ -369,6 +444,8 @@ def add_rows(table: Table, name: str, args: argparse.Namespace) -> None:
         if row.time is not None:
             found = judged(row.time.ratio, problem.time if goal else None)
             cells = [f"{row.time.ours:.1f}", f"{row.time.theirs:.1f}", *found]
+        if args.first:
+            cells += judged(row.first, FIRST_STEP) if row.first is not None else ("-", "-")
         if row.megabytes is not None:
             plain_megabytes = plain_megabytes or row.megabytes
             cells += [
@@ -383,6 +460,7 @@ def main() -> None:
     parser.add_argument("problems", nargs="*", metavar="MODEL", help=f"of {', '.join(PROBLEMS)}; all without")
     parser.add_argument("--peers", action="store_true", help="Opacus too")
     parser.add_argument("--memory", action="store_true", help="peaks too, each in three processes of its own")
+    parser.add_argument("--first", action="store_true", help="the first step of a clipper too, with its checks")
     parser.add_argument("--noise-scale", action="store_true", help="the clipped step with and without it, nothing else")
     parser.add_argument("--pairs", type=int, default=21)
     parser.add_argument("--threads", type=int, default=1)
@@ -396,6 +474,7 @@ def main() -> None:
         print(peak_of_steps(PROBLEMS[args.problems[0]], (WAYS | PEERS)[args.peak_of]))
         return
     columns = ["model", "step", "ms", "plain ms", "times slower", "goal"]
+    columns += ["first step", "goal"] if args.first else []
     table = Table(*columns, *(["MB", "times plain's", "goal"] if args.memory else []))
     before = os.getloadavg()[0]
     if args.noise_scale:

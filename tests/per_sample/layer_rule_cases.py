@@ -36,6 +36,9 @@ CONVOLUTIONS = {
     "stride, dilation, padding": {"stride": 2, "dilation": 2, "padding": 2},
     "groups": {"groups": 2, "padding": 1},
     "depthwise": {"groups": 4},
+    "depthwise, stride, dilation, padding": {"groups": 4, "stride": 2, "dilation": 2, "padding": 2},
+    "depthwise, uneven, same": {"groups": 4, "padding": "same", "kernel_size": 2},
+    "depthwise, circular": {"groups": 4, "padding": 1, "padding_mode": "circular"},
     "kernel of one": {"kernel_size": 1, "stride": 2},
     "valid": {"padding": "valid"},
     "same": {"padding": "same"},
@@ -85,6 +88,11 @@ def convolution_cases() -> dict[str, tuple]:
     )
     table["Conv3d, few, stride, dilation"] = convolution_case(
         nn.Conv3d, (3, 3, 3), {"kernel_size": 2, "dilation": 2, "stride": 2, "padding": 1}, 40, 40
+    )
+    patches = {"kernel_size": 2, "stride": 2}
+    table["Conv2d, few, patches"] = convolution_case(nn.Conv2d, (5, 4), patches, 16, 24)
+    table["Conv1d, few, patches with gaps, padding"] = convolution_case(
+        nn.Conv1d, (9,), {**patches, "stride": 3, "padding": 1}, 24, 32
     )
     uneven = {"kernel_size": 2, "padding": "same"}
     table["Conv2d, few, same, uneven"] = convolution_case(nn.Conv2d, (2, 2), uneven, 16, 24)

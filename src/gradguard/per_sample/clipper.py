@@ -177,7 +177,7 @@ class PerSampleGradientClipper:
 
     @property
     def _device(self) -> torch.device:
-        return next(iter(self.trained.values())).device
+        return self._following.parameter(self._names[0]).device
 
     def detach(self) -> None:
         """Remove the clipper from the module; calling it again does nothing."""

@@ -7,7 +7,7 @@ sample. Nothing is guessed from sizes that may be equal by chance, such as a bat
 
 import math
 import random
-from collections.abc import Sequence, Set
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 from gradguard.errors import UnsupportedGradientError
 from gradguard.per_sample.draws import is_draw
 from gradguard.per_sample.layers.call import BatchAxis
+from gradguard.per_sample.operations import ObservedOperation, operation_of
 from gradguard.per_sample.samples import Arguments, take_samples, tensor_leaves
 from gradguard.per_sample.trees import changes_of
 from gradguard.per_sample.undisturbed import undisturbed
@@ -47,6 +48,7 @@ class ObservedCall:
         inputs: Shapes of the tensors that it got.
         outputs: Shapes of the tensors that it returned.
         uses: Trained parameters that its own code used.
+        operations: What it did with them, in order; None for those that may be anything.
         values: Inputs, then outputs, if they were asked for.
         in_place: Its own code wrote into what the modules that it called have returned.
         draws: Its own code drew random numbers, or would have if dropout were not switched off.
@@ -57,6 +59,7 @@ class ObservedCall:
     inputs: list[torch.Size]
     outputs: list[torch.Size] = field(default_factory=list)
     uses: set[Slot] = field(default_factory=set)
+    operations: list[ObservedOperation | None] = field(default_factory=list)
     values: list[Tensor] = field(default_factory=list)
     in_place: bool = False
     draws: bool = False
@@ -105,10 +108,20 @@ class Observer(TorchFunctionMode):
         if (func in _DROPOUTS and _drops(args, kwargs)) or kwargs.get("dropout_p"):
             self._drawn()
         result = without_dropout(func, args, kwargs)
-        used = [slot for leaf in tree_leaves((args, kwargs)) if (slot := self._slots.get(id(leaf)))]
+        used = [slot for leaf in _leaves(args, kwargs) if (slot := self._slots.get(id(leaf)))]
         if used and self._running and _gives_values(func, result):
-            self.calls[self._running[-1]].uses.update(used)
+            call = self.calls[self._running[-1]]
+            call.uses.update(used)
+            call.operations.append(self._known(call.module, func, args, kwargs, result))
         return result
+
+    def _known(self, module: nn.Module, func: Any, args: Any, kwargs: Any, result: Any) -> ObservedOperation | None:
+        """What a function did with parameters of ``module``; None if it may have been anything."""
+        found = operation_of(func, args, kwargs, lambda value: id(value) in self._slots)
+        slots = [self._slots[id(parameter)] for parameter in found.parameters.values()] if found else []
+        if found is None or any(holder is not module for holder, _ in slots):
+            return None
+        return ObservedOperation(found.kind, tuple(name for _, name in slots), found.operand.shape, result.shape)
 
     def __enter__(self) -> Any:
         self._operations = each_operation(self._look_at)
@@ -148,6 +161,15 @@ def without_dropout(func: Any, args: Any, kwargs: Any) -> Any:
 def _drops(args: Any, kwargs: Any) -> bool:
     given = dict(zip(("input", "p", "training"), args, strict=False)) | kwargs
     return bool(given.get("training", given.get("train", True)) and given.get("p", 0.5))
+
+
+def _leaves(args: Any, kwargs: Any) -> Iterator[Any]:
+    """What a function is called with; few functions get lists of tensors."""
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, list | tuple | dict):
+            yield from tree_leaves(value)
+        else:
+            yield value
 
 
 def _gives_values(func: Any, result: Any) -> bool:

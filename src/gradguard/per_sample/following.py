@@ -233,8 +233,8 @@ class Following:
         rehearse = self._rehearse if self._planning.uses_trained(module) and not self._planning.sharded else None
         way = self._rehearsed or self._planning.way(module, arguments, size)
         call = LastCall(way, arguments, size, autocast_of(Skeleton(arguments)))
-        self._tapping.verifying = rehearsal or (rehearse is not None and size not in way.sizes)
-        if rehearse is not None and not rehearsal and self._tapping.verifying:
+        self._tapping.verifying = not rehearsal and rehearse is not None and size not in way.sizes
+        if rehearse is not None and self._tapping.verifying:
             rehearse(self, call)
             self._planning.restart()
             self._unverified.append(call)

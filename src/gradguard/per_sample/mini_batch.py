@@ -135,12 +135,19 @@ class MiniBatch:
             UnsupportedGradientError: If one did.
         """
         for leaves in self.reached:
-            if leaves not in self.tapped and any(bool(gradient.any()) for gradient in leaves.plain.values()):
+            if leaves in self.tapped or not any(bool(gradient.any()) for gradient in leaves.plain.values()):
+                continue
+            if not leaves.observed:
                 raise UnsupportedGradientError(
-                    f"a gradient reached {', '.join(leaves.plain)} in {type(leaves.module).__name__}, although nothing "
-                    "that it returned has one: a value that it made reached the loss in another way (an attribute, a "
-                    "list, a hook). Return it instead. Nothing was clipped."
+                    f"the code of {type(leaves.module).__name__} used {', '.join(leaves.plain)} in another way than "
+                    "when the model was looked at, so what each sample gave there is not known. Repeat this step: the "
+                    "model is looked at again. Nothing was clipped."
                 )
+            raise UnsupportedGradientError(
+                f"a gradient reached {', '.join(leaves.plain)} in {type(leaves.module).__name__}, although nothing "
+                "that it returned has one: a value that it made reached the loss in another way (an attribute, a "
+                "list, a hook). Return it instead. Nothing was clipped."
+            )
 
     def _verify_layers(self) -> None:
         """Compare the plain gradients of each call of a layer with the sum of what its rule gave.

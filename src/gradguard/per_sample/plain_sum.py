@@ -26,14 +26,21 @@ class Leaves:
         module: What is called.
         values: The parameters, by name.
         reached: Called with this object when a gradient has come to any of them.
+        observed: Whether uses of the parameters get them; otherwise only uses that the dry run has not seen do.
 
     Attributes:
         tensors: The leaves, by name.
         plain: The gradients that have come, by name.
     """
 
-    def __init__(self, module: nn.Module, values: Mapping[str, Tensor], reached: "Callable[[Leaves], None]") -> None:
-        self.module, self._reached = module, reached
+    def __init__(
+        self,
+        module: nn.Module,
+        values: Mapping[str, Tensor],
+        reached: "Callable[[Leaves], None]",
+        observed: bool = True,
+    ) -> None:
+        self.module, self._reached, self.observed = module, reached, observed
         self.tensors = {name: value.requires_grad_() for name, value in values.items()}
         self.plain: dict[str, Tensor] = {}
         for name, leaf in self.tensors.items():

@@ -1,7 +1,8 @@
 """What to do at each call of each layer: its own rule, torch.func on its own code, or nothing."""
 
 from collections import defaultdict
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from enum import Enum
 
 from torch import nn
@@ -10,6 +11,7 @@ from gradguard.errors import UnsupportedGradientError
 from gradguard.per_sample.dry_run import DryRun, Slot
 from gradguard.per_sample.layers.call import BatchAxis
 from gradguard.per_sample.layers.rules import Rule, rule_for
+from gradguard.per_sample.operations import PlannedOperation, planned
 from gradguard.torch_private import parameter_slots
 
 
@@ -18,6 +20,7 @@ class Treatment(Enum):
 
     NOTHING = "uses no trained parameter by itself"
     RULE = "a layer with a rule of its own"
+    OPERATIONS = "code that does nothing but known operations with trained parameters: these are tapped"
     OWN_CODE = "code that uses trained parameters: differentiated with torch.func, the layers that it calls left out"
 
 
@@ -33,6 +36,7 @@ class CallPlan:
         uses: Trained parameters that its own code uses, those of layers that see no sample included.
         rule: For `Treatment.RULE`.
         in_place: Its own code writes into what the layers that it called have returned.
+        operations: For `Treatment.OPERATIONS`, by the parameter's name in the module.
     """
 
     treatment: Treatment
@@ -42,6 +46,7 @@ class CallPlan:
     uses: frozenset[Slot] = frozenset()
     rule: Rule | None = None
     in_place: bool = False
+    operations: Mapping[str, PlannedOperation] = field(default_factory=dict)
 
 
 class Plans:
@@ -57,7 +62,7 @@ class Plans:
 
     def __init__(self, run: DryRun) -> None:
         sees = [_grows(run, i) for i in range(len(run.calls))]
-        treatments, uses = _treatments(run, sees)
+        treatments, uses, operations = _treatments(run, sees)
         found: dict[nn.Module, list[CallPlan]] = defaultdict(list)
         for i, call in enumerate(run.calls):
             if treatments[i] is Treatment.OWN_CODE and call.draws:
@@ -67,11 +72,19 @@ class Plans:
                     "(nn.Dropout)."
                 )
             within_own_code = call.caller >= 0 and treatments[call.caller] is Treatment.OWN_CODE
-            needed = call.caller < 0 or treatments[i] is not Treatment.NOTHING or (within_own_code and sees[i])
+            tapped = treatments[i] in (Treatment.RULE, Treatment.OWN_CODE)
+            needed = call.caller < 0 or tapped or (within_own_code and sees[i])
             inputs, outputs = run.axes(i) if needed else ([], [])
             rule = rule_for(call.module) if treatments[i] is Treatment.RULE else None
             plan = CallPlan(
-                treatments[i], sees[i], tuple(inputs), tuple(outputs), frozenset(uses[i]), rule, call.in_place
+                treatments[i],
+                sees[i],
+                tuple(inputs),
+                tuple(outputs),
+                frozenset(uses[i]),
+                rule,
+                call.in_place,
+                operations.get(i, {}),
             )
             found[call.module].append(plan)
         self._calls = {m: plans[:1] if plans.count(plans[0]) == len(plans) else plans for m, plans in found.items()}
@@ -98,9 +111,12 @@ class Plans:
         return plans[call]
 
 
-def _treatments(run: DryRun, sees: list[bool]) -> tuple[list[Treatment], list[set[Slot]]]:
-    """How each call is treated, and which parameters its own code uses."""
+def _treatments(
+    run: DryRun, sees: list[bool]
+) -> tuple[list[Treatment], list[set[Slot]], dict[int, dict[str, PlannedOperation]]]:
+    """How each call is treated, which parameters its own code uses, and the known operations with these."""
     uses = [set(call.uses) for call in run.calls]
+    operations: dict[int, dict[str, PlannedOperation]] = {}
     treatments = [Treatment.NOTHING] * len(uses)
     for i in reversed(range(len(uses))):  # a call comes after its caller
         call = run.calls[i]
@@ -109,7 +125,13 @@ def _treatments(run: DryRun, sees: list[bool]) -> tuple[list[Treatment], list[se
         if sees[i]:
             own = {(m, slot) for m in call.module.modules() for slot in parameter_slots(m)}
             has_rule = rule_for(call.module) is not None and uses[i] <= own
-            treatments[i] = Treatment.RULE if has_rule else Treatment.OWN_CODE
+            known = planned(call.operations, run.runs[1][i].operations)
+            if has_rule:
+                treatments[i] = Treatment.RULE
+            elif known is not None and uses[i] == {(call.module, slot) for slot in known}:
+                treatments[i], operations[i] = Treatment.OPERATIONS, known
+            else:
+                treatments[i] = Treatment.OWN_CODE
         elif call.caller < 0:
             raise UnsupportedGradientError(
                 f"{type(call.module).__name__} was called by itself and returned the same for any number of samples, "
@@ -118,7 +140,7 @@ def _treatments(run: DryRun, sees: list[bool]) -> tuple[list[Treatment], list[se
             )
         else:  # position embeddings, for example: a part of the code that called them
             uses[call.caller] |= uses[i]
-    return treatments, uses
+    return treatments, uses, operations
 
 
 def _grows(run: DryRun, i: int) -> bool:

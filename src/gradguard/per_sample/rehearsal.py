@@ -1,10 +1,13 @@
 """Tries out, before the first call of each kind and size, whether per-sample gradients will be right.
 
 Two of its samples are run together, as the clipper sees them, and each by itself, with plain autograd; both get the
-same random gradient of the output, so no loss function is needed. Then the whole batch is run, and a batch of copies,
-whose samples must give what they give by themselves: so a capacity, or anything else that depends on how many there
-are, is found. Everything runs in float64 where the model can, so that what is compared is the structure and not
-rounding; each parameter of each sample is compared by its own norm.
+same random gradient of the output, so no loss function is needed. This runs in float64 where the model can, so that
+what is compared is the structure and not rounding; each parameter of each sample is compared by its own norm. Plain
+gradients of the layers are not made for it: the gradients of the samples by themselves are more than their sum.
+
+Then the whole batch is run, from its last sample to its first, and a batch of copies, whose samples must return what
+they return by themselves: so a capacity, or anything else that depends on how many there are, or on which comes first,
+is found. What is compared there are outputs; a wrong gradient behind right outputs shows in the two samples.
 
 What cannot be followed layer by layer is tried again sample by sample; what fails there too is refused.
 """
@@ -19,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from gradguard.errors import UnsupportedGradientError
-from gradguard.per_sample.arithmetic import exact_products, row_squares, wide
+from gradguard.per_sample.arithmetic import exact_products, wide
 from gradguard.per_sample.contributions import Contribution
 from gradguard.per_sample.draws import Draws
 from gradguard.per_sample.dry_run import WithoutDropout
@@ -30,6 +33,7 @@ from gradguard.per_sample.substitution import substituted
 from gradguard.per_sample.trees import Skeleton
 from gradguard.per_sample.undisturbed import undisturbed
 from gradguard.per_sample.way import Way
+from gradguard.tensors.layout import wide_dtype
 from gradguard.torch_private import buffer_slots, parameter_slots
 
 _LARGEST_IN_FLOAT64 = 1 << 30
@@ -128,24 +132,36 @@ class Rehearsal:
             )
 
     def _try_size(self, following: Following, call: LastCall) -> None:
-        """Run the whole batch, and copies of one sample beside another, and compare with samples by themselves."""
+        """Run the whole batch, and copies of one sample beside another, and compare with samples by themselves.
+
+        The batch runs with the clipper's hooks, because a layer may get other rows than in the trial of two samples;
+        the copies run without, and without a graph: only what they return counts.
+
+        Raises:
+            UnsupportedGradientError: If a sample returns something else by itself.
+        """
         size, way = call.batch_size, call.way
-        spread = sorted({i * (size - 1) // (_MOST_ALONE - 1) for i in range(_MOST_ALONE)})
-        copies = [0] * (size - 1) + [size - 1]
-        with _as_called(call, autocast=False) as reset, exact_products():
-            for indices, alone in ((list(range(size)), spread), (copies, [0, size - 1])):
+        last = size - 1
+        spread = sorted({last - i * last // (_MOST_ALONE - 1) for i in range(_MOST_ALONE)})
+        known: dict[int, list[Tensor]] = {}
+        with _as_called(call, autocast=False) as reset, exact_products(), WithoutDropout():
+            for indices, alone, hooks in (
+                ([*reversed(range(size))], spread, following.apart(way)),
+                ([0] * last + [last], [0, last], following.quietly()),
+            ):
                 arguments = call.samples(following.batch_first, indices)
                 torch.manual_seed(0)
                 reset()
-                # With its hooks, as the clipper sees it: a layer may get other rows than in the trial of two samples.
-                with following.apart(way), torch.enable_grad(), Draws() as draws:
-                    together = Skeleton(way.module(*arguments[0], **arguments[1])).tensors
+                with hooks, torch.set_grad_enabled(alone is spread), Draws() as draws:
+                    together = [t.detach() for t in Skeleton(way.module(*arguments[0], **arguments[1])).tensors]
                 precision = max(draws.precision, way.precision)
                 for i in alone:
-                    arguments = call.samples(following.batch_first, [indices[i]])
-                    with following.quietly(), torch.no_grad():
-                        outputs = _with_draws(way, arguments, draws, i, size, reset)
-                    for recorded, output, axis in zip(together, outputs, way.output_axes, strict=True):
+                    sample = indices[i]
+                    if draws.drawn or sample not in known:
+                        arguments = call.samples(following.batch_first, [sample])
+                        with following.quietly(), torch.no_grad():
+                            known[sample] = _with_draws(way, arguments, draws, i, size, reset)
+                    for recorded, output, axis in zip(together, known[sample], way.output_axes, strict=True):
                         if axis is not None and not same_rows(recorded, output, axis, i, precision):
                             raise UnsupportedGradientError(
                                 f"a sample gives {type(way.module).__name__} something else in a batch of {size} than "
@@ -167,7 +183,7 @@ def _raise_what_no_model_causes(error: Exception) -> None:
 def compare(
     following: Following, call: LastCall, samples: Sequence[int], reduction: str, note: bool = False
 ) -> Comparison | None:
-    """Return the largest error over ``samples``, run together in both orders and each by itself.
+    """Return the largest error over ``samples``, run together and each by itself.
 
     Args:
         following: What follows the module.
@@ -190,18 +206,13 @@ def compare(
                 precision = max(torch.finfo(dtype).eps for dtype in dtypes)
             if note:
                 call.way.precision = precision
-            worst: Comparison | None = None
-            known: dict[int, tuple[list[Tensor | None], dict[str, Tensor]]] = {}
-            for order in [list(samples), list(samples)[::-1]] if len(samples) > 1 else [list(samples)]:
-                pair = _Pair(following, call, order, reduction, precision, known, reset)
-                found = pair.compare()
-                if note:
-                    call.way.unowned |= pair.unowned()
-                if found is not None:
-                    worst = max(worst or found, found, key=lambda c: c.excess)
-                elif pair.owned_numbers:
-                    worst = worst or Comparison(0.0, "", 0.0)
-    return worst
+            pair = _Pair(following, call, list(samples), reduction, precision, reset)
+            found = pair.compare()
+            if note:
+                call.way.unowned |= pair.unowned()
+            if found is None and pair.owned_numbers:
+                return Comparison(0.0, "", 0.0)
+            return found
 
 
 class _Pair:
@@ -213,7 +224,6 @@ class _Pair:
         samples: Which, in order.
         reduction: What a number that the module returns is over samples.
         precision: Machine epsilon.
-        known: For each sample, the gradient of what it returned, and what it gave by itself; filled here.
         reset: Sets the buffers back.
     """
 
@@ -224,10 +234,9 @@ class _Pair:
         samples: list[int],
         reduction: str,
         precision: float,
-        known: "dict[int, tuple[list[Tensor | None], dict[str, Tensor]]]",
         reset: Callable[[], None],
     ) -> None:
-        self._known, self._reset = known, reset
+        self._reset = reset
         self._following, self._call, self._samples = following, call, samples
         self._reduction, self._precision = reduction, precision
         self._way = call.way
@@ -263,7 +272,7 @@ class _Pair:
         """Try out a number as the loss: None if it is the mean (or sum) of what samples give by themselves."""
         values = []
         for i, arguments in enumerate(self._alone):
-            with self._following.quietly(), torch.no_grad():
+            with self._following.quietly(), torch.no_grad(), WithoutDropout():
                 values.append(
                     float(_with_draws(self._way, arguments, self._draws, i, len(self._samples), self._reset)[position])
                 )
@@ -287,20 +296,14 @@ class _Pair:
         )
 
     def _random_grads(self, outputs: Sequence[Tensor]) -> list[Tensor | None]:
-        """A random gradient for each output that grows with samples; a sample has the same in either order."""
+        """A random gradient for each output that grows with samples."""
         generator = torch.Generator().manual_seed(0)
         grads: list[Tensor | None] = []
-        for k, (output, axis) in enumerate(zip(outputs, self._way.output_axes, strict=True)):
+        for output, axis in zip(outputs, self._way.output_axes, strict=True):
             if axis is None or not output.requires_grad or not (output.is_floating_point() or output.is_complex()):
                 grads.append(None)
                 continue
-            grad = torch.randn(output.shape, generator=generator, dtype=torch.float64).to(output)
-            for i, sample in enumerate(self._samples):
-                if sample in self._known:
-                    part = self._known[sample][0][k]
-                    assert part is not None
-                    rows_of(grad, axis, output.shape[axis.dim] // len(self._samples), i).copy_(part)
-            grads.append(grad)
+            grads.append(torch.randn(output.shape, generator=generator, dtype=torch.float64).to(output))
         return grads
 
     def _run_together(
@@ -310,7 +313,8 @@ class _Pair:
         module, (args, kwargs) = self._way.module, self._together
         torch.manual_seed(0)
         self._reset()
-        with self._following.apart(self._way) as gathering:
+        # Dropout is off in backward too, where a checkpoint runs forward again, and where samples are run one by one.
+        with self._following.apart(self._way) as gathering, WithoutDropout():
             self._draws = Draws()
             with self._draws:
                 outputs = Skeleton(module(*args, **kwargs)).tensors
@@ -326,24 +330,13 @@ class _Pair:
     def _against_alone(self, found: Mapping[str, Contribution], grads: Sequence[Tensor | None]) -> Comparison:
         worst = Comparison(0.0, "", 0.0)
         for i, arguments in enumerate(self._alone):
-            sample = self._samples[i]
-            if self._draws.drawn or sample not in self._known or not self._keeps(grads):
-                parts, expected = self._run_alone(i, arguments, grads)
-                if self._keeps(grads):
-                    self._known[sample] = parts, expected
-            else:
-                expected = self._known[sample][1]
-            whole = math.sqrt(sum(float(row_squares(g.unsqueeze(0))) for g in expected.values()))
+            expected = self._run_alone(i, arguments, grads)
+            own = {name: _norm(gradient) for name, gradient in expected.items()}
+            whole = math.hypot(*own.values())
             for name, gradient in expected.items():
-                rows = found[name].rows(i, i + 1)[0] if name in found else torch.zeros_like(gradient)
-                error = math.sqrt(float(row_squares((wide(gradient) - rows).unsqueeze(0))))
-                own = math.sqrt(float(row_squares(gradient.unsqueeze(0))))
-                worst = max(worst, self._judge(name, error, own, whole), key=lambda c: c.excess)
+                error = _norm(wide(gradient) - found[name].rows(i, i + 1)[0]) if name in found else own[name]
+                worst = max(worst, self._judge(name, error, own[name], whole), key=lambda c: c.excess)
         return worst
-
-    def _keeps(self, grads: Sequence[Tensor | None]) -> bool:
-        """Whether these are the gradients of rows, which samples have in either order."""
-        return all(grad is None or axis is not None for grad, axis in zip(grads, self._way.output_axes, strict=True))
 
     def _judge(self, name: str, error: float, own: float, whole: float) -> Comparison:
         """Judge one parameter of one sample by its own norm, and by what is rounding beside the whole gradient."""
@@ -351,15 +344,13 @@ class _Pair:
         allowed = bars[0] * own + bars[1] * whole
         return Comparison(error / max(own, 1e-2 * whole, 1e-300), name, error / max(allowed, 1e-300))
 
-    def _run_alone(
-        self, i: int, arguments: Arguments, grads: Sequence[Tensor | None]
-    ) -> tuple[list[Tensor | None], dict[str, Tensor]]:
-        """Plain autograd of one sample by itself: the gradients of what it returned, and of parameters."""
+    def _run_alone(self, i: int, arguments: Arguments, grads: Sequence[Tensor | None]) -> dict[str, Tensor]:
+        """Plain autograd of one sample by itself: the gradients of parameters."""
         following, way = self._following, self._way
         aliases = following.aliases
         values = {name: following.parameter(name).detach().requires_grad_() for name in sorted(following.trained)}
         places = {place: value for name, value in values.items() for place in aliases[name]}
-        with following.quietly(), substituted(places):
+        with following.quietly(), substituted(places), WithoutDropout():
             outputs = _with_draws(way, arguments, self._draws, i, len(self._samples), self._reset)
             parts: list[Tensor | None] = []
             for output, grad, axis in zip(outputs, grads, way.output_axes, strict=True):
@@ -371,7 +362,7 @@ class _Pair:
             pairs = [(o, g) for o, g in zip(outputs, parts, strict=True) if g is not None and o.requires_grad]
             if pairs:
                 torch.autograd.backward([o for o, _ in pairs], [g for _, g in pairs])
-        return parts, {
+        return {
             name: torch.zeros_like(value.detach()) if value.grad is None else _dense(value.grad)
             for name, value in values.items()
         }
@@ -395,8 +386,8 @@ def _with_draws(
 
 @contextmanager
 def _as_called(call: LastCall, autocast: bool) -> Iterator[Callable[[], None]]:
-    """Run as the call ran, but without dropout, and leave no trace; gives what sets buffers back for another run."""
-    with undisturbed(call.way.module) as reset, WithoutDropout(), ExitStack() as stack:
+    """Run as the call ran, with dropout of layers off, and leave no trace; gives what sets buffers back."""
+    with undisturbed(call.way.module) as reset, ExitStack() as stack:
         if call.autocast:
             stack.enter_context(
                 torch.autocast(*call.autocast) if autocast else torch.autocast(call.autocast[0], enabled=False)
@@ -434,7 +425,7 @@ def _precision_in_float64(following: Following, call: LastCall) -> float | None:
     """Run a sample; return the coarsest machine epsilon on the way, None if the model does not run in float64."""
     arguments = call.samples(following.batch_first, [0])
     try:
-        with following.quietly(), _as_called(call, autocast=False), torch.no_grad(), Draws() as draws:
+        with following.quietly(), _as_called(call, autocast=False), torch.no_grad(), WithoutDropout(), Draws() as draws:
             call.way.module(*arguments[0], **arguments[1])
     except Exception:
         return None
@@ -453,6 +444,11 @@ def _bars(precision: float) -> tuple[float, float]:
     if precision > 1e-4:
         return 16 * precision, 4 * precision
     return 1e4 * precision, 1e2 * precision
+
+
+def _norm(values: Tensor) -> float:
+    dtype = None if values.is_complex() else wide_dtype(values.device)
+    return float(torch.linalg.vector_norm(values, dtype=dtype))
 
 
 def _dense(gradient: Tensor) -> Tensor:

@@ -21,7 +21,9 @@ from gradguard.distributed.groups import is_fully_sharded
 from gradguard.distributed.placements import is_sharded
 from gradguard.errors import UnsupportedGradientError
 from gradguard.per_sample.dry_run import Slot
+from gradguard.per_sample.layers.call import BatchAxis
 from gradguard.per_sample.mini_batch import Gathering, UsedLayer
+from gradguard.per_sample.operations import Operation, StandIn, rule_of
 from gradguard.per_sample.own_code import LeftOut, OwnCode
 from gradguard.per_sample.plain_sum import Leaves
 from gradguard.per_sample.plan import CallPlan, Treatment
@@ -150,9 +152,47 @@ class Tapping:
                 self._hide(running, slots)
             if plan.rule is not None and plan.rule.replays and getattr(module, "dropout", 0) and module.training:
                 running.generator_state = _generator_state(module)
+        elif plan.treatment is Treatment.OPERATIONS:
+            self._put_stand_ins(running)
         elif plan.treatment is Treatment.OWN_CODE:
             return self._begin_code(running, args, kwargs)
         return None
+
+    def _put_stand_ins(self, running: Running) -> None:
+        """Put something into the places of a call's parameters that taps the operations with them."""
+        module, places = running.module, {}
+        for slot, plan in running.plan.operations.items():
+            name = self._names[module, slot]
+            if name in self.trained:
+                leaves = self._leaves(module, {name: self._value(module, slot)}, observed=False)
+                places[module, slot] = StandIn.of(
+                    leaves.tensors[name], name, plan, partial(self._tap_operation, module)
+                )
+        running.places.enter_context(substituted(places))
+
+    def _tap_operation(
+        self, module: nn.Module, operation: Operation, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Tensor:
+        """Do an operation with parameters, and tap what it gives."""
+        stand_ins: list[Any] = list(operation.parameters.values())
+        values, leaves = {one.full_name: one.leaf.detach() for one in stand_ins}, None
+        if self.verifying:  # leaves for this operation alone, which get the plain gradient
+            leaves = self._leaves(module, values)
+            values = leaves.tensors
+        positional = [values[a.full_name] if isinstance(a, StandIn) else a for a in args]
+        named = {key: values[a.full_name] if isinstance(a, StandIn) else a for key, a in kwargs.items()}
+        result = func(*positional, **named)
+        axis = stand_ins[0].plan.axis
+        size = self._check_sizes([(result.shape[axis.dim], axis)])
+        names = {role: one.full_name for role, one in zip(operation.parameters, stand_ins, strict=True)}
+        operands = [] if operation.kind == "sum" else [operation.operand]
+        plan = CallPlan(Treatment.RULE, True, (axis,) * len(operands), (axis,), rule=rule_of(operation))
+        layer = UsedLayer(module, plan, Skeleton((tuple(operands), {})), size, names, None, leaves)
+        self.gathering.activations += sum(t.nbytes for t in (*operands, result))
+        return self._tap_outputs(result, layer.arguments.release(), partial(self.gathering.receive_layer, layer))
+
+    def _leaves(self, module: nn.Module, values: Mapping[str, Tensor], observed: bool = True) -> Leaves:
+        return Leaves(module, values, partial(self.gathering.receive_plain, current_task()), observed)
 
     def _used(self, slots: Sequence[Slot]) -> list[str]:
         """The names of the trained parameters in ``slots``."""
@@ -204,7 +244,7 @@ class Tapping:
     def put_leaves(self, running: Running, aliases: Mapping[str, Sequence[Slot]]) -> Leaves:
         """Put a leaf of its own into the places of each parameter, until the call has run."""
         values = {name: self._value(*slots[0]) for name, slots in aliases.items()}
-        leaves = running.leaves = Leaves(running.module, values, partial(self.gathering.receive_plain, current_task()))
+        leaves = running.leaves = self._leaves(running.module, values)
         places = {slot: leaves.tensors[name] for name, slots in aliases.items() for slot in slots}
         running.places.enter_context(substituted(places))
         return leaves
@@ -341,7 +381,11 @@ class Tapping:
         """
         if len(tensors) != len(plan.inputs):
             raise UnsupportedGradientError("a layer was called with other arguments than in the dry run.")
-        sizes = [(t.shape[axis.dim], axis) for t, axis in zip(tensors, plan.inputs, strict=True) if axis is not None]
+        return self._check_sizes(
+            [(t.shape[axis.dim], axis) for t, axis in zip(tensors, plan.inputs, strict=True) if axis is not None]
+        )
+
+    def _check_sizes(self, sizes: Sequence[tuple[int, BatchAxis]]) -> int:
         own = next((size for size, axis in sizes if not axis.flattened), self.batch_size)
         expected = own if current_task() != -1 else self.batch_size  # a checkpoint may repeat an earlier call
         for size, axis in sizes:

@@ -24,7 +24,8 @@ class Skeleton:
     """
 
     def __init__(self, tree: Any) -> None:
-        leaves, self._spec = tree_flatten(tree)
+        self._lone = type(tree) is Tensor  # what most layers return, many times in a step
+        leaves, self._spec = ([tree], None) if self._lone else tree_flatten(tree)
         self.tensors: list[Tensor] = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         self._leaves = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         self._places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
@@ -39,6 +40,8 @@ class Skeleton:
 
     def fill(self, tensors: Sequence[Tensor | None]) -> Any:
         """Return the tree with ``tensors`` in the places of its own."""
+        if self._lone:
+            return tensors[0]
         leaves = list(self._leaves)
         for place, tensor in zip(self._places, tensors, strict=True):
             leaves[place] = tensor

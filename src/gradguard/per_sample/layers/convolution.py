@@ -1,4 +1,4 @@
-"""Convolutions of one to three dimensions, also transposed: one grouped kernel gives all samples' weight gradients.
+"""Convolutions of one to three dimensions, also transposed: one kernel gives all samples' weight gradients.
 
 Each sample becomes a group of its own channels, so that a single weight-gradient kernel returns ``[B, *shape]``, about
 as fast as the ordinary weight gradient. Where a map has few positions and a weight is large (the last layers of most
@@ -28,7 +28,8 @@ def convolution(call: LayerCall) -> dict[str, Contribution]:
     inputs, grad = channel_frames(call)
     found: dict[str, Contribution] = {}
     if "weight" in call.wanted:
-        found["weight"] = ConvolutionWeight(_kernel(call.module, inputs, grad))
+        kernel = _kernel(call.module, inputs, grad)
+        found["weight"] = Kept(kernel.correlations()) if kernel.depthwise else ConvolutionWeight(kernel)
     if "bias" in call.wanted:
         found["bias"] = Kept(channel_sums(grad))
     return found
@@ -106,6 +107,40 @@ class _Kernel:
         return 3 * self._positions * (height + width) <= height * width
 
     @property
+    def _disjoint(self) -> bool:
+        """Whether no position looks at what another looks at, and T(l + r) <= l r: then one product is faster.
+
+        The kernel takes up to five times as long there, measured; with fewer channels unfolding takes longer than it.
+        """
+        apart = all(size <= step for size, step in zip(self.shape[2:], self.stride, strict=True))
+        height, width = self.shape[0], prod(self.shape[1:])
+        few = self._positions * (height + width) <= height * width
+        return apart and few and self.groups == 1 and not self.transposed and self.grad.is_cpu
+
+    @property
+    def depthwise(self) -> bool:
+        """Whether each channel has filters of its own, and a convolution on the CPU may take any size of filter."""
+        own = self.groups > 1 and self.shape[1] == 1 and not self.transposed
+        return own and self.inputs.shape[1] == 1 and self.grad.is_cpu and len(self.grad) > 0
+
+    def correlations(self) -> Tensor:
+        """Return the gradients of all samples: each channel of the input convolved with that of the output's gradient.
+
+        Stride and dilation change places. PyTorch's own weight gradient of depthwise filters takes 4 to 17 times as
+        long on the CPU, the plain step's included; and these gradients are small beside the maps that they come from.
+        """
+        samples, filters = len(self.grad), self.shape[0]
+        inputs = self._with_margins(wide(self.inputs).flatten(0, 2).unsqueeze(0))
+        filter_of = wide(self.grad).flatten(0, 2).unsqueeze(1)
+        convolve = (functional.conv1d, functional.conv2d, functional.conv3d)[len(self.stride) - 1]
+        found = convolve(
+            inputs, filter_of, None, self.dilation, self.padding, self.stride, groups=samples * self.groups
+        )
+        for dim, length in enumerate(self.shape[2:], 2):  # a stride may leave out the last of the input
+            found = found.narrow(dim, 0, length)
+        return found.reshape(samples, filters, 1, *self.shape[2:])
+
+    @property
     def _positions(self) -> int:
         left = self.inputs if self.transposed else self.grad
         return left.shape[1] * prod(left.shape[3:])
@@ -119,6 +154,8 @@ class _Kernel:
         samples = len(grad)
         if samples == 0:
             return wide(grad).new_zeros(0, *self.shape)
+        if self._disjoint:
+            return self._outer(start, stop).rows(0, samples).reshape(samples, *self.shape)
         # The k maps of a sample become the batch, over which the kernel sums; samples become groups of channels.
         inputs = self._with_margins(wide(inputs).transpose(0, 1).flatten(1, 2))
         gradients = self._weight_gradient(inputs, wide(grad).transpose(0, 1).flatten(1, 2), samples)
@@ -127,6 +164,8 @@ class _Kernel:
     def weighted_sum(self, factors: Tensor, bad: Tensor | None) -> Tensor:
         if len(self.grad) == 0:
             return wide(self.grad).new_zeros(self.shape)
+        if self._disjoint:
+            return self._outer(0, len(self.grad)).weighted_sum(factors, bad).view(self.shape)
         inputs = self._with_margins(blank_rows(self.inputs, bad).flatten(0, 1))
         return self._weight_gradient(inputs, scale_rows(self.grad, factors, bad).flatten(0, 1), 1)
 

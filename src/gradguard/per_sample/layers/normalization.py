@@ -23,18 +23,26 @@ def layer_norm(call: LayerCall) -> dict[str, Contribution]:
     r"""``torch.nn.LayerNorm``: :math:`g_i = \sum_t \hat x_{it} \circ G_{it}`, and :math:`\sum_t G_{it}`."""
     module = call.module
     assert isinstance(module, nn.LayerNorm)
-    _refuse_samples_inside(call, module.normalized_shape)
-    shape = list(module.normalized_shape)
-    return _over_last(call, shape, lambda values: torch.native_layer_norm(values, shape, None, None, module.eps)[0])
+    return layer_norm_over(call, list(module.normalized_shape), module.eps)
+
+
+def layer_norm_over(call: LayerCall, shape: list[int], eps: float) -> dict[str, Contribution]:
+    """``torch.nn.functional.layer_norm`` over the last dimensions, of ``shape``."""
+    _refuse_samples_inside(call, tuple(shape))
+    return _over_last(call, shape, lambda values: torch.native_layer_norm(values, shape, None, None, eps)[0])
 
 
 def rms_norm(call: LayerCall) -> dict[str, Contribution]:
     """``torch.nn.RMSNorm``, the same without a mean; ``eps=None`` is the smallest step of the computing dtype."""
     module = call.module
     assert isinstance(module, nn.RMSNorm)
-    _refuse_samples_inside(call, module.normalized_shape)
-    shape = list(module.normalized_shape)
-    return _over_last(call, shape, lambda values: torch.rms_norm(values, shape, None, module.eps))
+    return rms_norm_over(call, list(module.normalized_shape), module.eps)
+
+
+def rms_norm_over(call: LayerCall, shape: list[int], eps: float | None) -> dict[str, Contribution]:
+    """``torch.nn.functional.rms_norm`` over the last dimensions, of ``shape``."""
+    _refuse_samples_inside(call, tuple(shape))
+    return _over_last(call, shape, lambda values: torch.rms_norm(values, shape, None, eps))
 
 
 def group_norm(call: LayerCall) -> dict[str, Contribution]:

@@ -1,0 +1,211 @@
+"""Operations that code does with parameters by itself and whose per-sample gradients are known: ``weight * x``,
+``x + bias``, `torch.nn.functional.linear`, `layer_norm` and `rms_norm`.
+
+Most layers without a rule do no more: a normalization written by hand or on other dimensions, the scale of a residual
+branch, an adapter. Such an operation is tapped as a layer is, so the code around it need not run again for each sample
+(`own_code`), and may draw random numbers.
+
+A stand-in takes the parameter's place while the code runs. Functions of torch that are called with it come to
+`StandIn.__torch_function__`: operations that were planned are tapped; everything else gets a leaf, and a gradient that
+reaches the leaf is refused. So no use of the parameter goes unnoticed, at any step.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from gradguard.per_sample.arithmetic import wide
+from gradguard.per_sample.contributions import Contribution, Kept
+from gradguard.per_sample.layers.call import BatchAxis, LayerCall
+from gradguard.per_sample.layers.linear import linear
+from gradguard.per_sample.layers.normalization import layer_norm_over, rms_norm_over
+from gradguard.per_sample.layers.rules import Rule
+from gradguard.torch_private import tree_map
+
+_ELEMENTWISE = {
+    torch.mul: "product", torch.multiply: "product", Tensor.mul: "product", Tensor.multiply: "product",
+    torch.add: "sum", Tensor.add: "sum",
+}  # fmt: skip
+
+_FUNCTIONS: dict[Any, tuple[str, ...]] = {
+    F.linear: ("input", "weight", "bias"),
+    F.layer_norm: ("input", "normalized_shape", "weight", "bias", "eps"),
+    F.rms_norm: ("input", "normalized_shape", "weight", "eps"),
+}
+"""Their arguments."""
+
+
+class Operation(NamedTuple):
+    """One operation with parameters.
+
+    Attributes:
+        kind: Such as ``"product"``.
+        operand: What belongs to samples.
+        parameters: The weight, the bias, or both, as far as they are parameters that are followed.
+        options: What else its rule must know.
+    """
+
+    kind: str
+    operand: Tensor
+    parameters: Mapping[str, Tensor]
+    options: Mapping[str, Any]
+
+
+class ObservedOperation(NamedTuple):
+    """One operation in a dry run.
+
+    Attributes:
+        kind: Such as ``"product"``.
+        slots: Names of its parameters in the module.
+        operand: Shape of what belongs to samples.
+        result: Shape of the result.
+    """
+
+    kind: str
+    slots: tuple[str, ...]
+    operand: torch.Size
+    result: torch.Size
+
+
+class PlannedOperation(NamedTuple):
+    """What is to be done with one parameter in a call.
+
+    Attributes:
+        kind: Such as ``"product"``.
+        dims: Number of dimensions of the operand, and of the result.
+        axis: Where the samples lie in both.
+    """
+
+    kind: str
+    dims: int
+    axis: BatchAxis
+
+
+def operation_of(
+    func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], followed: Callable[[Any], bool]
+) -> Operation | None:
+    """Return what ``func`` does with parameters, None if its per-sample gradients are not known.
+
+    Args:
+        func: A function of torch.
+        args: Its arguments.
+        kwargs: Its keyword arguments.
+        followed: Tells whether one of them is a parameter that is followed.
+    """
+    if func in _ELEMENTWISE and len(args) == 2 and not kwargs:
+        kind, (first, second) = _ELEMENTWISE[func], args
+        parameter, operand = (first, second) if followed(first) else (second, first)
+        found = Operation(kind, operand, {"weight": parameter}, {})
+    elif func in _FUNCTIONS:
+        given = dict(zip(_FUNCTIONS[func], args, strict=False)) | dict(kwargs)
+        parameters = {role: given[role] for role in ("weight", "bias") if followed(given.get(role))}
+        shape = tuple(given.get("normalized_shape", ()))
+        default = None if func is F.rms_norm else 1e-5
+        options = {"shape": shape, "eps": given.get("eps", default)} if shape else {}
+        found = Operation(func.__name__, given.get("input"), parameters, options)  # type: ignore[arg-type]
+    else:
+        return None
+    tensors = [found.operand, *found.parameters.values()]
+    known = found.parameters and all(isinstance(t, Tensor) and t.is_floating_point() for t in tensors)
+    return found if known and not followed(found.operand) else None
+
+
+def planned(
+    two: Sequence[ObservedOperation | None], three: Sequence[ObservedOperation | None]
+) -> dict[str, PlannedOperation] | None:
+    """Return what to do with each parameter, by its name in the module; None if that is not known of all of them.
+
+    Args:
+        two: The operations of a call for two samples.
+        three: Of the same call for three.
+    """
+    found: dict[str, PlannedOperation] = {}
+    if len(two) != len(three):
+        return None
+    for a, b in zip(two, three, strict=True):
+        if a is None or b is None or a[:2] != b[:2]:
+            return None
+        axis = _axis(a.operand, b.operand)
+        if axis is None or axis != _axis(a.result, b.result) or len(a.operand) != len(a.result):
+            return None
+        plan = PlannedOperation(a.kind, len(a.operand), BatchAxis(axis))
+        if any(found.setdefault(slot, plan) != plan for slot in a.slots):
+            return None
+    return found
+
+
+def _axis(two: torch.Size, three: torch.Size) -> int | None:
+    """The dimension of size 2 for two samples and 3 for three, if nothing else differs."""
+    differing = [d for d in range(len(two)) if len(two) == len(three) and two[d] != three[d]]
+    return differing[0] if len(differing) == 1 and (two[differing[0]], three[differing[0]]) == (2, 3) else None
+
+
+def rule_of(operation: Operation) -> Rule:
+    """Return the rule of one operation."""
+    if operation.kind == "linear":
+        return Rule(linear)
+    if operation.kind in ("layer_norm", "rms_norm"):
+        over = layer_norm_over if operation.kind == "layer_norm" else rms_norm_over
+        return Rule(partial(over, shape=list(operation.options["shape"]), eps=operation.options["eps"]))
+    return Rule(partial(_elementwise, operation.kind == "product", operation.parameters["weight"].shape))
+
+
+def _elementwise(product: bool, shape: torch.Size, call: LayerCall) -> dict[str, Contribution]:
+    """The gradient of the result, times the operand in a product, summed over what the parameter was repeated in."""
+    rows = wide(call.grad())
+    if product:
+        rows = wide(call.input()) * rows
+    assert call.grad_axes[0] is not None
+    repeated = [1] * (rows.dim() - len(shape)) + list(shape)  # as in the result, with its samples in their place
+    del repeated[call.grad_axes[0].dim]
+    over = [d for d, size in enumerate(repeated, 1) if size == 1]
+    rows = rows.sum(over) if over else rows
+    return {"weight": Kept(rows.reshape(len(rows), *shape))}
+
+
+class StandIn(Tensor):
+    """Takes a parameter's place while code runs.
+
+    Attributes:
+        leaf: What functions get in its place, but for operations that are planned.
+        full_name: Name of the parameter in the whole module.
+        plan: What is planned.
+        tapped: Called with a planned operation, its function, arguments and keyword arguments; returns its result.
+    """
+
+    leaf: Tensor
+    full_name: str
+    plan: PlannedOperation
+    tapped: Callable[[Operation, Any, Sequence[Any], Mapping[str, Any]], Tensor]
+
+    @staticmethod
+    def of(leaf: Tensor, full_name: str, plan: PlannedOperation, tapped: Callable[..., Tensor]) -> "StandIn":
+        """Make one for ``leaf``, which gets the gradient of every use that is not planned."""
+        made = leaf.as_subclass(StandIn)
+        made.leaf, made.full_name, made.plan, made.tapped = leaf, full_name, plan, tapped
+        return made
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if torch.is_grad_enabled() and (func in _ELEMENTWISE or func in _FUNCTIONS):
+            operation = operation_of(func, args, kwargs, _is_stand_in)
+            if operation is not None:
+                own: list[Any] = list(operation.parameters.values())
+                dims = operation.operand.dim()
+                if all((one.plan.kind, one.plan.dims) == (operation.kind, dims) for one in own):
+                    return own[0].tapped(operation, func, args, kwargs)
+        args, kwargs = tree_map(_leaf_of, (tuple(args), kwargs))
+        return func(*args, **kwargs)
+
+
+def _is_stand_in(value: Any) -> bool:
+    return isinstance(value, StandIn)
+
+
+def _leaf_of(value: Any) -> Any:
+    return value.leaf if isinstance(value, StandIn) else value
