@@ -12,6 +12,7 @@ import gradguard as gg
 
 pl = pytest.importorskip("lightning.pytorch", reason="lightning is not installed")
 
+from lightning.pytorch.strategies import ModelParallelStrategy  # noqa: E402
 from torch.utils.data import DataLoader  # noqa: E402
 
 from gradguard.integrations.lightning import GradGuardCallback, PerSampleCallback  # noqa: E402
@@ -222,9 +223,16 @@ def test_what_cannot_be_right_is_refused_before_training(case):
         fit(kind(), [PerSampleCallback(gg.FlatNormClipper(BOUND))], **options)
 
 
-def test_several_processes_are_refused():
-    one = make_trainer([PerSampleCallback(gg.FlatNormClipper(BOUND))], strategy="ddp", devices=1)
-    with pytest.raises(gg.UnsupportedGradientError, match="not with DDPStrategy"):
+def test_other_strategies_are_refused():
+    strategy = ModelParallelStrategy(data_parallel_size=1, tensor_parallel_size=1)
+    one = make_trainer([PerSampleCallback(gg.FlatNormClipper(BOUND))], strategy=strategy, devices=1)
+    with pytest.raises(gg.UnsupportedGradientError, match="under DDPStrategy, and not with ModelParallelStrategy"):
+        one.callbacks[0].setup(one, Tagger(), "fit")
+
+
+def test_a_threshold_of_one_process_is_refused_on_several():
+    one = make_trainer([PerSampleCallback(gg.QuantileNormClipper(BOUND))], strategy="ddp", devices=2)
+    with pytest.raises(gg.UnsupportedGradientError, match="thresholds would differ between 2 processes"):
         one.callbacks[0].setup(one, Tagger(), "fit")
 
 

@@ -4,13 +4,15 @@ from typing import Any
 
 import gradguard as gg
 from gradguard.integrations.one_clip import OnlyClip
+from gradguard.integrations.per_sample import check_norm_clipper, refuse_other_clips, undo_division
 from gradguard.integrations.versions import require
 
 require("lightning", "2.6", "2.7", "lightning")
 
 from lightning.pytorch import Callback, LightningModule, Trainer  # noqa: E402
-from lightning.pytorch.strategies import SingleDeviceStrategy  # noqa: E402
-from torch import Tensor  # noqa: E402
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy  # noqa: E402
+from torch import Tensor, nn  # noqa: E402
+from torch.nn.parallel import DistributedDataParallel  # noqa: E402
 from torch.optim import LBFGS, Optimizer  # noqa: E402
 
 
@@ -43,7 +45,9 @@ class PerSampleCallback(Callback, OnlyClip):
     `GradGuardCallback` beside it
     16-mixed                                      an error: Lightning unscales before the gradients are there
     manual optimization, LBFGS, ``torch.compile`` an error
-    several processes, DeepSpeed, FSDP            an error
+    DDP                                           the average is over the samples of all processes
+    DeepSpeed, FSDP, other strategies             an error
+    DDP with `QuantileNormClipper`                an error: thresholds would differ between processes
     ============================================  ==============================================================
 
     Args:
@@ -84,10 +88,7 @@ class PerSampleCallback(Callback, OnlyClip):
         batch_first: bool = True,
         mode: str = "fast",
     ) -> None:
-        if not isinstance(norm_clipper, gg.NormClipper):
-            raise gg.InvalidTypeError(
-                f"norm_clipper: expected a NormClipper such as gg.FlatNormClipper(1.0), got {norm_clipper!r}."
-            )
+        check_norm_clipper(norm_clipper)
         self.norm_clipper = norm_clipper
         self.clipper: gg.PerSampleGradientClipper | None = None
         self._options: dict[str, Any] = {"loss_reduction": loss_reduction, "batch_first": batch_first, "mode": mode}
@@ -104,22 +105,15 @@ class PerSampleCallback(Callback, OnlyClip):
         Raises:
             UnsupportedGradientError: If an optimizer asks for gradients several times in a step.
         """
-        if any(isinstance(optimizer, LBFGS) for optimizer in trainer.optimizers):
-            raise gg.UnsupportedGradientError(
-                "LBFGS asks for the gradients several times in a step, and samples would be clipped by another factor "
-                "each time. Choose an optimizer that asks once, such as AdamW."
-            )
+        refuse_optimizers(trainer)
         self._detach()
-        self.clipper = gg.PerSampleGradientClipper(pl_module, self.norm_clipper, **self._options)
+        self.clipper = gg.PerSampleGradientClipper(wrapped(trainer, pl_module), self.norm_clipper, **self._options)
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
         """Undo Lightning's division by the number of accumulated batches: it is part of no sample's own loss."""
         del pl_module
-        parts = trainer.accumulate_grad_batches
-        if self.clipper is not None:
-            self.clipper.loss_divisor = float(parts)
-        if parts > 1 and loss.requires_grad:
-            loss.register_hook(lambda grad: grad * parts)
+        assert self.clipper is not None
+        undo_division(self.clipper, loss, trainer.accumulate_grad_batches)
 
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Clip the samples of this batch, and add them up."""
@@ -166,21 +160,17 @@ class PerSampleCallback(Callback, OnlyClip):
 
 
 def _refuse(callback: PerSampleCallback, trainer: Trainer, module: LightningModule) -> None:
-    others = [c for c in trainer.callbacks if isinstance(c, OnlyClip) and c is not callback]  # type: ignore[attr-defined]
-    if others:
-        raise gg.InvalidValueError(
-            f"there is a {type(others[0]).__name__} beside the PerSampleCallback: one clip would be done after the "
-            "other. Leave one of them out."
-        )
+    which = type(callback).__name__
+    refuse_other_clips(callback, trainer.callbacks)  # type: ignore[attr-defined]
     if trainer.gradient_clip_val:
         raise gg.InvalidValueError(
-            f"Trainer(gradient_clip_val={trainer.gradient_clip_val}) clips too, after the PerSampleCallback: expected "
+            f"Trainer(gradient_clip_val={trainer.gradient_clip_val}) clips too, after the {which}: expected "
             "one clip. Take gradient_clip_val away."
         )
     name = type(module).__name__
     if type(module).configure_gradient_clipping is not LightningModule.configure_gradient_clipping:
         raise gg.InvalidValueError(
-            f"{name} has a configure_gradient_clipping of its own, which would clip after the PerSampleCallback: "
+            f"{name} has a configure_gradient_clipping of its own, which would clip after the {which}: "
             "expected one clip. Take it away."
         )
     if not module.automatic_optimization:
@@ -188,12 +178,12 @@ def _refuse(callback: PerSampleCallback, trainer: Trainer, module: LightningModu
             f"{name} optimizes by hand, where nobody can tell which backward is for which step. Use "
             "gg.PerSampleGradientClipper(self, ...) in its training_step."
         )
-    if not isinstance(trainer.strategy, SingleDeviceStrategy):
+    if not isinstance(trainer.strategy, SingleDeviceStrategy) and type(trainer.strategy) is not DDPStrategy:
         raise gg.UnsupportedGradientError(
-            f"PerSampleCallback trains in one process on one device, and not with {type(trainer.strategy).__name__}. "
-            "Use gg.PerSampleGradientClipper in a loop of your own, which takes DistributedDataParallel and "
-            "fully_shard."
+            f"{which} trains on one device or under DDPStrategy, and not with {type(trainer.strategy).__name__}. Use "
+            "gg.PerSampleGradientClipper in a loop of your own, which takes fully_shard."
         )
+    check_norm_clipper(callback.norm_clipper, trainer.world_size)
     if getattr(trainer.precision_plugin, "scaler", None) is not None or trainer.precision == "16-mixed":
         raise gg.UnsupportedGradientError(
             'precision="16-mixed": Lightning unscales gradients before the clipped ones are there. Use "bf16-mixed".'
@@ -202,3 +192,30 @@ def _refuse(callback: PerSampleCallback, trainer: Trainer, module: LightningModu
         raise gg.UnsupportedGradientError(
             f"{name} is compiled: the layers inside cannot be followed. Give the module as it was before torch.compile."
         )
+
+
+def refuse_optimizers(trainer: Trainer) -> None:
+    """Raise if an optimizer asks for gradients several times in a step.
+
+    Args:
+        trainer: Which has made its optimizers.
+
+    Raises:
+        UnsupportedGradientError: If one is LBFGS.
+    """
+    if any(isinstance(optimizer, LBFGS) for optimizer in trainer.optimizers):
+        raise gg.UnsupportedGradientError(
+            "LBFGS asks for the gradients several times in a step, and samples would be clipped by another factor "
+            "each time. Choose an optimizer that asks once, such as AdamW."
+        )
+
+
+def wrapped(trainer: Trainer, module: LightningModule) -> nn.Module:
+    """Return the module inside DistributedDataParallel, or the module itself, which Lightning calls without it.
+
+    Args:
+        trainer: Whose strategy has wrapped it.
+        module: What it trains.
+    """
+    model = trainer.strategy.model
+    return model if isinstance(model, DistributedDataParallel) else module
