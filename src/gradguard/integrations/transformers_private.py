@@ -170,8 +170,8 @@ class PrivateCallback(PerSampleCallback):
         if not self._running:
             self._run.load_state_dict(self._loaded)
             self._loaded, state = None, trainer.state
-            optimizer = inner_optimizer(trainer.optimizer)
-            self._run.begin(trainer.model_wrapped, optimizer, state.max_steps, state.global_step)
+            optimizer, model = inner_optimizer(trainer.optimizer), trainer.model_wrapped  # type: ignore[arg-type]
+            self._run.begin(model, optimizer, state.max_steps, state.global_step)  # type: ignore[arg-type]
             self._running = True
         assert self.private is not None
         return self.private
