@@ -10,7 +10,7 @@ from gradguard.integrations.versions import require
 require("lightning", "2.6", "2.7", "lightning")
 
 from lightning.pytorch import Callback, LightningModule, Trainer  # noqa: E402
-from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy  # noqa: E402
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Strategy  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 from torch.nn.parallel import DistributedDataParallel  # noqa: E402
 from torch.optim import LBFGS, Optimizer  # noqa: E402
@@ -93,6 +93,7 @@ class PerSampleCallback(Callback, OnlyClip):
         self.clipper: gg.PerSampleGradientClipper | None = None
         self._options: dict[str, Any] = {"loss_reduction": loss_reduction, "batch_first": batch_first, "mode": mode}
         self._summed = False  # samples of this optimizer step were accumulated
+        self._strategy: Strategy | None = None  # some of whose methods are replaced
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Refuse, before anything is trained, what cannot be right."""
@@ -107,7 +108,8 @@ class PerSampleCallback(Callback, OnlyClip):
         """
         refuse_optimizers(trainer)
         self._detach()
-        self.clipper = gg.PerSampleGradientClipper(wrapped(trainer, pl_module), self.norm_clipper, **self._options)
+        model = self._take_in(trainer, pl_module)
+        self.clipper = gg.PerSampleGradientClipper(model, self.norm_clipper, **self._options)
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
         """Undo Lightning's division by the number of accumulated batches: it is part of no sample's own loss."""
@@ -149,9 +151,32 @@ class PerSampleCallback(Callback, OnlyClip):
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what a copy begins with: the rule, and no clipper, which is on this module."""
-        return {**vars(self), "clipper": None, "_summed": False}
+        return {**vars(self), "clipper": None, "_summed": False, "_strategy": None}
+
+    def _take_in(self, trainer: Trainer, module: LightningModule) -> nn.Module:
+        """Return what the clipper is given: under DDP the wrapped module, so that it finds the other processes.
+
+        Lightning calls ``training_step`` there as if it were the module's forward, in place of the layers that it
+        calls. DistributedDataParallel has nothing to do in it, because only clipped sums are sent, so it is called as
+        on one device.
+        """
+        model, strategy = trainer.strategy.model, trainer.strategy
+        if not isinstance(model, DistributedDataParallel):
+            return module
+
+        def training_step(*args: Any, **kwargs: Any) -> Any:
+            with strategy.precision_plugin.train_step_context():
+                return module.training_step(*args, **kwargs)
+
+        self._strategy = strategy
+        strategy.training_step = training_step  # type: ignore[method-assign]
+        return model
 
     def _detach(self) -> None:
+        if self._strategy is not None:
+            for name in ("training_step", "process_dataloader"):
+                vars(self._strategy).pop(name, None)
+            self._strategy = None
         if self.clipper is not None:
             if self._summed:
                 self.clipper.discard()
@@ -208,14 +233,3 @@ def refuse_optimizers(trainer: Trainer) -> None:
             "LBFGS asks for the gradients several times in a step, and samples would be clipped by another factor "
             "each time. Choose an optimizer that asks once, such as AdamW."
         )
-
-
-def wrapped(trainer: Trainer, module: LightningModule) -> nn.Module:
-    """Return the module inside DistributedDataParallel, or the module itself, which Lightning calls without it.
-
-    Args:
-        trainer: Whose strategy has wrapped it.
-        module: What it trains.
-    """
-    model = trainer.strategy.model
-    return model if isinstance(model, DistributedDataParallel) else module

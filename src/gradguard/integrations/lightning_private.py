@@ -1,10 +1,9 @@
 """Lightning: a callback that makes training differentially private, under the Trainer's own loop."""
 
-from collections.abc import Callable
 from typing import Any, Literal
 
 import gradguard as gg
-from gradguard.integrations.lightning_per_sample import PerSampleCallback, refuse_optimizers, wrapped
+from gradguard.integrations.lightning_per_sample import PerSampleCallback, refuse_optimizers
 from gradguard.integrations.private_run import PrivateBatches, PrivateRun, private_options
 from gradguard.integrations.versions import require
 
@@ -111,7 +110,6 @@ class PrivateCallback(PerSampleCallback):
         super().__init__(options["norm_clipper"], loss_reduction=loss_reduction, batch_first=batch_first, mode=mode)
         self._private_options = options
         self._run = PrivateRun("PrivateCallback", options | self._options)
-        self._give_back: Callable[[], object] | None = None
 
     @property
     def private(self) -> gg.private.PrivateTraining | None:
@@ -152,7 +150,7 @@ class PrivateCallback(PerSampleCallback):
                 f"accumulate_grad_batches={parts}: the last would be a part of a Poisson sample. Set "
                 "limit_train_batches to a multiple, or leave it out."
             )
-        model, steps = wrapped(trainer, pl_module), trainer.estimated_stepping_batches
+        model, steps = self._take_in(trainer, pl_module), trainer.estimated_stepping_batches
         self.clipper = self._run.begin(model, trainer.optimizers[0], steps, trainer.global_step).clipper
 
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -184,7 +182,7 @@ class PrivateCallback(PerSampleCallback):
     def __getstate__(self) -> dict[str, Any]:
         """Return what a copy begins with: the options, and a training that has not begun."""
         run = PrivateRun("PrivateCallback", self._private_options | self._options)
-        return {**super().__getstate__(), "_run": run, "_give_back": None}
+        return {**super().__getstate__(), "_run": run}
 
     def _replace_batches(self, trainer: Trainer) -> None:
         """Let the strategy, which is asked about each loader, give Poisson batches for the training loader."""
@@ -205,17 +203,14 @@ class PrivateCallback(PerSampleCallback):
             return self._run.batches
 
         self._run.batches = None
-        strategy.process_dataloader = process
-        self._give_back = lambda: vars(strategy).pop("process_dataloader", None)
+        strategy.process_dataloader, self._strategy = process, strategy
 
     def _training(self) -> gg.private.PrivateTraining:
         assert self.private is not None
         return self.private
 
     def _detach(self) -> None:
-        give_back, self._give_back = self._give_back, None
-        if give_back is not None:
-            give_back()
+        super()._detach()
         self._run.end()
 
 
@@ -224,8 +219,8 @@ def _refuse(trainer: Trainer) -> None:
         raise gg.UnsupportedGradientError(
             "GradientAccumulationScheduler changes the sampling rate between epochs. Use accumulate_grad_batches."
         )
-    if trainer.overfit_batches or trainer.reload_dataloaders_every_n_epochs:
-        which = "overfit_batches" if trainer.overfit_batches else "reload_dataloaders_every_n_epochs"
+    which = next((n for n in ("overfit_batches", "reload_dataloaders_every_n_epochs") if getattr(trainer, n)), None)
+    if which is not None:
         raise gg.UnsupportedGradientError(
             f"{which} changes what samples are drawn from, and with it what a step costs. Leave it out."
         )
