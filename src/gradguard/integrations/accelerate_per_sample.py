@@ -53,12 +53,12 @@ class PerSampleClip:
         self.clipper.detach()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what the norm clipper has learned; ``accelerator.save_state`` calls this."""
-        return self.clipper.norm_clipper.state_dict()
+        """Return what the norm clipper and the noise scale have learned; ``accelerator.save_state`` calls this."""
+        return self.clipper.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take back what `state_dict` returned; ``accelerator.load_state`` calls this."""
-        self.clipper.norm_clipper.load_state_dict(state_dict)
+        self.clipper.load_state_dict(state_dict)
 
 
 def clip_per_sample(
@@ -70,6 +70,7 @@ def clip_per_sample(
     loss_reduction: str = "mean",
     batch_first: bool = True,
     mode: str = "fast",
+    noise_scale: bool | int = False,
 ) -> PerSampleClip:
     r"""Clip the gradient of each sample by ``norm_clipper``, before they are summed; the loop stays as it is.
 
@@ -81,8 +82,8 @@ def clip_per_sample(
     have unequal numbers of them, is not: average over each sample's own tokens first, then over samples.
 
     ``accelerator.backward`` clips and adds up, once its division by ``gradient_accumulation_steps`` is undone;
-    ``optimizer.step`` fills in the gradients first, where it takes a real step. What the norm clipper learns is saved
-    and loaded by ``accelerator.save_state`` and ``load_state``.
+    ``optimizer.step`` fills in the gradients first, where it takes a real step. What the norm clipper and the noise
+    scale learn is saved and loaded by ``accelerator.save_state`` and ``load_state``.
 
     ==============================================  ============================================================
     Edge case                                       What happens
@@ -105,6 +106,7 @@ def clip_per_sample(
         loss_reduction: Whether the loss is the ``"mean"`` or the ``"sum"`` of the samples' losses.
         batch_first: As for `gradguard.PerSampleGradientClipper`.
         mode: As for `gradguard.PerSampleGradientClipper`.
+        noise_scale: As for `gradguard.PerSampleGradientClipper`; read it from ``clip.clipper.noise_scale``.
 
     Returns:
         What clips, until its `PerSampleClip.detach`. It need not be kept.
@@ -129,7 +131,9 @@ def clip_per_sample(
     """
     check_prepared("clip_per_sample", accelerator, model, optimizer)
     check_norm_clipper(norm_clipper, accelerator.num_processes)
-    clipper = gg.PerSampleGradientClipper(model, norm_clipper, batch_first, loss_reduction, mode=mode)
+    clipper = gg.PerSampleGradientClipper(
+        model, norm_clipper, batch_first, loss_reduction, mode=mode, noise_scale=noise_scale
+    )
     return PerSampleClip(accelerator, optimizer, clipper)  # type: ignore[arg-type]
 
 

@@ -32,7 +32,7 @@ class PerSampleCallback(Callback, OnlyClip):
       ``accumulate_grad_batches``, by which Lightning's division of the loss is undone, a smaller last batch, and
       bf16-mixed.
     * What `gradguard.PerSampleGradientClipper` refuses is refused here.
-    * A checkpoint holds what the norm clipper has learned.
+    * A checkpoint holds what the norm clipper and the noise scale have learned.
 
     ============================================  ==============================================================
     Edge case                                     What happens
@@ -55,6 +55,7 @@ class PerSampleCallback(Callback, OnlyClip):
         loss_reduction: Whether ``training_step`` returns the ``"mean"`` or the ``"sum"`` of the samples' losses.
         batch_first: As for `gradguard.PerSampleGradientClipper`.
         mode: As for `gradguard.PerSampleGradientClipper`.
+        noise_scale: As for `gradguard.PerSampleGradientClipper`; read it from ``callback.clipper.noise_scale``.
 
     Attributes:
         norm_clipper: The rule.
@@ -87,11 +88,14 @@ class PerSampleCallback(Callback, OnlyClip):
         loss_reduction: str = "mean",
         batch_first: bool = True,
         mode: str = "fast",
+        noise_scale: bool | int = False,
     ) -> None:
         check_norm_clipper(norm_clipper)
         self.norm_clipper = norm_clipper
         self.clipper: gg.PerSampleGradientClipper | None = None
         self._options: dict[str, Any] = {"loss_reduction": loss_reduction, "batch_first": batch_first, "mode": mode}
+        self._noise_scale = noise_scale
+        self._loaded: dict[str, Any] | None = None  # from a checkpoint, until there is a clipper
         self._summed = False  # samples of this optimizer step were accumulated
         self._strategy: Strategy | None = None  # some of whose methods are replaced
 
@@ -109,7 +113,12 @@ class PerSampleCallback(Callback, OnlyClip):
         refuse_optimizers(trainer)
         self._detach()
         model = self._take_in(trainer, pl_module)
-        self.clipper = gg.PerSampleGradientClipper(model, self.norm_clipper, **self._options)
+        self.clipper = gg.PerSampleGradientClipper(
+            model, self.norm_clipper, **self._options, noise_scale=self._noise_scale
+        )
+        state, self._loaded = self._loaded, None
+        if state:
+            self.clipper.load_state_dict(state)
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
         """Undo Lightning's division by the number of accumulated batches: it is part of no sample's own loss."""
@@ -142,12 +151,12 @@ class PerSampleCallback(Callback, OnlyClip):
         self._detach()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what the norm clipper has learned, for the checkpoint; Lightning calls this."""
-        return {"norm_clipper": self.norm_clipper.state_dict()}
+        """Return what the norm clipper and the noise scale have learned; Lightning calls this for a checkpoint."""
+        return {} if self.clipper is None else self.clipper.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take back what `state_dict` returned; Lightning calls this."""
-        self.norm_clipper.load_state_dict(state_dict["norm_clipper"])
+        self._loaded = state_dict
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what a copy begins with: the rule, and no clipper, which is on this module."""

@@ -49,7 +49,8 @@ class PerSampleCallback(TrainerCallback, OnlyClip):
       smaller last batch, unequal lengths, gradient checkpointing, bf16, and fp16 with its GradScaler.
     * The Trainer neither clips nor divides: not by the number of accumulated batches, nor by ``num_items_in_batch``.
     * What `gradguard.PerSampleGradientClipper` refuses is refused here.
-    * A checkpoint holds what the norm clipper has learned (``gradguard_per_sample.pt``, beside the optimizer's).
+    * A checkpoint holds what the norm clipper and the noise scale have learned (``gradguard_per_sample.pt``, beside the
+      optimizer's).
 
     The Trainer logs ``loss``, the mean of the samples' losses, and ``grad_norm``, that of the clipped average. The loss
     of an evaluation stays the Trainer's own.
@@ -79,6 +80,7 @@ class PerSampleCallback(TrainerCallback, OnlyClip):
             in it; returns one loss for each sample, ``[B]``. It must treat each sample by itself. Default: from
             ``outputs["logits"]`` and ``inputs["labels"]``, which the model is then called without.
         mode: As for `gradguard.PerSampleGradientClipper`.
+        noise_scale: As for `gradguard.PerSampleGradientClipper`; read it from ``callback.clipper.noise_scale``.
 
     Attributes:
         norm_clipper: The rule.
@@ -107,15 +109,22 @@ class PerSampleCallback(TrainerCallback, OnlyClip):
         [0.5, 5.0]
     """
 
-    def __init__(self, norm_clipper: gg.NormClipper, *, loss: SampleLosses | None = None, mode: str = "fast") -> None:
+    def __init__(
+        self,
+        norm_clipper: gg.NormClipper,
+        *,
+        loss: SampleLosses | None = None,
+        mode: str = "fast",
+        noise_scale: bool | int = False,
+    ) -> None:
         check_norm_clipper(norm_clipper)
         if loss is not None and not callable(loss):
             raise gg.InvalidTypeError(f"loss: expected a function of outputs and inputs, or None, got {loss!r}.")
         self.norm_clipper, self.loss = norm_clipper, loss
         self.clipper: gg.PerSampleGradientClipper | None = None
-        self._mode = mode
+        self._mode, self._noise_scale = mode, noise_scale
         self._at_first = copy.deepcopy(norm_clipper.state_dict())
-        self._loaded: dict[str, Any] | None = None  # the norm clipper's, from a checkpoint
+        self._loaded: dict[str, Any] | None = None  # from a checkpoint, until there is a clipper
         self._attached = self._in_step = self._compared = False
         self._summed = False  # samples of this optimizer step were accumulated
         self._norm: Tensor | None = None  # of the gradients that pre_step has filled in
@@ -168,14 +177,17 @@ class PerSampleCallback(TrainerCallback, OnlyClip):
     def _make_clipper(self, trainer: Trainer, model: nn.Module) -> gg.PerSampleGradientClipper:
         state, self._loaded = self._loaded, None
         if state is None and self._begun:
-            state = copy.deepcopy(self._at_first)
+            self.norm_clipper.load_state_dict(copy.deepcopy(self._at_first))
+        clipper = gg.PerSampleGradientClipper(
+            model, self.norm_clipper, mode=self._mode, scaler=trainer.accelerator.scaler, noise_scale=self._noise_scale
+        )
         if state is not None:
-            self.norm_clipper.load_state_dict(state)
-        scaler = trainer.accelerator.scaler
-        return gg.PerSampleGradientClipper(model, self.norm_clipper, mode=self._mode, scaler=scaler)
+            clipper.load_state_dict(state)
+        return clipper
 
     def _state(self) -> dict[str, Any]:
-        return self.norm_clipper.state_dict()
+        assert self.clipper is not None
+        return self.clipper.state_dict()
 
     def _refuse(self, trainer: Trainer) -> None:
         _refuse(self, trainer)
@@ -441,7 +453,7 @@ def _get_grad_norm(original: Callable[..., Any], trainer: Trainer, *args: Any, *
 
 def _save_optimizer_and_scheduler(original: Callable[..., Any], trainer: Trainer, output_dir: str) -> Any:
     done, callback = original(trainer, output_dir), _callback_of(trainer)
-    if callback is not None and trainer.args.should_save:
+    if callback is not None and callback.clipper is not None and trainer.args.should_save:
         torch.save(callback._state(), Path(output_dir) / callback.state_file)
     return done
 
