@@ -7,9 +7,6 @@ from collections import defaultdict
 from pathlib import Path
 from zlib import crc32
 
-# Read when Keras and DeepSpeed are imported, in doctests too.
-os.environ.setdefault("KERAS_BACKEND", "torch")
-os.environ.setdefault("DS_ACCELERATOR", "cpu")
 if sys.platform == "linux":
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # a machine need not be able to resolve its own name
 

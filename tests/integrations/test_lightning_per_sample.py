@@ -12,6 +12,7 @@ import gradguard as gg
 
 pl = pytest.importorskip("lightning.pytorch", reason="lightning is not installed")
 
+from lightning.pytorch.strategies import ModelParallelStrategy  # noqa: E402
 from torch.utils.data import DataLoader  # noqa: E402
 
 from gradguard.integrations.lightning import GradGuardCallback, PerSampleCallback  # noqa: E402
@@ -163,13 +164,16 @@ def test_a_batch_without_a_loss_adds_nothing():
 def test_a_threshold_that_learns_is_in_the_checkpoint(tmp_path):
     whole, first, second = (gg.QuantileNormClipper(1.0) for _ in range(3))
     model, data = Tagger("AdamW"), texts()
-    fit(model, [PerSampleCallback(whole)], data=data, max_epochs=2)
-    half = fit(Tagger("AdamW"), [PerSampleCallback(first)], data=data)
+    once, again = (PerSampleCallback(rule, noise_scale=2) for rule in (whole, second))
+    fit(model, [once], data=data, max_epochs=2)
+    half = fit(Tagger("AdamW"), [PerSampleCallback(first, noise_scale=2)], data=data)
     half.save_checkpoint(tmp_path / "half.ckpt")
-    resumed, later = Tagger("AdamW"), make_trainer([PerSampleCallback(second)], max_epochs=2)
+    resumed, later = Tagger("AdamW"), make_trainer([again], max_epochs=2)
     later.fit(resumed, DataLoader(data, batch_size=BATCH), ckpt_path=tmp_path / "half.ckpt", weights_only=True)
     torch.testing.assert_close(weights(resumed), weights(model), rtol=0, atol=0)
     assert second.thresholds == whole.thresholds != first.thresholds
+    assert again.clipper.noise_scale.steps == 6
+    torch.testing.assert_close(again.clipper.noise_scale.moments, once.clipper.noise_scale.moments, rtol=0, atol=0)
 
 
 class Fails(Tagger):
@@ -222,9 +226,16 @@ def test_what_cannot_be_right_is_refused_before_training(case):
         fit(kind(), [PerSampleCallback(gg.FlatNormClipper(BOUND))], **options)
 
 
-def test_several_processes_are_refused():
-    one = make_trainer([PerSampleCallback(gg.FlatNormClipper(BOUND))], strategy="ddp", devices=1)
-    with pytest.raises(gg.UnsupportedGradientError, match="not with DDPStrategy"):
+def test_other_strategies_are_refused():
+    strategy = ModelParallelStrategy(data_parallel_size=1, tensor_parallel_size=1)
+    one = make_trainer([PerSampleCallback(gg.FlatNormClipper(BOUND))], strategy=strategy, devices=1)
+    with pytest.raises(gg.UnsupportedGradientError, match="under DDPStrategy, and not with ModelParallelStrategy"):
+        one.callbacks[0].setup(one, Tagger(), "fit")
+
+
+def test_a_threshold_of_one_process_is_refused_on_several():
+    one = make_trainer([PerSampleCallback(gg.QuantileNormClipper(BOUND))], strategy="ddp", devices=2)
+    with pytest.raises(gg.UnsupportedGradientError, match="thresholds would differ between 2 processes"):
         one.callbacks[0].setup(one, Tagger(), "fit")
 
 

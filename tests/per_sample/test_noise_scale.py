@@ -308,6 +308,65 @@ def test_a_discarded_step_and_take_leave_nothing_behind():
     check(clipper.noise_scale, direct(network(), x, y))
 
 
+@pytest.mark.parametrize("done", [1, 3, 5])
+def test_a_saved_clipper_goes_on_where_it_was(done, tmp_path):
+    """With a threshold that learns, and steps between measurements."""
+    make = lambda: gg.PerSampleGradientClipper(network(), gg.QuantileNormClipper(1.0), noise_scale=2)  # noqa: E731
+    whole, first, resumed = make(), make(), make()
+    for seed in range(7):
+        step(whole, *batch(seed=seed))
+        if seed < done:
+            step(first, *batch(seed=seed))
+    torch.save(first.state_dict(), tmp_path / "clipper.pt")
+    resumed.load_state_dict(torch.load(tmp_path / "clipper.pt", weights_only=True))
+    assert str(resumed.noise_scale) == str(first.noise_scale)
+    for seed in range(done, 7):
+        step(resumed, *batch(seed=seed))
+    torch.testing.assert_close(resumed.noise_scale.moments, whole.noise_scale.moments, rtol=0, atol=0)
+    assert resumed.noise_scale.steps == 4
+    assert resumed.noise_scale.by_layer == whole.noise_scale.by_layer
+    assert (resumed.noise_scale.batch_size, int(resumed.noise_scale.nonfinite)) == (12, 0)
+    assert resumed.norm_clipper.thresholds == whole.norm_clipper.thresholds
+
+
+def test_a_state_of_a_clipper_that_has_measured_nothing():
+    x, y = batch()
+    clipper, off = (gg.PerSampleGradientClipper(network(), gg.FlatNormClipper(1.0), noise_scale=n) for n in (1, 0))
+    before = clipper.state_dict()
+    step(clipper, x, y)
+    off.load_state_dict(clipper.state_dict())
+    assert off.noise_scale is None
+    clipper.load_state_dict(before)
+    assert clipper.noise_scale is None
+    step(clipper, x, y)
+    check(clipper.noise_scale, direct(network(), x, y))
+    assert clipper.noise_scale.steps == 1
+
+
+@pytest.mark.parametrize(
+    ("state", "words"),
+    [
+        ({"norm_clipper": {}}, r"with the keys norm_clipper and noise_scale, got \['norm_clipper'\]"),
+        (None, r"is of 2 parameters, \['weight', 'bias'\], and this clipper trains 4"),
+    ],
+)
+def test_a_state_of_something_else_is_refused(state, words):
+    other = gg.PerSampleGradientClipper(nn.Linear(2, 1), gg.FlatNormClipper(1.0))
+    clipper = gg.PerSampleGradientClipper(network(), gg.FlatNormClipper(1.0), noise_scale=True)
+    with pytest.raises(gg.InvalidValueError, match=words):
+        clipper.load_state_dict(state or other.state_dict())
+
+
+def test_a_record_has_the_scale_of_each_layer_where_it_is_asked_for():
+    clipper = gg.PerSampleGradientClipper(network(), gg.FlatNormClipper(1.0), noise_scale=True)
+    step(clipper, *batch())
+    found = clipper.noise_scale
+    plain, layers = found.scalars(), found.scalars(layers=True)
+    assert list(plain) == ["noise_scale", "noise_scale_low", "noise_scale_high", "batch_size"]
+    assert layers == plain | {f"noise_scale/{name}": scale for name, scale in found.by_layer.items()}
+    assert set(layers) - set(plain) == {f"noise_scale/{k}.{kind}" for k in (0, 2) for kind in ("weight", "bias")}
+
+
 def test_other_trained_parameters_begin_anew():
     x, y = batch()
     clipper = gg.PerSampleGradientClipper(network(), gg.FlatNormClipper(1.0), noise_scale=True)

@@ -19,8 +19,17 @@ from accelerate.utils.deepspeed import DeepSpeedOptimizerWrapper  # noqa: E402
 from accelerate.utils.megatron_lm import MegatronLMOptimizerWrapper  # noqa: E402
 
 from gradguard.integrations.accelerate_per_sample import PerSampleClip, clip_per_sample  # noqa: E402
+from gradguard.integrations.accelerate_private import PrivateClip, make_private  # noqa: E402
 
-__all__ = ["AcceleratedGuard", "PerSampleClip", "clip_per_sample", "guard", "inner_optimizer"]
+__all__ = [
+    "AcceleratedGuard",
+    "PerSampleClip",
+    "PrivateClip",
+    "clip_per_sample",
+    "guard",
+    "inner_optimizer",
+    "make_private",
+]
 
 GuardPolicy = Literal["skip", "propagate", "raise", "zero"]
 

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 import gradguard as gg
 from gradguard.integrations.one_clip import refuse_beside_a_guard, wrap_once
+from gradguard.integrations.per_sample import check_norm_clipper, undo_division
 from gradguard.integrations.versions import require
 
 require("accelerate", "1.15", "2", "accelerate")
@@ -16,6 +17,9 @@ require("accelerate", "1.15", "2", "accelerate")
 from accelerate import Accelerator  # noqa: E402
 from accelerate.optimizer import AcceleratedOptimizer  # noqa: E402
 from accelerate.utils import DistributedType  # noqa: E402
+from torch.nn.parallel import DistributedDataParallel  # noqa: E402
+
+_ENGINES = (DistributedType.DEEPSPEED, DistributedType.FSDP, DistributedType.MEGATRON_LM, DistributedType.XLA)
 
 _attached: "WeakKeyDictionary[Accelerator, PerSampleClip]" = WeakKeyDictionary()
 
@@ -31,9 +35,15 @@ class PerSampleClip:
         self, accelerator: Accelerator, optimizer: AcceleratedOptimizer, clipper: gg.PerSampleGradientClipper
     ) -> None:
         self.clipper = clipper
+        self._clips: gg.PerSampleGradientClipper | gg.private.PrivateTraining = clipper
         self._optimizer = optimizer
         self._accelerator = ref(accelerator)  # which holds this one in its checkpoints
         _attached[accelerator] = self
+        accelerator.register_for_checkpointing(self)
+        wrap_once(Accelerator, "backward", _backward)
+        wrap_once(Accelerator, "clip_grad_norm_", _clip_grad_norm_)
+        wrap_once(Accelerator, "clip_grad_value_", _clip_grad_value_)
+        wrap_once(AcceleratedOptimizer, "step", _step)
 
     def detach(self) -> None:
         """Give model and accelerator back as they were; calling it again does nothing."""
@@ -43,12 +53,12 @@ class PerSampleClip:
         self.clipper.detach()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what the norm clipper has learned; ``accelerator.save_state`` calls this."""
-        return self.clipper.norm_clipper.state_dict()
+        """Return what the norm clipper and the noise scale have learned; ``accelerator.save_state`` calls this."""
+        return self.clipper.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take back what `state_dict` returned; ``accelerator.load_state`` calls this."""
-        self.clipper.norm_clipper.load_state_dict(state_dict)
+        self.clipper.load_state_dict(state_dict)
 
 
 def clip_per_sample(
@@ -60,6 +70,7 @@ def clip_per_sample(
     loss_reduction: str = "mean",
     batch_first: bool = True,
     mode: str = "fast",
+    noise_scale: bool | int = False,
 ) -> PerSampleClip:
     r"""Clip the gradient of each sample by ``norm_clipper``, before they are summed; the loop stays as it is.
 
@@ -71,8 +82,8 @@ def clip_per_sample(
     have unequal numbers of them, is not: average over each sample's own tokens first, then over samples.
 
     ``accelerator.backward`` clips and adds up, once its division by ``gradient_accumulation_steps`` is undone;
-    ``optimizer.step`` fills in the gradients first, where it takes a real step. What the norm clipper learns is saved
-    and loaded by ``accelerator.save_state`` and ``load_state``.
+    ``optimizer.step`` fills in the gradients first, where it takes a real step. What the norm clipper and the noise
+    scale learn is saved and loaded by ``accelerator.save_state`` and ``load_state``.
 
     ==============================================  ============================================================
     Edge case                                       What happens
@@ -81,7 +92,9 @@ def clip_per_sample(
     a `guard`
     ``mixed_precision``                             an error: it begins inside the model's forward, where the
                                                     clipper cannot know of it; use ``torch.autocast`` in the loop
-    several processes, DeepSpeed, FSDP              an error
+    several processes                               the average is over the samples of all of them
+    DeepSpeed, FSDP and other engines               an error
+    processes with `QuantileNormClipper`            an error: thresholds would differ between them
     a second one for the same accelerator           an error; call ``detach()`` on the first
     ==============================================  ============================================================
 
@@ -93,6 +106,7 @@ def clip_per_sample(
         loss_reduction: Whether the loss is the ``"mean"`` or the ``"sum"`` of the samples' losses.
         batch_first: As for `gradguard.PerSampleGradientClipper`.
         mode: As for `gradguard.PerSampleGradientClipper`.
+        noise_scale: As for `gradguard.PerSampleGradientClipper`; read it from ``clip.clipper.noise_scale``.
 
     Returns:
         What clips, until its `PerSampleClip.detach`. It need not be kept.
@@ -115,6 +129,28 @@ def clip_per_sample(
         [5.0, 0.5]
         >>> clip.detach()
     """
+    check_prepared("clip_per_sample", accelerator, model, optimizer)
+    check_norm_clipper(norm_clipper, accelerator.num_processes)
+    clipper = gg.PerSampleGradientClipper(
+        model, norm_clipper, batch_first, loss_reduction, mode=mode, noise_scale=noise_scale
+    )
+    return PerSampleClip(accelerator, optimizer, clipper)  # type: ignore[arg-type]
+
+
+def check_prepared(call: str, accelerator: Accelerator, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Raise if samples' gradients could not be told exactly, or something else clips.
+
+    Args:
+        call: What the user called, for the message.
+        accelerator: The accelerator.
+        model: What it has prepared.
+        optimizer: What it has prepared.
+
+    Raises:
+        InvalidTypeError: If the accelerator is none, or the optimizer is not prepared.
+        InvalidValueError: If the accelerator has a per-sample clip already, or a guard clips the same gradients.
+        UnsupportedGradientError: If it could not be exact.
+    """
     if not isinstance(accelerator, Accelerator):
         raise gg.InvalidTypeError(f"accelerator is {type(accelerator).__name__}: expected an accelerate.Accelerator.")
     if not isinstance(optimizer, AcceleratedOptimizer):
@@ -126,25 +162,19 @@ def clip_per_sample(
         raise gg.InvalidValueError(
             "this accelerator has a per-sample clip already, and two would both clip: call detach() on the other."
         )
-    if accelerator.distributed_type != DistributedType.NO:
+    replicated = isinstance(model, DistributedDataParallel)
+    if accelerator.distributed_type in _ENGINES or (accelerator.num_processes > 1 and not replicated):
         raise gg.UnsupportedGradientError(
-            f"clip_per_sample is for one process on one device, and not for {accelerator.distributed_type}. Use "
-            "gg.PerSampleGradientClipper in a loop of your own, which takes DistributedDataParallel and fully_shard."
+            f"{call} is for one process, or several with DistributedDataParallel, and not for "
+            f"{accelerator.distributed_type} with a {type(model).__name__}. In a loop of your own "
+            "gg.PerSampleGradientClipper and gg.private.make_private take fully_shard."
         )
     if accelerator.native_amp or accelerator.mixed_precision != "no":
         raise gg.UnsupportedGradientError(
             f'mixed_precision="{accelerator.mixed_precision}" begins inside the forward of the prepared model, where '
             'the clipper cannot know of it. Leave it "no", and write `with torch.autocast(...)` round the forward.'
         )
-    refuse_beside_a_guard("clip_per_sample", model.parameters())
-    clipper = gg.PerSampleGradientClipper(model, norm_clipper, batch_first, loss_reduction, mode=mode)
-    made = PerSampleClip(accelerator, optimizer, clipper)
-    accelerator.register_for_checkpointing(made)
-    wrap_once(Accelerator, "backward", _backward)
-    wrap_once(Accelerator, "clip_grad_norm_", _clip_grad_norm_)
-    wrap_once(Accelerator, "clip_grad_value_", _clip_grad_value_)
-    wrap_once(AcceleratedOptimizer, "step", _step)
-    return made
+    refuse_beside_a_guard(call, model.parameters())
 
 
 def _backward(original: Callable[..., Any], accelerator: Accelerator, loss: Tensor, **kwargs: Any) -> Any:
@@ -152,12 +182,9 @@ def _backward(original: Callable[..., Any], accelerator: Accelerator, loss: Tens
     clip = _attached.get(accelerator)
     if clip is None:
         return original(accelerator, loss, **kwargs)
-    parts = accelerator.gradient_accumulation_steps
-    clip.clipper.loss_divisor = float(parts)
-    if parts > 1 and loss.requires_grad:
-        loss.register_hook(lambda grad: grad * parts)
+    undo_division(clip.clipper, loss, accelerator.gradient_accumulation_steps)
     done = original(accelerator, loss, **kwargs)
-    clip.clipper.clip_and_accumulate()
+    clip._clips.clip_and_accumulate()
     return done
 
 
@@ -166,7 +193,7 @@ def _step(original: Callable[..., Any], optimizer: AcceleratedOptimizer, *args: 
     if optimizer.gradient_state.sync_gradients:
         for clip in _attached.values():
             if clip._optimizer is optimizer:
-                clip.clipper.pre_step()
+                clip._clips.pre_step()
     return original(optimizer, *args, **kwargs)
 
 

@@ -22,6 +22,7 @@ import gradguard as gg  # noqa: E402
 from gradguard.integrations.binding_share import BindingShare  # noqa: E402
 from gradguard.integrations.clipper_for_each import Clippers, checked, one_for_each  # noqa: E402
 from gradguard.integrations.lightning_per_sample import PerSampleCallback  # noqa: E402
+from gradguard.integrations.lightning_private import PrivateCallback  # noqa: E402
 from gradguard.integrations.one_clip import (  # noqa: E402
     OnlyClip,
     OnlyGuard,
@@ -30,7 +31,7 @@ from gradguard.integrations.one_clip import (  # noqa: E402
     wrap_once,
 )
 
-__all__ = ["GradGuardCallback", "PerSampleCallback", "guard_fabric"]
+__all__ = ["GradGuardCallback", "PerSampleCallback", "PrivateCallback", "guard_fabric"]
 
 Policy = Literal["skip", "propagate", "raise", "zero"]
 

@@ -4,13 +4,15 @@ from typing import Any
 
 import gradguard as gg
 from gradguard.integrations.one_clip import OnlyClip
+from gradguard.integrations.per_sample import check_norm_clipper, refuse_other_clips, undo_division
 from gradguard.integrations.versions import require
 
 require("lightning", "2.6", "2.7", "lightning")
 
 from lightning.pytorch import Callback, LightningModule, Trainer  # noqa: E402
-from lightning.pytorch.strategies import SingleDeviceStrategy  # noqa: E402
-from torch import Tensor  # noqa: E402
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Strategy  # noqa: E402
+from torch import Tensor, nn  # noqa: E402
+from torch.nn.parallel import DistributedDataParallel  # noqa: E402
 from torch.optim import LBFGS, Optimizer  # noqa: E402
 
 
@@ -30,7 +32,7 @@ class PerSampleCallback(Callback, OnlyClip):
       ``accumulate_grad_batches``, by which Lightning's division of the loss is undone, a smaller last batch, and
       bf16-mixed.
     * What `gradguard.PerSampleGradientClipper` refuses is refused here.
-    * A checkpoint holds what the norm clipper has learned.
+    * A checkpoint holds what the norm clipper and the noise scale have learned.
 
     ============================================  ==============================================================
     Edge case                                     What happens
@@ -43,7 +45,9 @@ class PerSampleCallback(Callback, OnlyClip):
     `GradGuardCallback` beside it
     16-mixed                                      an error: Lightning unscales before the gradients are there
     manual optimization, LBFGS, ``torch.compile`` an error
-    several processes, DeepSpeed, FSDP            an error
+    DDP                                           the average is over the samples of all processes
+    DeepSpeed, FSDP, other strategies             an error
+    DDP with `QuantileNormClipper`                an error: thresholds would differ between processes
     ============================================  ==============================================================
 
     Args:
@@ -51,6 +55,7 @@ class PerSampleCallback(Callback, OnlyClip):
         loss_reduction: Whether ``training_step`` returns the ``"mean"`` or the ``"sum"`` of the samples' losses.
         batch_first: As for `gradguard.PerSampleGradientClipper`.
         mode: As for `gradguard.PerSampleGradientClipper`.
+        noise_scale: As for `gradguard.PerSampleGradientClipper`; read it from ``callback.clipper.noise_scale``.
 
     Attributes:
         norm_clipper: The rule.
@@ -83,15 +88,16 @@ class PerSampleCallback(Callback, OnlyClip):
         loss_reduction: str = "mean",
         batch_first: bool = True,
         mode: str = "fast",
+        noise_scale: bool | int = False,
     ) -> None:
-        if not isinstance(norm_clipper, gg.NormClipper):
-            raise gg.InvalidTypeError(
-                f"norm_clipper: expected a NormClipper such as gg.FlatNormClipper(1.0), got {norm_clipper!r}."
-            )
+        check_norm_clipper(norm_clipper)
         self.norm_clipper = norm_clipper
         self.clipper: gg.PerSampleGradientClipper | None = None
         self._options: dict[str, Any] = {"loss_reduction": loss_reduction, "batch_first": batch_first, "mode": mode}
+        self._noise_scale = noise_scale
+        self._loaded: dict[str, Any] | None = None  # from a checkpoint, until there is a clipper
         self._summed = False  # samples of this optimizer step were accumulated
+        self._strategy: Strategy | None = None  # some of whose methods are replaced
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Refuse, before anything is trained, what cannot be right."""
@@ -104,22 +110,21 @@ class PerSampleCallback(Callback, OnlyClip):
         Raises:
             UnsupportedGradientError: If an optimizer asks for gradients several times in a step.
         """
-        if any(isinstance(optimizer, LBFGS) for optimizer in trainer.optimizers):
-            raise gg.UnsupportedGradientError(
-                "LBFGS asks for the gradients several times in a step, and samples would be clipped by another factor "
-                "each time. Choose an optimizer that asks once, such as AdamW."
-            )
+        refuse_optimizers(trainer)
         self._detach()
-        self.clipper = gg.PerSampleGradientClipper(pl_module, self.norm_clipper, **self._options)
+        model = self._take_in(trainer, pl_module)
+        self.clipper = gg.PerSampleGradientClipper(
+            model, self.norm_clipper, **self._options, noise_scale=self._noise_scale
+        )
+        state, self._loaded = self._loaded, None
+        if state:
+            self.clipper.load_state_dict(state)
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
         """Undo Lightning's division by the number of accumulated batches: it is part of no sample's own loss."""
         del pl_module
-        parts = trainer.accumulate_grad_batches
-        if self.clipper is not None:
-            self.clipper.loss_divisor = float(parts)
-        if parts > 1 and loss.requires_grad:
-            loss.register_hook(lambda grad: grad * parts)
+        assert self.clipper is not None
+        undo_division(self.clipper, loss, trainer.accumulate_grad_batches)
 
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Clip the samples of this batch, and add them up."""
@@ -146,18 +151,41 @@ class PerSampleCallback(Callback, OnlyClip):
         self._detach()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what the norm clipper has learned, for the checkpoint; Lightning calls this."""
-        return {"norm_clipper": self.norm_clipper.state_dict()}
+        """Return what the norm clipper and the noise scale have learned; Lightning calls this for a checkpoint."""
+        return {} if self.clipper is None else self.clipper.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take back what `state_dict` returned; Lightning calls this."""
-        self.norm_clipper.load_state_dict(state_dict["norm_clipper"])
+        self._loaded = state_dict
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what a copy begins with: the rule, and no clipper, which is on this module."""
-        return {**vars(self), "clipper": None, "_summed": False}
+        return {**vars(self), "clipper": None, "_summed": False, "_strategy": None}
+
+    def _take_in(self, trainer: Trainer, module: LightningModule) -> nn.Module:
+        """Return what the clipper is given: under DDP the wrapped module, so that it finds the other processes.
+
+        Lightning calls ``training_step`` there as if it were the module's forward, in place of the layers that it
+        calls. DistributedDataParallel has nothing to do in it, because only clipped sums are sent, so it is called as
+        on one device.
+        """
+        model, strategy = trainer.strategy.model, trainer.strategy
+        if not isinstance(model, DistributedDataParallel):
+            return module
+
+        def training_step(*args: Any, **kwargs: Any) -> Any:
+            with strategy.precision_plugin.train_step_context():
+                return module.training_step(*args, **kwargs)
+
+        self._strategy = strategy
+        strategy.training_step = training_step  # type: ignore[method-assign]
+        return model
 
     def _detach(self) -> None:
+        if self._strategy is not None:
+            for name in ("training_step", "process_dataloader"):
+                vars(self._strategy).pop(name, None)
+            self._strategy = None
         if self.clipper is not None:
             if self._summed:
                 self.clipper.discard()
@@ -166,21 +194,17 @@ class PerSampleCallback(Callback, OnlyClip):
 
 
 def _refuse(callback: PerSampleCallback, trainer: Trainer, module: LightningModule) -> None:
-    others = [c for c in trainer.callbacks if isinstance(c, OnlyClip) and c is not callback]  # type: ignore[attr-defined]
-    if others:
-        raise gg.InvalidValueError(
-            f"there is a {type(others[0]).__name__} beside the PerSampleCallback: one clip would be done after the "
-            "other. Leave one of them out."
-        )
+    which = type(callback).__name__
+    refuse_other_clips(callback, trainer.callbacks)  # type: ignore[attr-defined]
     if trainer.gradient_clip_val:
         raise gg.InvalidValueError(
-            f"Trainer(gradient_clip_val={trainer.gradient_clip_val}) clips too, after the PerSampleCallback: expected "
+            f"Trainer(gradient_clip_val={trainer.gradient_clip_val}) clips too, after the {which}: expected "
             "one clip. Take gradient_clip_val away."
         )
     name = type(module).__name__
     if type(module).configure_gradient_clipping is not LightningModule.configure_gradient_clipping:
         raise gg.InvalidValueError(
-            f"{name} has a configure_gradient_clipping of its own, which would clip after the PerSampleCallback: "
+            f"{name} has a configure_gradient_clipping of its own, which would clip after the {which}: "
             "expected one clip. Take it away."
         )
     if not module.automatic_optimization:
@@ -188,12 +212,12 @@ def _refuse(callback: PerSampleCallback, trainer: Trainer, module: LightningModu
             f"{name} optimizes by hand, where nobody can tell which backward is for which step. Use "
             "gg.PerSampleGradientClipper(self, ...) in its training_step."
         )
-    if not isinstance(trainer.strategy, SingleDeviceStrategy):
+    if not isinstance(trainer.strategy, SingleDeviceStrategy) and type(trainer.strategy) is not DDPStrategy:
         raise gg.UnsupportedGradientError(
-            f"PerSampleCallback trains in one process on one device, and not with {type(trainer.strategy).__name__}. "
-            "Use gg.PerSampleGradientClipper in a loop of your own, which takes DistributedDataParallel and "
-            "fully_shard."
+            f"{which} trains on one device or under DDPStrategy, and not with {type(trainer.strategy).__name__}. Use "
+            "gg.PerSampleGradientClipper in a loop of your own, which takes fully_shard."
         )
+    check_norm_clipper(callback.norm_clipper, trainer.world_size)
     if getattr(trainer.precision_plugin, "scaler", None) is not None or trainer.precision == "16-mixed":
         raise gg.UnsupportedGradientError(
             'precision="16-mixed": Lightning unscales gradients before the clipped ones are there. Use "bf16-mixed".'
@@ -201,4 +225,20 @@ def _refuse(callback: PerSampleCallback, trainer: Trainer, module: LightningModu
     if getattr(module, "_compiler_ctx", None) is not None:
         raise gg.UnsupportedGradientError(
             f"{name} is compiled: the layers inside cannot be followed. Give the module as it was before torch.compile."
+        )
+
+
+def refuse_optimizers(trainer: Trainer) -> None:
+    """Raise if an optimizer asks for gradients several times in a step.
+
+    Args:
+        trainer: Which has made its optimizers.
+
+    Raises:
+        UnsupportedGradientError: If one is LBFGS.
+    """
+    if any(isinstance(optimizer, LBFGS) for optimizer in trainer.optimizers):
+        raise gg.UnsupportedGradientError(
+            "LBFGS asks for the gradients several times in a step, and samples would be clipped by another factor "
+            "each time. Choose an optimizer that asks once, such as AdamW."
         )

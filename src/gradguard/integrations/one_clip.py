@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable, Iterable
+from types import ModuleType
 from typing import Any
 from weakref import WeakSet
 
@@ -82,11 +83,11 @@ def check_options(nonfinite: str, max_consecutive_skips: int | None) -> None:
         )
 
 
-def wrap_once(kind: type, name: str, instead: Callable[..., Any]) -> None:
+def wrap_once(kind: type | ModuleType, name: str, instead: Callable[..., Any]) -> None:
     """Let ``instead(original, self, *args, **kwargs)`` take the place of a method of a class, each ``instead`` once.
 
     Args:
-        kind: The class.
+        kind: The class; or a module, with a function whose first argument is ``self``.
         name: The method.
         instead: What to call; it must do as ``original`` does for objects that gradguard does not know.
 
@@ -95,9 +96,10 @@ def wrap_once(kind: type, name: str, instead: Callable[..., Any]) -> None:
     """
     original: Any = getattr(kind, name, None)
     if original is None:
+        where = f"{kind.__module__}.{kind.__name__}" if isinstance(kind, type) else kind.__name__
         raise UnsupportedVersionError(
-            f"{kind.__module__}.{kind.__name__} has no method {name}, which it had in the versions that this part of "
-            f"gradguard is known to work with. Install an older {kind.__module__.split('.')[0]}, or a newer gradguard."
+            f"{where} has no method {name}, which it had in the versions that this part of "
+            f"gradguard is known to work with. Install an older {where.split('.')[0]}, or a newer gradguard."
         )
     function: Any = instead.func if isinstance(instead, functools.partial) else instead
     who, before = (function.__module__, function.__qualname__), getattr(original, "_wrapped_by_gradguard", frozenset())

@@ -26,8 +26,9 @@ from transformers import (  # noqa: E402  (the version comes first, so that it i
 from transformers.trainer_callback import CallbackHandler  # noqa: E402
 
 from gradguard.integrations.transformers_per_sample import PerSampleCallback  # noqa: E402
+from gradguard.integrations.transformers_private import PrivateCallback  # noqa: E402
 
-__all__ = ["GradGuardCallback", "PerSampleCallback"]
+__all__ = ["GradGuardCallback", "PerSampleCallback", "PrivateCallback"]
 
 GuardPolicy = Literal["skip", "propagate", "raise", "zero"]
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import gradguard as gg
 from gradguard.integrations.one_clip import OnlyClip, wrap_once
+from gradguard.integrations.per_sample import check_norm_clipper, refuse_other_clips
 from gradguard.integrations.sample_losses import sample_losses
 from gradguard.integrations.versions import require
 
@@ -21,7 +22,6 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 from transformers.loss.loss_utils import ForCausalLMLoss  # noqa: E402
 from transformers.trainer_callback import CallbackHandler  # noqa: E402
 
-_STATE_FILE = "gradguard_per_sample.pt"
 _MAX_GRAD_NORMS = (0, TrainingArguments.max_grad_norm)  # none, and the default, which nobody may have asked for
 _AGREEMENT = {torch.float32: 1e-4, torch.float64: 1e-9}  # in half precision the two losses round differently
 
@@ -49,7 +49,8 @@ class PerSampleCallback(TrainerCallback, OnlyClip):
       smaller last batch, unequal lengths, gradient checkpointing, bf16, and fp16 with its GradScaler.
     * The Trainer neither clips nor divides: not by the number of accumulated batches, nor by ``num_items_in_batch``.
     * What `gradguard.PerSampleGradientClipper` refuses is refused here.
-    * A checkpoint holds what the norm clipper has learned (``gradguard_per_sample.pt``, beside the optimizer's).
+    * A checkpoint holds what the norm clipper and the noise scale have learned (``gradguard_per_sample.pt``, beside the
+      optimizer's).
 
     The Trainer logs ``loss``, the mean of the samples' losses, and ``grad_norm``, that of the clipped average. The loss
     of an evaluation stays the Trainer's own.
@@ -79,6 +80,7 @@ class PerSampleCallback(TrainerCallback, OnlyClip):
             in it; returns one loss for each sample, ``[B]``. It must treat each sample by itself. Default: from
             ``outputs["logits"]`` and ``inputs["labels"]``, which the model is then called without.
         mode: As for `gradguard.PerSampleGradientClipper`.
+        noise_scale: As for `gradguard.PerSampleGradientClipper`; read it from ``callback.clipper.noise_scale``.
 
     Attributes:
         norm_clipper: The rule.
@@ -107,18 +109,22 @@ class PerSampleCallback(TrainerCallback, OnlyClip):
         [0.5, 5.0]
     """
 
-    def __init__(self, norm_clipper: gg.NormClipper, *, loss: SampleLosses | None = None, mode: str = "fast") -> None:
-        if not isinstance(norm_clipper, gg.NormClipper):
-            raise gg.InvalidTypeError(
-                f"norm_clipper: expected a NormClipper such as gg.FlatNormClipper(1.0), got {norm_clipper!r}."
-            )
+    def __init__(
+        self,
+        norm_clipper: gg.NormClipper,
+        *,
+        loss: SampleLosses | None = None,
+        mode: str = "fast",
+        noise_scale: bool | int = False,
+    ) -> None:
+        check_norm_clipper(norm_clipper)
         if loss is not None and not callable(loss):
             raise gg.InvalidTypeError(f"loss: expected a function of outputs and inputs, or None, got {loss!r}.")
         self.norm_clipper, self.loss = norm_clipper, loss
         self.clipper: gg.PerSampleGradientClipper | None = None
-        self._mode = mode
+        self._mode, self._noise_scale = mode, noise_scale
         self._at_first = copy.deepcopy(norm_clipper.state_dict())
-        self._loaded: dict[str, Any] | None = None  # the norm clipper's, from a checkpoint
+        self._loaded: dict[str, Any] | None = None  # from a checkpoint, until there is a clipper
         self._attached = self._in_step = self._compared = False
         self._summed = False  # samples of this optimizer step were accumulated
         self._norm: Tensor | None = None  # of the gradients that pre_step has filled in
@@ -147,7 +153,7 @@ class PerSampleCallback(TrainerCallback, OnlyClip):
             raise gg.UnsupportedGradientError(
                 "the Trainer has not asked gradguard for the clipped gradients of this step: its class seems to have "
                 "methods _clip_grad_norm and _get_grad_norm of its own. Let them return what super() returns, or "
-                "remove the PerSampleCallback."
+                f"remove the {type(self).__name__}."
             )
 
     def on_optimizer_step(
@@ -156,6 +162,35 @@ class PerSampleCallback(TrainerCallback, OnlyClip):
         """Begin anew: the gradients were used."""
         del args, state, control, kwargs
         self._norm = None
+
+    # -- what makes the gradients of a step, and what is saved of it -------------------------------------------------
+
+    state_file = "gradguard_per_sample.pt"
+    """Where a checkpoint holds the state."""
+
+    @property
+    def _clips(self) -> gg.PerSampleGradientClipper | gg.private.PrivateTraining:
+        """Who clips after each backward, and fills in the gradients before each step."""
+        assert self.clipper is not None
+        return self.clipper
+
+    def _make_clipper(self, trainer: Trainer, model: nn.Module) -> gg.PerSampleGradientClipper:
+        state, self._loaded = self._loaded, None
+        if state is None and self._begun:
+            self.norm_clipper.load_state_dict(copy.deepcopy(self._at_first))
+        clipper = gg.PerSampleGradientClipper(
+            model, self.norm_clipper, mode=self._mode, scaler=trainer.accelerator.scaler, noise_scale=self._noise_scale
+        )
+        if state is not None:
+            clipper.load_state_dict(state)
+        return clipper
+
+    def _state(self) -> dict[str, Any]:
+        assert self.clipper is not None
+        return self.clipper.state_dict()
+
+    def _refuse(self, trainer: Trainer) -> None:
+        _refuse(self, trainer)
 
     # -- what the Trainer does instead of its own -------------------------------------------------------------------
 
@@ -172,7 +207,7 @@ class PerSampleCallback(TrainerCallback, OnlyClip):
                 loss = original(trainer, model, *args, **kwargs)
             finally:
                 self._in_step = False
-            self.clipper.clip_and_accumulate()
+            self._clips.clip_and_accumulate()
             self._summed = True
         return loss / trainer.current_gradient_accumulation_steps  # which the Trainer adds up to log
 
@@ -220,15 +255,8 @@ class PerSampleCallback(TrainerCallback, OnlyClip):
         )
 
     def _attach(self, trainer: Trainer, model: nn.Module) -> None:
-        _refuse(self, trainer)
-        state, self._loaded = self._loaded, None
-        if state is None and self._begun:
-            state = copy.deepcopy(self._at_first)
-        if state is not None:
-            self.norm_clipper.load_state_dict(state)
-        self.clipper = gg.PerSampleGradientClipper(
-            model, self.norm_clipper, mode=self._mode, scaler=trainer.accelerator.scaler
-        )
+        self._refuse(trainer)
+        self.clipper = self._make_clipper(trainer, model)
         self._attached = self._begun = True
         self._compared, self._norm = False, None
 
@@ -243,10 +271,10 @@ class PerSampleCallback(TrainerCallback, OnlyClip):
         if self._norm is None:
             if self.clipper is None or not self._summed:
                 raise gg.UnsupportedGradientError(
-                    "nothing was clipped in this step: the PerSampleCallback was added after its first backward. Add "
-                    "it before training, or between steps as in on_step_end."
+                    f"nothing was clipped in this step: the {type(self).__name__} was added after its first backward. "
+                    "Add it before training, or between steps as in on_step_end."
                 )
-            self.clipper.pre_step()
+            self._clips.pre_step()
             self._summed = False
             scaler = trainer.accelerator.scaler
             scale = scaler.get_scale() if scaler is not None and scaler.is_enabled() else 1.0
@@ -320,35 +348,31 @@ def _undivided(trainer: Trainer) -> Iterator[None]:
 
 def _refuse(callback: PerSampleCallback, trainer: Trainer) -> None:
     args, accelerator = trainer.args, trainer.accelerator
-    others = [c for c in trainer.callback_handler.callbacks if isinstance(c, OnlyClip) and c is not callback]
-    if others:
-        raise gg.InvalidValueError(
-            f"there is a {type(others[0]).__name__} beside the PerSampleCallback: one clip would be done after the "
-            "other. Leave one of them out."
-        )
+    which = type(callback).__name__
+    refuse_other_clips(callback, trainer.callback_handler.callbacks)
     if args.max_grad_norm not in _MAX_GRAD_NORMS:
         raise gg.InvalidValueError(
-            f"TrainingArguments has max_grad_norm={args.max_grad_norm!r}, and there is a PerSampleCallback: one clip "
+            f"TrainingArguments has max_grad_norm={args.max_grad_norm!r}, and there is a {which}: one clip "
             "would be done after the other. Pass max_grad_norm=0, or leave the callback out."
         )
     for name, where in (("compute_loss", "loss"), ("training_step", "step")):
         if getattr(getattr(trainer, name), "__func__", None) is not getattr(Trainer, name):
             raise gg.UnsupportedGradientError(
                 f"{type(trainer).__name__} has a {name} of its own, so its {where} is not the one whose gradients are "
-                "clipped. Use Trainer itself, and give PerSampleCallback(..., loss=function) a function that returns "
-                "one loss for each sample."
+                f"clipped. Use Trainer itself, and give {which}(..., loss=function) a function that returns one loss "
+                "for each sample."
             )
     if trainer.compute_loss_func is not None or trainer.label_smoother is not None:
-        which = "compute_loss_func" if trainer.compute_loss_func is not None else "label_smoothing_factor"
+        option = "compute_loss_func" if trainer.compute_loss_func is not None else "label_smoothing_factor"
         raise gg.UnsupportedGradientError(
-            f"{which} is set: a loss of the whole batch, and not the one whose gradients are clipped. Leave it out, "
-            "and give PerSampleCallback(..., loss=function) a function that returns one loss for each sample."
+            f"{option} is set: a loss of the whole batch, and not the one whose gradients are clipped. Leave it out, "
+            f"and give {which}(..., loss=function) a function that returns one loss for each sample."
         )
     if accelerator.distributed_type != DistributedType.NO or args.n_gpu > 1:
         raise gg.UnsupportedGradientError(
-            f"PerSampleCallback trains in one process on one device, and not with {accelerator.distributed_type} on "
-            f"{max(args.n_gpu, accelerator.num_processes)} of them. Use gg.PerSampleGradientClipper in a loop of your "
-            "own, which takes DistributedDataParallel and fully_shard."
+            f"{which} trains in one process on one device, and not with {accelerator.distributed_type} on "
+            f"{max(args.n_gpu, accelerator.num_processes)} of them. Use a loop of your own, in which "
+            "gg.PerSampleGradientClipper and gg.private.make_private take DistributedDataParallel and fully_shard."
         )
     if args.torch_compile:
         raise gg.UnsupportedGradientError(
@@ -386,7 +410,7 @@ def _callback_of(trainer: Trainer) -> PerSampleCallback | None:
 def _train(original: Callable[..., Any], trainer: Trainer, *args: Any, **kwargs: Any) -> Any:
     callback = _callback_of(trainer)
     if callback is not None:
-        _refuse(callback, trainer)
+        callback._refuse(trainer)
         callback._loaded = None  # left by a training that failed before its first batch
     try:
         return original(trainer, *args, **kwargs)
@@ -429,15 +453,15 @@ def _get_grad_norm(original: Callable[..., Any], trainer: Trainer, *args: Any, *
 
 def _save_optimizer_and_scheduler(original: Callable[..., Any], trainer: Trainer, output_dir: str) -> Any:
     done, callback = original(trainer, output_dir), _callback_of(trainer)
-    if callback is not None and trainer.args.should_save:
-        torch.save(callback.norm_clipper.state_dict(), Path(output_dir) / _STATE_FILE)
+    if callback is not None and callback.clipper is not None and trainer.args.should_save:
+        torch.save(callback._state(), Path(output_dir) / callback.state_file)
     return done
 
 
 def _load_optimizer_and_scheduler(original: Callable[..., Any], trainer: Trainer, checkpoint: str | None) -> Any:
     done, callback = original(trainer, checkpoint), _callback_of(trainer)
     if callback is not None and checkpoint is not None:
-        path = Path(checkpoint) / _STATE_FILE
+        path = Path(checkpoint) / callback.state_file
         callback._loaded = torch.load(path, map_location="cpu", weights_only=True) if path.is_file() else None
     return done
 
@@ -450,8 +474,8 @@ def _take_out(original: Callable[..., Any], handler: CallbackHandler, *args: Any
             if callback._summed or callback._in_step or callback._norm is not None:
                 handler.callbacks[:] = before
                 raise gg.InvalidValueError(
-                    "a PerSampleCallback was removed within an optimizer step, some of whose samples it has clipped "
-                    "already: the step would have lost them. Remove it between steps, as in on_step_end."
+                    f"a {type(callback).__name__} was removed within an optimizer step, some of whose samples it has "
+                    "clipped already: the step would have lost them. Remove it between steps, as in on_step_end."
                 )
             callback._release()
     return done

@@ -5,6 +5,7 @@ r"""Clip each sample's gradient before they are summed, from one forward and one
 
 import dataclasses
 import math
+from collections.abc import Mapping
 from contextlib import ExitStack
 from typing import Any
 
@@ -182,6 +183,27 @@ class PerSampleGradientClipper:
     def detach(self) -> None:
         """Remove the clipper from the module; calling it again does nothing."""
         self._attached.close()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint must hold: what the norm clipper and the noise scale have learned.
+
+        Save between steps: the sums of mini-batches that wait for `pre_step` are not in it.
+        """
+        return {"norm_clipper": self.norm_clipper.state_dict(), "noise_scale": self._noise_scale.state_dict()}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Take back what `state_dict` returned.
+
+        Raises:
+            InvalidValueError: If it is of other parameters, or not the state of a clipper.
+        """
+        if set(state_dict) != {"norm_clipper", "noise_scale"}:
+            raise InvalidValueError(
+                "expected the state of a PerSampleGradientClipper, with the keys norm_clipper and noise_scale, got "
+                f"{sorted(state_dict)}."
+            )
+        self._noise_scale.load_state_dict(state_dict["noise_scale"])
+        self.norm_clipper.load_state_dict(state_dict["norm_clipper"])
 
     @torch.no_grad()
     def clip_and_accumulate(self) -> None:

@@ -15,10 +15,12 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from gradguard.errors import InvalidValueError
 from gradguard.per_sample.arithmetic import row_squares
 from gradguard.per_sample.contributions import Contribution
 from gradguard.per_sample.sample_loop import sum_together
@@ -121,14 +123,19 @@ class NoiseScale:
         """The batch at which steps and samples are balanced: `total`; None where that is not known."""
         return max(1, round(self.total)) if math.isfinite(self.total) else None
 
-    def scalars(self) -> dict[str, float]:
-        """Return what a record needs: ``monitor.log(**clipper.noise_scale.scalars())``."""
+    def scalars(self, layers: bool = False) -> dict[str, float]:
+        """Return what a record needs: ``monitor.log(**clipper.noise_scale.scalars())``.
+
+        Args:
+            layers: Also the noise scale of each parameter, as ``noise_scale/weight`` for ``weight``.
+        """
         low, high = self.interval
         return {
             "noise_scale": self.total,
             "noise_scale_low": low,
             "noise_scale_high": high,
             "batch_size": float(self.batch_size),
+            **({f"noise_scale/{name}": scale for name, scale in self.by_layer.items()} if layers else {}),
         }
 
     def __str__(self) -> str:
@@ -176,6 +183,36 @@ class NoiseScaleMeter:
         """Begin anew with other parameters."""
         self._names, self._moments, self.latest = list(names), None, None
         self.drop()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what was smoothed over steps, and the number of steps; nothing of a step that is running."""
+        latest = self.latest
+        return {
+            "step": self._step,
+            "names": list(self._names),
+            "moments": None if latest is None else latest.moments.cpu(),
+            "batch_size": 0 if latest is None else latest.batch_size,
+            "nonfinite": 0 if latest is None else int(latest.nonfinite),
+        }
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Go on from what `state_dict` returned, with the step that comes next.
+
+        Raises:
+            InvalidValueError: If it is of other parameters.
+        """
+        names, moments = list(state_dict["names"]), state_dict["moments"]
+        if names != self._names:
+            raise InvalidValueError(
+                f"the saved noise scale is of {len(names)} parameters, {names[:3]}, and this clipper trains "
+                f"{len(self._names)}, {self._names[:3]}: leave its state out to measure anew."
+            )
+        self.drop()
+        self._step, self._moments, self.latest = int(state_dict["step"]), None, None
+        if moments is not None and self._every > 0:
+            self._moments = moments = moments.clone()
+            nonfinite = torch.tensor(float(state_dict["nonfinite"]), dtype=torch.float64)
+            self.latest = NoiseScale(self._names, moments, int(state_dict["batch_size"]), nonfinite)
 
     def drop(self) -> None:
         """Forget the running step."""
@@ -245,7 +282,7 @@ class NoiseScaleMeter:
         x, y = (torch.cat([values.sum(0, keepdim=True), values]) for values in (noise, gradient))
         one = torch.ones_like(x)
         found = torch.stack([one, one, one, x, y, x * x, x * y, y * y], 1)
-        moments = torch.zeros_like(found) if self._moments is None else self._moments
+        moments = torch.zeros_like(found) if self._moments is None else self._moments.to(found)
         usable = found.isfinite().all() & (count >= 2).all()
         self._moments = torch.where(usable, moments * moments.new_tensor(_DECAY) + found, moments)
         self.latest = NoiseScale(self._names, self._moments, size, size - count.to(squares)[0])

@@ -62,7 +62,7 @@ class BufferWatch:
             f"buffer {', '.join(map(repr, changed))} of the model changed in a training step. If what it holds comes "
             f"from the samples, epsilon does not cover it: it has no noise, later gradients may depend on it, and it "
             f"is saved with the model. Keep it constant in training, or update it from parameters only.",
-            stacklevel=3,
+            stacklevel=4,
         )
 
     def _has_changed(self, name: str, layer: nn.Module, slot: str) -> bool:

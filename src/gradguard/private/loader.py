@@ -43,7 +43,8 @@ class PrivateLoader:
     """Yields what the user's loader would, batch by batch, while the training object keeps count.
 
     ``len`` is the number of logical batches in an epoch. Where these are cut into micro-batches more are yielded, and
-    where they are empty, fewer: a progress bar counts steps best by what ``private.step()`` returns.
+    where they are empty, fewer: a progress bar counts steps best by what ``private.step()`` returns. With
+    ``gradient_accumulation_steps`` it is the number of batches that are yielded, always.
 
     Args:
         loader: The DataLoader to take the data set, ``collate_fn``, workers and all other options from.
@@ -51,6 +52,7 @@ class PrivateLoader:
         max_size: Largest micro-batch.
         stand_in: Whether a sample that does not count is yielded instead of an empty micro-batch.
         listener: Who is told.
+        parts: Into how many micro-batches each logical batch is cut; None: as ``max_size`` needs.
     """
 
     def __init__(
@@ -60,10 +62,11 @@ class PrivateLoader:
         max_size: int | None,
         stand_in: bool,
         listener: Listener,
+        parts: int | None = None,
     ) -> None:
         source = batches.remaining if batches is not None else lambda: _fixed(loader)
-        self._cutter = MicroBatches(source, max_size, 0 if stand_in else None)
-        self._steps = len(batches) if batches is not None else len(loader)
+        self._cutter = MicroBatches(source, max_size, 0 if stand_in else None, parts)
+        self._length = (len(batches) if batches is not None else len(loader)) * (parts or 1)
         self._listener = listener
         options = {name: getattr(loader, name) for name in _KEPT}
         if loader.pin_memory_device:
@@ -71,7 +74,7 @@ class PrivateLoader:
         self.loader = DataLoader(loader.dataset, batch_sampler=self._cutter, **options)  # type: ignore[arg-type]
 
     def __len__(self) -> int:
-        return self._steps
+        return self._length
 
     def __iter__(self) -> Iterator[Any]:
         number = self._listener._begin_pass()

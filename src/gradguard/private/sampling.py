@@ -145,14 +145,15 @@ class MicroBatches:
             process.
         max_size: None does not cut.
         stand_in: An index that is yielded instead of an empty micro-batch; None yields nothing then.
+        parts: Into how many micro-batches each batch is cut, whatever its size; None: as many as ``max_size`` needs.
 
     Attributes:
         plan: For each micro-batch that was handed out or left out, in order: its size, whether a batch of data comes
             with it, and whether it ends a logical batch.
     """
 
-    def __init__(self, source: Any, max_size: int | None, stand_in: int | None) -> None:
-        self._source, self._max_size, self._stand_in = source, max_size, stand_in
+    def __init__(self, source: Any, max_size: int | None, stand_in: int | None, parts: int | None = None) -> None:
+        self._source, self._max_size, self._stand_in, self._parts = source, max_size, stand_in, parts
         self.plan: deque[MicroBatch] = deque()
 
     def __iter__(self) -> Iterator[list[int]]:
@@ -162,10 +163,11 @@ class MicroBatches:
     def _cut(self, plan: "deque[MicroBatch]") -> Iterator[list[int]]:
         for indices, largest in self._source():
             parts = 1 if self._max_size is None else max(1, -(-largest // self._max_size))
+            parts = self._parts or parts
             for k in range(parts):
                 part = indices[k::parts]
                 shown = part
-                if not part and largest and self._stand_in is not None:
+                if not part and (largest or self._parts) and self._stand_in is not None:
                     shown = [self._stand_in]
                 plan.append(MicroBatch(len(part), bool(shown), k == parts - 1))
                 if shown:

@@ -41,7 +41,9 @@ def make_private(
     max_grad_norm: float | None = None,
     norm_clipper: NormClipper | None = None,
     epochs: int | None = None,
+    steps: int | None = None,
     max_physical_batch_size: int | None = None,
+    gradient_accumulation_steps: int | None = None,
     loss_reduction: Literal["mean", "sum"] = "mean",
     batch_first: bool = True,
     poisson_sampling: bool = True,
@@ -70,13 +72,17 @@ def make_private(
         loader: A DataLoader with ``batch_size`` and ``shuffle``. Its data set, ``collate_fn`` and workers are kept;
             its batch size is the expected size of a logical batch, for each process if there are several.
         noise_multiplier: :math:`\sigma`, >= 0; or else
-        target_epsilon: what all ``epochs`` may spend together; the noise follows from it.
+        target_epsilon: what all ``epochs`` or ``steps`` may spend together; the noise follows from it.
         target_delta: Probability with which the guarantee may fail, well below 1 over the number of samples.
         max_grad_norm: Bound on the norm of each sample's gradient; 1 if there is no ``norm_clipper`` either.
         norm_clipper: Another rule of clipping, instead of ``max_grad_norm``.
-        epochs: With ``target_epsilon``: number of epochs, of N divided by the batch size steps each.
+        epochs: With ``target_epsilon``: number of epochs, of N divided by the batch size steps each; or else
+        steps: the number of steps.
         max_physical_batch_size: The most samples that the loader yields at once, for each process; larger logical
             batches come in several parts.
+        gradient_accumulation_steps: For trainers that count batches: each logical batch comes in exactly so many
+            parts, whose expected size is the loader's batch size. Where a part has no samples one that does not count
+            stands in. ``len`` of the loader is the number of parts.
         loss_reduction: Whether the loss is the ``"mean"`` or the ``"sum"`` over the samples that the loader yields.
         batch_first: Whether samples are the first dimension of inputs; the second otherwise.
         poisson_sampling: False keeps the loader's own batches. Then no privacy is gained by sampling: each epoch is
@@ -121,12 +127,12 @@ def make_private(
     rank, world_size = rank_and_size(group)
     module, size = unwrapped(model), check_loader(loader, poisson_sampling, world_size)
     rule = _norm_clipper(max_grad_norm, norm_clipper, world_size, secure)
-    if max_physical_batch_size is not None:
-        positive_integer("max_physical_batch_size", max_physical_batch_size)
+    _check_parts(max_physical_batch_size, gradient_accumulation_steps, poisson_sampling)
     parameters = _check_parameters(module, optimizer)
     refuse_running_statistics(module)
 
-    batch_size = min(loader.batch_size * world_size, size)  # type: ignore[operator]
+    parts = gradient_accumulation_steps
+    batch_size = min(loader.batch_size * world_size * (parts or 1), size)  # type: ignore[operator]
     key = from_first_rank(
         key_from(seed, "sampling") if seed is not None else os.urandom(32), group, parameters[0].device
     )
@@ -134,9 +140,9 @@ def make_private(
     batches = None
     if poisson_sampling:
         batches = PoissonBatches(size, batch_size / size, seed=seed, rank=rank, world_size=world_size, key=key)
-    rate, steps = (1.0, 1) if batches is None else (batches.sample_rate, batches.steps)
+    rate, of_epoch = (1.0, 1) if batches is None else (batches.sample_rate, batches.steps)
     multiplier, planned = _noise_multiplier(
-        noise_multiplier, target_epsilon, target_delta, rate, steps, epochs, accountant
+        noise_multiplier, target_epsilon, target_delta, rate, _planned(epochs, steps, of_epoch), accountant
     )
     of_gradients = multiplier
     if isinstance(rule, QuantileNormClipper):
@@ -144,17 +150,20 @@ def make_private(
         of_gradients = rule.noise_multiplier_for_gradients(multiplier)
     _check_delta(target_delta, size)
     divisor = float(batch_size) if loss_reduction == "mean" else 1.0
-    terms = Terms(multiplier, of_gradients, rate, divisor, target_delta, planned)
+    terms = Terms(multiplier, of_gradients, rate, divisor, target_delta, planned, target_epsilon)
 
     ledger = Accountant(accountant)
-    stand_in = world_size > 1 and is_sharded(parameters[0])  # its forward waits for that of all other processes
+    waits = world_size > 1 and is_sharded(parameters[0])  # its forward waits for that of all other processes
+    stand_in = waits or parts is not None
     with ExitStack() as attached:  # what fails leaves model and optimizer as they were
         restore = attached.callback(stop_synchronizing(model))
         clipper = PerSampleGradientClipper(module, rule, batch_first, loss_reduction, mode=mode, scaler=scaler)
         attached.callback(clipper.detach)
-        private = PrivateTraining(clipper, optimizer, terms, ledger, noise, batches, group, restore)
+        private = PrivateTraining(
+            clipper, optimizer, terms, ledger, noise, batches, group, restore, for_trainer=parts is not None
+        )
         attached.callback(private.detach)
-        private.loader = PrivateLoader(loader, batches, max_physical_batch_size, stand_in, private)
+        private.loader = PrivateLoader(loader, batches, max_physical_batch_size, stand_in, private, parts)
         attached.pop_all()
     return private
 
@@ -195,13 +204,39 @@ def _check_parameters(module: nn.Module, optimizer: Optimizer) -> list[nn.Parame
     return list(module.parameters())
 
 
+def _check_parts(max_physical_batch_size: int | None, parts: int | None, poisson_sampling: bool) -> None:
+    if max_physical_batch_size is not None:
+        positive_integer("max_physical_batch_size", max_physical_batch_size)
+    if parts is None:
+        return
+    positive_integer("gradient_accumulation_steps", parts)
+    if max_physical_batch_size is not None:
+        raise InvalidValueError(
+            f"gradient_accumulation_steps={parts} and max_physical_batch_size={max_physical_batch_size} both say how "
+            f"to cut logical batches: give one of them."
+        )
+    if not poisson_sampling:
+        raise InvalidValueError(
+            f"gradient_accumulation_steps={parts} cuts Poisson batches, and poisson_sampling=False has none: leave "
+            f"one of them out."
+        )
+
+
+def _planned(epochs: int | None, steps: int | None, of_epoch: int) -> int | None:
+    """Return the number of steps that share the target epsilon."""
+    if epochs is not None and steps is not None:
+        raise InvalidValueError(f"epochs={epochs} and steps={steps} both say how long training is: give one of them.")
+    if steps is not None:
+        return positive_integer("steps", steps)
+    return None if epochs is None else positive_integer("epochs", epochs) * of_epoch
+
+
 def _noise_multiplier(
     noise_multiplier: float | None,
     target_epsilon: float | None,
     target_delta: float,
     rate: float,
-    steps: int,
-    epochs: int | None,
+    planned: int | None,
     accountant: AccountantName,
 ) -> tuple[float, int | None]:
     """Return the noise multiplier, and the number of steps after which the target is spent."""
@@ -211,9 +246,8 @@ def _noise_multiplier(
         )
     if noise_multiplier is not None:
         return check_multiplier(noise_multiplier), None
-    if epochs is None:
-        raise InvalidValueError("target_epsilon needs epochs=..., to know how many steps share it.")
-    planned = positive_integer("epochs", epochs) * steps
+    if planned is None:
+        raise InvalidValueError("target_epsilon needs epochs=... or steps=..., to know how many steps share it.")
     assert target_epsilon is not None
     found = noise_multiplier_for(target_epsilon, target_delta, rate, planned, accountant)
     return found, planned if math.isfinite(target_epsilon) else None

@@ -3,6 +3,8 @@
 import hashlib
 import math
 import os
+import weakref
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +16,7 @@ from torch.optim.optimizer import Optimizer
 from gradguard.distributed.groups import all_reduce_sum, rank_and_size
 from gradguard.distributed.placements import shard_like
 from gradguard.errors import InvalidValueError
+from gradguard.optimizer_hooks import EveryStep
 from gradguard.per_sample.clipper import PerSampleGradientClipper
 from gradguard.per_sample.results import ClippedSums
 from gradguard.private.accounting import Accountant
@@ -21,6 +24,7 @@ from gradguard.private.buffers import BufferWatch
 from gradguard.private.loader import PrivateLoader
 from gradguard.private.noise import GaussianNoise, keyed_generator
 from gradguard.private.sampling import MicroBatch, PoissonBatches
+from gradguard.torch_private import version_of
 
 
 @dataclass(frozen=True)
@@ -34,6 +38,7 @@ class Terms:
         divisor: What noised sums are divided by: the expected batch size, or 1.
         target_delta: Delta at which epsilon is reported.
         planned: Number of accounted steps that spend the target epsilon, or None.
+        target_epsilon: What they may spend, or None.
     """
 
     noise_multiplier: float
@@ -42,10 +47,15 @@ class Terms:
     divisor: float
     target_delta: float
     planned: int | None
+    target_epsilon: float | None = None
 
 
 class PrivateTraining:
     """One private training run; `make_private` makes it.
+
+    In a loop of one's own `step` does all that follows a backward. Where a trainer steps the optimizer,
+    `clip_and_accumulate` follows each backward, and `pre_step` comes once before ``optimizer.step()``: the two that
+    `PerSampleGradientClipper` has.
 
     ==============================================  ===========================================================
     case                                            what happens
@@ -55,7 +65,8 @@ class PrivateTraining:
     the model saw more or fewer rows than drawn     an error; nothing has changed
     ``step()`` fails, first part of its batch       forward, backward and ``step()`` may be repeated: nothing is lost
     ``step()`` fails, a later part, or stepping     the logical batch is dropped, and the pass over the loader ends
-    ``optimizer.step()`` called by the user         an error; nothing has changed
+    ``optimizer.step()`` without `pre_step`         an error; nothing has changed
+    a gradient changed between these two            an error
     more steps than the target epsilon allows       an error, before the step
     a sample with a non-finite gradient             contributes zero (`PerSampleGradientClipper`)
     ==============================================  ===========================================================
@@ -82,19 +93,29 @@ class PrivateTraining:
         batches: PoissonBatches | None,
         group: Any = None,
         restore: Callable[[], None] = lambda: None,
+        *,
+        for_trainer: bool = False,
     ) -> None:
         self.clipper, self.optimizer, self.terms = clipper, optimizer, terms
         self.accountant, self.noise, self.steps = accountant, noise, 0
         self._batches, self._group, self._restore = batches, group, restore
         self._rank, self._world_size = rank_and_size(group)
-        self._open: MicroBatch | None = None  # handed out, and not yet followed by step()
+        self._for_trainer = for_trainer  # one that fetches ahead, and never asks for a batch after the last
+        self._open: deque[MicroBatch] = deque()  # handed out, and not yet taken up
+        self._complete = False  # a logical batch was taken up, and pre_step() has not been called
+        self._filled: dict[nn.Parameter, tuple[weakref.ref[Tensor], int]] = {}  # for one step, and their versions
+        self._may_step = False
         self._drawn = 0  # samples of the logical batch that were taken up so far
         self._kept: ClippedSums | None = None  # sums from before a stand-in
         self._pass = 0  # number of the pass whose batches may be used; it moves on where a pass must not go on
         self._buffers = BufferWatch(clipper.module)
-        self._accumulated = self._resumed = self._pass_is_counted = self._stepping = False
-        clipper.step_advice = "call private.step() in place of optimizer.step(), after each backward"
-        self._hook = optimizer.register_step_pre_hook(self._refuse_step)
+        self._accumulated = self._resumed = self._pass_is_counted = False
+        clipper.step_advice = (
+            "call private.pre_step() before it"
+            if for_trainer
+            else "call private.step() in place of optimizer.step(), after each backward"
+        )
+        self._hook = EveryStep(self._refuse_step, lambda optimizer: None, optimizer=optimizer)
 
     def step(self) -> bool:
         """Take up the gradients of the batch that the loader gave last; call it after each backward.
@@ -109,20 +130,56 @@ class PrivateTraining:
             InvalidValueError: If there is no such batch, if the model saw another number of samples than were drawn,
                 or if a ``.grad`` was filled by something else.
         """
-        micro_batch = self._open
-        if micro_batch is None:
+        ends = self._take_up_next()
+        if ends:
+            self._finish()
+        return ends
+
+    def clip_and_accumulate(self) -> bool:
+        """Take up the gradients of the batch that the loader gave (of several, the first); for trainers, see `step`.
+
+        Returns:
+            Whether the logical batch is complete, so that `pre_step` is next.
+
+        Raises:
+            InvalidValueError: As `step` does.
+        """
+        return self._take_up_next()
+
+    def _take_up_next(self) -> bool:
+        if not self._open or self._complete:
             raise InvalidValueError(
                 "private.step() without a batch: iterate over private.loader, and call it once after the backward of "
                 "each batch. After an error within a logical batch begin a new pass over the loader."
             )
+        micro_batch = self._open[0]
         self._buffers.check()
         self._refuse_other_gradients()
         self._take_up(micro_batch)
-        self._open, self._accumulated = None, True
+        self._open.popleft()
+        self._accumulated, self._complete = True, micro_batch.ends
         self._drawn += micro_batch.size
-        if micro_batch.ends:
-            self._finish()
         return micro_batch.ends
+
+    def pre_step(self) -> None:
+        """Add the noise, and fill every ``.grad`` for one ``optimizer.step()``; for trainers, see `step`.
+
+        The step is counted here. No other step of the optimizer is let through.
+
+        Raises:
+            InvalidValueError: If the logical batch is not complete.
+        """
+        if not self._complete:
+            raise InvalidValueError(
+                "the optimizer is to step within a logical batch, or without one: every part that private.loader "
+                "gives must be used before, and none twice. Let the trainer accumulate as many batches for a step as "
+                "the loader cuts a logical batch into."
+            )
+        try:
+            self._release()
+        except BaseException:
+            self._abandon()
+            raise
 
     def epsilon(self, delta: float | None = None) -> float:
         """Return the epsilon spent so far at ``delta``, by default the target delta."""
@@ -154,7 +211,7 @@ class PrivateTraining:
         Raises:
             InvalidValueError: If a logical batch is open: what is summed of it has no noise yet.
         """
-        if self._open is not None or self._accumulated:
+        if self._open or self._accumulated:
             raise InvalidValueError(
                 "state_dict() within a logical batch would save sums without noise: call it when private.step() has "
                 "returned True, or between epochs."
@@ -198,6 +255,7 @@ class PrivateTraining:
             norm_clipper.generator.set_state(keyed_generator(key, norm_clipper.generator.device).get_state())
         self.noise.renew()
         self.steps, self._resumed = state_dict["steps"], True
+        self._check_target()
 
     # What the loader tells
 
@@ -223,22 +281,23 @@ class PrivateTraining:
             self._batches.start_epoch()
 
     def _begin_batch(self, micro_batch: MicroBatch) -> None:
-        self._check_closed()
+        if not (self._for_trainer and self._open and not self._open[-1].ends):
+            self._check_closed()
         self._check_budget()
         self._buffers.begin()
-        self._open = micro_batch
+        self._open.append(micro_batch)
 
     def _empty_batch(self, micro_batch: MicroBatch) -> None:
         self._check_closed()
         self._check_budget()
         self._refuse_other_gradients()
         self.clipper.skip_batch()
-        self._accumulated = True
+        self._accumulated, self._complete = True, micro_batch.ends
         if micro_batch.ends:
             self._finish()
 
     def _check_closed(self) -> None:
-        if self._open is not None:
+        if self._open or self._complete:
             raise InvalidValueError(
                 "the loader was asked for the next batch, and private.step() was not called for the last one, or has "
                 "failed: every batch that was drawn must be used. Call it after each backward."
@@ -250,6 +309,23 @@ class PrivateTraining:
             raise InvalidValueError(
                 f"the target epsilon is spent: noise was chosen for {planned} steps, and they are done. Give "
                 f"make_private more epochs, or noise_multiplier instead of target_epsilon."
+            )
+
+    def _check_target(self) -> None:
+        """Steps that were taken with less noise than these are to have may have spent more than their share."""
+        terms, target = self.terms, self.terms.target_epsilon
+        own = terms.noise_multiplier, terms.sample_rate
+        if target is None or terms.planned is None or {entry[:2] for entry in self.accountant.history} <= {own}:
+            return
+        whole = Accountant(self.accountant.name)
+        whole.load_state_dict(self.accountant.state_dict())
+        whole.step(*own, max(0, terms.planned - whole.steps))
+        spent = whole.epsilon(terms.target_delta)
+        if spent > target:
+            raise InvalidValueError(
+                f"the saved steps had other noise or another sampling rate, {self.accountant.history}, and with "
+                f"{terms.planned} steps in all epsilon would be {spent:.4g}, above the target of {target:.4g}. Resume "
+                f"with the noise, batch size and number of steps that it began with."
             )
 
     # One micro-batch
@@ -266,8 +342,9 @@ class PrivateTraining:
             if started:  # its earlier parts are lost too, and its other parts are not a Poisson sample
                 self._abandon()
             else:
+                again = self._open.copy()
                 self._drop_logical_batch()
-                self._open = micro_batch
+                self._open = again
             raise
 
     def _clip(self, drawn: int) -> None:
@@ -286,7 +363,8 @@ class PrivateTraining:
 
     def _drop_logical_batch(self) -> None:
         self.clipper.discard()
-        self._open, self._accumulated, self._drawn, self._kept = None, False, 0, None
+        self._open, self._kept, self._drawn = deque(), None, 0
+        self._accumulated = self._complete = False
 
     def _abandon(self) -> None:
         """Drop the logical batch, and let no running pass go on."""
@@ -296,11 +374,16 @@ class PrivateTraining:
     # The end of a logical batch
 
     def _finish(self) -> None:
+        self.pre_step()
+        parameters = list(self._filled)
         try:
-            self._release()
+            self.optimizer.step()
         except BaseException:
             self._abandon()
             raise
+        finally:
+            for parameter in parameters:
+                parameter.grad = None
 
     @torch.no_grad()
     def _release(self) -> None:
@@ -309,14 +392,17 @@ class PrivateTraining:
         self._count()
         taken = self.clipper.take()
         taken, self._kept = (taken if self._kept is None else added(self._kept, taken)), None
-        drawn, self._drawn, self._accumulated = self._drawn, 0, False
+        drawn, self._drawn = self._drawn, 0
+        self._accumulated = self._complete = False
         _check_samples(taken.batch_size, drawn)
         if self._rank == 0:
             self.noise.add_(taken.sums, deviation)
         all_reduce_sum(taken.sums, self._group)
+        self._filled = {}
         for parameter, total in zip(taken.parameters, taken.sums, strict=True):
-            parameter.grad = shard_like(total.div_(self.terms.divisor).to(parameter.dtype), parameter)
-        self._step_optimizer(taken.parameters)
+            gradient = shard_like(total.div_(self.terms.divisor).to(parameter.dtype), parameter)
+            parameter.grad, self._filled[parameter] = gradient, (weakref.ref(gradient), version_of(gradient))
+        self._may_step = True
 
     def _deviation(self, sensitivity: float) -> float:
         multiplier = self.terms.gradient_noise_multiplier
@@ -331,37 +417,46 @@ class PrivateTraining:
         self.steps += 1
         if self._batches is not None:
             self._batches.advance()
+            if self._for_trainer and self._batches.position == len(self._batches):
+                self._batches.start_epoch()
         if not self._pass_is_counted:
             self.accountant.step(self.terms.noise_multiplier, self.terms.sample_rate)
         self._pass_is_counted = self._batches is None
 
-    def _step_optimizer(self, parameters: list[nn.Parameter]) -> None:
-        self._stepping = True
-        try:
-            self.optimizer.step()
-        finally:
-            self._stepping = False
-            for parameter in parameters:
-                parameter.grad = None
-
-    def _refuse_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        del optimizer, args, kwargs
-        if not self._stepping:
+    def _refuse_step(self, optimizer: Optimizer, evaluations: int) -> None:
+        """Let one step through after `pre_step`, with the gradients that it has filled in."""
+        del evaluations
+        allowed, self._may_step = self._may_step, False
+        if not allowed:
             raise InvalidValueError(
                 "optimizer.step() was called in a private training, where gradients have no noise yet: call "
                 "private.step() after each backward instead. It steps the optimizer at the end of each logical batch."
             )
+        for parameter in parameters_of(optimizer):
+            grad: Tensor | None = parameter.grad
+            own, version = self._filled.get(parameter, (lambda: None, 0))
+            if grad is not None and (grad is not own() or version_of(grad) != version):
+                raise InvalidValueError(
+                    f"{self._name_of(parameter)}: .grad was filled or changed after the noise was added, by another "
+                    f"loss or another clip: the step would not be the private one. Leave gradients alone between "
+                    f"pre_step() and optimizer.step()."
+                )
+
+    def _name_of(self, parameter: nn.Parameter) -> str:
+        names = {id(p): name for name, p in self.clipper.trained.items()}
+        return names.get(id(parameter), "a parameter of the optimizer that is not clipped")
 
     def _refuse_other_gradients(self) -> None:
         """A gradient that was not clipped, of another loss or a parameter that is not followed, must not be used."""
         for parameter in parameters_of(self.optimizer):
             grad: Tensor | None = parameter.grad
-            if grad is not None and bool((grad.to_dense() if grad.is_sparse else grad).any()):
-                names = {id(p): name for name, p in self.clipper.trained.items()}
+            own, _ = self._filled.get(parameter, (lambda: None, 0))
+            if grad is None or grad is own():  # of the step before
+                continue
+            if bool((grad.to_dense() if grad.is_sparse else grad).any()):
                 raise InvalidValueError(
-                    f"{names.get(id(parameter), 'a parameter of the optimizer that is not clipped')}: .grad is filled "
-                    f"by something else than private.step(), so the step would not be private. Call "
-                    f"optimizer.zero_grad() before the backward, and train with one loss."
+                    f"{self._name_of(parameter)}: .grad is filled by something else than private.step(), so the step "
+                    f"would not be private. Call optimizer.zero_grad() before the backward, and train with one loss."
                 )
 
 

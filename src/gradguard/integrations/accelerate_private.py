@@ -1,0 +1,149 @@
+"""Hugging Face Accelerate: differentially private training in a loop that an ``Accelerator`` runs."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+import gradguard as gg
+from gradguard.integrations.accelerate_per_sample import PerSampleClip, check_prepared
+from gradguard.integrations.versions import require
+
+require("accelerate", "1.15", "2", "accelerate")
+
+from accelerate import Accelerator  # noqa: E402
+from accelerate.data_loader import DataLoaderDispatcher, DataLoaderShard  # noqa: E402
+from accelerate.optimizer import AcceleratedOptimizer  # noqa: E402
+from accelerate.utils import send_to_device  # noqa: E402
+
+
+class PrivateClip(PerSampleClip):
+    """One private training of an accelerator; `make_private` makes it.
+
+    Attributes:
+        loader: Loop over this one. It yields ``gradient_accumulation_steps`` batches for each step, on the
+            accelerator's device.
+        private: The `gradguard.private.PrivateTraining`: ``private.epsilon()``, ``private.steps``.
+        clipper: Its `gradguard.PerSampleGradientClipper`.
+    """
+
+    def __init__(
+        self, accelerator: Accelerator, optimizer: AcceleratedOptimizer, private: gg.private.PrivateTraining
+    ) -> None:
+        super().__init__(accelerator, optimizer, private.clipper)
+        self.private = self._clips = private
+        self.loader = _Placed(private, accelerator.device)
+
+    def detach(self) -> None:
+        """Give model, optimizer and accelerator back as they were; calling it again does nothing."""
+        super().detach()
+        self.private.detach()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return `PrivateTraining.state_dict`; ``accelerator.save_state`` calls this."""
+        return self.private.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take back what `state_dict` returned; ``accelerator.load_state`` calls this."""
+        self.private.load_state_dict(state_dict)
+
+
+class _Placed:
+    """The batches of a private training, on a device."""
+
+    def __init__(self, private: gg.private.PrivateTraining, device: torch.device) -> None:
+        self._private, self._device = private, device
+
+    def __len__(self) -> int:
+        return len(self._private.loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        for batch in self._private.loader:
+            yield send_to_device(batch, self._device)
+
+
+def make_private(
+    accelerator: Accelerator,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    loader: DataLoader,
+    *,
+    target_delta: float,
+    **options: Any,
+) -> PrivateClip:
+    r"""Make training differentially private; the loop stays as it is, but for the loader.
+
+    .. math:: \text{grad} = \frac{1}{qN} \Bigl(\sum_{i \in \text{batch}} c_i g_i + N(0, \sigma^2 S^2)\Bigr)
+
+    Loop over ``loader`` of what is returned: Poisson samples of the same data set, in which every one of the N samples
+    joins each step with probability q. The expected number qN is the loader's batch size times
+    ``gradient_accumulation_steps`` times the number of processes. ``accelerator.backward`` clips each sample and adds
+    up, once its division by ``gradient_accumulation_steps`` is undone; ``optimizer.step`` adds the noise and counts the
+    step first, where it takes a real one. ``accelerator.save_state`` saves what was counted, and neither noise nor
+    which samples were drawn; ``load_state`` goes on, within the epoch too.
+
+    **Guarantees.** Those of `gradguard.private.make_private`.
+
+    ==============================================  ============================================================
+    Edge case                                       What happens
+    ==============================================  ============================================================
+    a batch that draws no sample                    one sample that does not count stands in; noise is added
+    several processes (DistributedDataParallel)     one Poisson sample, in equal parts; one process adds noise
+    a loop over another loader                      an error at the first ``accelerator.backward``
+    ``optimizer.step`` within an accumulation       what Accelerate makes of it: no step
+    ``save_state`` within an accumulation           an error: the sums have no noise yet
+    an epoch left within an accumulation            an error at the next step: Accelerate counts on
+    what `clip_per_sample` refuses                  an error
+    ==============================================  ============================================================
+
+    Args:
+        accelerator: The accelerator.
+        model: What ``accelerator.prepare`` returned for the model.
+        optimizer: What it returned for the optimizer.
+        loader: The DataLoader as it was before ``prepare``, with ``batch_size`` and ``shuffle``.
+        target_delta: As for `gradguard.private.make_private`.
+        **options: The others of `gradguard.private.make_private`, such as ``target_epsilon`` with ``epochs``.
+
+    Returns:
+        The training.
+
+    Raises:
+        InvalidTypeError: If an argument is of another type, or the optimizer is not prepared, or the loader is.
+        InvalidValueError: If arguments contradict each other, or something else clips.
+        UnsupportedGradientError: If the guarantee could not be kept.
+
+    Example:
+        >>> import gradguard as gg, torch
+        >>> from accelerate import Accelerator
+        >>> from torch.utils.data import DataLoader
+        >>> from gradguard.integrations.accelerate import make_private
+        >>> accelerator, model = Accelerator(cpu=True, gradient_accumulation_steps=2), torch.nn.Linear(2, 1)
+        >>> model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        >>> loader = DataLoader(torch.randn(40, 2), batch_size=5, shuffle=True)
+        >>> private = make_private(accelerator, model, optimizer, loader, target_epsilon=3.0, epochs=1,
+        ...                        target_delta=1e-3, accountant="rdp")
+        >>> for batch in private.loader:
+        ...     with accelerator.accumulate(model):
+        ...         accelerator.backward(model(batch).square().mean())
+        ...         optimizer.step()
+        ...         optimizer.zero_grad()
+        >>> private.private.steps, 2.99 < private.private.epsilon() <= 3.0
+        (4, True)
+        >>> private.detach()
+
+    Reference: Abadi et al., Deep learning with differential privacy, 2016, arXiv 1607.00133.
+    """
+    check_prepared("make_private", accelerator, model, optimizer)
+    assert isinstance(optimizer, AcceleratedOptimizer)
+    if isinstance(loader, DataLoaderShard | DataLoaderDispatcher):
+        raise gg.InvalidTypeError(
+            f"loader is a {type(loader).__name__}, which accelerator.prepare has made: expected the DataLoader as it "
+            "was before, of which other batches are drawn."
+        )
+    parts = accelerator.gradient_accumulation_steps
+    private = gg.private.make_private(
+        model, optimizer.optimizer, loader, target_delta=target_delta, gradient_accumulation_steps=parts, **options
+    )
+    return PrivateClip(accelerator, optimizer, private)

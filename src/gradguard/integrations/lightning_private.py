@@ -1,0 +1,226 @@
+"""Lightning: a callback that makes training differentially private, under the Trainer's own loop."""
+
+from typing import Any, Literal
+
+import gradguard as gg
+from gradguard.integrations.lightning_per_sample import PerSampleCallback, refuse_optimizers
+from gradguard.integrations.private_run import PrivateBatches, PrivateRun, private_options
+from gradguard.integrations.versions import require
+
+require("lightning", "2.6", "2.7", "lightning")
+
+from lightning.pytorch import LightningModule, Trainer  # noqa: E402
+from lightning.pytorch.callbacks import GradientAccumulationScheduler  # noqa: E402
+from torch.optim import Optimizer  # noqa: E402
+
+
+class PrivateCallback(PerSampleCallback):
+    r"""Make the training of a Lightning Trainer differentially private: `gradguard.private.make_private` in one line.
+
+    .. math:: \text{grad} = \frac{1}{qN} \Bigl(\sum_{i \in \text{batch}} c_i g_i + N(0, \sigma^2 S^2)\Bigr)
+
+    The training loader's data set, ``collate_fn`` and workers are kept. Its batches are replaced by Poisson samples: in
+    each step every one of the N samples joins with probability q. The expected number qN is the loader's batch size
+    times ``accumulate_grad_batches`` times the number of processes, so an epoch has as many steps as before. What
+    ``training_step`` returns must be the mean of its samples' own losses, as for `PerSampleCallback`.
+
+    **Guarantees.** Those of `gradguard.private.make_private`: what the weights become is (epsilon, delta)
+    differentially private with respect to one sample of the training data, epsilon never exceeds ``target_epsilon``.
+    Losses and metrics on training data are not covered, nor is what a validation on other data tells of that data.
+
+    * Noise is added once for each step of the optimizer, and the step is counted before the weights change.
+    * No other step of the optimizer is let through, and no change of the gradients after the noise.
+    * A checkpoint holds the accountant's steps and what the norm clipper has learned; neither noise nor which samples
+      were drawn. A resumed run goes on counting, and goes on within the epoch.
+
+    ===================================================  ==========================================================
+    Edge case                                            What happens
+    ===================================================  ==========================================================
+    a batch that draws no sample                         one sample that does not count stands in; noise is added
+    a sample whose gradient is not finite                adds zero
+    validation within an epoch                           the same steps
+    DDP                                                  one Poisson sample, in equal parts; one process adds noise
+    a checkpoint within an accumulation                  an error: the sums have no noise yet
+    resuming from a checkpoint without this callback     an error: what its steps have cost is not known
+    several training loaders, an ``IterableDataset``,    an error
+    a batch sampler of one's own
+    ``limit_train_batches`` that leaves a part of        an error
+    an accumulation, ``overfit_batches``,
+    ``reload_dataloaders_every_n_epochs``,
+    `GradientAccumulationScheduler`
+    several optimizers                                   an error
+    a ``training_step`` that returns None                an error: every batch that is drawn must be used
+    16-mixed, and what `PerSampleCallback` refuses       an error
+    a second ``fit``                                     an error: its cost would add up
+    ===================================================  ==========================================================
+
+    At the end of each epoch it logs ``epsilon``.
+
+    Args:
+        target_delta: As for `gradguard.private.make_private`, as are the others.
+        target_epsilon: What the whole training, of as many steps as the Trainer plans, may spend; or else
+        noise_multiplier: how much noise.
+        max_grad_norm: Bound on the norm of each sample's gradient; 1 if there is no ``norm_clipper`` either.
+        norm_clipper: Another rule of clipping.
+        accountant: ``"pld"`` or ``"rdp"``.
+        secure: Draw noise from the operating system, bit by bit.
+        seed: Makes noise and batches repeatable, which is for tests.
+        loss_reduction: Whether ``training_step`` returns the ``"mean"`` or the ``"sum"`` of the samples' losses.
+        batch_first: As for `gradguard.PerSampleGradientClipper`.
+        mode: As for `gradguard.PerSampleGradientClipper`.
+
+    Attributes:
+        norm_clipper: The rule.
+        clipper: The `gradguard.PerSampleGradientClipper` of the current or the last ``fit``.
+
+    Raises:
+        InvalidTypeError: If ``norm_clipper`` is none.
+        InvalidValueError: If arguments contradict each other.
+
+    Example:
+        >>> import gradguard as gg, torch
+        >>> from lightning.pytorch import LightningModule, Trainer
+        >>> from gradguard.integrations.lightning import PrivateCallback
+        >>> callback = PrivateCallback(target_epsilon=3.0, target_delta=1e-5)
+        >>> trainer = Trainer(max_epochs=3, callbacks=[callback])
+        >>> # trainer.fit(Model(), DataLoader(data, batch_size=256, shuffle=True)); callback.private.epsilon()
+
+    Reference: Abadi et al., Deep learning with differential privacy, 2016, arXiv 1607.00133.
+    """
+
+    def __init__(
+        self,
+        *,
+        target_delta: float,
+        target_epsilon: float | None = None,
+        noise_multiplier: float | None = None,
+        max_grad_norm: float | None = None,
+        norm_clipper: gg.NormClipper | None = None,
+        accountant: Literal["pld", "rdp"] = "pld",
+        secure: bool = False,
+        seed: int | None = None,
+        loss_reduction: str = "mean",
+        batch_first: bool = True,
+        mode: str = "fast",
+    ) -> None:
+        options = private_options(
+            target_delta=target_delta, noise_multiplier=noise_multiplier, target_epsilon=target_epsilon,
+            max_grad_norm=max_grad_norm, norm_clipper=norm_clipper, accountant=accountant, secure=secure, seed=seed,
+        )  # fmt: skip
+        super().__init__(options["norm_clipper"], loss_reduction=loss_reduction, batch_first=batch_first, mode=mode)
+        self._private_options = options
+        self._run = PrivateRun("PrivateCallback", options | self._options)
+
+    @property
+    def private(self) -> gg.private.PrivateTraining | None:
+        """The `gradguard.private.PrivateTraining` of the current or the last ``fit``; None before it begins."""
+        return self._run.training
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Refuse, before anything is trained, what cannot be right, and take the loader's place."""
+        super().setup(trainer, pl_module, stage)
+        if stage == "fit":
+            _refuse(trainer)
+            self._replace_batches(trainer)
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Refuse optimizers that cannot be served.
+
+        Raises:
+            UnsupportedGradientError: If there are several, or one asks for gradients several times in a step.
+        """
+        del pl_module
+        refuse_optimizers(trainer)
+        if len(trainer.optimizers) != 1:
+            raise gg.UnsupportedGradientError(
+                f"there are {len(trainer.optimizers)} optimizers, and a step of private training is one of one "
+                "optimizer. Return one from configure_optimizers, with groups of parameters."
+            )
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Begin the private training, which needs the loader that Lightning has asked for by now.
+
+        Raises:
+            InvalidValueError: If an epoch would end within an accumulation.
+        """
+        parts, batches = trainer.accumulate_grad_batches, trainer.num_training_batches
+        if batches % parts:
+            raise gg.InvalidValueError(
+                f"an epoch has {batches} batches, which are no whole number of steps with "
+                f"accumulate_grad_batches={parts}: the last would be a part of a Poisson sample. Set "
+                "limit_train_batches to a multiple, or leave it out."
+            )
+        model, steps = self._take_in(trainer, pl_module), trainer.estimated_stepping_batches
+        self.clipper = self._run.begin(model, trainer.optimizers[0], steps, trainer.global_step).clipper
+
+    def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Clip the samples of this batch, and add them up."""
+        del trainer, pl_module
+        assert self.private is not None
+        self.private.clip_and_accumulate()
+
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
+        """Add the noise, and fill in the gradients of the step."""
+        del trainer, pl_module, optimizer
+        assert self.private is not None
+        self.private.pre_step()
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Log what was spent."""
+        del trainer
+        assert self.private is not None
+        pl_module.log("epsilon", self.private.epsilon())
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the steps that were counted and what the norm clipper has learned; Lightning calls this."""
+        return self._run.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take back what `state_dict` returned; Lightning calls this."""
+        self._run.load_state_dict(state_dict)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy begins with: the options, and a training that has not begun."""
+        run = PrivateRun("PrivateCallback", self._private_options | self._options)
+        return {**super().__getstate__(), "_run": run}
+
+    def _replace_batches(self, trainer: Trainer) -> None:
+        """Let the strategy, which is asked about each loader, give Poisson batches for the training loader."""
+        strategy: Any = trainer.strategy
+        original = type(strategy).process_dataloader
+
+        def process(loader: Any) -> Any:
+            processed = original(strategy, loader)
+            if not trainer.training:  # it is one for validation
+                return processed
+            if self._run.batches is not None:
+                raise gg.UnsupportedGradientError(
+                    "there are several training loaders, and private training draws from one. Join their data sets: "
+                    "torch.utils.data.ConcatDataset, or StackDataset for pairs."
+                )
+            parts = trainer.accumulate_grad_batches
+            self._run.batches = PrivateBatches(processed, parts, trainer.world_size, self._training)
+            return self._run.batches
+
+        self._run.batches = None
+        strategy.process_dataloader, self._strategy = process, strategy
+
+    def _training(self) -> gg.private.PrivateTraining:
+        assert self.private is not None
+        return self.private
+
+    def _detach(self) -> None:
+        super()._detach()
+        self._run.end()
+
+
+def _refuse(trainer: Trainer) -> None:
+    if any(isinstance(c, GradientAccumulationScheduler) for c in trainer.callbacks):  # type: ignore[attr-defined]
+        raise gg.UnsupportedGradientError(
+            "GradientAccumulationScheduler changes the sampling rate between epochs. Use accumulate_grad_batches."
+        )
+    which = next((n for n in ("overfit_batches", "reload_dataloaders_every_n_epochs") if getattr(trainer, n)), None)
+    if which is not None:
+        raise gg.UnsupportedGradientError(
+            f"{which} changes what samples are drawn from, and with it what a step costs. Leave it out."
+        )

@@ -1,0 +1,63 @@
+"""What trainers' per-sample clips have in common: the rules they take, what else must not clip, what they undo."""
+
+from collections.abc import Iterable
+
+from torch import Tensor
+
+import gradguard as gg
+from gradguard.integrations.one_clip import OnlyClip
+
+
+def check_norm_clipper(norm_clipper: object, processes: int = 1) -> None:
+    """Raise if it is no rule for samples, or one that would differ between processes.
+
+    Args:
+        norm_clipper: What the user gave.
+        processes: How many train together.
+
+    Raises:
+        InvalidTypeError: If it is no `gradguard.NormClipper`.
+        UnsupportedGradientError: If it learns from the samples of one process, and there are several.
+    """
+    if not isinstance(norm_clipper, gg.NormClipper):
+        raise gg.InvalidTypeError(
+            f"norm_clipper: expected a NormClipper such as gg.FlatNormClipper(1.0), got {norm_clipper!r}."
+        )
+    if processes > 1 and isinstance(norm_clipper, gg.QuantileNormClipper):
+        raise gg.UnsupportedGradientError(
+            f"QuantileNormClipper counts the samples of one process, so thresholds would differ between {processes} "
+            "processes: use gg.FlatNormClipper or gg.AutoNormClipper."
+        )
+
+
+def refuse_other_clips(callback: OnlyClip, callbacks: Iterable[object]) -> None:
+    """Raise if another of a trainer's ``callbacks`` clips.
+
+    Args:
+        callback: The one that asks.
+        callbacks: All of the trainer's.
+
+    Raises:
+        InvalidValueError: If there is one.
+    """
+    others = [type(one).__name__ for one in callbacks if isinstance(one, OnlyClip) and one is not callback]
+    if others:
+        raise gg.InvalidValueError(
+            f"there is a {others[0]} beside the {type(callback).__name__}: one clip would be done after the other. "
+            "Leave one of them out."
+        )
+
+
+def undo_division(clipper: gg.PerSampleGradientClipper, loss: Tensor, parts: int) -> None:
+    """Take a trainer's division by the number of accumulated batches out of the backward of ``loss``.
+
+    It is part of no sample's own loss. Call it with the loss that the trainer divides, or has divided.
+
+    Args:
+        clipper: Who follows that backward.
+        loss: Whose backward is next.
+        parts: What the trainer divides by.
+    """
+    clipper.loss_divisor = float(parts)
+    if parts > 1 and loss.requires_grad:
+        loss.register_hook(lambda grad: grad * parts)

@@ -1,0 +1,227 @@
+"""Hugging Face Transformers: a callback that makes training differentially private, under the Trainer's own loop."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any, Literal
+
+from torch import nn
+
+import gradguard as gg
+from gradguard.integrations.accelerate import inner_optimizer
+from gradguard.integrations.one_clip import wrap_once
+from gradguard.integrations.private_run import PrivateBatches, PrivateRun, private_options
+from gradguard.integrations.transformers_per_sample import PerSampleCallback, SampleLosses
+from gradguard.integrations.versions import require
+
+require("transformers", "5.23", "6", "transformers")
+
+from transformers import Trainer  # noqa: E402
+from transformers import trainer as trainer_module  # noqa: E402
+
+
+class PrivateCallback(PerSampleCallback):
+    r"""Make the training of a `transformers.Trainer` differentially private: `make_private` in one line.
+
+    .. math:: \text{grad} = \frac{1}{qN} \Bigl(\sum_{i \in \text{batch}} c_i g_i + N(0, \sigma^2 S^2)\Bigr)
+
+    The Trainer's data set, collator and workers are kept. Its batches are replaced by Poisson samples: in each step
+    every one of the N samples joins with probability q. The expected number qN is ``per_device_train_batch_size`` times
+    ``gradient_accumulation_steps``, so an epoch has as many steps as before, to within rounding. Each sample's loss is
+    its own, as in `PerSampleCallback`: not the Trainer's mean over all tokens.
+
+    **Guarantees.** Those of `gradguard.private.make_private`: what the weights become is (epsilon, delta)
+    differentially private with respect to one sample of the training data, epsilon never exceeds ``target_epsilon``.
+    The losses that the Trainer logs are not covered.
+
+    * Noise is added once for each step of the optimizer, and the step is counted before the weights change.
+    * No other step of the optimizer is let through, and no change of the gradients after the noise.
+    * A checkpoint holds the accountant's steps and what the norm clipper has learned (``gradguard_private.pt``);
+      neither noise nor which samples were drawn. A resumed run goes on counting, and goes on within the epoch.
+
+    With the Trainer's own numbers it logs ``epsilon``; ``grad_norm`` is the norm of the noised average.
+
+    ==================================================  ==========================================================
+    Edge case                                           What happens
+    ==================================================  ==========================================================
+    a batch that draws no sample                        one sample that does not count stands in; noise is added
+    a sample whose gradient is not finite               adds zero
+    evaluation within an epoch                          the same steps
+    resuming from a checkpoint without this callback    an error: what its steps have cost is not known
+    ``fp16``                                            an error: a scale that follows overflows tells of samples
+    a Trainer with its own ``get_train_dataloader``,    an error
+    an ``IterableDataset``, ``group_by_length``,
+    ``auto_find_batch_size``
+    what `PerSampleCallback` refuses                    an error
+    a second ``train``                                  an error: its cost would add up
+    ==================================================  ==========================================================
+
+    Args:
+        target_delta: As for `gradguard.private.make_private`, as are the others.
+        target_epsilon: What the whole training, of as many steps as the Trainer plans, may spend; or else
+        noise_multiplier: how much noise.
+        max_grad_norm: Bound on the norm of each sample's gradient; 1 if there is no ``norm_clipper`` either. That of
+            ``TrainingArguments`` stays at its default.
+        norm_clipper: Another rule of clipping.
+        accountant: ``"pld"`` or ``"rdp"``.
+        secure: Draw noise from the operating system, bit by bit.
+        seed: Makes noise and batches repeatable, which is for tests.
+        loss: As for `PerSampleCallback`.
+        mode: As for `gradguard.PerSampleGradientClipper`.
+
+    Attributes:
+        norm_clipper: The rule.
+        clipper: The `gradguard.PerSampleGradientClipper` of the current or the last training.
+
+    Raises:
+        InvalidTypeError: If an argument is of another type.
+        InvalidValueError: If arguments contradict each other.
+
+    Example:
+        >>> import gradguard as gg, tempfile, torch
+        >>> from transformers import Trainer, TrainingArguments
+        >>> from gradguard.integrations.transformers import PrivateCallback
+        >>> class Model(torch.nn.Linear):
+        ...     def forward(self, x):
+        ...         return {"logits": super().forward(x)}
+        >>> arguments = TrainingArguments(tempfile.mkdtemp(), use_cpu=True, max_steps=4, disable_tqdm=True,
+        ...                               save_strategy="no", per_device_train_batch_size=5, logging_strategy="no",
+        ...                               report_to=[])
+        >>> callback = PrivateCallback(target_epsilon=3.0, target_delta=1e-3, accountant="rdp",
+        ...                            loss=lambda outputs, inputs: outputs["logits"].square().sum(1))
+        >>> data = [{"x": x} for x in torch.randn(20, 2)]
+        >>> trainer = Trainer(Model(2, 1), arguments, train_dataset=data, callbacks=[callback])
+        >>> _ = trainer.train()  # doctest: +ELLIPSIS
+        {'train_runtime': ...
+        >>> callback.private.steps, 2.99 < callback.private.epsilon() <= 3.0
+        (4, True)
+
+    Reference: Abadi et al., Deep learning with differential privacy, 2016, arXiv 1607.00133.
+    """
+
+    state_file = "gradguard_private.pt"
+
+    def __init__(
+        self,
+        *,
+        target_delta: float,
+        target_epsilon: float | None = None,
+        noise_multiplier: float | None = None,
+        max_grad_norm: float | None = None,
+        norm_clipper: gg.NormClipper | None = None,
+        accountant: Literal["pld", "rdp"] = "pld",
+        secure: bool = False,
+        seed: int | None = None,
+        loss: SampleLosses | None = None,
+        mode: str = "fast",
+    ) -> None:
+        options = private_options(
+            target_delta=target_delta, noise_multiplier=noise_multiplier, target_epsilon=target_epsilon,
+            max_grad_norm=max_grad_norm, norm_clipper=norm_clipper, accountant=accountant, secure=secure, seed=seed,
+        )  # fmt: skip
+        super().__init__(options["norm_clipper"], loss=loss, mode=mode)
+        self._options = options | {"mode": mode}
+        self._run = PrivateRun("PrivateCallback", self._options)
+        _watch_batches()
+
+    @property
+    def private(self) -> gg.private.PrivateTraining | None:
+        """The `gradguard.private.PrivateTraining` of the current or the last training; None before it begins."""
+        return self._run.training
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy begins with: the options, and a training that has not begun."""
+        return {**super().__getstate__(), "_run": PrivateRun("PrivateCallback", self._options)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        _watch_batches()
+
+    @property
+    def _clips(self) -> gg.private.PrivateTraining:
+        assert self.private is not None
+        return self.private
+
+    def _make_clipper(self, trainer: Trainer, model: nn.Module) -> gg.PerSampleGradientClipper:
+        return self._begin(trainer).clipper
+
+    def _state(self) -> dict[str, Any]:
+        return self._run.state_dict()
+
+    def _refuse(self, trainer: Trainer) -> None:
+        super()._refuse(trainer)
+        if trainer.args.fp16:
+            raise gg.UnsupportedGradientError(
+                "fp16: the scale of the loss follows overflows, which tell of single samples. Use bf16."
+            )
+        if trainer.args.auto_find_batch_size:
+            raise gg.UnsupportedGradientError(
+                "auto_find_batch_size begins again with another sampling rate, and the steps before would be "
+                "forgotten. Choose per_device_train_batch_size, with gradient_accumulation_steps for the rest."
+            )
+
+    def _replace(self, trainer: Trainer, loader: Any) -> PrivateBatches:
+        """Keep the Trainer's loader, and give it Poisson batches instead."""
+        parts = trainer.args.gradient_accumulation_steps
+        self._run.batches = PrivateBatches(loader, parts, 1, lambda: self._begin(trainer))
+        return self._run.batches
+
+    def _begin(self, trainer: Trainer) -> gg.private.PrivateTraining:
+        """Begin when the first batch is asked for: the model is wrapped then, and the checkpoint is read."""
+        if not self._running:
+            self._run.load_state_dict(self._loaded)
+            self._loaded, state = None, trainer.state
+            optimizer, model = inner_optimizer(trainer.optimizer), trainer.model_wrapped  # type: ignore[arg-type]
+            self._run.begin(model, optimizer, state.max_steps, state.global_step)  # type: ignore[arg-type]
+            self._running = True
+        assert self.private is not None
+        return self.private
+
+    _running = False
+
+    def _release(self) -> None:
+        super()._release()
+        self._run.end()
+        self._running = False
+
+
+def _watch_batches() -> None:
+    """Let every Trainer that has a `PrivateCallback` draw from it; the others do as before."""
+    wrap_once(Trainer, "get_train_dataloader", _get_train_dataloader)
+    wrap_once(Trainer, "log", _log)
+    wrap_once(trainer_module, "skip_first_batches", _skip_first_batches)
+
+
+def _callback_of(trainer: Trainer) -> PrivateCallback | None:
+    return next((one for one in trainer.callback_handler.callbacks if isinstance(one, PrivateCallback)), None)
+
+
+def _get_train_dataloader(original: Callable[..., Any], trainer: Trainer) -> Any:
+    callback = _callback_of(trainer)
+    if callback is None:
+        return original(trainer)
+    with _as_it_is(trainer):
+        loader = original(trainer)
+    return callback._replace(trainer, loader)
+
+
+@contextlib.contextmanager
+def _as_it_is(trainer: Trainer) -> Iterator[None]:
+    """Keep Accelerate from wrapping the loader, whose batches are not used, and whose order it would take over."""
+    accelerator: Any = trainer.accelerator
+    accelerator.prepare = lambda loader: loader
+    try:
+        yield
+    finally:
+        del accelerator.prepare
+
+
+def _skip_first_batches(original: Callable[..., Any], loader: Any, *args: Any, **kwargs: Any) -> Any:
+    """The private training itself knows where in the epoch it goes on."""
+    return loader if isinstance(loader, PrivateBatches) else original(loader, *args, **kwargs)
+
+
+def _log(original: Callable[..., Any], trainer: Trainer, logs: dict[str, float], *args: Any, **kwargs: Any) -> Any:
+    callback = _callback_of(trainer)
+    if callback is not None and callback.private is not None and "grad_norm" in logs:
+        logs["epsilon"] = callback.private.epsilon()
+    return original(trainer, logs, *args, **kwargs)
