@@ -14,6 +14,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +23,7 @@ from gradguard.errors import UnsupportedGradientError
 from gradguard.per_sample.arithmetic import exact_products, row_squares, wide
 from gradguard.per_sample.contributions import Contribution
 from gradguard.per_sample.draws import Draws
-from gradguard.per_sample.dry_run import WithoutDropout
+from gradguard.per_sample.dry_run import Slot, WithoutDropout
 from gradguard.per_sample.following import Following, LastCall
 from gradguard.per_sample.sample_loop import not_the_reduction, rows_of, same_rows
 from gradguard.per_sample.samples import Arguments, to_float64
@@ -214,7 +215,7 @@ class _Pair:
         reduction: What a number that the module returns is over samples.
         precision: Machine epsilon.
         known: For each sample, the gradient of what it returned, and what it gave by itself; filled here.
-        reset: Sets the buffers back.
+        reset: Puts the module back as it was.
     """
 
     def __init__(
@@ -359,8 +360,9 @@ class _Pair:
         aliases = following.aliases
         values = {name: following.parameter(name).detach().requires_grad_() for name in sorted(following.trained)}
         places = {place: value for name, value in values.items() for place in aliases[name]}
-        with following.quietly(), substituted(places):
-            outputs = _with_draws(way, arguments, self._draws, i, len(self._samples), self._reset)
+        with following.quietly():
+            outputs = _with_draws(way, arguments, self._draws, i, len(self._samples), self._reset, places)
+        with following.quietly(), substituted(places):  # a checkpoint runs forward again
             parts: list[Tensor | None] = []
             for output, grad, axis in zip(outputs, grads, way.output_axes, strict=True):
                 if grad is not None and axis is None:
@@ -378,14 +380,20 @@ class _Pair:
 
 
 def _with_draws(
-    way: Way, arguments: Arguments, draws: Draws, sample: int, size: int, reset: Callable[[], None]
+    way: Way,
+    arguments: Arguments,
+    draws: Draws,
+    sample: int,
+    size: int,
+    reset: Callable[[], None],
+    places: Mapping[Slot, Tensor] = MappingProxyType({}),
 ) -> list[Tensor]:
-    """What a sample returns by itself, with the random numbers that it had in the batch."""
+    """What a sample returns by itself, with the random numbers that it had in the batch, and ``places`` substituted."""
     for last in (False, True):
         try:
             torch.manual_seed(0)
             reset()
-            with draws.of_sample(sample, size, last):
+            with substituted(places), draws.of_sample(sample, size, last):
                 return Skeleton(way.module(*arguments[0], **arguments[1])).tensors
         except UnsupportedGradientError:
             if last or not draws.drawn:
@@ -395,7 +403,7 @@ def _with_draws(
 
 @contextmanager
 def _as_called(call: LastCall, autocast: bool) -> Iterator[Callable[[], None]]:
-    """Run as the call ran, but without dropout, and leave no trace; gives what sets buffers back for another run."""
+    """Run as the call ran, but without dropout, and leave no trace; gives what puts the module back for another run."""
     with undisturbed(call.way.module) as reset, WithoutDropout(), ExitStack() as stack:
         if call.autocast:
             stack.enter_context(

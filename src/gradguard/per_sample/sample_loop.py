@@ -22,7 +22,7 @@ from gradguard.per_sample.plain_sum import Leaves, magnitude, off_from_sum
 from gradguard.per_sample.samples import Arguments, take_samples
 from gradguard.per_sample.substitution import substituted
 from gradguard.per_sample.trees import Skeleton, changes_of
-from gradguard.per_sample.undisturbed import undisturbed
+from gradguard.per_sample.undisturbed import Snapshot, undisturbed
 from gradguard.torch_private import parameter_slots
 
 Places = Mapping[str, Sequence[tuple[nn.Module, str]]]
@@ -46,7 +46,7 @@ class LoopedCall:
         autocast: Device type and dtype of the autocast that it ran under, or None.
         precision: Machine epsilon of the coarsest dtype that is computed in.
         draws: The random numbers that it drew, or None.
-        buffers: The buffers that it changes, as they were before.
+        before: The module as it was before.
         outputs: What it returned, and the version of each tensor.
         grads: The gradient of each tensor that it returned.
         leaves: The plain gradients, on a step that is to be verified.
@@ -64,7 +64,7 @@ class LoopedCall:
     autocast: tuple[str, torch.dtype] | None
     precision: float
     draws: Draws | None = None
-    buffers: Sequence[tuple[Tensor, Tensor]] = ()
+    before: Snapshot | None = None
     outputs: list[tuple[Tensor, int]] = field(default_factory=list)
     grads: Sequence[Tensor | None] = ()
     leaves: Leaves | None = None
@@ -136,9 +136,8 @@ class SampleLoop:
 
     def _run_one(self, sample: int, last: bool, numbers: list[float]) -> dict[str, Tensor]:
         call = self.call
-        with torch.no_grad():
-            for buffer, value in call.buffers:
-                buffer.copy_(value)
+        if call.before is not None:
+            call.before.restore()
         with ExitStack() as stack:
             if call.autocast:
                 stack.enter_context(torch.autocast(*call.autocast))

@@ -16,6 +16,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
+import numpy
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten_with_path
@@ -163,6 +164,7 @@ class _Oracle:
     def _seeded(self) -> None:
         torch.manual_seed(3)
         random.seed(3)
+        numpy.random.seed(3)
 
     def _autocast(self, mode: str) -> Any:
         return torch.autocast("cpu", torch.bfloat16) if mode == "bfloat16" else nullcontext()
