@@ -314,8 +314,8 @@ def old_spectral_norm():
 
 
 EXACT = [
-    Argument, DerivedArgument, KeywordArgument, ArgumentOfARule, SharedBias, Noisy, Dropping, Counting, CountingAndDropping,
-    InPlace, ComplexResult, Experts, old_weight_norm, old_spectral_norm,
+    Argument, DerivedArgument, KeywordArgument, ArgumentOfARule, SharedBias, Noisy, Dropping, Counting,
+    CountingAndDropping, InPlace, ComplexResult, Experts, old_weight_norm, old_spectral_norm,
 ]  # fmt: skip
 
 

@@ -15,6 +15,9 @@ from gradguard.torch_private import dropouts
 _MOST = 100_000
 """Containers that are looked into."""
 
+_TOO_RARE = 1e-30
+"""A rate at which nothing is dropped; code that reads the rate of a layer, to drop by itself, is still seen to do so."""
+
 
 @contextmanager
 def undisturbed(module: nn.Module, dropout: bool = False) -> Iterator[Callable[[], None]]:
@@ -48,8 +51,8 @@ def _switch_dropout_off(module: nn.Module) -> None:
     for layer in module.modules():
         if isinstance(layer, nn.MultiheadAttention | nn.RNNBase):
             layer.dropout = 0.0
-        elif isinstance(layer, dropouts()):
-            layer.p = 0.0
+        elif isinstance(layer, dropouts()) and layer.p:
+            layer.p = _TOO_RARE
 
 
 class Snapshot:
