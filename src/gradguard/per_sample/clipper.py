@@ -16,7 +16,7 @@ from gradguard.distributed.groups import all_reduce_sum, process_group_of, stop_
 from gradguard.distributed.placements import shard_like
 from gradguard.errors import InvalidValueError, UnsupportedGradientError
 from gradguard.per_sample.accumulation import Accumulation, zeros_like_rows
-from gradguard.per_sample.arithmetic import exact_products, joint_norm, scale_rows
+from gradguard.per_sample.arithmetic import exact_products, joint_norm, scale_rows, with_parts_of
 from gradguard.per_sample.clipping_rule import NormClipper, checked_factors, checked_groups, slack_for
 from gradguard.per_sample.contributions import Contribution, sample_norms
 from gradguard.per_sample.early_steps import watch_steps
@@ -445,7 +445,7 @@ class PerSampleGradientClipper:
         for name, parameter in self.trained.items():
             if name in kept:
                 rows = kept[name].rows(0, mini_batch.batch_size)
-                self._gradients[name] = rows * scale
+                self._gradients[name] = with_parts_of(rows * scale, parameter)
             else:
                 self._gradients[name] = zeros_like_rows(parameter, max(0, mini_batch.batch_size))
         return dict(kept)

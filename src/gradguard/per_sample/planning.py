@@ -127,6 +127,10 @@ class Planning:
     def _dry_runs(self, module: nn.Module, arguments: Arguments, size: int, whole: frozenset[int]) -> Way:
         """One plan; or several where layers are left out by chance, so that each is seen."""
         slots = {slot for slot, name in self._names.items() if name in self._trained}
+        if any(
+            getattr(m, slot).is_complex() for m in module.modules() for slot in parameter_slots(m) if (m, slot) in slots
+        ):
+            raise UnsupportedGradientError("the rules of layers are for real parameters, and some here are complex.")
         plans: list[Plans] = []
         changes = False
         missing = {m for m in module.modules() if any((m, slot) in slots for slot in parameter_slots(m))}

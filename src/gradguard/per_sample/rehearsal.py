@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from gradguard.errors import UnsupportedGradientError
-from gradguard.per_sample.arithmetic import exact_products, row_squares, wide
+from gradguard.per_sample.arithmetic import exact_products, real_parts, row_squares, wide
 from gradguard.per_sample.contributions import Contribution
 from gradguard.per_sample.draws import Draws
 from gradguard.per_sample.dry_run import Slot, WithoutDropout
@@ -186,7 +186,8 @@ def compare(
         reset = stack.enter_context(_as_called(call, autocast=precision is None))
         with exact_products():
             if precision is None:
-                dtypes = [p.dtype for p in map(following.parameter, following.aliases) if p.is_floating_point()]
+                held = map(following.parameter, following.aliases)
+                dtypes = [p.dtype for p in held if p.is_floating_point() or p.is_complex()]
                 dtypes += [call.autocast[1]] if call.autocast else []
                 precision = max(torch.finfo(dtype).eps for dtype in dtypes)
             if note:
@@ -295,7 +296,8 @@ class _Pair:
             if axis is None or not output.requires_grad or not (output.is_floating_point() or output.is_complex()):
                 grads.append(None)
                 continue
-            grad = torch.randn(output.shape, generator=generator, dtype=torch.float64).to(output)
+            dtype = torch.complex128 if output.is_complex() else torch.float64
+            grad = torch.randn(output.shape, generator=generator, dtype=dtype).to(output)
             for i, sample in enumerate(self._samples):
                 if sample in self._known:
                     part = self._known[sample][0][k]
@@ -374,7 +376,7 @@ class _Pair:
             if pairs:
                 torch.autograd.backward([o for o, _ in pairs], [g for _, g in pairs])
         return parts, {
-            name: torch.zeros_like(value.detach()) if value.grad is None else _dense(value.grad)
+            name: real_parts(torch.zeros_like(value.detach()) if value.grad is None else _dense(value.grad))
             for name, value in values.items()
         }
 

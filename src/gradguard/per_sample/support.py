@@ -78,11 +78,6 @@ def refuse_unsupported(module: nn.Module) -> None:
     for name, parameter in module.named_parameters():
         if isinstance(parameter, nn.parameter.UninitializedParameter):
             raise UnsupportedGradientError(f"{name} has no shape yet: call the module once, then make the clipper.")
-        if parameter.is_complex():
-            raise UnsupportedGradientError(
-                f"{name} is complex, for which there is no per-sample clipping: hold its real and imaginary parts "
-                "(torch.view_as_real) as the parameter."
-            )
     for name, submodule in module.named_modules():
         if submodule in _followed:
             raise InvalidValueError(
