@@ -91,6 +91,11 @@ def test_norms_and_clipped_sums_are_those_of_both_parts(mode, held, monkeypatch)
         torch.testing.assert_close(parameter.grad, average, rtol=1e-12, atol=1e-14)
 
 
+def step(clipper: gg.PerSampleGradientClipper, model: Spectrum) -> None:
+    (loss_of(model, data()) + model.aside).backward()
+    clipper.clip_and_accumulate()
+
+
 @pytest.mark.parametrize(
     ("kind", "words"), [(Aside, "do not add up to its plain gradient"), (MixedInTheImaginaryPart, "mix samples")]
 )
@@ -98,8 +103,7 @@ def test_what_is_no_samples_own_is_refused(kind, words):
     model = made(kind)
     clipper = gg.PerSampleGradientClipper(model, gg.FlatNormClipper(1.0))
     with pytest.raises(gg.UnsupportedGradientError, match=words):
-        (loss_of(model, data()) + model.aside).backward()
-        clipper.clip_and_accumulate()
+        step(clipper, model)
     clipper.detach()
 
 
@@ -110,6 +114,6 @@ def test_noise_is_for_real_sums():
     clipper.clip_and_accumulate()
     taken = clipper.take()
     assert [total.dtype for total in taken.sums] == [p.dtype for p in taken.parameters]
-    with pytest.raises(gg.InvalidTypeError, match="float32 or float64 sums, got torch.complex128"):
+    with pytest.raises(gg.InvalidTypeError, match=r"float32 or float64 sums, got torch\.complex128"):
         GaussianNoise(0).add_(taken.sums, 1.0)
     clipper.detach()

@@ -35,6 +35,7 @@ from gradguard.per_sample.support import (
     refuse_new_parameters,
     refuse_stale_gradients,
     refuse_unsupported,
+    run_uncompiled,
 )
 from gradguard.tensors.layout import wide_dtype
 from gradguard.torch_private import loss_scale_of, parameter_slots
@@ -73,6 +74,7 @@ class PerSampleGradientClipper:
     BatchNorm in training mode  refused: it mixes samples; use GroupNorm
     loss not the mean or sum    refused where its graph can be read, with each sample's part as a factor
     layers cannot be followed   samples are run one by one after the batch, with the random numbers they had in it
+    compiled module             runs uncompiled until `detach`, so that its layers can be followed
     ==========================  =====================================================================================
 
     Args:
@@ -153,6 +155,7 @@ class PerSampleGradientClipper:
             self.module, self.norm_clipper = module, norm_clipper
             self._reduction, self._mode, self._scaler = loss_reduction, mode, scaler
             watch_scalers()
+            attached.callback(run_uncompiled(module))
             attached.callback(follow(module))
             rehearse = Rehearsal(loss_reduction, check == "warn") if check else None
             scale = lambda: float(self._scaler_scale()) / self.loss_divisor  # noqa: E731

@@ -1,9 +1,9 @@
 """Per-sample gradients from running each sample by itself: exact for whatever treats samples apart.
 
 For models that cannot be followed layer by layer (a position bias shared by layers, experts that get some of the
-tokens, functional dropout beside bare parameters, complex parameters). The batch runs once, as always; its outputs get their gradients from
-backward, which goes no further; then each sample runs alone, with the random numbers that it had in the batch, and
-must give what it gave there.
+tokens, functional dropout beside bare parameters, complex parameters). The batch runs once, as always; its outputs get
+their gradients from backward, which goes no further; then each sample runs alone, with the random numbers that it had
+in the batch, and must give what it gave there.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -16,7 +16,7 @@ _MOST = 100_000
 """Containers that are looked into."""
 
 _TOO_RARE = 1e-30
-"""A rate at which nothing is dropped; code that reads the rate of a layer, to drop by itself, is still seen to do so."""
+"""A rate at which nothing is dropped; code that reads a layer's rate, to drop by itself, is still seen to do so."""
 
 
 @contextmanager
