@@ -241,7 +241,7 @@ class Following:
             self._unverified.append(call)
             self._tapping.batch_size, self._tapping.verifying = size, True
             if self._loss_check is not None and self.gathering.mini_batch is None:
-                self._loss_check.start(size)
+                self._loss_check.start(size, way.output_axes)
         self._planning.resume(way)
         self.gathering.shared = self._planning.shared
         self.last_calls[module] = call
