@@ -345,6 +345,24 @@ def is_compiled(part: Any) -> bool:
     return part._compiled_call_impl is not None
 
 
+def stop_compiling(part: nn.Module) -> Callable[[], None]:
+    """Let a module that was compiled run as it was before; return what lets it run compiled again."""
+    if not is_compiled(part):
+        return lambda: None
+    held = vars(part)
+    slot, instead = "_compiled_call_impl", None
+    if "_orig_mod" in (held.get("_modules") or {}):
+        slot, instead = "forward", held["_modules"]["_orig_mod"].__call__
+    if slot not in held:
+        _refuse("running a compiled module as it was before", f"an attribute {slot} of compiled modules")
+    before, held[slot] = held[slot], instead
+
+    def resume() -> None:
+        held[slot] = before
+
+    return resume
+
+
 def hook_order(module: nn.Module) -> tuple[int, int] | None:
     """Return the ids of the forward hook of ``module`` that runs first and of the pre-hook that runs last.
 

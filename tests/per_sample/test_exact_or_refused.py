@@ -1,7 +1,9 @@
 """Ways in which a gradient can pass a sample by: right or refused in words, in every dtype, never a wrong number."""
 
+import random
 from collections.abc import Callable
 
+import numpy
 import pytest
 import torch
 import torch.nn.functional as F
@@ -250,6 +252,16 @@ class Counting(nn.Module):
         return self.layer(x) * self.calls
 
 
+class CountingAndDropping(Dropping):
+    """Samples are run one by one here, from the attribute that the batch found."""
+
+    calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        return super().forward(x) * self.calls
+
+
 class InPlace(nn.Module):
     def __init__(self):
         super().__init__()
@@ -302,8 +314,8 @@ def old_spectral_norm():
 
 
 EXACT = [
-    Argument, DerivedArgument, KeywordArgument, ArgumentOfARule, SharedBias, Noisy, Dropping, Counting, InPlace,
-    ComplexResult, Experts, old_weight_norm, old_spectral_norm,
+    Argument, DerivedArgument, KeywordArgument, ArgumentOfARule, SharedBias, Noisy, Dropping, Counting,
+    CountingAndDropping, InPlace, ComplexResult, Experts, old_weight_norm, old_spectral_norm,
 ]  # fmt: skip
 
 
@@ -315,7 +327,7 @@ EXACT = [
 def test_is_exact(kind, size, mode):
     x = data()[:size]
     twin = made(kind)
-    if kind in (Counting, old_spectral_norm):
+    if kind in (Counting, CountingAndDropping, old_spectral_norm):
         plain(twin, x)  # a state that moves on
     expected = plain(twin, x)
     for name, gradient in clipped(made(kind), x, mode=mode).items():
@@ -375,7 +387,19 @@ class Centred(Capacity):
         return self.b(h - 1e-3 * h.mean(0))
 
 
-@pytest.mark.parametrize("kind", [Capacity, Threshold, Overflow, NoisyCapacity, Centred])
+class NoisyByPython(Capacity):
+    """Each sample draws from Python's generator, so that one by itself draws what the first drew in the batch."""
+
+    def forward(self, x):
+        return self.b(self.a(x) * torch.tensor([[random.random()] for _ in x], dtype=x.dtype))
+
+
+class NoisyByNumPy(Capacity):
+    def forward(self, x):
+        return self.b(self.a(x) * torch.from_numpy(numpy.random.random((len(x), 1))).to(x))
+
+
+@pytest.mark.parametrize("kind", [Capacity, Threshold, Overflow, NoisyCapacity, Centred, NoisyByPython, NoisyByNumPy])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_samples_that_depend_on_the_batch_are_refused_at_its_real_size(kind, dtype):
     model, x = made(kind, dtype), data(dtype, 8, 3)

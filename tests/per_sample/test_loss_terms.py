@@ -8,9 +8,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+import gradguard as gg
 from gradguard.per_sample import loss_graph
 from gradguard.per_sample.loss_graph import BackwardRoots
 from gradguard.per_sample.loss_terms import LossParts, explain, loss_parts
@@ -131,6 +132,11 @@ def masked_mean(d):
     return ((d.token_losses * d.mask).sum(1) / d.mask.sum(1)).mean()
 
 
+def one_by_one(d, samples=range(B)):
+    """A linear loss of each sample by itself."""
+    return [(d.out[i] * d.target[i]).sum() for i in samples if i < len(d.out)]
+
+
 def stacked(d):
     return torch.stack([d.error.mean(), d.out.abs().mean(), F.cross_entropy(d.logits, d.classes)]).mean()
 
@@ -167,6 +173,11 @@ def distillation(d):
 
 
 RIGHT = {
+    "one by one, stacked": lambda d: torch.stack(one_by_one(d)).mean(),
+    "one by one, added up": lambda d: sum(one_by_one(d)) / len(d.out),
+    "one by one, two terms": lambda d: (
+        torch.stack(one_by_one(d)).mean() + sum(d.out[i].sum() for i in range(len(d.out))) / len(d.out)
+    ),
     "cross entropy": lambda d: F.cross_entropy(d.logits, d.classes),
     "nll": lambda d: F.nll_loss(d.logits.log_softmax(1), d.classes),
     "cross entropy of tokens": lambda d: F.cross_entropy(d.out.flatten(0, 1), d.tokens.flatten()),
@@ -300,6 +311,11 @@ NORMALIZED = (B * WEIGHTS / WEIGHTS.sum()).tolist()
 ALL = [float(B)] * B
 
 WRONG = {
+    "one by one, sum": (lambda d: torch.stack(one_by_one(d)).sum(), ALL, "it is a sum"),
+    "one by one, no mean": (lambda d: sum(one_by_one(d)), ALL, "it is a sum"),
+    "one by one, one twice": (
+        lambda d: torch.stack(one_by_one(d, [0, 0, 1, 2, 3])).mean(), [1.6, 0.8, 0.8, 0.8], "a mean over 5 rows"
+    ),
     "sum": (lambda d: d.error.sum(), ALL, "it is a sum. Use loss_reduction='sum'"),
     "half of a sum": (lambda d: 0.5 * d.error.sum(), ALL, "it is a sum"),
     "sum of means": (lambda d: d.error.mean((1, 2)).sum(), ALL, "it is a sum"),
@@ -433,6 +449,8 @@ def test_a_loss_that_couples_samples_is_refused(name, reduction):
 
 
 SUMS = {
+    "one by one, stacked": lambda d: torch.stack(one_by_one(d)).sum(),
+    "one by one, added up": lambda d: sum(one_by_one(d)),
     "sum": lambda d: d.error.sum(),
     "half of a sum": lambda d: 0.5 * d.error.sum((1, 2)).sum(),
     "sum of means": lambda d: d.error.mean((1, 2)).sum(),
@@ -586,6 +604,30 @@ def test_samples_in_the_second_dimension():
     assert found(lambda d: d.error.transpose(0, 1).mean(), False).verdict == "right"
     unequal = lambda d: (d.error.mean(2) * d.mask).T.sum() / d.mask.sum()  # noqa: E731
     torch.testing.assert_close(found(unequal, False).factors, torch.tensor(UNEQUAL).double())
+
+
+@pytest.mark.parametrize("length", [B, 7])
+def test_samples_in_the_second_dimension_of_what_the_module_returns(length):
+    class Turning(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(2, 3)
+
+        def forward(self, x):
+            return self.layer(x).transpose(0, 1)
+
+    torch.manual_seed(0)
+    model = Turning().double()
+    clipper = gg.PerSampleGradientClipper(model, gg.FlatNormClipper(1.0))
+    x = torch.randn(B, length, 2, dtype=torch.float64)
+    model(x).log_softmax(0).square().sum((0, 2)).mean().backward()  # over time, within each sample
+    clipper.clip_and_accumulate()
+    model(x).square().sum((0, 2)).mean().backward()
+    clipper.clip_and_accumulate()
+    clipper.discard()
+    weights = torch.arange(1.0, B + 1, dtype=torch.float64)
+    (model(x).square().mean((0, 2)) * weights / weights.sum()).sum().backward()
+    clipper.detach()
 
 
 def test_a_loss_computed_within_the_module():

@@ -382,17 +382,9 @@ def test_a_constant_mask_of_the_size_of_the_batch():
     assert_same(found, dict(zip(found, grads, strict=True)))
 
 
-@pytest.mark.parametrize(
-    ("model", "words"),
-    [
-        (lambda: nn.LazyLinear(3), "weight has no shape yet: call the module once"),
-        (lambda: nn.Linear(3, 2, dtype=torch.complex64), "weight is complex.*real and imaginary parts"),
-    ],
-    ids=["lazy", "complex"],
-)
-def test_parameters_that_cannot_be_clipped(model, words):
-    with pytest.raises(gg.UnsupportedGradientError, match=words):
-        clipper_of(model())
+def test_a_parameter_without_a_shape_cannot_be_clipped():
+    with pytest.raises(gg.UnsupportedGradientError, match="weight has no shape yet: call the module once"):
+        clipper_of(nn.LazyLinear(3))
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from gradguard.errors import InvalidValueError
+from gradguard.per_sample.arithmetic import with_parts_of
 from gradguard.tensors.layout import HALVES
 
 
@@ -66,15 +67,17 @@ class Accumulation:
             )
 
     def take(self, parameters: Mapping[str, Tensor], factor: float | Tensor) -> dict[str, Tensor]:
-        """Return the sums times ``factor``, zeros for what no sample used, and start anew."""
+        """Return the sums times ``factor``, zeros for what no sample used, and start anew; they are complex again."""
         sums = self._sums
         self.drop()
         factor = factor * self.unit
         for name, parameter in parameters.items():
             if name not in sums:
                 sums[name] = zeros_like_rows(parameter)
-            elif isinstance(factor, Tensor) or factor != 1:
-                sums[name] *= factor
+            else:
+                if isinstance(factor, Tensor) or factor != 1:
+                    sums[name] *= factor
+                sums[name] = with_parts_of(sums[name], parameter)
         return sums
 
 

@@ -39,6 +39,16 @@ def wide(values: Tensor) -> Tensor:
     return values.float() if values.dtype in (torch.float16, torch.bfloat16) else values
 
 
+def real_parts(values: Tensor) -> Tensor:
+    """Return complex ``values`` as pairs of real ones, ``[..., 2]``, which have the same norm; others as they are."""
+    return torch.view_as_real(values.resolve_conj()) if values.is_complex() else values
+
+
+def with_parts_of(values: Tensor, parameter: Tensor) -> Tensor:
+    """Return pairs of real values as complex ones where ``parameter`` is complex; others as they are."""
+    return torch.view_as_complex(values.contiguous()) if parameter.is_complex() else values
+
+
 def row_squares(values: Tensor) -> Tensor:
     """Return the squared 2-norm of each row of ``values``, shape ``[B, ...]``, as float64 of shape ``[B]``.
 

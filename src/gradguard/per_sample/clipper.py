@@ -17,7 +17,7 @@ from gradguard.distributed.groups import all_reduce_sum, process_group_of, stop_
 from gradguard.distributed.placements import shard_like
 from gradguard.errors import InvalidValueError, UnsupportedGradientError
 from gradguard.per_sample.accumulation import Accumulation, zeros_like_rows
-from gradguard.per_sample.arithmetic import exact_products, joint_norm, scale_rows
+from gradguard.per_sample.arithmetic import exact_products, joint_norm, scale_rows, with_parts_of
 from gradguard.per_sample.clipping_rule import NormClipper, checked_factors, checked_groups, slack_for
 from gradguard.per_sample.contributions import Contribution, sample_norms
 from gradguard.per_sample.early_steps import watch_steps
@@ -36,6 +36,7 @@ from gradguard.per_sample.support import (
     refuse_new_parameters,
     refuse_stale_gradients,
     refuse_unsupported,
+    run_uncompiled,
 )
 from gradguard.tensors.layout import wide_dtype
 from gradguard.torch_private import loss_scale_of, parameter_slots
@@ -74,6 +75,7 @@ class PerSampleGradientClipper:
     BatchNorm in training mode  refused: it mixes samples; use GroupNorm
     loss not the mean or sum    refused where its graph can be read, with each sample's part as a factor
     layers cannot be followed   samples are run one by one after the batch, with the random numbers they had in it
+    compiled module             runs uncompiled until `detach`, so that its layers can be followed
     ==========================  =====================================================================================
 
     Args:
@@ -154,6 +156,7 @@ class PerSampleGradientClipper:
             self.module, self.norm_clipper = module, norm_clipper
             self._reduction, self._mode, self._scaler = loss_reduction, mode, scaler
             watch_scalers()
+            attached.callback(run_uncompiled(module))
             attached.callback(follow(module))
             rehearse = Rehearsal(loss_reduction, check == "warn") if check else None
             scale = lambda: float(self._scaler_scale()) / self.loss_divisor  # noqa: E731
@@ -467,7 +470,7 @@ class PerSampleGradientClipper:
         for name, parameter in self.trained.items():
             if name in kept:
                 rows = kept[name].rows(0, mini_batch.batch_size)
-                self._gradients[name] = rows * scale
+                self._gradients[name] = with_parts_of(rows * scale, parameter)
             else:
                 self._gradients[name] = zeros_like_rows(parameter, max(0, mini_batch.batch_size))
         return dict(kept)

@@ -25,7 +25,7 @@ RELATIONS = {"add_or_remove_one": 1.0, "replace_one": 2.0}
 
 def slack_for(dtypes: set[torch.dtype]) -> float:
     """Return the relative room for what rounds: norms, factors, products, and in the end the parameters' dtypes."""
-    if dtypes == {torch.float64}:
+    if dtypes <= {torch.float64, torch.complex128}:
         return 8 * torch.finfo(torch.float64).eps
     return SLACK + max([torch.finfo(dtype).eps / 2 for dtype in dtypes & set(HALVES)], default=0.0)
 

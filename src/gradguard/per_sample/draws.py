@@ -4,8 +4,6 @@ A sample that runs by itself draws other numbers than in its batch, so the two c
 repeated for the other. Here the numbers of the batch are recorded, and each sample gets its own share of them.
 """
 
-import random
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -14,6 +12,7 @@ import torch
 from torch import Tensor
 
 from gradguard.errors import UnsupportedGradientError
+from gradguard.per_sample.undisturbed import generators, restore_generators
 from gradguard.torch_private import arguments_of, each_operation
 
 _RRELU = ("aten::rrelu_with_noise", "aten::rrelu_with_noise_functional")
@@ -31,8 +30,7 @@ class Draws:
     def __init__(self) -> None:
         self.drawn: list[tuple[str, Tensor]] = []
         self.precision = torch.finfo(torch.float64).eps
-        self._python = random.getstate()
-        self._numpy = _numpy_state()
+        self._generators = generators()
 
     def __enter__(self) -> "Draws":
         self._block = each_operation(self._record)
@@ -70,16 +68,14 @@ class Draws:
         Raises:
             UnsupportedGradientError: If the sample by itself draws other numbers than in the batch.
         """
-        python, numpy = random.getstate(), _numpy_state()
-        random.setstate(self._python)
-        _set_numpy_state(self._numpy)
+        now = generators()
+        restore_generators(self._generators)
         replay = _Share(self.drawn, sample, batch_size, last)
         try:
             with each_operation(replay.draw):
                 yield
         finally:
-            random.setstate(python)
-            _set_numpy_state(numpy)
+            restore_generators(now)
         replay.finish()
 
 
@@ -151,14 +147,3 @@ def _random_part(func: Any, args: Any, result: Any) -> Tensor:
         f"{func.name()} draws random numbers that cannot be given to each sample: set its dropout to 0, or use "
         "torch.nn.Dropout in its place."
     )
-
-
-def _numpy_state() -> Any:
-    """The state of NumPy's generator, in a program that uses NumPy."""
-    numpy = sys.modules.get("numpy")
-    return numpy.random.get_state() if numpy is not None else None
-
-
-def _set_numpy_state(state: Any) -> None:
-    if state is not None:
-        sys.modules["numpy"].random.set_state(state)

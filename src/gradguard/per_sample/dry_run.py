@@ -6,7 +6,6 @@ sample. Nothing is guessed from sizes that may be equal by chance, such as a bat
 """
 
 import math
-import random
 from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,7 +21,7 @@ from gradguard.per_sample.layers.call import BatchAxis
 from gradguard.per_sample.operations import ObservedOperation, operation_of
 from gradguard.per_sample.samples import Arguments, take_samples, tensor_leaves
 from gradguard.per_sample.trees import changes_of
-from gradguard.per_sample.undisturbed import undisturbed
+from gradguard.per_sample.undisturbed import generators, seed_generators, undisturbed
 from gradguard.torch_private import each_operation, parameter_slots, tree_leaves
 
 Slot = tuple[nn.Module, str]
@@ -275,12 +274,11 @@ class DryRun:
         self._observe(observer)
         try:
             with undisturbed(self._module), torch.set_grad_enabled(samples == SIZES[0]), observer:
-                torch.manual_seed(self._seed)
-                random.seed(self._seed)
-                before = torch.get_rng_state(), random.getstate()
+                seed_generators(self._seed)
+                before = torch.get_rng_state(), generators()
                 versions = [changes_of(buffer) for buffer in self._module.buffers()]
                 self._module(*args, **kwargs)
-                self.draws |= not torch.equal(before[0], torch.get_rng_state()) or before[1] != random.getstate()
+                self.draws |= not torch.equal(before[0], torch.get_rng_state()) or before[1] != generators()
                 self.changes_buffers |= versions != [changes_of(buffer) for buffer in self._module.buffers()]
         except UnsupportedGradientError:
             raise

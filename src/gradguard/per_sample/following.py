@@ -24,6 +24,7 @@ from gradguard.per_sample.support import refuse_batch_norm
 from gradguard.per_sample.tap import current_task
 from gradguard.per_sample.tapping import Running, Tapping, autocast_of
 from gradguard.per_sample.trees import Skeleton
+from gradguard.per_sample.undisturbed import Snapshot
 from gradguard.per_sample.way import Way
 from gradguard.torch_private import hook_order, parameter_slots
 
@@ -240,7 +241,7 @@ class Following:
             self._unverified.append(call)
             self._tapping.batch_size, self._tapping.verifying = size, True
             if self._loss_check is not None and self.gathering.mini_batch is None:
-                self._loss_check.start(size)
+                self._loss_check.start(size, way.output_axes)
         self._planning.resume(way)
         self.gathering.shared = self._planning.shared
         self.last_calls[module] = call
@@ -271,10 +272,9 @@ class Following:
         """The batch of a looped call starts."""
         assert self._loop is not None
         running = Running(module, _NOTHING)
+        self._loop.before = Snapshot(module, self.last_calls[module].way.changes_buffers)
         if self._tapping.verifying:
             self._loop.leaves = self._tapping.put_leaves(running, self._loop.places)
-        if self.last_calls[module].way.changes_buffers:
-            self._loop.buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
         self._loop.draws = running.places.enter_context(Draws())
         return running
 

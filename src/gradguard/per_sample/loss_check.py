@@ -1,9 +1,10 @@
 """Looks at the loss of a step that is to be verified, before its backward frees the graph; and judges it afterwards."""
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from gradguard.errors import InvalidValueError, UnsupportedGradientError
+from gradguard.per_sample.layers.call import BatchAxis
 from gradguard.per_sample.loss_graph import BackwardRoots, Root
 from gradguard.per_sample.loss_terms import NO_PART, LossParts, explain, loss_parts
 
@@ -21,13 +22,20 @@ class LossCheck:
     def __init__(self, reduction: str, batch_first: bool, scale: Callable[[], float], only_warn: bool) -> None:
         self._reduction, self._batch_first, self._scale, self._only_warn = reduction, batch_first, scale, only_warn
         self._roots = BackwardRoots(self._look)
-        self._batch_size = 0
+        self._batch_size, self._samples_lead = 0, batch_first
         self._parts: LossParts | None = None
         self._divided_by = 1.0
 
-    def start(self, batch_size: int) -> None:
-        """Look at the next backward."""
+    def start(self, batch_size: int, output_axes: Sequence[BatchAxis | None]) -> None:
+        """Look at the next backward.
+
+        Args:
+            batch_size: Number of samples.
+            output_axes: Where they are in what the module returned.
+        """
         self._batch_size, self._parts = batch_size, None
+        axes = {axis.dim == 0 and not axis.last for axis in output_axes if axis is not None}
+        self._samples_lead = axes.pop() if len(axes) == 1 else self._batch_first
         self._roots.start()
 
     def stop(self) -> None:
@@ -73,7 +81,9 @@ class LossCheck:
             warnings.warn(words, stacklevel=4)
 
     def _look(self, roots: list[Root]) -> None:
-        found = loss_parts(roots, self._batch_size, self._reduction, batch_first=self._batch_first, scale=self._scale())
+        found = loss_parts(
+            roots, self._batch_size, self._reduction, batch_first=self._samples_lead, scale=self._scale()
+        )
         self._parts = found
         if found.reason != NO_PART:  # another model's loss may come before
             self.stop()

@@ -95,7 +95,7 @@ def term_of(path: Path, batch_size: int, batch_first: bool, scale: float, depend
             f"values of shape {list(shape)}, from {node.name()}, do not tell the {batch_size} samples apart"
         )
     samples, sure = numbered
-    inner = math.prod(_mean_of(step) for step in path.steps if operation(step.node) in MEANS)
+    inner = math.prod(mean_of(step) for step in path.steps if operation(step.node) in MEANS)
     weights = (path.coefficient * counts).broadcast_to(shape).abs() / inner
     weights = weights / abs(math.prod(constant.value for constant in path.constants))
     nonzero = weights[weights > 0]
@@ -121,8 +121,8 @@ def term_of(path: Path, batch_size: int, batch_first: bool, scale: float, depend
     return Term(sums * inner, size * inner, even, name in _LABELLED, share, levels if even else [], constants)
 
 
-def _mean_of(step: Step) -> float:
-    """What a mean multiplies by."""
+def mean_of(step: Step) -> float:
+    """Return what a mean multiplies by."""
     child, number = step.node.next_functions[step.which]
     assert child is not None
     return shape_of(step.node, step.number).numel() / shape_of(child, number).numel()

@@ -10,7 +10,9 @@ of its own loss; 1 for a mean over samples, and B for a sum over them. The loss 
 constant factors are the user's.
 """
 
+import itertools
 import math
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -19,8 +21,19 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from gradguard.per_sample.loss_graph import Constant, Dependence, Root, Unreadable, paths
-from gradguard.per_sample.loss_rows import Coupled, Term, term_of
+from gradguard.per_sample.loss_graph import (
+    MEANS,
+    Constant,
+    Dependence,
+    Path,
+    Root,
+    Step,
+    Unreadable,
+    operation,
+    paths,
+    shape_of,
+)
+from gradguard.per_sample.loss_rows import Coupled, Term, mean_of, term_of
 
 Verdict = Literal["right", "wrong", "unknown"]
 
@@ -72,7 +85,9 @@ def loss_parts(
         return LossParts("unknown", "a batch of one sample does not tell a mean from a sum")
     try:
         depends = Dependence()
-        terms = [term_of(path, batch_size, batch_first, scale, depends) for path in paths(roots, depends)]
+        found_paths = list(paths(roots, depends))
+        terms = [term_of(path, batch_size, batch_first, scale, depends) for path in found_paths]
+        terms = _joined(found_paths, terms)
         if not terms:
             return LossParts("unknown", NO_PART)
         totals = _totals(terms)
@@ -113,6 +128,58 @@ _ADVICE = (
     "Average within each sample first, (loss * mask).sum(1) / mask.sum(1), and then over samples, .mean(), so that no "
     "sample's part depends on what others have"
 )
+
+
+def _joined(found: Sequence[Path], terms: Sequence[Term]) -> list[Term]:
+    """Join terms of one sample each to one of all: those of ``torch.stack([loss(o[i]) for i in range(B)]).mean()``.
+
+    Returns:
+        All terms.
+
+    Raises:
+        Unreadable: If how much of a mean they are cannot be told.
+    """
+    single = [int((term.weights > 0).sum()) == 1 and term.share is None for term in terms]
+    nodes = Counter(node for path, one in zip(found, single, strict=True) if one for node in _nodes(path))
+    groups: dict[tuple[Node, ...], list[int]] = defaultdict(list)
+    for i, path in enumerate(found):
+        if single[i]:
+            groups[tuple(node for node in _nodes(path) if nodes[node] > 1)].append(i)
+    together = [members for members in groups.values() if len(members) > 1]
+    taken = {i for members in together for i in members}
+    joined = [term for i, term in enumerate(terms) if i not in taken]
+    for members in together:
+        sizes = [_values_joined(found[i], nodes) for i in members]
+        counts = torch.stack(
+            [(terms[i].weights > 0).to(terms[i].weights) * n for i, n in zip(members, sizes, strict=True)]
+        ).sum(0)
+        mean = math.prod(mean_of(step) for step in _above(found[members[0]], nodes) if operation(step.node) in MEANS)
+        if mean != 1 and not math.isclose(mean * float(counts.sum()), 1):
+            raise Unreadable("a mean of single samples' terms is over other values, too")
+        share = counts * mean if mean != 1 else None
+        constants = tuple(constant for constant in terms[members[0]].constants if nodes[constant.node] > 1)
+        joined.append(Term(counts, float(counts.sum()), True, False, share, [], constants))
+    return joined
+
+
+def _above(path: Path, nodes: Counter[Node]) -> list[Step]:
+    """The operations, from the root down, that a path shares with others."""
+    return list(itertools.takewhile(lambda step: nodes[step.node] > 1, reversed(path.steps)))
+
+
+def _values_joined(path: Path, nodes: Counter[Node]) -> int:
+    """The number of values that a path brings to the first operation that it shares with others."""
+    above = _above(path, nodes)
+    if not above:
+        return 1
+    child, number = above[-1].node.next_functions[above[-1].which]
+    assert child is not None
+    return shape_of(child, number).numel()
+
+
+def _nodes(path: Path) -> list[Node]:
+    """What a path passes that other paths may pass as well."""
+    return [step.node for step in path.steps] + [constant.node for constant in path.constants]
 
 
 @dataclass(frozen=True)

@@ -36,6 +36,7 @@ class UsedLayer:
         names: Its trained parameters: from their names in the layer to those in the whole module.
         generator_state: State of the random generator before the call, where the rule asks.
         leaves: What stood in the places of its parameters, on a step that is to be verified.
+        precision: Machine epsilon of the autocast that it ran under; 0 for none.
     """
 
     module: nn.Module
@@ -45,6 +46,7 @@ class UsedLayer:
     names: Mapping[str, str]
     generator_state: Tensor | None
     leaves: Leaves | None = None
+    precision: float = 0.0
 
 
 @dataclass
@@ -229,6 +231,7 @@ class Gathering:
             list(layer.plan.outputs),
             frozenset(layer.names),
             layer.generator_state,
+            layer.precision,
         )
         assert layer.plan.rule is not None
         device = next(grad.device for grad in grads if grad is not None)
@@ -248,7 +251,8 @@ class Gathering:
             if layer.leaves is not None:
                 floats = [t for t in (*saved, *grads) if t is not None and t.is_floating_point()]
                 size = torch.stack(sizes).nan_to_num(0.0, 0.0, 0.0).max()
-                mini_batch.to_verify.append((layer, added, max(torch.finfo(t.dtype).eps for t in floats), size))
+                precision = max(layer.precision, *(torch.finfo(t.dtype).eps for t in floats))
+                mini_batch.to_verify.append((layer, added, precision, size))
 
     def receive_left_out(
         self, layer: LeftOut, saved: Sequence[Tensor], grads: Sequence[Tensor | None], task: int

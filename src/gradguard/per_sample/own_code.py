@@ -189,7 +189,7 @@ class OwnCode:
             if self.compared:
                 scale = wide(known).abs().amax().clamp_min(1e-30)
                 off = (wide(result).detach() - wide(known)).abs().amax() / scale
-                eps = torch.finfo(known.dtype).eps
+                eps = max(torch.finfo(known.dtype).eps, self._autocast_precision())
                 error = torch.maximum(error, off.to(error.dtype) / min(1e3 * eps, eps**0.5))
         return total, error
 
@@ -237,7 +237,7 @@ class OwnCode:
     def _check(self, errors: Tensor, found: Mapping[str, Tensor]) -> None:
         """Compare results with those that were recorded, and the sum of all samples with the plain gradient."""
         tensors = [*self.saved, *self.results, *(g for g in self.grads if g is not None)]
-        precision = max([torch.finfo(t.dtype).eps for t in tensors if _is_inexact(t)])
+        precision = max([self._autocast_precision(), *(torch.finfo(t.dtype).eps for t in tensors if _is_inexact(t))])
         worst = errors.max() if errors.numel() else errors.new_zeros(())
         names = list(found) if self.leaves is not None and self.batch_size else []
         plain = self.leaves.plain if self.leaves is not None else {}
@@ -258,6 +258,9 @@ class OwnCode:
                         "hook)?"
                     )
                 )
+
+    def _autocast_precision(self) -> float:
+        return torch.finfo(self.autocast[1]).eps if self.autocast else 0.0
 
     def _differs(self, what: str) -> str:
         names = ", ".join(self.aliases)

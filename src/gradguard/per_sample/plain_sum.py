@@ -15,7 +15,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from gradguard.per_sample.arithmetic import wide
+from gradguard.per_sample.arithmetic import real_parts, wide
 from gradguard.per_sample.contributions import Contribution, Outer, Rows, Tied
 
 
@@ -86,4 +86,4 @@ def magnitude(contribution: Contribution) -> Tensor:
 
 def _dense(gradient: Tensor) -> Tensor:
     gradient = gradient.to_dense() if gradient.layout is not torch.strided else gradient
-    return wide(gradient)
+    return wide(real_parts(gradient))

@@ -63,9 +63,10 @@ class Plans:
     def __init__(self, run: DryRun) -> None:
         sees = [_grows(run, i) for i in range(len(run.calls))]
         treatments, uses, operations = _treatments(run, sees)
+        draws = _draws(run, sees)
         found: dict[nn.Module, list[CallPlan]] = defaultdict(list)
         for i, call in enumerate(run.calls):
-            if treatments[i] is Treatment.OWN_CODE and call.draws:
+            if treatments[i] is Treatment.OWN_CODE and draws[i]:
                 raise UnsupportedGradientError(
                     f"the code of {type(call.module).__name__} uses parameters by itself and draws random numbers "
                     "(F.dropout, say), so it cannot be run again for each sample. Move dropout into a layer of its own "
@@ -141,6 +142,15 @@ def _treatments(
         else:  # position embeddings, for example: a part of the code that called them
             uses[call.caller] |= uses[i]
     return treatments, uses, operations
+
+
+def _draws(run: DryRun, sees: list[bool]) -> list[bool]:
+    """Which calls draw random numbers; a layer that sees no samples (dropout of positions) is part of its caller."""
+    draws = [call.draws for call in run.calls]
+    for i in reversed(range(len(draws))):
+        if draws[i] and not sees[i] and run.calls[i].caller >= 0:
+            draws[run.calls[i].caller] = True
+    return draws
 
 
 def _grows(run: DryRun, i: int) -> bool:

@@ -122,25 +122,29 @@ class Planning:
         """What is known without following the layers inside."""
         slots = {slot for slot, name in self._names.items() if name in self._trained}
         run = DryRun(module, arguments, self._batch_first, size, slots, self._observe, whole, self._seed, False)
-        return Way(module, whole, [], run.axes(0)[1], run.draws, run.changes_buffers)
+        return Way(module, whole, [], run.axes(0)[1], run.changes_buffers)
 
     def _dry_runs(self, module: nn.Module, arguments: Arguments, size: int, whole: frozenset[int]) -> Way:
         """One plan; or several where layers are left out by chance, so that each is seen."""
         slots = {slot for slot, name in self._names.items() if name in self._trained}
+        if any(
+            getattr(m, slot).is_complex() for m in module.modules() for slot in parameter_slots(m) if (m, slot) in slots
+        ):
+            raise UnsupportedGradientError("the rules of layers are for real parameters, and some here are complex.")
         plans: list[Plans] = []
-        draws = changes = False
+        changes = False
         missing = {m for m in module.modules() if any((m, slot) in slots for slot in parameter_slots(m))}
         for seed in range(self._seed, self._seed + _SEEDS):
             run = DryRun(module, arguments, self._batch_first, size, slots, self._observe, whole, 7919 * seed)
             plan = Plans(run)
-            draws, changes = draws | run.draws, changes | run.changes_buffers
+            changes |= run.changes_buffers
             if not plans or missing & plan.modules:
                 plans.append(plan)
             missing -= plan.modules
             if not missing or not run.draws or self.sharded:
                 break
         first = plans[0].of(module, 0)
-        return Way(module, whole, plans, first.outputs if first else (), draws, changes)
+        return Way(module, whole, plans, first.outputs if first else (), changes)
 
     def _shared_of(self, plans: Plans) -> set[str]:
         uses = Counter(self._names[slot] for used in plans.uses for slot in used)

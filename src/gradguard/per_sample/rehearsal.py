@@ -17,15 +17,16 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
 from torch import Tensor, nn
 
 from gradguard.errors import UnsupportedGradientError
-from gradguard.per_sample.arithmetic import exact_products, wide
+from gradguard.per_sample.arithmetic import exact_products, real_parts, wide
 from gradguard.per_sample.contributions import Contribution
 from gradguard.per_sample.draws import Draws
-from gradguard.per_sample.dry_run import WithoutDropout
+from gradguard.per_sample.dry_run import Slot, WithoutDropout
 from gradguard.per_sample.following import Following, LastCall
 from gradguard.per_sample.sample_loop import not_the_reduction, rows_of, same_rows
 from gradguard.per_sample.samples import Arguments, to_float64
@@ -201,7 +202,8 @@ def compare(
         reset = stack.enter_context(_as_called(call, autocast=precision is None))
         with exact_products():
             if precision is None:
-                dtypes = [p.dtype for p in map(following.parameter, following.aliases) if p.is_floating_point()]
+                held = map(following.parameter, following.aliases)
+                dtypes = [p.dtype for p in held if p.is_floating_point() or p.is_complex()]
                 dtypes += [call.autocast[1]] if call.autocast else []
                 precision = max(torch.finfo(dtype).eps for dtype in dtypes)
             if note:
@@ -224,7 +226,7 @@ class _Pair:
         samples: Which, in order.
         reduction: What a number that the module returns is over samples.
         precision: Machine epsilon.
-        reset: Sets the buffers back.
+        reset: Puts the module back as it was.
     """
 
     def __init__(
@@ -303,7 +305,8 @@ class _Pair:
             if axis is None or not output.requires_grad or not (output.is_floating_point() or output.is_complex()):
                 grads.append(None)
                 continue
-            grads.append(torch.randn(output.shape, generator=generator, dtype=torch.float64).to(output))
+            dtype = torch.complex128 if output.is_complex() else torch.float64
+            grads.append(torch.randn(output.shape, generator=generator, dtype=dtype).to(output))
         return grads
 
     def _run_together(
@@ -350,8 +353,9 @@ class _Pair:
         aliases = following.aliases
         values = {name: following.parameter(name).detach().requires_grad_() for name in sorted(following.trained)}
         places = {place: value for name, value in values.items() for place in aliases[name]}
-        with following.quietly(), substituted(places), WithoutDropout():
-            outputs = _with_draws(way, arguments, self._draws, i, len(self._samples), self._reset)
+        with following.quietly(), WithoutDropout():
+            outputs = _with_draws(way, arguments, self._draws, i, len(self._samples), self._reset, places)
+        with following.quietly(), substituted(places), WithoutDropout():  # a checkpoint runs forward again
             parts: list[Tensor | None] = []
             for output, grad, axis in zip(outputs, grads, way.output_axes, strict=True):
                 if grad is not None and axis is None:
@@ -363,20 +367,26 @@ class _Pair:
             if pairs:
                 torch.autograd.backward([o for o, _ in pairs], [g for _, g in pairs])
         return {
-            name: torch.zeros_like(value.detach()) if value.grad is None else _dense(value.grad)
+            name: real_parts(torch.zeros_like(value.detach()) if value.grad is None else _dense(value.grad))
             for name, value in values.items()
         }
 
 
 def _with_draws(
-    way: Way, arguments: Arguments, draws: Draws, sample: int, size: int, reset: Callable[[], None]
+    way: Way,
+    arguments: Arguments,
+    draws: Draws,
+    sample: int,
+    size: int,
+    reset: Callable[[], None],
+    places: Mapping[Slot, Tensor] = MappingProxyType({}),
 ) -> list[Tensor]:
-    """What a sample returns by itself, with the random numbers that it had in the batch."""
+    """What a sample returns by itself, with the random numbers that it had in the batch, and ``places`` substituted."""
     for last in (False, True):
         try:
             torch.manual_seed(0)
             reset()
-            with draws.of_sample(sample, size, last):
+            with substituted(places), draws.of_sample(sample, size, last):
                 return Skeleton(way.module(*arguments[0], **arguments[1])).tensors
         except UnsupportedGradientError:
             if last or not draws.drawn:
@@ -386,7 +396,7 @@ def _with_draws(
 
 @contextmanager
 def _as_called(call: LastCall, autocast: bool) -> Iterator[Callable[[], None]]:
-    """Run as the call ran, with dropout of layers off, and leave no trace; gives what sets buffers back."""
+    """Run as the call ran, with dropout of layers off, and leave no trace; gives what puts the module back."""
     with undisturbed(call.way.module) as reset, ExitStack() as stack:
         if call.autocast:
             stack.enter_context(

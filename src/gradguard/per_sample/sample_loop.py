@@ -1,9 +1,9 @@
 """Per-sample gradients from running each sample by itself: exact for whatever treats samples apart.
 
 For models that cannot be followed layer by layer (a position bias shared by layers, experts that get some of the
-tokens, functional dropout beside bare parameters). The batch runs once, as always; its outputs get their gradients from
-backward, which goes no further; then each sample runs alone, with the random numbers that it had in the batch, and
-must give what it gave there.
+tokens, functional dropout beside bare parameters, complex parameters). The batch runs once, as always; its outputs get
+their gradients from backward, which goes no further; then each sample runs alone, with the random numbers that it had
+in the batch, and must give what it gave there.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from gradguard.errors import UnsupportedGradientError
-from gradguard.per_sample.arithmetic import row_squares, wide
+from gradguard.per_sample.arithmetic import real_parts, row_squares, wide
 from gradguard.per_sample.contributions import Contribution, Kept
 from gradguard.per_sample.draws import Draws
 from gradguard.per_sample.layers.call import BatchAxis
@@ -22,7 +22,7 @@ from gradguard.per_sample.plain_sum import Leaves, magnitude, off_from_sum
 from gradguard.per_sample.samples import Arguments, take_samples
 from gradguard.per_sample.substitution import substituted
 from gradguard.per_sample.trees import Skeleton, changes_of
-from gradguard.per_sample.undisturbed import undisturbed
+from gradguard.per_sample.undisturbed import Snapshot, undisturbed
 from gradguard.torch_private import parameter_slots
 
 Places = Mapping[str, Sequence[tuple[nn.Module, str]]]
@@ -46,7 +46,7 @@ class LoopedCall:
         autocast: Device type and dtype of the autocast that it ran under, or None.
         precision: Machine epsilon of the coarsest dtype that is computed in.
         draws: The random numbers that it drew, or None.
-        buffers: The buffers that it changes, as they were before.
+        before: The module as it was before.
         outputs: What it returned, and the version of each tensor.
         grads: The gradient of each tensor that it returned.
         leaves: The plain gradients, on a step that is to be verified.
@@ -64,7 +64,7 @@ class LoopedCall:
     autocast: tuple[str, torch.dtype] | None
     precision: float
     draws: Draws | None = None
-    buffers: Sequence[tuple[Tensor, Tensor]] = ()
+    before: Snapshot | None = None
     outputs: list[tuple[Tensor, int]] = field(default_factory=list)
     grads: Sequence[Tensor | None] = ()
     leaves: Leaves | None = None
@@ -72,10 +72,10 @@ class LoopedCall:
     def contributions(self, budget: int) -> dict[str, Contribution]:
         """Return the per-sample gradients of each parameter, held if they take at most ``budget`` bytes."""
         parameters = {name: parameter_slots(module)[slot] for name, [(module, slot), *_] in self.places.items()}
-        size = sum(4 * self.batch_size * p.numel() for p in parameters.values() if p is not None)
+        size = sum(self.batch_size * max(4, p.element_size()) * p.numel() for p in parameters.values() if p is not None)
         loop = SampleLoop(self)
         if size > budget:
-            shapes = {name: p.shape for name, p in parameters.items() if p is not None}
+            shapes = {name: real_parts(p.detach()).shape for name, p in parameters.items() if p is not None}
             return {name: Looped(name, shape, loop) for name, shape in shapes.items()}
         rows: dict[str, list[Tensor]] = {name: [] for name in self.places}
         for gradients in loop.run(range(self.batch_size)):
@@ -110,7 +110,7 @@ class SampleLoop:
         self._sums: dict[str, Tensor] = {}
 
     def run(self, samples: Sequence[int]) -> Iterator[dict[str, Tensor]]:
-        """Give the gradients of one sample after the other, at least float32.
+        """Give the gradients of one sample after the other, at least float32; complex ones as pairs of real values.
 
         Yields:
             The gradient of each parameter.
@@ -136,9 +136,8 @@ class SampleLoop:
 
     def _run_one(self, sample: int, last: bool, numbers: list[float]) -> dict[str, Tensor]:
         call = self.call
-        with torch.no_grad():
-            for buffer, value in call.buffers:
-                buffer.copy_(value)
+        if call.before is not None:
+            call.before.restore()
         with ExitStack() as stack:
             if call.autocast:
                 stack.enter_context(torch.autocast(*call.autocast))
@@ -169,7 +168,7 @@ class SampleLoop:
                     grads.append(grad)
             if roots:
                 torch.autograd.backward(roots, grads)
-        return {name: torch.zeros_like(wide(v.detach())) if v.grad is None else _dense(v) for name, v in values.items()}
+        return {name: _zeros(v) if v.grad is None else _dense(v) for name, v in values.items()}
 
     def _check_numbers(self, numbers: list[float]) -> None:
         """Check that each number which the batch returned, and that has a gradient, is the mean (or sum) of samples."""
@@ -206,7 +205,7 @@ class SampleLoop:
             self.sum_up({name: factors}, bad)
         if name in self._sums:
             return self._sums.pop(name)
-        return torch.zeros_like(wide(_value(self.call.places[name])))
+        return _zeros(_value(self.call.places[name]))
 
 
 class Looped(Contribution):
@@ -289,4 +288,8 @@ def _value(places: Sequence[tuple[nn.Module, str]]) -> Tensor:
 
 def _dense(leaf: Tensor) -> Tensor:
     assert leaf.grad is not None
-    return wide(leaf.grad.to_dense() if leaf.grad.layout is not torch.strided else leaf.grad)
+    return wide(real_parts(leaf.grad.to_dense() if leaf.grad.layout is not torch.strided else leaf.grad))
+
+
+def _zeros(value: Tensor) -> Tensor:
+    return torch.zeros_like(wide(real_parts(value.detach())))

@@ -2,14 +2,16 @@
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from gradguard.errors import InvalidTypeError, InvalidValueError, UnsupportedGradientError
 from gradguard.per_sample.clipping_rule import NormClipper
-from gradguard.torch_private import batch_norms, is_compiled, parameter_slots
+from gradguard.torch_private import batch_norms, parameter_slots, stop_compiling
 
 _followed: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
 """Modules that a clipper follows."""
@@ -20,6 +22,14 @@ def follow(module: nn.Module) -> Callable[[], None]:
     modules = list(module.modules())
     _followed.update(modules)
     return lambda: _followed.difference_update(modules)
+
+
+def run_uncompiled(module: nn.Module) -> Callable[[], None]:
+    """Let what is compiled in ``module`` run layer by layer, as it was written; return what ends that."""
+    stack = ExitStack()
+    for part in module.modules():
+        stack.callback(stop_compiling(part))
+    return stack.close
 
 
 def places_of_parameters(module: nn.Module) -> dict[tuple[nn.Module, str], str]:
@@ -78,21 +88,16 @@ def refuse_unsupported(module: nn.Module) -> None:
     for name, parameter in module.named_parameters():
         if isinstance(parameter, nn.parameter.UninitializedParameter):
             raise UnsupportedGradientError(f"{name} has no shape yet: call the module once, then make the clipper.")
-        if parameter.is_complex():
-            raise UnsupportedGradientError(
-                f"{name} is complex, for which there is no per-sample clipping: hold its real and imaginary parts "
-                "(torch.view_as_real) as the parameter."
-            )
     for name, submodule in module.named_modules():
         if submodule in _followed:
             raise InvalidValueError(
                 f"{name or 'the module'} has a clipper already, and two would both clip: call detach() on the other."
             )
         where = f"module {name!r}" if name else "the module"
-        if is_compiled(submodule):
+        if submodule is not module and isinstance(submodule, DistributedDataParallel):
             raise UnsupportedGradientError(
-                f"{where} is compiled: the layers inside cannot be followed. Give the module as it was before "
-                "torch.compile."
+                f"{where} is a DistributedDataParallel inside the module, and would send gradients by itself: wrap "
+                "what is compiled, DistributedDataParallel(torch.compile(model)), or the whole module."
             )
         if isinstance(submodule, torch.jit.ScriptModule | nn.DataParallel):
             raise UnsupportedGradientError(

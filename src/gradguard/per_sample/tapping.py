@@ -301,7 +301,11 @@ class Tapping:
             return None
         arguments, returned = Skeleton((args, kwargs)), Skeleton(output)
         size = self._samples(plan, arguments.tensors)
-        layer = UsedLayer(running.module, plan, arguments, size, wanted, running.generator_state, running.leaves)
+        autocast = autocast_of(arguments)
+        precision = torch.finfo(autocast[1]).eps if autocast else 0.0
+        layer = UsedLayer(
+            running.module, plan, arguments, size, wanted, running.generator_state, running.leaves, precision
+        )
         self.gathering.activations += sum(t.nbytes for t in (*arguments.tensors, *returned.tensors))
         saved = [*arguments.release(), *(returned.tensors if plan.rule.replays else ())]
         return self._tap_outputs(output, saved, partial(self.gathering.receive_layer, layer))

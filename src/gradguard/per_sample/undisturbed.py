@@ -15,6 +15,9 @@ from gradguard.torch_private import dropouts
 _MOST = 100_000
 """Containers that are looked into."""
 
+_TOO_RARE = 1e-30
+"""A rate at which nothing is dropped; code that reads a layer's rate, to drop by itself, is still seen to do so."""
+
 
 @contextmanager
 def undisturbed(module: nn.Module, dropout: bool = False) -> Iterator[Callable[[], None]]:
@@ -25,18 +28,9 @@ def undisturbed(module: nn.Module, dropout: bool = False) -> Iterator[Callable[[
         dropout: Leave dropout on; otherwise it is switched off in the block.
 
     Yields:
-        What sets the buffers back at once, for several calls from one state.
+        What puts the module back at once, for several calls from one state; not torch's generators.
     """
-    buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
-
-    @torch.no_grad()
-    def reset() -> None:
-        for buffer, value in buffers:
-            if buffer.shape == value.shape and not torch.equal(buffer, value):
-                buffer.copy_(value)
-
-    state = _State(module)
-    generators = _generators()
+    before = Snapshot(module)
     devices = sorted({p.device.index or 0 for p in module.parameters() if p.device.type == "cuda"})
     fast_path = torch.backends.mha.get_fastpath_enabled()
     with ExitStack() as stack:
@@ -47,30 +41,34 @@ def undisturbed(module: nn.Module, dropout: bool = False) -> Iterator[Callable[[
         if not dropout:
             _switch_dropout_off(module)
         try:
-            yield reset
+            yield before.restore
         finally:
             torch.backends.mha.set_fastpath_enabled(fast_path)
-            _restore_generators(generators)
-            state.restore()
-            reset()
+            before.restore()
 
 
 def _switch_dropout_off(module: nn.Module) -> None:
     for layer in module.modules():
         if isinstance(layer, nn.MultiheadAttention | nn.RNNBase):
             layer.dropout = 0.0
-        elif isinstance(layer, dropouts()):
-            layer.p = 0.0
+        elif isinstance(layer, dropouts()) and layer.p:
+            layer.p = _TOO_RARE
 
 
-class _State:
-    """The attributes of all modules in ``module``, and what the lists, dicts and sets among them hold.
+class Snapshot:
+    """A module as it is: its buffers, its attributes and those of the modules in it, and the generators beside torch's.
 
-    Hooks are in such a dict: a model that puts hooks on its layers the first time it is asked for hidden states must
-    not keep them from a run that never was.
+    Hooks are among the attributes: a model that puts hooks on its layers the first time it is asked for hidden states
+    must not keep them from a run that never was. So are layers, which a model may replace in its first forward.
+
+    Args:
+        module: The module.
+        buffers: Keep the values of buffers.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, buffers: bool = True) -> None:
+        self._buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers()] if buffers else []
+        self._generators = generators()
         self._contents: list[tuple[Any, Any]] = []
         seen: set[int] = set()
         waiting: list[Any] = [vars(m) for m in module.modules()]
@@ -83,22 +81,40 @@ class _State:
             held = container.values() if isinstance(container, dict) else container
             waiting += [one for one in held if isinstance(one, dict | list | set)]
 
+    @torch.no_grad()
     def restore(self) -> None:
-        """Put everything back, in the same containers."""
+        """Put everything back, in the same containers and buffers."""
+        restore_generators(self._generators)
         for container, content in self._contents:
             if isinstance(container, list):
                 container[:] = content
             else:
                 container.clear()
                 container.update(content)
+        for buffer, value in self._buffers:
+            if buffer.shape == value.shape and not torch.equal(buffer, value):
+                buffer.copy_(value)
 
 
-def _generators() -> tuple[Any, Any]:
+def generators() -> tuple[Any, Any]:
+    """Return the states of Python's generator and of NumPy's, in a program that uses NumPy; they can be compared."""
     numpy = sys.modules.get("numpy")
-    return random.getstate(), numpy.random.get_state() if numpy is not None else None
+    if numpy is None:
+        return random.getstate(), None
+    name, key, *rest = numpy.random.get_state()
+    return random.getstate(), (name, tuple(key.tolist()), *rest)
 
 
-def _restore_generators(states: tuple[Any, Any]) -> None:
+def restore_generators(states: tuple[Any, Any]) -> None:
+    """Put them into ``states``."""
     random.setstate(states[0])
     if states[1] is not None:
         sys.modules["numpy"].random.set_state(states[1])
+
+
+def seed_generators(seed: int) -> None:
+    """Seed torch's generators, Python's, and NumPy's in a program that uses NumPy."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    if (numpy := sys.modules.get("numpy")) is not None:
+        numpy.random.seed(seed % 2**32)

@@ -18,7 +18,6 @@ class Way:
         whole: Positions of tensors, among its arguments, that belong to no sample though their size fits.
         plans: What to do at each call of each layer; none where samples are run one by one.
         output_axes: Batch axis of each tensor that it returns.
-        draws: It draws random numbers.
         changes_buffers: It changes its buffers.
         reason: Why samples are run one by one; "" where they are not.
         sizes: Batch sizes that it was verified with.
@@ -30,7 +29,6 @@ class Way:
     whole: frozenset[int]
     plans: list[Plans]
     output_axes: Sequence[BatchAxis | None]
-    draws: bool
     changes_buffers: bool
     reason: str = ""
     sizes: set[int] = field(default_factory=set)

@@ -5,6 +5,7 @@ import random
 from collections.abc import Callable
 from typing import Any
 
+import numpy
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -474,7 +475,15 @@ WEIGHTS: dict[str, ZooCase] = {
         lambda m, x: torch.view_as_real(torch.fft.fft(x) * m.w).flatten(1),
         rows(D),
         w=lambda: nn.Parameter(torch.randn(D, dtype=torch.complex64)),
-        modes=("float32",),
+    ),
+    "complex layer": one(
+        lambda m, x: m.out(torch.fft.irfft(m.mix(torch.fft.rfft(m.drop(m.lift(x)), dim=1)), T, dim=1)),
+        rows(T, 2),
+        lift=linear(2, D),
+        mix=lambda: nn.Linear(D, D, dtype=torch.complex64),
+        drop=lambda: nn.Dropout(0.1),
+        out=linear(),
+        modes=NO_BFLOAT16,
     ),
     "soft mixture of experts": whole(Experts, rows(T, D)),
     "routed mixture of experts": whole(Routed, rows(T, D)),
@@ -767,6 +776,30 @@ class PythonLayerDrop(LayerDrop):
         return x
 
 
+class NumpyLayerDrop(LayerDrop):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for layer in self.layers:
+            if not self.training or numpy.random.random() > 0.3:
+                x = x + layer(x).tanh()
+        return x
+
+
+class Replacing(nn.Module):
+    """Builds another layer in its first forward, which draws numbers, and moves its weights there, as BigBird does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.calls = nn.Sequential(nn.Linear(D, D)), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.calls:
+            inner, self.layer = self.layer[0], nn.Sequential(nn.Linear(D, D), nn.Tanh())
+            self.layer[0] = inner
+        self.calls += 1
+        return self.layer(x) / self.calls
+
+
 PLACES: dict[str, ZooCase] = {
     "two views in one batch": one(
         concatenated, lambda: (torch.randn(B, D), torch.randn(B, D)), encode=linear(), head=linear(D, 3)
@@ -802,6 +835,8 @@ PLACES: dict[str, ZooCase] = {
     ),
     "routed mixture of experts, dropout": whole(RoutedWithDropout, rows(T, D)),
     "layerdrop by Python's random": whole(PythonLayerDrop, rows(T, D)),
+    "layerdrop by NumPy": whole(NumpyLayerDrop, rows(T, D)),
+    "a layer that is replaced in forward": whole(Replacing, rows(T, D), clippers=("fast",), modes=("train",)),
     "sparse embedding": one(lambda m, x: m.b(m.a(x)), words(), a=lambda: nn.Embedding(11, D, sparse=True), b=linear()),
 }
 

@@ -20,6 +20,8 @@ def trace(model: nn.Module) -> Trace:
     for path, module in model.named_modules():
         found[f"{path}: class"] = type(module).__qualname__
         for key, value in vars(module).items():
+            if key == "_torchdynamo_wrapper_id":  # another in each wrapper
+                continue
             found[f"{path}.{key}"] = _summary(value)
     return found
 

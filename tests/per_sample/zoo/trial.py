@@ -16,6 +16,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
+import numpy
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten_with_path
@@ -124,7 +125,15 @@ def build(case: ZooCase, mode: str) -> nn.Module:
             parameter += 0.05 * torch.randn(parameter.shape, generator=generator, dtype=torch.float32).to(
                 parameter.dtype
             )
-    return model.to(torch.float64 if mode in ("eval", "train") else torch.float32).train(mode == "train")
+    double = mode in ("eval", "train")
+    kinds = {False: torch.float64, True: torch.complex128} if double else {False: torch.float32, True: torch.complex64}
+    if any(p.is_complex() for p in model.parameters()):  # `to` would make them real
+        for tensor in [*model.parameters(), *model.buffers()]:
+            if tensor.is_floating_point() or tensor.is_complex():
+                tensor.data = tensor.data.to(kinds[tensor.is_complex()])
+    else:
+        model.to(kinds[False])
+    return model.train(mode == "train")
 
 
 def outputs_of(value: Any) -> Outputs:
@@ -163,6 +172,7 @@ class _Oracle:
     def _seeded(self) -> None:
         torch.manual_seed(3)
         random.seed(3)
+        numpy.random.seed(3)
 
     def _autocast(self, mode: str) -> Any:
         return torch.autocast("cpu", torch.bfloat16) if mode == "bfloat16" else nullcontext()
@@ -309,13 +319,14 @@ class _Oracle:
                 loss = self._losses(outputs).mean()
             loss.backward()
             if exact:
-                return self._errors({name: g.clone() for name, g in clipper.per_sample_gradients().items()})
+                return self._errors({name: real_parts(g).clone() for name, g in clipper.per_sample_gradients().items()})
             clipper.clip_and_accumulate()
             error, words = self._norm_errors(clipper.statistics.parameter_norms)
             if words:
                 return error, words
         clipper.pre_step()
-        found = {name: p.grad.unsqueeze(0).clone() for name, p in model.named_parameters() if p.grad is not None}
+        grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        found = {name: real_parts(grad).unsqueeze(0).clone() for name, grad in grads.items()}
         factors = (self.max_norm / self.norms.clamp(min=1e-300)).clamp(max=1)
         weights = torch.stack([factors * (torch.arange(B) < part) for part in parts]).sum(0) / sum(parts)
         expected = {n: torch.einsum("b,b...->...", weights, g.double()).unsqueeze(0) for n, g in self.gradients.items()}
@@ -392,9 +403,14 @@ def norms(rows: Tensor) -> Tensor:
     return rows.double().reshape(len(rows), -1).norm(dim=1)
 
 
+def real_parts(gradient: Tensor) -> Tensor:
+    """The real and imaginary parts of a complex gradient: one parameter, with the norm of both."""
+    return torch.view_as_real(gradient.resolve_conj()) if gradient.is_complex() else gradient
+
+
 def _filled(model: nn.Module) -> Gradients:
     return {
-        name: (torch.zeros_like(p) if p.grad is None else p.grad.to_dense().clone()).detach()
+        name: real_parts(torch.zeros_like(p) if p.grad is None else p.grad.to_dense().clone()).detach()
         for name, p in model.named_parameters()
         if p.requires_grad
     }

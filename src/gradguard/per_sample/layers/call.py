@@ -41,6 +41,7 @@ class LayerCall:
         grad_axes: The same of each of ``outputs``.
         wanted: Names of the layer's parameters that are trained, such as ``"weight"`` or ``"out_proj.weight"``.
         generator_state: The state of the device's random generator before the call; None where a rule does not ask.
+        precision: Machine epsilon of the autocast that it ran under; 0 for none.
     """
 
     module: nn.Module
@@ -53,6 +54,7 @@ class LayerCall:
     grad_axes: list[BatchAxis | None]
     wanted: frozenset[str] = frozenset()
     generator_state: Tensor | None = field(default=None, repr=False)
+    precision: float = 0.0
 
     def input(self) -> Tensor:
         """Return the first tensor argument with the samples first: ``[B, ...]``; see `samples_first`."""

@@ -112,7 +112,7 @@ def require_same(call: LayerCall, repeated: list[Tensor], batch_dims: list[int])
         UnsupportedGradientError: If they differ.
     """
     recorded = [output for output in call.outputs if output is not None]
-    tolerance = max((rounding(output) for output in recorded), default=0.0)
+    tolerance = max((rounding(output, call.precision) for output in recorded), default=0.0)
     shapes_agree = [output.shape for output in recorded] == [output.shape for output in repeated]
     pairs = zip(recorded, repeated, batch_dims, strict=False)
     if shapes_agree and all(_agree(a.movedim(dim, 0), b.movedim(dim, 0), tolerance) for a, b, dim in pairs):
@@ -120,9 +120,8 @@ def require_same(call: LayerCall, repeated: list[Tensor], batch_dims: list[int])
     raise UnsupportedGradientError(
         f"the forward of {layer_name(call)} could not be repeated: a second run in backward gave other outputs. Its "
         "parameters, inputs or mode were changed between forward and backward: call backward first. Or its dropout "
-        "draws numbers that cannot be drawn again: set its dropout to 0 and use torch.nn.Dropout. Or it ran under "
-        "torch.autocast and returned float32 of half the precision: run it in torch.autocast(..., enabled=False). Or "
-        "it magnifies rounding errors until they drown its outputs, so that no gradient of it means anything."
+        "draws numbers that cannot be drawn again: set its dropout to 0 and use torch.nn.Dropout. Or it "
+        "magnifies rounding errors until they drown its outputs, so that no gradient of it means anything."
     )
 
 
@@ -136,13 +135,17 @@ def _agree(recorded: Tensor, repeated: Tensor, tolerance: float) -> bool:
     return bool(((recorded - repeated).abs().amax(1) <= tolerance * scale)[finite].all())
 
 
-def rounding(values: Tensor) -> float:
+def rounding(values: Tensor, least: float = 0.0) -> float:
     """Return how far two runs may differ, as a share of the sample's largest output.
 
     Kernels sum in another order, and a recurrence amplifies that. Accelerators multiply float32 in 10-bit mantissas
     where PyTorch allows it, as it does by default inside cuDNN.
+
+    Args:
+        values: Of the first run.
+        least: Machine epsilon of what was computed in on the way.
     """
-    precision = torch.finfo(values.dtype).eps
+    precision = max(torch.finfo(values.dtype).eps, least)
     if not values.is_cpu and values.dtype is torch.float32:
-        precision = 2.0**-10
+        precision = max(2.0**-10, least)
     return min(2**11 * precision, precision**0.5)

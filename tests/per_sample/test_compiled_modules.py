@@ -1,0 +1,123 @@
+"""Modules that were compiled run as they were written while a clipper is attached; what cannot be is refused."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import gradguard as gg
+
+B = 5
+
+
+class Bare(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.scale, self.drop = nn.Linear(3, 4), nn.Parameter(torch.ones(4)), nn.Dropout(0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.drop(self.inner(x)).tanh() * self.scale
+
+
+class Centred(Bare):
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.inner(x)
+        return h - h.mean(0)
+
+
+def network(kind: type[Bare] = Bare) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(kind(), nn.Linear(4, 2)).double()
+
+
+def whole(model: nn.Sequential, backend: str) -> nn.Module:
+    return torch.compile(model, backend=backend)
+
+
+def part(model: nn.Sequential, backend: str) -> nn.Module:
+    model[0] = torch.compile(model[0], backend=backend)
+    return model
+
+
+def in_place(model: nn.Sequential, backend: str) -> nn.Module:
+    model.compile(backend=backend)
+    return model
+
+
+def part_in_place(model: nn.Sequential, backend: str) -> nn.Module:
+    model[0].compile(backend=backend)
+    return model
+
+
+def twice(model: nn.Sequential, backend: str) -> nn.Module:
+    return torch.compile(part_in_place(model, backend), backend=backend)
+
+
+def forward_only(model: nn.Sequential, backend: str) -> nn.Module:
+    model.forward = torch.compile(model.forward, backend=backend)
+    return model
+
+
+def function(model: nn.Sequential, backend: str) -> nn.Module:
+    inner = torch.compile(lambda layer, x: layer.drop(layer.inner(x)).tanh() * layer.scale, backend=backend)
+    model[0].forward = lambda x: inner(model[0], x)
+    return model
+
+
+WAYS = [whole, part, in_place, part_in_place, twice]
+
+
+def data(size: int = B) -> Tensor:
+    return torch.randn(size, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+
+
+def step(model: nn.Module, clipper: gg.PerSampleGradientClipper | None, size: int = B) -> list[Tensor]:
+    model.zero_grad()
+    torch.manual_seed(2)
+    model(data(size)).square().sum(1).mean().backward()
+    if clipper is not None:
+        clipper.clip_and_accumulate()
+        clipper.pre_step()
+    return [p.grad.clone() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("compiled", [*WAYS, forward_only, function])
+@pytest.mark.parametrize("used_before", [False, True], ids=["new", "used before"])
+def test_is_exact_for_every_size(compiled: Callable, backend, used_before):
+    torch.compiler.reset()
+    plain, model = network(), compiled(network(), backend)
+    if used_before:
+        step(model, None)
+    clipper = gg.PerSampleGradientClipper(model, gg.FlatNormClipper(torch.inf))
+    for size in (B, B, 1, 3):
+        torch.testing.assert_close(step(model, clipper, size), step(plain, None, size), rtol=1e-12, atol=1e-14)
+    clipper.detach()
+
+
+@pytest.mark.parametrize("compiled", WAYS)
+def test_it_is_compiled_again_after_detach(compiled):
+    torch.compiler.reset()
+    calls = []
+
+    def counting(graph, inputs):
+        calls.append(graph)
+        return graph.forward
+
+    model = compiled(network(), counting)
+    clipper = gg.PerSampleGradientClipper(model, gg.FlatNormClipper(1.0))
+    step(model, clipper)
+    assert not calls
+    clipper.detach()
+    step(model, None)
+    assert calls
+
+
+@pytest.mark.parametrize("compiled", WAYS)
+def test_what_mixes_samples_is_refused(compiled):
+    model = compiled(network(Centred), "eager")
+    clipper = gg.PerSampleGradientClipper(model, gg.FlatNormClipper(1.0))
+    with pytest.raises(gg.UnsupportedGradientError, match="mix samples"):
+        model(data())
+    clipper.detach()
