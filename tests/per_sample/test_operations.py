@@ -227,7 +227,7 @@ class Changing(Own):
 
 
 class Doubling(torch.autograd.Function):
-    """Functions of autograd are not announced to stand-ins."""
+    """Functions of autograd are not announced to proxies."""
 
     @staticmethod
     def forward(ctx, weight):
