@@ -141,7 +141,7 @@ UNKNOWN = {
 }
 
 
-def model_of(make, dtype=torch.float64) -> nn.Module:
+def model_of(make, dtype=torch.float64) -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(D, D), make(), nn.Tanh()).to(dtype)
 
