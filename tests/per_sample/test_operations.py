@@ -14,6 +14,9 @@ B, T, D = 4, 3, 5
 class Own(nn.Module):
     """Holds parameters; `forward` is what is tested."""
 
+    weight: nn.Parameter
+    bias: nn.Parameter
+
     def __init__(self, **shapes: tuple[int, ...]) -> None:
         super().__init__()
         for name, shape in shapes.items():
