@@ -123,8 +123,9 @@ def bert() -> nn.Module:
 
     config = BertConfig(
         vocab_size=5000, hidden_size=256, intermediate_size=1024, num_hidden_layers=4, num_attention_heads=4,
-        max_position_embeddings=128, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, num_labels=10,
+        max_position_embeddings=128, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
     )  # fmt: skip
+    config.num_labels = 10
     return Logits(BertForSequenceClassification(config))
 
 
@@ -132,7 +133,8 @@ def convnext() -> nn.Module:
     """Depthwise convolutions, LayerNorm on channels, a scale for each channel of a block."""
     from transformers import ConvNextConfig, ConvNextForImageClassification
 
-    config = ConvNextConfig(hidden_sizes=[32, 64, 128, 256], depths=[2, 2, 4, 2], num_labels=10)
+    config = ConvNextConfig(hidden_sizes=[32, 64, 128, 256], depths=[2, 2, 4, 2])
+    config.num_labels = 10
     return Logits(ConvNextForImageClassification(config))
 
 
@@ -175,8 +177,8 @@ class Problem:
         if self.vocabulary:
             inputs, targets = torch.randint(self.vocabulary, (2, *self.shape)).unbind()
         else:
-            inputs = torch.randn(self.shape)
-        if self.classify or not self.vocabulary:
+            inputs, targets = torch.randn(self.shape), torch.randint(10, self.shape[:1])
+        if self.classify:
             targets = torch.randint(10, self.shape[:1])
         return self.make(), inputs, targets
 

@@ -36,7 +36,7 @@ CONVOLUTIONS = {
     "stride, dilation, padding": {"stride": 2, "dilation": 2, "padding": 2},
     "groups": {"groups": 2, "padding": 1},
     "depthwise": {"groups": 4},
-    "depthwise, stride, dilation, padding": {"groups": 4, "stride": 2, "dilation": 2, "padding": 2},
+    "depthwise, stride, dilation, padding": {"groups": 4, "stride": 3, "dilation": 2, "padding": 2},
     "depthwise, uneven, same": {"groups": 4, "padding": "same", "kernel_size": 2},
     "depthwise, circular": {"groups": 4, "padding": 1, "padding_mode": "circular"},
     "kernel of one": {"kernel_size": 1, "stride": 2},

@@ -14,6 +14,9 @@ B, T, D = 4, 3, 5
 class Own(nn.Module):
     """Holds parameters; `forward` is what is tested."""
 
+    weight: nn.Parameter
+    bias: nn.Parameter
+
     def __init__(self, **shapes: tuple[int, ...]) -> None:
         super().__init__()
         for name, shape in shapes.items():
@@ -141,7 +144,7 @@ UNKNOWN = {
 }
 
 
-def model_of(make, dtype=torch.float64) -> nn.Module:
+def model_of(make, dtype=torch.float64) -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(D, D), make(), nn.Tanh()).to(dtype)
 
@@ -227,7 +230,7 @@ class Changing(Own):
 
 
 class Doubling(torch.autograd.Function):
-    """Functions of autograd are not announced to stand-ins."""
+    """Functions of autograd are not announced to proxies."""
 
     @staticmethod
     def forward(ctx, weight):

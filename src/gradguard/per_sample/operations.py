@@ -5,9 +5,9 @@ Most layers without a rule do no more: a normalization written by hand or on oth
 branch, an adapter. Such an operation is tapped as a layer is, so the code around it need not run again for each sample
 (`own_code`), and may draw random numbers.
 
-A stand-in takes the parameter's place while the code runs. Functions of torch that are called with it come to
-`StandIn.__torch_function__`: operations that were planned are tapped; everything else gets a leaf, and a gradient that
-reaches the leaf is refused. So no use of the parameter goes unnoticed, at any step.
+A proxy takes the parameter's place while the code runs. Functions of torch that are called with it come to
+`ParameterProxy.__torch_function__`: operations that were planned are tapped; everything else gets a leaf, and a
+gradient that reaches the leaf is refused. So no use of the parameter goes unnoticed, at any step.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -167,7 +167,7 @@ def _elementwise(product: bool, shape: torch.Size, call: LayerCall) -> dict[str,
     return {"weight": Kept(rows.reshape(len(rows), *shape))}
 
 
-class StandIn(Tensor):
+class ParameterProxy(Tensor):
     """Takes a parameter's place while code runs.
 
     Attributes:
@@ -183,9 +183,9 @@ class StandIn(Tensor):
     tapped: Callable[[Operation, Any, Sequence[Any], Mapping[str, Any]], Tensor]
 
     @staticmethod
-    def of(leaf: Tensor, full_name: str, plan: PlannedOperation, tapped: Callable[..., Tensor]) -> "StandIn":
+    def of(leaf: Tensor, full_name: str, plan: PlannedOperation, tapped: Callable[..., Tensor]) -> "ParameterProxy":
         """Make one for ``leaf``, which gets the gradient of every use that is not planned."""
-        made = leaf.as_subclass(StandIn)
+        made = leaf.as_subclass(ParameterProxy)
         made.leaf, made.full_name, made.plan, made.tapped = leaf, full_name, plan, tapped
         return made
 
@@ -193,7 +193,7 @@ class StandIn(Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if torch.is_grad_enabled() and (func in _ELEMENTWISE or func in _FUNCTIONS):
-            operation = operation_of(func, args, kwargs, _is_stand_in)
+            operation = operation_of(func, args, kwargs, _is_proxy)
             if operation is not None:
                 own: list[Any] = list(operation.parameters.values())
                 dims = operation.operand.dim()
@@ -203,9 +203,9 @@ class StandIn(Tensor):
         return func(*args, **kwargs)
 
 
-def _is_stand_in(value: Any) -> bool:
-    return isinstance(value, StandIn)
+def _is_proxy(value: Any) -> bool:
+    return isinstance(value, ParameterProxy)
 
 
 def _leaf_of(value: Any) -> Any:
-    return value.leaf if isinstance(value, StandIn) else value
+    return value.leaf if isinstance(value, ParameterProxy) else value

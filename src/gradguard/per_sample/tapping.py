@@ -23,7 +23,7 @@ from gradguard.errors import UnsupportedGradientError
 from gradguard.per_sample.dry_run import Slot
 from gradguard.per_sample.layers.call import BatchAxis
 from gradguard.per_sample.mini_batch import Gathering, UsedLayer
-from gradguard.per_sample.operations import Operation, StandIn, rule_of
+from gradguard.per_sample.operations import Operation, ParameterProxy, rule_of
 from gradguard.per_sample.own_code import LeftOut, OwnCode
 from gradguard.per_sample.plain_sum import Leaves
 from gradguard.per_sample.plan import CallPlan, Treatment
@@ -153,19 +153,19 @@ class Tapping:
             if plan.rule is not None and plan.rule.replays and getattr(module, "dropout", 0) and module.training:
                 running.generator_state = _generator_state(module)
         elif plan.treatment is Treatment.OPERATIONS:
-            self._put_stand_ins(running)
+            self._put_proxies(running)
         elif plan.treatment is Treatment.OWN_CODE:
             return self._begin_code(running, args, kwargs)
         return None
 
-    def _put_stand_ins(self, running: Running) -> None:
+    def _put_proxies(self, running: Running) -> None:
         """Put something into the places of a call's parameters that taps the operations with them."""
         module, places = running.module, {}
         for slot, plan in running.plan.operations.items():
             name = self._names[module, slot]
             if name in self.trained:
                 leaves = self._leaves(module, {name: self._value(module, slot)}, observed=False)
-                places[module, slot] = StandIn.of(
+                places[module, slot] = ParameterProxy.of(
                     leaves.tensors[name], name, plan, partial(self._tap_operation, module)
                 )
         running.places.enter_context(substituted(places))
@@ -174,17 +174,17 @@ class Tapping:
         self, module: nn.Module, operation: Operation, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Tensor:
         """Do an operation with parameters, and tap what it gives."""
-        stand_ins: list[Any] = list(operation.parameters.values())
-        values, leaves = {one.full_name: one.leaf.detach() for one in stand_ins}, None
+        proxies: list[Any] = list(operation.parameters.values())
+        values, leaves = {one.full_name: one.leaf.detach() for one in proxies}, None
         if self.verifying:  # leaves for this operation alone, which get the plain gradient
             leaves = self._leaves(module, values)
             values = leaves.tensors
-        positional = [values[a.full_name] if isinstance(a, StandIn) else a for a in args]
-        named = {key: values[a.full_name] if isinstance(a, StandIn) else a for key, a in kwargs.items()}
+        positional = [values[a.full_name] if isinstance(a, ParameterProxy) else a for a in args]
+        named = {key: values[a.full_name] if isinstance(a, ParameterProxy) else a for key, a in kwargs.items()}
         result = func(*positional, **named)
-        axis = stand_ins[0].plan.axis
+        axis = proxies[0].plan.axis
         size = self._check_sizes([(result.shape[axis.dim], axis)])
-        names = {role: one.full_name for role, one in zip(operation.parameters, stand_ins, strict=True)}
+        names = {role: one.full_name for role, one in zip(operation.parameters, proxies, strict=True)}
         operands = [] if operation.kind == "sum" else [operation.operand]
         plan = CallPlan(Treatment.RULE, True, (axis,) * len(operands), (axis,), rule=rule_of(operation))
         layer = UsedLayer(module, plan, Skeleton((tuple(operands), {})), size, names, None, leaves)

@@ -25,7 +25,8 @@ class Skeleton:
 
     def __init__(self, tree: Any) -> None:
         self._lone = type(tree) is Tensor  # what most layers return, many times in a step
-        leaves, self._spec = ([tree], None) if self._lone else tree_flatten(tree)
+        leaves, spec = ([tree], None) if self._lone else tree_flatten(tree)
+        self._spec: Any = spec
         self.tensors: list[Tensor] = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         self._leaves = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         self._places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
