@@ -249,6 +249,12 @@ def test_the_scale_is_a_number_infinity_or_nothing_and_never_negative(pairs, tot
     assert (found.batch_size_suggested is None) == (not math.isfinite(total))
 
 
+def test_the_error_is_that_of_the_steps_that_still_weigh():
+    """However many steps: the weights are those of (1 + s) / (1 - s) = 39 equal ones."""
+    found = moments([(10.0 + (-1) ** i, 1.0) for i in range(400)])
+    assert found.error == pytest.approx(1 / math.sqrt(38), rel=0.02)
+
+
 def test_a_hidden_gradient_still_gives_a_lower_end():
     low, high = moments(DROWNED).interval
     assert 10 < low < 40
