@@ -31,6 +31,12 @@ def undisturbed(module: nn.Module, drop_rate: float | None = 0.0) -> Iterator[Ca
         What puts the module back at once, for several calls from one state; not torch's generators.
     """
     before = Snapshot(module)
+
+    def reset() -> None:
+        before.restore()
+        if drop_rate is not None:
+            _set_drop_rate(module, drop_rate)
+
     devices = sorted({p.device.index or 0 for p in module.parameters() if p.device.type == "cuda"})
     fast_path = torch.backends.mha.get_fastpath_enabled()
     with ExitStack() as stack:
@@ -38,10 +44,9 @@ def undisturbed(module: nn.Module, drop_rate: float | None = 0.0) -> Iterator[Ca
         stack.enter_context(warnings.catch_warnings())
         warnings.filterwarnings("ignore", "None of the inputs have requires_grad")  # a reentrant checkpoint
         torch.backends.mha.set_fastpath_enabled(False)
-        if drop_rate is not None:
-            _set_drop_rate(module, drop_rate)
+        reset()
         try:
-            yield before.restore
+            yield reset
         finally:
             torch.backends.mha.set_fastpath_enabled(fast_path)
             before.restore()
