@@ -31,35 +31,35 @@ def network(kind: type[Bare] = Bare) -> nn.Sequential:
     return nn.Sequential(kind(), nn.Linear(4, 2)).double()
 
 
-def whole(model: nn.Sequential, backend: str) -> nn.Module:
+def whole(model, backend):
     return torch.compile(model, backend=backend)
 
 
-def part(model: nn.Sequential, backend: str) -> nn.Module:
+def part(model, backend):
     model[0] = torch.compile(model[0], backend=backend)
     return model
 
 
-def in_place(model: nn.Sequential, backend: str) -> nn.Module:
+def in_place(model, backend):
     model.compile(backend=backend)
     return model
 
 
-def part_in_place(model: nn.Sequential, backend: str) -> nn.Module:
+def part_in_place(model, backend):
     model[0].compile(backend=backend)
     return model
 
 
-def twice(model: nn.Sequential, backend: str) -> nn.Module:
+def twice(model, backend):
     return torch.compile(part_in_place(model, backend), backend=backend)
 
 
-def forward_only(model: nn.Sequential, backend: str) -> nn.Module:
+def forward_only(model, backend):
     model.forward = torch.compile(model.forward, backend=backend)
     return model
 
 
-def function(model: nn.Sequential, backend: str) -> nn.Module:
+def function(model, backend):
     inner = torch.compile(lambda layer, x: layer.drop(layer.inner(x)).tanh() * layer.scale, backend=backend)
     model[0].forward = lambda x: inner(model[0], x)
     return model
@@ -72,7 +72,7 @@ def data(size: int = B) -> Tensor:
     return torch.randn(size, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
 
 
-def step(model: nn.Module, clipper: gg.PerSampleGradientClipper | None, size: int = B) -> list[Tensor]:
+def step(model, clipper, size=B):
     model.zero_grad()
     torch.manual_seed(2)
     model(data(size)).square().sum(1).mean().backward()

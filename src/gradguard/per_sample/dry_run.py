@@ -21,7 +21,7 @@ from gradguard.per_sample.layers.call import BatchAxis
 from gradguard.per_sample.operations import ObservedOperation, operation_of
 from gradguard.per_sample.samples import Arguments, take_samples, tensor_leaves
 from gradguard.per_sample.trees import changes_of
-from gradguard.per_sample.undisturbed import generators, seed_generators, undisturbed
+from gradguard.per_sample.undisturbed import TOO_RARE, generators, seed_generators, undisturbed
 from gradguard.torch_private import each_operation, parameter_slots, tree_leaves
 
 Slot = tuple[nn.Module, str]
@@ -273,7 +273,7 @@ class DryRun:
         observer = Observer(self._slots, keep_values)
         self._observe(observer)
         try:
-            with undisturbed(self._module), torch.set_grad_enabled(samples == SIZES[0]), observer:
+            with undisturbed(self._module, TOO_RARE), torch.set_grad_enabled(samples == SIZES[0]), observer:
                 seed_generators(self._seed)
                 before = torch.get_rng_state(), generators()
                 versions = [changes_of(buffer) for buffer in self._module.buffers()]

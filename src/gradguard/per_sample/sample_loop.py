@@ -121,7 +121,7 @@ class SampleLoop:
         call = self.call
         numbers = [0.0] * len(call.output_axes)
         last: bool | None = None if call.draws is not None and call.draws.drawn else False
-        with call.quietly(), undisturbed(call.module, dropout=True), torch.enable_grad():
+        with call.quietly(), undisturbed(call.module, drop_rate=None), torch.enable_grad():
             for sample in samples:
                 if last is None:  # how samples lie in what is drawn is the same for all of them
                     try:

@@ -15,22 +15,28 @@ from gradguard.torch_private import dropouts
 _MOST = 100_000
 """Containers that are looked into."""
 
-_TOO_RARE = 1e-30
+TOO_RARE = 1e-30
 """A rate at which nothing is dropped; code that reads a layer's rate, to drop by itself, is still seen to do so."""
 
 
 @contextmanager
-def undisturbed(module: nn.Module, dropout: bool = False) -> Iterator[Callable[[], None]]:
+def undisturbed(module: nn.Module, drop_rate: float | None = 0.0) -> Iterator[Callable[[], None]]:
     """Run a block that calls ``module``; afterwards random generators, buffers, hooks and attributes are as before.
 
     Args:
         module: The model.
-        dropout: Leave dropout on; otherwise it is switched off in the block.
+        drop_rate: What layers of dropout drop in the block, of those that drop any; None: what they do.
 
     Yields:
         What puts the module back at once, for several calls from one state; not torch's generators.
     """
     before = Snapshot(module)
+
+    def reset() -> None:
+        before.restore()
+        if drop_rate is not None:
+            _set_drop_rate(module, drop_rate)
+
     devices = sorted({p.device.index or 0 for p in module.parameters() if p.device.type == "cuda"})
     fast_path = torch.backends.mha.get_fastpath_enabled()
     with ExitStack() as stack:
@@ -38,21 +44,20 @@ def undisturbed(module: nn.Module, dropout: bool = False) -> Iterator[Callable[[
         stack.enter_context(warnings.catch_warnings())
         warnings.filterwarnings("ignore", "None of the inputs have requires_grad")  # a reentrant checkpoint
         torch.backends.mha.set_fastpath_enabled(False)
-        if not dropout:
-            _switch_dropout_off(module)
+        reset()
         try:
-            yield before.restore
+            yield reset
         finally:
             torch.backends.mha.set_fastpath_enabled(fast_path)
             before.restore()
 
 
-def _switch_dropout_off(module: nn.Module) -> None:
+def _set_drop_rate(module: nn.Module, rate: float) -> None:
     for layer in module.modules():
         if isinstance(layer, nn.MultiheadAttention | nn.RNNBase):
             layer.dropout = 0.0
         elif isinstance(layer, dropouts()) and layer.p:
-            layer.p = _TOO_RARE
+            layer.p = rate
 
 
 class Snapshot:

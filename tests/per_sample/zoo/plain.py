@@ -614,6 +614,15 @@ def dropped_beside(m: Any, x: Tensor) -> Tensor:
     return m.inner(F.dropout(x * m.scale, 0.1, m.training))
 
 
+def dropped_positions(m: Any, x: Tensor) -> Tensor:
+    """Dropout of what no sample owns."""
+    return m.inner(x + m.drop(m.positions))
+
+
+def dropped_at_the_rate_of_a_layer(m: Any, x: Tensor) -> Tensor:
+    return m.inner(F.dropout(x * m.scale, m.drop.p if m.training else 0.0))
+
+
 def random_features(m: Any, x: Tensor) -> Tensor:
     return m.out(torch.cos(x @ m.directions + m.phase))
 
@@ -648,6 +657,12 @@ WAYS: dict[str, ZooCase] = {
     "gumbel": one(gumbel, rows(T, D), inner=linear(), out=linear()),
     "variational": one(variational, rows(D), encode=linear(D, 6), decode=linear(3, D)),
     "dropout beside a bare weight": one(dropped_beside, rows(T, D), inner=linear(), scale=weight(D)),
+    "dropout of positions": one(
+        dropped_positions, rows(T, D), inner=linear(), drop=lambda: nn.Dropout(0.1), positions=weight(T, D)
+    ),
+    "dropout at the rate of a layer": one(
+        dropped_at_the_rate_of_a_layer, rows(T, D), inner=linear(), drop=lambda: nn.Dropout(0.1), scale=weight(D)
+    ),
     "random features": one(
         random_features,
         rows(D),
