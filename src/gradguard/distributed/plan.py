@@ -8,6 +8,7 @@ collective, are the same on every process whatever gradients are present, and th
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from gradguard.distributed.placements import (
     added_up,
     any_sharded,
     check_alike,
+    is_laid_out_as,
     is_sharded,
     laid_out_as,
     local_part,
@@ -27,11 +29,18 @@ from gradguard.distributed.placements import (
 )
 from gradguard.distributed.reduction import Reducer
 from gradguard.distributed.stages import Shared, StageLists, check_shared
-from gradguard.distributed.union import StageGroup, Union, is_alive, several_processes, union_of
+from gradguard.distributed.union import (
+    StageGroup,
+    Union,
+    is_alive,
+    refuse_unnamed_stages,
+    several_processes,
+    union_of,
+)
 from gradguard.distributed.wrappers import FLAT, check_wrappers, refuse_flat_gradients
 from gradguard.tensors.layout import meeting_device, move
 from gradguard.tensors.norms import norm_of_norms, tensor_norms, total_norm
-from gradguard.torch_private import local_tensors, specs_of
+from gradguard.torch_private import layouts_of, local_tensors, specs_of
 
 _WIDE = (torch.float64, torch.complex128)
 _ORDINARY = {Tensor, nn.Parameter}
@@ -87,6 +96,7 @@ class Plan:
         moves = {i: t.grad.placements for i, t in enumerate(tensors) if _is_laid_out_unlike(t)}  # type: ignore[union-attr]
         self.reducer = Reducer(union, signature, wide, where, bool(moves))
         self.alive: list[weakref.ref] = []
+        self._layouts = layouts_of(tensors)
         holders = [_holders(p, union) for p in placements]
         whole = [p.is_whole for p in placements]
         self.names, self.places = names, range(len(tensors))
@@ -125,6 +135,14 @@ class Plan:
             if its_stage == stage:
                 found = its | found
         return dict(sorted(found.items()))
+
+    def is_for(self, tensors: Sequence[Tensor]) -> bool:
+        """Tell whether ``tensors``, for which the plan was made, are laid out as then: what is swapped stays itself."""
+        now = layouts_of(tensors)
+        if now != self._layouts:  # almost always the same objects, whose contents need no comparison
+            return False
+        self._layouts = now
+        return True
 
     def hold(self, tensors: Sequence[Tensor], names: Sequence[str] | None) -> Held:
         """Return what this process holds of the gradients of the parameters that the plan is for.
@@ -237,6 +255,8 @@ def plan_for(
     stages: StageGroup | None = None,
     shared: Shared | None = None,
     module: nn.Module | None = None,
+    *,
+    measures_stage: bool = False,
 ) -> tuple[Plan, Sequence[Tensor], Sequence[str] | None] | None:
     """Return the plan for a list of parameters, those once each, and their names; None if no other process matters.
 
@@ -248,12 +268,14 @@ def plan_for(
         stages: Along what parameters differ, from `stages_group`.
         shared: Weights among ``tensors`` that other stages hold too.
         module: The module that they come from, if it is known: it tells what wraps it.
+        measures_stage: Whether the norms of one pipeline stage by itself are wanted.
 
     Raises:
         UnsupportedGradientError: If FSDP1 or DistributedDataParallel keeps the gradients such that their norm cannot
             be told.
         DistributedError: If another process does not come, or comes with another list.
-        InvalidValueError: If no process group holds all tensors, or one is destroyed, or ``shared`` names another.
+        InvalidValueError: If no process group holds all tensors, or one is destroyed, or ``shared`` names another; if
+            ``stages`` contradicts how the tensors are spread, or is missing where their mesh shows pipeline stages.
     """
     flat: Mapping[int, Placement] = {}
     if several_processes():
@@ -266,24 +288,31 @@ def plan_for(
     # Only stages need to agree on names.
     key = (
         tuple(map(id, tensors)),
-        frozenset([t.dtype for t in tensors]),
         None if stages is None else id(stages.group),
         sharing,
         tuple(names or ()) if stages is not None else None,
     )
     plan = _kept(_plans, key)
-    if plan is None or not is_alive(plan.reducer.union.group):
+    if plan is None or not plan.is_for(tensors) or not is_alive(plan.reducer.union.group):
         placements = [flat.get(id(t)) or placement_of(t) for t in tensors]
         union = union_of(placements, stages)
         if union is None:
             return None
+        if not measures_stage:
+            refuse_unnamed_stages(placements, union)
         plan = Plan(union, tensors, placements, names, shared)
         if not plan.lasts:
             return plan, tensors, names
         _keep(_plans, key, plan)
         # Identities are used again. Module.to() swaps a DTensor, which must have no weak reference: its part may.
-        plan.alive = [weakref.ref(t, lambda _: _plans.pop(key, None)) for t in local_tensors(tensors, tensors)]
+        forget = partial(_forget, key, weakref.ref(plan))
+        plan.alive = [weakref.ref(t, forget) for t in local_tensors(tensors, tensors)]
     return plan, tensors, names
+
+
+def _forget(key: tuple, plan: weakref.ref, _: object) -> None:
+    if plan() is not None and _plans.get(key) is plan():
+        del _plans[key]
 
 
 def plan_for_gradients(gradients: Sequence[Tensor | None]) -> tuple[list[Tensor], Part] | None:
@@ -356,7 +385,7 @@ def _is_laid_out_unlike(parameter: Tensor) -> bool:
     gradient = parameter.grad
     if gradient is None or not is_sharded(gradient) or not is_sharded(parameter):
         return False
-    return gradient.placements != parameter.placements  # type: ignore[attr-defined]
+    return not is_laid_out_as(gradient, parameter)
 
 
 def _words(tensor: Tensor, placement: Placement) -> str:

@@ -97,6 +97,7 @@ class StageLists:
                     self.holders.append(0)
                     self.whole.append(its_whole)
                 self.holders[place] += its_holders
+                self.whole[place] &= its_whole
                 if stage == min(union.stage):
                     self.own.append(place)
         self.names = _names_of_stages(entries)

@@ -109,7 +109,7 @@ class SharedNorms:
         if self._ended:
             return None
         try:
-            planned = plan_for(parameters, None, module=self._module_of(parameters))
+            planned = plan_for(parameters, None, module=self._module_of(parameters), measures_stage=True)
             if planned is None:
                 raise UnsupportedGradientError("no process group holds these gradients: they cannot be measured.")
             plan, tensors, _ = planned
