@@ -4,6 +4,7 @@ import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from torch import Tensor
@@ -12,7 +13,7 @@ from gradguard.errors import UnsupportedGradientError
 from gradguard.torch_private import local_tensor_of, spec_of
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Placement:
     """How one tensor is spread over processes.
 
@@ -21,12 +22,14 @@ class Placement:
         ranks: The processes that the tensor is spread over; empty for an ordinary tensor, which everybody holds.
         replicas: How many of them hold the same part.
         layout: The layout, the same on all processes, in words.
+        kinds: The placement along each dimension of the mesh.
     """
 
     mesh: Any
     ranks: frozenset[int]
     replicas: int
     layout: str
+    kinds: Sequence[Any] = ()
 
     @property
     def is_whole(self) -> bool:
@@ -83,7 +86,7 @@ def _placement(mesh: Any, placements: Sequence[Any]) -> Placement:
         f"{'Replicate()' if p.is_partial() else repr(p)} over mesh dimension {name} of {mesh.size(i)}"
         for i, (p, name) in enumerate(zip(placements, names, strict=True))
     )
-    return Placement(mesh, frozenset(mesh.mesh.flatten().tolist()), replicas, words)
+    return Placement(mesh, frozenset(mesh.mesh.flatten().tolist()), replicas, words, placements)
 
 
 def local_part(tensor: Tensor) -> Tensor:
@@ -115,10 +118,11 @@ def is_partial(tensor: Any) -> bool:
     return any([p.is_partial() for p in spec_of(tensor).placements])
 
 
-def reduced(placements: Sequence[Any]) -> tuple[Any, ...]:
+@cache
+def reduced(placements: tuple[Any, ...]) -> tuple[Any, ...]:
     """Return ``placements`` as they are when everything Partial is added up."""
     if not any([p.is_partial() for p in placements]):
-        return tuple(placements)
+        return placements
     from torch.distributed.tensor import Replicate
 
     return tuple(Replicate() if p.is_partial() else p for p in placements)
@@ -150,10 +154,10 @@ def check_alike(gradient: Tensor, parameter: Tensor, name: str) -> None:
         raise UnsupportedGradientError(f"the gradient of {name} lies on another device mesh than the parameter.")
 
 
-def is_laid_out_as(gradient: Any, parameter: Any) -> bool:
-    """Tell whether each process holds the same part of two DTensors on one mesh; of a Partial gradient it holds none."""
+def is_laid_out_as(gradient: Tensor, parameter: Tensor) -> bool:
+    """Tell whether each process holds the same part of two DTensors on one mesh; of a Partial one, none."""
     # A Partial parameter counts as Replicate: whatever it is laid out as, its gradient must have been added up.
-    return gradient.placements == reduced(parameter.placements)
+    return spec_of(gradient).placements == reduced(spec_of(parameter).placements)
 
 
 def laid_out_as(gradient: Tensor | None, parameter: Tensor, placements: Sequence[Any] | None = None) -> Tensor:

@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from gradguard.distributed.agreement import gather_objects
@@ -28,7 +29,8 @@ from gradguard.distributed.placements import (
     placement_of,
 )
 from gradguard.distributed.reduction import Reducer
-from gradguard.distributed.stages import Shared, StageLists, check_shared
+from gradguard.distributed.replicas import balances
+from gradguard.distributed.stages import Shared, StageLists, check_shared, details_of
 from gradguard.distributed.union import (
     StageGroup,
     Union,
@@ -49,6 +51,7 @@ _KEPT = 64
 
 _plans: dict[tuple, "Plan"] = {}
 _reducers: dict[tuple, Reducer] = {}
+_unions: dict[tuple, Union] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,25 +97,34 @@ class Plan:
         where = next((t.device for t in tensors if not t.is_cpu), torch.device("cpu"))
         wide = any(t.dtype in _WIDE for t in tensors)
         moves = {i: t.grad.placements for i, t in enumerate(tensors) if _is_laid_out_unlike(t)}  # type: ignore[union-attr]
-        self.reducer = Reducer(union, signature, wide, where, bool(moves))
+        holders, whole = [_holders(p, union) for p in placements], [p.is_whole for p in placements]
+        details = None if union.stages is None else details_of(tensors, names, shared, holders, whole)
+        self.reducer = Reducer(union, signature, wide, where, bool(moves), details)
         self.alive: list[weakref.ref] = []
         self._layouts = layouts_of(tensors)
-        holders = [_holders(p, union) for p in placements]
-        whole = [p.is_whole for p in placements]
+        held_by_stages = {id(weight) for weight in shared.values()}  # whose other holders this stage does not know
+        own = [None if id(t) in held_by_stages else p for t, p in zip(tensors, placements, strict=True)]
+        self._balances = balances(own, union, dist.get_rank())
+        self.balance_of_all = self._balances.sum().to(self.reducer.device)
         self.names, self.places = names, range(len(tensors))
         self._alike = self.lasts = union.stages is None
         if union.stages is not None:
-            stages = StageLists(union, tensors, names, shared, holders, whole)
+            stages = StageLists(self.reducer)
             holders, whole, self.names, self.places = stages.holders, stages.whole, stages.names, stages.own
             self.lasts = not stages.one_is_empty
         count = len(holders)
-        widest = torch.float64 if self.reducer.wide else torch.float32
-        self._fillers = [torch.empty(0, dtype=widest, device=where) for _ in range(count)]
+        widest = torch.empty(0, dtype=torch.float64 if self.reducer.wide else torch.float32, device=where)
+        # Those of other stages stand for parameters, which are told apart by their identities.
+        self._fillers = [widest] * count if self._alike else [torch.empty_like(widest) for _ in range(count)]
         weights, whole = [1 / n for n in holders], [w and n > 1 for w, n in zip(whole, holders, strict=True)]
         padded = [0] * count
+        empty: dict[tuple, Tensor] = {}
         for place, tensor in zip(self.places, tensors, strict=True):
             part = local_part(tensor)
-            self._fillers[place] = part.new_empty(0)
+            kind = part.dtype, part.device
+            if kind not in empty:
+                empty[kind] = part.new_empty(0)
+            self._fillers[place] = empty[kind] if self._alike else part.new_empty(0)
             padded[place] = padded_numel(tensor, part)
         device = self.reducer.device
         self.weights = torch.tensor(weights, dtype=torch.float64, device=device)
@@ -162,7 +174,8 @@ class Plan:
             self._bring_in_line(tensors, gradients, names)
             now = specs_of(gradients)
             self._specs = [known if spec is None else spec for spec, known in zip(now, self._specs, strict=True)]
-        part = Part(self.reducer, self.weights, self._shares_of([g is not None for g in gradients]), self._classes)
+        shares, balance = self._of_present([g is not None for g in gradients])
+        part = Part(self.reducer, self.weights, shares, balance, self._classes)
         if self._alike:
             parts = local_tensors(gradients, self._fillers)
             if not _ORDINARY.issuperset(map(type, parts)):  # one that a collective has not delivered yet
@@ -194,12 +207,14 @@ class Plan:
                         tensor.grad = right
                 gradients[i] = right
 
-    def _shares_of(self, present: Sequence[bool]) -> Tensor:
+    def _of_present(self, present: Sequence[bool]) -> tuple[Tensor, Tensor]:
+        """The shares of the gradients that this process has, and their balance."""
         if all(present):
-            return self._shares
-        mask = torch.ones(len(self._fillers), dtype=torch.float64)
-        mask[torch.tensor(list(self.places), dtype=torch.int64)] = torch.tensor(present, dtype=torch.float64)
-        return self._shares * move(mask, self._shares.device)
+            return self._shares, self.balance_of_all
+        own = torch.tensor(present, dtype=torch.float64, device="cpu")
+        mask = torch.ones(len(self._fillers), dtype=torch.float64, device="cpu")
+        mask[torch.tensor(list(self.places), dtype=torch.int64)] = own
+        return self._shares * move(mask, self._shares.device), move((self._balances * own).sum(), self._shares.device)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -210,21 +225,23 @@ class Part:
         reducer: What adds them up.
         weights: One over the number of processes that hold the same part of each.
         shares: ``weights`` where this process has a gradient, negative unless every process holds all of it; else 0.
+        balance: What adds up to 0 over the processes if replicas have the same gradients.
         classes: Which gradients of the full list add up alike; None for some of them.
     """
 
     reducer: Reducer
     weights: Tensor
     shares: Tensor
+    balance: Tensor
     classes: Classes | None = None
 
     def add_up(self, *measured: tuple[Tensor, float]) -> list[Tensor]:
         """Return the norms of the whole tensors, for vectors of norms of what this process holds, with their orders."""
-        return self.reducer.reduce(measured, self.weights, self.shares)[0]
+        return self.reducer.reduce(measured, self.weights, self.shares, self.balance)[0]
 
     def measure(self, *measured: tuple[Tensor, float]) -> tuple[list[Tensor], Tensor]:
         """Return the same, and which tensors any process has a gradient of: ``[len]``, bool."""
-        return self.reducer.reduce(measured, self.weights, self.shares)
+        return self.reducer.reduce(measured, self.weights, self.shares, self.balance)
 
     def total(self, parts: Sequence[Tensor], order: float) -> Tensor:
         """Return the norm of all gradients as one vector: 0-dim. Faster than by way of the norm of each.
@@ -240,13 +257,13 @@ class Part:
         norms = torch.stack([move(total_norm(alike, order), where, torch.float64) for alike in lists or [[]]])
         shares = self.shares[self.classes.whole]
         shares = torch.cat([self.shares.new_zeros(len(norms) - len(shares)), shares])
-        (added,), _ = self.reducer.reduce([(norms, order)], self.classes.weights, shares)
+        (added,), _ = self.reducer.reduce([(norms, order)], self.classes.weights, shares, self.balance)
         return norm_of_norms(added, order)
 
     def of(self, positions: Sequence[int]) -> "Part":
         """Return the same for some of the gradients; every process must take the same ones."""
         at = move(torch.tensor(list(positions), dtype=torch.int64, device="cpu"), self.weights.device)
-        return Part(self.reducer, self.weights[at], self.shares[at])
+        return Part(self.reducer, self.weights[at], self.shares[at], self.balance)
 
 
 def plan_for(
@@ -331,7 +348,8 @@ def plan_for_gradients(gradients: Sequence[Tensor | None]) -> tuple[list[Tensor]
         return None
     gradients = _each_gradient_once(list(gradients))
     there = [g for g in gradients if g is not None]
-    union = union_of(map(placement_of, there), None)
+    placements = [None if g is None else placement_of(g) for g in gradients]
+    union = _union_of_kinds(frozenset(p for p in placements if p is not None))
     if union is None:
         return None
     key = ("gradients", len(gradients), id(union.group))
@@ -340,15 +358,25 @@ def plan_for_gradients(gradients: Sequence[Tensor | None]) -> tuple[list[Tensor]
     if reducer is None or reducer.union.group is not union.group:
         reducer = Reducer(union, [f"{len(gradients)} gradients"], True, where)
         _keep(_reducers, key, reducer)
-    placements = [None if g is None else placement_of(g) for g in gradients]
     weights = [1.0 if p is None else 1 / _holders(p, union) for p in placements]
     shares = [0.0 if p is None else w if p.is_whole and w < 1 else -w for p, w in zip(placements, weights, strict=True)]
     part = Part(
         reducer,
         torch.tensor(weights, dtype=torch.float64, device=reducer.device),
         torch.tensor(shares, dtype=torch.float64, device=reducer.device),
+        balances(placements, union, dist.get_rank()).sum().to(reducer.device),
     )
     return [torch.empty(0) if g is None else local_part(added_up(g)) for g in gradients], part
+
+
+def _union_of_kinds(placements: frozenset[Placement]) -> Union | None:
+    """The union of gradients laid out in these ways, whose process groups live."""
+    union = _kept(_unions, (placements,))
+    if union is None or not is_alive(union.group):
+        union = union_of(placements, None)
+        if union is not None:
+            _keep(_unions, (placements,), union)
+    return union
 
 
 def _kept(cache: dict[tuple, Any], key: tuple) -> Any:

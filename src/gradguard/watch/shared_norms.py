@@ -147,7 +147,8 @@ class SharedNorms:
     @torch.no_grad()
     def _added_up(self, plan: Plan, own: tuple[Part, Tensor] | None) -> tuple[Tensor, Tensor]:
         if own is None:
-            own = Part(plan.reducer, plan.weights, torch.zeros_like(plan.weights)), torch.zeros_like(plan.weights)
+            nothing = torch.zeros_like(plan.weights)
+            own = Part(plan.reducer, plan.weights, nothing, plan.balance_of_all), nothing
         part, norms = own
         marks = torch.full_like(norms, float(self._failed))
         found, lost = part.add_up((norms, 2.0), (marks, 1.0))
