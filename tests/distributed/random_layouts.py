@@ -105,6 +105,11 @@ def case_of(seed: int, meshes: Meshes) -> Case:
     if len(items) > 1 and draw.random() < 0.05:
         items[1] = Item(**{**vars(items[0]), "same_gradient_as": 0})
     call = draw.choice(["norm", "norm", "norm", "total", "global", "each", "value", "guard"])
+    for item in items:  # a clamp lays gradients out anew where they are: who has none does not come
+        if call == "value" and item.of_gradient != item.placements:
+            item.absent = frozenset()
+        if call == "guard" and any(p.is_partial() for p in item.placements):  # torch cannot step such parameters
+            item.placements = item.of_gradient = tuple(Replicate() for _ in item.placements)
     spanning = [i for i in items if i.mesh is not None and meshes.all[i.mesh].size() == meshes.world]
     if (
         call == "total" or not spanning
@@ -227,10 +232,10 @@ def outcome(case: Case, meshes: Meshes) -> Any:
     listed = [*parameters, *(parameters[:1] if case.twice else [])]
     try:
         norm = float(_called(case, listed))
+        if case.call in ("norm", "global"):
+            _check_gradients(case, parameters, min(1.0, 1.0 / (norm + 1e-6)) if norm else 1.0, meshes)
     except Exception as error:
         return error
-    if case.call in ("norm", "global"):
-        _check_gradients(case, parameters, min(1.0, 1.0 / (norm + 1e-6)) if norm else 1.0, meshes)
     return norm
 
 
@@ -276,7 +281,8 @@ def verdict(case: Case, found: Sequence[Any], right: float) -> str:
             return f"refused: {type(errors[0]).__name__}"
         if all(isinstance(error, gg.DistributedError) for error in errors):
             return "refused: DistributedError"
-        return f"raised: {type(errors[0]).__name__}: {str(errors[0])[:90]}"
+        wrong = "WRONG: gradients" if isinstance(errors[0], AssertionError) else "raised"
+        return f"{wrong}: {type(errors[0]).__name__}: {str(errors[0])[:90]}"
     if errors:
         return f"WRONG: some ranks raise: {type(errors[0]).__name__}: {str(errors[0])[:90]}"
     if len(set(found)) > 1 and not all(math.isclose(x, right, rel_tol=2e-5) for x in found):

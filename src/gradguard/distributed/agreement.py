@@ -5,8 +5,10 @@ import json
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +21,12 @@ from gradguard.torch_private import default_store, device_types_of
 _PATIENCE = 5.0
 """Seconds that, after a failure, the others may take to say that they have failed too."""
 
+_SLOW = 2.0
+"""Seconds that a collective may take before the processes that wait for it tell with which lists they came."""
+
+_LONGEST_BETWEEN = 30.0
+"""Seconds between two looks at what they have told."""
+
 _IN_A_WORD = 32
 """Processes whose presence one number in the store tells."""
 
@@ -26,6 +34,7 @@ _LISTS = 64
 """Different lists that are kept in the store: two that differ are enough for a message."""
 
 _failures: Counter[str] = Counter()  # of each process group
+_calls: Counter[str] = Counter()
 
 
 class _Numbers:
@@ -88,7 +97,9 @@ def agree(
     numbers = [min(union.stage), _digest(text), len(text), _numbers.last + 1, *wishes]
     mine = torch.tensor(numbers, dtype=torch.int64, device=device)
     table = mine.new_empty(dist.get_world_size(union.group), len(numbers))
-    together(lambda: dist.all_gather(list(table.unbind()), mine, group=union.group), union, signature)
+    on_host = device.type == "cpu"
+    gather = partial(dist.all_gather, list(table.unbind()), mine, group=union.group)
+    together(gather, union, signature, on_host=on_host)
     rows = table.tolist()
     stages, lengths = [row[0] for row in rows], [row[2] for row in rows]
     if len({tuple(row[:3]) for row in rows}) > len(set(stages)):
@@ -125,7 +136,7 @@ def texts_of(
     for sender, part in zip(senders, buffer.split(sizes), strict=True):
         if sender == me:
             part.copy_(torch.frombuffer(bytearray(mine), dtype=torch.uint8))
-    together(lambda: dist.all_reduce(buffer, group=union.group), union, [])
+    together(partial(dist.all_reduce, buffer, group=union.group), union, [], on_host=buffer.is_cpu)
     return [bytes(part.tolist()) for part in buffer.split(sizes)]
 
 
@@ -142,7 +153,7 @@ def largest_of(union: Union, numbers: Sequence[int], device: torch.device) -> li
     """Return the largest of each of ``numbers`` over all processes of the union."""
     found = torch.tensor(list(numbers), dtype=torch.int64, device=device)
     if dist.get_world_size(union.group) > 1:
-        together(lambda: dist.all_reduce(found, dist.ReduceOp.MAX, union.group), union, [])
+        together(partial(dist.all_reduce, found, dist.ReduceOp.MAX, union.group), union, [], on_host=found.is_cpu)
     return found.tolist()
 
 
@@ -151,20 +162,61 @@ def gather_objects(union: Union, value: Any) -> list[Any]:
     found: list[Any] = [None] * dist.get_world_size(union.group)
     if len(found) == 1:
         return [value]
-    together(lambda: dist.all_gather_object(found, value, group=union.group), union, [])
+    together(lambda async_op: dist.all_gather_object(found, value, group=union.group), union, [])
     return found
 
 
-def together(collective: Callable[[], object], union: Union, signature: Sequence[str]) -> None:
+def together(
+    collective: Callable[..., Any], union: Union, signature: Sequence[str], *, known: bool = False, on_host: bool = True
+) -> None:
     """Run a collective; if it fails, say which processes did not come or came with something else.
+
+    Where the host waits for it, it also says so when processes are seen to wait with different lists.
+
+    Args:
+        collective: Starts it; called with ``async_op``.
+        union: Who takes part.
+        signature: What each listed tensor is.
+        known: Whether the list was agreed on before.
+        on_host: Whether the host waits for it.
 
     Raises:
         DistributedError: If it fails, after the time-out of the process group at the latest.
     """
+    name = str(getattr(union.group, "group_name", ""))
+    _calls[name] += 1
     try:
-        collective()
+        work = collective(async_op=on_host)
+        difference = None if work is None else _difference_while_waiting(work, union, signature, known, _calls[name])
     except RuntimeError as error:  # torch.distributed's own errors are subclasses
         raise DistributedError(_who_is_missing(union, signature, error)) from error
+    if difference is not None:
+        raise DistributedError(
+            f"{difference}. Every rank of the group must clip on the same steps, with the same parameters."
+        )
+
+
+def _difference_while_waiting(
+    work: Any, union: Union, signature: Sequence[str], known: bool, number: int
+) -> str | None:
+    """Wait for ``work``; where it takes long and another process waits with another list, say so instead."""
+    store, seconds = None, _SLOW
+    while True:
+        with suppress(RuntimeError):
+            work.wait(timedelta(seconds=seconds))
+            return None
+        if work.is_completed():
+            work.wait()  # which raises what went wrong, if anything
+            return None
+        with suppress(Exception):  # the store may have gone with rank 0
+            if store is None:
+                name = str(getattr(union.group, "group_name", ""))
+                store = dist.PrefixStore(f"gradguard/{name}/call/{number}", default_store())
+                tell_list(store, union, signature, known)
+            difference = told_difference(store)
+            if difference is not None:
+                return difference
+        seconds = min(2 * seconds, _LONGEST_BETWEEN)
 
 
 def _difference(union: Union, text: bytes, lengths: Sequence[int], other: int, first: int, device: torch.device) -> str:
@@ -214,10 +266,8 @@ def _who_is_missing(union: Union, signature: Sequence[str], error: RuntimeError)
 
 
 def _survey(store: Any, union: Union, signature: Sequence[str]) -> Mapping[str, Any]:
-    """Who has failed as well, and with which lists: the first to come waits for the others and tells them.
-
-    Each process writes and reads a few numbers, however many there are: thousands share one store.
-    """
+    """Who has failed as well, and with which lists: the first to come waits for the others and tells them."""
+    # Thousands share one store: each process writes and reads a few numbers, however many there are.
     ranks = dist.get_process_group_ranks(union.group)
     at = ranks.index(dist.get_rank())
     store.add(f"here/{at // _IN_A_WORD}", 1 << at % _IN_A_WORD)
@@ -246,30 +296,33 @@ def _missing(store: Any, ranks: Sequence[int]) -> list[int]:
     return [rank for i, rank in enumerate(ranks) if not words[i // _IN_A_WORD] >> i % _IN_A_WORD & 1]
 
 
-def tell_list(store: Any, union: Union, signature: Sequence[str]) -> None:
+def tell_list(store: Any, union: Union, signature: Sequence[str], known: bool = False) -> None:
     """Write into ``store`` what this process is about to clip, unless one of its stage has written the same."""
     if not signature:
         return
     stage = min(union.stage)
-    if store.add(f"list/{stage}/{_digest(json.dumps(signature).encode())}", 1) > 1:
+    if store.add(f"list/{stage}/{_digest(json.dumps([signature, known]).encode())}", 1) > 1:
         return
     number = store.add("lists", 1)
     if number <= _LISTS:
-        store.set(f"list/{number}", json.dumps([stage, dist.get_rank(), list(signature)]))
+        store.set(f"list/{number}", json.dumps([stage, dist.get_rank(), list(signature), known]))
 
 
 def told_difference(store: Any) -> str | None:
     """Return how two of the lists that processes of one stage have told differ; None if none do."""
-    first_of: dict[int, tuple[int, list[str]]] = {}
+    first_of: dict[int, tuple[int, list[str], bool]] = {}
     for number in range(1, min(store.add("lists", 0), _LISTS) + 1):
         if not store.check([f"list/{number}"]):  # it is about to be written
             continue
-        stage, rank, theirs = json.loads(store.get(f"list/{number}"))
+        stage, *its = json.loads(store.get(f"list/{number}"))
         if stage in first_of:
-            (one, expected), (rank, theirs) = sorted([first_of[stage], (rank, theirs)])
+            (one, expected, _), (rank, theirs, known) = sorted([first_of[stage], tuple(its)])
+            if theirs == expected:
+                new, old = (one, rank) if known else (rank, one)
+                return f"rank {new} came with new parameters, rank {old} with those that it has clipped before"
             return (
                 f"rank {rank} came with another list of gradients than rank {one}: "
                 f"{_first_difference(theirs, expected)}"
             )
-        first_of[stage] = rank, theirs
+        first_of[stage] = tuple(its)  # type: ignore[assignment]
     return None

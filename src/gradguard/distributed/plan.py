@@ -29,7 +29,7 @@ from gradguard.distributed.placements import (
     placement_of,
 )
 from gradguard.distributed.reduction import Reducer
-from gradguard.distributed.replicas import balances
+from gradguard.distributed.replicas import balances, balances_of_moved
 from gradguard.distributed.stages import Shared, StageLists, check_shared, details_of
 from gradguard.distributed.union import (
     StageGroup,
@@ -133,20 +133,26 @@ class Plan:
             sign[place] = 1.0 if whole[place] else -1.0
         self._shares = self.weights * torch.tensor(sign, dtype=torch.float64, device=device)
         self._classes = Classes(weights, whole, padded, device)
-        self._moved = self._agree_on(moves) if self.reducer.moves else {}
+        self._moved: dict[int, Any] = {}
+        if self.reducer.moves:
+            self._agree_on(moves)
         self._specs: list[Any] = [None] * len(tensors)  # of the gradients that were last looked at
 
-    def _agree_on(self, mine: dict[int, Any]) -> dict[int, Any]:
-        """Return which gradients are laid out unlike their parameters, on any process, and how, for this stage.
+    def _agree_on(self, mine: dict[int, Any]) -> None:
+        """Find out which gradients are laid out unlike their parameters, on any process, and how, for this stage.
 
         To bring one in line is a collective, which processes that do not have it must join.
         """
-        stage = min(self.reducer.union.stage)
-        found: dict[int, Any] = {}
-        for its_stage, its in gather_objects(self.reducer.union, (stage, mine)):
+        union = self.reducer.union
+        stage = min(union.stage)
+        found = dict(self._moved)
+        for its_stage, its in gather_objects(union, (stage, mine)):
             if its_stage == stage:
                 found = its | found
-        return dict(sorted(found.items()))
+        self._moved = dict(sorted(found.items()))
+        for i, balance in balances_of_moved(self._moved, union, dist.get_rank()).items():
+            self._balances[i] = balance
+        self.balance_of_all = self._balances.sum().to(self.reducer.device)
 
     def is_for(self, tensors: Sequence[Tensor]) -> bool:
         """Tell whether ``tensors``, for which the plan was made, are laid out as then: what is swapped stays itself."""
@@ -170,7 +176,7 @@ class Plan:
         if self._moved or not all([s is None or s is known for s, known in zip(specs, self._specs, strict=True)]):
             moves = {i: tensors[i].grad.placements for i in self._new_moves(tensors)}  # type: ignore[union-attr]
             if moves:
-                self._moved |= self._agree_on(moves)
+                self._agree_on(moves)
             self._bring_in_line(tensors, gradients, names)
             now = specs_of(gradients)
             self._specs = [known if spec is None else spec for spec, known in zip(now, self._specs, strict=True)]

@@ -11,6 +11,7 @@ each b: still one all-reduce.
 import json
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -166,7 +167,7 @@ class Reducer:
         parts = [encode(norms, weights, order, self.wide) for norms, order in measured]
         sums_to_zero = self._zero if balance is None else balance.view(1)
         vector = torch.cat([*parts, shares, sums_to_zero, self._number])
-        together(lambda: dist.all_reduce(vector, group=self.union.group), self.union, self._signature)
+        self._run(vector, dist.ReduceOp.SUM)
         *added, share, remainder, numbers = vector.split([*map(len, parts), len(shares), 1, 2])
         same = self._checked((numbers == self._numbers).all(), (remainder == 0).all())
         norms = [decode(x, share, order, self.wide) for x, (_, order) in zip(added, measured, strict=True)]
@@ -176,11 +177,15 @@ class Reducer:
         parts = [encode_largest(norms) for norms in measured]
         number = self._number[:1]
         vector = torch.cat([*parts, number, -number])
-        together(lambda: dist.all_reduce(vector, dist.ReduceOp.MAX, self.union.group), self.union, self._signature)
+        self._run(vector, dist.ReduceOp.MAX)
         *largest, numbers = vector.split([*map(len, parts), 2])
         same = self._checked((numbers == torch.cat([number, -number])).all(), None)
         norms = [decode_largest(x) for x in largest]
         return norms if same is None else [torch.where(same, x, math.nan) for x in norms]
+
+    def _run(self, vector: Tensor, operation: Any) -> None:
+        reduce = partial(dist.all_reduce, vector, operation, self.union.group)
+        together(reduce, self.union, self._signature, known=True, on_host=vector.is_cpu)
 
     def _checked(self, same: Tensor, balanced: Tensor | None) -> Tensor | None:
         """Return None if all processes reduced the same, and what tells it where the host must not wait.

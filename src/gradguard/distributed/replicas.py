@@ -5,7 +5,7 @@ One number in the one all-reduce tells. For each gradient that is both split and
 these cancel exactly, over some of them almost never.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -38,6 +38,26 @@ def balances(placements: Sequence[Placement | None], union: Union, me: int) -> T
             mine, next_one = (_mixed(numbers, part, j % holders) for j in (holder, holder + 1))
             found[numbers] = (mine - next_one).double()
     return found
+
+
+def balances_of_moved(moved: Mapping[int, Sequence[Any]], union: Union, me: int) -> dict[int, float]:
+    """Return the same for gradients that are laid out unlike their parameters, where a part goes to other processes.
+
+    All processes must have them, or none, because a part that one lacks cannot be told from zeros. Sums are an
+    exception: what is missing there is a summand of 0.
+
+    Args:
+        moved: How each is laid out, by its position.
+        union: Who takes part.
+        me: The global rank of this process.
+    """
+    holder, holders = sorted(union.stage).index(me), len(union.stage)
+    return {
+        i: float(_mixed(torch.tensor(i), 0, holder) - _mixed(torch.tensor(i), 0, (holder + 1) % holders))
+        for i, placements in moved.items()
+        if any(p.is_replicate() or (p.is_partial() and getattr(p, "reduce_op", None) != "sum") for p in placements)
+        or not any(p.is_partial() for p in placements)
+    }
 
 
 def _own_part(placement: Placement, union: Union, me: int) -> tuple[int, int, int]:
@@ -73,5 +93,8 @@ def _slices(placement: Placement, union: Union) -> tuple[int, int] | None:
 
 def _mixed(numbers: Tensor, part: int, holder: int) -> Tensor:
     """Integers below 512, as good as random: sums of millions of them are exact in float64."""
-    mixed = (numbers * 7919 + part * 104_729 + holder * 1_299_709 + 1) % 2_147_483_647
-    return (mixed * 48_271 % 2_147_483_647 * 69_621 % 2_147_483_647) >> 22
+    prime = 2_147_483_647
+    mixed = (numbers * 7919 + part * 104_729 + holder * 1_299_709 + 12_345) % prime
+    for _ in range(3):  # squares, because differences of linear terms would cancel
+        mixed = (mixed * mixed + mixed * 48_271 + 69_621) % prime
+    return mixed >> 22
