@@ -100,15 +100,17 @@ def agree(
     on_host = device.type == "cpu"
     gather = partial(dist.all_gather, list(table.unbind()), mine, group=union.group)
     together(gather, union, signature, on_host=on_host)
-    rows = table.tolist()
-    stages, lengths = [row[0] for row in rows], [row[2] for row in rows]
-    if len({tuple(row[:3]) for row in rows}) > len(set(stages)):
+    table = table.cpu()
+    stages, lengths = table[:, 0].tolist(), table[:, 2].tolist()
+    if not bool((table[:, :3] == table[0, :3]).all()):
+        heads = [tuple(row) for row in table[:, :3].tolist()]
         first_of = {stage: i for i, stage in reversed(list(enumerate(stages)))}
-        other = next(i for i, row in enumerate(rows) if row[1:3] != rows[first_of[row[0]]][1:3])
-        raise DistributedError(_difference(union, text, lengths, other, first_of[stages[other]], device))
-    _numbers.last = max(row[3] for row in rows)
-    any_wishes = [any(wish) for wish in zip(*(row[4:] for row in rows), strict=True)]
-    return Agreement(any_wishes, _numbers.last, stages, lengths, text)
+        other = next((i for i, head in enumerate(heads) if head != heads[first_of[head[0]]]), None)
+        if other is not None:
+            raise DistributedError(_difference(union, text, lengths, other, first_of[stages[other]], device))
+    largest = table.amax(dim=0).tolist()
+    _numbers.last = largest[3]
+    return Agreement([bool(wish) for wish in largest[4:]], _numbers.last, stages, lengths, text)
 
 
 def _digest(text: bytes) -> int:
@@ -257,9 +259,8 @@ def _who_is_missing(union: Union, signature: Sequence[str], error: RuntimeError)
         found = _survey(store, union, signature)
     except Exception:  # the store may have gone with rank 0
         return general
-    missing = found.get("missing", [])
-    if missing and me not in missing:
-        return f"rank {listed(missing)} did not come, or much later, on rank {me}'s clip: {general}"
+    if found.get("missing"):
+        return f"rank {found['missing']} did not come, or much later, on rank {me}'s clip: {general}"
     if "difference" in found:
         return f"{found['difference']}. {general}"
     return general
@@ -268,15 +269,17 @@ def _who_is_missing(union: Union, signature: Sequence[str], error: RuntimeError)
 def _survey(store: Any, union: Union, signature: Sequence[str]) -> Mapping[str, Any]:
     """Who has failed as well, and with which lists: the first to come waits for the others and tells them."""
     # Thousands share one store: each process writes and reads a few numbers, however many there are.
+    if store.check(["found"]):  # it comes much later than the others, who have gone
+        return {}
     ranks = dist.get_process_group_ranks(union.group)
     at = ranks.index(dist.get_rank())
     store.add(f"here/{at // _IN_A_WORD}", 1 << at % _IN_A_WORD)
     tell_list(store, union, signature)
     if store.add("came", 1) > 1:
-        store.wait(["found"], timedelta(seconds=2 * _PATIENCE))
+        store.wait(["found"], timedelta(seconds=3 * _PATIENCE))
         return json.loads(store.get("found"))
     _wait_for_all(store, len(ranks))
-    found: dict[str, Any] = {"missing": _missing(store, ranks)}
+    found: dict[str, Any] = {"missing": listed(_missing(store, ranks))}
     difference = told_difference(store)
     if difference is not None:
         found["difference"] = difference
@@ -285,9 +288,13 @@ def _survey(store: Any, union: Union, signature: Sequence[str]) -> Mapping[str, 
 
 
 def _wait_for_all(store: Any, count: int) -> None:
-    until = time.monotonic() + _PATIENCE
-    while store.add("came", 0) < count and time.monotonic() < until:
+    """Wait until all have come, nobody has for a while, or twice as long is over."""
+    start = last = time.monotonic()
+    came = 0
+    while came < count and time.monotonic() < min(last + _PATIENCE, start + 2 * _PATIENCE):
         time.sleep(0.05)
+        before, came = came, store.add("came", 0)
+        last = time.monotonic() if came > before else last
 
 
 def _missing(store: Any, ranks: Sequence[int]) -> list[int]:

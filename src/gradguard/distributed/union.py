@@ -115,7 +115,7 @@ def union_of(placements: Iterable[Placement], stages: StageGroup | None) -> Unio
         InvalidValueError: If no process group holds all of them, or one is destroyed, or ``stages`` says that
             parameters differ between processes over which they are spread.
     """
-    spread = [p for p in placements if p.ranks]
+    spread = list({id(p): p for p in placements if p.ranks}.values())  # sets of thousands of ranks: each once
     if not spread and stages is None:
         return None
     meshes = {id(p.mesh): p.mesh for p in spread if p.mesh is not None}
