@@ -1,6 +1,7 @@
 """Norm clip of DTensors on four gloo processes, beside `torch.nn.utils.clip_grad_norm_`. Prints medians, ratios, goals.
 
 python benchmarks/sharded.py [--only 500] [--alone] [--profile]
+python benchmarks/sharded.py --world 16384 --tensors 723   # one rank of many, with a process group that sends nothing
 
 The first call on a list of parameters, later calls, and calls after the set of present gradients has changed, which
 makes PyTorch derive the layout of its list operators anew. Both clip in the same processes, pair by pair, on equal
@@ -162,6 +163,48 @@ def work(rank: int, store: str, args: argparse.Namespace) -> None:
     dist.destroy_process_group()
 
 
+def simulate(world: int, count: int) -> None:
+    """Print the processor's milliseconds of one rank of ``world``, all others being alike."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    from gradguard.distributed.reduction import Reducer
+
+    def gather(rows: list[torch.Tensor], mine: torch.Tensor, **_: object) -> None:
+        table = rows[0]._base
+        assert table is not None
+        table.copy_(mine)
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
+    dist.all_gather = gather
+    Reducer._checked = lambda *_: None  # sums of nothing are not what all others would have sent
+    mesh = init_device_mesh("cpu", (world // 8, 8), mesh_dim_names=("dp", "tp"))
+    layouts = [[Shard(0), Shard(1)], [Shard(0), Replicate()], [Shard(0), Shard(0)]]
+
+    def tensor(number: int) -> DTensor:
+        return DTensor.from_local(torch.full((2, 4), 0.1), mesh, layouts[number % 3], run_check=False)
+
+    made = [nn.Parameter(tensor(i)) for i in range(count)]
+    for i, p in enumerate(made):
+        p.grad = tensor(i)
+    gradients, clipper = [p.grad for p in made], gg.ClipByGlobalNorm(1e9)
+
+    def busy(call: Callable[[], object]) -> float:
+        start = time.thread_time()
+        call()
+        return 1e3 * (time.thread_time() - start)
+
+    gg.clip_grad_norm_(made[:3], 1e9)  # imports
+    print(f"{world:,} ranks, {count:,} tensors, ms of the processor")
+    print(f"  first plan       {busy(lambda: gg.clip_grad_norm_(made, 1e9)):10.1f}")
+    for name, call in {
+        "later": lambda: gg.clip_grad_norm_(made, 1e9),
+        "later, clipper": lambda: clipper(made),
+        "get_total_norm": lambda: gg.get_total_norm(gradients),
+    }.items():
+        call()
+        print(f"  {name:16} {min(busy(call) for _ in range(7)):10.1f}")
+
+
 def report(found: dict[str, list[Row]], alone: bool) -> None:
     if dist.get_rank() != 0:
         return
@@ -181,7 +224,13 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=21)
     parser.add_argument("--alone", action="store_true", help="ours only, in seconds instead of minutes")
     parser.add_argument("--profile", action="store_true", help="where a steady call of ours spends its time")
+    parser.add_argument("--world", type=int, help="measure one rank of so many, without a network")
+    parser.add_argument("--tensors", type=int, default=723)
     args = parser.parse_args()
+    if args.world:
+        torch.set_num_threads(1)
+        simulate(args.world, args.tensors)
+        return
     with tempfile.TemporaryDirectory() as folder:
         multiprocessing.spawn(work, args=(f"{folder}/store", args), nprocs=PROCESSES)
 

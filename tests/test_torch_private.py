@@ -653,3 +653,9 @@ def test_no_other_file_has_a_private_name():
     assert found == set()
     used = {file: {name for name, _ in names_in(trees[file])} for file in OTHERS}
     assert {file: names - used[file] for file, names in OTHERS.items() if names - used[file]} == {}
+
+
+def test_layouts_of_ordinary_tensors_are_their_dtypes():
+    spread = SimpleNamespace(_spec="its spec")
+    tensors = [torch.zeros(2), spread, torch.zeros(3, dtype=torch.float64)]
+    assert torch_private.layouts_of(tensors) == [torch.float32, "its spec", torch.float64]

@@ -521,6 +521,11 @@ def specs_of(tensors: Sequence[Tensor | None]) -> list[Any]:
     return [None if t is None else getattr(t, "_spec", False) for t in tensors]
 
 
+def layouts_of(tensors: Sequence[Tensor]) -> list[Any]:
+    """Return mesh, placements, shape and dtype of each DTensor as one object; of ordinary tensors the dtype."""
+    return [getattr(t, "_spec", None) or t.dtype for t in tensors]
+
+
 def has_usual_shard_order(tensor: Any) -> bool:
     """Tell whether placements tell how a dimension is cut: from the left to the right. Without an order, they do."""
     spec = spec_of(tensor)
@@ -540,12 +545,12 @@ def process_groups() -> Mapping[Any, Mapping[int, int]]:
 
 
 def device_types_of(group: Any) -> list[str]:
-    """Return the types of devices that ``group`` can add up on. Where they are gone: from its configuration."""
-    try:
-        return [device.type for device in group._device_types]
-    except AttributeError:
-        pairs = torch.distributed.get_backend_config(group).split(",")
-        return [pair.partition(":")[0] for pair in pairs]
+    """Return the types of devices that ``group`` can add up on. Where it does not tell: from its configuration."""
+    known = [device.type for device in getattr(group, "_device_types", ())]
+    if known:
+        return known
+    pairs = torch.distributed.get_backend_config(group).split(",")
+    return [pair.partition(":")[0] for pair in pairs]
 
 
 def default_store() -> Any:

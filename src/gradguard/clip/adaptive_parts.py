@@ -20,7 +20,7 @@ from torch import Tensor
 
 from gradguard.clip.adaptive_units import by_device, layout_of, rows_in_memory, rows_like, unit_factors
 from gradguard.clip.parameters import Gradients
-from gradguard.distributed.agreement import gather_objects
+from gradguard.distributed.agreement import largest_of
 from gradguard.distributed.placements import local_part
 from gradguard.distributed.plan import Part
 from gradguard.distributed.reduction import Reducer
@@ -77,7 +77,7 @@ def decide_units(
     factors = _factors([units[i] for i in whole], threshold, eps)
     vector = torch.cat([*_outcome(found, units, dict(zip(whole, factors, strict=True)), home), *plan.fill(units, home)])
     weights, shares = plan.weights_and_shares(found.part)
-    (added,), there = found.part.reducer.reduce([(vector, 2.0)], weights, shares)
+    (added,), there = found.part.reducer.reduce([(vector, 2.0)], weights, shares, found.part.balance)
     count, slots = len(found.gradients), plan.offsets[-1]
     before, after, binds, gradients, bounds = added.split([count, count, 1, slots, slots])
     split_factors = unit_factors([gradients], [bounds], threshold, eps)[0]
@@ -183,7 +183,7 @@ def _slots_of_all(reducer: Reducer, slots: list[int]) -> list[int]:
     """The same for all pipeline stages: this one knows only its own parameters."""
     if reducer.union.stages is None:
         return slots
-    return [max(of_one) for of_one in zip(*gather_objects(reducer.union, slots), strict=True)]
+    return largest_of(reducer.union, slots, reducer.device)
 
 
 def _measured(

@@ -9,7 +9,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from gradguard.distributed.placements import any_sharded, check_alike, local_part
+from gradguard.distributed.placements import any_sharded, check_alike, is_laid_out_as, is_sharded, local_part
 from gradguard.distributed.plan import Part, plan_for, plan_for_gradients
 from gradguard.distributed.stages import Shared
 from gradguard.distributed.union import StageGroup, several_processes, stages_group
@@ -113,6 +113,9 @@ def _whole_gradients(names: Sequence[str] | None, tensors: Sequence[Tensor]) -> 
         first = {id(g): i for i, g in reversed(list(enumerate(gradients))) if g is not None}
         positions = sorted(first.values())
     kept: list[Any] = [gradients[i] for i in positions]
+    if any_sharded(kept):
+        for i, gradient in zip(positions, kept, strict=True):
+            check_alike(gradient, tensors[i], f"`{names[i]}`" if names else f"parameter {i}")
     if any(dtype.is_complex for dtype in {gradient.dtype for gradient in kept}):
         kept = [_conjugate_in_memory(tensors[i]) for i in positions]
     return Gradients([tensors[i] for i in positions], kept, positions, names)
@@ -133,7 +136,7 @@ def local_gradients(parameters: Parameters) -> Gradients:
     for i in first:
         gradient, parameter = cast("Tensor", tensors[i].grad), tensors[i]
         check_alike(gradient, parameter, f"`{names[i]}`" if names else f"parameter {i}")
-        if getattr(gradient, "placements", None) != getattr(parameter, "placements", None):
+        if is_sharded(gradient) and not is_laid_out_as(gradient, parameter):
             return gradients_of(names, tensors, ONE_STAGE, module)
     parts = [local_part(cast("Tensor", tensors[i].grad)) for i in first]
     return Gradients([tensors[i] for i in first], parts, first, names)

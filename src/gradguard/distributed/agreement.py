@@ -4,20 +4,37 @@ import hashlib
 import json
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from gradguard.distributed.union import Union
+from gradguard.distributed.union import Union, listed
 from gradguard.errors import DistributedError
 from gradguard.torch_private import default_store, device_types_of
 
 _PATIENCE = 5.0
 """Seconds that, after a failure, the others may take to say that they have failed too."""
 
+_SLOW = 2.0
+"""Seconds that a collective may take before the processes that wait for it tell with which lists they came."""
+
+_LONGEST_BETWEEN = 30.0
+"""Seconds between two looks at what they have told."""
+
+_IN_A_WORD = 32
+"""Processes whose presence one number in the store tells."""
+
+_LISTS = 64
+"""Different lists that are kept in the store: two that differ are enough for a message."""
+
 _failures: Counter[str] = Counter()  # of each process group
+_calls: Counter[str] = Counter()
 
 
 class _Numbers:
@@ -36,37 +53,110 @@ def device_of(group: Any, wanted: torch.device) -> torch.device:
     return torch.device(kind, torch.accelerator.current_device_index()) if kind != "cpu" else torch.device("cpu")
 
 
+@dataclass(frozen=True, slots=True)
+class Agreement:
+    """What all processes of a union have found that they mean.
+
+    Attributes:
+        wishes: Which of the wishes any process has.
+        number: For what was agreed on: the same on all processes, and new.
+        stages: The stage of each process of the union, by its first rank.
+        lengths: How long the text of each process' list is.
+        text: That of this process: its list, and the details.
+    """
+
+    wishes: Sequence[bool]
+    number: int
+    stages: Sequence[int]
+    lengths: Sequence[int]
+    text: bytes
+
+
 def agree(
-    union: Union, signature: Sequence[str], wishes: Sequence[bool], device: torch.device
-) -> tuple[list[bool], int]:
+    union: Union, signature: Sequence[str], wishes: Sequence[bool], device: torch.device, details: Any = None
+) -> Agreement:
     """Make sure that all processes of a stage have the same list.
 
-    One all-gather of a few numbers; only where they differ, what differs is exchanged as well.
+    One all-gather of a few numbers; only where they differ, two lists that do are exchanged as well.
 
     Args:
         union: Who takes part.
         signature: What each listed tensor is, in words that are the same on all processes of a stage.
         wishes: Wishes of this process.
         device: Where the all-gather happens.
+        details: What else must be the same on all processes of a stage; it can be written as JSON.
 
     Returns:
-        Which of the wishes any process has, and a number for what was agreed on: the same on all, and new.
+        What was agreed on.
 
     Raises:
         DistributedError: On every process, naming one that differs from the first of its stage, and how; or naming
             those that did not come.
     """
-    digest = int.from_bytes(hashlib.blake2b("\n".join(signature).encode(), digest_size=7).digest())
-    numbers = [min(union.stage), len(signature), digest, _numbers.last + 1, *wishes]
+    text = json.dumps([signature, details]).encode()
+    numbers = [min(union.stage), _digest(text), len(text), _numbers.last + 1, *wishes]
     mine = torch.tensor(numbers, dtype=torch.int64, device=device)
-    gathered = [torch.empty_like(mine) for _ in range(dist.get_world_size(union.group))]
-    together(lambda: dist.all_gather(gathered, mine, group=union.group), union, signature)
-    rows = [tuple(map(int, row.tolist())) for row in gathered]
-    first_of = {stage: rows[i] for i, (stage, *_) in reversed(list(enumerate(rows)))}
-    if any(row[:3] != first_of[row[0]][:3] for row in rows):
-        raise DistributedError(_difference(union, signature, [row[0] for row in rows]))
-    _numbers.last = max(row[3] for row in rows)
-    return [any(wish) for wish in zip(*(row[4:] for row in rows), strict=True)], _numbers.last
+    table = mine.new_empty(dist.get_world_size(union.group), len(numbers))
+    on_host = device.type == "cpu"
+    gather = partial(dist.all_gather, list(table.unbind()), mine, group=union.group)
+    together(gather, union, signature, on_host=on_host)
+    table = table.cpu()
+    stages, lengths = table[:, 0].tolist(), table[:, 2].tolist()
+    if not bool((table[:, :3] == table[0, :3]).all()):
+        heads = [tuple(row) for row in table[:, :3].tolist()]
+        first_of = {stage: i for i, stage in reversed(list(enumerate(stages)))}
+        other = next((i for i, head in enumerate(heads) if head != heads[first_of[head[0]]]), None)
+        if other is not None:
+            raise DistributedError(_difference(union, text, lengths, other, first_of[stages[other]], device))
+    largest = table.amax(dim=0).tolist()
+    _numbers.last = largest[3]
+    return Agreement([bool(wish) for wish in largest[4:]], _numbers.last, stages, lengths, text)
+
+
+def _digest(text: bytes) -> int:
+    return int.from_bytes(hashlib.blake2b(text, digest_size=7).digest())
+
+
+def texts_of(
+    union: Union, mine: bytes, lengths: Sequence[int], senders: Sequence[int], device: torch.device
+) -> list[bytes]:
+    """Return the texts of some processes on all: one all-reduce, as long as these texts are together.
+
+    Args:
+        union: Who takes part.
+        mine: The text of this process.
+        lengths: The length of that of each process.
+        senders: Whose are wanted, by their ranks in the union.
+        device: Where the all-reduce happens.
+
+    Returns:
+        Theirs, in this order.
+    """
+    sizes = [lengths[sender] for sender in senders]
+    buffer = torch.zeros(sum(sizes), dtype=torch.uint8, device=device)
+    me = dist.get_rank(union.group)
+    for sender, part in zip(senders, buffer.split(sizes), strict=True):
+        if sender == me:
+            part.copy_(torch.frombuffer(bytearray(mine), dtype=torch.uint8))
+    together(partial(dist.all_reduce, buffer, group=union.group), union, [], on_host=buffer.is_cpu)
+    return [bytes(part.tolist()) for part in buffer.split(sizes)]
+
+
+def details_of_stages(union: Union, agreement: Agreement, device: torch.device) -> list[Any]:
+    """Return the details of every stage, in the order of their first ranks: those of one process of each are sent."""
+    first = {stage: i for i, stage in reversed(list(enumerate(agreement.stages)))}
+    senders = [first[stage] for stage in sorted(first)]
+    if len(senders) == 1:
+        return [json.loads(agreement.text)[1]]
+    return [json.loads(text)[1] for text in texts_of(union, agreement.text, agreement.lengths, senders, device)]
+
+
+def largest_of(union: Union, numbers: Sequence[int], device: torch.device) -> list[int]:
+    """Return the largest of each of ``numbers`` over all processes of the union."""
+    found = torch.tensor(list(numbers), dtype=torch.int64, device=device)
+    if dist.get_world_size(union.group) > 1:
+        together(partial(dist.all_reduce, found, dist.ReduceOp.MAX, union.group), union, [], on_host=found.is_cpu)
+    return found.tolist()
 
 
 def gather_objects(union: Union, value: Any) -> list[Any]:
@@ -74,38 +164,76 @@ def gather_objects(union: Union, value: Any) -> list[Any]:
     found: list[Any] = [None] * dist.get_world_size(union.group)
     if len(found) == 1:
         return [value]
-    together(lambda: dist.all_gather_object(found, value, group=union.group), union, [])
+    together(lambda async_op: dist.all_gather_object(found, value, group=union.group), union, [])
     return found
 
 
-def together(collective: Callable[[], object], union: Union, signature: Sequence[str]) -> None:
+def together(
+    collective: Callable[..., Any], union: Union, signature: Sequence[str], *, known: bool = False, on_host: bool = True
+) -> None:
     """Run a collective; if it fails, say which processes did not come or came with something else.
+
+    Where the host waits for it, it also says so when processes are seen to wait with different lists.
+
+    Args:
+        collective: Starts it; called with ``async_op``.
+        union: Who takes part.
+        signature: What each listed tensor is.
+        known: Whether the list was agreed on before.
+        on_host: Whether the host waits for it.
 
     Raises:
         DistributedError: If it fails, after the time-out of the process group at the latest.
     """
+    name = str(getattr(union.group, "group_name", ""))
+    _calls[name] += 1
     try:
-        collective()
+        work = collective(async_op=on_host)
+        difference = None if work is None else _difference_while_waiting(work, union, signature, known, _calls[name])
     except RuntimeError as error:  # torch.distributed's own errors are subclasses
         raise DistributedError(_who_is_missing(union, signature, error)) from error
+    if difference is not None:
+        raise DistributedError(
+            f"{difference}. Every rank of the group must clip on the same steps, with the same parameters."
+        )
 
 
-def _difference(union: Union, signature: Sequence[str], stages: Sequence[int]) -> str:
-    lists: list[Any] = [None] * len(stages)
-    dist.all_gather_object(lists, list(signature), group=union.group)
+def _difference_while_waiting(
+    work: Any, union: Union, signature: Sequence[str], known: bool, number: int
+) -> str | None:
+    """Wait for ``work``; where it takes long and another process waits with another list, say so instead."""
+    store, seconds = None, _SLOW
+    while True:
+        with suppress(RuntimeError):
+            work.wait(timedelta(seconds=seconds))
+            return None
+        if work.is_completed():
+            work.wait()  # which raises what went wrong, if anything
+            return None
+        with suppress(Exception):  # the store may have gone with rank 0
+            if store is None:
+                name = str(getattr(union.group, "group_name", ""))
+                store = dist.PrefixStore(f"gradguard/{name}/call/{number}", default_store())
+                tell_list(store, union, signature, known)
+            difference = told_difference(store)
+            if difference is not None:
+                return difference
+        seconds = min(2 * seconds, _LONGEST_BETWEEN)
+
+
+def _difference(union: Union, text: bytes, lengths: Sequence[int], other: int, first: int, device: torch.device) -> str:
+    theirs, expected = (json.loads(t)[0] for t in texts_of(union, text, lengths, [other, first], device))
     ranks = dist.get_process_group_ranks(union.group)
-    for i, stage in enumerate(stages):
-        first = stages.index(stage)
-        if lists[i] != lists[first]:
-            return (
-                f"rank {ranks[i]} came with another list of gradients than rank {ranks[first]}: "
-                f"{_first_difference(lists[i], lists[first])}. Pass the same parameters in the same order on every "
-                "rank; if they differ on purpose, as pipeline stages do, name their group: process_group= or mesh=."
-            )
-    return "the processes came with different lists of gradients."
+    return (
+        f"rank {ranks[other]} came with another list of gradients than rank {ranks[first]}: "
+        f"{_first_difference(theirs, expected)}. Pass the same parameters in the same order on every "
+        "rank; if they differ on purpose, as pipeline stages do, name their group: process_group= or mesh=."
+    )
 
 
 def _first_difference(one: Sequence[str], other: Sequence[str]) -> str:
+    if one == other:
+        return "the names of what stages share differ"
     for i, (a, b) in enumerate(zip(one, other, strict=False)):
         if a != b:
             return f"parameter {i} is {a} instead of {b}" + (
@@ -128,29 +256,80 @@ def _who_is_missing(union: Union, signature: Sequence[str], error: RuntimeError)
     try:
         _failures[name] += 1
         store = dist.PrefixStore(f"gradguard/{name}/{_failures[name]}", default_store())
-        store.set(str(me), json.dumps([min(union.stage), list(signature)]))
-        ranks = dist.get_process_group_ranks(union.group)
-        here = _answering(store, ranks)
-        missing = ", ".join(str(rank) for rank in ranks if rank not in here)
-        if missing:
-            return f"rank {missing} did not come, or much later, on rank {me}'s clip: {general}"
-        for rank in here:
-            stage, theirs = json.loads(store.get(str(rank)))
-            if stage == min(union.stage) and theirs and signature and theirs != list(signature):
-                return (
-                    f"rank {rank} came with another list of gradients than rank {me}: "
-                    f"{_first_difference(theirs, signature)}. {general}"
-                )
+        found = _survey(store, union, signature)
     except Exception:  # the store may have gone with rank 0
         return general
+    if found.get("missing"):
+        return f"rank {found['missing']} did not come, or much later, on rank {me}'s clip: {general}"
+    if "difference" in found:
+        return f"{found['difference']}. {general}"
     return general
 
 
-def _answering(store: Any, ranks: Sequence[int]) -> list[int]:
-    """The ranks that have failed as well, by now or in a moment."""
-    until = time.monotonic() + _PATIENCE
-    while True:
-        here = [rank for rank in ranks if store.check([str(rank)])]
-        if len(here) == len(ranks) or time.monotonic() > until:
-            return here
+def _survey(store: Any, union: Union, signature: Sequence[str]) -> Mapping[str, Any]:
+    """Who has failed as well, and with which lists: the first to come waits for the others and tells them."""
+    # Thousands share one store: each process writes and reads a few numbers, however many there are.
+    if store.check(["found"]):  # it comes much later than the others, who have gone
+        return {}
+    ranks = dist.get_process_group_ranks(union.group)
+    at = ranks.index(dist.get_rank())
+    store.add(f"here/{at // _IN_A_WORD}", 1 << at % _IN_A_WORD)
+    tell_list(store, union, signature)
+    if store.add("came", 1) > 1:
+        store.wait(["found"], timedelta(seconds=3 * _PATIENCE))
+        return json.loads(store.get("found"))
+    _wait_for_all(store, len(ranks))
+    found: dict[str, Any] = {"missing": listed(_missing(store, ranks))}
+    difference = told_difference(store)
+    if difference is not None:
+        found["difference"] = difference
+    store.set("found", json.dumps(found))
+    return found
+
+
+def _wait_for_all(store: Any, count: int) -> None:
+    """Wait until all have come, nobody has for a while, or twice as long is over."""
+    start = last = time.monotonic()
+    came = 0
+    while came < count and time.monotonic() < min(last + _PATIENCE, start + 2 * _PATIENCE):
         time.sleep(0.05)
+        before, came = came, store.add("came", 0)
+        last = time.monotonic() if came > before else last
+
+
+def _missing(store: Any, ranks: Sequence[int]) -> list[int]:
+    """The ranks that have not failed as well, by now."""
+    words = [store.add(f"here/{i}", 0) for i in range((len(ranks) - 1) // _IN_A_WORD + 1)]
+    return [rank for i, rank in enumerate(ranks) if not words[i // _IN_A_WORD] >> i % _IN_A_WORD & 1]
+
+
+def tell_list(store: Any, union: Union, signature: Sequence[str], known: bool = False) -> None:
+    """Write into ``store`` what this process is about to clip, unless one of its stage has written the same."""
+    if not signature:
+        return
+    stage = min(union.stage)
+    if store.add(f"list/{stage}/{_digest(json.dumps([signature, known]).encode())}", 1) > 1:
+        return
+    number = store.add("lists", 1)
+    if number <= _LISTS:
+        store.set(f"list/{number}", json.dumps([stage, dist.get_rank(), list(signature), known]))
+
+
+def told_difference(store: Any) -> str | None:
+    """Return how two of the lists that processes of one stage have told differ; None if none do."""
+    first_of: dict[int, tuple[int, list[str], bool]] = {}
+    for number in range(1, min(store.add("lists", 0), _LISTS) + 1):
+        if not store.check([f"list/{number}"]):  # it is about to be written
+            continue
+        stage, *its = json.loads(store.get(f"list/{number}"))
+        if stage in first_of:
+            (one, expected, _), (rank, theirs, known) = sorted([first_of[stage], tuple(its)])
+            if theirs == expected:
+                new, old = (one, rank) if known else (rank, one)
+                return f"rank {new} came with new parameters, rank {old} with those that it has clipped before"
+            return (
+                f"rank {rank} came with another list of gradients than rank {one}: "
+                f"{_first_difference(theirs, expected)}"
+            )
+        first_of[stage] = tuple(its)  # type: ignore[assignment]
+    return None

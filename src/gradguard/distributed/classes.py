@@ -2,12 +2,14 @@
 
 import math
 from collections.abc import Sequence
+from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from gradguard.distributed.placements import is_sharded
-from gradguard.torch_private import base_of
+from gradguard.torch_private import base_of, spec_of
 
 _LOOKED_AT = 16
 """Gradients that are looked at before all of them are."""
@@ -54,12 +56,18 @@ class Classes:
 def padded_numel(tensor: Tensor, part: Tensor) -> int:
     """Return how many elements FSDP2 keeps for this process' part of ``tensor`` in a buffer, padding included."""
     if is_sharded(tensor):
-        placements = tensor.placements  # type: ignore[attr-defined]
-        split = [i for i, p in enumerate(placements) if not (p.is_replicate() or p.is_partial())]
-        if len(split) == 1 and placements[split[0]].is_shard(dim=0):
-            pieces = tensor.device_mesh.size(split[0])  # type: ignore[attr-defined]
-            return math.ceil(tensor.shape[0] / pieces) * math.prod(tensor.shape[1:])
+        spec = spec_of(tensor)
+        along = _only_split_of_rows(spec.placements)
+        if along is not None:
+            return math.ceil(tensor.shape[0] / spec.mesh.size(along)) * math.prod(tensor.shape[1:])
     return part.numel()
+
+
+@cache
+def _only_split_of_rows(placements: tuple[Any, ...]) -> int | None:
+    """The only mesh dimension along which a tensor is split, if that cuts dimension 0 into equal shards."""
+    split = [i for i, p in enumerate(placements) if not (p.is_replicate() or p.is_partial())]
+    return split[0] if len(split) == 1 and placements[split[0]].is_shard(dim=0) else None
 
 
 def merged(parts: Sequence[Tensor], padded: Sequence[int]) -> list[Tensor]:

@@ -4,6 +4,7 @@ import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from torch import Tensor
@@ -12,7 +13,7 @@ from gradguard.errors import UnsupportedGradientError
 from gradguard.torch_private import local_tensor_of, spec_of
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Placement:
     """How one tensor is spread over processes.
 
@@ -21,12 +22,14 @@ class Placement:
         ranks: The processes that the tensor is spread over; empty for an ordinary tensor, which everybody holds.
         replicas: How many of them hold the same part.
         layout: The layout, the same on all processes, in words.
+        kinds: The placement along each dimension of the mesh.
     """
 
     mesh: Any
     ranks: frozenset[int]
     replicas: int
     layout: str
+    kinds: Sequence[Any] = ()
 
     @property
     def is_whole(self) -> bool:
@@ -83,7 +86,7 @@ def _placement(mesh: Any, placements: Sequence[Any]) -> Placement:
         f"{'Replicate()' if p.is_partial() else repr(p)} over mesh dimension {name} of {mesh.size(i)}"
         for i, (p, name) in enumerate(zip(placements, names, strict=True))
     )
-    return Placement(mesh, frozenset(mesh.mesh.flatten().tolist()), replicas, words)
+    return Placement(mesh, frozenset(mesh.mesh.flatten().tolist()), replicas, words, placements)
 
 
 def local_part(tensor: Tensor) -> Tensor:
@@ -105,12 +108,32 @@ def shard_like(full: Tensor, like: Tensor) -> Tensor:
 
 def added_up(tensor: Tensor) -> Tensor:
     """Return ``tensor`` with its Partial sums added up, which is a collective if it has some."""
-    if not is_sharded(tensor) or not any(p.is_partial() for p in tensor.placements):  # type: ignore[attr-defined]
+    if not is_sharded(tensor) or not is_partial(tensor):
         return tensor
+    return _redistributed(tensor, reduced(tensor.placements))  # type: ignore[attr-defined]
+
+
+def is_partial(tensor: Any) -> bool:
+    """Tell whether ``tensor``, a DTensor, is the sum (or average, maximum ...) of what its processes hold."""
+    return any([p.is_partial() for p in spec_of(tensor).placements])
+
+
+@cache
+def reduced(placements: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return ``placements`` as they are when everything Partial is added up."""
+    if not any([p.is_partial() for p in placements]):
+        return placements
     from torch.distributed.tensor import Replicate
 
-    placements = [Replicate() if p.is_partial() else p for p in tensor.placements]  # type: ignore[attr-defined]
-    return tensor.detach().redistribute(tensor.device_mesh, placements)  # type: ignore[attr-defined]
+    return tuple(Replicate() if p.is_partial() else p for p in placements)
+
+
+def _redistributed(gradient: Any, placements: Sequence[Any]) -> Tensor:
+    """``gradient`` laid out anew: a reduce-scatter where that is enough, which there is of sums only."""
+    gradient = gradient.detach()
+    if any(p.is_partial() and getattr(p, "reduce_op", None) not in ("sum", "avg") for p in gradient.placements):
+        gradient = gradient.redistribute(gradient.device_mesh, reduced(gradient.placements))
+    return gradient.redistribute(gradient.device_mesh, placements)
 
 
 def check_alike(gradient: Tensor, parameter: Tensor, name: str) -> None:
@@ -120,17 +143,27 @@ def check_alike(gradient: Tensor, parameter: Tensor, name: str) -> None:
         UnsupportedGradientError: If one of them is a DTensor and the other is not, or they lie on two meshes.
     """
     if is_sharded(gradient) != is_sharded(parameter):
-        kinds = ("DTensor", "ordinary tensor") if is_sharded(gradient) else ("ordinary tensor", "DTensor")
+        kinds = "a DTensor and the parameter an ordinary tensor", "an ordinary tensor and the parameter a DTensor"
+        advice = "Make the parameter a DTensor too", "Set .grad to a DTensor on the parameter's mesh"
+        which = int(is_sharded(parameter))
         raise UnsupportedGradientError(
-            f"the gradient of {name} is a {kinds[0]} and the parameter a {kinds[1]}: which part of the gradient this "
-            "process holds cannot be told. Set .grad to a DTensor on the parameter's mesh."
+            f"the gradient of {name} is {kinds[which]}: which part of the gradient this process holds cannot be told. "
+            f"{advice[which]}."
         )
     if is_sharded(gradient) and gradient.device_mesh != parameter.device_mesh:  # type: ignore[attr-defined]
         raise UnsupportedGradientError(f"the gradient of {name} lies on another device mesh than the parameter.")
 
 
+def is_laid_out_as(gradient: Tensor, parameter: Tensor) -> bool:
+    """Tell whether each process holds the same part of two DTensors on one mesh; of a Partial one, none."""
+    # A Partial parameter counts as Replicate: whatever it is laid out as, its gradient must have been added up.
+    return spec_of(gradient).placements == reduced(spec_of(parameter).placements)
+
+
 def laid_out_as(gradient: Tensor | None, parameter: Tensor, placements: Sequence[Any] | None = None) -> Tensor:
     """Return ``gradient`` in the layout of ``parameter``; a collective if it has another, as Partial sums have.
+
+    Where the parameter is Partial, the gradient becomes Replicate.
 
     Args:
         gradient: The gradient; None joins the others with zeros.
@@ -142,6 +175,6 @@ def laid_out_as(gradient: Tensor | None, parameter: Tensor, placements: Sequence
 
         mesh = parameter.device_mesh  # type: ignore[attr-defined]
         gradient = zeros(parameter.shape, dtype=parameter.dtype, device_mesh=mesh, placements=placements)
-    if not is_sharded(gradient) or gradient.placements == parameter.placements:  # type: ignore[attr-defined]
+    if not is_sharded(gradient) or is_laid_out_as(gradient, parameter):
         return gradient
-    return gradient.detach().redistribute(parameter.device_mesh, parameter.placements)  # type: ignore[attr-defined]
+    return _redistributed(gradient, reduced(parameter.placements))  # type: ignore[attr-defined]

@@ -8,9 +8,11 @@ collective, are the same on every process whatever gradients are present, and th
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from gradguard.distributed.agreement import gather_objects
@@ -20,18 +22,27 @@ from gradguard.distributed.placements import (
     added_up,
     any_sharded,
     check_alike,
+    is_laid_out_as,
     is_sharded,
     laid_out_as,
     local_part,
     placement_of,
 )
 from gradguard.distributed.reduction import Reducer
-from gradguard.distributed.stages import Shared, StageLists, check_shared
-from gradguard.distributed.union import StageGroup, Union, is_alive, several_processes, union_of
+from gradguard.distributed.replicas import balances, balances_of_moved
+from gradguard.distributed.stages import Shared, StageLists, check_shared, details_of
+from gradguard.distributed.union import (
+    StageGroup,
+    Union,
+    is_alive,
+    refuse_unnamed_stages,
+    several_processes,
+    union_of,
+)
 from gradguard.distributed.wrappers import FLAT, check_wrappers, refuse_flat_gradients
 from gradguard.tensors.layout import meeting_device, move
 from gradguard.tensors.norms import norm_of_norms, tensor_norms, total_norm
-from gradguard.torch_private import local_tensors, specs_of
+from gradguard.torch_private import layouts_of, local_tensors, specs_of
 
 _WIDE = (torch.float64, torch.complex128)
 _ORDINARY = {Tensor, nn.Parameter}
@@ -40,6 +51,7 @@ _KEPT = 64
 
 _plans: dict[tuple, "Plan"] = {}
 _reducers: dict[tuple, Reducer] = {}
+_unions: dict[tuple, Union] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,24 +97,34 @@ class Plan:
         where = next((t.device for t in tensors if not t.is_cpu), torch.device("cpu"))
         wide = any(t.dtype in _WIDE for t in tensors)
         moves = {i: t.grad.placements for i, t in enumerate(tensors) if _is_laid_out_unlike(t)}  # type: ignore[union-attr]
-        self.reducer = Reducer(union, signature, wide, where, bool(moves))
+        holders, whole = [_holders(p, union) for p in placements], [p.is_whole for p in placements]
+        details = None if union.stages is None else details_of(tensors, names, shared, holders, whole)
+        self.reducer = Reducer(union, signature, wide, where, bool(moves), details)
         self.alive: list[weakref.ref] = []
-        holders = [_holders(p, union) for p in placements]
-        whole = [p.is_whole for p in placements]
+        self._layouts = layouts_of(tensors)
+        held_by_stages = {id(weight) for weight in shared.values()}  # whose other holders this stage does not know
+        own = [None if id(t) in held_by_stages else p for t, p in zip(tensors, placements, strict=True)]
+        self._balances = balances(own, union, dist.get_rank())
+        self.balance_of_all = self._balances.sum().to(self.reducer.device)
         self.names, self.places = names, range(len(tensors))
         self._alike = self.lasts = union.stages is None
         if union.stages is not None:
-            stages = StageLists(union, tensors, names, shared, holders, whole)
+            stages = StageLists(self.reducer)
             holders, whole, self.names, self.places = stages.holders, stages.whole, stages.names, stages.own
             self.lasts = not stages.one_is_empty
         count = len(holders)
-        widest = torch.float64 if self.reducer.wide else torch.float32
-        self._fillers = [torch.empty(0, dtype=widest, device=where) for _ in range(count)]
+        widest = torch.empty(0, dtype=torch.float64 if self.reducer.wide else torch.float32, device=where)
+        # Those of other stages stand for parameters, which are told apart by their identities.
+        self._fillers = [widest] * count if self._alike else [torch.empty_like(widest) for _ in range(count)]
         weights, whole = [1 / n for n in holders], [w and n > 1 for w, n in zip(whole, holders, strict=True)]
         padded = [0] * count
+        empty: dict[tuple, Tensor] = {}
         for place, tensor in zip(self.places, tensors, strict=True):
             part = local_part(tensor)
-            self._fillers[place] = part.new_empty(0)
+            kind = part.dtype, part.device
+            if kind not in empty:
+                empty[kind] = part.new_empty(0)
+            self._fillers[place] = empty[kind] if self._alike else part.new_empty(0)
             padded[place] = padded_numel(tensor, part)
         device = self.reducer.device
         self.weights = torch.tensor(weights, dtype=torch.float64, device=device)
@@ -111,20 +133,34 @@ class Plan:
             sign[place] = 1.0 if whole[place] else -1.0
         self._shares = self.weights * torch.tensor(sign, dtype=torch.float64, device=device)
         self._classes = Classes(weights, whole, padded, device)
-        self._moved = self._agree_on(moves) if self.reducer.moves else {}
+        self._moved: dict[int, Any] = {}
+        if self.reducer.moves:
+            self._agree_on(moves)
         self._specs: list[Any] = [None] * len(tensors)  # of the gradients that were last looked at
 
-    def _agree_on(self, mine: dict[int, Any]) -> dict[int, Any]:
-        """Return which gradients are laid out unlike their parameters, on any process, and how, for this stage.
+    def _agree_on(self, mine: dict[int, Any]) -> None:
+        """Find out which gradients are laid out unlike their parameters, on any process, and how, for this stage.
 
         To bring one in line is a collective, which processes that do not have it must join.
         """
-        stage = min(self.reducer.union.stage)
-        found: dict[int, Any] = {}
-        for its_stage, its in gather_objects(self.reducer.union, (stage, mine)):
+        union = self.reducer.union
+        stage = min(union.stage)
+        found = dict(self._moved)
+        for its_stage, its in gather_objects(union, (stage, mine)):
             if its_stage == stage:
                 found = its | found
-        return dict(sorted(found.items()))
+        self._moved = dict(sorted(found.items()))
+        for i, balance in balances_of_moved(self._moved, union, dist.get_rank()).items():
+            self._balances[i] = balance
+        self.balance_of_all = self._balances.sum().to(self.reducer.device)
+
+    def is_for(self, tensors: Sequence[Tensor]) -> bool:
+        """Tell whether ``tensors``, for which the plan was made, are laid out as then: what is swapped stays itself."""
+        now = layouts_of(tensors)
+        if now != self._layouts:  # almost always the same objects, whose contents need no comparison
+            return False
+        self._layouts = now
+        return True
 
     def hold(self, tensors: Sequence[Tensor], names: Sequence[str] | None) -> Held:
         """Return what this process holds of the gradients of the parameters that the plan is for.
@@ -140,11 +176,12 @@ class Plan:
         if self._moved or not all([s is None or s is known for s, known in zip(specs, self._specs, strict=True)]):
             moves = {i: tensors[i].grad.placements for i in self._new_moves(tensors)}  # type: ignore[union-attr]
             if moves:
-                self._moved |= self._agree_on(moves)
+                self._agree_on(moves)
             self._bring_in_line(tensors, gradients, names)
             now = specs_of(gradients)
             self._specs = [known if spec is None else spec for spec, known in zip(now, self._specs, strict=True)]
-        part = Part(self.reducer, self.weights, self._shares_of([g is not None for g in gradients]), self._classes)
+        shares, balance = self._of_present([g is not None for g in gradients])
+        part = Part(self.reducer, self.weights, shares, balance, self._classes)
         if self._alike:
             parts = local_tensors(gradients, self._fillers)
             if not _ORDINARY.issuperset(map(type, parts)):  # one that a collective has not delivered yet
@@ -176,12 +213,14 @@ class Plan:
                         tensor.grad = right
                 gradients[i] = right
 
-    def _shares_of(self, present: Sequence[bool]) -> Tensor:
+    def _of_present(self, present: Sequence[bool]) -> tuple[Tensor, Tensor]:
+        """The shares of the gradients that this process has, and their balance."""
         if all(present):
-            return self._shares
-        mask = torch.ones(len(self._fillers), dtype=torch.float64)
-        mask[torch.tensor(list(self.places), dtype=torch.int64)] = torch.tensor(present, dtype=torch.float64)
-        return self._shares * move(mask, self._shares.device)
+            return self._shares, self.balance_of_all
+        own = torch.tensor(present, dtype=torch.float64, device="cpu")
+        mask = torch.ones(len(self._fillers), dtype=torch.float64, device="cpu")
+        mask[torch.tensor(list(self.places), dtype=torch.int64)] = own
+        return self._shares * move(mask, self._shares.device), move((self._balances * own).sum(), self._shares.device)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -192,21 +231,23 @@ class Part:
         reducer: What adds them up.
         weights: One over the number of processes that hold the same part of each.
         shares: ``weights`` where this process has a gradient, negative unless every process holds all of it; else 0.
+        balance: What adds up to 0 over the processes if replicas have the same gradients.
         classes: Which gradients of the full list add up alike; None for some of them.
     """
 
     reducer: Reducer
     weights: Tensor
     shares: Tensor
+    balance: Tensor
     classes: Classes | None = None
 
     def add_up(self, *measured: tuple[Tensor, float]) -> list[Tensor]:
         """Return the norms of the whole tensors, for vectors of norms of what this process holds, with their orders."""
-        return self.reducer.reduce(measured, self.weights, self.shares)[0]
+        return self.reducer.reduce(measured, self.weights, self.shares, self.balance)[0]
 
     def measure(self, *measured: tuple[Tensor, float]) -> tuple[list[Tensor], Tensor]:
         """Return the same, and which tensors any process has a gradient of: ``[len]``, bool."""
-        return self.reducer.reduce(measured, self.weights, self.shares)
+        return self.reducer.reduce(measured, self.weights, self.shares, self.balance)
 
     def total(self, parts: Sequence[Tensor], order: float) -> Tensor:
         """Return the norm of all gradients as one vector: 0-dim. Faster than by way of the norm of each.
@@ -222,13 +263,13 @@ class Part:
         norms = torch.stack([move(total_norm(alike, order), where, torch.float64) for alike in lists or [[]]])
         shares = self.shares[self.classes.whole]
         shares = torch.cat([self.shares.new_zeros(len(norms) - len(shares)), shares])
-        (added,), _ = self.reducer.reduce([(norms, order)], self.classes.weights, shares)
+        (added,), _ = self.reducer.reduce([(norms, order)], self.classes.weights, shares, self.balance)
         return norm_of_norms(added, order)
 
     def of(self, positions: Sequence[int]) -> "Part":
         """Return the same for some of the gradients; every process must take the same ones."""
         at = move(torch.tensor(list(positions), dtype=torch.int64, device="cpu"), self.weights.device)
-        return Part(self.reducer, self.weights[at], self.shares[at])
+        return Part(self.reducer, self.weights[at], self.shares[at], self.balance)
 
 
 def plan_for(
@@ -237,6 +278,8 @@ def plan_for(
     stages: StageGroup | None = None,
     shared: Shared | None = None,
     module: nn.Module | None = None,
+    *,
+    measures_stage: bool = False,
 ) -> tuple[Plan, Sequence[Tensor], Sequence[str] | None] | None:
     """Return the plan for a list of parameters, those once each, and their names; None if no other process matters.
 
@@ -248,12 +291,14 @@ def plan_for(
         stages: Along what parameters differ, from `stages_group`.
         shared: Weights among ``tensors`` that other stages hold too.
         module: The module that they come from, if it is known: it tells what wraps it.
+        measures_stage: Whether the norms of one pipeline stage by itself are wanted.
 
     Raises:
         UnsupportedGradientError: If FSDP1 or DistributedDataParallel keeps the gradients such that their norm cannot
             be told.
         DistributedError: If another process does not come, or comes with another list.
-        InvalidValueError: If no process group holds all tensors, or one is destroyed, or ``shared`` names another.
+        InvalidValueError: If no process group holds all tensors, or one is destroyed, or ``shared`` names another; if
+            ``stages`` contradicts how the tensors are spread, or is missing where their mesh shows pipeline stages.
     """
     flat: Mapping[int, Placement] = {}
     if several_processes():
@@ -266,24 +311,31 @@ def plan_for(
     # Only stages need to agree on names.
     key = (
         tuple(map(id, tensors)),
-        frozenset([t.dtype for t in tensors]),
         None if stages is None else id(stages.group),
         sharing,
         tuple(names or ()) if stages is not None else None,
     )
     plan = _kept(_plans, key)
-    if plan is None or not is_alive(plan.reducer.union.group):
+    if plan is None or not plan.is_for(tensors) or not is_alive(plan.reducer.union.group):
         placements = [flat.get(id(t)) or placement_of(t) for t in tensors]
         union = union_of(placements, stages)
         if union is None:
             return None
+        if not measures_stage:
+            refuse_unnamed_stages(placements, union)
         plan = Plan(union, tensors, placements, names, shared)
         if not plan.lasts:
             return plan, tensors, names
         _keep(_plans, key, plan)
         # Identities are used again. Module.to() swaps a DTensor, which must have no weak reference: its part may.
-        plan.alive = [weakref.ref(t, lambda _: _plans.pop(key, None)) for t in local_tensors(tensors, tensors)]
+        forget = partial(_forget, key, weakref.ref(plan))
+        plan.alive = [weakref.ref(t, forget) for t in local_tensors(tensors, tensors)]
     return plan, tensors, names
+
+
+def _forget(key: tuple, plan: weakref.ref, _: object) -> None:
+    if plan() is not None and _plans.get(key) is plan():
+        del _plans[key]
 
 
 def plan_for_gradients(gradients: Sequence[Tensor | None]) -> tuple[list[Tensor], Part] | None:
@@ -302,7 +354,8 @@ def plan_for_gradients(gradients: Sequence[Tensor | None]) -> tuple[list[Tensor]
         return None
     gradients = _each_gradient_once(list(gradients))
     there = [g for g in gradients if g is not None]
-    union = union_of(map(placement_of, there), None)
+    placements = [None if g is None else placement_of(g) for g in gradients]
+    union = _union_of_kinds(frozenset(p for p in placements if p is not None))
     if union is None:
         return None
     key = ("gradients", len(gradients), id(union.group))
@@ -311,15 +364,25 @@ def plan_for_gradients(gradients: Sequence[Tensor | None]) -> tuple[list[Tensor]
     if reducer is None or reducer.union.group is not union.group:
         reducer = Reducer(union, [f"{len(gradients)} gradients"], True, where)
         _keep(_reducers, key, reducer)
-    placements = [None if g is None else placement_of(g) for g in gradients]
     weights = [1.0 if p is None else 1 / _holders(p, union) for p in placements]
     shares = [0.0 if p is None else w if p.is_whole and w < 1 else -w for p, w in zip(placements, weights, strict=True)]
     part = Part(
         reducer,
         torch.tensor(weights, dtype=torch.float64, device=reducer.device),
         torch.tensor(shares, dtype=torch.float64, device=reducer.device),
+        balances(placements, union, dist.get_rank()).sum().to(reducer.device),
     )
     return [torch.empty(0) if g is None else local_part(added_up(g)) for g in gradients], part
+
+
+def _union_of_kinds(placements: frozenset[Placement]) -> Union | None:
+    """The union of gradients laid out in these ways, whose process groups live."""
+    union = _kept(_unions, (placements,))
+    if union is None or not is_alive(union.group):
+        union = union_of(placements, None)
+        if union is not None:
+            _keep(_unions, (placements,), union)
+    return union
 
 
 def _kept(cache: dict[tuple, Any], key: tuple) -> Any:
@@ -356,7 +419,7 @@ def _is_laid_out_unlike(parameter: Tensor) -> bool:
     gradient = parameter.grad
     if gradient is None or not is_sharded(gradient) or not is_sharded(parameter):
         return False
-    return gradient.placements != parameter.placements  # type: ignore[attr-defined]
+    return not is_laid_out_as(gradient, parameter)
 
 
 def _words(tensor: Tensor, placement: Placement) -> str:

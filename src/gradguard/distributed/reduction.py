@@ -8,14 +8,17 @@ its range (float64 gradients, or p above 6), a power is written as :math:`m \cdo
 each b: still one all-reduce.
 """
 
+import json
 import math
 from collections.abc import Sequence
+from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gradguard.distributed.agreement import agree, device_of, together
+from gradguard.distributed.agreement import Agreement, agree, device_of, together
 from gradguard.distributed.union import Union, check_alive
 from gradguard.errors import DistributedError
 from gradguard.tensors.layout import are_readable, move
@@ -89,28 +92,45 @@ class Reducer:
         wide: Whether powers may leave the range of float64, at least on this process.
         device: Where the norms are.
         moves: Whether this process has gradients that must be brought in line with their parameters.
+        details: What else is agreed on, and can be written as JSON.
 
     Attributes:
         wide: Whether powers may leave the range on any process.
         moves: Whether any process has such gradients.
+        agreement: What was agreed on.
     """
 
     def __init__(
-        self, union: Union, signature: Sequence[str], wide: bool, device: torch.device, moves: bool = False
+        self,
+        union: Union,
+        signature: Sequence[str],
+        wide: bool,
+        device: torch.device,
+        moves: bool = False,
+        details: Any = None,
     ) -> None:
         self.union, self._signature = union, signature
         self._alone = dist.get_world_size(union.group) == 1
         self.device = device if self._alone else device_of(union.group, device)
-        (self.wide, self.moves), number = (wide, moves), 0
-        if not self._alone:
-            (self.wide, self.moves), number = agree(union, signature, (wide, moves), self.device)
+        if self._alone:
+            text = json.dumps([list(signature), details]).encode()
+            self.agreement = Agreement((wide, moves), 0, [min(union.stage)], [len(text)], text)
+        else:
+            self.agreement = agree(union, signature, (wide, moves), self.device, details)
+        self.wide, self.moves = self.agreement.wishes
+        number = self.agreement.number
         world = dist.get_world_size(union.group)
+        self._zero = torch.zeros(1, dtype=torch.float64, device=self.device)
         self._number = torch.tensor([number, number**2], dtype=torch.float64, device=self.device)
         self._numbers = world * self._number
 
     @torch.no_grad()
     def reduce(
-        self, measured: Sequence[tuple[Tensor, float]], weights: Tensor, shares: Tensor
+        self,
+        measured: Sequence[tuple[Tensor, float]],
+        weights: Tensor,
+        shares: Tensor,
+        balance: Tensor | None = None,
     ) -> tuple[list[Tensor], Tensor]:
         """Return the norms of the whole tensors: one all-reduce, and a second if some orders are infinite, some not.
 
@@ -121,10 +141,11 @@ class Reducer:
             weights: One over the number of processes that hold the same part.
             shares: ``weights`` where this process has the tensor, negative unless every process holds all of it;
                 0 where it has none.
+            balance: What adds up to 0 if those that hold the same part all have it or all do not: 0-dim.
 
         Raises:
-            DistributedError: If another process does not come or reduces something else. On an accelerator the latter
-                gives NaN instead, so that nothing waits.
+            DistributedError: If another process does not come, reduces something else or lacks a gradient that it must
+                have. On an accelerator the last two give NaN instead, so that nothing waits.
         """
         if self._alone or not measured:
             return [norms for norms, _ in measured], shares != 0
@@ -132,7 +153,7 @@ class Reducer:
         home = measured[0][0].device
         moved = [(move(norms.double(), self.device), order) for norms, order in measured]
         finite = [(norms, order) for norms, order in moved if not math.isinf(order)]
-        added, there = self._added(finite, weights, shares) if finite else ([], torch.ones_like(shares) > 0)
+        added, there = self._added(finite, weights, shares, balance) if finite else ([], torch.ones_like(shares) > 0)
         sums = iter(added)
         largest = iter(
             self._largest([n for n, order in moved if math.isinf(order)]) if len(finite) < len(moved) else ()
@@ -141,13 +162,14 @@ class Reducer:
         return norms, move(there, home)
 
     def _added(
-        self, measured: Sequence[tuple[Tensor, float]], weights: Tensor, shares: Tensor
+        self, measured: Sequence[tuple[Tensor, float]], weights: Tensor, shares: Tensor, balance: Tensor | None
     ) -> tuple[list[Tensor], Tensor]:
         parts = [encode(norms, weights, order, self.wide) for norms, order in measured]
-        vector = torch.cat([*parts, shares, self._number])
-        together(lambda: dist.all_reduce(vector, group=self.union.group), self.union, self._signature)
-        *added, share, numbers = vector.split([*map(len, parts), len(shares), 2])
-        same = self._checked((numbers == self._numbers).all())
+        sums_to_zero = self._zero if balance is None else balance.view(1)
+        vector = torch.cat([*parts, shares, sums_to_zero, self._number])
+        self._run(vector, dist.ReduceOp.SUM)
+        *added, share, remainder, numbers = vector.split([*map(len, parts), len(shares), 1, 2])
+        same = self._checked((numbers == self._numbers).all(), (remainder == 0).all())
         norms = [decode(x, share, order, self.wide) for x, (_, order) in zip(added, measured, strict=True)]
         return norms if same is None else [torch.where(same, x, math.nan) for x in norms], share != 0
 
@@ -155,23 +177,32 @@ class Reducer:
         parts = [encode_largest(norms) for norms in measured]
         number = self._number[:1]
         vector = torch.cat([*parts, number, -number])
-        together(lambda: dist.all_reduce(vector, dist.ReduceOp.MAX, self.union.group), self.union, self._signature)
+        self._run(vector, dist.ReduceOp.MAX)
         *largest, numbers = vector.split([*map(len, parts), 2])
-        same = self._checked((numbers == torch.cat([number, -number])).all())
+        same = self._checked((numbers == torch.cat([number, -number])).all(), None)
         norms = [decode_largest(x) for x in largest]
         return norms if same is None else [torch.where(same, x, math.nan) for x in norms]
 
-    def _checked(self, same: Tensor) -> Tensor | None:
+    def _run(self, vector: Tensor, operation: Any) -> None:
+        reduce = partial(dist.all_reduce, vector, operation, self.union.group)
+        together(reduce, self.union, self._signature, known=True, on_host=vector.is_cpu)
+
+    def _checked(self, same: Tensor, balanced: Tensor | None) -> Tensor | None:
         """Return None if all processes reduced the same, and what tells it where the host must not wait.
 
         Raises:
             DistributedError: If it can be told for nothing, and they did not.
         """
         if not are_readable(same):
-            return same
+            return same if balanced is None else same & balanced
         if not bool(same):
             raise DistributedError(
                 "another rank clipped another list of gradients in this place: every rank must clip the same lists in "
                 "the same order."
+            )
+        if balanced is not None and not bool(balanced):
+            raise DistributedError(
+                "a gradient is None on some of the ranks that hold the same part of it, and not on the others: their "
+                "norm cannot be told. Replicas must have a gradient or not have it alike; fill missing ones with zeros."
             )
         return None

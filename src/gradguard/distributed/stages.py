@@ -6,8 +6,8 @@ from typing import Any
 
 from torch import Tensor
 
-from gradguard.distributed.agreement import gather_objects
-from gradguard.distributed.union import Union
+from gradguard.distributed.agreement import details_of_stages
+from gradguard.distributed.reduction import Reducer
 from gradguard.errors import InvalidTypeError, InvalidValueError
 
 Shared = Mapping[str, Tensor]
@@ -44,16 +44,34 @@ def check_shared(shared: Any, tensors: Sequence[Tensor], stages: Any) -> Shared:
     return shared
 
 
-class StageLists:
-    """The lists of all pipeline stages as one: what each stage holds one after the other, shared weights once.
+def details_of(
+    tensors: Sequence[Tensor],
+    names: Sequence[str] | None,
+    shared: Shared,
+    holders: Sequence[int],
+    whole: Sequence[bool],
+) -> list[tuple]:
+    """Return what the other stages must know of this one, which all of its processes say alike.
 
     Args:
-        union: Who takes part; all of them make it at the same time.
         tensors: The list of this stage.
         names: Their names, if they have some.
         shared: The weights among them that other stages hold too.
         holders: How many processes of this stage hold the same part of each.
         whole: Whether each of those holds all of it.
+    """
+    keys = {id(tensor): name for name, tensor in shared.items()}
+    return [
+        (None if names is None else names[i], keys.get(id(t)), holders[i], whole[i], f"{tuple(t.shape)} {t.dtype}")
+        for i, t in enumerate(tensors)
+    ]
+
+
+class StageLists:
+    """The lists of all pipeline stages as one: what each stage holds one after the other, shared weights once.
+
+    Args:
+        reducer: What has agreed on the list of each stage, with what `details_of` returned; all make it together.
 
     Attributes:
         own: Where each tensor of this stage stands.
@@ -66,21 +84,9 @@ class StageLists:
         InvalidValueError: On every process, if a shared weight is on one stage only, or of several shapes.
     """
 
-    def __init__(
-        self,
-        union: Union,
-        tensors: Sequence[Tensor],
-        names: Sequence[str] | None,
-        shared: Shared,
-        holders: Sequence[int],
-        whole: Sequence[bool],
-    ) -> None:
-        keys = {id(tensor): name for name, tensor in shared.items()}
-        mine = [
-            (None if names is None else names[i], keys.get(id(t)), holders[i], whole[i], f"{tuple(t.shape)} {t.dtype}")
-            for i, t in enumerate(tensors)
-        ]
-        lists = dict(gather_objects(union, (min(union.stage), mine)))
+    def __init__(self, reducer: Reducer) -> None:
+        numbers = sorted(set(reducer.agreement.stages))
+        lists = dict(zip(numbers, details_of_stages(reducer.union, reducer.agreement, reducer.device), strict=True))
         _check_alike(lists)
         # A stage is known by its parameters: one without any would not see that the others have new ones.
         self.one_is_empty = not all(lists.values())
@@ -97,7 +103,8 @@ class StageLists:
                     self.holders.append(0)
                     self.whole.append(its_whole)
                 self.holders[place] += its_holders
-                if stage == min(union.stage):
+                self.whole[place] &= its_whole
+                if stage == min(reducer.union.stage):
                     self.own.append(place)
         self.names = _names_of_stages(entries)
 

@@ -112,9 +112,10 @@ def union_of(placements: Iterable[Placement], stages: StageGroup | None) -> Unio
         stages: What `stages_group` returned.
 
     Raises:
-        InvalidValueError: If no process group holds all of them, or one is destroyed.
+        InvalidValueError: If no process group holds all of them, or one is destroyed, or ``stages`` says that
+            parameters differ between processes over which they are spread.
     """
-    spread = [p for p in placements if p.ranks]
+    spread = list({id(p): p for p in placements if p.ranks}.values())  # sets of thousands of ranks: each once
     if not spread and stages is None:
         return None
     meshes = {id(p.mesh): p.mesh for p in spread if p.mesh is not None}
@@ -126,11 +127,63 @@ def union_of(placements: Iterable[Placement], stages: StageGroup | None) -> Unio
     if stages is None:
         return Union(_group_of(stage), stage)
     along = frozenset(dist.get_process_group_ranks(stages.group))
+    for p in spread:
+        _refuse_spread_over_stages(p, along)
     if stages.root is not None:  # then a stage without shards knows as well where those of others lie
         everybody, own = _of_root(stages.root, along)
         if stage <= own and any(ranks == everybody for ranks in _known_groups().values()):
             return Union(_group_of(everybody), own, stages)
     return Union(_group_of(_spanned([stage, along], meshes.values())), stage, stages)
+
+
+def _refuse_spread_over_stages(placement: Placement, along: frozenset[int]) -> None:
+    both = sorted(placement.ranks & along)
+    if len(both) > 1:
+        raise InvalidValueError(
+            f"process_group or mesh says that parameters differ between the ranks {listed(both)}, over which one is "
+            f"spread: {placement.layout}. Pass the group that has one rank of each pipeline stage, mesh['pp'] for "
+            "instance; where there are no stages, leave the argument out."
+        )
+
+
+_PIPELINE = {"pp", "pipe", "pipeline", "stage", "stages"}
+"""What pipeline stages are called as a dimension of a device mesh."""
+
+
+def refuse_unnamed_stages(placements: Iterable[Placement], union: Union) -> None:
+    """Raise if the meshes of some gradients are slices of one that has pipeline stages, which no argument names.
+
+    Along any other dimension that they do not lie on, as along ``dp`` beside tensor parallelism, they are replicated.
+
+    Args:
+        placements: Of all listed tensors.
+        union: What `union_of` returned for them.
+
+    Raises:
+        InvalidValueError: If so: this stage's norm is not that of all.
+    """
+    taking_part = dist.get_process_group_ranks(union.group)
+    for root in {id(r): r for r in (root_mesh_of(p.mesh) for p in _one_of_each_mesh(placements))}.values():
+        for dim, name in enumerate(root.mesh_dim_names or ()):
+            if name.lower() not in _PIPELINE or root.size(dim) == 1:
+                continue
+            where = torch.isin(root.mesh, torch.tensor(taking_part)).nonzero()
+            if len(set(where[:, dim].tolist())) <= 1:
+                raise InvalidValueError(
+                    f"the gradients lie on slices of {root}, whose dimension {name!r} has {root.size(dim)} pipeline "
+                    "stages with parameters of their own, so that their norm would be that of this stage alone: pass "
+                    f"mesh=mesh[{name!r}], with shared= for weights that several stages hold."
+                )
+
+
+def _one_of_each_mesh(placements: Iterable[Placement]) -> list[Placement]:
+    return list({id(p.mesh): p for p in placements if p.mesh is not None}.values())
+
+
+def listed(ranks: Sequence[int], at_most: int = 20) -> str:
+    """Return ``ranks`` in words, cut where they are many."""
+    more = len(ranks) - at_most
+    return ", ".join(map(str, ranks[:at_most])) + (f" and {more} more" if more > 0 else "")
 
 
 def _of_root(root: Any, along: frozenset[int]) -> tuple[frozenset[int], frozenset[int]]:

@@ -109,7 +109,7 @@ class SharedNorms:
         if self._ended:
             return None
         try:
-            planned = plan_for(parameters, None, module=self._module_of(parameters))
+            planned = plan_for(parameters, None, module=self._module_of(parameters), measures_stage=True)
             if planned is None:
                 raise UnsupportedGradientError("no process group holds these gradients: they cannot be measured.")
             plan, tensors, _ = planned
@@ -147,7 +147,8 @@ class SharedNorms:
     @torch.no_grad()
     def _added_up(self, plan: Plan, own: tuple[Part, Tensor] | None) -> tuple[Tensor, Tensor]:
         if own is None:
-            own = Part(plan.reducer, plan.weights, torch.zeros_like(plan.weights)), torch.zeros_like(plan.weights)
+            nothing = torch.zeros_like(plan.weights)
+            own = Part(plan.reducer, plan.weights, nothing, plan.balance_of_all), nothing
         part, norms = own
         marks = torch.full_like(norms, float(self._failed))
         found, lost = part.add_up((norms, 2.0), (marks, 1.0))

@@ -1,0 +1,100 @@
+r"""Do all processes that hold the same part of a gradient have it, or all of them not? Else the norm would be wrong.
+
+One number in the one all-reduce tells. For each gradient that is both split and replicated, the holder j of part q adds
+:math:`h(q, j) - h(q, j + 1)` if it has the gradient, where h are small integers as good as random: over all k holders
+these cancel exactly, over some of them almost never.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradguard.distributed.placements import Placement
+from gradguard.distributed.union import Union
+from gradguard.torch_private import root_mesh_of
+
+
+def balances(placements: Sequence[Placement | None], union: Union, me: int) -> Tensor:
+    """Return what this process adds for each gradient that it has: ``[len]``, float64, whole numbers.
+
+    Args:
+        placements: How each is spread; None for one that does not count.
+        union: Who takes part.
+        me: The global rank of this process.
+    """
+    found = torch.zeros(len(placements), dtype=torch.float64)
+    positions: dict[int, list[int]] = {}
+    by_identity: dict[int, Placement] = {}
+    for i, placement in enumerate(placements):
+        if placement is not None and not placement.is_whole:
+            positions.setdefault(id(placement), []).append(i)
+            by_identity[id(placement)] = placement
+    for key, members in positions.items():
+        part, holder, holders = _own_part(by_identity[key], union, me)
+        if holders > 1:
+            numbers = torch.tensor(members, dtype=torch.int64)
+            mine, next_one = (_mixed(numbers, part, j % holders) for j in (holder, holder + 1))
+            found[numbers] = (mine - next_one).double()
+    return found
+
+
+def balances_of_moved(moved: Mapping[int, Sequence[Any]], union: Union, me: int) -> dict[int, float]:
+    """Return the same for gradients that are laid out unlike their parameters, where a part goes to other processes.
+
+    All processes must have them, or none, because a part that one lacks cannot be told from zeros. Sums are an
+    exception: what is missing there is a summand of 0.
+
+    Args:
+        moved: How each is laid out, by its position.
+        union: Who takes part.
+        me: The global rank of this process.
+    """
+    holder, holders = sorted(union.stage).index(me), len(union.stage)
+    return {
+        i: float(_mixed(torch.tensor(i), 0, holder) - _mixed(torch.tensor(i), 0, (holder + 1) % holders))
+        for i, placements in moved.items()
+        if any(p.is_replicate() or (p.is_partial() and getattr(p, "reduce_op", None) != "sum") for p in placements)
+        or not any(p.is_partial() for p in placements)
+    }
+
+
+def _own_part(placement: Placement, union: Union, me: int) -> tuple[int, int, int]:
+    """Which part this process holds, as which of its holders, and how many there are."""
+    slices = _slices(placement, union)
+    if placement.mesh is None or slices is None:  # who holds the same part cannot be told: all processes must be alike
+        return 0, sorted(union.stage).index(me), len(union.stage)
+    slice_number, slice_count = slices
+    part, holder, coordinates = 0, slice_number, placement.mesh.get_coordinate()
+    for size, at, kind in zip(placement.mesh.shape, coordinates, placement.kinds, strict=True):
+        if kind.is_replicate() or kind.is_partial():
+            holder = holder * size + at
+        else:
+            part = part * size + at
+    return part, holder, placement.replicas * slice_count
+
+
+def _slices(placement: Placement, union: Union) -> tuple[int, int] | None:
+    """Which slice of the root mesh the tensor's mesh is, of how many that this stage has; None if that is no slice."""
+    if placement.ranks == union.stage:
+        return 0, 1
+    root: Any = root_mesh_of(placement.mesh).mesh if placement.mesh is not None else torch.empty(0)
+    if not union.stage <= set(root.flatten().tolist()):
+        return None
+    own, everybody = (torch.isin(root, torch.tensor(sorted(r))) for r in (placement.ranks, union.stage))
+    along = [len(set(column.tolist())) > 1 for column in own.nonzero().unbind(dim=1)]
+    fixed = [dim for dim, varies in enumerate(along) if not varies]
+    slices = sorted({tuple(where) for where in everybody.nonzero()[:, fixed].tolist()})
+    if len(slices) * len(placement.ranks) != len(union.stage):
+        return None
+    return slices.index(tuple(own.nonzero()[0, fixed].tolist())), len(slices)
+
+
+def _mixed(numbers: Tensor, part: int, holder: int) -> Tensor:
+    """Integers below 512, as good as random: sums of millions of them are exact in float64."""
+    prime = 2_147_483_647
+    mixed = (numbers * 7919 + part * 104_729 + holder * 1_299_709 + 12_345) % prime
+    for _ in range(3):  # squares, because differences of linear terms would cancel
+        mixed = (mixed * mixed + mixed * 48_271 + 69_621) % prime
+    return mixed >> 22
