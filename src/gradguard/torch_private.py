@@ -160,8 +160,7 @@ def call_before_backwards(function: Callable[[Any], None]) -> Callable[[], None]
     Returns:
         What ends that. None where torch has no `_engine_run_backward`, which whatever begins a backward goes through.
     """
-    original = getattr(torch.autograd, "_engine_run_backward", None)
-    if original is None:
+    if not hasattr(torch.autograd, "_engine_run_backward"):
         return None
     key = object()
 
@@ -179,6 +178,7 @@ def call_before_backwards(function: Callable[[Any], None]) -> Callable[[], None]
 
     with _before_backwards_lock:
         _before_backwards[key] = function
+        original: Any = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
         if not hasattr(original, "tells_gradguard"):
             tell_and_run.tells_gradguard = original  # type: ignore[attr-defined]
             torch.autograd._engine_run_backward = tell_and_run  # type: ignore[attr-defined]
@@ -296,9 +296,7 @@ def decompositions(names: Sequence[str]) -> Mapping[Any, Callable[..., Any]]:
     except ImportError:
         return {}
     packets = [getattr(torch.ops.aten, name) for name in names if hasattr(torch.ops.aten, name)]
-    return {
-        op: made for op, made in get_decompositions(packets).items() if op._overloadname in ("default", "dim_IntList")
-    }
+    return {op: made for op, made in get_decompositions(packets).items() if "." not in op.name()}
 
 
 # Modules. What their dicts hold by name, None included, and in which order, no public method tells.

@@ -276,7 +276,7 @@ def test_a_forward_and_backward_under_autocast_are_repeated_in_float32_or_refuse
         with torch.autocast("cpu", torch.bfloat16):
             lowered = made(call.module, args, axes=call.axes)
             if all(output.dtype is torch.float32 for output in lowered.outputs):
-                with pytest.raises(UnsupportedGradientError, match=r"ran under torch\.autocast"):
+                with pytest.raises(UnsupportedGradientError, match=r"ran under torch\.autocast|could not be repeated"):
                     rule(lowered)
                 continue
             found = rule(lowered)

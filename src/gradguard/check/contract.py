@@ -18,6 +18,9 @@ _TOLERANCE = {torch.float64: 1e6, torch.float32: 1e3, torch.bfloat16: 8.0, torch
 """How many machine epsilons two backward runs that should agree may differ by."""
 
 
+_POWERS = {torch.bfloat16: (-2, 2), torch.float16: (-2, -1)}
+"""What cotangents are multiplied by, exactly, within the range of the dtype; in float16 more may overflow on its way."""
+
 _LARGE = 1e250
 """From here on a product with a cotangent may overflow."""
 
@@ -29,7 +32,9 @@ class Contract:
         self.function, self.cotangent, self.generator = function, cotangent, generator
         dtype = max((o.dtype.to_real() for o in function.outputs), key=lambda d: torch.finfo(d).eps)
         dtype = max((dtype, *(o.value.dtype.to_real() for o in function.inputs)), key=lambda d: torch.finfo(d).eps)
-        self.relative = _TOLERANCE[dtype] * torch.finfo(dtype).eps
+        self.dtype, self.relative = dtype, _TOLERANCE[dtype] * torch.finfo(dtype).eps
+        self.least = 8 * torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
+        """A few steps of the smallest numbers, below which a dtype has no digits."""
         self.findings: list[Finding] = []
         self.notes: list[Finding] = []
 
@@ -84,7 +89,7 @@ class Contract:
         dense = [one.contiguous().clone() for one in ones]
         yield "layout", "a grad_output of stride 0, as sum() makes", 1, ones, self._gradient_of(dense)
         yield "linearity", "grad_output times -1", 1, [-v for v in shaped], -first
-        for power in (-20, 10) if self.relative < 1e-3 else (-2, 2):  # exact, and within the range of half precision
+        for power in _POWERS.get(self.dtype, (-20, 10)):
             name = f"grad_output times 2^{power}"
             yield "linearity", name, 2.0**power, [v * 2.0**power for v in shaped], first * 2.0**power
         yield (
@@ -147,6 +152,9 @@ class Contract:
     def _compare(self, kind: str, message: str, found: Tensor, expected: Tensor, cotangent: float = 1) -> bool:
         """Compare two gradients that should agree, for cotangents of a size relative to the usual one.
 
+        In half precision sums that cancel, such as those of a normalization under a cotangent of ones, are measured by
+        the largest element of the usual gradient.
+
         Returns:
             Whether they do.
         """
@@ -154,7 +162,8 @@ class Contract:
         size = torch.maximum(found.abs(), expected.abs())
         largest = torch.where(both, size, 0.0).max() if size.numel() else torch.zeros(())
         largest = largest.clamp(min=cotangent * self.usual) if size.numel() else largest
-        wrong = both & ((found - expected).abs() > self.relative * (size + 1e-2 * largest))
+        small = 1.0 if self.dtype in _POWERS else 1e-2
+        wrong = both & ((found - expected).abs() > self.relative * (size + small * largest) + self.least)
         wrong |= expected.isfinite() & (expected.abs() < _LARGE) & ~found.isfinite()
         if not bool(wrong.any()):
             return True

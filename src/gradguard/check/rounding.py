@@ -19,14 +19,21 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from gradguard.check.function import Function
-from gradguard.torch_private import changes_its_arguments, decompositions, each_operation, returns_a_view
+from gradguard.torch_private import (
+    changes_its_arguments,
+    decompositions,
+    each_operation,
+    returns_a_view,
+    tree_leaves,
+)
 
 _RUNS = 16
 _FUSED = (
     "native_layer_norm", "native_layer_norm_backward", "native_group_norm", "native_group_norm_backward",
     "native_batch_norm", "_fused_rms_norm", "_fused_rms_norm_backward", "_softmax", "_softmax_backward_data",
     "_log_softmax", "_log_softmax_backward_data", "nll_loss_forward", "nll_loss_backward", "gelu", "gelu_backward",
-    "silu", "silu_backward", "sigmoid_backward", "tanh_backward", "addmm", "baddbmm", "logsumexp",
+    "silu", "silu_backward", "glu", "glu_backward", "sigmoid_backward", "tanh_backward", "addmm", "baddbmm",
+    "logsumexp",
 )  # fmt: skip
 _EXACT = frozenset(
     [
@@ -41,6 +48,7 @@ _EXACT = frozenset(
 _SUMS = frozenset(
     ["sum", "mean", "var", "std", "var_mean", "cumsum", "logsumexp", "prod", "norm", "linalg_vector_norm"]
 )
+_SCATTERED = frozenset(["embedding_dense_backward", "index_add", "scatter_add", "index_put", "scatter_reduce"])
 _PRODUCTS = frozenset(["mm", "bmm", "mv", "dot", "convolution", "convolution_backward"])
 _SEQUENTIAL = 0.2
 """Standard deviation of a sum of n terms that is added up one by one, over √n · eps · size of its partial sums."""
@@ -117,7 +125,7 @@ class Scatter:
         """Return what gives the standard deviation of a result that was added up in the low dtype."""
         given = [one for one in args if isinstance(one, Tensor)]
         if name in _SUMS and given and given[0].is_floating_point():
-            squares = operation(given[0].square(), *args[1:], **kwargs) if name in ("sum", "mean") else None
+            squares = operation(given[0].square(), *args[1:], **kwargs) if name in ("sum", "mean", "cumsum") else None
 
             def of_sum(result: Tensor, which: int) -> Tensor | float:
                 if not result.is_floating_point() or result.numel() == 0:
@@ -129,6 +137,14 @@ class Scatter:
                 return _SEQUENTIAL * self._eps * math.sqrt(terms) * size
 
             return of_sum
+        if name in _SCATTERED:
+            indices = [one for one in tree_leaves(args) if isinstance(one, Tensor) and one.dtype is torch.int64]
+            terms = max(
+                (int(one.flatten().bincount().max()) for one in indices if one.numel() and one.min() >= 0), default=1
+            )
+            squared = [one.square() if isinstance(one, Tensor) and one.is_floating_point() else one for one in args]
+            scattered = operation(*squared, **kwargs)
+            return lambda result, which: _SEQUENTIAL * self._eps * math.sqrt(terms) * (scattered.sqrt() + result.abs())
         if name in _PRODUCTS and all(one.is_floating_point() for one in given):
             squared = [one.square() if isinstance(one, Tensor) else one for one in args]
             squares = operation(*squared, **kwargs)

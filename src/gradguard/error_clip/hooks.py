@@ -259,12 +259,25 @@ class Clipping:
                 self.hook_leaf(variable)
 
 
+class _StandIn:
+    """Called, it is another function; else it is the one that it stands for: some checkpoints read its attributes."""
+
+    def __init__(self, original: Callable[..., Any], ours: Callable[..., Any]) -> None:
+        self._original, self._ours = original, ours
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._ours(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._original, name)
+
+
 class _Replaced:
     """A function of a checkpoint's node that ours stands in for, until it is removed."""
 
     def __init__(self, node: Any, ours: Callable[..., Any]) -> None:
         self.node, self.original = weakref.ref(node), node.run_function
-        node.run_function = ours
+        node.run_function = _StandIn(node.run_function, ours)
 
     def is_dead(self) -> bool:
         return self.node() is None

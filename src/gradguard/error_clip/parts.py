@@ -1,8 +1,10 @@
 """The block for chosen tensors, and for the values that modules make."""
 
 import threading
+from collections import deque
+from collections.abc import Mapping
 from functools import partial
-from types import FunctionType
+from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -143,31 +145,49 @@ def _tensors_in(output: Any) -> tuple[list[Tensor], str | None]:
     And the type of something in it that cannot be looked into, or None.
     """
     found, closed, seen = [], None, set()
-    waiting = tree_leaves(output)
+    waiting = [output]
     for value in waiting:  # grows while it is read
         if isinstance(value, Tensor):
             found.append(value)
         elif not isinstance(value, _PLAIN) and id(value) not in seen:
             seen.add(id(value))
-            attributes = _attributes_of(value)
-            if attributes is None:
+            parts = _parts_of(value)
+            if parts is None:
                 closed = closed or type(value).__name__
             else:
-                waiting += tree_leaves(attributes)
+                waiting += parts
     return found, closed
 
 
-_PLAIN = (str, bytes, int, float, complex, type(None), type, nn.Module, torch.device, torch.dtype, torch.Generator)
+_PLAIN = (str, bytes, int, float, complex, type(None), type, ModuleType, nn.Module, torch.device, torch.dtype)
 """What holds no value that a forward has made."""
 
 
+def _parts_of(value: Any) -> list[Any] | None:
+    """Return what an object holds; None for one whose inside cannot be seen, such as a function's."""
+    if isinstance(value, Mapping):
+        return [*value.values()]
+    if isinstance(value, list | tuple | set | frozenset | deque):
+        return [*value]
+    if isinstance(value, partial):
+        return [value.func, *value.args, *value.keywords.values()]
+    leaves = tree_leaves(value)
+    return _attributes_of(value) if len(leaves) == 1 and leaves[0] is value else leaves
+
+
 def _attributes_of(value: Any) -> list[Any] | None:
-    """Return the values of an object's attributes; None for one whose inside cannot be seen, such as a function's."""
-    declared = [vars(kind)["__slots__"] for kind in type(value).__mro__ if "__slots__" in vars(kind)]
-    if isinstance(value, FunctionType) or not (declared or hasattr(value, "__dict__")):
+    """Return the values of an object's attributes; None where it has none."""
+    if isinstance(value, FunctionType):
         return None
-    slots = [name for names in declared for name in ([names] if isinstance(names, str) else names)]
-    return [*getattr(value, "__dict__", {}).values(), *(getattr(value, name, None) for name in slots)]
+    declared = [(kind, vars(kind)["__slots__"]) for kind in type(value).__mro__ if "__slots__" in vars(kind)]
+    if not (declared or hasattr(value, "__dict__")):
+        return None
+    found = [*getattr(value, "__dict__", {}).values()]
+    for kind, names in declared:
+        for name in [names] if isinstance(names, str) else names:
+            private = name.startswith("__") and not name.endswith("__")
+            found.append(getattr(value, f"_{kind.__name__.lstrip('_')}{name}" if private else name, None))
+    return found
 
 
 def _stand_ins(args: Any) -> Inputs:

@@ -65,10 +65,17 @@ class Conditions:
     """Nodes with a saved constant of modulus at most 1, and whether it may be negative."""
     dimensions: list[tuple[Slot, int, bool]] = field(default_factory=list)
     """Slots, and whether they have so many dimensions."""
+    real: list[Slot] = field(default_factory=list)
+    """Slots that must not be complex."""
 
     def hold(self, nodes: list[Node]) -> bool:
         """Tell whether all of it holds of ``nodes``, which have the structure of the graph that was pruned."""
-        return self._dimensions_hold(nodes) and self._factors_hold(nodes) and self._layouts_hold(nodes)
+        return (
+            self._dimensions_hold(nodes)
+            and self._factors_hold(nodes)
+            and self._layouts_hold(nodes)
+            and not any(input_metadata_of(nodes[at])[number].dtype.is_complex for at, number in self.real)
+        )
 
     def _dimensions_hold(self, nodes: list[Node]) -> bool:
         for (position, number), expected, held in self.dimensions:
@@ -110,30 +117,38 @@ class Pruning:
     def __init__(self, graph: Graph, consumers: dict[Slot, list[tuple[int, int]]], symmetric: bool) -> None:
         self.graph, self.consumers, self.symmetric = graph, consumers, symmetric
         self.bounded: set[Slot] = set()
+        self._roots = frozenset(graph.roots)
         self.slots_of: dict[int, list[int]] = defaultdict(list)
         for position, number in consumers:
             self.slots_of[position].append(number)
         self.conditions = Conditions()
         self._same = _Classes()
+        self._left_out: list[Slot] = []
         self._required: list[tuple[Slot, Slot]] = []
 
     def needs_no_clamp(self, slot: Slot) -> bool:
         """Tell whether the gradient of ``slot`` is bounded without a clamp of its own; remember why."""
         uses = self.consumers[slot]
-        if len(uses) != 1:
+        if len(uses) != 1 or slot in self._roots:
             return False
         position, edge = uses[0]
         incoming = self.slots_of.get(position, [])
         if not incoming or any((position, number) not in self.bounded for number in incoming):
             return False
-        return self._never_grows(position, edge, slot)
+        found = self._never_grows(position, edge, slot)
+        if found:
+            self._left_out.append(slot)
+        return found
 
     def finish(self) -> Conditions:
         """Return the conditions, with slots that have one shape by construction looked at once."""
         classes = _Classes()
         for a, b in self._required:
             classes.join(self._same.find(a), self._same.find(b))
-        for group in classes.groups():
+        alike = classes.groups()
+        known = {slot for group in alike for slot in group[1:]}
+        self.conditions.real += [slot for slot in self._left_out if slot not in known]
+        for group in alike:
             by_node: dict[int, list[int]] = defaultdict(list)
             for position, number in group:
                 by_node[position].append(number)

@@ -266,6 +266,7 @@ class Following:
             self.quietly,
             call.autocast,
             way.precision,
+            way.reason,
         )
 
     def _start_loop(self, module: nn.Module) -> Running:

@@ -45,6 +45,7 @@ class LoopedCall:
         quietly: A block in which the clipper's own hooks do nothing.
         autocast: Device type and dtype of the autocast that it ran under, or None.
         precision: Machine epsilon of the coarsest dtype that is computed in.
+        reason: Why samples are run one by one.
         draws: The random numbers that it drew, or None.
         before: The module as it was before.
         outputs: What it returned, and the version of each tensor.
@@ -63,6 +64,7 @@ class LoopedCall:
     quietly: Callable[[], AbstractContextManager[None]]
     autocast: tuple[str, torch.dtype] | None
     precision: float
+    reason: str = ""
     draws: Draws | None = None
     before: Snapshot | None = None
     outputs: list[tuple[Tensor, int]] = field(default_factory=list)
@@ -95,7 +97,7 @@ class LoopedCall:
         for name, contribution in found.items():
             if float(off_from_sum(contribution, self.leaves.plain.get(name), self.precision, size)) > 1:
                 raise UnsupportedGradientError(
-                    f"the samples' gradients of {name} do not add up to its plain gradient: a value that "
+                    f"{self.reason} Nor can samples be run one by one: the samples' gradients of {name} do not add up to its plain gradient: a value that "
                     f"{type(self.module).__name__} makes reaches the loss in another way than through what it returns "
                     "(an attribute, a list, a hook), or its samples are mixed. Nothing was clipped."
                 )
