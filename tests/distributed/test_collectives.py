@@ -156,7 +156,7 @@ def test_a_plan_costs_one_all_gather(pool):
 
 
 PRESENT = [(), (0,), (0, 1, 2, 3, 4), (1, 3), (4,), ()]
-"""Positions without a gradient, step by step; two ranks also leave out their rows of the third, which nobody else has."""
+"""Positions without a gradient, step by step; two ranks also leave out rows of the third, theirs alone."""
 
 
 def ran_while_gradients_come_and_go(call):

@@ -19,7 +19,7 @@ _TOLERANCE = {torch.float64: 1e6, torch.float32: 1e3, torch.bfloat16: 8.0, torch
 
 
 _POWERS = {torch.bfloat16: (-2, 2), torch.float16: (-2, -1)}
-"""What cotangents are multiplied by, exactly, within the range of the dtype; in float16 more may overflow on its way."""
+"""What cotangents are multiplied by, exactly, within the range of the dtype: in float16 more may overflow inside."""
 
 _LARGE = 1e250
 """From here on a product with a cotangent may overflow."""

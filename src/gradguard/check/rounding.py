@@ -139,9 +139,8 @@ class Scatter:
             return of_sum
         if name in _SCATTERED:
             indices = [one for one in tree_leaves(args) if isinstance(one, Tensor) and one.dtype is torch.int64]
-            terms = max(
-                (int(one.flatten().bincount().max()) for one in indices if one.numel() and one.min() >= 0), default=1
-            )
+            counted = [one.flatten().bincount() for one in indices if one.numel() and one.min() >= 0]
+            terms = max((int(counts.max()) for counts in counted), default=1)
             squared = [one.square() if isinstance(one, Tensor) and one.is_floating_point() else one for one in args]
             scattered = operation(*squared, **kwargs)
             return lambda result, which: _SEQUENTIAL * self._eps * math.sqrt(terms) * (scattered.sqrt() + result.abs())

@@ -62,8 +62,10 @@ def balances_of_moved(moved: Mapping[int, Sequence[Any]], union: Union, me: int)
 
 def _own_part(placement: Placement, union: Union, me: int) -> tuple[int, int, int]:
     """Which part this process holds, as which of its holders, and how many there are."""
+    if placement.mesh is None:  # a part of FSDP1's flat parameter, which some processes hold nothing of
+        return 0, 0, 1
     slices = _slices(placement, union)
-    if placement.mesh is None or slices is None:  # who holds the same part cannot be told: all processes must be alike
+    if slices is None:  # who holds the same part cannot be told: all processes must be alike
         return 0, sorted(union.stage).index(me), len(union.stage)
     slice_number, slice_count = slices
     part, holder, coordinates = 0, slice_number, placement.mesh.get_coordinate()

@@ -97,9 +97,10 @@ class LoopedCall:
         for name, contribution in found.items():
             if float(off_from_sum(contribution, self.leaves.plain.get(name), self.precision, size)) > 1:
                 raise UnsupportedGradientError(
-                    f"{self.reason} Nor can samples be run one by one: the samples' gradients of {name} do not add up to its plain gradient: a value that "
-                    f"{type(self.module).__name__} makes reaches the loss in another way than through what it returns "
-                    "(an attribute, a list, a hook), or its samples are mixed. Nothing was clipped."
+                    f"{self.reason} Nor can samples be run one by one: the samples' gradients of {name} do not add up "
+                    f"to its plain gradient: a value that {type(self.module).__name__} makes reaches the loss in "
+                    "another way than through what it returns (an attribute, a list, a hook), or its samples are "
+                    "mixed. Nothing was clipped."
                 )
 
 
