@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from test_pruning import DTYPES, RULES, assert_equal, leaves_of, programs, run
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
+from torch.utils.checkpoint import checkpoint
 
 import gradguard as gg
 from gradguard import torch_private
@@ -194,3 +195,60 @@ def test_blocks_in_threads_leave_the_engine_as_it_was():
     thread.join()
     assert torch.autograd._engine_run_backward is before
     assert not torch_private._before_backwards
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_checkpoint_that_returns_a_value_and_what_is_made_of_it(reentrant):
+    def both(x: Tensor) -> tuple[Tensor, Tensor]:
+        h = x * 3
+        return h, h.relu()
+
+    for prune in (True, False):
+        x = torch.ones(2, requires_grad=True)
+        h, r = checkpoint(both, x, use_reentrant=reentrant)
+        loss = (h * 5).sum() + (r * 7).sum()
+        with gg.error_clip(loss, gg.ErrorClipByValue(0.1), prune=prune):
+            loss.backward()
+        assert x.grad.tolist() == pytest.approx([0.3, 0.3])
+
+
+@pytest.mark.parametrize(
+    "loss_of",
+    [lambda x: (x * 3).tanh().tanh().abs().sum() * 7, lambda x: ((x * 3).view(2, 2) + 1).abs().sum()],
+    ids=["tanh", "view and add"],
+)
+def test_a_plan_of_a_real_graph_does_not_serve_a_complex_one(loss_of):
+    for dtype in (torch.float32, torch.complex64, torch.float32):
+        found = []
+        for prune in (True, False):
+            x = torch.linspace(-1, 1, 4).to(dtype).requires_grad_()
+            loss = loss_of(x)
+            with gg.error_clip(loss, gg.ErrorClipByValue(0.1), prune=prune):
+                loss.backward()
+            found.append([x.grad])
+        assert_equal(*found)
+
+
+def test_a_checkpoint_of_ones_own_reads_attributes_of_what_it_runs():
+    class OwnCheckpoint(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, module):
+            ctx.run_function = module
+            ctx.save_for_backward(x)
+            with torch.no_grad():
+                return module(x)
+
+        @staticmethod
+        def backward(ctx, gradient):
+            (x,) = ctx.saved_tensors
+            x = x.detach().requires_grad_()
+            with torch.enable_grad():
+                y = ctx.run_function(x)
+            made = torch.autograd.grad(y, [x, *ctx.run_function.parameters()], gradient)
+            return made[0], None
+
+    layer, x = torch.nn.Linear(2, 2), torch.ones(1, 2, requires_grad=True)
+    loss = OwnCheckpoint.apply(x * 1, layer).sum() * 3
+    with gg.error_clip(loss, gg.ErrorClipByValue(0.5)):
+        loss.backward()
+    assert x.grad.abs().max() <= 0.5

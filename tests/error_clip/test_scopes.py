@@ -1,6 +1,7 @@
 """Parts of a graph: modules, chosen tensors, and which rule a value has where blocks are nested."""
 
 from contextlib import ExitStack
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -279,7 +280,24 @@ class Slotted:
         self.inner = inner
 
 
+class Private:
+    __slots__ = ("__inner",)
+
+    def __init__(self, inner):
+        self.__inner = inner
+
+
+def holding_itself(y):
+    found = {"y": y}
+    found["self"] = found
+    return found
+
+
 CONTAINERS = {
+    "a dict that holds itself": holding_itself,
+    "beside a Python module": lambda y: SimpleNamespace(y=y, module=torch),
+    "a partial call": lambda y: partial(print, y),
+    "a private slot": Private,
     "a plain object": lambda y: SimpleNamespace(y=y),
     "in an object's list": lambda y: SimpleNamespace(layers=[None, {"y": y}]),
     "slots": Slotted,

@@ -167,6 +167,36 @@ def test_a_right_kernel_passes_at_many_points(name, dtype):
     check_right(name, dtype, range(2, 30))
 
 
+def normal(*shape: int, times: float = 1.0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(4)) * times
+
+
+def batch_norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    return F.batch_norm(x, None, None, weight, bias, training=True)
+
+
+FALSE_ALARMS: dict[str, tuple[Kernel, list[Tensor]]] = {
+    "a mean: gradients below the smallest normal number": (F.mse_loss, [normal(64, 256), normal(64, 256)]),
+    "cross entropy, of many": (lambda x: F.cross_entropy(x, torch.arange(128) % 50), [normal(128, 50)]),
+    "a mean of squares": (lambda x: x.square().mean(), [normal(4096)]),
+    "tiny products": (lambda x: x.cumprod(0), [normal(10, times=1e-3)]),
+    "batch norm: sums that cancel": (batch_norm, [normal(32, 8), normal(8), normal(8)]),
+    "batch norm of images": (batch_norm, [normal(6, 3, 4), normal(3), normal(3)]),
+    "instance norm": (F.instance_norm, [normal(16, 4, 8, 8)]),
+    "a gate near 1": (lambda x: F.glu(x, -1), [normal(8, 32, times=3.0)]),
+    "one row looked up often": (lambda w: F.embedding(torch.zeros(100, dtype=torch.long), w), [normal(4, 3)]),
+    "a running sum": (lambda x: x.cumsum(0), [normal(100)]),
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", FALSE_ALARMS)
+def test_what_is_hard_for_the_dtype_is_no_error(name, dtype):
+    fn, inputs = FALSE_ALARMS[name]
+    report = gg.gradcheck(fn, *[x.to(dtype) for x in inputs], reference=fn)
+    assert report.verdict == "PASS", report
+
+
 def test_the_power_of_the_low_precision_is_told():
     report = gg.gradcheck(
         kernel(torch.bfloat16, torch.exp, lambda g: g), *point("exp", torch.bfloat16), reference=torch.exp
