@@ -1,6 +1,7 @@
 """The floors of the house that import-linter cannot see."""
 
 import ast
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,11 @@ def test_the_ground_floor_knows_tensors_only(file):
         elif isinstance(node, ast.ImportFrom):
             modules |= {f"{node.module}.{alias.name}" for alias in node.names} | {str(node.module)}
     assert not {m for m in modules if m.startswith(("torch.nn", "torch.optim", "torch.distributed"))}
+
+
+def test_each_test_file_has_a_name_of_its_own():
+    names = Counter(file.name for file in Path(__file__).parent.rglob("test_*.py"))  # pytest takes them for modules
+    assert [name for name, count in names.items() if count > 1] == []
 
 
 def test_every_file_can_be_read_in_one_sitting():

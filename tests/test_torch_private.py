@@ -339,6 +339,26 @@ def test_decompositions(monkeypatch):
     assert torch_private.decompositions(["silu"]) == {}
 
 
+@pytest.mark.parametrize("way", ["torch.compile", "its own compile"])
+def test_stop_compiling(way):
+    layer, x = nn.Linear(2, 2), torch.ones(1, 2)
+    if way == "torch.compile":
+        part = torch.compile(layer, backend="eager")
+    else:
+        part = layer
+        part.compile(backend="eager")
+    graphs = []
+    resume = torch_private.stop_compiling(part)
+    hook = layer.register_forward_hook(lambda *_: graphs.append(torch.compiler.is_compiling()))
+    assert torch.equal(part(x), layer(x))
+    assert graphs
+    assert not any(graphs)
+    hook.remove()
+    resume()
+    assert torch_private.is_compiled(part)
+    torch_private.stop_compiling(nn.Linear(1, 1))()
+
+
 def test_hook_order(monkeypatch):
     layer = nn.Linear(1, 1)
     assert torch_private.hook_order(layer) is None

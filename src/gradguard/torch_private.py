@@ -290,12 +290,16 @@ def changes_its_arguments(operation: Any) -> bool:
 
 
 def decompositions(names: Sequence[str]) -> Mapping[Any, Callable[..., Any]]:
-    """Return of what ATen's operations of these names consist. Where torch does not tell: of themselves, so nothing."""
+    """Return of what ATen's operations of these names consist, with a leading underscore or without.
+
+    Where torch does not tell: of themselves, so nothing.
+    """
     try:
         from torch._decomp import get_decompositions
     except ImportError:
         return {}
-    packets = [getattr(torch.ops.aten, name) for name in names if hasattr(torch.ops.aten, name)]
+    both = [spelt for name in names for spelt in (name, f"_{name}")]
+    packets = [getattr(torch.ops.aten, spelt) for spelt in both if hasattr(torch.ops.aten, spelt)]
     return {op: made for op, made in get_decompositions(packets).items() if "." not in op.name()}
 
 

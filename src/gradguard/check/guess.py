@@ -41,7 +41,11 @@ def _ratio(one: Finding) -> str:
         return "zero"
     if abs(ratio + 1) <= max(blur, 1e-6):
         return "sign"
-    return f"ratio {ratio:#.{digits_apart(ratio, 1.0, 4)}g}" if blur < 1e-2 and 1e-3 < abs(ratio) < 1e4 else ""
+    return (
+        f"ratio {ratio:#.{digits_apart(ratio, 1.0, 5 if abs(ratio) >= 1 else 4)}g}"
+        if blur < 1e-2 and 1e-3 < abs(ratio) < 1e4
+        else ""
+    )
 
 
 def _alone(search: Search, one: Finding) -> str:

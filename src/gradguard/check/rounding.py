@@ -30,14 +30,14 @@ from gradguard.torch_private import (
 _RUNS = 16
 _FUSED = (
     "native_layer_norm", "native_layer_norm_backward", "native_group_norm", "native_group_norm_backward",
-    "native_batch_norm", "_fused_rms_norm", "_fused_rms_norm_backward", "_softmax", "_softmax_backward_data",
-    "_log_softmax", "_log_softmax_backward_data", "nll_loss_forward", "nll_loss_backward", "gelu", "gelu_backward",
+    "native_batch_norm", "fused_rms_norm", "fused_rms_norm_backward", "softmax", "softmax_backward_data",
+    "log_softmax", "log_softmax_backward_data", "nll_loss_forward", "nll_loss_backward", "gelu", "gelu_backward",
     "silu", "silu_backward", "glu", "glu_backward", "sigmoid_backward", "tanh_backward", "addmm", "baddbmm",
     "logsumexp",
 )  # fmt: skip
 _EXACT = frozenset(
     [
-        "_to_copy", "_unsafe_view", "abs", "amax", "amin", "cat", "clamp", "clamp_max", "clamp_min", "clone",
+        "to_copy", "unsafe_view", "abs", "amax", "amin", "cat", "clamp", "clamp_max", "clamp_min", "clone",
         "constant_pad_nd", "copy", "empty", "empty_like", "fill", "flip", "full", "full_like", "gather", "index",
         "index_select", "embedding", "masked_fill", "max", "maximum", "min", "minimum", "neg", "ones", "ones_like",
         "relu", "repeat", "roll", "scalar_tensor", "select_backward", "slice_backward", "sort", "stack", "threshold",
@@ -95,7 +95,7 @@ class Scatter:
             with each_operation(self._operation):
                 return parts(*args, **kwargs)
         result = operation(*args, **kwargs)
-        name = operation.name().partition("::")[2].partition(".")[0]
+        name = operation.name().partition("::")[2].partition(".")[0].lstrip("_")
         if name in _EXACT or returns_a_view(operation) or changes_its_arguments(operation):
             return result
         lost = self._lost_in_sums(name, operation, args, kwargs)
