@@ -17,7 +17,7 @@ _REPEATS = 6
 _TOLERANCE = {torch.float64: 1e6, torch.float32: 1e3, torch.bfloat16: 8.0, torch.float16: 8.0}
 """How many machine epsilons two backward runs that should agree may differ by."""
 
-
+_ONES = "a grad_output of stride 0, as sum() makes"
 _POWERS = {torch.bfloat16: (-2, 2), torch.float16: (-2, -1)}
 """What cotangents are multiplied by, exactly, within the range of the dtype: in float16 more may overflow inside."""
 
@@ -87,7 +87,7 @@ class Contract:
             yield "layout", "a transposed grad_output", 1, [_transposed(v) for v in shaped], first
         ones = [torch.ones((), dtype=v.dtype, device=v.device).expand(v.shape) for v in shaped]
         dense = [one.contiguous().clone() for one in ones]
-        yield "layout", "a grad_output of stride 0, as sum() makes", 1, ones, self._gradient_of(dense)
+        yield "layout", _ONES, 1, ones, self._gradient_of(dense)
         yield "linearity", "grad_output times -1", 1, [-v for v in shaped], -first
         for power in _POWERS.get(self.dtype, (-20, 10)):
             name = f"grad_output times 2^{power}"
@@ -152,8 +152,8 @@ class Contract:
     def _compare(self, kind: str, message: str, found: Tensor, expected: Tensor, cotangent: float = 1) -> bool:
         """Compare two gradients that should agree, for cotangents of a size relative to the usual one.
 
-        In half precision sums that cancel, such as those of a normalization under a cotangent of ones, are measured by
-        the largest element of the usual gradient.
+        Under a cotangent of ones the sums of a normalization cancel: in half precision what remains is measured by the
+        largest element of the usual gradient.
 
         Returns:
             Whether they do.
@@ -162,7 +162,7 @@ class Contract:
         size = torch.maximum(found.abs(), expected.abs())
         largest = torch.where(both, size, 0.0).max() if size.numel() else torch.zeros(())
         largest = largest.clamp(min=cotangent * self.usual) if size.numel() else largest
-        small = 1.0 if self.dtype in _POWERS else 1e-2
+        small = 1e-2 if self.dtype not in _POWERS else 1.0 if message == _ONES else 0.2
         wrong = both & ((found - expected).abs() > self.relative * (size + small * largest) + self.least)
         wrong |= expected.isfinite() & (expected.abs() < _LARGE) & ~found.isfinite()
         if not bool(wrong.any()):
