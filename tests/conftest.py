@@ -34,6 +34,7 @@ SAMPLED = {
     "gradient_check/test_sets.py": 2,
     "integrations/test_keras_optimizer.py": 2,
     "per_sample/test_bounds.py": 3,
+    "per_sample/test_compiled_modules.py": 3,
     "per_sample/test_oracle.py": 3,
     "private/test_accounting.py": 2,
     "test_cli.py::test_observing_leaves_the_weights_bit_identical": 3,

@@ -489,6 +489,30 @@ def test_constant_when_traced():
     assert len(traced) == 1
 
 
+@pytest.mark.slow
+def test_never_compiled(monkeypatch):
+    torch.compiler.reset()
+    traced = []
+
+    def inner(module, args):
+        torch._dynamo.graph_break() if torch.compiler.is_compiling() else None
+        traced.append(torch.compiler.is_compiling())
+
+    def hook(module, args):
+        traced.append(torch.compiler.is_compiling())
+        inner(module, args)
+
+    graphs = []
+    layer = nn.Linear(2, 2)
+    layer.register_forward_pre_hook(torch_private.never_compiled(hook))
+    compiled = torch.compile(layer, backend=lambda graph, inputs: graphs.append(graph) or graph.forward)
+    for _ in range(2):
+        compiled(torch.ones(1, 2))
+    assert traced == [False] * 4
+    assert len(graphs) == 1
+    without(monkeypatch, "torch._C._dynamo").never_compiled(lambda: None)
+
+
 def test_is_of_the_compiler():
     frame = lambda name: SimpleNamespace(f_globals={"__name__": name})  # noqa: E731
     assert torch_private.is_of_the_compiler(frame("torch._dynamo.eval_frame"))

@@ -1,18 +1,16 @@
 """A hook on a module that stays with that module."""
 
-from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 
-class ForwardHook:
-    """A hook on a module that does not follow it into copies and files: there it does nothing."""
+class ForwardHook(partial):
+    """A hook on a module that does not follow it into copies and files: there it does nothing.
 
-    def __init__(self, call: Callable[..., Any]) -> None:
-        self._call = call
+    A `partial` has no Python code of its own, which the compiler would compile, `never_compiled` or not.
+    """
 
-    def __call__(self, *args: Any) -> Any:
-        """Pass on what PyTorch calls the hook with."""
-        return self._call(*args)
+    __slots__ = ()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return ForwardHook, (_do_nothing,)

@@ -11,13 +11,15 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from types import FrameType
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 
 from gradguard.errors import InvalidValueError, UnsupportedVersionError
+
+_P, _R = ParamSpec("_P"), TypeVar("_R")
 
 
 def _refuse(feature: str, name: str, instead: str = "") -> NoReturn:
@@ -483,6 +485,20 @@ def constant_when_traced(function: Callable[[], Any]) -> Callable[[], Any]:
     # As `torch.compiler.assume_constant_result`, which imports the compiler. One that does not read the mark looks into
     # the function, and says so if it cannot.
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
+def never_compiled(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Return ``function``, which compiled code is to call as it is written, with all that it calls itself.
+
+    As `torch.compiler.disable`, which imports the compiler and leaves a Python frame around the function that is
+    compiled. Where torch has no such marks the compiler traces into the function.
+    """
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]
+    code = getattr(torch._C, "_dynamo", None) and torch._C._dynamo.eval_frame
+    if hasattr(code, "set_code_exec_strategy"):
+        skip = code._FrameAction.SKIP
+        code.set_code_exec_strategy(function.__code__, code._FrameExecStrategy(skip, skip))  # type: ignore[attr-defined]
     return function
 
 

@@ -22,7 +22,7 @@ from gradguard.per_sample.operations import ObservedOperation, operation_of
 from gradguard.per_sample.samples import Arguments, take_samples, tensor_leaves
 from gradguard.per_sample.trees import changes_of
 from gradguard.per_sample.undisturbed import TOO_RARE, generators, seed_generators, undisturbed
-from gradguard.torch_private import each_operation, parameter_slots, tree_leaves
+from gradguard.torch_private import each_operation, never_compiled, parameter_slots, tree_leaves
 
 Slot = tuple[nn.Module, str]
 """A parameter as an attribute of a module."""
@@ -102,6 +102,7 @@ class Observer(TorchFunctionMode):
             call.values += [t.clone() for t in tensors]
         assert call.module is module
 
+    @never_compiled
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if (func in _DROPOUTS and _drops(args, kwargs)) or kwargs.get("dropout_p"):
@@ -144,6 +145,7 @@ class Observer(TorchFunctionMode):
 class WithoutDropout(TorchFunctionMode):
     """Switches dropout off that functions do."""
 
+    @never_compiled
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return without_dropout(func, args, kwargs or {})
 

@@ -26,7 +26,7 @@ from gradguard.per_sample.tapping import Running, Tapping, autocast_of
 from gradguard.per_sample.trees import Skeleton
 from gradguard.per_sample.undisturbed import Snapshot
 from gradguard.per_sample.way import Way
-from gradguard.torch_private import hook_order, parameter_slots
+from gradguard.torch_private import hook_order, never_compiled, parameter_slots
 
 _NOTHING = CallPlan(Treatment.NOTHING, False, (), ())
 
@@ -178,6 +178,7 @@ class Following:
 
     # What the hooks do
 
+    @never_compiled
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._observer is not None:
             self._observer.enter(module, args, kwargs)
@@ -197,6 +198,7 @@ class Following:
         self._stack.append(running)
         return self._tapping.start(running, caller, args, kwargs)
 
+    @never_compiled
     def _leave(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         if self._observer is not None:
             self._observer.leave(module, args, kwargs, output)

@@ -24,7 +24,7 @@ from gradguard.per_sample.layers.call import BatchAxis, LayerCall
 from gradguard.per_sample.layers.linear import linear
 from gradguard.per_sample.layers.normalization import layer_norm_over, rms_norm_over
 from gradguard.per_sample.layers.rules import Rule
-from gradguard.torch_private import tree_map
+from gradguard.torch_private import never_compiled, tree_map
 
 _ELEMENTWISE = {
     torch.mul: "product", torch.multiply: "product", Tensor.mul: "product", Tensor.multiply: "product",
@@ -190,6 +190,7 @@ class ParameterProxy(Tensor):
         return made
 
     @classmethod
+    @never_compiled
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if torch.is_grad_enabled() and (func in _ELEMENTWISE or func in _FUNCTIONS):
