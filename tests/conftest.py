@@ -23,33 +23,89 @@ settings.register_profile(  # however slow the machine is
 settings.load_profile("repeatable")
 
 SAMPLED = {
-    "distributed/test_adaptive_on_shards.py": 3,
+    "clip/test_thresholds.py": 3,
+    "distributed/test_adaptive_on_shards.py": 6,
     "distributed/test_collectives.py": 3,
     "distributed/test_guard_on_shards.py": 3,
     "distributed/test_norm_on_shards.py": 3,
-    "distributed/test_rules_on_shards.py": 3,
-    "error_clip/test_compiled.py": 3,
-    "error_clip/test_compiled_code.py": 3,
-    "error_clip/test_distributed_training.py": 2,
-    "gradient_check/test_sets.py": 2,
+    "distributed/test_random_layouts.py": 3,
+    "distributed/test_rules_on_shards.py": 6,
+    "distributed/test_what_a_review_of_stages_found.py": 2,
+    "error_clip/test_compiled.py": 6,
+    "error_clip/test_compiled_code.py": 6,
+    "error_clip/test_distributed_training.py": 4,
+    "error_clip/test_pruning.py": 3,
+    "gradient_check/test_gradcheck.py": 2,
+    "gradient_check/test_gradcheck_options.py": 2,
+    "gradient_check/test_low_precision.py": 3,
+    "gradient_check/test_operators.py": 3,
+    "gradient_check/test_sets.py": 6,
+    "gradient_check/test_what_a_review_found.py": 3,
+    "integrations/test_deepspeed_engine.py": 4,
     "integrations/test_keras_optimizer.py": 2,
+    "integrations/test_lightning_per_sample.py": 2,
+    "integrations/test_lightning_private.py": 2,
+    "integrations/test_transformers_per_sample.py": 2,
+    "integrations/test_transformers_private.py": 2,
+    "integrations/test_transformers_trainer.py": 2,
+    "per_sample/test_attention_recurrent_rules.py": 4,
     "per_sample/test_bounds.py": 3,
     "per_sample/test_compiled_modules.py": 3,
-    "per_sample/test_oracle.py": 3,
-    "private/test_accounting.py": 2,
-    "test_cli.py::test_observing_leaves_the_weights_bit_identical": 3,
-    "watch/test_observer_processes.py": 3,
-    "watch/test_report_browser.py": 2,
+    "per_sample/test_exact_or_refused.py": 2,
+    "per_sample/test_layer_rules.py": 4,
+    "per_sample/test_oracle.py": 9,
+    "private/test_accounting.py": 4,
+    "private/test_private_training.py": 2,
+    "test_cli.py::test_observing_leaves_the_weights_bit_identical": 6,
+    "watch/test_observer_processes.py": 6,
+    "watch/test_observer_recording.py": 4,
+    "watch/test_observer_sharded.py": 3,
+    "watch/test_replay.py": 2,
+    "watch/test_report.py": 2,
+    "watch/test_report_browser.py": 12,
 }
 """``make test`` runs one row in so many of the tables there, the same ones every time; ``make exhaustive`` runs all."""
 
 
+LONG = {
+    "error_clip/test_distributed_training.py::test_threads_do_not_disturb_one_another",
+    "gradient_check/test_operators.py::test_no_operator_is_flagged_without_a_reason",
+    "gradient_check/test_what_a_review_found.py::test_found[one of a thousand kinks]",
+    "integrations/test_ray.py::test_the_example_clips_and_skips_alike_and_goes_on_from_its_checkpoint",
+    "per_sample/test_per_sample_distributed.py::test_two_processes_measure_the_noise_scale_that_one_measures",
+    "private/test_private_digits.py::test_it_learns_within_its_budget_and_prints_both",
+    "private/test_private_training.py::test_an_audit_finds_the_promised_noise_and_catches_sabotage",
+    "test_exploding_rnn.py::test_over_800_steps_only_the_error_clip_survives",
+    "test_noisy_labels.py::test_per_sample_clipping_does_not_learn_wrong_labels_by_heart",
+    "watch/test_observer_processes.py::test_accelerate_s_own_clip_is_learnt",
+    "watch/test_observer_processes.py::test_executors_that_a_script_leaves_open_do_not_keep_it",
+    "watch/test_observer_processes.py::test_fsdp1_gives_the_norm_that_its_own_clip_tells",
+    "watch/test_observer_processes.py::test_spawned_children_write_files_of_their_own",
+    "watch/test_observer_processes.py::test_threads_that_train_at_once_have_each_their_own_clips",
+    "watch/test_observer_processes.py::test_workers_of_a_data_loader_and_a_compiled_model",
+    "watch/test_observer_sharded.py::test_torchrun_with_and_without_gradguard_run",
+    "watch/test_report.py::test_a_page_stays_below_seven_megabytes",
+    "watch/test_report_browser.py::test_a_focused_chart_zooms_by_key_and_the_others_follow",
+    "watch/test_report_browser.py::test_a_page_prints_in_light_without_its_controls",
+    "watch/test_report_browser.py::test_the_heat_map_toggles_by_click",
+    "watch/test_report_browser.py::test_the_heat_map_toggles_by_key",
+    "watch/test_report_browser.py::test_what_was_not_recorded_cannot_be_chosen",
+    "watch/test_report_browser.py::test_zero_and_non_finite_cells_are_marked",
+    "watch/test_sinks.py::test_wandb_by_name",
+}
+"""Tests of half a minute and more, or beside one that sees nearly the same: in ``make exhaustive`` alone."""
+
+
 def pytest_collection_modifyitems(items):
-    assert all((Path(__file__).parent / key.partition("::")[0]).exists() for key in SAMPLED)
+    assert all((Path(__file__).parent / key.partition("::")[0]).exists() for key in [*SAMPLED, *LONG])
     tables = defaultdict(list)
     for item in items:
-        if hasattr(item, "callspec") and Path(__file__).parent in item.path.parents:
-            file = item.path.relative_to(Path(__file__).parent).as_posix()
+        if Path(__file__).parent not in item.path.parents:
+            continue
+        file = item.path.relative_to(Path(__file__).parent).as_posix()
+        if LONG & {f"{file}::{item.name}", f"{file}::{getattr(item, 'originalname', item.name)}"}:
+            item.add_marker(pytest.mark.exhaustive)
+        if hasattr(item, "callspec"):
             tables[file, f"{file}::{item.originalname}"].append(item)
     for keys, rows in tables.items():
         one_in = max(SAMPLED.get(key, 1) for key in keys)
