@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed import multi_threaded_pg as threaded
@@ -88,6 +89,8 @@ class Ranks:
 @contextmanager
 def ranks(world: int) -> Iterator[Ranks]:
     """Threads as ranks while the block runs."""
+    if torch.__version__.startswith("2.11"):
+        pytest.skip("after torch 2.11's threaded process group a later backward pass of the process may crash")
     threaded._install_threaded_pg()
     torch._C._distributed_c10d._set_thread_isolation_mode(True)
     threads = Ranks(world)
