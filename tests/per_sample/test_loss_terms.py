@@ -13,7 +13,9 @@ from torch.utils.checkpoint import checkpoint
 
 import gradguard as gg
 from gradguard.per_sample import loss_graph
+from gradguard.per_sample.layers.call import BatchAxis
 from gradguard.per_sample.loss_graph import BackwardRoots
+from gradguard.per_sample.loss_separation import Outputs
 from gradguard.per_sample.loss_terms import LossParts, explain, loss_parts
 from gradguard.per_sample.tap import tap
 from gradguard.watch.patches import patched
@@ -67,11 +69,17 @@ class Data:
         return F.cross_entropy(self.out.mT, self.labels, reduction="none")
 
 
+def returned(*tensors: Tensor, axis: int = 0) -> Outputs:
+    outputs = Outputs(tensors[0].shape[axis])
+    outputs.add(tensors, [BatchAxis(axis)] * len(tensors))
+    return outputs
+
+
 def examine(loss, reduction: str = "mean", size: int = B, scale: float = 1.0, backward=None, data=None) -> LossParts:
     """What is found of a loss when its backward runs."""
     data = (data or Data(size)).tapped()[0]
     found: list[LossParts] = []
-    look = lambda roots: found.append(loss_parts(roots, size, reduction, scale=scale))  # noqa: E731
+    look = lambda roots: found.append(loss_parts(roots, size, reduction, returned(data.out), scale=scale))  # noqa: E731
     with BackwardRoots(look):
         (backward or Tensor.backward)(loss(data))
     [parts] = found
@@ -498,17 +506,100 @@ class Identity(torch.autograd.Function):
 
 
 UNKNOWN = {
-    "custom function of the loss": (lambda d: Identity.apply(d.error.mean()), "IdentityBackward .* not known"),
-    "loop over samples": (
-        lambda d: sum(F.cross_entropy(d.out[i], d.tokens[i]) for i in range(d.size)) / d.size,
-        "do not tell the 4 samples apart",
-    ),
-    "half of the samples": (lambda d: F.mse_loss(d.out[:2, :3], d.target[:2, :3]), "do not tell the 4 samples apart"),
     "weights that may hold 1/B": (lambda d: (d.error.mean((1, 2)) * d.weight).sum() * 0.1, "may hold 1/4"),
     "a small constant": (lambda d: 0.01 * d.error.sum(), "multiplied by 0.01, which may hold 1/4"),
     "mean times B": (lambda d: 4 * d.error.mean(), "multiplied by 4, which may be the number of samples"),
     "a constant": (lambda d: torch.ones(3, requires_grad=True).sum(), "does not depend on the module's outputs"),
 }  # fmt: skip
+
+
+class TimesAll(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x * x.sum(0)
+
+    @staticmethod
+    def backward(ctx, grad):
+        (x,) = ctx.saved_tensors
+        return grad * x.sum(0) + (grad * x).sum(0)
+
+
+MIXED = {
+    "log_softmax over samples": lambda o: -o.log_softmax(0)[:, 0].mean(),
+    "all pairs": lambda o: (o[None] - o[:, None]).square().mean(),
+    "distances": lambda o: torch.cdist(o, o).sum(1).mean(),
+    "rolled": lambda o: (o - o.roll(1, 0)).square().sum(1).mean(),
+    "absolute, rolled": lambda o: (o - o.roll(1, 0)).abs().sum(1).mean(),
+    "flipped": lambda o: (o * o.flip(0)).sum(1).mean(),
+    "permuted": lambda o: (o * o[[1, 2, 3, 0]]).sum(1).mean(),
+    "weakly": lambda o: (o + 1e-6 * o.roll(1, 0)).square().sum(1).mean(),
+    "einsum": lambda o: torch.einsum("id,jd->ij", o, o).exp().sum(1).mean(),
+    "outer": lambda o: torch.outer(o.sum(1), o.sum(1)).sum(1).mean(),
+    "kron": lambda o: torch.kron(o, o).sum(1).mean(),
+    "Fourier": lambda o: torch.fft.fft(o, dim=0).abs().sum(1).mean(),
+    "triplets": lambda o: F.triplet_margin_loss(o, o.roll(1, 0), o.roll(2, 0)),
+    "cosine": lambda o: F.cosine_similarity(o, o.roll(1, 0)).mean(),
+    "mse of two": lambda o: F.mse_loss(o, o.roll(1, 0)),
+    "batch norm": lambda o: F.batch_norm(o, None, None, training=True).square().sum(1).mean(),
+    "layer norm, transposed": lambda o: F.layer_norm(o.T, (4,)).square().sum(0).mean(),
+    "cumulative logsumexp": lambda o: o.logcumsumexp(0).sum(1).mean(),
+    "cumulative maximum": lambda o: o.cummax(0)[0].sum(1).mean(),
+    "sorted": lambda o: (o.sort(0)[0] * torch.arange(1.0, 5)[:, None]).sum(1).mean(),
+    "largest of two": lambda o: torch.maximum(o, o.flip(0)).sum(1).mean(),
+    "attention": lambda o: F.scaled_dot_product_attention(o[None], o[None], o[None])[0].sum(1).mean(),
+    "convolution": lambda o: F.avg_pool1d(o.T[None], 3, 1, 1)[0].T.square().sum(1).mean(),
+    "a function of the user's": lambda o: TimesAll.apply(o).sum(1).mean(),
+    "singular values": lambda o: torch.linalg.svdvals(o).mean(),
+    "median": lambda o: o.median(0)[0].mean(),
+}
+
+
+@pytest.mark.parametrize("square", [False, True], ids=["", "as many classes"])
+@pytest.mark.parametrize("name", MIXED)
+def test_a_loss_in_which_samples_meet_is_refused(name, square):
+    parts = examine(lambda d: MIXED[name](d.out[:, 0, :4] if square else d.logits))
+    assert parts.verdict in {"wrong", "unverified"}, parts
+
+
+APART = {
+    "halves": lambda d: (d.error[:2].sum() + d.error[2:].sum()) / d.size,
+    "chunks": lambda d: torch.cat([part.square().mean((1, 2)) for part in d.out.chunk(2)]).mean(),
+    "a loop": lambda d: sum(F.cross_entropy(d.out[i], d.tokens[i]) for i in range(d.size)) / d.size,
+    "stacked": lambda d: torch.stack([d.error[i].mean() for i in range(d.size)]).mean(),
+    "flipped": lambda d: d.out.flip(0).square().mean(),
+    "permuted": lambda d: d.out[[2, 0, 3, 1]].square().mean(),
+    "transposed": lambda d: d.out[:, :4, :4].permute(2, 1, 0).square().mean(),
+    "vmap": lambda d: torch.vmap(lambda row: row.logsumexp(0))(d.logits).mean(),
+    "one pair of each": lambda d: F.pairwise_distance(d.out, d.target).mean(),
+    "einsum": lambda d: torch.einsum("btv,btv->b", d.out, d.out).mean(),
+    "as many classes": lambda d: d.out[:, 0, :4].log_softmax(1)[:, 0].mean(),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", APART)
+def test_a_loss_in_which_samples_stay_apart_is_right(name, dtype):
+    data = Data()
+    data.out, data.target = data.out.to(dtype), data.target.to(dtype)
+    assert examine(APART[name], data=data).verdict == "right"
+
+
+UNVERIFIED = {
+    "custom function of the loss": (lambda d: Identity.apply(d.error.mean()), "IdentityBackward .* not known"),
+    "neighbours": (lambda d: (d.out[1:] * d.out[:-1]).mean(), r"\[3, 5, 7\], from Mul.* not tell the 4 samples apart"),
+    "distances of all pairs": (lambda d: F.pdist(d.out.flatten(1)).mean(), "PdistBackward0 .* not known"),
+    "singular values": (lambda d: torch.linalg.svdvals(d.out.flatten(1).T[:3]).mean(), "Svd.* not known"),
+}
+
+
+@pytest.mark.parametrize("name", UNVERIFIED)
+def test_what_cannot_be_verified_is_refused(name):
+    loss, words = UNVERIFIED[name]
+    parts = examine(loss)
+    assert parts.verdict == "unverified", parts
+    with pytest.raises(AssertionError, match=f"cannot be told: .*{words}.*Nothing was clipped"):
+        raise AssertionError(explain(parts, "mean"))
 
 
 @pytest.mark.parametrize("name", UNKNOWN)
@@ -582,7 +673,7 @@ def test_a_graph_that_is_too_long_is_not_read(monkeypatch):
     monkeypatch.setattr(loss_graph, "_TOO_MANY", 20)
     assert examine(lambda d: sum(d.error.mean() for _ in range(5))).verdict == "right"
     parts = examine(lambda d: sum(d.error.mean() for _ in range(9)))
-    assert (parts.verdict, parts.reason) == ("unknown", "there are more than 20 operations between loss and samples")
+    assert (parts.verdict, parts.reason) == ("unverified", "there are more than 20 operations between loss and samples")
 
 
 def test_one_sample_tells_nothing():
@@ -593,7 +684,9 @@ def test_samples_in_the_second_dimension():
     def found(loss, batch_first):
         data, _ = Data().tapped()
         parts = []
-        with BackwardRoots(lambda roots: parts.append(loss_parts(roots, B, "mean", batch_first=batch_first))):
+        with BackwardRoots(
+            lambda roots: parts.append(loss_parts(roots, B, "mean", returned(data.out), batch_first=batch_first))
+        ):
             loss(data).backward()
         return parts[0]
 
@@ -651,7 +744,7 @@ def test_a_reentrant_checkpoint_is_not_known_and_its_own_backward_is_not_a_loss(
         return checkpoint(lambda out: F.mse_loss(out, d.target), d.out, use_reentrant=True)
 
     parts = examine(loss)
-    assert (parts.verdict, "CheckpointFunctionBackward" in parts.reason) == ("unknown", True)
+    assert (parts.verdict, "CheckpointFunctionBackward" in parts.reason) == ("unverified", True)
 
 
 def test_a_freed_graph_is_not_read():
@@ -661,17 +754,17 @@ def test_a_freed_graph_is_not_read():
     found = []
     with (
         pytest.raises(RuntimeError, match="second time"),
-        BackwardRoots(lambda roots: found.append(loss_parts(roots, B, "mean"))),
+        BackwardRoots(lambda roots: found.append(loss_parts(roots, B, "mean", returned(data.out)))),
     ):
         loss.backward()
     [parts] = found
-    assert (parts.verdict, "cannot be read" in parts.reason) == ("unknown", True)
+    assert (parts.verdict, "cannot be read" in parts.reason) == ("unverified", True)
 
 
 def test_gradients_are_those_without_looking():
     plain, seen = Data().tapped(), Data().tapped()
     RIGHT["distillation"](plain[0]).backward()
-    with BackwardRoots(lambda roots: loss_parts(roots, B, "mean")):
+    with BackwardRoots(lambda roots: loss_parts(roots, B, "mean", returned(seen[0].out))):
         RIGHT["distillation"](seen[0]).backward()
     assert torch.equal(plain[1].grad, seen[1].grad)
 

@@ -292,8 +292,12 @@ class Following:
         if self._stack or self._tapping.batch_size == 0 or module not in self.last_calls:
             return changed
         way = way or self.last_calls[module].way
-        if way.unowned and self._rehearsed is None:
-            tensors = Skeleton(output if changed is None else changed).tensors
+        if self._rehearsed is not None:
+            return changed
+        tensors = Skeleton(output if changed is None else changed).tensors
+        if self._loss_check is not None and self._tapping.verifying and len(tensors) == len(way.output_axes):
+            self._loss_check.add_outputs(tensors, way.output_axes)
+        if way.unowned:
             for position, words in way.unowned.items():
                 if position < len(tensors) and tensors[position].requires_grad:
                     tensors[position].register_hook(partial(_refuse, words))

@@ -3,9 +3,12 @@
 import warnings
 from collections.abc import Callable, Sequence
 
+from torch import Tensor
+
 from gradguard.errors import InvalidValueError, UnsupportedGradientError
 from gradguard.per_sample.layers.call import BatchAxis
 from gradguard.per_sample.loss_graph import BackwardRoots, Root
+from gradguard.per_sample.loss_separation import Outputs
 from gradguard.per_sample.loss_terms import NO_PART, LossParts, explain, loss_parts
 
 
@@ -23,6 +26,7 @@ class LossCheck:
         self._reduction, self._batch_first, self._scale, self._only_warn = reduction, batch_first, scale, only_warn
         self._roots = BackwardRoots(self._look)
         self._batch_size, self._samples_lead = 0, batch_first
+        self._outputs = Outputs(0)
         self._parts: LossParts | None = None
         self._divided_by = 1.0
 
@@ -33,14 +37,27 @@ class LossCheck:
             batch_size: Number of samples.
             output_axes: Where they are in what the module returned.
         """
+        if not self._roots.running or batch_size != self._batch_size:
+            self._outputs = Outputs(batch_size)
         self._batch_size, self._parts = batch_size, None
         axes = {axis.dim == 0 and not axis.last for axis in output_axes if axis is not None}
         self._samples_lead = axes.pop() if len(axes) == 1 else self._batch_first
         self._roots.start()
 
+    def add_outputs(self, tensors: Sequence[Tensor], axes: Sequence[BatchAxis | None]) -> None:
+        """Learn what a call returned, if the next backward is looked at.
+
+        Args:
+            tensors: The tensors.
+            axes: Where the samples are in each.
+        """
+        if self._roots.running:
+            self._outputs.add(tensors, axes)
+
     def stop(self) -> None:
         """Look no more."""
         self._roots.stop()
+        self._outputs = Outputs(0)  # which keeps the graph alive
 
     def judge(self) -> None:
         """Judge the loss that was looked at.
@@ -53,7 +70,7 @@ class LossCheck:
         if parts is None:
             return
         self._divided_by = 1.0 if parts.divided_by == parts.terms else parts.divided_by
-        if parts.verdict == "wrong":
+        if parts.verdict in {"wrong", "unverified"}:
             words = explain(parts, self._reduction)
             if not self._only_warn:
                 raise UnsupportedGradientError(words)
@@ -82,7 +99,12 @@ class LossCheck:
 
     def _look(self, roots: list[Root]) -> None:
         found = loss_parts(
-            roots, self._batch_size, self._reduction, batch_first=self._samples_lead, scale=self._scale()
+            roots,
+            self._batch_size,
+            self._reduction,
+            self._outputs,
+            batch_first=self._samples_lead,
+            scale=self._scale(),
         )
         self._parts = found
         if found.reason != NO_PART:  # another model's loss may come before

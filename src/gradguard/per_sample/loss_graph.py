@@ -90,6 +90,11 @@ class BackwardRoots:
         self._replacement = backward
         torch.autograd.backward = backward
 
+    @property
+    def running(self) -> bool:
+        """Whether it has begun, and not ended."""
+        return self._original is not None
+
     def stop(self) -> None:
         """End; again does nothing."""
         if self._original is not None and torch.autograd.backward is self._replacement:

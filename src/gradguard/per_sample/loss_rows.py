@@ -1,7 +1,7 @@
 """The terms of a loss: which rows each reduces, which sample a row belongs to, and what mixes samples."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +25,7 @@ from gradguard.per_sample.loss_graph import (
     saved,
     shape_of,
 )
+from gradguard.per_sample.loss_separation import Outputs
 from gradguard.torch_private import input_metadata_of, saved_constant
 
 _WITH_REDUCTION = operations(
@@ -48,6 +49,12 @@ _NONLINEAR = _OVER_DIMS | operations(
 )
 """Operations which, after a reduction over the batch, leave nothing that is one sample's."""
 
+_CHOOSING = operations(
+    "Max Min Amax Amin Median Nanmedian Mode Topk Sort Kthvalue Cummax Cummin Maximum Minimum Fmax Fmin "
+    "MaxPool2DWithIndices MaxPool3DWithIndices AdaptiveMaxPool2D AdaptiveMaxPool3D FractionalMaxPool2D"
+)
+"""Operations after which a value may come from one sample because of what the others are."""
+
 _SELECTING = frozenset(["Index", "IndexSelect", "MaskedSelect"])
 
 
@@ -67,6 +74,7 @@ class Term:
         share: Each sample's share of the mean that reduces the batch [B]; None where a sum reduces it.
         levels: The numbers of values that rows are summed to within samples.
         constants: The constants, from the root down.
+        mean: The mean that reduces the batch, and how many of each sample's values it takes of this term [B].
     """
 
     weights: Tensor
@@ -76,9 +84,12 @@ class Term:
     share: Tensor | None
     levels: list["Level"]
     constants: tuple[Constant, ...]
+    mean: tuple[Node, Tensor] | None = None
 
 
-def term_of(path: Path, batch_size: int, batch_first: bool, scale: float, depends: Dependence) -> Term:
+def term_of(
+    path: Path, batch_size: int, batch_first: bool, scale: float, depends: Dependence, outputs: Outputs
+) -> Term:
     """Return what lies at the end of a path.
 
     Raises:
@@ -88,8 +99,13 @@ def term_of(path: Path, batch_size: int, batch_first: bool, scale: float, depend
     node, name = path.node, operation(path.node)
     fused = int(saved(node, "reduction")) if name in _WITH_REDUCTION else 0
     shape, counts = _rows(path, name)
-    numbered = _sample_of_rows(node, shape, batch_size, batch_first, depends)
-    _refuse_coupling(path, numbered is not None, batch_size, batch_first, depends)
+    candidates = _sample_of_rows(node, shape, batch_size, batch_first, depends)
+    known = name in _NONLINEAR | _WITH_REDUCTION
+    if candidates or known:
+        _refuse_coupling(path, batch_size, batch_first, depends)
+    numbered = _verified(path, name, shape, candidates, outputs, depends)
+    if numbered is None and not known:
+        raise Unreadable(f"the operation {node.name()} between the loss and the samples is not known")
     if numbered is None:
         raise Unreadable(
             f"values of shape {list(shape)}, from {node.name()}, do not tell the {batch_size} samples apart"
@@ -106,11 +122,14 @@ def term_of(path: Path, batch_size: int, batch_first: bool, scale: float, depend
     if not sure and not (even and len(nonzero) == weights.numel()):
         raise Unreadable(f"values of shape {list(shape)} may belong to {batch_size} samples in several ways")
     sums = _by_sample(samples, weights, batch_size)
-    share, levels, size = None, [], shape.numel()
-    if fused == 1:
+    share, levels, mean, size = None, [], None, shape.numel()
+    if fused == 1 and int((sums > 0).sum()) == 1:  # a mean within one sample
+        sums, size, even, inner = (sums > 0).to(sums), 1, True, 1.0
+    elif fused == 1:
         share = sums / sums.sum() if name in _LABELLED else torch.full_like(sums, 1 / batch_size)
     else:
-        levels, share = _levels(path.steps, samples.broadcast_to(shape), weights > 0, batch_size)
+        levels, mean = _levels(path.steps, samples.broadcast_to(shape), weights > 0, batch_size)
+        share = None if mean is None else mean[1] / mean[1].sum()
     constants = _without(scale, path.constants)
     equal = sums[sums > 0] * inner
     if share is None and len(equal) and not even and torch.allclose(equal, equal[:1].expand_as(equal)):
@@ -118,7 +137,7 @@ def term_of(path: Path, batch_size: int, batch_first: bool, scale: float, depend
     if share is None and even and not math.isclose(largest, 1.0, rel_tol=1e-6):
         constants = (*constants, Constant(node, largest, False, 1e-6))  # as of gradient=torch.full((B,), 1 / B)
     inner = inner if share is None else 1.0
-    return Term(sums * inner, size * inner, even, name in _LABELLED, share, levels if even else [], constants)
+    return Term(sums * inner, size * inner, even, name in _LABELLED, share, levels if even else [], constants, mean)
 
 
 def mean_of(step: Step) -> float:
@@ -183,16 +202,86 @@ def _numbered(shape: torch.Size, axis: int, batch_size: int, batch_first: bool, 
 
 def _sample_of_rows(
     node: Node, shape: torch.Size, batch_size: int, batch_first: bool, depends: Dependence
-) -> tuple[Tensor, bool] | None:
-    """The sample of each row, and whether that is sure; None if it cannot be told."""
+) -> list[Tensor]:
+    """The samples that rows may belong to, the likeliest first."""
     selected = _selection(node, shape, depends)
     if selected is not None:
         before = shape_of(*parents(selected)[0])
         axes = _axes(before, batch_size, batch_first)
-        return (_chosen(selected, before, axes[0], batch_size, batch_first), len(axes) == 1) if axes else None
+        chosen = [_chosen(selected, before, axis, batch_size, batch_first) for axis in axes]
+        return [_expanded(samples, shape) for samples in chosen if len(samples) == shape[0]]
     axes = _axes(shape, batch_size, batch_first)
     device = torch.device(_metadata(node).device)
-    return (_numbered(shape, axes[0], batch_size, batch_first, device), len(axes) == 1) if axes else None
+    return [_numbered(shape, axis, batch_size, batch_first, device) for axis in axes]
+
+
+def _verified(
+    path: Path, name: str, shape: torch.Size, candidates: list[Tensor], outputs: Outputs, depends: Dependence
+) -> tuple[Tensor, bool] | None:
+    """Find the sample of each row among ``candidates``, or else by itself.
+
+    Returns:
+        It, and whether it is sure; None if it cannot be told.
+
+    Raises:
+        Coupled: If no row belongs to one sample.
+        Unreadable: If that cannot be told.
+    """
+    values = _values(path, name, depends)
+    for samples in candidates:
+        found = [outputs.are_separate(*value, _as_values(samples, name, shape, shape_of(*value))) for value in values]
+        if all(one is None for one in found):  # within the module, which was looked at by itself
+            return samples, len(candidates) == 1
+        if False not in found:
+            return samples, True
+    if not candidates and all(outputs.are_separate(*value, torch.zeros(())) is None for value in values):
+        return None
+    if len(values) == 1 and not _chooses(path.node, depends):
+        try:
+            samples = _of_rows(outputs.samples_of(*values[0]), name, shape)
+        except Unreadable:
+            if not candidates:
+                return None
+        else:
+            if outputs.are_separate(*values[0], _as_values(samples, name, shape, shape_of(*values[0]))):
+                return samples, True
+    if not candidates:
+        return None
+    raise Coupled(
+        f"the values that it is computed from, of shape {list(shape)} from {path.node.name()}, depend on several "
+        "samples each: what a sample adds to the gradient depends on the others. Leave that term out, or compute it "
+        "for each sample and average"
+    )
+
+
+def _chooses(node: Node, depends: Dependence) -> bool:
+    """Whether an operation from ``node`` to the module takes some of several values, by their size."""
+    return any(operation(one) in _CHOOSING for one in _behind(node, depends))
+
+
+def _values(path: Path, name: str, depends: Dependence) -> list[tuple[Node, int]]:
+    """The values that hold the rows: those that a loss is computed from that reduces them itself."""
+    if name in _WITH_REDUCTION:
+        return [(child, number) for child, number in parents(path.node) if depends(child)]
+    return [(path.node, path.number)]
+
+
+def _of_rows(samples: Tensor, name: str, shape: torch.Size) -> Tensor:
+    """The sample of each row, given that of each element, where rows have classes."""
+    if samples.shape == shape:
+        return samples
+    return samples.select(1 if name in _LABELLED and samples.dim() > 1 else -1, 0)
+
+
+def _as_values(samples: Tensor, name: str, shape: torch.Size, values: torch.Size) -> Tensor:
+    """The sample of each element, given that of each row, where rows have classes."""
+    if len(values) == len(shape):
+        return samples
+    return samples.broadcast_to(shape).unsqueeze(1 if name in _LABELLED and len(values) > 1 else -1)
+
+
+def _expanded(samples: Tensor, shape: torch.Size) -> Tensor:
+    return samples.view(samples.shape + (1,) * (len(shape) - samples.dim())).broadcast_to(shape)
 
 
 def _selection(node: Node, shape: torch.Size, depends: Dependence) -> Node | None:
@@ -246,7 +335,9 @@ class Level:
     size: int
 
 
-def _levels(steps: Sequence[Step], samples: Tensor, rows: Tensor, batch_size: int) -> tuple[list[Level], Tensor | None]:
+def _levels(
+    steps: Sequence[Step], samples: Tensor, rows: Tensor, batch_size: int
+) -> tuple[list[Level], tuple[Node, Tensor] | None]:
     """Pass the numbers of the samples up from the rows, until an operation adds different samples up.
 
     Args:
@@ -256,8 +347,8 @@ def _levels(steps: Sequence[Step], samples: Tensor, rows: Tensor, batch_size: in
         batch_size: Number of samples.
 
     Returns:
-        The levels where each value is still of one sample, and each sample's share of the mean that reduces the
-        batch; None for that if a sum reduces it, or nothing.
+        The levels where each value is still of one sample, and the mean that reduces the batch with the number of
+        values of each sample that it takes [B]; None for that if a sum reduces it, or nothing.
 
     Raises:
         Unreadable: If some samples are added up, and others elsewhere.
@@ -276,7 +367,8 @@ def _levels(steps: Sequence[Step], samples: Tensor, rows: Tensor, batch_size: in
             for fill, reduce in ((batch_size, "amin"), (-1, "amax"))
         )
         if (first < last).any():
-            return levels, _share(target, values, shape.numel(), batch_size) if name in MEANS else None
+            taken_of_each = _taken(target, values, shape.numel(), batch_size) if name in MEANS else None
+            return levels, None if taken_of_each is None else (step.node, taken_of_each)
         contributing = torch.zeros(shape.numel(), device=samples.device)
         rows = (contributing.index_add_(0, target, rows[taken].to(contributing)) > 0).view(shape)
         samples = last.view(shape)
@@ -292,31 +384,26 @@ def _targets(step: Step, shape: torch.Size) -> tuple[Tensor, Tensor]:
     return weight != 0, (place / weight).nan_to_num(1).round().long() - 1
 
 
-def _share(target: Tensor, samples: Tensor, size: int, batch_size: int) -> Tensor:
-    """Each sample's share of the elements that a mean takes, which must be the same in each of its results."""
-    shares = torch.zeros(batch_size, dtype=torch.float64, device=target.device)
-    total = target.bincount(minlength=size)
+def _taken(target: Tensor, samples: Tensor, size: int, batch_size: int) -> Tensor:
+    """How many of each sample's elements a mean takes, which must be as many for each of its results."""
+    counts = torch.zeros(batch_size, dtype=torch.float64, device=target.device)
     for i in range(batch_size):
-        share = target[samples == i].bincount(minlength=size) / total
-        if not torch.equal(share, share[:1].expand_as(share)):
+        count = target[samples == i].bincount(minlength=size)
+        if not torch.equal(count, count[:1].expand_as(count)):
             raise Unreadable("a mean reduces the batch in groups")
-        shares[i] = share[0]
-    return shares
+        counts[i] = count[0]
+    return counts
 
 
 # What couples samples
 
 
-def _refuse_coupling(path: Path, has_rows: bool, batch_size: int, batch_first: bool, depends: Dependence) -> None:
+def _refuse_coupling(path: Path, batch_size: int, batch_first: bool, depends: Dependence) -> None:
     """Look behind the value where a path ends, as far as the module, for what mixes samples.
 
     Raises:
         Coupled: If something does.
-        Unreadable: If the path ended at an operation that is not known, and has no rows.
     """
-    name = operation(path.node)
-    if not has_rows and name not in _NONLINEAR | _WITH_REDUCTION:
-        raise Unreadable(f"the operation {path.node.name()} between the loss and the samples is not known")
     mixing = _first_mixing(path.node, batch_size, batch_first, depends)
     if mixing is not None:
         raise Coupled(
@@ -328,18 +415,23 @@ def _refuse_coupling(path: Path, has_rows: bool, batch_size: int, batch_first: b
 
 def _first_mixing(node: Node, batch_size: int, batch_first: bool, depends: Dependence) -> Node | None:
     """The first operation from ``node`` to the module that mixes samples; ``node`` itself may be a loss's reduction."""
+    for one in _behind(node, depends):
+        reduces = one is node and operation(one) in _WITH_REDUCTION
+        if not reduces and _mixes(one, batch_size, batch_first, depends):
+            return one
+    return None
+
+
+def _behind(node: Node, depends: Dependence) -> Iterator[Node]:
+    """The nodes from ``node`` to the module."""
     pending, known = [node], {node}
     while pending:
         top = pending.pop()
-        if top.name() in TAPS:
-            continue
-        reduces = top is node and operation(top) in _WITH_REDUCTION
-        if not reduces and _mixes(top, batch_size, batch_first, depends):
-            return top
-        new = [child for child, _ in parents(top) if child not in known and depends(child)]
-        known.update(new)
-        pending += new
-    return None
+        if top.name() not in TAPS:
+            yield top
+            new = [child for child, _ in parents(top) if child not in known and depends(child)]
+            known.update(new)
+            pending += new
 
 
 def _mixes(node: Node, batch_size: int, batch_first: bool, depends: Dependence) -> bool:

@@ -30,12 +30,14 @@ from gradguard.per_sample.loss_graph import (
     Step,
     Unreadable,
     operation,
+    parents,
     paths,
     shape_of,
 )
 from gradguard.per_sample.loss_rows import Coupled, Term, mean_of, term_of
+from gradguard.per_sample.loss_separation import Outputs
 
-Verdict = Literal["right", "wrong", "unknown"]
+Verdict = Literal["right", "wrong", "unknown", "unverified"]
 
 NO_PART = "the loss does not depend on the module's outputs"
 """The reason for a loss of something else."""
@@ -44,13 +46,17 @@ _CLOSE = 1e-4
 """How far a factor may be from 1."""
 
 
+class _Ambiguous(Exception):  # noqa: N818
+    """A constant may be the user's, or a number of samples."""
+
+
 @dataclass(frozen=True)
 class LossParts:
     """What was found.
 
     Attributes:
-        verdict: ``"right"`` if each sample's part is its own loss, ``"wrong"`` if not, ``"unknown"`` if that cannot be
-            told.
+        verdict: ``"right"`` if each sample's part is its own loss, ``"wrong"`` if not, ``"unknown"`` if a constant may
+            be the user's or a number of samples, ``"unverified"`` if it cannot be told whether samples have parts.
         reason: What was found if it is not right, in words.
         factors: Each sample's part as a multiple of its own loss, for the term where it is furthest from 1; None if
             unknown. NaN for a sample without a row.
@@ -67,7 +73,13 @@ class LossParts:
 
 
 def loss_parts(
-    roots: Sequence[Root], batch_size: int, reduction: str, *, batch_first: bool = True, scale: float = 1.0
+    roots: Sequence[Root],
+    batch_size: int,
+    reduction: str,
+    outputs: Outputs,
+    *,
+    batch_first: bool = True,
+    scale: float = 1.0,
 ) -> LossParts:
     """Compare each sample's part in a loss with the sample's own loss; before the backward, which frees the graph.
 
@@ -75,6 +87,7 @@ def loss_parts(
         roots: What backward starts from; their sum is the loss.
         batch_size: Number of samples B.
         reduction: What the loss is said to be: ``"mean"`` or ``"sum"``.
+        outputs: What the module returned.
         batch_first: Whether rows have the samples in front, not the time.
         scale: What a GradScaler, or a trainer, multiplied the loss by.
 
@@ -86,16 +99,18 @@ def loss_parts(
     try:
         depends = Dependence()
         found_paths = list(paths(roots, depends))
-        terms = [term_of(path, batch_size, batch_first, scale, depends) for path in found_paths]
-        terms = _joined(found_paths, terms)
+        terms = [term_of(path, batch_size, batch_first, scale, depends, outputs) for path in found_paths]
+        terms = _averaged_together(_joined(found_paths, terms))
         if not terms:
             return LossParts("unknown", NO_PART)
         totals = _totals(terms)
         found = [_judged(term, totals, reduction) for term in terms]
     except Coupled as coupled:
         return LossParts("wrong", str(coupled))
+    except _Ambiguous as ambiguous:
+        return LossParts("unknown", str(ambiguous))
     except Unreadable as unreadable:
-        return LossParts("unknown", str(unreadable))
+        return LossParts("unverified", str(unreadable))
     for verdict in ("wrong", "unknown"):
         worst = [judged.parts for judged in found if judged.parts.verdict == verdict]
         if worst:
@@ -109,6 +124,13 @@ def explain(parts: LossParts, reduction: str) -> str:
     """Return the message that refuses a loss, or says why it could not be told."""
     if parts.verdict == "unknown":
         return f"whether the loss is the {reduction} over samples cannot be told: {parts.reason}."
+    if parts.verdict == "unverified":
+        return (
+            f"whether the loss is the {reduction} over samples cannot be told: {parts.reason}. Nothing was clipped. "
+            "Compute one loss for each sample, of shape [B], by PyTorch's own operations, uncompiled, and take its "
+            f"{reduction}. (check='warn' accepts it as it is: then nothing shows that a sample's gradient does not "
+            "depend on the others.)"
+        )
     extent = ""
     if parts.factors is not None:
         smallest, largest = _extremes(parts.factors)
@@ -159,6 +181,33 @@ def _joined(found: Sequence[Path], terms: Sequence[Term]) -> list[Term]:
         share = counts * mean if mean != 1 else None
         constants = tuple(constant for constant in terms[members[0]].constants if nodes[constant.node] > 1)
         joined.append(Term(counts, float(counts.sum()), True, False, share, [], constants))
+    return joined
+
+
+def _averaged_together(terms: Sequence[Term]) -> list[Term]:
+    """Join terms that one mean takes side by side: those of ``torch.cat([loss(part) for part in parts]).mean()``."""
+    groups: dict[Node, list[Term]] = defaultdict(list)
+    for term in terms:
+        if term.mean is not None:
+            groups[term.mean[0]].append(term)
+    joined = [term for term in terms if term.mean is None]
+    for node, members in groups.items():
+        counts = torch.stack([term.mean[1] for term in members if term.mean is not None]).sum(0)
+        [(child, number)] = parents(node)
+        if len(members) == 1 or float(counts.sum()) * shape_of(node).numel() != shape_of(child, number).numel():
+            joined += members
+            continue
+        joined.append(
+            Term(
+                weights=torch.stack([term.weights for term in members]).sum(0),
+                size=sum(term.size for term in members),
+                even=all(term.even for term in members),
+                labels=all(term.labels for term in members),
+                share=counts / counts.sum(),
+                levels=[],
+                constants=tuple(c for c in members[0].constants if all(c in term.constants for term in members)),
+            )
+        )
     return joined
 
 
@@ -274,13 +323,13 @@ def _match(term: Term, totals: Totals) -> tuple[Tensor, Constant | None, float] 
             if math.isclose(number, float(weights.sum()), rel_tol=constant.precision):
                 share = weights / weights.sum()
                 if math.isclose(number, batch_size) and not torch.allclose(share, each):
-                    raise Unreadable(f"{batch_size} is the number of samples and that of the rows")
+                    raise _Ambiguous(f"{batch_size} is the number of samples and that of the rows")
                 return share, constant, 1.0
         sizes = [] if term.labels else [term.size, *[level.size for level in term.levels]]
         whole = any(math.isclose(number, size, rel_tol=constant.precision) for size in sizes)
         if whole or math.isclose(number, batch_size, rel_tol=constant.precision):
             if not constant.divides and math.isclose(number, 2, rel_tol=1e-6):
-                raise Unreadable("a sum over 2 samples was multiplied by 0.5, which may be a mean or a constant")
+                raise _Ambiguous("a sum over 2 samples was multiplied by 0.5, which may be a mean or a constant")
             return each, constant, 1.0
     for constant in term.constants:
         times = abs(1 / constant.value) / batch_size

@@ -1,0 +1,168 @@
+r"""Tells whether values that a loss is computed from belong to one sample each, by what they pass on in backward.
+
+Let rows r be computed from a module's outputs o with Jacobian J, and row k be said to be sample s(k)'s. Of any
+cotangent c, sample i's outputs get :math:`g_i = (J^T c)_i`. Multiply the cotangent of each sample's rows by a power of
+two of its own, :math:`c'_k = 2^{d(s(k))} c_k`: where every row depends on its own sample alone,
+:math:`g'_i = 2^{d(i)} g_i`, to the last bit, whatever the operations between are. A row that depends on another sample
+breaks it, unless both have the same d; so d runs through the digits of the sample's number.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+
+from gradguard.per_sample.layers.call import BatchAxis, samples_first
+from gradguard.per_sample.loss_graph import Unreadable
+from gradguard.torch_private import input_metadata_of
+
+_BASE = 8
+
+
+class Outputs:
+    """What a module returned to the code that computes the loss.
+
+    Args:
+        batch_size: Number of samples B.
+    """
+
+    def __init__(self, batch_size: int) -> None:
+        self._batch_size = batch_size
+        self._edges: list[GradientEdge] = []
+        self._axes: list[BatchAxis] = []
+
+    def add(self, tensors: Sequence[Tensor], axes: Sequence[BatchAxis | None]) -> None:
+        """Add what a call has returned.
+
+        Args:
+            tensors: The tensors.
+            axes: Where the samples are in each; None for one that belongs to no sample.
+        """
+        for tensor, axis in zip(tensors, axes, strict=True):
+            if axis is not None and tensor.requires_grad:
+                self._edges.append(get_gradient_edge(tensor))
+                self._axes.append(axis)
+
+    def are_separate(self, node: Node, number: int, samples: Tensor) -> bool | None:
+        """Tell whether each element of a value depends on the outputs of the sample that it is said to belong to.
+
+        Args:
+            node: The node of the value.
+            number: Which of its outputs.
+            samples: The sample of each element; can be broadcast to the value's shape.
+
+        Returns:
+            None where the value does not depend on these outputs at all.
+
+        Raises:
+            Unreadable: If a backward from there cannot be run.
+        """
+        if not self._edges:
+            return None
+        value = input_metadata_of(node)[number]
+        samples = samples.to(value.device)
+        cotangent = _normal(value.shape, value.dtype, value.device)
+        once = self._pull(node, number, cotangent)
+        if all(gradient is None for gradient in once):
+            return None
+        repeats = self._pull(node, number, cotangent)
+        digits = max(1, len(_in_base(self._batch_size - 1)))
+        for digit in range(digits):
+            factors = 2.0 ** (samples // _BASE**digit % _BASE)
+            multiplied = self._pull(node, number, cotangent * factors.to(value.dtype))
+            for first, again, second, axis in zip(once, repeats, multiplied, self._axes, strict=True):
+                if first is not None and not self._is_multiple(first, again, second, axis, digit):
+                    return False
+        return True
+
+    def samples_of(self, node: Node, number: int) -> Tensor:
+        """Return the sample that each element of a value seems to depend on, from derivatives of J^T c.
+
+        Raises:
+            Unreadable: If it depends on none or several, or an operation cannot be differentiated twice.
+        """
+        value = input_metadata_of(node)[number]
+        once = self._pull(node, number, _normal(value.shape, value.dtype, value.device))
+        reached = [
+            samples_first(_finite(g), axis, self._batch_size).flatten(1).any(1)
+            for g, axis in zip(once, self._axes, strict=True)
+            if g is not None
+        ]
+        if reached and int(torch.stack(reached).any(0).sum()) == 1:
+            return torch.full(value.shape, int(torch.stack(reached).any(0).nonzero()), device=value.device)
+        cotangent = torch.zeros(value.shape, dtype=value.dtype, device=value.device, requires_grad=True)
+        pulled = self._pull(node, number, cotangent, create_graph=True)
+        used = [(g, axis) for g, axis in zip(pulled, self._axes, strict=True) if g is not None and g.requires_grad]
+        if not used:
+            raise Unreadable(f"values from {node.name()} do not tell the samples apart")
+        directions = [_normal(gradient.shape, gradient.dtype, gradient.device) for gradient, _ in used]
+        numbered = [d.clone() for d in directions]
+        for direction, (_, axis) in zip(numbered, used, strict=True):
+            first = samples_first(direction, axis, self._batch_size)  # a view
+            first *= _along(torch.arange(1, self._batch_size + 1, device=direction.device), first)
+        try:
+            [one] = torch.autograd.grad([g for g, _ in used], cotangent, directions, retain_graph=True)
+            [many] = torch.autograd.grad([g for g, _ in used], cotangent, numbered)
+        except RuntimeError as error:
+            raise Unreadable(f"{node.name()} cannot be differentiated twice ({_sentence(error)})") from error
+        ratio = (many / one).double() - 1
+        samples = ratio.round()
+        if not bool(((ratio - samples).abs() < 0.05).all() & (samples >= 0).all() & (samples < self._batch_size).all()):
+            raise Unreadable(f"values from {node.name()} do not tell the {self._batch_size} samples apart")
+        return samples.long()
+
+    def _pull(self, node: Node, number: int, cotangent: Tensor, create_graph: bool = False) -> Sequence[Any]:
+        """What the outputs get in a backward from the value."""
+        try:
+            with torch.autocast(cotangent.device.type, enabled=False):
+                return torch.autograd.grad(
+                    [GradientEdge(node, number)],  # pyright: ignore[reportArgumentType]
+                    self._edges,  # pyright: ignore[reportArgumentType]
+                    [cotangent],
+                    retain_graph=True,
+                    create_graph=create_graph,
+                    allow_unused=True,
+                )
+        except (RuntimeError, TypeError, NotImplementedError) as error:
+            raise Unreadable(f"a backward from {node.name()} cannot be run twice ({_sentence(error)})") from error
+
+    def _is_multiple(self, first: Tensor, again: Tensor, second: Tensor, axis: BatchAxis, digit: int) -> bool:
+        """Whether each sample's part of ``second`` is that of ``first``, times its power of two."""
+        exact = torch.equal(_finite(first), _finite(again))
+        first, second = (_finite(samples_first(g, axis, self._batch_size)) for g in (first, second))
+        factors = 2.0 ** (torch.arange(self._batch_size, device=first.device) // _BASE**digit % _BASE)
+        expected = first * _along(factors.to(first.dtype), first)
+        limits = torch.finfo(first.dtype)
+        bar = _BASE * 2.0**_BASE * limits.smallest_normal * limits.eps  # products below the normal numbers are rounded
+        if not exact:  # a kernel that adds up in any order
+            bar = bar + 16 * limits.eps * _along(expected.abs().flatten(1).amax(1), expected)
+        return bool(((second - expected).abs() <= bar).all())
+
+
+def _normal(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Random numbers that leave the generators of the program as they are."""
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(tuple(shape), generator=generator, dtype=torch.float64).to(device, dtype)
+
+
+def _along(values: Tensor, like: Tensor) -> Tensor:
+    """One value for each sample, to be broadcast to a tensor with the samples first."""
+    return values.view(-1, *[1] * (like.dim() - 1))
+
+
+def _finite(values: Tensor) -> Tensor:
+    return values.nan_to_num(0.0, 0.0, 0.0)
+
+
+def _in_base(number: int) -> list[int]:
+    digits = []
+    while number:
+        number, digit = divmod(number, _BASE)
+        digits.append(digit)
+    return digits
+
+
+def _sentence(error: Exception) -> str:
+    return str(error).split(".")[0]
