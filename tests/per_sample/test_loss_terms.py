@@ -69,9 +69,9 @@ class Data:
         return F.cross_entropy(self.out.mT, self.labels, reduction="none")
 
 
-def returned(*tensors: Tensor, axis: int = 0) -> Outputs:
-    outputs = Outputs(tensors[0].shape[axis])
-    outputs.add(tensors, [BatchAxis(axis)] * len(tensors))
+def returned(out: Tensor, batch_first: bool = True) -> Outputs:
+    outputs = Outputs(len(out), batch_first)
+    outputs.add([out], [BatchAxis(0)])
     return outputs
 
 
@@ -79,7 +79,7 @@ def examine(loss, reduction: str = "mean", size: int = B, scale: float = 1.0, ba
     """What is found of a loss when its backward runs."""
     data = (data or Data(size)).tapped()[0]
     found: list[LossParts] = []
-    look = lambda roots: found.append(loss_parts(roots, size, reduction, returned(data.out), scale=scale))  # noqa: E731
+    look = lambda roots: found.append(loss_parts(roots, returned(data.out), reduction, scale=scale))  # noqa: E731
     with BackwardRoots(look):
         (backward or Tensor.backward)(loss(data))
     [parts] = found
@@ -684,9 +684,7 @@ def test_samples_in_the_second_dimension():
     def found(loss, batch_first):
         data, _ = Data().tapped()
         parts = []
-        with BackwardRoots(
-            lambda roots: parts.append(loss_parts(roots, B, "mean", returned(data.out), batch_first=batch_first))
-        ):
+        with BackwardRoots(lambda roots: parts.append(loss_parts(roots, returned(data.out, batch_first), "mean"))):
             loss(data).backward()
         return parts[0]
 
@@ -754,7 +752,7 @@ def test_a_freed_graph_is_not_read():
     found = []
     with (
         pytest.raises(RuntimeError, match="second time"),
-        BackwardRoots(lambda roots: found.append(loss_parts(roots, B, "mean", returned(data.out)))),
+        BackwardRoots(lambda roots: found.append(loss_parts(roots, returned(data.out), "mean"))),
     ):
         loss.backward()
     [parts] = found
@@ -764,7 +762,7 @@ def test_a_freed_graph_is_not_read():
 def test_gradients_are_those_without_looking():
     plain, seen = Data().tapped(), Data().tapped()
     RIGHT["distillation"](plain[0]).backward()
-    with BackwardRoots(lambda roots: loss_parts(roots, B, "mean", returned(seen[0].out))):
+    with BackwardRoots(lambda roots: loss_parts(roots, returned(seen[0].out), "mean")):
         RIGHT["distillation"](seen[0]).backward()
     assert torch.equal(plain[1].grad, seen[1].grad)
 

@@ -295,8 +295,9 @@ class Following:
         if self._rehearsed is not None:
             return changed
         tensors = Skeleton(output if changed is None else changed).tensors
-        if self._loss_check is not None and self._tapping.verifying and len(tensors) == len(way.output_axes):
-            self._loss_check.add_outputs(tensors, way.output_axes)
+        if self._loss_check is not None and self._tapping.verifying:
+            axes = way.output_axes if len(tensors) == len(way.output_axes) else [None] * len(tensors)
+            self._loss_check.add_outputs(tensors, axes)
         if way.unowned:
             for position, words in way.unowned.items():
                 if position < len(tensors) and tensors[position].requires_grad:

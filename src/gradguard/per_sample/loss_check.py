@@ -8,8 +8,11 @@ from torch import Tensor
 from gradguard.errors import InvalidValueError, UnsupportedGradientError
 from gradguard.per_sample.layers.call import BatchAxis
 from gradguard.per_sample.loss_graph import BackwardRoots, Root
-from gradguard.per_sample.loss_separation import Outputs
+from gradguard.per_sample.loss_separation import Outputs, of_several
 from gradguard.per_sample.loss_terms import NO_PART, LossParts, explain, loss_parts
+
+_MOST_CALLS = 16
+"""Calls whose outputs are kept, and so their graphs, until a backward begins from one of them."""
 
 
 class LossCheck:
@@ -25,8 +28,7 @@ class LossCheck:
     def __init__(self, reduction: str, batch_first: bool, scale: Callable[[], float], only_warn: bool) -> None:
         self._reduction, self._batch_first, self._scale, self._only_warn = reduction, batch_first, scale, only_warn
         self._roots = BackwardRoots(self._look)
-        self._batch_size, self._samples_lead = 0, batch_first
-        self._outputs = Outputs(0)
+        self._calls: list[Outputs] = []
         self._parts: LossParts | None = None
         self._divided_by = 1.0
 
@@ -37,11 +39,12 @@ class LossCheck:
             batch_size: Number of samples.
             output_axes: Where they are in what the module returned.
         """
-        if not self._roots.running or batch_size != self._batch_size:
-            self._outputs = Outputs(batch_size)
-        self._batch_size, self._parts = batch_size, None
         axes = {axis.dim == 0 and not axis.last for axis in output_axes if axis is not None}
-        self._samples_lead = axes.pop() if len(axes) == 1 else self._batch_first
+        self._calls = [
+            *self._calls[1 - _MOST_CALLS :],
+            Outputs(batch_size, axes.pop() if len(axes) == 1 else self._batch_first),
+        ]
+        self._parts = None
         self._roots.start()
 
     def add_outputs(self, tensors: Sequence[Tensor], axes: Sequence[BatchAxis | None]) -> None:
@@ -51,13 +54,13 @@ class LossCheck:
             tensors: The tensors.
             axes: Where the samples are in each.
         """
-        if self._roots.running:
-            self._outputs.add(tensors, axes)
+        if self._calls:
+            self._calls[-1].add(tensors, axes)
 
     def stop(self) -> None:
         """Look no more."""
         self._roots.stop()
-        self._outputs = Outputs(0)  # which keeps the graph alive
+        self._calls = []  # which keep their graphs alive
 
     def judge(self) -> None:
         """Judge the loss that was looked at.
@@ -98,14 +101,14 @@ class LossCheck:
             warnings.warn(words, stacklevel=4)
 
     def _look(self, roots: list[Root]) -> None:
-        found = loss_parts(
-            roots,
-            self._batch_size,
-            self._reduction,
-            self._outputs,
-            batch_first=self._samples_lead,
-            scale=self._scale(),
-        )
+        calls = [call for call in self._calls if call.are_behind(roots)]
+        if not calls:  # another model's loss, or a trial of this one
+            return
+        outputs = of_several(calls)
+        if outputs is None:
+            found = LossParts("unverified", "it is computed from calls with different numbers of samples")
+        else:
+            found = loss_parts(roots, outputs, self._reduction, scale=self._scale())
         self._parts = found
-        if found.reason != NO_PART:  # another model's loss may come before
+        if found.reason != NO_PART:
             self.stop()

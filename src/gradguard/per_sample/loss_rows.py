@@ -87,15 +87,14 @@ class Term:
     mean: tuple[Node, Tensor] | None = None
 
 
-def term_of(
-    path: Path, batch_size: int, batch_first: bool, scale: float, depends: Dependence, outputs: Outputs
-) -> Term:
+def term_of(path: Path, outputs: Outputs, scale: float, depends: Dependence) -> Term:
     """Return what lies at the end of a path.
 
     Raises:
         Coupled: If samples are mixed there.
         Unreadable: If rows cannot be told from one another.
     """
+    batch_size, batch_first = outputs.batch_size, outputs.batch_first
     node, name = path.node, operation(path.node)
     fused = int(saved(node, "reduction")) if name in _WITH_REDUCTION else 0
     shape, counts = _rows(path, name)

@@ -7,6 +7,8 @@ two of its own, :math:`c'_k = 2^{d(s(k))} c_k`: where every row depends on its o
 breaks it, unless both have the same d; so d runs through the digits of the sample's number.
 """
 
+import functools
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,7 +17,8 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from gradguard.per_sample.layers.call import BatchAxis, samples_first
-from gradguard.per_sample.loss_graph import Unreadable
+from gradguard.per_sample.loss_graph import Root, Unreadable, parents
+from gradguard.per_sample.tap import silent_taps
 from gradguard.torch_private import input_metadata_of
 
 _BASE = 8
@@ -26,12 +29,14 @@ class Outputs:
 
     Args:
         batch_size: Number of samples B.
+        batch_first: Whether they are the first dimension of the outputs, as far as is known.
     """
 
-    def __init__(self, batch_size: int) -> None:
-        self._batch_size = batch_size
+    def __init__(self, batch_size: int, batch_first: bool = True) -> None:
+        self.batch_size, self.batch_first = batch_size, batch_first
         self._edges: list[GradientEdge] = []
         self._axes: list[BatchAxis] = []
+        self._numbers: list[GradientEdge] = []
 
     def add(self, tensors: Sequence[Tensor], axes: Sequence[BatchAxis | None]) -> None:
         """Add what a call has returned.
@@ -41,9 +46,22 @@ class Outputs:
             axes: Where the samples are in each; None for one that belongs to no sample.
         """
         for tensor, axis in zip(tensors, axes, strict=True):
-            if axis is not None and tensor.requires_grad:
+            if tensor.requires_grad and axis is None:
+                self._numbers.append(get_gradient_edge(tensor))
+            elif tensor.requires_grad and axis is not None:
                 self._edges.append(get_gradient_edge(tensor))
                 self._axes.append(axis)
+
+    def are_behind(self, roots: Sequence[Root]) -> bool:
+        """Tell whether a backward from ``roots`` comes by."""
+        return any(_reached(root.node, root.number, [*self._edges, *self._numbers]) for root in roots)
+
+    def and_of(self, other: "Outputs") -> "Outputs":
+        """Return these and the ones of another call."""
+        both = Outputs(self.batch_size, self.batch_first and other.batch_first)
+        both._edges, both._axes = self._edges + other._edges, self._axes + other._axes
+        both._numbers = self._numbers + other._numbers
+        return both
 
     def are_separate(self, node: Node, number: int, samples: Tensor) -> bool | None:
         """Tell whether each element of a value depends on the outputs of the sample that it is said to belong to.
@@ -68,7 +86,7 @@ class Outputs:
         if all(gradient is None for gradient in once):
             return None
         repeats = self._pull(node, number, cotangent)
-        digits = max(1, len(_in_base(self._batch_size - 1)))
+        digits = max(1, len(_in_base(self.batch_size - 1)))
         for digit in range(digits):
             factors = 2.0 ** (samples // _BASE**digit % _BASE)
             multiplied = self._pull(node, number, cotangent * factors.to(value.dtype))
@@ -86,7 +104,7 @@ class Outputs:
         value = input_metadata_of(node)[number]
         once = self._pull(node, number, _normal(value.shape, value.dtype, value.device))
         reached = [
-            samples_first(_finite(g), axis, self._batch_size).flatten(1).any(1)
+            samples_first(_finite(g), axis, self.batch_size).flatten(1).any(1)
             for g, axis in zip(once, self._axes, strict=True)
             if g is not None
         ]
@@ -100,8 +118,8 @@ class Outputs:
         directions = [_normal(gradient.shape, gradient.dtype, gradient.device) for gradient, _ in used]
         numbered = [d.clone() for d in directions]
         for direction, (_, axis) in zip(numbered, used, strict=True):
-            first = samples_first(direction, axis, self._batch_size)  # a view
-            first *= _along(torch.arange(1, self._batch_size + 1, device=direction.device), first)
+            first = samples_first(direction, axis, self.batch_size)  # a view
+            first *= _along(torch.arange(1, self.batch_size + 1, device=direction.device), first)
         try:
             [one] = torch.autograd.grad([g for g, _ in used], cotangent, directions, retain_graph=True)
             [many] = torch.autograd.grad([g for g, _ in used], cotangent, numbered)
@@ -109,17 +127,20 @@ class Outputs:
             raise Unreadable(f"{node.name()} cannot be differentiated twice ({_sentence(error)})") from error
         ratio = (many / one).double() - 1
         samples = ratio.round()
-        if not bool(((ratio - samples).abs() < 0.05).all() & (samples >= 0).all() & (samples < self._batch_size).all()):
-            raise Unreadable(f"values from {node.name()} do not tell the {self._batch_size} samples apart")
+        if not bool(((ratio - samples).abs() < 0.05).all() & (samples >= 0).all() & (samples < self.batch_size).all()):
+            raise Unreadable(f"values from {node.name()} do not tell the {self.batch_size} samples apart")
         return samples.long()
 
     def _pull(self, node: Node, number: int, cotangent: Tensor, create_graph: bool = False) -> Sequence[Any]:
-        """What the outputs get in a backward from the value."""
+        """What the outputs get in a backward from the value; None for those that it does not reach before others."""
+        reached = _reached(node, number, self._edges)
+        if not reached:
+            return [None] * len(self._edges)
         try:
-            with torch.autocast(cotangent.device.type, enabled=False):
-                return torch.autograd.grad(
+            with torch.autocast(cotangent.device.type, enabled=False), silent_taps():
+                found = torch.autograd.grad(
                     [GradientEdge(node, number)],  # pyright: ignore[reportArgumentType]
-                    self._edges,  # pyright: ignore[reportArgumentType]
+                    [self._edges[i] for i in reached],  # pyright: ignore[reportArgumentType]
                     [cotangent],
                     retain_graph=True,
                     create_graph=create_graph,
@@ -127,18 +148,47 @@ class Outputs:
                 )
         except (RuntimeError, TypeError, NotImplementedError) as error:
             raise Unreadable(f"a backward from {node.name()} cannot be run twice ({_sentence(error)})") from error
+        gradients: list[Any] = [None] * len(self._edges)
+        for i, gradient in zip(reached, found, strict=True):
+            gradients[i] = gradient
+        return gradients
 
     def _is_multiple(self, first: Tensor, again: Tensor, second: Tensor, axis: BatchAxis, digit: int) -> bool:
         """Whether each sample's part of ``second`` is that of ``first``, times its power of two."""
         exact = torch.equal(_finite(first), _finite(again))
-        first, second = (_finite(samples_first(g, axis, self._batch_size)) for g in (first, second))
-        factors = 2.0 ** (torch.arange(self._batch_size, device=first.device) // _BASE**digit % _BASE)
+        first, second = (_finite(samples_first(g, axis, self.batch_size)) for g in (first, second))
+        factors = 2.0 ** (torch.arange(self.batch_size, device=first.device) // _BASE**digit % _BASE)
         expected = first * _along(factors.to(first.dtype), first)
         limits = torch.finfo(first.dtype)
         bar = _BASE * 2.0**_BASE * limits.smallest_normal * limits.eps  # products below the normal numbers are rounded
         if not exact:  # a kernel that adds up in any order
             bar = bar + 16 * limits.eps * _along(expected.abs().flatten(1).amax(1), expected)
         return bool(((second - expected).abs() <= bar).all())
+
+
+def of_several(calls: Sequence[Outputs]) -> Outputs | None:
+    """Return the outputs of all calls together; None if their numbers of samples differ."""
+    if len({call.batch_size for call in calls}) != 1:
+        return None
+    return functools.reduce(Outputs.and_of, calls)
+
+
+def _reached(node: Node, number: int, edges: Sequence[GradientEdge]) -> list[int]:
+    """The places of those edges that are on the way back from a value, without what lies behind others alone."""
+    places: dict[tuple[Node, int], list[int]] = defaultdict(list)
+    for i, edge in enumerate(edges):
+        places[edge.node, edge.output_nr].append(i)
+    if (node, number) in places:
+        return places[node, number]
+    pending, known, found = [node], {node}, set[int]()
+    while pending:
+        for child, output in parents(pending.pop()):
+            if (child, output) in places:
+                found.update(places[child, output])
+            elif child not in known:
+                known.add(child)
+                pending.append(child)
+    return sorted(found)
 
 
 def _normal(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -72,34 +72,24 @@ class LossParts:
     terms: int = 1
 
 
-def loss_parts(
-    roots: Sequence[Root],
-    batch_size: int,
-    reduction: str,
-    outputs: Outputs,
-    *,
-    batch_first: bool = True,
-    scale: float = 1.0,
-) -> LossParts:
+def loss_parts(roots: Sequence[Root], outputs: Outputs, reduction: str, *, scale: float = 1.0) -> LossParts:
     """Compare each sample's part in a loss with the sample's own loss; before the backward, which frees the graph.
 
     Args:
         roots: What backward starts from; their sum is the loss.
-        batch_size: Number of samples B.
+        outputs: What the module returned for a batch of B samples.
         reduction: What the loss is said to be: ``"mean"`` or ``"sum"``.
-        outputs: What the module returned.
-        batch_first: Whether rows have the samples in front, not the time.
         scale: What a GradScaler, or a trainer, multiplied the loss by.
 
     Returns:
         What was found; nothing is raised for a loss that is wrong, or cannot be read.
     """
-    if batch_size < 2:
+    if outputs.batch_size < 2:
         return LossParts("unknown", "a batch of one sample does not tell a mean from a sum")
     try:
         depends = Dependence()
         found_paths = list(paths(roots, depends))
-        terms = [term_of(path, batch_size, batch_first, scale, depends, outputs) for path in found_paths]
+        terms = [term_of(path, outputs, scale, depends) for path in found_paths]
         terms = _averaged_together(_joined(found_paths, terms))
         if not terms:
             return LossParts("unknown", NO_PART)

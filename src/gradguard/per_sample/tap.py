@@ -1,6 +1,8 @@
 """The identity that a value passes through so that its gradient can be read when backward comes by."""
 
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -17,6 +19,20 @@ outermost backward."""
 def current_task() -> int:
     """Return the number of the backward that runs in this thread, or -1."""
     return current_graph_task()
+
+
+_silent = threading.local()
+
+
+@contextmanager
+def silent_taps() -> Iterator[None]:
+    """Let gradients pass unread in a backward of this thread that is not the user's."""
+    before = getattr(_silent, "now", False)
+    _silent.now = True
+    try:
+        yield
+    finally:
+        _silent.now = before
 
 
 class Tap(torch.autograd.Function):
@@ -36,6 +52,8 @@ class Tap(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
         """Hand the gradients over, and pass them on."""
+        if getattr(_silent, "now", False):
+            return None, None, None, *grads
         if torch.is_grad_enabled():
             raise UnsupportedGradientError(
                 "a backward with create_graph=True went through a module whose per-sample gradients are clipped: a "
