@@ -214,6 +214,7 @@ def _serve(pipe: Any, rank: int, world: int, folder: str) -> None:
     with open(Path(folder) / f"stack{rank}", "w", encoding="utf-8") as stack:
         faulthandler.register(signal.SIGUSR1, file=stack, all_threads=True)
         warnings.simplefilter("error")
+        warnings.filterwarnings("ignore", "Sparse invariant checks are implicitly disabled")  # as in pyproject.toml
         join(rank, world, folder)
         while True:
             try:

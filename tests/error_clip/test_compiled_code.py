@@ -158,6 +158,7 @@ def test_a_compiled_module_clips_behind_each_of_its_outputs(outputs, taken):
     assert graphs() == 2
 
 
+@pytest.mark.skipif(torch.__version__.startswith("2.11"), reason="its compiler cannot trace the making of a rule")
 def test_the_rule_may_be_made_inside_or_come_from_outside():
     model, loss = made("mlp")
     rule = gg.ErrorClipByValue(0.05, min=-0.01)
@@ -213,6 +214,7 @@ def test_compiled_blocks_within_a_clipped_eager_model_are_clipped_like_one_eager
     assert differ(plain, gradients(everything, clipped, first.layers, third.layers, None))
 
 
+@pytest.mark.skipif(torch.__version__.startswith("2.11"), reason="its compiler cannot trace the making of a rule")
 @pytest.mark.filterwarnings("ignore:Error detected in:UserWarning")
 def test_raising_at_what_is_not_finite_cannot_be_compiled():
     _, loss = made("mlp")

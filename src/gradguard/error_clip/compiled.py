@@ -70,7 +70,7 @@ def attach_error_clip(values: Values, rule: BaseErrorClip | None, *, scale: Loss
     """
     leaves, structure = tree_flatten(values)
     for leaf in leaves:
-        if is_dataclass(leaf):
+        if leaf is not None and is_dataclass(leaf):
             raise InvalidTypeError(
                 f"{type(leaf).__name__} is a dataclass: attach the clip to the tensors in it instead."
             )
