@@ -1,14 +1,18 @@
 """The order of calls, what lives between them, and what happens when one goes wrong."""
 
 import copy
+import gc
+import weakref
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from gradguard.errors import GradguardError, InvalidTypeError, InvalidValueError
+from gradguard.per_sample import tapping
 from gradguard.per_sample.clipper import PerSampleGradientClipper
 from gradguard.per_sample.norm_clippers import FlatNormClipper, PerLayerNormClipper, PerParameterNormClipper
+from gradguard.per_sample.plain_sum import Leaves
 from per_sample.case import B, Case, Model, case, numbers, squares
 from per_sample.models import build
 from per_sample.steps import accumulate, error, filled, make, middle_norm, oracle, plain, reduce, total
@@ -412,3 +416,52 @@ def test_a_mean_over_positions_too(mode):
     clipper.detach()
     expected = per_sample_gradients(made.model, lambda s: made.model(s[0]).square().mean(), made.samples())
     torch.testing.assert_close(norms, sample_norms(expected.values()), rtol=1e-12, atol=0)
+
+
+# Memory
+
+
+class Scale(nn.Module):
+    """Multiplies with a parameter: an operation that is tapped, or code that is run again for each sample."""
+
+    def __init__(self, known: bool) -> None:
+        super().__init__()
+        self.weight, self.known = nn.Parameter(torch.ones(3)), known
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight if self.known else x * self.weight.tanh()
+
+
+def one_step(model: nn.Module) -> PerSampleGradientClipper:
+    clipper = PerSampleGradientClipper(model, FlatNormClipper(1.0))
+    for _ in range(2):  # with its checks, and without
+        model(torch.ones(4, 3)).square().mean().backward()
+        clipper.clip_and_accumulate()
+    clipper.pre_step()
+    return clipper
+
+
+def test_nothing_of_a_backward_outlives_the_clip(monkeypatch):
+    """A cycle through a tensor's hook would: the garbage collector cannot see it."""
+    created, alive = [], weakref.WeakSet()
+
+    def leaves(*args, **kwargs) -> Leaves:
+        made = Leaves(*args, **kwargs)
+        created.append(made.module)
+        alive.add(made)
+        return made
+
+    monkeypatch.setattr(tapping, "Leaves", leaves)
+    clipper = one_step(nn.Sequential(nn.Linear(3, 3), Scale(known=True), Scale(known=False)))
+    gc.collect()
+    assert {type(module) for module in created} == {nn.Linear, Scale}
+    assert not list(alive)
+    clipper.detach()
+
+
+def test_a_model_goes_with_its_clipper():
+    model = nn.Sequential(nn.Linear(3, 3), Scale(known=True), Scale(known=False))
+    forgotten, clipper = weakref.ref(model), one_step(model)
+    del model, clipper
+    gc.collect()
+    assert forgotten() is None

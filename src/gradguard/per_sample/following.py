@@ -1,5 +1,6 @@
 """Follows a module's calls: knows which layer runs, what to do with it, and what a gradient that went past it means."""
 
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -277,7 +278,8 @@ class Following:
         running = Running(module, _NOTHING)
         self._loop.before = Snapshot(module, self.last_calls[module].way.changes_buffers)
         if self._tapping.verifying:
-            self._loop.leaves = self._tapping.put_leaves(running, self._loop.places)
+            self._tapping.put_leaves(running, self._loop.places)
+            self._loop.leaves = running.leaves
         self._loop.draws = running.places.enter_context(Draws())
         return running
 
@@ -321,7 +323,7 @@ class Following:
             parameter = self.parameter(name)
             if id(parameter) not in self._guarded and self._rehearsed is None:
                 self._guarded.add(id(parameter))
-                hook = partial(self._bypassed, name)
+                hook = partial(_bypassed, weakref.ref(self), name)
                 self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
 
     def _is_exposed(self, module: nn.Module) -> bool:
@@ -349,7 +351,7 @@ class Following:
         while self._stack:
             self._stack.pop().give_back()
 
-    def _bypassed(self, name: str, parameter: Tensor) -> None:
+    def bypassed(self, name: str, parameter: Tensor) -> None:
         """A gradient reached a parameter past the layers."""
         if self._quiet:
             return
@@ -363,6 +365,12 @@ class Following:
             "forward; or, for a penalty on weights, give the optimizer weight_decay. For an ordinary backward, call "
             "clipper.detach() first. If forward has used it for the first time now, repeat this step."
         )
+
+
+def _bypassed(following: "weakref.ref[Following]", name: str, parameter: Tensor) -> None:
+    """Does not keep what follows alive: a cycle through the hook of a tensor, which it leads to, is never freed."""
+    if (found := following()) is not None:
+        found.bypassed(name, parameter)
 
 
 def _refuse(words: str, gradient: Tensor | None) -> None:

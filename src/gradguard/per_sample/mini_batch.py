@@ -150,6 +150,8 @@ class MiniBatch:
                 "that it returned has one: a value that it made reached the loss in another way (an attribute, a "
                 "list, a hook). Return it instead. Nothing was clipped."
             )
+        self.reached.clear()  # they know of what gathers them: a cycle that would live until the next collection
+        self.tapped.clear()
 
     def _verify_layers(self) -> None:
         """Compare the plain gradients of each call of a layer with the sum of what its rule gave.

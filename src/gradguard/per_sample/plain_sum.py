@@ -22,29 +22,26 @@ from gradguard.per_sample.contributions import Contribution, Outer, Rows, Tied
 class Leaves:
     """What stands in the places of a module's parameters in one call, so that autograd adds up the call's own gradient.
 
+    The tensors know of this object and not the other way round: a cycle through a tensor's hook would never be freed.
+
     Args:
         module: What is called.
-        values: The parameters, by name.
         reached: Called with this object when a gradient has come to any of them.
         observed: Whether uses of the parameters get them; otherwise only uses that the dry run has not seen do.
 
     Attributes:
-        tensors: The leaves, by name.
         plain: The gradients that have come, by name.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        values: Mapping[str, Tensor],
-        reached: "Callable[[Leaves], None]",
-        observed: bool = True,
-    ) -> None:
+    def __init__(self, module: nn.Module, reached: "Callable[[Leaves], None]", observed: bool = True) -> None:
         self.module, self._reached, self.observed = module, reached, observed
-        self.tensors = {name: value.requires_grad_() for name, value in values.items()}
         self.plain: dict[str, Tensor] = {}
-        for name, leaf in self.tensors.items():
-            leaf.register_post_accumulate_grad_hook(partial(self._take, name))
+
+    def of(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Make the leaves, by name, of detached parameters."""
+        for name, value in values.items():
+            value.requires_grad_().register_post_accumulate_grad_hook(partial(self._take, name))
+        return dict(values)
 
     def _take(self, name: str, leaf: Tensor) -> None:
         gradient, leaf.grad = leaf.grad, None

@@ -164,10 +164,8 @@ class Tapping:
         for slot, plan in running.plan.operations.items():
             name = self._names[module, slot]
             if name in self.trained:
-                leaves = self._leaves(module, {name: self._value(module, slot)}, observed=False)
-                places[module, slot] = ParameterProxy.of(
-                    leaves.tensors[name], name, plan, partial(self._tap_operation, module)
-                )
+                leaf = self._leaves(module, observed=False).of({name: self._value(module, slot)})[name]
+                places[module, slot] = ParameterProxy.of(leaf, name, plan, partial(self._tap_operation, module))
         running.places.enter_context(substituted(places))
 
     def _tap_operation(
@@ -177,8 +175,8 @@ class Tapping:
         proxies: list[Any] = list(operation.parameters.values())
         values, leaves = {one.full_name: one.leaf.detach() for one in proxies}, None
         if self.verifying:  # leaves for this operation alone, which get the plain gradient
-            leaves = self._leaves(module, values)
-            values = leaves.tensors
+            leaves = self._leaves(module)
+            values = leaves.of(values)
         positional = [values[a.full_name] if isinstance(a, ParameterProxy) else a for a in args]
         named = {key: values[a.full_name] if isinstance(a, ParameterProxy) else a for key, a in kwargs.items()}
         result = func(*positional, **named)
@@ -191,8 +189,8 @@ class Tapping:
         self.gathering.activations += sum(t.nbytes for t in (*operands, result))
         return self._tap_outputs(result, layer.arguments.release(), partial(self.gathering.receive_layer, layer))
 
-    def _leaves(self, module: nn.Module, values: Mapping[str, Tensor], observed: bool = True) -> Leaves:
-        return Leaves(module, values, partial(self.gathering.receive_plain, current_task()), observed)
+    def _leaves(self, module: nn.Module, observed: bool = True) -> Leaves:
+        return Leaves(module, partial(self.gathering.receive_plain, current_task()), observed)
 
     def _used(self, slots: Sequence[Slot]) -> list[str]:
         """The names of the trained parameters in ``slots``."""
@@ -207,7 +205,7 @@ class Tapping:
         self._refuse_own_shards(module, aliases)
         arguments = Skeleton((args, kwargs))
         passed = self._passed(plan, arguments.tensors)
-        leaves = self.put_leaves(running, aliases)
+        leaf_of = self.put_leaves(running, aliases)
         running.code = OwnCode(
             module,
             arguments,
@@ -217,11 +215,11 @@ class Tapping:
             (),
             -1,
             aliases,
-            {name: leaf.detach() for name, leaf in leaves.tensors.items()},
+            {name: leaf.detach() for name, leaf in leaf_of.items()},
             autocast_of(arguments),
             self._quietly,
             passed=passed,
-            leaves=leaves,
+            leaves=running.leaves,
             in_place=plan.in_place,
         )
         running.given = [(tensor, changes_of(tensor)) for tensor in arguments.tensors]
@@ -229,7 +227,7 @@ class Tapping:
             return None
         tensors: list[Tensor | None] = list(arguments.tensors)
         for position, name in passed.items():
-            tensors[position] = leaves.tensors[name]
+            tensors[position] = leaf_of[name]
         return arguments.fill(tensors)
 
     def _passed(self, plan: CallPlan, tensors: Sequence[Tensor]) -> dict[int, str]:
@@ -241,13 +239,13 @@ class Tapping:
         }
         return {i: current[id(tensor)] for i, tensor in enumerate(tensors) if id(tensor) in current}
 
-    def put_leaves(self, running: Running, aliases: Mapping[str, Sequence[Slot]]) -> Leaves:
-        """Put a leaf of its own into the places of each parameter, until the call has run."""
-        values = {name: self._value(*slots[0]) for name, slots in aliases.items()}
-        leaves = running.leaves = self._leaves(running.module, values)
-        places = {slot: leaves.tensors[name] for name, slots in aliases.items() for slot in slots}
+    def put_leaves(self, running: Running, aliases: Mapping[str, Sequence[Slot]]) -> dict[str, Tensor]:
+        """Put a leaf of its own into the places of each parameter, until the call has run; return them by name."""
+        running.leaves = self._leaves(running.module)
+        leaf_of = running.leaves.of({name: self._value(*slots[0]) for name, slots in aliases.items()})
+        places = {slot: leaf_of[name] for name, slots in aliases.items() for slot in slots}
         running.places.enter_context(substituted(places))
-        return leaves
+        return leaf_of
 
     def _refuse_own_shards(self, module: nn.Module, aliases: Mapping[str, Sequence[Slot]]) -> None:
         """A parameter cannot be given to code whose layer fetches its own from other processes."""
