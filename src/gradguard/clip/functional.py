@@ -248,7 +248,8 @@ def apply_gradient_clipping(
         nonfinite: ``"propagate"``, ``"raise"`` or ``"zero"``, as for `clip_grad_norm_`.
 
     Returns:
-        The norms before the clip, for each tensor and in all, and whether and how much it clipped.
+        The norm before the clip, of each tensor too where no other process holds parts of the gradients, and whether
+        and how much it clipped.
 
     Raises:
         InvalidValueError: If the type, the threshold or the policy is not one.

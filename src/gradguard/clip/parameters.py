@@ -35,6 +35,7 @@ class Gradients:
         positions: The place of each in what the user passed.
         names: Names of all that the user passed, or ``None`` if they had none.
         part: How the norms of the parts add up over processes; None if every process holds all.
+        wants_each: Whether the user wants the norm of each, which is sent between processes only then.
     """
 
     parameters: Sequence[Tensor]
@@ -42,6 +43,7 @@ class Gradients:
     positions: Sequence[int]
     names: Sequence[str] | None
     part: Part | None = field(default=None, kw_only=True)
+    wants_each: bool = field(default=False, kw_only=True)
 
     def name(self, index: int) -> str:
         """Return what to call the ``index``-th gradient in a message."""
@@ -174,6 +176,17 @@ def gradients_among(tensors: Parameters) -> Gradients:
     first = sorted({id(value): i for i, value in reversed(list(enumerate(values)))}.values())
     kept = [values[i] for i in first]
     return Gradients(kept, kept, first, names)
+
+
+def host_sees_norms(found: Gradients) -> bool:
+    """Tell whether the host knows norms that processes have added up without a wait; all of them say the same."""
+    return found.part is None or found.part.reducer.device.type == "cpu"
+
+
+@torch.no_grad()
+def nonfinite_in(found: Gradients) -> Tensor:
+    """Return which gradients hold NaN or infinity on any process: one all-reduce, for steps on which one does."""
+    return ~norms_in(found).isfinite()
 
 
 @torch.no_grad()

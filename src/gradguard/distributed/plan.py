@@ -40,8 +40,8 @@ from gradguard.distributed.union import (
     union_of,
 )
 from gradguard.distributed.wrappers import FLAT, check_wrappers, refuse_flat_gradients
-from gradguard.tensors.layout import meeting_device, move
-from gradguard.tensors.norms import norm_of_norms, tensor_norms, total_norm
+from gradguard.tensors.layout import move
+from gradguard.tensors.norms import norm_of_norms, tensor_norms
 from gradguard.torch_private import layouts_of, local_tensors, specs_of
 
 _WIDE = (torch.float64, torch.complex128)
@@ -250,7 +250,7 @@ class Part:
         return self.reducer.reduce(measured, self.weights, self.shares, self.balance)
 
     def total(self, parts: Sequence[Tensor], order: float) -> Tensor:
-        """Return the norm of all gradients as one vector: 0-dim. Faster than by way of the norm of each.
+        """Return the norm of all gradients as one vector: 0-dim. Sends one number a class instead of one a gradient.
 
         Args:
             parts: What this process holds of each gradient of the full list.
@@ -258,13 +258,17 @@ class Part:
         """
         if self.classes is None:
             return norm_of_norms(self.add_up((tensor_norms(parts, order), order))[0], order)
-        lists = self.classes.lists(parts)
-        where = meeting_device(parts)
-        norms = torch.stack([move(total_norm(alike, order), where, torch.float64) for alike in lists or [[]]])
-        shares = self.shares[self.classes.whole]
-        shares = torch.cat([self.shares.new_zeros(len(norms) - len(shares)), shares])
-        (added,), _ = self.reducer.reduce([(norms, order)], self.classes.weights, shares, self.balance)
-        return norm_of_norms(added, order)
+        (norms,), _ = self.measure_classes(self.classes, (self.classes.norms(parts, order), order))
+        return norm_of_norms(norms, order)
+
+    def measure_classes(self, classes: Classes, *measured: tuple[Tensor, float]) -> tuple[list[Tensor], Tensor]:
+        """Return the norms of whole classes, and of which of them any process has a gradient: ``[len(classes)]``.
+
+        Args:
+            classes: Of the gradients; the same on every process.
+            measured: Norms of what this process holds of each class, with their orders.
+        """
+        return self.reducer.reduce(measured, classes.weights, classes.shares(self.shares), self.balance)
 
     def of(self, positions: Sequence[int]) -> "Part":
         """Return the same for some of the gradients; every process must take the same ones."""

@@ -98,6 +98,7 @@ class Reducer:
         wide: Whether powers may leave the range on any process.
         moves: Whether any process has such gradients.
         agreement: What was agreed on.
+        is_alone: Whether no other process takes part.
     """
 
     def __init__(
@@ -110,9 +111,9 @@ class Reducer:
         details: Any = None,
     ) -> None:
         self.union, self._signature = union, signature
-        self._alone = dist.get_world_size(union.group) == 1
-        self.device = device if self._alone else device_of(union.group, device)
-        if self._alone:
+        self.is_alone = dist.get_world_size(union.group) == 1
+        self.device = device if self.is_alone else device_of(union.group, device)
+        if self.is_alone:
             text = json.dumps([list(signature), details]).encode()
             self.agreement = Agreement((wide, moves), 0, [min(union.stage)], [len(text)], text)
         else:
@@ -147,7 +148,7 @@ class Reducer:
             DistributedError: If another process does not come, reduces something else or lacks a gradient that it must
                 have. On an accelerator the last two give NaN instead, so that nothing waits.
         """
-        if self._alone or not measured:
+        if self.is_alone or not measured:
             return [norms for norms, _ in measured], shares != 0
         check_alive(self.union.group)
         home = measured[0][0].device
