@@ -50,9 +50,10 @@ class Decision:
     left: Tensor | None = None
 
     def __post_init__(self) -> None:
-        """Remember the gradients weakly, so that `ClipResult.culprits` can count in them."""
-        if self.result.counter is None:
-            counter = NonfiniteCounter(self.gradients.gradients, self.result.nonfinite)
+        """Remember the gradients weakly, so that `ClipResult.culprits` can count in them if there may be any."""
+        nonfinite = self.result.nonfinite
+        if self.result.counter is None and not (are_readable(nonfinite) and not bool(nonfinite)):
+            counter = NonfiniteCounter(self.gradients.gradients, nonfinite)
             object.__setattr__(self, "result", replace(self.result, counter=counter))
 
     @torch.no_grad()

@@ -3,15 +3,14 @@
 import math
 from collections.abc import Sequence
 from functools import cache
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from gradguard.distributed.placements import is_sharded
+from gradguard.distributed.placements import Placement
 from gradguard.tensors.layout import meeting_device, move
 from gradguard.tensors.norms import tensor_norms, total_norm
-from gradguard.torch_private import base_of, spec_of
+from gradguard.torch_private import base_of
 
 _LOOKED_AT = 16
 """Gradients that are looked at before all of them are."""
@@ -88,18 +87,19 @@ class Classes:
 
     def norms(self, parts: Sequence[Tensor], order: float) -> Tensor:
         """Return the norm of what this process holds of each class: ``[len(self)]``, float64."""
-        where = meeting_device(parts)
-        alone = tensor_norms([parts[self._members[k][0]] for k in self._one], order) if self._one else None
-        if alone is not None and not self._several:
-            return move(alone, where, torch.float64)
-        norms = torch.zeros(len(self), dtype=torch.float64, device=where)
+        alone = tensor_norms([parts[self._members[k][0]] for k in self._one], order)
+        if not self._several:
+            return alone.double()
+        several = []
         for k in self._several:
             members = self._members[k]
             everything = len(members) == len(parts)
             own, padded = (parts, self._padded) if everything else _taken(members, parts, self._padded)
-            norms[k] = move(total_norm(merged(own, padded), order), where, torch.float64)
-        if alone is not None:
-            norms[move(torch.tensor(self._one, device="cpu"), where)] = move(alone, where, torch.float64)
+            several.append(total_norm(merged(own, padded), order))
+        where = meeting_device([alone, *several])
+        norms = torch.zeros(len(self), dtype=torch.float64, device=where)
+        for k, norm in zip([*self._several, *self._one], [*several, *alone.unbind()], strict=True):
+            norms[k] = move(norm, where, torch.float64)
         return norms
 
     def joined(self, norms: Tensor, order: float) -> Tensor:
@@ -121,21 +121,18 @@ def _taken(members: Sequence[int], parts: Sequence[Tensor], padded: Sequence[int
     return [parts[i] for i in members], [padded[i] for i in members]
 
 
-def padded_numel(tensor: Tensor, part: Tensor) -> int:
+def padded_numel(tensor: Tensor, part: Tensor, placement: Placement) -> int:
     """Return how many elements FSDP2 keeps for this process' part of ``tensor`` in a buffer, padding included."""
-    if is_sharded(tensor):
-        spec = spec_of(tensor)
-        along = _only_split_of_rows(spec.placements)
-        if along is not None:
-            return math.ceil(tensor.shape[0] / spec.mesh.size(along)) * math.prod(tensor.shape[1:])
-    return part.numel()
+    shards = equal_shards_of_rows(placement)
+    return part.numel() if shards is None else math.ceil(tensor.shape[0] / shards) * math.prod(tensor.shape[1:])
 
 
 @cache
-def _only_split_of_rows(placements: tuple[Any, ...]) -> int | None:
-    """The only mesh dimension along which a tensor is split, if that cuts dimension 0 into equal shards."""
-    split = [i for i, p in enumerate(placements) if not (p.is_replicate() or p.is_partial())]
-    return split[0] if len(split) == 1 and placements[split[0]].is_shard(dim=0) else None
+def equal_shards_of_rows(placement: Placement) -> int | None:
+    """Into how many equal shards dimension 0 is cut, if a tensor is cut in no other way."""
+    split = [i for i, p in enumerate(placement.kinds) if not (p.is_replicate() or p.is_partial())]
+    alone = len(split) == 1 and placement.kinds[split[0]].is_shard(dim=0)
+    return placement.mesh.size(split[0]) if alone else None
 
 
 def merged(parts: Sequence[Tensor], padded: Sequence[int]) -> list[Tensor]:
