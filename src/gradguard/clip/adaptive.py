@@ -21,6 +21,7 @@ from gradguard.clip.parameters import (
     named_tensors,
     nonfinite_in,
     refuse_nonfinite_in,
+    to_clip_by,
 )
 from gradguard.clip.result import ClipResult
 from gradguard.errors import InvalidTypeError, InvalidValueError
@@ -140,6 +141,7 @@ def clip_adaptive(
     names, tensors = named_tensors(parameters, "parameters")
     found = _without_excluded(exclude, names, tensors, stages, module)
     if found.part is not None:
+        found = to_clip_by(found, "clip_grad_adaptive_", threshold, eps, policy)
         return _clip_parts(found, layouts, threshold, eps, policy)
     units = [layouts.get(id(p)) or layout_of(p) for p in found.parameters]
     return _clip(found, units, threshold, eps, policy)

@@ -71,6 +71,7 @@ class ClipAdaptive(FixedRule):
     """
 
     measures_itself, per_tensor = True, False
+    arguments = ("threshold", "eps")
 
     def __init__(
         self,

@@ -86,7 +86,9 @@ def decide_units(
         before, after = classes.joined(before, 2.0), classes.joined(after, 2.0)
     vector = torch.cat([before, after, binds, *plan.fill(units, home)])
     weights, shares = plan.weights_and_shares(found.part, classes)
-    (added,), there = found.part.reducer.reduce([(vector, 2.0)], weights, shares, found.part.balance)
+    (added,), there = found.part.reducer.reduce(
+        [(vector, 2.0)], weights, shares, found.part.balance, found.part.settings
+    )
     count, slots = len(before), plan.offsets[-1]
     before, after, binds, gradients, bounds = added.split([count, count, 1, slots, slots])
     split_factors = unit_factors([gradients], [bounds], threshold, eps)[0]

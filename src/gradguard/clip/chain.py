@@ -10,6 +10,7 @@ from torch import Tensor
 from gradguard.clip.clipper import Clipper, Decision, MeasuredGradients, measured
 from gradguard.clip.parameters import Gradients, Parameters, current_gradients
 from gradguard.clip.result import ClipResult
+from gradguard.distributed.settings import Settings
 from gradguard.errors import InvalidTypeError, InvalidValueError
 from gradguard.tensors.scaling import scale_
 
@@ -75,6 +76,10 @@ class Chain(Clipper):
     def per_tensor(self) -> bool:  # type: ignore[override]
         """Whether a member asks for the norm of each tensor."""
         return any(member.per_tensor for member in self.members)
+
+    def settings(self) -> Settings:
+        """Return those of all members."""
+        return "Chain", *(setting for member in self.members for setting in member.settings())
 
     def orders(self) -> set[float]:
         """Return those of all members."""

@@ -20,9 +20,11 @@ from gradguard.clip.parameters import (
     norm_in,
     norms_in,
     refuse_nonfinite_in,
+    to_clip_by,
 )
 from gradguard.clip.result import ClipResult, NonfiniteCounter
 from gradguard.distributed.classes import Classes
+from gradguard.distributed.settings import Settings
 from gradguard.tensors.layout import are_readable, move, public_dtype
 from gradguard.tensors.nonfinite import NonFinitePolicy, check_policy, zero_if_nonfinite_
 from gradguard.tensors.norms import norm_of_norms, tensor_norms
@@ -131,7 +133,7 @@ class Clipper(ABC):
             self.learn(ListedParameters(found, parameters))
         else:
             self.learn(parameters if isinstance(parameters, nn.Module) else _as_parameters(names, tensors))
-        found = asking(found, tensor_norms)
+        found = to_clip_by(asking(found, tensor_norms), *self.settings(), policy)
         if policy == "raise":
             found = self.measure(found)
             refuse_nonfinite_in(found, total_of(found.norms), found.norms if found.classes is None else None)
@@ -155,6 +157,13 @@ class Clipper(ABC):
     def orders(self) -> set[float]:
         """Return the orders of the norms that `decide` will ask for, so that `Groups` measures all of them at once."""
         return {float(getattr(self, "norm_type", 2.0))}
+
+    arguments: Sequence[str] = ()
+    """Which attributes decide how the rule clips, all numbers: processes that hold parts must have the same ones."""
+
+    def settings(self) -> Settings:
+        """Return what must be the same on all processes: the rule, and the values of its `arguments`."""
+        return type(self).__name__, *(getattr(self, name) for name in self.arguments)
 
     def learn(self, parameters: Parameters) -> None:
         """Look at all parameters before their first `decide`: a module tells more than its gradients do.

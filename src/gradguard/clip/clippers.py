@@ -83,6 +83,7 @@ class ClipByGlobalNorm(FixedRule):
         self.norm_type = check_order(norm_type)
 
     per_tensor = False
+    arguments = ("max_norm", "norm_type")
 
     @torch.no_grad()
     def decide(self, found: Gradients, scale: float | Tensor = 1.0) -> Decision:
@@ -135,6 +136,8 @@ class ClipByNorm(FixedRule):
         super().__init__()
         self.max_norm = check_threshold("max_norm", max_norm)
         self.norm_type = check_order(norm_type)
+
+    arguments = ("max_norm", "norm_type")
 
     @torch.no_grad()
     def decide(self, found: Gradients, scale: float | Tensor = 1.0) -> Decision:
@@ -194,6 +197,7 @@ class ClipByValue(FixedRule):
     """
 
     measures_itself, per_tensor = True, False
+    arguments = ("max", "min")
 
     def __init__(self, max: float | Tensor, min: float | None = None) -> None:
         super().__init__()

@@ -20,6 +20,7 @@ from gradguard.clip.clipper import (
 from gradguard.clip.parameters import Gradients, Parameters
 from gradguard.clip.selection import KnownNames, Selection, Selector, listed
 from gradguard.distributed.classes import Classes
+from gradguard.distributed.settings import Settings
 from gradguard.errors import InvalidTypeError, InvalidValueError
 from gradguard.tensors.layout import move
 
@@ -94,6 +95,11 @@ class Groups(Clipper):
         self._checked: object = None  # the parameters that `learn` has last seen
         self._known: tuple[object, list[int]] | None = None  # the gradients that came last, and the group of each
         self._classes: tuple[Classes, list[int], list[bool], Classes] | None = None  # of those
+
+    def settings(self) -> Settings:
+        """Return those of all members, with the groups' labels."""
+        own = {label: () if member is None else member.settings() for label, member in self.members.items()}
+        return "Groups", *(setting for label, settings in own.items() for setting in (label, *settings))
 
     def orders(self) -> set[float]:
         """Return those of all members."""

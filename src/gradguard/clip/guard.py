@@ -15,7 +15,7 @@ from gradguard.clip.guard_fold import StandIn
 from gradguard.clip.guard_names import names_in, names_of
 from gradguard.clip.guard_scaler import ScaledClipDetector, ScalerStep, listen, stop_listening
 from gradguard.clip.guard_skip import Snapshot
-from gradguard.clip.parameters import Gradients, Stages, gradients_of, refuse_nonfinite_in
+from gradguard.clip.parameters import Gradients, Stages, gradients_of, refuse_nonfinite_in, to_clip_by
 from gradguard.clip.result import ClipResult
 from gradguard.distributed.agreement import largest_of
 from gradguard.errors import InvalidTypeError, InvalidValueError, NonFiniteGradientError
@@ -273,7 +273,8 @@ class Guard:
         if self._stages.group is not None and (new or not self._stages_known):
             self.clipper.learn(ListedParameters(found, self._model))  # those of all stages
             self._stages_known = True
-        return asking(found, self._agree_on_tensor_norms(found))
+        found = asking(found, self._agree_on_tensor_norms(found))
+        return to_clip_by(found, *self.clipper.settings(), self._policy)
 
     def _agree_on_tensor_norms(self, found: Gradients) -> bool:
         """Whether any process wants the norm of each tensor; asked once, because only then all are sure to answer."""

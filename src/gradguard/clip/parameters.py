@@ -3,7 +3,7 @@
 import types
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from gradguard.distributed.placements import any_sharded, check_alike, is_laid_out_as, is_sharded, local_part
 from gradguard.distributed.plan import Part, plan_for, plan_for_gradients
+from gradguard.distributed.settings import Setting
 from gradguard.distributed.stages import Shared
 from gradguard.distributed.union import StageGroup, several_processes, stages_group
 from gradguard.distributed.wrappers import check_wrappers, named_parameters
@@ -176,6 +177,11 @@ def gradients_among(tensors: Parameters) -> Gradients:
     first = sorted({id(value): i for i, value in reversed(list(enumerate(values)))}.values())
     kept = [values[i] for i in first]
     return Gradients(kept, kept, first, names)
+
+
+def to_clip_by(found: Gradients, *settings: Setting) -> Gradients:
+    """Return ``found``, of which all processes must ask the norm for the same: for a rule and its arguments."""
+    return found if found.part is None else replace(found, part=replace(found.part, settings=settings))
 
 
 def host_sees_norms(found: Gradients) -> bool:

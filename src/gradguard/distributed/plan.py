@@ -31,6 +31,7 @@ from gradguard.distributed.placements import (
 )
 from gradguard.distributed.reduction import Reducer
 from gradguard.distributed.replicas import balances, balances_of_moved
+from gradguard.distributed.settings import Settings
 from gradguard.distributed.stages import Shared, StageLists, check_shared, details_of
 from gradguard.distributed.union import (
     StageGroup,
@@ -242,6 +243,7 @@ class Part:
         shares: ``weights`` where this process has a gradient, negative unless every process holds all of it; else 0.
         balance: What adds up to 0 over the processes if replicas have the same gradients.
         classes: Which gradients of the full list add up alike; None for some of them.
+        settings: What the norms are for, which must be the same on all processes.
     """
 
     reducer: Reducer
@@ -249,14 +251,15 @@ class Part:
     shares: Tensor
     balance: Tensor
     classes: Classes | None = None
+    settings: Settings = ()
 
     def add_up(self, *measured: tuple[Tensor, float]) -> list[Tensor]:
         """Return the norms of the whole tensors, for vectors of norms of what this process holds, with their orders."""
-        return self.reducer.reduce(measured, self.weights, self.shares, self.balance)[0]
+        return self.measure(*measured)[0]
 
     def measure(self, *measured: tuple[Tensor, float]) -> tuple[list[Tensor], Tensor]:
         """Return the same, and which tensors any process has a gradient of: ``[len]``, bool."""
-        return self.reducer.reduce(measured, self.weights, self.shares, self.balance)
+        return self.reducer.reduce(measured, self.weights, self.shares, self.balance, self.settings)
 
     def total(self, parts: Sequence[Tensor], order: float) -> Tensor:
         """Return the norm of all gradients as one vector: 0-dim. Sends one number a class instead of one a gradient.
@@ -277,12 +280,13 @@ class Part:
             classes: Of the gradients; the same on every process.
             measured: Norms of what this process holds of each class, with their orders.
         """
-        return self.reducer.reduce(measured, classes.weights, classes.shares(self.shares), self.balance)
+        shares = classes.shares(self.shares)
+        return self.reducer.reduce(measured, classes.weights, shares, self.balance, self.settings)
 
     def of(self, positions: Sequence[int]) -> "Part":
         """Return the same for some of the gradients; every process must take the same ones."""
         at = move(torch.tensor(list(positions), dtype=torch.int64, device="cpu"), self.weights.device)
-        return Part(self.reducer, self.weights[at], self.shares[at], self.balance)
+        return Part(self.reducer, self.weights[at], self.shares[at], self.balance, settings=self.settings)
 
 
 def plan_for(
