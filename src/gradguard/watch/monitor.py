@@ -142,7 +142,7 @@ class Monitor:
         sinks = Sinks(sink if rank_and_world()[0] == 0 else [])
         meta = meta_of(optimizer, getattr(self._guard, "clipper", None), self._parameters, names)
         lines = LineMaker(names, every or max(1, len(names) // 20), self._guard_skips, meta)
-        if hasattr(self._guard, "tensor_norms"):
+        if self._guard is not None and hasattr(self._guard, "tensor_norms"):
             self._guard.tensor_norms = True  # processes send each other the norm of each only if one of them asks
         self._output, self._alarm = Output(lines, sinks, seen=self._look), Alarm()
         self._started = time.perf_counter()
