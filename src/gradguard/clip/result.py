@@ -31,7 +31,7 @@ class ClipResult:
         locked_in: Whether the clip has bound on more than half of the last steps at one threshold: 0-dim bool, or
             None where nobody counts. See `LockIn`.
         group_norms: 2-norm before the clip of each group of `Groups`, 0-dim each; None without groups.
-        counter: Counts the non-finite elements for `culprits`.
+        counter: Counts the non-finite elements for `culprits`; None where the host has seen that there are none.
         bad: Which gradients held NaN or infinity, ``[len(names)]``, bool, where only that was asked of the processes.
 
     Example:
