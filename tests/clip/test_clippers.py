@@ -3,8 +3,8 @@
 import copy
 import gc
 import math
-import weakref
 import pickle
+import weakref
 from dataclasses import FrozenInstanceError
 
 import pytest
