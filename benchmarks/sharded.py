@@ -176,6 +176,13 @@ def simulate(world: int, count: int) -> None:
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
     dist.all_gather = gather
+    sent, reduce = [], dist.all_reduce
+
+    def noted(numbers: torch.Tensor, *args: object, **options: object) -> object:
+        sent.append(numbers.numel())
+        return reduce(numbers, *args, **options)
+
+    dist.all_reduce = noted
     Reducer._checked = lambda *_: None  # sums of nothing are not what all others would have sent
     mesh = init_device_mesh("cpu", (world // 8, 8), mesh_dim_names=("dp", "tp"))
     layouts = [[Shard(0), Shard(1)], [Shard(0), Replicate()], [Shard(0), Shard(0)]]
@@ -199,10 +206,13 @@ def simulate(world: int, count: int) -> None:
     for name, call in {
         "later": lambda: gg.clip_grad_norm_(made, 1e9),
         "later, clipper": lambda: clipper(made),
+        "with tensor_norms": lambda: clipper(made, tensor_norms=True),
         "get_total_norm": lambda: gg.get_total_norm(gradients),
     }.items():
         call()
-        print(f"  {name:16} {min(busy(call) for _ in range(7)):10.1f}")
+        sent.clear()
+        call()
+        print(f"  {name:17} {min(busy(call) for _ in range(7)):9.1f}   all-reduce of {sent[0]:,} numbers")
 
 
 def report(found: dict[str, list[Row]], alone: bool) -> None:

@@ -210,8 +210,8 @@ class Module(torch.nn.Module):
 @pytest.mark.parametrize("optimizer", ["plain", "foreach", "fused"])
 def test_one_all_reduce_for_each_guarded_step(pool, optimizer, clipper, bad):
     for (first, *later), skipped in pool(4).run(ran_by_guard, optimizer, clipper, "skip", bad):
-        assert first == ["allgather_", "allreduce_"]
-        assert later == [ONE] * 2
+        assert first == ["allgather_", "allreduce_", "allreduce_"]  # a plan, who wants norms of each tensor, the clip
+        assert later == [ONE * (1 + bad), ONE]  # on a sick step, a second tells which gradients are not finite
         assert skipped == bad
 
 

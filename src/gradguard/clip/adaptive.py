@@ -17,8 +17,11 @@ from gradguard.clip.parameters import (
     Parameters,
     Stages,
     gradients_of,
+    host_sees_norms,
     named_tensors,
+    nonfinite_in,
     refuse_nonfinite_in,
+    to_clip_by,
 )
 from gradguard.clip.result import ClipResult
 from gradguard.errors import InvalidTypeError, InvalidValueError
@@ -138,6 +141,7 @@ def clip_adaptive(
     names, tensors = named_tensors(parameters, "parameters")
     found = _without_excluded(exclude, names, tensors, stages, module)
     if found.part is not None:
+        found = to_clip_by(found, "clip_grad_adaptive_", threshold, eps, policy)
         return _clip_parts(found, layouts, threshold, eps, policy)
     units = [layouts.get(id(p)) or layout_of(p) for p in found.parameters]
     return _clip(found, units, threshold, eps, policy)
@@ -166,7 +170,7 @@ class AdaptiveClip:
             coefficient=torch.where(self.zeroed, 0.0, torch.where(clipped, _total(after) / norm, 1.0)),
             clipped=clipped | self.zeroed,
             nonfinite=~torch.isfinite(norm),
-            tensor_norms=_together([torch.linalg.vector_norm(n) for n in self.norms]),
+            norms=_together([torch.linalg.vector_norm(n) for n in self.norms]),
             names=self.found.plain_names(),
         )
 
@@ -205,6 +209,7 @@ class AdaptiveClipOfParts:
     found: Gradients
     decision: UnitDecision
     zeroed: Tensor
+    bad: Tensor | None
 
     def norm(self) -> Tensor:
         """Return the 2-norm of all gradients before the clip."""
@@ -219,8 +224,9 @@ class AdaptiveClipOfParts:
             coefficient=torch.where(self.zeroed, 0.0, coefficient),
             clipped=clipped | self.zeroed,
             nonfinite=~torch.isfinite(norm),
-            tensor_norms=self.decision.norms,
+            norms=self.decision.norms if self.decision.classes is None else None,
             names=self.found.plain_names(),
+            bad=self.bad,
         )
 
 
@@ -228,14 +234,17 @@ class AdaptiveClipOfParts:
 def _clip_parts(
     found: Gradients, layouts: Mapping[int, UnitLayout], threshold: float | Tensor, eps: float, policy: NonFinitePolicy
 ) -> AdaptiveClipOfParts:
-    decision = decide_units(found, layouts, range(len(found.gradients)), threshold, eps)
+    decision = decide_units(found, layouts, range(len(found.gradients)), threshold, eps, found.wants_each)
     norm = norm_of_norms(decision.norms)
     if policy == "raise":
-        refuse_nonfinite_in(found, norm, decision.norms)
+        refuse_nonfinite_in(found, norm, decision.norms if decision.classes is None else None)
+    bad = None
+    if decision.classes is not None and host_sees_norms(found) and not bool(norm.isfinite()):
+        bad = nonfinite_in(found)
     decision.write()
     if policy == "zero":
         zero_if_nonfinite_(norm, found.gradients)
-    return AdaptiveClipOfParts(found, decision, ~torch.isfinite(norm) & (policy == "zero"))
+    return AdaptiveClipOfParts(found, decision, ~torch.isfinite(norm) & (policy == "zero"), bad)
 
 
 def _total(norms: Sequence[Tensor]) -> Tensor:

@@ -11,7 +11,15 @@ from gradguard.arguments import check_threshold
 from gradguard.clip.adaptive import AdaptiveClip, clip_adaptive
 from gradguard.clip.adaptive_parts import decide_units
 from gradguard.clip.adaptive_units import unit_layouts
-from gradguard.clip.clipper import Decision, ListedParameters, MeasuredGradients, describe, measured, norms_of, total_of
+from gradguard.clip.clipper import (
+    Decision,
+    ListedParameters,
+    MeasuredGradients,
+    describe,
+    global_norm,
+    measured,
+    total_of,
+)
 from gradguard.clip.clippers import FixedRule, at_scale, norm_where
 from gradguard.clip.parameters import Gradients, Parameters
 from gradguard.clip.selection import KnownNames, Selection, Selector
@@ -62,7 +70,8 @@ class ClipAdaptive(FixedRule):
         arXiv 2102.06171.
     """
 
-    measures_itself = True
+    measures_itself, per_tensor = True, False
+    arguments = ("threshold", "eps")
 
     def __init__(
         self,
@@ -110,8 +119,8 @@ class ClipAdaptive(FixedRule):
             act = self._alone(known, excluded, bound)
         else:
             known, act = self._together(found, excluded, bound)
-        norms = norms_of(known, scale)
-        norm = total_of(norms)
+        norms = global_norm(known, scale)
+        norm = norms.value
         coefficient, clipped = torch.ones_like(norm), norm > norm
         locked_in = clipped.clone()
 
@@ -141,7 +150,7 @@ class ClipAdaptive(FixedRule):
     ) -> tuple[MeasuredGradients, _Act]:
         """Measure units and gradients in one all-reduce; what is left to do needs no other process."""
         kept = [i for i, out in enumerate(excluded) if not out]
-        decision = decide_units(found, self._units(), kept, bound, self.eps)
+        decision = decide_units(found, self._units(), kept, bound, self.eps, found.wants_each)
 
         def act() -> tuple[Tensor, Tensor]:
             decision.write()
@@ -149,7 +158,8 @@ class ClipAdaptive(FixedRule):
 
         if not isinstance(found, MeasuredGradients):
             lists = found.parameters, found.gradients, found.positions, found.names
-            found = MeasuredGradients(*lists, decision.norms, there=decision.there, part=found.part)
+            known = {"there": decision.there, "classes": decision.classes, "wants_each": found.wants_each}
+            found = MeasuredGradients(*lists, decision.norms, part=found.part, **known)
         return found, act
 
     def _excluded(self, found: Gradients) -> list[bool]:

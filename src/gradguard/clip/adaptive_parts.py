@@ -21,6 +21,7 @@ from torch import Tensor
 from gradguard.clip.adaptive_units import by_device, layout_of, rows_in_memory, rows_like, unit_factors
 from gradguard.clip.parameters import Gradients
 from gradguard.distributed.agreement import largest_of
+from gradguard.distributed.classes import Classes
 from gradguard.distributed.placements import local_part
 from gradguard.distributed.plan import Part
 from gradguard.distributed.reduction import Reducer
@@ -35,8 +36,9 @@ class UnitDecision:
     """What an adaptive clip will do, known on every process before anything is written.
 
     Attributes:
-        norms: The norm of each whole gradient before the clip; ``[len(found.gradients)]``, float64.
-        there: Which gradients any process has; ``[len(found.gradients)]``, bool.
+        norms: The norm of each class of gradients before the clip, or of each whole gradient; float64.
+        there: Which of them any process has; as long, bool.
+        classes: Which gradients one norm stands for; None where each has its own.
         after: The norm of all gradients after it: 0-dim.
         clipped: Whether any unit is clipped on any process: 0-dim bool.
         write: Does it to the parts that this process holds, in place.
@@ -44,6 +46,7 @@ class UnitDecision:
 
     norms: Tensor
     there: Tensor
+    classes: Classes | None
     after: Tensor
     clipped: Tensor
     write: Callable[[], None]
@@ -56,6 +59,7 @@ def decide_units(
     kept: Sequence[int],
     threshold: float | Tensor,
     eps: float,
+    each: bool = False,
 ) -> UnitDecision:
     """Return what an adaptive clip will do, from units measured on all processes in one all-reduce.
 
@@ -65,6 +69,7 @@ def decide_units(
         kept: The positions of the gradients to clip; the others are measured and left alone.
         threshold: λ, at least 0.
         eps: ε, at least 0.
+        each: Whether the norm of each gradient is wanted, which the clip does not need.
 
     Raises:
         UnsupportedGradientError: If a layout does not tell which elements a process holds.
@@ -75,16 +80,23 @@ def decide_units(
     units = _measured(found, plan, kept, 0.0 if isinstance(threshold, Tensor) else threshold * eps, eps)
     whole = [i for i in units if not plan.units[i].are_split]
     factors = _factors([units[i] for i in whole], threshold, eps)
-    vector = torch.cat([*_outcome(found, units, dict(zip(whole, factors, strict=True)), home), *plan.fill(units, home)])
-    weights, shares = plan.weights_and_shares(found.part)
-    (added,), there = found.part.reducer.reduce([(vector, 2.0)], weights, shares, found.part.balance)
-    count, slots = len(found.gradients), plan.offsets[-1]
+    classes = None if each or found.part.reducer.is_alone else found.part.classes
+    before, after, binds = _outcome(found, units, dict(zip(whole, factors, strict=True)), home)
+    if classes is not None:
+        before, after = classes.joined(before, 2.0), classes.joined(after, 2.0)
+    vector = torch.cat([before, after, binds, *plan.fill(units, home)])
+    weights, shares = plan.weights_and_shares(found.part, classes)
+    (added,), there = found.part.reducer.reduce(
+        [(vector, 2.0)], weights, shares, found.part.balance, found.part.settings
+    )
+    count, slots = len(before), plan.offsets[-1]
     before, after, binds, gradients, bounds = added.split([count, count, 1, slots, slots])
     split_factors = unit_factors([gradients], [bounds], threshold, eps)[0]
     held = {**dict(zip(whole, factors, strict=True)), **plan.take(units, split_factors)}
     return UnitDecision(
         before,
         there[:count],
+        classes,
         norm_of_norms(torch.cat([after, gradients * split_factors])),
         (binds > 0).any() | (split_factors < 1).any(),
         lambda: _scale([(units[i].rows, plan.units[i].layout, factor) for i, factor in held.items()]),
@@ -117,12 +129,15 @@ class _UnitPlan:
         self._weights = self._each(weights)
         self._places: dict[tuple[int, torch.device], Tensor] = {}
 
-    def weights_and_shares(self, part: Part) -> tuple[Tensor, Tensor]:
+    def weights_and_shares(self, part: Part, classes: Classes | None) -> tuple[Tensor, Tensor]:
         """Return those of the whole vector, which `Reducer.reduce` wants."""
         one, none = part.weights.new_ones(1), part.weights.new_zeros(1 + self.offsets[-1])
-        weights = torch.cat([part.weights, part.weights, one, self._weights, self._weights])
+        own, shares = part.weights, part.shares
+        if classes is not None:
+            own, shares = classes.weights, classes.shares(part.shares)
+        weights = torch.cat([own, own, one, self._weights, self._weights])
         # A weight is there whether the gradient is or not.
-        return weights, torch.cat([part.shares, part.shares, none[:1], self._each(part.shares), none[1:]])
+        return weights, torch.cat([shares, shares, none[:1], self._each(part.shares), none[1:]])
 
     def _each(self, values: Tensor) -> Tensor:
         return values.repeat_interleave(self._slots, output_size=self.offsets[-1])

@@ -10,6 +10,7 @@ from torch import Tensor
 from gradguard.clip.clipper import Clipper, Decision, MeasuredGradients, measured
 from gradguard.clip.parameters import Gradients, Parameters, current_gradients
 from gradguard.clip.result import ClipResult
+from gradguard.distributed.settings import Settings
 from gradguard.errors import InvalidTypeError, InvalidValueError
 from gradguard.tensors.scaling import scale_
 
@@ -71,6 +72,15 @@ class Chain(Clipper):
             raise InvalidValueError("the same clipper object is in the chain twice: make one for each place.")
         self.members = clippers
 
+    @property
+    def per_tensor(self) -> bool:  # type: ignore[override]
+        """Whether a member asks for the norm of each tensor."""
+        return any(member.per_tensor for member in self.members)
+
+    def settings(self) -> Settings:
+        """Return those of all members."""
+        return "Chain", *(setting for member in self.members for setting in member.settings())
+
     def orders(self) -> set[float]:
         """Return those of all members."""
         return {2.0}.union(*(member.orders() for member in self.members))
@@ -112,7 +122,8 @@ class Chain(Clipper):
 
 def _decide(members: Sequence[Clipper], found: Gradients, scale: float | Tensor) -> Decision:
     if found.part is None or not members[0].measures_itself:
-        found = measured(found, {2.0}.union(*(member.orders() for member in members)))
+        orders = {2.0}.union(*(member.orders() for member in members))
+        found = measured(found, orders, each=any(member.per_tensor for member in members))
     decisions: list[Decision] = []
     product, seen_scale = None, scale
     for member in members:
@@ -135,7 +146,7 @@ def _decide(members: Sequence[Clipper], found: Gradients, scale: float | Tensor)
             scale_(gradients, product)
         results = [d.result for d in decisions]
         if behind:
-            rest = _decide(behind, _left(found, gradients, decisions[-1].left, product), scale)
+            rest = _decide(behind, _left(found, gradients, decisions[-1], product), scale)
             rest.apply()
             results.append(rest.result)
         _fill(told, _together(results))
@@ -143,12 +154,18 @@ def _decide(members: Sequence[Clipper], found: Gradients, scale: float | Tensor)
     return Decision(found, told, None, write)
 
 
-def _left(found: Gradients, gradients: Sequence[Tensor], norms: Tensor | None, product: Tensor | None) -> Gradients:
+def _left(found: Gradients, gradients: Sequence[Tensor], written: Decision, product: Tensor | None) -> Gradients:
     """The gradients after a write: unmeasured, unless the one who wrote knew what norms it would leave."""
-    if norms is None:
-        return Gradients(found.parameters, gradients, found.positions, found.names, part=found.part)
-    norms = norms if product is None else norms * product
-    return MeasuredGradients(found.parameters, gradients, found.positions, found.names, norms, part=found.part)
+    after = Gradients(
+        found.parameters, gradients, found.positions, found.names, part=found.part, wants_each=found.wants_each
+    )
+    if written.left is None:
+        return after
+    norms = written.left if product is None else written.left * product
+    known = written.gradients
+    classes = known.classes if isinstance(known, MeasuredGradients) else None
+    lists = after.parameters, after.gradients, after.positions, after.names
+    return MeasuredGradients(*lists, norms, classes=classes, part=found.part, wants_each=found.wants_each)
 
 
 def _together(results: Sequence[ClipResult]) -> ClipResult:

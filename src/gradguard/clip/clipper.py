@@ -14,11 +14,17 @@ from gradguard.clip.parameters import (
     Stages,
     current_gradients,
     gradients_of,
+    host_sees_norms,
     named_tensors,
+    nonfinite_in,
+    norm_in,
     norms_in,
     refuse_nonfinite_in,
+    to_clip_by,
 )
 from gradguard.clip.result import ClipResult, NonfiniteCounter
+from gradguard.distributed.classes import Classes
+from gradguard.distributed.settings import Settings
 from gradguard.tensors.layout import are_readable, move, public_dtype
 from gradguard.tensors.nonfinite import NonFinitePolicy, check_policy, zero_if_nonfinite_
 from gradguard.tensors.norms import norm_of_norms, tensor_norms
@@ -46,9 +52,10 @@ class Decision:
     left: Tensor | None = None
 
     def __post_init__(self) -> None:
-        """Remember the gradients weakly, so that `ClipResult.culprits` can count in them."""
-        if self.result.counter is None:
-            counter = NonfiniteCounter(self.gradients.gradients, self.result.nonfinite)
+        """Remember the gradients weakly, so that `ClipResult.culprits` can count in them if there may be any."""
+        nonfinite = self.result.nonfinite
+        if self.result.counter is None and not (are_readable(nonfinite) and not bool(nonfinite)):
+            counter = NonfiniteCounter(self.gradients.gradients, nonfinite)
             object.__setattr__(self, "result", replace(self.result, counter=counter))
 
     @torch.no_grad()
@@ -82,6 +89,11 @@ class Clipper(ABC):
     measures_itself = False
     """Whether `decide` measures parts of gradients in a way of its own, so that norms taken before would be wasted."""
 
+    per_tensor: bool = True
+    """Whether `decide` asks for the norm of each tensor (`norms_of`); else only for that of all (`global_norm`).
+
+    Where processes hold parts of the gradients, they then send each other one number instead of one for each."""
+
     @torch.no_grad()
     def __call__(
         self,
@@ -91,6 +103,7 @@ class Clipper(ABC):
         process_group: Any = None,
         mesh: Any = None,
         shared: Any = None,
+        tensor_norms: bool = False,
     ) -> ClipResult:
         """Clip the gradients of ``parameters`` in place.
 
@@ -100,6 +113,8 @@ class Clipper(ABC):
             process_group: Pipeline stages, as for `clip_grad_norm_`.
             mesh: Pipeline stages, as for `clip_grad_norm_`.
             shared: Weights that several stages hold, as for `clip_grad_norm_`.
+            tensor_norms: Whether ``result.tensor_norms`` is wanted where processes hold parts of the gradients: they
+                then send each other the norm of each tensor. The same on every process. Elsewhere it is always there.
 
         Returns:
             What the clip did.
@@ -118,10 +133,11 @@ class Clipper(ABC):
             self.learn(ListedParameters(found, parameters))
         else:
             self.learn(parameters if isinstance(parameters, nn.Module) else _as_parameters(names, tensors))
+        found = to_clip_by(asking(found, tensor_norms), *self.settings(), policy)
         if policy == "raise":
-            found = measured(found, self.orders())
-            refuse_nonfinite_in(found, total_of(found.norms), found.norms)
-        decision = self.decide(found)
+            found = self.measure(found)
+            refuse_nonfinite_in(found, total_of(found.norms), found.norms if found.classes is None else None)
+        decision = with_culprits(self.decide(found))
         decision.apply()
         return _zeroed(decision) if policy == "zero" else decision.result
 
@@ -134,9 +150,20 @@ class Clipper(ABC):
             scale: What a GradScaler has multiplied them by: thresholds are for gradients divided by it.
         """
 
+    def measure(self, found: Gradients) -> "MeasuredGradients":
+        """Return ``found`` with the norms that `decide` will ask for."""
+        return measured(found, self.orders(), each=self.per_tensor)
+
     def orders(self) -> set[float]:
         """Return the orders of the norms that `decide` will ask for, so that `Groups` measures all of them at once."""
         return {float(getattr(self, "norm_type", 2.0))}
+
+    arguments: Sequence[str] = ()
+    """Which attributes decide how the rule clips, all numbers: processes that hold parts must have the same ones."""
+
+    def settings(self) -> Settings:
+        """Return what must be the same on all processes: the rule, and the values of its `arguments`."""
+        return type(self).__name__, *(getattr(self, name) for name in self.arguments)
 
     def learn(self, parameters: Parameters) -> None:
         """Look at all parameters before their first `decide`: a module tells more than its gradients do.
@@ -183,14 +210,17 @@ class MeasuredGradients(Gradients):
     """Gradients with their norms, so that several rules share one measurement.
 
     Attributes:
-        norms: 2-norm of each gradient as it is in memory, loss scale included; ``[len(gradients)]``.
+        norms: 2-norm of each gradient as it is in memory, loss scale included; ``[len(gradients)]``. Or of several
+            together, ``[len(classes)]``.
         others: Norms of other orders, by order, where they were measured with the first.
-        there: Which gradients any process has, ``[len(gradients)]``, bool; None where that is all of them.
+        there: Which gradients (or classes) any process has, bool; None where that is all of them.
+        classes: Which gradients one norm stands for; None where each has its own.
     """
 
     norms: Tensor
     others: Mapping[float, Tensor] = field(default_factory=dict, kw_only=True)
     there: Tensor | None = field(default=None, kw_only=True)
+    classes: Classes | None = field(default=None, kw_only=True)
 
     def is_there(self) -> bool:
         """Tell whether there is any gradient; where Python may not look, there may be."""
@@ -199,7 +229,8 @@ class MeasuredGradients(Gradients):
         return bool(self.there.any())
 
     def some(self, positions: Sequence[int]) -> "MeasuredGradients":
-        """Return the gradients at ``positions``, with what is known of them."""
+        """Return the gradients at ``positions``, with what is known of them; each has a norm of its own."""
+        assert self.classes is None
         return MeasuredGradients(
             [self.parameters[i] for i in positions],
             [self.gradients[i] for i in positions],
@@ -209,23 +240,57 @@ class MeasuredGradients(Gradients):
             others={order: _entries(norms, positions) for order, norms in self.others.items()},
             there=None if self.there is None else _entries(self.there, positions),
             part=None if self.part is None else self.part.of(positions),
+            wants_each=self.wants_each,
+        )
+
+    def group(self, number: int, positions: Sequence[int]) -> "MeasuredGradients":
+        """Return the gradients of one group of ``classes``, with the norms of its classes, which do not tell each."""
+        assert self.classes is not None
+        own = self.classes.of_group[number]
+        return MeasuredGradients(
+            [self.parameters[i] for i in positions],
+            [self.gradients[i] for i in positions],
+            [self.positions[i] for i in positions],
+            self.names,
+            self.norms[own],
+            others={order: norms[own] for order, norms in self.others.items()},
+            there=None if self.there is None else self.there[own],
+            classes=None if self.classes.each[number] else self.classes,
+            part=None if self.part is None else self.part.of(positions),
+            wants_each=self.wants_each,
         )
 
 
 @torch.no_grad()
-def measured(found: Gradients, orders: Iterable[float] = ()) -> MeasuredGradients:
+def measured(
+    found: Gradients, orders: Iterable[float] = (), *, each: bool = True, classes: Classes | None = None
+) -> MeasuredGradients:
     """Return ``found`` with its norms, measured now unless they are known.
 
     Args:
         found: The gradients.
         orders: Other orders of norms that will be asked for. Where gradients are spread over processes, these add up
             in the same all-reduce; else they are measured when they are asked for.
+        each: Whether the norm of each gradient is needed; else that of all is enough.
+        classes: Of which gradients norms are needed together, where processes hold parts of them.
     """
-    if isinstance(found, MeasuredGradients):
+    part, each = found.part, each or asks_for_each(found)
+    if isinstance(found, MeasuredGradients) and (
+        found.classes is None or (not each and classes in (None, found.classes))
+    ):
         return found
-    others = sorted(set(orders) - {2.0}) if found.part is not None else []
-    local = [(tensor_norms(found.gradients, order), order) for order in (2.0, *others)]
-    (norms, *rest), there = ([local[0][0]], None) if found.part is None else found.part.measure(*local)
+    if part is None or each:
+        classes = None
+    elif classes is None:
+        classes = part.classes
+    others = sorted(set(orders) - {2.0}) if part is not None else []
+    there = None
+    if classes is not None and part is not None:
+        local = [(classes.norms(found.gradients, order), order) for order in (2.0, *others)]
+        (norms, *rest), there = part.measure_classes(classes, *local)
+    else:
+        local = [(tensor_norms(found.gradients, order), order) for order in (2.0, *others)]
+        (norms, *rest), there = ([local[0][0]], None) if part is None else part.measure(*local)
     return MeasuredGradients(
         found.parameters,
         found.gradients,
@@ -234,8 +299,52 @@ def measured(found: Gradients, orders: Iterable[float] = ()) -> MeasuredGradient
         norms,
         others=dict(zip(others, rest, strict=True)),
         there=there,
-        part=found.part,
+        classes=classes,
+        part=part,
+        wants_each=found.wants_each,
     )
+
+
+def asks_for_each(found: Gradients) -> bool:
+    """Tell whether the result shall have the norm of each gradient: if asked, or where no other process is needed."""
+    return found.wants_each or found.part is None or found.part.reducer.is_alone
+
+
+def asking(found: Gradients, for_each: bool) -> Gradients:
+    """Return ``found``, of which the user wants the norm of each if ``for_each`` is true."""
+    return replace(found, wants_each=True) if for_each and not found.wants_each else found
+
+
+@dataclass(frozen=True, slots=True)
+class GlobalNorm:
+    """The norm of all gradients.
+
+    Attributes:
+        value: 0-dim, float64.
+        of_each: The norm of each gradient; None where processes hold parts of them and nobody asked.
+    """
+
+    value: Tensor
+    of_each: Tensor | None
+
+
+@torch.no_grad()
+def global_norm(found: Gradients, scale: float | Tensor = 1.0, order: float = 2.0) -> GlobalNorm:
+    """Return the norm of all gradients as one vector, without their loss scale.
+
+    Args:
+        found: The gradients; if `Groups` or `Chain` has measured them already, they are not read again.
+        scale: What a GradScaler has multiplied them by.
+        order: The order p of the norm.
+    """
+    if isinstance(found, MeasuredGradients) and found.classes is not None:
+        norms = found.norms if order == 2 else found.others.get(order)
+        if norms is not None:
+            return GlobalNorm(_unscaled(total_of(norms, order), scale), None)
+    if asks_for_each(found) or (isinstance(found, MeasuredGradients) and found.classes is None):
+        norms = norms_of(found, scale, order)
+        return GlobalNorm(total_of(norms, order), norms)
+    return GlobalNorm(_unscaled(norm_in(found, order), scale), None)
 
 
 @torch.no_grad()
@@ -248,9 +357,12 @@ def norms_of(found: Gradients, scale: float | Tensor = 1.0, order: float = 2.0) 
         order: The order p of the norm.
     """
     known = None
-    if isinstance(found, MeasuredGradients):
+    if isinstance(found, MeasuredGradients) and found.classes is None:
         known = found.norms if order == 2 else found.others.get(order)
-    norms = norms_in(found, order) if known is None else known
+    return _unscaled(norms_in(found, order) if known is None else known, scale)
+
+
+def _unscaled(norms: Tensor, scale: float | Tensor) -> Tensor:
     if isinstance(scale, Tensor):
         return norms / move(scale.detach(), norms.device, norms.dtype)
     return norms if scale == 1 else norms / scale
@@ -264,7 +376,7 @@ def total_of(norms: Tensor, order: float = 2.0) -> Tensor:
 
 def describe(
     found: Gradients,
-    norms: Tensor,
+    norms: Tensor | GlobalNorm,
     coefficient: Tensor,
     clipped: Tensor,
     *,
@@ -273,11 +385,11 @@ def describe(
     locked_in: Tensor | None = None,
     group_norms: Mapping[str, Tensor] | None = None,
 ) -> ClipResult:
-    """Return the result of a clip from what `norms_of` measured.
+    """Return the result of a clip from what `norms_of` or `global_norm` measured.
 
     Args:
         found: The gradients.
-        norms: What `norms_of` returned for them, with the same ``order``.
+        norms: What one of them returned, with the same ``order``.
         coefficient: The norm after the clip over the norm before, 0-dim.
         clipped: Whether the clip binds, 0-dim bool.
         order: The order of the norms.
@@ -285,7 +397,9 @@ def describe(
         locked_in: What `LockIn.follow` returned.
         group_norms: The norm of each group.
     """
-    norm = total_of(norms, order)
+    if isinstance(norms, Tensor):
+        norms = GlobalNorm(total_of(norms, order), norms)
+    norm = norms.value
     if threshold is not None and not isinstance(threshold, Tensor):
         threshold = torch.full_like(norm, threshold)
     return ClipResult(
@@ -293,12 +407,32 @@ def describe(
         coefficient=coefficient,
         clipped=clipped,
         nonfinite=~torch.isfinite(norm),
-        tensor_norms=norms,
+        norms=norms.of_each,
         names=found.plain_names(),
         threshold=threshold,
         locked_in=locked_in,
         group_norms=group_norms,
     )
+
+
+@torch.no_grad()
+def with_culprits(decision: Decision, *, host_looks: bool = False) -> Decision:
+    """Let all processes tell each other which gradients are not finite, on a step on which one is not.
+
+    That is a second all-reduce, which all of them take part in because all of them see the same norm. A healthy step
+    costs nothing. Where the host would have to wait for the norm, nothing is done.
+
+    Args:
+        decision: Before anything is written.
+        host_looks: Whether the host looks at the norm at this step anyway, on every process.
+
+    Returns:
+        The decision, whose result knows its culprits if it was sick.
+    """
+    result, found = decision.result, decision.gradients
+    if result.norms is not None or result.bad is not None or not (host_looks or host_sees_norms(found)):
+        return decision
+    return replace(decision, result=replace(result, bad=nonfinite_in(found))) if bool(result.nonfinite) else decision
 
 
 def _entries(vector: Tensor, positions: Sequence[int]) -> Tensor:

@@ -11,7 +11,9 @@ from gradguard.clip.clipper import (
     Clipper,
     Decision,
     MeasuredGradients,
+    asks_for_each,
     describe,
+    global_norm,
     measured,
     norms_of,
     total_of,
@@ -80,18 +82,18 @@ class ClipByGlobalNorm(FixedRule):
         self.max_norm = check_threshold("max_norm", max_norm)
         self.norm_type = check_order(norm_type)
 
+    per_tensor = False
+    arguments = ("max_norm", "norm_type")
+
     @torch.no_grad()
     def decide(self, found: Gradients, scale: float | Tensor = 1.0) -> Decision:
         """Measure the norm of all gradients and decide on one coefficient."""
         limit = check_threshold("max_norm", self.max_norm)
-        norms = norms_of(found, scale, self.norm_type)
-        norm = total_of(norms, self.norm_type)
-        coefficient = clip_coefficient(norm, limit)
+        norm = global_norm(found, scale, self.norm_type)
+        coefficient = clip_coefficient(norm.value, limit)
         clipped = coefficient < 1
-        locked_in = self._lock_in.follow(clipped, limit, torch.isfinite(norm))
-        result = describe(
-            found, norms, coefficient, clipped, order=self.norm_type, threshold=limit, locked_in=locked_in
-        )
+        locked_in = self._lock_in.follow(clipped, limit, torch.isfinite(norm.value))
+        result = describe(found, norm, coefficient, clipped, order=self.norm_type, threshold=limit, locked_in=locked_in)
         return Decision(found, result, coefficient)
 
 
@@ -134,6 +136,8 @@ class ClipByNorm(FixedRule):
         super().__init__()
         self.max_norm = check_threshold("max_norm", max_norm)
         self.norm_type = check_order(norm_type)
+
+    arguments = ("max_norm", "norm_type")
 
     @torch.no_grad()
     def decide(self, found: Gradients, scale: float | Tensor = 1.0) -> Decision:
@@ -192,7 +196,8 @@ class ClipByValue(FixedRule):
         Mikolov (2012), Statistical language models based on neural networks, PhD thesis.
     """
 
-    measures_itself = True
+    measures_itself, per_tensor = True, False
+    arguments = ("max", "min")
 
     def __init__(self, max: float | Tensor, min: float | None = None) -> None:
         super().__init__()
@@ -238,12 +243,27 @@ class ClipByValue(FixedRule):
         for i in suspect:
             outside[i] = exceeds([found.gradients[i]], *bounds).to(outside)
         after = _norms_clamped(found.gradients, before, suspect, bounds)
-        before, after, outside = found.part.add_up((before, 2.0), (after, 2.0), (outside, 1.0))
-        found = MeasuredGradients(
-            found.parameters, found.gradients, found.positions, found.names, before, part=found.part
+        local, classes = (
+            [(before, 2.0), (after, 2.0), (outside, 1.0)],
+            None if asks_for_each(found) else found.part.classes,
         )
-        norms = norms_of(found, scale)
-        norm, clipped = total_of(norms), (outside > 0).any()
+        if classes is None:
+            before, after, outside = found.part.add_up(*local)
+        else:
+            joined = [(classes.joined(norms, order), order) for norms, order in local]
+            (before, after, outside), _ = found.part.measure_classes(classes, *joined)
+        found = MeasuredGradients(
+            found.parameters,
+            found.gradients,
+            found.positions,
+            found.names,
+            before,
+            classes=classes,
+            part=found.part,
+            wants_each=found.wants_each,
+        )
+        norms = global_norm(found, scale)
+        norm, clipped = norms.value, (outside > 0).any()
         coefficient = torch.where(clipped, total_of(after) / total_of(before), 1.0)
         locked_in = self._lock_in.follow(clipped, high if isinstance(high, Tensor) else abs(high), norm.isfinite())
         result = describe(found, norms, coefficient, clipped, threshold=high, locked_in=locked_in)

@@ -20,6 +20,7 @@ from gradguard.clip.parameters import (
     norm_in,
     norms_in,
     refuse_nonfinite_in,
+    to_clip_by,
 )
 from gradguard.clip.result import ClipResult
 from gradguard.errors import InvalidValueError
@@ -112,6 +113,7 @@ def clip_grad_norm_(
     max_norm, order = check_threshold("max_norm", max_norm), check_order(norm_type)
     policy = _resolve_policy(error_if_nonfinite, nonfinite)
     found = collect_gradients(parameters, Stages.named(process_group, mesh, shared))
+    found = to_clip_by(found, "clip_grad_norm_", max_norm, order, policy)
     norm = norm_in(found, order)
     _scale_to(found, norm, max_norm, policy)
     return norm.to(public_dtype(found.gradients))
@@ -225,7 +227,7 @@ def clip_grad_value_(
     if policy == "propagate":  # what happens to an element depends on no other
         found, norm = local_gradients(parameters), torch.zeros(())
     else:
-        found = collect_gradients(parameters)
+        found = to_clip_by(collect_gradients(parameters), "clip_grad_value_", low, high, policy)
         norm = norm_in(found)
     _prepare_clamp(found, policy, norm)
     _clamp_to(found, low, high, policy, norm)
@@ -248,7 +250,8 @@ def apply_gradient_clipping(
         nonfinite: ``"propagate"``, ``"raise"`` or ``"zero"``, as for `clip_grad_norm_`.
 
     Returns:
-        The norms before the clip, for each tensor and in all, and whether and how much it clipped.
+        The norm before the clip, of each tensor too where no other process holds parts of the gradients, and whether
+        and how much it clipped.
 
     Raises:
         InvalidValueError: If the type, the threshold or the policy is not one.

@@ -7,9 +7,20 @@ from typing import Any, Self, cast
 import torch
 from torch import Tensor
 
-from gradguard.clip.clipper import Clipper, Decision, ListedParameters, describe, measured, norms_of, total_of
+from gradguard.clip.clipper import (
+    Clipper,
+    Decision,
+    ListedParameters,
+    MeasuredGradients,
+    describe,
+    global_norm,
+    measured,
+    total_of,
+)
 from gradguard.clip.parameters import Gradients, Parameters
 from gradguard.clip.selection import KnownNames, Selection, Selector, listed
+from gradguard.distributed.classes import Classes
+from gradguard.distributed.settings import Settings
 from gradguard.errors import InvalidTypeError, InvalidValueError
 from gradguard.tensors.layout import move
 
@@ -70,6 +81,8 @@ class Groups(Clipper):
         ['0', '1.bias', 'rest']
     """
 
+    measures_itself = True
+
     def __init__(self, groups: Rules, rest: Clipper | EllipsisType | None = ...) -> None:
         pairs = list(groups.items()) if isinstance(groups, Mapping) else list(groups)
         self._selectors = [Selector(selection, f"group {i}") for i, (selection, _) in enumerate(pairs)]
@@ -81,6 +94,12 @@ class Groups(Clipper):
         self._names = KnownNames()
         self._checked: object = None  # the parameters that `learn` has last seen
         self._known: tuple[object, list[int]] | None = None  # the gradients that came last, and the group of each
+        self._classes: tuple[Classes, list[int], list[bool], Classes] | None = None  # of those
+
+    def settings(self) -> Settings:
+        """Return those of all members, with the groups' labels."""
+        own = {label: () if member is None else member.settings() for label, member in self.members.items()}
+        return "Groups", *(setting for label, settings in own.items() for setting in (label, *settings))
 
     def orders(self) -> set[float]:
         """Return those of all members."""
@@ -108,17 +127,16 @@ class Groups(Clipper):
     @torch.no_grad()
     def decide(self, found: Gradients, scale: float | Tensor = 1.0) -> Decision:
         """Measure all gradients once, and let each group's rule decide on its own."""
-        found = measured(found, self.orders())
-        places = self._places_of(found)
-        norms = norms_of(found, scale)
-        parts = [found.some([i for i, place in enumerate(places) if place == k]) for k in range(len(self.members))]
-        group_norms = {label: total_of(norms_of(p, scale)) for label, p in zip(self.members, parts, strict=True)}
+        found = self.measure(found)
+        parts = self._parts_of(found)
+        norms = global_norm(found, scale)
+        group_norms = {label: global_norm(p, scale).value for label, p in zip(self.members, parts, strict=True)}
         decisions = {
             label: member.decide(part, scale)
             for (label, member), part in zip(self.members.items(), parts, strict=True)
             if member is not None and part.is_there()
         }
-        norm = total_of(norms)
+        norm = norms.value
         coefficient, clipped = torch.ones_like(norm), norm > norm
         alarms = any(decision.result.locked_in is not None for decision in decisions.values())
         locked_in = norm > norm if alarms else None
@@ -143,6 +161,29 @@ class Groups(Clipper):
         tell()
         result = describe(found, norms, coefficient, clipped, locked_in=locked_in, group_norms=group_norms)
         return Decision(found, result, None, write)
+
+    def measure(self, found: Gradients) -> MeasuredGradients:
+        """Measure all gradients: of each group one norm, or that of each tensor if its rule asks for them."""
+        return measured(found, self.orders(), each=False, classes=self._classes_of(found))
+
+    def _classes_of(self, found: Gradients) -> Classes | None:
+        """The classes of gradients that processes hold parts of; made again only for other gradients or rules."""
+        root = None if found.part is None else found.part.classes
+        if root is None:
+            return None
+        places, each = self._places_of(found), [m is not None and m.per_tensor for m in self.members.values()]
+        known = self._classes
+        if known is None or known[0] is not root or known[1] is not places or known[2] != each:
+            known = self._classes = root, places, each, root.grouped(places, each)
+        return known[3]
+
+    def _parts_of(self, found: MeasuredGradients) -> list[MeasuredGradients]:
+        positions: list[list[int]] = [[] for _ in self.members]
+        for i, place in enumerate(self._places_of(found)):
+            positions[place].append(i)
+        if found.classes is None:
+            return [found.some(own) for own in positions]
+        return [found.group(k, own) for k, own in enumerate(positions)]
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of each group's clipper, by the label of the group."""

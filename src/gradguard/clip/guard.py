@@ -9,14 +9,15 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
-from gradguard.clip.clipper import Clipper, Decision, ListedParameters
+from gradguard.clip.clipper import Clipper, Decision, ListedParameters, asking, with_culprits
 from gradguard.clip.guard_counts import Counts, LateReader
 from gradguard.clip.guard_fold import StandIn
 from gradguard.clip.guard_names import names_in, names_of
 from gradguard.clip.guard_scaler import ScaledClipDetector, ScalerStep, listen, stop_listening
 from gradguard.clip.guard_skip import Snapshot
-from gradguard.clip.parameters import Gradients, Stages, gradients_of, refuse_nonfinite_in
+from gradguard.clip.parameters import Gradients, Stages, gradients_of, refuse_nonfinite_in, to_clip_by
 from gradguard.clip.result import ClipResult
+from gradguard.distributed.agreement import largest_of
 from gradguard.errors import InvalidTypeError, InvalidValueError, NonFiniteGradientError
 from gradguard.optimizer_hooks import EveryStep, runs_hooks
 from gradguard.tensors.layout import are_readable
@@ -80,6 +81,9 @@ class Guard:
         process_group: Where parameters differ along a process group, as pipeline stages do, as for `clip_grad_norm_`.
         mesh: The same as a device mesh of one dimension.
         shared: Weights that several stages hold, as for `clip_grad_norm_`.
+        tensor_norms: Whether ``last.tensor_norms`` is wanted where processes hold parts of the gradients: they then
+            send each other the norm of each tensor, not only what the clip needs. It is enough that one of them wants
+            it: they agree at the first step. A `Monitor` of the guard asks for it by itself.
 
     Attributes:
         last: What the last clip did; None before the first. ``last.culprits()`` names what was not finite.
@@ -117,6 +121,7 @@ class Guard:
         process_group: Any = None,
         mesh: Any = None,
         shared: Any = None,
+        tensor_norms: bool = False,
     ) -> None:
         self._stages = Stages.named(process_group, mesh, shared)
         _check(optimizer, clipper, nonfinite, max_consecutive_skips)
@@ -125,6 +130,8 @@ class Guard:
         self._model, self._model_names = model, names_in(model, optimizer)
         self._parameters: list[Tensor] = []
         self._stages_known = False
+        self._tensor_norms = tensor_norms
+        self._agreed: tuple[Any, bool] | None = None  # for which reducer, and what
         self._names: list[str] = []
         self._counts = Counts(max_consecutive_skips)
         self._detector = ScaledClipDetector()
@@ -159,7 +166,7 @@ class Guard:
             self._cancel()
             return True
         scale, overflow = getattr(optimizer, "grad_scale", None), getattr(optimizer, "found_inf", None)
-        decision = self.clipper.decide(self._gradients(), 1.0 if scale is None else scale)
+        decision = with_culprits(self.clipper.decide(self._gradients(), 1.0 if scale is None else scale))
         self.last = decision.result
         if number == 0:
             self._counts.begin(decision.result)
@@ -188,6 +195,9 @@ class Guard:
             self._detector.saw(scaled_norm)
         self._undecided = number == 0 or self._undecided
         if bool(bad):
+            if self._never_folds():  # then the host of every process looks
+                self.last = with_culprits(decision, host_looks=True).result
+                self._counts.complete(self.last)
             self._skipping, self._undecided = True, False
             self._cancel()
             self._counts.decided(skip=True)
@@ -198,7 +208,7 @@ class Guard:
         bad, found = decision.result.nonfinite, decision.gradients
         norm = torch.where(bad, torch.nan, 0.0)
         if self._policy == "raise":
-            refuse_nonfinite_in(found, norm, decision.result.tensor_norms)
+            refuse_nonfinite_in(found, norm, decision.result.norms)
         if self._policy != "zero" or (are_readable(bad) and not bool(bad)):
             self._clip(decision, folds, scale)
             return
@@ -218,6 +228,9 @@ class Guard:
         if self._stand_in is None or decision.coefficient is None:
             return None
         return self._stand_in if self._stand_in.can_fold(decision.gradients.gradients) else None
+
+    def _never_folds(self) -> bool:
+        return self._stand_in is None or not self._stand_in.is_fused()
 
     def _cancel(self) -> None:
         """Let the step that is running do nothing, or undo what it has done."""
@@ -260,7 +273,17 @@ class Guard:
         if self._stages.group is not None and (new or not self._stages_known):
             self.clipper.learn(ListedParameters(found, self._model))  # those of all stages
             self._stages_known = True
-        return found
+        found = asking(found, self._agree_on_tensor_norms(found))
+        return to_clip_by(found, *self.clipper.settings(), self._policy)
+
+    def _agree_on_tensor_norms(self, found: Gradients) -> bool:
+        """Whether any process wants the norm of each tensor; asked once, because only then all are sure to answer."""
+        if found.part is None:
+            return False
+        reducer = found.part.reducer
+        if self._agreed is None or self._agreed[0] is not reducer:
+            self._agreed = reducer, any(largest_of(reducer.union, [int(self._tensor_norms)], reducer.device))
+        return self._agreed[1]
 
     # -- GradScaler -------------------------------------------------------------------------------------------------
 
@@ -272,7 +295,7 @@ class Guard:
         self._scaler_step = ScalerStep(None)
         if self._attached and not step.reached:  # it has found an overflow, and does not step
             with torch.no_grad():
-                self.last = self.clipper.decide(self._gradients()).result
+                self.last = with_culprits(self.clipper.decide(self._gradients())).result
             self._counts.begin(self.last)
             self._counts.decided(skip=True)
 
@@ -288,6 +311,27 @@ class Guard:
         self._counts.check(int(skips_in_a_row))
 
     # -- between steps ----------------------------------------------------------------------------------------------
+
+    @property
+    def tensor_norms(self) -> bool:
+        """Whether ``last.tensor_norms`` is wanted where processes hold parts of the gradients.
+
+        It may be set on one process or several, before the first step.
+
+        Raises:
+            InvalidValueError: If it is set after a step for which nobody had asked.
+        """
+        return self._tensor_norms
+
+    @tensor_norms.setter
+    def tensor_norms(self, wanted: bool) -> None:
+        if wanted and self._agreed is not None and not self._agreed[1]:
+            raise InvalidValueError(
+                "this Guard has stepped already, and its processes have agreed not to send each other the norm of each "
+                "tensor: ask before the first step, with Guard(optimizer, clipper, tensor_norms=True) or by making the "
+                "Monitor before it."
+            )
+        self._tensor_norms = wanted
 
     @property
     def steps(self) -> int:

@@ -42,6 +42,10 @@ class Counts:
         self.steps += 1
         self._history.append((self.steps, result))
 
+    def complete(self, result: ClipResult) -> None:
+        """Note the same result with the names of what was not finite."""
+        self._history[-1] = (self.steps, result)
+
     def decided(self, skip: bool) -> None:
         """Note a decision that the host knows.
 
@@ -130,8 +134,8 @@ class LateReader:
 
 def _line(step: int, result: ClipResult) -> str:
     """Say which gradients of a step were not finite; empty if all were."""
-    bad = [name for name, ok in zip(result.names, result.tensor_norms.isfinite().tolist(), strict=True) if not ok]
     if not bool(result.nonfinite):
         return ""
+    bad = result.known_culprits() or ["Guard(..., tensor_norms=True) tells which"]
     more = f" and {len(bad) - _NAMED_AT_MOST} more" if len(bad) > _NAMED_AT_MOST else ""
     return f"step {step}: norm {float(result.norm)}, not finite: {', '.join(bad[:_NAMED_AT_MOST])}{more}"

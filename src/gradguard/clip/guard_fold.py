@@ -59,11 +59,14 @@ class StandIn:
         self._stand_in.__dict__.clear()  # it must not keep a state alive that the optimizer has replaced
         self._entered = {}
 
+    def is_fused(self) -> bool:
+        """Tell whether the optimizer's kernel divides gradients at all."""
+        return type(self._real) in FOLDING and all([group.get("fused") for group in self._real.param_groups])
+
     def can_fold(self, gradients: Sequence[Tensor]) -> bool:
         """Tell whether the optimizer's kernel can divide these gradients by a float32 number."""
-        fused = type(self._real) in FOLDING and all([group.get("fused") for group in self._real.param_groups])
         return (
-            fused
+            self.is_fused()
             and len({gradient.device for gradient in gradients}) == 1
             and _NOT_FOLDED.isdisjoint({gradient.dtype for gradient in gradients})
         )

@@ -3,7 +3,7 @@
 import types
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from gradguard.distributed.placements import any_sharded, check_alike, is_laid_out_as, is_sharded, local_part
 from gradguard.distributed.plan import Part, plan_for, plan_for_gradients
+from gradguard.distributed.settings import Setting
 from gradguard.distributed.stages import Shared
 from gradguard.distributed.union import StageGroup, several_processes, stages_group
 from gradguard.distributed.wrappers import check_wrappers, named_parameters
@@ -35,6 +36,7 @@ class Gradients:
         positions: The place of each in what the user passed.
         names: Names of all that the user passed, or ``None`` if they had none.
         part: How the norms of the parts add up over processes; None if every process holds all.
+        wants_each: Whether the user wants the norm of each, which is sent between processes only then.
     """
 
     parameters: Sequence[Tensor]
@@ -42,6 +44,7 @@ class Gradients:
     positions: Sequence[int]
     names: Sequence[str] | None
     part: Part | None = field(default=None, kw_only=True)
+    wants_each: bool = field(default=False, kw_only=True)
 
     def name(self, index: int) -> str:
         """Return what to call the ``index``-th gradient in a message."""
@@ -174,6 +177,22 @@ def gradients_among(tensors: Parameters) -> Gradients:
     first = sorted({id(value): i for i, value in reversed(list(enumerate(values)))}.values())
     kept = [values[i] for i in first]
     return Gradients(kept, kept, first, names)
+
+
+def to_clip_by(found: Gradients, *settings: Setting) -> Gradients:
+    """Return ``found``, of which all processes must ask the norm for the same: for a rule and its arguments."""
+    return found if found.part is None else replace(found, part=replace(found.part, settings=settings))
+
+
+def host_sees_norms(found: Gradients) -> bool:
+    """Tell whether the host knows norms that processes have added up without a wait; all of them say the same."""
+    return found.part is None or found.part.reducer.device.type == "cpu"
+
+
+@torch.no_grad()
+def nonfinite_in(found: Gradients) -> Tensor:
+    """Return which gradients hold NaN or infinity on any process: one all-reduce, for steps on which one does."""
+    return ~norms_in(found).isfinite()
 
 
 @torch.no_grad()

@@ -3,71 +3,136 @@
 import math
 from collections.abc import Sequence
 from functools import cache
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from gradguard.distributed.placements import is_sharded
-from gradguard.torch_private import base_of, spec_of
+from gradguard.distributed.placements import Placement
+from gradguard.tensors.layout import meeting_device, move
+from gradguard.tensors.norms import tensor_norms, total_norm
+from gradguard.torch_private import base_of
 
 _LOOKED_AT = 16
 """Gradients that are looked at before all of them are."""
 
 
 class Classes:
-    """The gradients of one list in classes: those of one replication factor together, whole ones each by itself.
+    """The gradients of one list in classes, each of which one number stands for in the all-reduce.
 
-    A whole gradient may be missing on some processes, so that it needs a place of its own.
+    Those of one group and one replication factor are together. A whole gradient may be missing on some processes, so
+    that it needs a place of its own; and so has every gradient of a group whose rule asks for the norm of each.
 
     Args:
         weights: One over the number of processes that hold the same part of each.
         whole: Whether every process holds all of it.
         padded: What `padded_numel` returned for each.
         device: Where norms are added up.
+        groups: The group of each gradient, the same on all processes; None if all are in one.
+        each: For each group whether its gradients stay by themselves.
 
     Attributes:
-        weights: Those of the classes, whole ones last.
-        whole: Where the whole gradients stand in the list.
+        weights: Those of the classes.
+        of_group: Which classes each group has.
+        each: For each group whether its gradients are by themselves.
     """
 
     def __init__(
-        self, weights: Sequence[float], whole: Sequence[bool], padded: Sequence[int], device: torch.device
+        self,
+        weights: Sequence[float],
+        whole: Sequence[bool],
+        padded: Sequence[int],
+        device: torch.device,
+        groups: Sequence[int] | None = None,
+        each: Sequence[bool] = (False,),
     ) -> None:
-        spread = [i for i, alone in enumerate(whole) if not alone]
-        # Every process has the same classes, also a pipeline stage that has no parameter of some of them.
-        values = sorted({weights[i] for i in spread})
-        self._members = [[i for i in spread if weights[i] == value] for value in values]
-        self._whole = [i for i, alone in enumerate(whole) if alone]
-        self._padded = padded
-        self._everything = len(self._members) == 1 and not self._whole
-        every = [*values, *(weights[i] for i in self._whole)] or [1.0]  # no tensors at all have norm 0
-        self.weights = torch.tensor(every, dtype=torch.float64, device=device)
-        self.whole = torch.tensor(self._whole, dtype=torch.int64, device=device)
+        self.each = each
+        self._holders, self._is_whole, self._padded, self._device = weights, whole, padded, device
+        in_group: list[list[int]] = [[] for _ in each]
+        for i, group in enumerate(groups or [0] * len(weights)):
+            in_group[group].append(i)
+        self._members: list[list[int]] = []
+        self.of_group: list[slice] = []
+        for members, by_themselves in zip(in_group, each, strict=True):
+            first = len(self._members)
+            together: dict[float, list[int]] = {}
+            for i in members:
+                if not by_themselves and not whole[i]:
+                    together.setdefault(weights[i], []).append(i)
+            # Every process has the same classes, also a pipeline stage that has no parameter of some of them.
+            self._members += [together[weight] for weight in sorted(together)]
+            self._members += [[i] for i in members if by_themselves or whole[i]]
+            self.of_group.append(slice(first, len(self._members)))
+        class_of = [0] * len(weights)
+        for k, members in enumerate(self._members):
+            for i in members:
+                class_of[i] = k
+        self._class_of = torch.tensor(class_of, dtype=torch.int64, device=device)
+        self.weights = torch.tensor([weights[m[0]] for m in self._members], dtype=torch.float64, device=device)
+        self._several = [k for k, members in enumerate(self._members) if len(members) > 1]
+        self._one = [k for k, members in enumerate(self._members) if len(members) == 1]
+        self._last_shares: tuple[Tensor, Tensor] | None = None
 
-    def lists(self, parts: Sequence[Tensor]) -> list[list[Tensor]]:
-        """Return the parts of each class, in as few tensors as hold exactly them."""
-        if self._everything:
-            return [merged(parts, self._padded)]
-        spread = [merged([parts[i] for i in members], [self._padded[i] for i in members]) for members in self._members]
-        return [*spread, *([parts[i]] for i in self._whole)]
+    def __len__(self) -> int:
+        """Return how many classes there are."""
+        return len(self._members)
+
+    def grouped(self, groups: Sequence[int], each: Sequence[bool]) -> "Classes":
+        """Return those of the same gradients in several groups.
+
+        Args:
+            groups: The group of each.
+            each: For each group whether its gradients stay by themselves.
+        """
+        return Classes(self._holders, self._is_whole, self._padded, self._device, groups, each)
+
+    def norms(self, parts: Sequence[Tensor], order: float) -> Tensor:
+        """Return the norm of what this process holds of each class: ``[len(self)]``, float64."""
+        alone = tensor_norms([parts[self._members[k][0]] for k in self._one], order)
+        if not self._several:
+            return alone.double()
+        several = []
+        for k in self._several:
+            members = self._members[k]
+            everything = len(members) == len(parts)
+            own, padded = (parts, self._padded) if everything else _taken(members, parts, self._padded)
+            several.append(total_norm(merged(own, padded), order))
+        where = meeting_device([alone, *several])
+        norms = torch.zeros(len(self), dtype=torch.float64, device=where)
+        for k, norm in zip([*self._several, *self._one], [*several, *alone.unbind()], strict=True):
+            norms[k] = move(norm, where, torch.float64)
+        return norms
+
+    def joined(self, norms: Tensor, order: float) -> Tensor:
+        """Return the norm of each class from that of each gradient's part, of a finite order, without overflow."""
+        at, none = move(self._class_of, norms.device), norms.new_zeros(len(self))
+        largest = none.scatter_reduce(0, at, norms, "amax")
+        divisor = torch.where(largest.isfinite() & (largest > 0), largest, 1.0)
+        return divisor * none.index_add(0, at, (norms / divisor[at]) ** order) ** (1 / order)
+
+    def shares(self, shares: Tensor) -> Tensor:
+        """Return the shares of the classes from those of the gradients: not 0 where this process has any."""
+        if self._last_shares is None or self._last_shares[0] is not shares:
+            added = shares.new_zeros(len(self)).index_add(0, move(self._class_of, shares.device), shares)
+            self._last_shares = shares, added
+        return self._last_shares[1]
 
 
-def padded_numel(tensor: Tensor, part: Tensor) -> int:
+def _taken(members: Sequence[int], parts: Sequence[Tensor], padded: Sequence[int]) -> tuple[list[Tensor], list[int]]:
+    return [parts[i] for i in members], [padded[i] for i in members]
+
+
+def padded_numel(tensor: Tensor, part: Tensor, placement: Placement) -> int:
     """Return how many elements FSDP2 keeps for this process' part of ``tensor`` in a buffer, padding included."""
-    if is_sharded(tensor):
-        spec = spec_of(tensor)
-        along = _only_split_of_rows(spec.placements)
-        if along is not None:
-            return math.ceil(tensor.shape[0] / spec.mesh.size(along)) * math.prod(tensor.shape[1:])
-    return part.numel()
+    shards = equal_shards_of_rows(placement)
+    return part.numel() if shards is None else math.ceil(tensor.shape[0] / shards) * math.prod(tensor.shape[1:])
 
 
 @cache
-def _only_split_of_rows(placements: tuple[Any, ...]) -> int | None:
-    """The only mesh dimension along which a tensor is split, if that cuts dimension 0 into equal shards."""
-    split = [i for i, p in enumerate(placements) if not (p.is_replicate() or p.is_partial())]
-    return split[0] if len(split) == 1 and placements[split[0]].is_shard(dim=0) else None
+def equal_shards_of_rows(placement: Placement) -> int | None:
+    """Into how many equal shards dimension 0 is cut, if a tensor is cut in no other way."""
+    split = [i for i, p in enumerate(placement.kinds) if not (p.is_replicate() or p.is_partial())]
+    alone = len(split) == 1 and placement.kinds[split[0]].is_shard(dim=0)
+    return placement.mesh.size(split[0]) if alone else None
 
 
 def merged(parts: Sequence[Tensor], padded: Sequence[int]) -> list[Tensor]:

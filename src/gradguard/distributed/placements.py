@@ -3,14 +3,14 @@
 import math
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
 from torch import Tensor
 
 from gradguard.errors import UnsupportedGradientError
-from gradguard.torch_private import local_tensor_of, spec_of
+from gradguard.torch_private import local_tensor_of, spec_of, specs_of
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -23,6 +23,8 @@ class Placement:
         replicas: How many of them hold the same part.
         layout: The layout, the same on all processes, in words.
         kinds: The placement along each dimension of the mesh.
+        is_whole: Whether each process holds all elements.
+        is_partial: Whether it is a sum (or average, maximum ...) of what its processes hold.
     """
 
     mesh: Any
@@ -30,11 +32,13 @@ class Placement:
     replicas: int
     layout: str
     kinds: Sequence[Any] = ()
+    is_whole: bool = field(init=False)
+    is_partial: bool = field(init=False)
 
-    @property
-    def is_whole(self) -> bool:
-        """Whether each process holds all elements."""
-        return self.replicas == max(1, len(self.ranks))
+    def __post_init__(self) -> None:
+        """Work out once what is asked of each of thousands of tensors."""
+        object.__setattr__(self, "is_whole", self.replicas == max(1, len(self.ranks)))
+        object.__setattr__(self, "is_partial", any(kind.is_partial() for kind in self.kinds))
 
 
 _known: dict[tuple[int, tuple], Placement] = {}
@@ -70,9 +74,15 @@ def placement_of(tensor: Tensor) -> Placement:
 
     A Partial placement counts as Replicate, which it is once the parts are added up.
     """
-    if not is_sharded(tensor):
-        return WHOLE
-    spec = spec_of(tensor)
+    return _placement_by(spec_of(tensor)) if is_sharded(tensor) else WHOLE
+
+
+def placements_of(tensors: Sequence[Tensor]) -> list[Placement]:
+    """Return the same for each."""
+    return [_placement_by(spec) if spec else WHOLE for spec in specs_of(tensors)]
+
+
+def _placement_by(spec: Any) -> Placement:
     key = id(spec.mesh), spec.placements
     if key not in _known:  # a placement keeps its mesh alive, so that no other gets its identity
         _known[key] = _placement(spec.mesh, spec.placements)

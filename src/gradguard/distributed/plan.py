@@ -5,6 +5,7 @@ None there, its shard is empty or it belongs to another pipeline stage, has norm
 collective, are the same on every process whatever gradients are present, and the plan does not change with them.
 """
 
+import operator
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -23,13 +24,14 @@ from gradguard.distributed.placements import (
     any_sharded,
     check_alike,
     is_laid_out_as,
-    is_sharded,
     laid_out_as,
     local_part,
     placement_of,
+    placements_of,
 )
 from gradguard.distributed.reduction import Reducer
 from gradguard.distributed.replicas import balances, balances_of_moved
+from gradguard.distributed.settings import Settings
 from gradguard.distributed.stages import Shared, StageLists, check_shared, details_of
 from gradguard.distributed.union import (
     StageGroup,
@@ -41,7 +43,7 @@ from gradguard.distributed.union import (
 )
 from gradguard.distributed.wrappers import FLAT, check_wrappers, refuse_flat_gradients
 from gradguard.tensors.layout import meeting_device, move
-from gradguard.tensors.norms import norm_of_norms, tensor_norms, total_norm
+from gradguard.tensors.norms import norm_of_norms, tensor_norms
 from gradguard.torch_private import layouts_of, local_tensors, specs_of
 
 _WIDE = (torch.float64, torch.complex128)
@@ -90,14 +92,13 @@ class Plan:
         names: Sequence[str] | None,
         shared: Shared,
     ) -> None:
-        signature = [
-            (f"`{names[i]}` " if names else "") + _words(t, p)
-            for i, (t, p) in enumerate(zip(tensors, placements, strict=True))
-        ]
-        where = next((t.device for t in tensors if not t.is_cpu), torch.device("cpu"))
-        wide = any(t.dtype in _WIDE for t in tensors)
-        moves = {i: t.grad.placements for i, t in enumerate(tensors) if _is_laid_out_unlike(t)}  # type: ignore[union-attr]
-        holders, whole = [_holders(p, union) for p in placements], [p.is_whole for p in placements]
+        signature = _signature(tensors, placements, names)
+        where = meeting_device(tensors)
+        wide = not {t.dtype for t in tensors}.isdisjoint(_WIDE)
+        self._placements = placements
+        moves = {i: tensors[i].grad.placements for i in self._laid_out_unlike(tensors)}  # type: ignore[union-attr]
+        holders_of = {p: _holders(p, union) for p in set(placements)}
+        holders, whole = [holders_of[p] for p in placements], [p.is_whole for p in placements]
         details = None if union.stages is None else details_of(tensors, names, shared, holders, whole)
         self.reducer = Reducer(union, signature, wide, where, bool(moves), details)
         self.alive: list[weakref.ref] = []
@@ -119,13 +120,12 @@ class Plan:
         weights, whole = [1 / n for n in holders], [w and n > 1 for w, n in zip(whole, holders, strict=True)]
         padded = [0] * count
         empty: dict[tuple, Tensor] = {}
-        for place, tensor in zip(self.places, tensors, strict=True):
-            part = local_part(tensor)
+        for place, tensor, part, placement in zip(self.places, tensors, _parts(tensors), placements, strict=True):
             kind = part.dtype, part.device
             if kind not in empty:
                 empty[kind] = part.new_empty(0)
             self._fillers[place] = empty[kind] if self._alike else part.new_empty(0)
-            padded[place] = padded_numel(tensor, part)
+            padded[place] = padded_numel(tensor, part, placement)
         device = self.reducer.device
         self.weights = torch.tensor(weights, dtype=torch.float64, device=device)
         sign = [0.0] * count
@@ -173,19 +173,18 @@ class Plan:
         """
         gradients = _each_gradient_once([t.grad for t in tensors])
         specs = specs_of(gradients)
-        if self._moved or not all([s is None or s is known for s, known in zip(specs, self._specs, strict=True)]):
-            moves = {i: tensors[i].grad.placements for i in self._new_moves(tensors)}  # type: ignore[union-attr]
+        if self._moved or not are_known(specs, self._specs):
+            new = [i for i in self._laid_out_unlike(tensors) if i not in self._moved]
+            moves = {i: tensors[i].grad.placements for i in new}  # type: ignore[union-attr]
             if moves:
                 self._agree_on(moves)
             self._bring_in_line(tensors, gradients, names)
             now = specs_of(gradients)
             self._specs = [known if spec is None else spec for spec, known in zip(now, self._specs, strict=True)]
-        shares, balance = self._of_present([g is not None for g in gradients])
+        shares, balance = self._of_present(gradients)
         part = Part(self.reducer, self.weights, shares, balance, self._classes)
         if self._alike:
-            parts = local_tensors(gradients, self._fillers)
-            if not _ORDINARY.issuperset(map(type, parts)):  # one that a collective has not delivered yet
-                parts = [e if g is None else local_part(g) for e, g in zip(self._fillers, gradients, strict=True)]
+            parts = _parts(gradients, self._fillers)
             return Held(tensors, parts, names, part)
         parameters, parts = list(self._fillers), list(self._fillers)
         for place, parameter, gradient in zip(self.places, tensors, gradients, strict=True):
@@ -194,14 +193,25 @@ class Plan:
                 parts[place] = local_part(gradient)
         return Held(parameters, parts, self.names, part)
 
-    def _new_moves(self, tensors: Sequence[Tensor]) -> list[int]:
-        return [i for i, t in enumerate(tensors) if i not in self._moved and _is_laid_out_unlike(t)]
+    def _laid_out_unlike(self, tensors: Sequence[Tensor]) -> list[int]:
+        """Which tensors have a gradient that is laid out unlike them."""
+        own, its = specs_of(tensors), specs_of([t.grad for t in tensors])
+        return [
+            i
+            for i, (spec, gradient, placement) in enumerate(zip(own, its, self._placements, strict=True))
+            if gradient
+            and spec
+            and (placement.is_partial or (gradient is not spec and gradient.placements != spec.placements))
+            and not is_laid_out_as(tensors[i].grad, tensors[i])  # type: ignore[arg-type]
+        ]
 
     def _bring_in_line(
         self, tensors: Sequence[Tensor], gradients: list[Tensor | None], names: Sequence[str] | None
     ) -> None:
         for i, (expected, spec) in enumerate(zip(specs_of(tensors), specs_of(gradients), strict=True)):
             gradient = gradients[i]
+            if spec and expected and spec.mesh is expected.mesh:
+                continue
             if gradient is not None and spec is not expected:
                 check_alike(gradient, tensors[i], f"`{names[i]}`" if names else f"parameter {i}")
         for i, placements in self._moved.items():
@@ -213,11 +223,11 @@ class Plan:
                         tensor.grad = right
                 gradients[i] = right
 
-    def _of_present(self, present: Sequence[bool]) -> tuple[Tensor, Tensor]:
+    def _of_present(self, gradients: Sequence[Tensor | None]) -> tuple[Tensor, Tensor]:
         """The shares of the gradients that this process has, and their balance."""
-        if all(present):
+        if type(None) not in set(map(type, gradients)):
             return self._shares, self.balance_of_all
-        own = torch.tensor(present, dtype=torch.float64, device="cpu")
+        own = torch.tensor([g is not None for g in gradients], dtype=torch.float64, device="cpu")
         mask = torch.ones(len(self._fillers), dtype=torch.float64, device="cpu")
         mask[torch.tensor(list(self.places), dtype=torch.int64)] = own
         return self._shares * move(mask, self._shares.device), move((self._balances * own).sum(), self._shares.device)
@@ -233,6 +243,7 @@ class Part:
         shares: ``weights`` where this process has a gradient, negative unless every process holds all of it; else 0.
         balance: What adds up to 0 over the processes if replicas have the same gradients.
         classes: Which gradients of the full list add up alike; None for some of them.
+        settings: What the norms are for, which must be the same on all processes.
     """
 
     reducer: Reducer
@@ -240,17 +251,18 @@ class Part:
     shares: Tensor
     balance: Tensor
     classes: Classes | None = None
+    settings: Settings = ()
 
     def add_up(self, *measured: tuple[Tensor, float]) -> list[Tensor]:
         """Return the norms of the whole tensors, for vectors of norms of what this process holds, with their orders."""
-        return self.reducer.reduce(measured, self.weights, self.shares, self.balance)[0]
+        return self.measure(*measured)[0]
 
     def measure(self, *measured: tuple[Tensor, float]) -> tuple[list[Tensor], Tensor]:
         """Return the same, and which tensors any process has a gradient of: ``[len]``, bool."""
-        return self.reducer.reduce(measured, self.weights, self.shares, self.balance)
+        return self.reducer.reduce(measured, self.weights, self.shares, self.balance, self.settings)
 
     def total(self, parts: Sequence[Tensor], order: float) -> Tensor:
-        """Return the norm of all gradients as one vector: 0-dim. Faster than by way of the norm of each.
+        """Return the norm of all gradients as one vector: 0-dim. Sends one number a class instead of one a gradient.
 
         Args:
             parts: What this process holds of each gradient of the full list.
@@ -258,18 +270,23 @@ class Part:
         """
         if self.classes is None:
             return norm_of_norms(self.add_up((tensor_norms(parts, order), order))[0], order)
-        lists = self.classes.lists(parts)
-        where = meeting_device(parts)
-        norms = torch.stack([move(total_norm(alike, order), where, torch.float64) for alike in lists or [[]]])
-        shares = self.shares[self.classes.whole]
-        shares = torch.cat([self.shares.new_zeros(len(norms) - len(shares)), shares])
-        (added,), _ = self.reducer.reduce([(norms, order)], self.classes.weights, shares, self.balance)
-        return norm_of_norms(added, order)
+        (norms,), _ = self.measure_classes(self.classes, (self.classes.norms(parts, order), order))
+        return norm_of_norms(norms, order)
+
+    def measure_classes(self, classes: Classes, *measured: tuple[Tensor, float]) -> tuple[list[Tensor], Tensor]:
+        """Return the norms of whole classes, and of which of them any process has a gradient: ``[len(classes)]``.
+
+        Args:
+            classes: Of the gradients; the same on every process.
+            measured: Norms of what this process holds of each class, with their orders.
+        """
+        shares = classes.shares(self.shares)
+        return self.reducer.reduce(measured, classes.weights, shares, self.balance, self.settings)
 
     def of(self, positions: Sequence[int]) -> "Part":
         """Return the same for some of the gradients; every process must take the same ones."""
         at = move(torch.tensor(list(positions), dtype=torch.int64, device="cpu"), self.weights.device)
-        return Part(self.reducer, self.weights[at], self.shares[at], self.balance)
+        return Part(self.reducer, self.weights[at], self.shares[at], self.balance, settings=self.settings)
 
 
 def plan_for(
@@ -305,19 +322,16 @@ def plan_for(
         flat = check_wrappers(tensors, module, None if stages is None else stages.group)
     if stages is None and shared is None and not flat and not any_sharded(tensors):
         return None
-    tensors, names = _each_once(tensors, names)
     shared = check_shared(shared, tensors, stages)
-    sharing = tuple((name, id(t)) for name, t in shared.items())
-    # Only stages need to agree on names.
-    key = (
-        tuple(map(id, tensors)),
-        None if stages is None else id(stages.group),
-        sharing,
-        tuple(names or ()) if stages is not None else None,
-    )
+    key = _key(tensors, names, stages, shared)
+    if key not in _plans:  # no plan has a tensor twice
+        tensors, names = _each_once(tensors, names)
+        key = _key(tensors, names, stages, shared)
     plan = _kept(_plans, key)
     if plan is None or not plan.is_for(tensors) or not is_alive(plan.reducer.union.group):
-        placements = [flat.get(id(t)) or placement_of(t) for t in tensors]
+        placements = placements_of(tensors)
+        if flat:
+            placements = [flat.get(id(t), p) for t, p in zip(tensors, placements, strict=True)]
         union = union_of(placements, stages)
         if union is None:
             return None
@@ -331,6 +345,16 @@ def plan_for(
         forget = partial(_forget, key, weakref.ref(plan))
         plan.alive = [weakref.ref(t, forget) for t in local_tensors(tensors, tensors)]
     return plan, tensors, names
+
+
+def _key(
+    tensors: Sequence[Tensor], names: Sequence[str] | None, stages: StageGroup | None, shared: Shared
+) -> tuple[Any, ...]:
+    """What a plan is found by. Only stages need to agree on names."""
+    sharing = tuple((name, id(t)) for name, t in shared.items())
+    if stages is None:
+        return tuple(map(id, tensors)), None, sharing, None
+    return tuple(map(id, tensors)), id(stages.group), sharing, tuple(names or ())
 
 
 def _forget(key: tuple, plan: weakref.ref, _: object) -> None:
@@ -408,24 +432,41 @@ def _each_once(tensors: Sequence[Tensor], names: Sequence[str] | None) -> tuple[
 
 def _each_gradient_once(gradients: list[Tensor | None]) -> list[Tensor | None]:
     """The same without what comes a second time, as one gradient that two parameters have."""
-    there = [id(g) for g in gradients if g is not None]
-    if len(set(there)) == len(there):
+    there = set(map(id, gradients))
+    if len(there) == len(gradients):  # at most one of which is None
         return gradients
     first = {id(g): i for i, g in reversed(list(enumerate(gradients)))}
     return [g if first[id(g)] == i else None for i, g in enumerate(gradients)]
 
 
-def _is_laid_out_unlike(parameter: Tensor) -> bool:
-    gradient = parameter.grad
-    if gradient is None or not is_sharded(gradient) or not is_sharded(parameter):
-        return False
-    return not is_laid_out_as(gradient, parameter)
+def are_known(specs: Sequence[Any], known: Sequence[Any]) -> bool:
+    """Tell whether each spec is the one that was known; None, of no gradient, always is."""
+    if type(None) not in set(map(type, specs)):
+        return all(map(operator.is_, specs, known))
+    return all([s is None or s is k for s, k in zip(specs, known, strict=True)])
 
 
-def _words(tensor: Tensor, placement: Placement) -> str:
-    """What a tensor is, the same on all processes: flat parameters have parts of different shapes."""
-    shape = "" if placement.layout == FLAT else f"shape {tuple(tensor.shape)}, "
-    return f"({shape}{str(tensor.dtype).removeprefix('torch.')}, {placement.layout})"
+def _parts(tensors: Sequence[Tensor | None], missing: Sequence[Tensor] | None = None) -> list[Tensor]:
+    """What this process holds of each; of ``missing`` where there is none."""
+    if missing is None:
+        missing = tensors  # type: ignore[assignment]
+    parts = local_tensors(tensors, missing)  # type: ignore[arg-type]
+    if not _ORDINARY.issuperset(map(type, parts)):  # one that a collective has not delivered yet
+        parts = [m if t is None else local_part(t) for m, t in zip(missing, tensors, strict=True)]  # type: ignore[arg-type]
+    return parts
+
+
+def _signature(tensors: Sequence[Tensor], placements: Sequence[Placement], names: Sequence[str] | None) -> list[str]:
+    """What each tensor is, the same on all processes: flat parameters have parts of different shapes."""
+    words: dict[tuple, str] = {}
+    found = []
+    for tensor, placement in zip(tensors, placements, strict=True):
+        key = tensor.shape, tensor.dtype, placement
+        if key not in words:
+            shape = "" if placement.layout == FLAT else f"shape {tuple(tensor.shape)}, "
+            words[key] = f"({shape}{str(tensor.dtype).removeprefix('torch.')}, {placement.layout})"
+        found.append(words[key])
+    return found if names is None else [f"`{name}` {is_}" for name, is_ in zip(names, found, strict=True)]
 
 
 def _holders(placement: Placement, union: Union) -> int:

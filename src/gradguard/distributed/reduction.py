@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gradguard.distributed.agreement import Agreement, agree, device_of, together
+from gradguard.distributed.settings import Settings, difference, digest
 from gradguard.distributed.union import Union, check_alive
 from gradguard.errors import DistributedError
 from gradguard.tensors.layout import are_readable, move
@@ -98,6 +99,7 @@ class Reducer:
         wide: Whether powers may leave the range on any process.
         moves: Whether any process has such gradients.
         agreement: What was agreed on.
+        is_alone: Whether no other process takes part.
     """
 
     def __init__(
@@ -110,16 +112,17 @@ class Reducer:
         details: Any = None,
     ) -> None:
         self.union, self._signature = union, signature
-        self._alone = dist.get_world_size(union.group) == 1
-        self.device = device if self._alone else device_of(union.group, device)
-        if self._alone:
+        self.is_alone = dist.get_world_size(union.group) == 1
+        self.device = device if self.is_alone else device_of(union.group, device)
+        if self.is_alone:
             text = json.dumps([list(signature), details]).encode()
             self.agreement = Agreement((wide, moves), 0, [min(union.stage)], [len(text)], text)
         else:
             self.agreement = agree(union, signature, (wide, moves), self.device, details)
         self.wide, self.moves = self.agreement.wishes
         number = self.agreement.number
-        world = dist.get_world_size(union.group)
+        self._world = world = dist.get_world_size(union.group)
+        self._settings: Settings = ()
         self._zero = torch.zeros(1, dtype=torch.float64, device=self.device)
         self._number = torch.tensor([number, number**2], dtype=torch.float64, device=self.device)
         self._numbers = world * self._number
@@ -131,6 +134,7 @@ class Reducer:
         weights: Tensor,
         shares: Tensor,
         balance: Tensor | None = None,
+        settings: Settings = (),
     ) -> tuple[list[Tensor], Tensor]:
         """Return the norms of the whole tensors: one all-reduce, and a second if some orders are infinite, some not.
 
@@ -142,17 +146,19 @@ class Reducer:
             shares: ``weights`` where this process has the tensor, negative unless every process holds all of it;
                 0 where it has none.
             balance: What adds up to 0 if those that hold the same part all have it or all do not: 0-dim.
+            settings: What the norms are for, which must be the same on all processes.
 
         Raises:
-            DistributedError: If another process does not come, reduces something else or lacks a gradient that it must
-                have. On an accelerator the last two give NaN instead, so that nothing waits.
+            DistributedError: If another process does not come, reduces something else, for something else, or lacks a
+                gradient that it must have. On an accelerator the last three give NaN instead, so that nothing waits.
         """
-        if self._alone or not measured:
+        if self.is_alone or not measured:
             return [norms for norms, _ in measured], shares != 0
         check_alive(self.union.group)
         home = measured[0][0].device
         moved = [(move(norms.double(), self.device), order) for norms, order in measured]
         finite = [(norms, order) for norms, order in moved if not math.isinf(order)]
+        self._settings = settings
         added, there = self._added(finite, weights, shares, balance) if finite else ([], torch.ones_like(shares) > 0)
         sums = iter(added)
         largest = iter(
@@ -166,20 +172,23 @@ class Reducer:
     ) -> tuple[list[Tensor], Tensor]:
         parts = [encode(norms, weights, order, self.wide) for norms, order in measured]
         sums_to_zero = self._zero if balance is None else balance.view(1)
-        vector = torch.cat([*parts, shares, sums_to_zero, self._number])
+        mine = digest(self._settings, self.device)
+        vector = torch.cat([*parts, shares, sums_to_zero, self._number, mine])
         self._run(vector, dist.ReduceOp.SUM)
-        *added, share, remainder, numbers = vector.split([*map(len, parts), len(shares), 1, 2])
-        same = self._checked((numbers == self._numbers).all(), (remainder == 0).all())
+        *added, share, remainder, numbers, alike = vector.split([*map(len, parts), len(shares), 1, 2, 2])
+        agreed = (alike == self._world * mine).all()
+        same = self._checked((numbers == self._numbers).all(), agreed, (remainder == 0).all())
         norms = [decode(x, share, order, self.wide) for x, (_, order) in zip(added, measured, strict=True)]
         return norms if same is None else [torch.where(same, x, math.nan) for x in norms], share != 0
 
     def _largest(self, measured: Sequence[Tensor]) -> list[Tensor]:
         parts = [encode_largest(norms) for norms in measured]
-        number = self._number[:1]
-        vector = torch.cat([*parts, number, -number])
+        number, mine = self._number[:1], digest(self._settings, self.device)[:1]
+        vector = torch.cat([*parts, number, -number, mine, -mine])
         self._run(vector, dist.ReduceOp.MAX)
-        *largest, numbers = vector.split([*map(len, parts), 2])
-        same = self._checked((numbers == torch.cat([number, -number])).all(), None)
+        *largest, numbers, alike = vector.split([*map(len, parts), 2, 2])
+        agreed = (alike == torch.cat([mine, -mine])).all()
+        same = self._checked((numbers == torch.cat([number, -number])).all(), agreed, None)
         norms = [decode_largest(x) for x in largest]
         return norms if same is None else [torch.where(same, x, math.nan) for x in norms]
 
@@ -187,18 +196,23 @@ class Reducer:
         reduce = partial(dist.all_reduce, vector, operation, self.union.group)
         together(reduce, self.union, self._signature, known=True, on_host=vector.is_cpu)
 
-    def _checked(self, same: Tensor, balanced: Tensor | None) -> Tensor | None:
+    def _checked(self, same: Tensor, agreed: Tensor, balanced: Tensor | None) -> Tensor | None:
         """Return None if all processes reduced the same, and what tells it where the host must not wait.
 
         Raises:
             DistributedError: If it can be told for nothing, and they did not.
         """
         if not are_readable(same):
-            return same if balanced is None else same & balanced
+            return same & agreed if balanced is None else same & agreed & balanced
         if not bool(same):
             raise DistributedError(
                 "another rank clipped another list of gradients in this place: every rank must clip the same lists in "
                 "the same order."
+            )
+        if not bool(agreed):
+            raise DistributedError(
+                f"{difference(self.union, self._settings)}: every rank must clip by the same rule with the same "
+                "arguments. Nothing was changed."
             )
         if balanced is not None and not bool(balanced):
             raise DistributedError(

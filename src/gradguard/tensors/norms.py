@@ -57,14 +57,18 @@ def total_norm(tensors: Sequence[Tensor], p: float = 2.0) -> Tensor:
     Returns:
         A 0-dim float64 tensor (float32 on MPS): NaN if any element is NaN, else inf if any is infinite.
     """
-    values = [x for x in each_plain(tensors, partial(readable_values, modulus=p != 2)) if x.numel()]
+    values = each_plain(tensors, partial(readable_values, modulus=p != 2))
+    sizes = [x.numel() for x in values]
+    if 0 in sizes:
+        values, sizes = [x for x in values if x.numel()], [size for size in sizes if size]
     if are_readable(*values):
-        return torch.tensor(_host_norm(values, p), dtype=torch.float64, device="cpu")
+        return torch.tensor(_host_norm(values, sizes, p), dtype=torch.float64, device="cpu")
     device = meeting_device(values)
     norms = _device_norms([x for x in values if not are_readable(x)], p, device)
     on_host = [x for x in values if are_readable(x)]
     if on_host:
-        host_norm = torch.tensor([_host_norm(on_host, p)], dtype=norms.dtype, device="cpu")
+        host_norm = _host_norm(on_host, [x.numel() for x in on_host], p)
+        host_norm = torch.tensor([host_norm], dtype=norms.dtype, device="cpu")
         norms = torch.cat([norms, move(host_norm, device)])
     return torch.linalg.vector_norm(norms, p) if len(norms) else norms.sum()
 
@@ -128,11 +132,10 @@ def _host_tensor_norms(tensors: Sequence[Tensor], p: float) -> Tensor:
     return result
 
 
-def _host_norm(tensors: Sequence[Tensor], p: float) -> float:
+def _host_norm(tensors: Sequence[Tensor], sizes: Sequence[int], p: float) -> float:
     if not tensors:
         return 0.0
     dtypes = {t.dtype for t in tensors}
-    sizes = [t.numel() for t in tensors]
     norm = float(_unchecked_norm(tensors, sizes, dtypes, p))
     if max(_trusted_above(sum(sizes), p, dtype) for dtype in dtypes) < norm < math.inf:
         return norm

@@ -3,6 +3,7 @@
 Each thread that clips on the CPU keeps at most two buffers of 8 MB, which stay in the last-level cache.
 """
 
+import math
 import threading
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
@@ -10,8 +11,6 @@ from itertools import accumulate
 
 import torch
 from torch import Tensor
-
-from gradguard.tensors.layout import flat
 
 BLOCK = 1 << 20
 """Elements that a buffer holds."""
@@ -30,8 +29,28 @@ def gathered(tensors: Sequence[Tensor], sizes: Sequence[int]) -> Iterable[tuple[
         stop = bisect_right(ends, done + BLOCK)
         some = tensors[start:stop]
         room = _buffer("gathered", tensors[0].dtype)[: ends[stop - 1] - done]
-        yield some, torch.cat([t if t.dim() == 1 else flat(t) for t in some], out=room)
+        _copy_side_by_side(some, room)
+        yield some, room
         start, done = stop, ends[stop - 1]
+
+
+def _copy_side_by_side(tensors: Sequence[Tensor], room: Tensor) -> None:
+    """Copy the elements of ``tensors`` to ``room``, which has as many, in any order."""
+    by_shape: dict[torch.Size, list[Tensor]] = {}
+    for tensor in tensors:
+        by_shape.setdefault(tensor.shape, []).append(tensor)
+    by_row: dict[torch.Size, list[Tensor]] = {}  # what may be concatenated without a view of each
+    lengths: dict[torch.Size, int] = {}
+    for shape, alike in by_shape.items():
+        row = shape[1:]
+        by_row.setdefault(row, []).extend(alike if shape else [tensor.view(1) for tensor in alike])
+        lengths[row] = lengths.get(row, 0) + len(alike) * math.prod(shape)
+    start = 0
+    for row, alike in by_row.items():
+        stop = start + lengths[row]
+        if stop > start:
+            torch.cat(alike, out=room[start:stop].view(-1, *row))
+        start = stop
 
 
 def in_float32(pieces: Iterable[Tensor]) -> Iterable[Tensor]:

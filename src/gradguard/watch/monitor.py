@@ -98,7 +98,8 @@ class Monitor:
 
     Raises:
         InvalidTypeError: If it is no optimizer or guard, or a sink is none.
-        InvalidValueError: If ``every`` is below 1, ``model`` has none of the parameters, or a sink cannot be meant.
+        InvalidValueError: If ``every`` is below 1, ``model`` has none of the parameters, or a sink cannot be meant; if
+            the gradients are sharded and the guard has stepped without a monitor, so that nobody sends what it needs.
         RecordError: If the file cannot be written.
         MissingPackageError: If the package of a dashboard is not installed; it says what to type.
 
@@ -141,6 +142,8 @@ class Monitor:
         sinks = Sinks(sink if rank_and_world()[0] == 0 else [])
         meta = meta_of(optimizer, getattr(self._guard, "clipper", None), self._parameters, names)
         lines = LineMaker(names, every or max(1, len(names) // 20), self._guard_skips, meta)
+        if self._guard is not None and hasattr(self._guard, "tensor_norms"):
+            self._guard.tensor_norms = True  # processes send each other the norm of each only if one of them asks
         self._output, self._alarm = Output(lines, sinks, seen=self._look), Alarm()
         self._started = time.perf_counter()
         sinks.push([meta])

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from gradguard.arguments import check_order
-from gradguard.clip.clipper import Decision, describe, norms_of, total_of
+from gradguard.clip.clipper import Decision, describe, global_norm
 from gradguard.clip.parameters import Gradients
 from gradguard.clip.thresholds.state import StatefulClipper
 
@@ -61,6 +61,7 @@ class ThresholdClipper(StatefulClipper):
     """
 
     strict_paper = False
+    per_tensor = False
 
     def __init__(self, norm_type: float = 2.0, **state: Tensor) -> None:
         super().__init__(**state)
@@ -83,8 +84,8 @@ class ThresholdClipper(StatefulClipper):
     @torch.no_grad()
     def decide(self, found: Gradients, scale: float | Tensor = 1.0) -> Decision:
         """Measure the gradients, choose, and let the state follow; write to no gradient."""
-        norms = norms_of(found, scale, self.norm_type)
-        norm = total_of(norms, self.norm_type)
+        norms = global_norm(found, scale, self.norm_type)
+        norm = norms.value
         if not found.gradients:
             one = torch.ones_like(norm)
             return Decision(found, describe(found, norms, one, one < 1, order=self.norm_type), one)

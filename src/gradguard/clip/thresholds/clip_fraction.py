@@ -56,6 +56,8 @@ class ClipFraction(ThresholdClipper):
         arXiv 1905.03871; without its noise, and with steps in the place of samples.
     """
 
+    arguments = ("target", "learning_rate", "floor", "ceiling")
+
     def __init__(
         self,
         target: float,

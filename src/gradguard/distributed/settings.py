@@ -1,0 +1,64 @@
+"""Do all processes clip in the same way? A threshold of its own on one of them would tear the weights apart, silently.
+
+Two numbers in the one all-reduce tell: a digest h below 65,536 of the rule and its arguments, and its square. All h are
+equal if, and only if, their mean is h and the mean of their squares the square of h.
+"""
+
+import zlib
+from collections import Counter
+from collections.abc import Sequence
+from functools import lru_cache
+from numbers import Real
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from gradguard.distributed.agreement import gather_objects
+from gradguard.distributed.union import Union, listed
+from gradguard.tensors.layout import move
+
+Setting = float | str | Tensor | None
+Settings = tuple[Setting, ...]
+"""What decides how a clip works, besides the gradients: names and numbers; a 0-dim tensor stays on its device."""
+
+
+def digest(settings: Settings, device: torch.device) -> Tensor:
+    """Return what stands for ``settings``, and its square: ``[2]``, float64, whole numbers, without a wait."""
+    tensors = [s for s in settings if isinstance(s, Tensor) and not s.is_cpu]
+    pair = _digest_of_words(repr([_plain(s) for s in settings]), device)
+    if not tensors:
+        return pair
+    number = pair[0]
+    for tensor in tensors:
+        bits = move(tensor.detach(), device, torch.float64).view(torch.int64)
+        number = (number * 31 + (bits % 65_521) + (bits >> 32) % 65_519) % 65_536
+    return torch.stack([number, number * number])
+
+
+def _plain(setting: Setting) -> object:
+    """The same for 1, 1.0 and a tensor of it; what lies on an accelerator is not read."""
+    if isinstance(setting, Tensor):
+        return float(setting) if setting.is_cpu else "on the device"
+    return float(setting) + 0.0 if isinstance(setting, Real) else setting
+
+
+@lru_cache(64)
+def _digest_of_words(words: str, device: torch.device) -> Tensor:
+    number = float(zlib.crc32(words.encode()) % 65_536)
+    return torch.tensor([number, number * number], dtype=torch.float64, device=device)
+
+
+def difference(union: Union, settings: Settings) -> str:
+    """Return which processes clip in another way than most, in words; all of them ask together."""
+    said = [str(s) for s in gather_objects(union, _in_words(settings))]
+    usual = Counter(said).most_common(1)[0][0]
+    ranks = dist.get_process_group_ranks(union.group)
+    others = [rank for rank, one in zip(ranks, said, strict=True) if one != usual]
+    first = next(one for one in said if one != usual)
+    plural = "ranks" if len(others) > 1 else "rank"
+    return f"{plural} {listed(others)} came with {first} where rank {ranks[said.index(usual)]} has {usual}"
+
+
+def _in_words(settings: Sequence[Setting]) -> str:
+    return "(" + ", ".join(str(float(s)) if isinstance(s, Tensor) else repr(s) for s in settings) + ")"

@@ -1,0 +1,141 @@
+"""Processes that die, hang or are late: the same decision everywhere, or an error that names the rank; never a hang.
+
+The processes of one test are started once and clip together first; what goes wrong goes wrong after that.
+"""
+
+import math
+import os
+import signal
+import time
+from contextlib import suppress
+
+import pytest
+import torch
+import torch.distributed as dist
+from pool import HANGS, give_up_after
+from refusals import refusal
+
+import gradguard as gg
+from gradguard.distributed import agreement
+from gradguard.torch_private import default_store
+from sharded import LISTS, parameter
+
+TIMEOUT = 2.0
+"""Seconds that the process group waits."""
+
+WHO = 1
+"""The rank that something happens to."""
+
+FAULTS = {"killed": signal.SIGKILL, "hung": signal.SIGSTOP}
+
+
+def clip_with_a_fault(fault, call):
+    """What each rank says when rank 1 is gone, and how long it took."""
+    agreement._PATIENCE = 3 * TIMEOUT  # the machine may be slow; these processes are used once
+    store, victim = default_store(), pid_of(WHO)
+    named = [(f"layer{i}", parameter(entry)) for i, entry in enumerate(LISTS["rows, uneven"])]
+    optimizer = torch.optim.SGD([p for _, p in named], lr=0.0)
+    if call == "guard":
+        gg.Guard(optimizer, gg.ClipByGlobalNorm(0.1))
+    clip = {"guard": optimizer.step, "function": lambda: gg.clip_grad_norm_(named, 0.1)}[call]
+    clip()
+    give_up_after(TIMEOUT)
+    if dist.get_rank() == WHO:
+        os.kill(os.getpid(), FAULTS[fault])
+    start = time.monotonic()
+    said, seconds = refusal(clip), time.monotonic() - start
+    if store.add("told", 1) == dist.get_world_size() - 1:
+        with suppress(ProcessLookupError):
+            os.kill(victim, signal.SIGKILL)  # so that nobody waits for it
+    return said, seconds
+
+
+def pid_of(rank):
+    pids = [None] * dist.get_world_size()
+    dist.all_gather_object(pids, os.getpid())
+    return pids[rank]
+
+
+ROWS = [
+    (4, "killed", "function"),
+    (4, "hung", "guard"),
+    pytest.param(4, "killed", "guard", marks=pytest.mark.exhaustive),
+    pytest.param(4, "hung", "function", marks=pytest.mark.exhaustive),
+    pytest.param(8, "killed", "guard", marks=pytest.mark.exhaustive),
+    pytest.param(8, "hung", "function", marks=pytest.mark.exhaustive),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("world", "fault", "call"), ROWS)
+def test_a_rank_that_is_gone_is_named(pool, world, fault, call):
+    with pool.fresh(world) as processes:
+        found = processes.outcomes(clip_with_a_fault, fault, call)
+    assert "has died" in str(found.pop(WHO))
+    for (kind, said), seconds in found:
+        assert kind == "DistributedError"
+        assert f"rank {WHO} did not come" in said
+        assert "Every rank of the group must clip on the same steps" in said
+        assert seconds < HANGS / 2, said  # some ten seconds on a machine that does nothing else
+
+
+def clip_with_a_late_rank(seconds):
+    """Rank 1 comes later than the others begin to look for a reason, and well before the time-out."""
+    agreement._SLOW, before = 0.2, agreement._SLOW
+    try:
+        named = [(f"layer{i}", parameter(entry)) for i, entry in enumerate(LISTS["rows, uneven"])]
+        norms = []
+        for late in (0.0, seconds, 0.0):
+            if dist.get_rank() == WHO:
+                time.sleep(late)
+            norms.append(float(gg.clip_grad_norm_(named, math.inf)))
+        return norms
+    finally:
+        agreement._SLOW = before
+
+
+@pytest.mark.parametrize("seconds", [1.0, pytest.param(10.0, marks=[pytest.mark.slow, pytest.mark.exhaustive])])
+def test_a_rank_that_is_late_changes_nothing(pool, seconds):
+    expected = torch.cat([e.gradient.flatten() for e in LISTS["rows, uneven"]]).norm().item()
+    for norms in pool(4).run(clip_with_a_late_rank, seconds):
+        assert norms == [pytest.approx(expected, rel=1e-6)] * 3
+
+
+STEPS, RESTART = 6, 3
+
+
+def guarded_steps(state, first, steps):
+    """Some steps of a guard whose clipper remembers, on as many processes as there are; its state, and what it did."""
+    entries = LISTS["rows, uneven"]
+    named = [(f"layer{i}", parameter(entry)) for i, entry in enumerate(entries)]
+    optimizer = torch.optim.SGD(named, lr=0.0)
+    guard = gg.Guard(optimizer, gg.Groups({"layer0": gg.AdaGC(warmup=2)}, rest=gg.ClipByMedian(k=0.0, warmup=2)))
+    guard = guard if state is None else restored(guard, state)
+    told = []
+    for step in range(first, first + steps):
+        for (_, p), entry in zip(named, entries, strict=True):
+            p.grad = parameter(entry).grad
+            p.grad.to_local().mul_(1.0 + 0.3 * math.sin(step))
+        if step == 1 and dist.get_rank() == dist.get_world_size() - 1:
+            named[0][1].grad.to_local().fill_(math.nan)
+            named[1][1].grad.to_local().fill_(math.nan)
+        optimizer.step()
+        told.append((float(guard.last.norm), float(guard.last.coefficient), guard.skipped_steps))
+    return guard.state_dict(), told
+
+
+def restored(guard, state):
+    guard.load_state_dict(state)
+    return guard
+
+
+@pytest.mark.parametrize("later", [1, 2])
+def test_a_run_goes_on_with_another_number_of_processes(pool, later):
+    """What a guard remembers belongs to no rank: 4 processes, a checkpoint, then fewer."""
+    through = pool(4).run(guarded_steps, None, 0, STEPS)
+    before = pool(4).run(guarded_steps, None, 0, RESTART)
+    after = pool(later).run(guarded_steps, before[0][0], RESTART, STEPS - RESTART)
+    expected = [pytest.approx(numbers, rel=1e-6, nan_ok=True) for numbers in through[0][1]]
+    assert through[0][1][-1][2] == 1
+    for _, told in after:
+        assert before[0][1] + told == expected
