@@ -99,6 +99,10 @@ class ClipAdaptive(FixedRule):
         """Leave out what belongs to one model: a copy learns its own."""
         return vars(self) | {"_layouts": {}, "_known": [], "_module": None}
 
+    def is_per_tensor(self) -> bool:
+        """Tell that gradients may come one at a time: yes."""
+        return True
+
     @torch.no_grad()
     def decide(self, found: Gradients, scale: float | Tensor = 1.0) -> Decision:
         """Measure all gradients; the units are measured when they are written, or now if processes hold parts."""

@@ -75,6 +75,10 @@ class Chain(Clipper):
         """Return those of all members."""
         return {2.0}.union(*(member.orders() for member in self.members))
 
+    def is_per_tensor(self) -> bool:
+        """Tell whether all members treat each gradient without regard to the others."""
+        return all(member.is_per_tensor() for member in self.members)
+
     def learn(self, parameters: Parameters) -> None:
         """Let every member look at the parameters."""
         for member in self.members:

@@ -82,6 +82,9 @@ class Clipper(ABC):
     measures_itself = False
     """Whether `decide` measures parts of gradients in a way of its own, so that norms taken before would be wasted."""
 
+    serves_several_guards = False
+    """Whether one object may belong to the guards of several optimizers although it remembers."""
+
     @torch.no_grad()
     def __call__(
         self,
@@ -137,6 +140,10 @@ class Clipper(ABC):
     def orders(self) -> set[float]:
         """Return the orders of the norms that `decide` will ask for, so that `Groups` measures all of them at once."""
         return {float(getattr(self, "norm_type", 2.0))}
+
+    def is_per_tensor(self) -> bool:
+        """Tell whether each gradient is treated without regard to the others, so that they may come one at a time."""
+        return False
 
     def learn(self, parameters: Parameters) -> None:
         """Look at all parameters before their first `decide`: a module tells more than its gradients do.

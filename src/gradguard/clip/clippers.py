@@ -135,6 +135,10 @@ class ClipByNorm(FixedRule):
         self.max_norm = check_threshold("max_norm", max_norm)
         self.norm_type = check_order(norm_type)
 
+    def is_per_tensor(self) -> bool:
+        """Tell that gradients may come one at a time: yes."""
+        return True
+
     @torch.no_grad()
     def decide(self, found: Gradients, scale: float | Tensor = 1.0) -> Decision:
         """Measure each gradient and decide on one coefficient for each."""
@@ -198,6 +202,10 @@ class ClipByValue(FixedRule):
         super().__init__()
         self.max, self.min = max, min
         self._bounds()
+
+    def is_per_tensor(self) -> bool:
+        """Tell that gradients may come one at a time: yes."""
+        return True
 
     @torch.no_grad()
     def decide(self, found: Gradients, scale: float | Tensor = 1.0) -> Decision:

@@ -86,6 +86,10 @@ class Groups(Clipper):
         """Return those of all members."""
         return {2.0}.union(*(member.orders() for member in self._clippers()))
 
+    def is_per_tensor(self) -> bool:
+        """Tell whether the clippers of all groups treat each gradient without regard to the others."""
+        return all(member.is_per_tensor() for member in self._clippers())
+
     def learn(self, parameters: Parameters) -> None:
         """Look at all parameters, those without a gradient too: every group must fit some, none may be in two.
 

@@ -195,3 +195,21 @@ def _note(module: nn.Module, name: str, part: nn.Module | None) -> None:
 
 def _is_wrapper(module: nn.Module) -> bool:
     return isinstance(module, DistributedDataParallel) or is_fsdp1(module)
+
+
+def refuse_wrapped_in_backward(parameters: Sequence[Tensor]) -> None:
+    """Raise if DDP or FSDP1 adds up the gradients of ``parameters`` only later in the backward that is running.
+
+    Raises:
+        UnsupportedGradientError: If so.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        return
+    wanted = {id(p) for p in parameters}
+    for wrapper in _wrappers():
+        if any(id(p) in wanted for p in wrapper.parameters()):
+            raise UnsupportedGradientError(
+                f"the optimizer steps inside a backward pass, where {type(wrapper).__name__} has not yet added up the "
+                "gradients of all processes: each would step by its own. Use fully_shard(model), or step after "
+                "backward()."
+            )
