@@ -135,12 +135,11 @@ def refuse_sharded_since(module: nn.Module) -> None:
     Raises:
         UnsupportedGradientError: If it is: the samples of other processes would not be added up.
     """
-    for name, part in module.named_modules():
-        if is_fully_sharded(part):
-            raise UnsupportedGradientError(
-                f"fully_shard was applied to {name or 'the module'} after the clipper was made, which would not add up "
-                "the samples of other processes: call clipper.detach() and make a new PerSampleGradientClipper."
-            )
+    if any(map(is_fully_sharded, module.modules())):
+        raise UnsupportedGradientError(
+            "fully_shard was applied to the module after the clipper was made, which would not add up the samples of "
+            "other processes: call clipper.detach() and make a new PerSampleGradientClipper."
+        )
 
 
 def refuse_gathered(parameters: Mapping[str, Tensor]) -> None:
