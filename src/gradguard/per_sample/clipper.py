@@ -82,8 +82,8 @@ class PerSampleGradientClipper:
     ==========================  =====================================================================================
 
     Args:
-        module: The model, also in DistributedDataParallel or sharded by ``fully_shard``. Its layers get hooks until
-            `detach`; nothing is put on its parameters.
+        module: The model, also in DistributedDataParallel or sharded by ``fully_shard`` (HSDP too). Its layers get
+            hooks until `detach`; nothing is put on its parameters.
         norm_clipper: The rule: `FlatNormClipper`, `PerLayerNormClipper`, `PerParameterNormClipper`, `AutoNormClipper`,
             `QuantileNormClipper`, or a `NormClipper` of your own.
         batch_first: Whether samples are the first dimension of what ``module`` is called with; else the second. Layers
