@@ -559,6 +559,19 @@ def test_process_groups(monkeypatch, one_process):
         without(patch, *NAMES["default_store"]).default_store()
 
 
+@pytest.mark.usefixtures("one_process")
+def test_meshes_of_fsdp2():
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("replicas", "shards"))
+    model = fully_shard(nn.Linear(2, 1), mesh=mesh)
+    assert torch_private.meshes_of_fsdp2([model]) == {id(p): mesh for p in model.parameters()}
+    assert torch_private.meshes_of_fsdp2([]) == {}
+    with pytest.raises(UnsupportedVersionError, match=r"fully_shard holds needs .*_fsdp_param_groups"):
+        torch_private.meshes_of_fsdp2([nn.Linear(2, 1)])
+
+
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 @pytest.mark.usefixtures("one_process")
 def test_fsdp1(monkeypatch):

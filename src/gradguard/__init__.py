@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     )
     from gradguard.clip.groups import Groups
     from gradguard.clip.guard import Guard
+    from gradguard.clip.previous_norm import ClipByPreviousNorm
     from gradguard.clip.result import ClipResult
     from gradguard.clip.thresholds.adagc import AdaGC
     from gradguard.clip.thresholds.autoclip import AutoClip
@@ -87,6 +88,7 @@ __all__ = [
     "ClipByGlobalNorm",
     "ClipByMedian",
     "ClipByNorm",
+    "ClipByPreviousNorm",
     "ClipByValue",
     "ClipFraction",
     "ClipResult",
@@ -168,6 +170,7 @@ _MODULE_OF = {
     "get_total_norm": "gradguard.clip.functional",
     "Groups": "gradguard.clip.groups",
     "Guard": "gradguard.clip.guard",
+    "ClipByPreviousNorm": "gradguard.clip.previous_norm",
     "ClipResult": "gradguard.clip.result",
     "AdaGC": "gradguard.clip.thresholds.adagc",
     "AutoClip": "gradguard.clip.thresholds.autoclip",

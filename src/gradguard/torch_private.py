@@ -8,7 +8,7 @@ import functools
 import math
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from types import FrameType
 from typing import Any, NamedTuple, NoReturn, ParamSpec, TypeVar
@@ -643,3 +643,24 @@ def flat_part_of(module: nn.Module) -> FlatPart | None:
         return FlatPart(group, handle.uses_sharded_strategy, (flat, *(flat._params or ())))
     except AttributeError:
         _refuse("the norm of what FSDP1 holds", "FullyShardedDataParallel._handle", "Use fully_shard(model). ")
+
+
+# FSDP2.
+
+
+def meshes_of_fsdp2(modules: Iterable[Any]) -> dict[int, Any]:
+    """Return the mesh over which ``fully_shard`` has spread each parameter that it holds.
+
+    Args:
+        modules: Those that it was applied to.
+
+    Returns:
+        Meshes by the identity of parameters; None where that mesh is a part of one that parameters lie on otherwise.
+    """
+    try:
+        states = [module._get_fsdp_state() for module in modules]
+        groups = [g for s in states for g in getattr(s, "_fsdp_param_groups", None) or [s._fsdp_param_group] if g]
+        held = [(p.sharded_param, getattr(p, "mesh_info", g.mesh_info)) for g in groups for p in g.fsdp_params]
+        return {id(p): None if getattr(info, "is_spmd_mesh", False) else info.mesh for p, info in held}
+    except AttributeError:
+        _refuse("per-sample clipping of what fully_shard holds", "FSDPModule._get_fsdp_state()._fsdp_param_groups")

@@ -70,7 +70,7 @@ class ClipAdaptive(FixedRule):
         arXiv 2102.06171.
     """
 
-    measures_itself, per_tensor = True, False
+    measures_itself, needs_tensor_norms = True, False
     arguments = ("threshold", "eps")
 
     def __init__(
@@ -107,6 +107,10 @@ class ClipAdaptive(FixedRule):
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what belongs to one model: a copy learns its own."""
         return vars(self) | {"_layouts": {}, "_known": [], "_module": None}
+
+    def is_per_tensor(self) -> bool:
+        """Tell that gradients may come one at a time: yes."""
+        return True
 
     @torch.no_grad()
     def decide(self, found: Gradients, scale: float | Tensor = 1.0) -> Decision:

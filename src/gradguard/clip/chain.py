@@ -73,9 +73,9 @@ class Chain(Clipper):
         self.members = clippers
 
     @property
-    def per_tensor(self) -> bool:  # type: ignore[override]
+    def needs_tensor_norms(self) -> bool:  # type: ignore[override]
         """Whether a member asks for the norm of each tensor."""
-        return any(member.per_tensor for member in self.members)
+        return any(member.needs_tensor_norms for member in self.members)
 
     def settings(self) -> Settings:
         """Return those of all members."""
@@ -84,6 +84,10 @@ class Chain(Clipper):
     def orders(self) -> set[float]:
         """Return those of all members."""
         return {2.0}.union(*(member.orders() for member in self.members))
+
+    def is_per_tensor(self) -> bool:
+        """Tell whether all members treat each gradient without regard to the others."""
+        return all(member.is_per_tensor() for member in self.members)
 
     def learn(self, parameters: Parameters) -> None:
         """Let every member look at the parameters."""
@@ -123,7 +127,7 @@ class Chain(Clipper):
 def _decide(members: Sequence[Clipper], found: Gradients, scale: float | Tensor) -> Decision:
     if found.part is None or not members[0].measures_itself:
         orders = {2.0}.union(*(member.orders() for member in members))
-        found = measured(found, orders, each=any(member.per_tensor for member in members))
+        found = measured(found, orders, each=any(member.needs_tensor_norms for member in members))
     decisions: list[Decision] = []
     product, seen_scale = None, scale
     for member in members:

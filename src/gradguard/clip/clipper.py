@@ -89,10 +89,13 @@ class Clipper(ABC):
     measures_itself = False
     """Whether `decide` measures parts of gradients in a way of its own, so that norms taken before would be wasted."""
 
-    per_tensor: bool = True
+    needs_tensor_norms: bool = True
     """Whether `decide` asks for the norm of each tensor (`norms_of`); else only for that of all (`global_norm`).
 
     Where processes hold parts of the gradients, they then send each other one number instead of one for each."""
+
+    serves_several_guards = False
+    """Whether one object may belong to the guards of several optimizers although it remembers."""
 
     @torch.no_grad()
     def __call__(
@@ -152,7 +155,7 @@ class Clipper(ABC):
 
     def measure(self, found: Gradients) -> "MeasuredGradients":
         """Return ``found`` with the norms that `decide` will ask for."""
-        return measured(found, self.orders(), each=self.per_tensor)
+        return measured(found, self.orders(), each=self.needs_tensor_norms)
 
     def orders(self) -> set[float]:
         """Return the orders of the norms that `decide` will ask for, so that `Groups` measures all of them at once."""
@@ -164,6 +167,10 @@ class Clipper(ABC):
     def settings(self) -> Settings:
         """Return what must be the same on all processes: the rule, and the values of its `arguments`."""
         return type(self).__name__, *(getattr(self, name) for name in self.arguments)
+
+    def is_per_tensor(self) -> bool:
+        """Tell whether each gradient is treated without regard to the others, so that they may come one at a time."""
+        return False
 
     def learn(self, parameters: Parameters) -> None:
         """Look at all parameters before their first `decide`: a module tells more than its gradients do.

@@ -82,7 +82,7 @@ class ClipByGlobalNorm(FixedRule):
         self.max_norm = check_threshold("max_norm", max_norm)
         self.norm_type = check_order(norm_type)
 
-    per_tensor = False
+    needs_tensor_norms = False
     arguments = ("max_norm", "norm_type")
 
     @torch.no_grad()
@@ -138,6 +138,10 @@ class ClipByNorm(FixedRule):
         self.norm_type = check_order(norm_type)
 
     arguments = ("max_norm", "norm_type")
+
+    def is_per_tensor(self) -> bool:
+        """Tell that gradients may come one at a time: yes."""
+        return True
 
     @torch.no_grad()
     def decide(self, found: Gradients, scale: float | Tensor = 1.0) -> Decision:
@@ -196,13 +200,17 @@ class ClipByValue(FixedRule):
         Mikolov (2012), Statistical language models based on neural networks, PhD thesis.
     """
 
-    measures_itself, per_tensor = True, False
+    measures_itself, needs_tensor_norms = True, False
     arguments = ("max", "min")
 
     def __init__(self, max: float | Tensor, min: float | None = None) -> None:
         super().__init__()
         self.max, self.min = max, min
         self._bounds()
+
+    def is_per_tensor(self) -> bool:
+        """Tell that gradients may come one at a time: yes."""
+        return True
 
     @torch.no_grad()
     def decide(self, found: Gradients, scale: float | Tensor = 1.0) -> Decision:

@@ -105,6 +105,10 @@ class Groups(Clipper):
         """Return those of all members."""
         return {2.0}.union(*(member.orders() for member in self._clippers()))
 
+    def is_per_tensor(self) -> bool:
+        """Tell whether the clippers of all groups treat each gradient without regard to the others."""
+        return all(member.is_per_tensor() for member in self._clippers())
+
     def learn(self, parameters: Parameters) -> None:
         """Look at all parameters, those without a gradient too: every group must fit some, none may be in two.
 
@@ -171,7 +175,7 @@ class Groups(Clipper):
         root = None if found.part is None else found.part.classes
         if root is None:
             return None
-        places, each = self._places_of(found), [m is not None and m.per_tensor for m in self.members.values()]
+        places, each = self._places_of(found), [m is not None and m.needs_tensor_norms for m in self.members.values()]
         known = self._classes
         if known is None or known[0] is not root or known[1] is not places or known[2] != each:
             known = self._classes = root, places, each, root.grouped(places, each)

@@ -12,6 +12,7 @@ from torch.optim.optimizer import Optimizer
 from gradguard.clip.clipper import Clipper, Decision, ListedParameters, asking, with_culprits
 from gradguard.clip.guard_counts import Counts, LateReader
 from gradguard.clip.guard_fold import StandIn
+from gradguard.clip.guard_in_backward import is_in_backward, refuse_in_backward, tell_what_has_stepped
 from gradguard.clip.guard_names import names_in, names_of
 from gradguard.clip.guard_scaler import ScaledClipDetector, ScalerStep, listen, stop_listening
 from gradguard.clip.guard_skip import Snapshot
@@ -67,6 +68,8 @@ class Guard:
     too many skips in a row             an error with the history (on an accelerator some steps late)
     ``copy.deepcopy(optimizer)``        the copy has no guard; attach one and load this one's ``state_dict()``
     two guards on one optimizer         an error: use ``Chain`` or ``Groups``
+    a step inside a backward pass       right for rules that treat each tensor by itself and `ClipByPreviousNorm`,
+                                        refused for others; ``"skip"`` skips this optimizer's step, others stay stepped
     parameters without a gradient       left out
     ==================================  ========================================================================
 
@@ -165,6 +168,9 @@ class Guard:
         if self._skipping:  # an evaluation after the one that ended the step
             self._cancel()
             return True
+        in_backward = is_in_backward()
+        if in_backward:
+            refuse_in_backward(self.clipper, self._parameters, self._stages)
         scale, overflow = getattr(optimizer, "grad_scale", None), getattr(optimizer, "found_inf", None)
         decision = with_culprits(self.clipper.decide(self._gradients(), 1.0 if scale is None else scale))
         self.last = decision.result
@@ -172,7 +178,9 @@ class Guard:
             self._counts.begin(decision.result)
         try:
             self._act(decision, scale, overflow, number)
-        except NonFiniteGradientError:
+        except NonFiniteGradientError as error:
+            if in_backward:
+                tell_what_has_stepped(error)
             if self._snapshot is not None:
                 self._snapshot.restore()
             raise
@@ -385,7 +393,7 @@ class Guard:
                     "detach() on the other guard first."
                 )
             shares = [g for other in _guards.values() if (g := other()) is not None and g.clipper is self.clipper]
-            if shares and self.clipper.state_dict():
+            if shares and not self.clipper.serves_several_guards and self.clipper.state_dict():
                 raise InvalidValueError(
                     f"this {type(self.clipper).__name__} belongs to the Guard of another optimizer, and it remembers: "
                     "two histories would mix. Make one clipper for each Guard, or pass copy.deepcopy(clipper)."

@@ -9,14 +9,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from gradguard.distributed.placements import is_sharded
+from gradguard.distributed.fully_sharded import group_of_fully_sharded
 from gradguard.errors import UnsupportedGradientError
-
-
-def is_fully_sharded(module: nn.Module) -> bool:
-    """Tell whether ``fully_shard`` was applied to ``module`` itself."""
-    fsdp = sys.modules.get("torch.distributed.fsdp")
-    return fsdp is not None and isinstance(module, fsdp.FSDPModule)
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
@@ -47,21 +41,13 @@ def process_group_of(model: nn.Module) -> Any:
     """Return the group over which ``model`` is replicated or sharded; None for an ordinary model.
 
     Raises:
-        UnsupportedGradientError: If it is sharded by FSDP1, over several meshes, or one of many dimensions.
+        UnsupportedGradientError: If it is sharded by FSDP1, or by anything but `fully_shard`.
+        InvalidValueError: If no process group holds all of the processes.
     """
     if isinstance(model, DistributedDataParallel):
         return model.process_group
     _refuse_flat_parameters(model)
-    parameters = list(model.parameters())
-    meshes = {p.device_mesh for p in parameters if is_sharded(p)}  # type: ignore[attr-defined]
-    if not meshes:
-        return None
-    if len(meshes) > 1 or next(iter(meshes)).ndim > 1 or not all(map(is_sharded, parameters)):
-        raise UnsupportedGradientError(
-            f"the parameters lie on {len(meshes)} device meshes or on one of several dimensions, or some are not "
-            "sharded: expected all of them sharded over one mesh of one dimension, as fully_shard(model) does."
-        )
-    return next(iter(meshes)).get_group()
+    return group_of_fully_sharded(model)
 
 
 def _refuse_flat_parameters(model: nn.Module) -> None:

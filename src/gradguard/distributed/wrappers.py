@@ -3,7 +3,7 @@
 import gc
 import sys
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -195,3 +195,40 @@ def _note(module: nn.Module, name: str, part: nn.Module | None) -> None:
 
 def _is_wrapper(module: nn.Module) -> bool:
     return isinstance(module, DistributedDataParallel) or is_fsdp1(module)
+
+
+def refuse_wrapped_in_backward(parameters: Sequence[Tensor]) -> None:
+    """Raise if DDP or FSDP1 adds up the gradients of ``parameters`` only later in the backward that is running.
+
+    Raises:
+        UnsupportedGradientError: If so.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        return
+    wanted = {id(p) for p in parameters}
+    for wrapper in _wrappers():
+        if any(id(p) in wanted for p in wrapper.parameters()):
+            raise UnsupportedGradientError(
+                f"the optimizer steps inside a backward pass, where {type(wrapper).__name__} has not yet added up the "
+                "gradients of all processes: each would step by its own. Use fully_shard(model), or step after "
+                "backward()."
+            )
+
+
+def refuse_wrapped(parameters: Iterable[Tensor]) -> None:
+    """Raise if ``parameters``, taken for those of this process alone, are replicated by DDP over several processes.
+
+    Raises:
+        UnsupportedGradientError: If so.
+    """
+    if not (dist.is_available() and dist.is_initialized()) or not _wrappers():
+        return
+    wanted = {id(p) for p in parameters}
+    for wrapper in _wrappers():
+        if not isinstance(wrapper, DistributedDataParallel) or dist.get_world_size(wrapper.process_group) == 1:
+            continue
+        if any(id(p) in wanted for p in wrapper.parameters()):
+            raise UnsupportedGradientError(
+                "DistributedDataParallel (or replicate) wraps the module that was given, and the samples of other "
+                "processes would not be added up: give DistributedDataParallel(model) itself, made before."
+            )

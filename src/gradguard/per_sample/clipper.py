@@ -13,8 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
-from gradguard.distributed.groups import all_reduce_sum, process_group_of, stop_synchronizing, unwrapped
+from gradguard.distributed.groups import all_reduce_sum, process_group_of, rank_and_size, stop_synchronizing, unwrapped
 from gradguard.distributed.placements import shard_like
+from gradguard.distributed.wrappers import refuse_wrapped
 from gradguard.errors import InvalidValueError, UnsupportedGradientError
 from gradguard.per_sample.accumulation import Accumulation, zeros_like_rows
 from gradguard.per_sample.arithmetic import exact_products, joint_norm, scale_rows, with_parts_of
@@ -33,6 +34,8 @@ from gradguard.per_sample.support import (
     check_options,
     follow,
     places_of_parameters,
+    refuse_gathered,
+    refuse_local_thresholds,
     refuse_new_parameters,
     refuse_stale_gradients,
     refuse_unsupported,
@@ -79,8 +82,8 @@ class PerSampleGradientClipper:
     ==========================  =====================================================================================
 
     Args:
-        module: The model, also in DistributedDataParallel or sharded by ``fully_shard``. Its layers get hooks until
-            `detach`; nothing is put on its parameters.
+        module: The model, also in DistributedDataParallel or sharded by ``fully_shard`` (HSDP too). Its layers get
+            hooks until `detach`; nothing is put on its parameters.
         norm_clipper: The rule: `FlatNormClipper`, `PerLayerNormClipper`, `PerParameterNormClipper`, `AutoNormClipper`,
             `QuantileNormClipper`, or a `NormClipper` of your own.
         batch_first: Whether samples are the first dimension of what ``module`` is called with; else the second. Layers
@@ -151,6 +154,7 @@ class PerSampleGradientClipper:
         self._noise_scale = NoiseScaleMeter(int(noise_scale))
         with ExitStack() as attached:  # what fails leaves the module as it was
             self._group = process_group_of(module)
+            refuse_local_thresholds(norm_clipper, rank_and_size(self._group)[1])
             attached.callback(stop_synchronizing(module))
             module = unwrapped(module)
             self.module, self.norm_clipper = module, norm_clipper
@@ -277,6 +281,10 @@ class PerSampleGradientClipper:
         if self._loss_check is not None:
             self._loss_check.refuse_divided(self._accumulation.mini_batches, self.loss_divisor)
         refuse_stale_gradients(self.trained, self._assigned)
+        if self._following.planning.sharded:
+            refuse_gathered(self.trained)
+        elif self._group is None:
+            refuse_wrapped(self.trained.values())
         if self._group is None:
             size = self._accumulation.batch_size or 0
             if (noise := self._noise_scale).is_due:  # before a step divides the sums

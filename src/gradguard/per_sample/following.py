@@ -21,7 +21,7 @@ from gradguard.per_sample.plan import CallPlan, Treatment
 from gradguard.per_sample.planning import Planning
 from gradguard.per_sample.sample_loop import LoopedCall
 from gradguard.per_sample.samples import Arguments, count_samples, take_samples
-from gradguard.per_sample.support import refuse_batch_norm
+from gradguard.per_sample.support import refuse_batch_norm, refuse_sharded_since
 from gradguard.per_sample.tap import current_task
 from gradguard.per_sample.tapping import Running, Tapping, autocast_of
 from gradguard.per_sample.trees import Skeleton
@@ -226,6 +226,8 @@ class Following:
     def _begin(self, module: nn.Module, arguments: Arguments) -> None:
         """An outermost call starts."""
         refuse_batch_norm(self._module)
+        if not self._planning.sharded:
+            refuse_sharded_since(self._module)
         self._look_at_trained()
         self._planning.restart()
         if current_task() != -1:  # a checkpoint runs a part of the forward again

@@ -9,8 +9,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from gradguard.distributed.fully_sharded import is_fully_sharded
+from gradguard.distributed.placements import is_sharded
 from gradguard.errors import InvalidTypeError, InvalidValueError, UnsupportedGradientError
 from gradguard.per_sample.clipping_rule import NormClipper
+from gradguard.per_sample.norm_clippers import QuantileNormClipper
 from gradguard.torch_private import batch_norms, parameter_slots, stop_compiling
 
 _followed: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
@@ -124,6 +127,47 @@ def refuse_new_parameters(module: nn.Module, names: Mapping[str, Sequence[tuple[
                     f"parameter {prefix}.{slot} was added after the clipper was made, so nothing follows it: call "
                     "clipper.detach() and make a new PerSampleGradientClipper."
                 )
+
+
+def refuse_sharded_since(module: nn.Module) -> None:
+    """Check that a module whose parameters lay in one piece when the clipper was made is not sharded now.
+
+    Raises:
+        UnsupportedGradientError: If it is: the samples of other processes would not be added up.
+    """
+    if any(map(is_fully_sharded, module.modules())):
+        raise UnsupportedGradientError(
+            "fully_shard was applied to the module after the clipper was made, which would not add up the samples of "
+            "other processes: call clipper.detach() and make a new PerSampleGradientClipper."
+        )
+
+
+def refuse_gathered(parameters: Mapping[str, Tensor]) -> None:
+    """Check that the parameters of a sharded model are shards again, those that its optimizer holds.
+
+    Raises:
+        UnsupportedGradientError: If one is not.
+    """
+    for name, parameter in parameters.items():
+        if not is_sharded(parameter):
+            raise UnsupportedGradientError(
+                f"{name} is still gathered after the backward, so that its gradient would not reach the optimizer, "
+                "which holds shards: leave set_reshard_after_backward(True), or call reshard() on its layer before "
+                "pre_step()."
+            )
+
+
+def refuse_local_thresholds(norm_clipper: NormClipper, processes: int) -> None:
+    """Check that the threshold of a rule does not follow the samples of one process alone.
+
+    Raises:
+        UnsupportedGradientError: If it does.
+    """
+    if processes > 1 and isinstance(norm_clipper, QuantileNormClipper):
+        raise UnsupportedGradientError(
+            "QuantileNormClipper counts the samples of one process, so thresholds would differ between "
+            f"{processes} processes: use FlatNormClipper or AutoNormClipper."
+        )
 
 
 def refuse_stale_gradients(parameters: Mapping[str, Tensor], assigned: Mapping[str, Tensor]) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gradguard.distributed.groups import is_fully_sharded
+from gradguard.distributed.fully_sharded import is_fully_sharded
 from gradguard.distributed.placements import is_sharded
 from gradguard.errors import UnsupportedGradientError
 from gradguard.per_sample.dry_run import Slot

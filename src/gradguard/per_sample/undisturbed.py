@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from gradguard.distributed.fully_sharded import GatheredLayers
 from gradguard.torch_private import dropouts
 
 _MOST = 100_000
@@ -73,6 +74,7 @@ class Snapshot:
 
     def __init__(self, module: nn.Module, buffers: bool = True) -> None:
         self._buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers()] if buffers else []
+        self._gathered = GatheredLayers(module)
         self._generators = generators()
         self._contents: list[tuple[Any, Any]] = []
         seen: set[int] = set()
@@ -90,6 +92,7 @@ class Snapshot:
     def restore(self) -> None:
         """Put everything back, in the same containers and buffers."""
         restore_generators(self._generators)
+        self._gathered.shard_again()  # before its parameters are put back, which it would not notice
         for container, content in self._contents:
             if isinstance(container, list):
                 container[:] = content

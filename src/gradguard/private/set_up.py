@@ -19,6 +19,7 @@ from gradguard.distributed.groups import (
     unwrapped,
 )
 from gradguard.distributed.placements import is_sharded
+from gradguard.distributed.wrappers import refuse_wrapped
 from gradguard.errors import InvalidTypeError, InvalidValueError, UnsupportedGradientError
 from gradguard.per_sample.clipper import PerSampleGradientClipper
 from gradguard.per_sample.norm_clippers import FlatNormClipper, NormClipper, QuantileNormClipper
@@ -124,6 +125,8 @@ def make_private(
     Reference: Abadi et al., Deep learning with differential privacy, 2016, arXiv 1607.00133.
     """
     group = process_group if process_group is not None else process_group_of(model)
+    if group is None:
+        refuse_wrapped(model.parameters())
     rank, world_size = rank_and_size(group)
     module, size = unwrapped(model), check_loader(loader, poisson_sampling, world_size)
     rule = _norm_clipper(max_grad_norm, norm_clipper, world_size, secure)

@@ -111,6 +111,10 @@ class AdaGC(StatefulClipper):
         r"""Each tensor's :math:`\gamma`, 0-dim, by its name or position; infinite before its first norm."""
         return dict(zip(self.names, self.state["averages"].clone().unbind(), strict=True))
 
+    def is_per_tensor(self) -> bool:
+        """Tell whether gradients may come one at a time: without ``absolute``, which is for the norm of all."""
+        return math.isinf(self.absolute)
+
     @torch.no_grad()
     def decide(self, found: Gradients, scale: float | Tensor = 1.0) -> Decision:
         """Measure the gradients, decide, and let the state follow; write to no gradient."""

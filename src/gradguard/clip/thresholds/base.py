@@ -61,7 +61,7 @@ class ThresholdClipper(StatefulClipper):
     """
 
     strict_paper = False
-    per_tensor = False
+    needs_tensor_norms = False
 
     def __init__(self, norm_type: float = 2.0, **state: Tensor) -> None:
         super().__init__(**state)

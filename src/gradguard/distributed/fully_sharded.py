@@ -1,0 +1,106 @@
+"""FSDP2: the processes that a model is spread over, and layers that a run for another purpose has left gathered."""
+
+import sys
+from typing import Any
+
+from torch import Tensor, nn
+
+from gradguard.distributed.placements import is_sharded, placement_of
+from gradguard.distributed.union import union_of
+from gradguard.errors import UnsupportedGradientError
+from gradguard.torch_private import meshes_of_fsdp2, parameter_slots
+
+_EXPECTED = (
+    "expected every parameter sharded by fully_shard over one mesh of data-parallel processes, as fully_shard(model) "
+    "does, also layer by layer and with a mesh of two dimensions (HSDP)."
+)
+
+
+def is_fully_sharded(module: nn.Module) -> bool:
+    """Tell whether ``fully_shard`` was applied to ``module`` itself."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    return fsdp is not None and isinstance(module, fsdp.FSDPModule)
+
+
+def group_of_fully_sharded(model: nn.Module) -> Any:
+    """Return the group of all processes over which ``fully_shard`` has spread ``model``; None where nothing is spread.
+
+    On each of them the layers see other samples and the whole parameters: sums over samples are right when they are
+    added up over this group, of FSDP and of HSDP alike.
+
+    Raises:
+        UnsupportedGradientError: If a parameter is spread in another way: where each process computes with a part of
+            it (tensor parallelism), none has the gradient of a sample.
+        InvalidValueError: If no process group holds all of the processes.
+    """
+    named = list(model.named_parameters())
+    if not any(is_sharded(p) for _, p in named):
+        return None
+    held = meshes_of_fsdp2(module for module in model.modules() if is_fully_sharded(module))
+    for name, parameter in named:
+        _check(name, parameter, held)
+    meshes = {p.device_mesh for _, p in named}  # type: ignore[attr-defined]
+    if len(meshes) > 1:
+        raise UnsupportedGradientError(f"the parameters lie on {len(meshes)} device meshes: {_EXPECTED}")
+    mesh = next(iter(meshes))
+    if mesh.ndim == 1:
+        return mesh.get_group()
+    union = union_of([placement_of(named[0][1])], None)
+    assert union is not None
+    return union.group
+
+
+def _check(name: str, parameter: Any, held: dict[int, Any]) -> None:
+    if not is_sharded(parameter):
+        raise UnsupportedGradientError(
+            f"{name} is not sharded, and others are: {_EXPECTED} Make the clipper before the first "
+            "forward, or after model.reshard(), while no layer is gathered."
+        )
+    how = ", ".join(map(repr, parameter.placements))
+    names = parameter.device_mesh.mesh_dim_names or range(parameter.device_mesh.ndim)
+    if held.get(id(parameter)) != parameter.device_mesh:
+        raise UnsupportedGradientError(
+            f"{name} is spread as [{how}] over the mesh dimensions {list(names)}, and not by fully_shard alone: where "
+            "layers compute with parts of their parameters, as in tensor parallelism, no process has the gradient of a "
+            f"sample: {_EXPECTED}"
+        )
+
+
+class GatheredLayers:
+    """Which layers in a model are gathered now, so that `shard_again` gives those back that are gathered later.
+
+    A layer that stays gathered after its forward (``reshard_after_forward=False``, or the root of others) believes that
+    the model has its whole parameters, whatever is put back into it.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._sharded = [(unit, module, slot) for unit, module, slot in _own_slots(model) if _holds(module, slot)]
+
+    def shard_again(self) -> None:
+        """Let the layers that were not gathered then be so no longer."""
+        units: dict[int, Any] = {id(unit): unit for unit, module, slot in self._sharded if not _holds(module, slot)}
+        for unit in units.values():
+            unit.reshard()
+
+
+def _own_slots(model: nn.Module) -> list[tuple[Any, nn.Module, str]]:
+    """Each place of a parameter, with the layer nearest to it, upwards, that was sharded as one."""
+    found: list[tuple[Any, nn.Module, str]] = []
+
+    def look(module: nn.Module, unit: nn.Module | None, seen: set[int]) -> None:
+        if id(module) in seen:
+            return
+        seen.add(id(module))
+        unit = module if is_fully_sharded(module) else unit
+        if unit is not None:
+            found.extend((unit, module, slot) for slot in parameter_slots(module))
+        for part in module.children():
+            look(part, unit, seen)
+
+    look(model, None, set())
+    return found
+
+
+def _holds(module: nn.Module, slot: str) -> bool:
+    parameter: Tensor | None = parameter_slots(module).get(slot)
+    return parameter is not None and is_sharded(parameter)
