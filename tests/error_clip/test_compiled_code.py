@@ -155,7 +155,7 @@ def test_a_compiled_module_clips_behind_each_of_its_outputs(outputs, taken):
     head.rule = gg.ErrorClipByNorm(0.05)
     ours = gradients(head, lambda: mean_square(taken(step(x))))
     assert_equal(ours, gradients(head, lambda: mean_square(taken(head(x)))))
-    assert graphs() == 2
+    assert graphs() == (3 if torch.__version__.startswith("2.11") else 2)
 
 
 @pytest.mark.skipif(torch.__version__.startswith("2.11"), reason="its compiler cannot trace the making of a rule")
