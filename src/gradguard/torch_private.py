@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from types import FrameType
-from typing import Any, NamedTuple, NoReturn, ParamSpec, TypeVar
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,7 @@ from torch.autograd.graph import Node
 
 from gradguard.errors import InvalidValueError, UnsupportedVersionError
 
-_P, _R = ParamSpec("_P"), TypeVar("_R")
+_F = TypeVar("_F", bound=Callable[..., Any])
 
 
 def _refuse(feature: str, name: str, instead: str = "") -> NoReturn:
@@ -488,14 +488,14 @@ def constant_when_traced(function: Callable[[], Any]) -> Callable[[], Any]:
     return function
 
 
-def never_compiled(function: Callable[_P, _R]) -> Callable[_P, _R]:
+def never_compiled(function: _F) -> _F:
     """Return ``function``, which compiled code is to call as it is written, with all that it calls itself.
 
     As `torch.compiler.disable`, which imports the compiler and leaves a Python frame around the function that is
     compiled. Where torch has no such marks the compiler traces into the function.
     """
     function._torchdynamo_disable = True  # type: ignore[attr-defined]
-    code = getattr(torch._C, "_dynamo", None) and torch._C._dynamo.eval_frame
+    code: Any = getattr(getattr(torch._C, "_dynamo", None), "eval_frame", None)
     if hasattr(code, "set_code_exec_strategy"):
         skip = code._FrameAction.SKIP
         code.set_code_exec_strategy(function.__code__, code._FrameExecStrategy(skip, skip))  # type: ignore[attr-defined]
