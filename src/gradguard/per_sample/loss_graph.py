@@ -7,8 +7,8 @@ says what operation it is, and, called with a gradient, what it passes on.
 import functools
 import re
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Container, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -228,6 +228,8 @@ class Path:
         coefficient: The gradient of the root with respect to that value.
         steps: The operations that move elements or add them up, from the value up to the root.
         constants: The scalar factors, from the root down.
+        inside: Whether it has come by a number that the module returned, so that it is within the module now.
+        output: The path as far as the value that the module returned, if it has come by one with samples.
     """
 
     node: Node
@@ -235,10 +237,23 @@ class Path:
     coefficient: Tensor
     steps: tuple[Step, ...]
     constants: tuple[Constant, ...]
+    inside: bool = False
+    output: "Path | None" = None
 
 
-def paths(roots: Sequence[Root], depends: Dependence) -> Iterator[Path]:
+def paths(
+    roots: Sequence[Root],
+    depends: Dependence,
+    outputs: Container[tuple[Node, int]] = (),
+    numbers: Container[tuple[Node, int]] = (),
+) -> Iterator[Path]:
     """Yield every path to values that depend on the samples.
+
+    Args:
+        roots: What backward starts from.
+        depends: Knows which values depend on the samples.
+        outputs: Values with samples that the module returned.
+        numbers: Numbers that the module returned.
 
     Raises:
         Unreadable: If a node cannot be read, or there are too many.
@@ -252,6 +267,10 @@ def paths(roots: Sequence[Root], depends: Dependence) -> Iterator[Path]:
         if not pending:
             return
         path = pending.pop()
+        if (path.node, path.number) in numbers:
+            path = replace(path, inside=True)
+        if (path.node, path.number) in outputs and path.output is None:
+            path = replace(path, output=path)
         onward = _onward(path, depends)
         if onward is None:
             yield path
@@ -269,7 +288,7 @@ def _onward(path: Path, depends: Dependence) -> list[Path] | None:
         outputs = len(input_metadata_of(node))
         child, child_number = node.next_functions[len(node.next_functions) - outputs + number]
         assert child is not None
-        return [Path(child, child_number, path.coefficient, path.steps, path.constants)]
+        return [replace(path, node=child, number=child_number)]
     name = operation(node)
     inputs = [k for k, (child, _) in enumerate(node.next_functions) if child is not None and depends(child)]
     if name not in _LINEAR or (name in {"Mul", "Div"} | _PRODUCTS and len(inputs) != 1):
@@ -289,6 +308,8 @@ def _onward(path: Path, depends: Dependence) -> list[Path] | None:
                 pull(node, number, which, path.coefficient),
                 step + path.steps,
                 path.constants + (() if constant is None else (constant,)),
+                path.inside,
+                path.output,
             )
         )
     return found

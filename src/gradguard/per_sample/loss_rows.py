@@ -1,7 +1,7 @@
 """The terms of a loss: which rows each reduces, which sample a row belongs to, and what mixes samples."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -87,21 +87,21 @@ class Term:
     mean: tuple[Node, Tensor] | None = None
 
 
-def term_of(path: Path, outputs: Outputs, scale: float, depends: Dependence) -> Term:
-    """Return what lies at the end of a path.
+def term_of(path: Path, outputs: Outputs, scale: float, depends: Dependence, is_output: bool = False) -> Term:
+    """Return what lies at the end of a path; which is taken as it is where the module returned it.
 
     Raises:
         Coupled: If samples are mixed there.
         Unreadable: If rows cannot be told from one another.
     """
     batch_size, batch_first = outputs.batch_size, outputs.batch_first
-    node, name = path.node, operation(path.node)
+    node, name = path.node, "" if is_output else operation(path.node)
     fused = int(saved(node, "reduction")) if name in _WITH_REDUCTION else 0
     shape, counts = _rows(path, name)
     candidates = _sample_of_rows(node, shape, batch_size, batch_first, depends)
     known = name in _NONLINEAR | _WITH_REDUCTION
     if candidates or known:
-        _refuse_coupling(path, batch_size, batch_first, depends)
+        _refuse_coupling(path, outputs, depends)
     numbered = _verified(path, name, shape, candidates, outputs, depends)
     if numbered is None and not known:
         raise Unreadable(f"the operation {node.name()} between the loss and the samples is not known")
@@ -235,7 +235,7 @@ def _verified(
             return samples, True
     if not candidates and all(outputs.are_separate(*value, torch.zeros(())) is None for value in values):
         return None
-    if len(values) == 1 and not _chooses(path.node, depends):
+    if len(values) == 1 and not _chooses(path.node, depends, outputs.values):
         try:
             samples = _of_rows(outputs.samples_of(*values[0]), name, shape)
         except Unreadable:
@@ -253,9 +253,9 @@ def _verified(
     )
 
 
-def _chooses(node: Node, depends: Dependence) -> bool:
+def _chooses(node: Node, depends: Dependence, ends: Container[tuple[Node, int]]) -> bool:
     """Whether an operation from ``node`` to the module takes some of several values, by their size."""
-    return any(operation(one) in _CHOOSING for one in _behind(node, depends))
+    return any(operation(one) in _CHOOSING for one in _behind(node, depends, ends))
 
 
 def _values(path: Path, name: str, depends: Dependence) -> list[tuple[Node, int]]:
@@ -397,13 +397,13 @@ def _taken(target: Tensor, samples: Tensor, size: int, batch_size: int) -> Tenso
 # What couples samples
 
 
-def _refuse_coupling(path: Path, batch_size: int, batch_first: bool, depends: Dependence) -> None:
+def _refuse_coupling(path: Path, outputs: Outputs, depends: Dependence) -> None:
     """Look behind the value where a path ends, as far as the module, for what mixes samples.
 
     Raises:
         Coupled: If something does.
     """
-    mixing = _first_mixing(path.node, batch_size, batch_first, depends)
+    mixing = None if (path.node, path.number) in outputs.values else _first_mixing(path.node, outputs, depends)
     if mixing is not None:
         raise Coupled(
             f"{mixing.name()} mixes samples, and what comes of it is no sum of parts that are one sample's own: what a "
@@ -412,23 +412,24 @@ def _refuse_coupling(path: Path, batch_size: int, batch_first: bool, depends: De
         )
 
 
-def _first_mixing(node: Node, batch_size: int, batch_first: bool, depends: Dependence) -> Node | None:
+def _first_mixing(node: Node, outputs: Outputs, depends: Dependence) -> Node | None:
     """The first operation from ``node`` to the module that mixes samples; ``node`` itself may be a loss's reduction."""
-    for one in _behind(node, depends):
+    for one in _behind(node, depends, outputs.values):
         reduces = one is node and operation(one) in _WITH_REDUCTION
-        if not reduces and _mixes(one, batch_size, batch_first, depends):
+        if not reduces and _mixes(one, outputs.batch_size, outputs.batch_first, depends):
             return one
     return None
 
 
-def _behind(node: Node, depends: Dependence) -> Iterator[Node]:
-    """The nodes from ``node`` to the module."""
+def _behind(node: Node, depends: Dependence, ends: Container[tuple[Node, int]]) -> Iterator[Node]:
+    """The nodes from ``node`` to what the module returned."""
     pending, known = [node], {node}
     while pending:
         top = pending.pop()
         if top.name() not in TAPS:
             yield top
-            new = [child for child, _ in parents(top) if child not in known and depends(child)]
+            edges = [edge for edge in parents(top) if edge not in ends]
+            new = [child for child, _ in edges if child not in known and depends(child)]
             known.update(new)
             pending += new
 

@@ -88,8 +88,8 @@ def loss_parts(roots: Sequence[Root], outputs: Outputs, reduction: str, *, scale
         return LossParts("unknown", "a batch of one sample does not tell a mean from a sum")
     try:
         depends = Dependence()
-        found_paths = list(paths(roots, depends))
-        terms = [term_of(path, outputs, scale, depends) for path in found_paths]
+        found_paths = list(paths(roots, depends, outputs.values, outputs.numbers))
+        terms = [_readable_term(path, outputs, scale, depends) for path in found_paths]
         terms = _averaged_together(_joined(found_paths, terms))
         if not terms:
             return LossParts("unknown", NO_PART)
@@ -108,6 +108,24 @@ def loss_parts(roots: Sequence[Root], outputs: Outputs, reduction: str, *, scale
     return LossParts(
         "right", factors=found[0].parts.factors, divided_by=_common_divisor(found, terms), terms=len(found)
     )
+
+
+def _readable_term(path: Path, outputs: Outputs, scale: float, depends: Dependence) -> Term:
+    """Return what lies at the end of a path.
+
+    Raises:
+        Coupled: If samples are mixed there.
+        Unreadable: If that cannot be told.
+        _Ambiguous: Likewise, within the module, of which two samples were looked at.
+    """
+    try:
+        return term_of(path, outputs, scale, depends)
+    except Unreadable as unreadable:
+        if path.output is not None:
+            return term_of(path.output, outputs, scale, depends, is_output=True)
+        if path.inside:
+            raise _Ambiguous(str(unreadable)) from unreadable
+        raise
 
 
 def explain(parts: LossParts, reduction: str) -> str:
