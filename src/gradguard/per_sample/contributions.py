@@ -229,7 +229,7 @@ class Outer(Contribution):
             left, right = scale_rows(left, factors, bad), blank_rows(right, bad)
         else:
             left, right = blank_rows(left, bad), scale_rows(right, factors, bad)
-        return left.reshape(-1, left.shape[2]).mT @ right.reshape(-1, right.shape[2])
+        return left.flatten(0, 1).mT @ right.flatten(0, 1)
 
 
 class Tied(Contribution):
