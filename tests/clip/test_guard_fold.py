@@ -24,7 +24,7 @@ def folds(monkeypatch) -> list:
 def accelerator(monkeypatch):
     """Decide as on an accelerator, where Python may not look at values."""
     blind = lambda *tensors: False  # noqa: E731
-    for name in ("tensors.norms", "tensors.scaling", "tensors.nonfinite", "clip.guard", "clip.result"):
+    for name in ("tensors.norms", "tensors.scaling", "tensors.nonfinite", "clip.clipper", "clip.guard", "clip.result"):
         monkeypatch.setattr(f"gradguard.{name}.are_readable", blind)
 
 
@@ -276,3 +276,19 @@ def test_what_a_step_sets_on_itself_reaches_the_optimizer():
     assert optimizer._need_device_dtype_check_for_fused
     optimizer.step()
     assert not optimizer._need_device_dtype_check_for_fused
+
+
+@pytest.mark.parametrize("name", FOLDING)
+@pytest.mark.parametrize("blind", [False, True], ids=["host", "device"])
+def test_a_gradient_near_the_largest_number_is_not_lost(name, blind, request):
+    """One over the coefficient is beyond float32 there."""
+    if blind:
+        request.getfixturevalue("accelerator")
+    weight = nn.Parameter(torch.ones(1000))
+    optimizer = FOLDING[name]([weight])
+    guard = Guard(optimizer, ClipByGlobalNorm(1.0))
+    for _ in range(2):
+        weight.grad = torch.full_like(weight, 3e38)
+        optimizer.step()
+    assert guard.skipped_steps == 0
+    assert (weight < 1).all()

@@ -253,3 +253,20 @@ def test_what_is_not_finite_stops_the_step_of_its_own_tensor(policy):
     changed = [not torch.equal(p, old) for p, old in zip(net.parameters(), before, strict=True)]
     assert changed[0] is False
     assert changed[2:] == [True, True]
+
+
+def test_loading_a_state_forgets_what_has_come_of_a_failed_backward():
+    weight = torch.nn.Parameter(torch.ones(2))
+    clipper = gg.ClipByPreviousNorm(1.0)
+    state = clipper.state_dict()
+    weight.grad = torch.full((2,), 3.0)
+    clipper([weight])
+    clipper.load_state_dict(state)
+    weight.grad = torch.full((2,), 4.0)
+    clipper([weight])
+    assert float(clipper.end_step()) == pytest.approx(4 * 2**0.5)
+
+
+def test_processes_must_have_the_same_arguments():
+    assert gg.ClipByPreviousNorm(1.0).settings() != gg.ClipByPreviousNorm(2.0).settings()
+    assert gg.ClipByPreviousNorm(1.0).settings() != gg.ClipByPreviousNorm(1.0, 1.0).settings()

@@ -929,3 +929,88 @@ def test_an_error_clip_that_binds_in_the_loss_changes_nothing_of_what_is_found()
     clipper.clip_and_accumulate()
     clipper.pre_step()
     assert 0 < float(model[2].weight.grad.norm()) < 1e-2
+
+
+def coupled(out: Tensor) -> Tensor:
+    return (out * out.roll(1, 0)).square().mean()
+
+
+def backward_of_an_edge(model, x):
+    torch.autograd.backward(torch.autograd.graph.get_gradient_edge(coupled(model(x))))
+
+
+def backward_looked_up_before(model, x):
+    torch.autograd.backward([coupled(model(x)), model(x).square().mean()])
+
+
+def backward_in_a_thread(model, x):
+    thread = threading.Thread(target=coupled(model(x)).backward)
+    thread.start()
+    thread.join()
+
+
+def a_view_changed_in_place(model, x):
+    out = model(x).view(6)
+    out.sub_(1)
+    coupled(out).backward()
+
+
+def an_output_changed_in_place(model, x):
+    out = model(x).view(6)
+    out.mul_(out.clone().roll(1, 0))
+    out.square().mean().backward()
+
+
+def very_many_calls(model, x):
+    outs = [model(x) for _ in range(20)]
+    (coupled(outs[0]) + sum(out.square().mean() for out in outs[1:])).backward()
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        backward_of_an_edge,
+        backward_looked_up_before,
+        backward_in_a_thread,
+        a_view_changed_in_place,
+        an_output_changed_in_place,
+        very_many_calls,
+    ],
+)
+@pytest.mark.parametrize("squeezed", [False, True])
+def test_a_loss_that_was_not_looked_at_is_refused(run, squeezed):
+    torch.manual_seed(0)
+    layers = [nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)]
+    model = nn.Sequential(*layers, nn.Flatten(0)) if squeezed else nn.Sequential(*layers)
+    clipper = gg.PerSampleGradientClipper(model, gg.FlatNormClipper(0.1))
+    run(model, torch.randn(6, 4))
+    with pytest.raises(gg.UnsupportedGradientError, match=r"whether the loss|the loss is not"):
+        clipper.clip_and_accumulate()
+    clipper.detach()
+
+
+@pytest.mark.parametrize("reduction", ["sum", "mean"])
+@pytest.mark.parametrize("loss", [F.smooth_l1_loss, F.mse_loss, F.huber_loss, F.binary_cross_entropy_with_logits])
+def test_losses_that_reduce_each_sample_by_itself(loss, reduction):
+    each = lambda d: torch.stack([loss(d.out[i], d.target[i].sigmoid(), reduction=reduction) for i in range(d.size)])  # noqa: E731
+    assert examine(lambda d: each(d).mean()).verdict == "right"
+    assert examine(lambda d: each(d).sum(), "sum").verdict == "right"
+
+
+CHOSEN = {
+    "aminmax": lambda r: r.aminmax().max,
+    "scatter_reduce": lambda r: torch.zeros(1).to(r).scatter_reduce(0, torch.zeros(len(r)).long(), r, "amax")[0],
+    "index_reduce": lambda r: torch.zeros(1).to(r).index_reduce(0, torch.zeros(len(r)).long(), r, "amax")[0],
+    "segment_reduce": lambda r: torch.segment_reduce(r, "max", lengths=torch.tensor([len(r)]))[0],
+    "dist": lambda r: torch.dist(r, torch.zeros_like(r), math.inf),
+}
+
+
+@pytest.mark.filterwarnings("ignore:index_reduce")
+@pytest.mark.parametrize("name", CHOSEN)
+def test_the_largest_of_the_batch_is_refused(name):
+    for loss in (
+        lambda d: CHOSEN[name](d.error.sum((1, 2))) / d.size,
+        lambda d: d.error.mean() + CHOSEN[name](d.error.sum((1, 2))) / d.size,
+    ):
+        assert examine(loss).verdict in {"wrong", "unverified"}

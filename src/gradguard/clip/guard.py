@@ -228,7 +228,11 @@ class Guard:
         coefficient = decision.coefficient
         if folds is None or coefficient is None:
             decision.apply()
-        elif not are_readable(coefficient) or float(coefficient) != 1.0:
+        elif not are_readable(coefficient):
+            folds.fold(coefficient, scale)
+        elif not folds.holds(coefficient, scale):
+            decision.apply()
+        elif float(coefficient) != 1.0:
             folds.fold(coefficient, scale)
 
     def _folds(self, decision: Decision) -> StandIn | None:

@@ -85,10 +85,17 @@ class StandIn:
             if p.grad is not None
         )
 
+    @staticmethod
+    def holds(coefficient: Tensor, scale: Tensor | None) -> bool:
+        """Tell whether what the kernel would divide by is a number in float32; the host reads it."""
+        return not bool((coefficient > 0) & _divisor(coefficient, scale).isinf())
+
     def fold(self, coefficient: Tensor, scale: Tensor | None) -> None:
         """Let the kernel multiply every gradient by ``coefficient``, and divide it by what a GradScaler multiplied."""
-        divisor = coefficient.reciprocal() if scale is None else scale.to(coefficient.dtype) / coefficient
-        self._stand_in.grad_scale = divisor.to(torch.float32)  # type: ignore[attr-defined]
+        divisor = _divisor(coefficient, scale)
+        # Beyond the largest number nothing would be left of a gradient.
+        largest = torch.where(coefficient == 0, divisor, torch.finfo(torch.float32).max)
+        self._stand_in.grad_scale = torch.minimum(divisor, largest)  # type: ignore[attr-defined]
 
     def skip_if(self, bad: Tensor) -> None:
         """Let the kernel leave everything alone if ``bad`` is true, which stays on the device."""
@@ -98,3 +105,8 @@ class StandIn:
         """Step on no parameter at all."""
         self._stand_in.param_groups = []
         setattr(self._stand_in, capturable_warning_mark(), True)
+
+
+def _divisor(coefficient: Tensor, scale: Tensor | None) -> Tensor:
+    divisor = coefficient.reciprocal() if scale is None else scale.to(coefficient.dtype) / coefficient
+    return divisor.to(torch.float32)

@@ -70,6 +70,7 @@ class ClipByPreviousNorm(StatefulClipper):
     """
 
     serves_several_guards = True
+    arguments = ("max_norm", "norm_type")
 
     def __init__(self, max_norm: float | Tensor, norm_type: float = 2.0) -> None:
         super().__init__(previous=scalar(0.0))
@@ -149,6 +150,11 @@ class ClipByPreviousNorm(StatefulClipper):
                 "after the backward, then state_dict()."
             )
         return super().state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over a state, and forget what has come of a step that was not ended."""
+        super().load_state_dict(state_dict)
+        self._norms, self._clipped = {}, []
 
     def _remember(self, found: Gradients, norms: Tensor) -> None:
         again = [i for i, parameter in enumerate(found.parameters) if id(parameter) in self._norms]

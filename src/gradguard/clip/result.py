@@ -3,7 +3,9 @@
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from gradguard.errors import DistributedError
@@ -121,9 +123,13 @@ class NonfiniteCounter:
     def __init__(self, gradients: Sequence[Tensor], nonfinite: Tensor) -> None:
         self._gradients = [weakref.ref(g) for g in gradients]
         self._versions = [_version(g) for g in gradients]
-        self._counts: list[int] | None = None
+        self._counts: Sequence[int | None] | None = None
         if are_readable(nonfinite, *gradients) and bool(nonfinite):
             self._counts = [sum(count_nonfinite(g)) for g in gradients]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Give a copy what was counted; it has no gradients to count in."""
+        return _counted, (self._counts, len(self._gradients))
 
     def count(self, positions: Sequence[int]) -> list[int | None]:
         """Return the number of non-finite elements of the gradients at ``positions``, None where it cannot be told."""
@@ -140,6 +146,12 @@ class NonfiniteCounter:
         if gradient is None or _version(gradient) != self._versions[position]:
             return None
         return sum(count_nonfinite(gradient))
+
+
+def _counted(counts: Sequence[int | None] | None, number: int) -> NonfiniteCounter:
+    counter = NonfiniteCounter([], torch.tensor(False))
+    counter._counts = [None] * number if counts is None else counts
+    return counter
 
 
 def _version(tensor: Tensor) -> int:

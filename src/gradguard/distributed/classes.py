@@ -150,7 +150,12 @@ def merged(parts: Sequence[Tensor], padded: Sequence[int]) -> list[Tensor]:
     kept: list[Tensor] = []
     for members in by_buffer.values():
         buffer = buffers[members[0]]
-        if buffer is not None and _are_all_of(buffer, [(int(parts[i].storage_offset()), padded[i]) for i in members]):
+        dense = all(parts[i].is_contiguous() for i in members)
+        if (
+            buffer is not None
+            and dense
+            and _are_all_of(buffer, [(int(parts[i].storage_offset()), padded[i]) for i in members])
+        ):
             kept.append(buffer)
         else:
             kept += [parts[i] for i in members]

@@ -52,6 +52,8 @@ _KEPT = 64
 """Plans that are kept: those of the lists that were used last, the same ones on every process."""
 
 _plans: dict[tuple, "Plan"] = {}
+_plans_of_one: dict[tuple, "Plan"] = {}
+"""Those of lists of one parameter, of which there are many where optimizers step inside the backward."""
 _reducers: dict[tuple, Reducer] = {}
 _unions: dict[tuple, Union] = {}
 
@@ -324,10 +326,11 @@ def plan_for(
         return None
     shared = check_shared(shared, tensors, stages)
     key = _key(tensors, names, stages, shared)
-    if key not in _plans:  # no plan has a tensor twice
+    if key not in _plans and key not in _plans_of_one:  # no plan has a tensor twice
         tensors, names = _each_once(tensors, names)
         key = _key(tensors, names, stages, shared)
-    plan = _kept(_plans, key)
+    plans = _plans_of_one if len(tensors) == 1 and stages is None else _plans
+    plan = _kept(plans, key)
     if plan is None or not plan.is_for(tensors) or not is_alive(plan.reducer.union.group):
         placements = placements_of(tensors)
         if flat:
@@ -340,7 +343,7 @@ def plan_for(
         plan = Plan(union, tensors, placements, names, shared)
         if not plan.lasts:
             return plan, tensors, names
-        _keep(_plans, key, plan)
+        _keep(plans, key, plan, _KEPT if plans is _plans else None)
         # Identities are used again. Module.to() swaps a DTensor, which must have no weak reference: its part may.
         forget = partial(_forget, key, weakref.ref(plan))
         plan.alive = [weakref.ref(t, forget) for t in local_tensors(tensors, tensors)]
@@ -358,8 +361,9 @@ def _key(
 
 
 def _forget(key: tuple, plan: weakref.ref, _: object) -> None:
-    if plan() is not None and _plans.get(key) is plan():
-        del _plans[key]
+    for plans in (_plans, _plans_of_one):
+        if plan() is not None and plans.get(key) is plan():
+            del plans[key]
 
 
 def plan_for_gradients(gradients: Sequence[Tensor | None]) -> tuple[list[Tensor], Part] | None:
@@ -417,9 +421,9 @@ def _kept(cache: dict[tuple, Any], key: tuple) -> Any:
     return found
 
 
-def _keep(cache: dict[tuple, Any], key: tuple, value: Any) -> None:
+def _keep(cache: dict[tuple, Any], key: tuple, value: Any, most: int | None = _KEPT) -> None:
     cache[key] = value
-    while len(cache) > _KEPT:
+    while most is not None and len(cache) > most:
         del cache[next(iter(cache))]
 
 

@@ -11,6 +11,12 @@ from gradguard.per_sample.loss_graph import BackwardRoots, Root
 from gradguard.per_sample.loss_separation import Outputs, of_several
 from gradguard.per_sample.loss_terms import NO_PART, LossParts, explain, loss_parts
 
+_NOT_SEEN = (
+    "its backward was not seen to begin from what the module returned. Was torch.autograd.backward looked up before "
+    "the forward, or given a GradientEdge, or run in another thread, or was a view that it returned changed in place? "
+    "Call loss.backward() after the forward, and compute with output * 2 rather than output.mul_(2)"
+)
+
 _MOST_CALLS = 16
 """Calls whose outputs are kept, and so their graphs, until a backward begins from one of them."""
 
@@ -68,8 +74,11 @@ class LossCheck:
         Raises:
             UnsupportedGradientError: If it is not what it is said to be.
         """
+        waits = bool(self._calls)
         self.stop()
         parts, self._parts = self._parts, None
+        if parts is None and waits:
+            parts = LossParts("unverified", _NOT_SEEN)
         if parts is None:
             return
         self._divided_by = 1.0 if parts.divided_by == parts.terms else parts.divided_by
@@ -108,7 +117,10 @@ class LossCheck:
         if outputs is None:
             found = LossParts("unverified", "it is computed from calls with different numbers of samples")
         else:
-            found = loss_parts(roots, outputs, self._reduction, scale=self._scale())
+            try:
+                found = loss_parts(roots, outputs, self._reduction, scale=self._scale())
+            except (RuntimeError, ValueError, TypeError, IndexError, AttributeError) as error:
+                found = LossParts("unverified", f"reading its graph failed ({str(error).split('.')[0]})")
         self._parts = found
         if found.reason != NO_PART:
             self.stop()

@@ -51,6 +51,7 @@ _NONLINEAR = _OVER_DIMS | operations(
 
 _CHOOSING = operations(
     "Max Min Amax Amin Median Nanmedian Mode Topk Sort Kthvalue Cummax Cummin Maximum Minimum Fmax Fmin "
+    "Aminmax ScatterReduce IndexReduce SegmentReduce Dist Unique Unique2 UniqueDim Bucketize "
     "MaxPool2DWithIndices MaxPool3DWithIndices AdaptiveMaxPool2D AdaptiveMaxPool3D FractionalMaxPool2D"
 )
 """Operations after which a value may come from one sample because of what the others are."""
@@ -122,7 +123,7 @@ def term_of(path: Path, outputs: Outputs, scale: float, depends: Dependence, is_
         raise Unreadable(f"values of shape {list(shape)} may belong to {batch_size} samples in several ways")
     sums = _by_sample(samples, weights, batch_size)
     share, levels, mean, size = None, [], None, shape.numel()
-    if fused == 1 and int((sums > 0).sum()) == 1:  # a mean within one sample
+    if fused and int((sums > 0).sum()) == 1:  # a mean or a sum within one sample
         sums, size, even, inner = (sums > 0).to(sums), 1, True, 1.0
     elif fused == 1:
         share = sums / sums.sum() if name in _LABELLED else torch.full_like(sums, 1 / batch_size)
@@ -229,8 +230,14 @@ def _verified(
     values = _values(path, name, depends)
     for samples in candidates:
         found = [outputs.are_separate(*value, _as_values(samples, name, shape, shape_of(*value))) for value in values]
-        if all(one is None for one in found):  # within the module, which was looked at by itself
-            return samples, len(candidates) == 1
+        if all(one is None for one in found):
+            if not path.inside and path.output is None:
+                raise Unreadable(
+                    f"values of shape {list(shape)}, from {path.node.name()}, were not computed from what the module "
+                    "returned, as it returned it (an output that is a view was changed in place, or came from one of "
+                    "very many calls)"
+                )
+            return samples, len(candidates) == 1  # within the module, which was looked at by itself
         if False not in found:
             return samples, True
     if not candidates and all(outputs.are_separate(*value, torch.zeros(())) is None for value in values):

@@ -203,10 +203,11 @@ def _reached(node: Node, number: int, edges: Sequence[GradientEdge]) -> list[int
 
 def _normal(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Random numbers that leave the generators of the program as they are."""
-    # So small that a hook that clips gradients, as error clip's, leaves them alone; float16 would not hold them.
+    # So small that a hook that clips gradients, as error clip's, leaves them alone, and that what `retain_grad` adds up
+    # does not show it; float16 would not hold them.
     generator = torch.Generator().manual_seed(0)
     values = torch.randn(tuple(shape), generator=generator, dtype=torch.float64)
-    return (values if dtype is torch.float16 else values * 2.0**-40).to(device, dtype)
+    return (values * {torch.float16: 1.0, torch.float64: 2.0**-200}.get(dtype, 2.0**-50)).to(device, dtype)
 
 
 def _along(values: Tensor, like: Tensor) -> Tensor:
