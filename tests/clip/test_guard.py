@@ -1,6 +1,7 @@
 """A guard acts once at each real step, whatever calls it: the rows of the optimizer-hook table."""
 
 import copy
+import pickle
 import threading
 
 import pytest
@@ -517,3 +518,18 @@ def test_a_clipper_that_remembers_belongs_to_one_guard():
         gg.Guard(optimizer, rule)
     first.detach()
     gg.Guard(optimizer, rule).detach()
+
+
+@pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_a_guard_cannot_be_copied(duplicate):
+    guard = gg.Guard(torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1), gg.ClipByGlobalNorm(1.0))
+    with pytest.raises(gg.InvalidTypeError, match="cannot be copied or pickled"):
+        duplicate(guard)
+
+
+def test_the_result_of_a_sick_step_can_be_pickled():
+    weight = nn.Parameter(torch.ones(2))
+    guard = gg.Guard(torch.optim.SGD([weight], lr=0.1), gg.ClipByGlobalNorm(1.0))
+    weight.grad = torch.tensor([1.0, torch.nan])
+    guard.optimizer.step()
+    assert pickle.loads(pickle.dumps(guard.last)).culprits() == guard.last.culprits()

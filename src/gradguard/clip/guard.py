@@ -2,7 +2,7 @@
 
 import threading
 from types import TracebackType
-from typing import Any, Literal, Self, cast, get_args
+from typing import Any, Literal, NoReturn, Self, cast, get_args
 from weakref import WeakKeyDictionary, ref
 
 import torch
@@ -162,6 +162,13 @@ class Guard:
         return None
 
     @torch.no_grad()
+    def __reduce__(self) -> NoReturn:
+        """Refuse to be copied or pickled: a guard belongs to one optimizer."""
+        raise InvalidTypeError(
+            "a Guard belongs to one optimizer and cannot be copied or pickled: attach another to the copied optimizer, "
+            "and load_state_dict() this one's state_dict()."
+        )
+
     def _before(self, optimizer: Optimizer, number: int) -> bool:
         if not self._attached:
             return False
