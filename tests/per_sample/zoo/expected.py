@@ -13,6 +13,9 @@ EXPECTED: dict[str, dict[str, str]] = {
     "+= after batch norm": {
         "train": "refused: it normalizes each sample by the others",
     },
+    "dropout of positions": {
+        "train": "refused: in another way than when the model was looked at",
+    },
     "routed mixture of experts, dropout": {
         "train": "refused: so each sample's share cannot be told",
     },
@@ -160,7 +163,7 @@ EXPECTED: dict[str, dict[str, str]] = {
         "eval": "crash: required positional arguments",
     },
     "llava": {
-        "train": "refused: the loss is not the mean over samples",
+        "train": "refused: a mean of single samples' terms is over other values",
     },
     "owlvit": {
         "eval": "refused: its samples cannot be told apart",
