@@ -35,6 +35,7 @@ class LossCheck:
         self._reduction, self._batch_first, self._scale, self._only_warn = reduction, batch_first, scale, only_warn
         self._roots = BackwardRoots(self._look)
         self._calls: list[Outputs] = []
+        self._too_many = False
         self._parts: LossParts | None = None
         self._divided_by = 1.0
 
@@ -46,6 +47,7 @@ class LossCheck:
             output_axes: Where they are in what the module returned.
         """
         axes = {axis.dim == 0 and not axis.last for axis in output_axes if axis is not None}
+        self._too_many = self._too_many or len(self._calls) == _MOST_CALLS
         self._calls = [
             *self._calls[1 - _MOST_CALLS :],
             Outputs(batch_size, axes.pop() if len(axes) == 1 else self._batch_first),
@@ -66,7 +68,7 @@ class LossCheck:
     def stop(self) -> None:
         """Look no more."""
         self._roots.stop()
-        self._calls = []  # which keep their graphs alive
+        self._calls, self._too_many = [], False  # they keep their graphs alive
 
     def judge(self) -> None:
         """Judge the loss that was looked at.
@@ -114,7 +116,9 @@ class LossCheck:
         if not calls:  # another model's loss, or a trial of this one
             return
         outputs = of_several(calls)
-        if outputs is None:
+        if self._too_many:
+            found = LossParts("unverified", f"it comes after more than {_MOST_CALLS} calls of the module")
+        elif outputs is None:
             found = LossParts("unverified", "it is computed from calls with different numbers of samples")
         else:
             try:
