@@ -1014,3 +1014,55 @@ def test_the_largest_of_the_batch_is_refused(name):
         lambda d: d.error.mean() + CHOSEN[name](d.error.sum((1, 2))) / d.size,
     ):
         assert examine(loss).verdict in {"wrong", "unverified"}
+
+
+def not_finite(out, targets):
+    return coupled(out) * targets.sum()
+
+
+def only_pairs_that_are_near(out, targets):
+    return (out * out.roll(1, 0) * targets).square().mean()
+
+
+@pytest.mark.parametrize(
+    ("loss", "first"),
+    [
+        (not_finite, torch.full((6, 1), math.nan)),
+        (not_finite, torch.full((6, 1), math.inf)),
+        (only_pairs_that_are_near, torch.full((6, 1), math.nan)),
+        (only_pairs_that_are_near, torch.zeros(6, 1)),
+    ],
+    ids=["NaN", "inf", "NaN in rows", "zero"],
+)
+def test_a_batch_that_shows_nothing_is_no_verification(loss, first):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+    clipper = gg.PerSampleGradientClipper(model, gg.FlatNormClipper(0.1))
+    x = torch.randn(6, 4)
+
+    def steps():
+        for targets in (first, torch.ones(6, 1)):
+            loss(model(x), targets).backward()
+            clipper.clip_and_accumulate()
+            clipper.pre_step()
+            model.zero_grad()
+
+    with pytest.raises(gg.UnsupportedGradientError, match="loss is not"):
+        steps()
+    clipper.detach()
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("where", [0, slice(None)], ids=["the first sample", "all samples"])
+def test_a_model_is_not_tried_out_with_gradients_that_are_not_finite(bad, where):
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+    clipper = gg.PerSampleGradientClipper(model, gg.FlatNormClipper(0.1))
+    x = torch.randn(6, 4)
+    spoiled = x.clone()
+    spoiled[where] = bad
+    with pytest.raises(gg.UnsupportedGradientError, match="not finite"):
+        model(spoiled)
+    model(x).square().mean().backward()
+    clipper.clip_and_accumulate()
+    clipper.pre_step()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())

@@ -456,17 +456,18 @@ class PerSampleGradientClipper:
 
     def _verify(self, mini_batch: MiniBatch) -> None:
         """Compare with the plain gradients of the same backward, on the first step of each kind and size."""
+        conclusive = True
         if mini_batch.batch_size > 0:
             try:
                 if self._loss_check is not None:
-                    self._loss_check.judge()
+                    conclusive = self._loss_check.judge()
                 with torch.autocast(self._device.type, enabled=False), exact_products():
                     mini_batch.finish(self._device)
             except UnsupportedGradientError:
                 self._following.gathering.discard()
                 self._following.planning.forget()
                 raise
-        self._following.verified()
+        self._following.verified(conclusive)
 
     def _keep(self, mini_batch: MiniBatch) -> dict[str, Contribution]:
         """Hold every per-sample gradient, in the scale of a sample's own loss."""

@@ -149,11 +149,12 @@ class Following:
             )
         return parameter
 
-    def verified(self) -> None:
-        """The gradients of the last calls have been found to be right."""
+    def verified(self, conclusive: bool) -> None:
+        """The gradients of the last calls have been found to be right; the next are looked at too if not conclusive."""
         while self._unverified:
             call = self._unverified.pop()
-            call.way.sizes.add(call.batch_size)
+            if conclusive:
+                call.way.sizes.add(call.batch_size)
 
     @contextmanager
     def apart(self, way: Way) -> Iterator[Gathering]:

@@ -37,6 +37,7 @@ class LossCheck:
         self._calls: list[Outputs] = []
         self._too_many = False
         self._parts: LossParts | None = None
+        self._conclusive = True
         self._divided_by = 1.0
 
     def start(self, batch_size: int, output_axes: Sequence[BatchAxis | None]) -> None:
@@ -70,8 +71,11 @@ class LossCheck:
         self._roots.stop()
         self._calls, self._too_many = [], False  # they keep their graphs alive
 
-    def judge(self) -> None:
+    def judge(self) -> bool:
         """Judge the loss that was looked at.
+
+        Returns:
+            Whether it could be seen; False where gradients were not finite or all zero: look at the next one, too.
 
         Raises:
             UnsupportedGradientError: If it is not what it is said to be.
@@ -79,16 +83,18 @@ class LossCheck:
         waits = bool(self._calls)
         self.stop()
         parts, self._parts = self._parts, None
+        conclusive, self._conclusive = self._conclusive, True
         if parts is None and waits:
             parts = LossParts("unverified", _NOT_SEEN)
         if parts is None:
-            return
+            return True
         self._divided_by = 1.0 if parts.divided_by == parts.terms else parts.divided_by
         if parts.verdict in {"wrong", "unverified"}:
             words = explain(parts, self._reduction)
             if not self._only_warn:
                 raise UnsupportedGradientError(words)
             warnings.warn(words, stacklevel=5)
+        return conclusive
 
     def refuse_divided(self, mini_batches: int, known: float) -> None:
         """Check that the losses of a step are not divided by the number of its mini-batches.
@@ -126,5 +132,6 @@ class LossCheck:
             except (RuntimeError, ValueError, TypeError, IndexError, AttributeError) as error:
                 found = LossParts("unverified", f"reading its graph failed ({str(error).split('.')[0]})")
         self._parts = found
+        self._conclusive = outputs is None or outputs.conclusive
         if found.reason != NO_PART:
             self.stop()

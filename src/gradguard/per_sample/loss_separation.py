@@ -30,10 +30,14 @@ class Outputs:
     Args:
         batch_size: Number of samples B.
         batch_first: Whether they are the first dimension of the outputs, as far as is known.
+
+    Attributes:
+        conclusive: False once `are_separate` had nothing to go by: gradients that are not finite, or of one sample.
     """
 
     def __init__(self, batch_size: int, batch_first: bool = True) -> None:
         self.batch_size, self.batch_first = batch_size, batch_first
+        self.conclusive = True
         self._edges: list[GradientEdge] = []
         self._axes: list[BatchAxis] = []
         self._numbers: list[GradientEdge] = []
@@ -95,6 +99,7 @@ class Outputs:
         once = self._pull(node, number, cotangent)
         if all(gradient is None for gradient in once):
             return None
+        self.conclusive = self.conclusive and self._tells(once, samples)
         repeats = self._pull(node, number, cotangent)
         digits = max(1, len(_in_base(self.batch_size - 1)))
         for digit in range(digits):
@@ -162,6 +167,16 @@ class Outputs:
         for i, gradient in zip(reached, found, strict=True):
             gradients[i] = gradient
         return gradients
+
+    def _tells(self, pulled: Sequence[Tensor | None], samples: Tensor) -> bool:
+        """Whether these gradients would show that samples meet: finite ones, of two samples if as many are said."""
+        reached = torch.zeros(self.batch_size, dtype=torch.bool, device=samples.device)
+        for gradient, axis in zip(pulled, self._axes, strict=True):
+            if gradient is not None:
+                if not bool(gradient.isfinite().all()):
+                    return False
+                reached |= samples_first(gradient, axis, self.batch_size).flatten(1).any(1)
+        return int(reached.sum()) >= min(2, len(samples.unique()))
 
     def _is_multiple(self, first: Tensor, again: Tensor, second: Tensor, axis: BatchAxis, digit: int) -> bool:
         """Whether each sample's part of ``second`` is that of ``first``, times its power of two."""

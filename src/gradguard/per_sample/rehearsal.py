@@ -340,6 +340,12 @@ class _Pair:
             expected = self._run_alone(i, arguments, grads)
             own = {name: _norm(gradient) for name, gradient in expected.items()}
             whole = math.hypot(*own.values())
+            if not math.isfinite(whole):
+                raise UnsupportedGradientError(
+                    f"the gradients of one of the first {len(self._samples)} samples are not finite, so that nothing "
+                    "shows whether samples are separate. Begin with a batch whose values, and what the model computes "
+                    "from them, are finite. Nothing was clipped."
+                )
             for name, gradient in expected.items():
                 error = _norm(wide(gradient) - found[name].rows(i, i + 1)[0]) if name in found else own[name]
                 worst = max(worst, self._judge(name, error, own[name], whole), key=lambda c: c.excess)
