@@ -181,3 +181,18 @@ def test_threads_do_not_hide_each_other_s_steps(seen):
     thread.join()
     assert [x for kind, x in seen if kind == "before"] == [2.0, 6.0]
     assert [kind for kind, _ in seen].count("after") == 2
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+def test_a_compiled_step_does_not_trace_the_hooks_of_who_watches_all(seen):
+    w = scalar()
+    opt = torch.optim.SGD([w], lr=0.1)
+    compiled = torch.compile(opt.step, backend="eager")
+    for _ in range(3):
+        opt.zero_grad()
+        w.square().backward()
+        compiled()
+    torch.compiler.reset()
+    assert [kind for kind, _ in seen] == ["before", "after"] * 3
+    assert seen[0] == ("before", 4.0)

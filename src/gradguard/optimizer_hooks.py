@@ -7,7 +7,7 @@ What makes it more than two hooks:
   upon after each evaluation instead.
 * A ``step`` that raises never fires its post-hook: a step counts as open only while its frame is on the stack.
 * Several threads may train at once: each has its own open step.
-* Under `torch.compile` the hooks of one optimizer run in Python between two graphs: they are not traced.
+* Under `torch.compile` the hooks run in Python between two graphs: they are not traced.
 """
 
 import sys
@@ -16,7 +16,6 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
-import torch
 from torch.optim.optimizer import (
     Optimizer,
     register_optimizer_step_post_hook,
@@ -24,7 +23,7 @@ from torch.optim.optimizer import (
 )
 from torch.utils.hooks import RemovableHandle
 
-from gradguard.torch_private import is_of_the_compiler
+from gradguard.torch_private import is_of_the_compiler, never_compiled
 
 
 def runs_hooks(optimizer: Any) -> bool:
@@ -65,9 +64,7 @@ class EveryStep:
         if optimizer is None:
             pre, post = register_optimizer_step_pre_hook(self._pre), register_optimizer_step_post_hook(self._post)
         else:
-            untraced: Any = torch.compiler.disable
-            pre = optimizer.register_step_pre_hook(untraced(self._pre))
-            post = optimizer.register_step_post_hook(untraced(self._post))
+            pre, post = optimizer.register_step_pre_hook(self._pre), optimizer.register_step_post_hook(self._post)
         self._handles: list[RemovableHandle] = [pre, post]
 
     def remove(self) -> None:
@@ -75,6 +72,7 @@ class EveryStep:
         while self._handles:
             self._handles.pop().remove()
 
+    @never_compiled
     def _pre(self, optimizer: Optimizer, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
         outer: FrameType | None = getattr(self._thread, "open", None)
         if outer is not None and _is_running(outer):
@@ -105,6 +103,7 @@ class EveryStep:
 
         return evaluate
 
+    @never_compiled
     def _post(self, optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
         del args, kwargs
         if getattr(self._thread, "open", None) is _caller():

@@ -129,8 +129,8 @@ def test_a_step_that_the_scaler_skips():
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**20)
     clipper = PerSampleGradientClipper(model, FlatNormClipper(0.5), scaler=scaler)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    before = weights(model)
-    for inputs, steps in ((X * torch.inf, False), (X, True)):
+    for inputs, steps in ((X, True), (X * torch.inf, False), (X, True)):
+        before = weights(model)
         scaler.scale(model(inputs).square().mean()).backward()
         clipper.clip_and_accumulate()
         clipper.pre_step()

@@ -1052,17 +1052,53 @@ def test_a_batch_that_shows_nothing_is_no_verification(loss, first):
     clipper.detach()
 
 
+class OnlyFinite(nn.Module):
+    """Counts NaN and inf as 0."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x.nan_to_num(0.0, 0.0, 0.0) - x[x.isfinite().all(1)].mean(0))
+
+
+class InverseOfZero(nn.Sequential):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) / torch.zeros_like(x[:, :1])
+
+
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-@pytest.mark.parametrize("where", [0, slice(None)], ids=["the first sample", "all samples"])
-def test_a_model_is_not_tried_out_with_gradients_that_are_not_finite(bad, where):
+def test_a_model_is_tried_out_with_samples_that_are_finite(bad):
+    x = torch.randn(6, 4)
+    x[0], x[2, 1] = bad, bad
     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
     clipper = gg.PerSampleGradientClipper(model, gg.FlatNormClipper(0.1))
-    x = torch.randn(6, 4)
-    spoiled = x.clone()
-    spoiled[where] = bad
-    with pytest.raises(gg.UnsupportedGradientError, match="not finite"):
-        model(spoiled)
     model(x).square().mean().backward()
+    clipper.clip_and_accumulate()
+    assert int(clipper.statistics.nonfinite) == 2 if math.isnan(bad) else int(clipper.statistics.nonfinite) <= 2
+    model = OnlyFinite()
+    gg.PerSampleGradientClipper(model, gg.FlatNormClipper(0.1))
+    with pytest.raises(gg.UnsupportedGradientError, match=r"not what the sample gives by itself|something else"):
+        model(x)
+
+
+@pytest.mark.parametrize("size", [1, 2, 6])
+def test_a_batch_without_two_finite_samples_tells_nothing_of_a_model(size):
+    x = torch.randn(size, 4)
+    x[0 if size < 6 else slice(1, None)] = math.nan
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+    clipper = gg.PerSampleGradientClipper(model, gg.FlatNormClipper(0.1))
+    with pytest.raises(gg.UnsupportedGradientError, match=r"only . of the . samples that Sequential is called with"):
+        model(x)
+    model(torch.randn(size, 4)).square().mean().backward()
     clipper.clip_and_accumulate()
     clipper.pre_step()
     assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+
+
+def test_a_model_that_makes_inf_of_finite_samples_tells_nothing():
+    model = InverseOfZero(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+    gg.PerSampleGradientClipper(model, gg.FlatNormClipper(0.1))
+    with pytest.raises(gg.UnsupportedGradientError, match="not finite, though its inputs are"):
+        model(torch.randn(6, 4))

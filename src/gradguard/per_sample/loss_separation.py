@@ -119,7 +119,7 @@ class Outputs:
         value = input_metadata_of(node)[number]
         once = self._pull(node, number, _normal(value.shape, value.dtype, value.device))
         reached = [
-            samples_first(_finite(g), axis, self.batch_size).flatten(1).any(1)
+            samples_first(_finite(g), axis, self.batch_size).reshape(self.batch_size, -1).any(1)
             for g, axis in zip(once, self._axes, strict=True)
             if g is not None
         ]
@@ -175,7 +175,7 @@ class Outputs:
             if gradient is not None:
                 if not bool(gradient.isfinite().all()):
                     return False
-                reached |= samples_first(gradient, axis, self.batch_size).flatten(1).any(1)
+                reached |= samples_first(gradient, axis, self.batch_size).reshape(self.batch_size, -1).any(1)
         return int(reached.sum()) >= min(2, len(samples.unique()))
 
     def _is_multiple(self, first: Tensor, again: Tensor, second: Tensor, axis: BatchAxis, digit: int) -> bool:

@@ -120,10 +120,11 @@ class Rehearsal:
             self._try_size(following, call)
 
     def _try_pair(self, following: Following, call: LastCall) -> None:
-        found = compare(following, call, [0, 1] if call.batch_size > 1 else [0], self._reduction, note=True)
+        samples = _finite_samples(following, call, min(2, call.batch_size))
+        found = compare(following, call, samples, self._reduction, note=True)
         if found is not None and found.excess <= 1 and call.batch_size > 1 and not call.way.looped:
             # A layer may get samples in an order that depends on their values, and give them back in theirs.
-            found = compare(following, call, [1, 0], self._reduction)
+            found = compare(following, call, samples[::-1], self._reduction)
         if found is None:
             raise UnsupportedGradientError(
                 f"no tensor can be seen in what {type(call.way.module).__name__} returns that grows with the number of "
@@ -173,6 +174,27 @@ class Rehearsal:
                                 "by itself. Does the model mix samples (batch statistics, a capacity, the largest of "
                                 "the batch)? Let each sample be computed by itself. Nothing was clipped."
                             )
+
+
+_NOT_FINITE = "Begin with another batch, or repair the model where it makes NaN or inf. Nothing was clipped."
+
+
+def _finite_samples(following: Following, call: LastCall, number: int) -> list[int]:
+    """The first samples without NaN or inf, whose gradients would be equal to any others.
+
+    Raises:
+        UnsupportedGradientError: If there are fewer than ``number``.
+    """
+    found: list[int] = []
+    for i in range(call.batch_size):
+        if all(bool(t.isfinite().all()) for t in Skeleton(call.samples(following.batch_first, [i])).tensors):
+            found.append(i)
+            if len(found) == number:
+                return found
+    raise UnsupportedGradientError(
+        f"only {len(found)} of the {call.batch_size} samples that {type(call.way.module).__name__} is called with are "
+        f"finite: it takes {number} to see whether samples are separate. {_NOT_FINITE}"
+    )
 
 
 _CAUGHT = (UnsupportedGradientError, RuntimeError, TypeError, ValueError, IndexError, KeyError, AttributeError,
@@ -342,9 +364,8 @@ class _Pair:
             whole = math.hypot(*own.values())
             if not math.isfinite(whole):
                 raise UnsupportedGradientError(
-                    f"the gradients of one of the first {len(self._samples)} samples are not finite, so that nothing "
-                    "shows whether samples are separate. Begin with a batch whose values, and what the model computes "
-                    "from them, are finite. Nothing was clipped."
+                    f"the gradient of sample {self._samples[i]} by itself is not finite, though its inputs are: nothing "
+                    f"shows whether samples are separate. {_NOT_FINITE}"
                 )
             for name, gradient in expected.items():
                 error = _norm(wide(gradient) - found[name].rows(i, i + 1)[0]) if name in found else own[name]
