@@ -1064,8 +1064,8 @@ class OnlyFinite(nn.Module):
 
 
 class InverseOfZero(nn.Sequential):
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) / torch.zeros_like(x[:, :1])
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input) / torch.zeros_like(input[:, :1])
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
@@ -1076,7 +1076,8 @@ def test_a_model_is_tried_out_with_samples_that_are_finite(bad):
     clipper = gg.PerSampleGradientClipper(model, gg.FlatNormClipper(0.1))
     model(x).square().mean().backward()
     clipper.clip_and_accumulate()
-    assert int(clipper.statistics.nonfinite) == 2 if math.isnan(bad) else int(clipper.statistics.nonfinite) <= 2
+    assert clipper.statistics is not None
+    assert int(clipper.statistics.nonfinite) == 2
     model = OnlyFinite()
     gg.PerSampleGradientClipper(model, gg.FlatNormClipper(0.1))
     with pytest.raises(gg.UnsupportedGradientError, match=r"not what the sample gives by itself|something else"):

@@ -180,7 +180,7 @@ _NOT_FINITE = "Begin with another batch, or repair the model where it makes NaN 
 
 
 def _finite_samples(following: Following, call: LastCall, number: int) -> list[int]:
-    """The first samples without NaN or inf, whose gradients would be equal to any others.
+    """Return the first samples without NaN or inf, beside which any others would look right.
 
     Raises:
         UnsupportedGradientError: If there are fewer than ``number``.
@@ -364,8 +364,8 @@ class _Pair:
             whole = math.hypot(*own.values())
             if not math.isfinite(whole):
                 raise UnsupportedGradientError(
-                    f"the gradient of sample {self._samples[i]} by itself is not finite, though its inputs are: nothing "
-                    f"shows whether samples are separate. {_NOT_FINITE}"
+                    f"the gradient of sample {self._samples[i]} by itself is not finite, though its inputs are: "
+                    f"nothing shows whether samples are separate. {_NOT_FINITE}"
                 )
             for name, gradient in expected.items():
                 error = _norm(wide(gradient) - found[name].rows(i, i + 1)[0]) if name in found else own[name]
