@@ -49,6 +49,7 @@ class EveryStep:
             optimizer, so that who watches all sees the gradients before who changes those of one.
         enter: Called with the optimizer when a step begins, and with whether a closure will compute its gradients.
             What it returns takes the optimizer's place as ``self`` in that step; None leaves it.
+        first: Act before the hooks that this optimizer has already: see gradients that they may change.
     """
 
     def __init__(
@@ -58,6 +59,7 @@ class EveryStep:
         *,
         optimizer: Optimizer | None = None,
         enter: Callable[[Optimizer, bool], Optimizer | None] | None = None,
+        first: bool = False,
     ) -> None:
         self._before, self._after, self._enter = before, after, enter
         self._thread = threading.local()  # .open: the frame of the outermost step that is running
@@ -65,6 +67,8 @@ class EveryStep:
             pre, post = register_optimizer_step_pre_hook(self._pre), register_optimizer_step_post_hook(self._post)
         else:
             pre, post = optimizer.register_step_pre_hook(self._pre), optimizer.register_step_post_hook(self._post)
+        if first and (hooks := pre.hooks_dict_ref()) is not None:
+            hooks.move_to_end(pre.id, last=False)
         self._handles: list[RemovableHandle] = [pre, post]
 
     def remove(self) -> None:

@@ -91,6 +91,11 @@ FAULTS = [
     ("clipping_inactive", "info", "clipping at 0.5 never bound in 600 steps", run(
         steps=steps_of(CALM, threshold=0.5, rule="value", coefficient=1.0))),
     ("lock_in", "warning", "at one threshold, 1.00, from step", clipped([0.6] * 900 + [1.15] * 700)),
+    ("clipped_twice", "warning", "the first (norm at 5.0) bound on 10 %, the second (AdaGC) bound on 20 %",
+     run(steps=[{"t": "step", "i": i, "norm": 1.0, "coefficient": 1 - 0.1 * (i % 10 == 0) - 0.1 * (i % 5 == 0),
+                 "rule": "norm", "threshold": 5.0,
+                 "clips": [["norm", 5.0, 1 - 0.1 * (i % 10 == 0)], ["AdaGC", None, 1 - 0.1 * (i % 5 == 0)]]}
+                for i in range(300)])),
     ("norm_drift", "info", "moved by 15x, from 5.56 to 0.374", clipped(DECAY, 8.5)),
 ]  # fmt: skip
 

@@ -132,7 +132,7 @@ CLIPPERS = [
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize(("rule", "clipper"), CLIPPERS)
 def test_a_guard_is_read_and_not_measured(rule, clipper, fused, monkeypatch):
-    monkeypatch.setattr(sys.modules["gradguard.watch.monitor"], "gradient_norms", pytest.fail)
+    monkeypatch.setattr(sys.modules["gradguard.watch.heard_clips"], "gradient_norms", pytest.fail)
     model, lines, expected = a_model(), [], []
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01, fused=fused)
     guard = gg.Guard(optimizer, clipper(), model=model)
@@ -406,7 +406,7 @@ def test_an_exception_closes_and_goes_on(error, code, interrupted):
 def test_its_own_failure_is_one_warning_and_an_event(monkeypatch):
     model, lines = a_model(), []
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    monkeypatch.setattr(sys.modules["gradguard.watch.monitor"], "gradient_norms", lambda tensors: 1 / 0)
+    monkeypatch.setattr(sys.modules["gradguard.watch.heard_clips"], "gradient_norms", lambda tensors: 1 / 0)
     with Monitor(optimizer, sink=lines.append, model=model) as monitor:
         with pytest.warns(RuntimeWarning, match="stopped measuring: ZeroDivisionError.*goes on untouched") as caught:
             train(model, optimizer, 3, monitor.log)
@@ -484,7 +484,7 @@ class FakeEvent:
 def test_numbers_of_a_device_are_read_when_their_copy_has_landed_and_never_waited_for(monkeypatch):
     monkeypatch.setattr(monitor_output, "FLUSH_ROWS", 2)
     monkeypatch.setattr(sys.modules["gradguard.watch.transfer"], "are_readable", lambda *tensors: False)
-    monkeypatch.setattr(sys.modules["gradguard.watch.monitor"], "gradient_norms", tensor_norms)
+    monkeypatch.setattr(sys.modules["gradguard.watch.heard_clips"], "gradient_norms", tensor_norms)
     events = []
 
     def copy(flat):

@@ -18,12 +18,14 @@ from gradguard.clip.parameters import (
     Stages,
     gradients_of,
     host_sees_norms,
+    module_of,
     named_tensors,
     nonfinite_in,
     refuse_nonfinite_in,
     to_clip_by,
 )
 from gradguard.clip.result import ClipResult
+from gradguard.clip_events import ClipEvent, announce, is_heard, tell
 from gradguard.errors import InvalidTypeError, InvalidValueError
 from gradguard.tensors.layout import meeting_device, move, public_dtype
 from gradguard.tensors.nonfinite import NonFinitePolicy, check_policy, refuse_nonfinite, zero_if_nonfinite_
@@ -135,16 +137,24 @@ def clip_adaptive(
     threshold = check_threshold("clipping_threshold", clipping_threshold)
     eps = float(check_threshold("eps", eps))
     policy = check_policy(nonfinite)
-    module = parameters if isinstance(parameters, nn.Module) else None
+    module = module_of(parameters)
     if layouts is None:
         layouts = {} if module is None else unit_layouts(module)
     names, tensors = named_tensors(parameters, "parameters")
     found = _without_excluded(exclude, names, tensors, stages, module)
+    heard = is_heard()
+    if heard:
+        announce(tensors)
     if found.part is not None:
         found = to_clip_by(found, "clip_grad_adaptive_", threshold, eps, policy)
-        return _clip_parts(found, layouts, threshold, eps, policy)
-    units = [layouts.get(id(p)) or layout_of(p) for p in found.parameters]
-    return _clip(found, units, threshold, eps, policy)
+        clip: AdaptiveClip | AdaptiveClipOfParts = _clip_parts(found, layouts, threshold, eps, policy)
+    else:
+        units = [layouts.get(id(p)) or layout_of(p) for p in found.parameters]
+        clip = _clip(found, units, threshold, eps, policy)
+    if heard:
+        result = clip.result()
+        tell(ClipEvent("adaptive", found.parameters, threshold, result.norm, result.coefficient, result.norms))
+    return clip
 
 
 @dataclass(frozen=True, slots=True)

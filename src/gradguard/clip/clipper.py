@@ -15,6 +15,7 @@ from gradguard.clip.parameters import (
     current_gradients,
     gradients_of,
     host_sees_norms,
+    module_of,
     named_tensors,
     nonfinite_in,
     norm_in,
@@ -23,6 +24,7 @@ from gradguard.clip.parameters import (
     to_clip_by,
 )
 from gradguard.clip.result import ClipResult, NonfiniteCounter
+from gradguard.clip_events import ClipEvent, announce, is_heard, rule_of, tell
 from gradguard.distributed.classes import Classes
 from gradguard.distributed.settings import Settings
 from gradguard.tensors.layout import are_readable, move, public_dtype
@@ -131,7 +133,7 @@ class Clipper(ABC):
         """
         policy, stages = check_policy(nonfinite), Stages.named(process_group, mesh, shared)
         names, tensors = named_tensors(parameters, "parameters")
-        found = gradients_of(names, tensors, stages, parameters if isinstance(parameters, nn.Module) else None)
+        found = gradients_of(names, tensors, stages, module_of(parameters))
         if stages.group is not None:
             self.learn(ListedParameters(found, parameters))
         else:
@@ -140,9 +142,15 @@ class Clipper(ABC):
         if policy == "raise":
             found = self.measure(found)
             refuse_nonfinite_in(found, total_of(found.norms), found.norms if found.classes is None else None)
+        heard = is_heard()
+        if heard:
+            announce(tensors, tells_norms=found.part is None and self.orders() == {2.0})
         decision = with_culprits(self.decide(found))
         decision.apply()
-        return _zeroed(decision) if policy == "zero" else decision.result
+        result = _zeroed(decision) if policy == "zero" else decision.result
+        if heard:
+            tell(self.event_of(found, result))
+        return result
 
     @abstractmethod
     def decide(self, found: Gradients, scale: float | Tensor = 1.0) -> Decision:
@@ -171,6 +179,25 @@ class Clipper(ABC):
     def is_per_tensor(self) -> bool:
         """Tell whether each gradient is treated without regard to the others, so that they may come one at a time."""
         return False
+
+    def event_of(
+        self,
+        found: Gradients,
+        result: ClipResult,
+        optimizer: torch.optim.Optimizer | None = None,
+        skipped: bool | Tensor = False,
+    ) -> ClipEvent:
+        """Return what to tell who watches.
+
+        Args:
+            found: The gradients that were clipped.
+            result: What was done to them.
+            optimizer: The optimizer whose step is running.
+            skipped: Whether that step is left out.
+        """
+        norms = result.norms if self.orders() == {2.0} else None
+        told = result.threshold, result.norm, result.coefficient, norms
+        return ClipEvent(rule_of(self), found.parameters, *told, optimizer, skipped)
 
     def learn(self, parameters: Parameters) -> None:
         """Look at all parameters before their first `decide`: a module tells more than its gradients do.

@@ -14,15 +14,18 @@ from gradguard.clip.parameters import (
     Gradients,
     Parameters,
     Stages,
-    collect_gradients,
     gradients_among,
+    gradients_of,
     local_gradients,
+    module_of,
+    named_tensors,
     norm_in,
     norms_in,
     refuse_nonfinite_in,
     to_clip_by,
 )
 from gradguard.clip.result import ClipResult
+from gradguard.clip_events import ClipEvent, announce, is_heard, tell
 from gradguard.errors import InvalidValueError
 from gradguard.tensors.layout import coalesce_, public_dtype
 from gradguard.tensors.nonfinite import NonFinitePolicy, check_policy, zero_if_nonfinite_
@@ -112,10 +115,16 @@ def clip_grad_norm_(
     del foreach
     max_norm, order = check_threshold("max_norm", max_norm), check_order(norm_type)
     policy = _resolve_policy(error_if_nonfinite, nonfinite)
-    found = collect_gradients(parameters, Stages.named(process_group, mesh, shared))
-    found = to_clip_by(found, "clip_grad_norm_", max_norm, order, policy)
+    names, tensors = named_tensors(parameters, "parameters")
+    stages, module = Stages.named(process_group, mesh, shared), module_of(parameters)
+    found = to_clip_by(gradients_of(names, tensors, stages, module), "clip_grad_norm_", max_norm, order, policy)
+    heard = is_heard()
+    if heard:
+        announce(tensors)
     norm = norm_in(found, order)
-    _scale_to(found, norm, max_norm, policy)
+    coefficient = _scale_to(found, norm, max_norm, policy)
+    if heard:
+        tell(ClipEvent("norm", found.parameters, max_norm, norm, coefficient))
     return norm.to(public_dtype(found.gradients))
 
 
@@ -224,13 +233,20 @@ def clip_grad_value_(
     del foreach
     low, high = _bounds(clip_value, min_value)
     policy = check_policy(nonfinite)
+    names, tensors = named_tensors(parameters, "parameters")
     if policy == "propagate":  # what happens to an element depends on no other
-        found, norm = local_gradients(parameters), torch.zeros(())
+        found, norm = local_gradients(names, tensors, module_of(parameters)), torch.zeros(())
     else:
-        found = to_clip_by(collect_gradients(parameters), "clip_grad_value_", low, high, policy)
+        found = gradients_of(names, tensors, module=module_of(parameters))
+        found = to_clip_by(found, "clip_grad_value_", low, high, policy)
         norm = norm_in(found)
+    heard = is_heard()
+    if heard:
+        announce(tensors)
     _prepare_clamp(found, policy, norm)
     _clamp_to(found, low, high, policy, norm)
+    if heard:
+        tell(ClipEvent("value", found.parameters, clip_value))
 
 
 def apply_gradient_clipping(

@@ -18,6 +18,7 @@ from gradguard.clip.guard_scaler import ScaledClipDetector, ScalerStep, listen, 
 from gradguard.clip.guard_skip import Snapshot
 from gradguard.clip.parameters import Gradients, Stages, gradients_of, refuse_nonfinite_in, to_clip_by
 from gradguard.clip.result import ClipResult
+from gradguard.clip_events import is_heard, tell
 from gradguard.distributed.agreement import largest_of
 from gradguard.errors import InvalidTypeError, InvalidValueError, NonFiniteGradientError
 from gradguard.optimizer_hooks import EveryStep, runs_hooks
@@ -191,6 +192,9 @@ class Guard:
             if self._snapshot is not None:
                 self._snapshot.restore()
             raise
+        if is_heard():
+            skipped = decision.result.nonfinite if self._folded_skip else self._skipping
+            tell(self.clipper.event_of(decision.gradients, self.last, optimizer, skipped))
         return self._skipping
 
     def _act(self, decision: Decision, scale: Tensor | None, overflow: Tensor | None, number: int) -> None:

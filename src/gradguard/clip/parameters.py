@@ -79,10 +79,9 @@ class Stages:
 ONE_STAGE = Stages()
 
 
-def collect_gradients(parameters: Parameters, stages: Stages = ONE_STAGE) -> Gradients:
-    """Return the gradients of ``parameters``; tied parameters and repeated entries count once."""
-    module = parameters if isinstance(parameters, nn.Module) else None
-    return gradients_of(*named_tensors(parameters, "parameters"), stages, module)
+def module_of(parameters: Parameters) -> nn.Module | None:
+    """Return the module, if that is what came."""
+    return parameters if isinstance(parameters, nn.Module) else None
 
 
 def gradients_of(
@@ -124,13 +123,16 @@ def _whole_gradients(names: Sequence[str] | None, tensors: Sequence[Tensor]) -> 
     return Gradients([tensors[i] for i in positions], kept, positions, names)
 
 
-def local_gradients(parameters: Parameters) -> Gradients:
+def local_gradients(names: Sequence[str] | None, tensors: Sequence[Tensor], module: nn.Module | None) -> Gradients:
     """Return this process' part of each gradient, for what is done to each element by itself; no communication.
 
     (Except where a gradient is laid out unlike its parameter, Partial for instance, and must be added up first.)
+
+    Args:
+        names: Of the parameters, if they have some.
+        tensors: The parameters.
+        module: The module that they come from, if it is known.
     """
-    names, tensors = named_tensors(parameters, "parameters")
-    module = parameters if isinstance(parameters, nn.Module) else None
     if several_processes():
         check_wrappers(tensors, module, None, elementwise=True)
     if not any_sharded(tensors):

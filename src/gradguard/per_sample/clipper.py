@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
+from gradguard.clip_events import ClipEvent, announce, is_heard, tell
 from gradguard.distributed.groups import all_reduce_sum, process_group_of, rank_and_size, stop_synchronizing, unwrapped
 from gradguard.distributed.placements import shard_like
 from gradguard.distributed.wrappers import refuse_wrapped
@@ -301,8 +302,21 @@ class PerSampleGradientClipper:
         for name, parameter in self.trained.items():
             gradient = shard_like(taken[name].to(parameter.dtype), parameter)
             parameter.grad = self._assigned[name] = gradient
+        if is_heard():
+            self._tell()
         max_norm = torch.full((len(self._names),), self._bound(), dtype=torch.float64)
         return PreStep(max_norm, size)
+
+    def _tell(self) -> None:
+        """Tell who watches: the mean factor of the samples of the last mini-batch stands for a coefficient.
+
+        The gradients are the clipped ones already; what they would have been is not known.
+        """
+        factors = [] if self.statistics is None else self.statistics.factors
+        coefficient = torch.stack([own.mean() for own in factors]).mean() if factors else None
+        rule, parameters = type(self.norm_clipper).__name__, [*self.trained.values()]
+        announce(parameters, tells_norms=True)
+        tell(ClipEvent(rule, parameters, self._bound(), coefficient=coefficient))
 
     def take(self) -> ClippedSums:
         """Return the sums instead of filling ``.grad``, and start anew; for those who add noise.

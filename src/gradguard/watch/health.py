@@ -19,7 +19,8 @@ from gradguard.watch.lock_in import LockInAlarm
 from gradguard.watch.optimizers import Part, by_optimizer
 from gradguard.watch.recommend import drift_ends, is_scale_free
 from gradguard.watch.record import Record
-from gradguard.watch.steps import binds, taken_steps, threshold_of, usable_norms
+from gradguard.watch.steps import BINDS_BELOW, binds, taken_steps, threshold_of, usable_norms
+from gradguard.watch.verdict import percent, plain_threshold
 
 __all__ = ["Finding", "HealthMonitor", "findings", "lock_in_share"]
 
@@ -43,6 +44,7 @@ def findings(record: Record) -> list[Finding]:
     clipping_always_on  warning   bound on more than half of the steps (info with an optimizer that cancels a scale)
     clipping_inactive   info      a fixed threshold never bound in at least 200 steps
     norm_drift          info      the windowed median moved by more than 2x under one fixed threshold
+    clipped_twice       warning   two clips acted on the same steps
     ==================  ========  ======================================================================================
 
     **Guarantees**: a calm, a decaying or a short run, and one with a few spikes, has none, unless it clips: then the
@@ -165,7 +167,27 @@ def _of_whole(part: Part) -> list[Episode]:
         if norms:  # a threshold of another kind compares with something else
             numbers["largest"] = max(norms)
         found.append(Episode("clipping_inactive", part.index, first, last, count, numbers=numbers))
-    return found + _drifted(part, clipped)
+    return found + _clipped_twice(part, taken) + _drifted(part, clipped)
+
+
+def _clipped_twice(part: Part, taken: list[dict[str, Any]]) -> list[Episode]:
+    """Which of several clips bound how often, where more than one acted."""
+    twice = [step for step in taken if step.get("clips")]
+    if not twice:
+        return []
+    bound: dict[str, list[bool]] = defaultdict(list)
+    for step in twice:
+        for place, (rule, threshold, coefficient) in enumerate(step["clips"]):
+            fixed = rule in ("norm", "value", "adaptive") and threshold is not None
+            at = f" at {plain_threshold(threshold or 0.0)}" if fixed else ""
+            clip = f"{_ORDINALS[min(place, 2)]} ({rule}{at})"
+            bound[clip].append(coefficient is not None and coefficient < BINDS_BELOW)
+    said = [f"the {clip} bound on {percent(sum(each) / len(twice))}" for clip, each in bound.items()]
+    first, last = twice[0]["i"], twice[-1]["i"]
+    return [Episode("clipped_twice", part.index, first, last, len(twice), words=", ".join(said[:4]))]
+
+
+_ORDINALS = ("first", "second", "third")
 
 
 def _drifted(part: Part, clipped: list[dict[str, Any]]) -> list[Episode]:

@@ -110,6 +110,7 @@ class Episode:
         params: The parameters that it is about.
         numbers: What the message says.
         harmless: Whether no step with the fault changed a weight, or the fault may be meant.
+        words: What else the message says.
     """
 
     kind: str
@@ -120,6 +121,7 @@ class Episode:
     params: list[str] = field(default_factory=list)
     numbers: dict[str, float] = field(default_factory=dict)
     harmless: bool = False
+    words: str = ""
 
     def finding(self, episodes: int = 1) -> Finding:
         """Return the finding that says it.
@@ -340,6 +342,12 @@ def _drift(found: Episode) -> Words:
     return "info", message, "a fixed number will be wrong at one end: let gg.ClipByMedian() follow the norms"
 
 
+def _twice(found: Episode) -> Words:
+    message = f"gradients were clipped more than once on {_steps(found.count)}: {found.words}"
+    advice = "keep one of them: a second clip compares what the first has left, and its threshold has no meaning"
+    return "warning", message, advice
+
+
 _WORDS = {
     "nonfinite": _nonfinite,
     "exploding": _exploding,
@@ -351,6 +359,7 @@ _WORDS = {
     "clipping_always_on": _always_on,
     "clipping_inactive": _inactive,
     "norm_drift": _drift,
+    "clipped_twice": _twice,
 }
 _VALUES = {
     "exploding": "largest",

@@ -7,7 +7,7 @@ import time
 import warnings
 import weakref
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -15,11 +15,13 @@ from typing import Any, Self
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from gradguard.clip_events import ClipEvent, listen
 from gradguard.optimizer_hooks import EveryStep
 from gradguard.torch_private import loss_scale_of
 from gradguard.watch.environment import rank_and_world
 from gradguard.watch.extras import measure_extras, measure_update
-from gradguard.watch.measure import Norms, gradient_norms, unscaled
+from gradguard.watch.heard_clips import HeardClips, note_guard
+from gradguard.watch.measure import unscaled
 from gradguard.watch.monitor_arguments import check_arguments, rule_of, taken_apart
 from gradguard.watch.monitor_lines import LineMaker, Seen
 from gradguard.watch.monitor_log import Log
@@ -135,6 +137,7 @@ class Monitor:
         self._scaler, self._result, self._rule = scaler, None, rule_of(self._guard)
         self._open: Seen | None = None  # the step that is running
         self._having: list[Tensor] = []  # the parameters of the last extras
+        self._clips, self._optimizer = HeardClips(), weakref.ref(optimizer)
         self._schedule = Schedule() if self._guard is None else Schedule(every=0)
         self._log, self._shared = Log(self._warn), SharedNorms()
         self._complained: set[str] = set()
@@ -147,7 +150,8 @@ class Monitor:
         self._output, self._alarm = Output(lines, sinks, seen=self._look), Alarm()
         self._started = time.perf_counter()
         sinks.push([meta])
-        self._hooks = EveryStep(self._before, self._after, optimizer=optimizer)
+        self._hooks = EveryStep(self._before, self._after, optimizer=optimizer, first=self._guard is None)
+        self._stop_listening = listen(_Ear(self))
         self._at_exit = functools.partial(_close_at_exit, weakref.ref(self))
         atexit.register(self._at_exit)
 
@@ -230,6 +234,7 @@ class Monitor:
             interrupted: Whether Ctrl-C ended it.
         """
         self._hooks.remove()
+        self._stop_listening()
         if os.getpid() != self._process:
             return
         atexit.unregister(self._at_exit)
@@ -276,7 +281,7 @@ class Monitor:
         elif spread:  # nobody has measured
             return
         else:
-            seen = self._measured(having, scale)
+            seen = self._measured(optimizer, having, scale)
         seen.row.lr = copied(optimizer.param_groups[0].get("lr"))
         scale = loss_scale_of(self._scaler)  # get_scale() would wait
         seen.row.amp_scale = copied(scale) if isinstance(scale, Tensor) else None
@@ -312,16 +317,33 @@ class Monitor:
         row = Row(index=self._steps, norms=result.tensor_norms, places=places, total=result.norm)
         return Seen(row, self._rule, result.coefficient, copied(result.threshold))
 
-    def _measured(self, having: list[Tensor], scale: Tensor | None) -> Seen:
-        row = Row(index=self._steps, norms=unscaled(self._measure(having), scale), places=self._places_of(having))
+    def _measured(self, optimizer: Optimizer, having: list[Tensor], scale: Tensor | None) -> Seen:
+        row = self._clips.row(self._steps, optimizer, having, None)
+        row.places = self._places_of(having) if len(row.norms) else []
         elapsed = time.perf_counter() - self._started
         if having and self._schedule.due(self._steps, elapsed):
             row.extras, self._having = measure_extras(having, scale), having
             self._schedule.spent(time.perf_counter() - self._started - elapsed)
         return Seen(row)
 
-    def _measure(self, having: list[Tensor]) -> Norms:
-        return gradient_norms([p.grad for p in having if p.grad is not None])
+    def before_clip(self, parameters: Sequence[Tensor], tells_norms: bool) -> None:
+        """A clip is about to act; `gradguard.clip_events` calls this."""
+        if self._guard is None and not self._place.keys().isdisjoint(map(id, parameters)):
+            self._begin_clip(parameters, tells_norms)
+
+    @_safely
+    def _begin_clip(self, parameters: Sequence[Tensor], tells_norms: bool) -> None:
+        self._clips.begin(parameters, *self._shared.join(parameters, self._fail), tells_norms=tells_norms)
+
+    @_safely
+    def after_clip(self, event: ClipEvent) -> None:
+        """A clip is done; `gradguard.clip_events` calls this."""
+        if self._guard is not None or (event.optimizer is not None and event.optimizer is not self._optimizer()):
+            return
+        if event.optimizer is None:
+            self._clips.end(event)
+        elif self._open is not None:
+            note_guard(self._open.row, event)
 
     def _places_of(self, parameters: list[Tensor]) -> array:
         keys = list(map(id, parameters))
@@ -369,6 +391,21 @@ class Monitor:
         if message not in self._complained:
             self._complained.add(message)
             warnings.warn(message, RuntimeWarning, stacklevel=5)
+
+
+class _Ear:
+    """Hears for a monitor, and does not keep it alive."""
+
+    def __init__(self, monitor: Monitor) -> None:
+        self._monitor = weakref.ref(monitor)
+
+    def before_clip(self, parameters: Sequence[Tensor], tells_norms: bool) -> None:
+        if (monitor := self._monitor()) is not None:
+            monitor.before_clip(parameters, tells_norms)
+
+    def after_clip(self, event: ClipEvent) -> None:
+        if (monitor := self._monitor()) is not None:
+            monitor.after_clip(event)
 
 
 def _close_at_exit(monitor: "weakref.ref[Monitor]") -> None:

@@ -85,6 +85,8 @@ class LineMaker:
 def _of_own_clip(seen: Seen) -> dict[str, Any]:
     """Where the user handed the norm before their own clip, what was measured at the step is the norm after it."""
     row = seen.row
+    if row.rule is not None:  # the clip told more
+        return {}
     if seen.norm is None:
         return {} if seen.max_norm is None else {"user_max_norm": float(seen.max_norm)}
     before, after = float(seen.norm), total_of(row)

@@ -17,11 +17,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from gradguard.clip_events import ClipEvent, listen
 from gradguard.errors import RecordError
 from gradguard.optimizer_hooks import EveryStep
 from gradguard.watch.applied import AppliedClip, Applying
 from gradguard.watch.environment import describe
 from gradguard.watch.extras import measure_extras, measure_update
+from gradguard.watch.heard_clips import HeardClips, note_guard
 from gradguard.watch.losses import Losses
 from gradguard.watch.measure import Norms, gradient_norms, total, unscaled
 from gradguard.watch.names import described, living_modules, living_optimizers, name_parameters, parameters_of
@@ -31,16 +33,7 @@ from gradguard.watch.record import SCHEMA, RecordWriter
 from gradguard.watch.rows import Row, ScaleUpdate, total_of
 from gradguard.watch.safely import safely
 from gradguard.watch.schedule import EVERY, Alarm, Schedule
-from gradguard.watch.script_clips import (
-    CapturedNorms,
-    PendingClips,
-    ScriptClip,
-    can_capture,
-    copied,
-    last_clip,
-    norms_of,
-    single_norm_clip,
-)
+from gradguard.watch.script_clips import CapturedNorms, copied
 from gradguard.watch.shared_norms import Shared, SharedNorms, are_spread, is_captured, refuse_lost
 
 
@@ -70,10 +63,10 @@ class Observer:
         self._process, self._started, self._overhead = os.getpid(), time.perf_counter(), 0.0
         self._known: dict[int, tuple[weakref.ref, int]] | None = None  # identity -> parameter, its place in meta
         self._optimizers: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
-        self._losses, self._clips = Losses(), PendingClips()
-        self._applying, self._shared, self._clip_calls = Applying(), SharedNorms(), 0
+        self._losses, self._clips = Losses(), HeardClips()
+        self._applying, self._shared = Applying(), SharedNorms()
         self._amp_scale: Tensor | None = None
-        self._thread = threading.local()  # .row: the row of the step that is running, .clip: the clip that is
+        self._thread = threading.local()  # .row: the row of the step that is running, and its .optimizer
         self._schedule, self._alarms = Schedule(extras_every), dict[int | None, Alarm]()
         self._steps, self._steps_at_update, self._count = 0, -1, 0
         self._broken, self._closed, self._lock = False, False, threading.RLock()
@@ -99,7 +92,7 @@ class Observer:
             if self._outbox is not None:
                 if not self._outbox.has_begun:
                     self._write_meta([], [])
-                clips = self._clip_calls if not self._steps and self._clip_calls else None
+                clips = self._clips.count if not self._steps and self._clips.count else None
                 self._outbox.flush(wait=True)
                 self._outbox.close(
                     steps=self._steps,
@@ -126,33 +119,48 @@ class Observer:
             self._losses.add(loss)
 
     def on_clip(self, call: ClipCall, parameters: list[Tensor]) -> CapturedNorms | None:
-        """Measure before the script's own clip changes anything, or let the clip measure for both of us."""
-        return self._on_clip(call, parameters, *self._joined(parameters))
-
-    @safely
-    def _on_clip(
-        self, call: ClipCall, parameters: list[Tensor], spread: bool, shared: Shared | None
-    ) -> CapturedNorms | None:
-        self._clip_calls += 1
-        having = parameters if spread else [p for p in parameters if p.grad is not None]
-        capture = not spread and call.norm_type == 2 and call.measures and can_capture([p.grad for p in having])  # type: ignore[misc]
-        norms = shared.norms if shared is not None else None if capture or spread else self._measure(having)
-        norm = copied(call.norm)
-        if norm is None and call.norm_type == 2 and norms is not None and not call.whole:
-            norm = total(norms)
-        clip = ScriptClip(call.rule, copied(call.threshold), norm)
-        if self._clips.add(clip, having, norms):  # the step of the losses before this backward pass never came
-            self._losses.keep_last()
-        captured = CapturedNorms() if capture else None
-        self._thread.clip = captured, having, clip
-        return captured
+        """Measure before a foreign clip changes anything, or let the clip measure for both of us."""
+        return self._begin_clip(parameters, *self._joined(parameters), call)
 
     @safely
     def on_clipped(self, norm: Any) -> None:
-        """Keep what the script's clip returned."""
-        captured, having, clip = self._thread.clip
-        self._thread.clip = None, [], None
-        self._clips.finish(norm, captured.of(having, clip, norm) if captured is not None else None)
+        """Keep what the foreign clip returned."""
+        self._clips.end_foreign(norm)
+
+    def before_clip(self, parameters: Sequence[Tensor], tells_norms: bool) -> None:
+        """Measure before a clip of gradguard's changes anything, unless it measures for both of us."""
+        if not self._is_applying():
+            listed = list(parameters)
+            self._begin_clip(listed, *self._joined(listed), None, tells_norms)
+
+    @safely
+    def after_clip(self, event: ClipEvent) -> None:
+        """Keep what a clip of gradguard's tells: of one before a step, or within it."""
+        if event.optimizer is None:
+            if not self._is_applying():
+                self._clips.end(event)
+            return
+        row: Row | None = getattr(self._thread, "row", None)
+        if row is not None and self._thread.optimizer() is event.optimizer:
+            note_guard(row, event)
+
+    def _is_applying(self) -> bool:
+        """Whether the clip that is running in this thread is the one that we were asked to apply."""
+        return getattr(self._thread, "applying", False)
+
+    @safely
+    def _begin_clip(
+        self,
+        parameters: list[Tensor],
+        spread: bool,
+        shared: Shared | None,
+        call: ClipCall | None,
+        tells_norms: bool = False,
+    ) -> CapturedNorms | None:
+        captured, replaced = self._clips.begin(parameters, spread, shared, call, tells_norms)
+        if replaced:  # the step of the losses before this backward pass never came
+            self._losses.keep_last()
+        return captured
 
     @safely
     def on_scale(self, loss: Any, scaled: Any) -> None:
@@ -165,7 +173,7 @@ class Observer:
         self._amp_scale = after
         if self._steps == self._steps_at_update:
             self._losses.clear()
-            self._clips.clear()
+            self._clips.forget()
         self._steps_at_update = self._steps
         if before is not None and after is not None and self._outbox is not None:
             self._outbox.add(ScaleUpdate(self._steps, before, after))
@@ -180,7 +188,11 @@ class Observer:
         else:
             self._forget(parameters)
         if self._clip is not None:
-            self._applying.apply(self._clip, optimizer, having)
+            self._thread.applying = True
+            try:
+                self._applying.apply(self._clip, optimizer, having)
+            finally:
+                self._thread.applying = False
             if first:
                 self._measure_clipped(optimizer, having, *self._joined(parameters))
         if first and not spread:  # of a part, what is dear would be wrong
@@ -190,7 +202,7 @@ class Observer:
     def _forget(self, parameters: list[Tensor]) -> None:
         """Forget what another evaluation of a closure told: it belongs to this step, and the next one would get it."""
         self._losses.clear()
-        self._clips.take(parameters)
+        self._clips.forget(parameters)
 
     def _parameters(self, optimizer: Optimizer) -> list[Tensor]:
         try:
@@ -215,6 +227,7 @@ class Observer:
         self._thread.row = None  # of a step that raised
         if parameters and not is_captured(parameters[0]):
             self._thread.row = self._measured_row(optimizer, parameters, shared)
+            self._thread.optimizer = weakref.ref(optimizer)
 
     @safely
     def _measure_clipped(
@@ -266,39 +279,14 @@ class Observer:
                 if self._known is None:  # else another thread has
                     self._begin(optimizer)
         if self._outbox is None or not self._outbox.is_open:
-            self._clips.take(parameters)
+            self._clips.forget(parameters)
             self._losses.clear()
             return None
-        clipped, scale = self._clips.take(parameters), getattr(optimizer, "grad_scale", None)
-        last = last_clip(clipped)
-        alone = single_norm_clip(clipped) if self._clip is None and shared is None else None
-        norms = norms_of(clipped, None) if alone is not None else None
-        post = told = None
-        if alone is not None and norms is None and alone.norm is not None:  # the clip told the norm, and nothing else
-            norms, told = [], unscaled(alone.norm, scale)
-        elif norms is None:
-            now = self._measure(parameters) if shared is None else shared.norms
-            post = unscaled(total(now), scale) if last is not None else None
-            before = norms_of(clipped, now) if last is not None else now
-            norms, alone = now if before is None else before, None
-        threshold = last.threshold if last is not None else None
-        return Row(
-            index=self._steps,
-            norms=unscaled(norms, scale),
-            places=[self._place(p) for p in parameters] if len(norms) else [],
-            post=post,
-            losses=self._losses.take(),
-            lr=copied(optimizer.param_groups[0].get("lr")),
-            rule=self._clip.rule if self._clip else (last.rule if last is not None else None),
-            threshold=self._clip.threshold if self._clip else threshold,
-            user_threshold=threshold,
-            clip_norm=alone.norm if alone is not None else None,
-            amp_scale=self._amp_scale,
-            optimizer=self._place_of(optimizer),
-            total=told,
-            late=not parameters[0].is_cpu,
-            lost=None if shared is None else shared.lost,
-        )
+        row = self._clips.row(self._steps, optimizer, parameters, shared, self._clip)
+        row.places = [self._place(p) for p in parameters] if len(row.norms) else []
+        row.losses, row.lr = self._losses.take(), copied(optimizer.param_groups[0].get("lr"))
+        row.amp_scale, row.optimizer = self._amp_scale, self._place_of(optimizer)
+        return row
 
     def _measure(self, parameters: Sequence[Tensor]) -> Norms:
         return gradient_norms([p.grad for p in parameters if p.grad is not None])
@@ -382,9 +370,10 @@ class Observer:
 @contextmanager
 def observe(observer: Observer) -> Iterator[Observer]:
     """Let ``observer`` see everything that runs inside the block; closing it is up to the caller."""
-    hooks = EveryStep(observer._before_step, observer._after_step)
+    hooks, end = EveryStep(observer._before_step, observer._after_step), listen(observer)
     try:
         with patched(observer):
             yield observer
     finally:
+        end()
         hooks.remove()

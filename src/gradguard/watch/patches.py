@@ -54,12 +54,12 @@ def patched(listener: Listener) -> Iterator[None]:
 @contextmanager
 def _patched_clips(listener: Listener) -> Iterator[None]:
     """Replace the clipping functions where they are defined, and where they have been imported by name already."""
-    homes = {"torch.nn.utils.clip_grad": _TORCH_CALLS, "torch.nn.utils": _TORCH_CALLS, "gradguard": _CALLS}
+    homes = ("torch.nn.utils.clip_grad", "torch.nn.utils")
     wrappers: dict[int, tuple[str, Callable, Callable]] = {}
-    for home, calls in homes.items():
+    for home in homes:
         for name, original in vars(sys.modules[home]).items() if home in sys.modules else ():
-            if name in calls:
-                wrappers[id(original)] = name, original, _clip(original, calls[name], listener)
+            if name in _CALLS:
+                wrappers[id(original)] = name, original, _clip(original, _CALLS[name], listener)
     names = {name for name, _, _ in wrappers.values()}
     replaced = []
     try:
@@ -154,18 +154,6 @@ def _reusable(parameters: Any) -> tuple[Any, Any]:
     return parameters, parameters
 
 
-_CALLS: dict[str, Callable[..., ClipCall]] = {
-    "clip_grad_norm_": lambda max_norm, norm_type=2.0, *_, **__: ClipCall("norm", max_norm, float(norm_type)),
-    "clip_grads_with_norm_": lambda max_norm, total_norm, *_, **__: ClipCall("norm", max_norm, norm=total_norm),
-    "clip_grad_value_": lambda clip_value, *_, **__: ClipCall("value", clip_value),
-    "clip_grad_adaptive_": lambda clipping_threshold=0.01, **_: ClipCall("adaptive", clipping_threshold),
-    "apply_gradient_clipping": lambda clipping_type, clipping_threshold, **_: ClipCall(
-        clipping_type, clipping_threshold
-    ),
-}
-"""Clipping functions, and how to read what follows the parameters in a call."""
-
-
 def _torch_norm(max_norm: Any, norm_type: float = 2.0, *_: Any, **__: Any) -> ClipCall:
     return ClipCall("norm", max_norm, float(norm_type), measures=True)
 
@@ -174,7 +162,12 @@ def _fsdp_call(max_norm: Any, norm_type: float = 2.0, *_: Any, **__: Any) -> Cli
     return ClipCall("norm", max_norm, float(norm_type), whole=True)
 
 
-_TORCH_CALLS = _CALLS | {"clip_grad_norm_": _torch_norm}
+_CALLS: dict[str, Callable[..., ClipCall]] = {
+    "clip_grad_norm_": _torch_norm,
+    "clip_grads_with_norm_": lambda max_norm, total_norm, *_, **__: ClipCall("norm", max_norm, norm=total_norm),
+    "clip_grad_value_": lambda clip_value, *_, **__: ClipCall("value", clip_value),
+}
+"""PyTorch's clipping functions, and how to read what follows the parameters in a call."""
 
 
 def tensors_of(parameters: Any) -> list[Tensor]:

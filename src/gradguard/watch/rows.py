@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -15,6 +15,9 @@ EPSILON = 1e-6
 """What PyTorch's norm clip adds to the norm before it divides."""
 
 _NAMED_AT_MOST = 5
+
+_FIXED = {"norm", "value", "adaptive"}
+"""Rules with one threshold from the first step on."""
 
 
 @dataclass(slots=True)
@@ -32,6 +35,13 @@ class Row:
         threshold: Its threshold.
         user_threshold: The script's own threshold.
         clip_norm: The norm that the script's clip took, where it is not the norm of exactly these gradients.
+        coefficient: What the script's clip multiplied the gradients by, where it told.
+        user_rule: The script's own rule.
+        guard_rule: The rule of a `Guard` that acted within the step; None if none did.
+        guard_threshold: Its threshold.
+        guard_coefficient: What it multiplied the gradients by.
+        skipped: Whether a guard left the step out.
+        norm_after: Whether ``norms`` are those after the clip, of which nobody knows what was before.
         amp_scale: Loss scale.
         optimizer: Which optimizer, where the script has several.
         wall: Seconds since the start.
@@ -52,6 +62,13 @@ class Row:
     threshold: Any = None
     user_threshold: Any = None
     clip_norm: Any = None
+    coefficient: Any = None
+    user_rule: str | None = None
+    guard_rule: str | None = None
+    guard_threshold: Any = None
+    guard_coefficient: Any = None
+    skipped: Any = None
+    norm_after: bool = False
     amp_scale: Tensor | None = None
     optimizer: int | None = None
     wall: float = field(default=0.0)
@@ -134,9 +151,11 @@ def _write_tensors(writer: RecordWriter, row: Row, norms: list[float], latest: L
 
 def _write_step(writer: RecordWriter, row: Row, norms: Sequence[float]) -> None:
     total = total_of(row)
-    threshold = _number(row.threshold)
-    clips = row.rule is not None and (threshold is None or math.isfinite(threshold))
-    coefficient = _coefficient(row, total, threshold) if clips and math.isfinite(total) else None
+    clips = _clips_of(row, total)
+    told = min(clips, key=_strength) if clips else _Clip(None, None, None)
+    coefficients = [clip.coefficient for clip in clips if clip.coefficient is not None]
+    coefficient = math.prod(coefficients) if coefficients and math.isfinite(total) else None
+    overflowed = row.found_inf is not None and float(row.found_inf)
     writer.write(
         "step",
         i=row.index,
@@ -144,23 +163,67 @@ def _write_step(writer: RecordWriter, row: Row, norms: Sequence[float]) -> None:
         loss=_mean([float(x) for x in row.losses]),
         lr=_number(row.lr),
         norm=total,
-        post_norm=total * coefficient if coefficient is not None else None,
+        post_norm=None if coefficient is None else total if row.norm_after else total * coefficient,
         coefficient=coefficient,
-        threshold=threshold if clips else None,
-        rule=row.rule if clips else None,
+        threshold=told.threshold,
+        rule=told.rule,
+        clips=[[clip.rule, clip.threshold, clip.coefficient] for clip in clips] if len(clips) > 1 else None,
         user_max_norm=_number(row.user_threshold),
         amp_scale=_number(row.amp_scale),
-        skipped=True if row.found_inf is not None and float(row.found_inf) else None,
+        skipped=True if overflowed or _number(row.skipped) else None,
         nonfinite=0 if total < math.inf else sum(not math.isfinite(n) for n in norms) or 1,
         top=_dominant(row, norms, total),
         optimizer=row.optimizer,
     )
 
 
+class _Clip(NamedTuple):
+    """What one clip did at a step; None for what is not known, or a threshold that there is not."""
+
+    rule: str | None
+    threshold: float | None
+    coefficient: float | None
+
+
+def _clips_of(row: Row, total: float) -> list[_Clip]:
+    """The clips that acted, in their order: the script's own, the one that the watcher applies, the guard's."""
+    clips = []
+    threshold = _number(row.threshold)
+    bounded = threshold is not None and math.isfinite(threshold)
+    if row.rule is not None and (threshold is None or bounded or row.rule not in _FIXED):  # max_norm=inf only measures
+        both = _coefficient(row, total, threshold) if math.isfinite(total) else None
+        users = _users_clip(row, total)
+        if users is not None and users.coefficient and both is not None:
+            both = min(1.0, both / users.coefficient)
+        clips = [*([] if users is None else [users]), _Clip(row.rule, threshold if bounded else None, both)]
+    if row.guard_rule is not None:
+        threshold = _number(row.guard_threshold)
+        finite = threshold is not None and math.isfinite(threshold)
+        clips.append(_Clip(row.guard_rule, threshold if finite else None, _number(row.guard_coefficient)))
+    return clips
+
+
+def _users_clip(row: Row, total: float) -> _Clip | None:
+    """The script's own clip, where the watcher applied another one after it."""
+    if row.user_rule is None:
+        return None
+    threshold, coefficient, norm = _number(row.user_threshold), _number(row.coefficient), _number(row.clip_norm)
+    if coefficient is None and row.user_rule == "norm" and threshold is not None and math.isfinite(total):
+        coefficient = min(1.0, threshold / ((total if norm is None else norm) + EPSILON))
+    return _Clip(row.user_rule, threshold, coefficient)
+
+
+def _strength(clip: _Clip) -> float:
+    """What decides which of several clips bound: the smallest coefficient."""
+    return math.inf if clip.coefficient is None else clip.coefficient
+
+
 def _coefficient(row: Row, total: float, threshold: float | None) -> float | None:
     """What the gradients were multiplied by: known for a norm clip, the ratio of the norms for any other."""
     if row.post is not None:
         return min(1.0, float(row.post) / total) if total > 0 else 1.0
+    if row.coefficient is not None and row.user_rule is None:
+        return float(row.coefficient)
     if threshold is None:
         return None
     clip_norm = _number(row.clip_norm)

@@ -27,11 +27,13 @@ class ScriptClip:
         threshold: Its threshold, copied.
         norm: The norm that a norm clip compares with its threshold, copied: what it returned or was given, unless
             that is the 2-norm of all gradients that it got, which is measured here.
+        coefficient: What it multiplied the gradients by, on the whole, copied; None if it does not tell.
     """
 
     rule: str
     threshold: Any
     norm: Any
+    coefficient: Any = None
 
 
 @dataclass(slots=True)
@@ -144,14 +146,14 @@ def norms_of(clipped: Sequence[Clipped | None], now: Norms | None) -> Norms | No
     return found
 
 
-def single_norm_clip(clipped: Sequence[Clipped | None]) -> ScriptClip | None:
-    """Return the one norm clip that acted on all of ``clipped`` and was alone, if that is what happened."""
+def single_known_clip(clipped: Sequence[Clipped | None]) -> ScriptClip | None:
+    """Return the one clip that acted on all of ``clipped`` and was alone, if what it did follows from what it told."""
     calls = {id(clip): clip for entry in clipped if entry is not None for clip in entry.clips}
     alone = all([entry is not None and len(entry.clips) == 1 for entry in clipped])
     if len(calls) != 1 or not alone:
         return None
     (clip,) = calls.values()
-    return clip if clip.rule == "norm" else None
+    return clip if clip.rule == "norm" or clip.coefficient is not None else None
 
 
 def last_clip(clipped: Sequence[Clipped | None]) -> ScriptClip | None:

@@ -160,10 +160,11 @@ def _clipping(record: Record) -> dict[str, Any]:
     bound = [step["coefficient"] for step in real if binds(step)]
     share = len(bound) / len(real) if real else 0.0
     thresholds = [step["threshold"] for step in record.steps if step.get("threshold") is not None]
+    ruled = any(step.get("rule") for step in record.steps)  # a rule may have no one threshold, or none yet
     return {
         "clip_share": share,
         "regime": regime_of(share),
-        "clipping": bool(thresholds or bound or record.meta.get("clip")),
+        "clipping": bool(thresholds or bound or ruled or record.meta.get("clip")),
         "threshold": thresholds[-1] if thresholds else None,
         "median_coefficient": statistics.median(bound) if bound else None,
     }
