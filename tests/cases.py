@@ -1,9 +1,12 @@
 """Tables that the test files draw from: gradients with every awkward property, dtypes and orders of norms."""
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from gradguard.clip.parameters import Gradients, gradients_of, module_of, named_tensors
 
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
 ORDERS = [0.5, 1.0, 1.5, 2.0, 3.0, math.inf]
@@ -54,3 +57,8 @@ GRADIENTS: dict[str, list[Tensor]] = {
     "sparse": [sparse_with_duplicates(), random(3)],
     "complex": [torch.tensor([3 + 4j, 1 - 1j]), random(3)],
 }
+
+
+def gradients_in(parameters: Any) -> Gradients:
+    """The gradients of parameters, as a clipper's `decide` gets them."""
+    return gradients_of(*named_tensors(parameters, "parameters"), module=module_of(parameters))

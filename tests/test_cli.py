@@ -334,7 +334,7 @@ def test_a_failure_of_the_observer_never_reaches_the_script(run, monkeypatch):
     def broken(gradients):
         raise ZeroDivisionError("inside the observer")
 
-    monkeypatch.setattr(sys.modules["gradguard.watch.observer"], "gradient_norms", broken)
+    monkeypatch.setattr(sys.modules["gradguard.watch.heard_clips"], "gradient_norms", broken)
     code, record = run(script())
     assert code == 0
     assert record.steps == []
@@ -344,10 +344,10 @@ def test_a_failure_of_the_observer_never_reaches_the_script(run, monkeypatch):
 
 
 def test_a_clip_that_cannot_be_made_stops_the_run(run, monkeypatch, capfd):
-    def refuse(*arguments):
+    def refuse(*arguments, **options):
         raise gg.UnsupportedGradientError("sharded gradients (DTensor) are not supported yet")
 
-    monkeypatch.setattr("gradguard.clip.functional.collect_gradients", refuse)
+    monkeypatch.setattr("gradguard.clip.functional.gradients_of", refuse)
     code, _ = run(script(), "--clip", "norm=1")
     assert code == 1
     assert "sharded gradients" in capfd.readouterr().err

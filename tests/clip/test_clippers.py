@@ -12,13 +12,12 @@ import torch
 from torch import nn
 
 import gradguard as gg
-from cases import DTYPES, GRADIENTS, ORDERS, parameter, random
+from cases import DTYPES, GRADIENTS, ORDERS, gradients_in, parameter, random
 from gradguard.clip import clippers
 from gradguard.clip.adaptive_clipper import ClipAdaptive
 from gradguard.clip.clipper import Clipper, Decision, describe, measured, norms_of, total_of
 from gradguard.clip.clippers import ClipByGlobalNorm, ClipByNorm, ClipByValue
 from gradguard.clip.lock_in import LockIn
-from gradguard.clip.parameters import collect_gradients
 from reference import clip_norm as slow_clip
 from reference import total_norm as slow_norm
 
@@ -118,7 +117,7 @@ def test_a_clip_that_does_not_bind_writes_nothing_on_the_cpu(rule):
 def test_deciding_writes_nothing(rule, path):
     params = [parameter(random(3, 4) * 100, torch.ones(3, 4))]
     before = params[0].grad.clone()
-    decision = RULES[rule][0](0.1).decide(collect_gradients(params))
+    decision = RULES[rule][0](0.1).decide(gradients_in(params))
     torch.testing.assert_close(params[0].grad, before, rtol=0, atol=0)
     decision.apply()
     assert not torch.equal(params[0].grad, before)
@@ -133,7 +132,7 @@ def test_thresholds_are_for_gradients_without_their_loss_scale(rule, kind, path)
     plain, scaled = ([parameter(random(3, 4) * s, torch.ones(3, 4) * 3)] for s in (1.0, 1024.0))
     results = []
     for params, scale in ((plain, 1.0), (scaled, kind(1024.0))):
-        decision = RULES[rule][0](0.1).decide(collect_gradients(params), scale)
+        decision = RULES[rule][0](0.1).decide(gradients_in(params), scale)
         decision.apply()
         results.append(decision.result)
     torch.testing.assert_close(scaled[0].grad / 1024, plain[0].grad, rtol=1e-6, atol=0)
@@ -320,7 +319,7 @@ def test_culprits_are_named_with_counts_that_hold_after_the_clip(rule, policy):
 def test_where_nothing_can_be_read_culprits_are_counted_when_asked_and_never_guessed(monkeypatch):
     monkeypatch.setattr("gradguard.clip.result.are_readable", lambda *tensors: False)
     model = broken()
-    decision = ClipByGlobalNorm(1.0).decide(collect_gradients(model))
+    decision = ClipByGlobalNorm(1.0).decide(gradients_in(model))
     assert decision.result.culprits() == {"weight": 2}
     model.weight.grad.mul_(1.0)
     assert decision.result.culprits() == {"weight": None}
@@ -385,7 +384,7 @@ def test_no_value_is_read_on_a_device(rule):
 
 
 def test_one_measurement_is_shared(monkeypatch):
-    found = measured(collect_gradients([parameter(random(3))]))
+    found = measured(gradients_in([parameter(random(3))]))
     monkeypatch.setattr("gradguard.clip.clipper.tensor_norms", lambda *_: pytest.fail("measured again"))
     assert norms_of(found, 2.0).tolist() == (found.norms / 2).tolist()
     ClipByGlobalNorm(1.0).decide(found)

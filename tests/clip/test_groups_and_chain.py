@@ -8,14 +8,13 @@ import torch
 from torch import nn
 
 import gradguard as gg
-from cases import GRADIENTS, parameter, random
+from cases import GRADIENTS, gradients_in, parameter, random
 from gradguard.clip import clipper, groups
 from gradguard.clip.adaptive_clipper import ClipAdaptive
 from gradguard.clip.chain import Chain
 from gradguard.clip.clipper import Clipper, Decision, describe, norms_of
 from gradguard.clip.clippers import ClipByGlobalNorm, ClipByNorm, ClipByValue
 from gradguard.clip.groups import Groups
-from gradguard.clip.parameters import collect_gradients
 from reference import clip_norm as slow_clip
 from reference import total_norm as slow_norm
 
@@ -330,7 +329,7 @@ def test_groups_and_chains_know_the_loss_scale(kind, path):
     results = []
     for model, scale in ((plain, 1.0), (scaled, kind(1024.0))):
         rules.learn(model)
-        decision = rules.decide(collect_gradients(model), scale)
+        decision = rules.decide(gradients_in(model), scale)
         decision.apply()
         results.append(decision.result)
     torch.testing.assert_close([g / 1024 for g in gradients(scaled)], gradients(plain), rtol=1e-5, atol=1e-9)
@@ -365,7 +364,7 @@ def test_state_of_groups_survives_a_resumed_run():
 def test_coefficients_become_one(first, second, path):
     model = model_with_gradients()
     before = gradients(model)
-    decision = Chain(ClipByGlobalNorm(first), ClipByGlobalNorm(second)).decide(collect_gradients(model))
+    decision = Chain(ClipByGlobalNorm(first), ClipByGlobalNorm(second)).decide(gradients_in(model))
     expected = slow_norm(slow_clip(slow_clip(before, first), second)) / slow_norm(before)
     assert float(decision.coefficient) == pytest.approx(expected, rel=1e-6)
     assert float(decision.result.coefficient) == pytest.approx(expected, rel=1e-6)
@@ -441,7 +440,7 @@ def test_what_is_not_finite_does_not_enter_the_state_of_a_chain(folds, path):
 def test_a_chain_that_is_decided_and_not_applied_changes_nothing():
     model, last = model_with_gradients(), Spy()
     before = gradients(model)
-    decision = Chain(ClipByValue(1.0), last).decide(collect_gradients(model))
+    decision = Chain(ClipByValue(1.0), last).decide(gradients_in(model))
     assert decision.coefficient is None
     assert last.seen == []
     torch.testing.assert_close(gradients(model), before, rtol=0, atol=0)
@@ -501,7 +500,7 @@ def test_no_value_is_read_on_a_device(kind, dtype):
     for policy in ("propagate", "zero"):
         result = clip(model, nonfinite=policy)
         assert result.coefficient.device.type == result.clipped.device.type == result.locked_in.device.type == "meta"
-    clip.decide(collect_gradients(model), scale).apply()
+    clip.decide(gradients_in(model), scale).apply()
 
 
 @pytest.mark.parametrize(

@@ -12,9 +12,8 @@ import torch
 from torch import Tensor, nn
 
 import gradguard as gg
-from cases import parameter
+from cases import gradients_in, parameter
 from gradguard.clip.clipper import Clipper
-from gradguard.clip.parameters import collect_gradients
 from gradguard.clip.result import ClipResult
 from gradguard.clip.thresholds.adagc import AdaGC
 from gradguard.clip.thresholds.autoclip import AutoClip
@@ -194,7 +193,7 @@ def fake_model() -> nn.Module:
 def test_everything_is_decided_on_the_device(rule):
     """Tensors on the meta device cannot be read, so nothing that runs on them makes a GPU's host wait."""
     clipper, model = RULES[rule](), fake_model()
-    found = collect_gradients(model)
+    found = gradients_in(model)
     for factor in (1.0, torch.empty((), device="meta"), 1024.0):
         decision = clipper.decide(found, factor)
         decision.apply()
@@ -253,8 +252,8 @@ def test_a_loss_scale_changes_nothing(rule, as_tensor):
     plain, scaled = RULES[rule](), RULES[rule]()
     for norm in [*noise(33), math.inf, 40.0, *noise(3)]:
         p, q = (parameter(torch.full((1,), x, dtype=torch.float64)) for x in (norm, 1024 * norm))
-        ours = plain.decide(collect_gradients([p]))
-        theirs = scaled.decide(collect_gradients([q]), torch.tensor(1024.0) if as_tensor else 1024.0)
+        ours = plain.decide(gradients_in([p]))
+        theirs = scaled.decide(gradients_in([q]), torch.tensor(1024.0) if as_tensor else 1024.0)
         for field in ("norm", "coefficient", "clipped", "tensor_norms"):
             values = (getattr(decision.result, field) for decision in (ours, theirs))
             torch.testing.assert_close(*values, rtol=0, atol=0, equal_nan=True)
@@ -269,7 +268,7 @@ def test_the_norm_after_a_clip_is_the_threshold(rule):
     clipper = RULES[rule]()
     feed(clipper, noise(60))
     p, q = parameter(torch.tensor([3e3, 0.0])), parameter(torch.tensor([[4e3]]))
-    found = collect_gradients({"p": p, "q": q})
+    found = gradients_in({"p": p, "q": q})
     decision = clipper.decide(found)
     assert decision.coefficient is decision.result.coefficient  # so that an optimizer may multiply instead
     decision.apply()
@@ -541,7 +540,7 @@ def test_adagc_holds_each_tensor_to_its_own_average():
     after = gg.get_total_norm([p.grad for p in tensors.values()])
     assert float(result.coefficient) == pytest.approx(float(after / result.norm))
     assert result.threshold is None
-    assert clipper.decide(collect_gradients(tensors)).coefficient is None
+    assert clipper.decide(gradients_in(tensors)).coefficient is None
 
 
 def test_adagc_goes_on_by_name_in_whatever_order():

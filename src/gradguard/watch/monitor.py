@@ -73,8 +73,8 @@ class Monitor:
     ================================  ==========================================================================
     case                              what happens
     ================================  ==========================================================================
-    you clip before ``step()``        the gradients seen are clipped ones: ``log(norm=..., max_norm=...)`` what
-                                      ``clip_grad_norm_`` returned and got, and the record has both
+    PyTorch's ``clip_grad_norm_``     the gradients seen are clipped ones: ``log(norm=..., max_norm=...)`` what it
+    before ``step()``                 returned and got, and the record has both. Clips of gradguard's are seen
     ``log`` after ``step()``          belongs to the step before it; the first call tells which way you do it
     ``log`` twice before a step       the mean of the losses, the last of everything else
     ``log`` after a loss for a step   belongs to an iteration without a step (a GradScaler's, say): it is left out
