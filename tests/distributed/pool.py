@@ -206,7 +206,8 @@ def rendezvous() -> Iterator[dict[str, str]]:
 def give_up_after(seconds: float) -> None:
     """Let collectives fail after ``seconds`` from here on, where all have come: none is late for its start."""
     dist.barrier()
-    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), dist.group.WORLD)
+    private = dist.distributed_c10d._set_pg_timeout  # until torch 2.15 made it public
+    getattr(dist, "set_timeout", private)(timedelta(seconds=seconds), dist.group.WORLD)
 
 
 def _serve(pipe: Any, rank: int, world: int, folder: str) -> None:

@@ -246,8 +246,9 @@ class Following:
             self._planning.restart()
             self._unverified.append(call)
             self._tapping.batch_size, self._tapping.verifying = size, True
-            if self._loss_check is not None and self.gathering.mini_batch is None:
-                self._loss_check.start(size, way.output_axes)
+        looks = rehearse is not None and not rehearsal and self.gathering.mini_batch is None
+        if looks and self._loss_check is not None:
+            self._loss_check.start(size, way.output_axes, self._tapping.verifying)
         self._planning.resume(way)
         self.gathering.shared = self._planning.shared
         self.last_calls[module] = call
@@ -300,7 +301,7 @@ class Following:
         if self._rehearsed is not None:
             return changed
         tensors = Skeleton(output if changed is None else changed).tensors
-        if self._loss_check is not None and self._tapping.verifying:
+        if self._loss_check is not None:
             axes = way.output_axes if len(tensors) == len(way.output_axes) else [None] * len(tensors)
             self._loss_check.add_outputs(tensors, axes)
         if way.unowned:

@@ -1,13 +1,13 @@
 """Looks at the loss of a step that is to be verified, before its backward frees the graph; and judges it afterwards."""
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 
 from torch import Tensor
 
 from gradguard.errors import InvalidValueError, UnsupportedGradientError
 from gradguard.per_sample.layers.call import BatchAxis
-from gradguard.per_sample.loss_graph import BackwardRoots, Root
+from gradguard.per_sample.loss_graph import BackwardRoots, Root, structure
 from gradguard.per_sample.loss_separation import Outputs, of_several
 from gradguard.per_sample.loss_terms import NO_PART, LossParts, explain, loss_parts
 
@@ -19,6 +19,10 @@ _NOT_SEEN = (
 
 _MOST_CALLS = 16
 """Calls whose outputs are kept, and so their graphs, until a backward begins from one of them."""
+
+
+_MOST_KNOWN_CALLS = 4
+"""The same once a loss has been verified, so that calls without a backward hold little."""
 
 
 class LossCheck:
@@ -36,21 +40,27 @@ class LossCheck:
         self._roots = BackwardRoots(self._look)
         self._calls: list[Outputs] = []
         self._too_many = False
+        self._verifying = False
+        self._structure: Hashable = None  # of the loss that was looked at
+        self._known: set[Hashable] = set()  # structures of losses that were found to be right
         self._parts: LossParts | None = None
         self._conclusive = True
         self._divided_by = 1.0
 
-    def start(self, batch_size: int, output_axes: Sequence[BatchAxis | None]) -> None:
+    def start(self, batch_size: int, output_axes: Sequence[BatchAxis | None], verifying: bool) -> None:
         """Look at the next backward.
 
         Args:
             batch_size: Number of samples.
             output_axes: Where they are in what the module returned.
+            verifying: Read its loss in any case; else only if none that is computed like it has been verified.
         """
         axes = {axis.dim == 0 and not axis.last for axis in output_axes if axis is not None}
-        self._too_many = self._too_many or len(self._calls) == _MOST_CALLS
+        most = _MOST_CALLS if verifying else _MOST_KNOWN_CALLS
+        self._verifying = verifying or (self._verifying and bool(self._calls))
+        self._too_many = self._too_many or len(self._calls) >= most
         self._calls = [
-            *self._calls[1 - _MOST_CALLS :],
+            *self._calls[1 - most :],
             Outputs(batch_size, axes.pop() if len(axes) == 1 else self._batch_first),
         ]
         self._parts = None
@@ -69,7 +79,7 @@ class LossCheck:
     def stop(self) -> None:
         """Look no more."""
         self._roots.stop()
-        self._calls, self._too_many = [], False  # they keep their graphs alive
+        self._calls, self._too_many, self._verifying = [], False, False  # calls keep their graphs alive
 
     def judge(self) -> bool:
         """Judge the loss that was looked at.
@@ -83,6 +93,7 @@ class LossCheck:
         waits = bool(self._calls)
         self.stop()
         parts, self._parts = self._parts, None
+        seen, self._structure = self._structure, None
         conclusive, self._conclusive = self._conclusive, True
         if parts is None and waits:
             parts = LossParts("unverified", _NOT_SEEN)
@@ -94,6 +105,8 @@ class LossCheck:
             if not self._only_warn:
                 raise UnsupportedGradientError(words)
             warnings.warn(words, stacklevel=5)
+        if conclusive and seen is not None:
+            self._known.add(seen)
         return conclusive
 
     def refuse_divided(self, mini_batches: int, known: float) -> None:
@@ -121,9 +134,14 @@ class LossCheck:
         calls = [call for call in self._calls if call.are_behind(roots)]
         if not calls:  # another model's loss, or a trial of this one
             return
+        self._structure = structure(roots, set().union(*[call.values | call.numbers for call in calls]))
+        if not self._verifying and self._structure in self._known:
+            self.stop()
+            return
         outputs = of_several(calls)
         if self._too_many:
-            found = LossParts("unverified", f"it comes after more than {_MOST_CALLS} calls of the module")
+            most = _MOST_CALLS if self._verifying else _MOST_KNOWN_CALLS
+            found = LossParts("unverified", f"it comes after more than {most} calls of the module")
         elif outputs is None:
             found = LossParts("unverified", "it is computed from calls with different numbers of samples")
         else:

@@ -7,7 +7,7 @@ says what operation it is, and, called with a gradient, what it passes on.
 import functools
 import re
 import threading
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Container, Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -123,6 +123,36 @@ def _roots(tensors: Any, grad_tensors: Any) -> list[Root]:
         edge = get_gradient_edge(tensor)
         roots.append(Root(edge.node, edge.output_nr, torch.ones_like(tensor) if grad is None else grad.detach()))
     return roots
+
+
+def structure(roots: Sequence[Root], ends: Container[tuple[Node, int]]) -> Hashable:
+    """Return what tells how a loss is computed from ``ends``: its operations and what goes into each, without numbers.
+
+    Args:
+        roots: What backward starts from.
+        ends: The values that the module returned.
+    """
+    places: dict[Node, int] = {}
+    told: list[tuple[Any, ...]] = []
+    starts = [(_END, root.number) if (root.node, root.number) in ends else (root.node, root.number) for root in roots]
+    pending = [node for node, _ in starts if node is not _END]
+    while pending:
+        node: Any = pending.pop()
+        if node in places:
+            continue
+        places[node] = len(places)
+        edges = [(_END if edge in ends else edge[0], edge[1]) for edge in parents(node)]
+        pending += [child for child, _ in edges if child is not _END]
+        told.append((node.name(), *[str(getattr(node, name, None)) for name in _SETTINGS], edges))
+    return (
+        tuple((places.get(node, _END), number) for node, number in starts),  # type: ignore[arg-type]
+        tuple((*own, tuple((places.get(child, _END), number) for child, number in edges)) for *own, edges in told),
+    )
+
+
+_END = "output"
+_SETTINGS = ("_saved_dim", "_saved_reduction", "_saved_ignore_index")
+"""What operations save that decides how samples are put together; numbers that a schedule changes are none of these."""
 
 
 def operation(node: Node) -> str:
