@@ -28,6 +28,7 @@ class ClipEvent:
         norms: 2-norm of each gradient before, in the order of ``parameters``; None if not known.
         optimizer: The optimizer whose step is running, for a clip that acts within it.
         skipped: Whether that step is left out: a bool, or a 0-dim tensor where only the device knows.
+        norm_type: The order of ``norm``.
     """
 
     rule: str
@@ -38,6 +39,7 @@ class ClipEvent:
     norms: Tensor | None = None
     optimizer: "Optimizer | None" = None
     skipped: bool | Tensor = False
+    norm_type: float = 2.0
 
 
 class ClipListener(Protocol):

@@ -255,6 +255,28 @@ def watch_alone(path, bind, model, optimizer, loop):
     return read_record(path).steps
 
 
+@pytest.mark.parametrize("clip", [lambda m: gg.clip_grad_value_(m, 0.01), gg.ClipByValue(0.01), gg.ClipAdaptive(0.01)])
+def test_one_clip_of_two_optimizers_is_told_for_each(clip, tmp_path):
+    model = a_model()
+    parts = [torch.optim.SGD(model[0].parameters(), lr=1.0), torch.optim.SGD(model[2].parameters(), lr=1.0)]
+    ratios = []
+    observer = Observer(tmp_path / "run.jsonl", {})
+    with observe(observer):
+        for step in range(3):
+            model.zero_grad()
+            backward(model, step)
+            before = [float(whole(p.grad for p in part.parameters()).norm()) for part in (model[0], model[2])]
+            clip(model)
+            after = [float(whole(p.grad for p in part.parameters()).norm()) for part in (model[0], model[2])]
+            ratios += [a / b for a, b in zip(after, before, strict=True)]
+            for optimizer in parts:
+                optimizer.step()
+    observer.close(0, False)
+    steps = read_record(tmp_path / "run.jsonl").steps
+    assert [step["coefficient"] for step in steps] == pytest.approx(ratios, rel=1e-3)
+    assert abs(ratios[0] - ratios[1]) > 0.01 * ratios[0]
+
+
 def test_a_guarded_run_is_not_said_to_be_without_a_clip(tmp_path):
     for name in ("guard: norm", "guard: median", "object: groups"):
         path = tmp_path / name.replace(": ", "_")

@@ -197,7 +197,8 @@ class Clipper(ABC):
         """
         norms = result.norms if self.orders() == {2.0} else None
         told = result.threshold, result.norm, result.coefficient, norms
-        return ClipEvent(rule_of(self), found.parameters, *told, optimizer, skipped)
+        order = float(getattr(self, "norm_type", 2.0))
+        return ClipEvent(rule_of(self), found.parameters, *told, optimizer, skipped, order)
 
     def learn(self, parameters: Parameters) -> None:
         """Look at all parameters before their first `decide`: a module tells more than its gradients do.

@@ -124,7 +124,7 @@ def clip_grad_norm_(
     norm = norm_in(found, order)
     coefficient = _scale_to(found, norm, max_norm, policy)
     if heard:
-        tell(ClipEvent("norm", found.parameters, max_norm, norm, coefficient))
+        tell(ClipEvent("norm", found.parameters, max_norm, norm, coefficient, norm_type=order))
     return norm.to(public_dtype(found.gradients))
 
 

@@ -87,7 +87,7 @@ class HeardClips:
         _, having, clip = self._taken()
         if clip is not None:
             clip.rule, clip.threshold, clip.coefficient = event.rule, copied(event.threshold), copied(event.coefficient)
-            clip.norm = copied(event.norm)
+            clip.norm = copied(event.norm) if event.norm_type == 2 else None
             self._pending.finish(None, _norms_told(having, event))
 
     def _taken(self) -> tuple[CapturedNorms | None, list[Tensor], ScriptClip | None]:

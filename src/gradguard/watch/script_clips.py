@@ -153,7 +153,11 @@ def single_known_clip(clipped: Sequence[Clipped | None]) -> ScriptClip | None:
     if len(calls) != 1 or not alone:
         return None
     (clip,) = calls.values()
-    return clip if clip.rule == "norm" or clip.coefficient is not None else None
+    if clip.rule == "norm":
+        return clip
+    first = clipped[0]
+    exactly = first is not None and (first.norms is None or len(first.norms) == len(clipped))
+    return clip if exactly and clip.coefficient is not None else None  # of more gradients it says nothing of these
 
 
 def last_clip(clipped: Sequence[Clipped | None]) -> ScriptClip | None:

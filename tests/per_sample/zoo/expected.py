@@ -14,6 +14,7 @@ EXPECTED: dict[str, dict[str, str]] = {
         "train": "refused: it normalizes each sample by the others",
     },
     "dropout of positions": {
+        "eval": "refused: the code of Model used positions in another way than when the model",
         "train": "refused: in another way than when the model was looked at",
         "float32": "refused: the code of Model used positions in another way than when the model",
     },
@@ -148,11 +149,12 @@ EXPECTED: dict[str, dict[str, str]] = {
         "train": "refused: it normalizes each sample by the others",
     },
     "blip": {
-        "eval": "refused: that does not grow with the number of samples",
+        "eval": "refused: Expected one dimension that grows with the number of samples",
         "train": "refused: Expected one dimension that grows with the number of samples",
         "float32": "refused: Expected one dimension that grows with the number of samples",
     },
     "chinese_clip": {
+        "eval": "refused: Expected one dimension that grows with the number of samples",
         "train": "refused: Expected one dimension that grows with the number of samples",
         "float32": "refused: Expected one dimension that grows with the number of samples",
     },
@@ -167,10 +169,8 @@ EXPECTED: dict[str, dict[str, str]] = {
         "train": "refused: Expected one dimension that grows with the number of samples",
         "float32": "refused: Expected one dimension that grows with the number of samples",
     },
-    "flava": {
-        "eval": "crash: required positional arguments",
-    },
     "llava": {
+        "eval": "refused: whether the loss is the mean over samples cannot be told",
         "train": "refused: a mean of single samples' terms is over other values",
         "float32": "refused: whether the loss is the mean over samples cannot be told",
     },
@@ -192,5 +192,11 @@ EXPECTED: dict[str, dict[str, str]] = {
     },
     "clip, loss over pairs": {
         "eval": "refused: its samples cannot be told apart",
+    },
+    "bart, a classifier, labels": {
+        "eval": "no oracle: Each example must contain at least one <eos> token",
+    },
+    "paligemma, labels": {
+        "eval": "no oracle: module transformers has no attribute",
     },
 }
