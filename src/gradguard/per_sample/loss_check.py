@@ -24,6 +24,9 @@ _MOST_CALLS = 16
 _MOST_KNOWN_CALLS = 4
 """The same once a loss has been verified, so that calls without a backward hold little."""
 
+_MOST_STRUCTURES = 256
+"""Makes of losses that are remembered."""
+
 
 class LossCheck:
     """Whether each sample's part in the loss is its own loss.
@@ -106,6 +109,8 @@ class LossCheck:
                 raise UnsupportedGradientError(words)
             warnings.warn(words, stacklevel=5)
         if conclusive and seen is not None:
+            if len(self._known) == _MOST_STRUCTURES:  # one that changes at each step is read at each step
+                self._known.clear()
             self._known.add(seen)
         return conclusive
 
