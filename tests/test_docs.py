@@ -49,6 +49,7 @@ def test_the_page_on_the_gradient_check_runs_and_prints_what_it_says(capsys):
 @pytest.mark.parametrize(
     "page",
     [
+        "architecture",
         "clippers",
         "coming_from",
         "distributed",
@@ -112,3 +113,25 @@ def test_the_example_knows_nothing_of_gradguard_and_runs_under_it(tmp_path):
     assert outputs[1] is not None
     assert outputs[0].group() == outputs[1].group()
     assert (tmp_path / "out/report.html").exists()
+
+
+def test_the_functions_that_the_page_on_architecture_names_are_there():
+    import ast
+
+    page = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
+    named = re.findall(r"`([\w/]+\.py):([\w.]+)`", page)
+    assert len(named) > 25
+    for file, path in named:
+        scope = ast.parse((ROOT / "src/gradguard" / file).read_text(encoding="utf-8")).body
+        for name in path.split("."):
+            found = [node for node in scope if getattr(node, "name", None) == name]
+            assert found, f"docs/architecture.md names {file}:{path}, which is not there"
+            scope = getattr(found[0], "body", [])
+
+
+def test_the_page_on_architecture_has_every_room():
+    page = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
+    source = ROOT / "src/gradguard"
+    rooms = [p for p in source.iterdir() if (p / "__init__.py").exists()]
+    missing = [room.name for room in rooms if f"{room.name}/" not in page]
+    assert not missing
