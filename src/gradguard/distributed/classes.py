@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from functools import cache
+from operator import itemgetter
 
 import torch
 from torch import Tensor
@@ -10,6 +11,7 @@ from torch import Tensor
 from gradguard.distributed.placements import Placement
 from gradguard.tensors.layout import meeting_device, move
 from gradguard.tensors.norms import tensor_norms, total_norm
+from gradguard.tensors.side_by_side import SideBySide
 from gradguard.torch_private import base_of
 
 _LOOKED_AT = 16
@@ -68,7 +70,9 @@ class Classes:
                 class_of[i] = k
         self._class_of = torch.tensor(class_of, dtype=torch.int64, device=device)
         self.weights = torch.tensor([weights[m[0]] for m in self._members], dtype=torch.float64, device=device)
-        self._several = [k for k, members in enumerate(self._members) if len(members) > 1]
+        self._several = {
+            k: _Several(members, len(weights), padded) for k, members in enumerate(self._members) if len(members) > 1
+        }
         self._one = [k for k, members in enumerate(self._members) if len(members) == 1]
         self._last_shares: tuple[Tensor, Tensor] | None = None
 
@@ -90,12 +94,7 @@ class Classes:
         alone = tensor_norms([parts[self._members[k][0]] for k in self._one], order)
         if not self._several:
             return alone.double()
-        several = []
-        for k in self._several:
-            members = self._members[k]
-            everything = len(members) == len(parts)
-            own, padded = (parts, self._padded) if everything else _taken(members, parts, self._padded)
-            several.append(total_norm(merged(own, padded), order))
+        several = [total_norm(members.of(parts), order) for members in self._several.values()]
         where = meeting_device([alone, *several])
         norms = torch.zeros(len(self), dtype=torch.float64, device=where)
         for k, norm in zip([*self._several, *self._one], [*several, *alone.unbind()], strict=True):
@@ -117,8 +116,17 @@ class Classes:
         return self._last_shares[1]
 
 
-def _taken(members: Sequence[int], parts: Sequence[Tensor], padded: Sequence[int]) -> tuple[list[Tensor], list[int]]:
-    return [parts[i] for i in members], [padded[i] for i in members]
+class _Several:
+    """The gradients of one class, which come again and again."""
+
+    def __init__(self, members: Sequence[int], count: int, padded: Sequence[int]) -> None:
+        self._taken = tuple if len(members) == count else itemgetter(*members)
+        self._padded = self._taken(padded)
+        self._side_by_side = SideBySide()
+
+    def of(self, parts: Sequence[Tensor]) -> list[Tensor]:
+        """Return tensors that hold exactly the elements of those of ``parts`` that are in the class, and zeros."""
+        return self._side_by_side(merged(self._taken(parts), self._padded))
 
 
 def padded_numel(tensor: Tensor, part: Tensor, placement: Placement) -> int:
