@@ -85,7 +85,7 @@ class StageLists:
     """
 
     def __init__(self, reducer: Reducer) -> None:
-        numbers = sorted(set(reducer.agreement.stages))
+        numbers, mine = sorted(reducer.agreement.senders), min(reducer.union.stage)
         lists = dict(zip(numbers, details_of_stages(reducer.union, reducer.agreement, reducer.device), strict=True))
         _check_alike(lists)
         # A stage is known by its parameters: one without any would not see that the others have new ones.
@@ -104,7 +104,7 @@ class StageLists:
                     self.whole.append(its_whole)
                 self.holders[place] += its_holders
                 self.whole[place] &= its_whole
-                if stage == min(reducer.union.stage):
+                if stage == mine:
                     self.own.append(place)
         self.names = _names_of_stages(entries)
 
