@@ -17,6 +17,9 @@ from gradguard.torch_private import base_of
 _LOOKED_AT = 16
 """Gradients that are looked at before all of them are."""
 
+_WORTH = 1024
+"""Elements of the longest of these from which on reading a buffer saves more time than finding out what lies in it."""
+
 
 class Classes:
     """The gradients of one list in classes, each of which one number stands for in the all-reduce.
@@ -149,7 +152,7 @@ def merged(parts: Sequence[Tensor], padded: Sequence[int]) -> list[Tensor]:
     FSDP2's gradients of one module are views of one buffer, padded with zeros. It stands for them only if they are all
     of it, each once: not if one is exempt, None or was replaced.
     """
-    if not _share_buffers(parts[:_LOOKED_AT]):  # looking at thousands would cost more than it can save
+    if not _are_worth_it(parts[:_LOOKED_AT]):  # looking at thousands would cost more than it can save
         return list(parts)
     buffers = [base_of(part) for part in parts]
     by_buffer: dict[int, list[int]] = {}
@@ -170,7 +173,9 @@ def merged(parts: Sequence[Tensor], padded: Sequence[int]) -> list[Tensor]:
     return kept
 
 
-def _share_buffers(parts: Sequence[Tensor]) -> bool:
+def _are_worth_it(parts: Sequence[Tensor]) -> bool:
+    if max([part.numel() for part in parts], default=0) < _WORTH:
+        return False
     buffers = [id(buffer) for part in parts if (buffer := base_of(part)) is not None]
     return len(set(buffers)) < len(buffers)
 
