@@ -165,6 +165,7 @@ def work(rank: int, store: str, args: argparse.Namespace) -> None:
 
 def simulate(world: int, count: int) -> None:
     """Print the processor's milliseconds of one rank of ``world``, all others being alike."""
+    import torch.distributed.fsdp  # as in a run that shards
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     from gradguard.distributed.reduction import Reducer
@@ -191,11 +192,18 @@ def simulate(world: int, count: int) -> None:
         return DTensor.from_local(torch.full((2, 4), 0.1), mesh, layouts[number % 3], run_check=False)
 
     made = [nn.Parameter(tensor(i)) for i in range(count)]
-    for i, p in enumerate(made):
-        p.grad = tensor(i)
-    gradients, clipper = [p.grad for p in made], gg.ClipByGlobalNorm(1e9)
+    clipper = gg.ClipByGlobalNorm(1e9)
 
-    def busy(call: Callable[[], object]) -> float:
+    def renew(together: int) -> None:
+        """Make new gradients, as a backward pass does: ``together`` of them views of one buffer, as FSDP2's are."""
+        for start in range(0, count, together):
+            buffer = torch.full((8 * together,), 0.1)
+            for i, p in enumerate(made[start : start + together]):
+                local = buffer[8 * i : 8 * i + 8].view(2, 4) if together > 1 else buffer.view(2, 4)
+                p.grad = DTensor(local, p._spec, requires_grad=False)
+
+    def busy(call: Callable[[], object], together: int = 1) -> float:
+        renew(together)
         start = time.thread_time()
         call()
         return 1e3 * (time.thread_time() - start)
@@ -203,16 +211,21 @@ def simulate(world: int, count: int) -> None:
     gg.clip_grad_norm_(made[:3], 1e9)  # imports
     print(f"{world:,} ranks, {count:,} tensors, ms of the processor")
     print(f"  first plan       {busy(lambda: gg.clip_grad_norm_(made, 1e9)):10.1f}")
-    for name, call in {
-        "later": lambda: gg.clip_grad_norm_(made, 1e9),
-        "later, clipper": lambda: clipper(made),
-        "with tensor_norms": lambda: clipper(made, tensor_norms=True),
-        "get_total_norm": lambda: gg.get_total_norm(gradients),
-    }.items():
-        call()
+    calls: dict[str, tuple[Callable[[], object], int]] = {
+        "later": (lambda: gg.clip_grad_norm_(made, 1e9), 1),
+        "of buffers": (lambda: gg.clip_grad_norm_(made, 1e9), 16),
+        "clipper": (lambda: clipper(made), 1),
+        "binds": (lambda: gg.clip_grad_norm_(made, 1e-3), 1),
+        "with tensor_norms": (lambda: clipper(made, tensor_norms=True), 1),
+        "get_total_norm": (lambda: gg.get_total_norm([p.grad for p in made]), 1),
+    }
+    for name, (call, together) in calls.items():
+        busy(call, together)
         sent.clear()
         call()
-        print(f"  {name:17} {min(busy(call) for _ in range(7)):9.1f}   all-reduce of {sent[0]:,} numbers")
+        best = min(busy(call, together) for _ in range(7))
+        each = f"{1e3 * best / count:5.2f} µs a tensor"
+        print(f"  {name:17} {best:9.1f} {each}   all-reduce of {sent[0]:,} numbers")
 
 
 def report(found: dict[str, list[Row]], alone: bool) -> None:

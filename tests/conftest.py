@@ -34,6 +34,7 @@ SAMPLED = {
     "distributed/test_norm_on_shards.py": 3,
     "distributed/test_other_arguments.py": 2,
     "distributed/test_random_layouts.py": 3,
+    "distributed/test_rule_table.py": 8,
     "distributed/test_rules_on_shards.py": 6,
     "distributed/test_what_a_review_of_stages_found.py": 2,
     "error_clip/test_compiled.py": 12,

@@ -531,6 +531,8 @@ def test_dtensors(monkeypatch):
     assert (spec.mesh, list(spec.placements)) == (mesh, [Shard(0)])
     assert torch_private.specs_of([sharded, plain, None]) == [spec, False, None]
     assert torch_private.specs_of([sharded])[0] is spec
+    assert torch_private.layouts_of([sharded, plain]) == [spec, torch.float32]
+    assert torch_private.local_tensors([sharded], [plain])[0] is torch_private.local_tensor_of(sharded)
     assert torch_private.has_usual_shard_order(sharded)
     assert torch_private.root_mesh_of(mesh["dp"]) == mesh
     assert torch_private.root_mesh_of("a mesh that cannot tell") == "a mesh that cannot tell"
@@ -541,6 +543,32 @@ def test_dtensors(monkeypatch):
     usual = SimpleNamespace(placements=(), shard_order=(1,), compute_default_shard_order=lambda placements: (2,))
     assert not torch_private.has_usual_shard_order(SimpleNamespace(_spec=usual))
     assert isinstance(sharded, DTensor)
+
+
+@pytest.mark.usefixtures("one_process")
+@pytest.mark.parametrize("gone", [(), ["torch._C.DisableTorchFunctionSubclass"]], ids=["as it is", "gone"])
+def test_grads_of(monkeypatch, gone):
+    from torch.distributed.tensor import Replicate, distribute_tensor
+
+    class Telling(torch.Tensor):
+        """A tensor whose gradient is not what torch keeps."""
+
+        @classmethod
+        def __torch_function__(cls, function, types, args=(), kwargs=None):
+            assert function == torch.Tensor.grad.__get__
+            return "told"
+
+    mesh = torch.distributed.init_device_mesh("cpu", (1,), mesh_dim_names=("dp",))
+    sharded = torch.nn.Parameter(distribute_tensor(torch.ones(4), mesh, [Replicate()]))
+    sharded.grad = sharded.detach().clone()
+    plain, without_any = torch.nn.Parameter(torch.ones(2)), torch.ones(3)
+    plain.grad = torch.full((2,), 7.0)
+    file = without(monkeypatch, *gone)
+    found = file.grads_of([sharded, plain, without_any])
+    assert [a is b for a, b in zip(found, [sharded.grad, plain.grad, None], strict=True)] == [True] * 3
+    told = torch.Tensor._make_subclass(Telling, torch.ones(1))
+    assert file.grads_of([sharded, told])[1] == "told"
+    assert file.grads_of([]) == []
 
 
 def test_process_groups(monkeypatch, one_process):

@@ -203,6 +203,49 @@ def test_other_clippers_that_remember_are_not_shared():
         step_in_backward(net, OPTIMIZERS["AdamW"], lambda: rule)
 
 
+def test_members_that_remember_are_not_shared_either():
+    rule = gg.ClipByMedian()
+    together = [lambda: gg.Groups({"*": rule}), lambda: gg.Chain(rule, gg.ClipByValue(1.0))]
+    optimizers = [torch.optim.SGD([nn.Parameter(torch.zeros(2))], lr=0.1) for _ in range(5)]
+    first = gg.Guard(optimizers.pop(), together[0]())
+    for make, optimizer in zip(together * 2, optimizers, strict=True):
+        assert first.clipper is not make()
+        with pytest.raises(gg.InvalidValueError, match="this ClipByMedian belongs to the Guard of another optimizer"):
+            gg.Guard(optimizer, make())
+
+
+def test_groups_of_previous_norms_are_shared_and_each_follows_its_own():
+    """As two rules on two halves of the model would, each by itself."""
+    nets, bounds, seen = [model(), model()], {"0": 0.05, "rest": 0.2}, []
+    names = [name for name, _ in nets[0].named_parameters()]
+    groups = gg.Groups({"0": gg.ClipByPreviousNorm(0.05)}, rest=gg.ClipByPreviousNorm(0.2))
+    alone = {label: gg.ClipByPreviousNorm(bound) for label, bound in bounds.items()}
+    chosen = iter(alone["0"] if name.startswith("0.") else alone["rest"] for name in names)
+    step_in_backward(nets[0], OPTIMIZERS["AdamW"], lambda: groups)
+    step_in_backward(nets[1], OPTIMIZERS["AdamW"], lambda: next(chosen))
+    for step in range(4):
+        for net in nets:
+            loss_of(net, step).backward()
+        seen.append([[float(m.end_step()) for m in rules] for rules in (groups.members.values(), alone.values())])
+    assert all(ours == theirs and min(ours) > 0 for ours, theirs in seen)
+    torch.testing.assert_close(list(nets[0].parameters()), list(nets[1].parameters()), rtol=0, atol=0)
+
+
+def test_a_run_that_goes_on_tells_of_the_lock_in_at_once():
+    net, clipper, other = model(), gg.ClipByPreviousNorm(0.0), gg.ClipByPreviousNorm(0.0)
+    other.load_state_dict(clipper.state_dict())
+    assert other._locked_in is None  # nothing has been seen, as in a clipper that is new
+    loss_of(net, 0).backward()
+    for steps in (50, 60):
+        for _ in range(steps):
+            clipper(net)
+            clipper.end_step()
+        other.load_state_dict(clipper.state_dict())
+        through, resumed = clipper(net).locked_in, other(net).locked_in
+        clipper.end_step()
+        assert bool(through) is bool(resumed) is (steps == 60)
+
+
 def test_a_step_that_is_not_finite_and_one_without_gradients_leave_the_norm_known():
     net, clipper = model(), gg.ClipByPreviousNorm(INF)
     norms = []

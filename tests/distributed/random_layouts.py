@@ -110,6 +110,7 @@ def case_of(seed: int, meshes: Meshes) -> Case:
             item.absent = frozenset()
         if call == "guard" and any(p.is_partial() for p in item.placements):  # torch cannot step such parameters
             item.placements = item.of_gradient = tuple(Replicate() for _ in item.placements)
+            item.gradient_mesh = item.mesh
     spanning = [i for i in items if i.mesh is not None and meshes.all[i.mesh].size() == meshes.world]
     if (
         call == "total" or not spanning

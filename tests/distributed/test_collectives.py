@@ -1,6 +1,7 @@
 """One all-reduce a clip, the same on every rank whatever gradients it has, and none for a clamp."""
 
 import math
+from unittest import mock
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ import torch.distributed as dist
 from collectives import Collectives
 
 import gradguard as gg
+from gradguard.distributed import plan
 from sharded import LISTS, laid_out, mesh, parameter
 
 ONE = ["allreduce_"]
@@ -153,6 +155,21 @@ def ran_at_first():
 
 def test_a_plan_costs_one_all_gather(pool):
     assert_all(pool(4).run(ran_at_first), ["allgather_", "allreduce_"])
+
+
+def unions_looked_for():
+    """How often two calls work out who takes part, on a mesh of two dimensions; another list has another mesh."""
+    gradients = [p.grad for _, p in named(LISTS["fsdp x tp"])]
+    plan._unions.clear()
+    with mock.patch.object(plan, "union_of", wraps=plan.union_of) as looked:
+        norms = {float(gg.get_total_norm(gradients)) for _ in range(3)}
+        first = looked.call_count
+        gg.get_total_norm([p.grad for _, p in named(LISTS["hsdp"])])
+    return len(norms), first, looked.call_count
+
+
+def test_get_total_norm_keeps_who_takes_part(pool):
+    assert pool(4).run(unions_looked_for) == [(1, 1, 2)] * 4
 
 
 PRESENT = [(), (0,), (0, 1, 2, 3, 4), (1, 3), (4,), ()]

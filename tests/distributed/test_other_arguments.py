@@ -25,6 +25,13 @@ def guarded(named, usual, other, policies=("skip", "skip")):
     optimizer.step()
 
 
+def holder(parameter):
+    """A module whose type does not tell which parameter it has."""
+    module = torch.nn.Module()
+    module.weight = parameter
+    return module
+
+
 CASES = {
     "max_norm": (lambda q: gg.clip_grad_norm_(q, mine(0.1, 0.2)), r"\('clip_grad_norm_', 0\.2, 2\.0, 'propagate'\)"),
     "max_norm, measured only": (lambda q: gg.clip_grad_norm_(q, mine(0.1, math.inf)), r"\('clip_grad_norm_', inf, "),
@@ -48,7 +55,31 @@ CASES = {
     "a clipper's argument": (lambda q: gg.ClipByMedian(k=mine(3.0, 4.0))(q), r"\('ClipByMedian', 4\.0, 128"),
     "a member's argument": (
         lambda q: gg.Groups({"layer0": gg.ClipByNorm(mine(1.0, 2.0))}, rest=None)(q),
-        r"\('Groups', 'layer0', 'ClipByNorm', 2\.0, 2\.0, 'rest', 'propagate'\)",
+        r"\('Groups', 'layer0', 'ClipByNorm', 2\.0, 2\.0, 'rest', 'choice \w+ of parameters', 'propagate'\)",
+    ),
+    "a threshold to begin with": (
+        lambda q: gg.ClipFraction(0.3, initial=mine(None, 2.0))(q),
+        r"\('ClipFraction', 0\.3, 0\.2, 2\.0,",
+    ),
+    "what is excluded, by name": (
+        lambda q: gg.ClipAdaptive(exclude=mine("layer0", "layer1"))(q),
+        r"\('ClipAdaptive', 0\.01, 0\.001, 'layer1', 'choice .*'layer0'",
+    ),
+    "what is excluded, by identity": (
+        lambda q: gg.ClipAdaptive(exclude=holder(q[mine(0, 1)][1]))(q),
+        r"\('ClipAdaptive', 0\.01, 0\.001, 'a Module', 'choice \w{8} of parameters', 'propagate'\)",
+    ),
+    "what a member excludes, by identity": (
+        lambda q: gg.Chain(gg.ClipByValue(1.0), gg.ClipAdaptive(exclude=holder(q[mine(0, 1)][1])))(q),
+        r"\('Chain', 'ClipByValue'.*'choice \w{8} of parameters', 'propagate'\)",
+    ),
+    "what is in a group, by identity": (
+        lambda q: gg.Groups([(holder(q[mine(0, 1)][1]), gg.ClipByNorm(1.0))], rest=None)(q),
+        r"\('Groups', 'group 0', 'a Module', 'ClipByNorm', .*'choice \w{8} of parameters', 'propagate'\)",
+    ),
+    "what is exempt in a guard, by identity": (
+        lambda q: guarded(q, *(gg.Groups([(q[i][1], None)], rest=gg.ClipByGlobalNorm(1.0)) for i in (0, 1))),
+        r"\('Groups', 'group 0', 'a parameter of shape",
     ),
     "a guard's clipper": (
         lambda q: guarded(q, gg.ClipByGlobalNorm(1.0), gg.ClipByGlobalNorm(2.0)),

@@ -15,6 +15,7 @@ from gradguard.clip.clipper import (
     Decision,
     ListedParameters,
     MeasuredGradients,
+    choice,
     describe,
     global_norm,
     measured,
@@ -23,6 +24,7 @@ from gradguard.clip.clipper import (
 from gradguard.clip.clippers import FixedRule, at_scale, norm_where
 from gradguard.clip.parameters import Gradients, Parameters
 from gradguard.clip.selection import KnownNames, Selection, Selector
+from gradguard.distributed.settings import Settings
 from gradguard.tensors.layout import move
 from gradguard.tensors.units import UnitLayout
 
@@ -71,7 +73,6 @@ class ClipAdaptive(FixedRule):
     """
 
     measures_itself, needs_tensor_norms = True, False
-    arguments = ("threshold", "eps")
 
     def __init__(
         self,
@@ -83,10 +84,15 @@ class ClipAdaptive(FixedRule):
         self.threshold, self.eps = check_threshold("threshold", threshold), float(check_threshold("eps", eps))
         nothing = isinstance(exclude, tuple | list) and not exclude
         self._exclude = None if nothing else Selector(exclude, "exclude")
+        self.exclude = "" if nothing else str(self._exclude)
         self._names, self._learned = KnownNames(), False
         self._layouts: dict[int, tuple[weakref.ref, UnitLayout]] = {}
         self._known: list[int] = []  # the parameters of the module that `learn` saw last
         self._module: weakref.ref[nn.Module] | None = None
+
+    def choices(self, found: Gradients) -> Settings:
+        """Return which parameters are excluded."""
+        return () if self._exclude is None else (choice(self._excluded(found)),)
 
     def learn(self, parameters: Parameters) -> None:
         """Look which layers of a module have units along another dimension, and whether ``exclude`` fits."""

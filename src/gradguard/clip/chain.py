@@ -81,6 +81,14 @@ class Chain(Clipper):
         """Return those of all members."""
         return "Chain", *(setting for member in self.members for setting in member.settings())
 
+    def choices(self, found: Gradients) -> Settings:
+        """Return those of all members."""
+        return tuple(chosen for member in self.members for chosen in member.choices(found))
+
+    def leaves(self) -> list[Clipper]:
+        """Return those of all members."""
+        return [leaf for member in self.members for leaf in member.leaves()]
+
     def orders(self) -> set[float]:
         """Return those of all members."""
         return {2.0}.union(*(member.orders() for member in self.members))

@@ -3,7 +3,9 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from inspect import signature
 from typing import Any, Self
+from zlib import crc32
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +28,7 @@ from gradguard.clip.parameters import (
 from gradguard.clip.result import ClipResult, NonfiniteCounter
 from gradguard.clip_events import ClipEvent, announce, is_heard, rule_of, tell
 from gradguard.distributed.classes import Classes
-from gradguard.distributed.settings import Settings
+from gradguard.distributed.settings import Settings, as_setting
 from gradguard.tensors.layout import are_readable, move, public_dtype
 from gradguard.tensors.nonfinite import NonFinitePolicy, check_policy, zero_if_nonfinite_
 from gradguard.tensors.norms import norm_of_norms, tensor_norms
@@ -138,7 +140,7 @@ class Clipper(ABC):
             self.learn(ListedParameters(found, parameters))
         else:
             self.learn(parameters if isinstance(parameters, nn.Module) else _as_parameters(names, tensors))
-        found = to_clip_by(asking(found, tensor_norms), *self.settings(), policy)
+        found = self.compared(asking(found, tensor_norms), policy)
         if policy == "raise":
             found = self.measure(found)
             refuse_nonfinite_in(found, total_of(found.norms), found.norms if found.classes is None else None)
@@ -170,11 +172,35 @@ class Clipper(ABC):
         return {float(getattr(self, "norm_type", 2.0))}
 
     arguments: Sequence[str] = ()
-    """Which attributes decide how the rule clips, all numbers: processes that hold parts must have the same ones."""
+    """Which attributes decide how the rule clips: processes that hold parts of gradients must have the same ones.
+
+    Those of the constructor's arguments that it keeps under their names, unless a class says otherwise. Of an argument
+    that is neither a number nor a string only the type is compared."""
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        """Take the constructor's arguments, and those of a rule that this one refines, for what must be alike."""
+        super().__init_subclass__(**options)
+        if "__init__" in vars(cls) and "arguments" not in vars(cls):
+            _, *given = signature(cls.__init__).parameters.values()
+            own = [p.name for p in given if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+            cls.arguments = tuple(dict.fromkeys([*own, *cls.arguments]))
 
     def settings(self) -> Settings:
         """Return what must be the same on all processes: the rule, and the values of its `arguments`."""
-        return type(self).__name__, *(getattr(self, name) for name in self.arguments)
+        return type(self).__name__, *(as_setting(getattr(self, name, None)) for name in self.arguments)
+
+    def choices(self, found: Gradients) -> Settings:
+        """Return which of the gradients are treated in which way, of a rule that chooses, as `choice` tells it."""
+        del found
+        return ()
+
+    def compared(self, found: Gradients, policy: NonFinitePolicy | str) -> Gradients:
+        """Return ``found``, which all processes that hold parts of it must clip by the same, or none does."""
+        return found if found.part is None else to_clip_by(found, *self.settings(), *self.choices(found), policy)
+
+    def leaves(self) -> list["Clipper"]:
+        """Return the rules that this one is made of: itself, unless it puts others together."""
+        return [self]
 
     def is_per_tensor(self) -> bool:
         """Tell whether each gradient is treated without regard to the others, so that they may come one at a time."""
@@ -226,6 +252,11 @@ class Clipper(ABC):
             elif isinstance(value, Clipper) or hasattr(value, "state_dict"):
                 value.to(device)
         return self
+
+
+def choice(numbers: Sequence[int]) -> str:
+    """Return what tells one choice of parameters from another: ``numbers`` has one for each, such as its group."""
+    return f"choice {crc32(repr(numbers).encode()):08x} of parameters"
 
 
 class ListedParameters(list[tuple[str, Tensor]]):

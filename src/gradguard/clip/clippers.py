@@ -83,7 +83,6 @@ class ClipByGlobalNorm(FixedRule):
         self.norm_type = check_order(norm_type)
 
     needs_tensor_norms = False
-    arguments = ("max_norm", "norm_type")
 
     @torch.no_grad()
     def decide(self, found: Gradients, scale: float | Tensor = 1.0) -> Decision:
@@ -136,8 +135,6 @@ class ClipByNorm(FixedRule):
         super().__init__()
         self.max_norm = check_threshold("max_norm", max_norm)
         self.norm_type = check_order(norm_type)
-
-    arguments = ("max_norm", "norm_type")
 
     def is_per_tensor(self) -> bool:
         """Tell that gradients may come one at a time: yes."""
@@ -201,7 +198,6 @@ class ClipByValue(FixedRule):
     """
 
     measures_itself, needs_tensor_norms = True, False
-    arguments = ("max", "min")
 
     def __init__(self, max: float | Tensor, min: float | None = None) -> None:
         super().__init__()

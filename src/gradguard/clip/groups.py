@@ -12,6 +12,7 @@ from gradguard.clip.clipper import (
     Decision,
     ListedParameters,
     MeasuredGradients,
+    choice,
     describe,
     global_norm,
     measured,
@@ -97,9 +98,21 @@ class Groups(Clipper):
         self._classes: tuple[Classes, list[int], list[bool], Classes] | None = None  # of those
 
     def settings(self) -> Settings:
-        """Return those of all members, with the groups' labels."""
-        own = {label: () if member is None else member.settings() for label, member in self.members.items()}
-        return "Groups", *(setting for label, settings in own.items() for setting in (label, *settings))
+        """Return those of all members, with what is in their groups."""
+        chosen = [*map(str, self._selectors), "rest"]
+        own = [() if member is None else member.settings() for member in self.members.values()]
+        both = zip(self.members, chosen, own, strict=False)  # there may be no rest
+        told = [(label, *([] if words == label else [words]), *settings) for label, words, settings in both]
+        return "Groups", *(setting for settings in told for setting in settings)
+
+    def choices(self, found: Gradients) -> Settings:
+        """Return the group of each parameter, and the choices of the members."""
+        own = [chosen for member in self._clippers() for chosen in member.choices(found)]
+        return choice(self._places_of(found)), *own
+
+    def leaves(self) -> list[Clipper]:
+        """Return those of all members."""
+        return [leaf for member in self._clippers() for leaf in member.leaves()]
 
     def orders(self) -> set[float]:
         """Return those of all members."""

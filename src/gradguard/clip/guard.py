@@ -16,7 +16,7 @@ from gradguard.clip.guard_in_backward import is_in_backward, refuse_in_backward,
 from gradguard.clip.guard_names import names_in, names_of
 from gradguard.clip.guard_scaler import ScaledClipDetector, ScalerStep, listen, stop_listening
 from gradguard.clip.guard_skip import Snapshot
-from gradguard.clip.parameters import Gradients, Stages, gradients_of, refuse_nonfinite_in, to_clip_by
+from gradguard.clip.parameters import Gradients, Stages, gradients_of, refuse_nonfinite_in
 from gradguard.clip.result import ClipResult
 from gradguard.clip_events import is_heard, tell
 from gradguard.distributed.agreement import largest_of
@@ -297,7 +297,7 @@ class Guard:
             self.clipper.learn(ListedParameters(found, self._model))  # those of all stages
             self._stages_known = True
         found = asking(found, self._agree_on_tensor_norms(found))
-        return to_clip_by(found, *self.clipper.settings(), self._policy)
+        return self.clipper.compared(found, self._policy)
 
     def _agree_on_tensor_norms(self, found: Gradients) -> bool:
         """Whether any process wants the norm of each tensor; asked once, because only then all are sure to answer."""
@@ -407,12 +407,14 @@ class Guard:
                     "Chain(a, b) applies one after the other, Groups({...}) gives parameters their own; or call "
                     "detach() on the other guard first."
                 )
-            shares = [g for other in _guards.values() if (g := other()) is not None and g.clipper is self.clipper]
-            if shares and not self.clipper.serves_several_guards and self.clipper.state_dict():
-                raise InvalidValueError(
-                    f"this {type(self.clipper).__name__} belongs to the Guard of another optimizer, and it remembers: "
-                    "two histories would mix. Make one clipper for each Guard, or pass copy.deepcopy(clipper)."
-                )
+            others = [g.clipper for other in _guards.values() if (g := other()) is not None]
+            taken = {id(leaf) for clipper in others for leaf in clipper.leaves()}
+            for leaf in self.clipper.leaves():
+                if id(leaf) in taken and not leaf.serves_several_guards and leaf.state_dict():
+                    raise InvalidValueError(
+                        f"this {type(leaf).__name__} belongs to the Guard of another optimizer, and it remembers: two "
+                        "histories would mix. Make one clipper for each Guard, or pass copy.deepcopy(clipper)."
+                    )
             _guards[self.optimizer] = ref(self)
             self._attached = True
             self._hooks = EveryStep(self._before, self._after, optimizer=self.optimizer, enter=self._enter)

@@ -64,6 +64,11 @@ class LockIn:
         new = torch.stack([bound, clipped.to(steps.dtype)])[:, None]
         steps.scatter_(1, place, torch.where(finite, new, steps.gather(1, place)))
         self._seen.add_(finite)
+        return self.verdict()
+
+    def verdict(self) -> Tensor:
+        """Return the verdict after the last step, 0-dim bool."""
+        steps, window = self._steps, self._steps.shape[1]
         thresholds, bound_on = steps.unbind()
         same = thresholds.max() <= thresholds.min() * (1 + TOLERANCE)
         return (self._seen[0] >= window) & (bound_on.sum() * 2 > window) & same

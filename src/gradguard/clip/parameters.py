@@ -55,7 +55,8 @@ class Gradients:
 
     def plain_names(self) -> tuple[str, ...]:
         """Return the name of each gradient, or its position where the user gave no names."""
-        return tuple(self.names[i] if self.names is not None else str(i) for i in self.positions)
+        names = self.names
+        return tuple(map(str, self.positions)) if names is None else tuple([names[i] for i in self.positions])
 
 
 @dataclass(frozen=True, slots=True)

@@ -70,7 +70,6 @@ class ClipByPreviousNorm(StatefulClipper):
     """
 
     serves_several_guards = True
-    arguments = ("max_norm", "norm_type")
 
     def __init__(self, max_norm: float | Tensor, norm_type: float = 2.0) -> None:
         super().__init__(previous=scalar(0.0))
@@ -155,6 +154,7 @@ class ClipByPreviousNorm(StatefulClipper):
         """Take over a state, and forget what has come of a step that was not ended."""
         super().load_state_dict(state_dict)
         self._norms, self._clipped = {}, []
+        self._locked_in = self.lock_in.verdict() if self.steps else None
 
     def _remember(self, found: Gradients, norms: Tensor) -> None:
         again = [i for i, parameter in enumerate(found.parameters) if id(parameter) in self._norms]

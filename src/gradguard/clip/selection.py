@@ -36,6 +36,11 @@ class Selector:
         if not (self.patterns or self._tensors or self._modules):
             raise InvalidValueError(f"{what} is empty: expected a name pattern, a module or a list of parameters.")
 
+    def __str__(self) -> str:
+        """Say what is selected, in words that are the same on all processes."""
+        tensors = [f"a parameter of shape {tuple(t.shape)}" for t in self._tensors]
+        return ", ".join([*self.patterns, *tensors, *(f"a {type(module).__name__}" for module in self._modules)])
+
     def refuse_identities(self) -> None:
         """Raise if parameters or modules are selected themselves: a process has only those of its pipeline stage.
 

@@ -60,15 +60,15 @@ class Agreement:
     Attributes:
         wishes: Which of the wishes any process has.
         number: For what was agreed on: the same on all processes, and new.
-        stages: The stage of each process of the union, by its first rank.
-        lengths: How long the text of each process' list is.
+        senders: One process of each stage, by its rank in the union: a stage is known by the first rank that it has.
+        lengths: How long the text of its list is, by stage.
         text: That of this process: its list, and the details.
     """
 
     wishes: Sequence[bool]
     number: int
-    stages: Sequence[int]
-    lengths: Sequence[int]
+    senders: Mapping[int, int]
+    lengths: Mapping[int, int]
     text: bytes
 
 
@@ -101,41 +101,41 @@ def agree(
     gather = partial(dist.all_gather, list(table.unbind()), mine, group=union.group)
     together(gather, union, signature, on_host=on_host)
     table = table.cpu()
-    stages, lengths = table[:, 0].tolist(), table[:, 2].tolist()
-    if not bool((table[:, :3] == table[0, :3]).all()):
-        heads = [tuple(row) for row in table[:, :3].tolist()]
-        first_of = {stage: i for i, stage in reversed(list(enumerate(stages)))}
-        other = next((i for i, head in enumerate(heads) if head != heads[first_of[head[0]]]), None)
-        if other is not None:
-            raise DistributedError(_difference(union, text, lengths, other, first_of[stages[other]], device))
+    stages, of_stage = table[:, 0].unique(return_inverse=True)  # no list in Python is as long as the world
+    rows = torch.arange(len(table), device="cpu")
+    first = torch.full_like(stages, len(table)).scatter_reduce(0, of_stage, rows, "amin")
+    others = (table[:, :3] != table[first[of_stage], :3]).any(dim=1).nonzero()
+    if len(others):
+        other = int(others[0, 0])
+        lengths = {at: int(table[at, 2]) for at in (other, int(first[of_stage[other]]))}
+        raise DistributedError(_difference(union, text, lengths, device))
     largest = table.amax(dim=0).tolist()
     _numbers.last = largest[3]
-    return Agreement([bool(wish) for wish in largest[4:]], _numbers.last, stages, lengths, text)
+    senders = dict(zip(stages.tolist(), first.tolist(), strict=True))
+    lengths = dict(zip(stages.tolist(), table[first, 2].tolist(), strict=True))
+    return Agreement([bool(wish) for wish in largest[4:]], _numbers.last, senders, lengths, text)
 
 
 def _digest(text: bytes) -> int:
     return int.from_bytes(hashlib.blake2b(text, digest_size=7).digest())
 
 
-def texts_of(
-    union: Union, mine: bytes, lengths: Sequence[int], senders: Sequence[int], device: torch.device
-) -> list[bytes]:
+def texts_of(union: Union, mine: bytes, lengths: Mapping[int, int], device: torch.device) -> list[bytes]:
     """Return the texts of some processes on all: one all-reduce, as long as these texts are together.
 
     Args:
         union: Who takes part.
         mine: The text of this process.
-        lengths: The length of that of each process.
-        senders: Whose are wanted, by their ranks in the union.
+        lengths: The lengths of those that are wanted, by their processes' ranks in the union.
         device: Where the all-reduce happens.
 
     Returns:
         Theirs, in this order.
     """
-    sizes = [lengths[sender] for sender in senders]
+    sizes = list(lengths.values())
     buffer = torch.zeros(sum(sizes), dtype=torch.uint8, device=device)
     me = dist.get_rank(union.group)
-    for sender, part in zip(senders, buffer.split(sizes), strict=True):
+    for sender, part in zip(lengths, buffer.split(sizes), strict=True):
         if sender == me:
             part.copy_(torch.frombuffer(bytearray(mine), dtype=torch.uint8))
     together(partial(dist.all_reduce, buffer, group=union.group), union, [], on_host=buffer.is_cpu)
@@ -144,11 +144,10 @@ def texts_of(
 
 def details_of_stages(union: Union, agreement: Agreement, device: torch.device) -> list[Any]:
     """Return the details of every stage, in the order of their first ranks: those of one process of each are sent."""
-    first = {stage: i for i, stage in reversed(list(enumerate(agreement.stages)))}
-    senders = [first[stage] for stage in sorted(first)]
-    if len(senders) == 1:
+    if len(agreement.senders) == 1:
         return [json.loads(agreement.text)[1]]
-    return [json.loads(text)[1] for text in texts_of(union, agreement.text, agreement.lengths, senders, device)]
+    lengths = {agreement.senders[stage]: agreement.lengths[stage] for stage in sorted(agreement.senders)}
+    return [json.loads(text)[1] for text in texts_of(union, agreement.text, lengths, device)]
 
 
 def largest_of(union: Union, numbers: Sequence[int], device: torch.device) -> list[int]:
@@ -221,8 +220,9 @@ def _difference_while_waiting(
         seconds = min(2 * seconds, _LONGEST_BETWEEN)
 
 
-def _difference(union: Union, text: bytes, lengths: Sequence[int], other: int, first: int, device: torch.device) -> str:
-    theirs, expected = (json.loads(t)[0] for t in texts_of(union, text, lengths, [other, first], device))
+def _difference(union: Union, text: bytes, lengths: Mapping[int, int], device: torch.device) -> str:
+    other, first = lengths
+    theirs, expected = (json.loads(t)[0] for t in texts_of(union, text, lengths, device))
     ranks = dist.get_process_group_ranks(union.group)
     return (
         f"rank {ranks[other]} came with another list of gradients than rank {ranks[first]}: "

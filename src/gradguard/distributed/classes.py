@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from functools import cache
+from operator import itemgetter
 
 import torch
 from torch import Tensor
@@ -10,10 +11,14 @@ from torch import Tensor
 from gradguard.distributed.placements import Placement
 from gradguard.tensors.layout import meeting_device, move
 from gradguard.tensors.norms import tensor_norms, total_norm
+from gradguard.tensors.side_by_side import SideBySide
 from gradguard.torch_private import base_of
 
 _LOOKED_AT = 16
 """Gradients that are looked at before all of them are."""
+
+_WORTH = 1024
+"""Elements of the longest of these from which on reading a buffer saves more time than finding out what lies in it."""
 
 
 class Classes:
@@ -68,7 +73,9 @@ class Classes:
                 class_of[i] = k
         self._class_of = torch.tensor(class_of, dtype=torch.int64, device=device)
         self.weights = torch.tensor([weights[m[0]] for m in self._members], dtype=torch.float64, device=device)
-        self._several = [k for k, members in enumerate(self._members) if len(members) > 1]
+        self._several = {
+            k: _Several(members, len(weights), padded) for k, members in enumerate(self._members) if len(members) > 1
+        }
         self._one = [k for k, members in enumerate(self._members) if len(members) == 1]
         self._last_shares: tuple[Tensor, Tensor] | None = None
 
@@ -90,12 +97,7 @@ class Classes:
         alone = tensor_norms([parts[self._members[k][0]] for k in self._one], order)
         if not self._several:
             return alone.double()
-        several = []
-        for k in self._several:
-            members = self._members[k]
-            everything = len(members) == len(parts)
-            own, padded = (parts, self._padded) if everything else _taken(members, parts, self._padded)
-            several.append(total_norm(merged(own, padded), order))
+        several = [total_norm(members.of(parts), order) for members in self._several.values()]
         where = meeting_device([alone, *several])
         norms = torch.zeros(len(self), dtype=torch.float64, device=where)
         for k, norm in zip([*self._several, *self._one], [*several, *alone.unbind()], strict=True):
@@ -117,8 +119,17 @@ class Classes:
         return self._last_shares[1]
 
 
-def _taken(members: Sequence[int], parts: Sequence[Tensor], padded: Sequence[int]) -> tuple[list[Tensor], list[int]]:
-    return [parts[i] for i in members], [padded[i] for i in members]
+class _Several:
+    """The gradients of one class, which come again and again."""
+
+    def __init__(self, members: Sequence[int], count: int, padded: Sequence[int]) -> None:
+        self._taken = tuple if len(members) == count else itemgetter(*members)
+        self._padded = self._taken(padded)
+        self._side_by_side = SideBySide()
+
+    def of(self, parts: Sequence[Tensor]) -> list[Tensor]:
+        """Return tensors that hold exactly the elements of those of ``parts`` that are in the class, and zeros."""
+        return self._side_by_side(merged(self._taken(parts), self._padded))
 
 
 def padded_numel(tensor: Tensor, part: Tensor, placement: Placement) -> int:
@@ -141,7 +152,7 @@ def merged(parts: Sequence[Tensor], padded: Sequence[int]) -> list[Tensor]:
     FSDP2's gradients of one module are views of one buffer, padded with zeros. It stands for them only if they are all
     of it, each once: not if one is exempt, None or was replaced.
     """
-    if not _share_buffers(parts[:_LOOKED_AT]):  # looking at thousands would cost more than it can save
+    if not _are_worth_it(parts[:_LOOKED_AT]):  # looking at thousands would cost more than it can save
         return list(parts)
     buffers = [base_of(part) for part in parts]
     by_buffer: dict[int, list[int]] = {}
@@ -162,7 +173,9 @@ def merged(parts: Sequence[Tensor], padded: Sequence[int]) -> list[Tensor]:
     return kept
 
 
-def _share_buffers(parts: Sequence[Tensor]) -> bool:
+def _are_worth_it(parts: Sequence[Tensor]) -> bool:
+    if max([part.numel() for part in parts], default=0) < _WORTH:
+        return False
     buffers = [id(buffer) for part in parts if (buffer := base_of(part)) is not None]
     return len(set(buffers)) < len(buffers)
 

@@ -44,7 +44,7 @@ from gradguard.distributed.union import (
 from gradguard.distributed.wrappers import FLAT, check_wrappers, refuse_flat_gradients
 from gradguard.tensors.layout import meeting_device, move
 from gradguard.tensors.norms import norm_of_norms, tensor_norms
-from gradguard.torch_private import layouts_of, local_tensors, specs_of
+from gradguard.torch_private import grads_of, layouts_of, local_tensors, specs_of
 
 _WIDE = (torch.float64, torch.complex128)
 _ORDINARY = {Tensor, nn.Parameter}
@@ -173,7 +173,7 @@ class Plan:
             tensors: The parameters.
             names: Their names, as they are called now.
         """
-        gradients = _each_gradient_once([t.grad for t in tensors])
+        gradients = _each_gradient_once(grads_of(tensors))
         specs = specs_of(gradients)
         if self._moved or not are_known(specs, self._specs):
             new = [i for i in self._laid_out_unlike(tensors) if i not in self._moved]
@@ -197,7 +197,7 @@ class Plan:
 
     def _laid_out_unlike(self, tensors: Sequence[Tensor]) -> list[int]:
         """Which tensors have a gradient that is laid out unlike them."""
-        own, its = specs_of(tensors), specs_of([t.grad for t in tensors])
+        own, its = specs_of(tensors), specs_of(grads_of(tensors))
         return [
             i
             for i, (spec, gradient, placement) in enumerate(zip(own, its, self._placements, strict=True))
@@ -325,12 +325,11 @@ def plan_for(
     if stages is None and shared is None and not flat and not any_sharded(tensors):
         return None
     shared = check_shared(shared, tensors, stages)
-    key = _key(tensors, names, stages, shared)
-    if key not in _plans and key not in _plans_of_one:  # no plan has a tensor twice
+    found = _plan_kept(tensors, names, stages, shared)
+    if found[0] is None:  # no plan has a tensor twice
         tensors, names = _each_once(tensors, names)
-        key = _key(tensors, names, stages, shared)
-    plans = _plans_of_one if len(tensors) == 1 and stages is None else _plans
-    plan = _kept(plans, key)
+        found = _plan_kept(tensors, names, stages, shared)
+    plan, plans, key = found
     if plan is None or not plan.is_for(tensors) or not is_alive(plan.reducer.union.group):
         placements = placements_of(tensors)
         if flat:
@@ -348,6 +347,14 @@ def plan_for(
         forget = partial(_forget, key, weakref.ref(plan))
         plan.alive = [weakref.ref(t, forget) for t in local_tensors(tensors, tensors)]
     return plan, tensors, names
+
+
+def _plan_kept(
+    tensors: Sequence[Tensor], names: Sequence[str] | None, stages: StageGroup | None, shared: Shared
+) -> tuple["Plan | None", dict[tuple, "Plan"], tuple]:
+    """The plan for these tensors if it is kept, where it is to be kept, and under which key."""
+    key, plans = _key(tensors, names, stages, shared), _plans_of_one if len(tensors) == 1 and stages is None else _plans
+    return _kept(plans, key), plans, key
 
 
 def _key(
@@ -445,9 +452,7 @@ def _each_gradient_once(gradients: list[Tensor | None]) -> list[Tensor | None]:
 
 def are_known(specs: Sequence[Any], known: Sequence[Any]) -> bool:
     """Tell whether each spec is the one that was known; None, of no gradient, always is."""
-    if type(None) not in set(map(type, specs)):
-        return all(map(operator.is_, specs, known))
-    return all([s is None or s is k for s, k in zip(specs, known, strict=True)])
+    return all(map(operator.is_, specs, known)) or all([s is None or s is k for s, k in zip(specs, known, strict=True)])
 
 
 def _parts(tensors: Sequence[Tensor | None], missing: Sequence[Tensor] | None = None) -> list[Tensor]:

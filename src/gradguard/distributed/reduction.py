@@ -116,7 +116,8 @@ class Reducer:
         self.device = device if self.is_alone else device_of(union.group, device)
         if self.is_alone:
             text = json.dumps([list(signature), details]).encode()
-            self.agreement = Agreement((wide, moves), 0, [min(union.stage)], [len(text)], text)
+            stage = min(union.stage)
+            self.agreement = Agreement((wide, moves), 0, {stage: 0}, {stage: len(text)}, text)
         else:
             self.agreement = agree(union, signature, (wide, moves), self.device, details)
         self.wide, self.moves = self.agreement.wishes

@@ -23,6 +23,15 @@ Settings = tuple[Setting, ...]
 """What decides how a clip works, besides the gradients: names and numbers; a 0-dim tensor stays on its device."""
 
 
+def as_setting(value: object) -> Setting:
+    """Return what of an argument of a rule can be compared between processes, and be told; of an object, its type."""
+    if value is None or isinstance(value, float | int | str) or (isinstance(value, Tensor) and value.dim() == 0):
+        return value
+    if isinstance(value, tuple | list):
+        return f"({', '.join(str(as_setting(entry)) for entry in value)})"
+    return f"a {type(value).__name__}"
+
+
 def digest(settings: Settings, device: torch.device) -> Tensor:
     """Return what stands for ``settings``, and its square: ``[2]``, float64, whole numbers, without a wait."""
     tensors = [s for s in settings if isinstance(s, Tensor) and not s.is_cpu]

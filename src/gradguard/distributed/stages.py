@@ -37,7 +37,7 @@ def check_shared(shared: Any, tensors: Sequence[Tensor], stages: Any) -> Shared:
             "shared says which weights several pipeline stages hold: name the stages with process_group= or mesh=. On "
             "one process, tied weights count once by themselves."
         )
-    listed = {id(t) for t in tensors}
+    listed = {id(t) for t in tensors} if shared else set()
     for name, tensor in shared.items():
         if id(tensor) not in listed:
             raise InvalidValueError(f"shared[{name!r}] is not among the parameters of this call.")
@@ -85,7 +85,7 @@ class StageLists:
     """
 
     def __init__(self, reducer: Reducer) -> None:
-        numbers = sorted(set(reducer.agreement.stages))
+        numbers, mine = sorted(reducer.agreement.senders), min(reducer.union.stage)
         lists = dict(zip(numbers, details_of_stages(reducer.union, reducer.agreement, reducer.device), strict=True))
         _check_alike(lists)
         # A stage is known by its parameters: one without any would not see that the others have new ones.
@@ -104,7 +104,7 @@ class StageLists:
                     self.whole.append(its_whole)
                 self.holders[place] += its_holders
                 self.whole[place] &= its_whole
-                if stage == min(reducer.union.stage):
+                if stage == mine:
                     self.own.append(place)
         self.names = _names_of_stages(entries)
 

@@ -141,9 +141,10 @@ def flat_placements(tensors: Sequence[Tensor], module: nn.Module | None) -> dict
     Raises:
         UnsupportedGradientError: If it has, and the module does not tell how.
     """
-    flat = {id(t) for t, flattened in zip(tensors, flattened_by_fsdp1(tensors), strict=True) if flattened}
-    if not flat:
+    flattened = flattened_by_fsdp1(tensors)
+    if not any(flattened):
         return {}
+    flat = {id(t) for t, is_flat in zip(tensors, flattened, strict=True) if is_flat}
     if module is not None and not (_flat.get(module, {}).keys() >= flat):
         _flat[module] = _flat_placements(module)
     known = {} if module is None else _flat[module]

@@ -86,8 +86,6 @@ class AdaGC(StatefulClipper):
         arXiv 2502.11034.
     """
 
-    arguments = ("absolute", "relative", "beta", "warmup", "strict_paper")
-
     def __init__(
         self,
         absolute: float = 1.0,

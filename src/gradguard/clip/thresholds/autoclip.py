@@ -60,8 +60,6 @@ class AutoClip(ThresholdClipper):
         networks, arXiv 2007.14469.
     """
 
-    arguments = ("percentile", "window", "strict_paper")
-
     def __init__(self, percentile: float = 10.0, window: int | None = None, strict_paper: bool = False) -> None:
         self.percentile = check_number("percentile", percentile)
         check(0 <= self.percentile <= 100, "a number from 0 to 100", lambda: f"percentile={percentile}")

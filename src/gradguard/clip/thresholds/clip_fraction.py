@@ -56,8 +56,6 @@ class ClipFraction(ThresholdClipper):
         arXiv 1905.03871; without its noise, and with steps in the place of samples.
     """
 
-    arguments = ("target", "learning_rate", "floor", "ceiling")
-
     def __init__(
         self,
         target: float,
@@ -72,9 +70,9 @@ class ClipFraction(ThresholdClipper):
         self.floor = check_number("floor", floor)
         self.ceiling = torch.inf if ceiling is None else float(check_threshold("ceiling", ceiling))
         check(0 <= self.floor <= self.ceiling, "0 <= floor <= ceiling", lambda: f"floor={floor}, ceiling={ceiling}")
-        first = torch.inf if initial is None else check_number("initial", initial)
-        check(first > 0, "a number > 0, or None", lambda: f"initial={initial}")
-        super().__init__(threshold=scalar(first))
+        self.initial = torch.inf if initial is None else check_number("initial", initial)
+        check(self.initial > 0, "a number > 0, or None", lambda: f"initial={initial}")
+        super().__init__(threshold=scalar(self.initial))
 
     def choose(self, norm: Tensor, enters: Tensor) -> Tensor:
         """Return c, and move it."""

@@ -65,8 +65,6 @@ class ClipByMedian(ThresholdClipper):
         the threshold: the optimizer ScaledAdam in icefall, of Yao et al. (2023), Zipformer, arXiv 2310.11230.
     """
 
-    arguments = ("k", "window", "warmup", "floor", "ceiling", "norm_type")
-
     def __init__(
         self,
         k: float = 6.0,

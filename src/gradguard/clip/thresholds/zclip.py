@@ -78,17 +78,6 @@ class ZClip(ThresholdClipper):
         arXiv 2504.02507.
     """
 
-    arguments = (
-        "alpha",
-        "z_threshold",
-        "warmup",
-        "max_grad_norm",
-        "clip_factor",
-        "mode",
-        "skip_update_on_spike",
-        "strict_paper",
-    )
-
     def __init__(
         self,
         alpha: float = 0.97,
