@@ -17,6 +17,7 @@ EXPECTED: dict[str, dict[str, str]] = {
         "eval": "refused: the code of Model used positions in another way than when the model",
         "train": "refused: in another way than when the model was looked at",
         "float32": "refused: the code of Model used positions in another way than when the model",
+        "bfloat16": "refused: the code of Model used positions in another way than when the model",
     },
     "routed mixture of experts, dropout": {
         "train": "refused: so each sample's share cannot be told",
@@ -31,11 +32,13 @@ EXPECTED: dict[str, dict[str, str]] = {
         "eval": "refused: Expected one dimension that grows with the number of samples",
         "train": "refused: Expected one dimension that grows with the number of samples",
         "float32": "refused: Expected one dimension that grows with the number of samples",
+        "bfloat16": "refused: Expected one dimension that grows with the number of samples",
     },
     "mixed up": {
         "eval": "refused: weight is not what the sample gives by itself",
         "train": "refused: weight is not what the sample gives by itself",
         "float32": "refused: weight is not what the sample gives by itself",
+        "bfloat16": "refused: weight is not what the sample gives by itself",
     },
     "a running mean": {
         "train": "refused: weight is not what the sample gives by itself",
@@ -44,6 +47,7 @@ EXPECTED: dict[str, dict[str, str]] = {
         "eval": "refused: weight is not what the sample gives by itself",
         "train": "refused: weight is not what the sample gives by itself",
         "float32": "refused: weight is not what the sample gives by itself",
+        "bfloat16": "refused: weight is not what the sample gives by itself",
     },
     "centred over the batch": {
         "eval": "refused: weight is not what the sample gives by itself",
@@ -113,6 +117,7 @@ EXPECTED: dict[str, dict[str, str]] = {
     },
     "clip_text_model": {
         "float32": "refused: Index put requires the source and destination dtypes match",
+        "bfloat16": "refused: Index put requires the source and destination dtypes match",
     },
     "reformer": {
         "train": "refused: the code of AxialPositionEmbeddings uses parameters by itself and",
@@ -152,11 +157,13 @@ EXPECTED: dict[str, dict[str, str]] = {
         "eval": "refused: Expected one dimension that grows with the number of samples",
         "train": "refused: Expected one dimension that grows with the number of samples",
         "float32": "refused: Expected one dimension that grows with the number of samples",
+        "bfloat16": "refused: Expected one dimension that grows with the number of samples",
     },
     "chinese_clip": {
         "eval": "refused: Expected one dimension that grows with the number of samples",
         "train": "refused: Expected one dimension that grows with the number of samples",
         "float32": "refused: Expected one dimension that grows with the number of samples",
+        "bfloat16": "refused: Expected one dimension that grows with the number of samples",
     },
     "clip": {
         "eval": "refused: its samples cannot be told apart",
@@ -168,16 +175,19 @@ EXPECTED: dict[str, dict[str, str]] = {
         "eval": "refused: its samples cannot be told apart",
         "train": "refused: Expected one dimension that grows with the number of samples",
         "float32": "refused: Expected one dimension that grows with the number of samples",
+        "bfloat16": "refused: Expected one dimension that grows with the number of samples",
     },
     "llava": {
         "eval": "refused: whether the loss is the mean over samples cannot be told",
         "train": "refused: a mean of single samples' terms is over other values",
         "float32": "refused: whether the loss is the mean over samples cannot be told",
+        "bfloat16": "refused: whether the loss is the mean over samples cannot be told",
     },
     "owlvit": {
         "eval": "refused: its samples cannot be told apart",
         "train": "refused: its samples cannot be told apart",
         "float32": "refused: Expected one dimension that grows with the number of samples",
+        "bfloat16": "refused: Expected one dimension that grows with the number of samples",
     },
     "siglip": {
         "eval": "refused: its samples cannot be told apart",
@@ -189,6 +199,7 @@ EXPECTED: dict[str, dict[str, str]] = {
         "eval": "refused: the code of ViltEmbeddings uses parameters by itself and draws random",
         "train": "refused: the code of ViltEmbeddings uses parameters by itself and draws random",
         "float32": "refused: the code of ViltEmbeddings uses parameters by itself and draws random",
+        "bfloat16": "refused: the code of ViltEmbeddings uses parameters by itself and draws random",
     },
     "clip, loss over pairs": {
         "eval": "refused: its samples cannot be told apart",
