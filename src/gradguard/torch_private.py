@@ -480,7 +480,7 @@ def traced_scale_of(scaler: Any) -> float | Tensor:
 # The compiler.
 
 
-def constant_when_traced(function: Callable[[], Any]) -> Callable[[], Any]:
+def constant_when_traced(function: _F) -> _F:
     """Return ``function``, which the compiler calls while it traces, rather than look into it."""
     # As `torch.compiler.assume_constant_result`, which imports the compiler. One that does not read the mark looks into
     # the function, and says so if it cannot.

@@ -108,8 +108,8 @@ class CompiledCounts:
         for table in self.tables.values():
             _, number, nonfinite, backward = table[0].tolist()
             if number:
-                gradient = known[number - 1]
-                return Found(*gradient[:3], backward, nonfinite, gradient.elements)
+                first = known[number - 1]
+                return Found(first.op, first.module, first.made_by, backward, nonfinite, first.elements)
         return None
 
     def begin_of(self, labels: tuple[_Label, ...]) -> int:

@@ -122,6 +122,7 @@ class Clipping:
         tally = self.observer.tally() if self.observer is not None else None
         if plan.pruned:
             self.left_out.append((graph, plan.pruned))
+            self.handles.append(roots[0][0].register_prehook(self._backward_begins))
         for position, numbers, pruned, name, sources in plan.hooks if tally is None else plan.steps:
             node, claim = graph.nodes[position], Claim(numbers)
             if tally is not None and pruned:
@@ -150,6 +151,11 @@ class Clipping:
         for tally in self.tallies:
             tally.forget()
         self.left_out, self.tallies, self.prune = [], [], False
+
+    def _backward_begins(self, grads: Gradients) -> None:
+        """Leave nothing out where the backward is differentiated: its own backward would add up in another order."""
+        if self.left_out and torch.is_grad_enabled():
+            self.leave_nothing_out()
 
     def hook_slot(self, node: Node, number: int) -> Claim:
         """Put the rule on one slot, whatever it is."""
