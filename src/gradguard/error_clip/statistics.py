@@ -261,15 +261,16 @@ class _Shown:
             return apply(grad)
         if type(grad) is not Tensor or not grad.is_cpu or grad.is_complex():
             return self._on_device(grad, apply)
-        low, high = (extreme.item() for extreme in grad.detach().aminmax())
+        seen = grad.detach() if grad.requires_grad else grad
+        low, high = (extreme.item() for extreme in seen.aminmax())
         finite = -math.inf < low and high < math.inf
         if finite and bounds is not None and bounds[0] <= low and high <= bounds[1]:
             return grad
         clipped = apply(grad)
         if finite:
-            row.clipped += _how_many_differ(clipped.detach(), grad.detach())
+            row.clipped += _how_many_differ(clipped.detach() if clipped.requires_grad else clipped, seen)
             return clipped
-        changed, nonfinite = (int(count) for count in count_changes(grad.detach(), clipped.detach()))
+        changed, nonfinite = (int(count) for count in count_changes(seen, clipped.detach()))
         row.add(changed, nonfinite)
         self.stats.note(row, self.made_by, elements, nonfinite)
         return clipped
