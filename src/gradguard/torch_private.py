@@ -192,10 +192,12 @@ _register_hook_lock = threading.Lock()
 
 
 def register_prehooks(hooks: Iterable[tuple[Node, Callable[..., Any]]]) -> Callable[[], None]:
-    """Put a prehook on each node; return what takes all of them out.
+    """Put a prehook on each node: as `Node.register_prehook`, without a handle for each, which costs more than the hook.
 
-    As `Node.register_prehook`, without a handle for each hook, which costs more than the hook. Where torch makes its
-    handles elsewhere: with them.
+    Where torch makes its handles elsewhere: with them.
+
+    Returns:
+        What takes all of them out.
     """
     tables: list[OrderedDict[int, Any]] = []
     handles: list[Any] = []
