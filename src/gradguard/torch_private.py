@@ -192,7 +192,7 @@ _register_hook_lock = threading.Lock()
 
 
 def register_prehooks(hooks: Iterable[tuple[Node, Callable[..., Any]]]) -> Callable[[], None]:
-    """Put a prehook on each node: as `Node.register_prehook`, without a handle for each, which costs more than the hook.
+    """Put a prehook on each node: as `Node.register_prehook`, without a handle for each, which costs more than it does.
 
     Where torch makes its handles elsewhere: with them.
 
