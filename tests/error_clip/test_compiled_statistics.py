@@ -63,6 +63,7 @@ COMPILED = [
 ]
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # what Inductor imports
 @pytest.mark.parametrize(("name", "backend"), COMPILED)
 def test_compiled_counts_are_those_of_eager_code(name, backend):
     model, eager, x, step = made(name)
