@@ -110,11 +110,14 @@ class Cnn(nn.Module):
 
 NETS = {"MLP": Mlp, "LSTM": Recurrent, "GPT": Gpt, "CNN": Cnn}
 GOALS = {
-    "value": {"MLP": 1.05, "LSTM": 1.35, "GPT": 1.05, "CNN": 1.15},
-    "with statistics": {"MLP": 1.15, "LSTM": 1.45, "GPT": 1.15, "CNN": 1.15},
+    "value": {"MLP": 1.05, "LSTM": 1.25, "GPT": 1.05, "CNN": 1.15},
+    "with statistics": {"MLP": 1.15, "LSTM": 1.4, "GPT": 1.15, "CNN": 1.15},
     "compiled": dict.fromkeys(NETS, 1.03),
     "time to compile": dict.fromkeys(("MLP", "GPT", "CNN"), 2.0),
 }
+
+
+CLOCK = time.perf_counter
 
 
 def usual_threshold(net: nn.Module) -> float:
@@ -129,10 +132,10 @@ def usual_threshold(net: nn.Module) -> float:
 def sample(net: nn.Module, loss_of: Callable[[], Tensor], block: Callable[[Tensor], AbstractContextManager]) -> float:
     net.zero_grad()
     loss = loss_of()
-    start = time.perf_counter()
+    start = CLOCK()
     with block(loss):
         loss.backward()
-    return time.perf_counter() - start
+    return CLOCK() - start
 
 
 def slowdown(ours: Sample, theirs: Sample, pairs: int) -> Comparison:
@@ -203,7 +206,10 @@ def main() -> None:
     parser.add_argument("--compiled", action="store_true", help="attach_error_clip under Inductor over plain Inductor")
     parser.add_argument("--pairs", type=int, default=41)
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--processor-time", action="store_true", help="for a machine that has other work too")
     args = parser.parse_args()
+    if args.processor_time:
+        globals()["CLOCK"] = time.process_time
     torch.set_num_threads(args.threads)
     if args.compiled:
         torch._inductor.config.force_disable_caches = True

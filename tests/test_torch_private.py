@@ -212,6 +212,23 @@ def test_call_before_backwards(monkeypatch):
     assert lacking.call_before_backwards(print) is None
 
 
+def test_register_prehooks():
+    x, seen = torch.ones(2, requires_grad=True), []
+    y, z = x * 2, x * 3
+    z.grad_fn.register_prehook(lambda grads: seen.append("before"))
+    half = lambda grads: (grads[0] / 2,)  # noqa: E731
+    remove = torch_private.register_prehooks([(y.grad_fn, half), (z.grad_fn, half)])
+    y.grad_fn.register_prehook(lambda grads: seen.append("after"))  # of this node alone
+    loss = (y + z).sum()
+    loss.backward(retain_graph=True)
+    assert (x.grad.tolist(), sorted(seen)) == ([2.5, 2.5], ["after", "before"])
+    remove()
+    x.grad = None
+    loss.backward()
+    assert (x.grad.tolist(), sorted(seen)) == ([5.0, 5.0], ["after", "after", "before", "before"])
+    assert "_register_hook" not in vars(torch.autograd.Function)
+
+
 def test_next_sequence_number_and_sequence_number_of(monkeypatch):
     x, number = torch.ones(2, requires_grad=True), torch_private.next_sequence_number()
     assert torch_private.sequence_number_of((x * 2).grad_fn) == number

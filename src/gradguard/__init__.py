@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from gradguard.error_clip.block import error_clip
     from gradguard.error_clip.calibration import Calibration, calibrate
     from gradguard.error_clip.compiled import attach_error_clip
+    from gradguard.error_clip.module_callback import ModuleCall, ModuleCallback
     from gradguard.error_clip.rules import (
         ErrorClipByNorm,
         ErrorClipBySampleNorm,
@@ -114,6 +115,8 @@ __all__ = [
     "InvalidTypeError",
     "InvalidValueError",
     "MissingPackageError",
+    "ModuleCall",
+    "ModuleCallback",
     "Monitor",
     "NoiseEstimate",
     "NoiseScale",
@@ -185,6 +188,8 @@ _MODULE_OF = {
     "Calibration": "gradguard.error_clip.calibration",
     "calibrate": "gradguard.error_clip.calibration",
     "attach_error_clip": "gradguard.error_clip.compiled",
+    "ModuleCall": "gradguard.error_clip.module_callback",
+    "ModuleCallback": "gradguard.error_clip.module_callback",
     "ErrorClipByNorm": "gradguard.error_clip.rules",
     "ErrorClipBySampleNorm": "gradguard.error_clip.rules",
     "ErrorClipByValue": "gradguard.error_clip.rules",

@@ -8,6 +8,7 @@ import functools
 import math
 import sys
 import threading
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from types import FrameType
@@ -185,6 +186,52 @@ def call_before_backwards(function: Callable[[Any], None]) -> Callable[[], None]
             tell_and_run.tells_gradguard = original  # type: ignore[attr-defined]
             torch.autograd._engine_run_backward = tell_and_run  # type: ignore[attr-defined]
     return unsubscribe
+
+
+_register_hook_lock = threading.Lock()
+
+
+def register_prehooks(hooks: Iterable[tuple[Node, Callable[..., Any]]]) -> Callable[[], None]:
+    """Put a prehook on each node: as `Node.register_prehook`, without a handle for each, which costs more than it does.
+
+    Where torch makes its handles elsewhere: with them.
+
+    Returns:
+        What takes all of them out.
+    """
+    tables: list[OrderedDict[int, Any]] = []
+    handles: list[Any] = []
+    function, name, thread = torch.autograd.Function, "_register_hook", threading.get_ident()
+    original: Any = getattr(function, name, None)
+
+    def register(table: Any, hook: Callable[..., Any]) -> tuple[Any, Any]:
+        if table is not None or threading.get_ident() != thread:
+            return original(table, hook)
+        table = OrderedDict([(-1, hook)])  # a table of its own, to which others add; the keys of handles begin at 0
+        tables.append(table)
+        return table, None
+
+    with _register_hook_lock:
+        before = vars(function).get(name)
+        if original is not None:
+            setattr(function, name, staticmethod(register))
+        try:
+            for node, hook in hooks:
+                if (handle := node.register_prehook(hook)) is not None:
+                    handles.append(handle)
+        finally:
+            if before is not None:
+                setattr(function, name, before)
+            elif original is not None:
+                delattr(function, name)
+
+    def remove() -> None:
+        for table in tables:
+            table.pop(-1, None)
+        for handle in handles:
+            handle.remove()
+
+    return remove
 
 
 def call_after_backward(function: Callable[[], None]) -> None:
@@ -480,7 +527,7 @@ def traced_scale_of(scaler: Any) -> float | Tensor:
 # The compiler.
 
 
-def constant_when_traced(function: Callable[[], Any]) -> Callable[[], Any]:
+def constant_when_traced(function: _F) -> _F:
     """Return ``function``, which the compiler calls while it traces, rather than look into it."""
     # As `torch.compiler.assume_constant_result`, which imports the compiler. One that does not read the mark looks into
     # the function, and says so if it cannot.

@@ -148,6 +148,33 @@ def test_the_random_graphs_are_really_pruned_and_really_clipped():
     assert min(pruned, clipped) > 80
 
 
+def operations_behind(value: Tensor) -> list[str]:
+    return sorted(node.name() for node in walk([root_of(value)]).nodes)
+
+
+@pytest.mark.parametrize("batch", [1, 4])
+def test_a_backward_that_is_differentiated_has_all_clamps(batch):
+    counted = {}
+    for prune in (True, False):
+        leaves = leaves_of(batch, torch.float32)
+        hidden = leaves[0] * leaves[1]
+        loss = (torch.relu(hidden + leaves[4]).tanh() + hidden).square().sum()
+        stats = gg.ErrorClipStats()
+        with gg.error_clip(loss, SYMMETRIC_RULE, prune=prune, stats=stats if batch == 1 else None):
+            assert leaves_something_out(loss)
+            grads = torch.autograd.grad(loss, leaves[:2], create_graph=True)
+        rows = [(row.op, row.gradients, int(row.clipped)) for row in stats.rows()]
+        counted[prune] = [operations_behind(grad) for grad in grads], sorted(rows), grads
+    assert counted[True][:2] == counted[False][:2]
+    assert_equal(counted[True][2], counted[False][2])
+    assert sum("Clamp" in name for name in counted[True][0][0]) >= 5 or batch == 1  # with counts: only what binds
+
+
+def leaves_something_out(loss: Tensor) -> bool:
+    """Tell whether a plan for this loss leaves something out."""
+    return any(step.pruned for step in make_plan(walk([root_of(loss)]), SYMMETRIC).steps)
+
+
 def in_turn(function: Callable[..., Tensor], *arguments: object, rule: gg.BaseErrorClip = SYMMETRIC_RULE) -> None:
     """Compare with and without pruning for each argument in turn, from an empty cache of plans."""
     plans.forget_plans()

@@ -55,7 +55,8 @@ def error_clip(
     **Guarantees.** Nothing stays attached after the block, also after an error. Elementwise clamps that provably change
     nothing are left out; the result is the same bit for bit. That proof counts on no tensor hook of yours that enlarges
     a gradient. It holds where gradients come from ``loss``: for a backward that brings others to its graph, such as
-    ``(loss + other).backward()`` or that of a gradient penalty, nothing is left out. Nor is with ``prune=False``.
+    ``(loss + other).backward()`` or that of a gradient penalty, nothing is left out. Nor is with ``create_graph=True``,
+    because the backward of the backward would add up in another order, nor with ``prune=False``.
 
     **Edge cases.**
 

@@ -14,16 +14,30 @@ from torch import Tensor
 from gradguard.error_clip.base import BaseErrorClip, Kind, from_parts, parts
 from gradguard.error_clip.block import checked_rule
 from gradguard.error_clip.calibration import Calibration
+from gradguard.error_clip.compiled_counts import counts_of
 from gradguard.error_clip.graph import root_of
 from gradguard.error_clip.hooks import Clipping
 from gradguard.error_clip.scopes import LossScale, loss_scale
+from gradguard.error_clip.statistics import ErrorClipStats
 from gradguard.errors import InvalidTypeError, InvalidValueError
-from gradguard.torch_private import constant_when_traced, tree_flatten, tree_unflatten
+from gradguard.torch_private import (
+    call_after_backward,
+    constant_when_traced,
+    current_graph_task,
+    tree_flatten,
+    tree_unflatten,
+)
 
 Values = TypeVar("Values")
 
 
-def attach_error_clip(values: Values, rule: BaseErrorClip | None, *, scale: LossScale | None = None) -> Values:
+def attach_error_clip(
+    values: Values,
+    rule: BaseErrorClip | None,
+    *,
+    scale: LossScale | None = None,
+    stats: ErrorClipStats | None = None,
+) -> Values:
     """Attach an error clip to the graph behind ``values`` and return them; inside `torch.compile` it is fused.
 
     What `error_clip` does for a block, for the life of a graph: each backward through it is clipped. In eager code that
@@ -46,6 +60,7 @@ def attach_error_clip(values: Values, rule: BaseErrorClip | None, *, scale: Loss
         values: A tensor, or tuples, lists and dicts of tensors: the loss, or a module's outputs.
         rule: What to do to each gradient; ``ErrorClipNonfinite("raise")`` cannot be compiled.
         scale: The loss scale, as for `error_clip`.
+        stats: Counts what happens in each backward, in compiled code too; see `ErrorClipStats`.
 
     Returns:
         The same values.
@@ -88,7 +103,7 @@ def attach_error_clip(values: Values, rule: BaseErrorClip | None, *, scale: Loss
             )
     kind, thresholds = parts(_attachable(rule))
     factor = None if scale is None else loss_scale(scale, tensors[0].device)
-    attached = iter(_attach(kind, thresholds, factor, tensors))
+    attached = iter(_attach(kind, thresholds, factor, *_counting(stats, tensors[0].device), tensors))
     chosen = [isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves]
     return tree_unflatten([next(attached) if c else leaf for c, leaf in zip(chosen, leaves, strict=True)], structure)
 
@@ -99,15 +114,61 @@ def _attachable(rule: BaseErrorClip | None) -> BaseErrorClip:
     return checked_rule(rule)
 
 
-def _attach(kind: Kind, thresholds: tuple[Tensor, ...], scale: Any, values: list[Tensor]) -> list[Tensor]:
+def _counting(stats: ErrorClipStats | None, device: torch.device) -> tuple[ErrorClipStats | str | None, Tensor | None]:
+    """Return what `_attach` is handed of ``stats``: compiled code takes texts and tensors, no objects."""
+    if stats is None:
+        return None, None
+    if not isinstance(stats, ErrorClipStats):
+        raise InvalidTypeError(f"stats is {type(stats).__name__}: expected gg.ErrorClipStats().")
+    counts = stats.compiled
+    if not torch.compiler.is_compiling():
+        return stats, None
+    _make_table(counts.text, str(device))
+    return counts.text, counts.tables[str(device)]
+
+
+@constant_when_traced
+def _make_table(text: str, device: str) -> bool:
+    counts_of(text).make_table(device)
+    return True
+
+
+def _attach(
+    kind: Kind,
+    thresholds: tuple[Tensor, ...],
+    scale: Any,
+    counting: ErrorClipStats | str | None,
+    table: Tensor | None,
+    values: list[Tensor],
+) -> list[Tensor]:
     """Install the hooks: called in eager code, and by the tracers of the compiler, which may call it several times."""
     clipping = Clipping(from_parts(kind, thresholds))
     if scale is not None:
         clipping.set_scale(scale)
     roots = [root_of(value) for value in values if value.grad_fn is not None]
-    if roots:
-        clipping.install(roots, roots_too="with dimensions")
+    if not roots:
+        return values
+    if isinstance(counting, str) and table is not None:
+        clipping.observer = counts_of(counting).observer(table)
+    elif isinstance(counting, ErrorClipStats):
+        clipping.observer, begin = counting, _BeginBackward(counting)
+        for node in dict.fromkeys(node for node, _ in roots):
+            node.register_prehook(begin)
+    clipping.install(roots, roots_too="with dimensions")
     return values
+
+
+class _BeginBackward:
+    """Tells statistics where a backward through an attached clip begins and ends."""
+
+    def __init__(self, stats: ErrorClipStats) -> None:
+        self.stats, self.task = stats, -1
+
+    def __call__(self, grads: Any) -> None:
+        if self.task != current_graph_task():
+            self.task = current_graph_task()
+            self.stats.begin(None)
+            call_after_backward(self.stats.end)
 
 
 # Called at the time of tracing: `_attach` is known just when it is needed, and importing gradguard does not import the

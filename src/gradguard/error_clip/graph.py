@@ -23,6 +23,9 @@ Inputs = Mapping[Node, bool]
 
 NO_INPUTS: Inputs = {}
 
+COMPILED = "CompiledFunctionBackward"
+"""The name of the one node that compiled code is."""
+
 
 class Metadata(Protocol):
     """What PyTorch knows of the value of a slot."""

@@ -15,7 +15,7 @@ from gradguard.error_clip.base import BaseErrorClip, apply_rule, clamp_bounds, i
 from gradguard.error_clip.graph import NO_INPUTS, Graph, Inputs, Slot, holds_a_leaf, is_leaf, root_of, walk
 from gradguard.error_clip.plan import Choice, Plan, RootsToo, Step, plan_for
 from gradguard.errors import InvalidTypeError, NonFiniteGradientError, UnsupportedGradientError
-from gradguard.torch_private import tree_leaves
+from gradguard.torch_private import register_prehooks, tree_leaves
 
 Gradients = tuple[Tensor | None, ...]
 _FLOAT32 = torch.float32
@@ -94,6 +94,7 @@ class Clipping:
     reached: int = 0
     """How many nodes with something to clip were found, whoever clips it."""
     _replaced: list["_Replaced"] = field(default_factory=list)
+    _removals: list[Callable[[], None]] = field(default_factory=list)
     _leaves_done: set[int] = field(default_factory=set)
 
     def __post_init__(self) -> None:
@@ -122,14 +123,25 @@ class Clipping:
         tally = self.observer.tally() if self.observer is not None else None
         if plan.pruned:
             self.left_out.append((graph, plan.pruned))
+            self.handles.append(roots[0][0].register_prehook(self._backward_begins))
+        hooks, kept = [], {}
         for position, numbers, pruned, name, sources in plan.hooks if tally is None else plan.steps:
-            node, claim = graph.nodes[position], Claim(numbers)
+            node = graph.nodes[position]
             if tally is not None and pruned:
                 tally.add(node, name, pruned)
+            if numbers and claimed is None and self.bounds is not None:  # nothing in it is of this node alone
+                key = numbers, name, sources
+                if key not in kept:
+                    kept[key] = self._prehook(node, Claim(numbers), name, sources)
+                hooks.append((node, kept[key]))
+                continue
+            claim = Claim(numbers)
             if numbers:
                 self.handles.append(node.register_prehook(self._prehook(node, claim, name, sources)))
             if claimed is not None:
                 claimed(node, claim)
+        if hooks:
+            self._removals.append(register_prehooks(hooks))
         if tally is not None:
             self.tallies.append(tally)
             self.handles.append(roots[0][0].register_prehook(tally.passes))
@@ -150,6 +162,11 @@ class Clipping:
         for tally in self.tallies:
             tally.forget()
         self.left_out, self.tallies, self.prune = [], [], False
+
+    def _backward_begins(self, grads: Gradients) -> None:
+        """Leave nothing out where the backward is differentiated: its own backward would add up in another order."""
+        if self.left_out and torch.is_grad_enabled():
+            self.leave_nothing_out()
 
     def hook_slot(self, node: Node, number: int) -> Claim:
         """Put the rule on one slot, whatever it is."""
@@ -176,7 +193,10 @@ class Clipping:
                 hooks.pop(handle.id, None)  # what handle.remove() does, at a third of its price
         for replaced in reversed(self._replaced):
             replaced.remove()
+        for removal in self._removals:
+            removal()
         self.handles.clear()
+        self._removals.clear()
         self.left_out.clear()
         self.tallies.clear()
         self._replaced.clear()

@@ -1,16 +1,24 @@
 """Which module recorded an operation: autograd numbers nodes as they are made, and a module's forward is a range."""
 
+import itertools
 import threading
 from bisect import bisect_right
 from collections import defaultdict
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.autograd.graph import Node
 
 from gradguard.module_hooks import ForwardHook
-from gradguard.torch_private import next_sequence_number, sequence_number_of
+from gradguard.torch_private import (
+    constant_when_traced,
+    next_sequence_number,
+    sequence_number_of,
+    tree_flatten,
+    tree_unflatten,
+)
 
 _LONGEST = 200_000
 _LEAVES = 2**63
@@ -31,6 +39,8 @@ class ModuleTimeline:
     """Notes at which node number each submodule's forward begins and ends, thread by thread."""
 
     def __init__(self, model: nn.Module) -> None:
+        self._text = f"timeline {next(_serials)}"
+        _by_text[self._text] = self
         self._starts: dict[int, list[int]] = defaultdict(list)
         self._names: dict[int, list[str]] = defaultdict(list)
         self._within: dict[int, list[str]] = defaultdict(list)
@@ -38,8 +48,9 @@ class ModuleTimeline:
         self._parameters = {id(parameter): name for name, parameter in model.named_parameters()}
         for name, module in model.named_modules():
             if name:
-                self._handles.append(module.register_forward_pre_hook(ForwardHook(self._entering(name))))
-                self._handles.append(module.register_forward_hook(ForwardHook(self._leave), always_call=True))
+                before, after = ForwardHook(self._entering(name)), ForwardHook(self._leave)
+                self._handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
+                self._handles.append(module.register_forward_hook(after, always_call=True))
 
     def detach(self) -> None:
         """Remove the hooks."""
@@ -57,20 +68,34 @@ class ModuleTimeline:
         found = bisect_right(self._starts[thread], number) - 1
         return self._names[thread][found] if found >= 0 else ""
 
+    def enter(self, name: str) -> None:
+        """The forward of a submodule begins."""
+        self._within[threading.get_ident()].append(name)
+        self._from_here(name)
+
+    def leave(self) -> None:
+        """The forward of the submodule that began last ends."""
+        within = self._within[threading.get_ident()]
+        if within:
+            within.pop()
+        self._from_here(within[-1] if within else "")
+
     def _entering(self, name: str) -> Any:
-        def enter(module: nn.Module, args: Any) -> None:
-            if not torch.compiler.is_compiling():
-                self._within[threading.get_ident()].append(name)
-                self._from_here(name)
+        text = self._text
+
+        def enter(module: nn.Module, args: Any, options: Any) -> Any:
+            if torch.compiler.is_compiling():
+                return _marked((args, options), text, name)
+            self.enter(name)
+            return None
 
         return enter
 
-    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        if not torch.compiler.is_compiling():
-            within = self._within[threading.get_ident()]
-            if within:
-                within.pop()
-            self._from_here(within[-1] if within else "")
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return _marked(output, self._text, None)
+        self.leave()
+        return None
 
     def _from_here(self, name: str) -> None:
         thread = threading.get_ident()
@@ -79,3 +104,34 @@ class ModuleTimeline:
         names.append(name)
         if len(starts) > _LONGEST:
             del starts[: _LONGEST // 2], names[: _LONGEST // 2]
+
+
+_serials = itertools.count()
+_by_text: WeakValueDictionary[str, ModuleTimeline] = WeakValueDictionary()
+
+
+def _marked(values: Any, text: str, name: str | None) -> Any:
+    """Return ``values``, one of them through a call that the compiler leaves in its place: where a forward begins."""
+    leaves, structure = tree_flatten(values)
+    for number, leaf in enumerate(leaves):
+        if isinstance(leaf, Tensor):
+            _make_known_to_the_compiler()
+            leaves[number] = _mark(text, name, leaf)
+            return tree_unflatten(leaves, structure)
+    return None
+
+
+def _mark(text: str, name: str | None, value: Tensor) -> Tensor:
+    """Note that a forward begins, or ends: called by the tracers of the compiler, as often as they trace."""
+    timeline = _by_text[text]
+    if name is None:
+        timeline.leave()
+    else:
+        timeline.enter(name)
+    return value
+
+
+@constant_when_traced
+def _make_known_to_the_compiler() -> bool:
+    torch.compiler.allow_in_graph(_mark)
+    return True

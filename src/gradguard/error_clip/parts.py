@@ -103,7 +103,7 @@ class Parts(Scope):
 
     def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
         start, inputs = self.starts.get(threading.get_ident(), [(0, NO_INPUTS)]).pop()
-        found, closed = _tensors_in(output)
+        found, closed = tensors_in(output)
         values = [v for v in found if v.grad_fn is not None]
         if closed is not None:
             self.closed[module] = closed
@@ -139,7 +139,7 @@ def _check_part(number: int, part: Any) -> None:
         raise InvalidTypeError(f"entry {number} of the list is {type(part).__name__}: expected a tensor or a module.")
 
 
-def _tensors_in(output: Any) -> tuple[list[Tensor], str | None]:
+def tensors_in(output: Any) -> tuple[list[Tensor], str | None]:
     """Return the tensors in what a forward returns: in nested lists, tuples and dicts, and in attributes of objects.
 
     And the type of something in it that cannot be looked into, or None.

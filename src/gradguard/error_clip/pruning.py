@@ -123,7 +123,8 @@ class Pruning:
             self.slots_of[position].append(number)
         self.conditions = Conditions()
         self._same = _Classes()
-        self._left_out: list[Slot] = []
+        self._left_out: set[Slot] = set()
+        self._real: set[Slot] = set()
         self._required: list[tuple[Slot, Slot]] = []
 
     def needs_no_clamp(self, slot: Slot) -> bool:
@@ -137,7 +138,9 @@ class Pruning:
             return False
         found = self._never_grows(position, edge, slot)
         if found:
-            self._left_out.append(slot)
+            self._left_out.add(slot)
+            # One dtype goes through all of them, down from the last clamp: there it is looked at.
+            self._real.update((position, number) for number in incoming if (position, number) not in self._left_out)
         return found
 
     def finish(self) -> Conditions:
@@ -146,8 +149,7 @@ class Pruning:
         for a, b in self._required:
             classes.join(self._same.find(a), self._same.find(b))
         alike = classes.groups()
-        known = {slot for group in alike for slot in group[1:]}
-        self.conditions.real += [slot for slot in self._left_out if slot not in known]
+        self.conditions.real += sorted(self._real)
         for group in alike:
             by_node: dict[int, list[int]] = defaultdict(list)
             for position, number in group:

@@ -2,12 +2,13 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 
+from gradguard.error_clip.compiled_counts import CompiledCounts, count_changes
 from gradguard.error_clip.modules import ModuleTimeline
 from gradguard.torch_private import input_metadata_of
 
@@ -43,9 +44,10 @@ class FirstNonfinite:
     def __str__(self) -> str:
         place = f" in {self.module}" if self.module else ""
         made = f", made by the backward of {self.made_by}" if self.made_by else ""
+        among = f" of {self.elements}" if self.elements else ""  # compiled code for several sizes knows none
         return (
             f"block {self.block}: the gradient of the output of {self.op}{place}{made} "
-            f"({self.nonfinite} of {self.elements} elements)"
+            f"({self.nonfinite}{among} elements)"
         )
 
 
@@ -80,6 +82,8 @@ class ErrorClipStats:
 
     def __init__(self, model: nn.Module | None = None) -> None:
         self._timeline = ModuleTimeline(model) if model is not None else None
+        self.compiled = CompiledCounts(self.place)
+        """What compiled code counts."""
         self.reset()
 
     def reset(self) -> None:
@@ -89,7 +93,8 @@ class ErrorClipStats:
         self._unread: list[tuple[int, list[tuple[_Row, str, int]], Tensor]] = []
         self._pending: list[tuple[_Row, str, int, Tensor]] = []
         self._loss: Tensor | None = None
-        self.blocks = 0
+        self._blocks = 0
+        self.compiled.reset()
 
     def detach(self) -> None:
         """Remove the hooks that name modules."""
@@ -98,13 +103,25 @@ class ErrorClipStats:
 
     def rows(self) -> list[OpStatistics]:
         """Return a line for each operation and module, in the order of the backward; counts are device tensors."""
-        return [row.frozen() for row in self._rows.values() if row.gradients]
+        rows = {key: replace(row) for key, row in self._rows.items()}
+        for op, module, gradients, elements, clipped, nonfinite in self.compiled.lines():
+            row = rows.setdefault((op, module), _Row(op, module))
+            row.gradients += gradients
+            row.elements += elements
+            row.add(clipped, nonfinite)
+        return [row.frozen() for row in rows.values() if row.gradients]
+
+    @property
+    def blocks(self) -> int:
+        """How many blocks there were, and backwards through an attached clip. Waits for the device."""
+        return self._blocks + self.compiled.backwards
 
     @property
     def first_nonfinite(self) -> FirstNonfinite | None:
         """The first gradient that was not finite, or None. Waits for the device."""
         self._read(keep=0)
-        return self._first
+        found = self.compiled.first()
+        return FirstNonfinite(*found) if self._first is None and found is not None else self._first
 
     @property
     def loss_is_finite(self) -> Tensor | None:
@@ -150,7 +167,7 @@ class ErrorClipStats:
 
     def begin(self, loss: Tensor | None) -> None:
         """Start a block."""
-        self.blocks += 1
+        self._blocks += 1
         if loss is not None:
             finite = loss.detach().isfinite().all()
             self._loss = finite if self._loss is None else self._loss.to(finite.device) & finite
@@ -159,7 +176,7 @@ class ErrorClipStats:
         """End a block: put counts that are still on a device in order, without a wait."""
         if self._pending:
             counts = torch.stack([count.to(self._pending[0][3].device) for *_, count in self._pending])
-            self._unread.append((self.blocks, [(row, made, n) for row, made, n, _ in self._pending], counts))
+            self._unread.append((self._blocks, [(row, made, n) for row, made, n, _ in self._pending], counts))
             self._pending = []
         self._read(keep=_UNREAD_BLOCKS)
 
@@ -168,7 +185,7 @@ class ErrorClipStats:
         if isinstance(nonfinite, Tensor):
             self._pending.append((row, made_by, elements, nonfinite))
         elif nonfinite and self._first is None and not self._unread:
-            self._first = FirstNonfinite(row.op, row.module, made_by, self.blocks, nonfinite, elements)
+            self._first = FirstNonfinite(row.op, row.module, made_by, self._blocks, nonfinite, elements)
 
     def _read(self, keep: int) -> None:
         """Look at the oldest blocks, all but ``keep``: their counts were made long ago, so that nothing waits."""
@@ -244,22 +261,23 @@ class _Shown:
             return apply(grad)
         if type(grad) is not Tensor or not grad.is_cpu or grad.is_complex():
             return self._on_device(grad, apply)
-        low, high = (extreme.item() for extreme in grad.detach().aminmax())
+        seen = grad.detach() if grad.requires_grad else grad
+        low, high = (extreme.item() for extreme in seen.aminmax())
         finite = -math.inf < low and high < math.inf
         if finite and bounds is not None and bounds[0] <= low and high <= bounds[1]:
             return grad
         clipped = apply(grad)
         if finite:
-            row.clipped += _how_many_differ(clipped.detach(), grad.detach())
+            row.clipped += _how_many_differ(clipped.detach() if clipped.requires_grad else clipped, seen)
             return clipped
-        changed, nonfinite = (int(count) for count in _counts(grad.detach(), clipped.detach()))
+        changed, nonfinite = (int(count) for count in count_changes(seen, clipped.detach()))
         row.add(changed, nonfinite)
         self.stats.note(row, self.made_by, elements, nonfinite)
         return clipped
 
     def _on_device(self, grad: Tensor, apply: Callable[[Tensor], Tensor]) -> Tensor:
         clipped = apply(grad)
-        changed, nonfinite = _counts(grad.detach(), clipped.detach())
+        changed, nonfinite = count_changes(grad.detach(), clipped.detach())
         self.row.add(changed, nonfinite)
         self.stats.note(self.row, self.made_by, grad.numel(), nonfinite)
         return clipped
@@ -275,9 +293,3 @@ def _how_many_differ(first: Tensor, second: Tensor) -> int:
         return int((first != second).sum())
     ones = torch.empty(first.shape, dtype=torch.float32)
     return int(torch.ne(first, second, out=ones).sum())
-
-
-def _counts(grad: Tensor, clipped: Tensor) -> tuple[Tensor, Tensor]:
-    """Return how many elements the rule changed, a kept NaN not among them, and how many were not finite."""
-    bad = ~grad.isfinite()
-    return ((clipped != grad) & ~(clipped.isnan() & bad)).sum(), bad.sum()

@@ -5,13 +5,11 @@ from collections.abc import Callable, Sequence
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
-from gradguard.error_clip.graph import Graph, Slot, is_leaf, operation, root_of
+from gradguard.error_clip.graph import COMPILED, Graph, Slot, is_leaf, operation, root_of
 from gradguard.error_clip.hooks import Clipping
 from gradguard.error_clip.scopes import LossScale, Scope, active, owned_slots, refresh_all
 from gradguard.errors import InvalidValueError
 from gradguard.torch_private import call_before_backwards, input_metadata_of
-
-_COMPILED = "CompiledFunctionBackward"
 
 
 class WholeGraph(Scope):
@@ -53,7 +51,7 @@ class WholeGraph(Scope):
     def _install(self) -> None:
         self.clipping.remove()
         self.graph = self.clipping.install([root_of(self.loss)], exclude=self._owned_by_others)
-        if not self.clipping.reached and any(operation(node) == _COMPILED for node in self.graph.nodes):
+        if not self.clipping.reached and any(operation(node) == COMPILED for node in self.graph.nodes):
             raise InvalidValueError(
                 "the loss comes straight out of compiled code, whose inside no block can reach: call "
                 "gg.attach_error_clip(loss, rule) there, before the loss is returned, instead of a block."
