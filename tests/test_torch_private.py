@@ -212,6 +212,21 @@ def test_call_before_backwards(monkeypatch):
     assert lacking.call_before_backwards(print) is None
 
 
+@pytest.mark.parametrize("kind", [torch.Tensor, torch.nn.Parameter], ids=["the engine", "torch's own function"])
+def test_gradients_of(kind):
+    file, unused = torch_private, torch.ones(3, requires_grad=True)
+    x = kind(torch.tensor([1.0, 2.0])).requires_grad_()
+    outputs = [x * x, x.sum() * 3]
+    for keep in (True, False):
+        found, none = file.gradients_of(outputs, [x, unused], [torch.tensor([1.0, 10.0]), torch.tensor(2.0)], keep)
+        assert found.tolist() == [8.0, 46.0]
+        assert none is None
+    with pytest.raises(RuntimeError, match="second time"):
+        file.gradients_of(outputs, [x], [torch.ones(2), torch.tensor(1.0)], False)
+    with pytest.raises(RuntimeError, match=r"Mismatch in shape: grad_output\[0\]"):
+        file.gradients_of([x * x], [x], [torch.ones(())], False)
+
+
 def test_next_sequence_number_and_sequence_number_of(monkeypatch):
     x, number = torch.ones(2, requires_grad=True), torch_private.next_sequence_number()
     assert torch_private.sequence_number_of((x * 2).grad_fn) == number

@@ -187,6 +187,21 @@ def call_before_backwards(function: Callable[[Any], None]) -> Callable[[], None]
     return unsubscribe
 
 
+def gradients_of(
+    outputs: Sequence[Tensor], inputs: Sequence[Tensor], grad_outputs: Sequence[Tensor], keep: bool
+) -> Sequence[Tensor | None]:
+    """Return what `torch.autograd.grad` returns, None for an input that is not used.
+
+    That function imports the compiler's symbolic shapes, half a second, to compare the shapes of ``grad_outputs``.
+    """
+    run: Any = getattr(torch.autograd, "_engine_run_backward", None)
+    pairs = zip(outputs, grad_outputs, strict=True)
+    fits = all(one.shape == v.shape and one.is_complex() == v.is_complex() for one, v in pairs)
+    if run is None or not fits or any(type(one) is not Tensor for one in (*outputs, *inputs)):
+        return torch.autograd.grad(outputs, inputs, grad_outputs, retain_graph=keep, allow_unused=True)
+    return run(tuple(outputs), tuple(grad_outputs), keep, False, tuple(inputs), True, accumulate_grad=False)
+
+
 def call_after_backward(function: Callable[[], None]) -> None:
     """Call ``function`` once the backward that runs in this thread is complete."""
     try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -31,6 +32,8 @@ _NOTES = {
     "jump": "the function jumps here",
     "singular": "the derivative is not finite here, or the function is defined on one side only",
 }
+
+_NAN_AT_A_JUMP = "NaN, and the function jumps when such elements move together: choose another point"
 
 
 @dataclass
@@ -90,11 +93,12 @@ class Search:
             return None
         powerless = None
         drawn = directions(self.differences.point, self._input_points(), self.generator)
+        first = torch.stack([next(drawn) for _ in range(self.count)]) * self.open
+        self.differences.measure_noise(first[0])
+        known = self.differences.along_each(first)
         for number in range(2 * self.count):
-            direction = next(drawn) * self.open
-            if number == 0:
-                self.differences.measure_noise(direction)
-            found = self.differences.along(direction)
+            direction = first[number] if number < self.count else next(drawn) * self.open
+            found = known[number] if number < self.count else self.differences.along(direction)
             is_wrong = self.is_wrong(found)
             if not is_wrong and not self._says_nothing(found):
                 self.agreed.append(found)
@@ -170,6 +174,13 @@ class Search:
         self.open[broken] = self.continuous[broken] = 0.0
         self.differences.gradients = self.differences.gradients.nan_to_num(0.0, 0.0, 0.0)
 
+    @cached_property
+    def _jumps_where_it_is_nan(self) -> bool:
+        """Whether it jumps when elements whose gradient is NaN move, as eigenvectors do where eigenvalues are equal."""
+        broken = self.differences.gradients.isnan().any(dim=0)
+        direction = next(directions(self.differences.point, self._input_points(), self.generator))
+        return self.differences.jumps(direction * broken)
+
     def examine_element(self, position: int) -> None:
         """Look closely at one element, once, and note what it shows."""
         differences = self.differences
@@ -183,9 +194,15 @@ class Search:
         own = differences.function.range_of(name)
         mean = float(mean_size(differences.point[own.start : own.stop]))
         shown = examine(differences, direction, [value, mean, 1.0])
-        if any(one.kind == "nan" for one in shown) and differences.reaches_a_pole(direction):
-            self.notes.append(Finding("singular", _NOTES["singular"], *self._place(position)))
-            return
+        if any(one.kind == "nan" for one in shown):
+            if differences.reaches_a_pole(direction):
+                self.notes.append(Finding("singular", _NOTES["singular"], *self._place(position)))
+                return
+            if self._jumps_where_it_is_nan:
+                self.undecided += (
+                    [] if self.undecided else [Finding("singular", _NAN_AT_A_JUMP, *self._place(position))]
+                )
+                return
         wrong = [k for k, one in enumerate(shown) if one.is_wrong and one.kind != "nan"]
         if wrong and is_among_nearby(differences, direction, wrong, self.generator):
             self.kinks.append(position)
