@@ -28,11 +28,11 @@ _LARGE = 1e250
 class Contract:
     """The probes of one function at its point."""
 
-    def __init__(self, function: Function, cotangent: Tensor, generator: torch.Generator) -> None:
+    def __init__(self, function: Function, cotangent: Tensor, generator: torch.Generator, rtol: float = 0.0) -> None:
         self.function, self.cotangent, self.generator = function, cotangent, generator
         dtype = max((o.dtype.to_real() for o in function.outputs), key=lambda d: torch.finfo(d).eps)
         dtype = max((dtype, *(o.value.dtype.to_real() for o in function.inputs)), key=lambda d: torch.finfo(d).eps)
-        self.dtype, self.relative = dtype, _TOLERANCE[dtype] * torch.finfo(dtype).eps
+        self.dtype, self.relative = dtype, max(rtol, _TOLERANCE[dtype] * torch.finfo(dtype).eps)
         self.least = 8 * torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
         """A few steps of the smallest numbers, below which a dtype has no digits."""
         self.findings: list[Finding] = []

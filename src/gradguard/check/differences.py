@@ -53,10 +53,12 @@ class Disagreement:
 class Differences:
     """The function at its point, the cotangents, the gradients that are checked."""
 
-    def __init__(self, function: Function, base: Tensor, cotangents: Tensor, gradients: Tensor) -> None:
+    def __init__(
+        self, function: Function, base: Tensor, cotangents: Tensor, gradients: Tensor, rtol: float = 0.0
+    ) -> None:
         self.function, self.base, self.cotangents, self.gradients = function, base, cotangents, gradients
         self.point = function.point
-        self.relative = max(RELATIVE[_real_dtype(o.dtype)] for o in function.outputs)
+        self.relative = max(rtol, *(RELATIVE[_real_dtype(o.dtype)] for o in function.outputs))
         input_eps = max(torch.finfo(one.value.dtype).eps for one in function.inputs)
         self.coarsest = max(input_eps, *(torch.finfo(o.dtype).eps for o in function.outputs))
         self.is_low = self.coarsest > 1e-10

@@ -39,6 +39,7 @@ def gradcheck(
     backends: Mapping[str, Callable[..., Any]] | None = None,
     exhaustive: bool = False,
     order: int = 1,
+    rtol: float = 0.0,
     seed: int = 0,
 ) -> GradientReport:
     r"""Check the backward of ``fn`` against differences of its forward; say which element is wrong, and how sure it is.
@@ -90,6 +91,8 @@ def gradcheck(
             the float64 one and with the others'. Inputs are moved where a name is that of a device.
         exhaustive: Also compare every element with its own derivative; many share a forward where outputs are disjoint.
         order: 2 to check the gradient of the gradient too.
+        rtol: The relative error that the function itself has, as a solver that stops at a tolerance: what a gradient
+            may be off by. A report that fails by little proposes one.
         seed: Of directions and cotangents; equal seeds give equal reports.
 
     Returns:
@@ -122,14 +125,14 @@ def gradcheck(
         (1983), subgradients; Parker (1997), Monte Carlo arithmetic.
     """
     started = time.perf_counter()
-    _check_options(order, backends)
+    _check_options(order, backends, rtol)
     if isinstance(fn, type) and issubclass(fn, torch.autograd.Function):
         fn = fn.apply
     if len(inputs) == 1 and type(inputs[0]) is tuple:
         inputs = inputs[0]
     randomness = generators()
     with Progress() as progress:
-        check = _Check(fn, inputs, dict(kwargs or {}), inputs_to_check, seed, progress)
+        check = _Check(fn, inputs, dict(kwargs or {}), inputs_to_check, rtol, seed, progress)
         try:
             check.run(reference, dict(backends or {}), exhaustive, order)
         finally:
@@ -139,7 +142,9 @@ def gradcheck(
     return check.report(time.perf_counter() - started)
 
 
-def _check_options(order: int, backends: Mapping[str, Any] | None) -> None:
+def _check_options(order: int, backends: Mapping[str, Any] | None, rtol: float) -> None:
+    if not 0 <= rtol < 1:
+        raise InvalidValueError(f"rtol is {rtol!r}: expected the relative error of a solver, at least 0 and below 1.")
     if order not in (1, 2):
         raise InvalidValueError(f"order is {order!r}: expected 1, or 2 for the gradient of the gradient too.")
     for name, fn in (backends or {}).items():
@@ -156,12 +161,13 @@ class _Check:
         inputs: tuple[Any, ...],
         kwargs: dict[str, Any],
         chosen: Iterable[str] | None,
+        rtol: float,
         seed: int,
         progress: Progress,
     ) -> None:
         if not callable(fn):
             raise InvalidTypeError(f"fn is {type(fn).__name__}: expected a function or a module, then its inputs.")
-        self.fn, self.args, self.kwargs, self.progress = fn, inputs, kwargs, progress
+        self.fn, self.args, self.kwargs, self.rtol, self.progress = fn, inputs, kwargs, rtol, progress
         self.chosen = [chosen] if isinstance(chosen, str) else None if chosen is None else list(chosen)
         self.generator = torch.Generator().manual_seed(_UNLIKE_THE_CALLERS + seed)
         self.findings: list[Finding] = []
@@ -308,7 +314,7 @@ class _Check:
             if not layout.has_graph:
                 note = Finding("outputs", f"{layout.name} has no graph and is not checked")
                 self.notes += [] if note in self.notes else [note]
-        contract = Contract(function, self._cotangents(function, base, 1)[0], self.generator)
+        contract = Contract(function, self._cotangents(function, base, 1)[0], self.generator, self.rtol)
         try:
             contract.probe()
         except Exception as error:
@@ -350,7 +356,7 @@ class _Check:
         outputs = function.record(leaves)
         gradients = torch.stack([function.backward(outputs, leaves, function.shaped(v), keep=True) for v in cotangents])
         del leaves, outputs  # and the graph
-        differences = Differences(function, base, cotangents, gradients)
+        differences = Differences(function, base, cotangents, gradients, self.rtol)
         search = Search(differences, self.generator)
         search.run()
         if exhaustive and not search.findings:
@@ -364,7 +370,7 @@ class _Check:
             self.undecided.append(Finding("undecided", "no direction was accurate enough to say anything"))
 
     def _low_precision(self, exact: Function, low: Function) -> None:
-        units = Conditioning(exact, low, self.generator)
+        units = Conditioning(exact, low, self.generator, self.rtol)
         found = units.compare(low.gradient(None, units.cotangent), units.gradient, "against float64", "precision")
         self.findings += [found] if found is not None else []
         self.low_power = units.power
@@ -380,7 +386,7 @@ class _Check:
             self._learn(functions[name])
             self._is_the_same(exact, functions[name], f"backends[{name!r}]")
             self._contract(functions[name], f"{name}: ")
-        self.findings += compare_backends(exact, functions, self.generator)
+        self.findings += compare_backends(exact, functions, self.generator, self.rtol)
 
     def _second_order(self, function: Function, exhaustive: bool) -> None:
         cotangent = self._cotangents(function, function.values(function.point), 1)[0]

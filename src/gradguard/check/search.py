@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import torch
@@ -22,6 +23,9 @@ _POWERLESS = 1e-3
 _TOO_WEAK = 0.1
 _FEW_ENOUGH = 5000
 _MOST_BROKEN = 200
+_LITTLE = 1e-4
+"""An error below this, of several elements, may be that of a solver which stops at a tolerance."""
+_SEVERAL = 3
 _MESSAGES = {
     "mismatch": "",
     "kink": "outside the subgradients [{low:.6g}, {high:.6g}]",
@@ -81,6 +85,7 @@ class Search:
                 self._first_suspect(jointly=True)
         if not self.findings:
             self._examine_kinks_together()
+        self._propose_a_tolerance()
         self._rate()
 
     def _first_suspect(self, jointly: bool) -> Tensor | None:
@@ -259,6 +264,20 @@ class Search:
 
     def _place(self, position: int) -> tuple[str, tuple[int, ...]]:
         return self.differences.function.name_of(position)
+
+    def _propose_a_tolerance(self) -> None:
+        """Say which ``rtol`` would accept what is off by little: wrong, unless the function is itself no more exact."""
+        if len(self.findings) < _SEVERAL or any(one.kind != "mismatch" or one.index is None for one in self.findings):
+            return
+        drawn = directions(self.differences.point, self._input_points(), self.generator)
+        usable = self.differences.point.isfinite()
+        found = self.differences.along_each(torch.stack([next(drawn) for _ in range(self.count)]) * usable)
+        needed = max(float((one.error.abs() / one.scale).max()) for one in found)
+        if not 0 < needed < _LITTLE:
+            return
+        proposed = 10.0 ** math.ceil(math.log10(3 * needed))
+        message = f"off by {needed:.0e} relative in all; if this is the error of a solver, rtol={proposed:g} allows it"
+        self.findings[0] = replace(self.findings[0], message=message)
 
     def _rate(self) -> None:
         """Work out the relative error that one element of typical size would have shown with."""
