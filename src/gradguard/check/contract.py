@@ -21,6 +21,9 @@ _ONES = "a grad_output of stride 0, as sum() makes"
 _POWERS = {torch.bfloat16: (-2, 2), torch.float16: (-2, -1)}
 """What cotangents are multiplied by, exactly, within the range of the dtype: in float16 more may overflow inside."""
 
+_MOST_ALONE = 4
+"""Up to so many inputs, each is tried as the only one that needs a gradient; else every second one."""
+
 _LARGE = 1e250
 """From here on a product with a cotangent may overflow."""
 
@@ -58,9 +61,16 @@ class Contract:
             found = self._backward(outputs, leaves, other)
             self._compare(kind, name, found, expected() if callable(expected) else expected, size)
             del other
+        self._expanded(outputs, leaves, shaped)
         self._single_outputs(outputs, leaves, shaped)
+        usual = function.flatten(outputs)
         del outputs, leaves  # and the graph
+        if not self.findings:
+            if not function.state.is_seeded:  # random numbers are drawn in the order of memory
+                self._other_inputs(shaped, first, usual)
+            self._without_gradients(shaped, first)
         self._another_forward(shaped, first)
+        self._another_size(shaped, first)
         self._hidden_float32(first)
 
     def _repeats(self, outputs: list[Tensor], leaves: list[Tensor], shaped: list[Tensor], first: Tensor) -> None:
@@ -107,6 +117,118 @@ class Contract:
 
         return gradient
 
+    def _expanded(self, outputs: list[Tensor], leaves: list[Tensor], shaped: list[Tensor]) -> None:
+        """Give a grad_output of stride 0 along one dimension, as a sum over that dimension makes it."""
+        for dim in range(max((v.dim() for v in shaped), default=0)):
+            if not any(v.dim() > 1 and dim < v.dim() and v.shape[dim] > 1 for v in shaped):
+                continue
+            other = [v.narrow(dim, 0, 1).expand(v.shape) if dim < v.dim() and v.numel() else v for v in shaped]
+            expected = self._backward(outputs, leaves, [v.clone(memory_format=torch.contiguous_format) for v in other])
+            message = f"a grad_output of stride 0 along dimension {dim}, as sum({dim}) makes"
+            if not self._compare("layout", message, self._backward(outputs, leaves, other), expected):
+                return
+
+    def _other_inputs(self, shaped: list[Tensor], first: Tensor, usual: Tensor) -> None:
+        """Give the same numbers in other places in memory. To refuse them is no fault."""
+        for message, place in _PLACES.items():
+            leaves = self.function.leaves()
+            leaves = [
+                place(leaf.detach()).requires_grad_() if is_argument else leaf
+                for leaf, is_argument in zip(leaves, self.function.are_arguments, strict=True)
+            ]
+            self._same_with(message, leaves, shaped, first, usual, usual)
+            if self.findings:
+                return
+        self._inputs_of_stride_0(shaped, usual)
+
+    def _inputs_of_stride_0(self, shaped: list[Tensor], usual: Tensor) -> None:
+        """Repeat the first slice of each input, without copies of it, and with them."""
+        function, both = self.function, []
+        for is_copied in (True, False):
+            leaves = [leaf.detach() for leaf in function.leaves()]
+            for i, (leaf, is_argument) in enumerate(zip(leaves, function.are_arguments, strict=True)):
+                if is_argument and leaf.dim() and leaf.numel():
+                    one = leaf.narrow(0, 0, 1).expand(leaf.shape)
+                    leaves[i] = one.contiguous().clone() if is_copied else one
+            both.append([leaf.requires_grad_() for leaf in leaves])
+        try:
+            outputs = function.record(both[0])
+            expected = function.backward(outputs, both[0], shaped)
+        except Exception:  # this point is outside of the domain
+            return
+        self._same_with("inputs of stride 0", both[1], shaped, expected, function.flatten(outputs), usual)
+
+    def _same_with(
+        self, message: str, leaves: list[Tensor], shaped: list[Tensor], gradient: Tensor, values: Tensor, usual: Tensor
+    ) -> None:
+        try:
+            outputs = self.function.record(leaves)
+            found = self.function.flatten(outputs)
+        except Exception:  # it refuses them
+            return
+        if found.shape != values.shape:
+            return
+        both = found.isfinite() & values.isfinite()
+        size = torch.maximum(found.abs(), values.abs())
+        largest = torch.cat([size, usual.abs()]).nan_to_num(0.0, 0.0).max() if size.numel() else 0.0
+        wrong = both & ((found - values).abs() > self.relative * (size + largest) + self.least)
+        if bool(wrong.any()):
+            at = int(torch.where(wrong, (found - values).abs(), -1.0).argmax())
+            said = f"the forward gives {float(found[at]):.6g} in place of {float(values[at]):.6g} for {message}"
+            self.findings.append(Finding("layout", f"{said}, {int(wrong.sum())} of {wrong.numel()} elements differ"))
+            return
+        self._compare("layout", message, self._backward(outputs, leaves, shaped), gradient, guess=f"only for {message}")
+
+    def _without_gradients(self, shaped: list[Tensor], first: Tensor) -> None:
+        """Let some of the inputs need no gradient: the others have the same one."""
+        function = self.function
+        count = len(function.inputs)
+        needed = [{i} for i in range(count)] if count <= _MOST_ALONE else [set(range(k, count, 2)) for k in (0, 1)]
+        for some in needed if count > 1 else []:
+            leaves = [leaf if i in some else leaf.detach() for i, leaf in enumerate(function.leaves())]
+            try:
+                outputs = function.record(leaves)
+            except Exception:  # a derivative inside the function
+                continue
+            own = [leaf for i, leaf in enumerate(leaves) if i in some]
+            parts = [torch.ones(n) if i in some else torch.zeros(n) for i, n in enumerate(function.sizes)]
+            names = ", ".join(function.inputs[i].name for i in sorted(some)[:3])
+            message = f"only {names} needs a gradient" if len(some) == 1 else f"only {names}, … need a gradient"
+            try:
+                found = function.backward_of_some(outputs, own, sorted(some), shaped)
+            except Exception as error:
+                said = f"{message}: the backward raises {type(error).__name__}: {error}"
+                self.findings.append(Finding("needs_input_grad", said))
+                return
+            if not self._compare("needs_input_grad", message, found, torch.where(torch.cat(parts) > 0, first, 0.0)):
+                return
+
+    def _another_size(self, shaped: list[Tensor], first: Tensor) -> None:
+        """Call it with fewer rows before the next forward: nothing kept from that may be used."""
+        function = self.function
+        values = [one.value for one in function.inputs]
+        rows = max(
+            (v.shape[0] for v, own in zip(values, function.are_arguments, strict=True) if own and v.dim()), default=0
+        )
+        if rows < 2:
+            return
+        fewer = [
+            (v[: rows - 1] if own and v.dim() and v.shape[0] == rows else v).clone().requires_grad_()
+            for v, own in zip(values, function.are_arguments, strict=True)
+        ]
+        try:
+            outputs = [o for o in function.record(fewer) if o.requires_grad]
+            torch.autograd.grad([o.real.sum() for o in outputs], fewer, allow_unused=True)
+        except Exception:  # the sizes belong together
+            return
+        leaves = function.leaves()
+        outputs = function.record(leaves)
+        if function.flatten(outputs).numel() != function.size:
+            self.findings.append(Finding("state", "a call with fewer rows changes the shape of the next output"))
+            return
+        message = "a call with fewer rows changes the next backward"
+        self._compare("state", message, self._backward(outputs, leaves, shaped), first)
+
     def _single_outputs(self, outputs: list[Tensor], leaves: list[Tensor], shaped: list[Tensor]) -> None:
         """Leave the gradients of all outputs but one undefined: as if they were zeros."""
         if sum(o.requires_grad for o in outputs) < 2:
@@ -149,7 +271,9 @@ class Contract:
     ) -> Tensor:
         return self.function.backward(outputs, leaves, cotangents, keep=True)
 
-    def _compare(self, kind: str, message: str, found: Tensor, expected: Tensor, cotangent: float = 1) -> bool:
+    def _compare(
+        self, kind: str, message: str, found: Tensor, expected: Tensor, cotangent: float = 1, guess: str = ""
+    ) -> bool:
         """Compare two gradients that should agree, for cotangents of a size relative to the usual one.
 
         Under a cotangent of ones the sums of a normalization cancel: in half precision what remains is measured by the
@@ -173,7 +297,7 @@ class Contract:
         name, index = self.function.name_of(position)
         got, wanted = float(found[position]), float(expected[position])
         said = f"{message}: {got:.6g} in place of {wanted:.6g}, {int(wrong.sum())} of {wrong.numel()} elements differ"
-        guess = "only when grad_output is strided" if kind == "layout" else ""
+        guess = guess or ("only when grad_output is strided" if kind == "layout" else "")
         self.findings.append(Finding(kind, said, name, index, guess=guess))
         return False
 
@@ -199,3 +323,17 @@ def _strided(v: Tensor) -> Tensor:
 
 def _transposed(v: Tensor) -> Tensor:
     return v if v.dim() < 2 else v.transpose(0, -1).contiguous().transpose(0, -1)
+
+
+def _unaligned(v: Tensor) -> Tensor:
+    """Return a copy that begins with the second element of its buffer."""
+    buffer = torch.full((v.numel() + 1,), torch.nan, dtype=v.dtype, device=v.device)
+    return buffer[1:].copy_(v.reshape(-1)).view(v.shape)
+
+
+_PLACES = {
+    "inputs that are every second element of a larger buffer": _strided,
+    "transposed inputs": _transposed,
+    "inputs that begin within a buffer": _unaligned,
+}
+"""What may be asked of the memory of inputs; PyTorch has no negative strides."""

@@ -90,6 +90,11 @@ class Function:
         self.outputs: list[Layout] = []
 
     @property
+    def are_arguments(self) -> list[bool]:
+        """Whether each input is an argument, not a parameter of the module."""
+        return [one.name in self._arguments for one in self.inputs]
+
+    @property
     def is_wide(self) -> bool:
         """Whether the inputs hold every float64 number."""
         return all(one.value.dtype in (torch.float64, torch.complex128) for one in self.inputs)
@@ -251,6 +256,23 @@ class Function:
             return torch.zeros(sum(self.sizes), dtype=torch.float64)
         grads = gradients_of([o for o, _ in pairs], leaves, [c for _, c in pairs], keep)
         return self.join([None if grad is None else grad.to_dense() if grad.is_sparse else grad for grad in grads])
+
+    def backward_of_some(
+        self,
+        outputs: Sequence[Tensor],
+        leaves: Sequence[Tensor],
+        positions: Sequence[int],
+        cotangents: Sequence[Tensor],
+    ) -> Tensor:
+        """Return the gradient where only the inputs at ``positions`` need one, 0 for the others."""
+        pairs = [(o, c) for o, c in zip(outputs, cotangents, strict=True) if o.requires_grad]
+        self.backwards += 1
+        grads: list[Tensor | None] = [None] * len(self.inputs)
+        if pairs:
+            found = gradients_of([o for o, _ in pairs], leaves, [c for _, c in pairs], False)
+            for position, grad in zip(positions, found, strict=True):
+                grads[position] = grad.to_dense() if grad is not None and grad.is_sparse else grad
+        return self.join(grads)
 
     def gradient(self, vector: Tensor | None, cotangent: Tensor) -> Tensor:
         """Return the gradient of cotangent · outputs at ``vector``, from one forward and one backward."""

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from gradguard.check.branches import Branches
 from gradguard.check.contract import Contract
 from gradguard.check.devices import device_called, is_here, moved
 from gradguard.check.differences import Differences
@@ -21,6 +23,7 @@ from gradguard.check.progress import Progress
 from gradguard.check.report import Finding, GradientReport, Power, Verdict
 from gradguard.check.search import Search
 from gradguard.check.second_order import GradientOf
+from gradguard.check.sizes import with_other_sizes
 from gradguard.check.state import generators
 from gradguard.errors import InvalidTypeError, InvalidValueError
 
@@ -40,6 +43,8 @@ def gradcheck(
     exhaustive: bool = False,
     order: int = 1,
     rtol: float = 0.0,
+    sizes: Mapping[int, int | Sequence[int]] | None = None,
+    branches: bool = False,
     seed: int = 0,
 ) -> GradientReport:
     r"""Check the backward of ``fn`` against differences of its forward; say which element is wrong, and how sure it is.
@@ -93,6 +98,9 @@ def gradcheck(
         order: 2 to check the gradient of the gradient too.
         rtol: The relative error that the function itself has, as a solver that stops at a tolerance: what a gradient
             may be off by. A report that fails by little proposes one.
+        sizes: Other lengths to check too: ``{7: 16}`` tries 1, 15, 16 and 17 wherever an argument has a length of 7,
+            the edges of a tile of 16; ``{7: [1, 100]}`` tries these.
+        branches: Note the Python lines in the file of ``fn`` that no input reached. They were not checked.
         seed: Of directions and cotangents; equal seeds give equal reports.
 
     Returns:
@@ -131,14 +139,21 @@ def gradcheck(
     if len(inputs) == 1 and type(inputs[0]) is tuple:
         inputs = inputs[0]
     randomness = generators()
-    with Progress() as progress:
-        check = _Check(fn, inputs, dict(kwargs or {}), inputs_to_check, rtol, seed, progress)
+    options = (inputs_to_check, rtol, seed)
+    seen = Branches(fn) if branches else None
+    with Progress() as progress, seen or nullcontext():
+        check = _Check(fn, inputs, dict(kwargs or {}), *options, progress)
         try:
             check.run(reference, dict(backends or {}), exhaustive, order)
+            drawn = torch.Generator().manual_seed(seed)
+            for said, other in with_other_sizes((inputs, dict(kwargs or {})), sizes or {}, drawn):
+                if not check.findings:
+                    check.include(_Check(fn, *other, *options, progress), said, reference, exhaustive, order)
         finally:
             check.put_back()
             for put_back, state in randomness:
                 put_back(state)
+    check.notes += seen.unvisited() if seen is not None else []
     return check.report(time.perf_counter() - started)
 
 
@@ -201,6 +216,18 @@ class _Check:
             self._backends(exact, backends)
         if order > 1 and not self.findings:
             self._second_order(exact, exhaustive)
+
+    def include(self, other: _Check, said: str, reference: Any, exhaustive: bool, order: int) -> None:
+        """Run the check of the same function with other sizes, and take over what it finds."""
+        try:
+            other.run(reference, {}, exhaustive, order)
+        except Exception as error:
+            self.findings.append(Finding("error", f"{said} it raises {type(error).__name__}: {error}"))
+        finally:
+            other.put_back()
+        self.functions += other.functions
+        for mine, found in ((self.findings, other.findings), (self.undecided, other.undecided)):
+            mine += [replace(one, message=f"{said}: {one.message}".removesuffix(": ")) for one in found]
 
     def put_back(self) -> None:
         """Leave the buffers of modules as they were."""
