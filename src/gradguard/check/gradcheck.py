@@ -13,6 +13,7 @@ from torch import Tensor
 
 from gradguard.check.branches import Branches
 from gradguard.check.contract import Contract
+from gradguard.check.custom_operators import registration_of
 from gradguard.check.devices import device_called, is_here, moved
 from gradguard.check.differences import Differences
 from gradguard.check.elementwise import check_every_element
@@ -216,6 +217,10 @@ class _Check:
             self._backends(exact, backends)
         if order > 1 and not self.findings:
             self._second_order(exact, exhaustive)
+        if not self.findings:
+            found, notes = registration_of(self.fn, self.args, self.kwargs)
+            self.findings += found
+            self.notes += notes
 
     def include(self, other: _Check, said: str, reference: Any, exhaustive: bool, order: int) -> None:
         """Run the check of the same function with other sizes, and take over what it finds."""

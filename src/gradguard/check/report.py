@@ -17,7 +17,8 @@ class Finding:
 
     ``kind`` is ``"mismatch"``, ``"kink"``, ``"jump"``, ``"singular"``, ``"nan"`` or ``"undecided"`` for an element, or
     the contract that is broken: ``"non-determinism"``, ``"layout"``, ``"linearity"``, ``"mutation"``, ``"state"``,
-    ``"outputs"``, ``"error"``, ``"precision"``, ``"backends"``, ``"needs_input_grad"``, ``"random"``, ``"branches"``.
+    ``"outputs"``, ``"error"``, ``"precision"``, ``"backends"``, ``"needs_input_grad"``, ``"operator"``, ``"random"``,
+    ``"branches"``.
     """
 
     kind: str
