@@ -182,10 +182,11 @@ def _steps(differences: Differences, direction: Tensor, sizes: list[float]) -> l
             quantum.see(change)
         for k, v in enumerate(differences.cotangents):
             from_above, from_below = v * rise / up, v * fall / down
-            columns = [from_above, from_below, torch.minimum(from_above, from_below)]
-            columns.append(torch.maximum(from_above, from_below))
-            sums = torch.stack([column.sum(dim=1) for column in columns], dim=1).tolist()
-            found[k] += [_Step(block[i], *row, 0.0) for i, row in zip(taken, sums, strict=True)]
+            low, high = torch.minimum(from_above, from_below), torch.maximum(from_above, from_below)
+            sums = (one.sum(dim=1).tolist() for one in (from_above, from_below, low, high))
+            found[k] += [
+                _Step(block[i], a, b, least, most, 0.0) for i, a, b, least, most in zip(taken, *sums, strict=True)
+            ]
         moved |= (((rise != 0) & rise.isfinite()) | ((fall != 0) & fall.isfinite())).any(dim=0)
         lengths += torch.minimum(up, down)[:, 0].tolist()
     least = (differences.cotangents.abs() @ torch.where(moved, differences.rounding, 0.0)).tolist()

@@ -84,8 +84,8 @@ class Function:
         self.inputs += [Input(name, _dense(self._parameters[n])) for name, n in self._trained.items()]
         for one in self.inputs:
             _check_input(one)
-        alone = [len(path) == 2 and position == path[1].idx for position, (path, _) in enumerate(flat) if not kwargs]
-        self._takes_every_argument = module is None and len(alone) == len(self.inputs) == len(args) and all(alone)
+        are_alone = all(one is value for one, (_, value) in zip(args, flat, strict=False))
+        self._takes_every_argument = module is None and not kwargs and are_alone and len(args) == len(self.inputs)
         self._learn_inputs()
         self.outputs: list[Layout] = []
 
