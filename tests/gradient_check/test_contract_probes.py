@@ -317,3 +317,14 @@ def test_what_is_kept_from_a_call_with_fewer_rows():
     (found,) = probed(keeps_the_smallest(), normal(5)).findings
     assert (found.kind, found.index) == ("state", (4,))
     assert found.message.startswith("a call with fewer rows changes the next backward")
+
+
+def seeded_dropout(x):
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(3)
+        return F.dropout(x, 0.5)
+
+
+@pytest.mark.parametrize("fn", [F.dropout, seeded_dropout])
+def test_random_numbers_may_follow_the_order_of_memory(fn):
+    assert gg.gradcheck(fn, normal(4, 5)).verdict == "PASS"

@@ -24,7 +24,7 @@ LOW_STEPS = tuple(6e-2 / 2**k for k in range(10))
 
 For float32, where rounding is what limits, they begin further out."""
 
-_FEW = 100_000
+_FEW = 10_000
 """Of numbers at a point, and at most so many, several points are computed with at a time."""
 
 MULTIPLE = 4.0

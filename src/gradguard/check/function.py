@@ -248,14 +248,18 @@ class Function:
         leaves: Sequence[Tensor],
         cotangents: Sequence[Tensor | None],
         keep: bool = False,
+        shapes: Sequence[torch.Size] | None = None,
     ) -> Tensor:
-        """Return the gradient of Σ cotangent · output as one float64 vector."""
+        """Return the gradient of Σ cotangent · output as one float64 vector, of slices repeated to fill ``shapes``."""
         pairs = [(o, c) for o, c in zip(outputs, cotangents, strict=True) if o.requires_grad and c is not None]
         self.backwards += 1
         if not pairs:
             return torch.zeros(sum(self.sizes), dtype=torch.float64)
         grads = gradients_of([o for o, _ in pairs], leaves, [c for _, c in pairs], keep)
-        return self.join([None if grad is None else grad.to_dense() if grad.is_sparse else grad for grad in grads])
+        grads = [None if grad is None else grad.to_dense() if grad.is_sparse else grad for grad in grads]
+        if shapes is not None:
+            grads = [None if grad is None else grad.expand(shape) for grad, shape in zip(grads, shapes, strict=True)]
+        return self.join(grads)
 
     def backward_of_some(
         self,
