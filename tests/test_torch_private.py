@@ -229,6 +229,21 @@ def test_register_prehooks():
     assert "_register_hook" not in vars(torch.autograd.Function)
 
 
+@pytest.mark.parametrize("kind", [torch.Tensor, torch.nn.Parameter], ids=["the engine", "torch's own function"])
+def test_gradients_of(kind):
+    file, unused = torch_private, torch.ones(3, requires_grad=True)
+    x = kind(torch.tensor([1.0, 2.0])).requires_grad_()
+    outputs = [x * x, x.sum() * 3]
+    for keep in (True, False):
+        found, none = file.gradients_of(outputs, [x, unused], [torch.tensor([1.0, 10.0]), torch.tensor(2.0)], keep)
+        assert found.tolist() == [8.0, 46.0]
+        assert none is None
+    with pytest.raises(RuntimeError, match="second time"):
+        file.gradients_of(outputs, [x], [torch.ones(2), torch.tensor(1.0)], False)
+    with pytest.raises(RuntimeError, match=r"Mismatch in shape: grad_output\[0\]"):
+        file.gradients_of([x * x], [x], [torch.ones(())], False)
+
+
 def test_next_sequence_number_and_sequence_number_of(monkeypatch):
     x, number = torch.ones(2, requires_grad=True), torch_private.next_sequence_number()
     assert torch_private.sequence_number_of((x * 2).grad_fn) == number
@@ -345,6 +360,18 @@ def test_returns_a_view_and_changes_its_arguments(operation, view, changes):
     for function in (torch_private.returns_a_view, torch_private.changes_its_arguments):
         with pytest.raises(UnsupportedVersionError, match=r"compute something needs OpOverload._schema"):
             function(SimpleNamespace())
+
+
+def test_custom_operator_name():
+    made = torch.library.custom_op(
+        "gradguard_names::own", lambda x: x.clone(), mutates_args=(), schema="(Tensor x) -> Tensor"
+    )
+    packet = torch.ops.gradguard_names.own
+    assert [torch_private.custom_operator_name(one) for one in (made, packet, packet.default)] == [
+        "gradguard_names::own"
+    ] * 3
+    for other in (torch.sin, torch.ops.aten.sin, torch.ops.aten.sin.default, torch.nn.Linear(1, 1), print, None):
+        assert torch_private.custom_operator_name(other) is None
 
 
 def test_decompositions(monkeypatch):

@@ -1,6 +1,7 @@
 """The command line: parse, call, print, exit code; nothing else."""
 
 import argparse
+import json
 import math
 import os
 import sys
@@ -96,6 +97,8 @@ def _add_check(check: argparse.ArgumentParser) -> None:
         "--seed", type=int, default=0, metavar="N", help="what the inputs and the weights are drawn from"
     )
     check.add_argument("--exhaustive", action="store_true", help="check every element")
+    check.add_argument("--json", action="store_true", help="print the report as one line of JSON")
+    check.add_argument("--rtol", type=float, default=0.0, help="the relative error of a solver that stops early")
     check.add_argument("--order", type=int, choices=(1, 2), default=1, help="2: check the second derivative too")
     check.add_argument("--reference", metavar="module:name", help="the same function in float64, for half precision")
 
@@ -239,8 +242,10 @@ def _short(path: Path, here: Path) -> str:
 def _check(parsed: argparse.Namespace) -> int:
     from gradguard.check.command import check_command
 
-    report = check_command(parsed.target, parsed.input, parsed.reference, parsed.seed, parsed.exhaustive, parsed.order)
-    print(report)
+    report = check_command(
+        parsed.target, parsed.input, parsed.reference, parsed.seed, parsed.exhaustive, parsed.order, parsed.rtol
+    )
+    print(json.dumps(report.as_dict(), allow_nan=False) if parsed.json else report)
     return {"PASS": 0, "FAIL": 1, "INCONCLUSIVE": 3}[report.verdict]
 
 

@@ -234,6 +234,21 @@ def register_prehooks(hooks: Iterable[tuple[Node, Callable[..., Any]]]) -> Calla
     return remove
 
 
+def gradients_of(
+    outputs: Sequence[Tensor], inputs: Sequence[Tensor], grad_outputs: Sequence[Tensor], keep: bool
+) -> Sequence[Tensor | None]:
+    """Return what `torch.autograd.grad` returns, None for an input that is not used.
+
+    That function imports the compiler's symbolic shapes, half a second, to compare the shapes of ``grad_outputs``.
+    """
+    run: Any = getattr(torch.autograd, "_engine_run_backward", None)
+    pairs = zip(outputs, grad_outputs, strict=True)
+    fits = all(one.shape == v.shape and one.is_complex() == v.is_complex() for one, v in pairs)
+    if run is None or not fits or any(type(one) is not Tensor for one in (*outputs, *inputs)):
+        return torch.autograd.grad(outputs, inputs, grad_outputs, retain_graph=keep, allow_unused=True)
+    return run(tuple(outputs), tuple(grad_outputs), keep, False, tuple(inputs), True, accumulate_grad=False)
+
+
 def call_after_backward(function: Callable[[], None]) -> None:
     """Call ``function`` once the backward that runs in this thread is complete."""
     try:
@@ -336,6 +351,18 @@ def changes_its_arguments(operation: Any) -> bool:
         return operation._schema.is_mutable
     except AttributeError:
         _refuse("telling which operations compute something", "OpOverload._schema")
+
+
+def custom_operator_name(fn: Any) -> str | None:
+    """Return the qualified name of an operator that is not torch's own, None if ``fn`` is nothing of the kind."""
+    name = getattr(fn, "_qualname", None) or getattr(fn, "_qualified_op_name", None)
+    if name is None and hasattr(fn, "_schema"):
+        name = getattr(fn._schema, "name", None)
+    is_other = isinstance(name, str) and "::" in name and name.partition("::")[0] not in _OWN_NAMESPACES
+    return name if is_other else None
+
+
+_OWN_NAMESPACES = ("aten", "prim", "prims", "quantized", "_c10d_functional")
 
 
 def decompositions(names: Sequence[str]) -> Mapping[Any, Callable[..., Any]]:

@@ -1,5 +1,6 @@
 """`gradguard check` as a person types it."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -125,6 +126,22 @@ def test_the_verdict_is_printed_and_is_the_exit_code(check, case):
     found, printed, complaint = check(*line.split())
     assert (found, complaint) == (code, "")
     assert printed.splitlines()[0].startswith(verdict)
+
+
+def test_a_report_as_json(check):
+    code, printed, complaint = check("checked.ops:Wrong", "--input", "x=3:float64", "--json")
+    assert (code, complaint, printed.count("\n")) == (1, "", 1)
+    report = json.loads(printed, parse_constant=pytest.fail)
+    assert report["verdict"] == "FAIL"
+    first = report["findings"][0]
+    assert (first["kind"], len(first["index"])) == ("mismatch", 1)
+    assert first["analytical"] == pytest.approx(first["numerical"] / 2)
+    assert json.loads(check("checked.ops:Half", "--input", "x=3:bfloat16", "--json")[1])["power"] is None  # infinite
+
+
+def test_a_declared_error(check):
+    assert check("checked.ops:Wrong", "--input", "x=3:float64", "--rtol", "0.9")[0] == 0
+    assert "rtol is 2.0" in check("torch:sin", "--input", "x=3:float64", "--rtol", "2")[2]
 
 
 COMPLAINTS = {

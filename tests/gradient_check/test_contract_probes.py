@@ -205,3 +205,126 @@ def test_gradients_that_happen_to_be_short_are_not_taken_for_float32(count):
     assert probed(lambda x: x * 3, normal(count)).findings == []
     exact = torch.arange(1.0, count + 1, dtype=D)
     assert probed(lambda x: (x * x).sum(), exact).findings == []
+
+
+# where inputs and grad_output lie in memory, which of them need a gradient, and other sizes
+
+
+def softmax_backward(v, y, x):
+    """Wrong for a grad_output expanded along dimension 0, of which ones, whose gradient is 0, show nothing."""
+    return y * (v - (v * y).sum(-1, keepdim=True)) * (2 if v.stride()[0] == 0 else 1)
+
+
+def test_a_grad_output_that_is_expanded_along_one_dimension():
+    (found,) = probed(wrong(lambda x: x.softmax(-1), softmax_backward), normal(4, 5)).findings
+    assert (found.kind, found.guess) == ("layout", "only when grad_output is strided")
+    assert "of stride 0 along dimension 0, as sum(0) makes" in found.message
+
+
+def dense(x):
+    """Read memory as if the tensor were contiguous."""
+    return torch.as_strided(x, x.shape, torch.empty(x.shape, device="meta").stride())
+
+
+def from_the_beginning(x):
+    return torch.as_strided(x, x.shape, x.stride(), 0)
+
+
+INPUTS = {
+    "every second element": (wrong(torch.sin, lambda v, y, x: v * dense(x).cos()), normal(7), "every second element"),
+    "transposed": (
+        wrong(torch.sin, lambda v, y, x: v * (dense(x) if x.stride() == (1, 3) else x).cos()),
+        normal(3, 4),
+        "transposed inputs",
+    ),
+    "from the beginning of the buffer": (
+        wrong(torch.sin, lambda v, y, x: v * from_the_beginning(x).cos()),
+        normal(7),
+        "inputs that begin within a buffer",
+    ),
+    "stride 0": (
+        wrong(torch.sin, lambda v, y, x: v * x.cos() * (0.5 if 0 in x.stride() else 1.0)),
+        normal(3, 4),
+        "inputs of stride 0",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", INPUTS)
+def test_a_backward_that_takes_its_inputs_to_lie_otherwise(name):
+    fn, x, words = INPUTS[name]
+    (found,) = probed(fn, x).findings
+    assert (found.kind, words in found.message) == ("layout", True)
+    assert found.guess.startswith("only for inputs") or found.guess == f"only for {words}"
+
+
+def test_a_forward_that_takes_its_inputs_to_lie_otherwise():
+    found = probed(lambda x: dense(x) * 1.0, normal(3, 4)).findings
+    assert [(one.kind, "the forward gives" in one.message) for one in found] == [("layout", True)] * len(found) != []
+
+
+def test_a_function_may_refuse_inputs_that_are_not_contiguous():
+    assert probed(lambda x: x.view(-1).sin(), normal(3, 4)).findings == []
+
+
+class Product(torch.autograd.Function):
+    """x · y · 3, where what each input needs is mixed up."""
+
+    @staticmethod
+    def forward(ctx, x, y, how):
+        ctx.save_for_backward(x, y)
+        ctx.how = how
+        return x * y * 3
+
+    @staticmethod
+    def backward(ctx, v):
+        x, y = ctx.saved_tensors
+        if not ctx.needs_input_grad[0] and ctx.how == "raises":
+            raise ValueError("no gradient of x")
+        factor = 1 if not ctx.needs_input_grad[0] and ctx.how == "wrong" else 3
+        return v * y * 3, v * x * factor, None
+
+
+@pytest.mark.parametrize(("how", "words"), [("wrong", "only y needs a gradient: "), ("raises", "no gradient of x")])
+def test_an_input_that_needs_no_gradient(how, words):
+    def product(x, y):
+        return Product.apply(x, y, how)
+
+    (found,) = probed(product, normal(3), normal(3, seed=2)).findings
+    assert (found.kind, words in found.message) == ("needs_input_grad", True)
+
+
+def test_inputs_that_need_no_gradient_of_many():
+    def many(*tensors):
+        return sum(tensors[1:], Product.apply(tensors[0], tensors[1], "wrong"))
+
+    (found,) = probed(many, *(normal(3, seed=i) for i in range(6))).findings
+    assert "only tensors[1], tensors[3], tensors[5], … need a gradient" in found.message
+
+
+def keeps_the_smallest():
+    kept = []
+
+    def backward(v, y, x):
+        if not kept or len(x) < len(kept[0]):
+            kept[:] = [torch.ones(len(x), dtype=D)]
+        return v * x.cos() * F.pad(kept[0], (0, len(x) - len(kept[0])))
+
+    return wrong(torch.sin, backward)
+
+
+def test_what_is_kept_from_a_call_with_fewer_rows():
+    (found,) = probed(keeps_the_smallest(), normal(5)).findings
+    assert (found.kind, found.index) == ("state", (4,))
+    assert found.message.startswith("a call with fewer rows changes the next backward")
+
+
+def seeded_dropout(x):
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(3)
+        return F.dropout(x, 0.5)
+
+
+@pytest.mark.parametrize("fn", [F.dropout, seeded_dropout])
+def test_random_numbers_may_follow_the_order_of_memory(fn):
+    assert gg.gradcheck(fn, normal(4, 5)).verdict == "PASS"

@@ -5,6 +5,8 @@ import dataclasses
 import itertools
 import random
 import re
+import subprocess
+import sys
 from dataclasses import dataclass
 
 import numpy as np
@@ -308,3 +310,16 @@ def test_the_callers_random_numbers_stay_as_they_were(name):
     assert torch.equal(torch.get_rng_state(), before[0])
     assert random.getstate() == before[1]
     np.testing.assert_equal(np.random.get_state()[1:3], before[2])
+
+
+def test_the_first_check_of_a_process_imports_neither_the_compiler_nor_its_algebra():
+    code = """
+import sys, torch, gradguard as gg
+for forget in (False, True):
+    fn = lambda x, y: x * (y.detach() if forget else y)
+    report = gg.gradcheck(fn, torch.ones(3), torch.ones(3))
+    assert report.verdict == ("FAIL" if forget else "PASS"), report
+print([name for name in ("sympy", "torch._dynamo", "torch._inductor", "functorch") if name in sys.modules])
+"""
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout == "[]\n"

@@ -31,6 +31,7 @@ def check_command(
     seed: int = 0,
     exhaustive: bool = False,
     order: int = 1,
+    rtol: float = 0.0,
 ) -> GradientReport:
     """Check the gradient of the callable that ``target`` names, at a random point.
 
@@ -42,6 +43,7 @@ def check_command(
         seed: What the inputs, the weights and the check are drawn from.
         exhaustive: Check every element.
         order: 2 to check the second derivative too.
+        rtol: The relative error of a solver.
 
     Returns:
         The report.
@@ -54,7 +56,7 @@ def check_command(
         fn = load_callable(target, seed)
         other = load_callable(reference, seed) if reference is not None else None
     args, kwargs = _arguments(fn, target, make_inputs(specifications, seed))
-    options: dict[str, Any] = {"reference": other, "exhaustive": exhaustive, "order": order, "seed": seed}
+    options: dict[str, Any] = {"reference": other, "exhaustive": exhaustive, "order": order, "rtol": rtol, "seed": seed}
     try:
         return gradcheck(fn, *args, kwargs=kwargs, **options)
     except GradguardError:

@@ -6,12 +6,14 @@ No differences are taken here: backward runs are compared with one another, on o
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from gradguard.check.function import Function
 from gradguard.check.report import Finding
+from gradguard.torch_private import each_operation
 
 _REPEATS = 6
 _TOLERANCE = {torch.float64: 1e6, torch.float32: 1e3, torch.bfloat16: 8.0, torch.float16: 8.0}
@@ -21,6 +23,9 @@ _ONES = "a grad_output of stride 0, as sum() makes"
 _POWERS = {torch.bfloat16: (-2, 2), torch.float16: (-2, -1)}
 """What cotangents are multiplied by, exactly, within the range of the dtype: in float16 more may overflow inside."""
 
+_MOST_ALONE = 4
+"""Up to so many inputs, each is tried as the only one that needs a gradient; else every second one."""
+
 _LARGE = 1e250
 """From here on a product with a cotangent may overflow."""
 
@@ -28,11 +33,11 @@ _LARGE = 1e250
 class Contract:
     """The probes of one function at its point."""
 
-    def __init__(self, function: Function, cotangent: Tensor, generator: torch.Generator) -> None:
+    def __init__(self, function: Function, cotangent: Tensor, generator: torch.Generator, rtol: float = 0.0) -> None:
         self.function, self.cotangent, self.generator = function, cotangent, generator
         dtype = max((o.dtype.to_real() for o in function.outputs), key=lambda d: torch.finfo(d).eps)
         dtype = max((dtype, *(o.value.dtype.to_real() for o in function.inputs)), key=lambda d: torch.finfo(d).eps)
-        self.dtype, self.relative = dtype, _TOLERANCE[dtype] * torch.finfo(dtype).eps
+        self.dtype, self.relative = dtype, max(rtol, _TOLERANCE[dtype] * torch.finfo(dtype).eps)
         self.least = 8 * torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
         """A few steps of the smallest numbers, below which a dtype has no digits."""
         self.findings: list[Finding] = []
@@ -52,15 +57,24 @@ class Contract:
         self._unchanged(fresh, shaped, "the backward", "grad_output of output")
         del given, fresh
         self._repeats(outputs, leaves, shaped, first)
+        if not self.findings:
+            self._another_forward(shaped, first)
         if self.findings:
             return
         for kind, name, size, other, expected in self._cotangents(shaped, first):
             found = self._backward(outputs, leaves, other)
             self._compare(kind, name, found, expected() if callable(expected) else expected, size)
             del other
+        self._expanded(outputs, leaves, shaped)
         self._single_outputs(outputs, leaves, shaped)
+        usual = function.flatten(outputs)
         del outputs, leaves  # and the graph
-        self._another_forward(shaped, first)
+        if not self.findings:
+            self._other_inputs(shaped, first, usual)
+            if self.findings and self._draws_random_numbers():  # in the order of memory, which was another one
+                self.findings = []
+            self._without_gradients(shaped, first)
+        self._another_size(shaped, first)
         self._hidden_float32(first)
 
     def _repeats(self, outputs: list[Tensor], leaves: list[Tensor], shaped: list[Tensor], first: Tensor) -> None:
@@ -107,6 +121,137 @@ class Contract:
 
         return gradient
 
+    def _expanded(self, outputs: list[Tensor], leaves: list[Tensor], shaped: list[Tensor]) -> None:
+        """Give a grad_output of stride 0 along one dimension, as a sum over that dimension makes it."""
+        for dim in range(max((v.dim() for v in shaped), default=0)):
+            if not any(v.dim() > 1 and dim < v.dim() and v.shape[dim] > 1 for v in shaped):
+                continue
+            other = [v.narrow(dim, 0, 1).expand(v.shape) if dim < v.dim() and v.numel() else v for v in shaped]
+            expected = self._backward(outputs, leaves, [v.clone(memory_format=torch.contiguous_format) for v in other])
+            message = f"a grad_output of stride 0 along dimension {dim}, as sum({dim}) makes"
+            if not self._compare("layout", message, self._backward(outputs, leaves, other), expected):
+                return
+
+    def _other_inputs(self, shaped: list[Tensor], first: Tensor, usual: Tensor) -> None:
+        """Give the same numbers in other places in memory. To refuse them is no fault."""
+        function = self.function
+        for message, place in _PLACES.items():
+            leaves = [
+                place(leaf.detach()).requires_grad_() if is_argument else leaf
+                for leaf, is_argument in zip(function.leaves(), function.are_arguments, strict=True)
+            ]
+            try:
+                outputs = function.record(leaves)
+            except Exception:  # it refuses them
+                continue
+            if not self._has_values(message, function.flatten(outputs), usual, usual) or not self._compare(
+                "layout", message, self._backward(outputs, leaves, shaped), first, guess=f"only for {message}"
+            ):
+                return
+        if (
+            self.dtype is torch.float64
+        ):  # equal rows have no variance: in low precision a norm of them is rounding alone
+            self._inputs_of_stride_0(shaped, usual)
+
+    def _draws_random_numbers(self) -> bool:
+        found = []
+
+        def look(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            found.append(torch.Tag.nondeterministic_seeded in operation.tags)
+            return operation(*args, **kwargs)
+
+        with each_operation(look):
+            self.function.record(self.function.leaves())
+        return any(found)
+
+    def _inputs_of_stride_0(self, shaped: list[Tensor], usual: Tensor) -> None:
+        """Repeat the first slice of each input, with copies of it and without; the gradient is that of the slice."""
+        function, message = self.function, "inputs of stride 0"
+        values = [leaf.detach() for leaf in function.leaves()]
+        slices = [
+            value.narrow(0, 0, 1) if own and value.dim() and value.numel() else value
+            for own, value in zip(function.are_arguments, values, strict=True)
+        ]
+        found = []
+        for is_copied in (True, False):
+            leaves = [one.clone().requires_grad_() for one in slices]
+            inputs = [leaf.expand(value.shape) for leaf, value in zip(leaves, values, strict=True)]
+            inputs = [one.clone(memory_format=torch.contiguous_format) for one in inputs] if is_copied else inputs
+            try:
+                outputs = function.record(inputs)
+                gradient = function.backward(outputs, leaves, shaped, shapes=[value.shape for value in values])
+            except Exception:  # it refuses them, or the point is outside of the domain
+                return
+            found.append((function.flatten(outputs), gradient))
+        (expected, gradient), (values_found, gradient_found) = found
+        if self._has_values(message, values_found, expected, usual):
+            self._compare("layout", message, gradient_found, gradient, guess=f"only for {message}")
+
+    def _has_values(self, message: str, found: Tensor, expected: Tensor, usual: Tensor) -> bool:
+        """Compare the outputs, where all have the size that they usually have."""
+        if not found.shape == expected.shape == usual.shape:
+            return True
+        both = found.isfinite() & expected.isfinite()
+        size = torch.maximum(found.abs(), expected.abs())
+        largest = torch.cat([size, usual.abs()]).nan_to_num(0.0, 0.0).max() if size.numel() else 0.0
+        wrong = both & ((found - expected).abs() > self.relative * (size + largest) + self.least)
+        if not bool(wrong.any()):
+            return True
+        at = int(torch.where(wrong, (found - expected).abs(), -1.0).argmax())
+        said = f"the forward gives {float(found[at]):.6g} in place of {float(expected[at]):.6g} for {message}"
+        self.findings.append(Finding("layout", f"{said}, {int(wrong.sum())} of {wrong.numel()} elements differ"))
+        return False
+
+    def _without_gradients(self, shaped: list[Tensor], first: Tensor) -> None:
+        """Let some of the inputs need no gradient: the others have the same one."""
+        function = self.function
+        count = len(function.inputs)
+        needed = [{i} for i in range(count)] if count <= _MOST_ALONE else [set(range(k, count, 2)) for k in (0, 1)]
+        for some in needed if count > 1 else []:
+            leaves = [leaf if i in some else leaf.detach() for i, leaf in enumerate(function.leaves())]
+            try:
+                outputs = function.record(leaves)
+            except Exception:  # a derivative inside the function
+                continue
+            own = [leaf for i, leaf in enumerate(leaves) if i in some]
+            parts = [torch.ones(n) if i in some else torch.zeros(n) for i, n in enumerate(function.sizes)]
+            names = ", ".join(function.inputs[i].name for i in sorted(some)[:3])
+            message = f"only {names} needs a gradient" if len(some) == 1 else f"only {names}, … need a gradient"
+            try:
+                found = function.backward_of_some(outputs, own, sorted(some), shaped)
+            except Exception as error:
+                said = f"{message}: the backward raises {type(error).__name__}: {error}"
+                self.findings.append(Finding("needs_input_grad", said))
+                return
+            if not self._compare("needs_input_grad", message, found, torch.where(torch.cat(parts) > 0, first, 0.0)):
+                return
+
+    def _another_size(self, shaped: list[Tensor], first: Tensor) -> None:
+        """Call it with fewer rows before the next forward: nothing kept from that may be used."""
+        function = self.function
+        values = [one.value for one in function.inputs]
+        rows = max(
+            (v.shape[0] for v, own in zip(values, function.are_arguments, strict=True) if own and v.dim()), default=0
+        )
+        if rows < 2:
+            return
+        fewer = [
+            (v[: rows - 1] if own and v.dim() and v.shape[0] == rows else v).clone().requires_grad_()
+            for v, own in zip(values, function.are_arguments, strict=True)
+        ]
+        try:
+            outputs = [o for o in function.record(fewer) if o.requires_grad]
+            torch.autograd.grad([o.real.sum() for o in outputs], fewer, allow_unused=True)
+        except Exception:  # the sizes belong together
+            return
+        leaves = function.leaves()
+        outputs = function.record(leaves)
+        if function.flatten(outputs).numel() != function.size:
+            self.findings.append(Finding("state", "a call with fewer rows changes the shape of the next output"))
+            return
+        message = "a call with fewer rows changes the next backward"
+        self._compare("state", message, self._backward(outputs, leaves, shaped), first)
+
     def _single_outputs(self, outputs: list[Tensor], leaves: list[Tensor], shaped: list[Tensor]) -> None:
         """Leave the gradients of all outputs but one undefined: as if they were zeros."""
         if sum(o.requires_grad for o in outputs) < 2:
@@ -127,12 +272,15 @@ class Contract:
             one.value.flatten().flip(0).reshape(one.value.shape).clone().requires_grad_() for one in function.inputs
         ]
         try:
-            function.record(others)
+            between = function.record(others)
         except Exception:  # the permuted point is outside the domain
             return
-        self._compare(
-            "state", "another forward in between changes the backward", self._backward(outputs, leaves, shaped), first
-        )
+        found, message = self._backward(outputs, leaves, shaped), "another forward in between changes the backward"
+        if torch.equal(found, first):
+            return
+        is_last = _are_the_same(found, self._backward(between, others, shaped))
+        said = "stale saved tensor: that of the last forward" if is_last else ""
+        self._compare("state", message, found, first, guess=said)
 
     def _hidden_float32(self, first: Tensor) -> None:
         """In float64 some bits of a gradient are beyond float32, unless it was computed in that."""
@@ -149,7 +297,9 @@ class Contract:
     ) -> Tensor:
         return self.function.backward(outputs, leaves, cotangents, keep=True)
 
-    def _compare(self, kind: str, message: str, found: Tensor, expected: Tensor, cotangent: float = 1) -> bool:
+    def _compare(
+        self, kind: str, message: str, found: Tensor, expected: Tensor, cotangent: float = 1, guess: str = ""
+    ) -> bool:
         """Compare two gradients that should agree, for cotangents of a size relative to the usual one.
 
         Under a cotangent of ones the sums of a normalization cancel: in half precision what remains is measured by the
@@ -158,6 +308,8 @@ class Contract:
         Returns:
             Whether they do.
         """
+        if torch.equal(found, expected):
+            return True
         both = found.isfinite() & expected.isfinite()
         size = torch.maximum(found.abs(), expected.abs())
         largest = torch.where(both, size, 0.0).max() if size.numel() else torch.zeros(())
@@ -171,7 +323,7 @@ class Contract:
         name, index = self.function.name_of(position)
         got, wanted = float(found[position]), float(expected[position])
         said = f"{message}: {got:.6g} in place of {wanted:.6g}, {int(wrong.sum())} of {wrong.numel()} elements differ"
-        guess = "only when grad_output is strided" if kind == "layout" else ""
+        guess = guess or ("only when grad_output is strided" if kind == "layout" else "")
         self.findings.append(Finding(kind, said, name, index, guess=guess))
         return False
 
@@ -197,3 +349,17 @@ def _strided(v: Tensor) -> Tensor:
 
 def _transposed(v: Tensor) -> Tensor:
     return v if v.dim() < 2 else v.transpose(0, -1).contiguous().transpose(0, -1)
+
+
+def _unaligned(v: Tensor) -> Tensor:
+    """Return a copy that begins with the second element of its buffer."""
+    buffer = torch.full((v.numel() + 1,), torch.nan, dtype=v.dtype, device=v.device)
+    return buffer[1:].copy_(v.reshape(-1)).view(v.shape)
+
+
+_PLACES = {
+    "inputs that are every second element of a larger buffer": _strided,
+    "transposed inputs": _transposed,
+    "inputs that begin within a buffer": _unaligned,
+}
+"""What may be asked of the memory of inputs; PyTorch has no negative strides."""

@@ -8,8 +8,10 @@ truncation error, the rounding of the outputs the rest. So no step has to be cho
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,6 +23,9 @@ LOW_STEPS = tuple(6e-2 / 2**k for k in range(10))
 """Relative steps, from the largest: a few close ones that do for a smooth function, then down past kinks nearby.
 
 For float32, where rounding is what limits, they begin further out."""
+
+_FEW = 10_000
+"""Of numbers at a point, and at most so many, several points are computed with at a time."""
 
 MULTIPLE = 4.0
 RELATIVE = {torch.float64: 5e-9, torch.float32: 1e-5, torch.bfloat16: 1e-1, torch.float16: 1e-2}
@@ -48,10 +53,12 @@ class Disagreement:
 class Differences:
     """The function at its point, the cotangents, the gradients that are checked."""
 
-    def __init__(self, function: Function, base: Tensor, cotangents: Tensor, gradients: Tensor) -> None:
+    def __init__(
+        self, function: Function, base: Tensor, cotangents: Tensor, gradients: Tensor, rtol: float = 0.0
+    ) -> None:
         self.function, self.base, self.cotangents, self.gradients = function, base, cotangents, gradients
         self.point = function.point
-        self.relative = max(RELATIVE[_real_dtype(o.dtype)] for o in function.outputs)
+        self.relative = max(rtol, *(RELATIVE[_real_dtype(o.dtype)] for o in function.outputs))
         input_eps = max(torch.finfo(one.value.dtype).eps for one in function.inputs)
         self.coarsest = max(input_eps, *(torch.finfo(o.dtype).eps for o in function.outputs))
         self.is_low = self.coarsest > 1e-10
@@ -60,7 +67,11 @@ class Differences:
         self.noise = self.rounding
         self.usable = base.isfinite()
         self.is_finite = bool(self.usable.all())
+        self.has_finite_point = bool(self.point.isfinite().all())
         self.mean = float(mean_size(self.point))
+        self.are_few = len(self.point) + len(base) <= _FEW
+        together = 3 if self.are_few else 1
+        self._batches = [self.steps[i : i + together] for i in range(0, len(self.steps), together)]
 
     def measure_noise(self, direction: Tensor) -> None:
         """Estimate how far outputs are off by rounding: second differences at tiny steps are nothing else.
@@ -72,6 +83,7 @@ class Differences:
         tiny = 4e3 * max(torch.finfo(one.value.dtype).eps for one in self.function.inputs)
         self.noise, still = self.rounding, torch.ones_like(self.base, dtype=torch.bool)
         offset = torch.where(direction != 0, tiny * self.point.abs() * direction.sign(), 0.0)
+        offset *= torch.linspace(0.5, 1, len(offset), dtype=torch.float64)  # a product of x + a and y - a hardly moves
         for samples in (3, 8, 8, 8):
             moved = torch.zeros_like(still)
             spreads = [self._second_differences(side, samples, moved) for side in (offset, -offset)]
@@ -84,17 +96,11 @@ class Differences:
 
     def _second_differences(self, side: Tensor, samples: int, moved: Tensor) -> Tensor:
         """Return the largest second difference along multiples of ``side``; note in ``moved`` which outputs change."""
-        before = self.function.values(self.point + side)
-        largest, difference = torch.zeros_like(before), None
-        for k in range(2, samples + 1):
-            value = self.function.values(self.point + k * side)
-            following, before = value - before, value
-            moved |= following != 0
-            if difference is not None:
-                difference.sub_(following).abs_().mul_(2 / math.sqrt(6))
-                largest = torch.fmax(largest, difference)
-            difference = following
-        return largest
+        values = self.function.values_at(self.point + torch.arange(1, samples + 1)[:, None] * side)
+        changes = values[1:] - values[:-1]
+        moved |= (changes != 0).any(dim=0)
+        seconds = (changes[:-1] - changes[1:]).abs_().nan_to_num_(0.0, torch.inf)
+        return seconds.amax(dim=0).mul_(2 / math.sqrt(6))
 
     def reaches_a_pole(self, direction: Tensor) -> bool:
         """Tell whether an output that is not finite at the point is, or is another one, a step further."""
@@ -114,41 +120,54 @@ class Differences:
 
     def along(self, direction: Tensor) -> Disagreement:
         """Return how much the numerical derivative along ``direction`` and the gradients disagree."""
-        product = self.gradients * direction
-        scale, enough = norms(product), 1e-11 * product.abs().sum(dim=1)
-        ladder, moved = _Ladder(), torch.zeros_like(self.base, dtype=torch.bool)
-        for step in self.steps:
-            if (found := self._central(direction, step)) is not None:
-                moved |= found[1]
-                ladder.add(step, found[0], self.rounding_of(moved))
-            if ladder.is_settled(enough):
-                break
-        error, bar, step = ladder.best(len(self.cotangents))
-        return Disagreement(
-            error, bar, scale, torch.stack([scale, *(c.abs() for c in ladder.central[:2])]).amax(dim=0), step
-        )
+        return self.along_each(direction[None])[0]
 
-    def _central(self, direction: Tensor, step: float) -> tuple[Tensor, Tensor] | None:
-        """Return the disagreement at one step, and which outputs moved; None where the function is not finite."""
-        above = self.function.rounded(self.point + step * direction)
-        below = self.function.rounded(self.point - step * direction)
-        change = self.usable_part(self.function.values(above).sub_(self.function.values(below)))
-        if not bool(change.isfinite().all()):
-            return None
-        taken = torch.where(direction != 0, above - below, 0.0) / (2 * step)
-        numerical = self.cotangents @ change / (2 * step)
-        return numerical - self.gradients @ taken, change != 0
+    def along_each(self, directions: Tensor) -> list[Disagreement]:
+        """Return the disagreement along each of ``directions``, one in each row."""
+        if len(directions) > 1 and not self.are_few:
+            return [self.along(one) for one in directions]
+        product = self.gradients * directions[:, None]
+        scales, enough = norms(product), (1e-11 * product.abs().sum(dim=-1)).tolist()
+        several, following = self._batches[0], self._batches[1:]
+        first = self._central(directions, several)
+        moved = (first.change != 0).any(dim=1)
+        noise = self.rounding_of(moved).tolist()
+        found = []
+        for i, scale in enumerate(scales):
+            ladders = [_Ladder() for _ in self.cotangents]
+            first.add_to(ladders, i, several, noise[i])
+            for steps in following:
+                if all(ladder.is_settled(own) for ladder, own in zip(ladders, enough[i], strict=True)):
+                    break
+                more = self._central(directions[i : i + 1], steps)
+                moved[i] |= (more.change != 0).any(dim=1)[0]
+                more.add_to(ladders, 0, steps, self.rounding_of(moved[i]).tolist())
+            found.append(_disagreement(ladders, scale))
+        return found
+
+    def _central(self, directions: Tensor, steps: Sequence[float]) -> _Central:
+        """Return the disagreement at each step along each of ``directions``."""
+        sizes, count = torch.tensor(steps, dtype=torch.float64)[:, None], len(directions)
+        offsets = (sizes * directions[:, None]).flatten(0, 1)
+        above, below = self.point + offsets, self.point - offsets
+        if not self.function.is_wide:
+            above, below = map(self.function.rounded_each, (above, below))
+        change = self.usable_part(self.function.values_at(above) - self.function.values_at(below))
+        taken = above.sub_(below) if self.has_finite_point else torch.where(offsets != 0, above - below, 0.0)
+        central = (change @ self.cotangents.T - taken @ self.gradients.T).view(count, len(steps), len(self.cotangents))
+        finite = change.isfinite().all(dim=1)
+        change = change if bool(finite.all()) else torch.where(finite[:, None], change, 0.0)
+        central, finite = central / (2 * sizes), finite.view(count, len(steps))
+        return _Central(central.tolist(), finite.tolist(), change.view(count, len(steps), len(self.base)))
 
     def rounding_of(self, moved: Tensor) -> Tensor:
         """Return how far off Σ cotangent · output may be by rounding, from the outputs that move along a direction.
 
         An output that one step does not move, and a larger one does, is off by rounding there as well.
         """
-        noise = torch.where(moved, self.noise, 0.0)
-        total = torch.stack([v.abs().dot(noise) for v in self.cotangents])
-        if not self.is_low:
-            return total
-        return torch.stack([3 * (v * noise).norm() for v in self.cotangents]).minimum(total)
+        off = self.cotangents.abs() * torch.where(moved, self.noise, 0.0).unsqueeze(-2)
+        total = off.sum(dim=-1)
+        return torch.minimum(3 * off.norm(dim=-1), total) if self.is_low else total
 
     def negligible(self) -> Tensor:
         """Return below which size Σ cotangent · change, for relative changes of the inputs, is rounding alone."""
@@ -160,17 +179,43 @@ class Differences:
         return change if self.is_finite else torch.where(self.usable, change, 0.0)
 
 
+class _Central(NamedTuple):
+    """What central differences say, by direction, step and cotangent."""
+
+    disagreement: list[list[list[float]]]
+    is_finite: list[list[bool]]
+    """Whether all outputs are, by direction and step."""
+    change: Tensor
+    """Of the outputs, 0 where they are not finite."""
+
+    def add_to(self, ladders: list[_Ladder], i: int, steps: Sequence[float], noise: list[float]) -> None:
+        """Give ``ladders`` the steps along direction ``i``."""
+        for step, central, is_finite in zip(steps, self.disagreement[i], self.is_finite[i], strict=True):
+            for ladder, one, own in zip(ladders, central, noise, strict=True):
+                if is_finite:
+                    ladder.add(step, one, own)
+
+
+def _disagreement(ladders: list[_Ladder], scale: Tensor) -> Disagreement:
+    largest = [max(map(abs, ladder.central[:2]), default=0.0) for ladder in ladders]
+    best = [ladder.best() for ladder in ladders]
+    error, bar, size = torch.tensor(
+        [[e, b, s] for (e, b, _), s in zip(best, largest, strict=True)], dtype=torch.float64
+    ).T
+    return Disagreement(error, bar, scale, torch.maximum(scale, size), best[0][2])
+
+
 class _Ladder:
-    """Disagreements at smaller and smaller steps, and what they tend to."""
+    """Disagreements at smaller and smaller steps for one cotangent, and what they tend to."""
 
     def __init__(self) -> None:
         self.steps: list[float] = []
-        self.central: list[Tensor] = []
-        self.limits: list[Tensor] = []
+        self.central: list[float] = []
+        self.limits: list[float] = []
         self.amplified: list[float] = []
-        self.noise = torch.zeros(())
+        self.noise = 0.0
 
-    def add(self, step: float, central: Tensor, noise: Tensor) -> None:
+    def add(self, step: float, central: float, noise: float) -> None:
         """Take in one step; ``noise`` is the rounding of the outputs known by now, for this and all steps before."""
         if self.steps:
             ratio = (self.steps[-1] / step) ** 2
@@ -180,36 +225,29 @@ class _Ladder:
         self.central.append(central)
         self.noise = noise
 
-    @property
-    def limits_rounding(self) -> list[Tensor]:
-        return [self.noise * factor for factor in self.amplified]
-
-    def bars(self) -> list[Tensor]:
+    def bars(self) -> list[float]:
         """Return for each limit how far off it may be: the change to its neighbours, and rounding."""
-        changes = [(a - b).abs() for a, b in zip(self.limits, self.limits[1:], strict=False)]
+        changes = [abs(a - b) for a, b in pairwise(self.limits)]
         if not changes:
-            return [torch.full_like(limit, math.inf) for limit in self.limits]
-        padded = [changes[0], *changes, changes[-1]]
-        return [torch.maximum(padded[j], padded[j + 1]) + r for j, r in enumerate(self.limits_rounding)]
+            return [math.inf for _ in self.limits]
+        around = pairwise([changes[0], *changes, changes[-1]])
+        bars = [max(pair) + self.noise * factor for pair, factor in zip(around, self.amplified, strict=True)]
+        return [bar if bar == bar else math.inf for bar in bars]
 
-    def is_settled(self, enough: Tensor) -> bool:
+    def is_settled(self, enough: float) -> bool:
         """Tell whether smaller steps have nothing to add: accurate enough, or rounding takes over."""
-        if len(self.limits) < 3:
+        if len(self.limits) < 2:
             return False
-        bars = self.bars()
-        best = torch.stack(bars).min(dim=0).values
-        if bool((best <= enough).all()):
-            return True
-        return bool((best <= 2 * self.limits_rounding[-1]).all())
+        best = min(self.bars())
+        return best <= enough or (len(self.limits) > 2 and best <= 2 * self.noise * self.amplified[-1])
 
-    def best(self, count: int) -> tuple[Tensor, Tensor, float]:
+    def best(self) -> tuple[float, float, float]:
+        """Return the limit that is known best, its bar, and the step."""
         if not self.limits:
-            unknown = torch.full((count,), math.inf, dtype=torch.float64)
-            return torch.zeros(count, dtype=torch.float64), unknown, math.nan
-        bars = torch.stack(self.bars())
-        chosen = bars.argmin(dim=0)
-        columns = torch.arange(bars.shape[1])
-        return torch.stack(self.limits)[chosen, columns], bars[chosen, columns], self.steps[int(chosen[0]) + 1]
+            return 0.0, math.inf, math.nan
+        bars = self.bars()
+        chosen = bars.index(min(bars))
+        return self.limits[chosen], bars[chosen], self.steps[chosen + 1]
 
 
 def directions(point: Tensor, inputs: list[Tensor], generator: torch.Generator) -> Iterator[Tensor]:
@@ -224,19 +262,21 @@ def directions(point: Tensor, inputs: list[Tensor], generator: torch.Generator) 
 
 
 def norms(rows: Tensor) -> Tensor:
-    """Return the 2-norm of each row, however large its elements are."""
+    """Return the 2-norm along the last dimension, however large the elements are."""
     if not rows.numel():
-        return rows.sum(dim=1)
-    largest = rows.abs().amax(dim=1)
+        return rows.sum(dim=-1)
+    largest = rows.abs().amax(dim=-1, keepdim=True)
     unit = torch.where((largest > 0) & largest.isfinite(), largest, 1.0)
-    return unit * (rows / unit[:, None]).norm(dim=1)
+    return unit.squeeze(-1) * (rows / unit).norm(dim=-1)
 
 
 def mean_size(part: Tensor) -> Tensor:
     """Return the mean of the finite |x|, 1 if that is 0."""
-    sizes = part.abs()[part.isfinite()]
+    sizes = part.abs()
+    finite = sizes.isfinite()
+    sizes = sizes if bool(finite.all()) else sizes[finite]
     mean = sizes.mean() if sizes.numel() else torch.zeros((), dtype=torch.float64)
-    return torch.where(mean > 0, mean, torch.ones((), dtype=torch.float64))
+    return torch.where(mean > 0, mean, 1.0)
 
 
 def _real_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -163,24 +163,32 @@ def _steps(differences: Differences, direction: Tensor, sizes: list[float]) -> l
     chosen = chosen[:: math.ceil(len(chosen) / _MOST_STEPS)] if chosen else []
     found: list[list[_Step]] = [[] for _ in differences.cotangents]
     moved, lengths, quanta = torch.zeros_like(base, dtype=torch.bool), [], (_Quantum(base), _Quantum(base))
-    for size in chosen:
-        above = function.rounded(differences.point + size * direction)
-        below = function.rounded(differences.point - size * direction)
+    together = len(chosen) if differences.are_few else 1
+    for start in range(0, len(chosen), max(1, together)):
+        block = chosen[start : start + together]
+        offsets = torch.tensor(block, dtype=torch.float64)[:, None] * direction
+        above = function.rounded_each(differences.point + offsets)
+        below = function.rounded_each(differences.point - offsets)
         own = direction != 0
-        up = _length(torch.where(own, above - differences.point, 0.0), direction)
-        down = _length(torch.where(own, differences.point - below, 0.0), direction)
-        if up <= 0 or down <= 0:
+        up = _lengths(torch.where(own, above - differences.point, 0.0), direction)
+        down = _lengths(torch.where(own, differences.point - below, 0.0), direction)
+        taken = [i for i, (u, d) in enumerate(zip(up.tolist(), down.tolist(), strict=True)) if u > 0 and d > 0]
+        if not taken:
             continue
-        rise = torch.where(differences.usable, function.values(above) - base, 0.0)
-        fall = torch.where(differences.usable, base - function.values(below), 0.0)
+        up, down = up[taken, None], down[taken, None]
+        rise = torch.where(differences.usable, function.values_at(above[taken]) - base, 0.0)
+        fall = torch.where(differences.usable, base - function.values_at(below[taken]), 0.0)
         for quantum, change in zip(quanta, (rise, fall), strict=True):
             quantum.see(change)
         for k, v in enumerate(differences.cotangents):
             from_above, from_below = v * rise / up, v * fall / down
-            low, high = torch.minimum(from_above, from_below).sum(), torch.maximum(from_above, from_below).sum()
-            found[k].append(_Step(size, float(from_above.sum()), float(from_below.sum()), float(low), float(high), 0.0))
-        moved |= ((rise != 0) & rise.isfinite()) | ((fall != 0) & fall.isfinite())
-        lengths.append(min(up, down))
+            low, high = torch.minimum(from_above, from_below), torch.maximum(from_above, from_below)
+            sums = (one.sum(dim=1).tolist() for one in (from_above, from_below, low, high))
+            found[k] += [
+                _Step(block[i], a, b, least, most, 0.0) for i, a, b, least, most in zip(taken, *sums, strict=True)
+            ]
+        moved |= (((rise != 0) & rise.isfinite()) | ((fall != 0) & fall.isfinite())).any(dim=0)
+        lengths += torch.minimum(up, down)[:, 0].tolist()
     least = (differences.cotangents.abs() @ torch.where(moved, differences.rounding, 0.0)).tolist()
     each = torch.maximum(differences.noise, torch.maximum(*(quantum.size() for quantum in quanta)))
     noise = (differences.cotangents.abs() @ torch.where(moved, each, 0.0)).tolist()
@@ -197,12 +205,13 @@ class _Quantum:
         self.least, self.most = torch.full_like(base, torch.inf), torch.zeros_like(base)
         self.stuck = torch.zeros_like(base, dtype=torch.bool)
 
-    def see(self, change: Tensor) -> None:
-        """Take in what one step does, the largest steps first."""
-        size = change.abs().nan_to_num(0.0, 0.0, 0.0)
-        self.stuck |= (size == 0) & (self.most > 0)
-        self.least = torch.where(size > 0, torch.minimum(self.least, size), self.least)
-        self.most = torch.maximum(self.most, size)
+    def see(self, changes: Tensor) -> None:
+        """Take in what steps do, the largest step first, one in each row."""
+        sizes = changes.abs().nan_to_num(0.0, 0.0, 0.0)
+        before = torch.cat([self.most[None], sizes]).cummax(dim=0).values
+        self.stuck |= ((sizes == 0) & (before[:-1] > 0)).any(dim=0)
+        self.least = torch.minimum(self.least, torch.where(sizes > 0, sizes, torch.inf).amin(dim=0))
+        self.most = before[-1]
 
     def size(self) -> Tensor:
         """Return the quantum of each output, 0 for those that are not rounded, or that jump."""
@@ -220,9 +229,9 @@ def _grows(series: list[tuple[float, float, float]]) -> bool:
     return len(last) == 5 and all(b > 1.2 * a for a, b in pairwise(last)) and last[-1] > 8 * last[0]
 
 
-def _length(taken: Tensor, direction: Tensor) -> float:
-    """Return how far a step really went along ``direction``."""
-    return float((taken @ direction) / (direction @ direction))
+def _lengths(taken: Tensor, direction: Tensor) -> Tensor:
+    """Return how far each step, one in each row, really went along ``direction``."""
+    return (taken @ direction) / (direction @ direction)
 
 
 def _limits(values: list[tuple[float, float, float]], order: int) -> list[_Limit]:

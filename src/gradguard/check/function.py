@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from gradguard.check.state import State
 from gradguard.errors import InvalidTypeError, InvalidValueError
-from gradguard.torch_private import keystr, tree_flatten_with_path, tree_leaves, tree_unflatten
+from gradguard.torch_private import gradients_of, keystr, tree_flatten_with_path, tree_leaves, tree_unflatten
 
 WIDE = {
     torch.float16: torch.float64,
@@ -84,8 +84,15 @@ class Function:
         self.inputs += [Input(name, _dense(self._parameters[n])) for name, n in self._trained.items()]
         for one in self.inputs:
             _check_input(one)
-        self.sizes = [one.value.numel() * (2 if one.value.is_complex() else 1) for one in self.inputs]
+        are_alone = all(one is value for one, (_, value) in zip(args, flat, strict=False))
+        self._takes_every_argument = module is None and not kwargs and are_alone and len(args) == len(self.inputs)
+        self._learn_inputs()
         self.outputs: list[Layout] = []
+
+    @property
+    def are_arguments(self) -> list[bool]:
+        """Whether each input is an argument, not a parameter of the module."""
+        return [one.name in self._arguments for one in self.inputs]
 
     @property
     def is_wide(self) -> bool:
@@ -113,7 +120,12 @@ class Function:
             if name not in known:
                 raise InvalidValueError(f"inputs_to_check has {name!r}, which is not among the inputs: {known}.")
         self.inputs = [one for one in self.inputs if one.name in chosen]
+        self._learn_inputs()
+
+    def _learn_inputs(self) -> None:
         self.sizes = [one.value.numel() * (2 if one.value.is_complex() else 1) for one in self.inputs]
+        self._takes_inputs_alone = self._takes_every_argument and len(self.inputs) == len(self._arguments)
+        """Whether the callable is called with the inputs and nothing else, in their order."""
 
     @property
     def point(self) -> Tensor:
@@ -133,7 +145,8 @@ class Function:
     def split(self, vector: Tensor) -> list[Tensor]:
         """Return the inputs that ``vector`` stands for, rounded to their dtype, with their strides."""
         tensors = []
-        for part, one in zip(vector.split(self.sizes), self.inputs, strict=True):
+        parts = (vector,) if len(self.sizes) == 1 else vector.split_with_sizes(self.sizes)
+        for part, one in zip(parts, self.inputs, strict=True):
             value = one.value
             if value.is_complex():
                 part = torch.view_as_complex(part.clone().reshape(*value.shape, 2))
@@ -147,13 +160,20 @@ class Function:
         """Return ``vector`` as the dtypes of the inputs hold it."""
         return vector if self.is_wide else self.join(self.split(vector))
 
+    def rounded_each(self, vectors: Tensor) -> Tensor:
+        """Return ``vectors``, one in each row, as the dtypes of the inputs hold them."""
+        return vectors if self.is_wide else torch.stack([self.rounded(one) for one in vectors])
+
     def name_of(self, position: int) -> tuple[str, tuple[int, ...]]:
         """Return the input and the index in it of one element of the flat vector."""
         for one, size in zip(self.inputs, self.sizes, strict=True):
             if position < size:
                 position //= 2 if one.value.is_complex() else 1
-                index = torch.unravel_index(torch.tensor(position), one.value.shape)
-                return one.name, tuple(int(i) for i in index)
+                index = []
+                for length in reversed(one.value.shape):
+                    position, within = divmod(position, length)
+                    index.append(within)
+                return one.name, tuple(reversed(index))
             position -= size
         raise IndexError(position)
 
@@ -168,26 +188,31 @@ class Function:
 
     def values(self, vector: Tensor) -> Tensor:
         """Return the outputs at ``vector`` as one new float64 vector; NaN where the callable cannot be called there."""
-        try:
-            with torch.no_grad():
-                outputs = self.call(self.split(vector.clone()))  # the callable may work in place
-        except Exception:
-            if not self.outputs:
-                raise
-            return torch.full((self.size,), torch.nan, dtype=torch.float64)
-        flat = self.flatten(outputs)
-        if self.outputs and flat.numel() != self.size:  # a shape that depends on the data
-            return torch.full((self.size,), torch.nan, dtype=torch.float64)
-        return flat
+        return self.values_at(vector[None])[0]
+
+    def values_at(self, vectors: Tensor) -> Tensor:
+        """Return the outputs at each of ``vectors``, one in each row."""
+        rows = torch.full((len(vectors), self.size), torch.nan, dtype=torch.float64, device=vectors.device)
+        with torch.no_grad():
+            for row, vector in zip(rows, vectors.clone(), strict=True):  # the callable may work in place
+                try:
+                    flat = self.flatten(self.call(self.split(vector)))
+                except Exception:  # outside of the domain
+                    continue
+                if len(flat) == self.size:  # not with a shape that depends on the data
+                    row.copy_(flat)
+        return rows
 
     def call(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Call the callable with these tensors for its inputs; return its floating and complex outputs."""
         self.forwards += 1
         self.on_call()
         self.state.begin_call()
-        given = dict(zip((one.name for one in self.inputs), tensors, strict=True))
         if self.clones_inputs:
-            given = {name: tensor.clone() for name, tensor in given.items()}
+            tensors = [tensor.clone() for tensor in tensors]
+        if self._takes_inputs_alone:
+            return _outputs_of(self.fn(*tensors))
+        given = dict(zip((one.name for one in self.inputs), tensors, strict=True))
         flat = list(self._flat)
         for name, position in self._arguments.items():
             flat[position] = given.get(name, self._flat[position])
@@ -223,16 +248,35 @@ class Function:
         leaves: Sequence[Tensor],
         cotangents: Sequence[Tensor | None],
         keep: bool = False,
+        shapes: Sequence[torch.Size] | None = None,
     ) -> Tensor:
-        """Return the gradient of Σ cotangent · output as one float64 vector."""
+        """Return the gradient of Σ cotangent · output as one float64 vector, of slices repeated to fill ``shapes``."""
         pairs = [(o, c) for o, c in zip(outputs, cotangents, strict=True) if o.requires_grad and c is not None]
         self.backwards += 1
         if not pairs:
             return torch.zeros(sum(self.sizes), dtype=torch.float64)
-        grads = torch.autograd.grad(
-            [o for o, _ in pairs], leaves, [c for _, c in pairs], retain_graph=keep, allow_unused=True
-        )
-        return self.join([None if grad is None else grad.to_dense() if grad.is_sparse else grad for grad in grads])
+        grads = gradients_of([o for o, _ in pairs], leaves, [c for _, c in pairs], keep)
+        grads = [None if grad is None else grad.to_dense() if grad.is_sparse else grad for grad in grads]
+        if shapes is not None:
+            grads = [None if grad is None else grad.expand(shape) for grad, shape in zip(grads, shapes, strict=True)]
+        return self.join(grads)
+
+    def backward_of_some(
+        self,
+        outputs: Sequence[Tensor],
+        leaves: Sequence[Tensor],
+        positions: Sequence[int],
+        cotangents: Sequence[Tensor],
+    ) -> Tensor:
+        """Return the gradient where only the inputs at ``positions`` need one, 0 for the others."""
+        pairs = [(o, c) for o, c in zip(outputs, cotangents, strict=True) if o.requires_grad]
+        self.backwards += 1
+        grads: list[Tensor | None] = [None] * len(self.inputs)
+        if pairs:
+            found = gradients_of([o for o, _ in pairs], leaves, [c for _, c in pairs], False)
+            for position, grad in zip(positions, found, strict=True):
+                grads[position] = grad.to_dense() if grad is not None and grad.is_sparse else grad
+        return self.join(grads)
 
     def gradient(self, vector: Tensor | None, cotangent: Tensor) -> Tensor:
         """Return the gradient of cotangent · outputs at ``vector``, from one forward and one backward."""
@@ -246,21 +290,19 @@ class Function:
             Layout(f"output {i}" if len(outputs) > 1 else "the output", o.shape, o.dtype, o.device, o.requires_grad)
             for i, o in enumerate(outputs)
         ]
-
-    @property
-    def size(self) -> int:
+        self.output_sizes = [o.shape.numel() * (2 if o.dtype.is_complex else 1) for o in self.outputs]
+        self.size = sum(self.output_sizes)
         """How many real numbers the outputs are."""
-        return sum(self._output_sizes())
 
     def flatten(self, outputs: Sequence[Tensor]) -> Tensor:
-        """Return outputs as one new float64 vector."""
+        """Return outputs as one float64 vector."""
         parts = [_real(o.detach()).reshape(-1).double() for o in outputs]
-        return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.float64)
+        return parts[0] if len(parts) == 1 else torch.cat(parts) if parts else torch.zeros(0, dtype=torch.float64)
 
     def shaped(self, cotangent: Tensor) -> list[Tensor]:
         """Return a flat vector as tensors like the outputs."""
         shaped = []
-        for part, one in zip(cotangent.split(self._output_sizes()), self.outputs, strict=True):
+        for part, one in zip(cotangent.split(self.output_sizes), self.outputs, strict=True):
             if one.dtype.is_complex:
                 part = torch.view_as_complex(part.clone().reshape(*one.shape, 2))
             shaped.append(part.reshape(one.shape).to(one.dtype).to(one.device))
@@ -268,16 +310,13 @@ class Function:
 
     def rounding_of(self, values: Tensor) -> Tensor:
         """Return half a unit in the last place of each output element, as its dtype has it."""
-        parts = zip(values.split(self._output_sizes()), self.outputs, strict=True)
+        parts = zip(values.split(self.output_sizes), self.outputs, strict=True)
         return torch.cat([part.abs() * (torch.finfo(o.dtype).eps / 2) for part, o in parts])
 
     def with_graph(self) -> Tensor:
         """Return 1 for output elements that have a graph, else 0, as a flat vector."""
-        parts = [torch.full((n,), float(o.has_graph)) for n, o in zip(self._output_sizes(), self.outputs, strict=True)]
+        parts = [torch.full((n,), float(o.has_graph)) for n, o in zip(self.output_sizes, self.outputs, strict=True)]
         return torch.cat(parts).double()
-
-    def _output_sizes(self) -> list[int]:
-        return [o.shape.numel() * (2 if o.dtype.is_complex else 1) for o in self.outputs]
 
     def _converted(self, value: Any) -> Any:
         if not isinstance(value, Tensor):
@@ -319,6 +358,8 @@ def _like(value: Tensor) -> Tensor:
 
 
 def _outputs_of(result: Any) -> list[Tensor]:
+    if isinstance(result, Tensor):
+        return [result] if is_differentiable(result) else []
     found: list[Tensor] = []
     for value in tree_leaves(result):
         if isinstance(value, Tensor):

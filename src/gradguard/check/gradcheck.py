@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from gradguard.check.branches import Branches
 from gradguard.check.contract import Contract
+from gradguard.check.custom_operators import registration_of
 from gradguard.check.devices import device_called, is_here, moved
 from gradguard.check.differences import Differences
 from gradguard.check.elementwise import check_every_element
@@ -21,6 +24,7 @@ from gradguard.check.progress import Progress
 from gradguard.check.report import Finding, GradientReport, Power, Verdict
 from gradguard.check.search import Search
 from gradguard.check.second_order import GradientOf
+from gradguard.check.sizes import with_other_sizes
 from gradguard.check.state import generators
 from gradguard.errors import InvalidTypeError, InvalidValueError
 
@@ -39,6 +43,9 @@ def gradcheck(
     backends: Mapping[str, Callable[..., Any]] | None = None,
     exhaustive: bool = False,
     order: int = 1,
+    rtol: float = 0.0,
+    sizes: Mapping[int, int | Sequence[int]] | None = None,
+    branches: bool = False,
     seed: int = 0,
 ) -> GradientReport:
     r"""Check the backward of ``fn`` against differences of its forward; say which element is wrong, and how sure it is.
@@ -90,6 +97,11 @@ def gradcheck(
             the float64 one and with the others'. Inputs are moved where a name is that of a device.
         exhaustive: Also compare every element with its own derivative; many share a forward where outputs are disjoint.
         order: 2 to check the gradient of the gradient too.
+        rtol: The relative error that the function itself has, as a solver that stops at a tolerance: what a gradient
+            may be off by. A report that fails by little proposes one.
+        sizes: Other lengths to check too: ``{7: 16}`` tries 1, 15, 16 and 17 wherever an argument has a length of 7,
+            the edges of a tile of 16; ``{7: [1, 100]}`` tries these.
+        branches: Note the Python lines in the file of ``fn`` that no input reached. They were not checked.
         seed: Of directions and cotangents; equal seeds give equal reports.
 
     Returns:
@@ -122,24 +134,33 @@ def gradcheck(
         (1983), subgradients; Parker (1997), Monte Carlo arithmetic.
     """
     started = time.perf_counter()
-    _check_options(order, backends)
+    _check_options(order, backends, rtol)
     if isinstance(fn, type) and issubclass(fn, torch.autograd.Function):
         fn = fn.apply
     if len(inputs) == 1 and type(inputs[0]) is tuple:
         inputs = inputs[0]
     randomness = generators()
-    with Progress() as progress:
-        check = _Check(fn, inputs, dict(kwargs or {}), inputs_to_check, seed, progress)
+    options = (inputs_to_check, rtol, seed)
+    seen = Branches(fn) if branches else None
+    with Progress() as progress, seen or nullcontext():
+        check = _Check(fn, inputs, dict(kwargs or {}), *options, progress)
         try:
             check.run(reference, dict(backends or {}), exhaustive, order)
+            drawn = torch.Generator().manual_seed(seed)
+            for said, other in with_other_sizes((inputs, dict(kwargs or {})), sizes or {}, drawn):
+                if not check.findings:
+                    check.include(_Check(fn, *other, *options, progress), said, reference, exhaustive, order)
         finally:
             check.put_back()
             for put_back, state in randomness:
                 put_back(state)
+    check.notes += seen.unvisited() if seen is not None else []
     return check.report(time.perf_counter() - started)
 
 
-def _check_options(order: int, backends: Mapping[str, Any] | None) -> None:
+def _check_options(order: int, backends: Mapping[str, Any] | None, rtol: float) -> None:
+    if not 0 <= rtol < 1:
+        raise InvalidValueError(f"rtol is {rtol!r}: expected the relative error of a solver, at least 0 and below 1.")
     if order not in (1, 2):
         raise InvalidValueError(f"order is {order!r}: expected 1, or 2 for the gradient of the gradient too.")
     for name, fn in (backends or {}).items():
@@ -156,12 +177,13 @@ class _Check:
         inputs: tuple[Any, ...],
         kwargs: dict[str, Any],
         chosen: Iterable[str] | None,
+        rtol: float,
         seed: int,
         progress: Progress,
     ) -> None:
         if not callable(fn):
             raise InvalidTypeError(f"fn is {type(fn).__name__}: expected a function or a module, then its inputs.")
-        self.fn, self.args, self.kwargs, self.progress = fn, inputs, kwargs, progress
+        self.fn, self.args, self.kwargs, self.rtol, self.progress = fn, inputs, kwargs, rtol, progress
         self.chosen = [chosen] if isinstance(chosen, str) else None if chosen is None else list(chosen)
         self.generator = torch.Generator().manual_seed(_UNLIKE_THE_CALLERS + seed)
         self.findings: list[Finding] = []
@@ -195,6 +217,22 @@ class _Check:
             self._backends(exact, backends)
         if order > 1 and not self.findings:
             self._second_order(exact, exhaustive)
+        if not self.findings:
+            found, notes = registration_of(self.fn, self.args, self.kwargs)
+            self.findings += found
+            self.notes += notes
+
+    def include(self, other: _Check, said: str, reference: Any, exhaustive: bool, order: int) -> None:
+        """Run the check of the same function with other sizes, and take over what it finds."""
+        try:
+            other.run(reference, {}, exhaustive, order)
+        except Exception as error:
+            self.findings.append(Finding("error", f"{said} it raises {type(error).__name__}: {error}"))
+        finally:
+            other.put_back()
+        self.functions += other.functions
+        for mine, found in ((self.findings, other.findings), (self.undecided, other.undecided)):
+            mine += [replace(one, message=f"{said}: {one.message}".removesuffix(": ")) for one in found]
 
     def put_back(self) -> None:
         """Leave the buffers of modules as they were."""
@@ -308,7 +346,7 @@ class _Check:
             if not layout.has_graph:
                 note = Finding("outputs", f"{layout.name} has no graph and is not checked")
                 self.notes += [] if note in self.notes else [note]
-        contract = Contract(function, self._cotangents(function, base, 1)[0], self.generator)
+        contract = Contract(function, self._cotangents(function, base, 1)[0], self.generator, self.rtol)
         try:
             contract.probe()
         except Exception as error:
@@ -339,6 +377,8 @@ class _Check:
         drawn = torch.randn(count, function.size, generator=self.generator, dtype=torch.float64)
         usable = torch.isfinite(base) & (function.with_graph() > 0)
         shaped = torch.where(usable, drawn, 0.0)
+        if all(WIDE[o.dtype] is o.dtype for o in function.outputs):
+            return shaped
         return torch.stack([function.flatten(function.shaped(one)) for one in shaped])
 
     def _search(self, function: Function, exhaustive: bool, what: str = "") -> None:
@@ -348,7 +388,7 @@ class _Check:
         outputs = function.record(leaves)
         gradients = torch.stack([function.backward(outputs, leaves, function.shaped(v), keep=True) for v in cotangents])
         del leaves, outputs  # and the graph
-        differences = Differences(function, base, cotangents, gradients)
+        differences = Differences(function, base, cotangents, gradients, self.rtol)
         search = Search(differences, self.generator)
         search.run()
         if exhaustive and not search.findings:
@@ -362,7 +402,7 @@ class _Check:
             self.undecided.append(Finding("undecided", "no direction was accurate enough to say anything"))
 
     def _low_precision(self, exact: Function, low: Function) -> None:
-        units = Conditioning(exact, low, self.generator)
+        units = Conditioning(exact, low, self.generator, self.rtol)
         found = units.compare(low.gradient(None, units.cotangent), units.gradient, "against float64", "precision")
         self.findings += [found] if found is not None else []
         self.low_power = units.power
@@ -378,7 +418,7 @@ class _Check:
             self._learn(functions[name])
             self._is_the_same(exact, functions[name], f"backends[{name!r}]")
             self._contract(functions[name], f"{name}: ")
-        self.findings += compare_backends(exact, functions, self.generator)
+        self.findings += compare_backends(exact, functions, self.generator, self.rtol)
 
     def _second_order(self, function: Function, exhaustive: bool) -> None:
         cotangent = self._cotangents(function, function.values(function.point), 1)[0]

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from gradguard.check.mistakes import low_dtype_between, mistake
 from gradguard.check.report import Finding, digits_apart
 
 if TYPE_CHECKING:
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 
 _LONGEST = 512
 _MOST_SLICES = 64
+_TILES = (1024, 512, 256, 128, 64, 32, 16, 8)
 _NAMES = {0: "rows", 1: "columns"}
 
 
@@ -28,9 +30,11 @@ def with_guesses(search: Search, what: str) -> list[Finding]:
             alone = sum(other.input == one.input for other in search.findings) == 1
             place = _alone(search, one) if alone else _where(search, one)
             places[one.input] = place if one.kind == "mismatch" else ""
-        said = ", ".join(part for part in (what, _ratio(one), places.get(one.input, "")) if part)
+        told = mistake(search, one) if one.kind == "mismatch" and one.index is not None else ""
+        said = ", ".join(part for part in (what, told, _ratio(one), places.get(one.input, "")) if part)
         found.append(replace(one, guess=said))
-    return found
+    middle = low_dtype_between(found)
+    return [replace(one, guess=f"{one.guess}, {middle}".removeprefix(", ")) if middle else one for one in found]
 
 
 def _ratio(one: Finding) -> str:
@@ -102,7 +106,9 @@ def _bad_slices(shape: torch.Size, dim: int, is_wrong: object) -> list[int]:
 def _described(bad: list[int], length: int, name: str) -> str:
     count = len(bad)
     if bad == list(range(length - count, length)):
-        return f"only the last {count} of {length} {name}"
+        tile = next((tile for tile in _TILES if count < tile < length and length % tile == count), 0)
+        left = f", what tiles of {tile} leave over" if tile else ""
+        return f"only the last {count} of {length} {name}{left}"
     if bad == list(range(count)):
         return f"only the first {count} of {length} {name}"
     if count == 1:

@@ -28,6 +28,19 @@ def is_among_nearby(differences: Differences, direction: Tensor, which: list[int
     return all(_is_between(differences, direction, which, *radius, generator) for radius in radii)
 
 
+def _apart(differences: Differences, generator: torch.Generator) -> Tensor:
+    """Return moves that take tied outputs apart the way the gradient itself has them.
+
+    Where eigenvalues are equal, any basis is right, and one drawn at random is never the one that the gradient took.
+    """
+    function = differences.function
+    rising = torch.linspace(0.5, 1.5, function.size, dtype=torch.float64) * function.with_graph()
+    order = torch.randperm(function.size, generator=generator)
+    moves = torch.stack([function.gradient(None, one) for one in (rising, rising.flip(0), rising[order])])
+    moves = moves.nan_to_num(0.0, 0.0, 0.0)
+    return moves / moves.abs().amax(dim=1, keepdim=True).clamp(min=torch.finfo(torch.float64).tiny)
+
+
 def _is_between(
     differences: Differences,
     direction: Tensor,
@@ -39,12 +52,14 @@ def _is_between(
     point, function = differences.point, differences.function
     radius = near * torch.where(point.isfinite(), torch.maximum(point.abs(), mean_size(point)), 0.0)
     step = relative * radius * direction
+    length = 2 * (step @ direction) / (direction @ direction)
     rates = []
-    for _ in range(_POINTS):
-        center = point + radius * torch.randn(radius.shape, generator=generator, dtype=torch.float64)
-        change = differences.usable_part(function.values(center + step) - function.values(center - step))
-        rates.append(change / (2 * (step @ direction) / (direction @ direction)))
-    stacked = torch.stack(rates)
+    for count in [_POINTS, 0] if differences.are_few else [*[1] * _POINTS, 0]:
+        drawn = torch.randn((count, *radius.shape), generator=generator, dtype=torch.float64)
+        centers = point + radius * (drawn if count else _apart(differences, generator))
+        change = function.values_at(centers + step) - function.values_at(centers - step)
+        rates.append(differences.usable_part(change) / length)
+    stacked = torch.cat(rates)
     if not bool(stacked.isfinite().all()):
         return False
     for v, gradient in zip(differences.cotangents[which], differences.gradients[which], strict=True):

@@ -25,7 +25,7 @@ _HALF = 1e-4
 class Conditioning:
     """The float64 gradient at a point that a low dtype can hold, and how far rounding moves it."""
 
-    def __init__(self, exact: Function, low: Function, generator: torch.Generator) -> None:
+    def __init__(self, exact: Function, low: Function, generator: torch.Generator, rtol: float = 0.0) -> None:
         self.exact, self.low = exact, low
         dtypes = [o.dtype for o in low.outputs] + [one.value.dtype for one in low.inputs]
         coarsest = max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)
@@ -48,6 +48,8 @@ class Conditioning:
             self.units, self.what = _UNITS, "units of input rounding"
             sizes = zip(*map(self._parts, (self.unit, self._finite)), strict=True)
             self.in_all = [_UNITS * float(unit.norm() / own.norm()) if own.any() else 1.0 for unit, own in sizes]
+        self.unit += rtol / self.units * (self._finite.abs() + _mean(self._finite.abs()))
+        self.in_all = [rtol + one for one in self.in_all]
         self.allowed = self.units * self.unit
 
     @property
@@ -106,10 +108,12 @@ class Conditioning:
         return vectors.split(self.exact.sizes, dim=-1)
 
 
-def compare_backends(exact: Function, backends: dict[str, Function], generator: torch.Generator) -> list[Finding]:
+def compare_backends(
+    exact: Function, backends: dict[str, Function], generator: torch.Generator, rtol: float = 0.0
+) -> list[Finding]:
     """Compare the gradient of each backend with the float64 one, and with each other's."""
     findings, gradients = [], {}
-    units = {name: Conditioning(exact, low, generator.clone_state()) for name, low in backends.items()}
+    units = {name: Conditioning(exact, low, generator.clone_state(), rtol) for name, low in backends.items()}
     for name, low in backends.items():
         gradients[name] = low.gradient(None, units[name].cotangent).to(units[name].gradient.device)
         found = units[name].compare(gradients[name], units[name].gradient, f"{name} against float64", "backends")

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
 
 Verdict = Literal["PASS", "FAIL", "INCONCLUSIVE"]
 
@@ -17,7 +17,8 @@ class Finding:
 
     ``kind`` is ``"mismatch"``, ``"kink"``, ``"jump"``, ``"singular"``, ``"nan"`` or ``"undecided"`` for an element, or
     the contract that is broken: ``"non-determinism"``, ``"layout"``, ``"linearity"``, ``"mutation"``, ``"state"``,
-    ``"outputs"``, ``"error"``, ``"precision"``, ``"backends"``, ``"random"``.
+    ``"outputs"``, ``"error"``, ``"precision"``, ``"backends"``, ``"needs_input_grad"``, ``"operator"``, ``"random"``,
+    ``"branches"``.
     """
 
     kind: str
@@ -96,6 +97,10 @@ class GradientReport:
     backwards: int = 0
     seconds: float = field(default=0.0, compare=False)
 
+    def as_dict(self) -> dict[str, Any]:
+        """Return everything as JSON has it: what is not finite is None, an index is a list."""
+        return _jsonable(asdict(self))
+
     def __bool__(self) -> bool:
         return self.verdict == "PASS"
 
@@ -110,6 +115,14 @@ class GradientReport:
         if len(self.notes) > _MOST_NOTES:
             lines.append(f"{'note':<13} and {len(self.notes) - _MOST_NOTES} more")
         return "\n".join(lines)
+
+
+def _jsonable(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _jsonable(one) for key, one in value.items()}
+    if isinstance(value, tuple | list):
+        return [_jsonable(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def digits_apart(first: float, second: float, least: int) -> int:

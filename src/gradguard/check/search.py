@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -21,6 +23,9 @@ _POWERLESS = 1e-3
 _TOO_WEAK = 0.1
 _FEW_ENOUGH = 5000
 _MOST_BROKEN = 200
+_LITTLE = 1e-4
+"""An error below this, of several elements, may be that of a solver which stops at a tolerance."""
+_SEVERAL = 3
 _MESSAGES = {
     "mismatch": "",
     "kink": "outside the subgradients [{low:.6g}, {high:.6g}]",
@@ -31,6 +36,8 @@ _NOTES = {
     "jump": "the function jumps here",
     "singular": "the derivative is not finite here, or the function is defined on one side only",
 }
+
+_NAN_AT_A_JUMP = "NaN, and the function jumps when such elements move together: choose another point"
 
 
 @dataclass
@@ -78,6 +85,7 @@ class Search:
                 self._first_suspect(jointly=True)
         if not self.findings:
             self._examine_kinks_together()
+        self._propose_a_tolerance()
         self._rate()
 
     def _first_suspect(self, jointly: bool) -> Tensor | None:
@@ -90,11 +98,12 @@ class Search:
             return None
         powerless = None
         drawn = directions(self.differences.point, self._input_points(), self.generator)
+        first = torch.stack([next(drawn) for _ in range(self.count)]) * self.open
+        self.differences.measure_noise(first[0])
+        known = self.differences.along_each(first)
         for number in range(2 * self.count):
-            direction = next(drawn) * self.open
-            if number == 0:
-                self.differences.measure_noise(direction)
-            found = self.differences.along(direction)
+            direction = first[number] if number < self.count else next(drawn) * self.open
+            found = known[number] if number < self.count else self.differences.along(direction)
             is_wrong = self.is_wrong(found)
             if not is_wrong and not self._says_nothing(found):
                 self.agreed.append(found)
@@ -170,6 +179,13 @@ class Search:
         self.open[broken] = self.continuous[broken] = 0.0
         self.differences.gradients = self.differences.gradients.nan_to_num(0.0, 0.0, 0.0)
 
+    @cached_property
+    def _jumps_where_it_is_nan(self) -> bool:
+        """Whether it jumps when elements whose gradient is NaN move, as eigenvectors do where eigenvalues are equal."""
+        broken = self.differences.gradients.isnan().any(dim=0)
+        direction = next(directions(self.differences.point, self._input_points(), self.generator))
+        return self.differences.jumps(direction * broken)
+
     def examine_element(self, position: int) -> None:
         """Look closely at one element, once, and note what it shows."""
         differences = self.differences
@@ -183,9 +199,15 @@ class Search:
         own = differences.function.range_of(name)
         mean = float(mean_size(differences.point[own.start : own.stop]))
         shown = examine(differences, direction, [value, mean, 1.0])
-        if any(one.kind == "nan" for one in shown) and differences.reaches_a_pole(direction):
-            self.notes.append(Finding("singular", _NOTES["singular"], *self._place(position)))
-            return
+        if any(one.kind == "nan" for one in shown):
+            if differences.reaches_a_pole(direction):
+                self.notes.append(Finding("singular", _NOTES["singular"], *self._place(position)))
+                return
+            if self._jumps_where_it_is_nan:
+                self.undecided += (
+                    [] if self.undecided else [Finding("singular", _NAN_AT_A_JUMP, *self._place(position))]
+                )
+                return
         wrong = [k for k, one in enumerate(shown) if one.is_wrong and one.kind != "nan"]
         if wrong and is_among_nearby(differences, direction, wrong, self.generator):
             self.kinks.append(position)
@@ -242,6 +264,20 @@ class Search:
 
     def _place(self, position: int) -> tuple[str, tuple[int, ...]]:
         return self.differences.function.name_of(position)
+
+    def _propose_a_tolerance(self) -> None:
+        """Say which ``rtol`` would accept what is off by little: wrong, unless the function is itself no more exact."""
+        if len(self.findings) < _SEVERAL or any(one.kind != "mismatch" or one.index is None for one in self.findings):
+            return
+        drawn = directions(self.differences.point, self._input_points(), self.generator)
+        usable = self.differences.point.isfinite()
+        found = self.differences.along_each(torch.stack([next(drawn) for _ in range(self.count)]) * usable)
+        needed = max(float((one.error.abs() / one.scale).max()) for one in found)
+        if not 0 < needed < _LITTLE:
+            return
+        proposed = 10.0 ** math.ceil(math.log10(3 * needed))
+        message = f"off by {needed:.0e} relative in all; if this is the error of a solver, rtol={proposed:g} allows it"
+        self.findings[0] = replace(self.findings[0], message=message)
 
     def _rate(self) -> None:
         """Work out the relative error that one element of typical size would have shown with."""

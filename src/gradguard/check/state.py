@@ -12,6 +12,8 @@ from torch import Tensor, nn
 
 from gradguard.torch_private import buffer_slots
 
+_WITHOUT_MODULES = (Tensor, str, bytes, int, float, type(None), type(random))
+
 
 class State:
     """Buffers of the modules that a callable holds, and random number generators."""
@@ -65,15 +67,17 @@ def generators() -> list[tuple[Callable[[Any], Any], Any]]:
     return found
 
 
-def _modules_in(value: Any, depth: int = 4) -> list[nn.Module]:
+def _modules_in(value: Any, depth: int = 4, seen: dict[int, int] | None = None) -> list[nn.Module]:
     """Return the modules that a callable, a container or an object refers to."""
+    seen = {} if seen is None else seen
     if isinstance(value, nn.Module):
         return [value]
-    if depth == 0 or isinstance(value, Tensor | str | bytes | int | float | type(None) | type(random)):
+    if seen.get(id(value), 0) >= depth or isinstance(value, _WITHOUT_MODULES):
         return []
+    seen[id(value)] = depth
     found: dict[int, nn.Module] = {}
     for one in _referred(value):
-        found |= {id(module): module for module in _modules_in(one, depth - 1)}
+        found |= {id(module): module for module in _modules_in(one, depth - 1, seen)}
     return list(found.values())
 
 

@@ -1,0 +1,65 @@
+"""The same function with other lengths: kernels work in tiles, and go wrong at their edges."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradguard.errors import InvalidValueError
+from gradguard.torch_private import tree_leaves, tree_map
+
+_SHRUNK = 0.1
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+def with_other_sizes(
+    arguments: Arguments, sizes: Mapping[int, int | Sequence[int]], generator: torch.Generator
+) -> Iterator[tuple[str, Arguments]]:
+    """Yield the arguments with each other length, and what to call that: one length is changed at a time.
+
+    Their numbers are those given, again and again, each a little nearer to 0, so that they stay in the domain and no
+    two of them are equal.
+
+    Args:
+        arguments: Positional ones and those by keyword.
+        sizes: For a length, the size of a tile, which stands for 1, one less, itself, one more; or the lengths.
+        generator: Of the numbers.
+
+    Yields:
+        Words, and the arguments.
+
+    Raises:
+        InvalidValueError: If no argument has such a length.
+    """
+    for length, wanted in sizes.items():
+        if not any(length in one.shape for one in tree_leaves(arguments) if isinstance(one, Tensor)):
+            shapes = [tuple(one.shape) for one in tree_leaves(arguments) if isinstance(one, Tensor)]
+            raise InvalidValueError(
+                f"sizes has {length!r}, which is no length in the shapes of the arguments: {shapes}."
+            )
+        for other in _around(wanted) if isinstance(wanted, int) else wanted:
+            if other != length:
+                resize = lambda one, a=length, b=other: _resized(one, a, b, generator)  # noqa: E731
+                yield f"with {other} in place of {length}", tree_map(resize, arguments)
+
+
+def _around(tile: int) -> list[int]:
+    if tile < 1:
+        raise InvalidValueError(f"sizes has a tile of {tile}: expected at least 1.")
+    return sorted({1, max(1, tile - 1), tile, tile + 1})
+
+
+def _resized(value: Any, length: int, other: int, generator: torch.Generator) -> Any:
+    if not isinstance(value, Tensor) or length not in value.shape:
+        return value
+    result = value.detach()
+    for dim in (dim for dim, size in enumerate(value.shape) if size == length):
+        result = result.index_select(dim, torch.arange(other, device=value.device) % max(1, length))
+    if result.is_floating_point() or result.is_complex():
+        drawn = torch.rand(result.shape, generator=generator, dtype=torch.float64).to(value.device)
+        result = (result * (1 - _SHRUNK * drawn)).to(value.dtype)
+    return result.requires_grad_(value.requires_grad)
