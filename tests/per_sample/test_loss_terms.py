@@ -1179,3 +1179,71 @@ def test_the_output_itself_and_another_gradient_of_it():
     with pytest.raises(gg.UnsupportedGradientError, match="the loss is not the mean"):
         trained(clipper, model, lambda out: (out * out.flip(0)).mean(), torch.randn(6, 4))
     clipper.detach()
+
+
+class Twice(torch.autograd.Function):
+    """Doubles, or mixes: as its context says."""
+
+    @staticmethod
+    def forward(ctx, x, mixes):
+        ctx.mixes = mixes
+        return 2 * x + (x.roll(1, 0) if mixes else 0)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return 2 * grad + (grad.roll(-1, 0) if ctx.mixes else 0), None
+
+
+W = torch.tensor([1.0, 2.0, 3.0, 4.0])
+LOOK_ALIKE = {
+    "which side": (lambda o: o.square().sum(1).mean() / 5, lambda o: 5 / o.square().sum(1).mean()),
+    "class weights": (
+        lambda o: F.cross_entropy(o, torch.arange(4)),
+        lambda o: F.cross_entropy(o, torch.arange(4), weight=W),
+    ),
+    "a kept dimension": (
+        lambda o: (o.mean(1) - o.amax(1)).square().mean(),
+        lambda o: (o.mean(1, keepdim=True) - o.amax(1)).square().mean(),
+    ),
+    "views": (
+        lambda o: (o.view(4, 1, 4) * o.view(4, 1, 4)).mean(),
+        lambda o: (o.view(4, 1, 4) * o.view(1, 4, 4)).mean(),
+    ),
+    "rows of a view": (lambda o: o.view(4, 4).logsumexp(1).mean(), lambda o: o.view(2, 8).logsumexp(1).mean()),
+    "transposed": (lambda o: (o * o.transpose(1, 1)).mean(), lambda o: (o * o.transpose(0, 1)).mean()),
+    "rolled": (lambda o: (o * o.roll(1, 1)).mean(), lambda o: (o * o.roll(1, 0)).mean()),
+    "flipped": (lambda o: (o * o.flip(1)).mean(), lambda o: (o * o.flip(0)).mean()),
+    "a function of the user's": (lambda o: Twice.apply(o, 0).abs().mean(), lambda o: Twice.apply(o, 1).abs().mean()),
+    "permuted rows": (
+        lambda o: (o * o[torch.tensor([0, 1, 2, 3])]).mean(),
+        lambda o: (o * o[torch.tensor([1, 2, 3, 0])]).mean(),
+    ),
+    "rows added": (
+        lambda o: (o * torch.zeros(4, 4).index_add(0, torch.tensor([0, 1, 2, 3]), o)).mean(),
+        lambda o: (o * torch.zeros(4, 4).index_add(0, torch.tensor([3, 2, 1, 0]), o)).mean(),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LOOK_ALIKE)
+def test_a_later_loss_that_looks_alike_is_read(name):
+    torch.manual_seed(0)
+    right, wrong = LOOK_ALIKE[name]
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4))
+    clipper = gg.PerSampleGradientClipper(model, gg.FlatNormClipper(0.1))
+    for _ in range(2):
+        trained(clipper, model, right, torch.randn(4, 4))
+    with pytest.raises(gg.UnsupportedGradientError, match=r"the loss is (not )?the mean"):
+        trained(clipper, model, wrong, torch.randn(4, 4))
+    clipper.detach()
+
+
+def test_a_later_backward_with_another_gradient_of_the_outputs_is_read():
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1), nn.Flatten(0))
+    clipper = gg.PerSampleGradientClipper(model, gg.FlatNormClipper(0.1))
+    model(torch.randn(6, 4)).backward(torch.full((6,), 1 / 6))
+    clipper.clip_and_accumulate()
+    model(torch.randn(6, 4)).backward(torch.ones(6))
+    with pytest.raises(gg.UnsupportedGradientError, match="the loss is not the mean"):
+        clipper.clip_and_accumulate()
+    clipper.detach()

@@ -1,6 +1,7 @@
 """Every clip of gradguard's is seen by every watcher as what it was: norm before, rule, threshold, coefficient."""
 
 import copy
+import gc
 import math
 import threading
 
@@ -218,6 +219,67 @@ def test_two_clips_are_told_with_both_thresholds(name, tmp_path):
     for (rule, threshold), share, which in zip(expected, shares, ("first", "second"), strict=True):
         assert f"the {which} ({rule} at {threshold:g}" in found.message.replace(".0)", ")")
         assert f"bound on {100 * share:.0f} %" in found.message
+
+
+def both_halves(m):
+    gg.ClipByNorm(0.1)(m[0])
+    gg.clip_grad_value_(m[2], 0.01)
+
+
+SEVERAL = {
+    "the first binds": (
+        lambda m: (gg.clip_grad_norm_(m, 0.5), gg.clip_grad_norm_(m, 50.0)),
+        ("norm", 0.5), [["norm", 0.5], ["norm", 50.0]],
+    ),
+    "a value, then a norm": (
+        lambda m: (gg.clip_grad_value_(m, 0.5), gg.clip_grad_norm_(m, 0.1)),
+        None, [["value", 0.5], ["norm", 0.1]],
+    ),
+    "two halves": (both_halves, None, [["ClipByNorm", 0.1], ["value", 0.01]]),
+    "measured afterwards": (
+        lambda m: (gg.clip_grad_norm_(m, 0.5), gg.clip_grad_norm_(m, math.inf)), ("norm", 0.5), None
+    ),
+    "measured before": (
+        lambda m: (gg.clip_grad_norm_(m, math.inf), gg.clip_grad_norm_(m, 0.5)), ("norm", 0.5), None
+    ),
+    "a clip that raises": (lambda m: (gg.clip_grad_norm_(m, 0.5), refused(Raises(), m)), ("norm", 0.5), None),
+    "a clip within a clip": (lambda m: Nested()(m), ("Nested", None), None),
+}  # fmt: skip
+
+
+class Raises(gg.Clipper):
+    def decide(self, found, scale=1.0):
+        raise ArithmeticError("no")
+
+
+class Nested(gg.ClipByGlobalNorm):
+    def __init__(self):
+        super().__init__(0.5)
+
+    def decide(self, found, scale=1.0):
+        other = torch.nn.Parameter(torch.zeros(2))
+        other.grad = torch.ones(2)
+        gg.clip_grad_norm_([other], 0.1)
+        return super().decide(found, scale)
+
+
+def refused(clip, model):
+    with pytest.raises(ArithmeticError, match="no"):
+        clip(model)
+
+
+@pytest.mark.parametrize("watch", ["run", "monitor"])
+@pytest.mark.parametrize("name", SEVERAL)
+def test_several_clips_of_a_loop(name, watch, tmp_path):
+    clip, rule, clips = SEVERAL[name]
+    steps, twin = training(a_function(clip), watcher(watch, tmp_path))
+    ratios = [after / before for before, after in zip(twin.before, twin.after, strict=True)]
+    for step, ratio in zip(steps, ratios, strict=True):
+        assert step["coefficient"] == pytest.approx(ratio, rel=1e-2)
+        assert rule is None or (step["rule"], step.get("threshold")) == rule or rule[1] is None
+        assert [one[:2] for one in step.get("clips", [])] == (clips or [])
+    assert [step["norm"] for step in steps] == pytest.approx(twin.before, rel=1e-4)
+    assert [step["post_norm"] for step in steps] == pytest.approx(twin.after, rel=1e-2)
 
 
 def test_the_watchers_own_clip_beside_the_scripts(tmp_path):
@@ -445,3 +507,54 @@ def test_an_event_is_no_gradient_of_the_users(log):
         parameter.grad.fill_(9)
     assert all(torch.equal(a, b) for a, b in zip(told, [event.norm, event.coefficient, event.norms], strict=True))
     assert float(result.norm) == pytest.approx(float(event.norm))
+
+
+@pytest.mark.parametrize("watch", ["run", "monitor"])
+def test_a_clip_behind_per_sample_clipping(watch, tmp_path):
+    between: list[float] = []
+
+    def attach(model, optimizer):
+        clipper = gg.PerSampleGradientClipper(model, gg.FlatNormClipper(3.0))
+
+        def clip():
+            optimizer.zero_grad()
+            clipper.discard()
+            model(torch.arange(24.0).view(6, 4) / 9).square().sum(1).mean().backward()
+            clipper.clip_and_accumulate()
+            clipper.pre_step()
+            between.append(float(whole(p.grad for p in model.parameters()).norm()))
+            gg.clip_grad_norm_(model, 0.01)
+
+        return clip
+
+    steps, twin = training(attach, watcher(watch, tmp_path))
+    assert [step["norm"] for step in steps] == pytest.approx(between, rel=1e-3)
+    assert [step["post_norm"] for step in steps] == pytest.approx(twin.after, rel=1e-2)
+    assert {(step["rule"], step["threshold"]) for step in steps} == {("norm", 0.01)}
+    assert [[clip[:2] for clip in step["clips"]] for step in steps] == [
+        [["FlatNormClipper", 3.0], ["norm", 0.01]]
+    ] * STEPS
+
+
+def test_a_monitor_hears_of_parameters_that_came_later():
+    model, lines = a_model(), []
+    optimizer = torch.optim.SGD(model[0].parameters(), lr=0.1)
+    with gg.Monitor(optimizer, sink=lines.append, model=model):
+        optimizer.add_param_group({"params": list(model[2].parameters())})
+        backward(model, 0)
+        before = float(whole(p.grad for p in model.parameters()).norm())
+        gg.clip_grad_norm_(model[2], 0.5)
+        optimizer.step()
+    (step,) = [line for line in lines if line["t"] == "step"]
+    assert step["norm"] == pytest.approx(before, rel=1e-4)
+    assert step["rule"] == "norm"
+
+
+def test_monitors_that_are_dropped_stop_listening():
+    before = len(clip_events._listeners)
+    for _ in range(3):
+        model = a_model()
+        gg.Monitor(torch.optim.SGD(model.parameters(), lr=0.1), sink=[], model=model)
+    del model
+    gc.collect()
+    assert len(clip_events._listeners) <= before

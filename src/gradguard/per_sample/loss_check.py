@@ -1,7 +1,7 @@
 """Looks at the loss of a step that is to be verified, before its backward frees the graph; and judges it afterwards."""
 
 import warnings
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
@@ -24,7 +24,7 @@ _MOST_CALLS = 16
 _MOST_KNOWN_CALLS = 4
 """The same once a loss has been verified, so that calls without a backward hold little."""
 
-_MOST_STRUCTURES = 256
+_MOST_STRUCTURES = 10_000
 """Makes of losses that are remembered."""
 
 
@@ -44,8 +44,8 @@ class LossCheck:
         self._calls: list[Outputs] = []
         self._too_many = False
         self._verifying = False
-        self._structure: Hashable = None  # of the loss that was looked at
-        self._known: set[Hashable] = set()  # structures of losses that were found to be right
+        self._structure: bytes | None = None  # of the loss that was looked at
+        self._known: set[bytes] = set()  # structures of losses that were found to be right
         self._parts: LossParts | None = None
         self._conclusive = True
         self._divided_by = 1.0

@@ -5,9 +5,10 @@ says what operation it is, and, called with a gradient, what it passes on.
 """
 
 import functools
+import hashlib
 import re
 import threading
-from collections.abc import Callable, Container, Hashable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -125,34 +126,96 @@ def _roots(tensors: Any, grad_tensors: Any) -> list[Root]:
     return roots
 
 
-def structure(roots: Sequence[Root], ends: Container[tuple[Node, int]]) -> Hashable:
-    """Return what tells how a loss is computed from ``ends``: its operations and what goes into each, without numbers.
+def structure(roots: Sequence[Root], ends: Container[tuple[Node, int]]) -> bytes | None:
+    """Return what tells how a loss is computed from ``ends``: its operations, their settings, what goes into each.
+
+    Numbers by which values are multiplied, and labels, are left out: a schedule, or the next batch, changes them.
 
     Args:
         roots: What backward starts from.
         ends: The values that the module returned.
+
+    Returns:
+        A digest; None if data decide which samples an operation puts together.
     """
     places: dict[Node, int] = {}
-    told: list[tuple[Any, ...]] = []
-    starts = [(_END, root.number) if (root.node, root.number) in ends else (root.node, root.number) for root in roots]
-    pending = [node for node, _ in starts if node is not _END]
+    starts = [(root.node, root.number) for root in roots]
+    pending = [start[0] for start in starts if start not in ends]
+    told: list[Any] = [(_shown(root.gradient) if root.gradient.dim() else None) for root in roots]
     while pending:
-        node: Any = pending.pop()
+        node = pending.pop()
         if node in places:
             continue
+        if _is_by_data(node):
+            return None
         places[node] = len(places)
-        edges = [(_END if edge in ends else edge[0], edge[1]) for edge in parents(node)]
-        pending += [child for child, _ in edges if child is not _END]
-        told.append((node.name(), *[str(getattr(node, name, None)) for name in _SETTINGS], edges))
+        edges: list[Any] = []
+        for child, number in node.next_functions:
+            if child is None or (child, number) in ends:
+                edges.append((None if child is None else "output", number))
+                continue
+            pending.append(child)
+            edges.append((child, number))
+        told.append((_settings(node), edges))
+    told = [
+        [*entry[0], [(places.get(child, child), number) for child, number in entry[1]]]
+        if isinstance(entry, tuple) and isinstance(entry[1], list)
+        else entry
+        for entry in told
+    ]
+    begin = [(places.get(node, "output"), number) for node, number in starts]
+    return hashlib.blake2b(repr((begin, told)).encode(), digest_size=16).digest()
+
+
+_BY_INDEX = operations(
+    "IndexSelect Gather IndexAdd IndexCopy IndexFill Scatter ScatterAdd ScatterReduce IndexReduce TakeAlongDim"
+)
+_BY_POSITION = operations("Index IndexPut IndexPutImpl MaskedSelect Take Put MaskedScatter")
+_FACTORS = frozenset(["_saved_other", "_saved_self", "_saved_alpha", "_saved_value", "_saved_beta"])
+
+
+def _is_by_data(node: Node) -> bool:
+    """Whether tensors of the user's decide what an operation takes along any dimension but the last."""
+    name = operation(node)
+    if name in _BY_POSITION:
+        indices = getattr(node, "_saved_indices", None)
+        return not (isinstance(indices, Sequence) and len(indices) > 0 and indices[0] is None)
+    if name not in _BY_INDEX:
+        return False
+    shape, dim = shape_of(node), getattr(node, "_saved_dim", 0)
+    dim = dim - (1 << 64) if isinstance(dim, int) and dim >= 1 << 63 else dim
+    return len(shape) < 2 or dim % len(shape) != len(shape) - 1
+
+
+def _settings(node: Node) -> list[Any]:
+    """The name of a node, the shapes of its values, and what decides how it puts elements together."""
+    kind = type(node)
+    found: list[Any] = [node.name(), [tuple(one.shape) for one in input_metadata_of(node)]]
+    found += [(name, _shown(getattr(node, name, None))) for name in _settings_of(kind)]
+    if hasattr(node, "saved_tensors"):  # a function of the user's: the class, and what it keeps
+        own = {name: _shown(value) for name, value in sorted(getattr(node, "__dict__", {}).items())}
+        found += [id(kind), own]
+    elif node.name().startswith("NllLoss"):
+        found.append(getattr(node, "_saved_weight", None) is None)
+    return found
+
+
+@functools.cache
+def _settings_of(kind: type) -> tuple[str, ...]:
+    """The names of what nodes of this kind save that is no tensor and no factor."""
+    names = [name for name in dir(kind) if name.startswith("_saved_")]
+    return tuple(n for n in names if n not in _FACTORS and not hasattr(kind, f"_raw{n}"))
+
+
+def _shown(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        if not value.numel() or value.is_complex() or value.dtype is torch.bool:
+            return tuple(value.shape)
+        low, high = value.detach().aminmax()
+        return tuple(value.shape), float(low), float(high)
     return (
-        tuple((places.get(node, _END), number) for node, number in starts),  # type: ignore[arg-type]
-        tuple((*own, tuple((places.get(child, _END), number) for child, number in edges)) for *own, edges in told),
+        value if isinstance(value, int | float | str | bool | tuple | list) or value is None else type(value).__name__
     )
-
-
-_END = "output"
-_SETTINGS = ("_saved_dim", "_saved_reduction", "_saved_ignore_index")
-"""What operations save that decides how samples are put together; numbers that a schedule changes are none of these."""
 
 
 def operation(node: Node) -> str:

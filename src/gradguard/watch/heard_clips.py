@@ -16,10 +16,11 @@ from gradguard.watch.rows import Row
 from gradguard.watch.script_clips import (
     CapturedNorms,
     PendingClips,
+    RunningClip,
     ScriptClip,
     can_capture,
+    clips_in,
     copied,
-    last_clip,
     norms_of,
     single_known_clip,
 )
@@ -36,7 +37,7 @@ class HeardClips:
     def __init__(self) -> None:
         self.count = 0
         self._pending = PendingClips()
-        self._thread = threading.local()  # .clip: the clip that is running
+        self._thread = threading.local()  # .clips: those that are running, a clip within another one behind it
 
     def begin(
         self,
@@ -70,30 +71,35 @@ class HeardClips:
         if call is not None and norm is None and call.norm_type == 2 and norms is not None and not call.whole:
             norm = total(norms)
         clip = ScriptClip("", None, None) if call is None else ScriptClip(call.rule, copied(call.threshold), norm)
-        replaced = self._pending.add(clip, having, norms)
+        running = self._pending.add(clip, having, norms)
         captured = CapturedNorms() if capture else None
-        self._thread.clip = captured, having, clip
-        return captured, replaced
+        self._running().append((captured, running))
+        return captured, running.replaced
 
     def end_foreign(self, returned: Any) -> None:
         """The clip of the last `begin` is done and returned this."""
-        captured, having, clip = self._taken()
-        if clip is not None:
-            norms = captured.of(having, clip, returned) if captured is not None else None
-            self._pending.finish(returned, norms)
+        captured, running = self._taken()
+        if running is not None:
+            norms = captured.of(running.parameters, running.clip, returned) if captured is not None else None
+            self._pending.finish(running, returned, norms)
 
     def end(self, event: ClipEvent) -> None:
         """The clip of the last `begin` is done and tells this."""
-        _, having, clip = self._taken()
-        if clip is not None:
+        _, running = self._taken()
+        if running is not None:
+            clip = running.clip
             clip.rule, clip.threshold, clip.coefficient = event.rule, copied(event.threshold), copied(event.coefficient)
             clip.norm = copied(event.norm) if event.norm_type == 2 else None
-            self._pending.finish(None, _norms_told(having, event))
+            self._pending.finish(running, None, _norms_told(running.parameters, event))
 
-    def _taken(self) -> tuple[CapturedNorms | None, list[Tensor], ScriptClip | None]:
-        running = getattr(self._thread, "clip", (None, [], None))
-        self._thread.clip = None, [], None
-        return running
+    def _running(self) -> list[tuple[CapturedNorms | None, RunningClip]]:
+        if not hasattr(self._thread, "clips"):
+            self._thread.clips = []
+        return self._thread.clips
+
+    def _taken(self) -> tuple[CapturedNorms | None, RunningClip | None]:
+        running = self._running()
+        return running.pop() if running else (None, None)
 
     def forget(self, parameters: Sequence[Tensor] | None = None) -> None:
         """Forget what clipped ``parameters``, or everything."""
@@ -115,9 +121,10 @@ class HeardClips:
             shared: What processes have measured together.
             applied: A clip that the watcher itself applies next.
         """
+        self._running().clear()  # what raised
         clipped, scale = self._pending.take(parameters), getattr(optimizer, "grad_scale", None)
-        last = last_clip(clipped)
-        alone = single_known_clip(clipped) if shared is None and (applied is None or last is None) else None
+        clips = clips_in(clipped)
+        alone = single_known_clip(clipped) if shared is None and len(clips) == 1 and applied is None else None
         norms = norms_of(clipped, None) if alone is not None else None
         post = told = None
         norm_after = False
@@ -125,22 +132,20 @@ class HeardClips:
             norms, told = [], unscaled(alone.norm, scale)  # the clip told the norm, and nothing else
         elif norms is None:
             now = _measured(parameters) if shared is None else shared.norms
-            before = norms_of(clipped, now) if last is not None else now
+            before = norms_of(clipped, now) if clips else now
             norms, norm_after = (now, True) if before is None else (before, False)
-            post = unscaled(total(now), scale) if last is not None and not norm_after else None
+            post = unscaled(total(now), scale) if clips and not norm_after else None
             alone = alone if norm_after else None
-        threshold = last.threshold if last is not None else None
+        last = clips[-1] if clips else None
         return Row(
             index=index,
             norms=unscaled(norms, scale),
             places=(),
             post=post,
-            rule=applied.rule if applied else (last.rule if last is not None else None),
-            threshold=applied.threshold if applied else threshold,
-            user_threshold=threshold,
-            user_rule=last.rule if last is not None and applied else None,
-            clip_norm=alone.norm if alone is not None else None,
-            coefficient=alone.coefficient if alone is not None else None,
+            clips=clips,
+            applied_rule=applied.rule if applied else None,
+            applied_threshold=applied.threshold if applied else None,
+            user_threshold=last.threshold if last is not None else None,
             norm_after=norm_after,
             total=told,
             late=bool(parameters) and not parameters[0].is_cpu,

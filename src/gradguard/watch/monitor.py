@@ -152,6 +152,7 @@ class Monitor:
         sinks.push([meta])
         self._hooks = EveryStep(self._before, self._after, optimizer=optimizer, first=self._guard is None)
         self._stop_listening = listen(_Ear(self))
+        weakref.finalize(self, self._stop_listening)
         self._at_exit = functools.partial(_close_at_exit, weakref.ref(self))
         atexit.register(self._at_exit)
 
@@ -328,8 +329,13 @@ class Monitor:
 
     def before_clip(self, parameters: Sequence[Tensor], tells_norms: bool) -> None:
         """A clip is about to act; `gradguard.clip_events` calls this."""
-        if self._guard is None and not self._place.keys().isdisjoint(map(id, parameters)):
+        if self._guard is None and self._is_mine(parameters):
             self._begin_clip(parameters, tells_norms)
+
+    def _is_mine(self, parameters: Sequence[Tensor]) -> bool:
+        """Whether the optimizer has some of them; it may have got some since this was made."""
+        optimizer = self._optimizer()
+        return optimizer is not None and not set(map(id, parameters_of(optimizer))).isdisjoint(map(id, parameters))
 
     @_safely
     def _begin_clip(self, parameters: Sequence[Tensor], tells_norms: bool) -> None:
@@ -341,7 +347,8 @@ class Monitor:
         if self._guard is not None or (event.optimizer is not None and event.optimizer is not self._optimizer()):
             return
         if event.optimizer is None:
-            self._clips.end(event)
+            if self._is_mine(event.parameters):
+                self._clips.end(event)
         elif self._open is not None:
             note_guard(self._open.row, event)
 

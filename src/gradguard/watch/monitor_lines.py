@@ -8,6 +8,7 @@ from typing import Any, cast
 from gradguard.watch.judged import Judge
 from gradguard.watch.record import RecordWriter
 from gradguard.watch.rows import Row, ScaleUpdate, total_of, write_row
+from gradguard.watch.script_clips import ScriptClip
 from gradguard.watch.shared_norms import refuse_lost
 
 
@@ -85,12 +86,13 @@ class LineMaker:
 def _of_own_clip(seen: Seen) -> dict[str, Any]:
     """Where the user handed the norm before their own clip, what was measured at the step is the norm after it."""
     row = seen.row
-    if row.rule is not None:  # the clip told more
+    if row.clips:  # which told more
         return {}
     if seen.norm is None:
         return {} if seen.max_norm is None else {"user_max_norm": float(seen.max_norm)}
     before, after = float(seen.norm), total_of(row)
-    row.rule, row.threshold, row.user_threshold, row.total = "norm", seen.max_norm, seen.max_norm, before
+    row.user_threshold, row.total = seen.max_norm, before
+    row.clips = [ScriptClip("norm", seen.max_norm, before)]
     if math.isfinite(before) and math.isfinite(after):
         row.post = after
         if after > 0:  # a norm clip multiplied all gradients by one number

@@ -85,7 +85,7 @@ class Output:
 def _places_of_tensors(steps: list[Seen]) -> Iterator[tuple[Any, Any]]:
     """Yield where tensors are in ``steps``: an object and the name of its field, or a list and an index in it."""
     for seen in steps:
-        for part in (seen, seen.row, seen.row.extras):
+        for part in (seen, seen.row, seen.row.extras, *seen.row.clips):
             for name in [] if part is None else type(part).__slots__:
                 value = getattr(part, name)
                 if isinstance(value, Tensor):

@@ -235,7 +235,7 @@ class Observer:
     ) -> None:
         """The norm after our own clip, where it does not follow from the one before."""
         row: Row | None = getattr(self._thread, "row", None)
-        if row is not None and (spread or row.rule != "norm" or row.post is not None):
+        if row is not None and (spread or row.applied_rule != "norm" or row.post is not None or row.clips):
             norms = self._measure(parameters) if shared is None else shared.norms
             row.post = unscaled(total(norms), getattr(optimizer, "grad_scale", None))
 

@@ -188,7 +188,8 @@ def warn(message: str) -> None:
 
 
 def _parts(rows: list[Thing]) -> list[Any]:
-    return [part for row in rows for part in (row, getattr(row, "extras", None)) if part is not None]
+    found = [(row, getattr(row, "extras", None), *getattr(row, "clips", ())) for row in rows]
+    return [part for parts in found for part in parts if part is not None]
 
 
 def _needs_device(rows: list[Thing]) -> bool:

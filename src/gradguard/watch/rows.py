@@ -10,14 +10,9 @@ from torch import Tensor
 from gradguard.watch.extras import Extras, histogram_of
 from gradguard.watch.measure import Norms
 from gradguard.watch.record import RecordWriter
-
-EPSILON = 1e-6
-"""What PyTorch's norm clip adds to the norm before it divides."""
+from gradguard.watch.script_clips import EPSILON, FIXED, ScriptClip
 
 _NAMED_AT_MOST = 5
-
-_FIXED = {"norm", "value", "adaptive"}
-"""Rules with one threshold from the first step on."""
 
 
 @dataclass(slots=True)
@@ -28,15 +23,13 @@ class Row:
         index: Number of the step.
         norms: 2-norm of each gradient before any clip; empty where only `total` is known.
         places: The parameter that each norm belongs to, as a place in the names; -1 if it is not among them.
-        post: 2-norm of all gradients after a clip that was not a norm clip.
+        post: 2-norm of all gradients after the clips, where that does not follow from what one of them told.
         losses: Losses that backward was called on since the step before.
         lr: Learning rate of the first parameter group: a number, or a copy of the script's tensor.
-        rule: The clip that acted, if one did.
-        threshold: Its threshold.
-        user_threshold: The script's own threshold.
-        clip_norm: The norm that the script's clip took, where it is not the norm of exactly these gradients.
-        coefficient: What the script's clip multiplied the gradients by, where it told.
-        user_rule: The script's own rule.
+        clips: The script's own clips, in their order.
+        applied_rule: The clip that the watcher applies itself, behind them.
+        applied_threshold: Its threshold.
+        user_threshold: The threshold of the script's last clip.
         guard_rule: The rule of a `Guard` that acted within the step; None if none did.
         guard_threshold: Its threshold.
         guard_coefficient: What it multiplied the gradients by.
@@ -58,12 +51,10 @@ class Row:
     post: Tensor | float | None = None
     losses: Sequence[Any] = ()
     lr: Any = None
-    rule: str | None = None
-    threshold: Any = None
+    clips: Sequence[ScriptClip] = ()
+    applied_rule: str | None = None
+    applied_threshold: Any = None
     user_threshold: Any = None
-    clip_norm: Any = None
-    coefficient: Any = None
-    user_rule: str | None = None
     guard_rule: str | None = None
     guard_threshold: Any = None
     guard_coefficient: Any = None
@@ -151,10 +142,8 @@ def _write_tensors(writer: RecordWriter, row: Row, norms: list[float], latest: L
 
 def _write_step(writer: RecordWriter, row: Row, norms: Sequence[float]) -> None:
     total = total_of(row)
-    clips = _clips_of(row, total)
+    clips, coefficient = _clips_of(row, total)
     told = min(clips, key=_strength) if clips else _Clip(None, None, None)
-    coefficients = [clip.coefficient for clip in clips if clip.coefficient is not None]
-    coefficient = math.prod(coefficients) if coefficients and math.isfinite(total) else None
     overflowed = row.found_inf is not None and float(row.found_inf)
     writer.write(
         "step",
@@ -185,49 +174,60 @@ class _Clip(NamedTuple):
     coefficient: float | None
 
 
-def _clips_of(row: Row, total: float) -> list[_Clip]:
-    """The clips that acted, in their order: the script's own, the one that the watcher applies, the guard's."""
-    clips = []
-    threshold = _number(row.threshold)
-    bounded = threshold is not None and math.isfinite(threshold)
-    if row.rule is not None and (threshold is None or bounded or row.rule not in _FIXED):  # max_norm=inf only measures
-        both = _coefficient(row, total, threshold) if math.isfinite(total) else None
-        users = _users_clip(row, total)
-        if users is not None and users.coefficient and both is not None:
-            both = min(1.0, both / users.coefficient)
-        clips = [*([] if users is None else [users]), _Clip(row.rule, threshold if bounded else None, both)]
+def _clips_of(row: Row, total: float) -> tuple[list[_Clip], float | None]:
+    """Tell what clipped, and how much.
+
+    Returns:
+        The clips that acted: the script's own, the one that the watcher applies, the guard's; and what gradients were
+        multiplied by in all, if that is known.
+    """
+    script = [_Clip(clip.rule, _threshold(clip.threshold), _of_clip(clip, row, total)) for clip in row.clips]
+    clips = [clip for clip in script if clip.rule not in FIXED or clip.threshold != math.inf]  # others only measure
+    known = math.prod(clip.coefficient for clip in clips if clip.coefficient is not None)
+    if row.applied_rule is not None:
+        clips.append(_Clip(row.applied_rule, _threshold(row.applied_threshold), None))
+    unknown = [k for k, clip in enumerate(clips) if clip.coefficient is None]
+    coefficient = None
+    if clips and row.post is not None:
+        coefficient = min(1.0, float(row.post) / total) if total > 0 else 1.0
+    elif clips and not unknown:
+        coefficient = known
+    elif len(unknown) == 1 and row.applied_rule == "norm":
+        threshold = clips[-1].threshold
+        coefficient = None if threshold is None else known * min(1.0, threshold / (total * known + EPSILON))
+    if coefficient is not None and len(unknown) == 1 and known > 0:
+        clips[unknown[0]] = clips[unknown[0]]._replace(coefficient=min(1.0, coefficient / known))
     if row.guard_rule is not None:
-        threshold = _number(row.guard_threshold)
-        finite = threshold is not None and math.isfinite(threshold)
-        clips.append(_Clip(row.guard_rule, threshold if finite else None, _number(row.guard_coefficient)))
-    return clips
+        own = _number(row.guard_coefficient)
+        clips.append(_Clip(row.guard_rule, _threshold(row.guard_threshold), own))
+        coefficient = own if coefficient is None or own is None else own * coefficient
+    finite = math.isfinite(total)
+    told = [
+        _Clip(rule, None if threshold == math.inf else threshold, one if finite else None)
+        for rule, threshold, one in clips
+    ]
+    return told, coefficient if finite else None
 
 
-def _users_clip(row: Row, total: float) -> _Clip | None:
-    """The script's own clip, where the watcher applied another one after it."""
-    if row.user_rule is None:
+def _threshold(value: Any) -> float | None:
+    number = _number(value)
+    return number if number is None or math.isfinite(number) else math.inf
+
+
+def _of_clip(clip: ScriptClip, row: Row, total: float) -> float | None:
+    """What a clip of the script's multiplied the gradients by, if it told that or its norm."""
+    coefficient, norm, threshold = _number(clip.coefficient), _number(clip.norm), _number(clip.threshold)
+    if coefficient is not None:
+        return coefficient
+    if clip.rule != "norm" or threshold is None:
         return None
-    threshold, coefficient, norm = _number(row.user_threshold), _number(row.coefficient), _number(row.clip_norm)
-    if coefficient is None and row.user_rule == "norm" and threshold is not None and math.isfinite(total):
-        coefficient = min(1.0, threshold / ((total if norm is None else norm) + EPSILON))
-    return _Clip(row.user_rule, threshold, coefficient)
+    norm = total if norm is None and len(row.clips) == 1 else norm
+    return None if norm is None or not math.isfinite(norm) else min(1.0, threshold / (norm + EPSILON))
 
 
 def _strength(clip: _Clip) -> float:
     """What decides which of several clips bound: the smallest coefficient."""
     return math.inf if clip.coefficient is None else clip.coefficient
-
-
-def _coefficient(row: Row, total: float, threshold: float | None) -> float | None:
-    """What the gradients were multiplied by: known for a norm clip, the ratio of the norms for any other."""
-    if row.post is not None:
-        return min(1.0, float(row.post) / total) if total > 0 else 1.0
-    if row.coefficient is not None and row.user_rule is None:
-        return float(row.coefficient)
-    if threshold is None:
-        return None
-    clip_norm = _number(row.clip_norm)
-    return min(1.0, threshold / ((total if clip_norm is None else clip_norm) + EPSILON))
 
 
 def _dominant(row: Row, norms: Sequence[float], total: float) -> list[float] | None:

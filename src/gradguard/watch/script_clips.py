@@ -1,6 +1,6 @@
 """The clips that a script made itself and whose optimizer step has not come yet."""
 
-import threading
+import math
 import weakref
 from collections.abc import Sequence
 from contextlib import suppress
@@ -16,6 +16,9 @@ from gradguard.watch.measure import Norms, gradient_norms
 
 EPSILON = 1e-6
 """What PyTorch's norm clip adds to the norm before it divides."""
+
+FIXED = frozenset(["norm", "value", "adaptive"])
+"""Rules with one threshold from the first step on."""
 
 
 @dataclass(slots=True)
@@ -64,49 +67,59 @@ class Clipped:
         return self.parameter() is parameter and version_of(gradient) == self.version
 
 
+@dataclass(slots=True)
+class RunningClip:
+    """A clip that has begun.
+
+    Attributes:
+        clip: What is known of it.
+        parameters: Those that it acts on.
+        new: The entries whose norms before it are not known yet.
+        replaced: Whether it replaced clips that no step followed: the script skipped one, or clips each micro-batch.
+    """
+
+    clip: ScriptClip
+    parameters: list[Tensor]
+    new: list[Clipped]
+    replaced: bool
+
+
 class PendingClips:
     """What was clipped and not yet stepped."""
 
     def __init__(self) -> None:
         self._clipped: dict[int, Clipped] = {}
-        # .open: the parameters of the clip that is running, .new: those of their entries that it made
-        self._thread = threading.local()
 
-    def add(self, clip: ScriptClip, parameters: Sequence[Tensor], norms: Norms | None) -> bool:
-        """Note that ``clip`` is about to act on ``parameters``, whose gradients have ``norms``.
-
-        Returns:
-            Whether it replaced clips that no step followed: the script skipped one, or clips each micro-batch.
-        """
-        replaced = False
-        self._thread.open, new = list(parameters), []
-        self._thread.new = new
+    def add(self, clip: ScriptClip, parameters: Sequence[Tensor], norms: Norms | None) -> RunningClip:
+        """Note that ``clip`` is about to act on ``parameters``, whose gradients have ``norms``."""
+        running = RunningClip(clip, list(parameters), [], False)
         for place, parameter in enumerate(parameters):
             key = id(parameter)
             old = self._clipped.get(key)
             if old is not None and old.holds(parameter):
                 old.clips.append(clip)
+                if old.norms is None:  # the first clip did not tell them
+                    old.norms, old.place = norms, place
+                    running.new.append(old)
                 continue
             if old is not None and old.parameter() is parameter:  # its weak reference serves again
-                replaced, reference = True, old.parameter
+                running.replaced, reference = True, old.parameter
             else:
                 reference = weakref.ref(parameter, lambda _, key=key: self._clipped.pop(key, None))
             self._clipped[key] = entry = Clipped(norms, place, [clip], reference)
-            new.append(entry)
-        return replaced
+            running.new.append(entry)
+        return running
 
-    def finish(self, returned: Any, norms: Norms | None = None) -> None:
-        """The clip of the last `add` is done and returned ``returned``; it measured ``norms``, if it was asked to."""
-        opened, new = getattr(self._thread, "open", []), getattr(self._thread, "new", [])
-        self._thread.open, self._thread.new = [], []
-        for parameter in opened:
+    def finish(self, running: RunningClip, returned: Any, norms: Norms | None = None) -> None:
+        """A clip is done and returned ``returned``; it measured ``norms``, if it was asked to."""
+        for parameter in running.parameters:
             entry = self._clipped.get(id(parameter))
             gradient = parameter.grad
             if entry is not None and gradient is not None:
                 entry.gradient, entry.version = weakref.ref(gradient), version_of(gradient)
-                if entry.clips[-1].norm is None:
-                    entry.clips[-1].norm = copied(returned)
-        for entry in new:
+        if running.clip.norm is None:
+            running.clip.norm = copied(returned)
+        for entry in running.new:
             entry.norms = norms if entry.norms is None else entry.norms
 
     def take(self, parameters: Sequence[Tensor]) -> list[Clipped | None]:
@@ -146,27 +159,31 @@ def norms_of(clipped: Sequence[Clipped | None], now: Norms | None) -> Norms | No
     return found
 
 
+def clips_in(clipped: Sequence[Clipped | None]) -> list[ScriptClip]:
+    """Return the clips that acted on ``clipped``, each once, in their order.
+
+    Without those that raised, and without those that only measure (``max_norm=inf``).
+    """
+    calls = {id(clip): clip for entry in clipped if entry is not None for clip in entry.clips}
+    return [clip for clip in calls.values() if clip.rule and not _only_measures(clip)]
+
+
+def _only_measures(clip: ScriptClip) -> bool:
+    threshold = clip.threshold
+    return clip.rule in FIXED and isinstance(threshold, int | float) and math.isinf(threshold)
+
+
 def single_known_clip(clipped: Sequence[Clipped | None]) -> ScriptClip | None:
     """Return the one clip that acted on all of ``clipped`` and was alone, if what it did follows from what it told."""
     calls = {id(clip): clip for entry in clipped if entry is not None for clip in entry.clips}
-    alone = all([entry is not None and len(entry.clips) == 1 for entry in clipped])
-    if len(calls) != 1 or not alone:
+    first = clipped[0] if clipped else None
+    if len(calls) != 1 or first is None or not all([entry is not None for entry in clipped]):
         return None
     (clip,) = calls.values()
     if clip.rule == "norm":
         return clip
-    first = clipped[0]
-    exactly = first is not None and (first.norms is None or len(first.norms) == len(clipped))
+    exactly = first.norms is None or len(first.norms) == len(clipped)
     return clip if exactly and clip.coefficient is not None else None  # of more gradients it says nothing of these
-
-
-def last_clip(clipped: Sequence[Clipped | None]) -> ScriptClip | None:
-    """Return the clip that acted last, without a threshold where different calls acted on different parameters."""
-    last = {id(entry.clips[-1]): entry.clips[-1] for entry in clipped if entry is not None}
-    if not last:
-        return None
-    clip = next(iter(last.values()))
-    return clip if len(last) == 1 else ScriptClip(clip.rule, None, None)
 
 
 def copied(value: Any) -> Any:
