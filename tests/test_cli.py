@@ -73,7 +73,7 @@ def weights() -> dict[str, torch.Tensor]:
 
 
 def saved() -> list:
-    return json.loads(Path("norms.json").read_text())
+    return json.loads(Path("norms.json").read_text(encoding="utf-8"))
 
 
 def plain(source: str) -> dict[str, torch.Tensor]:
@@ -392,7 +392,7 @@ def test_bad_input_gets_a_clear_error_and_exit_code_2(tmp_path, monkeypatch, cap
     assert "Traceback" not in captured.err
     assert "ran" not in captured.out
     assert re.search(words, captured.err)
-    assert Path("taken/run.jsonl").read_text() == "precious"
+    assert Path("taken/run.jsonl").read_text(encoding="utf-8") == "precious"
 
 
 @pytest.mark.parametrize("arguments", [[], ["fly"], ["run", "--nonsense", "ok.py"], ["report"]])

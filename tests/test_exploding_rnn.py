@@ -67,7 +67,7 @@ def test_it_prints_a_line_for_each_run_and_writes_one_page_with_both_plots(tmp_p
         "error clip",
         "both",
     ]
-    page = (tmp_path / "made/page.html").read_text()
+    page = (tmp_path / "made/page.html").read_text(encoding="utf-8")
     assert "Plotly.newPlot" in page
     assert "<script src=" not in page
     for words in ("Loss over training", "First backward", "no error clip: ", "error clip 0.0001: "):

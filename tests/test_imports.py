@@ -103,7 +103,7 @@ def test_a_function_with_the_name_of_a_package_stays_one_in_every_order_of_impor
 
 
 def test_the_three_lists_of_public_names_agree():
-    (typed,) = (node for node in ast.parse(SOURCE.read_text()).body if isinstance(node, ast.If))
+    (typed,) = (node for node in ast.parse(SOURCE.read_text(encoding="utf-8")).body if isinstance(node, ast.If))
     imports = {(alias.name, node.module) for node in typed.body for alias in node.names}
     lazy = {(name, "gradguard" if module == f"gradguard.{name}" else module) for name, module in gg._MODULE_OF.items()}
     assert imports == lazy

@@ -37,6 +37,6 @@ def test_it_prints_a_line_for_each_run_and_writes_one_page_with_both_plots(tmp_p
     done = subprocess.run([sys.executable, SCRIPT, *options], cwd=tmp_path, capture_output=True, text=True, check=True)
     rows = re.findall(r"^(\S.*?) +0\.\d{3} +0\.\d{3}$", done.stdout, flags=re.MULTILINE)
     assert rows == ["plain", "plain, learning rate 0.01", "batch clip", "per-sample clip"]
-    page = (tmp_path / "made/page.html").read_text()
+    page = (tmp_path / "made/page.html").read_text(encoding="utf-8")
     assert "Plotly.newPlot" in page
     assert "Accuracy on test images" in page

@@ -39,5 +39,5 @@ def test_every_error_is_a_gradguard_error(name):
 
 @pytest.mark.parametrize("name", gg.__all__)
 def test_every_name_stands_in_the_docs(name):
-    text = Path(__file__).parents[1].joinpath("docs/api.md").read_text()
+    text = Path(__file__).parents[1].joinpath("docs/api.md").read_text(encoding="utf-8")
     assert f"`{name}" in text

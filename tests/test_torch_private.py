@@ -17,7 +17,11 @@ from gradguard.errors import InvalidValueError, UnsupportedVersionError
 
 SOURCE = Path(__file__).parents[1] / "src/gradguard"
 FILE = SOURCE / "torch_private.py"
-FUNCTIONS = [n.name for n in ast.parse(FILE.read_text()).body if isinstance(n, ast.FunctionDef) and n.name[0] != "_"]
+FUNCTIONS = [
+    n.name
+    for n in ast.parse(FILE.read_text(encoding="utf-8")).body
+    if isinstance(n, ast.FunctionDef) and n.name[0] != "_"
+]
 
 
 @pytest.fixture
@@ -68,7 +72,7 @@ NAMES = {
 
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_every_function_has_a_test(function):
-    text = Path(__file__).read_text()
+    text = Path(__file__).read_text(encoding="utf-8")
     assert f"def test_{function}" in text or f"torch_private.{function}" in text
 
 
@@ -277,6 +281,15 @@ def test_saved_constant():
     assert torch_private.saved_constant(SimpleNamespace(), "alpha") != torch_private.saved_constant(x, "alpha")  # NaN
 
 
+def test_saved_settings():
+    x = torch.ones(2, 3, requires_grad=True)
+    assert torch_private.saved_settings(x.transpose(0, 1).grad_fn) == {"dim0": 0, "dim1": 1}
+    found = torch_private.saved_settings(x.logsumexp(1, keepdim=True).grad_fn)
+    assert found == {"dim": (1,), "keepdim": True}
+    assert torch_private.saved_settings((x / 3).grad_fn) == {}  # a factor and a tensor
+    assert torch_private.saved_settings(SimpleNamespace()) == {}
+
+
 def test_saved_value():
     x = torch.ones(2, requires_grad=True)
     y = x.exp()
@@ -470,7 +483,7 @@ def test_wrapper_slots():
 
 def test_capturable_warning_mark():
     optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0)
-    source = Path(sys.modules["torch.optim.optimizer"].__file__).read_text()
+    source = Path(sys.modules["torch.optim.optimizer"].__file__).read_text(encoding="utf-8")
     assert torch_private.capturable_warning_mark() in source
     setattr(optimizer, torch_private.capturable_warning_mark(), True)
     optimizer.step()
@@ -766,8 +779,14 @@ def defined_in(tree):
 
 
 def test_no_other_file_has_a_private_name():
-    trees = {f.relative_to(SOURCE).as_posix(): ast.parse(f.read_text()) for f in SOURCE.rglob("*.py") if f != FILE}
-    of_torch = {name for name, own in names_in(ast.parse(FILE.read_text())) if is_private(name) and not own}
+    trees = {
+        f.relative_to(SOURCE).as_posix(): ast.parse(f.read_text(encoding="utf-8"))
+        for f in SOURCE.rglob("*.py")
+        if f != FILE
+    }
+    of_torch = {
+        name for name, own in names_in(ast.parse(FILE.read_text(encoding="utf-8"))) if is_private(name) and not own
+    }
     ours = {name for tree in trees.values() for name in defined_in(tree)} - of_torch
     found = {
         f"{file}: {name}"

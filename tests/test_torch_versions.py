@@ -24,7 +24,7 @@ def test_an_upper_bound_is_not_understood():
 
 
 def test_pyproject_is_understood():
-    assert versions.allowed(LISTED, Path(__file__).parents[1].joinpath("pyproject.toml").read_text())
+    assert versions.allowed(LISTED, Path(__file__).parents[1].joinpath("pyproject.toml").read_text(encoding="utf-8"))
 
 
 def test_torch_brings_its_own_packages():

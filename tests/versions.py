@@ -53,15 +53,17 @@ def environment(torch: str) -> Path:
     """Return Python with that version of torch and everything that the tests need."""
     folder = FOLDER / torch
     python, ready, pinned = folder / "bin/python", folder / "ready", folder / "constraints.txt"
-    wanted = (ROOT / "pyproject.toml").read_text() + (ROOT / "constraints.txt").read_text()
-    if ready.exists() and ready.read_text() == wanted:
+    wanted = (ROOT / "pyproject.toml").read_text(encoding="utf-8") + (ROOT / "constraints.txt").read_text(
+        encoding="utf-8"
+    )
+    if ready.exists() and ready.read_text(encoding="utf-8") == wanted:
         return python
     if not python.exists():
         venv.create(folder, with_pip=True)
     subprocess.run([python, *PIP, "install", "--quiet", f"torch=={torch}"], check=True)
     asked = [python, __file__, "--requirements-of-torch"]
     its_own = subprocess.run(asked, check=True, capture_output=True, text=True).stdout.splitlines()
-    pinned.write_text(constraints((ROOT / "constraints.txt").read_text(), torch, its_own))
+    pinned.write_text(constraints((ROOT / "constraints.txt").read_text(encoding="utf-8"), torch, its_own))
     install = [python, *PIP, "install", "--quiet", "--constraint", str(pinned)]
     subprocess.run([*install, "--editable", f"{ROOT}[dev]"], check=True)
     # Composer's wheel wants an older torch than its code does.
@@ -84,13 +86,13 @@ def run(torch: str, arguments: list[str]) -> tuple[bool, str]:
             stdout=output,
             stderr=subprocess.STDOUT,
         )
-    return done.returncode == 0, log.read_text()
+    return done.returncode == 0, log.read_text(encoding="utf-8")
 
 
 def main() -> int:
     """Print a table; return 1 if a version fails."""
     listed = subprocess.run([sys.executable, *PIP, "index", "versions", "torch"], capture_output=True, text=True)
-    versions = allowed(listed.stdout, (ROOT / "pyproject.toml").read_text())
+    versions = allowed(listed.stdout, (ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     if not versions:
         raise SystemExit(f"versions: no release of torch was found:\n{listed.stderr}")
     results = {version: run(version, sys.argv[1:]) for version in dict.fromkeys([versions[0], versions[-1]])}

@@ -292,6 +292,21 @@ def saved_value(node: Node, name: str) -> Any:
     return getattr(node, f"_saved_{name}")
 
 
+def saved_settings(node: Node) -> dict[str, Any]:
+    """Return what ``node`` saved that is no tensor: dimensions, reductions, and numbers that are no factors.
+
+    Tensors are not read, which may have been taken elsewhere. Where torch does not tell: nothing.
+    """
+    return {name: getattr(node, f"_saved_{name}", None) for name in _names_of_settings(type(node))}
+
+
+@functools.cache
+def _names_of_settings(kind: type) -> tuple[str, ...]:
+    names = [name.removeprefix("_saved_") for name in dir(kind) if name.startswith("_saved_")]
+    factors = {"other", "self", "alpha", "value", "beta"}
+    return tuple(name for name in names if name not in factors and not hasattr(kind, f"_raw_saved_{name}"))
+
+
 def is_freed(node: Node) -> bool:
     """Tell whether the values that ``node`` saved are freed. Where they have other names: False."""
     for name in dir(node):

@@ -90,7 +90,7 @@ def beside_a_monitor(model, optimizer, tmp_path):
     clipped(loss_of(model))
     optimizer.step()
     monitor.close()
-    lines = map(json.loads, (tmp_path / "run.jsonl").read_text().splitlines())
+    lines = map(json.loads, (tmp_path / "run.jsonl").read_text(encoding="utf-8").splitlines())
     norms = [line["norm"] for line in lines if isinstance(line.get("norm"), float)]
     assert norms == [pytest.approx(float(torch.cat([g.flatten() for g in by_hand()]).norm()), rel=1e-3)]
 

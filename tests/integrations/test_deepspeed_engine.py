@@ -91,7 +91,7 @@ def train(world, folder, *arguments):
     """What each process found; what all of them said, if one fails, after which none is waited for."""
     with rendezvous() as meeting:
         codes = train_together(world, folder, meeting, *arguments)
-    said = [(folder / f"{rank}.txt").read_text() for rank in range(world)]
+    said = [(folder / f"{rank}.txt").read_text(encoding="utf-8") for rank in range(world)]
     assert codes == [0] * world, "\n".join(text[-3000:] for text in said)
     return [json.loads([line for line in text.splitlines() if line.startswith("{")][-1]) for text in said]
 

@@ -219,7 +219,7 @@ def test_steps_that_were_not_counted_are_refused(tmp_path):
 def test_a_checkpoint_of_two_trainings_is_refused(tmp_path):
     train(tmp_path, private(), save_strategy="steps", save_steps=3)
     state = tmp_path / "checkpoint-3" / "trainer_state.json"
-    state.write_text(json.dumps(json.loads(state.read_text()) | {"global_step": 5}))
+    state.write_text(json.dumps(json.loads(state.read_text(encoding="utf-8")) | {"global_step": 5}))
     with pytest.raises(gg.InvalidValueError, match="after 5 steps, and the private training after 3"):
         train(tmp_path, private(), resume=str(tmp_path / "checkpoint-3"))
 

@@ -141,4 +141,4 @@ def test_a_disabled_scaler_is_left_alone(tmp_path):
 def test_no_minus_zero_in_a_record(tmp_path):
     with RecordWriter(tmp_path / "run.jsonl") as writer:
         writer.write("tensors", i=0, norm=[-0.0, 1.0], max=-0.0)
-    assert "-0" not in (tmp_path / "run.jsonl").read_text()
+    assert "-0" not in (tmp_path / "run.jsonl").read_text(encoding="utf-8")

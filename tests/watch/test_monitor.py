@@ -577,7 +577,7 @@ def test_report_draws_the_record_so_far(tmp_path):
         train(model, optimizer, 3, monitor.log)
         page = monitor.report()
     assert page == tmp_path / "report.html"
-    assert "<html" in page.read_text()[:2000]
+    assert "<html" in page.read_text(encoding="utf-8")[:2000]
     assert monitor.report(tmp_path / "other.html") == tmp_path / "other.html"
 
 

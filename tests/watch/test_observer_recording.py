@@ -120,7 +120,7 @@ def test_what_a_forked_child_has_buffered_is_not_written_twice(tmp_path):
         os._exit(0)
     os.waitpid(child, 0)
     writer.close()
-    assert (tmp_path / "run.jsonl").read_text() == '{"t": "meta"}\n'
+    assert (tmp_path / "run.jsonl").read_text(encoding="utf-8") == '{"t": "meta"}\n'
 
 
 def test_norms_that_the_script_s_clip_took_are_not_taken_again(tmp_path, monkeypatch):

@@ -38,7 +38,7 @@ def test_writer_makes_folders_replaces_the_file_and_closes_twice(tmp_path):
         writer = RecordWriter(str(path))
         writer.write("meta", version="0.1.0")
         writer.flush()
-        assert path.read_text() == META
+        assert path.read_text(encoding="utf-8") == META
         writer.close()
         writer.close()
         writer.flush()

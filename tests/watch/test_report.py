@@ -79,7 +79,7 @@ def test_the_drawing_library_in_the_page_is_the_published_one():
     folder = Path(page_module.__file__).parent
     digest = hashlib.sha256((folder / "plotly-cartesian.min.js").read_bytes()).hexdigest()
     assert digest == "79542150855a52c567260e3137095dbe2b744e6d702a5cabe67da246942fba7a"
-    assert (folder / "plotly-cartesian.LICENSE").read_text().startswith("MIT License")
+    assert (folder / "plotly-cartesian.LICENSE").read_text(encoding="utf-8").startswith("MIT License")
 
 
 def test_the_network_pattern_can_find_something():
@@ -272,4 +272,4 @@ def test_a_script_with_two_rules_is_named_by_both(capsys):
 def test_norms_near_the_largest_number_make_a_page(tmp_path):
     steps = steps_of([1e308 if i % 2 else 1e-308 for i in range(300)], loss=1e308)
     page = write_report([make_record(path=tmp_path / "run.jsonl", steps=steps)], tmp_path / "report.html")
-    assert "What other rules would have done" in page.read_text()
+    assert "What other rules would have done" in page.read_text(encoding="utf-8")

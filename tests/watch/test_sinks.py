@@ -86,7 +86,7 @@ def test_a_window_is_about_ten_numbers(steps, expected):
 def test_a_file_and_a_function_get_the_same_lines(tmp_path):
     seen, path = [], tmp_path / "run.jsonl"
     train([path, seen.append])
-    written = [json.loads(line) for line in path.read_text().splitlines()]
+    written = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     assert [line["t"] for line in written] == [line["t"] for line in seen]
     for mine, its in zip(written, seen, strict=True):
         assert set(mine) == set(its)

@@ -18,7 +18,7 @@ from torch.autograd.graph import Node, get_gradient_edge
 
 from gradguard.per_sample.tap import current_task
 from gradguard.tensors.layout import wide_dtype
-from gradguard.torch_private import input_metadata_of, saved_value
+from gradguard.torch_private import input_metadata_of, saved_constant, saved_settings, saved_value
 
 TAPS = frozenset(["TapBackward"])
 """Nodes by which the clipper sees a value of the module: what lies behind them is the module's."""
@@ -171,40 +171,35 @@ _BY_INDEX = operations(
     "IndexSelect Gather IndexAdd IndexCopy IndexFill Scatter ScatterAdd ScatterReduce IndexReduce TakeAlongDim"
 )
 _BY_POSITION = operations("Index IndexPut IndexPutImpl MaskedSelect Take Put MaskedScatter")
-_FACTORS = frozenset(["_saved_other", "_saved_self", "_saved_alpha", "_saved_value", "_saved_beta"])
 
 
 def _is_by_data(node: Node) -> bool:
     """Whether tensors of the user's decide what an operation takes along any dimension but the last."""
     name = operation(node)
     if name in _BY_POSITION:
-        indices = getattr(node, "_saved_indices", None)
+        try:
+            indices = saved_value(node, "indices")
+        except (AttributeError, RuntimeError):
+            return True
         return not (isinstance(indices, Sequence) and len(indices) > 0 and indices[0] is None)
     if name not in _BY_INDEX:
         return False
-    shape, dim = shape_of(node), getattr(node, "_saved_dim", 0)
-    dim = dim - (1 << 64) if isinstance(dim, int) and dim >= 1 << 63 else dim
-    return len(shape) < 2 or dim % len(shape) != len(shape) - 1
+    shape, dim = shape_of(node), saved_constant(node, "dim")
+    if not isinstance(dim, int) or len(shape) < 2:
+        return True
+    return (dim - (1 << 64) if dim >= 1 << 63 else dim) % len(shape) != len(shape) - 1
 
 
 def _settings(node: Node) -> list[Any]:
     """The name of a node, the shapes of its values, and what decides how it puts elements together."""
-    kind = type(node)
     found: list[Any] = [node.name(), [tuple(one.shape) for one in input_metadata_of(node)]]
-    found += [(name, _shown(getattr(node, name, None))) for name in _settings_of(kind)]
+    found += [(name, _shown(value)) for name, value in saved_settings(node).items()]
     if hasattr(node, "saved_tensors"):  # a function of the user's: the class, and what it keeps
         own = {name: _shown(value) for name, value in sorted(getattr(node, "__dict__", {}).items())}
-        found += [id(kind), own]
+        found += [id(type(node)), own]
     elif node.name().startswith("NllLoss"):
-        found.append(getattr(node, "_saved_weight", None) is None)
+        found.append(saved_constant(node, "weight") is None)
     return found
-
-
-@functools.cache
-def _settings_of(kind: type) -> tuple[str, ...]:
-    """The names of what nodes of this kind save that is no tensor and no factor."""
-    names = [name for name in dir(kind) if name.startswith("_saved_")]
-    return tuple(n for n in names if n not in _FACTORS and not hasattr(kind, f"_raw{n}"))
 
 
 def _shown(value: Any) -> Any:

@@ -64,7 +64,7 @@ def brief(found: Outcome) -> str:
 def write() -> None:
     """Write expected.py, in the order of the table."""
     file = Path(__file__).with_name("expected.py")
-    head = file.read_text().partition("EXPECTED")[0]
+    head = file.read_text(encoding="utf-8").partition("EXPECTED")[0]
     rows = []
     for name, case in CASES.items():
         found = {mode: EXPECTED.get(name, {}).get(mode, "exact") for mode in case.modes}
