@@ -1,4 +1,4 @@
-"""Mistakes that a review found where processes hold different parameters, or do not act together."""
+"""Stages at their edges: processes that hold different parameters, or do not act together."""
 
 import math
 import time

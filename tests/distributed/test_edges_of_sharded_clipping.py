@@ -1,4 +1,4 @@
-"""Mistakes that a review of sharded clipping found, each with what it did wrong before."""
+"""Sharded clipping at its edges: partial sums, tied gradients, changed dtypes, FSDP1 inside out."""
 
 import math
 import warnings

@@ -1,4 +1,4 @@
-"""What an independent review broke: each of these was silently wrong, or refused for ever."""
+"""Samples stay apart where code keeps, draws, stores or changes something between them."""
 
 import pytest
 import torch
