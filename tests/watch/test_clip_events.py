@@ -372,10 +372,8 @@ def test_a_clip_of_gradients_that_are_thrown_away_is_forgotten(watch, tmp_path):
     assert steps[0]["norm"] == pytest.approx(float(whole(p.grad for p in again.parameters()).norm()), rel=1e-4)
 
 
-@pytest.mark.parametrize("watch", ["run", "monitor"])
-def test_per_sample_clipping_is_seen(watch, tmp_path):
-    """The norm that is seen is that of the clipped gradient; the coefficient is the mean factor of the samples."""
-    shares: list[float] = []
+def per_sample(shares: list[float], norms: list[float], then=lambda model: None):
+    """A loop that clips the samples' gradients; what they were multiplied by, and the norm that came of it."""
 
     def attach(model, optimizer):
         clipper = gg.PerSampleGradientClipper(model, gg.FlatNormClipper(3.0))
@@ -387,9 +385,19 @@ def test_per_sample_clipping_is_seen(watch, tmp_path):
             clipper.clip_and_accumulate()
             shares.append(float(clipper.statistics.factors[0].mean()))
             clipper.pre_step()
+            norms.append(float(whole(p.grad for p in model.parameters()).norm()))
+            then(model)
 
         return clip
 
+    return attach
+
+
+@pytest.mark.parametrize("watch", ["run", "monitor"])
+def test_per_sample_clipping_is_seen(watch, tmp_path):
+    """The norm that is seen is that of the clipped gradient; the coefficient is the mean factor of the samples."""
+    shares: list[float] = []
+    attach = per_sample(shares, [])
     steps, twin = training(attach, watcher(watch, tmp_path))
     assert {(step["rule"], step["threshold"]) for step in steps} == {("FlatNormClipper", 3.0)}
     assert [step["coefficient"] for step in steps] == pytest.approx(shares)
@@ -512,21 +520,7 @@ def test_an_event_is_no_gradient_of_the_users(log):
 @pytest.mark.parametrize("watch", ["run", "monitor"])
 def test_a_clip_behind_per_sample_clipping(watch, tmp_path):
     between: list[float] = []
-
-    def attach(model, optimizer):
-        clipper = gg.PerSampleGradientClipper(model, gg.FlatNormClipper(3.0))
-
-        def clip():
-            optimizer.zero_grad()
-            clipper.discard()
-            model(torch.arange(24.0).view(6, 4) / 9).square().sum(1).mean().backward()
-            clipper.clip_and_accumulate()
-            clipper.pre_step()
-            between.append(float(whole(p.grad for p in model.parameters()).norm()))
-            gg.clip_grad_norm_(model, 0.01)
-
-        return clip
-
+    attach = per_sample([], between, lambda model: gg.clip_grad_norm_(model, 0.01))
     steps, twin = training(attach, watcher(watch, tmp_path))
     assert [step["norm"] for step in steps] == pytest.approx(between, rel=1e-3)
     assert [step["post_norm"] for step in steps] == pytest.approx(twin.after, rel=1e-2)
