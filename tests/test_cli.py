@@ -802,6 +802,7 @@ opt.step()
     )
     (step,) = record.steps
     assert "threshold" not in step
+    assert [clip[:2] for clip in step["clips"]] == [["norm", 1.0], ["norm", 5.0]]
     assert step["post_norm"] == pytest.approx(26**0.5, rel=1e-4)
     assert step["coefficient"] == pytest.approx((26 / 202) ** 0.5, rel=1e-4)
 

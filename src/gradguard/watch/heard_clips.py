@@ -136,7 +136,8 @@ class HeardClips:
             norms, norm_after = (now, True) if before is None else (before, False)
             post = unscaled(total(now), scale) if clips and not norm_after else None
             alone = alone if norm_after else None
-        last = clips[-1] if clips else None
+        apart = len({tuple(map(id, entry.clips)) for entry in clipped if entry is not None}) > 1
+        last = clips[-1] if clips and not apart else None
         return Row(
             index=index,
             norms=unscaled(norms, scale),
@@ -146,6 +147,7 @@ class HeardClips:
             applied_rule=applied.rule if applied else None,
             applied_threshold=applied.threshold if applied else None,
             user_threshold=last.threshold if last is not None else None,
+            clips_apart=apart,
             norm_after=norm_after,
             total=told,
             late=bool(parameters) and not parameters[0].is_cpu,

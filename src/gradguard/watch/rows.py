@@ -27,6 +27,7 @@ class Row:
         losses: Losses that backward was called on since the step before.
         lr: Learning rate of the first parameter group: a number, or a copy of the script's tensor.
         clips: The script's own clips, in their order.
+        clips_apart: Whether they acted on different parameters, so that no threshold is that of the step.
         applied_rule: The clip that the watcher applies itself, behind them.
         applied_threshold: Its threshold.
         user_threshold: The threshold of the script's last clip.
@@ -52,6 +53,7 @@ class Row:
     losses: Sequence[Any] = ()
     lr: Any = None
     clips: Sequence[ScriptClip] = ()
+    clips_apart: bool = False
     applied_rule: str | None = None
     applied_threshold: Any = None
     user_threshold: Any = None
@@ -154,7 +156,7 @@ def _write_step(writer: RecordWriter, row: Row, norms: Sequence[float]) -> None:
         norm=total,
         post_norm=None if coefficient is None else total if row.norm_after else total * coefficient,
         coefficient=coefficient,
-        threshold=told.threshold,
+        threshold=None if row.clips_apart and len(row.clips) > 1 else told.threshold,
         rule=told.rule,
         clips=[[clip.rule, clip.threshold, clip.coefficient] for clip in clips] if len(clips) > 1 else None,
         user_max_norm=_number(row.user_threshold),
