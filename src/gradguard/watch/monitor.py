@@ -15,14 +15,14 @@ from typing import Any, Self
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from gradguard.clip_events import ClipEvent, listen
+from gradguard.clip_events import ClipEvent, listen, rule_of
 from gradguard.optimizer_hooks import EveryStep
 from gradguard.torch_private import loss_scale_of
 from gradguard.watch.environment import rank_and_world
 from gradguard.watch.extras import measure_extras, measure_update
 from gradguard.watch.heard_clips import HeardClips, note_guard
 from gradguard.watch.measure import unscaled
-from gradguard.watch.monitor_arguments import check_arguments, rule_of, taken_apart
+from gradguard.watch.monitor_arguments import check_arguments, taken_apart
 from gradguard.watch.monitor_lines import LineMaker, Seen
 from gradguard.watch.monitor_log import Log
 from gradguard.watch.monitor_meta import meta_of
@@ -134,7 +134,7 @@ class Monitor:
         names = name_parameters(self._parameters, [model] if model is not None else living_modules())
         self._place = {id(p): i for i, p in enumerate(self._parameters)}
         self._places: tuple[list[int], array] = ([], array("q"))  # of the last step, which the next one shares
-        self._scaler, self._result, self._rule = scaler, None, rule_of(self._guard)
+        self._scaler, self._result, self._rule = scaler, None, self._name_of_rule()
         self._open: Seen | None = None  # the step that is running
         self._having: list[Tensor] = []  # the parameters of the last extras
         self._clips, self._optimizer = HeardClips(), weakref.ref(optimizer)
@@ -376,6 +376,9 @@ class Monitor:
         wall, overhead = time.perf_counter() - self._started, 1e3 * self._overhead
         end = {"t": "end", "steps": self._steps, "wall": wall, "overhead_ms": overhead}
         self._output.sinks.push([end | {"exit": exit_code, "interrupted": interrupted}])
+
+    def _name_of_rule(self) -> str | None:
+        return None if self._guard is None else rule_of(getattr(self._guard, "clipper", self._guard))
 
     def _look(self, norm: float) -> None:
         if self._alarm.see(norm):

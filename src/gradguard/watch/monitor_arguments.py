@@ -9,9 +9,6 @@ from torch.optim import Optimizer
 from gradguard.errors import InvalidTypeError, InvalidValueError
 from gradguard.optimizer_hooks import runs_hooks
 
-RULES = {"ClipByGlobalNorm": "norm", "ClipByValue": "value", "ClipAdaptive": "adaptive"}
-"""What the record calls the clips that ``gradguard run`` knows; any other goes by its class."""
-
 
 def taken_apart(source: Any) -> tuple[Optimizer, Any]:
     """Return the optimizer, and the guard if that is what came.
@@ -55,11 +52,3 @@ def check_arguments(optimizer: Optimizer, parameters: list[Tensor], model: Any, 
         )
     if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
         raise InvalidTypeError(f"scaler is {type(scaler).__name__}: expected a torch.amp.GradScaler.")
-
-
-def rule_of(guard: Any) -> str | None:
-    """Return what the record calls the rule of ``guard``; None without one."""
-    if guard is None:
-        return None
-    kind = type(getattr(guard, "clipper", guard)).__name__
-    return RULES.get(kind, kind)
