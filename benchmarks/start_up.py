@@ -16,7 +16,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from gradguard.watch.record import RecordWriter
+from gradguard.monitoring.record.file import RecordWriter
 
 COUNT = "; import sys; print(len(sys.modules), sum(n.partition('.')[0] == 'gradguard' for n in sys.modules))"
 IMPORTS = {

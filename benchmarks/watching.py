@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 
-from gradguard.watch.observer import Observer, observe
+from gradguard.monitoring.observe.observer import Observer, observe
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 import char_lm

@@ -14,8 +14,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+from gradguard.monitoring.observe import names
 from gradguard.tensors import layout
-from gradguard.watch import names
 
 settings.register_profile(  # however slow the machine is
     "repeatable", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow], max_examples=60
@@ -65,12 +65,12 @@ SAMPLED = {
     "private/test_accounting.py": 4,
     "private/test_private_training.py": 2,
     "test_cli.py::test_observing_leaves_the_weights_bit_identical": 6,
-    "watch/test_observer_processes.py": 6,
-    "watch/test_observer_recording.py": 4,
-    "watch/test_observer_sharded.py": 3,
-    "watch/test_replay.py": 2,
-    "watch/test_report.py": 2,
-    "watch/test_report_browser.py": 12,
+    "monitoring/test_observer_processes.py": 6,
+    "monitoring/test_observer_recording.py": 4,
+    "monitoring/test_observer_sharded.py": 3,
+    "monitoring/test_replay.py": 2,
+    "monitoring/test_report.py": 2,
+    "monitoring/test_report_browser.py": 12,
 }
 """``make test`` runs one row in so many of the tables there, the same ones every time; ``make exhaustive`` runs all."""
 
@@ -89,22 +89,22 @@ LONG = {
     "private/test_private_training.py::test_an_audit_finds_the_promised_noise_and_catches_sabotage",
     "test_exploding_rnn.py::test_over_800_steps_only_the_error_clip_survives",
     "test_noisy_labels.py::test_per_sample_clipping_does_not_learn_wrong_labels_by_heart",
-    "watch/test_observer_processes.py::test_accelerate_s_own_clip_is_learnt",
-    "watch/test_observer_processes.py::test_executors_that_a_script_leaves_open_do_not_keep_it",
-    "watch/test_observer_processes.py::test_fsdp1_gives_the_norm_that_its_own_clip_tells",
-    "watch/test_observer_processes.py::test_spawned_children_write_files_of_their_own",
-    "watch/test_observer_processes.py::test_threads_that_train_at_once_have_each_their_own_clips",
-    "watch/test_observer_processes.py::test_workers_of_a_data_loader_and_a_compiled_model",
-    "watch/test_observer_sharded.py::test_torchrun_with_and_without_gradguard_run",
-    "watch/test_report.py::test_a_page_stays_below_seven_megabytes",
-    "watch/test_report_browser.py::test_a_focused_chart_zooms_by_key_and_the_others_follow",
-    "watch/test_report_browser.py::test_a_page_prints_in_light_without_its_controls",
-    "watch/test_report_browser.py::test_the_heat_map_toggles_by_click",
-    "watch/test_report_browser.py::test_the_heat_map_toggles_by_key",
-    "watch/test_report_browser.py::test_the_page_follows_the_system_and_the_switch",
-    "watch/test_report_browser.py::test_what_was_not_recorded_cannot_be_chosen",
-    "watch/test_report_browser.py::test_zero_and_non_finite_cells_are_marked",
-    "watch/test_sinks.py::test_wandb_by_name",
+    "monitoring/test_observer_processes.py::test_accelerate_s_own_clip_is_learnt",
+    "monitoring/test_observer_processes.py::test_executors_that_a_script_leaves_open_do_not_keep_it",
+    "monitoring/test_observer_processes.py::test_fsdp1_gives_the_norm_that_its_own_clip_tells",
+    "monitoring/test_observer_processes.py::test_spawned_children_write_files_of_their_own",
+    "monitoring/test_observer_processes.py::test_threads_that_train_at_once_have_each_their_own_clips",
+    "monitoring/test_observer_processes.py::test_workers_of_a_data_loader_and_a_compiled_model",
+    "monitoring/test_observer_sharded.py::test_torchrun_with_and_without_gradguard_run",
+    "monitoring/test_report.py::test_a_page_stays_below_seven_megabytes",
+    "monitoring/test_report_browser.py::test_a_focused_chart_zooms_by_key_and_the_others_follow",
+    "monitoring/test_report_browser.py::test_a_page_prints_in_light_without_its_controls",
+    "monitoring/test_report_browser.py::test_the_heat_map_toggles_by_click",
+    "monitoring/test_report_browser.py::test_the_heat_map_toggles_by_key",
+    "monitoring/test_report_browser.py::test_the_page_follows_the_system_and_the_switch",
+    "monitoring/test_report_browser.py::test_what_was_not_recorded_cannot_be_chosen",
+    "monitoring/test_report_browser.py::test_zero_and_non_finite_cells_are_marked",
+    "monitoring/test_sinks.py::test_wandb_by_name",
 }
 """Tests of half a minute and more, or beside one that sees nearly the same: in ``make exhaustive`` alone."""
 

@@ -15,8 +15,8 @@ import torch
 
 import gradguard as gg
 from gradguard.cli import main
-from gradguard.watch import report
-from gradguard.watch.record import Record, read_record
+from gradguard.monitoring.record.file import Record, read_record
+from gradguard.monitoring.show import report
 
 TRAIN = """
 import json, sys, torch
@@ -334,7 +334,7 @@ def test_a_failure_of_the_observer_never_reaches_the_script(run, monkeypatch):
     def broken(gradients):
         raise ZeroDivisionError("inside the observer")
 
-    monkeypatch.setattr(sys.modules["gradguard.watch.heard_clips"], "gradient_norms", broken)
+    monkeypatch.setattr(sys.modules["gradguard.monitoring.observe.heard_clips"], "gradient_norms", broken)
     code, record = run(script())
     assert code == 0
     assert record.steps == []
@@ -421,7 +421,7 @@ def test_clip_from_a_record_uses_its_recommendation(run):
     Path("first.jsonl").write_bytes(Path("out/run.jsonl").read_bytes())
     code, record = run(source, "--clip", "from=first.jsonl")
     assert code == 0
-    from gradguard.watch.recommend import recommend
+    from gradguard.monitoring.judge.recommend import recommend
 
     assert record.meta["clip"] == f"norm={recommend(read_record('first.jsonl')).threshold:g}"
 
@@ -740,13 +740,13 @@ threading.Thread(target=train).start()
 
 
 def test_a_full_disk_does_not_change_how_the_script_ends(run, capfd, monkeypatch):
-    from gradguard.watch import record as records
+    from gradguard.monitoring.record import file as records
 
     class Full(records.RecordWriter):
         def flush(self):
             raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(sys.modules["gradguard.watch.observer"], "RecordWriter", Full)
+    monkeypatch.setattr(sys.modules["gradguard.monitoring.observe.observer"], "RecordWriter", Full)
     Path("train.py").write_text(script())
     assert main(["run", "--out", "out", "train.py"]) == 0
     assert "No space left" in capfd.readouterr().err
@@ -869,7 +869,7 @@ def test_paths_are_shown_from_where_the_user_stands(run, capfd):
 
 
 def test_several_optimizers_get_no_common_threshold(run):
-    from gradguard.watch.recommend import recommend
+    from gradguard.monitoring.judge.recommend import recommend
 
     _, record = run(
         LOOP.format("""

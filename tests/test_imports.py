@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import gradguard as gg
-from gradguard.watch.record import RecordWriter
+from gradguard.monitoring.record.file import RecordWriter
 
 SOURCE = Path(gg.__file__)
 LOADED = "; import json, sys; print(json.dumps(sorted(sys.modules)))"
@@ -69,7 +69,7 @@ def test_a_command_about_records_does_without_torch(tmp_path, command):
     run = code + "from gradguard.cli import main; sys.exit(main())"
     after = modules_after(run, *(path if word == "RECORD" else word for word in command))
     assert not {"torch", "numpy", "plotly"} & after
-    assert of_gradguard(after) <= {"gradguard.cli", "gradguard.errors", "gradguard.watch"}
+    assert of_gradguard(after) <= {"gradguard.cli", "gradguard.errors", "gradguard.monitoring"}
 
 
 ORDERS = """

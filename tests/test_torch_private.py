@@ -736,7 +736,7 @@ OTHERS = {
     },  # the Trainer's
     "optimizer_hooks.py": {"_getframe"},  # Python's
     "per_sample/layers/recurrent.py": {"_l", "_reverse"},  # in the names of parameters
-    "watch/script.py": {"_threading_atexits", "_threads_queues"},  # Python's
+    "monitoring/observe/script.py": {"_threading_atexits", "_threads_queues"},  # Python's
 }  # fmt: skip
 """Names with an underscore that are neither torch's nor gradguard's own, by file."""
 

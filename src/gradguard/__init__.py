@@ -62,6 +62,8 @@ if TYPE_CHECKING:
         RecordError,
         UnsupportedGradientError,
     )
+    from gradguard.monitoring.observe.monitor import Monitor
+    from gradguard.monitoring.observe.watch import watch
     from gradguard.per_sample.clipper import PerSampleGradientClipper
     from gradguard.per_sample.clipping_rule import NormClipper
     from gradguard.per_sample.noise_scale import NoiseEstimate, NoiseScale
@@ -73,8 +75,6 @@ if TYPE_CHECKING:
         QuantileNormClipper,
     )
     from gradguard.per_sample.results import ClippedSums, PerSampleStatistics, PreStep
-    from gradguard.watch.monitor import Monitor
-    from gradguard.watch.notebook import watch
 
 __version__ = "0.1.0.dev0"
 
@@ -220,8 +220,8 @@ _MODULE_OF = {
     "NoiseScale": "gradguard.per_sample.noise_scale",
     "PerSampleStatistics": "gradguard.per_sample.results",
     "PreStep": "gradguard.per_sample.results",
-    "Monitor": "gradguard.watch.monitor",
-    "watch": "gradguard.watch.notebook",
+    "Monitor": "gradguard.monitoring.observe.monitor",
+    "watch": "gradguard.monitoring.observe.watch",
     "private": "gradguard.private",
     "testing": "gradguard.testing",
 }
@@ -236,7 +236,7 @@ def __getattr__(name: str) -> object:
     value = getattr(module, name)
     if package := sys.modules.get(f"gradguard.{name}"):
         # `watch` and `error_clip` are functions and packages. The name is the function, and with the attributes of the
-        # package too, whatever is imported into that later, `import gradguard.watch.record` works as everywhere.
+        # package too, whatever is imported into that later, `import gradguard.error_clip.rules` works as everywhere.
         vars(package).update(vars(value))
         value.__dict__ = vars(package)
     globals()[name] = value

@@ -14,8 +14,8 @@ from gradguard import __version__
 from gradguard.errors import CommandError, GradguardError
 
 if TYPE_CHECKING:
-    from gradguard.watch.conditions import Condition
-    from gradguard.watch.record import Record
+    from gradguard.monitoring.judge.conditions import Condition
+    from gradguard.monitoring.record.file import Record
 
 _RUN_USAGE = "gradguard run [--out DIR] [--force] [--every N] [--clip RULE] (script.py | -m module) [args ...]"
 _INPUT_HELP = (
@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if arguments[:1] == ["run"]:
             return _run(arguments[1:])
         parsed = _parser().parse_args(arguments)
-        from gradguard.watch.tail import encodable
+        from gradguard.monitoring.show.tail import encodable
 
         with encodable(sys.stdout):
             if parsed.command == "check":
@@ -122,8 +122,8 @@ def _run(argv: Sequence[str]) -> int:
         raise CommandError(f"--every {options.every}: expected a number of steps, at least 1.")
     rule = _parse_clip(options.clip) if options.clip is not None else None
 
-    from gradguard.watch.environment import rank_and_world
-    from gradguard.watch.script import load_module, load_script
+    from gradguard.monitoring.observe.environment import rank_and_world
+    from gradguard.monitoring.observe.script import load_module, load_script
 
     program = (load_module if is_module else load_script)(target[0], target[1:])
     folder = options.out or Path("runs") / f"{Path(target[0]).stem}-{time.strftime('%Y%m%d-%H%M%S')}"
@@ -165,8 +165,8 @@ def _parse_clip(text: str) -> tuple[str, float]:
 
 
 def _recommended(path: Path) -> float:
-    from gradguard.watch.recommend import recommend
-    from gradguard.watch.record import read_record
+    from gradguard.monitoring.judge.recommend import recommend
+    from gradguard.monitoring.record.file import read_record
 
     found = recommend(read_record(path))
     if found.threshold is None:
@@ -175,10 +175,10 @@ def _recommended(path: Path) -> float:
 
 
 def _observe(program, shown: list[str], record: Path | None, rule: tuple[str, float] | None, every: int | None) -> int:
-    from gradguard.watch.environment import git_state
-    from gradguard.watch.notebook import stop_watching
-    from gradguard.watch.observer import AppliedClip, Observer, observe
-    from gradguard.watch.script import INTERRUPTED, run
+    from gradguard.monitoring.observe.environment import git_state
+    from gradguard.monitoring.observe.observer import AppliedClip, Observer, observe
+    from gradguard.monitoring.observe.script import INTERRUPTED, run
+    from gradguard.monitoring.observe.watch import stop_watching
 
     stop_watching()  # where the environment variable asks for a watch, this one is it
     clip = AppliedClip(*rule, bind=_binder(*rule)) if rule else None
@@ -218,9 +218,9 @@ def _binder(rule: str, threshold: float):
 
 def _show(record: Path, here: Path) -> None:
     """Draw the report of a finished run and print its summary; a failure here must not hide the script's own."""
-    from gradguard.watch.record import read_record
-    from gradguard.watch.report import print_summary, write_report
-    from gradguard.watch.tail import encodable
+    from gradguard.monitoring.record.file import read_record
+    from gradguard.monitoring.show.report import print_summary, write_report
+    from gradguard.monitoring.show.tail import encodable
 
     if not record.exists():  # somebody deleted it, of which they have been warned
         return
@@ -250,15 +250,15 @@ def _check(parsed: argparse.Namespace) -> int:
 
 
 def _tail(parsed: argparse.Namespace) -> int:
-    from gradguard.watch.tail import tail
+    from gradguard.monitoring.show.tail import tail
 
     return tail(parsed.record, once=parsed.once, events=parsed.lines)
 
 
 def _report(paths: Sequence[Path], output: Path | None, text: bool, fail_on: str | None = None) -> int:
-    from gradguard.watch.conditions import parse_conditions
-    from gradguard.watch.record import read_record
-    from gradguard.watch.report import print_comparison, text_summary, write_report
+    from gradguard.monitoring.judge.conditions import parse_conditions
+    from gradguard.monitoring.record.file import read_record
+    from gradguard.monitoring.show.report import print_comparison, text_summary, write_report
 
     conditions = parse_conditions(fail_on) if fail_on is not None else []
     records = [read_record(path) for path in paths]
@@ -273,7 +273,7 @@ def _report(paths: Sequence[Path], output: Path | None, text: bool, fail_on: str
 
 def _fails(records: Sequence["Record"], conditions: "list[Condition]") -> int:
     """Say which conditions hold of which record; 1 if one does."""
-    from gradguard.watch.conditions import holding
+    from gradguard.monitoring.judge.conditions import holding
 
     said = [f"{record.path}: {words}" for record in records for words in holding(conditions, record)]
     for words in said:
@@ -282,8 +282,8 @@ def _fails(records: Sequence["Record"], conditions: "list[Condition]") -> int:
 
 
 def _replay(parsed: argparse.Namespace) -> int:
-    from gradguard.watch.record import read_record
-    from gradguard.watch.replay import print_replay, what_if
+    from gradguard.monitoring.judge.replay import print_replay, what_if
+    from gradguard.monitoring.record.file import read_record
 
     records = [read_record(path) for path in parsed.records]
     tables = [what_if(record, parsed.rule) for record in records]

@@ -6,8 +6,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import gradguard as gg
-from gradguard.watch.observer import Observer, observe
-from gradguard.watch.record import read_record
+from gradguard.monitoring.observe.observer import Observer, observe
+from gradguard.monitoring.record.file import read_record
 
 MAX_NORM = 0.5
 X = torch.randn(2, 3, generator=torch.Generator().manual_seed(1)) * 3

@@ -12,13 +12,13 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import gradguard as gg
+from gradguard.monitoring.observe.patches import patched
 from gradguard.per_sample import loss_check, loss_graph
 from gradguard.per_sample.layers.call import BatchAxis
 from gradguard.per_sample.loss_graph import BackwardRoots
 from gradguard.per_sample.loss_separation import Outputs
 from gradguard.per_sample.loss_terms import LossParts, explain, loss_parts
 from gradguard.per_sample.tap import tap
-from gradguard.watch.patches import patched
 
 B, T, V = 4, 5, 7
 

@@ -1,0 +1,1 @@
+"""Watching a run, in four rooms: `record` (files), `judge` (verdicts), `show` (pages), `observe` (measures; torch)."""

@@ -1,0 +1,277 @@
+"""One sentence with numbers about what clipping did to a run, and the numbers themselves."""
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import Any
+
+from gradguard.monitoring.judge.recommend import guard_threshold, is_scale_free
+from gradguard.monitoring.record.file import Record
+from gradguard.monitoring.record.optimizers import by_optimizer
+from gradguard.monitoring.record.steps import binds, is_nonfinite, regime_of, taken_steps, usable_norms
+
+_FEWEST_FOR_SPIKES = 20
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What happened, in one sentence and in numbers; None stands for "not measured".
+
+    Attributes:
+        sentence: The whole finding in words.
+        regime: ``"never"``, ``"guard"`` (below 5 %), ``"shaping"`` (to 50 %) or ``"normalising"`` (above).
+        clip_share: The share of steps with finite gradients on which clipping bound.
+        clipping: Whether anything clipped or could have clipped in this run.
+        threshold: The last threshold in use.
+        median_coefficient: The median coefficient of the steps on which clipping bound.
+        median_norm: The median pre-clip norm.
+        max_norm: The largest finite pre-clip norm.
+        spike_share: The share of steps after the warm-up above the median times exp(6 robust deviations).
+        nonfinite_steps: Steps whose gradients held NaN or infinity.
+        skipped_steps: Optimizer steps that a loss scaler left out.
+        final_loss: The mean loss of the last 5 % of steps, at least 10; None if that window is not finite.
+        best_loss: The lowest mean loss over any window of that length.
+        diverged: Whether the loss was not finite at the end.
+        overhead_share: Time spent on observing over the wall-clock time of the run.
+        steps: Recorded optimizer steps.
+        parts: The verdict on each optimizer with its label, where the record has several. Then ``sentence`` is theirs
+            one after the other, ``threshold`` the one that all share, a spike one among its own optimizer's norms,
+            and every other number is of all steps together.
+    """
+
+    sentence: str
+    regime: str
+    clip_share: float
+    clipping: bool
+    threshold: float | None
+    median_coefficient: float | None
+    median_norm: float | None
+    max_norm: float | None
+    spike_share: float | None
+    nonfinite_steps: int
+    skipped_steps: int
+    final_loss: float | None
+    best_loss: float | None
+    diverged: bool
+    overhead_share: float | None
+    steps: int
+    parts: tuple[tuple[str, "Verdict"], ...] = ()
+
+
+def verdict(record: Record) -> Verdict:
+    """Judge a run by its record.
+
+    **Edge cases**: a record without steps, without norms or without losses gives a verdict that says so; a
+    step with non-finite gradients counts as such and not in the clip share.
+
+    Args:
+        record: The record of a run.
+
+    Returns:
+        The verdict.
+    """
+    parts = [(part.label, _judge(part.record)) for part in by_optimizer(record)]
+    return parts[0][1] if len(parts) == 1 else _together(_judge(record), parts)
+
+
+def _judge(record: Record) -> Verdict:
+    numbers = _clipping(record) | _norms(record) | _losses(record)
+    numbers["nonfinite_steps"] = sum(map(is_nonfinite, record.steps))
+    numbers["skipped_steps"] = sum(bool(step.get("skipped")) for step in record.steps)
+    numbers["overhead_share"] = _overhead_share(record)
+    numbers["steps"] = len(record.steps)
+    return Verdict(sentence=_sentence(record, numbers), **numbers)
+
+
+def _together(whole: Verdict, parts: list[tuple[str, Verdict]]) -> Verdict:
+    thresholds = {part.threshold for _, part in parts}
+    measured = [(part.spike_share, part.steps) for _, part in parts if part.spike_share is not None]
+    spikes = sum(share * steps for share, steps in measured) / sum(steps for _, steps in measured) if measured else None
+    return replace(
+        whole,
+        sentence=" ".join(f"{label[:1].upper()}{label[1:]}: {part.sentence}" for label, part in parts),
+        threshold=thresholds.pop() if len(thresholds) == 1 else None,
+        spike_share=spikes,
+        diverged=any(part.diverged for _, part in parts),
+        parts=tuple(parts),
+    )
+
+
+def percent(share: float) -> str:
+    """A share as a person would write it.
+
+    Args:
+        share: A share, usually in [0, 1].
+
+    Returns:
+        For example ``"1.3 %"``.
+
+    Example:
+        >>> [percent(share) for share in (0, 0.0004, 0.0133, 0.257, 0.9996, 1)]
+        ['0 %', '0.04 %', '1.3 %', '26 %', '99.9 %', '100 %']
+    """
+    value = 100 * share
+    if 99 < value < 100:
+        return f"{math.floor(10 * value) / 10:g} %"
+    return f"{value:.0f} %" if value >= 10 else f"{value:.2g} %"
+
+
+def number(value: float | None) -> str:
+    """Three significant digits, with a dash for what was not measured.
+
+    Args:
+        value: Any number.
+
+    Returns:
+        For example ``"2.00"``, ``"12,300"`` or ``"1.2e+09"``.
+
+    Example:
+        >>> [number(value) for value in (None, 0.0, 2.0, 310.2, 12345.0, 1.234e9)]
+        ['–', '0', '2.00', '310', '12,300', '1.23e+09']
+    """
+    if value is None:
+        return "–"
+    rounded = float(f"{value:.3g}")
+    if 100 <= abs(rounded) < 1e6:
+        return f"{rounded:,.0f}"
+    return f"{rounded:#.3g}" if 0.001 <= abs(rounded) < 100 else f"{rounded:.3g}"
+
+
+def plain_threshold(threshold: float) -> str:
+    """A threshold as a person would type it.
+
+    Args:
+        threshold: Any number.
+
+    Returns:
+        For example ``"1.0"`` or ``"34"``.
+
+    Example:
+        >>> [plain_threshold(value) for value in (1, 0.25, 2.2000000001, 34.0)]
+        ['1.0', '0.25', '2.2', '34']
+    """
+    return repr(float(f"{threshold:.6g}")) if threshold < 10 else f"{threshold:g}"
+
+
+def _clipping(record: Record) -> dict[str, Any]:
+    real = taken_steps(record)
+    bound = [step["coefficient"] for step in real if binds(step)]
+    share = len(bound) / len(real) if real else 0.0
+    thresholds = [step["threshold"] for step in record.steps if step.get("threshold") is not None]
+    ruled = any(step.get("rule") for step in record.steps)  # a rule may have no one threshold, or none yet
+    return {
+        "clip_share": share,
+        "regime": regime_of(share),
+        "clipping": bool(thresholds or bound or ruled or record.meta.get("clip")),
+        "threshold": thresholds[-1] if thresholds else None,
+        "median_coefficient": statistics.median(bound) if bound else None,
+    }
+
+
+def _norms(record: Record) -> dict[str, Any]:
+    norms = [step["norm"] for step in record.steps if step.get("norm") is not None]
+    usable = usable_norms(record)
+    spikes = None
+    if len(usable) >= _FEWEST_FOR_SPIKES:
+        guard = guard_threshold(usable)
+        spikes = sum(norm > guard for norm in usable) / len(usable)
+    return {
+        "median_norm": statistics.median(norms) if norms else None,
+        "max_norm": max(norms, default=None),
+        "spike_share": spikes,
+    }
+
+
+def _losses(record: Record) -> dict[str, Any]:
+    losses = [step["loss"] for step in record.steps if "loss" in step]
+    width = max(10, len(losses) // 20)
+    means = window_means(losses, width)
+    finite = [mean for mean in means if mean is not None]
+    return {
+        "final_loss": means[-1] if means else None,
+        "best_loss": min(finite, default=None),
+        "diverged": bool(losses) and losses[-1] is None,
+    }
+
+
+def window_means(values: Sequence[float | None], width: int) -> list[float | None]:
+    """Mean of every window of ``width`` values; None where a window holds None.
+
+    Args:
+        values: Numbers, None for a value that was not finite.
+        width: The window; a shorter sequence is one window.
+
+    Returns:
+        One mean per full window.
+
+    Example:
+        >>> window_means([1.0, 3.0, None, 5.0, 7.0], 2)
+        [2.0, None, None, 6.0]
+    """
+    width = min(width, len(values))
+    if not width:
+        return []
+    sums = list(accumulate((value or 0.0 for value in values), initial=0.0))
+    gaps = list(accumulate((value is None for value in values), initial=0))
+    return [
+        None if gaps[end] > gaps[end - width] else (sums[end] - sums[end - width]) / width
+        for end in range(width, len(values) + 1)
+    ]
+
+
+def _overhead_share(record: Record) -> float | None:
+    end = record.end or {}
+    wall, overhead = end.get("wall"), end.get("overhead_ms")
+    return overhead / 1000 / wall if wall and overhead is not None else None
+
+
+def _sentence(record: Record, numbers: dict[str, Any]) -> str:
+    if not record.steps:
+        return "No optimizer step was recorded."
+    parts = [_clip_words(record, numbers), _norm_words(numbers), _fault_words(numbers)]
+    return " ".join(filter(None, parts))
+
+
+def _clip_words(record: Record, numbers: dict[str, Any]) -> str:
+    steps, share = f"{numbers['steps']:,} step{'s' * (numbers['steps'] != 1)}", percent(numbers["clip_share"])
+    if not numbers["clipping"]:
+        return f"No clipping in {steps}."
+    where = _where(record, numbers["threshold"])
+    if numbers["regime"] == "never":
+        return f"Clipping{where} never bound in {steps}."
+    return f"Clipping{where} bound on {share} of {steps}: {_regime_words(record, numbers)}."
+
+
+def _where(record: Record, threshold: float | None) -> str:
+    rules = [step["rule"] for step in record.steps if step.get("rule")]
+    how = f" by {rules[-1]}" if rules and rules[-1] != "norm" else ""
+    return how if threshold is None else f"{how} at {plain_threshold(threshold)}"
+
+
+def _regime_words(record: Record, numbers: dict[str, Any]) -> str:
+    coefficient = f"{numbers['median_coefficient']:.2g}"
+    if numbers["regime"] == "guard":
+        return "a guard against rare large gradients"
+    if numbers["regime"] == "shaping":
+        return f"it shapes training, with a median coefficient of {coefficient} where it binds"
+    if is_scale_free(record):
+        return f"it normalises steps (median coefficient {coefficient}) rather than guarding them"
+    return f"it works as a learning-rate multiplier of {coefficient}, not as a guard"
+
+
+def _norm_words(numbers: dict[str, Any]) -> str:
+    median, largest = numbers["median_norm"], numbers["max_norm"]
+    if median is None:
+        return "No finite gradient norm was recorded."
+    times = f" ({number(largest / median)}x the median)" if median > 0 else ""
+    share = numbers["spike_share"]
+    spikes = "" if share is None else f"; {percent(share)} of steps were spikes"
+    return f"Pre-clip gradient norms: median {number(median)}, largest {number(largest)}{times}{spikes}."
+
+
+def _fault_words(numbers: dict[str, Any]) -> str:
+    skipped = f"{numbers['skipped_steps']} skipped. " if numbers["skipped_steps"] else ""
+    diverged = " The loss was not finite at the end." if numbers["diverged"] else ""
+    return f"{skipped}{numbers['nonfinite_steps']} non-finite.{diverged}"

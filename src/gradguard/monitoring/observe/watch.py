@@ -1,0 +1,198 @@
+"""Watching from inside: a notebook, a script's own call, and `GRADGUARD=run.jsonl python train.py`."""
+
+import atexit
+import os
+import sys
+import time
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import Any
+
+from gradguard.errors import InvalidTypeError, InvalidValueError, RecordError
+from gradguard.monitoring.observe.environment import git_state, rank_and_world
+from gradguard.monitoring.observe.observer import Observer, observe
+from gradguard.monitoring.record.file import FILE_NAME, read_record
+
+# Those of `start_up`, which is no part of the package once that is installed.
+VARIABLE = "GRADGUARD"
+OWNER = "GRADGUARD_PROCESS"
+
+
+class Watch:
+    """A watch that is on; from `watch`.
+
+    **Guarantees**: what it sees it does not change; its failures become an event in the record; closing it twice is
+    harmless, and so is a kernel that ends without a call of `close`.
+
+    Args:
+        observer: What watches.
+        whole_process: Whether it was on from the start, so that how Python ends is how the training ended.
+    """
+
+    def __init__(self, observer: Observer, whole_process: bool = False) -> None:
+        self._observer, self._stack, self._whole_process = observer, ExitStack(), whole_process
+        self._stack.enter_context(observe(observer))
+        atexit.register(self.close)
+
+    @property
+    def path(self) -> Path | None:
+        """The record; None where another process writes it, and as long as it is not known which one does."""
+        return self._observer.path
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps seen so far."""
+        return self._observer.steps
+
+    def close(self) -> None:
+        """Stop watching and write the record's last line; a second call does nothing."""
+        global _active
+        if _active is self:
+            _active = None
+        atexit.unregister(self.close)
+        self._stack.close()
+        self._observer.close(*(_how_it_ends() if self._whole_process else (None, False)))
+
+    def report(self, path: str | Path | None = None) -> Path:
+        """Draw the record as it is now, whether or not the watch is still on.
+
+        Args:
+            path: The page; by default ``report.html`` beside the record.
+
+        Returns:
+            The page.
+
+        Raises:
+            RecordError: There is no record: nothing has been trained yet, or this process writes none.
+        """
+        from gradguard.monitoring.show.report import write_report
+
+        if self.path is None:
+            raise RecordError("this process writes no record: ask for the report on the process of rank 0.")
+        self._observer.flush()
+        return write_report([read_record(self.path)], Path(path or self.path.with_name("report.html")))
+
+    def __enter__(self) -> "Watch":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"Watch({str(self.path)!r}, steps={self.steps})"
+
+
+def watch(path: str | Path | None = None, *, every: int | None = None) -> Watch:
+    """Watch every optimizer step of this process from now on, until ``close()``: for notebooks.
+
+    **Guarantees**: the training's numbers stay bit-identical; only one watch is on at a time.
+
+    **Edge cases**:
+
+    =====================================  ====================================================================
+    situation                              what happens
+    =====================================  ====================================================================
+    called again, as when a cell is rerun  the watch before is closed, then the new one begins
+    the record exists                      a number is added to its name; a record is never replaced
+    several processes                      only that of rank 0 writes
+    the folder cannot be written to        one warning, and no record; the training goes on
+    =====================================  ====================================================================
+
+    Args:
+        path: The record, or a folder for it; by default a new folder ``runs/watch-<time>``.
+        every: Write the norm of each parameter every so many steps; by default so that a step takes some 200 bytes.
+
+    Returns:
+        The watch: ``close()``, ``report()``, and a context manager that closes it.
+
+    Raises:
+        InvalidValueError: If ``every`` is below 1.
+        InvalidTypeError: If ``path`` is not a path.
+
+    Example:
+        >>> import gradguard as gg, tempfile, torch
+        >>> layer = torch.nn.Linear(2, 1)
+        >>> optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+        >>> with watch(tempfile.mkdtemp()) as seen:
+        ...     layer(torch.ones(1, 2)).sum().backward()
+        ...     optimizer.step()
+        >>> seen.steps, seen.path.name
+        (1, 'run.jsonl')
+    """
+    if every is not None and every < 1:
+        raise InvalidValueError(f"every={every}: expected a number of steps, at least 1, as in every=10.")
+    if path is not None and not isinstance(path, str | os.PathLike):
+        raise InvalidTypeError(f"path: expected a path such as 'run.jsonl', got {type(path).__name__}.")
+    if _active is not None:
+        _active.close()
+    rank, _ = rank_and_world()
+    target = None if rank else _free(_record_path(path))
+    return _begin(Watch(Observer(target, _meta(), every=every)))
+
+
+def watch_process() -> None:
+    """Begin to watch this process as the environment variable asks; what `start_up` calls when torch is there.
+
+    The record is opened at the first step, by which time it is known which process this is: a launcher takes none,
+    a process of rank 0 the path itself, and a child of a watched process a name with its own number.
+    """
+    if _active is None:
+        path = Path(os.environ[VARIABLE]).absolute()
+        _begin(Watch(Observer(lambda: _own_path(path), _meta()), whole_process=True))
+
+
+def stop_watching() -> None:
+    """End the watch that is on, if one is: another one takes over."""
+    if _active is not None:
+        _active.close()
+
+
+_active: Watch | None = None
+
+
+def _begin(watch: Watch) -> Watch:
+    global _active
+    _active = watch
+    return watch
+
+
+def _meta() -> dict[str, Any]:
+    version = getattr(sys.modules["gradguard"], "__version__", None)  # not imported: this floor is below
+    return {"version": version, "argv": list(sys.argv), "git": git_state()}
+
+
+def _record_path(path: str | Path | None) -> Path:
+    if path is None:
+        path = Path("runs") / f"watch-{time.strftime('%Y%m%d-%H%M%S')}"
+    path = Path(path)
+    return (path if path.suffix in (".jsonl", ".json") else path / FILE_NAME).absolute()
+
+
+def _free(path: Path) -> Path:
+    number, found = 1, path
+    while found.exists():
+        number += 1
+        found = path.with_name(f"{path.stem}-{number}{path.suffix}")
+    return found
+
+
+def _own_path(path: Path) -> Path | None:
+    """The record of this process: None where another one writes, never a file that another process writes."""
+    rank, world = rank_and_world()
+    if rank:
+        return None
+    owner, _, started = os.environ.get(OWNER, "").partition(" ")
+    with suppress(OSError, ValueError):  # another process of this run wrote it: a child, or one that was restarted
+        if path.stat().st_mtime >= float(started):
+            owner, world = "", 1
+    if world > 1 or owner == str(os.getpid()):
+        return path
+    return path.with_name(f"{path.stem}.{os.getpid()}{path.suffix}")
+
+
+def _how_it_ends() -> tuple[int | None, bool]:
+    """The exit code as far as it is known, and whether Ctrl-C ended the program."""
+    error = getattr(sys, "last_value", None)
+    if error is None:
+        return None, False
+    return (130, True) if isinstance(error, KeyboardInterrupt) else (1, False)

@@ -1,0 +1,151 @@
+"""Reading a record while it is being written: only what is new, however often one looks."""
+
+import json
+import os
+import stat
+from pathlib import Path
+from typing import Any
+
+from gradguard.errors import RecordError
+from gradguard.monitoring.record.file import FILE_NAME
+
+READ_AT_ONCE = 16 * 2**20
+"""A longer record is not read whole when it is met: its first line and as much of its end as this are."""
+
+LONGEST_LINE = 64 * 2**20
+_ANCHOR = 256
+
+
+class Follower:
+    r"""Read the lines that a record gained since the last look.
+
+    **Guarantees**: what was read is not read again; a line without its end is kept until the rest comes; memory is
+    bounded by `READ_AT_ONCE` and the longest line; the file is open only while it is read, so that its writer may
+    rename or delete it on every system.
+
+    **Edge cases**: no file yet gives no lines; a line that is no JSON object is counted in ``unreadable``; a file that
+    was truncated or replaced is read from its start, and ``restarts`` grows, even if it has become longer than before.
+
+    Args:
+        path: The record, or the folder that it is or will be in.
+
+    Attributes:
+        restarts: How often another run took the place of the one before.
+        unreadable: Lines of the present run that could not be read.
+        changed: When the file was last written, in seconds since the epoch; None before there was one.
+        missing: Whether there was no file at the last look.
+        skipped: Bytes of the present run that were passed over because the record was long when it was met.
+
+    Example:
+        >>> import tempfile
+        >>> path = Path(tempfile.mkdtemp()) / "run.jsonl"
+        >>> follower = Follower(path)
+        >>> follower.poll()
+        []
+        >>> _ = path.write_text('{"t": "meta"}\n{"t": "step", "i"')
+        >>> follower.poll()
+        [{'t': 'meta'}]
+        >>> with path.open("a") as file:
+        ...     _ = file.write(": 0}\n")
+        >>> follower.poll()
+        [{'t': 'step', 'i': 0}]
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self.restarts = 0
+        self.changed: float | None = None
+        self.missing = True
+        self._forget()
+
+    def poll(self) -> list[dict[str, Any]]:
+        """Return the lines that are new since the last call.
+
+        Returns:
+            The lines, in order, as dictionaries with a string ``t``; empty if there is nothing new.
+
+        Raises:
+            RecordError: The file cannot be read, or it is no record.
+        """
+        path = self.path / FILE_NAME if self.path.is_dir() else self.path
+        try:
+            self.missing = True
+            if not stat.S_ISREG(path.stat().st_mode):  # opening a pipe would wait for ever
+                raise RecordError(f"{path} is no file: expected a record, as in gradguard tail run.jsonl")
+            with path.open("rb") as file:
+                new = self._read(file)
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+        except OSError as error:
+            raise RecordError(
+                f"cannot read {path}: {error.strerror or error}. Name a record that you may read"
+            ) from error
+        self.missing = False
+        lines = [line for line in map(self._parsed, new) if line is not None]
+        if lines and not self._begun:
+            self._begin(path, lines[0])
+        return lines
+
+    def _forget(self) -> None:
+        self.unreadable = self.skipped = 0
+        self._offset = 0
+        self._anchor = b""  # the last bytes before the offset: a rewritten file has others there
+        self._torn = b""  # a line whose end has not come
+        self._identity: tuple[int, int] | None = None
+        self._begun = False
+
+    def _read(self, file: Any) -> list[bytes]:
+        found = os.fstat(file.fileno())
+        identity = (found.st_dev, found.st_ino)
+        self.changed = found.st_mtime
+        if self._identity is not None and (self._identity != identity or not self._anchored(file)):
+            self._forget()
+            self.restarts += 1
+        self._identity = identity
+        head = self._skip(file, found.st_size) if not self._offset else []
+        file.seek(self._offset)
+        content = file.read(max(0, min(found.st_size - self._offset, READ_AT_ONCE + LONGEST_LINE)))
+        self._offset += len(content)
+        self._anchor = (self._anchor + content)[-_ANCHOR:]
+        *whole, self._torn = (self._torn + content).split(b"\n")
+        if len(self._torn) > LONGEST_LINE:
+            raise RecordError(f"{self.path} is not a gradguard record: a line is longer than {LONGEST_LINE} bytes")
+        return head + whole
+
+    def _anchored(self, file: Any) -> bool:
+        """Whether what was read last still stands where it stood."""
+        file.seek(self._offset - len(self._anchor))
+        return file.read(len(self._anchor)) == self._anchor
+
+    def _skip(self, file: Any, size: int) -> list[bytes]:
+        """Return the first line of a long record, and go to where the last `READ_AT_ONCE` bytes begin."""
+        if size <= 2 * READ_AT_ONCE:
+            return []
+        head = file.readline(LONGEST_LINE)
+        if not head.endswith(b"\n") or size - len(head) <= READ_AT_ONCE:
+            return []
+        file.seek(size - READ_AT_ONCE - 1)
+        file.readline()  # the rest of a line that began earlier
+        self._offset = file.tell()
+        self.skipped = self._offset - len(head)
+        return [head]
+
+    def _parsed(self, line: bytes) -> dict[str, Any] | None:
+        if not line.strip():
+            return None
+        try:
+            found = json.loads(line.decode("utf-8"), parse_constant=lambda _: None)
+        except (ValueError, RecursionError):
+            found = None
+        if isinstance(found, dict) and isinstance(found.get("t"), str):
+            return found
+        self.unreadable += 1
+        return {"t": "?"} if not self._begun else None
+
+    def _begin(self, path: Path, first: dict[str, Any]) -> None:
+        if first["t"] != "meta":
+            raise RecordError(
+                f'{path} is not a gradguard record: line 1 is not {{"t": "meta", ...}}. '
+                "Make one: gradguard run --out DIR train.py"
+            )
+        self._begun = True

@@ -1,0 +1,198 @@
+"""What the page and the text say about health, events and other rules, as text that is ready to be shown."""
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from gradguard.monitoring.judge.health import findings
+from gradguard.monitoring.judge.recommend import Recommendation
+from gradguard.monitoring.judge.replay import COUNTERFACTUAL, DEFAULT_RULES, WhatIf, what_if
+from gradguard.monitoring.judge.verdict import number, percent
+from gradguard.monitoring.record.file import Record
+from gradguard.monitoring.show.report.chart import Table, steps_between
+
+SEVERITIES = ("error", "warning", "info")
+_MOST_EVENTS = 30
+_MOST_REPLAYED = 20_000
+_NAMED_AT_MOST = 10
+
+
+@dataclass(frozen=True)
+class Shown:
+    """A finding in words.
+
+    Attributes:
+        severity: ``"error"``, ``"warning"`` or ``"info"``.
+        kind: Such as ``"dead_layer"``.
+        where: The steps, in words.
+        message: What was seen.
+        advice: What to do.
+        params: The parameters that it is about, in words; empty if it is about none.
+    """
+
+    severity: str
+    kind: str
+    where: str
+    message: str
+    advice: str
+    params: str
+
+
+@dataclass(frozen=True)
+class Events:
+    """The events that a page lists.
+
+    Attributes:
+        shown: The gravest ones, in the order of the steps.
+        more: How many are left out.
+        counts: How many there are of each kind, where there are many.
+    """
+
+    shown: list[dict[str, Any]]
+    more: int
+    counts: str
+
+
+@dataclass(frozen=True)
+class Replayed:
+    """What other rules would have done.
+
+    Attributes:
+        table: One row for each rule.
+        caption: What the numbers rest on.
+        notes: Why a rule has none.
+    """
+
+    table: Table
+    caption: str
+    notes: list[str]
+
+
+def findings_of(record: Record, optimizer: int | None = None) -> list[Shown]:
+    """What health says about a run, the gravest first.
+
+    Args:
+        record: The whole record, with all its optimizers.
+        optimizer: Only what is about this one, and what is about none.
+
+    Returns:
+        The findings.
+    """
+    found = [item for item in findings(record) if optimizer is None or item.optimizer in (optimizer, None)]
+    return [_in_words(item) for item in sorted(found, key=lambda item: (_rank(item.severity), item.first_step or 0))]
+
+
+def counted(shown: Iterable[Shown]) -> str:
+    """How many findings there are.
+
+    Args:
+        shown: The findings.
+
+    Returns:
+        For example ``"1 error, 2 warnings"``.
+
+    Example:
+        >>> counted([Shown("warning", "norm_drift", "", "", "", "")] * 2)
+        '2 warnings'
+    """
+    found = Counter(item.severity for item in shown)
+    words = {"error": "error", "warning": "warning", "info": "remark"}
+    return ", ".join(
+        f"{found[severity]} {words.get(severity, severity)}{'s' * (found[severity] != 1)}"
+        for severity in sorted(found, key=_rank)
+    )
+
+
+def untold(events: Sequence[dict[str, Any]], found: Sequence[Shown]) -> list[dict[str, Any]]:
+    """Return the events that no finding tells already: what is found in a whole record, the watcher told as it came.
+
+    Args:
+        events: The event lines of a record.
+        found: What health says about it.
+    """
+    kinds = {item.kind for item in found}
+    return [event for event in events if event.get("kind") not in kinds]
+
+
+def shown_events(events: Sequence[dict[str, Any]]) -> Events:
+    """Choose the events that a page has room for.
+
+    Args:
+        events: The event lines of a record.
+
+    Returns:
+        The gravest of them, in the order of the steps.
+    """
+    kept = sorted(events, key=lambda event: _rank(str(event.get("severity", "info"))))[:_MOST_EVENTS]
+    kinds = Counter(str(event.get("kind", "event")) for event in events)
+    counts = ", ".join(f"{kind}: {count:,}" for kind, count in kinds.most_common())
+    return Events(
+        shown=sorted(kept, key=lambda event: event["i"]),
+        more=len(events) - len(kept),
+        counts=counts if len(events) > _MOST_EVENTS else "",
+    )
+
+
+def replayed(record: Record, recommendation: Recommendation) -> Replayed | None:
+    """What other clipping rules would have done to the norms of one optimizer.
+
+    Args:
+        record: The steps of one optimizer.
+        recommendation: What it was recommended; its threshold is one of the rules.
+
+    Returns:
+        A table, or None where no rule can be replayed.
+    """
+    chosen = None if recommendation.threshold is None else f"norm={recommendation.threshold:g}"
+    recent = replace(record, steps=record.steps[-_MOST_REPLAYED:])
+    rows = what_if(recent, dict.fromkeys([*filter(None, [chosen]), *DEFAULT_RULES]))
+    told = [row for row in rows if row.clip_share is not None]
+    if not told:
+        return None
+    spikes = max(row.spikes for row in told)
+    head = (
+        "rule",
+        "binds on",
+        "median coefficient",
+        f"of {spikes:,} spikes caught",
+        "largest norm passed",
+        "locked in on",
+    )
+    table = Table(head, [_cells(row, row.rule == chosen) for row in told])
+    some = f"The last {_MOST_REPLAYED:,} steps. " if len(record.steps) > _MOST_REPLAYED else ""
+    notes = [f"{row.rule}: {row.note}." for row in rows if row.note]
+    return Replayed(table, f"{some}{max(row.steps for row in told):,} usable steps. {COUNTERFACTUAL}", notes)
+
+
+def _cells(row: WhatIf, recommended: bool) -> tuple[str, ...]:
+    return (
+        f"{row.rule} (recommended)" if recommended else row.rule,
+        percent(row.clip_share or 0.0),
+        number(row.median_coefficient),
+        f"{row.caught:,}" if row.spikes and row.caught is not None else "–",
+        number(row.largest_passed),
+        percent(row.lock_in or 0.0),
+    )
+
+
+def _in_words(item: Any) -> Shown:
+    names = [str(name) for name in item.params or ()]
+    more = f" and {len(names) - _NAMED_AT_MOST:,} more" if len(names) > _NAMED_AT_MOST else ""
+    return Shown(
+        severity=item.severity,
+        kind=item.kind,
+        where="" if item.first_step is None else steps_between(item.first_step, item.last_step),
+        message=item.message if item.message.startswith(tuple(names)) else _sentence(item.message),
+        advice=_sentence(item.advice or ""),
+        params=", ".join(names[:_NAMED_AT_MOST]) + more,
+    )
+
+
+def _sentence(text: str) -> str:
+    text = f"{text[:1].upper()}{text[1:]}"
+    return f"{text}." if text and text[-1] not in ".!?)" else text
+
+
+def _rank(severity: str) -> int:
+    return SEVERITIES.index(severity) if severity in SEVERITIES else len(SEVERITIES)

@@ -1,0 +1,294 @@
+"""Figures over time: the norms with the loss beneath, of one run and of several."""
+
+import html
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from gradguard.monitoring.judge.recommend import Recommendation
+from gradguard.monitoring.judge.verdict import Verdict, number, plain_threshold
+from gradguard.monitoring.record.file import Record
+from gradguard.monitoring.record.steps import is_nonfinite
+from gradguard.monitoring.show.report import series
+from gradguard.monitoring.show.report.chart import Chart, Table, steps_between
+from gradguard.monitoring.show.report.figure import Figure
+from gradguard.monitoring.show.report.style import (
+    BLACK,
+    BLUE,
+    GREEN,
+    ORANGE,
+    PURPLE,
+    RUN_COLOURS,
+    VERMILION,
+    see_through,
+    subplots,
+)
+
+_MOST_MARKERS = 200
+_TABLE_ROWS = 12
+_WHOLE = 3  # so many steps for each point are still drawn one by one: a lone spike is easier to see in a line
+_SEVERITIES = (("error", "triangle-down", VERMILION), ("warning", "triangle-down", ORANGE))
+
+
+def norms_over_time(record: Record, verdict: Verdict, advice: Recommendation, most: int) -> Chart | None:
+    """Pre-clip and post-clip norms on a log axis with thresholds and events, and the loss beneath.
+
+    Args:
+        record: The record of a run.
+        verdict: Its verdict.
+        advice: Its recommended threshold.
+        most: How many points a line may have.
+
+    Returns:
+        The chart, or None where neither a finite norm nor a loss was recorded.
+    """
+    rows = [key for key in ("norm", "loss") if any(step.get(key) is not None for step in record.steps)]
+    if not rows:
+        return None
+    figure = subplots([0.66, 0.34] if len(rows) == 2 else [1.0], height=540 if len(rows) == 2 else 340)
+    if "norm" in rows:
+        _add_norms(figure, record, verdict, advice, most)
+    if "loss" in rows:
+        _add_band(figure, record, "loss", "loss", PURPLE, most, row=len(rows))
+        _finish_loss_axis(figure, [record], row=len(rows))
+    figure.update_xaxes(range=step_range([record]))
+    figure.update_xaxes(row=len(rows), title={"text": "optimizer step"})
+    summary = (
+        f"Pre-clip gradient norm over {steps_between(record.steps[0]['i'], record.steps[-1]['i'])}: "
+        f"median {number(verdict.median_norm)}, largest {number(verdict.max_norm)}; final loss "
+        f"{number(verdict.final_loss)}."
+    )
+    return Chart("Norms over time", _NORMS, figure.to_json(), summary, _windows_table(record), over_steps=True)
+
+
+def overlay(records: Sequence[Record], labels: Sequence[str], most: int) -> Chart | None:
+    """The norms and the losses of several runs in one plot.
+
+    Args:
+        records: The records.
+        labels: What to call them.
+        most: How many points a line may have.
+
+    Returns:
+        The chart, or None where no run has a norm or a loss.
+    """
+    rows = [
+        key for key in ("norm", "loss") if any(step.get(key) is not None for record in records for step in record.steps)
+    ]
+    if not rows:
+        return None
+    figure = subplots([1 / len(rows)] * len(rows), height=300 * len(rows))
+    for row, key in enumerate(rows, start=1):
+        for index, (record, label) in enumerate(zip(records, labels, strict=True)):
+            colour = RUN_COLOURS[index % len(RUN_COLOURS)]
+            _add_line(figure, record, key, label, colour, most, row=row, in_legend=row == 1)
+    if "norm" in rows:
+        _finish_norm_axis(figure, records)
+    if "loss" in rows:
+        _finish_loss_axis(figure, records, row=len(rows))
+    figure.update_xaxes(range=step_range(records))
+    figure.update_xaxes(row=len(rows), title={"text": "optimizer step"})
+    figure.update_layout(legend={"groupclick": "togglegroup"})
+    summary = f"Pre-clip gradient norms and losses of {', '.join(labels)}, on one time axis."
+    return Chart(
+        "Norms and losses", _OVERLAY, figure.to_json(), summary, _overlay_table(records, labels), over_steps=True
+    )
+
+
+def step_range(records: Sequence[Record]) -> list[float]:
+    """The ends of an axis that shows every step.
+
+    Args:
+        records: The records drawn on it.
+
+    Returns:
+        Its left and right end, with a margin.
+    """
+    ends = [record.steps[place]["i"] for record in records if record.steps for place in (0, -1)]
+    margin = 0.01 * (max(ends, default=0) - min(ends, default=0)) + 0.5
+    return [min(ends, default=0) - margin, max(ends, default=0) + margin]
+
+
+def log_ticks(values: Sequence[float]) -> int | str | None:
+    """What plotly's ``dtick`` has to be on a logarithmic axis; its own choice crowds the ticks.
+
+    Args:
+        values: The numbers drawn on it, all above 0.
+
+    Returns:
+        Whole decades where there are many, else 1, 2 and 5 of each; None for plotly's choice.
+    """
+    decades = math.log10(max(values)) - math.log10(min(values)) if values else 0
+    return max(1, round(decades / 6)) if decades >= 2 else "D2" if decades >= 0.4 else None
+
+
+def clips_norms(record: Record) -> bool:
+    """Whether the thresholds of a record are thresholds of global norms, which belong on an axis of norms.
+
+    Args:
+        record: The record of a run.
+
+    Returns:
+        True where every threshold is one.
+    """
+    clipping = [step for step in record.steps if step.get("threshold") is not None]
+    return bool(clipping) and all(step.get("rule", "norm") == "norm" for step in clipping)
+
+
+def _add_norms(figure: Figure, record: Record, verdict: Verdict, advice: Recommendation, most: int) -> None:
+    label = "norm before clipping" if verdict.clipping else "gradient norm"
+    if verdict.clipping:  # drawn first and wider, because the two lines coincide wherever clipping does not bind
+        _add_band(figure, record, "post_norm", "norm after clipping", ORANGE, most, width=2.8)
+    _add_band(figure, record, "norm", label, BLUE, most)
+    if clips_norms(record):
+        _add_threshold(figure, record, most)
+    if advice.threshold:
+        _add_recommended(figure, record, advice.threshold)
+    _add_marks(figure, record, verdict)
+    _finish_norm_axis(figure, [record])
+
+
+def _add_band(
+    figure: Figure, record: Record, key: str, label: str, colour: str, most: int, *, row: int = 1, width: float = 1.3
+) -> None:
+    """The median of each bucket as a line, and from the smallest to the largest as a band where it was thinned."""
+    count = sum(key in step for step in record.steps)
+    band = series.band(record, key, count if count <= _WHOLE * most else most, positive=key != "loss")
+    if not any(value is not None for value in band.middle):
+        return
+    if band.thinned:
+        x, y = series.outline(band)
+        figure.add_trace(
+            "scatter", row, x=x, y=y, mode="lines", line={"width": 0.5, "color": see_through(colour)},
+            fill="toself", fillcolor=see_through(colour), hoverinfo="skip", showlegend=False, legendgroup=key,
+        )  # fmt: skip
+    marker = {"mode": "lines" if len(band.steps) > 1 else "markers", "marker": {"color": colour, "size": 7}}
+    ends = "<br>%{customdata[0]:.3g} to %{customdata[1]:.3g} around it" if band.thinned else ""
+    figure.add_trace(
+        "scatter", row, x=band.steps, y=band.middle, name=label, line={"color": colour, "width": width},
+        customdata=list(zip(band.low, band.high, strict=True)) if band.thinned else None, legendgroup=key,
+        hovertemplate=f"step %{{x:,}}: {label} %{{y:.3g}}{ends}<extra></extra>", **marker,
+    )  # fmt: skip
+
+
+def _add_line(
+    figure: Figure, record: Record, key: str, label: str, colour: str, most: int, *, row: int, in_legend: bool
+) -> None:
+    x, y = series.line(record, key, most)
+    if not any(value is not None for value in y):
+        x, y = [None], [None]  # the run keeps its place in the legend
+    name = html.escape(label)
+    figure.add_trace(
+        "scatter", row, x=x, y=y, name=name, line={"color": colour, "width": 1.3},
+        marker={"color": colour, "size": 7}, mode="lines" if len(x) > 1 else "markers",
+        legendgroup=label, showlegend=in_legend,
+        hovertemplate=f"{name}<br>step %{{x:,}}: {key} %{{y:.4g}}<extra></extra>",
+    )  # fmt: skip
+
+
+def _add_threshold(figure: Figure, record: Record, most: int) -> None:
+    x, y = series.line(record, "threshold", most)
+    line = {"color": BLACK, "width": 1.3, "dash": "dash", "shape": "hv"}
+    figure.add_trace(
+        "scatter", x=x, y=y, name="threshold in use", line=line,
+        mode="lines" if len(x) > 1 else "markers", marker={"color": BLACK, "size": 7},
+        hovertemplate="step %{x:,}: threshold %{y:.3g}<extra></extra>",
+    )  # fmt: skip
+
+
+def _add_recommended(figure: Figure, record: Record, threshold: float) -> None:
+    figure.add_trace(
+        "scatter", x=[record.steps[0]["i"], record.steps[-1]["i"]], y=[threshold] * 2, mode="lines",
+        name=f"recommended: {plain_threshold(threshold)}", hoverinfo="skip",
+        line={"color": GREEN, "width": 2, "dash": "dot"},
+    )  # fmt: skip
+
+
+def _add_marks(figure: Figure, record: Record, verdict: Verdict) -> None:
+    above = 1.6 * (verdict.max_norm or 1.0)
+    nonfinite = [
+        (step["i"], f"step {step['i']:,}: non-finite gradients") for step in record.steps if is_nonfinite(step)
+    ]
+    _add_markers(figure, nonfinite, "non-finite step", "x", VERMILION, above)
+    known = {severity for severity, _, _ in _SEVERITIES}
+    for severity, symbol, colour in (*_SEVERITIES, ("info", "triangle-down-open", PURPLE)):
+        found = [
+            (event["i"], f"step {event['i']:,}: {_event_text(event)}")
+            for event in record.events
+            if event.get("kind") != "nonfinite"  # marked already
+            if event.get("severity", "info") == severity or (severity == "info" and event.get("severity") not in known)
+        ]
+        label = {"error": "error", "warning": "warning", "info": "event"}[severity]
+        _add_markers(figure, found, label, symbol, colour, 1.8 * above)
+
+
+def _add_markers(
+    figure: Figure, marks: list[tuple[int, str]], label: str, symbol: str, colour: str, height: float
+) -> None:
+    marks = marks[:: max(1, -(-len(marks) // _MOST_MARKERS))]
+    if marks and height < math.inf:
+        x, text = map(list, zip(*marks, strict=True))
+        marker = {"symbol": symbol, "color": colour, "size": 8, "line": {"width": 1.5, "color": colour}}
+        figure.add_trace(
+            "scatter", x=x, y=[height] * len(x), text=text, mode="markers", name=label, marker=marker,
+            hovertemplate="%{text}<extra></extra>",
+        )  # fmt: skip
+
+
+def _event_text(event: dict[str, Any]) -> str:
+    text = str(event.get("message") or event.get("kind") or "event")
+    return html.escape(text if len(text) <= 120 else f"{text[:120]}…")
+
+
+def _finish_norm_axis(figure: Figure, records: Sequence[Record]) -> None:
+    norms = [norm for record in records for step in record.steps if (norm := step.get("norm") or 0.0) > 0]
+    figure.update_yaxes(row=1, title={"text": "gradient norm"}, type="log", tickformat="~g", dtick=log_ticks(norms))
+
+
+def _finish_loss_axis(figure: Figure, records: Sequence[Record], row: int) -> None:
+    """Cut the axis where a few huge losses would flatten all others, and say so."""
+    ends = series.loss_range(records)
+    figure.update_yaxes(row, title={"text": "loss" if ends is None else "loss (peaks cut)"}, range=ends)
+
+
+def _windows_table(record: Record) -> Table:
+    head = ("steps", "norm: smallest", "median", "largest", "after clipping: largest", "loss: median", "non-finite")
+    places = series.buckets(len(record.steps), _TABLE_ROWS)
+    return Table(head, [_window_row(record.steps[place.start : place.stop]) for place in places])
+
+
+def _window_row(steps: list[dict[str, Any]]) -> tuple[str, ...]:
+    norms = sorted(norm for step in steps if (norm := step.get("norm")) is not None)
+    losses = sorted(loss for step in steps if (loss := step.get("loss")) is not None)
+    after = max((norm for step in steps if (norm := step.get("post_norm")) is not None), default=None)
+    middle = norms[len(norms) // 2] if norms else None
+    loss = losses[len(losses) // 2] if losses else None
+    return (
+        f"{steps[0]['i']:,} to {steps[-1]['i']:,}",
+        number(norms[0] if norms else None),
+        number(middle),
+        number(norms[-1] if norms else None),
+        number(after),
+        number(loss),
+        f"{sum(map(is_nonfinite, steps)):,}",
+    )
+
+
+def _overlay_table(records: Sequence[Record], labels: Sequence[str]) -> Table:
+    head = ("run", *(f"{part} of the run: {what}" for part in ("first third", "last third") for what in _MEDIANS))
+    rows = []
+    for record, label in zip(records, labels, strict=True):
+        third = max(1, len(record.steps) // 3)
+        parts = (record.steps[:third], record.steps[-third:])
+        rows.append((label, *(number(_median(part, key)) for part in parts for key in ("norm", "loss"))))
+    return Table(head, rows)
+
+
+def _median(steps: list[dict[str, Any]], key: str) -> float | None:
+    known = sorted(value for step in steps if (value := step.get(key)) is not None)
+    return known[len(known) // 2] if known else None
+
+
+_MEDIANS = ("median norm", "median loss")
+_NORMS = "A spike is a norm far above its neighbours. The loss shares the time axis: does it jump after one?"
+_OVERLAY = "All runs on one time axis; norms are before any clip."

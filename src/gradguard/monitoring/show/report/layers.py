@@ -1,0 +1,212 @@
+"""Single parameters over time: the matrix behind the heat map, and who makes the norm."""
+
+import base64
+import math
+import statistics
+import sys
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from gradguard.monitoring.record.file import Record
+from gradguard.monitoring.show.report.series import Number, buckets
+
+MOST_COLUMNS = 600
+MOST_ROWS = 1500
+MOST_CELLS = 180_000
+NONFINITE, ZERO, GAP = -32768, -32767, -32766
+"""What stands in a packed matrix for a cell without a logarithm; a gap was not measured."""
+_MOST_LINES = 1000
+
+
+@dataclass(frozen=True)
+class LayerMatrix:
+    """One number for each parameter over time, thinned; rows are parameters, columns are ranges of steps.
+
+    Attributes:
+        names: The row names.
+        steps: The first step of each column.
+        cells: Rows of the largest value in each cell: None where one was not finite, NaN where none was measured.
+        left_out: How many rows there were too many; those whose norm moved least.
+    """
+
+    names: list[str]
+    steps: list[int]
+    cells: list[list[Number]]
+    left_out: int = 0
+
+    def medians(self) -> list[Number]:
+        """The median of the positive cells of each row, None for a row without one."""
+        positive = [[cell for cell in row if cell is not None and cell > 0] for row in self.cells]
+        return [statistics.median(row) if row else None for row in positive]
+
+    def packed(self) -> str:
+        """All cells as hundredths of log10 in 16 bits, in base64: two digits in a third of the text."""
+        numbers = array("h", (_hundredths(cell) for row in self.cells for cell in row))
+        if sys.byteorder == "big":
+            numbers.byteswap()
+        return base64.b64encode(numbers.tobytes()).decode("ascii")
+
+
+def layer_norms(record: Record, most_cells: int = MOST_CELLS, rows: Sequence[int] | None = None) -> LayerMatrix | None:
+    """The norm of every parameter's gradient over time.
+
+    Args:
+        record: The record of a run.
+        most_cells: How many cells a page can carry; the columns are as wide as they must be.
+        rows: The parameters to show; all of them if None.
+
+    Returns:
+        The matrix, or None where nothing was recorded per parameter.
+    """
+    return _matrix(record, record.tensors, lambda line: line["norm"], most_cells, rows)
+
+
+def update_ratios(
+    record: Record, most_cells: int = MOST_CELLS, rows: Sequence[int] | None = None
+) -> LayerMatrix | None:
+    """How much each step changed every parameter, as a share of its norm, where that was recorded.
+
+    Args:
+        record: The record of a run.
+        most_cells: How many cells a page can carry.
+        rows: The parameters to show; all of them if None.
+
+    Returns:
+        The matrix, or None where weights and updates were not recorded.
+    """
+    lines = [line for line in record.tensors if _is_list(line, "update") and _is_list(line, "weight")]
+    return _matrix(record, lines, _ratios, most_cells, rows)
+
+
+def rows_of(part: Record, whole: Record) -> list[int] | None:
+    """The parameters that one optimizer steps, read from which of them ever had a gradient on its steps.
+
+    Args:
+        part: The steps of one optimizer.
+        whole: The record that they come from.
+
+    Returns:
+        Places in the names; None for all, where the record has one optimizer.
+    """
+    if part is whole or not part.tensors:
+        return None
+    mine, all_ = _touched(part), _touched(whole)
+    return [row for row in range(len(whole.names)) if row in mine or row not in all_]
+
+
+def dominance(record: Record, threshold: Number, rows: Sequence[int] | None = None) -> dict[str, Any] | None:
+    """Who makes the norm: mean share of the squared norm per parameter, at ordinary and at spike steps.
+
+    Ordinary steps are the middle half by norm. Spike steps are those above ``threshold``, or the largest 5 % where
+    none is.
+
+    Args:
+        record: The record of a run.
+        threshold: The norm above which a step is a spike.
+        rows: The parameters that can be named; all of them if None.
+
+    Returns:
+        ``names``, ``ordinary``, ``spikes`` (both shares), ``label`` and ``count`` of the spike steps, ten rows at
+        most; None where nothing was recorded per parameter.
+    """
+    squares = [row for row in (_squares(line["norm"], len(record.names)) for line in record.tensors) if row]
+    if not squares:
+        return None
+    squares.sort(key=sum)
+    spikes = [row for row in squares if threshold is not None and math.sqrt(sum(row)) > threshold]
+    label, count = ("spike steps", len(spikes)) if spikes else ("largest 5 % of steps", max(1, len(squares) // 20))
+    spikes = spikes or squares[-count:]
+    ordinary = squares[len(squares) // 4 : -(-3 * len(squares) // 4)] or squares
+    shares = list(zip(record.names, _mean_shares(ordinary), _mean_shares(spikes), strict=False))
+    shares = [share for row, share in enumerate(shares) if rows is None or row in rows] or shares
+    top = sorted(shares, key=lambda share: -max(share[1:]))[:10]
+    names, at_ordinary, at_spikes = map(list, zip(*sorted(top, key=lambda share: share[2]), strict=True))
+    return {"names": names, "ordinary": at_ordinary, "spikes": at_spikes, "label": label, "count": count}
+
+
+def _matrix(
+    record: Record,
+    lines: list[dict[str, Any]],
+    values: Callable[[dict[str, Any]], list[Number]],
+    most_cells: int,
+    rows: Sequence[int] | None,
+) -> LayerMatrix | None:
+    count = min([len(record.names), *(len(values(line)) for line in lines)])
+    kept = [row for row in (range(count) if rows is None else rows) if row < count]
+    if not lines or not kept:
+        return None
+    places = buckets(len(lines), max(40, min(MOST_COLUMNS, most_cells // min(len(kept), MOST_ROWS))))
+    columns = [_largest([values(lines[index]) for index in place], count) for place in places]
+    kept, left_out = _most_telling(columns, kept)
+    return LayerMatrix(
+        names=[record.names[row] for row in kept],
+        steps=[lines[place[0]].get("i", place[0]) for place in places],
+        cells=[[column[row] for column in columns] for row in kept],
+        left_out=left_out,
+    )
+
+
+def _largest(rows: list[list[Number]], count: int) -> list[Number]:
+    # One column of the matrix: the largest value of each parameter in a bucket of lines.
+    if len(rows) == 1:
+        return rows[0][:count]
+    short = [row[:count] for row in rows]
+    return [None if None in cells else _largest_known(cells) for cells in zip(*short, strict=True)]
+
+
+def _largest_known(cells: Sequence[Any]) -> float:
+    return max((cell for cell in cells if cell == cell), default=math.nan)
+
+
+def _most_telling(columns: list[list[Number]], kept: list[int]) -> tuple[list[int], int]:
+    # Where a page cannot hold all rows, those whose values move most tell most.
+    if len(kept) <= MOST_ROWS:
+        return kept, 0
+
+    def movement(row: int) -> float:
+        known = [cell for column in columns if (cell := column[row]) is not None and cell > 0]
+        return math.log10(max(known)) - math.log10(min(known)) if len(known) == len(columns) else math.inf
+
+    chosen = sorted(sorted(kept, key=movement)[-MOST_ROWS:])
+    return chosen, len(kept) - len(chosen)
+
+
+def _ratios(line: dict[str, Any]) -> list[Number]:
+    return [
+        None if update is None or weight is None else update / weight if weight else math.nan
+        for update, weight in zip(line["update"], line["weight"], strict=False)
+    ]
+
+
+def _is_list(line: dict[str, Any], key: str) -> bool:
+    return isinstance(line.get(key), list) and bool(line[key])
+
+
+def _touched(record: Record) -> set[int]:
+    return {row for line in record.tensors for row, norm in enumerate(line["norm"]) if norm != 0}
+
+
+def _hundredths(cell: Number) -> int:
+    if cell is None:
+        return NONFINITE
+    if math.isnan(cell):
+        return GAP
+    return round(100 * math.log10(cell)) if cell > 0 else ZERO
+
+
+def _squares(norms: list[Number], count: int) -> list[float] | None:
+    # A row with a hole in it has no shares; a product overflows to infinity where a power would raise.
+    known = [norm * norm for norm in norms if norm is not None]
+    return known if len(known) == len(norms) == count and 0 < sum(known) < math.inf else None
+
+
+def _mean_shares(rows: list[list[float]]) -> list[float]:
+    # An even selection of many rows has the same mean to the digits that are shown.
+    rows = rows[:: -(-len(rows) // _MOST_LINES)]
+    totals = [sum(row) for row in rows]
+    return [
+        statistics.fmean(square / total for square, total in zip(column, totals, strict=True))
+        for column in zip(*rows, strict=True)
+    ]

@@ -1,0 +1,179 @@
+"""One HTML page that needs no network: charts, styles and plotly.js are inside it."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from gradguard.errors import InvalidValueError, RecordError
+from gradguard.monitoring.judge.recommend import Recommendation, guard_threshold, recommend
+from gradguard.monitoring.judge.verdict import Verdict, number, percent, plain_threshold, verdict
+from gradguard.monitoring.record.file import Record
+from gradguard.monitoring.record.optimizers import Part, by_optimizer
+from gradguard.monitoring.record.steps import usable_norms
+from gradguard.monitoring.show.report import advice, clip_figures, figures, layer_figures, layers, noise_figure, series
+from gradguard.monitoring.show.report.chart import Chart
+from gradguard.monitoring.show.report.style import palette
+from gradguard.monitoring.show.report.summary import clip_of, command, environment, labelled, notes
+
+_FOLDER = Path(__file__).parent
+_PLOTLY_JS = "plotly-cartesian.min.js"
+"""The npm package plotly.js-cartesian-dist-min 4.1.1 as it is, under its own licence in the file beside it. It draws
+scatters, bars and heat maps at a third of the size of the whole plotly.js."""
+_ALL_POINTS = 4 * series.MOST_POINTS
+_FEWEST_POINTS = 60
+_FEWEST_CELLS = 10_000
+
+
+def write_report(records: list[Record], path: str | Path) -> Path:
+    """Write one self-contained HTML report about one run, or about several side by side.
+
+    **Guarantees**: the page loads nothing from the network; every name that comes from user code is escaped; a
+    record without steps, losses or per-parameter norms gives a page without those charts; a record of a million
+    steps, one of two thousand parameters, and a comparison of eight runs give a page below 7 MB.
+
+    Args:
+        records: One record, or several to compare; the first is the baseline.
+        path: Where the page goes; parent folders are made.
+
+    Returns:
+        The path of the page.
+
+    Raises:
+        InvalidValueError: There is no record.
+        RecordError: The page cannot be written.
+    """
+    if not records:
+        raise InvalidValueError("write_report needs at least one record, got none; read_record(path) gives one")
+    path, page = Path(path), render(records)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(page, encoding="utf-8", errors="replace")
+    except OSError as error:
+        raise RecordError(f"cannot write {path}: {error.strerror or error}. Name another file with -o") from error
+    return path
+
+
+def render(records: Sequence[Record]) -> str:
+    """Render the page: a part for each run, and for each optimizer of a run that has several.
+
+    Args:
+        records: At least one record.
+
+    Returns:
+        HTML.
+    """
+    import jinja2
+
+    parts = [(part, record, label) for record, label in labelled(records) for part in by_optimizer(record)]
+    subjects = [
+        _subject(part, record, _label(part, label, len(records)), f"run-{index}", len(parts))
+        for index, (part, record, label) in enumerate(parts)
+    ]
+    overlay = None
+    if len(parts) > 1:
+        labels = [subject["label"] for subject in subjects]
+        overlay = figures.overlay([part.record for part, _, _ in parts], labels, _points(len(parts)))
+    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
+    environment.filters |= {"number": number, "percent": percent, "threshold": plain_threshold}
+    return environment.from_string(_text("template.html.jinja")).render(
+        title="Gradient report" if len(records) == 1 else "Runs compared",
+        several_records=len(records) > 1,
+        names=[label for _, label in labelled(records)],
+        subjects=subjects,
+        overlay=overlay and _drawn(overlay, "overlay", "overlay"),
+        plotlyjs=_text(_PLOTLY_JS),
+        palette=_json(palette()),
+        css=_text("report.css"),
+        js=_text("report.js"),
+    )
+
+
+def _label(part: Part, label: str, records: int) -> str:
+    return label if not part.label else part.label if records == 1 else f"{label}: {part.label}"
+
+
+def _subject(part: Part, whole: Record, label: str, identity: str, among: int) -> dict[str, Any]:
+    record = part.record
+    judged, recommendation = verdict(record), recommend(record)
+    findings = advice.findings_of(whole, part.index)
+    return {
+        "id": identity,
+        "label": label,
+        "clip": clip_of(record),
+        "verdict": judged,
+        "tone": _tone(judged, findings),
+        "recommendation": recommendation,
+        "command": recommendation.threshold and command(record, recommendation.threshold, part.label),
+        "figures": [
+            _drawn(chart, f"{identity}-{place}", identity)
+            for place, chart in enumerate(_charts(record, whole, judged, recommendation, among))
+            if chart is not None
+        ],
+        "what_if": advice.replayed(record, recommendation),
+        "findings": findings,
+        "counts": advice.counted(findings),
+        "events": advice.shown_events(advice.untold(_events(record, whole, part.index), findings)),
+        "environment": environment(record, judged),
+        "notes": notes(record),
+    }
+
+
+def _events(record: Record, whole: Record, index: int | None) -> list[dict[str, Any]]:
+    # What belongs to no step of any optimizer is told with the first of them, rather than nowhere.
+    if record is whole:
+        return whole.events
+    known = {step["i"] for step in whole.steps}
+    lost = [event for event in whole.events if event["i"] not in known]
+    return [*(lost if index == by_optimizer(whole)[0].index else ()), *record.events]
+
+
+def _tone(judged: Verdict, findings: Sequence[advice.Shown]) -> str:
+    bad = judged.nonfinite_steps or judged.diverged or any(finding.severity == "error" for finding in findings)
+    return "bad" if bad else judged.regime
+
+
+def _charts(
+    record: Record, whole: Record, judged: Verdict, recommendation: Recommendation, among: int
+) -> list[Chart | None]:
+    norms = usable_norms(record)
+    return [
+        figures.norms_over_time(record, judged, recommendation, _points(among)),
+        clip_figures.clip_share(record, judged, recommendation),
+        clip_figures.coefficients(record),
+        layer_figures.layer_heat_map(record, whole, max(_FEWEST_CELLS, layers.MOST_CELLS // among)),
+        layer_figures.dominance(record, whole, guard_threshold(norms) if norms else None),
+        clip_figures.norm_histogram(record, judged, recommendation),
+        noise_figure.noise_scale(record, _points(among)),
+    ]
+
+
+def _points(among: int) -> int:
+    # The page has room for so many points; they are shared among the runs that it compares.
+    return max(_FEWEST_POINTS, min(series.MOST_POINTS, _ALL_POINTS // among))
+
+
+def _drawn(chart: Chart, identity: str, steps: str) -> dict[str, Any]:
+    heat = chart.figure.get("heat")
+    modes = [
+        ("deviation", "against its own median", True),
+        ("absolute", "norm", True),
+        ("ratio", "update / weight", bool(heat and heat["ratio"])),
+    ]
+    return {
+        "id": identity,
+        "chart": chart,
+        "json": _json(chart.figure),
+        "height": chart.figure["layout"]["height"],
+        "modes": modes if heat else [],
+        "steps": steps if chart.over_steps else "",
+    }
+
+
+def _json(value: Any) -> str:
+    # Inside <script>, only "<" could end it; in JSON it can be written without being there.
+    return json.dumps(value, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
+
+
+def _text(name: str) -> str:
+    return (_FOLDER / name).read_text(encoding="utf-8")

@@ -1,0 +1,251 @@
+"""From a record to what a figure draws: bands and thinned lines, windows, distributions, as plain lists."""
+
+import itertools
+import math
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from gradguard.monitoring.record.file import Record
+from gradguard.monitoring.record.steps import binds, taken_steps
+
+MOST_POINTS = 1200
+_WINDOWS = 60
+
+Number = float | None
+
+
+@dataclass(frozen=True)
+class Band:
+    """One quantity over the steps, a bucket of neighbouring steps at a time; no bucket is empty.
+
+    Attributes:
+        steps: The middle step of each bucket.
+        low: The smallest finite value of each bucket, None where there is none.
+        middle: The median.
+        high: The largest.
+        thinned: Whether some bucket holds more than one step.
+    """
+
+    steps: list[int]
+    low: list[Number]
+    middle: list[Number]
+    high: list[Number]
+    thinned: bool
+
+
+def band(record: Record, key: str, most: int = MOST_POINTS, *, positive: bool = False) -> Band:
+    """The smallest, the median and the largest value of a quantity in each of at most ``most`` buckets of steps.
+
+    Nothing is lost at a million steps: a spike of one step is the top of its bucket.
+
+    Args:
+        record: The record of a run.
+        key: A field of a step, such as ``"norm"``; steps without it are left out.
+        most: How many buckets at most.
+        positive: Leave out what has no place on a logarithmic axis.
+
+    Returns:
+        The band.
+    """
+    steps = [step for step in record.steps if key in step]
+    places = buckets(len(steps), most)
+    found = [_known((steps[index][key] for index in place), positive) for place in places]
+    return Band(
+        steps=[steps[place[len(place) // 2]]["i"] for place in places],
+        low=[_rounded(min(values, default=None)) for values in found],
+        middle=[_rounded(statistics.median(values)) if values else None for values in found],
+        high=[_rounded(max(values, default=None)) for values in found],
+        thinned=len(steps) > len(places),
+    )
+
+
+def outline(drawn: Band) -> tuple[list[Number], list[Number]]:
+    """The polygons between the lows and the highs of a band, one for each stretch without a gap.
+
+    Args:
+        drawn: A band.
+
+    Returns:
+        Positions and values, with None between the polygons.
+
+    Example:
+        >>> outline(Band([0, 1, 2], [1.0, 2.0, None], [1.5, 2.5, None], [2.0, 3.0, None], True))
+        ([0, 1, 1, 0, None], [2.0, 3.0, 2.0, 1.0, None])
+    """
+    x: list[Number] = []
+    y: list[Number] = []
+    for known, stretch in itertools.groupby(range(len(drawn.steps)), lambda index: drawn.low[index] is not None):
+        if known:
+            forth = list(stretch)
+            back = forth[::-1]
+            x += [*(drawn.steps[index] for index in forth), *(drawn.steps[index] for index in back), None]
+            y += [*(drawn.high[index] for index in forth), *(drawn.low[index] for index in back), None]
+    return x, y
+
+
+def decimate(x: Sequence[int], y: Sequence[Number], most: int = MOST_POINTS) -> tuple[list[int], list[Number]]:
+    """Thin a line to at most ``most`` points and keep the smallest and the largest of every bucket.
+
+    Args:
+        x: Positions, ascending.
+        y: Values; None is a gap, and a bucket of gaps stays one.
+        most: The number of points to stay below.
+
+    Returns:
+        The thinned positions and values.
+
+    Example:
+        >>> decimate(range(8), [1, 1, 90, 1, 1, 0, 1, 1], most=4)
+        ([0, 2, 5, 7], [1, 90, 0, 1])
+    """
+    if len(x) <= most:
+        return list(x), list(y)
+    kept = [index for bucket in buckets(len(x), most // 2) for index in _extremes(y, bucket)]
+    return [x[index] for index in kept], [y[index] for index in kept]
+
+
+def buckets(count: int, most: int) -> list[range]:
+    """Cut ``count`` indices into at most ``most`` neighbouring ranges of nearly the same size.
+
+    Args:
+        count: How many indices.
+        most: How many ranges at most.
+
+    Returns:
+        The ranges, none of them empty.
+
+    Example:
+        >>> buckets(5, 2)
+        [range(0, 2), range(2, 5)]
+    """
+    pieces = min(count, most)
+    edges = [count * piece // pieces for piece in range(pieces + 1)] if pieces else []
+    return [range(start, stop) for start, stop in itertools.pairwise(edges)]
+
+
+def line(record: Record, key: str, most: int = MOST_POINTS) -> tuple[list[int], list[Number]]:
+    """One quantity over the steps, thinned; steps without it are left out.
+
+    Args:
+        record: The record of a run.
+        key: A field of a step, such as ``"norm"``.
+        most: The number of points to stay below.
+
+    Returns:
+        Step numbers and values.
+    """
+    steps = [step for step in record.steps if key in step]
+    x, y = decimate([step["i"] for step in steps], [step[key] for step in steps], most)
+    return x, [_rounded(value) for value in y]
+
+
+def loss_range(records: Sequence[Record]) -> tuple[float, float] | None:
+    """Where to cut an axis of losses that a few explosions would otherwise flatten.
+
+    Args:
+        records: The records drawn on that axis.
+
+    Returns:
+        The ends of the axis, or None where all losses fit: the largest is no more than three times as far above
+        the smallest as 98 % of them are.
+    """
+    losses = sorted(loss for record in records for step in record.steps if (loss := step.get("loss")) is not None)
+    if not losses:
+        return None
+    low, most, high = losses[0], losses[int(0.98 * (len(losses) - 1))], losses[-1]
+    if high - low <= 3 * (most - low) or most == low:
+        return None
+    return low - 0.05 * (most - low), most + 0.25 * (most - low)
+
+
+@dataclass(frozen=True)
+class Window:
+    """How often clipping bound in a stretch of steps.
+
+    Attributes:
+        first: The first step.
+        last: The last step.
+        count: Steps with finite gradients that the optimizer took.
+        share: The share of these on which clipping bound, or would have.
+    """
+
+    first: int
+    last: int
+    count: int
+    share: float
+
+
+def clip_windows(record: Record, threshold: Number, most: int = _WINDOWS) -> list[Window]:
+    """Share of steps on which clipping bound in each window, or would have bound at ``threshold``.
+
+    Args:
+        record: The record of a run.
+        threshold: A norm to compare with; None takes what happened.
+        most: How many windows at most; a window has ten steps at least, where there are as many.
+
+    Returns:
+        The windows, none of them empty.
+    """
+    steps = taken_steps(record)
+    acted = [binds(step) if threshold is None else (step.get("norm") or 0.0) > threshold for step in steps]
+    places = buckets(len(steps), min(most, max(len(steps) // 10, 1)))
+    return [
+        Window(
+            steps[place[0]]["i"], steps[place[-1]]["i"], len(place), sum(acted[place.start : place.stop]) / len(place)
+        )
+        for place in places
+    ]
+
+
+@dataclass(frozen=True)
+class Histogram:
+    """Counts of values in bins of equal width in log10.
+
+    Attributes:
+        edges: One more than there are bins, as log10.
+        counts: One for each bin.
+    """
+
+    edges: list[float]
+    counts: list[int]
+
+
+def log_histogram(values: Sequence[Number], most: int = 80) -> Histogram | None:
+    """How values are spread over the decades.
+
+    Args:
+        values: Numbers; None, zeros and negative ones have no logarithm and are left out.
+        most: How many bins at most.
+
+    Returns:
+        The histogram, or None without a positive value.
+
+    Example:
+        >>> log_histogram([1.0, 10.0, 10.0, None, 0.0])
+        Histogram(edges=[0.0, 0.333..., 0.666..., 1.0], counts=[1, 0, 2])
+    """
+    logs = [math.log10(value) for value in values if value is not None and value > 0]
+    if not logs:
+        return None
+    low, high = min(logs), max(logs)
+    bins = max(1, min(most, round(2 * math.sqrt(len(logs))))) if high > low else 1
+    width = (high - low) / bins or 0.1
+    counts = [0] * bins
+    for value in logs:
+        counts[min(bins - 1, int((value - low) / width))] += 1
+    return Histogram([low + width * index for index in range(bins + 1)], counts)
+
+
+def _known(values: Iterable[Number], positive: bool) -> list[float]:
+    return [value for value in values if value is not None and (value > 0 or not positive)]
+
+
+def _rounded(value: Number) -> Number:
+    # Four digits draw the same picture as sixteen, in a third of the page.
+    return None if value is None else float(f"{value:.4g}")
+
+
+def _extremes(y: Sequence[Number], bucket: range) -> list[int]:
+    known = [(value, index) for index in bucket if (value := y[index]) is not None]
+    return sorted({min(known)[1], max(known)[1]}) if known else [bucket[0]]

@@ -1,0 +1,293 @@
+"""The summary in a terminal, and the same as ``key: value`` lines for logs and scripts."""
+
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from gradguard.monitoring.judge.recommend import Recommendation, recommend
+from gradguard.monitoring.judge.verdict import Verdict, number, percent, plain_threshold, verdict
+from gradguard.monitoring.record.file import FILE_NAME, SCHEMA, Record
+from gradguard.monitoring.record.optimizers import by_optimizer
+from gradguard.monitoring.show.report.advice import Shown, counted, findings_of
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Column
+    from rich.text import Text
+
+_MOST_FINDINGS = 4
+_REGIME_STYLES = {"never": "blue", "guard": "green", "shaping": "yellow", "normalising": "red"}
+
+
+def print_summary(record: Record, console: "Console | None" = None) -> None:
+    """Print the verdict, what is wrong, the recommended threshold, the command that uses it, and what observing cost.
+
+    Args:
+        record: The record of a run.
+        console: Where to print; standard output if None.
+    """
+    from rich.console import Console
+    from rich.panel import Panel
+
+    judged, recommendation = verdict(record), recommend(record)
+    faulty = judged.nonfinite_steps or judged.diverged
+    style = "red" if faulty else _REGIME_STYLES[judged.regime]
+    body = _body(judged, recommendation, findings_of(record))
+    panel = Panel(body, title="gradguard", title_align="left", border_style=style, padding=(0, 1))
+    console = console or Console()
+    console.print(panel)
+    if recommendation.threshold is not None:  # outside the frame, in one piece, so that it can be copied
+        console.print(command(record, recommendation.threshold), style="bold", markup=False, soft_wrap=True)
+    cost = _cost(judged, record.end or {})
+    if cost:
+        console.print(f"observing cost: {cost}", markup=False, highlight=False)
+
+
+def print_comparison(records: Sequence[Record], console: "Console | None" = None) -> None:
+    """Print several runs side by side: what was clipped, and what came of it.
+
+    Args:
+        records: The records of the runs.
+        console: Where to print; standard output if None.
+    """
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(
+        "run", "clip", *(_right(name) for name in ("final loss", "best loss", "largest norm", "steps clipped"))
+    )
+    for record, label in labelled(records):
+        judged = verdict(record)
+        losses = [number(judged.final_loss), number(judged.best_loss)]
+        bound = percent(judged.clip_share) if judged.clip_share is not None else "-"
+        table.add_row(label, clip_of(record), *losses, number(judged.max_norm), bound)
+    (console or Console()).print(table)
+
+
+def _right(name: str) -> "Column":
+    from rich.table import Column
+
+    return Column(name, justify="right")
+
+
+def clip_of(record: Record) -> str:
+    """Return what clipped in this run: gradguard, the script itself, or nothing."""
+    if record.meta.get("clip"):
+        return str(record.meta["clip"])
+    own = {(str(step["rule"]), step.get("threshold")) for step in record.steps if "rule" in step}
+    if not own:
+        return "none"
+    rules, (_, threshold) = sorted({rule for rule, _ in own}), next(iter(own))
+    return f"script: {' and '.join(rules)}" + (f"={threshold:g}" if threshold is not None and len(own) == 1 else "")
+
+
+def labelled(records: Sequence[Record]) -> list[tuple[Record, str]]:
+    """Return each record with what to call it: its file, or its folder, or its path, whichever tells all apart."""
+    stems = [record.path.stem for record in records]
+    folders, paths = [_with_folder(record.path) for record in records], [str(record.path) for record in records]
+    labels = next((names for names in (stems, folders) if len(set(names)) == len(names)), paths)
+    return list(zip(records, labels, strict=True))
+
+
+def _with_folder(path: Path) -> str:
+    return path.parent.name if path.name == FILE_NAME else f"{path.parent.name}/{path.stem}"
+
+
+def text_summary(record: Record) -> str:
+    """The summary as ``key: value`` lines, one fact a line, for logs, scripts and automated readers.
+
+    Quantities that were not measured have no line. Findings are numbered from the gravest, ``finding_1``, with what to
+    do as ``finding_1_advice``. Where the record has several optimizers, what is about one of them comes once more with
+    its number, as in ``optimizer_0_clip_share``.
+
+    Args:
+        record: The record of a run.
+
+    Returns:
+        The lines, ending in a newline.
+
+    Example:
+        >>> steps = [{"t": "step", "i": i, "norm": 2.0} for i in range(9)]
+        >>> record = Record(Path("run.jsonl"), {"t": "meta"}, steps, [], [], None, False)
+        >>> print(text_summary(record).splitlines()[1])
+        regime: never
+    """
+    judged, recommendation = verdict(record), recommend(record)
+    facts = _facts(record, judged) | _found(findings_of(record)) | _advice(record, recommendation)
+    facts |= {f"warning_{place}": note for place, note in enumerate(notes(record), start=1)}
+    for part in by_optimizer(record):
+        if part.label:
+            facts |= _of_optimizer(part.index, part.label, part.record)
+    return "".join(f"{key}: {_one_line(value)}\n" for key, value in facts.items() if value is not None)
+
+
+def command(record: Record, threshold: float, optimizer: str = "") -> str:
+    """The command that runs the same script with a threshold.
+
+    Args:
+        record: The record of a run.
+        threshold: The ``norm=`` number.
+        optimizer: What to call the optimizer that it is for, where the script has several.
+
+    Returns:
+        A line to paste into a shell; what to change in a script that clips itself or has several optimizers.
+    """
+    script = shlex.join(map(str, record.meta.get("argv") or ["train.py"]))
+    if optimizer:  # --clip would use one number for all of them
+        return f"in {script}, before the step of {optimizer}: max_norm={plain_threshold(threshold)}"
+    if not record.meta.get("clip") and any("user_max_norm" in step for step in record.steps):
+        return f"in {script}, which clips itself: max_norm={plain_threshold(threshold)}"
+    return f"gradguard run --clip norm={plain_threshold(threshold)} {script}"
+
+
+def _body(judged: Verdict, recommendation: Recommendation, found: Sequence[Shown]) -> "Text":
+    from rich.text import Text
+
+    body = Text(judged.sentence)
+    grave = [item for item in found if item.severity != "info"]
+    for item in grave[:_MOST_FINDINGS]:
+        body.append("\n\n" if item is grave[0] else "\n")
+        body.append(f"{item.severity}: ", style="bold").append(f"{item.message} {item.advice}")
+    rest = [*grave[_MOST_FINDINGS:], *(item for item in found if item.severity == "info")]
+    if grave and rest:
+        body.append(f"\nand {counted(rest)}, see the report", style="dim")
+    body.append("\n\nRecommended threshold: ")
+    threshold = recommendation.threshold
+    body.append("none" if threshold is None else plain_threshold(threshold), style="bold")
+    return body.append(f"\n{recommendation.reason}")
+
+
+def _facts(record: Record, judged: Verdict) -> dict[str, Any]:
+    numbers = {
+        "clip_share": judged.clip_share,
+        "threshold": judged.threshold,
+        "median_coefficient": judged.median_coefficient,
+        "median_norm": judged.median_norm,
+        "max_norm": judged.max_norm,
+        "spike_share": judged.spike_share,
+        "final_loss": judged.final_loss,
+        "best_loss": judged.best_loss,
+        "overhead_share": judged.overhead_share,
+    }
+    rounded = {key: None if value is None else f"{value:.4g}" for key, value in numbers.items()}
+    counts = {
+        "steps": judged.steps,
+        "nonfinite_steps": judged.nonfinite_steps,
+        "skipped_steps": judged.skipped_steps,
+        "events": len(record.events),
+    }
+    return {"verdict": judged.sentence, "regime": judged.regime} | counts | rounded
+
+
+def _advice(record: Record, recommendation: Recommendation, optimizer: str = "") -> dict[str, Any]:
+    threshold = recommendation.threshold
+    candidates = {item.name: plain_threshold(item.threshold) for item in recommendation.candidates}
+    return {
+        "recommended": "none" if threshold is None else plain_threshold(threshold),
+        "reason": "several optimizers, see each" if recommendation.parts else recommendation.reason,
+        **candidates,
+        "command": None if threshold is None else command(record, threshold, optimizer),
+    }
+
+
+def _found(findings: Sequence[Shown]) -> dict[str, str]:
+    lines = {"findings": f"{len(findings)}"}
+    for place, item in enumerate(findings, start=1):
+        where = f" ({item.where})" if item.where else ""
+        lines[f"finding_{place}"] = f"{item.severity} {item.kind}{where}: {item.message}"
+        if item.advice:
+            lines[f"finding_{place}_advice"] = item.advice
+    return lines
+
+
+def _of_optimizer(index: int | None, label: str, record: Record) -> dict[str, Any]:
+    judged, recommendation = verdict(record), recommend(record)
+    facts = {"name": label} | _facts(record, judged) | _advice(record, recommendation, label)
+    prefix = "optimizer_other" if index is None else f"optimizer_{index}"
+    return {f"{prefix}_{key}": value for key, value in facts.items() if key != "events"}
+
+
+def notes(record: Record) -> list[str]:
+    """What a reader must know before believing the numbers.
+
+    Args:
+        record: The record of a run.
+
+    Returns:
+        Sentences, mostly none.
+    """
+    found = []
+    if record.torn:
+        found.append("The last line of the record is incomplete and was left out: the run was probably killed.")
+    schema = record.meta.get("schema")
+    if isinstance(schema, int) and schema > SCHEMA:
+        found.append(
+            f"The record was written by a newer gradguard (schema {schema}, this one knows {SCHEMA}): fields that are "
+            "new in it are not shown. Upgrade gradguard to see them."
+        )
+    return found
+
+
+def _one_line(value: object) -> str:
+    return " ".join(str(value).splitlines())
+
+
+def environment(record: Record, judged: Verdict) -> list[tuple[str, str]]:
+    """What the run ran on, and what it cost to observe, as label and value.
+
+    Args:
+        record: The record of a run.
+        judged: Its verdict.
+
+    Returns:
+        The rows that the record knows.
+    """
+    meta, end = record.meta, record.end or {}
+    parameters = meta.get("params") or []
+    elements = sum(parameter.get("numel") or 0 for parameter in parameters)
+    rows = [
+        ("Script", shlex.join(map(str, meta.get("argv") or []))),
+        ("Optimizer", ", ".join(map(str, meta.get("optimizers") or []))),
+        ("Parameters", f"{len(parameters):,} tensors, {elements:,} elements" if parameters else ""),
+        ("Device", _device(meta)),
+        ("Versions", _versions(meta)),
+        ("Wall-clock time", f"{end['wall']:,.1f} s" if end.get("wall") is not None else ""),
+        ("Observing cost", _cost(judged, end)),
+        ("Ended", _ending(record)),
+        ("Record", str(record.path)),
+    ]
+    return [(label, value) for label, value in rows if value]
+
+
+def _device(meta: dict[str, Any]) -> str:
+    mesh = meta.get("mesh")
+    shape = " × ".join(f"{name} {size}" for name, size in mesh.items()) if isinstance(mesh, dict) else ""
+    world = meta.get("world") or 1
+    processes = f"{world:,} processes" if world != 1 else ""
+    return ", ".join(str(part) for part in (meta.get("device"), processes, shape) if part)
+
+
+def _versions(meta: dict[str, Any]) -> str:
+    named = (
+        ("gradguard", "version"),
+        ("torch", "torch"),
+        ("Python", "python"),
+        ("", "host_platform"),
+        ("commit", "git"),
+    )
+    return ", ".join(f"{name} {meta[key]}".strip() for name, key in named if meta.get(key))
+
+
+def _cost(judged: Verdict, end: dict[str, Any]) -> str:
+    if judged.overhead_share is None:
+        return ""
+    return f"{percent(judged.overhead_share)} of the run ({number(end['overhead_ms'])} ms)"
+
+
+def _ending(record: Record) -> str:
+    if record.end is None:
+        return "the record has no end: the run was killed, or is still going"
+    if record.end.get("interrupted"):
+        return "interrupted"
+    return f"exit code {record.end['exit']}" if record.end.get("exit") else ""

@@ -1,0 +1,224 @@
+"""What is known of a run in progress, in memory that does not grow with the run."""
+
+from collections import Counter, deque
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+from gradguard.monitoring.record.steps import binds, is_nonfinite
+
+WINDOW = 100
+"""How many of the last steps the rate and the share of clipped steps are taken over."""
+
+MOST_BUCKETS = 1024
+MOST_EVENTS = 50
+MOST_LANES = 16
+
+
+def number_in(line: dict[str, Any], key: str) -> float | None:
+    """Return the number under ``key``; None where there is none, or something else than a number.
+
+    Example:
+        >>> number_in({"norm": 2.0}, "norm"), number_in({"norm": None}, "norm"), number_in({"norm": "2"}, "norm")
+        (2.0, None, None)
+    """
+    value = line.get(key)
+    return value if isinstance(value, int | float) and not isinstance(value, bool) else None
+
+
+@dataclass(slots=True)
+class Bucket:
+    """Some consecutive steps: the smallest and the largest norm, and whether one was not finite.
+
+    Attributes:
+        low: The smallest finite norm; infinity if there is none.
+        high: The largest finite norm; minus infinity if there is none.
+        nonfinite: Whether a step with non-finite gradients is among them.
+    """
+
+    low: float = float("inf")
+    high: float = float("-inf")
+    nonfinite: bool = False
+
+    def merge(self, other: "Bucket") -> "Bucket":
+        """Return a bucket for the steps of both."""
+        return Bucket(min(self.low, other.low), max(self.high, other.high), self.nonfinite or other.nonfinite)
+
+
+class History:
+    """The norms of a whole run in at most `MOST_BUCKETS` buckets: when they are full, each two become one.
+
+    Example:
+        >>> history = History()
+        >>> for norm in range(5000):
+        ...     history.add(float(norm), nonfinite=False)
+        >>> [(bucket.low, bucket.high) for bucket in history.columns(2)]
+        [(0.0, 2495.0), (2496.0, 4999.0)]
+    """
+
+    def __init__(self) -> None:
+        self._buckets: list[Bucket] = []
+        self._width, self._filled = 1, 0  # steps in a bucket, and in the last one
+
+    def add(self, norm: float | None, nonfinite: bool) -> None:
+        """Add the norm of one step; None if it was not finite or not measured."""
+        bucket = Bucket(nonfinite=nonfinite) if norm is None else Bucket(norm, norm, nonfinite)
+        if self._buckets and self._filled < self._width:
+            self._buckets[-1] = self._buckets[-1].merge(bucket)
+            self._filled += 1
+            return
+        if len(self._buckets) == MOST_BUCKETS:
+            pairs = zip(self._buckets[::2], self._buckets[1::2], strict=True)
+            self._buckets = [first.merge(second) for first, second in pairs]
+            self._width *= 2
+        self._buckets.append(bucket)
+        self._filled = 1
+
+    def columns(self, count: int) -> list[Bucket]:
+        """Return the run in ``count`` buckets, or in fewer if it has fewer steps."""
+        total = len(self._buckets)
+        count = min(count, total)
+        cuts = [total * k // count for k in range(count + 1)] if count else []
+        return [_merged(self._buckets[start:end]) for start, end in pairwise(cuts)]
+
+
+def _merged(buckets: list[Bucket]) -> Bucket:
+    whole = Bucket()
+    for bucket in buckets:
+        whole = whole.merge(bucket)
+    return whole
+
+
+@dataclass
+class Lane:
+    """What one optimizer has done so far: the norms of two optimizers are not one series.
+
+    Attributes:
+        label: What to call it; empty where the record has one optimizer.
+        last: Its last step; empty before there is one.
+        recent: Its last `WINDOW` steps.
+        history: The norms of all its steps that were read.
+        first_step: The number of the first of them.
+    """
+
+    label: str = ""
+    last: dict[str, Any] = field(default_factory=dict)
+    recent: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=WINDOW))
+    history: History = field(default_factory=History)
+    first_step: int | None = None
+
+    def add(self, step: dict[str, Any]) -> None:
+        """Take in one step."""
+        self.last = step
+        self.recent.append(step)
+        if self.first_step is None and isinstance(step.get("i"), int):
+            self.first_step = step["i"]
+        self.history.add(number_in(step, "norm"), is_nonfinite(step))
+
+    @property
+    def clip_share(self) -> float | None:
+        """The share of the last steps, those with finite gradients that were taken, on which a clip bound.
+
+        None where nothing clipped or could have, and where no step counts.
+        """
+        if not any("coefficient" in step or "threshold" in step for step in self.recent):
+            return None
+        real = [step for step in self.recent if not is_nonfinite(step) and not step.get("skipped")]
+        return sum(map(binds, real)) / len(real) if real else None
+
+
+@dataclass
+class LiveRun:
+    """A run as far as its record has been read. Nothing in it grows with the number of steps.
+
+    Attributes:
+        meta: The first line.
+        last: The last step; empty before there is one.
+        lanes: What each optimizer has done, by its place in ``meta.optimizers``, None where there is one.
+        layers: The last norms per parameter.
+        events: The last events.
+        severities: How many events of each severity there were.
+        end: The closing line, once it is there.
+    """
+
+    meta: dict[str, Any] = field(default_factory=dict)
+    last: dict[str, Any] = field(default_factory=dict)
+    lanes: dict[Any, Lane] = field(default_factory=dict)
+    layers: list[Any] = field(default_factory=list)
+    events: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=MOST_EVENTS))
+    severities: Counter[str] = field(default_factory=Counter)
+    end: dict[str, Any] | None = None
+    _walls: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
+
+    def add(self, line: dict[str, Any]) -> None:
+        """Take in one line of the record; kinds that are not known are passed over."""
+        kind = line["t"]
+        if kind == "meta":
+            self.meta = line
+        elif kind == "step":
+            self._add_step(line)
+        elif kind == "tensors" and isinstance(line.get("norm"), list):
+            self.layers = line["norm"]
+        elif kind == "event":
+            self.events.append(line)
+            self.severities[str(line.get("severity", "info"))] += 1
+        elif kind == "end":
+            self.end = line
+
+    def _add_step(self, step: dict[str, Any]) -> None:
+        self.last = step
+        wall = number_in(step, "wall")
+        if wall is not None:
+            self._walls.append(wall)
+        self._lane_of(step).add(step)
+
+    def _lane_of(self, step: dict[str, Any]) -> Lane:
+        place = step.get("optimizer")
+        key = place if isinstance(place, int) and (place in self.lanes or len(self.lanes) < MOST_LANES) else None
+        return self.lanes.setdefault(key, Lane(self._label(key)))
+
+    def _label(self, place: int | None) -> str:
+        names = self.meta.get("optimizers")
+        if place is None:
+            return "other optimizers" if self.lanes else ""
+        known = isinstance(names, list) and 0 <= place < len(names)
+        return f"optimizer {place} ({names[place]})" if known and names else f"optimizer {place}"
+
+    @property
+    def lane(self) -> Lane:
+        """What the optimizer of the last step has done."""
+        return self._lane_of(self.last) if self.last else Lane()
+
+    @property
+    def seconds_per_step(self) -> float | None:
+        """Wall-clock seconds per step over the last steps; None before there are two."""
+        walls = self._walls
+        return (walls[-1] - walls[0]) / (len(walls) - 1) if len(walls) > 1 and walls[-1] > walls[0] else None
+
+    def largest_layers(self, count: int) -> list[tuple[str, float]]:
+        """Return the parameters with the largest shares of the squared norm, as last measured.
+
+        Args:
+            count: At most how many.
+
+        Returns:
+            Name and share, largest first.
+        """
+        norms = [norm if isinstance(norm, int | float) else 0.0 for norm in self.layers]
+        total = sum(norm * norm for norm in norms)
+        if not total:
+            return self._largest_of_last_step()[:count]
+        order = sorted(range(len(norms)), key=lambda place: -norms[place])[:count]
+        return [(self._name(place), norms[place] ** 2 / total) for place in order if norms[place]]
+
+    def _largest_of_last_step(self) -> list[tuple[str, float]]:
+        top = self.last.get("top")
+        if not isinstance(top, list) or len(top) != 2 or not all(isinstance(item, int | float) for item in top):
+            return []
+        return [(self._name(int(top[0])), top[1])]
+
+    def _name(self, place: int) -> str:
+        parameters = self.meta.get("params")
+        if not isinstance(parameters, list) or not 0 <= place < len(parameters):
+            return f"parameter {place}"
+        return str(parameters[place].get("name", place))

@@ -1,0 +1,157 @@
+"""Where the lines of a `gradguard.Monitor` go: a file, a function, or a dashboard, each in a file of its own."""
+
+import os
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from gradguard.errors import InvalidTypeError, InvalidValueError
+from gradguard.monitoring.show.sinks.base import Line, Sink
+from gradguard.monitoring.show.sinks.lines import CallableSink, JsonLinesSink
+
+_EXPECTED = (
+    "expected a path that ends in .jsonl, a function that takes one dictionary, 'tensorboard', 'wandb', 'mlflow', "
+    "'trackio', an object of one of those packages (SummaryWriter or Run), or a list of several"
+)
+
+
+class Sinks:
+    """Several sinks as one: what one of them cannot take, the others still get.
+
+    **Guarantees**: after construction nothing raises. A sink that fails is dropped with one warning.
+
+    Args:
+        sink: A path, a function, a name, an object of a dashboard's package, or a list of them.
+
+    Raises:
+        InvalidTypeError: If an entry is none of these.
+        InvalidValueError: If a text is neither a name nor a path with an ending.
+        RecordError: If the file cannot be written.
+        MissingPackageError: If the package of a dashboard is not installed.
+
+    Example:
+        >>> seen = []
+        >>> sinks = Sinks([seen.append])
+        >>> sinks.push([{"t": "step", "i": 0, "norm": float("nan")}])
+        >>> seen
+        [{'t': 'step', 'i': 0, 'norm': None}]
+    """
+
+    def __init__(self, sink: Any) -> None:
+        self._open: list[Sink] = []
+        self.record: Path | None = None
+        try:
+            for entry in sink if isinstance(sink, list | tuple) else [sink]:
+                self._open.append(open_sink(entry))
+        except BaseException:
+            self.close()
+            raise
+        self.record = next((one.path for one in self._open if isinstance(one, JsonLinesSink)), None)
+        self._empty = not self._open
+
+    @property
+    def lost(self) -> bool:
+        """Whether there were sinks, and all of them failed."""
+        return not self._empty and not self._open
+
+    def push(self, lines: Sequence[Line]) -> None:
+        """Give ``lines`` to every sink."""
+        for one in tuple(self._open):
+            self._try(one, lambda one=one: one.push(lines))
+
+    def close(self) -> None:
+        """Close every sink; a second call does nothing."""
+        for one in tuple(self._open):
+            self._try(one, one.close)
+        self._open.clear()
+
+    def _try(self, one: Sink, act: Callable[[], None]) -> None:
+        try:
+            act()
+        except Exception as error:
+            self._open.remove(one)
+            with suppress(Exception):  # it has failed already; a file is closed all the same
+                one.close()
+            warnings.warn(
+                f"gradguard.Monitor writes no more to {one.name}: {type(error).__name__}: {error}. Training goes on.",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+
+
+def open_sink(sink: Any) -> Sink:
+    """Return the sink for one entry of ``sink=``.
+
+    Args:
+        sink: A path, a function, a name, or an object of a dashboard's package.
+
+    Returns:
+        The sink, open.
+
+    Raises:
+        InvalidTypeError: If it is none of these.
+        InvalidValueError: If a text is neither a name nor a path with an ending.
+    """
+    if isinstance(sink, str) and sink in _DASHBOARDS:
+        return _DASHBOARDS[sink](None)
+    if isinstance(sink, str | os.PathLike):
+        return JsonLinesSink(_checked_path(sink))
+    kind = type(sink)
+    for package, name in _KINDS:  # their own object; looked up by name, so that nothing is imported for it
+        if any(one.__name__ == name and one.__module__.split(".")[0] in package for one in kind.__mro__):
+            return _DASHBOARDS[_KINDS[package, name]](sink)
+    if isinstance(sink, type) or not callable(sink):
+        came = f"the class {sink.__name__}" if isinstance(sink, type) else f"{sink!r} of type {kind.__name__}"
+        raise InvalidTypeError(f"sink is {came}: {_EXPECTED}.")
+    return CallableSink(sink)
+
+
+def _checked_path(path: str | os.PathLike) -> Path:
+    found = Path(path)
+    if not found.suffix or found.is_dir():
+        raise InvalidValueError(
+            f"sink={str(path)!r} is neither a file name with an ending nor a known name: {_EXPECTED}. "
+            f"For a folder write sink={str(found / 'run.jsonl')!r}."
+        )
+    return found
+
+
+def _tensorboard(writer: Any) -> Sink:
+    from gradguard.monitoring.show.sinks.tensorboard import TensorBoardSink
+
+    return TensorBoardSink(writer)
+
+
+def _wandb(run: Any) -> Sink:
+    from gradguard.monitoring.show.sinks.wandb import WandbSink
+
+    return WandbSink(run)
+
+
+def _mlflow(run: Any) -> Sink:
+    from gradguard.monitoring.show.sinks.mlflow import MlflowSink
+
+    return MlflowSink(run)
+
+
+def _trackio(run: Any) -> Sink:
+    from gradguard.monitoring.show.sinks.trackio import TrackioSink
+
+    return TrackioSink(run)
+
+
+_DASHBOARDS: Mapping[str, Callable[[Any], Sink]] = {
+    "tensorboard": _tensorboard,
+    "wandb": _wandb,
+    "mlflow": _mlflow,
+    "trackio": _trackio,
+}
+
+_KINDS: Mapping[tuple[tuple[str, ...], str], str] = {
+    (("torch", "tensorboardX"), "SummaryWriter"): "tensorboard",
+    (("wandb",), "Run"): "wandb",
+    (("mlflow",), "Run"): "mlflow",  # ActiveRun is a subclass
+    (("trackio",), "Run"): "trackio",
+}

@@ -1,0 +1,45 @@
+"""Weights & Biases: ``sink="wandb"``, or a ``Run`` of the user's."""
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+from gradguard.monitoring.show.sinks.base import PREFIX, Line, Window, named, required
+
+
+class WandbSink:
+    """Scalars in a run; wandb's own process sends them.
+
+    In a run of the user's nothing may move the step that their own ``run.log`` counts: wandb drops rows that come for
+    a step which is over. So the scalars are added to the row that the user's next ``run.log`` ends, and they cover
+    all steps since the row before. Whoever logs nothing themselves lets gradguard open the run.
+
+    Args:
+        run: A ``wandb.Run``, which stays open; None takes the run that is active, or makes one, in the project
+            ``WANDB_PROJECT`` or ``gradguard``.
+    """
+
+    name = "W&B"
+
+    def __init__(self, run: Any = None) -> None:
+        wandb = required("wandb", "wandb")
+        run = wandb.run if run is None else run
+        self._owned = run is None
+        self._run: Any = wandb.init(project=os.environ.get("WANDB_PROJECT", "gradguard")) if run is None else run
+        self._run.define_metric(f"{PREFIX}*", step_metric=f"{PREFIX}step")
+        self._window, self._row = Window(), self._run.step
+
+    def push(self, lines: Sequence[Line]) -> None:
+        """Log about ten numbers."""
+        if self._owned or self._run.step != self._row:  # the row before is complete
+            self._window, self._row = Window(), self._run.step
+        for line in lines:
+            self._window.add(line)
+        if self._window.step is not None:
+            scalars = named({"step": self._window.step, **self._window.scalars()})
+            self._run.log(scalars, commit=self._owned)
+
+    def close(self) -> None:
+        """Finish the run that was made here."""
+        if self._owned:
+            self._run.finish()

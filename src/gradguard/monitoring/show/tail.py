@@ -1,0 +1,314 @@
+"""Following a run in progress in the terminal."""
+
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from io import TextIOWrapper
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any, NoReturn
+
+from gradguard.errors import InvalidValueError, RecordError
+from gradguard.monitoring.record.file import SCHEMA
+from gradguard.monitoring.record.reader import Follower
+from gradguard.monitoring.show.run_state import LiveRun
+from gradguard.monitoring.show.tail_view import clock, duration, ending, event_line, fitting_view, line, printable
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+INTERRUPTED = 130
+"""The exit code after Ctrl-C, as for ``tail -f``: a shell loop round it stops too."""
+
+BROKEN_PIPE = 141
+"""The exit code when what reads the output is gone, as for ``tail -f``."""
+
+POLL_SECONDS = 0.5
+LINE_SECONDS = 2.0
+QUIET_SECONDS = 30.0
+_QUIET_STEPS = 20
+_LONGEST_PATH = 40
+
+
+def tail(
+    path: str | Path,
+    *,
+    once: bool = False,
+    events: int = 5,
+    console: "Console | None" = None,
+    poll_seconds: float = POLL_SECONDS,
+) -> int:
+    """Show a run in progress until it ends: the numbers of its last step, its norms, its largest layers, its events.
+
+    In a terminal it is one view that is redrawn; anywhere else it is a line of text every few seconds, and one for each
+    event.
+
+    **Guarantees**: the record is only read, and each byte of it once; memory does not grow with the run; the terminal
+    is as it was before, however this ends.
+
+    **Edge cases**: a record that is not there yet is waited for; one that another run replaces is followed from its
+    new start; a run that writes nothing for long is said to, with since when, and is still followed.
+
+    Args:
+        path: The record, or the folder that it is or will be in.
+        once: Show what is there now and return; a record that is not there is an error then.
+        events: How many of the last events to show.
+        console: Where to show it; standard output if None.
+        poll_seconds: How often to look.
+
+    Returns:
+        The exit code: 0 when the run has ended or with ``once``, 130 after Ctrl-C, 141 when nobody reads the output.
+
+    Raises:
+        RecordError: The file cannot be read or is no record, or with ``once`` is not there.
+        InvalidValueError: ``events`` is negative or ``poll_seconds`` is not positive.
+
+    Example:
+        >>> import tempfile
+        >>> from gradguard.monitoring.record.file import RecordWriter
+        >>> path = Path(tempfile.mkdtemp()) / "run.jsonl"
+        >>> with RecordWriter(path) as writer:
+        ...     writer.write("meta", version="0.1.0")
+        ...     writer.write("step", i=0, loss=4.1, norm=2.5, coefficient=0.4, threshold=1.0, rule="norm")
+        ...     writer.write("end", steps=1, wall=0.5, exit=0)
+        >>> tail(path, once=True)
+        step 0  loss 4.10  norm 2.50  threshold 1.0  coefficient 0.400  clipped 100 % of 1 (normalising)
+        finished after 1 step in 0 s
+        0
+    """
+    if events < 0:
+        raise InvalidValueError(f"expected a number of events, 0 or more, got {events}; for example --lines 5")
+    if not poll_seconds > 0:
+        raise InvalidValueError(f"expected poll_seconds above 0, got {poll_seconds}; for example poll_seconds=0.5")
+    from rich.console import Console
+
+    console = console or Console()
+    watched = Watched(Path(path))
+    try:
+        with _ended_in_order(), encodable(console.file):
+            if once:
+                return _show_once(watched, events, console)
+            if console.is_terminal and not console.is_dumb_terminal:
+                return _show_live(watched, events, console, poll_seconds)
+            return _print_lines(watched, events, console, poll_seconds)
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except BrokenPipeError:
+        _drop_output()
+        return BROKEN_PIPE
+
+
+class Watched:
+    """A record and the run that it holds so far.
+
+    Args:
+        path: The record, or the folder that it is or will be in.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._follower = Follower(path)
+        self.run = LiveRun()
+        self.restarted = False
+
+    def look(self) -> list[dict[str, Any]]:
+        """Take in what is new; ``restarted`` says whether that is of another run than before.
+
+        Returns:
+            The new lines.
+
+        Raises:
+            RecordError: The file cannot be read, or is no record.
+        """
+        before = self._follower.restarts
+        lines = self._follower.poll()
+        self.restarted = self._follower.restarts > before
+        if self.restarted:
+            self.run = LiveRun()
+        for entry in lines:
+            self.run.add(entry)
+        return lines
+
+    @property
+    def there(self) -> bool:
+        """Whether anything of a run has been read."""
+        return bool(self.run.meta)
+
+    def title(self) -> str:
+        """What is watched: the script, and its record."""
+        argv = self.run.meta.get("argv")
+        script = " ".join(map(str, argv[:3])) if isinstance(argv, list) and argv else ""
+        name = str(self.path)
+        short = name if len(name) <= _LONGEST_PATH else f"...{name[-_LONGEST_PATH:]}"
+        return f"{script} ({short})" if script else short
+
+    def status(self, now: float) -> tuple[str, str]:
+        """What goes on at ``now`` (seconds since the epoch) in words, and a style for these."""
+        words, style = self._status(now)
+        return "; ".join([words, *self._remarks()]), style
+
+    def _status(self, now: float) -> tuple[str, str]:
+        run, changed = self.run, self._follower.changed
+        if run.end is not None:
+            return ending(run.end)
+        if self._follower.missing:
+            gone = "the record was deleted: waiting for another run"
+            # The path comes last: in a frame it then has a line to itself, and nothing but a narrower frame breaks it.
+            return (gone if self.there else f"no record yet: waiting for {self.path}"), "yellow"
+        if not self.there:
+            return "waiting for the first step", "yellow"
+        since = self.quiet_since(now)
+        if since is None or changed is None:
+            return "running", "green"
+        return (
+            f"no new line since {clock(since, now)} ({duration(now - since)}): killed, or busy without steps",
+            "yellow",
+        )
+
+    def quiet_since(self, now: float) -> float | None:
+        """When the record was last written, if that is long ago for a run with steps as long as these; else None."""
+        changed = self._follower.changed
+        usual = max(QUIET_SECONDS, _QUIET_STEPS * (self.run.seconds_per_step or 0.0))
+        return changed if changed is not None and self.run.end is None and now - changed > usual else None
+
+    def _remarks(self) -> Iterator[str]:
+        schema, world = self.run.meta.get("schema"), self.run.meta.get("world")
+        if isinstance(schema, int) and schema > SCHEMA:
+            yield f"written by a newer gradguard (schema {schema}): parts may be missing here"
+        if isinstance(world, int) and world > 1:
+            yield f"rank {self.run.meta.get('rank', 0)} of {world}"
+        if self._follower.skipped:
+            yield f"a long record: {self._follower.skipped / 2**20:,.0f} MiB of its start were passed over"
+        if self._follower.unreadable:
+            yield f"{self._follower.unreadable} unreadable lines"
+        if self._follower.restarts:
+            yield "a new run took the place of the one before"
+
+
+def _show_once(watched: Watched, events: int, console: "Console") -> int:
+    watched.look()
+    if not watched.there:
+        raise RecordError(
+            f"no record at {watched.path}, or nothing in it yet. Make one: gradguard run --out DIR train.py; "
+            "or leave out --once, to wait for it"
+        )
+    if console.is_terminal:
+        console.print(fitting_view(watched.run, watched.status(time.time()), watched.title(), events, console))
+        return 0
+    shown = list(watched.run.events)[-events:] if events else []
+    for text in [*map(event_line, shown), line(watched.run), printable(watched.status(time.time())[0])]:
+        _write(console, text)
+    return 0
+
+
+def _show_live(watched: Watched, events: int, console: "Console", poll_seconds: float) -> int:
+    """On the terminal's other screen, so that a change of its size leaves nothing behind; the last view is kept."""
+    from rich.live import Live
+
+    def drawn() -> Any:
+        return fitting_view(watched.run, watched.status(time.time()), watched.title(), events, console)
+
+    watched.look()
+    live = Live(drawn(), console=console, screen=True, auto_refresh=False, redirect_stdout=False)
+    try:
+        live.start(refresh=True)  # inside the block: Ctrl-C may come as early as that
+        while watched.run.end is None:
+            time.sleep(poll_seconds)
+            watched.look()
+            live.update(drawn(), refresh=True)
+    finally:
+        live.stop()
+        if watched.there:
+            console.print(drawn())
+    return 0
+
+
+def _print_lines(watched: Watched, events: int, console: "Console", poll_seconds: float) -> int:
+    printer = _LinePrinter(watched, events, console)
+    while True:
+        printer.look()
+        if watched.run.end is not None:
+            return 0
+        time.sleep(poll_seconds)
+
+
+class _LinePrinter:
+    """What is new, in lines of text: each event, the numbers every few seconds, and each change of what goes on."""
+
+    def __init__(self, watched: Watched, events: int, console: "Console") -> None:
+        self._watched, self._events, self._console = watched, events, console
+        self._printed_at = float("-inf")
+        self._stale = False  # whether there are steps that no line has told yet
+        self._said = ""
+
+    def look(self) -> None:
+        lines = self._watched.look()
+        new = [entry for entry in lines if entry["t"] == "event"]
+        first = self._printed_at == float("-inf")  # of what was there before, only the last events
+        for event in (new[-self._events :] if self._events else []) if first else new:
+            _write(self._console, event_line(event))
+        self._stale = self._stale or any(entry["t"] == "step" for entry in lines)
+        ended = self._watched.run.end is not None
+        if self._stale and (ended or time.monotonic() - self._printed_at >= LINE_SECONDS):
+            _write(self._console, line(self._watched.run))
+            self._stale, self._printed_at = False, time.monotonic()
+        self._say()
+
+    def _say(self) -> None:
+        now = time.time()
+        quiet = self._watched.quiet_since(now)
+        words = self._watched.status(now)[0]
+        key = f"quiet since {quiet}" if quiet is not None else words
+        if key != self._said and (words != "running" or self._said):
+            _write(self._console, printable(words))
+        self._said = key
+
+
+def _write(console: "Console", text: str) -> None:
+    """A whole line at once, unwrapped, and out of the buffer."""
+    console.file.write(text + "\n")
+    console.file.flush()
+
+
+@contextmanager
+def encodable(file: IO[str]) -> Iterator[None]:
+    """Let a question mark stand for a character that the output has not, rather than an exception."""
+    if not isinstance(file, TextIOWrapper):
+        yield
+        return
+    before = file.errors
+    file.reconfigure(errors="replace")
+    try:
+        yield
+    finally:
+        with suppress(BrokenPipeError):  # it flushes, and we are on the way out
+            file.reconfigure(errors=before)
+
+
+@contextmanager
+def _ended_in_order() -> Iterator[None]:
+    """End by ``kill`` as by Ctrl-C, so that the terminal is put back; only the main thread may ask for that."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(number: int, _: object) -> NoReturn:
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
+
+
+def _drop_output() -> None:
+    """Send what is still buffered nowhere, or Python would complain about it when it ends."""
+    try:
+        number = sys.stdout.fileno()
+    except (OSError, ValueError):
+        return
+    os.dup2(os.open(os.devnull, os.O_WRONLY), number)

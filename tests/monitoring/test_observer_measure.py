@@ -1,0 +1,147 @@
+"""What is measured each step, and what now and then, against the slow way."""
+
+import math
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+from gradguard.monitoring.observe.extras import BINS, LOWEST, histogram_of, measure_extras, measure_update
+from gradguard.monitoring.observe.measure import MEDIUM, SHORT, gradient_norms
+from gradguard.monitoring.observe.schedule import BURST, EVERY, SHARE, Alarm, Schedule
+
+TENSORS = {
+    "short": lambda: torch.randn(SHORT),
+    "medium": lambda: torch.rand(SHORT + 1),
+    "long": lambda: torch.full((MEDIUM + 1,), 0.1),
+    "zeros": lambda: torch.zeros(5),
+    "empty": lambda: torch.zeros(0),
+    "0-dim": lambda: torch.tensor(-3.0),
+    "squares overflow": lambda: torch.full((7,), 1e30),
+    "squares overflow, medium": lambda: torch.full((SHORT + 1,), 1e30),
+    "squares underflow": lambda: torch.full((7,), 1e-30),
+    "half": lambda: torch.full((100, 100), 900.0, dtype=torch.float16),
+    "bfloat16": lambda: torch.randn(50, 50).bfloat16(),
+    "float64": lambda: torch.randn(9, dtype=torch.float64) * 1e100,
+    "transposed": lambda: torch.randn(5, 4).t(),
+    "sparse": lambda: torch.eye(4).to_sparse(),
+    "complex": lambda: torch.randn(6, dtype=torch.complex64),
+}
+
+
+def exact(tensor: torch.Tensor) -> float:
+    wide = tensor.to_dense() if tensor.layout is not torch.strided else tensor
+    return float(torch.linalg.vector_norm(wide.to(torch.complex128 if wide.is_complex() else torch.float64)))
+
+
+@pytest.mark.parametrize("name", TENSORS)
+def test_norms_are_right_to_the_digits_of_a_record(name):
+    tensors = [TENSORS[name](), TENSORS["short"]()]
+    assert gradient_norms(tensors) == pytest.approx([exact(t) for t in tensors], rel=3e-5)
+
+
+@pytest.mark.parametrize(("bad", "shown"), [(math.nan, "nan"), (math.inf, "inf"), (-math.inf, "inf")])
+def test_a_bad_element_shows_in_its_own_norm_only(bad, shown):
+    first, other = gradient_norms([torch.tensor([1.0, bad]), torch.tensor([3.0, 4.0])])
+    assert (str(first), other) == (shown, 5.0)
+
+
+def test_on_a_device_nothing_is_read():
+    norms = gradient_norms([torch.empty(3, device="meta"), torch.empty(4, 5, device="meta")])
+    assert isinstance(norms, torch.Tensor)
+    assert norms.device.type == "meta"
+    assert norms.shape == (2,)
+
+
+def test_extras_of_a_step():
+    parameters = [nn.Parameter(torch.tensor([3.0, 4.0])), nn.Parameter(torch.ones(2, 2))]
+    parameters[0].grad = torch.tensor([0.0, -0.02])
+    parameters[1].grad = torch.full((2, 2), 5.0)
+    extras = measure_extras(parameters)
+    with torch.no_grad():
+        parameters[0].add_(torch.tensor([0.0, 0.5]))
+    measure_update(extras, parameters)
+    assert extras.max == pytest.approx([0.02, 5.0])
+    assert extras.zeros == [0.5, 0.0]
+    assert extras.weight == [5.0, 2.0]
+    assert extras.update == [0.5, 0.0]
+    assert extras.before is None
+    found = histogram_of(extras.counts)
+    assert sum(found["counts"]) == 5
+    assert found["edges"][0] <= math.log10(0.02) < found["edges"][1]
+    assert found["edges"][-2] <= math.log10(5) < found["edges"][-1]
+    assert len(found["edges"]) == len(found["counts"]) + 1
+
+
+def test_extras_without_a_copy_of_weights_that_are_too_large(monkeypatch):
+    monkeypatch.setattr(sys.modules["gradguard.monitoring.observe.extras"], "MOST_BYTES", 7)
+    p = nn.Parameter(torch.ones(2))
+    p.grad = torch.ones(2)
+    extras = measure_extras([p])
+    measure_update(extras, [p])
+    assert extras.update is None
+
+
+def test_the_histogram_of_a_long_tensor_is_a_sample_that_leaves_no_column_out(monkeypatch):
+    monkeypatch.setattr(sys.modules["gradguard.monitoring.observe.extras"], "SAMPLE", 64)
+    p = nn.Parameter(torch.zeros(48, 16))
+    p.grad = torch.tensor([10.0**k for k in range(-8, 8)]).repeat(48, 1)
+    counts = measure_extras([p]).counts
+    assert sum(count > 0 for count in counts) == 16
+    assert sum(counts) == pytest.approx(48 * 16, rel=0.2)
+
+
+def test_a_histogram_without_the_loss_scale():
+    counts = [0.0] * BINS
+    counts[44] = 3.0
+    assert histogram_of(counts, 100.0) == {"edges": [LOWEST + 20.0, LOWEST + 20.5], "counts": [3]}
+    assert histogram_of([0.0] * BINS) is None
+
+
+def test_the_alarm_sees_spikes_and_follows_a_slow_drift():
+    alarm = Alarm()
+    norms = [(1 + 0.1 * math.sin(k)) * math.exp(-k / 200) for k in range(500)]
+    assert not any([alarm.see(norm) for norm in norms])
+    assert alarm.see(20 * norms[-1])
+    assert not alarm.see(norms[-1])
+    assert not alarm.see(0.0)
+    assert alarm.see(math.inf)
+
+
+def due(schedule: Schedule, steps: range, seconds: float, cost: float) -> list[int]:
+    found = []
+    for step in steps:
+        if schedule.due(step, 1 + step * seconds):
+            found.append(step)
+            schedule.spent(cost)
+    return found
+
+
+def test_what_is_cheap_is_measured_on_schedule():
+    assert due(Schedule(), range(201), seconds=0.1, cost=0.001) == [0, 50, 100, 150, 200]
+
+
+def test_what_is_dear_is_spaced_by_what_it_costs():
+    steps, seconds, cost = 40_000, 0.01, 0.02
+    found = due(Schedule(), range(steps), seconds, cost)
+    assert len(found) * cost <= SHARE * (1 + steps * seconds)
+    assert len(found) > 0.8 * SHARE * steps * seconds / cost
+    assert all(step % EVERY == 0 for step in found)
+
+
+def test_a_burst_after_an_alert_and_not_for_ever():
+    schedule = Schedule()
+    assert due(schedule, range(7), 0.01, 0.01) == [0]
+    schedule.alert(7, 1.07)
+    assert due(schedule, range(7, 40), 0.01, 0.01) == list(range(7, 7 + BURST))
+    schedule.alert(40, 1.4)  # the first burst took more than its share
+    assert due(schedule, range(40, 50), 0.01, 0.01) == []
+    schedule.alert(40_000, 401)
+    assert len(due(schedule, range(40_000, 40_040), 0.01, 0.01)) >= BURST
+
+
+def test_no_extras_where_nobody_wants_them():
+    schedule = Schedule(0)
+    schedule.alert(3, 1.0)
+    assert due(schedule, range(100), 0.1, 0.0) == []

@@ -1,0 +1,300 @@
+"""`GRADGUARD=run.jsonl python train.py`, launchers, and processes that a script starts."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from gradguard.monitoring.observe import start_up
+from gradguard.monitoring.observe import watch as process
+from gradguard.monitoring.record.file import read_record
+
+pytestmark = pytest.mark.slow
+
+TRAIN = """
+import os, sys
+
+import torch
+from torch import nn
+from torch.nn.utils import clip_grad_norm_
+
+def train(steps):
+    torch.manual_seed(0)
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(torch.randn(4, 3)).square().mean().backward()
+        clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+
+if __name__ == "__main__":
+    {main}
+"""
+
+
+@pytest.fixture
+def python(tmp_path):
+    """Run Python where gradguard's start-up file is installed, as a wheel installs it."""
+    site, home = tmp_path / "site", Path(start_up.__file__).parent
+    site.mkdir()
+    shutil.copy(home / "start_up.py", site / "_gradguard_start_up.py")
+    shutil.copy(home / "start_up.pth", site / "sitecustomize.py")  # run like the line of a .pth file
+
+    def run(*arguments: str, check: bool = True, **environment: str) -> subprocess.CompletedProcess:
+        variables = {**os.environ, "PYTHONPATH": str(site), "OMP_NUM_THREADS": "1", **environment}
+        return subprocess.run(
+            [sys.executable, *arguments],
+            cwd=tmp_path,
+            env=variables,
+            check=check,
+            timeout=240,
+            capture_output=True,
+            text=True,
+        )
+
+    return run
+
+
+def write(tmp_path: Path, main: str) -> None:
+    tmp_path.joinpath("train.py").write_text(TRAIN.format(main=main))
+
+
+def records(tmp_path: Path) -> list[str]:
+    return sorted(path.name for path in tmp_path.glob("*.jsonl"))
+
+
+def test_the_wheel_holds_all_that_the_package_imports(tmp_path):
+    root = Path(__file__).parents[2]
+    build = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)]
+    subprocess.run(build, cwd=root, check=True, timeout=240, capture_output=True)
+    (wheel,) = tmp_path.glob("*.whl")
+    imports = "import gradguard.cli; from gradguard import *"
+    code = f"import sys; sys.path.insert(0, {str(wheel)!r}); {imports}; print(gradguard.__file__)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, timeout=240, capture_output=True, text=True)
+    assert done.stdout.startswith(str(wheel)), done.stderr
+    assert (process.VARIABLE, process.OWNER) == (start_up.VARIABLE, start_up.OWNER)
+
+
+def test_the_variable_alone_watches_a_script(python, tmp_path):
+    write(tmp_path, "train(4); import gradguard; raise ValueError('at the end')")
+    assert python("train.py", check=False, GRADGUARD="run.jsonl").returncode == 1
+    record = read_record(tmp_path / "run.jsonl")
+    assert record.meta["argv"] == ["train.py"]
+    assert [step["threshold"] for step in record.steps] == [0.5] * 4
+    assert (record.end["steps"], record.end["exit"]) == (4, 1)
+
+
+@pytest.mark.parametrize("value", [None, ""])
+def test_without_the_variable_nothing_is_imported(python, value):
+    code = "import sys; print([n for n in sys.modules if n.split('.')[0] in ('torch', 'gradguard')], sys.meta_path[0])"
+    done = python("-c", code, **({} if value is None else {"GRADGUARD": value}))
+    assert done.stdout.startswith("[] ")
+    assert "gradguard" not in done.stdout
+
+
+def test_with_the_variable_torch_is_not_imported_before_the_script_does(python, tmp_path):
+    done = python("-c", "import sys; print('torch' in sys.modules)", GRADGUARD="run.jsonl")
+    assert done.stdout == "False\n"
+    assert records(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    "first",
+    [
+        "import torch",
+        "import gradguard",
+        "import torch.optim, gradguard, torch",
+        "import gradguard; gradguard.clip_grad_norm_",
+        "import gradguard; gradguard.Monitor",
+        "from gradguard import *",
+    ],
+)
+def test_whichever_is_imported_first(python, tmp_path, first):
+    train = "p = torch.nn.Parameter(torch.ones(1)); p.sum().backward(); torch.optim.SGD([p]).step()"
+    code = f"{first}; import torch; {train}"
+    done = python("-c", code, GRADGUARD="run.jsonl")
+    assert done.stderr == ""
+    assert read_record(tmp_path / "run.jsonl").end["steps"] == 1
+
+
+def test_spawned_children_write_files_of_their_own(python, tmp_path):
+    main = """import multiprocessing
+    train(2)
+    with multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=1) as pool:
+        pool.map(train, [3, 4], chunksize=1)
+        pool.close()
+        pool.join()"""
+    write(tmp_path, main)
+    python("train.py", GRADGUARD="run.jsonl")
+    names = records(tmp_path)
+    assert len(names) == 3
+    assert sorted(len(read_record(tmp_path / name).steps) for name in names) == [2, 3, 4]
+    assert len(read_record(tmp_path / "run.jsonl").steps) == 2
+
+
+DISTRIBUTED = """
+import os, torch, torch.distributed as dist
+from torch import nn
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+model = nn.parallel.DistributedDataParallel(nn.Linear(3, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for _ in range(3):
+    optimizer.zero_grad()
+    model(torch.randn(4, 3)).square().mean().backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+    optimizer.step()
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.exhaustive  # test_observer_sharded.py runs torchrun too
+def test_torchrun_writes_one_record(python, tmp_path):
+    tmp_path.joinpath("train.py").write_text(DISTRIBUTED)
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = python(*launch, "-m", "gradguard", "run", "--out", "out", "train.py")
+    assert done.stdout.count("report: ") == 1
+    record = read_record(tmp_path / "out")
+    assert (record.meta["world"], record.meta["rank"], len(record.steps)) == (2, 0, 3)
+    python(*launch, "train.py", GRADGUARD="by_variable.jsonl")
+    assert records(tmp_path) == ["by_variable.jsonl"]
+    assert len(read_record(tmp_path / "by_variable.jsonl").steps) == 3
+
+
+ACCELERATED = """
+import torch
+from accelerate import Accelerator
+torch.manual_seed(0)
+accelerator = Accelerator(cpu=True)
+model, optimizer = torch.nn.Linear(3, 1), None
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+model, optimizer = accelerator.prepare(model, optimizer)
+for _ in range(3):
+    optimizer.zero_grad()
+    accelerator.backward(model(torch.randn(4, 3)).square().mean())
+    accelerator.clip_grad_norm_(model.parameters(), 0.5)
+    optimizer.step()
+"""
+
+
+def test_accelerate_s_own_clip_is_learnt(python, tmp_path):
+    pytest.importorskip("accelerate")
+    tmp_path.joinpath("train.py").write_text(ACCELERATED)
+    python("-m", "gradguard", "run", "--out", "out", "train.py")
+    assert [step["threshold"] for step in read_record(tmp_path / "out").steps] == [0.5] * 3
+
+
+FSDP1 = """
+import torch, torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+model = FullyShardedDataParallel(nn.Linear(3, 2), device_id=torch.device("cpu"))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for _ in range(3):
+    optimizer.zero_grad()
+    model(torch.ones(4, 3)).square().mean().backward()
+    norm = model.clip_grad_norm_(0.5)
+    if dist.get_rank() == 0:
+        print("norm", float(norm))
+    optimizer.step()
+dist.destroy_process_group()
+"""
+
+
+def test_fsdp1_gives_the_norm_that_its_own_clip_tells(python, tmp_path):
+    tmp_path.joinpath("train.py").write_text(FSDP1)
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = python(*launch, "-m", "gradguard", "run", "--out", "out", "train.py")
+    told = [float(line.split()[1]) for line in done.stdout.splitlines() if line.startswith("norm ")]
+    record = read_record(tmp_path / "out")
+    assert record.events == []
+    assert [step["norm"] for step in record.steps] == pytest.approx(told, rel=1e-5)
+    assert [step["threshold"] for step in record.steps] == [0.5] * 3
+    (norms,) = {len(line["norm"]) for line in record.tensors}
+    assert norms == len(record.meta["params"])
+    for step, line in zip(record.steps, record.tensors, strict=True):
+        assert sum(norm**2 for norm in line["norm"]) ** 0.5 == pytest.approx(step["norm"], rel=1e-3)
+
+
+KILLED = """
+import os, time, torch
+p = torch.nn.Parameter(torch.ones(2))
+optimizer = torch.optim.SGD([p], lr=0.1)
+for _ in range(120):
+    p.sum().backward()
+    optimizer.step()
+{end}
+"""
+
+
+@pytest.mark.parametrize(
+    ("end", "code"),
+    [
+        ("os._exit(3)", 3),
+        ("os.kill(os.getpid(), 9)", -9),
+        ("os.kill(os.getpid(), 15)", -15),
+    ],
+)
+def test_a_script_that_ends_without_a_word_leaves_what_was_flushed(python, tmp_path, end, code):
+    tmp_path.joinpath("train.py").write_text(KILLED.format(end=end))
+    assert python("-m", "gradguard", "run", "--out", "out", "train.py", check=False).returncode == code
+    record = read_record(tmp_path / "out")
+    assert len(record.steps) >= 100
+    assert record.end is None
+    assert not record.torn
+
+
+def test_workers_of_a_data_loader_and_a_compiled_model(python, tmp_path):
+    main = """from torch.utils.data import DataLoader
+    model = torch.compile(nn.Linear(3, 1), backend="eager", fullgraph=True)
+    optimizer = torch.optim.Adam(model.parameters())
+    step = torch.compile(optimizer.step, backend="eager")
+    for batch in DataLoader(torch.randn(12, 3), batch_size=4, num_workers=2, multiprocessing_context="fork"):
+        optimizer.zero_grad()
+        model(batch).sum().backward()
+        step()"""
+    write(tmp_path, main)
+    python("-m", "gradguard", "run", "--out", "out", "train.py", GRADGUARD="")
+    record = read_record(tmp_path / "out")
+    assert [step["i"] for step in record.steps] == [0, 1, 2]
+    assert record.events == []
+
+
+POOL = """
+import concurrent.futures, sys, threading, time
+if __name__ == "__main__":
+    pool = concurrent.futures.ProcessPoolExecutor(1)
+    print(pool.submit(abs, -3).result())
+    threads = concurrent.futures.ThreadPoolExecutor(1)
+    threads.submit(lambda: (time.sleep(0.2), print("later", flush=True)))
+    sys.exit(4)
+"""
+
+
+def test_executors_that_a_script_leaves_open_do_not_keep_it(python, tmp_path):
+    tmp_path.joinpath("train.py").write_text(POOL)
+    done = python("-m", "gradguard", "run", "--out", "out", "train.py", check=False)
+    assert done.returncode == 4
+    assert done.stdout.index("3") < done.stdout.index("later") < done.stdout.index("record: ")
+
+
+def test_threads_that_train_at_once_have_each_their_own_clips(python, tmp_path):
+    main = "\n    ".join([
+        "import threading",
+        "sys.setswitchinterval(1e-5)",
+        "threads = [threading.Thread(target=train, args=(60,)) for _ in range(3)]",
+        "[t.start() for t in threads]",
+        "[t.join() for t in threads]",
+    ])  # fmt: skip
+    write(tmp_path, main)
+    python("train.py", GRADGUARD="run.jsonl")
+    steps = read_record(tmp_path / "run.jsonl").steps
+    assert [step["i"] for step in steps] == list(range(180))
+    assert [step.get("threshold") for step in steps] == [0.5] * 180
+    assert all(step["post_norm"] <= 0.5001 for step in steps)

@@ -1,0 +1,378 @@
+"""How a recording ends, who writes it, and that no way of ending it reaches the training."""
+
+import gc
+import os
+import shutil
+import sys
+import time
+import weakref
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import gradguard as gg
+from gradguard.errors import InvalidTypeError, InvalidValueError, RecordError
+from gradguard.monitoring.observe import environment, outbox
+from gradguard.monitoring.observe import watch as process
+from gradguard.monitoring.observe.observer import Observer, observe
+from gradguard.monitoring.observe.watch import watch
+from gradguard.monitoring.record.file import RecordWriter, read_record
+
+
+@pytest.fixture(autouse=True)
+def _alone(others_unseen):
+    yield
+    process.stop_watching()
+
+
+class Training:
+    def __init__(self, **options):
+        torch.manual_seed(0)
+        self.model = nn.Linear(4, 2)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), **({"lr": 0.1} | options))
+
+    def steps(self, count: int, clip: float | None = None, scale: float = 1.0) -> None:
+        for _ in range(count):
+            self.optimizer.zero_grad()
+            (self.model(torch.randn(3, 4)).square().sum() * scale).backward()
+            if clip is not None:
+                torch.nn.utils.clip_grad_norm_(self.model.parameters(), clip)
+            self.optimizer.step()
+
+
+class Full(RecordWriter):
+    def flush(self) -> None:
+        raise OSError(28, "No space left on device")
+
+
+def full_disk(path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(sys.modules["gradguard.monitoring.observe.observer"], "RecordWriter", Full)
+
+
+def unwritable(path: Path, monkeypatch) -> None:
+    path.parent.rmdir()
+    path.parent.write_text("a file where the folder should be")
+
+
+def deleted(path: Path, monkeypatch) -> None:
+    original = Training.steps
+
+    def steps(self, count, **options):
+        original(self, 1, **options)
+        shutil.rmtree(path.parent, ignore_errors=True)
+        original(self, count - 1, **options)
+
+    monkeypatch.setattr(Training, "steps", steps)
+
+
+@pytest.mark.parametrize(
+    ("trouble", "words"),
+    [(full_disk, "No space left on device"), (unwritable, "cannot write a record"), (deleted, "it has been deleted")],
+)
+def test_trouble_ends_the_recording_with_one_warning(trouble, words, tmp_path, monkeypatch, capfd):
+    path = tmp_path / "runs" / "run.jsonl"
+    path.parent.mkdir()
+    trouble(path, monkeypatch)
+    training = Training()
+    observer = Observer(path, {})
+    with observe(observer):
+        training.steps(120)
+    observer.close(0, False)
+    err = capfd.readouterr().err
+    assert err.count("gradguard:") == 1
+    assert words in err
+    expected = Training()
+    monkeypatch.undo()
+    expected.steps(120)
+    torch.testing.assert_close(training.model.weight, expected.model.weight, rtol=0, atol=0)
+
+
+def test_a_step_that_takes_long_is_on_the_disk_before_the_next(tmp_path, monkeypatch):
+    monkeypatch.setattr(outbox, "FLUSH_SECONDS", 0.05)
+    path = tmp_path / "run.jsonl"
+    training, observer = Training(), Observer(path, {})
+    with observe(observer):
+        training.steps(3)
+        hangs = time.monotonic() + 200
+        while not (path.stat().st_size and len(read_record(path).steps) == 3):
+            assert time.monotonic() < hangs, "nothing was written before the next step"
+            time.sleep(0.02)
+    observer.close(0, False)
+
+
+def test_fifty_fast_steps_are_on_the_disk(tmp_path, monkeypatch):
+    monkeypatch.setattr(outbox, "FLUSH_SECONDS", 1e9)
+    observer = Observer(tmp_path / "run.jsonl", {})
+    with observe(observer):
+        Training().steps(51)
+        assert len(read_record(observer.path).steps) == 50
+    observer.close(0, False)
+
+
+def test_what_a_forked_child_has_buffered_is_not_written_twice(tmp_path):
+    writer = RecordWriter(tmp_path / "run.jsonl")
+    writer.write("meta")
+    child = os.fork()
+    if child == 0:
+        del writer
+        gc.collect()
+        os._exit(0)
+    os.waitpid(child, 0)
+    writer.close()
+    assert (tmp_path / "run.jsonl").read_text(encoding="utf-8") == '{"t": "meta"}\n'
+
+
+def test_norms_that_the_script_s_clip_took_are_not_taken_again(tmp_path, monkeypatch):
+    def refuse(tensors):
+        raise AssertionError("measured twice")
+
+    training, observer = Training(), Observer(tmp_path / "run.jsonl", {}, every=1, extras_every=0)
+    original = torch._foreach_norm
+    monkeypatch.setattr(sys.modules["gradguard.monitoring.observe.observer"], "gradient_norms", refuse)
+    with observe(observer):
+        training.steps(3, clip=0.5)
+    observer.close(0, False)
+    assert torch._foreach_norm is original
+    record = read_record(observer.path)
+    assert record.events == []
+    assert len(record.steps) == 3
+    for step, tensors in zip(record.steps, record.tensors, strict=True):
+        assert step["norm"] == pytest.approx(sum(n * n for n in tensors["norm"]) ** 0.5, rel=1e-3)
+        assert step["post_norm"] == pytest.approx(min(0.5, step["norm"]), rel=1e-4)
+
+
+@pytest.mark.parametrize("foreach", [False, None])
+def test_a_clip_that_takes_another_way_leaves_the_same_norms(tmp_path, foreach):
+    p = nn.Parameter(torch.tensor([3.0, 4.0]))
+    optimizer, observer = torch.optim.SGD([p], lr=0.0), Observer(tmp_path / "run.jsonl", {})
+    with observe(observer):
+        p.grad = torch.tensor([3.0, 4.0])
+        torch.nn.utils.clip_grad_norm_([p], 1.0, foreach=foreach)
+        optimizer.step()
+    observer.close(0, False)
+    (step,) = read_record(observer.path).steps
+    assert (step["norm"], step["coefficient"]) == pytest.approx((5.0, 0.2), rel=1e-5)
+
+
+def test_extras_come_on_schedule_and_in_a_burst_after_a_spike(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys.modules["gradguard.monitoring.observe.schedule"], "SHARE", 1e9)
+    training, observer = Training(lr=0.0), Observer(tmp_path / "run.jsonl", {}, every=10**9)
+    with observe(observer):
+        training.steps(120)
+        training.steps(1, scale=1e6)
+        training.steps(29)
+    observer.close(0, False)
+    lines = read_record(observer.path).tensors
+    assert [line["i"] for line in lines] == [0, 50, 100, *range(121, 141)]
+    assert all({"max", "zeros", "weight", "update", "histogram"} <= line.keys() for line in lines)
+    assert all(line["update"] == [0.0, 0.0] for line in lines)
+
+
+def test_two_optimizers_take_turns_and_each_line_has_the_last_of_both(tmp_path):
+    first, second, observer = Training(), Training(), Observer(tmp_path / "run.jsonl", {}, every=1, extras_every=0)
+    with observe(observer):
+        for _ in range(2):
+            first.steps(1, clip=0.5)
+            second.steps(1, clip=0.25)
+    observer.close(0, False)
+    record = read_record(observer.path)
+    assert [(s["optimizer"], s["threshold"]) for s in record.steps] == [(0, 0.5), (1, 0.25)] * 2
+    assert [p["optimizer"] for p in record.meta["params"]] == [0, 0, 1, 1]
+    assert all(norm > 0 for norm in record.tensors[-1]["norm"])
+    assert record.tensors[2]["norm"][2:] == record.tensors[1]["norm"][2:]
+
+
+def test_an_optimizer_that_came_later_has_a_number_of_its_own(tmp_path):
+    training, observer = Training(), Observer(tmp_path / "run.jsonl", {})
+    with observe(observer):
+        training.steps(1)
+        training.optimizer = torch.optim.SGD(training.model.parameters(), lr=0.1)
+        training.steps(1)
+    observer.close(0, False)
+    assert [step.get("optimizer") for step in read_record(observer.path).steps] == [None, 1]
+
+
+def test_what_is_watched_may_be_freed(tmp_path):
+    observer = Observer(tmp_path / "run.jsonl", {})
+    with observe(observer):
+        training = Training()
+        training.steps(3, clip=0.5)
+        alive = weakref.ref(training.model.weight), weakref.ref(training.optimizer)
+        del training
+        gc.collect()
+        assert [reference() for reference in alive] == [None, None]
+    observer.close(0, False)
+
+
+def test_a_process_of_a_higher_rank_measures_and_writes_nothing(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys.modules["gradguard.monitoring.observe.observer"], "gradient_norms", pytest.fail)
+    observer = Observer(None, {})
+    with observe(observer):
+        Training().steps(2)
+    observer.close(0, False)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_meta_says_where_it_ran(tmp_path):
+    observer = Observer(tmp_path / "run.jsonl", {"version": "1"})
+    with observe(observer):
+        Training().steps(1)
+    observer.close(3, True)
+    record = read_record(observer.path)
+    assert record.meta["schema"] == 1
+    assert (record.meta["world"], record.meta["rank"]) == (1, 0)
+    assert {"python", "host_platform", "torch", "device"} <= record.meta.keys()
+    assert "mesh" not in record.meta
+    assert (record.end["exit"], record.end["interrupted"]) == (3, True)
+    assert not record.is_newer
+
+
+def test_git_that_is_not_there_or_takes_too_long_is_no_error(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path))
+    assert environment.git_state() is None
+    monkeypatch.setenv("PATH", "")
+    assert environment.git_state() is None
+    monkeypatch.undo()
+    monkeypatch.setattr(environment, "GIT_SECONDS", 0.0)
+    assert environment.git_state() is None
+
+
+# --- watch() ----------------------------------------------------------------------------------------------------------
+
+
+def test_watch_works_without_a_block(tmp_path):
+    training = Training()
+    seen = watch(tmp_path)
+    training.steps(4, clip=0.5)
+    page = seen.report()
+    assert page == tmp_path / "report.html"
+    assert page.exists()
+    training.steps(1)
+    seen.close()
+    seen.close()
+    training.steps(1)
+    record = read_record(seen.path)
+    assert (seen.steps, len(record.steps), record.end["steps"]) == (5, 5, 5)
+    assert record.steps[0]["threshold"] == 0.5
+
+
+def test_a_cell_that_runs_again_closes_the_watch_before_and_replaces_nothing(tmp_path):
+    training = Training()
+    first = watch(tmp_path)
+    training.steps(2)
+    second = watch(tmp_path)
+    training.steps(3)
+    second.close()
+    assert [path.name for path in (first.path, second.path)] == ["run.jsonl", "run-2.jsonl"]
+    assert [read_record(seen.path).end["steps"] for seen in (first, second)] == [2, 3]
+
+
+def test_a_clip_imported_by_name_before_is_seen_and_given_back(tmp_path, monkeypatch):
+    import synthetic
+
+    original = torch.nn.utils.clip_grad_norm_
+    monkeypatch.setattr(synthetic, "clip_grad_norm_", original, raising=False)
+    training = Training()
+    with watch(tmp_path) as seen:
+        training.optimizer.zero_grad()
+        training.model(torch.ones(1, 4)).sum().backward()
+        synthetic.clip_grad_norm_(training.model.parameters(), 0.25)
+        training.optimizer.step()
+    assert synthetic.clip_grad_norm_ is original
+    assert torch.nn.utils.clip_grad_norm_ is original
+    assert read_record(seen.path).steps[0]["threshold"] == 0.25
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "words"),
+    [
+        ({"every": 0}, InvalidValueError, "at least 1"),
+        ({"path": 3}, InvalidTypeError, "expected a path such as 'run.jsonl', got int"),
+    ],
+)
+def test_wrong_arguments(arguments, error, words):
+    with pytest.raises(error, match=words):
+        watch(**arguments)
+
+
+def test_a_report_where_nothing_is_written(monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with watch() as seen, pytest.raises(RecordError, match="on the process of rank 0"):
+        seen.report()
+
+
+def test_the_numbers_of_a_watched_training_are_bit_identical(tmp_path):
+    plain, watched = Training(momentum=0.9), Training(momentum=0.9)
+    torch.manual_seed(1)
+    plain.steps(60, clip=0.5)
+    torch.manual_seed(1)
+    with watch(tmp_path):
+        watched.steps(60, clip=0.5)
+    torch.testing.assert_close(watched.model.state_dict(), plain.model.state_dict(), rtol=0, atol=0)
+    assert gg.clip_grad_norm_.__module__ == "gradguard.clip.functional"
+
+
+def test_a_scaler_that_searches_its_scale_for_long_leaves_the_first_line_the_first(tmp_path):
+    training, observer = Training(), Observer(tmp_path / "run.jsonl", {})
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**100)
+    with observe(observer):
+        for _ in range(2 * outbox.FLUSH_ROWS):
+            training.optimizer.zero_grad()
+            scaler.scale(training.model(torch.randn(3, 4)).square().sum() * 1e20).backward()
+            scaler.step(training.optimizer)
+            scaler.update()
+    observer.close(0, False)
+    record = read_record(tmp_path / "run.jsonl")
+    assert len(record.steps) + sum(event["kind"] == "amp_skip" for event in record.events) == 2 * outbox.FLUSH_ROWS
+    assert record.steps
+
+
+def test_a_lazy_module_that_is_never_called_has_no_shape_and_ends_nothing(tmp_path):
+    training, observer = Training(), Observer(tmp_path / "run.jsonl", {})
+    training.model.unused = nn.LazyLinear(3)
+    training.optimizer = torch.optim.SGD(training.model.parameters(), lr=0.1)
+    with observe(observer):
+        training.steps(3)
+    observer.close(0, False)
+    record = read_record(tmp_path / "run.jsonl")
+    assert len(record.steps) == 3
+    assert [parameter["numel"] for parameter in record.meta["params"]] == [8, 2, 0, 0]
+
+
+def test_a_first_line_that_could_not_be_made_leaves_a_record_that_says_so(tmp_path, monkeypatch):
+    observer_module = sys.modules["gradguard.monitoring.observe.observer"]
+    monkeypatch.setattr(observer_module, "described", lambda *_: [][0])
+    training, observer = Training(), Observer(tmp_path / "run.jsonl", {})
+    with observe(observer):
+        training.steps(3)
+    observer.close(0, False)
+    (event,) = read_record(tmp_path / "run.jsonl").events
+    assert event["kind"] == "observer_failed"
+
+
+def test_a_step_gets_no_loss_of_an_evaluation_in_the_step_before(tmp_path):
+    layer = nn.Linear(1, 1, bias=False)
+    optimizer, values = torch.optim.LBFGS(layer.parameters(), max_iter=3, max_eval=9), []
+
+    def closure():
+        optimizer.zero_grad()
+        loss = (layer(torch.ones(4, 1)).cosh() + 1).sum()
+        loss.backward()
+        nn.utils.clip_grad_norm_(layer.parameters(), 10.0)
+        values.append(loss.item())
+        return loss
+
+    observer, firsts = Observer(tmp_path / "run.jsonl", {}), []
+    with observe(observer):
+        for _ in range(3):
+            nn.init.constant_(layer.weight, 1.0 + len(firsts))
+            firsts.append(len(values))
+            optimizer.step(closure)
+    observer.close(0, False)
+    assert len(values) > 3
+    losses = [step["loss"] for step in read_record(tmp_path / "run.jsonl").steps]
+    assert losses == pytest.approx([values[k] for k in firsts])

@@ -1,0 +1,221 @@
+"""Gradients of which each process holds a part: one record with the true norms, and nobody who waits for a watcher."""
+
+import subprocess
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.utils import clip_grad_norm_
+
+from distributed.pool import Pools
+from gradguard.errors import DistributedError
+from gradguard.monitoring.observe import shared_norms
+from gradguard.monitoring.observe.monitor import Monitor
+from gradguard.monitoring.observe.observer import Observer, observe
+from gradguard.monitoring.record.file import read_record
+
+pytestmark = pytest.mark.slow
+
+STEPS = 6
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory):
+    pools = Pools(tmp_path_factory.mktemp("pools"))
+    yield lambda *call: pools(2).run(*call)
+    pools.close()
+
+
+def a_model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3), nn.Tanh(), nn.Linear(3, 1))
+
+
+def an_optimizer(sharded: bool = True) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = a_model()
+    if sharded:
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+
+        fully_shard(model, mesh=init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp")))
+    return model, torch.optim.Adam(model.parameters(), lr=0.05)
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        model(torch.randn(8, 6)).square().mean().backward()
+        if step % 2:
+            clip_grad_norm_(model.parameters(), 0.05)
+        optimizer.step()
+
+
+def weights_of(model: nn.Module) -> list[Any]:
+    whole = [p.full_tensor() if hasattr(p, "full_tensor") else p for p in model.parameters()]
+    return [p.tolist() for p in whole]
+
+
+class Trouble:
+    """Raises from the ``first`` call on."""
+
+    def __init__(self, original: Any, first: int) -> None:
+        self._original, self._left = original, first
+
+    def __call__(self, *args: Any) -> Any:
+        self._left -= 1
+        if self._left < 0:
+            raise ValueError("on purpose")
+        return self._original(*args)
+
+
+def unwatched() -> list[Any]:
+    model, optimizer = an_optimizer()
+    train(model, optimizer)
+    return weights_of(model)
+
+
+def watched(path: str, trouble: tuple[int, str] | None) -> list[Any]:
+    """Train with an observer; on the process ``trouble[0]`` what is called ``trouble[1]`` fails at the third step."""
+    model, optimizer = an_optimizer()
+    observer = Observer(Path(path) if dist.get_rank() == 0 else None, {}, every=1)
+    with ExitStack() as stack:
+        stack.enter_context(observe(observer))
+        if trouble is not None and dist.get_rank() == trouble[0]:
+            home = observer if hasattr(observer, trouble[1]) else shared_norms
+            calls = 3 if home is shared_norms else 2  # one of them is the clip's
+            broken = Trouble(getattr(home, trouble[1]), calls)
+            stack.enter_context(patch.object(home, trouble[1], broken))
+        train(model, optimizer)
+    observer.close(0, False)
+    return weights_of(model)
+
+
+def alone(path: Path) -> tuple[list[Any], Any]:
+    model, optimizer = an_optimizer(sharded=False)
+    observer = Observer(path, {}, every=1, extras_every=0)
+    with observe(observer):
+        train(model, optimizer)
+    observer.close(0, False)
+    return weights_of(model), read_record(path)
+
+
+def numbers(record: Any) -> list[Any]:
+    keys = ("i", "norm", "post_norm", "coefficient", "threshold")
+    return [{key: step[key] for key in keys if key in step} for step in record.steps]
+
+
+@pytest.mark.usefixtures("others_unseen")
+def test_true_norms_one_record_and_the_same_weights(pair, tmp_path):
+    path = tmp_path / "run.jsonl"
+    first, second = pair(watched, str(path), None)
+    assert first == second == pair(unwatched)[0]
+    _, expected = alone(tmp_path / "alone.jsonl")
+    record = read_record(path)
+    assert record.events == []
+    assert (record.meta["world"], record.meta["rank"], record.meta["mesh"]) == (2, 0, {"dp": 1, "tp": 2})
+    for step, other in zip(numbers(record), numbers(expected), strict=True):
+        assert step == pytest.approx(other, rel=1e-4)
+    for line, other in zip(record.tensors, expected.tensors, strict=True):
+        assert line["norm"] == pytest.approx(other["norm"], rel=1e-3)
+        assert line.keys() == {"t", "i", "norm"}  # what is dear would be of one part
+
+
+@pytest.mark.parametrize(
+    ("trouble", "recorded", "words"),
+    [
+        ((1, "_measured_row"), STEPS, ""),
+        ((0, "_measured_row"), 2, "ValueError: on purpose"),
+        ((1, "tensor_norms"), 2, "another process could not measure"),
+        ((0, "tensor_norms"), 2, "ValueError: on purpose"),
+    ],
+)
+def test_nobody_waits_for_a_process_whose_watching_fails(pair, tmp_path, trouble, recorded, words):
+    path = tmp_path / "run.jsonl"
+    first, second = pair(watched, str(path), trouble)
+    assert first == second == pair(unwatched)[0]
+    record = read_record(path)
+    assert len(record.steps) == recorded
+    assert [event["kind"] for event in record.events] == ["observer_failed"] * bool(words)
+    assert all(words in event["message"] for event in record.events)
+    assert record.end is not None
+
+
+def monitored(breaks: bool) -> tuple[list[Any], list[Any]]:
+    model, optimizer = an_optimizer()
+    lines: list[Any] = []
+    with Monitor(optimizer, sink=lines.append, model=model, every=1) as monitor, ExitStack() as stack:
+        if breaks and dist.get_rank() == 1:
+            stack.enter_context(patch.object(monitor, "_places_of", Trouble(None, 0)))
+            stack.enter_context(pytest.warns(RuntimeWarning, match="on purpose"))
+        train(model, optimizer)
+    return weights_of(model), lines
+
+
+@pytest.mark.parametrize("breaks", [False, True])
+def test_a_monitor_on_each_process(pair, tmp_path, breaks):
+    (weights, lines), (_, none) = pair(monitored, breaks)
+    assert none == []
+    assert weights == pair(unwatched)[0]
+    _, expected = alone(tmp_path / "alone.jsonl")
+    norms = [step["norm"] for step in lines if step["t"] == "step"]
+    after = [step.get("post_norm", step["norm"]) for step in expected.steps]
+    assert norms == pytest.approx(after, rel=1e-4)
+
+
+def test_a_collective_that_fails_ends_the_watch_with_one_warning(tmp_path, monkeypatch, capfd):
+    calls = []
+
+    def fails(*args: Any, **kwargs: Any) -> None:
+        calls.append(args)
+        raise DistributedError("rank 1 did not come")
+
+    monkeypatch.setattr(shared_norms, "are_spread", lambda parameters: True)
+    monkeypatch.setattr(shared_norms, "plan_for", fails)
+    model, optimizer = an_optimizer(sharded=False)
+    observer = Observer(tmp_path / "run.jsonl", {})
+    with observe(observer):
+        train(model, optimizer)
+    observer.close(0, False)
+    assert len(calls) == 1
+    assert capfd.readouterr().err.count("rank 1 did not come") == 1
+    (event,) = read_record(observer.path).events
+    assert event["kind"] == "observer_failed"
+
+
+SCRIPT = """
+import hashlib, os, sys
+sys.path.insert(0, {home!r})
+import torch.distributed as dist
+from test_observer_sharded import an_optimizer, train, weights_of
+dist.init_process_group("gloo")
+model, optimizer = an_optimizer()
+train(model, optimizer)
+weights = weights_of(model)
+if dist.get_rank() == 0:
+    print("weights", hashlib.sha256(repr(weights).encode()).hexdigest())
+dist.destroy_process_group()
+"""
+
+
+def test_torchrun_with_and_without_gradguard_run(tmp_path):
+    home = Path(__file__).parent
+    tmp_path.joinpath("train.py").write_text(
+        f"import sys; sys.path.insert(0, {str(home.parent)!r})" + SCRIPT.format(home=str(home)),
+        encoding="utf-8",
+    )
+    said = []
+    for program in (["train.py"], ["-m", "gradguard", "run", "--out", "out", "train.py"]):
+        launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *program]
+        done = subprocess.run(launch, cwd=tmp_path, check=True, timeout=240, capture_output=True, text=True)
+        said.append([line for line in done.stdout.splitlines() if line.startswith("weights ")])
+    assert said[0] == said[1]
+    assert len(said[0]) == 1
+    record = read_record(tmp_path / "out")
+    assert len(record.steps) == STEPS
+    assert [path.name for path in tmp_path.rglob("*.jsonl")] == ["run.jsonl"]

@@ -1,0 +1,275 @@
+import hashlib
+import html
+import io
+import re
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from synthetic import log_normal, make_record, steps_of, wide_meta, write_char_rnn, write_gan, write_sick
+
+from gradguard.errors import InvalidValueError, RecordError
+from gradguard.monitoring.judge.health import findings
+from gradguard.monitoring.judge.recommend import recommend
+from gradguard.monitoring.judge.verdict import verdict
+from gradguard.monitoring.show.report import page as page_module
+from gradguard.monitoring.show.report import print_comparison, print_summary, text_summary, write_report
+from gradguard.monitoring.show.report.summary import labelled
+
+EVIL = "</script><img src=x onerror=alert(1)>&'\""
+EVENT = {"t": "event", "i": 0, "kind": "nonfinite", "severity": "error", "message": EVIL, "advice": EVIL}
+NETWORK = re.compile(
+    r"""(?:src|href)\s*=\s*["']?\s*(?:https?:)?//|@import|url\(\s*["']?(?:https?:)?//""", re.IGNORECASE
+)
+
+
+def own_text(page: str) -> str:
+    """The page without plotly.js, which is the script that starts with a comment."""
+    return re.sub(r"<script>/\*\*.*?</script>", "", page, count=1, flags=re.DOTALL)
+
+
+def page_of(*records) -> str:
+    path = write_report(list(records), records[0].path.with_suffix(".html"))
+    return path.read_text(encoding="utf-8")
+
+
+def params(*names):
+    return {"t": "meta", "params": [{"name": name, "numel": 1} for name in names], "optimizers": [EVIL], "argv": [EVIL]}
+
+
+def tensors(rows):
+    return [{"t": "tensors", "i": i, "norm": row} for i, row in enumerate(rows)]
+
+
+CASES = {
+    "0 steps": {},
+    "1 step": {"steps": steps_of([1.0], loss=2.0, lr=0.1), "tensors": tensors([[1.0, 0.0]])},
+    "all non-finite": {"steps": steps_of([None] * 300, nonfinite=4, loss=None), "tensors": tensors([[None, None]] * 9)},
+    "no loss": {"steps": steps_of(log_normal(300)), "tensors": tensors([[1.0, 2.0]] * 9)},
+    "no tensors": {"steps": steps_of(log_normal(300), loss=1.0)},
+    "no norm": {"steps": [{"t": "step", "i": i, "loss": 1.0} for i in range(300)]},
+    "zero norms": {"steps": steps_of([0.0] * 300), "tensors": tensors([[0.0, 0.0]] * 9)},
+    "a zero and a non-finite cell": {"steps": steps_of(log_normal(9)), "tensors": tensors([[0.0, 1.0], [None, 2.0]])},
+    "arrays of the wrong length": {"steps": steps_of(log_normal(9)), "tensors": tensors([[1.0], [1.0, 2.0, 3.0]])},
+    "5,000 steps": {"steps": steps_of(log_normal(5000), loss=1.0), "tensors": tensors([[1.0, 2.0]] * 1000)},
+    "by value": {"steps": steps_of(log_normal(300), threshold=5.0, rule="value", coefficient=0.9)},
+    "constant": {"steps": steps_of([1.0] * 300, threshold=5.0, rule="norm", coefficient=1.0)},
+    "hundreds of decades": {"steps": steps_of([10.0 ** (i % 300 - 150) for i in range(600)])},
+    "overflowing squares": {"steps": steps_of([1e200] * 9), "tensors": tensors([[1e200, 1.0]])},
+    "bare": {"meta": {"t": "meta"}, "events": [{"t": "event", "i": 0}], "torn": True},
+}
+
+
+@pytest.mark.parametrize("parts", CASES.values(), ids=CASES.keys())
+def test_every_shape_of_record_gives_a_page_without_network(tmp_path, parts):
+    more = {"meta": params("weight", EVIL), "events": [EVENT] * 60} | parts
+    record = make_record(path=tmp_path / "run.jsonl", **more)
+    page = page_of(record)
+    assert verdict(record).sentence in html.unescape(page)
+    assert not NETWORK.search(own_text(page))  # plotly.js itself holds links for map credits, which load nothing
+    assert not re.search(r"<script[^>]+src|<link[^>]+href=\"(?!data:)", page)
+    assert EVIL not in own_text(page)
+    assert "<img" not in own_text(page)
+    assert page.count("* plotly.js (") == 1
+    assert recommend(record).reason.split(";")[0] in html.unescape(page)
+
+
+def test_the_drawing_library_in_the_page_is_the_published_one():
+    """`npm view plotly.js-cartesian-dist-min@4.1.1` names the package; its licence travels with it."""
+    folder = Path(page_module.__file__).parent
+    digest = hashlib.sha256((folder / "plotly-cartesian.min.js").read_bytes()).hexdigest()
+    assert digest == "79542150855a52c567260e3137095dbe2b744e6d702a5cabe67da246942fba7a"
+    assert (folder / "plotly-cartesian.LICENSE").read_text(encoding="utf-8").startswith("MIT License")
+
+
+def test_the_network_pattern_can_find_something():
+    for found in ('<script src="https://cdn.plot.ly/x.js">', "<link href=//cdn/x.css>", "@import 'x'", "url(http://x)"):
+        assert NETWORK.search(found)
+
+
+def test_one_run_has_every_figure(tmp_path):
+    record = write_char_rnn(tmp_path / "run.jsonl", threshold=1.0)
+    page = page_of(record)
+    assert re.findall(r"<h3.*?>(.*?)</h3>", page) == [
+        "Recommended threshold",
+        "Norms over time",
+        "How often clipping binds",
+        "How hard clipping binds",
+        "Layers",
+        "Who dominates",
+        "Distribution of norms",
+        "What other rules would have done",
+        "Findings",
+        "Events",
+        "Environment and cost",
+    ]
+    assert "0.5 % of the run" in page
+    assert "gradguard run --clip norm=2.2 examples/char_rnn.py --steps 600" in page
+
+
+def test_an_unclipped_run_is_told_what_would_have_happened(tmp_path):
+    page = page_of(write_char_rnn(tmp_path / "run.jsonl"))
+    assert "How often 2.2 would have bound" in page
+    assert "This run was not clipped." in page
+
+
+def test_several_runs_stand_side_by_side(tmp_path):
+    plain = write_char_rnn(tmp_path / "plain" / "run.jsonl", steps=300)
+    clipped = write_char_rnn(tmp_path / "clipped" / "run.jsonl", steps=300, threshold=1.0)
+    page = page_of(plain, clipped)
+    assert page.index("Runs compared") < page.index('id="overlay"') < page.index('<h2 id="run-0">plain</h2>')
+    assert '<h2 id="run-1">clipped</h2>' in page
+    assert "<td>norm=1</td>" in page
+    assert page.count("* plotly.js (") == 1
+
+
+def test_refusals(tmp_path):
+    with pytest.raises(InvalidValueError, match="needs at least one record, got none"):
+        write_report([], tmp_path / "report.html")
+    with pytest.raises(RecordError, match=r"cannot write .*Name another file with -o"):
+        write_report([make_record()], tmp_path)
+
+
+def test_terminal_summary_is_short_and_ends_in_the_command(tmp_path):
+    out = io.StringIO()
+    print_summary(write_char_rnn(tmp_path / "run.jsonl", threshold=1.0), Console(file=out, width=80))
+    lines = out.getvalue().splitlines()
+    assert len(lines) <= 20
+    assert "Clipping at 1.0 bound on 9.7 %" in lines[1]
+    assert lines[-2] == "gradguard run --clip norm=2.2 examples/char_rnn.py --steps 600"
+    assert lines[-1].startswith("observing cost: ")
+
+
+def test_terminal_summary_names_the_errors_first(tmp_path):
+    out = io.StringIO()
+    print_summary(write_sick(tmp_path / "run.jsonl"), Console(file=out, width=200))
+    assert out.getvalue().index("error: The gradient norm stayed") < out.getvalue().index(
+        "warning: Clipping bound on 100 %"
+    )
+    assert "and 2 remarks, see the report" in out.getvalue()
+
+
+def test_terminal_summary_of_nothing_and_without_a_console(capsys):
+    print_summary(make_record(meta={"t": "meta", "argv": ["[bold]x[/]"]}))
+    assert "Recommended threshold: none" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("parts", CASES.values(), ids=CASES.keys())
+def test_text_summary_is_parseable(parts):
+    record = make_record(**({"meta": params("weight", EVIL)} | parts))
+    pairs = dict(line.split(": ", 1) for line in text_summary(record).splitlines())
+    assert pairs["verdict"] == verdict(record).sentence
+    assert int(pairs["steps"]) == len(record.steps)
+    assert 0 <= float(pairs["clip_share"]) <= 1
+    assert "recommended" in pairs
+
+
+def test_the_template_ships_with_the_package():
+    from gradguard.monitoring.show.report import page
+
+    assert Path(page.__file__).with_name("template.html.jinja").is_file()
+
+
+def test_two_optimizers_of_one_run_are_told_apart(tmp_path):
+    page = page_of(write_gan(tmp_path / "run.jsonl"))
+    assert page.index('id="overlay"') < page.index("optimizer 0 (Adam)</h2>") < page.index("optimizer 1 (SGD)</h2>")
+    first, second = page.split('<h2 id="run-')[1:]
+    rows = [re.search(r'"rows":(\[.*?\])', part)[1] for part in (first, second)]
+    assert rows == ['["generator.0.weight","generator.2.weight"]', '["critic.0.weight"]']
+    assert "in gan.py, before the step of optimizer 1 (SGD): max_norm=0.59" in html.unescape(second)
+    assert "gradguard run --clip" not in page
+
+
+def test_an_event_between_steps_is_told_with_the_first_optimizer(tmp_path):
+    record = write_gan(tmp_path / "run.jsonl", steps=20)
+    record.events.append({"t": "event", "i": 20, "kind": "observer_failed", "message": "the disk is full"})
+    first, second = page_of(record).split('<h2 id="run-')[1:]
+    assert "the disk is full" in first
+    assert "the disk is full" not in second
+
+
+def test_names_in_findings_keep_their_case():
+    steps = steps_of([1.0] * 300)
+    lines = [{"t": "tensors", "i": i, "norm": [0.01] * 8 + [1.0]} for i in range(300)]
+    for step in steps:
+        step["top"] = [8, 0.999]
+    text = text_summary(make_record(meta=wide_meta(9), steps=steps, tensors=lines))
+    assert ": transformer.h.2.attention.in_proj_weight alone makes" in text
+
+
+def test_runs_of_one_name_are_told_apart_by_their_paths():
+    records = [make_record(path=Path(folder) / "out" / "run.jsonl") for folder in ("a", "b")]
+    assert [label for _, label in labelled(records)] == ["a/out/run.jsonl", "b/out/run.jsonl"]
+
+
+@pytest.mark.parametrize("odd", [{"threshold": -1.0, "rule": "norm"}, {"norm": 0.0}, {"coefficient": 0.0}])
+def test_odd_numbers_draw_something(tmp_path, odd):
+    record = make_record(path=tmp_path / "run.jsonl", steps=steps_of(log_normal(300), loss=1.0))
+    record.steps[-1].update(odd)
+    assert "Norms over time" in page_of(record)
+
+
+def test_findings_stand_on_the_page_with_advice(tmp_path):
+    record = write_sick(tmp_path / "run.jsonl")
+    page, found = html.unescape(page_of(record)), findings(record)
+    assert len(found) > 3
+    for finding in found:
+        assert finding.message[1:] in page
+        assert finding.advice[1:] in page
+    assert '<a href="#findings-run-0">2 errors, ' in page
+
+
+def test_a_newer_record_is_shown_with_a_warning(tmp_path):
+    record = make_record(path=tmp_path / "run.jsonl", meta=wide_meta(2) | {"schema": 99}, steps=steps_of([1.0] * 9))
+    assert "written by a newer gradguard (schema 99" in page_of(record)
+    assert "warning_1: The record was written by a newer gradguard" in text_summary(record)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("runs", "rows", "lines"), [(1, 2000, 120), (8, 40, 30)], ids=["one very wide model", "eight runs"]
+)
+def test_a_page_stays_below_seven_megabytes(tmp_path, runs, rows, lines):
+    noise = log_normal(rows * lines)
+    tensors = [
+        {
+            "t": "tensors",
+            "i": i,
+            "norm": noise[i * rows : (i + 1) * rows],
+            "weight": [1.0] * rows,
+            "update": [0.1] * rows,
+        }
+        for i in range(lines)
+    ]
+    steps = steps_of(log_normal(500), loss=1.2345, post_norm=0.1, threshold=0.1, coefficient=0.1, rule="norm")
+    records = [
+        make_record(path=tmp_path / str(run) / "run.jsonl", meta=wide_meta(rows), steps=steps, tensors=tensors)
+        for run in range(runs)
+    ]
+    path = write_report(records, tmp_path / "report.html")
+    assert 1.5e6 < path.stat().st_size < 7e6
+
+
+def test_text_numbers_the_findings_and_the_optimizers(tmp_path):
+    sick, gan = write_sick(tmp_path / "sick.jsonl"), write_gan(tmp_path / "gan.jsonl")
+    pairs = dict(line.split(": ", 1) for line in text_summary(sick).splitlines())
+    assert int(pairs["findings"]) == len(findings(sick))
+    assert pairs["finding_1"].startswith("error exploding (steps 321 to 397): The gradient norm stayed more than 10")
+    assert "lower the learning rate" in pairs["finding_1_advice"]
+    pairs = dict(line.split(": ", 1) for line in text_summary(gan).splitlines())
+    assert pairs["recommended"] == "none"
+    assert [pairs[f"optimizer_{place}_recommended"] for place in (0, 1)] == ["20", "0.59"]
+    assert pairs["optimizer_1_name"] == "optimizer 1 (SGD)"
+
+
+def test_a_script_with_two_rules_is_named_by_both(capsys):
+    steps = steps_of([1.0], rule="norm", threshold=1.0) + steps_of([1.0], rule="value", threshold=None)
+    print_comparison([make_record(steps=steps)])
+    assert "script: norm" in (out := capsys.readouterr().out)
+    assert "and value" in out
+
+
+def test_norms_near_the_largest_number_make_a_page(tmp_path):
+    steps = steps_of([1e308 if i % 2 else 1e-308 for i in range(300)], loss=1e308)
+    page = write_report([make_record(path=tmp_path / "run.jsonl", steps=steps)], tmp_path / "report.html")
+    assert "What other rules would have done" in page.read_text(encoding="utf-8")

@@ -1,0 +1,170 @@
+"""The numbers behind the charts, by hand."""
+
+import base64
+import math
+from array import array
+
+import pytest
+from synthetic import make_record, steps_of, wide_meta, write_gan, write_sick
+
+from gradguard.monitoring.record.optimizers import by_optimizer
+from gradguard.monitoring.show.report import layers
+from gradguard.monitoring.show.report.series import band, clip_windows, decimate, log_histogram, loss_range, outline
+
+
+def params(*names):
+    return {"t": "meta", "params": [{"name": name, "numel": 1} for name in names]}
+
+
+def tensors(rows, **more):
+    return [{"t": "tensors", "i": i, "norm": row} | more for i, row in enumerate(rows)]
+
+
+def test_decimation_keeps_the_spike_and_the_gap():
+    values = [1.0] * 50_000
+    values[31_234] = 99.0
+    values[:1000] = [None] * 1000
+    x, y = decimate(range(50_000), values)
+    assert len(x) <= 2000
+    assert (x[y.index(99.0)], y[0]) == (31_234, None)
+    assert x == sorted(set(x))
+
+
+def test_a_band_keeps_a_spike_of_one_step_in_a_hundred_thousand():
+    norms = [1.0, 2.0, 3.0, 2.0] * 25_000
+    norms[77_777] = 500.0
+    found = band(make_record(steps=steps_of(norms)), "norm")
+    assert len(found.steps) == 1200
+    assert found.thinned
+    place = found.high.index(500.0)
+    assert abs(found.steps[place] - 77_777) <= 84
+    assert (found.low[place], found.middle[place]) == (1.0, 2.0)
+
+
+@pytest.mark.parametrize(
+    ("values", "positive", "expected"),
+    [
+        ([], False, ([], [], [], [])),
+        ([1.0, None], False, ([0, 1], [1.0, None], [1.0, None], [1.0, None])),
+        ([0.0, 2.0], True, ([0, 1], [None, 2.0], [None, 2.0], [None, 2.0])),
+        ([-1.0, 2.0], False, ([0, 1], [-1.0, 2.0], [-1.0, 2.0], [-1.0, 2.0])),
+        ([4.0, 1.0, 2.0, None, None, None], False, ([1, 4], [1.0, None], [2.0, None], [4.0, None])),
+    ],
+)
+def test_bands(values, positive, expected):
+    found = band(make_record(steps=steps_of(values)), "norm", 2, positive=positive)
+    assert (found.steps, found.low, found.middle, found.high) == expected
+
+
+def test_a_quantity_that_only_some_steps_have():
+    steps = [{"t": "step", "i": i} | ({"loss": float(i)} if i % 10 == 0 else {}) for i in range(100)]
+    found = band(make_record(steps=steps), "loss")
+    assert found.steps == list(range(0, 100, 10))
+    assert not found.thinned
+
+
+def test_an_outline_has_one_polygon_for_each_stretch():
+    steps = steps_of([1.0, 2.0, 3.0, 4.0, None, None, 5.0, 6.0])
+    x, y = outline(band(make_record(steps=steps), "norm", 4))
+    assert x == [1, 3, 3, 1, None, 7, 7, None]
+    assert y == [2.0, 4.0, 3.0, 1.0, None, 6.0, 5.0, None]
+
+
+def test_windows_count_what_bound_and_leave_faults_out():
+    steps = steps_of([1.0] * 20, coefficient=0.5) + steps_of([1.0] * 20, coefficient=1.0)
+    for place, step in enumerate(steps):
+        step["i"] = place
+    steps[3] |= {"norm": None, "nonfinite": 1}
+    steps[4]["skipped"] = True
+    first, *_, last = clip_windows(make_record(steps=steps), None, 2)
+    assert (first.first, first.last, first.count) == (0, 20, 19)
+    assert first.share == pytest.approx(18 / 19)
+    assert (last.last, last.share) == (39, 0.0)
+    (whole,) = clip_windows(make_record(steps=steps_of([1.0, 3.0, 5.0])), 2.0)
+    assert whole.share == pytest.approx(2 / 3)
+
+
+@pytest.mark.parametrize("values", [[], [None], [0.0], [-1.0]])
+def test_nothing_to_count(values):
+    assert log_histogram(values) is None
+
+
+def test_equal_values_are_one_bin():
+    found = log_histogram([2.0] * 7)
+    assert found.counts == [7]
+    assert found.edges[0] < found.edges[1]
+
+
+def test_layer_norms_mark_zero_and_nonfinite():
+    record = make_record(meta=params("a", "b"), tensors=tensors([[0.0, 10.0], [None, 1.0], [1.0, 0.1]]))
+    matrix = layers.layer_norms(record)
+    assert matrix.cells == [[0.0, None, 1.0], [10.0, 1.0, 0.1]]
+    assert matrix.medians() == [1.0, 1.0]
+    packed = array("h", base64.b64decode(matrix.packed()))
+    assert list(packed) == [layers.ZERO, layers.NONFINITE, 0, 100, 0, -100]
+
+
+def test_layer_norms_keep_spikes_when_thinned():
+    rows = [[1.0]] * 3000
+    rows[1717] = [50.0]
+    matrix = layers.layer_norms(make_record(meta=params("a"), tensors=tensors(rows)))
+    assert len(matrix.steps) == 600
+    assert max(matrix.cells[0]) == 50.0
+
+
+def test_a_model_too_wide_for_a_page_keeps_what_moved():
+    rows = [[1.0] * 2000 for _ in range(50)]
+    rows[7][1234] = 900.0
+    rows[8][55] = None
+    matrix = layers.layer_norms(make_record(meta=wide_meta(2000), tensors=tensors(rows)), most_cells=60_000)
+    assert (len(matrix.names), matrix.left_out) == (layers.MOST_ROWS, 500)
+    assert wide_meta(2000)["params"][1234]["name"] in matrix.names
+    assert any(None in row for row in matrix.cells)
+    assert len(matrix.names) * len(matrix.steps) <= 60_000
+
+
+def test_update_ratios_only_where_they_were_recorded():
+    lines = tensors([[1.0, 1.0, 1.0]] * 4)
+    lines[2] |= {"weight": [2.0, 0.0, 1.0], "update": [1.0, 0.5, None]}
+    matrix = layers.update_ratios(make_record(meta=params("a", "b", "c"), tensors=lines))
+    assert matrix.steps == [2]
+    assert matrix.cells[0] == [0.5]
+    assert math.isnan(matrix.cells[1][0])
+    assert matrix.cells[2] == [None]
+    assert list(array("h", base64.b64decode(matrix.packed()))) == [-30, layers.GAP, layers.NONFINITE]
+    assert layers.update_ratios(make_record(meta=params("a"), tensors=tensors([[1.0]]))) is None
+
+
+def test_rows_belong_to_the_optimizer_that_steps_them(tmp_path):
+    gan, sick = write_gan(tmp_path / "gan.jsonl", steps=20), write_sick(tmp_path / "sick.jsonl", steps=20)
+    assert [layers.rows_of(part.record, gan) for part in by_optimizer(gan)] == [[0, 1], [2]]
+    assert [layers.rows_of(part.record, sick) for part in by_optimizer(sick)] == [None]
+
+
+def test_dominance_by_hand():
+    rows = [[3.0, 4.0]] * 8 + [[0.0, 10.0]]
+    record = make_record(meta=params("a", "b"), tensors=tensors(rows))
+    shares = layers.dominance(record, 9.0)
+    assert (shares["names"], shares["label"], shares["count"]) == (["a", "b"], "spike steps", 1)
+    assert shares["ordinary"] == pytest.approx([0.36, 0.64])
+    assert shares["spikes"] == pytest.approx([0.0, 1.0])
+    assert layers.dominance(record, 99.0)["label"] == "largest 5 % of steps"
+
+
+@pytest.mark.parametrize(
+    ("losses", "cut"),
+    [
+        ([2.0, 1.5, 1.2, 1.0] * 20, False),
+        ([4.0 - i / 30 for i in range(100)], False),
+        ([2.5e8, *[2.0 - i / 100 for i in range(100)]], True),
+        ([1.0] * 100, False),
+        ([], False),
+    ],
+)
+def test_an_axis_of_losses_is_cut_only_for_explosions(losses, cut):
+    record = make_record(steps=[{"t": "step", "i": i, "loss": loss} for i, loss in enumerate(losses)])
+    ends = loss_range([record])
+    assert (ends is not None) == cut
+    if ends:
+        assert ends[0] < 1.02
+        assert 1.9 < ends[1] < 3

@@ -1,0 +1,157 @@
+import pytest
+from synthetic import log_normal, make_record, steps_of
+
+from gradguard.monitoring.judge.verdict import verdict
+from gradguard.monitoring.record.optimizers import by_optimizer
+
+CALM = log_normal(600, centre=0.42)
+
+
+def clipped(norms, threshold, optimizer="SGD", rule="norm"):
+    steps = steps_of(norms, threshold=threshold, rule=rule)
+    for step in steps:
+        step["coefficient"] = min(1.0, threshold / step["norm"])
+    return make_record(meta={"t": "meta", "clip": f"{rule}={threshold}", "optimizers": [optimizer]}, steps=steps)
+
+
+def share_of(share, count=1000):
+    return [2.0 if i < share * count else 0.5 for i in range(count)]
+
+
+@pytest.mark.parametrize(
+    ("record", "regime", "words"),
+    [
+        (make_record(), "never", "No optimizer step was recorded."),
+        (make_record(steps=[{"t": "step", "i": 0}]), "never", "No clipping in 1 step. No finite gradient norm"),
+        (make_record(steps=steps_of(CALM)), "never", "No clipping in 600 steps. Pre-clip gradient norms: median 0.4"),
+        (clipped(share_of(0), 1.0), "never", "Clipping at 1.0 never bound in 1,000 steps."),
+        (clipped(share_of(0.01), 1.0), "guard", "at 1.0 bound on 1 % of 1,000 steps: a guard against rare"),
+        (clipped(share_of(0.2), 1.0), "shaping", "bound on 20 % of 1,000 steps: it shapes training, with a median"),
+        (
+            clipped([20.0] * 4000, 1.0),
+            "normalising",
+            "Clipping at 1.0 bound on 100 % of 4,000 steps: it works as a learning-rate multiplier of 0.05, "
+            "not as a guard.",
+        ),
+        (clipped([20.0] * 10, 1.0, "AdamW"), "normalising", "it normalises steps (median coefficient 0.05)"),
+        (clipped(share_of(0.2), 1.0, rule="value"), "shaping", "Clipping by value at 1.0 bound on 20 %"),
+    ],
+)
+def test_sentence_and_regime(record, regime, words):
+    judged = verdict(record)
+    assert judged.regime == regime
+    assert words in judged.sentence
+
+
+def test_spikes_are_counted_after_the_warm_up():
+    norms = [100 * norm if i % 100 == 99 else norm for i, norm in enumerate(CALM)]
+    judged = verdict(make_record(steps=steps_of(norms)))
+    assert judged.spike_share == pytest.approx(6 / 540)
+    assert "1.1 % of steps were spikes. 0 non-finite." in judged.sentence
+    assert judged.max_norm == max(norms)
+
+
+def test_a_coefficient_of_one_to_rounding_does_not_bind():
+    record = clipped([1.0] * 100, 1.0)
+    record.steps[3]["coefficient"] = 1 - 1e-12
+    assert verdict(record).clip_share == 0
+
+
+def test_nonfinite_and_skipped_steps_are_counted_and_kept_out_of_the_share():
+    record = clipped(share_of(0.5, count=10), 1.0)
+    record.steps[0] |= {"norm": None}
+    record.steps[1] |= {"nonfinite": 7}
+    record.steps[9] |= {"skipped": True}
+    judged = verdict(record)
+    assert (judged.nonfinite_steps, judged.skipped_steps) == (2, 1)
+    assert judged.clip_share == 3 / 7
+    assert judged.sentence.endswith("1 skipped. 2 non-finite.")
+
+
+def test_all_norms_not_finite():
+    judged = verdict(make_record(steps=steps_of([None] * 30)))
+    assert (judged.nonfinite_steps, judged.median_norm, judged.spike_share) == (30, None, None)
+    assert judged.sentence == "No clipping in 30 steps. No finite gradient norm was recorded. 30 non-finite."
+
+
+@pytest.mark.parametrize(
+    ("losses", "final", "best", "diverged"),
+    [
+        ([], None, None, False),
+        ([3.0], 3.0, 3.0, False),
+        ([4.0] * 10 + [1.0] * 10 + [2.0] * 10, 2.0, 1.0, False),
+        ([4.0] * 380 + [1.0] * 20, 1.0, 1.0, False),
+        ([1.0] * 20 + [None] * 5, None, 1.0, True),
+        ([1.0] * 20 + [None] + [1.0] * 5, None, 1.0, False),
+    ],
+)
+def test_losses(losses, final, best, diverged):
+    judged = verdict(make_record(steps=[{"t": "step", "i": i, "loss": loss} for i, loss in enumerate(losses)]))
+    assert (judged.final_loss, judged.best_loss, judged.diverged) == (final, best, diverged)
+    assert ("The loss was not finite at the end." in judged.sentence) == diverged
+
+
+@pytest.mark.parametrize(
+    ("end", "share"),
+    [
+        (None, None),
+        ({"t": "end"}, None),
+        ({"t": "end", "wall": 0.0, "overhead_ms": 1.0}, None),
+        ({"t": "end", "wall": 61.0, "overhead_ms": 305.0}, 0.005),
+    ],
+)
+def test_overhead(end, share):
+    assert verdict(make_record(end=end)).overhead_share == share
+
+
+def gan(count=400):
+    """Adam's norms are 9, clipped at 1; SGD's are 0.5 and are left alone."""
+    adam = {"norm": 9.0, "optimizer": 0, "threshold": 1.0, "coefficient": 1 / 9, "rule": "norm", "loss": 3.0}
+    sgd = {"norm": 0.5, "optimizer": 1, "loss": 1.0}
+    steps = [{"t": "step", "i": i} | (sgd if i % 2 else adam) for i in range(count)]
+    return make_record(meta={"t": "meta", "optimizers": ["Adam", "SGD"]}, steps=steps)
+
+
+def test_several_optimizers_are_judged_one_by_one():
+    judged = verdict(gan())
+    (first, adam), (second, sgd) = judged.parts
+    assert (first, second) == ("optimizer 0 (Adam)", "optimizer 1 (SGD)")
+    assert (adam.clip_share, adam.regime, adam.median_norm, adam.steps) == (1.0, "normalising", 9.0, 200)
+    assert (sgd.clip_share, sgd.clipping, sgd.median_norm, sgd.final_loss) == (0.0, False, 0.5, 1.0)
+    assert (judged.clip_share, judged.threshold, judged.steps) == (0.5, 1.0 if sgd.threshold else None, 400)
+    assert judged.sentence.startswith(
+        "Optimizer 0 (Adam): Clipping at 1.0 bound on 100 % of 200 steps: it normalises steps (median coefficient 0.11)"
+    )
+    assert "Optimizer 1 (SGD): No clipping in 200 steps." in judged.sentence
+    assert judged.spike_share == 0  # neither half is a spike of the other
+
+
+def test_one_of_several_that_diverged_is_enough():
+    record = gan()
+    record.steps[-1]["loss"] = None
+    assert verdict(record).diverged
+    record.steps.append(record.steps[0] | {"i": 400})
+    assert verdict(record).diverged
+
+
+def test_one_optimizer_among_several_that_steps_alone_is_no_part():
+    record = gan()
+    alone = [step for step in record.steps if step["optimizer"] == 1]
+    judged = verdict(make_record(meta=record.meta, steps=alone))
+    assert judged.parts == ()
+    assert judged.sentence.startswith("No clipping in 200 steps.")
+
+
+def test_parts_share_events_and_tensors_by_step_and_keep_what_has_no_optimizer():
+    record = gan(4)
+    record.steps.append({"t": "step", "i": 4, "norm": 1.0})
+    record.steps.append({"t": "step", "i": 5, "norm": 1.0, "optimizer": 7})
+    record.events.extend({"t": "event", "i": i} for i in range(6))
+    record.tensors.extend({"t": "tensors", "i": i, "norm": [1.0]} for i in range(0, 6, 2))
+    parts = by_optimizer(record)
+    assert [part.label for part in parts] == [
+        "optimizer 0 (Adam)", "optimizer 1 (SGD)", "optimizer 7", "an optimizer that came later",
+    ]  # fmt: skip
+    assert [[event["i"] for event in part.record.events] for part in parts] == [[0, 2], [1, 3], [5], [4]]
+    assert [len(part.record.tensors) for part in parts] == [2, 0, 0, 1]
+    assert [part.record.meta["optimizers"] for part in parts] == [["Adam"], ["SGD"], [], []]
