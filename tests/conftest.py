@@ -14,7 +14,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-from gradguard.monitoring.observe import names
+from gradguard.monitoring.observe import meta as names
 from gradguard.tensors import layout
 
 settings.register_profile(  # however slow the machine is

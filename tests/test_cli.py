@@ -334,7 +334,7 @@ def test_a_failure_of_the_observer_never_reaches_the_script(run, monkeypatch):
     def broken(gradients):
         raise ZeroDivisionError("inside the observer")
 
-    monkeypatch.setattr(sys.modules["gradguard.monitoring.observe.heard_clips"], "gradient_norms", broken)
+    monkeypatch.setattr(sys.modules["gradguard.monitoring.observe.clips"], "gradient_norms", broken)
     code, record = run(script())
     assert code == 0
     assert record.steps == []
@@ -746,7 +746,7 @@ def test_a_full_disk_does_not_change_how_the_script_ends(run, capfd, monkeypatch
         def flush(self):
             raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(sys.modules["gradguard.monitoring.observe.observer"], "RecordWriter", Full)
+    monkeypatch.setattr(sys.modules["gradguard.monitoring.show.sinks.lines"], "RecordWriter", Full)
     Path("train.py").write_text(script())
     assert main(["run", "--out", "out", "train.py"]) == 0
     assert "No space left" in capfd.readouterr().err

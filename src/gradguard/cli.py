@@ -122,7 +122,7 @@ def _run(argv: Sequence[str]) -> int:
         raise CommandError(f"--every {options.every}: expected a number of steps, at least 1.")
     rule = _parse_clip(options.clip) if options.clip is not None else None
 
-    from gradguard.monitoring.observe.environment import rank_and_world
+    from gradguard.monitoring.observe.meta import rank_and_world
     from gradguard.monitoring.observe.script import load_module, load_script
 
     program = (load_module if is_module else load_script)(target[0], target[1:])
@@ -175,20 +175,15 @@ def _recommended(path: Path) -> float:
 
 
 def _observe(program, shown: list[str], record: Path | None, rule: tuple[str, float] | None, every: int | None) -> int:
-    from gradguard.monitoring.observe.environment import git_state
+    from gradguard.monitoring.observe.meta import program_facts
     from gradguard.monitoring.observe.observer import AppliedClip, Observer, observe
     from gradguard.monitoring.observe.script import INTERRUPTED, run
     from gradguard.monitoring.observe.watch import stop_watching
 
     stop_watching()  # where the environment variable asks for a watch, this one is it
     clip = AppliedClip(*rule, bind=_binder(*rule)) if rule else None
-    meta = {
-        "version": __version__,
-        "argv": shown,
-        "clip": f"{rule[0]}={rule[1]:g}" if rule else None,
-        "git": git_state(),
-    }
-    observer = Observer(record, meta, clip, every)
+    facts = program_facts(shown, f"{rule[0]}={rule[1]:g}" if rule else None)
+    observer = Observer(record, facts, clip, every)
     code, process, here = 1, os.getpid(), Path.cwd()
     try:
         with observe(observer):

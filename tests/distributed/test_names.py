@@ -9,7 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gradguard as gg
 from gradguard.distributed.wrappers import named_parameters
-from gradguard.monitoring.observe.names import name_parameters
+from gradguard.monitoring.observe.meta import name_parameters
 
 
 class Model(nn.Module):

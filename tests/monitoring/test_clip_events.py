@@ -284,7 +284,7 @@ def test_several_clips_of_a_loop(name, watch, tmp_path):
 
 def test_the_watchers_own_clip_beside_the_scripts(tmp_path):
     """``--clip`` is applied by the watcher: told once, and beside what the script does."""
-    from gradguard.monitoring.observe.applied import AppliedClip
+    from gradguard.monitoring.observe.clips import AppliedClip
 
     def bind(modules):
         return lambda parameters, scale: gg.clip_grad_norm_(parameters, 0.2)
@@ -308,7 +308,7 @@ def test_the_watchers_own_clip_beside_the_scripts(tmp_path):
 
 
 def watch_alone(path, bind, model, optimizer, loop):
-    from gradguard.monitoring.observe.applied import AppliedClip
+    from gradguard.monitoring.observe.clips import AppliedClip
 
     observer = Observer(path, {}, AppliedClip("norm", 0.2, bind))
     with observe(observer):

@@ -15,7 +15,7 @@ from torch import nn
 import gradguard as gg
 from gradguard.cli import main
 from gradguard.errors import InvalidTypeError, InvalidValueError, RecordError
-from gradguard.monitoring.observe import monitor_output
+from gradguard.monitoring.observe import record_buffer
 from gradguard.monitoring.observe.monitor import Monitor
 from gradguard.monitoring.record.file import read_record
 from gradguard.tensors.norms import tensor_norms
@@ -132,7 +132,7 @@ CLIPPERS = [
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize(("rule", "clipper"), CLIPPERS)
 def test_a_guard_is_read_and_not_measured(rule, clipper, fused, monkeypatch):
-    monkeypatch.setattr(sys.modules["gradguard.monitoring.observe.heard_clips"], "gradient_norms", pytest.fail)
+    monkeypatch.setattr(sys.modules["gradguard.monitoring.observe.clips"], "gradient_norms", pytest.fail)
     model, lines, expected = a_model(), [], []
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01, fused=fused)
     guard = gg.Guard(optimizer, clipper(), model=model)
@@ -242,7 +242,7 @@ def test_a_clip_by_hand_is_told_to_log(max_norm):
 @pytest.mark.parametrize("before", [True, False])
 @pytest.mark.parametrize("rows", [1, 2, 50])
 def test_what_is_logged_belongs_to_its_step_wherever_flushes_fall(before, rows, monkeypatch):
-    monkeypatch.setattr(monitor_output, "FLUSH_ROWS", rows)
+    monkeypatch.setattr(record_buffer, "FLUSH_ROWS", rows)
     model, lines = a_model(), []
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     with Monitor(optimizer, sink=lines.append, model=model) as monitor:
@@ -317,7 +317,7 @@ def optimizers(parameters):
 @pytest.mark.parametrize("guarded", [False, True])
 @pytest.mark.parametrize("kind", ["sgd", "fused", "sparse"])
 def test_training_comes_out_bit_identical(kind, guarded, monkeypatch):
-    monkeypatch.setattr(monitor_output, "FLUSH_ROWS", 2)
+    monkeypatch.setattr(record_buffer, "FLUSH_ROWS", 2)
     results = []
     for watched in (False, True):
         model = a_model()
@@ -406,7 +406,7 @@ def test_an_exception_closes_and_goes_on(error, code, interrupted):
 def test_its_own_failure_is_one_warning_and_an_event(monkeypatch):
     model, lines = a_model(), []
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    heard = sys.modules["gradguard.monitoring.observe.heard_clips"]
+    heard = sys.modules["gradguard.monitoring.observe.clips"]
     monkeypatch.setattr(heard, "gradient_norms", lambda tensors: 1 / 0)
     with Monitor(optimizer, sink=lines.append, model=model) as monitor:
         with pytest.warns(RuntimeWarning, match="stopped measuring: ZeroDivisionError.*goes on untouched") as caught:
@@ -483,9 +483,9 @@ class FakeEvent:
 
 
 def test_numbers_of_a_device_are_read_when_their_copy_has_landed_and_never_waited_for(monkeypatch):
-    monkeypatch.setattr(monitor_output, "FLUSH_ROWS", 2)
-    monkeypatch.setattr(sys.modules["gradguard.monitoring.observe.transfer"], "are_readable", lambda *tensors: False)
-    monkeypatch.setattr(sys.modules["gradguard.monitoring.observe.heard_clips"], "gradient_norms", tensor_norms)
+    monkeypatch.setattr(record_buffer, "FLUSH_ROWS", 2)
+    monkeypatch.setattr(sys.modules["gradguard.monitoring.observe.host_copy"], "are_readable", lambda *tensors: False)
+    monkeypatch.setattr(sys.modules["gradguard.monitoring.observe.clips"], "gradient_norms", tensor_norms)
     events = []
 
     def copy(flat):
@@ -495,7 +495,7 @@ def test_numbers_of_a_device_are_read_when_their_copy_has_landed_and_never_waite
     model, lines = a_model(), []
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     with Monitor(optimizer, sink=lines.append, model=model) as monitor:
-        monitor._output._copy = copy
+        monitor._buffer._copy = copy
         norms = train(model, optimizer, 5)
         assert len(events) == 2
         assert steps_of(lines) == []
@@ -509,7 +509,7 @@ def test_numbers_of_a_device_are_read_when_their_copy_has_landed_and_never_waite
 
 
 def test_a_slow_program_is_flushed_at_each_step(monkeypatch):
-    monkeypatch.setattr(monitor_output, "FLUSH_SECONDS", 0.0)
+    monkeypatch.setattr(record_buffer, "FLUSH_SECONDS", 0.0)
     model, lines = a_model(), []
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     with Monitor(optimizer, sink=lines.append, model=model) as monitor:
@@ -520,7 +520,7 @@ def test_a_slow_program_is_flushed_at_each_step(monkeypatch):
 
 
 def test_a_loop_that_logs_before_the_step_is_flushed_up_to_the_last(monkeypatch):
-    monkeypatch.setattr(monitor_output, "FLUSH_SECONDS", 0.0)
+    monkeypatch.setattr(record_buffer, "FLUSH_SECONDS", 0.0)
     model, lines = a_model(), []
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     with Monitor(optimizer, sink=lines.append, model=model) as monitor:

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import nn
 
-from gradguard.monitoring.observe import outbox
+from gradguard.monitoring.observe import record_buffer
+from gradguard.monitoring.observe.host_copy import AsyncHostCopy
 from gradguard.monitoring.observe.observer import Observer, observe
-from gradguard.monitoring.observe.transfer import Parcel
 from gradguard.monitoring.record.file import read_record
 
 pytestmark = pytest.mark.usefixtures("others_unseen")
@@ -51,12 +51,12 @@ class FakeDevice:
 @pytest.fixture
 def device(monkeypatch) -> FakeDevice:
     fake = FakeDevice()
-    monkeypatch.setattr(sys.modules["gradguard.monitoring.observe.transfer"], "copy_to_host", fake.copy)
+    monkeypatch.setattr(sys.modules["gradguard.monitoring.observe.host_copy"], "copy_to_host", fake.copy)
     return fake
 
 
 def test_a_parcel_of_two_devices(device):
-    parcel = Parcel([torch.tensor([1.0, 3.0]), torch.empty(2, device="meta"), torch.empty((), device="meta")])
+    parcel = AsyncHostCopy([torch.tensor([1.0, 3.0]), torch.empty(2, device="meta"), torch.empty((), device="meta")])
     assert not parcel.arrived()
     device.arrive(0)
     assert parcel.arrived()
@@ -79,8 +79,8 @@ def train(steps: int, path, device: FakeDevice, each=lambda k: None) -> Observer
 
 
 def test_steps_are_written_when_their_copy_has_arrived_and_in_order(device, tmp_path, monkeypatch):
-    monkeypatch.setattr(outbox, "FLUSH_ROWS", 4)
-    monkeypatch.setattr(outbox, "FLUSH_SECONDS", 1e9)
+    monkeypatch.setattr(record_buffer, "FLUSH_ROWS", 4)
+    monkeypatch.setattr(record_buffer, "FLUSH_SECONDS", 1e9)
     path, written = tmp_path / "run.jsonl", []
 
     def each(k: int) -> None:
@@ -112,10 +112,10 @@ def test_a_read_would_be_caught(device, tmp_path):
 
 
 def test_our_own_thread_leaves_a_device_alone(device, tmp_path, monkeypatch):
-    monkeypatch.setattr(outbox, "FLUSH_SECONDS", 1e9)
+    monkeypatch.setattr(record_buffer, "FLUSH_SECONDS", 1e9)
     observer = train(1, tmp_path / "run.jsonl", device)
-    monkeypatch.setattr(outbox, "FLUSH_SECONDS", 0.0)
-    observer._outbox.write_late()
+    monkeypatch.setattr(record_buffer, "FLUSH_SECONDS", 0.0)
+    observer._buffer.write_late()
     assert device.copies == []
     observer.close(0, False)
     assert len(device.copies) == 1

@@ -7,8 +7,16 @@ import pytest
 import torch
 from torch import nn
 
-from gradguard.monitoring.observe.extras import BINS, LOWEST, histogram_of, measure_extras, measure_update
-from gradguard.monitoring.observe.measure import MEDIUM, SHORT, gradient_norms
+from gradguard.monitoring.observe.measure import (
+    BINS,
+    LOWEST,
+    MEDIUM,
+    SHORT,
+    gradient_norms,
+    histogram_of,
+    measure_diagnostics,
+    measure_update,
+)
 from gradguard.monitoring.observe.schedule import BURST, EVERY, SHARE, Alarm, Schedule
 
 TENSORS = {
@@ -58,7 +66,7 @@ def test_extras_of_a_step():
     parameters = [nn.Parameter(torch.tensor([3.0, 4.0])), nn.Parameter(torch.ones(2, 2))]
     parameters[0].grad = torch.tensor([0.0, -0.02])
     parameters[1].grad = torch.full((2, 2), 5.0)
-    extras = measure_extras(parameters)
+    extras = measure_diagnostics(parameters)
     with torch.no_grad():
         parameters[0].add_(torch.tensor([0.0, 0.5]))
     measure_update(extras, parameters)
@@ -75,19 +83,19 @@ def test_extras_of_a_step():
 
 
 def test_extras_without_a_copy_of_weights_that_are_too_large(monkeypatch):
-    monkeypatch.setattr(sys.modules["gradguard.monitoring.observe.extras"], "MOST_BYTES", 7)
+    monkeypatch.setattr(sys.modules["gradguard.monitoring.observe.measure"], "MOST_BYTES", 7)
     p = nn.Parameter(torch.ones(2))
     p.grad = torch.ones(2)
-    extras = measure_extras([p])
+    extras = measure_diagnostics([p])
     measure_update(extras, [p])
     assert extras.update is None
 
 
 def test_the_histogram_of_a_long_tensor_is_a_sample_that_leaves_no_column_out(monkeypatch):
-    monkeypatch.setattr(sys.modules["gradguard.monitoring.observe.extras"], "SAMPLE", 64)
+    monkeypatch.setattr(sys.modules["gradguard.monitoring.observe.measure"], "SAMPLE", 64)
     p = nn.Parameter(torch.zeros(48, 16))
     p.grad = torch.tensor([10.0**k for k in range(-8, 8)]).repeat(48, 1)
-    counts = measure_extras([p]).counts
+    counts = measure_diagnostics([p]).counts
     assert sum(count > 0 for count in counts) == 16
     assert sum(counts) == pytest.approx(48 * 16, rel=0.2)
 

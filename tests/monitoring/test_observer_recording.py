@@ -14,7 +14,7 @@ from torch import nn
 
 import gradguard as gg
 from gradguard.errors import InvalidTypeError, InvalidValueError, RecordError
-from gradguard.monitoring.observe import environment, outbox
+from gradguard.monitoring.observe import meta, record_buffer
 from gradguard.monitoring.observe import watch as process
 from gradguard.monitoring.observe.observer import Observer, observe
 from gradguard.monitoring.observe.watch import watch
@@ -48,7 +48,7 @@ class Full(RecordWriter):
 
 
 def full_disk(path: Path, monkeypatch) -> None:
-    monkeypatch.setattr(sys.modules["gradguard.monitoring.observe.observer"], "RecordWriter", Full)
+    monkeypatch.setattr(sys.modules["gradguard.monitoring.show.sinks.lines"], "RecordWriter", Full)
 
 
 def unwritable(path: Path, monkeypatch) -> None:
@@ -90,7 +90,7 @@ def test_trouble_ends_the_recording_with_one_warning(trouble, words, tmp_path, m
 
 
 def test_a_step_that_takes_long_is_on_the_disk_before_the_next(tmp_path, monkeypatch):
-    monkeypatch.setattr(outbox, "FLUSH_SECONDS", 0.05)
+    monkeypatch.setattr(record_buffer, "FLUSH_SECONDS", 0.05)
     path = tmp_path / "run.jsonl"
     training, observer = Training(), Observer(path, {})
     with observe(observer):
@@ -103,7 +103,7 @@ def test_a_step_that_takes_long_is_on_the_disk_before_the_next(tmp_path, monkeyp
 
 
 def test_fifty_fast_steps_are_on_the_disk(tmp_path, monkeypatch):
-    monkeypatch.setattr(outbox, "FLUSH_SECONDS", 1e9)
+    monkeypatch.setattr(record_buffer, "FLUSH_SECONDS", 1e9)
     observer = Observer(tmp_path / "run.jsonl", {})
     with observe(observer):
         Training().steps(51)
@@ -128,7 +128,7 @@ def test_norms_that_the_script_s_clip_took_are_not_taken_again(tmp_path, monkeyp
     def refuse(tensors):
         raise AssertionError("measured twice")
 
-    training, observer = Training(), Observer(tmp_path / "run.jsonl", {}, every=1, extras_every=0)
+    training, observer = Training(), Observer(tmp_path / "run.jsonl", {}, every=1, diagnostics_every=0)
     original = torch._foreach_norm
     monkeypatch.setattr(sys.modules["gradguard.monitoring.observe.observer"], "gradient_norms", refuse)
     with observe(observer):
@@ -171,7 +171,7 @@ def test_extras_come_on_schedule_and_in_a_burst_after_a_spike(tmp_path, monkeypa
 
 
 def test_two_optimizers_take_turns_and_each_line_has_the_last_of_both(tmp_path):
-    first, second, observer = Training(), Training(), Observer(tmp_path / "run.jsonl", {}, every=1, extras_every=0)
+    first, second, observer = Training(), Training(), Observer(tmp_path / "run.jsonl", {}, every=1, diagnostics_every=0)
     with observe(observer):
         for _ in range(2):
             first.steps(1, clip=0.5)
@@ -232,12 +232,12 @@ def test_meta_says_where_it_ran(tmp_path):
 def test_git_that_is_not_there_or_takes_too_long_is_no_error(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path))
-    assert environment.git_state() is None
+    assert meta.git_state() is None
     monkeypatch.setenv("PATH", "")
-    assert environment.git_state() is None
+    assert meta.git_state() is None
     monkeypatch.undo()
-    monkeypatch.setattr(environment, "GIT_SECONDS", 0.0)
-    assert environment.git_state() is None
+    monkeypatch.setattr(meta, "GIT_SECONDS", 0.0)
+    assert meta.git_state() is None
 
 
 # --- watch() ----------------------------------------------------------------------------------------------------------
@@ -320,14 +320,16 @@ def test_a_scaler_that_searches_its_scale_for_long_leaves_the_first_line_the_fir
     training, observer = Training(), Observer(tmp_path / "run.jsonl", {})
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**100)
     with observe(observer):
-        for _ in range(2 * outbox.FLUSH_ROWS):
+        for _ in range(2 * record_buffer.FLUSH_ROWS):
             training.optimizer.zero_grad()
             scaler.scale(training.model(torch.randn(3, 4)).square().sum() * 1e20).backward()
             scaler.step(training.optimizer)
             scaler.update()
     observer.close(0, False)
     record = read_record(tmp_path / "run.jsonl")
-    assert len(record.steps) + sum(event["kind"] == "amp_skip" for event in record.events) == 2 * outbox.FLUSH_ROWS
+    assert (
+        len(record.steps) + sum(event["kind"] == "amp_skip" for event in record.events) == 2 * record_buffer.FLUSH_ROWS
+    )
     assert record.steps
 
 
@@ -344,8 +346,7 @@ def test_a_lazy_module_that_is_never_called_has_no_shape_and_ends_nothing(tmp_pa
 
 
 def test_a_first_line_that_could_not_be_made_leaves_a_record_that_says_so(tmp_path, monkeypatch):
-    observer_module = sys.modules["gradguard.monitoring.observe.observer"]
-    monkeypatch.setattr(observer_module, "described", lambda *_: [][0])
+    monkeypatch.setattr(meta, "described", lambda *_: [][0])
     training, observer = Training(), Observer(tmp_path / "run.jsonl", {})
     with observe(observer):
         training.steps(3)

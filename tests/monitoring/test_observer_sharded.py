@@ -98,7 +98,7 @@ def watched(path: str, trouble: tuple[int, str] | None) -> list[Any]:
 
 def alone(path: Path) -> tuple[list[Any], Any]:
     model, optimizer = an_optimizer(sharded=False)
-    observer = Observer(path, {}, every=1, extras_every=0)
+    observer = Observer(path, {}, every=1, diagnostics_every=0)
     with observe(observer):
         train(model, optimizer)
     observer.close(0, False)

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from gradguard.errors import GradguardError, MissingPackageError
-from gradguard.monitoring.observe import monitor_output
+from gradguard.monitoring.observe import record_buffer
 from gradguard.monitoring.observe.monitor import Monitor
 from gradguard.monitoring.record.file import read_record
 from gradguard.monitoring.show.sinks import Sinks, open_sink
@@ -113,9 +113,9 @@ class Broken:
 
 @pytest.mark.parametrize("where", ["meta", "step", "end"])
 def test_a_sink_that_fails_is_dropped_with_one_warning_and_the_others_go_on(where, monkeypatch):
-    monkeypatch.setattr(monitor_output, "FLUSH_ROWS", 1)
+    monkeypatch.setattr(record_buffer, "FLUSH_ROWS", 1)
     seen, broken = [], Broken(where)
-    with pytest.warns(RuntimeWarning, match="writes no more to Broken: ConnectionError: the server is gone") as caught:
+    with pytest.warns(RuntimeWarning, match="writing to Broken ended: ConnectionError: the server is gone") as caught:
         train([broken, seen.append])
     assert len(caught) == 1
     assert [line["i"] for line in seen if line["t"] == "step"] == [0, 1, 2, 3]
@@ -123,8 +123,8 @@ def test_a_sink_that_fails_is_dropped_with_one_warning_and_the_others_go_on(wher
 
 
 def test_when_all_sinks_have_failed_it_stops(monkeypatch):
-    monkeypatch.setattr(monitor_output, "FLUSH_ROWS", 1)
-    with pytest.warns(RuntimeWarning, match="writes no more to Broken"):
+    monkeypatch.setattr(record_buffer, "FLUSH_ROWS", 1)
+    with pytest.warns(RuntimeWarning, match="writing to Broken ended"):
         monitor = train(Broken("step"))
     assert monitor.steps == 2
 
@@ -136,7 +136,7 @@ def test_a_full_disk_ends_the_file_and_not_the_training():
 
     sinks = Sinks([seen.append])
     sinks._open.insert(0, JsonLinesSink(Path("/dev/full")))
-    with pytest.warns(RuntimeWarning, match=r"writes no more to /dev/full: OSError.*No space left"):
+    with pytest.warns(RuntimeWarning, match=r"writing to /dev/full ended: No space left"):
         sinks.push([{"t": "meta"}])
     sinks.push([{"t": "end"}])
     assert [line["t"] for line in seen] == ["meta", "end"]
@@ -188,7 +188,7 @@ def test_tensorboard_by_name(tmp_path, monkeypatch):
 
 def test_a_summary_writer_of_the_users_stays_open(tmp_path, monkeypatch):
     tensorboard = pytest.importorskip("torch.utils.tensorboard")
-    monkeypatch.setattr(monitor_output, "FLUSH_ROWS", 2)
+    monkeypatch.setattr(record_buffer, "FLUSH_ROWS", 2)
     with tensorboard.SummaryWriter(str(tmp_path)) as writer:
         train(writer)
         writer.add_scalar("mine", 1.0, 7)
@@ -225,7 +225,7 @@ def test_mlflow_by_name(tmp_path, monkeypatch):
 @pytest.mark.parametrize("by_name", [True, False])
 def test_an_mlflow_run_of_the_users_stays_open(by_name, tmp_path, monkeypatch):
     mlflow = mlflow_in(tmp_path, monkeypatch)
-    monkeypatch.setattr(monitor_output, "FLUSH_ROWS", 2)
+    monkeypatch.setattr(record_buffer, "FLUSH_ROWS", 2)
     with mlflow.start_run() as run:
         train("mlflow" if by_name else run)
         mlflow.log_metric("mine", 1.0, step=7)
@@ -276,7 +276,7 @@ def wandb_rows(folder):
 
 
 def test_wandb_by_name(wandb_offline, tmp_path, monkeypatch):
-    monkeypatch.setattr(monitor_output, "FLUSH_ROWS", 3)
+    monkeypatch.setattr(record_buffer, "FLUSH_ROWS", 3)
     train("wandb", steps=8)
     assert wandb_offline.run is None
     rows = wandb_rows(tmp_path)
@@ -289,7 +289,7 @@ def test_wandb_by_name(wandb_offline, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("by_name", [True, False])
 def test_a_wandb_run_of_the_users_keeps_its_steps_and_gets_every_spike(by_name, wandb_offline, tmp_path, monkeypatch):
-    monkeypatch.setattr(monitor_output, "FLUSH_ROWS", 1)
+    monkeypatch.setattr(record_buffer, "FLUSH_ROWS", 1)
     run = wandb_offline.init(project="mine")
     weight = nn.Parameter(torch.zeros(1))
     optimizer = torch.optim.SGD([weight], lr=0.5)

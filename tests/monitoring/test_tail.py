@@ -18,9 +18,9 @@ from synthetic import write_char_rnn
 from gradguard.cli import main
 from gradguard.errors import InvalidValueError, RecordError
 from gradguard.monitoring.record import reader as follow
-from gradguard.monitoring.show import tail_view
 from gradguard.monitoring.record.reader import Follower
 from gradguard.monitoring.show import tail as tail_module
+from gradguard.monitoring.show import tail_view
 from gradguard.monitoring.show.run_state import MOST_BUCKETS, WINDOW, History, LiveRun
 from gradguard.monitoring.show.tail import Watched, tail
 

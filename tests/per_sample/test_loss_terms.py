@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import gradguard as gg
-from gradguard.monitoring.observe.patches import patched
+from gradguard.monitoring.observe.intercept import patched
 from gradguard.per_sample import loss_check, loss_graph
 from gradguard.per_sample.layers.call import BatchAxis
 from gradguard.per_sample.loss_graph import BackwardRoots

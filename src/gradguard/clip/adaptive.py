@@ -132,8 +132,10 @@ def clip_adaptive(
     nonfinite: NonFinitePolicy = "propagate",
     layouts: Mapping[int, UnitLayout] | None = None,
     stages: Stages = ONE_STAGE,
+    tells: bool = True,
 ) -> "AdaptiveClip | AdaptiveClipOfParts":
     """Do what `clip_grad_adaptive_` says, and keep what it knew; ``layouts`` stand in for those of a module."""
+    # A clip that is a part of another one tells nobody: the other one does.
     threshold = check_threshold("clipping_threshold", clipping_threshold)
     eps = float(check_threshold("eps", eps))
     policy = check_policy(nonfinite)
@@ -142,7 +144,7 @@ def clip_adaptive(
         layouts = {} if module is None else unit_layouts(module)
     names, tensors = named_tensors(parameters, "parameters")
     found = _without_excluded(exclude, names, tensors, stages, module)
-    heard = is_heard()
+    heard = tells and is_heard()
     if heard:
         announce(tensors)
     if found.part is not None:

@@ -147,7 +147,7 @@ class ClipAdaptive(FixedRule):
         kept = [i for i, out in enumerate(excluded) if not out]
 
         def act() -> tuple[Tensor, Tensor]:
-            done = clip_adaptive(_pairs(found, kept), bound, eps=self.eps, layouts=self._units())
+            done = clip_adaptive(_pairs(found, kept), bound, eps=self.eps, layouts=self._units(), tells=False)
             assert isinstance(done, AdaptiveClip)
             factors, units = (_joined(vectors, found.norms) for vectors in (done.factors, done.norms))
             after = total_of(torch.stack([total_of(units * factors), norm_where(found.norms, excluded)]))

@@ -14,7 +14,7 @@ from gradguard.monitoring.judge.findings import (
     Episode,
     Finding,
 )
-from gradguard.monitoring.judge.health_live import HealthMonitor
+from gradguard.monitoring.judge.live import HealthMonitor
 from gradguard.monitoring.judge.lock_in import LockInAlarm
 from gradguard.monitoring.judge.recommend import drift_ends, is_scale_free
 from gradguard.monitoring.judge.verdict import percent, plain_threshold

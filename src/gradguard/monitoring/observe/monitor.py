@@ -3,61 +3,46 @@
 import atexit
 import functools
 import os
-import time
 import warnings
 import weakref
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gradguard.clip_events import ClipEvent, listen, rule_of
-from gradguard.monitoring.observe.environment import rank_and_world
-from gradguard.monitoring.observe.extras import measure_extras, measure_update
-from gradguard.monitoring.observe.heard_clips import HeardClips, note_guard
-from gradguard.monitoring.observe.measure import unscaled
-from gradguard.monitoring.observe.monitor_arguments import check_arguments, taken_apart
-from gradguard.monitoring.observe.monitor_lines import LineMaker, Seen
-from gradguard.monitoring.observe.monitor_log import Log
-from gradguard.monitoring.observe.monitor_meta import meta_of
-from gradguard.monitoring.observe.monitor_output import Output
-from gradguard.monitoring.observe.names import living_modules, name_parameters, parameters_of
-from gradguard.monitoring.observe.rows import Row
-from gradguard.monitoring.observe.schedule import Alarm, Schedule
-from gradguard.monitoring.observe.script_clips import copied
-from gradguard.monitoring.observe.shared_norms import Shared, SharedNorms, are_spread
+from gradguard.errors import InvalidTypeError, InvalidValueError
+from gradguard.monitoring.observe.clips import note_guard
+from gradguard.monitoring.observe.meta import (
+    living_modules,
+    meta_line,
+    name_parameters,
+    parameters_of,
+    program_facts,
+    rank_and_world,
+)
+from gradguard.monitoring.observe.record_buffer import RecordBuffer
+from gradguard.monitoring.observe.recorder import Ear, Recorder, safely
+from gradguard.monitoring.observe.schedule import Schedule
+from gradguard.monitoring.observe.shared_norms import Shared, are_spread
+from gradguard.monitoring.observe.step import ScaleUpdate, StepMeasurement, copied
 from gradguard.monitoring.show.sinks import Sinks
-from gradguard.optimizer_hooks import EveryStep
+from gradguard.optimizer_hooks import EveryStep, runs_hooks
 from gradguard.torch_private import loss_scale_of
 
 
-def _safely(method: Callable) -> Callable:
-    """Time what the monitor does, keep its failures away from training, and do nothing in a forked child."""
-
-    @functools.wraps(method)
-    def safe(self: "Monitor", *args: Any, **kwargs: Any) -> None:
-        if not self._active or os.getpid() != self._process:
-            return
-        started = time.perf_counter()
-        try:
-            method(self, *args, **kwargs)
-        except Exception as error:
-            self._fail(error)
-        finally:
-            self._overhead += time.perf_counter() - started
-
-    return safe
-
-
-class Monitor:
+class Monitor(Recorder):
     r"""Record the gradients at each step of an optimizer, as ``gradguard run`` does, from inside a training loop.
 
     Of a plain optimizer it measures :math:`\lVert g_p \rVert_2` of each parameter as the gradients reach the step. Of
-    a `Guard` it measures nothing: it writes down what the guard has measured and done.
+    a `Guard` it measures nothing: it writes down what the guard has measured and done. Other clips of gradguard's that
+    act before the step are listed beside it.
 
     **Guarantees.**
 
@@ -128,30 +113,26 @@ class Monitor:
         scaler: Any = None,
         every: int | None = None,
     ) -> None:
-        optimizer, self._guard = taken_apart(optimizer_or_guard)
-        self._parameters = parameters_of(optimizer)  # alive, so that no other tensor gets one of their ids
-        check_arguments(optimizer, self._parameters, model, scaler, every)
-        names = name_parameters(self._parameters, [model] if model is not None else living_modules())
-        self._place = {id(p): i for i, p in enumerate(self._parameters)}
+        optimizer, self._guard = unwrap_optimizer(optimizer_or_guard)
+        self._held = parameters_of(optimizer)  # alive, so that no other tensor gets one of their ids
+        check_arguments(optimizer, self._held, model, scaler, every)
+        super().__init__(Schedule() if self._guard is None else Schedule(every=0))
+        names = name_parameters(self._held, [model] if model is not None else living_modules())
+        self._place = {id(p): i for i, p in enumerate(self._held)}
         self._places: tuple[list[int], array] = ([], array("q"))  # of the last step, which the next one shares
-        self._scaler, self._result, self._rule = scaler, None, self._name_of_rule()
-        self._open: Seen | None = None  # the step that is running
-        self._having: list[Tensor] = []  # the parameters of the last extras
-        self._clips, self._optimizer = HeardClips(), weakref.ref(optimizer)
-        self._schedule = Schedule() if self._guard is None else Schedule(every=0)
-        self._log, self._shared = Log(self._warn), SharedNorms()
-        self._complained: set[str] = set()
-        self._steps, self._overhead, self._process, self._active = 0, 0.0, os.getpid(), True
+        self._optimizer, self._scaler, self._amp_scale = weakref.ref(optimizer), scaler, None
+        self._result, self._guard_event = None, None  # the last that was written; the one of the step that begins
+        self._logged, self._complained = Logged(self._tell), set[str]()
+        clipper = getattr(self._guard, "clipper", None)
+        facts = program_facts(clip=None if clipper is None else type(clipper).__name__)
         sinks = Sinks(sink if rank_and_world()[0] == 0 else [])
-        meta = meta_of(optimizer, getattr(self._guard, "clipper", None), self._parameters, names)
-        lines = LineMaker(names, every or max(1, len(names) // 20), self._guard_skips, meta)
         if self._guard is not None and hasattr(self._guard, "tensor_norms"):
             self._guard.tensor_norms = True  # processes send each other the norm of each only if one of them asks
-        self._output, self._alarm = Output(lines, sinks, seen=self._look), Alarm()
-        self._started = time.perf_counter()
-        sinks.push([meta])
-        self._hooks = EveryStep(self._before, self._after, optimizer=optimizer, first=self._guard is None)
-        self._stop_listening = listen(_Ear(self))
+        self._lines = RecordBuffer(sinks, every, arrived=self._arrived, failed=self._fail, keeps_rows=True)
+        self._buffer = self._lines
+        self._lines.begin(meta_line(facts, [optimizer], self._held, names))
+        self._hooks = EveryStep(self._before_step, self._after_step, optimizer=optimizer, first=self._guard is None)
+        self._stop_listening = listen(Ear(self))
         weakref.finalize(self, self._stop_listening)
         self._at_exit = functools.partial(_close_at_exit, weakref.ref(self))
         atexit.register(self._at_exit)
@@ -159,19 +140,14 @@ class Monitor:
     # -- for the user -----------------------------------------------------------------------------------------------
 
     @property
-    def steps(self) -> int:
-        """Number of optimizer steps seen."""
-        return self._steps
-
-    @property
     def rows(self) -> list[dict[str, Any]]:
         """The last 1,000 ``step`` lines that were flushed, as plain dictionaries; `flush` first for the newest."""
-        return [dict(row) for row in self._output.rows]
+        return [dict(row) for row in self._lines.rows]
 
     @property
     def last(self) -> dict[str, Any] | None:
         """The last of `rows`; None before the first."""
-        return dict(self._output.rows[-1]) if self._output.rows else None
+        return dict(self._lines.rows[-1]) if self._lines.rows else None
 
     def log(self, *, loss: Any = None, norm: Any = None, max_norm: Any = None, **scalars: Any) -> None:
         """Add numbers to the line of a step: call it at the same place of each iteration, before or after the step.
@@ -201,7 +177,7 @@ class Monitor:
 
     def flush(self) -> None:
         """Write everything that has been seen, the last step included; the host waits for the device."""
-        self._write_all()
+        self._flush()
 
     def report(self, path: str | os.PathLike | None = None) -> Path | None:
         """Draw the record so far as one HTML page.
@@ -213,9 +189,9 @@ class Monitor:
             Where it is; None, with a warning, if it could not be drawn or there is no record in a file.
         """
         self.flush()
-        record = self._output.sinks.record
+        record = self._lines.sinks.record
         if record is None:
-            self._warn("Monitor.report() needs a record in a file: pass sink='run.jsonl', or a list with it")
+            self._tell("Monitor.report() needs a record in a file: pass sink='run.jsonl', or a list with it")
             return None
         try:
             from gradguard.monitoring.record.file import read_record
@@ -224,7 +200,7 @@ class Monitor:
             target = record.with_name("report.html") if path is None else Path(path)
             return write_report([read_record(record)], target)
         except Exception as error:  # the training that is over must not be lost for a picture
-            self._warn(f"Monitor.report() failed: {type(error).__name__}: {error}. The record is in {record}")
+            self._tell(f"Monitor.report() failed: {type(error).__name__}: {error}. The record is in {record}")
             return None
 
     def close(self, *, exit_code: int = 0, interrupted: bool = False) -> None:
@@ -236,13 +212,9 @@ class Monitor:
         """
         self._hooks.remove()
         self._stop_listening()
-        if os.getpid() != self._process:
-            return
-        atexit.unregister(self._at_exit)
-        self._write_all()
-        self._write_end(exit_code, interrupted)
-        self._active = False
-        self._output.sinks.close()
+        if os.getpid() == self._process:
+            atexit.unregister(self._at_exit)
+        self._end(exit_code, interrupted)
 
     def __enter__(self) -> Self:
         """Return the monitor, which records already."""
@@ -255,102 +227,64 @@ class Monitor:
         interrupted = kind is not None and issubclass(kind, KeyboardInterrupt)
         self.close(exit_code=0 if kind is None else 130 if interrupted else 1, interrupted=interrupted)
 
-    # -- at a step --------------------------------------------------------------------------------------------------
+    # -- what differs from other recorders -----------------------------------------------------------------------------
 
-    def _before(self, optimizer: Optimizer, evaluation: int) -> None:
-        if evaluation == 0:  # a closure is evaluated several times: the first has the weights of this step
-            self._begin_step(optimizer, *self._joined(optimizer))
-
-    def _joined(self, optimizer: Optimizer) -> tuple[bool, Shared | None]:
+    def _joined(self, parameters: Sequence[Tensor]) -> tuple[bool, Shared | None]:
         if self._guard is not None:  # which has measured
-            return are_spread(parameters_of(optimizer)), None
-        started = time.perf_counter()
-        joined = self._shared.join(parameters_of(optimizer), self._fail)
-        self._overhead += time.perf_counter() - started
-        return joined
+            return are_spread(parameters), None
+        return super()._joined(parameters)
 
-    @_safely
-    def _begin_step(self, optimizer: Optimizer, spread: bool, shared: Shared | None) -> None:
-        self._open = None  # of a step that raised
-        parameters, scale = parameters_of(optimizer), getattr(optimizer, "grad_scale", None)
-        having = parameters if spread else [p for p in parameters if p.grad is not None]
-        if shared is not None:
-            places, lost = self._places_of(having), shared.lost
-            seen = Seen(Row(index=self._steps, norms=unscaled(shared.norms, scale), places=places, lost=lost))
-        elif (guarded := self._guarded(having)) is not None:
-            seen = guarded
-        elif spread:  # nobody has measured
-            return
-        else:
-            seen = self._measured(optimizer, having, scale)
-        seen.row.lr = copied(optimizer.param_groups[0].get("lr"))
+    def _measured(
+        self, optimizer: Optimizer, parameters: list[Tensor], spread: bool, shared: Shared | None
+    ) -> StepMeasurement | None:
+        step = self._guarded(optimizer, parameters)
+        if step is None:
+            if spread and shared is None:  # nobody has measured
+                return None
+            step = self._clips.step(self._steps, optimizer, parameters, shared)
+            step.places = self._places_of(parameters) if len(step.norms) else []
         scale = loss_scale_of(self._scaler)  # get_scale() would wait
-        seen.row.amp_scale = copied(scale) if isinstance(scale, Tensor) else None
-        self._open = seen
+        step.amp_scale = copied(scale) if isinstance(scale, Tensor) else None
+        if self._amp_scale is not None and step.amp_scale is not None:
+            self._lines.add(ScaleUpdate(self._steps, self._amp_scale, step.amp_scale))
+        self._amp_scale = step.amp_scale
+        return step
 
-    def _after(self, optimizer: Optimizer) -> None:
-        self._end_step(optimizer)
-
-    @_safely
-    def _end_step(self, optimizer: Optimizer) -> None:
-        seen, self._open = self._open, None
-        if seen is None:
-            return
-        row = seen.row
-        row.wall = time.perf_counter() - self._started
-        found_inf = getattr(optimizer, "found_inf", None)
-        row.found_inf = copied(found_inf) if isinstance(found_inf, Tensor) else None
-        if row.extras is not None and row.extras.before is not None:
-            measure_update(row.extras, self._having)
-        self._log.give(seen)
-        self._steps += 1
-        self._output.add(seen, keep=not self._log.comes_before)
-        self._active = not self._output.sinks.lost
-
-    def _guarded(self, having: list[Tensor]) -> Seen | None:
+    def _guarded(self, optimizer: Optimizer, parameters: list[Tensor]) -> StepMeasurement | None:
         """What the guard did at this step; None if nothing guards it, or not any more."""
+        event, self._guard_event = self._guard_event, None
         result = getattr(self._guard, "last", None)
         if result is None or result is self._result:
             return None
         self._result = result
-        fits = len(having) == len(result.names)
-        places = self._places_of(having) if fits else array("q", [-1] * len(result.names))
-        row = Row(index=self._steps, norms=result.tensor_norms, places=places, total=result.norm)
-        return Seen(row, self._rule, result.coefficient, copied(result.threshold))
+        norms = result.tensor_norms
+        if len(parameters) == len(result.names):
+            step = self._clips.step(self._steps, optimizer, parameters, None, now=norms)
+            step.places = self._places_of(parameters)
+        else:
+            step = StepMeasurement(self._steps, norms, array("q", [-1] * len(result.names)), late=not norms.is_cpu)
+        if not step.clips:
+            step.total = result.norm
+        step.guard_rule = rule_of(getattr(self._guard, "clipper", self._guard))
+        step.guard_threshold, step.guard_coefficient = copied(result.threshold), result.coefficient
+        if event is not None:
+            note_guard(step, event)
+        return step
 
-    def _measured(self, optimizer: Optimizer, having: list[Tensor], scale: Tensor | None) -> Seen:
-        row = self._clips.row(self._steps, optimizer, having, None)
-        row.places = self._places_of(having) if len(row.norms) else []
-        elapsed = time.perf_counter() - self._started
-        if having and self._schedule.due(self._steps, elapsed):
-            row.extras, self._having = measure_extras(having, scale), having
-            self._schedule.spent(time.perf_counter() - self._started - elapsed)
-        return Seen(row)
+    def _complete(self, step: StepMeasurement) -> bool:
+        self._logged.give(step)
+        return not self._logged.comes_before
 
-    def before_clip(self, parameters: Sequence[Tensor], tells_norms: bool) -> None:
-        """A clip is about to act; `gradguard.clip_events` calls this."""
-        if self._guard is None and self._is_mine(parameters):
-            self._begin_clip(parameters, tells_norms)
-
-    def _is_mine(self, parameters: Sequence[Tensor]) -> bool:
-        """Whether the optimizer has some of them; it may have got some since this was made."""
+    def _hears(self, parameters: Sequence[Tensor]) -> bool:
+        """Clips of some of the optimizer's parameters; it may have got some since this was made."""
         optimizer = self._optimizer()
         return optimizer is not None and not set(map(id, parameters_of(optimizer))).isdisjoint(map(id, parameters))
 
-    @_safely
-    def _begin_clip(self, parameters: Sequence[Tensor], tells_norms: bool) -> None:
-        self._clips.begin(parameters, *self._shared.join(parameters, self._fail), tells_norms=tells_norms)
-
-    @_safely
-    def after_clip(self, event: ClipEvent) -> None:
-        """A clip is done; `gradguard.clip_events` calls this."""
-        if self._guard is not None or (event.optimizer is not None and event.optimizer is not self._optimizer()):
-            return
-        if event.optimizer is None:
-            if self._is_mine(event.parameters):
-                self._clips.end(event)
-        elif self._open is not None:
-            note_guard(self._open.row, event)
+    def _note(self, event: ClipEvent) -> None:
+        if self._guard is None:
+            super()._note(event)
+        elif event.optimizer is self._optimizer():  # our guard acts before our own hook
+            self._guard_event = event
 
     def _places_of(self, parameters: list[Tensor]) -> array:
         keys = list(map(id, parameters))
@@ -358,67 +292,135 @@ class Monitor:
             self._places = keys, array("q", [self._place.get(key, -1) for key in keys])
         return self._places[1]
 
-    # -- inside -----------------------------------------------------------------------------------------------------
-
-    @_safely
+    @safely
     def _take(self, known: dict[str, Any], scalars: dict[str, Any]) -> None:
         if self._guard is not None and known.pop("norm") is not None:
-            self._warn("Monitor.log(norm=...) is not needed with a Guard, which says the norm itself")
-        self._log.add(self._output.newest, known, scalars)
-
-    @_safely
-    def _write_all(self) -> None:
-        self._output.write_all()
-        self._active = not self._output.sinks.lost
-
-    @_safely
-    def _write_end(self, exit_code: int, interrupted: bool) -> None:
-        wall, overhead = time.perf_counter() - self._started, 1e3 * self._overhead
-        end = {"t": "end", "steps": self._steps, "wall": wall, "overhead_ms": overhead}
-        self._output.sinks.push([end | {"exit": exit_code, "interrupted": interrupted}])
-
-    def _name_of_rule(self) -> str | None:
-        return None if self._guard is None else rule_of(getattr(self._guard, "clipper", self._guard))
-
-    def _look(self, norm: float) -> None:
-        if self._alarm.see(norm):
-            self._schedule.alert(self._steps, time.perf_counter() - self._started)
-
-    def _guard_skips(self) -> bool:
-        return int(getattr(self._guard, "skipped_steps", 0)) > 0
+            self._tell("Monitor.log(norm=...) is not needed with a Guard, which says the norm itself")
+        self._logged.add(self._lines.newest, known, scalars)
 
     def _fail(self, error: Exception) -> None:
-        """Stop, and say so once."""
-        if not self._active:
-            return
-        self._active = False
-        message = f"gradguard stopped measuring: {type(error).__name__}: {error}"
-        event = {"t": "event", "i": self._steps, "kind": "observer_failed", "severity": "error", "message": message}
-        self._output.sinks.push([event | {"advice": "training itself goes on untouched"}])
-        self._warn(f"{message}. Training goes on untouched")
+        active = self._active
+        super()._fail(error)
+        if active:
+            self._tell(f"gradguard stopped measuring: {type(error).__name__}: {error}. Training goes on untouched")
 
-    def _warn(self, message: str) -> None:
+    def _tell(self, message: str) -> None:
         if message not in self._complained:
             self._complained.add(message)
             warnings.warn(message, RuntimeWarning, stacklevel=5)
-
-
-class _Ear:
-    """Hears for a monitor, and does not keep it alive."""
-
-    def __init__(self, monitor: Monitor) -> None:
-        self._monitor = weakref.ref(monitor)
-
-    def before_clip(self, parameters: Sequence[Tensor], tells_norms: bool) -> None:
-        if (monitor := self._monitor()) is not None:
-            monitor.before_clip(parameters, tells_norms)
-
-    def after_clip(self, event: ClipEvent) -> None:
-        if (monitor := self._monitor()) is not None:
-            monitor.after_clip(event)
 
 
 def _close_at_exit(monitor: "weakref.ref[Monitor]") -> None:
     living = monitor()
     if living is not None:
         living.close()
+
+
+OWN_NAMES = frozenset((
+    "t", "i", "wall", "loss", "lr", "norm", "post_norm", "coefficient", "threshold", "rule", "user_max_norm",
+    "max_norm", "amp_scale", "skipped", "nonfinite", "top", "optimizer",
+))  # fmt: skip
+"""The fields of a ``step`` line."""
+
+
+class Logged:
+    """Keeps what was logged until its step is known.
+
+    Args:
+        warn: Takes a message for the user.
+    """
+
+    def __init__(self, warn: Callable[[str], None]) -> None:
+        self._warn = warn
+        self._coming: list[dict[str, Any]] = []  # for the step to come
+        self.comes_before: bool | None = None  # whether it is called before its step; None until it is called
+
+    def add(self, newest: StepMeasurement | None, known: Mapping[str, Any], scalars: Mapping[str, Any]) -> None:
+        """Take what one call logged: for the step to come, or for ``newest``, the step that was."""
+        if self.comes_before is None:
+            self.comes_before = newest is None
+        values = {key: value for key, given in known.items() if (value := self._number(key, given)) is not None}
+        for key, given in scalars.items():
+            if key in OWN_NAMES:
+                self._warn(f"Monitor.log({key}=...) is left out: the record has a field {key!r} of its own")
+            elif (value := self._number(key, given)) is not None:
+                values.setdefault("scalars", {})[key] = value
+        if self.comes_before or newest is None:
+            self._coming.append(values)
+        elif not (newest.losses and "loss" in values):  # else of an iteration that had no step
+            _give(newest, values)
+
+    def give(self, step: StepMeasurement) -> None:
+        """Add to ``step`` what was logged for it."""
+        coming, self._coming = self._coming, []
+        for values in coming:
+            _give(step, values)
+
+    def _number(self, key: str, value: Any) -> Any:
+        """The value as a number, or a copy of a tensor of one element, which is read later; None for anything else."""
+        if value is None:
+            return None
+        if isinstance(value, Tensor):
+            if value.numel() == 1 and not value.is_complex():
+                return value.detach().reshape(()).clone()
+        elif not isinstance(value, str | bytes):
+            with suppress(TypeError, ValueError, OverflowError, RuntimeError):
+                return float(value)
+        self._warn(f"Monitor.log({key}=...) is left out: expected one number, got {_shown(value)}")
+        return None
+
+
+def _shown(value: object) -> str:
+    return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+
+
+def _give(step: StepMeasurement, values: Mapping[str, Any]) -> None:
+    if "loss" in values:
+        step.losses = [*step.losses, values["loss"]]
+    step.logged_norm = values.get("norm", step.logged_norm)
+    step.logged_max_norm = values.get("max_norm", step.logged_max_norm)
+    step.scalars |= values.get("scalars", {})
+
+
+def unwrap_optimizer(source: Any) -> tuple[Optimizer, Any]:
+    """Return the optimizer, and the guard if that is what came.
+
+    Args:
+        source: An optimizer, or anything with an ``optimizer`` and the result of its ``last`` clip.
+
+    Returns:
+        The optimizer; and the guard, or None.
+
+    Raises:
+        InvalidTypeError: If it is neither.
+    """
+    if runs_hooks(source):
+        return source, None
+    inside = getattr(source, "optimizer", None)
+    if not isinstance(source, type | Optimizer) and isinstance(inside, Optimizer) and hasattr(source, "last"):
+        return inside, source
+    came = f"the class {source.__name__}" if isinstance(source, type) else type(source).__name__
+    raise InvalidTypeError(
+        f"optimizer_or_guard is {came}: expected a torch.optim.Optimizer or a gradguard.Guard. "
+        "Of a wrapper pass the optimizer inside, often wrapper.optimizer."
+    )
+
+
+def check_arguments(optimizer: Optimizer, parameters: list[Tensor], model: Any, scaler: Any, every: Any) -> None:
+    """Refuse what cannot be meant, before anything is opened.
+
+    Raises:
+        InvalidTypeError: If ``model`` or ``scaler`` is of another type.
+        InvalidValueError: If ``every`` is no number of steps, or ``model`` has none of the ``parameters``.
+    """
+    if every is not None and (not isinstance(every, int) or isinstance(every, bool) or every < 1):
+        raise InvalidValueError(f"every={every!r}: expected a whole number of steps, at least 1, or None.")
+    if model is not None and not isinstance(model, nn.Module):
+        raise InvalidTypeError(f"model is {type(model).__name__}: expected the torch.nn.Module that is trained.")
+    if model is not None and not {id(p) for p in model.parameters()} & set(map(id, parameters)):
+        raise InvalidValueError(
+            f"model ({type(model).__name__}) has none of the parameters of this {type(optimizer).__name__}: expected "
+            "the module that was given to it, as it is now; wrapping or moving it may have made new parameters."
+        )
+    if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
+        raise InvalidTypeError(f"scaler is {type(scaler).__name__}: expected a torch.amp.GradScaler.")

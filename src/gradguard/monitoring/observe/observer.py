@@ -1,49 +1,41 @@
-"""The observer: one row for each optimizer step, without a change in the script or in its numbers.
-
-It measures and never writes to a tensor of the script (unless it was given a clip to apply), draws no random number,
-waits for no device, and swallows its own failures: after one it notes an event and stops measuring.
-"""
+"""The observer: one row for each optimizer step of a process, without a change in the script or in its numbers."""
 
 import os
-import threading
-import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from gradguard.clip_events import ClipEvent, listen
-from gradguard.errors import RecordError
-from gradguard.monitoring.observe.applied import AppliedClip, Applying
-from gradguard.monitoring.observe.environment import describe
-from gradguard.monitoring.observe.extras import measure_extras, measure_update
-from gradguard.monitoring.observe.heard_clips import HeardClips, note_guard
-from gradguard.monitoring.observe.losses import Losses
-from gradguard.monitoring.observe.measure import Norms, gradient_norms, total, unscaled
-from gradguard.monitoring.observe.names import (
-    described,
+from gradguard.clip_events import listen
+from gradguard.distributed.placements import is_sharded, local_part, placement_of
+from gradguard.errors import GradguardError
+from gradguard.monitoring.observe.clips import AppliedClip, Applying, CapturedNorms
+from gradguard.monitoring.observe.intercept import ClipCall, patched
+from gradguard.monitoring.observe.measure import gradient_norms, total, unscaled
+from gradguard.monitoring.observe.meta import (
     living_modules,
     living_optimizers,
+    meta_line,
     name_parameters,
     parameters_of,
 )
-from gradguard.monitoring.observe.outbox import Outbox, warn
-from gradguard.monitoring.observe.patches import ClipCall, patched
-from gradguard.monitoring.observe.rows import Row, ScaleUpdate, total_of
-from gradguard.monitoring.observe.safely import safely
-from gradguard.monitoring.observe.schedule import EVERY, Alarm, Schedule
-from gradguard.monitoring.observe.script_clips import CapturedNorms, copied
-from gradguard.monitoring.observe.shared_norms import Shared, SharedNorms, are_spread, is_captured, refuse_lost
-from gradguard.monitoring.record.file import SCHEMA, RecordWriter
+from gradguard.monitoring.observe.record_buffer import RecordBuffer
+from gradguard.monitoring.observe.recorder import Recorder, on_stderr, safely
+from gradguard.monitoring.observe.schedule import EVERY, Schedule
+from gradguard.monitoring.observe.shared_norms import Shared
+from gradguard.monitoring.observe.step import ScaleUpdate, StepMeasurement
+from gradguard.monitoring.record.file import SCHEMA
+from gradguard.monitoring.show.sinks import Sinks
 from gradguard.optimizer_hooks import EveryStep
+from gradguard.tensors.layout import are_readable
 
 
-class Observer:
+class Observer(Recorder):
     """Writes the record of a run. Use `observe`.
 
     Args:
@@ -51,7 +43,7 @@ class Observer:
         meta: What the first line says besides versions and parameters.
         clip: A clip to apply before each step.
         every: Write the norm of each parameter every so many steps; by default so that a step takes some 200 bytes.
-        extras_every: Steps between two measurements of what is dear; 0 for none.
+        diagnostics_every: Steps between two measurements of what is too costly for each; 0 for none.
 
     Attributes:
         path: The record, once it is open.
@@ -63,58 +55,29 @@ class Observer:
         meta: dict[str, Any],
         clip: AppliedClip | None = None,
         every: int | None = None,
-        extras_every: int = EVERY,
+        diagnostics_every: int = EVERY,
     ) -> None:
-        self._meta, self._clip, self._every, self._path = meta, clip, every, path
-        self._process, self._started, self._overhead = os.getpid(), time.perf_counter(), 0.0
+        super().__init__(Schedule(diagnostics_every), clip)
+        self._meta, self._every, self._path = meta, every, path
         self._known: dict[int, tuple[weakref.ref, int]] | None = None  # identity -> parameter, its place in meta
         self._optimizers: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
-        self._losses, self._clips = Losses(), HeardClips()
-        self._applying, self._shared = Applying(), SharedNorms()
+        self._count = 0  # optimizers but one
+        self._losses, self._applying = Losses(), Applying()
         self._amp_scale: Tensor | None = None
-        self._thread = threading.local()  # .row: the row of the step that is running, and its .optimizer
-        self._schedule, self._alarms = Schedule(extras_every), dict[int | None, Alarm]()
-        self._steps, self._steps_at_update, self._count = 0, -1, 0
-        self._broken, self._closed, self._lock = False, False, threading.RLock()
+        self._steps_at_update = -1
         self.path: Path | None = None
-        self._outbox: Outbox | None = None if callable(path) else self._open(path)
-
-    @property
-    def steps(self) -> int:
-        """Optimizer steps seen so far."""
-        return self._steps
-
-    @property
-    def overhead(self) -> float:
-        """Seconds that watching took so far."""
-        return self._overhead
+        self._buffer = None if callable(path) else self._open(path)
 
     def close(self, exit_code: int | None, interrupted: bool) -> None:
         """Write what is left and the last line; harmless in a forked child and when repeated."""
-        if self._closed or os.getpid() != self._process:
-            return
-        self._closed = True
-        with suppress(Exception):  # nothing here may change how the script ends
-            if self._outbox is not None:
-                if not self._outbox.has_begun:
-                    self._write_meta([], [])
-                clips = self._clips.count if not self._steps and self._clips.count else None
-                self._outbox.flush(wait=True)
-                self._outbox.close(
-                    steps=self._steps,
-                    wall=time.perf_counter() - self._started,
-                    overhead_ms=1e3 * self._overhead,
-                    exit=exit_code,
-                    interrupted=interrupted,
-                    clips=clips,
-                )
-        self._broken = True
+        if self._buffer is not None and not self._buffer.has_begun and os.getpid() == self._process:
+            with suppress(Exception):
+                self._write_meta([], [])
+        self._end(exit_code, interrupted)
 
-    @safely
     def flush(self) -> None:
         """Write what was seen so far."""
-        if self._outbox is not None:
-            self._outbox.flush(wait=True)
+        self._flush()
 
     # --- what the script does -----------------------------------------------------------------------------------------
 
@@ -133,41 +96,6 @@ class Observer:
         """Keep what the foreign clip returned."""
         self._clips.end_foreign(norm)
 
-    def before_clip(self, parameters: Sequence[Tensor], tells_norms: bool) -> None:
-        """Measure before a clip of gradguard's changes anything, unless it measures for both of us."""
-        if not self._is_applying():
-            listed = list(parameters)
-            self._begin_clip(listed, *self._joined(listed), None, tells_norms)
-
-    @safely
-    def after_clip(self, event: ClipEvent) -> None:
-        """Keep what a clip of gradguard's tells: of one before a step, or within it."""
-        if event.optimizer is None:
-            if not self._is_applying():
-                self._clips.end(event)
-            return
-        row: Row | None = getattr(self._thread, "row", None)
-        if row is not None and self._thread.optimizer() is event.optimizer:
-            note_guard(row, event)
-
-    def _is_applying(self) -> bool:
-        """Whether the clip that is running in this thread is the one that we were asked to apply."""
-        return getattr(self._thread, "applying", False)
-
-    @safely
-    def _begin_clip(
-        self,
-        parameters: list[Tensor],
-        spread: bool,
-        shared: Shared | None,
-        call: ClipCall | None,
-        tells_norms: bool = False,
-    ) -> CapturedNorms | None:
-        captured, replaced = self._clips.begin(parameters, spread, shared, call, tells_norms)
-        if replaced:  # the step of the losses before this backward pass never came
-            self._losses.keep_last()
-        return captured
-
     @safely
     def on_scale(self, loss: Any, scaled: Any) -> None:
         """Remember which loss a scaled loss came from."""
@@ -181,128 +109,66 @@ class Observer:
             self._losses.clear()
             self._clips.forget()
         self._steps_at_update = self._steps
-        if before is not None and after is not None and self._outbox is not None:
-            self._outbox.add(ScaleUpdate(self._steps, before, after))
+        if before is not None and after is not None and self._buffer is not None:
+            self._buffer.add(ScaleUpdate(self._steps, before, after))
 
-    def _before_step(self, optimizer: Optimizer, evaluation: int) -> None:
-        first = evaluation == 0  # a closure is evaluated several times: the first has the weights of this step
-        parameters = self._parameters(optimizer)
-        spread, shared = self._joined(parameters) if first else (are_spread(parameters), None)
-        having = parameters if spread else [p for p in parameters if p.grad is not None]
-        if first:
-            self._measure_step(optimizer, having, shared)
-        else:
+    # --- what differs from other recorders ----------------------------------------------------------------------------
+
+    def _measured(
+        self, optimizer: Optimizer, parameters: list[Tensor], spread: bool, shared: Shared | None
+    ) -> StepMeasurement | None:
+        del spread
+        if not parameters:  # an optimizer that has nothing to do yet
+            return None
+        if self._known is None:
+            with self._lock:
+                if self._known is None:  # else another thread has
+                    self._begin(optimizer)
+        if self._buffer is None or self._buffer.sinks.empty:
             self._forget(parameters)
-        if self._clip is not None:
-            self._thread.applying = True
-            try:
-                self._applying.apply(self._clip, optimizer, having)
-            finally:
-                self._thread.applying = False
-            if first:
-                self._measure_clipped(optimizer, having, *self._joined(parameters))
-        if first and not spread:  # of a part, what is dear would be wrong
-            self._measure_extras(optimizer, having)
+            return None
+        step = self._clips.step(self._steps, optimizer, parameters, shared, self._applied)
+        step.places = [self._place(p) for p in parameters] if len(step.norms) else []
+        step.losses, step.amp_scale, step.optimizer = self._losses.take(), self._amp_scale, self._place_of(optimizer)
+        return step
 
-    @safely
-    def _forget(self, parameters: list[Tensor]) -> None:
-        """Forget what another evaluation of a closure told: it belongs to this step, and the next one would get it."""
-        self._losses.clear()
-        self._clips.forget(parameters)
+    def _hears(self, parameters: Sequence[Tensor]) -> bool:
+        """Every clip but the one that is running in this thread because we were asked to apply it."""
+        del parameters
+        return not getattr(self._thread, "applying", False)
 
-    def _parameters(self, optimizer: Optimizer) -> list[Tensor]:
+    def _clip(self, optimizer: Optimizer, with_grad: list[Tensor], parameters: list[Tensor], first: bool) -> None:
+        if self._applied is None:
+            return
+        self._thread.applying = True
         try:
-            return [p for p in parameters_of(optimizer) if isinstance(p, Tensor)]
-        except Exception as error:  # an optimizer without the usual groups
-            self._fail(error)
-            return []
-
-    def _joined(self, parameters: list[Tensor]) -> tuple[bool, Shared | None]:
-        started = time.perf_counter()
-        joined = self._shared.join(parameters, self._stop)
-        self._overhead += time.perf_counter() - started
-        return joined
-
-    def _stop(self, error: Exception) -> None:
-        if not self._broken:
-            warn(f"stopped measuring: {type(error).__name__}: {error}. The program goes on without it.")
-        self._fail(error)
-
-    @safely
-    def _measure_step(self, optimizer: Optimizer, parameters: list[Tensor], shared: Shared | None) -> None:
-        self._thread.row = None  # of a step that raised
-        if parameters and not is_captured(parameters[0]):
-            self._thread.row = self._measured_row(optimizer, parameters, shared)
-            self._thread.optimizer = weakref.ref(optimizer)
+            self._applying.apply(self._applied, optimizer, with_grad)
+        finally:
+            self._thread.applying = False
+        if first:
+            self._measure_clipped(optimizer, with_grad, *self._joined(parameters))
 
     @safely
     def _measure_clipped(
         self, optimizer: Optimizer, parameters: list[Tensor], spread: bool, shared: Shared | None
     ) -> None:
         """The norm after our own clip, where it does not follow from the one before."""
-        row: Row | None = getattr(self._thread, "row", None)
-        if row is not None and (spread or row.applied_rule != "norm" or row.post is not None or row.clips):
-            norms = self._measure(parameters) if shared is None else shared.norms
-            row.post = unscaled(total(norms), getattr(optimizer, "grad_scale", None))
+        step = self._open_step()
+        if step is not None and (spread or step.applied_rule != "norm" or step.post is not None or step.clips):
+            gradients = [p.grad for p in parameters if p.grad is not None]
+            norms = gradient_norms(gradients) if shared is None else shared.norms
+            step.post = unscaled(total(norms), getattr(optimizer, "grad_scale", None))
 
     @safely
-    def _measure_extras(self, optimizer: Optimizer, parameters: list[Tensor]) -> None:
-        row: Row | None = getattr(self._thread, "row", None)
-        self._thread.parameters = None
-        if row is None or row.total is not None:
-            return
-        started = time.perf_counter()
-        if self._schedule.due(self._steps, started - self._started):
-            row.extras = measure_extras(parameters, getattr(optimizer, "grad_scale", None))
-            self._thread.parameters, self._thread.spent = parameters, time.perf_counter() - started
+    def _forget(self, parameters: list[Tensor]) -> None:
+        super()._forget(parameters)
+        self._losses.clear()
 
-    @safely
-    def _after_step(self, optimizer: Optimizer) -> None:
-        row: Row | None = getattr(self._thread, "row", None)
-        self._thread.row = None
-        if row is None or self._outbox is None:
-            return
-        now = time.perf_counter()
-        if row.extras is not None and self._thread.parameters is not None:
-            measure_update(row.extras, self._thread.parameters)
-            self._schedule.spent(self._thread.spent + time.perf_counter() - now)
-            self._thread.parameters = None
-        row.wall = now - self._started
-        found_inf = getattr(optimizer, "found_inf", None)
-        row.found_inf = copied(found_inf) if isinstance(found_inf, Tensor) else None
-        with self._lock:  # several threads may train at once
-            row.index = self._steps
-            self._steps += 1
-            self._outbox.add(row)
-        if not row.late:
-            self._watch_norm(row)
+    def _on_replaced(self) -> None:
+        self._losses.keep_last()  # those before belong to the backward passes whose step never came
 
-    # --- rows ---------------------------------------------------------------------------------------------------------
-
-    def _measured_row(self, optimizer: Optimizer, parameters: list[Tensor], shared: Shared | None) -> Row | None:
-        if self._known is None:
-            with self._lock:
-                if self._known is None:  # else another thread has
-                    self._begin(optimizer)
-        if self._outbox is None or not self._outbox.is_open:
-            self._clips.forget(parameters)
-            self._losses.clear()
-            return None
-        row = self._clips.row(self._steps, optimizer, parameters, shared, self._clip)
-        row.places = [self._place(p) for p in parameters] if len(row.norms) else []
-        row.losses, row.lr = self._losses.take(), copied(optimizer.param_groups[0].get("lr"))
-        row.amp_scale, row.optimizer = self._amp_scale, self._place_of(optimizer)
-        return row
-
-    def _measure(self, parameters: Sequence[Tensor]) -> Norms:
-        return gradient_norms([p.grad for p in parameters if p.grad is not None])
-
-    def _watch_norm(self, row: Row) -> None:
-        """Start a burst of dear measurements after a norm that is out of the ordinary."""
-        if (alarm := self._alarms.get(row.optimizer)) is None:
-            alarm = self._alarms[row.optimizer] = Alarm()
-        if alarm.see(total_of(row)):
-            self._schedule.alert(self._steps, time.perf_counter() - self._started)
+    def _tell(self, message: str) -> None:
+        on_stderr(message)
 
     def _place(self, parameter: Tensor) -> int:
         """The place of ``parameter`` in meta, or -1 for one that came later."""
@@ -317,23 +183,19 @@ class Observer:
 
     # --- the record ---------------------------------------------------------------------------------------------------
 
-    def _open(self, path: Path | None) -> Outbox:
-        writer = None
+    def _open(self, path: Path | None) -> RecordBuffer:
+        sinks = Sinks([], on_stderr)
         try:
-            writer = RecordWriter(path) if path is not None else None
-            self.path = path
-        except RecordError as error:
-            warn(f"{error}. The program runs without a record.")
-        return Outbox(writer, self._every, seen=self._arrived, failed=self._fail)
-
-    def _arrived(self, row: Row) -> None:
-        if row.late:
-            refuse_lost(row.lost)
-            self._watch_norm(row)
+            if path is not None:
+                sinks = Sinks([path], on_stderr)
+                self.path = path
+        except GradguardError as error:
+            on_stderr(f"{error} The program runs without a record.")
+        return RecordBuffer(sinks, self._every, arrived=self._arrived, failed=self._fail, in_background=True)
 
     def _begin(self, optimizer: Optimizer) -> None:
-        if self._outbox is None and callable(self._path):
-            self._outbox = self._open(self._path())
+        if self._buffer is None and callable(self._path):
+            self._buffer = self._open(self._path())
         self._write_meta(living_optimizers(optimizer), living_modules())
 
     def _write_meta(self, optimizers: list[Optimizer], modules: list[nn.Module]) -> None:
@@ -343,34 +205,14 @@ class Observer:
             self._optimizers[optimizer] = place
         self._count = len(optimizers) - 1
         self._known = {id(p): (weakref.ref(p), i) for i, p in enumerate(parameters)}
-        if self._outbox is None:
-            return
-        self._outbox.begin(
-            names,
-            **{"schema": SCHEMA, **self._meta},
-            torch=torch.__version__,
-            **describe(parameters),
-            optimizers=[type(optimizer).__name__ for optimizer in optimizers],
-            params=described(names, parameters, optimizers),
-        )
+        if self._buffer is not None:
+            self._buffer.begin(meta_line(self._meta, optimizers, parameters, names))
 
-    def _fail(self, error: Exception) -> None:
-        """Stop measuring, and say so in the record rather than in the script."""
-        broken, self._broken = self._broken, True
-        with suppress(Exception):
-            if self._outbox is None or broken:
-                return
-            if not self._outbox.has_begun:  # a record without its first line could not be read
-                self._known = {}
-                self._outbox.begin([], **{"schema": SCHEMA, **self._meta}, params=[])
-            self._outbox.write(
-                "event",
-                i=self._steps,
-                kind="observer_failed",
-                severity="error",
-                message=f"gradguard stopped measuring: {type(error).__name__}: {error}",
-                advice="the script itself went on untouched; please report this with the script",
-            )
+    def _write_failure(self, buffer: RecordBuffer, message: str) -> None:
+        if not buffer.has_begun:  # a record without its first line could not be read
+            self._known = {}
+            buffer.begin({"t": "meta", "schema": SCHEMA, **self._meta, "params": []})
+        super()._write_failure(buffer, message)
 
 
 @contextmanager
@@ -383,3 +225,52 @@ def observe(observer: Observer) -> Iterator[Observer]:
     finally:
         end()
         hooks.remove()
+
+
+MOST_LOSSES = 1000
+MOST_SCALED = 16
+
+
+class Losses:
+    """What backward was called on; numbers on the CPU, copies on a device."""
+
+    def __init__(self) -> None:
+        self._losses: deque[Any] = deque(maxlen=MOST_LOSSES)
+        self._scales = False  # whether a GradScaler is at work, and the last losses that it scaled
+        self._scaled: deque[tuple[weakref.ref, Tensor]] = deque(maxlen=MOST_SCALED)
+
+    def add(self, loss: Tensor) -> None:
+        """Keep ``loss``, as it was before a GradScaler scaled it; one that nothing is known of is left out."""
+        plain = loss
+        if self._scales:
+            plain = next((its for scaled, its in self._scaled if scaled() is loss), None)
+        if plain is not None and is_sharded(plain):  # to read parts would need every process
+            plain = local_part(plain) if placement_of(plain).is_whole and not _is_partial(plain) else None
+        if plain is not None and plain.numel() == 1:
+            self._losses.append(plain.item() if are_readable(plain) else plain.detach().reshape(()).clone())
+
+    def scaled(self, loss: Any, scaled: Any) -> None:
+        """Remember which loss a scaled one came from."""
+        self._scales = True
+        if isinstance(loss, Tensor) and isinstance(scaled, Tensor):
+            self._scaled.append((weakref.ref(scaled), loss.detach()))
+        elif isinstance(loss, list | tuple):
+            for one, its_scaled in zip(loss, scaled, strict=True):
+                self.scaled(one, its_scaled)
+
+    def keep_last(self) -> None:
+        """Forget all but the last: the step of the others never came."""
+        while len(self._losses) > 1:
+            self._losses.popleft()
+
+    def take(self) -> list[Any]:
+        """Return all and forget them."""
+        found = list(self._losses)
+        self._losses.clear()
+        return found
+
+    clear = take
+
+
+def _is_partial(tensor: Any) -> bool:
+    return any(placement.is_partial() for placement in tensor.placements)

@@ -21,7 +21,7 @@ from gradguard.distributed.union import several_processes
 from gradguard.distributed.wrappers import flat_placements
 from gradguard.errors import DistributedError, UnsupportedGradientError
 from gradguard.monitoring.observe.measure import Norms
-from gradguard.monitoring.observe.names import living_modules
+from gradguard.monitoring.observe.meta import living_modules
 from gradguard.tensors.layout import are_readable
 from gradguard.tensors.norms import tensor_norms
 from gradguard.torch_private import flattened_by_fsdp1

@@ -6,10 +6,9 @@ import sys
 import time
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import Any
 
 from gradguard.errors import InvalidTypeError, InvalidValueError, RecordError
-from gradguard.monitoring.observe.environment import git_state, rank_and_world
+from gradguard.monitoring.observe.meta import program_facts, rank_and_world
 from gradguard.monitoring.observe.observer import Observer, observe
 from gradguard.monitoring.record.file import FILE_NAME, read_record
 
@@ -127,7 +126,7 @@ def watch(path: str | Path | None = None, *, every: int | None = None) -> Watch:
         _active.close()
     rank, _ = rank_and_world()
     target = None if rank else _free(_record_path(path))
-    return _begin(Watch(Observer(target, _meta(), every=every)))
+    return _begin(Watch(Observer(target, program_facts(), every=every)))
 
 
 def watch_process() -> None:
@@ -138,7 +137,7 @@ def watch_process() -> None:
     """
     if _active is None:
         path = Path(os.environ[VARIABLE]).absolute()
-        _begin(Watch(Observer(lambda: _own_path(path), _meta()), whole_process=True))
+        _begin(Watch(Observer(lambda: _own_path(path), program_facts()), whole_process=True))
 
 
 def stop_watching() -> None:
@@ -154,11 +153,6 @@ def _begin(watch: Watch) -> Watch:
     global _active
     _active = watch
     return watch
-
-
-def _meta() -> dict[str, Any]:
-    version = getattr(sys.modules["gradguard"], "__version__", None)  # not imported: this floor is below
-    return {"version": version, "argv": list(sys.argv), "git": git_state()}
 
 
 def _record_path(path: str | Path | None) -> Path:

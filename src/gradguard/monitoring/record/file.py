@@ -18,6 +18,10 @@ from typing import Any
 from gradguard.errors import InvalidTypeError, RecordError
 
 FILE_NAME = "run.jsonl"
+
+Line = dict[str, Any]
+"""One line: its kind under ``"t"``; before it is written, floats may be NaN or infinite."""
+
 ARRAY_DIGITS = 4
 SCALAR_DIGITS = 7
 

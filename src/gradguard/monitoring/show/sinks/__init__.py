@@ -8,13 +8,18 @@ from pathlib import Path
 from typing import Any
 
 from gradguard.errors import InvalidTypeError, InvalidValueError
-from gradguard.monitoring.show.sinks.base import Line, Sink
+from gradguard.monitoring.record.file import Line
+from gradguard.monitoring.show.sinks.base import Sink
 from gradguard.monitoring.show.sinks.lines import CallableSink, JsonLinesSink
 
 _EXPECTED = (
     "expected a path that ends in .jsonl, a function that takes one dictionary, 'tensorboard', 'wandb', 'mlflow', "
     "'trackio', an object of one of those packages (SummaryWriter or Run), or a list of several"
 )
+
+
+def _warn(message: str) -> None:
+    warnings.warn(f"gradguard: {message}", RuntimeWarning, stacklevel=4)
 
 
 class Sinks:
@@ -24,6 +29,7 @@ class Sinks:
 
     Args:
         sink: A path, a function, a name, an object of a dashboard's package, or a list of them.
+        warn: Called with what the user should know.
 
     Raises:
         InvalidTypeError: If an entry is none of these.
@@ -39,8 +45,9 @@ class Sinks:
         [{'t': 'step', 'i': 0, 'norm': None}]
     """
 
-    def __init__(self, sink: Any) -> None:
+    def __init__(self, sink: Any, warn: Callable[[str], object] = _warn) -> None:
         self._open: list[Sink] = []
+        self._warn = warn
         self.record: Path | None = None
         try:
             for entry in sink if isinstance(sink, list | tuple) else [sink]:
@@ -49,12 +56,17 @@ class Sinks:
             self.close()
             raise
         self.record = next((one.path for one in self._open if isinstance(one, JsonLinesSink)), None)
-        self._empty = not self._open
+        self._were_any = bool(self._open)
+
+    @property
+    def empty(self) -> bool:
+        """Whether nobody takes lines, or not any more."""
+        return not self._open
 
     @property
     def lost(self) -> bool:
         """Whether there were sinks, and all of them failed."""
-        return not self._empty and not self._open
+        return self._were_any and not self._open
 
     def push(self, lines: Sequence[Line]) -> None:
         """Give ``lines`` to every sink."""
@@ -74,11 +86,8 @@ class Sinks:
             self._open.remove(one)
             with suppress(Exception):  # it has failed already; a file is closed all the same
                 one.close()
-            warnings.warn(
-                f"gradguard.Monitor writes no more to {one.name}: {type(error).__name__}: {error}. Training goes on.",
-                RuntimeWarning,
-                stacklevel=2,
-            )
+            reason = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
+            self._warn(f"writing to {one.name} ended: {reason}. Training goes on without it.")
 
 
 def open_sink(sink: Any) -> Sink:

@@ -7,9 +7,7 @@ from types import ModuleType
 from typing import Any, Protocol
 
 from gradguard.errors import MissingPackageError
-
-Line = Mapping[str, Any]
-"""One line of the record: its kind under ``"t"``; floats may be NaN or infinite."""
+from gradguard.monitoring.record.file import Line
 
 
 class Sink(Protocol):

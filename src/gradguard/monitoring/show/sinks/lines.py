@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from gradguard.errors import InvalidValueError
-from gradguard.monitoring.record.file import RecordWriter
-from gradguard.monitoring.show.sinks.base import Line, plain
+from gradguard.monitoring.record.file import Line, RecordWriter
+from gradguard.monitoring.show.sinks.base import plain
 
 
 class JsonLinesSink:

@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 from typing import Any
 
-from gradguard.monitoring.show.sinks.base import Line, required, summary_of
+from gradguard.monitoring.record.file import Line
+from gradguard.monitoring.show.sinks.base import required, summary_of
 
 
 class TensorBoardSink:

@@ -4,7 +4,8 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-from gradguard.monitoring.show.sinks.base import PREFIX, Line, Window, named, required
+from gradguard.monitoring.record.file import Line
+from gradguard.monitoring.show.sinks.base import PREFIX, Window, named, required
 
 
 class WandbSink:

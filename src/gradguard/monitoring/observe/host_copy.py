@@ -28,11 +28,11 @@ Copy = Callable[[Tensor], tuple[Tensor, Event | None]]
 """Starts the copy of a vector to the host; returns where it arrives and the event that says when (None: now)."""
 
 
-class Parcel:
-    """Some tensors of any devices, on their way.
+class AsyncHostCopy:
+    """A copy of some tensors of any devices to the host, under way.
 
     Args:
-        tensors: What is sent. Those that Python may read at no cost are not copied.
+        tensors: What is copied. Those that Python may read at no cost are read where they are.
         copy: How the others are.
     """
 
@@ -43,20 +43,20 @@ class Parcel:
         for i, tensor in enumerate(tensors):
             if self._tensors[i] is None:
                 by_device.setdefault(tensor.device, []).append(i)
-        self._loads = []
+        self._copies = []
         for device, places in by_device.items():
             wide = wide_dtype(device)
             flat = torch.cat([tensors[i].detach().reshape(-1).to(wide) for i in places])
-            self._loads.append((places, *(copy or copy_to_host)(flat)))
+            self._copies.append((places, *(copy or copy_to_host)(flat)))
 
     def arrived(self) -> bool:
         """Return whether `values` would not wait."""
-        return all(event is None or event.query() for _, _, event in self._loads)
+        return all(event is None or event.query() for _, _, event in self._copies)
 
     def values(self) -> list[Any]:
         """Return each tensor as a number, or a list of numbers; waits if it must."""
         found: list[Any] = [None if t is None else t.tolist() for t in self._tensors]
-        for places, host, event in self._loads:
+        for places, host, event in self._copies:
             if event is not None:
                 event.synchronize()
             pieces = host.split([self._shapes[i].numel() for i in places])
@@ -77,23 +77,39 @@ def copy_to_host(flat: Tensor) -> tuple[Tensor, Event | None]:
     return host, event
 
 
-def tensors_in(things: Sequence[Any], lists: str = "losses") -> Iterator[Tensor]:
-    """Yield the tensors among the fields of each of ``things``, in order; of lists, those in the field ``lists``."""
-    for thing in things:
-        for name in type(thing).__slots__:
-            value = getattr(thing, name)
-            if isinstance(value, Tensor):
-                yield value
-            elif name == lists:
-                yield from (item for item in value if isinstance(item, Tensor))
+class NumberPlaces:
+    """Where the numbers of some steps are still tensors, and how they take the numbers' place.
+
+    Args:
+        holders: What holds them: objects with slots, whose fields are tensors, or lists or dictionaries with tensors.
+    """
+
+    def __init__(self, holders: Sequence[Any]) -> None:
+        self._places = [place for holder in holders for place in _places_in(holder)]
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """The tensors, in their order."""
+        return [holder[key] if is_item else getattr(holder, key) for holder, key, is_item in self._places]
+
+    def fill(self, values: Sequence[Any]) -> None:
+        """Put ``values`` in the tensors' place."""
+        for (holder, key, is_item), value in zip(self._places, values, strict=True):
+            if is_item:
+                holder[key] = value
+            else:
+                setattr(holder, key, value)
 
 
-def put_back(things: Sequence[Any], values: Iterator[Any], lists: str = "losses") -> None:
-    """Replace every tensor that `tensors_in` yields by the next of ``values``."""
-    for thing in things:
-        for name in type(thing).__slots__:
-            value = getattr(thing, name)
-            if isinstance(value, Tensor):
-                setattr(thing, name, next(values))
-            elif name == lists:
-                setattr(thing, name, [next(values) if isinstance(item, Tensor) else item for item in value])
+_SEARCHED = {"losses", "scalars"}
+"""The fields whose entries are looked at; others may be long (one for each parameter) or not to be read (weights)."""
+
+
+def _places_in(holder: Any) -> Iterator[tuple[Any, Any, bool]]:
+    for name in type(holder).__slots__:
+        value = getattr(holder, name)
+        if isinstance(value, Tensor):
+            yield holder, name, False
+        elif name in _SEARCHED:
+            entries = value.items() if isinstance(value, dict) else enumerate(value)
+            yield from ((value, key, True) for key, entry in entries if isinstance(entry, Tensor))

@@ -1,16 +1,81 @@
-"""Names for the parameters of a script that never told us its model."""
+"""The first line of a record: versions, the machine, the processes, and the parameters by name."""
 
 import gc
+import os
+import platform
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Sequence
 from itertools import compress
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from gradguard.distributed.wrappers import named_parameters
+from gradguard.monitoring.record.file import SCHEMA, Line
+
+GIT_SECONDS = 1.0
+"""Longer than this nobody waits for git."""
+
+
+def rank_and_world() -> tuple[int, int]:
+    """Return the number of this process among those that train together, and how many there are.
+
+    From `torch.distributed` where it is initialised, else from what a launcher (torchrun, accelerate) set.
+    """
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+        return distributed.get_rank(), distributed.get_world_size()
+    return _number("RANK", 0), _number("WORLD_SIZE", 1)
+
+
+def mesh_of(parameters: Sequence[Tensor]) -> dict[str, int] | None:
+    """Return the device mesh that parameters are sharded over: the size of each dimension by name; None without one.
+
+    Where there are several meshes, the one of most dimensions is the one that says most.
+    """
+    meshes = [mesh for mesh in (getattr(p, "device_mesh", None) for p in parameters) if mesh is not None]
+    if not meshes:
+        return None
+    mesh = max(meshes, key=lambda mesh: mesh.ndim)
+    names = mesh.mesh_dim_names or [f"dim {k}" for k in range(mesh.ndim)]
+    return {name: mesh.size(k) for k, name in enumerate(names)}
+
+
+def git_state() -> str | None:
+    """Return the short commit of the working folder, with ``-dirty`` where files differ from it; None without git."""
+    command = ["git", "--no-optional-locks", "describe", "--always", "--dirty", "--abbrev=7", "--exclude=*"]
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=GIT_SECONDS, check=False, stdin=subprocess.DEVNULL
+        )
+    except (OSError, subprocess.SubprocessError, ValueError):
+        return None
+    return done.stdout.strip() or None if done.returncode == 0 else None
+
+
+def describe(parameters: Sequence[Tensor]) -> dict[str, Any]:
+    """Return the fields of ``meta`` that this process knows by the time it trains."""
+    rank, world = rank_and_world()
+    return {
+        "python": platform.python_version(),
+        "host_platform": platform.platform(terse=True),
+        "device": str(parameters[0].device) if parameters else "cpu",
+        "world": world,
+        "rank": rank,
+        "mesh": mesh_of(parameters),
+    }
+
+
+def _number(name: str, otherwise: int) -> int:
+    try:
+        return int(os.environ[name])
+    except (KeyError, ValueError):
+        return otherwise
 
 
 def living_modules() -> list[nn.Module]:
@@ -97,3 +162,37 @@ def described(names: Sequence[str], parameters: Sequence[Tensor], optimizers: Se
         | ({} if p.requires_grad else {"frozen": True})
         for name, p in zip(names, parameters, strict=True)
     ]
+
+
+def program_facts(argv: Sequence[str] | None = None, clip: str | None = None) -> Line:
+    """Return what a first line says of the program: its version of gradguard, its arguments, its commit.
+
+    Args:
+        argv: The arguments; those of this process by default.
+        clip: What clips its gradients.
+    """
+    version = getattr(sys.modules.get("gradguard"), "__version__", None)  # not imported: this floor is below
+    return {"version": version, "argv": list(sys.argv if argv is None else argv), "clip": clip, "git": git_state()}
+
+
+def meta_line(
+    program: Line, optimizers: Sequence[Optimizer], parameters: Sequence[Tensor], names: Sequence[str]
+) -> Line:
+    """Return the first line of a record.
+
+    Args:
+        program: The `program_facts`.
+        optimizers: Those that are known.
+        parameters: All their parameters.
+        names: The names of these.
+    """
+    line = {
+        "t": "meta",
+        "schema": SCHEMA,
+        **program,
+        "torch": torch.__version__,
+        **describe(parameters),
+        "optimizers": [type(optimizer).__name__ for optimizer in optimizers],
+        "params": described(names, parameters, optimizers),
+    }
+    return {key: value for key, value in line.items() if value is not None}

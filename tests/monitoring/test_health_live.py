@@ -8,7 +8,7 @@ from synthetic import make_record, steps_of
 from torch import nn
 
 from gradguard.monitoring.judge.health import findings
-from gradguard.monitoring.judge.judged import Judge, JudgedWriter
+from gradguard.monitoring.judge.live import Judge
 from gradguard.monitoring.observe.monitor import Monitor
 from gradguard.monitoring.observe.observer import Observer, observe
 from gradguard.monitoring.record.file import RecordWriter, read_record
@@ -57,9 +57,10 @@ def test_a_skipped_step_is_a_warning():
 def test_an_event_has_what_a_person_needs(tmp_path):
     with RecordWriter(tmp_path / "run.jsonl") as writer:
         writer.write("meta", params=[])
-        judged = JudgedWriter(writer, Judge({}))
+        judge = Judge({})
         for i in range(360):
-            judged.write("step", i=i, norm=1.0 if i < 300 else 50.0, top=None, optimizer=1)
+            for line in judge.follow({"t": "step", "i": i, "norm": 1.0 if i < 300 else 50.0, "optimizer": 1}):
+                writer.write(line.pop("t"), **line)
     (event,) = read_record(tmp_path / "run.jsonl").events
     assert event.keys() == {"t", "i", "kind", "severity", "message", "advice", "value", "optimizer"}
     assert (event["severity"], event["optimizer"]) == ("error", 1)

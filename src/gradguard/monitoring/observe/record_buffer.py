@@ -1,0 +1,199 @@
+"""Steps on their way into the record: kept for a while, then written, once their numbers are on the host."""
+
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from typing import Any
+
+from gradguard.monitoring.judge.live import Judge
+from gradguard.monitoring.observe.host_copy import AsyncHostCopy, Copy, NumberPlaces
+from gradguard.monitoring.observe.step import Latest, ScaleUpdate, StepMeasurement, lines_of
+from gradguard.monitoring.record.file import Line
+from gradguard.monitoring.show.sinks import Sinks
+from gradguard.monitoring.show.sinks.base import plain
+
+FLUSH_ROWS = 50
+FLUSH_SECONDS = 2.0
+KEPT_ROWS = 1000
+
+Entry = StepMeasurement | ScaleUpdate
+
+
+class RecordBuffer:
+    """Writes steps in the order they came, at the latest `FLUSH_ROWS` steps or `FLUSH_SECONDS` after.
+
+    Steps of the CPU are written by the thread that trains or, ``in_background`` and where a step takes longer than
+    that, by one of our own. Steps with tensors on a device are sent for as often, and written when they have arrived;
+    only the thread that trains touches a device, because another one might do so while a CUDA graph is captured.
+
+    **Guarantees**: `add` never waits for a device; nothing is written by a forked child.
+
+    Args:
+        sinks: Where lines go.
+        every: Write the norm of each parameter every so many steps; None for about 200 bytes a step.
+        arrived: Called with each step when its numbers are known, before its lines are made.
+        failed: Called with what went wrong with a step; the others are written all the same.
+        copy: How numbers come from a device, for tests.
+        in_background: Whether steps that have waited long may be written by a thread of our own.
+        keeps_rows: Whether `rows` are kept.
+
+    Attributes:
+        sinks: Where lines go.
+        has_begun: Whether the first line has been written; steps wait for it.
+        newest: The last step, while something may still be added to it.
+        rows: The last `KEPT_ROWS` ``step`` lines that were written.
+    """
+
+    def __init__(
+        self,
+        sinks: Sinks,
+        every: int | None = None,
+        *,
+        arrived: Callable[[StepMeasurement], object] = lambda step: None,
+        failed: Callable[[Exception], object] = lambda error: None,
+        copy: Copy | None = None,
+        in_background: bool = False,
+        keeps_rows: bool = False,
+    ) -> None:
+        self.sinks, self._every, self._arrived, self._failed = sinks, every, arrived, failed
+        self._copy, self._in_background, self._keeps_rows = copy, in_background, keeps_rows
+        self._names: Sequence[str] = ()
+        self._latest, self._judge = Latest(0), Judge({})
+        self.has_begun = False
+        self.newest: StepMeasurement | None = None
+        self.rows: deque[Line] = deque(maxlen=KEPT_ROWS)
+        self._waiting: list[Entry] = []
+        self._sent: deque[tuple[list[Entry], NumberPlaces | None, AsyncHostCopy | None]] = deque()
+        self._flushed = time.perf_counter()
+        self._lock, self._process = threading.RLock(), os.getpid()
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def begin(self, meta: Line) -> None:
+        """Write the first line, whose ``params`` every later one follows."""
+        with self._lock:
+            self._names = [parameter["name"] for parameter in meta["params"]]
+            self._latest, self._judge, self.has_begun = Latest(len(self._names)), Judge(meta), True
+            self.sinks.push([meta])
+
+    def write(self, line: Line) -> None:
+        """Write a line that is no step's, now."""
+        with self._lock:
+            self.sinks.push([{key: value for key, value in line.items() if value is not None}])
+
+    def add(self, entry: Entry, *, keep: bool = False) -> None:
+        """Take a step; write what is due.
+
+        Args:
+            entry: The step.
+            keep: Whether something may still be added to it: it then waits for the next one, or for a flush.
+        """
+        with self._lock:
+            self._release_newest()
+            if keep and isinstance(entry, StepMeasurement):
+                self.newest = entry
+            else:
+                self._waiting.append(entry)
+            if self._in_background and self._thread is None:
+                self._start()
+            if len(self._waiting) >= FLUSH_ROWS or time.perf_counter() - self._flushed > FLUSH_SECONDS:
+                self._flush()
+            elif self._sent:
+                self._write_arrived()
+
+    def flush(self, wait: bool = False) -> None:
+        """Send for all steps, and write those that are here; ``wait`` for the others."""
+        with self._lock:
+            self._release_newest()
+            self._flush(wait)
+
+    def write_late(self) -> None:
+        """Write steps that have waited long for another one, unless that takes a look at a device."""
+        with self._lock:
+            late = time.perf_counter() - self._flushed > FLUSH_SECONDS
+            if late and self._waiting and not self._sent and not _needs_device(self._waiting):
+                self._flush()
+
+    def close(self, end: Line) -> None:
+        """Write what is left, and the last line."""
+        self._stop.set()
+        with self._lock:
+            with suppress(Exception):  # a device that failed must not take the last line with it
+                self.flush(wait=True)
+            self.write(end)
+            self.sinks.close()
+
+    # --- inside -------------------------------------------------------------------------------------------------------
+
+    def _release_newest(self) -> None:
+        if self.newest is not None:
+            self._waiting.append(self.newest)
+            self.newest = None
+
+    def _flush(self, wait: bool = False) -> None:
+        if not self.has_begun:  # a scaler may search its scale for long before the first step
+            return
+        waiting, self._waiting = self._waiting, []
+        if waiting:
+            self._sent.append((waiting, *self._sent_for(waiting)))
+        self._write_arrived(wait)
+        self._flushed = time.perf_counter()
+
+    def _sent_for(self, entries: list[Entry]) -> tuple[NumberPlaces | None, AsyncHostCopy | None]:
+        if not any([entry.late for entry in entries]):
+            return None, None
+        places = NumberPlaces(list(_holders(entries)))
+        return places, AsyncHostCopy(places.tensors, self._copy)
+
+    def _write_arrived(self, wait: bool = False) -> None:
+        lines: list[Line] = []
+        while self._sent and (wait or self._sent[0][2] is None or self._sent[0][2].arrived()):
+            entries, places, copy = self._sent.popleft()
+            if places is not None and copy is not None:
+                places.fill(copy.values())
+            for entry in entries:
+                lines += self._lines_of(entry)
+        if not lines:
+            return
+        if self._keeps_rows:
+            self.rows += [plain(line) for line in lines if line["t"] == "step"]
+        self.sinks.push(lines)
+
+    def _lines_of(self, entry: Entry) -> list[Line]:
+        lines: list[Line] = []
+        try:
+            if isinstance(entry, StepMeasurement):
+                self._arrived(entry)
+            every = self._every or max(1, len(self._names) // 20)
+            for line in lines_of(entry, self._names, every, self._latest):
+                lines += self._judge.follow(line)
+        except Exception as error:  # one bad step must not take the others, or the end, with it
+            self._failed(error)
+        return lines
+
+    def _start(self) -> None:
+        self._thread = threading.Thread(target=self._keep_flushing, name="gradguard-record", daemon=True)
+        self._thread.start()
+
+    def _keep_flushing(self) -> None:
+        while not self._stop.wait(FLUSH_SECONDS / 2):
+            with suppress(Exception):
+                self.write_late()
+
+
+def _holders(entries: Sequence[Entry]) -> Iterator[Any]:
+    for entry in entries:
+        yield entry
+        if isinstance(entry, StepMeasurement):
+            if entry.diagnostics is not None:
+                yield entry.diagnostics
+            yield from entry.clips
+
+
+def _needs_device(entries: Sequence[Entry]) -> bool:
+    if not any([entry.late for entry in entries]):
+        return False
+    return any(not tensor.is_cpu for tensor in NumberPlaces(list(_holders(entries))).tensors)

@@ -1,0 +1,297 @@
+"""What every watcher does at an optimizer step: measure, keep until the numbers are here, judge, write.
+
+An `Observer` is told of every step of a process, a `Monitor` of those of one optimizer; the rest is the same.
+"""
+
+import functools
+import os
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from gradguard.clip_events import ClipEvent
+from gradguard.monitoring.observe.clips import AppliedClip, HeardClips, note_guard
+from gradguard.monitoring.observe.measure import measure_diagnostics, measure_update
+from gradguard.monitoring.observe.meta import parameters_of
+from gradguard.monitoring.observe.record_buffer import RecordBuffer
+from gradguard.monitoring.observe.schedule import Alarm, Schedule
+from gradguard.monitoring.observe.shared_norms import Shared, SharedNorms, are_spread, is_captured, refuse_lost
+from gradguard.monitoring.observe.step import StepMeasurement, copied, total_of
+
+
+def safely(method: Callable) -> Callable:
+    """Time what a recorder does, keep its failures away from training, and do nothing in a forked child."""
+
+    @functools.wraps(method)
+    def safe(self: "Recorder", *args: Any) -> Any:
+        if not self._active or os.getpid() != self._process:
+            return None
+        started = time.perf_counter()
+        try:
+            return method(self, *args)
+        except Exception as error:
+            self._fail(error)
+            return None
+        finally:
+            self._overhead += time.perf_counter() - started
+
+    return safe
+
+
+class Recorder:
+    """Makes one row of each optimizer step that it is told of.
+
+    **Guarantees**: it writes to no tensor of the training (unless it was given a clip to apply), draws no random
+    number, waits for no device, and swallows its own failures: after one it notes an event and stops measuring.
+
+    Args:
+        schedule: When diagnostics are measured.
+        applied: A clip that it applies itself before each step.
+    """
+
+    def __init__(self, schedule: Schedule, applied: AppliedClip | None = None) -> None:
+        self._process, self._started, self._overhead = os.getpid(), time.perf_counter(), 0.0
+        self._buffer: RecordBuffer | None = None  # once it is known where to write
+        self._clips, self._shared, self._applied = HeardClips(), SharedNorms(), applied
+        self._schedule, self._alarms = schedule, dict[int | None, Alarm]()
+        self._thread = threading.local()  # .step: the one that is running, and its .optimizer; .diagnosed
+        self._steps, self._active, self._lock = 0, True, threading.RLock()
+
+    @property
+    def steps(self) -> int:
+        """Number of optimizer steps seen."""
+        return self._steps
+
+    @property
+    def overhead(self) -> float:
+        """Seconds that watching took so far."""
+        return self._overhead
+
+    # --- what differs -------------------------------------------------------------------------------------------------
+
+    def _measured(
+        self, optimizer: Optimizer, parameters: list[Tensor], spread: bool, shared: Shared | None
+    ) -> StepMeasurement | None:
+        """What is known of a step before it; None if it is not to be recorded."""
+        raise NotImplementedError
+
+    def _complete(self, step: StepMeasurement) -> bool:
+        """Add what is known after it, and tell whether more may come, so that it waits for the next one."""
+        del step
+        return False
+
+    def _clip(self, optimizer: Optimizer, with_grad: list[Tensor], parameters: list[Tensor], first: bool) -> None:
+        """Apply a clip of our own; what it raises ends the run."""
+
+    def _hears(self, parameters: Sequence[Tensor]) -> bool:
+        """Whether a clip of ``parameters`` concerns us."""
+        raise NotImplementedError
+
+    def _tell(self, message: str) -> None:
+        """Let the user know that something was lost."""
+        raise NotImplementedError
+
+    # --- a step -------------------------------------------------------------------------------------------------------
+
+    def _before_step(self, optimizer: Optimizer, evaluation: int) -> None:
+        first = evaluation == 0  # a closure is evaluated several times: the first has the weights of this step
+        parameters = self._parameters(optimizer)
+        spread, shared = self._joined(parameters) if first else (are_spread(parameters), None)
+        with_grad = parameters if spread else [p for p in parameters if p.grad is not None]
+        if first:
+            self._measure_step(optimizer, with_grad, spread, shared)
+        else:
+            self._forget(parameters)
+        self._clip(optimizer, with_grad, parameters, first)
+        if first and not spread:  # of a part, diagnostics would be wrong
+            self._measure_diagnostics(optimizer, with_grad)
+
+    def _parameters(self, optimizer: Optimizer) -> list[Tensor]:
+        try:
+            return [p for p in parameters_of(optimizer) if isinstance(p, Tensor)]
+        except Exception as error:  # an optimizer without the usual groups
+            self._fail(error)
+            return []
+
+    def _joined(self, parameters: Sequence[Tensor]) -> tuple[bool, Shared | None]:
+        """Take part in what processes measure together, also where nothing is written, or watching has failed."""
+        started = time.perf_counter()
+        joined = self._shared.join(parameters, self._stop)
+        self._overhead += time.perf_counter() - started
+        return joined
+
+    @safely
+    def _measure_step(
+        self, optimizer: Optimizer, parameters: list[Tensor], spread: bool, shared: Shared | None
+    ) -> None:
+        self._thread.step = None  # of a step that raised
+        if not (parameters and is_captured(parameters[0])):
+            step = self._measured(optimizer, parameters, spread, shared)
+            if step is not None:
+                step.lr = copied(optimizer.param_groups[0].get("lr"))
+            self._thread.step, self._thread.optimizer = step, weakref.ref(optimizer)
+
+    @safely
+    def _measure_diagnostics(self, optimizer: Optimizer, parameters: list[Tensor]) -> None:
+        step = self._open_step()
+        self._thread.diagnosed = None
+        if step is None or step.total is not None or not parameters:
+            return
+        started = time.perf_counter()
+        if self._schedule.due(self._steps, started - self._started):
+            step.diagnostics = measure_diagnostics(parameters, getattr(optimizer, "grad_scale", None))
+            self._thread.diagnosed, self._thread.spent = parameters, time.perf_counter() - started
+
+    @safely
+    def _after_step(self, optimizer: Optimizer) -> None:
+        step = self._open_step()
+        self._thread.step = None
+        if step is None or self._buffer is None:
+            return
+        now = time.perf_counter()
+        if step.diagnostics is not None and self._thread.diagnosed is not None:
+            measure_update(step.diagnostics, self._thread.diagnosed)
+            self._schedule.spent(self._thread.spent + time.perf_counter() - now)
+            self._thread.diagnosed = None
+        step.wall = now - self._started
+        found_inf = getattr(optimizer, "found_inf", None)
+        step.found_inf = copied(found_inf) if isinstance(found_inf, Tensor) else None
+        with self._lock:  # several threads may train at once
+            keep = self._complete(step)
+            step.index = self._steps
+            self._steps += 1
+            self._buffer.add(step, keep=keep)
+        if not step.late:
+            self._watch_norm(step)
+        self._active = self._active and not self._buffer.sinks.lost
+
+    def _open_step(self) -> StepMeasurement | None:
+        """The step that is running in this thread."""
+        return getattr(self._thread, "step", None)
+
+    @safely
+    def _forget(self, parameters: list[Tensor]) -> None:
+        """Forget what another evaluation of a closure told: it belongs to this step, and the next one would get it."""
+        self._clips.forget(parameters)
+
+    def _arrived(self, step: StepMeasurement) -> None:
+        """Look at a step whose numbers have come from a device."""
+        refuse_lost(step.lost)
+        if step.late:
+            self._watch_norm(step)
+
+    def _watch_norm(self, step: StepMeasurement) -> None:
+        """Start a burst of diagnostics after a norm that is out of the ordinary."""
+        if (alarm := self._alarms.get(step.optimizer)) is None:
+            alarm = self._alarms[step.optimizer] = Alarm()
+        if alarm.see(total_of(step)):
+            self._schedule.alert(self._steps, time.perf_counter() - self._started)
+
+    # --- clips --------------------------------------------------------------------------------------------------------
+
+    def before_clip(self, parameters: Sequence[Tensor], tells_norms: bool) -> None:
+        """Measure before a clip of gradguard's changes anything, unless it measures for both of us."""
+        if self._hears(parameters):
+            listed = list(parameters)
+            self._begin_clip(listed, *self._joined(listed), None, tells_norms)
+
+    @safely
+    def _begin_clip(
+        self, parameters: list[Tensor], spread: bool, shared: Shared | None, call: Any, tells_norms: bool = False
+    ) -> Any:
+        captured, replaced = self._clips.begin(parameters, spread, shared, call, tells_norms)
+        if replaced:
+            self._on_replaced()
+        return captured
+
+    def _on_replaced(self) -> None:
+        """The step that the clips before were for never came."""
+
+    @safely
+    def after_clip(self, event: ClipEvent) -> None:
+        """Keep what a clip of gradguard's tells: of one before a step, or within it."""
+        if event.optimizer is None:
+            if self._hears(event.parameters):
+                self._clips.end(event)
+        else:
+            self._note(event)
+
+    def _note(self, event: ClipEvent) -> None:
+        """Keep what a clip within a step tells."""
+        step = self._open_step()
+        if step is not None and self._thread.optimizer() is event.optimizer:
+            note_guard(step, event)
+
+    # --- the end ------------------------------------------------------------------------------------------------------
+
+    @safely
+    def _flush(self) -> None:
+        if self._buffer is not None:
+            self._buffer.flush(wait=True)
+
+    def _end(self, exit_code: int | None, interrupted: bool) -> None:
+        """Write what is left and the last line; harmless in a forked child and when repeated."""
+        buffer, self._buffer = self._buffer, None
+        self._active = False
+        if buffer is None or os.getpid() != self._process:
+            return
+        with suppress(Exception):  # nothing here may change how the training ends
+            buffer.close(
+                {
+                    "t": "end",
+                    "steps": self._steps,
+                    "wall": time.perf_counter() - self._started,
+                    "overhead_ms": 1e3 * self._overhead,
+                    "exit": exit_code,
+                    "interrupted": interrupted,
+                    "clips": self._clips.count if not self._steps and self._clips.count else None,
+                }
+            )
+
+    def _stop(self, error: Exception) -> None:
+        """Stop measuring where other processes go on."""
+        if self._active:
+            self._fail(error)
+            self._tell(f"stopped measuring: {type(error).__name__}: {error}. Training goes on untouched.")
+
+    def _fail(self, error: Exception) -> None:
+        """Stop measuring, and say so in the record rather than in the training."""
+        active, self._active = self._active, False
+        with suppress(Exception):
+            if self._buffer is not None and active:
+                self._write_failure(self._buffer, f"gradguard stopped measuring: {type(error).__name__}: {error}")
+
+    def _write_failure(self, buffer: RecordBuffer, message: str) -> None:
+        advice = "training itself goes on untouched; please report this with the script"
+        event = {"t": "event", "i": self._steps, "kind": "observer_failed", "severity": "error"}
+        buffer.write(event | {"message": message, "advice": advice})
+
+
+class Ear:
+    """Hears of clips for a recorder, and does not keep it alive."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = weakref.ref(recorder)
+
+    def before_clip(self, parameters: Sequence[Tensor], tells_norms: bool) -> None:
+        """A clip is about to act."""
+        if (recorder := self._recorder()) is not None:
+            recorder.before_clip(parameters, tells_norms)
+
+    def after_clip(self, event: ClipEvent) -> None:
+        """A clip is done."""
+        if (recorder := self._recorder()) is not None:
+            recorder.after_clip(event)
+
+
+def on_stderr(message: str) -> None:
+    """Print one line on stderr, whatever became of stderr."""
+    with suppress(Exception):
+        print(f"gradguard: {message}", file=sys.stderr, flush=True)

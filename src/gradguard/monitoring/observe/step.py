@@ -1,0 +1,349 @@
+"""One optimizer step: what was measured of it, and the lines of the record that it makes.
+
+The one place where tensors become numbers.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from gradguard.distributed.placements import is_sharded
+from gradguard.monitoring.observe.measure import Diagnostics, Norms, histogram_of
+from gradguard.monitoring.record.file import Line
+
+EPSILON = 1e-6
+"""What PyTorch's norm clip adds to the norm before it divides."""
+
+FIXED = frozenset(["norm", "value", "adaptive"])
+"""Rules with one threshold from the first step on."""
+
+_NAMED_AT_MOST = 5
+
+
+def copied(value: Any) -> Any:
+    """Return ``value``, or a copy of it if it is a tensor, which the script may change in place.
+
+    None for a DTensor: to read it may need every process, and only one of them writes.
+    """
+    if not isinstance(value, Tensor):
+        return value
+    return None if is_sharded(value) else value.detach().clone()
+
+
+@dataclass(slots=True)
+class ScriptClip:
+    """One call of a clipping function before the step.
+
+    Attributes:
+        rule: ``"norm"``, ``"value"``, ``"adaptive"``, or the class of a clipper that is none of these.
+        threshold: Its threshold, copied.
+        norm: The norm that a norm clip compares with its threshold, copied: what it returned or was given, unless
+            that is the 2-norm of all gradients that it got, which is measured here.
+        coefficient: What it multiplied the gradients by, on the whole, copied; None if it does not tell.
+    """
+
+    rule: str
+    threshold: Any
+    norm: Any
+    coefficient: Any = None
+
+
+@dataclass(slots=True)
+class StepMeasurement:
+    """One optimizer step as it was seen; what is not on the CPU stays a tensor on its device until it is sent for.
+
+    Attributes:
+        index: Number of the step.
+        norms: 2-norm of each gradient before any clip; empty where only `total` is known.
+        places: The parameter that each norm belongs to, as a place in the names; -1 if it is not among them.
+        post: 2-norm of all gradients after the clips, where that does not follow from what one of them told.
+        losses: Losses that backward was called on since the step before.
+        lr: Learning rate of the first parameter group: a number, or a copy of the script's tensor.
+        clips: The script's own clips, in their order.
+        clips_apart: Whether they acted on different parameters, so that no threshold is that of the step.
+        applied_rule: The clip that the watcher applies itself, behind them.
+        applied_threshold: Its threshold.
+        user_threshold: The threshold of the script's last clip.
+        guard_rule: The rule of a `Guard` that acted within the step; None if none did.
+        guard_threshold: Its threshold.
+        guard_coefficient: What it multiplied the gradients by.
+        skipped: Whether a guard left the step out.
+        norm_after: Whether ``norms`` are those after the clip, of which nobody knows what was before.
+        amp_scale: Loss scale.
+        optimizer: Which optimizer, where the script has several.
+        wall: Seconds since the start.
+        found_inf: GradScaler's flag for a fused optimizer: 1 means that the step was skipped.
+        total: 2-norm of all gradients before any clip, where it does not follow from ``norms``.
+        diagnostics: What is measured now and then.
+        late: Whether it holds tensors on a device, so that its numbers are known only when they have come.
+        lost: Where processes measured together: above 0 if one of them could not.
+        logged_norm: The norm that the user's own clip returned, as the user logged it, and
+        logged_max_norm: its threshold.
+        scalars: What else the user logged, by name: numbers, or tensors until they have been read.
+    """
+
+    index: int
+    norms: Norms
+    places: Sequence[int]
+    post: Tensor | float | None = None
+    losses: Sequence[Any] = ()
+    lr: Any = None
+    clips: Sequence[ScriptClip] = ()
+    clips_apart: bool = False
+    applied_rule: str | None = None
+    applied_threshold: Any = None
+    user_threshold: Any = None
+    guard_rule: str | None = None
+    guard_threshold: Any = None
+    guard_coefficient: Any = None
+    skipped: Any = None
+    norm_after: bool = False
+    amp_scale: Tensor | None = None
+    optimizer: int | None = None
+    wall: float = field(default=0.0)
+    found_inf: Any = None
+    total: Any = None
+    diagnostics: Diagnostics | None = None
+    late: bool = False
+    lost: Any = None
+    logged_norm: Any = None
+    logged_max_norm: Any = None
+    scalars: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class ScaleUpdate:
+    """A loss scale before and after an update."""
+
+    index: int
+    before: Any
+    after: Any
+    late: bool = True
+
+
+class Latest:
+    """The last number of each kind for each parameter: where several optimizers take turns, each line has all.
+
+    Args:
+        count: Number of parameters.
+    """
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self._arrays: dict[str, list[float]] = {}
+
+    def update(self, key: str, places: Sequence[int], values: Norms) -> list[float]:
+        """Put ``values`` at ``places`` (-1: nowhere) and return the array; what was never measured is 0."""
+        array = self._arrays.setdefault(key, [0.0] * self.count)
+        for place, value in zip(places, _numbers(values), strict=True):
+            if place >= 0:
+                array[place] = value
+        return array.copy()
+
+
+def lines_of(step: StepMeasurement | ScaleUpdate, names: Sequence[str], every: int, latest: Latest) -> Iterator[Line]:
+    """Yield the ``step`` line, a ``tensors`` line every so many steps, and an ``event`` where one is due.
+
+    Args:
+        step: What was measured, its numbers on the host.
+        names: The parameters, in the order of ``meta``.
+        every: A ``tensors`` line every so many steps.
+        latest: The last numbers of each parameter.
+    """
+    for line in _lines_of_update(step) if isinstance(step, ScaleUpdate) else _lines_of_step(step, names, every, latest):
+        yield {key: value for key, value in line.items() if value is not None}
+
+
+def _lines_of_step(step: StepMeasurement, names: Sequence[str], every: int, latest: Latest) -> Iterator[Line]:
+    if not step.clips and step.guard_rule is None:  # which tell more
+        _take_logged(step)
+    norms = _numbers(step.norms)
+    yield _step_line(step, norms)
+    if step.index % every == 0 or step.diagnostics is not None:
+        if norms or step.diagnostics is not None:
+            yield _tensors_line(step, norms, latest)
+    elif step.optimizer is not None:
+        latest.update("norm", step.places, norms)
+    overflowed = step.amp_scale is not None and step.found_inf is not None and float(step.found_inf)
+    if not overflowed and not all(map(math.isfinite, norms)):  # a scaler's search for its scale is an amp_skip
+        yield _nonfinite_line(step, norms, names)
+
+
+def _take_logged(step: StepMeasurement) -> None:
+    """Where the user logged the norm before their own clip, what was measured at the step is the norm after it."""
+    step.user_threshold = step.user_threshold if step.logged_max_norm is None else step.logged_max_norm
+    if step.logged_norm is None:
+        return
+    before, after = float(step.logged_norm), total_of(step)
+    step.total, step.clips = before, [ScriptClip("norm", step.logged_max_norm, before)]
+    if math.isfinite(before) and math.isfinite(after):
+        step.post = after
+        if after > 0:  # a norm clip multiplied all gradients by one number
+            step.norms = [norm * (before / after) for norm in _numbers(step.norms)]
+
+
+def total_of(step: StepMeasurement) -> float:
+    """Return the 2-norm of all gradients of ``step`` before any clip."""
+    return math.hypot(*_numbers(step.norms)) if step.total is None else float(step.total)
+
+
+def _tensors_line(step: StepMeasurement, norms: list[float], latest: Latest) -> Line:
+    line: Line = {"t": "tensors", "i": step.index}
+    line["norm"] = latest.update("norm", step.places, norms) if norms else None
+    found = step.diagnostics
+    if found is not None:
+        scale = _number(found.scale) or 1.0
+        line["max"] = latest.update("max", step.places, [x / scale for x in _numbers(found.max)])
+        line["zeros"] = latest.update("zeros", step.places, found.zeros)
+        line["weight"] = latest.update("weight", step.places, found.weight)
+        if found.update is not None:
+            line["update"] = latest.update("update", step.places, found.update)
+        if found.counts is not None:
+            line["histogram"] = histogram_of(_numbers(found.counts), scale)
+    return line
+
+
+def _step_line(step: StepMeasurement, norms: Sequence[float]) -> Line:
+    total = total_of(step)
+    clips, coefficient = _clips_of(step, total)
+    binding = min(clips, key=_strength) if clips else _Clip(None, None, None)
+    overflowed = step.found_inf is not None and float(step.found_inf)
+    return {
+        "t": "step",
+        "i": step.index,
+        "wall": step.wall,
+        "loss": _mean([float(x) for x in step.losses]),
+        "lr": _number(step.lr),
+        "norm": total,
+        "post_norm": None if coefficient is None else total if step.norm_after else total * coefficient,
+        "coefficient": coefficient,
+        "threshold": None if step.clips_apart and len(step.clips) > 1 else binding.threshold,
+        "rule": binding.rule,
+        "clips": [[clip.rule, clip.threshold, clip.coefficient] for clip in clips] if len(clips) > 1 else None,
+        "user_max_norm": _number(step.user_threshold),
+        "amp_scale": _number(step.amp_scale),
+        "skipped": True if overflowed or _number(step.skipped) else None,
+        "nonfinite": 0 if total < math.inf else sum(not math.isfinite(n) for n in norms) or 1,
+        "top": _dominant(step, norms, total),
+        "optimizer": step.optimizer,
+        **{name: float(value) for name, value in step.scalars.items()},
+    }
+
+
+class _Clip(NamedTuple):
+    """What one clip did at a step; None for what is not known, or a threshold that there is not."""
+
+    rule: str | None
+    threshold: float | None
+    coefficient: float | None
+
+
+def _clips_of(step: StepMeasurement, total: float) -> tuple[list[_Clip], float | None]:
+    """Tell what clipped, and how much.
+
+    Returns:
+        The clips that acted: the script's own, the one that the watcher applies, the guard's; and what gradients were
+        multiplied by in all, if that is known.
+    """
+    script = [_Clip(clip.rule, _threshold(clip.threshold), _of_clip(clip, step, total)) for clip in step.clips]
+    clips = [clip for clip in script if clip.rule not in FIXED or clip.threshold != math.inf]  # others only measure
+    known = math.prod(clip.coefficient for clip in clips if clip.coefficient is not None)
+    if step.applied_rule is not None:
+        clips.append(_Clip(step.applied_rule, _threshold(step.applied_threshold), None))
+    unknown = [k for k, clip in enumerate(clips) if clip.coefficient is None]
+    coefficient = None
+    if clips and step.post is not None:
+        coefficient = min(1.0, float(step.post) / total) if total > 0 else 1.0
+    elif clips and not unknown:
+        coefficient = known
+    elif len(unknown) == 1 and step.applied_rule == "norm":
+        threshold = clips[-1].threshold
+        coefficient = None if threshold is None else known * min(1.0, threshold / (total * known + EPSILON))
+    if coefficient is not None and len(unknown) == 1 and known > 0:
+        clips[unknown[0]] = clips[unknown[0]]._replace(coefficient=min(1.0, coefficient / known))
+    if step.guard_rule is not None:
+        own = _number(step.guard_coefficient)
+        clips.append(_Clip(step.guard_rule, _threshold(step.guard_threshold), own))
+        coefficient = own if coefficient is None or own is None else own * coefficient
+    finite = math.isfinite(total)
+    told = [
+        _Clip(rule, None if threshold == math.inf else threshold, one if finite else None)
+        for rule, threshold, one in clips
+    ]
+    return told, coefficient if finite else None
+
+
+def _threshold(value: Any) -> float | None:
+    number = _number(value)
+    return number if number is None or math.isfinite(number) else math.inf
+
+
+def _of_clip(clip: ScriptClip, step: StepMeasurement, total: float) -> float | None:
+    """What a clip of the script's multiplied the gradients by, if it told that or its norm."""
+    coefficient, norm, threshold = _number(clip.coefficient), _number(clip.norm), _number(clip.threshold)
+    if coefficient is not None:
+        return coefficient
+    if clip.rule != "norm" or threshold is None:
+        return None
+    norm = total if norm is None and len(step.clips) == 1 else norm
+    return None if norm is None or not math.isfinite(norm) else min(1.0, threshold / (norm + EPSILON))
+
+
+def _strength(clip: _Clip) -> float:
+    """What decides which of several clips bound: the smallest coefficient."""
+    return math.inf if clip.coefficient is None else clip.coefficient
+
+
+def _dominant(step: StepMeasurement, norms: Sequence[float], total: float) -> list[float] | None:
+    """The parameter with the largest share of the squared norm, and that share."""
+    if not norms or not 0 < total < math.inf:
+        return None
+    norm, place = max(zip(norms, step.places, strict=True))
+    return [place, (norm / total) ** 2] if place >= 0 else None
+
+
+def _nonfinite_line(step: StepMeasurement, norms: Sequence[float], names: Sequence[str]) -> Line:
+    bad = [place for place, norm in zip(step.places, norms, strict=True) if not math.isfinite(norm)]
+    shown = ", ".join(names[place] if place >= 0 else "unnamed" for place in bad[:_NAMED_AT_MOST])
+    more = f" and {len(bad) - _NAMED_AT_MOST} more" if len(bad) > _NAMED_AT_MOST else ""
+    return {
+        "t": "event",
+        "i": step.index,
+        "kind": "nonfinite",
+        "severity": "error",
+        "message": f"gradients of {shown}{more} are not finite",
+        "advice": "find the operation with torch.autograd.set_detect_anomaly(True), or lower the learning rate",
+        "params": [names[place] for place in bad if place >= 0],
+        "optimizer": step.optimizer,
+    }
+
+
+def _lines_of_update(update: ScaleUpdate) -> Iterator[Line]:
+    before, after = float(update.before), float(update.after)
+    if after < before:
+        yield {
+            "t": "event",
+            "i": update.index,
+            "kind": "amp_skip",
+            "severity": "info",
+            "message": f"the loss scale fell from {before:g} to {after:g}: gradients overflowed, a step was skipped",
+            "advice": "a few of these are normal; a scale that keeps falling is not",
+        }
+
+
+def _numbers(values: Norms) -> list[float]:
+    return values.tolist() if isinstance(values, Tensor) else values
+
+
+def _number(value: Any) -> float | None:
+    try:
+        return None if value is None else float(value)
+    except (TypeError, ValueError):
+        return None
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return sum(values) / len(values) if values else None
