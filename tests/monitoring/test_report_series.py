@@ -7,7 +7,7 @@ from array import array
 import pytest
 from synthetic import make_record, steps_of, wide_meta, write_gan, write_sick
 
-from gradguard.monitoring.record.optimizers import by_optimizer
+from gradguard.monitoring.record.steps import by_optimizer
 from gradguard.monitoring.show.report import layers
 from gradguard.monitoring.show.report.series import band, clip_windows, decimate, log_histogram, loss_range, outline
 

@@ -18,10 +18,10 @@ from synthetic import write_char_rnn
 from gradguard.cli import main
 from gradguard.errors import InvalidValueError, RecordError
 from gradguard.monitoring.record import reader as follow
-from gradguard.monitoring.record.reader import Follower
+from gradguard.monitoring.record.reader import JsonlReader
 from gradguard.monitoring.show import tail as tail_module
 from gradguard.monitoring.show import tail_view
-from gradguard.monitoring.show.run_state import MOST_BUCKETS, WINDOW, History, LiveRun
+from gradguard.monitoring.show.run_state import MOST_BUCKETS, WINDOW, History, RunState
 from gradguard.monitoring.show.tail import Watched, tail
 
 META = {"t": "meta", "argv": ["train.py"], "params": [{"name": "a.weight"}, {"name": "b.weight"}]}
@@ -46,8 +46,8 @@ def text_of(*lines: dict) -> str:
     return "".join(json.dumps(line) + "\n" for line in lines)
 
 
-def run_of(*lines: dict) -> LiveRun:
-    run = LiveRun()
+def run_of(*lines: dict) -> RunState:
+    run = RunState()
     for entry in lines:
         run.add(entry)
     return run
@@ -67,7 +67,7 @@ def append(path: Path, text: str) -> None:
 
 
 def test_only_what_is_new_is_returned_and_a_torn_line_when_its_rest_comes(path):
-    follower = Follower(path)
+    follower = JsonlReader(path)
     assert follower.poll() == []
     assert follower.missing
     append(path, "")
@@ -89,7 +89,7 @@ def test_only_what_is_new_is_returned_and_a_torn_line_when_its_rest_comes(path):
 
 def test_no_byte_is_read_twice_but_for_the_few_that_tell_a_new_run(path, monkeypatch):
     path.write_text(text_of(META, *map(step, range(5000))))
-    follower = Follower(path)
+    follower = JsonlReader(path)
     follower.poll()
     reads = []
     original = Path.open
@@ -134,7 +134,7 @@ REWRITTEN = {
 @pytest.mark.parametrize("replaced", [False, True], ids=["same file", "another file"])
 def test_a_new_run_in_the_same_place_is_read_from_its_start(path, content, replaced):
     path.write_text(text_of(META, step(0), step(1)))
-    follower = Follower(path)
+    follower = JsonlReader(path)
     assert len(follower.poll()) == 3
     if replaced:
         (path.parent / "new").write_text(content)
@@ -157,11 +157,11 @@ def test_a_record_that_is_deleted_is_waited_for(path):
     path.write_text(text_of(META, step(0), step(1)))
     watched.look()
     assert watched.run.last["i"] == 1
-    assert len(watched.run.lane.recent) == 2  # the new run, not both
+    assert len(watched.run.state.recent) == 2  # the new run, not both
 
 
 def test_a_folder_stands_for_the_record_in_it(tmp_path):
-    follower = Follower(tmp_path / "runs")
+    follower = JsonlReader(tmp_path / "runs")
     assert follower.poll() == []
     (tmp_path / "runs").mkdir()
     assert follower.poll() == []
@@ -172,7 +172,7 @@ def test_a_folder_stands_for_the_record_in_it(tmp_path):
 def test_a_long_record_is_read_from_near_its_end(path, monkeypatch):
     monkeypatch.setattr(follow, "READ_AT_ONCE", 4000)
     path.write_text(text_of(META, *map(step, range(1000))))
-    follower = Follower(path)
+    follower = JsonlReader(path)
     lines = follower.poll()
     assert lines[0] == META
     assert [line["i"] for line in lines[1:]] == list(range(lines[1]["i"], 1000))
@@ -194,33 +194,33 @@ def test_a_line_that_cannot_be_read_is_counted_and_passed_over(path):
 def test_what_is_no_record_is_refused(path, content):
     path.write_text(content)
     with pytest.raises(RecordError, match=r'is not a gradguard record: line 1 is not \{"t": "meta"'):
-        Follower(path).poll()
+        JsonlReader(path).poll()
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="this system has no named pipes")
 def test_a_pipe_is_refused_rather_than_waited_for(path):
     os.mkfifo(path)
     with pytest.raises(RecordError, match=r"is no file: expected a record"):
-        Follower(path).poll()
+        JsonlReader(path).poll()
 
 
 def test_a_line_without_end_is_refused(path, monkeypatch):
     monkeypatch.setattr(follow, "LONGEST_LINE", 1000)
     path.write_text("x" * 2000)
     with pytest.raises(RecordError, match=r"a line is longer than 1000 bytes"):
-        Follower(path).poll()
+        JsonlReader(path).poll()
 
 
 # --- what is known ----------------------------------------------------------------------------------------------------
 
 
 def test_memory_does_not_grow_with_the_run():
-    run = LiveRun()
+    run = RunState()
     for i in range(3 * MOST_BUCKETS):
         run.add(step(i, norm=float(i + 1)))
         run.add(event(i))
-    assert len(run.lane.recent) == WINDOW
-    assert len(run.lane.history.columns(10**6)) <= MOST_BUCKETS
+    assert len(run.state.recent) == WINDOW
+    assert len(run.state.history.columns(10**6)) <= MOST_BUCKETS
     assert len(run.events) < 100
     assert run.severities == {"error": 3 * MOST_BUCKETS}
 
@@ -254,7 +254,7 @@ CLIPPING = {
 @pytest.mark.parametrize(("steps", "share", "regime"), CLIPPING.values(), ids=CLIPPING)
 def test_the_share_of_clipped_steps_is_that_of_the_last_100(steps, share, regime):
     run = run_of(META, *steps)
-    assert run.lane.clip_share == share
+    assert run.state.clip_share == share
     text = tail_view.line(run)
     assert ("clipped" not in text) if share is None else (f"({regime})" in text)
 
@@ -298,7 +298,7 @@ def test_the_state_of_a_run(path, content, silence, words):
 
 
 def shown(
-    run: LiveRun,
+    run: RunState,
     width: int = 80,
     height: int = 40,
     encoding: str = "utf-8",
@@ -360,7 +360,7 @@ def test_the_optimizers_of_a_gan_are_kept_apart():
     assert text.count("norm before any clip") == 2
     assert "optimizer 1 (SGD)  norm 10.0" in tail_view.line(run)
     many = run_of(META, *(step(i, optimizer=i) for i in range(40)))
-    assert len(many.lanes) <= 17
+    assert len(many.states) <= 17
     assert len(shown(many, height=24).splitlines()) <= 200
 
 
@@ -380,7 +380,7 @@ def test_lines_says_how_many_events(events):
 @pytest.mark.parametrize("length", [1, 20, 50, 60, 70, 76])
 def test_the_path_that_is_waited_for_is_in_one_piece(length):
     path = Path("/" + "ü" * length)
-    text = shown(LiveRun(), width=81, status=Watched(path).status(0.0))
+    text = shown(RunState(), width=81, status=Watched(path).status(0.0))
     assert any(str(path) in line for line in text.splitlines())
     assert f"no record yet: waiting for {path}" in unwrapped(text)
 
@@ -399,24 +399,27 @@ def test_the_view_fits_the_terminal(tmp_path, width, height, encoding):
 
 def test_the_chart_goes_from_the_smallest_to_the_largest_norm():
     run = run_of(META, *(step(i, norm=norm) for i, norm in enumerate((1.0, 10.0, 100.0, 1000.0))))
-    assert tail_view.chart(run.lane, 10, 1).plain.split() == ["1.00", "⡠⠊"]
-    assert tail_view.chart(run.lane, 2, 1).plain.split() == ["1.00", "⡠⠊"]
-    assert tail_view.chart(run.lane, 1, 1).plain.split() == ["1.00", "⡜"]  # two steps in each column of dots
-    assert [line[8:] for line in tail_view.chart(run.lane, 4, 2, threshold=30.0).plain.splitlines()] == [" ⠌", "⡐┄┄┄"]
-    assert tail_view.chart(run_of(META, step(0, norm=None)).lane, 10, 2).plain == "no finite norm yet"
+    assert tail_view.chart(run.state, 10, 1).plain.split() == ["1.00", "⡠⠊"]
+    assert tail_view.chart(run.state, 2, 1).plain.split() == ["1.00", "⡠⠊"]
+    assert tail_view.chart(run.state, 1, 1).plain.split() == ["1.00", "⡜"]  # two steps in each column of dots
+    assert [line[8:] for line in tail_view.chart(run.state, 4, 2, threshold=30.0).plain.splitlines()] == [
+        " ⠌",
+        "⡐┄┄┄",
+    ]
+    assert tail_view.chart(run_of(META, step(0, norm=None)).state, 10, 2).plain == "no finite norm yet"
 
 
 def test_a_step_that_was_not_finite_is_marked():
     run = run_of(META, step(0), step(1), step(2, norm=None, nonfinite=1), step(3))
-    assert "✕" in tail_view.chart(run.lane, 10, 2).plain
-    assert "!" in tail_view.chart(run.lane, 10, 2, ascii_only=True).plain
+    assert "✕" in tail_view.chart(run.state, 10, 2).plain
+    assert "!" in tail_view.chart(run.state, 10, 2, ascii_only=True).plain
 
 
 def test_zero_and_constant_norms_have_a_chart():
     for norms in ([0.0, 0.0], [0.0, 1.0], [1.0, 1.0], [1e-300, 1e300]):
         run = run_of(META, *(step(i, norm=norm) for i, norm in enumerate(norms)))
-        assert tail_view.chart(run.lane, 10, 3).plain
-        assert tail_view.chart(run.lane, 10, 3, ascii_only=True).plain
+        assert tail_view.chart(run.state, 10, 3).plain
+        assert tail_view.chart(run.state, 10, 3, ascii_only=True).plain
 
 
 def test_a_record_cannot_command_the_terminal():

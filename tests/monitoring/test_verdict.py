@@ -2,7 +2,7 @@ import pytest
 from synthetic import log_normal, make_record, steps_of
 
 from gradguard.monitoring.judge.verdict import verdict
-from gradguard.monitoring.record.optimizers import by_optimizer
+from gradguard.monitoring.record.steps import by_optimizer
 
 CALM = log_normal(600, centre=0.42)
 

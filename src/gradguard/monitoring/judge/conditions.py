@@ -12,8 +12,7 @@ from gradguard.monitoring.judge.health import findings, lock_in_share
 from gradguard.monitoring.judge.recommend import drift_ratio
 from gradguard.monitoring.judge.verdict import Verdict, verdict
 from gradguard.monitoring.record.file import Record
-from gradguard.monitoring.record.optimizers import Part, by_optimizer
-from gradguard.monitoring.record.steps import is_nonfinite, usable_norms
+from gradguard.monitoring.record.steps import Part, by_optimizer, is_nonfinite, usable_norms
 
 QUANTITIES = {
     "nonfinite": "steps whose gradients held NaN or infinity",

@@ -19,8 +19,15 @@ from gradguard.monitoring.judge.lock_in import LockInAlarm
 from gradguard.monitoring.judge.recommend import drift_ends, is_scale_free
 from gradguard.monitoring.judge.verdict import percent, plain_threshold
 from gradguard.monitoring.record.file import Record
-from gradguard.monitoring.record.optimizers import Part, by_optimizer
-from gradguard.monitoring.record.steps import BINDS_BELOW, binds, taken_steps, threshold_of, usable_norms
+from gradguard.monitoring.record.steps import (
+    BINDS_BELOW,
+    Part,
+    binds,
+    by_optimizer,
+    taken_steps,
+    threshold_of,
+    usable_norms,
+)
 
 __all__ = ["Finding", "HealthMonitor", "findings", "lock_in_share"]
 

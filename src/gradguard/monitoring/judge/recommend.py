@@ -13,8 +13,7 @@ from itertools import accumulate
 from typing import Any
 
 from gradguard.monitoring.record.file import Record
-from gradguard.monitoring.record.optimizers import by_optimizer
-from gradguard.monitoring.record.steps import binds, regime_of, taken_steps, usable_norms
+from gradguard.monitoring.record.steps import binds, by_optimizer, regime_of, taken_steps, usable_norms
 
 ENOUGH_STEPS = 200
 DEVIATIONS = 6.0

@@ -21,8 +21,7 @@ from gradguard.monitoring.judge.replay_rules import (
 )
 from gradguard.monitoring.judge.verdict import number, percent, plain_threshold
 from gradguard.monitoring.record.file import Record
-from gradguard.monitoring.record.optimizers import Part, by_optimizer, label_of
-from gradguard.monitoring.record.steps import BINDS_BELOW, taken_steps, usable_steps
+from gradguard.monitoring.record.steps import BINDS_BELOW, Part, by_optimizer, label_of, taken_steps, usable_steps
 
 if TYPE_CHECKING:
     from rich.console import Console

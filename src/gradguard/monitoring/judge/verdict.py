@@ -9,8 +9,7 @@ from typing import Any
 
 from gradguard.monitoring.judge.recommend import guard_threshold, is_scale_free
 from gradguard.monitoring.record.file import Record
-from gradguard.monitoring.record.optimizers import by_optimizer
-from gradguard.monitoring.record.steps import binds, is_nonfinite, regime_of, taken_steps, usable_norms
+from gradguard.monitoring.record.steps import binds, by_optimizer, is_nonfinite, regime_of, taken_steps, usable_norms
 
 _FEWEST_FOR_SPIKES = 20
 

@@ -16,7 +16,7 @@ LONGEST_LINE = 64 * 2**20
 _ANCHOR = 256
 
 
-class Follower:
+class JsonlReader:
     r"""Read the lines that a record gained since the last look.
 
     **Guarantees**: what was read is not read again; a line without its end is kept until the rest comes; memory is
@@ -39,7 +39,7 @@ class Follower:
     Example:
         >>> import tempfile
         >>> path = Path(tempfile.mkdtemp()) / "run.jsonl"
-        >>> follower = Follower(path)
+        >>> follower = JsonlReader(path)
         >>> follower.poll()
         []
         >>> _ = path.write_text('{"t": "meta"}\n{"t": "step", "i"')

@@ -12,7 +12,7 @@ WINDOW = 100
 
 MOST_BUCKETS = 1024
 MOST_EVENTS = 50
-MOST_LANES = 16
+MOST_OPTIMIZERS = 16
 
 
 def number_in(line: dict[str, Any], key: str) -> float | None:
@@ -90,7 +90,7 @@ def _merged(buckets: list[Bucket]) -> Bucket:
 
 
 @dataclass
-class Lane:
+class OptimizerState:
     """What one optimizer has done so far: the norms of two optimizers are not one series.
 
     Attributes:
@@ -128,13 +128,13 @@ class Lane:
 
 
 @dataclass
-class LiveRun:
+class RunState:
     """A run as far as its record has been read. Nothing in it grows with the number of steps.
 
     Attributes:
         meta: The first line.
         last: The last step; empty before there is one.
-        lanes: What each optimizer has done, by its place in ``meta.optimizers``, None where there is one.
+        states: What each optimizer has done, by its place in ``meta.optimizers``, None where there is one.
         layers: The last norms per parameter.
         events: The last events.
         severities: How many events of each severity there were.
@@ -143,7 +143,7 @@ class LiveRun:
 
     meta: dict[str, Any] = field(default_factory=dict)
     last: dict[str, Any] = field(default_factory=dict)
-    lanes: dict[Any, Lane] = field(default_factory=dict)
+    states: dict[Any, OptimizerState] = field(default_factory=dict)
     layers: list[Any] = field(default_factory=list)
     events: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=MOST_EVENTS))
     severities: Counter[str] = field(default_factory=Counter)
@@ -170,24 +170,24 @@ class LiveRun:
         wall = number_in(step, "wall")
         if wall is not None:
             self._walls.append(wall)
-        self._lane_of(step).add(step)
+        self._state_of(step).add(step)
 
-    def _lane_of(self, step: dict[str, Any]) -> Lane:
+    def _state_of(self, step: dict[str, Any]) -> OptimizerState:
         place = step.get("optimizer")
-        key = place if isinstance(place, int) and (place in self.lanes or len(self.lanes) < MOST_LANES) else None
-        return self.lanes.setdefault(key, Lane(self._label(key)))
+        key = place if isinstance(place, int) and (place in self.states or len(self.states) < MOST_OPTIMIZERS) else None
+        return self.states.setdefault(key, OptimizerState(self._label(key)))
 
     def _label(self, place: int | None) -> str:
         names = self.meta.get("optimizers")
         if place is None:
-            return "other optimizers" if self.lanes else ""
+            return "other optimizers" if self.states else ""
         known = isinstance(names, list) and 0 <= place < len(names)
         return f"optimizer {place} ({names[place]})" if known and names else f"optimizer {place}"
 
     @property
-    def lane(self) -> Lane:
+    def state(self) -> OptimizerState:
         """What the optimizer of the last step has done."""
-        return self._lane_of(self.last) if self.last else Lane()
+        return self._state_of(self.last) if self.last else OptimizerState()
 
     @property
     def seconds_per_step(self) -> float | None:

@@ -13,8 +13,8 @@ from typing import IO, TYPE_CHECKING, Any, NoReturn
 
 from gradguard.errors import InvalidValueError, RecordError
 from gradguard.monitoring.record.file import SCHEMA
-from gradguard.monitoring.record.reader import Follower
-from gradguard.monitoring.show.run_state import LiveRun
+from gradguard.monitoring.record.reader import JsonlReader
+from gradguard.monitoring.show.run_state import RunState
 from gradguard.monitoring.show.tail_view import clock, duration, ending, event_line, fitting_view, line, printable
 
 if TYPE_CHECKING:
@@ -110,8 +110,8 @@ class Watched:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._follower = Follower(path)
-        self.run = LiveRun()
+        self._follower = JsonlReader(path)
+        self.run = RunState()
         self.restarted = False
 
     def look(self) -> list[dict[str, Any]]:
@@ -127,7 +127,7 @@ class Watched:
         lines = self._follower.poll()
         self.restarted = self._follower.restarts > before
         if self.restarted:
-            self.run = LiveRun()
+            self.run = RunState()
         for entry in lines:
             self.run.add(entry)
         return lines

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from gradguard.monitoring.judge.verdict import number, percent, plain_threshold
 from gradguard.monitoring.record.steps import regime_of
-from gradguard.monitoring.show.run_state import Bucket, Lane, LiveRun, number_in
+from gradguard.monitoring.show.run_state import Bucket, OptimizerState, RunState, number_in
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -68,7 +68,7 @@ Fact = tuple[str, str, str]
 """Label, value and style of a number."""
 
 
-def facts(run: LiveRun) -> list[Fact]:
+def facts(run: RunState) -> list[Fact]:
     """Return what is known now of the run as a whole."""
     step, seconds = run.last, run.seconds_per_step
     wall = number_in(step, "wall")
@@ -82,11 +82,11 @@ def facts(run: LiveRun) -> list[Fact]:
     return [(label, value, style) for label, value, style in known if value is not None]
 
 
-def lane_facts(lane: Lane) -> list[Fact]:
+def optimizer_facts(state: OptimizerState) -> list[Fact]:
     """Return what is known now of one optimizer."""
-    step, share = lane.last, lane.clip_share
+    step, share = state.last, state.clip_share
     regime = None if share is None else regime_of(share)
-    clipped = None if share is None else f"{percent(share)} of {len(lane.recent)} ({regime})"
+    clipped = None if share is None else f"{percent(share)} of {len(state.recent)} ({regime})"
     known = [
         ("norm", *_measured(step, "norm")),
         ("threshold", *_threshold(step)),
@@ -97,12 +97,12 @@ def lane_facts(lane: Lane) -> list[Fact]:
     return [(label, value, style) for label, value, style in known if value is not None]
 
 
-def line(run: LiveRun) -> str:
+def line(run: RunState) -> str:
     """Return the present state in one line of plain text; of several optimizers that of the last step."""
-    lane = run.lane
+    state = run.state
     named = [f"{label} {value}" for label, value, _ in facts(run)]
-    named += [printable(lane.label)] if lane.label else []
-    named += [f"{label} {value}" for label, value, _ in lane_facts(lane)]
+    named += [printable(state.label)] if state.label else []
+    named += [f"{label} {value}" for label, value, _ in optimizer_facts(state)]
     top = [f"largest {printable(name)} {percent(share)}" for name, share in run.largest_layers(1)]
     return "  ".join(named + top) or "no step yet"
 
@@ -115,7 +115,7 @@ def event_line(event: dict[str, Any]) -> str:
 
 
 def fitting_view(
-    run: LiveRun, status: tuple[str, str], title: str, events: int, console: "Console"
+    run: RunState, status: tuple[str, str], title: str, events: int, console: "Console"
 ) -> "RenderableType":
     """Return the view in as much detail as the height of ``console`` holds; all of it where that is no terminal.
 
@@ -138,7 +138,7 @@ def fitting_view(
 
 
 def view(
-    run: LiveRun, status: tuple[str, str], title: str, detail: tuple[int, int, int], console: "Console"
+    run: RunState, status: tuple[str, str], title: str, detail: tuple[int, int, int], console: "Console"
 ) -> "RenderableType":
     """Return the view with given rows of chart, numbers of layers and of events; arguments as in `fitting_view`."""
     from rich import box
@@ -148,13 +148,13 @@ def view(
 
     width = max(10, console.width - 4)
     parts: list[RenderableType] = [] if run.last else [Text("no step yet", style="dim")]
-    lanes = list(run.lanes.values())
-    if len(lanes) == 1:
-        parts += [_facts_table(facts(run) + lane_facts(lanes[0]), width)]
-    elif lanes:
+    states = list(run.states.values())
+    if len(states) == 1:
+        parts += [_facts_table(facts(run) + optimizer_facts(states[0]), width)]
+    elif states:
         parts += [_facts_table(facts(run), width)]
-    for lane in lanes:
-        parts += _lane_part(lane, width, detail[0] // len(lanes), console, alone=len(lanes) == 1)
+    for state in states:
+        parts += _state_part(state, width, detail[0] // len(states), console, alone=len(states) == 1)
     parts += _layers_part(run, width, detail[1], console.options.ascii_only) if detail[1] else []
     parts += _events_part(run, detail[2]) if detail[2] else []
     words = Text(printable(status[0]), style=status[1])
@@ -197,34 +197,43 @@ def _row_width(cells: "list[Text]", count: int) -> int:
     return sum(max((cell.cell_len for cell in column), default=0) + _GAP for column in columns)
 
 
-def _lane_part(lane: Lane, width: int, rows: int, console: "Console", *, alone: bool) -> "list[RenderableType]":
+def _state_part(
+    state: OptimizerState, width: int, rows: int, console: "Console", *, alone: bool
+) -> "list[RenderableType]":
     """The chart of one optimizer, below its numbers where it is not alone."""
     from rich.text import Text
 
-    known = [] if alone else lane_facts(lane)
-    parts: list[RenderableType] = [] if alone else [Text(f"\n{printable(lane.label)}", style="bold")]
+    known = [] if alone else optimizer_facts(state)
+    parts: list[RenderableType] = [] if alone else [Text(f"\n{printable(state.label)}", style="bold")]
     parts += [_facts_table(known, width)] if known else []
-    return parts + (_chart_part(lane, width, rows, console, gap=alone) if rows else [])
+    return parts + (_chart_part(state, width, rows, console, gap=alone) if rows else [])
 
 
-def _chart_part(lane: Lane, width: int, rows: int, console: "Console", *, gap: bool) -> "list[RenderableType]":
+def _chart_part(
+    state: OptimizerState, width: int, rows: int, console: "Console", *, gap: bool
+) -> "list[RenderableType]":
     from rich.text import Text
 
-    steps = f"steps {lane.first_step or 0:,} to {number_in(lane.last, 'i') or 0:,.0f}"
+    steps = f"steps {state.first_step or 0:,} to {number_in(state.last, 'i') or 0:,.0f}"
     heading = Text(
         "\n" * gap + f"norm before any clip, {steps}, log scale", style="dim", no_wrap=True, overflow="ellipsis"
     )
-    threshold = number_in(lane.last, "threshold")
-    if lane.last.get("rule") not in (None, "norm"):
+    threshold = number_in(state.last, "threshold")
+    if state.last.get("rule") not in (None, "norm"):
         threshold = None  # a bound on something else than this norm
-    return [heading, chart(lane, max(4, width - _AXIS), rows, threshold, ascii_only=console.options.ascii_only)]
+    return [
+        heading,
+        chart(state, max(4, width - _AXIS), rows, threshold, ascii_only=console.options.ascii_only),
+    ]
 
 
-def chart(lane: Lane, width: int, rows: int, threshold: float | None = None, *, ascii_only: bool = False) -> "Text":
-    """Return the norms of ``lane`` on a log scale, from the smallest to the largest of the steps of each column.
+def chart(
+    state: OptimizerState, width: int, rows: int, threshold: float | None = None, *, ascii_only: bool = False
+) -> "Text":
+    """Return the norms of ``state`` on a log scale, from the smallest to the largest of the steps of each column.
 
     Args:
-        lane: An optimizer.
+        state: An optimizer.
         width: Columns of characters; each holds two columns of dots.
         rows: Rows of characters; each holds four dots.
         threshold: Where to draw a line, if it is within the norms.
@@ -235,7 +244,7 @@ def chart(lane: Lane, width: int, rows: int, threshold: float | None = None, *, 
     """
     from rich.text import Text
 
-    columns = lane.history.columns(width if ascii_only else 2 * width)
+    columns = state.history.columns(width if ascii_only else 2 * width)
     limits = _limits(columns, threshold)
     if limits is None:
         return Text("no finite norm yet", style="dim")
@@ -307,7 +316,7 @@ def _ascii_mark(bucket: Bucket, limits: tuple[float, float]) -> str:
     return _ASCII_LEVELS[max(1, levels - _row_of(bucket.high, limits, 4) * levels // 15)]
 
 
-def _layers_part(run: LiveRun, width: int, count: int, ascii_only: bool) -> "list[RenderableType]":
+def _layers_part(run: RunState, width: int, count: int, ascii_only: bool) -> "list[RenderableType]":
     from rich.text import Text
 
     layers = run.largest_layers(count)
@@ -325,7 +334,7 @@ def _layers_part(run: LiveRun, width: int, count: int, ascii_only: bool) -> "lis
     return [text]
 
 
-def _events_part(run: LiveRun, count: int) -> "list[RenderableType]":
+def _events_part(run: RunState, count: int) -> "list[RenderableType]":
     from rich.text import Text
 
     if not run.events:

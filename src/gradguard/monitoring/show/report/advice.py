@@ -10,7 +10,7 @@ from gradguard.monitoring.judge.recommend import Recommendation
 from gradguard.monitoring.judge.replay import COUNTERFACTUAL, DEFAULT_RULES, WhatIf, what_if
 from gradguard.monitoring.judge.verdict import number, percent
 from gradguard.monitoring.record.file import Record
-from gradguard.monitoring.show.report.chart import Table, steps_between
+from gradguard.monitoring.show.report.figure import Table, steps_between
 
 SEVERITIES = ("error", "warning", "info")
 _MOST_EVENTS = 30

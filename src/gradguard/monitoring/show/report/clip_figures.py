@@ -10,10 +10,20 @@ from gradguard.monitoring.judge.verdict import Verdict, number, percent, plain_t
 from gradguard.monitoring.record.file import Record
 from gradguard.monitoring.record.steps import binds, regime_of
 from gradguard.monitoring.show.report import series
-from gradguard.monitoring.show.report.chart import Chart, Table
-from gradguard.monitoring.show.report.figure import Figure
+from gradguard.monitoring.show.report.figure import (
+    BLACK,
+    BLUE,
+    GREEN,
+    GREY,
+    ORANGE,
+    PURPLE,
+    REGIMES,
+    Chart,
+    Figure,
+    Table,
+    subplots,
+)
 from gradguard.monitoring.show.report.figures import clips_norms, step_range
-from gradguard.monitoring.show.report.style import BLACK, BLUE, GREEN, GREY, ORANGE, PURPLE, REGIMES, subplots
 
 _TABLE_ROWS = 20
 _BANDS = ((0, 0.05, "guard"), (0.05, 0.5, "shaping"), (0.5, 1, "normalising"))

@@ -10,9 +10,7 @@ from gradguard.monitoring.judge.verdict import Verdict, number, plain_threshold
 from gradguard.monitoring.record.file import Record
 from gradguard.monitoring.record.steps import is_nonfinite
 from gradguard.monitoring.show.report import series
-from gradguard.monitoring.show.report.chart import Chart, Table, steps_between
-from gradguard.monitoring.show.report.figure import Figure
-from gradguard.monitoring.show.report.style import (
+from gradguard.monitoring.show.report.figure import (
     BLACK,
     BLUE,
     GREEN,
@@ -20,7 +18,11 @@ from gradguard.monitoring.show.report.style import (
     PURPLE,
     RUN_COLOURS,
     VERMILION,
+    Chart,
+    Figure,
+    Table,
     see_through,
+    steps_between,
     subplots,
 )
 

@@ -8,10 +8,19 @@ from typing import Any
 from gradguard.monitoring.judge.verdict import number, percent
 from gradguard.monitoring.record.file import Record
 from gradguard.monitoring.show.report import layers
-from gradguard.monitoring.show.report.chart import Chart, Table, steps_between
-from gradguard.monitoring.show.report.figure import Figure
+from gradguard.monitoring.show.report.figure import (
+    BLACK,
+    DEVIATION_SCALE,
+    GREY,
+    VERMILION,
+    Chart,
+    Figure,
+    Table,
+    short,
+    steps_between,
+    subplots,
+)
 from gradguard.monitoring.show.report.figures import step_range
-from gradguard.monitoring.show.report.style import BLACK, DEVIATION_SCALE, GREY, VERMILION, short, subplots
 
 _MOST_TABLE_ROWS = 40
 _LABEL_PIXELS = 12

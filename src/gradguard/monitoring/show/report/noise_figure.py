@@ -6,9 +6,8 @@ from typing import Any
 from gradguard.monitoring.judge.verdict import number, percent
 from gradguard.monitoring.record.file import Record
 from gradguard.monitoring.show.report import series
-from gradguard.monitoring.show.report.chart import Chart, Table
+from gradguard.monitoring.show.report.figure import BLACK, BLUE, Chart, Table, see_through, subplots
 from gradguard.monitoring.show.report.figures import log_ticks, step_range
-from gradguard.monitoring.show.report.style import BLACK, BLUE, see_through, subplots
 
 _TABLE_ROWS = 12
 _LITTLE = 4

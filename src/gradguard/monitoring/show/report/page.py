@@ -9,11 +9,9 @@ from gradguard.errors import InvalidValueError, RecordError
 from gradguard.monitoring.judge.recommend import Recommendation, guard_threshold, recommend
 from gradguard.monitoring.judge.verdict import Verdict, number, percent, plain_threshold, verdict
 from gradguard.monitoring.record.file import Record
-from gradguard.monitoring.record.optimizers import Part, by_optimizer
-from gradguard.monitoring.record.steps import usable_norms
+from gradguard.monitoring.record.steps import Part, by_optimizer, usable_norms
 from gradguard.monitoring.show.report import advice, clip_figures, figures, layer_figures, layers, noise_figure, series
-from gradguard.monitoring.show.report.chart import Chart
-from gradguard.monitoring.show.report.style import palette
+from gradguard.monitoring.show.report.figure import Chart, palette
 from gradguard.monitoring.show.report.summary import clip_of, command, environment, labelled, notes
 
 _FOLDER = Path(__file__).parent

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from gradguard.monitoring.judge.recommend import Recommendation, recommend
 from gradguard.monitoring.judge.verdict import Verdict, number, percent, plain_threshold, verdict
 from gradguard.monitoring.record.file import FILE_NAME, SCHEMA, Record
-from gradguard.monitoring.record.optimizers import by_optimizer
+from gradguard.monitoring.record.steps import by_optimizer
 from gradguard.monitoring.show.report.advice import Shown, counted, findings_of
 
 if TYPE_CHECKING:
