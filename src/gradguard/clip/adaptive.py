@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from gradguard.arguments import check_threshold
 from gradguard.clip.adaptive_parts import UnitDecision, decide_units
 from gradguard.clip.adaptive_units import by_device, layout_of, rows_in_memory, rows_like, unit_factors, unit_layouts
-from gradguard.clip.parameters import (
+from gradguard.clip.gradients import (
     ONE_STAGE,
     Gradients,
     Parameters,

@@ -21,8 +21,8 @@ from gradguard.clip.clipper import (
     measured,
     total_of,
 )
-from gradguard.clip.clippers import FixedRule, at_scale, norm_where
-from gradguard.clip.parameters import Gradients, Parameters
+from gradguard.clip.gradients import Gradients, Parameters
+from gradguard.clip.rules import FixedRule, at_scale, norm_where
 from gradguard.clip.selection import KnownNames, Selection, Selector
 from gradguard.distributed.settings import Settings
 from gradguard.tensors.layout import move

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from gradguard.clip.adaptive_units import by_device, layout_of, rows_in_memory, rows_like, unit_factors
-from gradguard.clip.parameters import Gradients
+from gradguard.clip.gradients import Gradients
 from gradguard.distributed.agreement import largest_of
 from gradguard.distributed.classes import Classes
 from gradguard.distributed.placements import local_part

@@ -10,7 +10,7 @@ from zlib import crc32
 import torch
 from torch import Tensor, nn
 
-from gradguard.clip.parameters import (
+from gradguard.clip.gradients import (
     Gradients,
     Parameters,
     Stages,

@@ -10,12 +10,12 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
 from gradguard.clip.clipper import Clipper, Decision, ListedParameters, asking, with_culprits
+from gradguard.clip.gradients import Gradients, Stages, gradients_of, refuse_nonfinite_in
 from gradguard.clip.guard_counts import Counts, LateReader
-from gradguard.clip.guard_fold import StandIn
 from gradguard.clip.guard_in_backward import is_in_backward, refuse_in_backward, tell_what_has_stepped
 from gradguard.clip.guard_names import names_in, names_of
 from gradguard.clip.guard_skip import Snapshot
-from gradguard.clip.parameters import Gradients, Stages, gradients_of, refuse_nonfinite_in
+from gradguard.clip.optimizer_proxy import StandIn
 from gradguard.clip.result import ClipResult
 from gradguard.clip_events import SkipReason, is_heard, tell
 from gradguard.distributed.agreement import largest_of

@@ -6,7 +6,7 @@ from typing import Any, cast
 
 from torch import Tensor, nn
 
-from gradguard.clip.parameters import Gradients, Parameters, named_tensors
+from gradguard.clip.gradients import Gradients, Parameters, named_tensors
 from gradguard.errors import InvalidTypeError, InvalidValueError
 
 Selection = str | Tensor | nn.Module | Mapping[str, Any] | Iterable["Selection"]
