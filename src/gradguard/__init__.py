@@ -14,8 +14,7 @@ if TYPE_CHECKING:
     from gradguard.check.gradcheck import gradcheck
     from gradguard.check.report import Finding, GradientReport
     from gradguard.check.seed_api import check_grad, get_numerical_gradient
-    from gradguard.clip.adaptive import clip_grad_adaptive_
-    from gradguard.clip.adaptive_clipper import ClipAdaptive
+    from gradguard.clip.adaptive import ClipAdaptive, clip_grad_adaptive_
     from gradguard.clip.clipper import Clipper, Decision
     from gradguard.clip.compose import Chain
     from gradguard.clip.dispatch import dispatch_clip_grad
@@ -159,7 +158,7 @@ _MODULE_OF = {
     "check_grad": "gradguard.check.seed_api",
     "get_numerical_gradient": "gradguard.check.seed_api",
     "clip_grad_adaptive_": "gradguard.clip.adaptive",
-    "ClipAdaptive": "gradguard.clip.adaptive_clipper",
+    "ClipAdaptive": "gradguard.clip.adaptive",
     "Chain": "gradguard.clip.compose",
     "Clipper": "gradguard.clip.clipper",
     "Decision": "gradguard.clip.clipper",

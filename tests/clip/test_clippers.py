@@ -14,7 +14,7 @@ from torch import nn
 import gradguard as gg
 from cases import DTYPES, GRADIENTS, ORDERS, gradients_in, parameter, random
 from gradguard.clip import rules
-from gradguard.clip.adaptive_clipper import ClipAdaptive
+from gradguard.clip.adaptive import ClipAdaptive
 from gradguard.clip.clipper import Clipper, Decision, describe, measured, norms_of, total_of
 from gradguard.clip.lock_in import LockIn
 from gradguard.clip.rules import ClipByGlobalNorm, ClipByNorm, ClipByValue

@@ -10,7 +10,7 @@ from torch import nn
 import gradguard as gg
 from cases import GRADIENTS, gradients_in, parameter, random
 from gradguard.clip import clipper, groups
-from gradguard.clip.adaptive_clipper import ClipAdaptive
+from gradguard.clip.adaptive import ClipAdaptive
 from gradguard.clip.clipper import Clipper, Decision, describe, norms_of
 from gradguard.clip.compose import Chain
 from gradguard.clip.groups import Groups
