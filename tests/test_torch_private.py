@@ -508,6 +508,18 @@ def test_gradients_are_scaled(monkeypatch):
         without(monkeypatch, *NAMES["gradients_are_scaled"]).gradients_are_scaled(scaler, optimizer)
 
 
+def test_overflows_of():
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    optimizer = scaled_step(scaler)
+    assert torch_private.overflows_of(scaler, optimizer) == []
+    scaler.unscale_(optimizer)
+    assert torch_private.overflows_of(scaler, optimizer) == [torch.tensor(0.0)]
+    scaler.update()
+    assert torch_private.overflows_of(scaler, optimizer) == []
+    with pytest.raises(UnsupportedVersionError, match=r"skipped a step needs .*_per_optimizer_states"):
+        torch_private.overflows_of(SimpleNamespace(), optimizer)
+
+
 def test_loss_scale_of():
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
     assert torch_private.loss_scale_of(scaler) is None

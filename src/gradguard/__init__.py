@@ -14,11 +14,9 @@ if TYPE_CHECKING:
     from gradguard.check.gradcheck import gradcheck
     from gradguard.check.report import Finding, GradientReport
     from gradguard.check.seed_api import check_grad, get_numerical_gradient
-    from gradguard.clip.adaptive import clip_grad_adaptive_
-    from gradguard.clip.adaptive_clipper import ClipAdaptive
-    from gradguard.clip.chain import Chain
+    from gradguard.clip.adaptive import ClipAdaptive, clip_grad_adaptive_
     from gradguard.clip.clipper import Clipper, Decision
-    from gradguard.clip.clippers import ClipByGlobalNorm, ClipByNorm, ClipByValue
+    from gradguard.clip.compose import Chain
     from gradguard.clip.dispatch import dispatch_clip_grad
     from gradguard.clip.functional import (
         apply_gradient_clipping,
@@ -30,6 +28,7 @@ if TYPE_CHECKING:
     from gradguard.clip.guard import Guard
     from gradguard.clip.previous_norm import ClipByPreviousNorm
     from gradguard.clip.result import ClipResult
+    from gradguard.clip.rules import ClipByGlobalNorm, ClipByNorm, ClipByValue
     from gradguard.clip.thresholds.adagc import AdaGC
     from gradguard.clip.thresholds.autoclip import AutoClip
     from gradguard.clip.thresholds.base import ThresholdClipper
@@ -159,13 +158,13 @@ _MODULE_OF = {
     "check_grad": "gradguard.check.seed_api",
     "get_numerical_gradient": "gradguard.check.seed_api",
     "clip_grad_adaptive_": "gradguard.clip.adaptive",
-    "ClipAdaptive": "gradguard.clip.adaptive_clipper",
-    "Chain": "gradguard.clip.chain",
+    "ClipAdaptive": "gradguard.clip.adaptive",
+    "Chain": "gradguard.clip.compose",
     "Clipper": "gradguard.clip.clipper",
     "Decision": "gradguard.clip.clipper",
-    "ClipByGlobalNorm": "gradguard.clip.clippers",
-    "ClipByNorm": "gradguard.clip.clippers",
-    "ClipByValue": "gradguard.clip.clippers",
+    "ClipByGlobalNorm": "gradguard.clip.rules",
+    "ClipByNorm": "gradguard.clip.rules",
+    "ClipByValue": "gradguard.clip.rules",
     "dispatch_clip_grad": "gradguard.clip.dispatch",
     "apply_gradient_clipping": "gradguard.clip.functional",
     "clip_grad_norm_": "gradguard.clip.functional",

@@ -197,7 +197,8 @@ def _observe(program, shown: list[str], record: Path | None, rule: tuple[str, fl
 
 def _binder(rule: str, threshold: float):
     """What applies a clip to the parameters of a step, once the modules are known."""
-    from gradguard.clip.adaptive import clip_adaptive, unit_layouts
+    from gradguard.clip.adaptive import clip_adaptive
+    from gradguard.clip.adaptive_units import unit_layouts
     from gradguard.clip.functional import clip_grad_norm_, clip_grad_value_
 
     def bind(modules):

@@ -6,13 +6,15 @@ tuple. Listeners hear the calls of all threads, each in the thread that clips.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
+
+SkipReason = Literal["nonfinite", "grad_scaler"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +30,8 @@ class ClipEvent:
         norms: 2-norm of each gradient before, in the order of ``parameters``; None if not known.
         optimizer: The optimizer whose step is running, for a clip that acts within it.
         skipped: Whether that step is left out: a bool, or a 0-dim tensor where only the device knows.
+        skip_reason: Why, if it is left out: ``"grad_scaler"`` if a GradScaler found infinity or NaN, which lowers its
+            scale, ``"nonfinite"`` if the clip itself did. None where no step can be left out.
         norm_type: The order of ``norm``.
     """
 
@@ -40,6 +44,7 @@ class ClipEvent:
     optimizer: "Optimizer | None" = None
     skipped: bool | Tensor = False
     norm_type: float = 2.0
+    skip_reason: SkipReason | None = None
 
 
 class ClipListener(Protocol):

@@ -547,6 +547,18 @@ def gradients_are_scaled(scaler: Any, optimizer: torch.optim.Optimizer) -> bool:
         )
 
 
+def overflows_of(scaler: Any, optimizer: torch.optim.Optimizer) -> Sequence[Tensor]:
+    """Return what ``scaler`` has found for ``optimizer``, 0-dim on each device: not 0 where a gradient is infinite.
+
+    None of it before ``scaler.unscale_`` or ``scaler.step``, and after ``scaler.update``.
+    """
+    try:
+        states = scaler._per_optimizer_states
+        return list(states[id(optimizer)]["found_inf_per_device"].values()) if id(optimizer) in states else []
+    except (AttributeError, KeyError):
+        _refuse("telling whether a GradScaler skipped a step", "torch.amp.GradScaler._per_optimizer_states")
+
+
 def loss_scale_of(scaler: Any) -> Tensor | None:
     """Return the scale of ``scaler`` on its device; None if it has scaled nothing. Where it is gone: it waits."""
     try:

@@ -264,5 +264,5 @@ def test_raise_leaves_even_the_layout_of_gradients_alone():
 
 
 def test_an_exclusion_of_a_wrong_type():
-    with pytest.raises(gg.InvalidTypeError, match="exclude has 3: expected a name pattern"):
+    with pytest.raises(gg.InvalidTypeError, match="exclude has 3: expected a name or pattern"):
         gg.clip_grad_adaptive_(model_with_head(), exclude=[3])

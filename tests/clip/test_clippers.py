@@ -13,11 +13,11 @@ from torch import nn
 
 import gradguard as gg
 from cases import DTYPES, GRADIENTS, ORDERS, gradients_in, parameter, random
-from gradguard.clip import clippers
-from gradguard.clip.adaptive_clipper import ClipAdaptive
+from gradguard.clip import rules
+from gradguard.clip.adaptive import ClipAdaptive
 from gradguard.clip.clipper import Clipper, Decision, describe, measured, norms_of, total_of
-from gradguard.clip.clippers import ClipByGlobalNorm, ClipByNorm, ClipByValue
 from gradguard.clip.lock_in import LockIn
+from gradguard.clip.rules import ClipByGlobalNorm, ClipByNorm, ClipByValue
 from reference import clip_norm as slow_clip
 from reference import total_norm as slow_norm
 
@@ -499,7 +499,7 @@ def test_state_moves_with_the_clipper():
 
 
 def test_values_that_bind_in_no_tensor_are_not_measured_twice(monkeypatch):
-    monkeypatch.setattr(clippers, "total_norm", lambda *_: pytest.fail("measured again"))
+    monkeypatch.setattr(rules, "total_norm", lambda *_: pytest.fail("measured again"))
     ClipByValue(10.0)([parameter(random(5))])
 
 

@@ -11,8 +11,8 @@ from guarded import ALL, MAX_NORM, assert_same, clipper, held, model, put_gradie
 from torch import nn
 
 import gradguard as gg
-from gradguard.clip.clippers import ClipByGlobalNorm, ClipByValue
 from gradguard.clip.guard import Guard
+from gradguard.clip.rules import ClipByGlobalNorm, ClipByValue
 
 TORCHS_OWN = pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 

@@ -7,9 +7,9 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import gradguard as gg
-from gradguard.clip.clippers import ClipByGlobalNorm, ClipByValue
 from gradguard.clip.guard import Guard
-from gradguard.clip.guard_fold import StandIn
+from gradguard.clip.optimizer_proxy import StandIn
+from gradguard.clip.rules import ClipByGlobalNorm, ClipByValue
 
 
 @pytest.fixture

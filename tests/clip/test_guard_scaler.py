@@ -8,8 +8,8 @@ from guarded import FOLDING, MAX_NORM, assert_same, clipper, held, model, put_gr
 from torch import nn
 
 import gradguard as gg
-from gradguard.clip.clippers import ClipByGlobalNorm, ClipByValue
 from gradguard.clip.guard import Guard
+from gradguard.clip.rules import ClipByGlobalNorm, ClipByValue
 
 PLAIN = {
     "Adam": lambda p: torch.optim.Adam(p, lr=0.05),

@@ -1,17 +1,25 @@
 """Adaptive gradient clipping (AGC): each unit's gradient is held to a fraction of that unit's weight."""
 
+import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from gradguard.arguments import check_threshold
-from gradguard.clip.adaptive_parts import UnitDecision, decide_units
-from gradguard.clip.adaptive_units import by_device, layout_of, rows_in_memory, rows_like, unit_factors, unit_layouts
-from gradguard.clip.parameters import (
+from gradguard.clip.adaptive_units import UnitDecision, decide_units, unit_layouts
+from gradguard.clip.clipper import (
+    Decision,
+    ListedParameters,
+    MeasuredGradients,
+    choice,
+    describe,
+    global_norm,
+    total_of,
+)
+from gradguard.clip.gradients import (
     ONE_STAGE,
     Gradients,
     Parameters,
@@ -25,15 +33,13 @@ from gradguard.clip.parameters import (
     to_clip_by,
 )
 from gradguard.clip.result import ClipResult
+from gradguard.clip.rules import FixedRule, at_scale
+from gradguard.clip.selection import KnownNames, Selection, Selector
 from gradguard.clip_events import ClipEvent, announce, is_heard, tell
-from gradguard.errors import InvalidTypeError, InvalidValueError
-from gradguard.tensors.layout import meeting_device, move, public_dtype
-from gradguard.tensors.nonfinite import NonFinitePolicy, check_policy, refuse_nonfinite, zero_if_nonfinite_
-from gradguard.tensors.norms import norm_of_norms, total_norm
-from gradguard.tensors.units import UnitLayout, scale_units_, unit_norms
-
-Excluded = str | Tensor | nn.Module
-"""A name pattern, a parameter or a module."""
+from gradguard.distributed.settings import Settings
+from gradguard.tensors.layout import public_dtype
+from gradguard.tensors.nonfinite import NonFinitePolicy, check_policy, zero_if_nonfinite_
+from gradguard.tensors.units import UnitLayout
 
 
 def clip_grad_adaptive_(
@@ -41,7 +47,7 @@ def clip_grad_adaptive_(
     clipping_threshold: float | Tensor = 0.01,
     *,
     eps: float = 1e-3,
-    exclude: Excluded | Iterable[Excluded] = (),
+    exclude: Selection = (),
     nonfinite: NonFinitePolicy = "propagate",
     process_group: Any = None,
     mesh: Any = None,
@@ -128,14 +134,12 @@ def clip_adaptive(
     clipping_threshold: float | Tensor,
     *,
     eps: float = 1e-3,
-    exclude: Excluded | Iterable[Excluded] = (),
+    exclude: Selection = (),
     nonfinite: NonFinitePolicy = "propagate",
     layouts: Mapping[int, UnitLayout] | None = None,
     stages: Stages = ONE_STAGE,
-    tells: bool = True,
-) -> "AdaptiveClip | AdaptiveClipOfParts":
+) -> "AdaptiveClip":
     """Do what `clip_grad_adaptive_` says, and keep what it knew; ``layouts`` stand in for those of a module."""
-    # A clip that is a part of another one tells nobody: the other one does.
     threshold = check_threshold("clipping_threshold", clipping_threshold)
     eps = float(check_threshold("eps", eps))
     policy = check_policy(nonfinite)
@@ -144,15 +148,10 @@ def clip_adaptive(
         layouts = {} if module is None else unit_layouts(module)
     names, tensors = named_tensors(parameters, "parameters")
     found = _without_excluded(exclude, names, tensors, stages, module)
-    heard = tells and is_heard()
+    heard = is_heard()
     if heard:
         announce(tensors)
-    if found.part is not None:
-        found = to_clip_by(found, "clip_grad_adaptive_", threshold, eps, policy)
-        clip: AdaptiveClip | AdaptiveClipOfParts = _clip_parts(found, layouts, threshold, eps, policy)
-    else:
-        units = [layouts.get(id(p)) or layout_of(p) for p in found.parameters]
-        clip = _clip(found, units, threshold, eps, policy)
+    clip = _clip(to_clip_by(found, "clip_grad_adaptive_", threshold, eps, policy), layouts, threshold, eps, policy)
     if heard:
         result = clip.result()
         tell(ClipEvent("adaptive", found.parameters, threshold, result.norm, result.coefficient, result.norms))
@@ -161,62 +160,7 @@ def clip_adaptive(
 
 @dataclass(frozen=True, slots=True)
 class AdaptiveClip:
-    """What an adaptive clip knew: unit norms before it, what each was multiplied by, whether the policy zeroed all."""
-
-    found: Gradients
-    norms: Sequence[Tensor]
-    factors: Sequence[Tensor]
-    zeroed: Tensor
-
-    def norm(self) -> Tensor:
-        """Return the 2-norm of all gradients before the clip."""
-        return _total(self.norms).to(public_dtype(self.found.gradients))
-
-    def result(self) -> ClipResult:
-        """Return everything that a user may ask for."""
-        after = [n * f for n, f in zip(self.norms, self.factors, strict=True)]
-        clipped = _together([(f < 1).any() for f in self.factors]).any()
-        norm = _total(self.norms)
-        return ClipResult(
-            norm=self.norm(),
-            coefficient=torch.where(self.zeroed, 0.0, torch.where(clipped, _total(after) / norm, 1.0)),
-            clipped=clipped | self.zeroed,
-            nonfinite=~torch.isfinite(norm),
-            norms=_together([torch.linalg.vector_norm(n) for n in self.norms]),
-            names=self.found.plain_names(),
-        )
-
-
-@torch.no_grad()
-def _clip(
-    found: Gradients, units: Sequence[UnitLayout], threshold: float | Tensor, eps: float, policy: NonFinitePolicy
-) -> AdaptiveClip:
-    if policy == "raise":
-        refuse_nonfinite(total_norm(found.gradients), found.gradients, found.name)
-    gradients = [rows_in_memory(p, g) for p, g in zip(found.parameters, found.gradients, strict=True)]
-    weights = [rows_like(g, p) for p, g in zip(found.parameters, found.gradients, strict=True)]
-    norms: list[Tensor] = [torch.empty(0)] * len(gradients)
-    factors = list(norms)
-    least_bound = 0.0 if isinstance(threshold, Tensor) else threshold * eps
-    devices = by_device(gradients)
-    for device, group in devices.items():
-        layouts = [units[i] for i in group]
-        gradient_norms = unit_norms([gradients[i] for i in group], layouts, floor=least_bound)
-        weight_norms = unit_norms([weights[i].to(device) for i in group], layouts, floor=eps)
-        parts = unit_factors(gradient_norms, weight_norms, threshold, eps)
-        for i, norm, factor in zip(group, gradient_norms, parts, strict=True):
-            norms[i], factors[i] = norm, factor
-    for group in devices.values():
-        scale_units_([gradients[i] for i in group], [units[i] for i in group], [factors[i] for i in group])
-    zeroed = ~torch.isfinite(_total(norms)) & (policy == "zero")
-    if policy == "zero":
-        zero_if_nonfinite_(_total(norms), gradients)
-    return AdaptiveClip(found, norms, factors, zeroed)
-
-
-@dataclass(frozen=True, slots=True)
-class AdaptiveClipOfParts:
-    """What an adaptive clip of gradients that are spread over processes knew."""
+    """What an adaptive clip did: its decision, whether the policy zeroed all, and which gradients were not finite."""
 
     found: Gradients
     decision: UnitDecision
@@ -225,115 +169,193 @@ class AdaptiveClipOfParts:
 
     def norm(self) -> Tensor:
         """Return the 2-norm of all gradients before the clip."""
-        return norm_of_norms(self.decision.norms).to(public_dtype(self.found.gradients))
+        return self.decision.norm.to(public_dtype(self.found.gradients))
 
     def result(self) -> ClipResult:
         """Return everything that a user may ask for."""
-        norm, clipped = norm_of_norms(self.decision.norms), self.decision.clipped
-        coefficient = torch.where(clipped, self.decision.after / norm, 1.0)
+        norm, outcome = self.decision.norm, self.decision.outcome()
+        coefficient = torch.where(outcome.clipped, outcome.after / norm, 1.0)
         return ClipResult(
             norm=self.norm(),
             coefficient=torch.where(self.zeroed, 0.0, coefficient),
-            clipped=clipped | self.zeroed,
+            clipped=outcome.clipped | self.zeroed,
             nonfinite=~torch.isfinite(norm),
-            norms=self.decision.norms if self.decision.classes is None else None,
+            norms=outcome.norms if outcome.classes is None else None,
             names=self.found.plain_names(),
             bad=self.bad,
         )
 
 
 @torch.no_grad()
-def _clip_parts(
+def _clip(
     found: Gradients, layouts: Mapping[int, UnitLayout], threshold: float | Tensor, eps: float, policy: NonFinitePolicy
-) -> AdaptiveClipOfParts:
+) -> AdaptiveClip:
     decision = decide_units(found, layouts, range(len(found.gradients)), threshold, eps, found.wants_each)
-    norm = norm_of_norms(decision.norms)
+    norm = decision.norm
     if policy == "raise":
-        refuse_nonfinite_in(found, norm, decision.norms if decision.classes is None else None)
+        refuse_nonfinite_in(found, norm, _norms_of_each(decision) if found.part is not None else None)
     bad = None
-    if decision.classes is not None and host_sees_norms(found) and not bool(norm.isfinite()):
-        bad = nonfinite_in(found)
-    decision.write()
+    if found.part is not None and host_sees_norms(found) and _norms_of_each(decision) is None:
+        bad = None if bool(norm.isfinite()) else nonfinite_in(found)
+    written = decision.write()
     if policy == "zero":
-        zero_if_nonfinite_(norm, found.gradients)
-    return AdaptiveClipOfParts(found, decision, ~torch.isfinite(norm) & (policy == "zero"), bad)
+        zero_if_nonfinite_(norm, written)
+    return AdaptiveClip(found, decision, ~torch.isfinite(norm) & (policy == "zero"), bad)
 
 
-def _total(norms: Sequence[Tensor]) -> Tensor:
-    """The 2-norm over vectors of norms that may lie on several devices."""
-    partial = [torch.cat([norms[i] for i in group]) for group in by_device(norms).values()]
-    total = torch.linalg.vector_norm(_together([torch.linalg.vector_norm(n) for n in partial]))
-    safe = norm_of_norms(_together([norm_of_norms(n) for n in partial]))  # squares of float64 norms may leave its range
-    return torch.where(total.isfinite() & (total > 1e-140), total, safe)
-
-
-def _together(scalars: Sequence[Tensor]) -> Tensor:
-    device = meeting_device(scalars)
-    return torch.stack([move(x, device) for x in scalars]) if scalars else torch.zeros(0)
+def _norms_of_each(decision: UnitDecision) -> Tensor | None:
+    outcome = decision.outcome()
+    return outcome.norms if outcome.classes is None else None
 
 
 def _without_excluded(
-    exclude: Excluded | Iterable[Excluded],
+    exclude: Selection,
     names: Sequence[str] | None,
     tensors: Sequence[Tensor],
     stages: Stages,
     module: nn.Module | None,
 ) -> Gradients:
-    """Return the gradients to clip.
-
-    Raises:
-        InvalidTypeError: If pipeline stages are selected by anything but names.
-    """
+    """Return the gradients to clip."""
+    selector = selector_of(exclude)
+    if selector is None:
+        return gradients_of(names, tensors, stages, module)
     if stages.group is None:
-        excluded = _excluded_ids(exclude, names, tensors)
+        selector.require_match(tensors, names, complete=True)
+        excluded = selector.chosen(tensors, names)
         kept = [i for i, t in enumerate(tensors) if id(t) not in excluded]
         return gradients_of([names[i] for i in kept] if names else None, [tensors[i] for i in kept], stages, module)
-    entries = [exclude] if isinstance(exclude, str | Tensor | nn.Module) else list(exclude)
-    if not all(isinstance(entry, str) for entry in entries):
-        raise InvalidTypeError(
-            "exclude names parameters or modules themselves, which other pipeline stages do not have: expected name "
-            "patterns, the same on every stage."
-        )
+    selector.refuse_identities()
     found = gradients_of(names, tensors, stages, module)  # of all stages, one of which may hold what a pattern fits
-    excluded = _excluded_ids(entries, None if names is None else found.plain_names(), found.parameters)
+    all_names = None if names is None else found.plain_names()
+    selector.require_match(found.parameters, all_names, complete=True)
+    excluded = selector.chosen(found.parameters, all_names)
     pairs = zip(found.parameters, found.gradients, strict=True)
     return replace(found, gradients=[g.new_empty(0) if id(p) in excluded else g for p, g in pairs])
 
 
-def _excluded_ids(
-    exclude: Excluded | Iterable[Excluded], names: Sequence[str] | None, tensors: Sequence[Tensor]
-) -> set[int]:
-    """Return the identities of the tensors that ``exclude`` names.
+def selector_of(exclude: Selection) -> Selector | None:
+    """Return what ``exclude`` selects; None if it is empty."""
+    if not isinstance(exclude, str | Tensor | nn.Module | Mapping) and isinstance(exclude, Iterable):
+        exclude = list(exclude)
+        if not exclude:
+            return None
+    return Selector(exclude, "exclude")
+
+
+class ClipAdaptive(FixedRule):
+    r"""Hold each unit's gradient to a fraction of that unit's weight norm: `clip_grad_adaptive_` as an object.
+
+    .. math:: G_i \leftarrow G_i \cdot \min\Bigl(1,\;
+              \frac{\lambda \max(\lVert W_i \rVert_2, \epsilon)}{\lVert G_i \rVert_2}\Bigr)
+
+    Call it with the *module* (or give the `Guard` the model), so that it knows the output channels of transposed
+    convolutions and Hugging Face ``Conv1D`` layers.
+
+    **Guarantees.** Gradients become what `clip_grad_adaptive_` makes of them. The result tells about all gradients,
+    those excluded too, which are measured and not changed. Where processes hold parts of them, units and gradients are
+    measured in one all-reduce; as a member of `Groups` or `Chain`, which have measured the gradients already, in one
+    more.
+
+    **Edge cases.** Those of `clip_grad_adaptive_`.
+
+    Args:
+        threshold: λ, at least 0. The paper uses 0.01 for batches of 1,024 to 4,096 and up to 0.08 for small ones.
+        eps: ε, the least weight norm that is reckoned with, at least 0.
+        exclude: Parameters to leave alone, as for `clip_grad_adaptive_`: the paper exempts the last linear layer.
 
     Raises:
-        InvalidTypeError: If an entry is no pattern, parameter or module.
-        InvalidValueError: If an entry matches none of ``tensors``.
+        InvalidValueError: If a number is negative or NaN.
+        InvalidTypeError: If an argument is of another type.
+
+    Example:
+        >>> import torch
+        >>> import gradguard as gg
+        >>> layer = torch.nn.Linear(2, 1, bias=False)
+        >>> layer.weight.data, layer.weight.grad = torch.tensor([[3.0, 4.0]]), torch.tensor([[30.0, 40.0]])
+        >>> result = gg.ClipAdaptive(threshold=0.1)(layer)
+        >>> layer.weight.grad
+        tensor([[0.3000, 0.4000]])
+
+    Reference:
+        Brock, De, Smith, Simonyan (2021), High-performance large-scale image recognition without normalization,
+        arXiv 2102.06171.
     """
-    entries = [exclude] if isinstance(exclude, str | Tensor | nn.Module) else list(exclude)
-    for entry in entries:
-        if not isinstance(entry, str | Tensor | nn.Module):
-            raise InvalidTypeError(f"exclude has {entry!r}: expected a name pattern, a parameter or a module.")
-    present = {id(t) for t in tensors}
-    excluded: set[int] = set()
-    for entry in entries:
-        if isinstance(entry, str):
-            matched = {id(t) for name, t in zip(names or (), tensors, strict=names is not None) if _fits(name, entry)}
-        else:
-            matched = present & {id(t) for t in ([entry] if isinstance(entry, Tensor) else entry.parameters())}
-        if not matched:
-            raise InvalidValueError(_no_match(entry, names))
-        excluded |= matched
-    return excluded
 
+    measures_itself, needs_tensor_norms = True, False
 
-def _fits(name: str, pattern: str) -> bool:
-    return fnmatchcase(name, pattern) or fnmatchcase(name, f"{pattern}.*")
+    def __init__(
+        self,
+        threshold: float | Tensor = 0.01,
+        eps: float = 1e-3,
+        exclude: Selection = (),
+    ) -> None:
+        super().__init__()
+        self.threshold, self.eps = check_threshold("threshold", threshold), float(check_threshold("eps", eps))
+        self._exclude = selector_of(exclude)
+        self.exclude = "" if self._exclude is None else str(self._exclude)
+        self._names, self._learned = KnownNames(), False
+        self._layouts: dict[int, tuple[weakref.ref, UnitLayout]] = {}
+        self._known: list[int] = []  # the parameters of the module that `learn` saw last
+        self._module: weakref.ref[nn.Module] | None = None
 
+    def choices(self, found: Gradients) -> Settings:
+        """Return which parameters are excluded."""
+        return () if self._exclude is None else (choice(self._excluded(found)),)
 
-def _no_match(entry: Excluded, names: Sequence[str] | None) -> str:
-    shown = f"{entry!r}" if isinstance(entry, str) else f"a {type(entry).__name__}"
-    if names is None:
-        advice = "the parameters have no names: pass the module or model.named_parameters() to exclude by name."
-    else:
-        advice = "the parameters are " + ", ".join(names[:20]) + (", ..." if len(names) > 20 else "") + "."
-    return f"exclude has {shown}, which matches no parameter; {advice}"
+    def learn(self, parameters: Parameters) -> None:
+        """Look which layers of a module have units along another dimension, and whether ``exclude`` fits."""
+        if self._exclude is not None:
+            if isinstance(parameters, ListedParameters):
+                self._exclude.refuse_identities()
+            names, tensors = self._names.learn(parameters)
+            self._exclude.require_match(tensors, names, complete=True)
+            self._learned = True
+        if isinstance(parameters, ListedParameters) and parameters.module is not None:
+            parameters = parameters.module
+        if isinstance(parameters, nn.Module):
+            by_id = {id(p): p for p in parameters.parameters()}
+            if self._module is None or self._module() is not parameters or list(by_id) != self._known:
+                self._module, self._known = weakref.ref(parameters), list(by_id)
+                self._layouts = {i: (weakref.ref(by_id[i]), u) for i, u in unit_layouts(parameters).items()}
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out what belongs to one model: a copy learns its own."""
+        return vars(self) | {"_layouts": {}, "_known": [], "_module": None}
+
+    def is_per_tensor(self) -> bool:
+        """Tell that gradients may come one at a time: yes."""
+        return True
+
+    @torch.no_grad()
+    def decide(self, found: Gradients, scale: float | Tensor = 1.0) -> Decision:
+        """Measure all gradients and their units, and decide on a factor for each unit."""
+        limit = check_threshold("threshold", self.threshold)
+        kept = [i for i, out in enumerate(self._excluded(found)) if not out]
+        decision = decide_units(found, self._units(), kept, at_scale(limit, scale), self.eps, found.wants_each)
+        outcome = decision.outcome()
+        if not isinstance(found, MeasuredGradients):
+            lists = found.parameters, found.gradients, found.positions, found.names
+            known = {"there": outcome.there, "classes": outcome.classes, "wants_each": found.wants_each}
+            found = MeasuredGradients(*lists, outcome.norms, part=found.part, **known)
+        norms = global_norm(found, scale)
+        coefficient = torch.where(outcome.clipped, outcome.after / total_of(found.norms), 1.0)
+        locked_in = self._lock_in.follow(outcome.clipped, limit, norms.value.isfinite())
+        result = describe(found, norms, coefficient, outcome.clipped, threshold=limit, locked_in=locked_in)
+
+        def write() -> None:
+            decision.write()
+
+        return Decision(found, result, None, write)
+
+    def _excluded(self, found: Gradients) -> list[bool]:
+        if self._exclude is None:
+            return [False] * len(found.parameters)
+        if not self._learned:
+            self._exclude.require_match(found.parameters, found.names, complete=False)
+        ids = self._exclude.ids()
+        names = self._names.of(found)
+        return [id(p) in ids or self._exclude.fits(n) for p, n in zip(found.parameters, names, strict=True)]
+
+    def _units(self) -> dict[int, UnitLayout]:
+        """The layouts of parameters that still live: an identity may have been used again."""
+        return {i: layout for i, (parameter, layout) in self._layouts.items() if parameter() is not None}

@@ -1,18 +1,28 @@
-"""What adaptive clipping is made of: the units of each layer, their bounds, and gradients whose rows can be written."""
+r"""The arithmetic of adaptive clipping: units measured, their factors, and what they do to all gradients.
 
-from collections.abc import Sequence
+One path for gradients that this process holds whole and for those that are spread over processes. Of the latter, a unit
+that lies whole on one process is bounded there; the norms of one that is split add up in the one all-reduce
+(`gradguard.distributed.units`), and the same vector carries the norm of every gradient before and after the clip, so
+that all processes know what it did.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
+from gradguard.clip.gradients import Gradients
+from gradguard.distributed.classes import Classes
 from gradguard.distributed.placements import is_sharded, local_part
+from gradguard.distributed.units import UnitPlan, unit_plan_for
 from gradguard.errors import UnsupportedGradientError
-from gradguard.tensors.layout import coalesce_, move
-from gradguard.tensors.units import WHOLE, UnitLayout
+from gradguard.tensors.layout import coalesce_, meeting_device, move
+from gradguard.tensors.norms import norm_of_norms, tensor_norms
+from gradguard.tensors.units import UnitLayout, layout_of, scale_units_, unit_norms
 from gradguard.torch_private import sparse_indices, sparse_values, transposed_convolutions
 
 _WEIGHTS = ("weight", "parametrizations.weight.original", "parametrizations.weight.original1", "weight_v")
-_ROWS = UnitLayout()
 
 
 def unit_layouts(module: nn.Module) -> dict[int, UnitLayout]:
@@ -35,31 +45,8 @@ def _is_conv1d_of_hugging_face(layer: nn.Module) -> bool:
     return not isinstance(layer, nn.Conv1d) and any(kind.__name__ == "Conv1D" for kind in type(layer).__mro__)
 
 
-def layout_of(parameter: Tensor) -> UnitLayout:
-    """Return the units that a shape tells: whole scalars and vectors, else the entries of dimension 0."""
-    return WHOLE if parameter.dim() <= 1 else _ROWS
-
-
-def unit_factors(
-    gradient_norms: Sequence[Tensor], weight_norms: Sequence[Tensor], threshold: float | Tensor, eps: float
-) -> Sequence[Tensor]:
-    """Return what to multiply each unit by, for all tensors of a device at once."""
-    norms, weights = torch.cat(list(gradient_norms)), torch.cat(list(weight_norms))
-    fraction = move(threshold, norms.device) if isinstance(threshold, Tensor) else threshold
-    bound = weights.clamp_(min=eps) * fraction
-    return torch.where(norms > bound, bound / norms, 1.0).split([n.shape[0] for n in gradient_norms])
-
-
-def by_device(tensors: Sequence[Tensor]) -> dict[torch.device, list[int]]:
-    """Return the positions of ``tensors`` on each device."""
-    groups: dict[torch.device, list[int]] = {}
-    for index, tensor in enumerate(tensors):
-        groups.setdefault(tensor.device, []).append(index)
-    return groups
-
-
-def rows_in_memory(parameter: Tensor, gradient: Tensor) -> Tensor:
-    """Return a gradient as a dense tensor whose units can be written one by one; sparse ones give the rows they hold.
+def rows_of(gradient: Tensor) -> Tensor:
+    """Return a gradient as a dense tensor of whole units: of a sparse one the rows that it holds.
 
     Raises:
         UnsupportedGradientError: If it is sparse in another way, so that it need not hold whole rows.
@@ -72,15 +59,267 @@ def rows_in_memory(parameter: Tensor, gradient: Tensor) -> Tensor:
             f"adaptive clipping needs whole rows: it takes dense gradients and sparse COO ones with one sparse "
             f"dimension (torch.nn.Embedding(sparse=True)), not {gradient.layout} of shape {tuple(gradient.shape)}."
         )
-    if 0 in gradient.stride() and gradient.numel() > 1:  # expanded: rows share memory, and may need different factors
-        whole = parameter.grad if is_sharded(parameter) and parameter.grad is not None else gradient
-        parameter.grad = whole.clone(memory_format=torch.contiguous_format)
-        gradient = local_part(parameter.grad)
     return gradient
 
 
+def writable(parameter: Tensor, rows: Tensor) -> Tensor:
+    """Return the rows of the gradient of ``parameter`` such that each has memory of its own."""
+    gradient = parameter.grad
+    if 0 not in rows.stride() or rows.numel() <= 1 or gradient is None or gradient.layout is not torch.strided:
+        return rows
+    whole = gradient if is_sharded(parameter) else rows
+    parameter.grad = whole.clone(memory_format=torch.contiguous_format)  # expanded rows may need different factors
+    return local_part(parameter.grad)
+
+
 def rows_like(gradient: Tensor, parameter: Tensor) -> Tensor:
-    """Return the weights that belong to what `rows_in_memory` returns for ``gradient``."""
+    """Return the weights that belong to what `rows_of` returns for ``gradient``."""
     if gradient.layout is torch.sparse_coo and parameter.dim() > 1:
         return parameter.detach().index_select(0, sparse_indices(gradient)[0])
     return parameter.detach()
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What an adaptive clip does to all gradients.
+
+    Attributes:
+        norms: The norm of each gradient, or of each class of gradients, before the clip.
+        after: The norm of all gradients after it: 0-dim.
+        clipped: Whether any unit is clipped on any process: 0-dim bool.
+        there: Which of ``norms`` any process has, bool; None where that is all of them.
+        classes: Which gradients one norm stands for; None where each has its own.
+    """
+
+    norms: Tensor
+    after: Tensor
+    clipped: Tensor
+    there: Tensor | None = None
+    classes: Classes | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Units:
+    """Of the tensors whose units are bounded, by position: the part that this process holds.
+
+    Attributes:
+        parameters: All parameters that were listed.
+        rows: Their gradients; of those that have one here.
+        layouts: The units of each.
+        gradient_norms: Their norms, one vector for each of ``rows``.
+        weight_norms: The same of the weights, also where the gradient of a split unit is missing.
+    """
+
+    parameters: Sequence[Tensor]
+    rows: dict[int, Tensor]
+    layouts: Mapping[int, UnitLayout]
+    gradient_norms: dict[int, Tensor]
+    weight_norms: dict[int, Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class UnitDecision:
+    """What an adaptive clip will do, known on every process before anything is written.
+
+    Attributes:
+        norm: The norm of all gradients before the clip: 0-dim.
+        outcome: Tells what it does to all of them, before it is done or after.
+        units: What it does that to.
+        factors: What each unit held here is multiplied by, by the position of its tensor.
+    """
+
+    norm: Tensor
+    outcome: Callable[[], Outcome]
+    units: Units
+    factors: Mapping[int, Tensor]
+
+    @torch.no_grad()
+    def write(self) -> Sequence[Tensor]:
+        """Clip the gradients in place, and return what was written."""
+        units, factors = self.units, self.factors
+        rows = {i: writable(units.parameters[i], units.rows[i]) for i in factors}
+        for group in _by_device(rows):
+            each = [(rows[i], units.layouts[i], factors[i]) for i in group]
+            scale_units_(*map(list, zip(*each, strict=True)))
+        return list(rows.values())
+
+
+@torch.no_grad()
+def decide_units(
+    found: Gradients,
+    layouts: Mapping[int, UnitLayout],
+    kept: Sequence[int],
+    threshold: float | Tensor,
+    eps: float,
+    each: bool = False,
+) -> UnitDecision:
+    """Return what an adaptive clip will do; where gradients are spread over processes, in one all-reduce.
+
+    Args:
+        found: The gradients; if they are spread, all processes decide at the same time.
+        layouts: By identity, the units of parameters that are not what the shape tells.
+        kept: The positions of the gradients to clip; the others are measured and left alone.
+        threshold: λ, at least 0.
+        eps: ε, at least 0.
+        each: Whether the norm of each gradient is wanted where processes hold parts, which the clip does not need.
+
+    Raises:
+        UnsupportedGradientError: If a gradient is sparse in another way than an embedding's, or a layout does not
+            tell which elements a process holds.
+        DistributedError: If another process does not come, or comes with something else.
+    """
+    plan = None
+    if found.part is not None:
+        plan = unit_plan_for(found.part, found.parameters, layouts, kept, found.name)
+    units = _measured(found, plan, layouts, kept, 0.0 if isinstance(threshold, Tensor) else threshold * eps, eps)
+    whole = [i for i in units.rows if plan is None or not plan.units[i].are_split]
+    factors = _factors(units, whole, threshold, eps)
+    if plan is None:
+        norm, outcome = _outcome_here(found, units, factors)
+    else:
+        spread, split = _outcome_everywhere(found, plan, units, factors, threshold, eps, each)
+        norm, outcome, factors = norm_of_norms(spread.norms), lambda: spread, factors | split
+    return UnitDecision(norm, outcome, units, factors)
+
+
+def _measured(
+    found: Gradients,
+    plan: UnitPlan | None,
+    layouts: Mapping[int, UnitLayout],
+    kept: Sequence[int],
+    gradient_floor: float,
+    weight_floor: float,
+) -> Units:
+    """Measure the units of what this process holds; of a weight also where the gradient of a split unit is missing."""
+    rows: dict[int, Tensor] = {}
+    weights: dict[int, Tensor] = {}
+    for i in kept:
+        parameter, gradient = found.parameters[i], found.gradients[i]
+        part = parameter if plan is None else local_part(parameter)
+        if gradient.numel():
+            rows[i] = rows_of(gradient)
+            weights[i] = rows_like(gradient, part).to(gradient.device)
+        elif plan is not None and plan.units[i].are_split and part.numel():
+            weights[i] = part.detach()
+    if plan is None:
+        units = {i: layouts.get(id(found.parameters[i])) or layout_of(found.parameters[i]) for i in rows}
+    else:
+        units = {i: plan.units[i].layout for i in weights}
+    return Units(
+        found.parameters,
+        rows,
+        units,
+        _norms_by_device(rows, units, gradient_floor),
+        _norms_by_device(weights, units, weight_floor),
+    )
+
+
+def _norms_by_device(
+    tensors: Mapping[int, Tensor], layouts: Mapping[int, UnitLayout], floor: float
+) -> dict[int, Tensor]:
+    norms: dict[int, Tensor] = {}
+    for group in _by_device(tensors):
+        measured = unit_norms([tensors[i] for i in group], [layouts[i] for i in group], floor)
+        norms.update(zip(group, measured, strict=True))
+    return norms
+
+
+def _factors(units: Units, whole: Sequence[int], threshold: float | Tensor, eps: float) -> dict[int, Tensor]:
+    """The factors of units that lie whole here."""
+    factors: dict[int, Tensor] = {}
+    for group in _by_device({i: units.gradient_norms[i] for i in whole}):
+        norms = [units.gradient_norms[i] for i in group], [units.weight_norms[i] for i in group]
+        factors.update(zip(group, unit_factors(*norms, threshold, eps), strict=True))
+    return factors
+
+
+def unit_factors(
+    gradient_norms: Sequence[Tensor], weight_norms: Sequence[Tensor], threshold: float | Tensor, eps: float
+) -> Sequence[Tensor]:
+    """Return what to multiply each unit by, for all tensors of a device at once."""
+    norms, weights = torch.cat(list(gradient_norms)), torch.cat(list(weight_norms))
+    fraction = move(threshold, norms.device) if isinstance(threshold, Tensor) else threshold
+    bound = weights.clamp_(min=eps) * fraction
+    return torch.where(norms > bound, bound / norms, 1.0).split([n.shape[0] for n in gradient_norms])
+
+
+def _outcome_here(
+    found: Gradients, units: Units, factors: Mapping[int, Tensor]
+) -> tuple[Tensor, Callable[[], Outcome]]:
+    """The norm of all gradients, which this process holds whole, and what tells the rest if somebody asks."""
+    alone = [g for i, g in enumerate(found.gradients) if i not in units.rows and g.numel()]
+    others = [tensor_norms(alone)] if alone else []
+    groups = _by_device(factors)
+    norms = [torch.cat([units.gradient_norms[i] for i in group]) for group in groups]
+    norm = _total([*norms, *others])
+
+    def outcome() -> Outcome:
+        joined = [torch.cat([factors[i] for i in group]) for group in groups]
+        after = _total([*[n * f for n, f in zip(norms, joined, strict=True)], *others])
+        each = tensor_norms([units.gradient_norms.get(i, g) for i, g in enumerate(found.gradients)])
+        binds = [move((f < 1).any(), norm.device) for f in joined]
+        return Outcome(each, after, torch.stack(binds).any() if binds else norm > norm)
+
+    return norm, outcome
+
+
+def _total(vectors: Sequence[Tensor]) -> Tensor:
+    """The 2-norm over vectors of norms that may lie on several devices."""
+    if not vectors:
+        return torch.zeros(())
+    device = meeting_device(vectors)
+    total = torch.linalg.vector_norm(torch.stack([move(torch.linalg.vector_norm(n), device) for n in vectors]))
+    safe = norm_of_norms(torch.stack([move(norm_of_norms(n), device) for n in vectors]))
+    # squares of float64 norms may leave its range
+    return torch.where(total.isfinite() & (total > 1e-140), total, safe)
+
+
+def _outcome_everywhere(
+    found: Gradients,
+    plan: UnitPlan,
+    units: Units,
+    factors: Mapping[int, Tensor],
+    threshold: float | Tensor,
+    eps: float,
+    each: bool,
+) -> tuple[Outcome, dict[int, Tensor]]:
+    """Add up what all processes hold; return what the clip does, and the factors of the split units held here."""
+    part, home = found.part, meeting_device(found.gradients)
+    assert part is not None
+    classes = None if each or part.reducer.is_alone else part.classes
+    before, after, binds = _outcome_of_part(found, units, factors, home)
+    if classes is not None:
+        before, after = classes.joined(before, 2.0), classes.joined(after, 2.0)
+    slots = plan.place(units.gradient_norms, home), plan.place(units.weight_norms, home)
+    vector = torch.cat([before, after, binds, *slots])
+    weights, shares = plan.weights_and_shares(part, classes)
+    (added,), there = part.reducer.reduce([(vector, 2.0)], weights, shares, part.balance, part.settings)
+    count = len(before)
+    before, after, binds, gradients, bounds = added.split([count, count, 1, *map(len, slots)])
+    split = unit_factors([gradients], [bounds], threshold, eps)[0]
+    total = norm_of_norms(torch.cat([after, gradients * split]))
+    clipped = (binds > 0).any() | (split < 1).any()
+    devices = {i: rows.device for i, rows in units.rows.items()}
+    return Outcome(before, total, clipped, there[:count], classes), plan.take(split, devices)
+
+
+def _outcome_of_part(
+    found: Gradients, units: Units, factors: Mapping[int, Tensor], home: torch.device
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Of what this process holds: the norm of each gradient before, after (without split units), and 1 if it binds."""
+    before, after = list(found.gradients), list(found.gradients)
+    for i, norms in units.gradient_norms.items():
+        before[i] = norms
+        after[i] = norms * factors[i] if i in factors else norms[:0]
+    joined = [torch.cat([factors[i] for i in group]) for group in _by_device(factors)]
+    binds = [move((vector < 1).any(), home, torch.float64).view(1) for vector in joined]
+    zero = torch.zeros(1, dtype=torch.float64, device=home)
+    return move(tensor_norms(before), home), move(tensor_norms(after), home), torch.cat([zero, *binds]).amax(0, True)
+
+
+def _by_device(tensors: Mapping[int, Tensor]) -> list[list[int]]:
+    """The keys of the tensors of each device."""
+    groups: dict[torch.device, list[int]] = {}
+    for key, tensor in tensors.items():
+        groups.setdefault(tensor.device, []).append(key)
+    return list(groups.values())

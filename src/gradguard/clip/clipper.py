@@ -10,7 +10,7 @@ from zlib import crc32
 import torch
 from torch import Tensor, nn
 
-from gradguard.clip.parameters import (
+from gradguard.clip.gradients import (
     Gradients,
     Parameters,
     Stages,
@@ -26,7 +26,7 @@ from gradguard.clip.parameters import (
     to_clip_by,
 )
 from gradguard.clip.result import ClipResult, NonfiniteCounter
-from gradguard.clip_events import ClipEvent, announce, is_heard, rule_of, tell
+from gradguard.clip_events import ClipEvent, SkipReason, announce, is_heard, rule_of, tell
 from gradguard.distributed.classes import Classes
 from gradguard.distributed.settings import Settings, as_setting
 from gradguard.tensors.layout import are_readable, move, public_dtype
@@ -212,6 +212,7 @@ class Clipper(ABC):
         result: ClipResult,
         optimizer: torch.optim.Optimizer | None = None,
         skipped: bool | Tensor = False,
+        skip_reason: SkipReason | None = None,
     ) -> ClipEvent:
         """Return what to tell who watches.
 
@@ -220,11 +221,12 @@ class Clipper(ABC):
             result: What was done to them.
             optimizer: The optimizer whose step is running.
             skipped: Whether that step is left out.
+            skip_reason: Why, if it is.
         """
         norms = result.norms if self.orders() == {2.0} else None
         told = result.threshold, result.norm, result.coefficient, norms
         order = float(getattr(self, "norm_type", 2.0))
-        return ClipEvent(rule_of(self), found.parameters, *told, optimizer, skipped, order)
+        return ClipEvent(rule_of(self), found.parameters, *told, optimizer, skipped, order, skip_reason)
 
     def learn(self, parameters: Parameters) -> None:
         """Look at all parameters before their first `decide`: a module tells more than its gradients do.

@@ -7,7 +7,7 @@ from torch import Tensor
 from gradguard.arguments import check_order
 from gradguard.clip.adaptive import clip_grad_adaptive_
 from gradguard.clip.functional import clip_grad_norm_, clip_grad_value_
-from gradguard.clip.parameters import Parameters
+from gradguard.clip.gradients import Parameters
 from gradguard.errors import InvalidValueError
 
 

@@ -9,8 +9,7 @@ from torch import Tensor
 
 from gradguard.arguments import check_bounds, check_order, check_threshold
 from gradguard.clip.adaptive import clip_adaptive
-from gradguard.clip.clippers import ClipByGlobalNorm, ClipByValue
-from gradguard.clip.parameters import (
+from gradguard.clip.gradients import (
     Gradients,
     Parameters,
     Stages,
@@ -25,6 +24,7 @@ from gradguard.clip.parameters import (
     to_clip_by,
 )
 from gradguard.clip.result import ClipResult
+from gradguard.clip.rules import ClipByGlobalNorm, ClipByValue
 from gradguard.clip_events import ClipEvent, announce, is_heard, tell
 from gradguard.errors import InvalidValueError
 from gradguard.tensors.layout import coalesce_, public_dtype

@@ -18,7 +18,7 @@ from gradguard.clip.clipper import (
     measured,
     total_of,
 )
-from gradguard.clip.parameters import Gradients, Parameters
+from gradguard.clip.gradients import Gradients, Parameters
 from gradguard.clip.selection import KnownNames, Selection, Selector, listed
 from gradguard.distributed.classes import Classes
 from gradguard.distributed.settings import Settings

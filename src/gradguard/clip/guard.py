@@ -10,17 +10,17 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
 from gradguard.clip.clipper import Clipper, Decision, ListedParameters, asking, with_culprits
+from gradguard.clip.gradients import Gradients, Stages, gradients_of, refuse_nonfinite_in
 from gradguard.clip.guard_counts import Counts, LateReader
-from gradguard.clip.guard_fold import StandIn
 from gradguard.clip.guard_in_backward import is_in_backward, refuse_in_backward, tell_what_has_stepped
 from gradguard.clip.guard_names import names_in, names_of
-from gradguard.clip.guard_scaler import ScaledClipDetector, ScalerStep, listen, stop_listening
 from gradguard.clip.guard_skip import Snapshot
-from gradguard.clip.parameters import Gradients, Stages, gradients_of, refuse_nonfinite_in
+from gradguard.clip.optimizer_proxy import StandIn
 from gradguard.clip.result import ClipResult
-from gradguard.clip_events import is_heard, tell
+from gradguard.clip_events import SkipReason, is_heard, tell
 from gradguard.distributed.agreement import largest_of
 from gradguard.errors import InvalidTypeError, InvalidValueError, NonFiniteGradientError
+from gradguard.grad_scaler import ScaledClipDetector, ScalerStep, listen_to_steps
 from gradguard.optimizer_hooks import EveryStep, runs_hooks
 from gradguard.tensors.layout import are_readable
 from gradguard.tensors.nonfinite import zero_if_nonfinite_
@@ -143,8 +143,11 @@ class Guard:
         self._stand_in = StandIn(optimizer) if StandIn.serves(optimizer) else None
         self._snapshot: Snapshot | None = None
         self._skipping = False
+        self._skipped: bool | Tensor = False  # the last step
+        self._skip_reason: SkipReason | None = None
         self._folded_skip, self._undecided = False, False
-        self._scaler_step = ScalerStep(None)
+        self._scaler_step: ScalerStep | None = None  # the ``scaler.step`` that is running
+        self._reached = False  # whether it has called the optimizer's step
         self._attached = False
         self._look_at_parameters()  # which the clipper may refuse
         self._attach()
@@ -153,7 +156,7 @@ class Guard:
 
     def _enter(self, optimizer: Optimizer, closure: bool) -> Optimizer | None:
         self._skipping, self._folded_skip, self._snapshot = False, False, None
-        self._scaler_step.reached = True
+        self._reached = True
         if not self._attached:
             return None
         if self._stand_in is not None:
@@ -182,6 +185,7 @@ class Guard:
         scale, overflow = getattr(optimizer, "grad_scale", None), getattr(optimizer, "found_inf", None)
         decision = with_culprits(self.clipper.decide(self._gradients(), 1.0 if scale is None else scale))
         self.last = decision.result
+        self._skipped, self._skip_reason = False, None
         if number == 0:
             self._counts.begin(decision.result)
         try:
@@ -192,32 +196,36 @@ class Guard:
             if self._snapshot is not None:
                 self._snapshot.restore()
             raise
-        if is_heard():
-            skipped = decision.result.nonfinite if self._folded_skip else self._skipping
-            tell(self.clipper.event_of(decision.gradients, self.last, optimizer, skipped))
+        self._tell(decision)
         return self._skipping
+
+    def _tell(self, decision: Decision) -> None:
+        if is_heard() and self.last is not None:
+            outcome = self.optimizer, self._skipped, self._skip_reason
+            tell(self.clipper.event_of(decision.gradients, self.last, *outcome))
 
     def _act(self, decision: Decision, scale: Tensor | None, overflow: Tensor | None, number: int) -> None:
         folds = self._folds(decision)
         if self._policy != "skip" and overflow is None:
             self._act_without_skip(decision, folds, scale)
             return
+        self._skip_reason = "nonfinite" if overflow is None else "grad_scaler"
         scaled_norm = self._scaled_norm(decision.result)
         bad = decision.result.nonfinite if overflow is None else decision.result.nonfinite | (overflow != 0)
         if folds is not None and not are_readable(bad) and folds.skips_safely():
-            self._folded_skip = True
+            self._folded_skip, self._skipped = True, bad
             folds.skip_if(bad)
             self._clip(decision, folds, scale)
             self._late.push(torch.stack([self._counts.decided_on_device(bad).double(), scaled_norm]))
             return
-        if self._scaler_step.scale is not None:
+        if self._scaler_step is not None and self._scaler_step.scale is not None:
             self._detector.saw(scaled_norm)
         self._undecided = number == 0 or self._undecided
         if bool(bad):
             if self._never_folds():  # then the host of every process looks
                 self.last = with_culprits(decision, host_looks=True).result
                 self._counts.complete(self.last)
-            self._skipping, self._undecided = True, False
+            self._skipping, self._skipped, self._undecided = True, True, False
             self._cancel()
             self._counts.decided(skip=True)
         else:
@@ -310,21 +318,26 @@ class Guard:
 
     # -- GradScaler -------------------------------------------------------------------------------------------------
 
-    def _scaler_calls(self, step: ScalerStep, done: bool) -> None:
-        """Hear of each ``scaler.step(optimizer)``, before it and after."""
-        if not done:
-            self._scaler_step = step
+    def _scaler_begins(self, optimizer: Optimizer, step: ScalerStep) -> None:
+        del optimizer
+        self._scaler_step, self._reached = step, False
+
+    def _scaler_ends(self, optimizer: Optimizer, step: ScalerStep) -> None:
+        """A ``scaler.step`` that does not reach the optimizer has found an overflow: it counts as a skipped step."""
+        self._scaler_step = None
+        if not self._attached or self._reached or step.skipped is None:
             return
-        self._scaler_step = ScalerStep(None)
-        if self._attached and not step.reached:  # it has found an overflow, and does not step
-            with torch.no_grad():
-                self.last = with_culprits(self.clipper.decide(self._gradients())).result
-            self._counts.begin(self.last)
-            self._counts.decided(skip=True)
+        with torch.no_grad():
+            decision = with_culprits(self.clipper.decide(self._gradients()))
+        self.last = decision.result
+        self._counts.begin(self.last)
+        self._skipped, self._skip_reason = True, "grad_scaler"
+        self._tell(decision)
+        self._counts.decided(skip=True)
 
     def _scaled_norm(self, result: ClipResult) -> Tensor:
         """The norm of the gradients as they came to ``scaler.step``; NaN if they were not scaled any more."""
-        scale = self._scaler_step.scale
+        scale = None if self._scaler_step is None else self._scaler_step.scale
         nan = torch.full_like(result.norm, torch.nan, dtype=torch.float64)
         return nan if scale is None else scale.to(result.norm.device).double() * result.norm
 
@@ -366,6 +379,14 @@ class Guard:
         """Number of steps skipped, by the guard or by a GradScaler; the host waits for an accelerator."""
         return self._counts.skipped
 
+    @property
+    def last_skip(self) -> SkipReason | None:
+        """Why the last step was skipped, None if it was taken; the host waits where only the device knows.
+
+        ``"grad_scaler"``: a GradScaler found infinity or NaN. ``"nonfinite"``: the guard did.
+        """
+        return self._skip_reason if bool(self._skipped) else None
+
     def state_dict(self) -> dict[str, Any]:
         """Return the clipper's state and the counts; not the optimizer's, which has its own."""
         return {"clipper": self.clipper.state_dict(), **self._counts.state_dict()}
@@ -395,7 +416,7 @@ class Guard:
                 return
             self._attached = False
             _guards.pop(self.optimizer, None)
-            stop_listening(self.optimizer)
+            self._stop_listening()
             self._hooks.remove()
 
     def _attach(self) -> None:
@@ -418,7 +439,7 @@ class Guard:
             _guards[self.optimizer] = ref(self)
             self._attached = True
             self._hooks = EveryStep(self._before, self._after, optimizer=self.optimizer, enter=self._enter)
-            listen(self.optimizer, self._scaler_calls)
+            self._stop_listening = listen_to_steps(self._scaler_begins, self._scaler_ends, optimizer=self.optimizer)
 
     def __enter__(self) -> Self:
         """Return the guard, which acts already."""

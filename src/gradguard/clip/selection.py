@@ -6,7 +6,7 @@ from typing import Any, cast
 
 from torch import Tensor, nn
 
-from gradguard.clip.parameters import Gradients, Parameters, named_tensors
+from gradguard.clip.gradients import Gradients, Parameters, named_tensors
 from gradguard.errors import InvalidTypeError, InvalidValueError
 
 Selection = str | Tensor | nn.Module | Mapping[str, Any] | Iterable["Selection"]
@@ -60,6 +60,12 @@ class Selector:
     def fits(self, names: Iterable[str]) -> bool:
         """Tell whether a pattern fits one of ``names``: the name itself, a glob, or a module that it is in."""
         return any(fnmatchcase(n, p) or fnmatchcase(n, f"{p}.*") for p in self.patterns for n in names)
+
+    def chosen(self, tensors: Sequence[Tensor], names: Sequence[str] | None) -> set[int]:
+        """Return the identities of what is selected: of ``tensors`` by their names, and all that was given itself."""
+        return self.ids() | {
+            id(t) for name, t in zip(names or (), tensors, strict=names is not None) if self.fits([name])
+        }
 
     def require_match(self, tensors: Iterable[Tensor], names: Sequence[str] | None, complete: bool) -> None:
         """Raise if a part of the selection matches nothing.

@@ -1,15 +1,30 @@
-"""Which units of a tensor, rows for instance, this process holds, and which of them are split between processes."""
+r"""Which units of a tensor, rows for instance, this process holds, and how those that are split are put together.
 
-from collections.abc import Sequence
+Of a unit that is split, each process adds the squares of its elements to the unit's place in the vector of the one
+all-reduce:
+
+.. math:: \lVert G_i \rVert_2^2 = \sum_r \frac{1}{k_r} \lVert G_i^{(r)} \rVert_2^2
+
+over all processes r, of which :math:`k_r` hold the same elements.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
+from gradguard.distributed.agreement import largest_of
+from gradguard.distributed.classes import Classes
 from gradguard.distributed.placements import is_sharded, local_part
+from gradguard.distributed.plan import Part
+from gradguard.distributed.reduction import Reducer
 from gradguard.errors import UnsupportedGradientError
-from gradguard.tensors.units import WHOLE, UnitLayout
+from gradguard.tensors.layout import move
+from gradguard.tensors.units import WHOLE, UnitLayout, layout_of
 from gradguard.torch_private import flattened_by_fsdp1, has_usual_shard_order
 
 
@@ -119,3 +134,100 @@ def _along(placement: Any, tensor: Tensor, dim: int) -> Any:
 def _in_another_order(tensor: Tensor, alike: Sequence[Any]) -> bool:
     """Whether a dimension is cut several times, from the right to the left, which its placements do not tell."""
     return sum(not p.is_replicate() for p in alike) > 1 and not has_usual_shard_order(tensor)
+
+
+class UnitPlan:
+    """Where the units of one list of parameters that are split between processes stand in the vector.
+
+    Args:
+        units: What this process holds of each tensor.
+        slots: How many places each needs: the same on all processes.
+        weights: One over the number of processes that hold the same part of each.
+    """
+
+    def __init__(self, units: Sequence[HeldUnits], slots: Sequence[int], weights: Tensor) -> None:
+        self.units = units
+        self.offsets = [0, *accumulate(slots)]
+        self.split = [i for i, unit in enumerate(units) if unit.are_split]
+        self._slots = torch.tensor(list(slots), dtype=torch.int64, device=weights.device)
+        self._weights = self._each(weights)
+        self._places: dict[tuple[int, torch.device], Tensor] = {}
+
+    def weights_and_shares(self, part: Part, classes: Classes | None) -> tuple[Tensor, Tensor]:
+        """Return those of the whole vector, which `Reducer.reduce` wants."""
+        one, none = part.weights.new_ones(1), part.weights.new_zeros(1 + self.offsets[-1])
+        own, shares = part.weights, part.shares
+        if classes is not None:
+            own, shares = classes.weights, classes.shares(part.shares)
+        weights = torch.cat([own, own, one, self._weights, self._weights])
+        # A weight is there whether the gradient is or not.
+        return weights, torch.cat([shares, shares, none[:1], self._each(part.shares), none[1:]])
+
+    def _each(self, values: Tensor) -> Tensor:
+        return values.repeat_interleave(self._slots, output_size=self.offsets[-1])
+
+    def place(self, norms: Mapping[int, Tensor], home: torch.device) -> Tensor:
+        """Return one norm for each slot, from the norms of this process' pieces of split units, by tensor."""
+        some = [i for i in self.split if i in norms]
+        empty = torch.zeros(self.offsets[-1], dtype=torch.float64, device=home)
+        if not some:
+            return empty
+        at = torch.cat([self._at(i, home) for i in some])
+        pieces = torch.cat([move(norms[i], home, torch.float64) for i in some])
+        largest = empty.scatter_reduce(0, at, pieces, "amax")
+        divisor = torch.where(largest.isfinite() & (largest > 0), largest, 1.0)  # so that no square leaves the range
+        return divisor * empty.index_add(0, at, (pieces / divisor[at]).square()).sqrt()
+
+    def take(self, factors: Tensor, devices: Mapping[int, torch.device]) -> dict[int, Tensor]:
+        """Return the factors of the pieces that this process holds, from those of all split units.
+
+        Args:
+            factors: One for each slot.
+            devices: Where the factors of each tensor are wanted; those that are not split are left out.
+        """
+        some = [i for i in self.split if i in devices]
+        return {i: move(factors[self._at(i, factors.device)], devices[i]) for i in some}
+
+    def _at(self, index: int, device: torch.device) -> Tensor:
+        if (index, device) not in self._places:
+            self._places[index, device] = (self.units[index].places + self.offsets[index]).to(device)
+        return self._places[index, device]
+
+
+_plans: WeakKeyDictionary[Reducer, dict[tuple, UnitPlan]] = WeakKeyDictionary()
+
+
+def unit_plan_for(
+    part: Part,
+    tensors: Sequence[Tensor],
+    layouts: Mapping[int, UnitLayout],
+    kept: Sequence[int],
+    name: Callable[[int], str],
+) -> UnitPlan:
+    """Return the plan for the units of ``tensors``, made once; with pipeline stages that is a collective.
+
+    Args:
+        part: How the norms of ``tensors`` add up.
+        tensors: The parameters.
+        layouts: By identity, the units of parameters that are not what the shape tells.
+        kept: The positions of those whose units are asked for.
+        name: What to call the one at a position, for messages.
+    """
+    ids = tuple(map(id, tensors))  # a plan, and its reducer, end with the first of its parameters
+    others = tuple((i, layouts[key]) for i, key in enumerate(ids) if key in layouts)
+    known, key = _plans.setdefault(part.reducer, {}), (ids, others, tuple(kept))
+    if key not in known:
+        chosen = set(kept)
+        units = [
+            units_held(p, layouts.get(id(p)) or layout_of(p), name(i)) if i in chosen else ONE_UNIT
+            for i, p in enumerate(tensors)
+        ]
+        known[key] = UnitPlan(units, _slots_of_all(part.reducer, [unit.slots for unit in units]), part.weights)
+    return known[key]
+
+
+def _slots_of_all(reducer: Reducer, slots: list[int]) -> list[int]:
+    """The same for all pipeline stages: this one knows only its own parameters."""
+    if reducer.union.stages is None:
+        return slots
+    return largest_of(reducer.union, slots, reducer.device)

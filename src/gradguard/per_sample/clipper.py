@@ -18,6 +18,7 @@ from gradguard.distributed.groups import all_reduce_sum, process_group_of, rank_
 from gradguard.distributed.placements import shard_like
 from gradguard.distributed.wrappers import refuse_wrapped
 from gradguard.errors import InvalidValueError, UnsupportedGradientError
+from gradguard.grad_scaler import notice_scaled_losses, refuse_other_scaler
 from gradguard.per_sample.accumulation import Accumulation, zeros_like_rows
 from gradguard.per_sample.arithmetic import exact_products, joint_norm, scale_rows, with_parts_of
 from gradguard.per_sample.clipping_rule import NormClipper, checked_factors, checked_groups, slack_for
@@ -25,7 +26,6 @@ from gradguard.per_sample.contributions import Contribution, sample_norms
 from gradguard.per_sample.early_steps import watch_steps
 from gradguard.per_sample.following import Following
 from gradguard.per_sample.loss_check import LossCheck
-from gradguard.per_sample.loss_scale import refuse_other_scaler, watch_scalers
 from gradguard.per_sample.mini_batch import MiniBatch
 from gradguard.per_sample.noise_scale import NoiseScale, NoiseScaleMeter
 from gradguard.per_sample.rehearsal import Rehearsal, compare
@@ -160,7 +160,7 @@ class PerSampleGradientClipper:
             module = unwrapped(module)
             self.module, self.norm_clipper = module, norm_clipper
             self._reduction, self._mode, self._scaler = loss_reduction, mode, scaler
-            watch_scalers()
+            attached.callback(notice_scaled_losses())
             attached.callback(run_uncompiled(module))
             attached.callback(follow(module))
             rehearse = Rehearsal(loss_reduction, check == "warn") if check else None
@@ -297,26 +297,30 @@ class PerSampleGradientClipper:
         self._noise_scale.end_step()
         if self.statistics is not None:
             self.statistics = dataclasses.replace(self.statistics, noise_scale=self.noise_scale)
+        finite = self._finite if self._scaler is not None and self._scaler.is_enabled() else None
         if self._scaler is not None:
             self._show_overflow(taken)
         for name, parameter in self.trained.items():
             gradient = shard_like(taken[name].to(parameter.dtype), parameter)
             parameter.grad = self._assigned[name] = gradient
         if is_heard():
-            self._tell()
+            self._tell(finite)
         max_norm = torch.full((len(self._names),), self._bound(), dtype=torch.float64)
         return PreStep(max_norm, size)
 
-    def _tell(self) -> None:
+    def _tell(self, finite: Tensor | None) -> None:
         """Tell who watches: the mean factor of the samples of the last mini-batch stands for a coefficient.
 
-        The gradients are the clipped ones already; what they would have been is not known.
+        The gradients are the clipped ones already; what they would have been is not known. Where all samples
+        overflowed, the scaler will leave the step out.
         """
         factors = [] if self.statistics is None else self.statistics.factors
         coefficient = torch.stack([own.mean() for own in factors]).mean() if factors else None
         rule, parameters = type(self.norm_clipper).__name__, [*self.trained.values()]
         announce(parameters, tells_norms=True)
-        tell(ClipEvent(rule, parameters, self._bound(), coefficient=coefficient))
+        skipped = False if finite is None else ~finite
+        reason = None if finite is None else "grad_scaler"
+        tell(ClipEvent(rule, parameters, self._bound(), None, coefficient, skipped=skipped, skip_reason=reason))
 
     def take(self) -> ClippedSums:
         """Return the sums instead of filling ``.grad``, and start anew; for those who add noise.

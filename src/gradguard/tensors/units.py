@@ -41,7 +41,7 @@ class UnitLayout:
         """Return ``tensor`` as ``[units, elements of a unit]``: a view wherever its strides allow one."""
         if self.dim is None or tensor.dim() == 0:
             return tensor.reshape(1, -1)
-        if self == UnitLayout() and tensor.is_contiguous():
+        if self == ROWS and tensor.is_contiguous():
             return tensor.flatten(1)
         by_group = self._by_group(tensor).movedim(self.dim + 1, 1)  # [groups, units, ...]
         rest = sorted(range(2, by_group.dim()), key=by_group.stride, reverse=True)
@@ -51,7 +51,7 @@ class UnitLayout:
         """Return views of ``tensor`` and ``factors``, one factor for each unit, whose product scales each unit."""
         if self.dim is None or tensor.dim() == 0:
             return (tensor if tensor.dim() else tensor[None]), factors
-        if self == UnitLayout():
+        if self == ROWS:
             return tensor, factors.view(-1, *[1] * (tensor.dim() - 1))
         by_group = self._by_group(tensor)
         shape = [1] * by_group.dim()
@@ -64,6 +64,14 @@ class UnitLayout:
 
 WHOLE = UnitLayout(dim=None)
 """The whole tensor is one unit: biases, gains, scalars."""
+
+ROWS = UnitLayout()
+"""The entries of dimension 0 are the units."""
+
+
+def layout_of(tensor: Tensor) -> UnitLayout:
+    """Return the units that a shape tells: whole scalars and vectors, else the entries of dimension 0."""
+    return WHOLE if tensor.dim() <= 1 else ROWS
 
 
 @torch.no_grad()

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from gradguard.arguments import check_number
 from gradguard.clip.clipper import Decision, describe, measured, norms_of, total_of
-from gradguard.clip.parameters import Gradients
+from gradguard.clip.gradients import Gradients
 from gradguard.clip.thresholds.state import StatefulClipper, check, counter, whole
 from gradguard.distributed.wrappers import refuse_flat_parameters
 from gradguard.errors import InvalidValueError

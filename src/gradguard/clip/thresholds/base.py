@@ -7,7 +7,7 @@ from torch import Tensor
 
 from gradguard.arguments import check_order
 from gradguard.clip.clipper import Decision, describe, global_norm
-from gradguard.clip.parameters import Gradients
+from gradguard.clip.gradients import Gradients
 from gradguard.clip.thresholds.state import StatefulClipper
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from gradguard.clip.clipper import Clipper, Decision, MeasuredGradients, measured
-from gradguard.clip.parameters import Gradients, Parameters, current_gradients
+from gradguard.clip.gradients import Gradients, Parameters, current_gradients
 from gradguard.clip.result import ClipResult
 from gradguard.distributed.settings import Settings
 from gradguard.errors import InvalidTypeError, InvalidValueError

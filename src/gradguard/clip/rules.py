@@ -18,8 +18,8 @@ from gradguard.clip.clipper import (
     norms_of,
     total_of,
 )
+from gradguard.clip.gradients import Gradients
 from gradguard.clip.lock_in import LockIn
-from gradguard.clip.parameters import Gradients
 from gradguard.distributed.wrappers import refuse_flat_parameters
 from gradguard.tensors.layout import are_readable, coalesce_, meeting_device, move
 from gradguard.tensors.norms import tensor_norms, total_norm

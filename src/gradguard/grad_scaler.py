@@ -1,0 +1,281 @@
+"""The one place that looks into a GradScaler: which steps it skips, what it has scaled, and who clips too early.
+
+`torch.amp.GradScaler` has no hooks. Its methods `step` and `scale` are therefore wrapped while somebody listens, and
+given back when nobody does.
+"""
+
+import functools
+import math
+import threading
+import warnings
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import Optimizer
+
+from gradguard.errors import InvalidValueError
+from gradguard.tensors.layout import move
+from gradguard.torch_private import (
+    current_graph_task,
+    gradients_are_scaled,
+    loss_scale_of,
+    overflows_of,
+    tree_leaves,
+)
+
+_ROUND = 1e-5
+"""A clip leaves a norm this close to its threshold; float32 gradients add less."""
+
+_REPEATS = 3
+
+_REMEMBERED_BACKWARDS = 64
+
+_MARK = "_listened_to_by_gradguard"
+
+
+class ScalerStep:
+    """One ``scaler.step(optimizer)``.
+
+    Attributes:
+        scale: What the scaler has multiplied the loss by, 0-dim, if nobody has divided the gradients by it yet when
+            ``scaler.step`` began; else None.
+    """
+
+    def __init__(self, scale: Tensor | None = None) -> None:
+        self.scale = scale
+        self.overflows: Sequence[Tensor] = ()  # what the scaler has found on each device, once it has ended
+
+    @property
+    def skipped(self) -> Tensor | None:
+        """Whether the scaler found infinity or NaN and left the optimizer's step out; None until that is known.
+
+        0-dim bool on the device of the gradients, so that only who reads it waits.
+        """
+        if not self.overflows:
+            return None
+        home = self.overflows[0].device
+        return torch.stack([move(overflow.detach(), home) for overflow in self.overflows]).sum() != 0
+
+
+StepListener = Callable[[Optimizer, ScalerStep], None]
+
+
+def skipped_by(scaler: Any, optimizer: Optimizer) -> Tensor | None:
+    """Tell whether ``scaler.step(optimizer)`` left the step out, because a gradient held infinity or NaN.
+
+    Ask between ``scaler.step(optimizer)`` and ``scaler.update()``, which forgets it.
+
+    Args:
+        scaler: A `torch.amp.GradScaler`.
+        optimizer: An optimizer that it has stepped.
+
+    Returns:
+        0-dim bool on the device of the gradients, so that the host waits only if it reads it; None where nothing is
+        known: the scaler is disabled, or has not looked at the gradients of this optimizer since its last update.
+
+    Example:
+        >>> weight = torch.nn.Parameter(torch.ones(1))
+        >>> optimizer, scaler = torch.optim.SGD([weight], lr=0.1), torch.amp.GradScaler("cpu")
+        >>> scaler.scale(weight.sum() * float("inf")).backward()
+        >>> scaler.step(optimizer)
+        >>> skipped_by(scaler, optimizer)
+        tensor(True)
+    """
+    step = ScalerStep()
+    step.overflows = overflows_of(scaler, optimizer) if scaler.is_enabled() else ()
+    return step.skipped
+
+
+def listen_to_steps(
+    before: StepListener, after: StepListener, *, optimizer: Optimizer | None = None
+) -> Callable[[], None]:
+    """Call ``before`` and ``after`` around each ``scaler.step(optimizer)`` of every enabled GradScaler from now on.
+
+    Args:
+        before: Called with the optimizer when ``scaler.step`` begins, and with what is known of it.
+        after: Called with the same when it has ended, or raised.
+        optimizer: Of which optimizer; None for all. Of one, both must be methods, whose object is not kept alive.
+
+    Returns:
+        What ends it; calling it again does nothing. It ends by itself when ``optimizer`` is gone.
+    """
+    if optimizer is None:
+        pair = (lambda: before), (lambda: after)
+        _everywhere.append(pair)
+        return _until_called(_wrapped_step, lambda: _everywhere.remove(pair))
+    pair, key = (weakref.WeakMethod(before), weakref.WeakMethod(after)), id(optimizer)
+    _of_one.setdefault(key, []).append(pair)
+    end = _until_called(_wrapped_step, functools.partial(_forget, key, pair))
+    weakref.finalize(optimizer, end).atexit = False
+    return end
+
+
+def notice_scaled_losses() -> Callable[[], None]:
+    """Let `refuse_other_scaler` know which backward starts from a loss that a GradScaler scaled, from now on.
+
+    Returns:
+        What ends it; calling it again does nothing.
+    """
+    return _until_called(_wrapped_scale, lambda: None)
+
+
+def refuse_other_scaler(task: int, scaler: Any) -> None:
+    """Check that the loss of backward number ``task`` was scaled by ``scaler`` or by none.
+
+    Raises:
+        InvalidValueError: If not.
+    """
+    known = _scaled_by.get(task)
+    if known is not None and known != id(scaler):
+        raise InvalidValueError(
+            "a GradScaler scaled the loss, so every per-sample gradient is as much too large. Tell the clipper: "
+            "PerSampleGradientClipper(..., scaler=scaler). Nothing was clipped."
+        )
+
+
+class ScaledClipDetector:
+    """Notices that scaled gradients arrive clipped: their norm is the same round number, step after step.
+
+    That is what clipping before ``scaler.unscale_`` leaves behind. Norms that were not clipped do not agree to five
+    digits with a number of two, three times in a row.
+    """
+
+    def __init__(self) -> None:
+        self._threshold, self._times, self._warned = math.nan, 0, False
+
+    def saw(self, norm: float | Tensor) -> None:
+        """Look at the norm of the gradients of one step, still multiplied by the loss scale; warn once."""
+        scaled_norm = math.nan if self._warned else float(norm)
+        if not math.isfinite(scaled_norm) or scaled_norm == 0:
+            return
+        threshold = float(f"{scaled_norm:.1e}")
+        if abs(scaled_norm - threshold) > _ROUND * threshold:
+            self._times = 0
+            return
+        self._times = self._times + 1 if threshold == self._threshold else 1
+        self._threshold = threshold
+        if self._times >= _REPEATS:
+            self._warned = True
+            warnings.warn(
+                f"the gradients come to scaler.step with a norm of {threshold:g} while they are still multiplied by "
+                f"the loss scale, {_REPEATS} times in a row: they seem to be clipped before they are unscaled, so that "
+                "far smaller ones come out. Leave the clip to the guard, or call scaler.unscale_(optimizer) before "
+                "yours.",
+                stacklevel=2,
+            )
+
+
+# How a method is wrapped, and given back.
+
+
+class _WrappedMethod:
+    """A method of `torch.amp.GradScaler` that is replaced while it has users.
+
+    Args:
+        name: The method.
+        instead: Called with the original method and its arguments.
+    """
+
+    def __init__(self, name: str, instead: Callable[..., Any]) -> None:
+        self._name, self._instead = name, instead
+        self._users = 0
+        self._original: Callable[..., Any] | None = None
+        self._wrapper: Callable[..., Any] | None = None
+        self._lock = threading.RLock()  # an optimizer that is collected may end its listening at any time
+
+    def use(self) -> None:
+        """One user more."""
+        with self._lock:
+            self._users += 1
+            if not getattr(getattr(torch.amp.GradScaler, self._name), _MARK, False):
+                self._wrap(getattr(torch.amp.GradScaler, self._name))
+
+    def release(self) -> None:
+        """One user less; the last one gives the method back, unless somebody has wrapped it again since."""
+        with self._lock:
+            self._users -= 1
+            if not self._users and vars(torch.amp.GradScaler).get(self._name) is self._wrapper:
+                setattr(torch.amp.GradScaler, self._name, self._original)
+
+    def _wrap(self, original: Callable[..., Any]) -> None:
+        @functools.wraps(original)
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            return self._instead(original, *args, **kwargs) if self._users else original(*args, **kwargs)
+
+        setattr(wrapper, _MARK, True)  # which those who wrap it again copy, if they do as `functools.wraps` does
+        self._original, self._wrapper = original, wrapper
+        setattr(torch.amp.GradScaler, self._name, wrapper)
+
+
+def _until_called(method: _WrappedMethod, forget: Callable[[], None]) -> Callable[[], None]:
+    """Use ``method`` until what is returned is called for the first time."""
+    method.use()
+    running = [True]
+
+    def end() -> None:
+        if running:
+            running.clear()
+            forget()
+            method.release()
+
+    return end
+
+
+_Pair = tuple[Callable[[], StepListener | None], Callable[[], StepListener | None]]
+
+_everywhere: list[_Pair] = []
+_of_one: dict[int, list[_Pair]] = {}  # by the identity of an optimizer that lives
+_scaled_by: "OrderedDict[int, int]" = OrderedDict()  # the identity of the scaler, by the number of a recent backward
+
+
+def _forget(key: int, pair: _Pair) -> None:
+    left = [one for one in _of_one.pop(key, []) if one is not pair]
+    if left:
+        _of_one[key] = left
+
+
+def _step(original: Callable[..., Any], scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+    pairs = [*_everywhere, *_of_one.get(id(optimizer), ())] if scaler.is_enabled() else []
+    if not pairs:
+        return original(scaler, optimizer, *args, **kwargs)
+    step = ScalerStep(loss_scale_of(scaler) if gradients_are_scaled(scaler, optimizer) else None)
+    _call([before() for before, _ in pairs], optimizer, step)
+    try:
+        result = original(scaler, optimizer, *args, **kwargs)
+    except BaseException:  # or a fused optimizer keeps them, and divides again on every later step
+        optimizer.__dict__.pop("grad_scale", None)
+        optimizer.__dict__.pop("found_inf", None)
+        _call([after() for _, after in pairs], optimizer, step)
+        raise
+    step.overflows = overflows_of(scaler, optimizer)
+    _call([after() for _, after in pairs], optimizer, step)
+    return result
+
+
+def _call(listeners: Sequence[StepListener | None], optimizer: Optimizer, step: ScalerStep) -> None:
+    for listener in listeners:
+        if listener is not None:
+            listener(optimizer, step)
+
+
+def _scale(original: Callable[..., Any], scaler: Any, outputs: Any) -> Any:
+    scaled = original(scaler, outputs)
+    if scaler.is_enabled():
+        for tensor in tree_leaves(scaled):
+            if isinstance(tensor, Tensor) and tensor.requires_grad:
+                tensor.register_hook(functools.partial(_note_backward, id(scaler)))
+    return scaled
+
+
+def _note_backward(scaler: int, grad: Tensor) -> None:
+    del grad
+    _scaled_by[current_graph_task()] = scaler
+    while len(_scaled_by) > _REMEMBERED_BACKWARDS:
+        _scaled_by.popitem(last=False)
+
+
+_wrapped_step, _wrapped_scale = _WrappedMethod("step", _step), _WrappedMethod("scale", _scale)
