@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from gradguard.arguments import check_bounds
-from gradguard.error_clip.base import BaseErrorClip
+from gradguard.backward_clip.base import BaseErrorClip
 from gradguard.errors import InvalidTypeError, InvalidValueError, NonFiniteGradientError
 
 

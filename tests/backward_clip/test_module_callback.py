@@ -446,7 +446,7 @@ def test_a_forward_in_another_thread_is_refused():
 
 
 def test_calls_too_long_ago_are_refused_rather_than_missed(monkeypatch):
-    monkeypatch.setattr("gradguard.error_clip.module_callback._LONGEST", 8)
+    monkeypatch.setattr("gradguard.backward_clip.module_callback._LONGEST", 8)
     model = _mlp()
     callback = gg.ModuleCallback(model, CLIP)
     first = model(X).sum()

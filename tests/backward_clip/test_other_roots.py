@@ -85,7 +85,7 @@ def test_a_backward_that_goes_through_the_loss_alone_leaves_them_out(root, monke
         root
     ]
     calls = []
-    monkeypatch.setattr("gradguard.error_clip.hooks.Clipping.leave_nothing_out", calls.append)
+    monkeypatch.setattr("gradguard.backward_clip.hooks.Clipping.leave_nothing_out", calls.append)
     with gg.error_clip(loss, gg.ErrorClipByValue(0.1)):
         start.backward()
     assert x.grad.tolist() == pytest.approx([1.3 if "term" in root else 0.3] * 3)
@@ -146,7 +146,7 @@ def test_statistics_count_what_passes_from_other_roots():
 
 
 def test_nothing_is_left_out_where_torch_does_not_tell_of_backwards(monkeypatch):
-    monkeypatch.setattr("gradguard.error_clip.whole_graph.call_before_backwards", lambda function: None)
+    monkeypatch.setattr("gradguard.backward_clip.whole_graph.call_before_backwards", lambda function: None)
     x = torch.ones(3, requires_grad=True)
     h = x * 3
     loss = F.relu(h).sum()
@@ -159,7 +159,7 @@ def test_a_plan_that_cannot_be_made_is_one_warning_and_clips_everything(monkeypa
     def broken(self, slot):
         raise IndexError("an operator that nobody knew")
 
-    monkeypatch.setattr("gradguard.error_clip.pruning.Pruning.needs_no_clamp", broken)
+    monkeypatch.setattr("gradguard.backward_clip.pruning.Pruning.needs_no_clamp", broken)
     x = torch.ones(3, requires_grad=True)
     loss = (torch.cos(x * 3) * 5).relu().sum()
     with (

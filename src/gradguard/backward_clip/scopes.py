@@ -11,14 +11,14 @@ from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 from torch.autograd.graph import Node
 
-from gradguard.error_clip.graph import Graph, Slot
-from gradguard.error_clip.hooks import Claim, Clipping
+from gradguard.backward_clip.graph import Graph, Slot
+from gradguard.backward_clip.hooks import Claim, Clipping
 from gradguard.errors import InvalidTypeError, InvalidValueError
 from gradguard.torch_private import traced_scale_of
 
 LossScale = GradScaler | Tensor | float
 
-_OWNERS = "gradguard.error_clip"
+_OWNERS = "gradguard.backward_clip"
 _serial = itertools.count()
 active: dict[int, "Scope"] = {}
 """The blocks that run now, the outer ones first."""

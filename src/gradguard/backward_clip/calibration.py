@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 
-from gradguard.error_clip.base import BaseErrorClip
-from gradguard.error_clip.modules import ModuleTimeline
-from gradguard.error_clip.rules import ErrorClipByValue
+from gradguard.backward_clip.base import BaseErrorClip
+from gradguard.backward_clip.modules import ModuleTimeline
+from gradguard.backward_clip.rules import ErrorClipByValue
 from gradguard.errors import InvalidValueError
 
 _NEXT_TO_THE_LOSS = 10

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from torch.autograd.graph import Node
 
-from gradguard.error_clip.graph import Graph, Metadata, Slot, dimensions, operation
+from gradguard.backward_clip.graph import Graph, Metadata, Slot, dimensions, operation
 from gradguard.torch_private import input_metadata_of, saved_constant
 
 REARRANGES = frozenset(

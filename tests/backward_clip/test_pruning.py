@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import gradguard as gg
-from gradguard.error_clip import plan as plans
-from gradguard.error_clip.graph import Graph, root_of, walk
-from gradguard.error_clip.plan import Choice, make_plan, plan_for
+from gradguard.backward_clip import plan as plans
+from gradguard.backward_clip.graph import Graph, root_of, walk
+from gradguard.backward_clip.plan import Choice, make_plan, plan_for
 
 SYMMETRIC = Choice(bounds="symmetric")
 SYMMETRIC_RULE = gg.ErrorClipByValue(0.3)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import gradguard as gg
-from gradguard.error_clip.scopes import active
+from gradguard.backward_clip.scopes import active
 
 TIGHT = gg.ErrorClipByValue(1e-3)
 

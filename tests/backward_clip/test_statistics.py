@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import gradguard as gg
-from gradguard.error_clip.statistics import _Shown
+from gradguard.backward_clip.statistics import _Shown
 
 KEEP = gg.ErrorClipNonfinite("keep")
 

@@ -5,9 +5,9 @@ from collections.abc import Callable, Sequence
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
-from gradguard.error_clip.graph import COMPILED, Graph, Slot, is_leaf, operation, root_of
-from gradguard.error_clip.hooks import Clipping
-from gradguard.error_clip.scopes import LossScale, Scope, active, owned_slots, refresh_all
+from gradguard.backward_clip.graph import COMPILED, Graph, Slot, is_leaf, operation, root_of
+from gradguard.backward_clip.hooks import Clipping
+from gradguard.backward_clip.scopes import LossScale, Scope, active, owned_slots, refresh_all
 from gradguard.errors import InvalidValueError
 from gradguard.torch_private import call_before_backwards, input_metadata_of
 

@@ -6,15 +6,15 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from gradguard.error_clip.base import BaseErrorClip, check_thresholds
-from gradguard.error_clip.calibration import Calibration
-from gradguard.error_clip.freed import raise_if_freed
-from gradguard.error_clip.hooks import Clipping
-from gradguard.error_clip.parts import Part, Parts
-from gradguard.error_clip.rules import ErrorClipNonfinite
-from gradguard.error_clip.scopes import LossScale, Scope, active
-from gradguard.error_clip.statistics import ErrorClipStats
-from gradguard.error_clip.whole_graph import WholeGraph
+from gradguard.backward_clip.base import BaseErrorClip, check_thresholds
+from gradguard.backward_clip.calibration import Calibration
+from gradguard.backward_clip.freed import raise_if_freed
+from gradguard.backward_clip.hooks import Clipping
+from gradguard.backward_clip.parts import Part, Parts
+from gradguard.backward_clip.rules import ErrorClipNonfinite
+from gradguard.backward_clip.scopes import LossScale, Scope, active
+from gradguard.backward_clip.statistics import ErrorClipStats
+from gradguard.backward_clip.whole_graph import WholeGraph
 from gradguard.errors import InvalidTypeError, InvalidValueError
 
 

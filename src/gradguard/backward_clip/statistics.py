@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 
-from gradguard.error_clip.compiled_counts import CompiledCounts, count_changes
-from gradguard.error_clip.modules import ModuleTimeline
+from gradguard.backward_clip.compiled_counts import CompiledCounts, count_changes
+from gradguard.backward_clip.modules import ModuleTimeline
 from gradguard.torch_private import input_metadata_of
 
 Count = int | Tensor

@@ -11,14 +11,14 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from gradguard.error_clip.base import BaseErrorClip, Kind, from_parts, parts
-from gradguard.error_clip.block import checked_rule
-from gradguard.error_clip.calibration import Calibration
-from gradguard.error_clip.compiled_counts import counts_of
-from gradguard.error_clip.graph import root_of
-from gradguard.error_clip.hooks import Clipping
-from gradguard.error_clip.scopes import LossScale, loss_scale
-from gradguard.error_clip.statistics import ErrorClipStats
+from gradguard.backward_clip.base import BaseErrorClip, Kind, from_parts, parts
+from gradguard.backward_clip.block import checked_rule
+from gradguard.backward_clip.calibration import Calibration
+from gradguard.backward_clip.compiled_counts import counts_of
+from gradguard.backward_clip.graph import root_of
+from gradguard.backward_clip.hooks import Clipping
+from gradguard.backward_clip.scopes import LossScale, loss_scale
+from gradguard.backward_clip.statistics import ErrorClipStats
 from gradguard.errors import InvalidTypeError, InvalidValueError
 from gradguard.torch_private import (
     call_after_backward,

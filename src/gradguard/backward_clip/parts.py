@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 
-from gradguard.error_clip.graph import NO_INPUTS, Inputs, root_of
-from gradguard.error_clip.hooks import Claim, Clipping
-from gradguard.error_clip.modules import next_number, number_of
-from gradguard.error_clip.scopes import LossScale, Scope, own, owned_slots, refresh_all
+from gradguard.backward_clip.graph import NO_INPUTS, Inputs, root_of
+from gradguard.backward_clip.hooks import Claim, Clipping
+from gradguard.backward_clip.modules import next_number, number_of
+from gradguard.backward_clip.scopes import LossScale, Scope, own, owned_slots, refresh_all
 from gradguard.errors import InvalidTypeError, InvalidValueError
 from gradguard.module_hooks import ForwardHook
 from gradguard.torch_private import current_graph_task, is_compiled, tree_leaves

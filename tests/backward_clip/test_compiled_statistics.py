@@ -163,7 +163,7 @@ def test_what_is_no_statistics_is_refused():
 
 
 def test_more_operations_than_there_are_lines_are_refused(monkeypatch):
-    monkeypatch.setattr("gradguard.error_clip.compiled_counts._LINES", 3)
+    monkeypatch.setattr("gradguard.backward_clip.compiled_counts._LINES", 3)
     model, _, x, step = made("mlp")
     with pytest.raises(Exception, match="more than 2 operations in all modules"):
         gradients(model, compiled(step), CLIP, x)

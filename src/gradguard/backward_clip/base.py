@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gradguard.arguments import check_number
-from gradguard.error_clip.taken_apart import Kind, decoded, encoded, is_encoded_tensor
+from gradguard.backward_clip.taken_apart import Kind, decoded, encoded, is_encoded_tensor
 from gradguard.errors import InvalidTypeError, InvalidValueError
 
 _SERIAL = itertools.count()
@@ -223,7 +223,7 @@ def apply_rule(rule: BaseErrorClip, grad: Tensor, overflow_stays: bool = False) 
 
 def is_trusted(rule: BaseErrorClip) -> bool:
     """Tell whether the rule is one of ours, whose results need no check."""
-    return type(rule).__module__.startswith("gradguard.error_clip.") and not isinstance(rule, _OnUnscaled)
+    return type(rule).__module__.startswith("gradguard.backward_clip.") and not isinstance(rule, _OnUnscaled)
 
 
 def keep_overflow(grad: Tensor, clipped: Tensor) -> Tensor:
