@@ -11,7 +11,7 @@ import types
 TYPE_CHECKING = False  # as in `typing`, which would take half of the time of this file; type checkers know the name
 if TYPE_CHECKING:
     from gradguard import private, testing
-    from gradguard.backward_clip.backward import append_backward, minimize
+    from gradguard.backward_clip.append_backward import append_backward, minimize
     from gradguard.backward_clip.base import BaseErrorClip
     from gradguard.backward_clip.block import error_clip
     from gradguard.backward_clip.calibration import Calibration, calibrate
@@ -181,8 +181,8 @@ _MODULE_OF = {
     "ClipFraction": "gradguard.clip.thresholds.clip_fraction",
     "ClipByMedian": "gradguard.clip.thresholds.median",
     "ZClip": "gradguard.clip.thresholds.zclip",
-    "append_backward": "gradguard.backward_clip.backward",
-    "minimize": "gradguard.backward_clip.backward",
+    "append_backward": "gradguard.backward_clip.append_backward",
+    "minimize": "gradguard.backward_clip.append_backward",
     "BaseErrorClip": "gradguard.backward_clip.base",
     "error_clip": "gradguard.backward_clip.block",
     "Calibration": "gradguard.backward_clip.calibration",

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gradguard.arguments import check_number
-from gradguard.backward_clip.taken_apart import Kind, decoded, encoded, is_encoded_tensor
+from gradguard.backward_clip.rule_encoding import Kind, decoded, encoded, is_encoded_tensor
 from gradguard.errors import InvalidTypeError, InvalidValueError
 
 _SERIAL = itertools.count()

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 
 from gradguard.backward_clip.base import BaseErrorClip
-from gradguard.backward_clip.modules import ModuleTimeline
+from gradguard.backward_clip.module_timeline import ModuleTimeline
 from gradguard.backward_clip.rules import ErrorClipByValue
 from gradguard.errors import InvalidValueError
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from gradguard.backward_clip.base import BaseErrorClip, apply_rule
 from gradguard.backward_clip.graph import COMPILED, Graph, Slot, is_leaf, root_of
 from gradguard.backward_clip.hooks import Gradients, explained
-from gradguard.backward_clip.modules import next_number, number_of
+from gradguard.backward_clip.module_timeline import next_number, number_of
 from gradguard.backward_clip.parts import tensors_in
 from gradguard.errors import InvalidTypeError, InvalidValueError, UnsupportedGradientError
 from gradguard.module_hooks import ForwardHook

@@ -13,7 +13,7 @@ from torch.autograd.graph import Node
 
 from gradguard.backward_clip.graph import NO_INPUTS, Inputs, root_of
 from gradguard.backward_clip.hooks import Claim, Clipping
-from gradguard.backward_clip.modules import next_number, number_of
+from gradguard.backward_clip.module_timeline import next_number, number_of
 from gradguard.backward_clip.scopes import LossScale, Scope, own, owned_slots, refresh_all
 from gradguard.errors import InvalidTypeError, InvalidValueError
 from gradguard.module_hooks import ForwardHook

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 
 from gradguard.backward_clip.compiled_counts import CompiledCounts, count_changes
-from gradguard.backward_clip.modules import ModuleTimeline
+from gradguard.backward_clip.module_timeline import ModuleTimeline
 from gradguard.torch_private import input_metadata_of
 
 Count = int | Tensor

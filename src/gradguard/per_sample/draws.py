@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from gradguard.errors import UnsupportedGradientError
-from gradguard.per_sample.undisturbed import generators, restore_generators
+from gradguard.per_sample.rerun import generators, restore_generators
 from gradguard.torch_private import arguments_of, each_operation
 
 _RRELU = ("aten::rrelu_with_noise", "aten::rrelu_with_noise_functional")

@@ -11,13 +11,13 @@ from gradguard.errors import InvalidValueError, UnsupportedGradientError
 from gradguard.per_sample.arithmetic import exact_products
 from gradguard.per_sample.contributions import Contribution, Kept, together
 from gradguard.per_sample.layers.call import LayerCall
-from gradguard.per_sample.own_code import LeftOut, OwnCode
 from gradguard.per_sample.plain_sum import Leaves, magnitude, off_from_sum
 from gradguard.per_sample.plan import CallPlan
 from gradguard.per_sample.sample_loop import LoopedCall
 from gradguard.per_sample.strategy import kept_bytes, settle
 from gradguard.per_sample.tap import current_task
 from gradguard.per_sample.trees import Skeleton
+from gradguard.per_sample.vmap_fallback import LeftOut, OwnCode
 from gradguard.torch_private import call_after_backward
 
 _LEAST = 32 << 20

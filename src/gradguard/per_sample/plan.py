@@ -10,7 +10,7 @@ from torch import nn
 from gradguard.errors import UnsupportedGradientError
 from gradguard.per_sample.dry_run import DryRun, Slot
 from gradguard.per_sample.layers.call import BatchAxis
-from gradguard.per_sample.layers.rules import Rule, rule_for
+from gradguard.per_sample.layers.registry import Rule, rule_for
 from gradguard.per_sample.operations import PlannedOperation, planned
 from gradguard.torch_private import parameter_slots
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from gradguard.per_sample.loss_graph import (
+from gradguard.per_sample.loss.graph import (
     ELEMENTWISE,
     MEANS,
     TAPS,
@@ -25,7 +25,7 @@ from gradguard.per_sample.loss_graph import (
     saved,
     shape_of,
 )
-from gradguard.per_sample.loss_separation import Outputs
+from gradguard.per_sample.loss.separation import Outputs
 from gradguard.torch_private import input_metadata_of, saved_constant
 
 _WITH_REDUCTION = operations(

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from gradguard.per_sample.loss_graph import (
+from gradguard.per_sample.loss.graph import (
     MEANS,
     Constant,
     Dependence,
@@ -34,8 +34,8 @@ from gradguard.per_sample.loss_graph import (
     paths,
     shape_of,
 )
-from gradguard.per_sample.loss_rows import Coupled, Term, mean_of, term_of
-from gradguard.per_sample.loss_separation import Outputs
+from gradguard.per_sample.loss.rows import Coupled, Term, mean_of, term_of
+from gradguard.per_sample.loss.separation import Outputs
 
 Verdict = Literal["right", "wrong", "unknown", "unverified"]
 

@@ -7,9 +7,9 @@ from torch import Tensor
 
 from gradguard.errors import InvalidValueError, UnsupportedGradientError
 from gradguard.per_sample.layers.call import BatchAxis
-from gradguard.per_sample.loss_graph import BackwardRoots, Root, structure
-from gradguard.per_sample.loss_separation import Outputs, of_several
-from gradguard.per_sample.loss_terms import NO_PART, LossParts, explain, loss_parts
+from gradguard.per_sample.loss.graph import BackwardRoots, Root, structure
+from gradguard.per_sample.loss.separation import Outputs, of_several
+from gradguard.per_sample.loss.terms import NO_PART, LossParts, explain, loss_parts
 
 _NOT_SEEN = (
     "its backward was not seen to begin from what the module returned. Was torch.autograd.backward looked up before "

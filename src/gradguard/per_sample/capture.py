@@ -24,13 +24,13 @@ from gradguard.per_sample.dry_run import Slot
 from gradguard.per_sample.layers.call import BatchAxis
 from gradguard.per_sample.mini_batch import Gathering, UsedLayer
 from gradguard.per_sample.operations import Operation, ParameterProxy, rule_of
-from gradguard.per_sample.own_code import LeftOut, OwnCode
 from gradguard.per_sample.plain_sum import Leaves
 from gradguard.per_sample.plan import CallPlan, Treatment
 from gradguard.per_sample.sample_loop import LoopedCall
 from gradguard.per_sample.substitution import substituted
 from gradguard.per_sample.tap import current_task, tap
 from gradguard.per_sample.trees import Skeleton, changes_of
+from gradguard.per_sample.vmap_fallback import LeftOut, OwnCode
 from gradguard.torch_private import parameter_slots
 
 

@@ -8,9 +8,9 @@ from torch import nn
 
 from gradguard.distributed.placements import is_sharded
 from gradguard.errors import UnsupportedGradientError
+from gradguard.per_sample.call_arguments import Arguments, other_candidates, signature
 from gradguard.per_sample.dry_run import DryRun, Slot
 from gradguard.per_sample.plan import CallPlan, Plans
-from gradguard.per_sample.samples import Arguments, other_candidates, signature
 from gradguard.per_sample.way import Way
 from gradguard.torch_private import parameter_slots
 
