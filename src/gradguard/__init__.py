@@ -12,12 +12,12 @@ TYPE_CHECKING = False  # as in `typing`, which would take half of the time of th
 if TYPE_CHECKING:
     from gradguard import private, testing
     from gradguard.backward_clip.append_backward import append_backward, minimize
-    from gradguard.backward_clip.base import BaseErrorClip
     from gradguard.backward_clip.block import error_clip
     from gradguard.backward_clip.calibration import Calibration, calibrate
     from gradguard.backward_clip.compiled import attach_error_clip
     from gradguard.backward_clip.module_callback import ModuleCall, ModuleCallback
     from gradguard.backward_clip.rules import (
+        BaseErrorClip,
         ErrorClipByNorm,
         ErrorClipBySampleNorm,
         ErrorClipByValue,
@@ -183,7 +183,7 @@ _MODULE_OF = {
     "ZClip": "gradguard.clip.thresholds.zclip",
     "append_backward": "gradguard.backward_clip.append_backward",
     "minimize": "gradguard.backward_clip.append_backward",
-    "BaseErrorClip": "gradguard.backward_clip.base",
+    "BaseErrorClip": "gradguard.backward_clip.rules",
     "error_clip": "gradguard.backward_clip.block",
     "Calibration": "gradguard.backward_clip.calibration",
     "calibrate": "gradguard.backward_clip.calibration",

@@ -146,7 +146,7 @@ def test_statistics_count_what_passes_from_other_roots():
 
 
 def test_nothing_is_left_out_where_torch_does_not_tell_of_backwards(monkeypatch):
-    monkeypatch.setattr("gradguard.backward_clip.whole_graph.call_before_backwards", lambda function: None)
+    monkeypatch.setattr("gradguard.backward_clip.scopes.call_before_backwards", lambda function: None)
     x = torch.ones(3, requires_grad=True)
     h = x * 3
     loss = F.relu(h).sum()

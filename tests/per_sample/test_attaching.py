@@ -9,7 +9,7 @@ from torch import nn
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 from gradguard.errors import GradguardError, InvalidValueError
-from gradguard.per_sample import call_tracker, early_steps, refusals
+from gradguard.per_sample import call_tracker, refusals
 from gradguard.per_sample import clipper as clipper_file
 from gradguard.per_sample.clipper import PerSampleGradientClipper
 from gradguard.per_sample.norm_clippers import FlatNormClipper, PerLayerNormClipper
@@ -30,8 +30,8 @@ def state_of(model: nn.Module) -> dict:
 
 @pytest.fixture(autouse=True)
 def no_clippers_of_other_tests(monkeypatch):
-    monkeypatch.setattr(early_steps, "_watching", weakref.WeakSet())
-    monkeypatch.setattr(early_steps, "_hooks", [])
+    monkeypatch.setattr(refusals, "_watching", weakref.WeakSet())
+    monkeypatch.setattr(refusals, "_hooks", [])
 
 
 class Interrupts(FlatNormClipper):

@@ -12,13 +12,13 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import gradguard as gg
+from gradguard.per_sample.capture import tap
 from gradguard.per_sample.layers.call import BatchAxis
 from gradguard.per_sample.loss import check as loss_check
 from gradguard.per_sample.loss import graph as loss_graph
 from gradguard.per_sample.loss.graph import BackwardRoots
 from gradguard.per_sample.loss.separation import Outputs
 from gradguard.per_sample.loss.terms import LossParts, explain, loss_parts
-from gradguard.per_sample.tap import tap
 from gradguard.watch.patches import patched
 
 B, T, V = 4, 5, 7

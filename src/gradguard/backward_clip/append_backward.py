@@ -7,12 +7,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from gradguard.backward_clip.base import BaseErrorClip, apply_rule
-from gradguard.backward_clip.freed import raise_if_freed
-from gradguard.backward_clip.graph import NO_INPUTS, Graph, Inputs, is_leaf, root_of, walk
+from gradguard.backward_clip.graph import NO_INPUTS, Graph, Inputs, is_leaf, raise_if_freed, root_of, walk
 from gradguard.backward_clip.hooks import Gradients, Roots, enter_checkpoint, explained
 from gradguard.backward_clip.module_callback import ModuleBackward, ModuleCallback
 from gradguard.backward_clip.plan import hides_a_graph
+from gradguard.backward_clip.rules import BaseErrorClip, apply_rule
 from gradguard.errors import InvalidTypeError, InvalidValueError
 
 Callback = Callable[[str, Gradients], Gradients | None]

@@ -6,15 +6,12 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from gradguard.backward_clip.base import BaseErrorClip, check_thresholds
 from gradguard.backward_clip.calibration import Calibration
-from gradguard.backward_clip.freed import raise_if_freed
+from gradguard.backward_clip.graph import raise_if_freed
 from gradguard.backward_clip.hooks import Clipping
-from gradguard.backward_clip.parts import Part, Parts
-from gradguard.backward_clip.rules import ErrorClipNonfinite
-from gradguard.backward_clip.scopes import LossScale, Scope, active
+from gradguard.backward_clip.rules import BaseErrorClip, ErrorClipNonfinite, check_thresholds
+from gradguard.backward_clip.scopes import LossScale, Part, Parts, Scope, WholeGraph, active
 from gradguard.backward_clip.statistics import ErrorClipStats
-from gradguard.backward_clip.whole_graph import WholeGraph
 from gradguard.errors import InvalidTypeError, InvalidValueError
 
 

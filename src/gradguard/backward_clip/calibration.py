@@ -15,9 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 
-from gradguard.backward_clip.base import BaseErrorClip
 from gradguard.backward_clip.module_timeline import ModuleTimeline
-from gradguard.backward_clip.rules import ErrorClipByValue
+from gradguard.backward_clip.rules import BaseErrorClip, ErrorClipByValue
 from gradguard.errors import InvalidValueError
 
 _NEXT_TO_THE_LOSS = 10

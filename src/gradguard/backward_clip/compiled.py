@@ -11,12 +11,12 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from gradguard.backward_clip.base import BaseErrorClip, Kind, from_parts, parts
 from gradguard.backward_clip.block import checked_rule
 from gradguard.backward_clip.calibration import Calibration
 from gradguard.backward_clip.compiled_counts import counts_of
 from gradguard.backward_clip.graph import root_of
 from gradguard.backward_clip.hooks import Clipping
+from gradguard.backward_clip.rules import BaseErrorClip, Kind, from_parts, parts
 from gradguard.backward_clip.scopes import LossScale, loss_scale
 from gradguard.backward_clip.statistics import ErrorClipStats
 from gradguard.errors import InvalidTypeError, InvalidValueError

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node, get_gradient_edge
 
-from gradguard.torch_private import input_metadata_of
+from gradguard.errors import FreedGraphError
+from gradguard.torch_private import input_metadata_of, is_freed
 
 Slot = tuple[int, int]
 """The position of a node in `Graph.nodes`, and which of its outputs."""
@@ -180,3 +181,22 @@ def walk(
     structure += map(graph.is_scalar, slots)
     graph.structure = tuple(structure)
     return graph
+
+
+_PYTORCH_SAYS = "backward through the graph a second time"
+
+
+def raise_if_freed(error: RuntimeError, nodes: list[Node]) -> None:
+    """Raise our error in place of PyTorch's if that is about a freed graph.
+
+    Raises:
+        FreedGraphError: If it is.
+    """
+    if _PYTORCH_SAYS not in str(error):
+        return
+    name = next((node.name() for node in nodes if is_freed(node)), None)
+    where = f" at {name}" if name else ""
+    raise FreedGraphError(
+        f"the graph was freed by an earlier backward{where}: expected a graph that has not been gone through; compute "
+        f"the loss again, or call the earlier backward with retain_graph=True."
+    ) from error

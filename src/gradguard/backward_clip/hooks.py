@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node, get_gradient_edge
 
-from gradguard.backward_clip.base import BaseErrorClip, apply_rule, clamp_bounds, is_trusted
 from gradguard.backward_clip.graph import NO_INPUTS, Graph, Inputs, Slot, holds_a_leaf, is_leaf, root_of, walk
 from gradguard.backward_clip.plan import Choice, Plan, RootsToo, Step, plan_for
+from gradguard.backward_clip.rules import BaseErrorClip, apply_rule, clamp_bounds, is_trusted
 from gradguard.errors import InvalidTypeError, NonFiniteGradientError, UnsupportedGradientError
 from gradguard.torch_private import register_prehooks, tree_leaves
 

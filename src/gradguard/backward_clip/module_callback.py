@@ -17,11 +17,11 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 
-from gradguard.backward_clip.base import BaseErrorClip, apply_rule
 from gradguard.backward_clip.graph import COMPILED, Graph, Slot, is_leaf, root_of
 from gradguard.backward_clip.hooks import Gradients, explained
 from gradguard.backward_clip.module_timeline import next_number, number_of
-from gradguard.backward_clip.parts import tensors_in
+from gradguard.backward_clip.rules import BaseErrorClip, apply_rule
+from gradguard.backward_clip.scopes import tensors_in
 from gradguard.errors import InvalidTypeError, InvalidValueError, UnsupportedGradientError
 from gradguard.module_hooks import ForwardHook
 from gradguard.torch_private import current_graph_task, input_metadata_of, is_compiled, never_compiled, tree_leaves

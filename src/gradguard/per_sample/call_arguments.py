@@ -1,4 +1,4 @@
-"""Where the samples are in what a module is called with, and how to take some of them."""
+"""What a module is called with and returns: tensors taken out and put in again, and the samples among them."""
 
 import itertools
 from collections.abc import Hashable, Mapping, Sequence, Set
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from gradguard.errors import InvalidValueError
-from gradguard.torch_private import tree_flatten, tree_leaves, tree_map
+from gradguard.torch_private import tree_flatten, tree_leaves, tree_map, tree_unflatten, version_of
 
 Arguments = tuple[tuple[Any, ...], Mapping[str, Any]]
 """Positional and keyword arguments of one call."""
@@ -114,3 +114,44 @@ def to_float64(arguments: Arguments) -> Arguments:
 
 def _batch_dim(tensor: Tensor, batch_first: bool) -> int:
     return 0 if batch_first or tensor.dim() == 1 else 1
+
+
+def changes_of(tensor: Tensor) -> int:
+    """Return how often ``tensor`` was written into; 0 for one made in inference mode, which does not count."""
+    return 0 if tensor.is_inference() else version_of(tensor)
+
+
+class Skeleton:
+    """Nested tuples, lists and dicts without their tensors.
+
+    Args:
+        tree: With tensors.
+
+    Attributes:
+        tensors: The tensors, in order; `release` forgets them.
+    """
+
+    def __init__(self, tree: Any) -> None:
+        self._lone = type(tree) is Tensor  # what most layers return, many times in a step
+        leaves, spec = ([tree], None) if self._lone else tree_flatten(tree)
+        self._spec: Any = spec
+        self.tensors: list[Tensor] = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        self._leaves = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        self._places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def release(self) -> list[Tensor]:
+        """Return the tensors and forget them."""
+        tensors, self.tensors = self.tensors, []
+        return tensors
+
+    def fill(self, tensors: Sequence[Tensor | None]) -> Any:
+        """Return the tree with ``tensors`` in the places of its own."""
+        if self._lone:
+            return tensors[0]
+        leaves = list(self._leaves)
+        for place, tensor in zip(self._places, tensors, strict=True):
+            leaves[place] = tensor
+        return tree_unflatten(leaves, self._spec)

@@ -13,21 +13,16 @@ from torch import Tensor, nn
 
 from gradguard.errors import UnsupportedGradientError
 from gradguard.module_hooks import ForwardHook
-from gradguard.per_sample.call_arguments import Arguments, count_samples, take_samples
+from gradguard.per_sample.call_arguments import Arguments, Skeleton, count_samples, take_samples
 from gradguard.per_sample.capture import Running, Tapping, autocast_of
-from gradguard.per_sample.draws import Draws
 from gradguard.per_sample.dry_run import Observer, Slot
-from gradguard.per_sample.layer_plans import Planning
+from gradguard.per_sample.layer_plans import CallPlan, Planning, Treatment, Way
 from gradguard.per_sample.loss.check import LossCheck
 from gradguard.per_sample.mini_batch import Gathering
-from gradguard.per_sample.plan import CallPlan, Treatment
 from gradguard.per_sample.refusals import refuse_batch_norm, refuse_sharded_since
-from gradguard.per_sample.rerun import Snapshot
+from gradguard.per_sample.rerun import Draws, Snapshot
 from gradguard.per_sample.sample_loop import LoopedCall
-from gradguard.per_sample.tap import current_task
-from gradguard.per_sample.trees import Skeleton
-from gradguard.per_sample.way import Way
-from gradguard.torch_private import hook_order, never_compiled, parameter_slots
+from gradguard.torch_private import current_graph_task, hook_order, never_compiled, parameter_slots
 
 _NOTHING = CallPlan(Treatment.NOTHING, False, (), ())
 
@@ -231,7 +226,7 @@ class Following:
             refuse_sharded_since(self._module)
         self._look_at_trained()
         self._planning.restart()
-        if current_task() != -1:  # a checkpoint runs a part of the forward again
+        if current_graph_task() != -1:  # a checkpoint runs a part of the forward again
             return
         size = self._tapping.batch_size = count_samples(arguments, self.batch_first, type(module).__name__)
         if not size:

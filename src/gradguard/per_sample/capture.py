@@ -8,9 +8,10 @@ this one call there, and the per-sample gradients must add up to the same: a val
 than through the tap is noticed so. On a step that is to be verified, layers with a rule get such leaves too.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -20,18 +21,80 @@ from torch import Tensor, nn
 from gradguard.distributed.fully_sharded import is_fully_sharded
 from gradguard.distributed.placements import is_sharded
 from gradguard.errors import UnsupportedGradientError
+from gradguard.per_sample.call_arguments import Skeleton, changes_of
 from gradguard.per_sample.dry_run import Slot
+from gradguard.per_sample.layer_plans import CallPlan, Treatment
 from gradguard.per_sample.layers.call import BatchAxis
 from gradguard.per_sample.mini_batch import Gathering, UsedLayer
 from gradguard.per_sample.operations import Operation, ParameterProxy, rule_of
 from gradguard.per_sample.plain_sum import Leaves
-from gradguard.per_sample.plan import CallPlan, Treatment
+from gradguard.per_sample.rerun import substituted
 from gradguard.per_sample.sample_loop import LoopedCall
-from gradguard.per_sample.substitution import substituted
-from gradguard.per_sample.tap import current_task, tap
-from gradguard.per_sample.trees import Skeleton, changes_of
 from gradguard.per_sample.vmap_fallback import LeftOut, OwnCode
-from gradguard.torch_private import parameter_slots
+from gradguard.torch_private import current_graph_task, parameter_slots
+
+Receiver = Callable[[Sequence[Tensor], Sequence[Tensor | None], int], None]
+"""Called in backward with the saved tensors, the gradient of each value (None where none came), and the number of the
+outermost backward."""
+
+
+_silent = threading.local()
+
+
+@contextmanager
+def silent_taps() -> Iterator[None]:
+    """Let gradients pass unread in a backward of this thread that is not the user's."""
+    before = getattr(_silent, "now", False)
+    _silent.now = True
+    try:
+        yield
+    finally:
+        _silent.now = before
+
+
+class Tap(torch.autograd.Function):
+    """The identity; known to who reads the loss's graph by its name."""
+
+    @staticmethod
+    def forward(ctx: Any, receive: Receiver, saved: tuple[Tensor, ...], anchor: Tensor, *values: Tensor) -> Any:
+        """Return the values; save what is to be handed back."""
+        del anchor  # it requires grad, so that backward comes by even where nothing before this value is trained
+        ctx.receive = receive
+        ctx.made_in = (
+            current_graph_task()
+        )  # a checkpoint that runs forward again in backward does this backward in its own
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*saved)  # so a value that is changed in place later is autograd's own error
+        results = [value.detach() for value in values]
+        return tuple(results) if len(results) > 1 else results[0]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        """Hand the gradients over, and pass them on."""
+        if getattr(_silent, "now", False):
+            return None, None, None, *grads
+        if torch.is_grad_enabled():
+            raise UnsupportedGradientError(
+                "a backward with create_graph=True went through a module whose per-sample gradients are clipped: a "
+                "gradient of gradients also depends on the weights in ways that are not followed. Call "
+                "clipper.detach() before it, or leave the gradient penalty away."
+            )
+        ctx.receive(ctx.saved_tensors, grads, current_graph_task() if ctx.made_in == -1 else ctx.made_in)
+        return None, None, None, *grads
+
+
+def tap(receive: Receiver, saved: Sequence[Tensor], anchor: Tensor, values: Sequence[Tensor]) -> list[Tensor]:
+    """Return ``values`` passed through an identity that calls ``receive`` in backward.
+
+    Args:
+        receive: What to call.
+        saved: Tensors to hand back; autograd keeps them as it keeps what an operation saves, so checkpointing and
+            the check for in-place changes work.
+        anchor: A scalar that requires grad.
+        values: Floating-point tensors.
+    """
+    results = Tap.apply(receive, tuple([tensor.detach() for tensor in saved]), anchor, *values)
+    return list(results) if isinstance(results, tuple) else [results]
 
 
 class Running:
@@ -190,7 +253,7 @@ class Tapping:
         return self._tap_outputs(result, layer.arguments.release(), partial(self.gathering.receive_layer, layer))
 
     def _leaves(self, module: nn.Module, observed: bool = True) -> Leaves:
-        return Leaves(module, partial(self.gathering.receive_plain, current_task()), observed)
+        return Leaves(module, partial(self.gathering.receive_plain, current_graph_task()), observed)
 
     def _used(self, slots: Sequence[Slot]) -> list[str]:
         """The names of the trained parameters in ``slots``."""
@@ -389,7 +452,7 @@ class Tapping:
 
     def _check_sizes(self, sizes: Sequence[tuple[int, BatchAxis]]) -> int:
         own = next((size for size, axis in sizes if not axis.flattened), self.batch_size)
-        expected = own if current_task() != -1 else self.batch_size  # a checkpoint may repeat an earlier call
+        expected = own if current_graph_task() != -1 else self.batch_size  # a checkpoint may repeat an earlier call
         for size, axis in sizes:
             if size % max(1, expected) if axis.flattened else size != expected:
                 raise UnsupportedGradientError(

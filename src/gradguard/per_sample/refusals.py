@@ -1,20 +1,24 @@
-"""What cannot be clipped per sample, found before anything runs."""
+"""What is refused in words: modules, options, early steps, and a GradScaler that the clipper was not told of."""
 
+import functools
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import Optimizer
 
 from gradguard.distributed.fully_sharded import is_fully_sharded
 from gradguard.distributed.placements import is_sharded
 from gradguard.errors import InvalidTypeError, InvalidValueError, UnsupportedGradientError
+from gradguard.optimizer_hooks import EveryStep
 from gradguard.per_sample.clipping_rule import NormClipper
 from gradguard.per_sample.norm_clippers import QuantileNormClipper
-from gradguard.torch_private import batch_norms, parameter_slots, stop_compiling
+from gradguard.torch_private import batch_norms, current_graph_task, parameter_slots, stop_compiling, tree_leaves
 
 _followed: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
 """Modules that a clipper follows."""
@@ -202,3 +206,87 @@ def refuse_batch_norm(module: nn.Module) -> None:
                 "gradient belongs to one sample. Use torch.nn.GroupNorm (or LayerNorm, InstanceNorm) in its place, "
                 "or freeze its statistics with .eval()."
             )
+
+
+class Waiting(Protocol):
+    """What may have clipped mini-batches that nobody has taken."""
+
+    def refuse_early_step(self, optimizer: Optimizer) -> None:
+        """Raise an error if ``optimizer`` is about to step without them."""
+
+
+_watching: "weakref.WeakSet[Waiting]" = weakref.WeakSet()
+_hooks: list[EveryStep] = []
+"""One pair of hooks on all optimizers, while anything is watching."""
+
+
+def watch_steps(clipper: Waiting) -> Callable[[], None]:
+    """Let ``clipper`` refuse steps that come too early, which does not keep it alive; return what ends that."""
+    if not _hooks:
+        _hooks.append(EveryStep(_before, _after))
+    _watching.add(clipper)
+
+    def end() -> None:
+        _watching.discard(clipper)
+        while _hooks and not _watching:
+            _hooks.pop().remove()
+
+    return end
+
+
+def _before(optimizer: Optimizer, evaluations: int) -> None:
+    """With a closure this comes after each evaluation: `pre_step` may stand in the closure."""
+    del evaluations
+    for clipper in list(_watching):
+        clipper.refuse_early_step(optimizer)
+
+
+def _after(optimizer: Optimizer) -> None:
+    del optimizer
+
+
+_REMEMBERED = 64
+
+_scaled: "OrderedDict[int, int]" = OrderedDict()
+"""The ``id`` of the scaler, by the number of the backward; of the last backwards only."""
+
+
+def watch_scalers() -> None:
+    """Let every `torch.amp.GradScaler` be noticed from now on; calling it again does nothing."""
+    kind = torch.amp.GradScaler
+    if getattr(kind.scale, "_noticed_by_gradguard", False):
+        return
+    original = kind.scale
+
+    @functools.wraps(original)
+    def scale(self: Any, outputs: Any) -> Any:
+        scaled = original(self, outputs)
+        if self.is_enabled():
+            for tensor in tree_leaves(scaled):
+                if isinstance(tensor, Tensor) and tensor.requires_grad:
+                    tensor.register_hook(functools.partial(_note, id(self)))
+        return scaled
+
+    scale._noticed_by_gradguard = True  # type: ignore[attr-defined]
+    kind.scale = scale  # type: ignore[method-assign]
+
+
+def refuse_other_scaler(task: int, scaler: Any) -> None:
+    """Check that the loss of backward number ``task`` was scaled by ``scaler`` or by none.
+
+    Raises:
+        InvalidValueError: If not.
+    """
+    found = _scaled.get(task)
+    if found is not None and found != id(scaler):
+        raise InvalidValueError(
+            "a GradScaler scaled the loss, so every per-sample gradient is as much too large. Tell the clipper: "
+            "PerSampleGradientClipper(..., scaler=scaler). Nothing was clipped."
+        )
+
+
+def _note(scaler: int, grad: Tensor) -> None:
+    del grad
+    _scaled[current_graph_task()] = scaler
+    while len(_scaled) > _REMEMBERED:
+        _scaled.popitem(last=False)

@@ -14,12 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from gradguard.errors import UnsupportedGradientError
-from gradguard.per_sample.arithmetic import wide
-from gradguard.per_sample.contributions import Kept
+from gradguard.per_sample.call_arguments import Skeleton
+from gradguard.per_sample.contributions import Kept, wide
 from gradguard.per_sample.layers.call import BatchAxis
 from gradguard.per_sample.plain_sum import Leaves, magnitude, off_from_sum
-from gradguard.per_sample.substitution import substituted
-from gradguard.per_sample.trees import Skeleton
+from gradguard.per_sample.rerun import substituted
 from gradguard.torch_private import call_slot
 
 Aliases = Mapping[str, Sequence[tuple[nn.Module, str]]]

@@ -16,9 +16,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node, get_gradient_edge
 
-from gradguard.per_sample.tap import current_task
 from gradguard.tensors.layout import wide_dtype
-from gradguard.torch_private import input_metadata_of, saved_constant, saved_settings, saved_value
+from gradguard.torch_private import current_graph_task, input_metadata_of, saved_constant, saved_settings, saved_value
 
 TAPS = frozenset(["TapBackward"])
 """Nodes by which the clipper sees a value of the module: what lies behind them is the module's."""
@@ -82,7 +81,7 @@ class BackwardRoots:
         @functools.wraps(original)
         def backward(tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> Any:
             mine = self._replacement is backward and threading.get_ident() == self._thread
-            if mine and not torch.compiler.is_compiling() and current_task() == -1:
+            if mine and not torch.compiler.is_compiling() and current_graph_task() == -1:
                 roots = _roots(tensors, grad_tensors)
                 if roots:
                     self._look(roots)

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
+from gradguard.per_sample.capture import silent_taps
 from gradguard.per_sample.layers.call import BatchAxis, samples_first
 from gradguard.per_sample.loss.graph import Root, Unreadable, parents
-from gradguard.per_sample.tap import silent_taps
 from gradguard.torch_private import input_metadata_of
 
 _BASE = 8
