@@ -737,7 +737,7 @@ def test_importing_needs_no_private_name():
 
 OTHERS = {
     "check/named_call.py": {"_fields"},  # of namedtuples, documented
-    "error_clip/calibration.py": {"_scale"},  # Calibration's own
+    "backward_clip/calibration.py": {"_scale"},  # Calibration's own
     "integrations/keras.py": {
         "_accumulated_gradients", "_backend_apply_gradients", "_clip_gradients", "_iterations",
     },  # Keras' optimizer

@@ -5,12 +5,24 @@ does not load the watcher, and `gradguard tail` does not load torch. Type checke
 """
 
 import importlib
-import sys
-import types
 
 TYPE_CHECKING = False  # as in `typing`, which would take half of the time of this file; type checkers know the name
 if TYPE_CHECKING:
     from gradguard import private, testing
+    from gradguard.backward_clip.append_backward import append_backward, minimize
+    from gradguard.backward_clip.block import error_clip
+    from gradguard.backward_clip.calibration import Calibration, calibrate
+    from gradguard.backward_clip.compiled import attach_error_clip
+    from gradguard.backward_clip.module_callback import ModuleCall, ModuleCallback
+    from gradguard.backward_clip.rules import (
+        BaseErrorClip,
+        ErrorClipByNorm,
+        ErrorClipBySampleNorm,
+        ErrorClipByValue,
+        ErrorClipNonfinite,
+        ErrorClipZeroAbove,
+    )
+    from gradguard.backward_clip.statistics import ErrorClipStats, FirstNonfinite, OpStatistics
     from gradguard.check.gradcheck import gradcheck
     from gradguard.check.report import Finding, GradientReport
     from gradguard.check.seed_api import check_grad, get_numerical_gradient
@@ -35,20 +47,6 @@ if TYPE_CHECKING:
     from gradguard.clip.thresholds.clip_fraction import ClipFraction
     from gradguard.clip.thresholds.median import ClipByMedian
     from gradguard.clip.thresholds.zclip import ZClip
-    from gradguard.error_clip.backward import append_backward, minimize
-    from gradguard.error_clip.base import BaseErrorClip
-    from gradguard.error_clip.block import error_clip
-    from gradguard.error_clip.calibration import Calibration, calibrate
-    from gradguard.error_clip.compiled import attach_error_clip
-    from gradguard.error_clip.module_callback import ModuleCall, ModuleCallback
-    from gradguard.error_clip.rules import (
-        ErrorClipByNorm,
-        ErrorClipBySampleNorm,
-        ErrorClipByValue,
-        ErrorClipNonfinite,
-        ErrorClipZeroAbove,
-    )
-    from gradguard.error_clip.statistics import ErrorClipStats, FirstNonfinite, OpStatistics
     from gradguard.errors import (
         DistributedError,
         FreedGraphError,
@@ -180,23 +178,23 @@ _MODULE_OF = {
     "ClipFraction": "gradguard.clip.thresholds.clip_fraction",
     "ClipByMedian": "gradguard.clip.thresholds.median",
     "ZClip": "gradguard.clip.thresholds.zclip",
-    "append_backward": "gradguard.error_clip.backward",
-    "minimize": "gradguard.error_clip.backward",
-    "BaseErrorClip": "gradguard.error_clip.base",
-    "error_clip": "gradguard.error_clip.block",
-    "Calibration": "gradguard.error_clip.calibration",
-    "calibrate": "gradguard.error_clip.calibration",
-    "attach_error_clip": "gradguard.error_clip.compiled",
-    "ModuleCall": "gradguard.error_clip.module_callback",
-    "ModuleCallback": "gradguard.error_clip.module_callback",
-    "ErrorClipByNorm": "gradguard.error_clip.rules",
-    "ErrorClipBySampleNorm": "gradguard.error_clip.rules",
-    "ErrorClipByValue": "gradguard.error_clip.rules",
-    "ErrorClipNonfinite": "gradguard.error_clip.rules",
-    "ErrorClipZeroAbove": "gradguard.error_clip.rules",
-    "ErrorClipStats": "gradguard.error_clip.statistics",
-    "FirstNonfinite": "gradguard.error_clip.statistics",
-    "OpStatistics": "gradguard.error_clip.statistics",
+    "append_backward": "gradguard.backward_clip.append_backward",
+    "minimize": "gradguard.backward_clip.append_backward",
+    "BaseErrorClip": "gradguard.backward_clip.rules",
+    "error_clip": "gradguard.backward_clip.block",
+    "Calibration": "gradguard.backward_clip.calibration",
+    "calibrate": "gradguard.backward_clip.calibration",
+    "attach_error_clip": "gradguard.backward_clip.compiled",
+    "ModuleCall": "gradguard.backward_clip.module_callback",
+    "ModuleCallback": "gradguard.backward_clip.module_callback",
+    "ErrorClipByNorm": "gradguard.backward_clip.rules",
+    "ErrorClipBySampleNorm": "gradguard.backward_clip.rules",
+    "ErrorClipByValue": "gradguard.backward_clip.rules",
+    "ErrorClipNonfinite": "gradguard.backward_clip.rules",
+    "ErrorClipZeroAbove": "gradguard.backward_clip.rules",
+    "ErrorClipStats": "gradguard.backward_clip.statistics",
+    "FirstNonfinite": "gradguard.backward_clip.statistics",
+    "OpStatistics": "gradguard.backward_clip.statistics",
     "DistributedError": "gradguard.errors",
     "FreedGraphError": "gradguard.errors",
     "GradguardError": "gradguard.errors",
@@ -233,29 +231,9 @@ def __getattr__(name: str) -> object:
     if module.__name__ == f"gradguard.{name}":
         return module
     value = getattr(module, name)
-    if package := sys.modules.get(f"gradguard.{name}"):
-        # `watch` and `error_clip` are functions and packages. The name is the function, and with the attributes of the
-        # package too, whatever is imported into that later, `import gradguard.error_clip.rules` works as everywhere.
-        vars(package).update(vars(value))
-        value.__dict__ = vars(package)
     globals()[name] = value
     return value
 
 
 def __dir__() -> list[str]:
     return sorted([*__all__, *(name for name in globals() if name.startswith("__"))])
-
-
-class _PublicList(types.ModuleType):
-    """A module whose names stay what they are when Python has imported a package of the same name."""
-
-    def __setattr__(self, name: str, value: object) -> None:
-        hides_function = isinstance(value, types.ModuleType) and _MODULE_OF.get(name, value.__name__) != value.__name__
-        if not hides_function:
-            super().__setattr__(name, value)
-
-    def __reduce__(self) -> tuple[object, ...]:  # as a module is: Ray sends functions whose globals hold this one
-        return importlib.import_module, (self.__name__,)
-
-
-sys.modules[__name__].__class__ = _PublicList

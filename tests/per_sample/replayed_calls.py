@@ -4,8 +4,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from gradguard.per_sample.arithmetic import row_squares
-from gradguard.per_sample.contributions import Contribution
+from gradguard.per_sample.contributions import Contribution, row_squares
 from gradguard.per_sample.layers.attention import attention
 from gradguard.per_sample.layers.call import BatchAxis, LayerCall
 from gradguard.per_sample.layers.recurrent import recurrent, recurrent_cell

@@ -9,8 +9,8 @@ from torch import nn
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 from gradguard.errors import GradguardError, InvalidValueError
+from gradguard.per_sample import call_tracker, refusals
 from gradguard.per_sample import clipper as clipper_file
-from gradguard.per_sample import early_steps, following, support
 from gradguard.per_sample.clipper import PerSampleGradientClipper
 from gradguard.per_sample.norm_clippers import FlatNormClipper, PerLayerNormClipper
 from gradguard.private import make_private, set_up
@@ -23,15 +23,15 @@ def state_of(model: nn.Module) -> dict:
     for name, parameter in model.named_parameters():
         hooks: Any = parameter._backward_hooks, parameter._post_accumulate_grad_hooks
         found[f"hooks of {name}"] = [repr(dict(kind or {})) for kind in hooks]  # none, or none any more
-    found["followed"] = sum(m in support._followed for m in model.modules())
+    found["followed"] = sum(m in refusals._followed for m in model.modules())
     found["hooks of steps"] = len(_global_optimizer_pre_hooks)
     return found
 
 
 @pytest.fixture(autouse=True)
 def no_clippers_of_other_tests(monkeypatch):
-    monkeypatch.setattr(early_steps, "_watching", weakref.WeakSet())
-    monkeypatch.setattr(early_steps, "_hooks", [])
+    monkeypatch.setattr(refusals, "_watching", weakref.WeakSet())
+    monkeypatch.setattr(refusals, "_hooks", [])
 
 
 class Interrupts(FlatNormClipper):
@@ -71,7 +71,7 @@ def test_a_rule_that_fails_leaves_no_trace(rule, kind, words):
     ("place", "name"),
     [
         (nn.Module, "register_forward_hook"),
-        (following, "Tapping"),
+        (call_tracker, "Tapping"),
         (clipper_file, "watch_steps"),
         (clipper_file, "Rehearsal"),
     ],

@@ -7,17 +7,21 @@ import torch
 from torch import Tensor
 
 from gradguard.per_sample import contributions
-from gradguard.per_sample.arithmetic import ROW, blank_rows, row_squares, scale_rows, wide
 from gradguard.per_sample.contributions import (
+    ROW,
     Contribution,
     Direct,
     Kept,
     Outer,
     Rows,
     Tied,
+    blank_rows,
+    row_squares,
     sample_norms,
+    scale_rows,
     squared_norms_in_chunks,
     together,
+    wide,
 )
 from per_sample.layer_calls import assert_matches
 

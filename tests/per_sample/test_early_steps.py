@@ -9,7 +9,7 @@ from torch import nn
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 from gradguard.errors import InvalidValueError
-from gradguard.per_sample import early_steps
+from gradguard.per_sample import refusals
 from gradguard.per_sample.clipper import PerSampleGradientClipper
 from gradguard.per_sample.norm_clippers import FlatNormClipper
 from private.runs import network, private_run
@@ -20,8 +20,8 @@ FORGOTTEN = r"SGD\.step\(\) was called, and the gradients of 6 samples .* not ye
 
 @pytest.fixture(autouse=True)
 def no_clippers_of_other_tests(monkeypatch):
-    monkeypatch.setattr(early_steps, "_watching", type(early_steps._watching)())
-    monkeypatch.setattr(early_steps, "_hooks", [])
+    monkeypatch.setattr(refusals, "_watching", type(refusals._watching)())
+    monkeypatch.setattr(refusals, "_hooks", [])
 
 
 def clip(model: nn.Module, clipper: PerSampleGradientClipper) -> None:

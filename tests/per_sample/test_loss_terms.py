@@ -13,12 +13,13 @@ from torch.utils.checkpoint import checkpoint
 
 import gradguard as gg
 from gradguard.monitoring.observe.intercept import patched
-from gradguard.per_sample import loss_check, loss_graph
+from gradguard.per_sample.capture import tap
 from gradguard.per_sample.layers.call import BatchAxis
-from gradguard.per_sample.loss_graph import BackwardRoots
-from gradguard.per_sample.loss_separation import Outputs
-from gradguard.per_sample.loss_terms import LossParts, explain, loss_parts
-from gradguard.per_sample.tap import tap
+from gradguard.per_sample.loss import check as loss_check
+from gradguard.per_sample.loss import graph as loss_graph
+from gradguard.per_sample.loss.graph import BackwardRoots
+from gradguard.per_sample.loss.separation import Outputs
+from gradguard.per_sample.loss.terms import LossParts, explain, loss_parts
 
 B, T, V = 4, 5, 7
 

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import gradguard as gg
-from gradguard.per_sample import own_code
+from gradguard.per_sample import vmap_fallback
 
 B, T, D = 4, 3, 5
 
@@ -173,7 +173,7 @@ def without_own_code(monkeypatch):
     def refuse(self):
         raise AssertionError(f"the code of {type(self.module).__name__} ran again")
 
-    monkeypatch.setattr(own_code.OwnCode, "per_sample_gradients", refuse)
+    monkeypatch.setattr(vmap_fallback.OwnCode, "per_sample_gradients", refuse)
 
 
 def assert_exact(model: nn.Module, dtype: torch.dtype, bar: float) -> None:

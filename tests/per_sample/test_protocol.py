@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from gradguard.errors import GradguardError, InvalidTypeError, InvalidValueError
-from gradguard.per_sample import tapping
+from gradguard.per_sample import capture
 from gradguard.per_sample.clipper import PerSampleGradientClipper
 from gradguard.per_sample.norm_clippers import FlatNormClipper, PerLayerNormClipper, PerParameterNormClipper
 from gradguard.per_sample.plain_sum import Leaves
@@ -451,7 +451,7 @@ def test_nothing_of_a_backward_outlives_the_clip(monkeypatch):
         alive.add(made)
         return made
 
-    monkeypatch.setattr(tapping, "Leaves", leaves)
+    monkeypatch.setattr(capture, "Leaves", leaves)
     clipper = one_step(nn.Sequential(nn.Linear(3, 3), Scale(known=True), Scale(known=False)))
     gc.collect()
     assert {type(module) for module in created} == {nn.Linear, Scale}

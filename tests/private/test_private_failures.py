@@ -9,8 +9,8 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import gradguard as gg
-from gradguard.per_sample.accumulation import Accumulation
 from gradguard.per_sample.norm_clippers import QuantileNormClipper
+from gradguard.per_sample.results import Accumulation
 from gradguard.private.noise import GaussianNoise
 from private.runs import one_step, private_run, train, weights
 

@@ -19,29 +19,35 @@ from gradguard.distributed.placements import shard_like
 from gradguard.distributed.wrappers import refuse_wrapped
 from gradguard.errors import InvalidValueError, UnsupportedGradientError
 from gradguard.grad_scaler import notice_scaled_losses, refuse_other_scaler
-from gradguard.per_sample.accumulation import Accumulation, zeros_like_rows
-from gradguard.per_sample.arithmetic import exact_products, joint_norm, scale_rows, with_parts_of
+from gradguard.per_sample.call_tracker import Following
 from gradguard.per_sample.clipping_rule import NormClipper, checked_factors, checked_groups, slack_for
-from gradguard.per_sample.contributions import Contribution, sample_norms
-from gradguard.per_sample.early_steps import watch_steps
-from gradguard.per_sample.following import Following
-from gradguard.per_sample.loss_check import LossCheck
+from gradguard.per_sample.contributions import (
+    Contribution,
+    exact_products,
+    joint_norm,
+    sample_norms,
+    scale_rows,
+    with_parts_of,
+)
+from gradguard.per_sample.loss.check import LossCheck
 from gradguard.per_sample.mini_batch import MiniBatch
 from gradguard.per_sample.noise_scale import NoiseScale, NoiseScaleMeter
-from gradguard.per_sample.rehearsal import Rehearsal, compare
-from gradguard.per_sample.results import ClippedSums, PerSampleStatistics, PreStep
-from gradguard.per_sample.sample_loop import sum_together
-from gradguard.per_sample.support import (
+from gradguard.per_sample.refusals import (
     check_options,
     follow,
     places_of_parameters,
     refuse_gathered,
     refuse_local_thresholds,
     refuse_new_parameters,
+    refuse_other_scaler,
     refuse_stale_gradients,
     refuse_unsupported,
     run_uncompiled,
+    watch_steps,
 )
+from gradguard.per_sample.rehearsal import Rehearsal, compare
+from gradguard.per_sample.results import Accumulation, ClippedSums, PerSampleStatistics, PreStep, zeros_like_rows
+from gradguard.per_sample.sample_loop import sum_together
 from gradguard.tensors.layout import wide_dtype
 from gradguard.torch_private import loss_scale_of, parameter_slots
 

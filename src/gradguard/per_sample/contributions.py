@@ -16,12 +16,105 @@ Each gives squared norms (float64, ``[B]``), the weighted sum :math:`\sum_i c_i 
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from gradguard.per_sample.arithmetic import blank_rows, row_squares, scale_rows, wide
+from gradguard.tensors.layout import wide_dtype
+
+# Arithmetic that loses nothing: at least float32 for every dtype, float64 where rows are long.
+
+ROW = 1024
+"""Elements that are summed in float32 before float64 takes over."""
+
+
+@contextmanager
+def exact_products() -> Iterator[None]:
+    """Multiply float32 as float32 in a block: TF32 or bfloat16, where a user allows them, would break the bound."""
+    backends: Any = torch.backends
+    settings = [backends.mkldnn.matmul, backends.mkldnn.conv]
+    if torch.cuda.is_available():
+        settings += [backends.cuda.matmul, backends.cudnn.conv, backends.cudnn.rnn]
+    above = (backends.fp32_precision, backends.mkldnn.fp32_precision)
+    before = [setting.fp32_precision for setting in settings]
+    if {*before, *above} <= {"none", "ieee"}:  # the usual case on the CPU
+        yield
+        return
+    try:
+        for setting in settings:
+            setting.fp32_precision = "ieee"
+        yield
+    finally:
+        for setting, precision in zip(settings, before, strict=True):
+            setting.fp32_precision = precision
+
+
+def wide(values: Tensor) -> Tensor:
+    """Return ``values`` in the dtype that is computed with: float32 for half precision, else its own."""
+    return values.float() if values.dtype in (torch.float16, torch.bfloat16) else values
+
+
+def real_parts(values: Tensor) -> Tensor:
+    """Return complex ``values`` as pairs of real ones, ``[..., 2]``, which have the same norm; others as they are."""
+    return torch.view_as_real(values.resolve_conj()) if values.is_complex() else values
+
+
+def with_parts_of(values: Tensor, parameter: Tensor) -> Tensor:
+    """Return pairs of real values as complex ones where ``parameter`` is complex; others as they are."""
+    return torch.view_as_complex(values.contiguous()) if parameter.is_complex() else values
+
+
+def row_squares(values: Tensor) -> Tensor:
+    """Return the squared 2-norm of each row of ``values``, shape ``[B, ...]``, as float64 of shape ``[B]``.
+
+    On the CPU the sums run in float32 over `ROW` elements and in float64 above, which is as fast as one flat float32
+    sum and off by less than one part in 1e6; rows that left the range of float32 are summed again in
+    float64. Accelerators accumulate in float64 at once, because looking at the result would make the host wait.
+    """
+    rows = wide(values).reshape(len(values), -1) if values.numel() else values.new_zeros(len(values), 0)
+    if not rows.is_cpu or rows.dtype is torch.float64:
+        return torch.linalg.vector_norm(rows, dim=1, dtype=wide_dtype(rows.device)).square()
+    squares = _row_squares_in_float32(rows)
+    doubtful = ~((squares > rows.shape[1] * 1e-30) & squares.isfinite())
+    if doubtful.any():
+        squares[doubtful] = torch.linalg.vector_norm(rows[doubtful], dim=1, dtype=torch.float64).square()
+    return squares
+
+
+def joint_norm(norms: Sequence[Tensor]) -> Tensor:
+    """Return the norm of parts together, from the norms of the parts."""
+    return norms[0] if len(norms) == 1 else torch.stack(list(norms)).square().sum(0).sqrt()
+
+
+def _row_squares_in_float32(rows: Tensor) -> Tensor:
+    length = rows.shape[1]
+    if length <= ROW:
+        return torch.linalg.vector_norm(rows, dim=1).double().square_()
+    whole = length // ROW * ROW
+    parts = torch.linalg.vector_norm(rows[:, :whole].unflatten(1, (-1, ROW)), dim=2).double().square_().sum(1)
+    if whole < length:
+        parts += torch.linalg.vector_norm(rows[:, whole:], dim=1).double().square_()
+    return parts
+
+
+def scale_rows(values: Tensor, factors: Tensor, bad: Tensor | None) -> Tensor:
+    """Return ``values * factors`` row by row, at least float32; rows of ``bad`` become 0 whatever they hold."""
+    values = wide(values)
+    shape = (-1, *[1] * (values.dim() - 1))
+    scaled = values * factors.to(values.dtype).view(shape)
+    return scaled if bad is None else scaled.masked_fill_(bad.view(shape), 0)
+
+
+def blank_rows(values: Tensor, bad: Tensor | None) -> Tensor:
+    """Return ``values``, at least float32, with the rows of ``bad`` set to 0: 0 times NaN would be NaN."""
+    values = wide(values)
+    return values if bad is None else values.masked_fill(bad.view(-1, *[1] * (values.dim() - 1)), 0)
+
+
+# The forms.
 
 
 class Contribution(ABC):
@@ -185,7 +278,7 @@ class Outer(Contribution):
 
     Attributes:
         ghost: Find norms from Gram matrices; otherwise from the gradients of ``chunk`` samples at a time, which are
-            dropped again. Both are exact; `strategy.settle` knows which is faster.
+            dropped again. Both are exact; `settle` knows which is faster.
         chunk: Samples at a time.
     """
 
@@ -303,3 +396,67 @@ def sample_norms(contributions: Mapping[str, Contribution]) -> dict[str, Tensor]
         for name in [name for (name, _), flag in zip(doubts, flags, strict=True) if flag]:
             squares[name] = contributions[name].without_doubt(squares[name])
     return {name: square.sqrt() for name, square in squares.items()}
+
+
+# Which way to find each norm: the fastest, within a budget of bytes. Times are estimates from three numbers of a
+# device; only their ratios matter. For T positions and a weight of l x r, beside what a plain step does:
+#
+# keep: each sample's gradient is made and held. The clipped sum is then one pass over them in place of a product, so
+#   this costs hardly more than the plain step's own weight gradient, but memory.
+# ghost: two [T, T] Gram matrices for each sample's norm, then one product for the clipped sum.
+# drop: each sample's gradient is made and dropped, then one product for the clipped sum.
+
+_CACHE = 4 << 20
+"""Bytes of gradients that ``drop`` makes at a time: what fits into a cache."""
+
+_FRESH = 32 << 20
+"""Blocks from this size on are mapped afresh by the C library, page by page."""
+
+
+class Speed(NamedTuple):
+    """What a device does in a second: multiply-adds in a product, bytes to or from memory, bytes of new pages."""
+
+    products: float
+    traffic: float
+    pages: float
+
+
+CPU = Speed(products=4e10, traffic=2e10, pages=3e9)
+ACCELERATOR = Speed(products=2e13, traffic=2e12, pages=float("inf"))  # its allocator keeps what was freed
+
+
+def settle(contribution: Contribution, budget: int, device: torch.device) -> Contribution:
+    """Return ``contribution`` kept, if that is fastest and takes at most ``budget`` bytes; else set its other ways."""
+    speed = CPU if device.type == "cpu" else ACCELERATOR
+    size = kept_bytes(contribution)
+    row = size // max(1, contribution.batch_size)
+    if isinstance(contribution, Direct):
+        contribution.chunk = max(1, _CACHE // max(1, row))
+        return contribution.keep() if size <= budget else contribution
+    if isinstance(contribution, Tied):
+        settle(contribution.multiplied, 0, device)
+    if not isinstance(contribution, Outer) or contribution.positions == 1:
+        return contribution
+    keep, ghost, drop = _seconds(contribution, size, speed)
+    if size <= budget and keep <= min(ghost, drop):
+        return contribution.keep()
+    contribution.ghost = ghost < drop
+    contribution.chunk = max(1, _CACHE // max(1, row))
+    return contribution
+
+
+def kept_bytes(contribution: Contribution) -> int:
+    """Return the bytes of all samples' gradients."""
+    return 4 * contribution.batch_size * contribution.shape.numel()
+
+
+def _seconds(outer: Outer, size: int, speed: Speed) -> tuple[float, float, float]:
+    """Estimated seconds to ``keep``, by ``ghost`` and by ``drop``, the clipped sum included."""
+    samples, positions, (left, right) = outer.batch_size, outer.positions, outer.shape
+    product = samples * positions * left * right / speed.products
+    grams = samples * positions * positions
+    return (
+        product + 3 * size / speed.traffic + (size / speed.pages if size > _FRESH else 0),
+        product + grams * (left + right) / speed.products + 16 * grams / speed.traffic,
+        2 * product + size / speed.traffic,
+    )

@@ -16,12 +16,10 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from gradguard.errors import UnsupportedGradientError
-from gradguard.per_sample.draws import is_draw
+from gradguard.per_sample.call_arguments import Arguments, changes_of, take_samples, tensor_leaves
 from gradguard.per_sample.layers.call import BatchAxis
 from gradguard.per_sample.operations import ObservedOperation, operation_of
-from gradguard.per_sample.samples import Arguments, take_samples, tensor_leaves
-from gradguard.per_sample.trees import changes_of
-from gradguard.per_sample.undisturbed import TOO_RARE, generators, seed_generators, undisturbed
+from gradguard.per_sample.rerun import TOO_RARE, generators, is_draw, seed_generators, undisturbed
 from gradguard.torch_private import each_operation, never_compiled, parameter_slots, tree_leaves
 
 Slot = tuple[nn.Module, str]

@@ -8,17 +8,14 @@ import torch
 from torch import Tensor, nn
 
 from gradguard.errors import InvalidValueError, UnsupportedGradientError
-from gradguard.per_sample.arithmetic import exact_products
-from gradguard.per_sample.contributions import Contribution, Kept, together
+from gradguard.per_sample.call_arguments import Skeleton
+from gradguard.per_sample.contributions import Contribution, Kept, exact_products, kept_bytes, settle, together
+from gradguard.per_sample.layer_plans import CallPlan
 from gradguard.per_sample.layers.call import LayerCall
-from gradguard.per_sample.own_code import LeftOut, OwnCode
 from gradguard.per_sample.plain_sum import Leaves, magnitude, off_from_sum
-from gradguard.per_sample.plan import CallPlan
 from gradguard.per_sample.sample_loop import LoopedCall
-from gradguard.per_sample.strategy import kept_bytes, settle
-from gradguard.per_sample.tap import current_task
-from gradguard.per_sample.trees import Skeleton
-from gradguard.torch_private import call_after_backward
+from gradguard.per_sample.vmap_fallback import LeftOut, OwnCode
+from gradguard.torch_private import call_after_backward, current_graph_task
 
 _LEAST = 32 << 20
 """Bytes of per-sample gradients that may always be kept."""
@@ -266,7 +263,7 @@ class Gathering:
 
     def receive_plain(self, made_in: int, leaves: Leaves) -> None:
         """A plain gradient came to the parameters of a call."""
-        self._of(current_task() if made_in == -1 else made_in).reached.append(leaves)
+        self._of(current_graph_task() if made_in == -1 else made_in).reached.append(leaves)
 
     def receive_code(self, code: OwnCode, saved: Sequence[Tensor], grads: Sequence[Tensor | None], task: int) -> None:
         """The gradient of what a module's own code returned; those of what it called layers with are still to come."""

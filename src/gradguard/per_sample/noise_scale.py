@@ -21,8 +21,7 @@ import torch
 from torch import Tensor
 
 from gradguard.errors import InvalidValueError
-from gradguard.per_sample.arithmetic import row_squares
-from gradguard.per_sample.contributions import Contribution
+from gradguard.per_sample.contributions import Contribution, row_squares
 from gradguard.per_sample.sample_loop import sum_together
 
 SMOOTHING = 0.95

@@ -18,12 +18,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gradguard.per_sample.arithmetic import wide
-from gradguard.per_sample.contributions import Contribution, Kept
+from gradguard.per_sample.contributions import Contribution, Kept, wide
 from gradguard.per_sample.layers.call import BatchAxis, LayerCall
 from gradguard.per_sample.layers.linear import linear
 from gradguard.per_sample.layers.normalization import layer_norm_over, rms_norm_over
-from gradguard.per_sample.layers.rules import Rule
+from gradguard.per_sample.layers.registry import Rule
 from gradguard.torch_private import never_compiled, tree_map
 
 _ELEMENTWISE = {

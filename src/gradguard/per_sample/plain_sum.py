@@ -15,8 +15,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from gradguard.per_sample.arithmetic import real_parts, wide
-from gradguard.per_sample.contributions import Contribution, Outer, Rows, Tied
+from gradguard.per_sample.contributions import Contribution, Outer, Rows, Tied, real_parts, wide
 
 
 class Leaves:

@@ -24,17 +24,13 @@ import torch
 from torch import Tensor, nn
 
 from gradguard.errors import UnsupportedGradientError
-from gradguard.per_sample.arithmetic import exact_products, real_parts, wide
-from gradguard.per_sample.contributions import Contribution
-from gradguard.per_sample.draws import Draws
+from gradguard.per_sample.call_arguments import Arguments, Skeleton, to_float64
+from gradguard.per_sample.call_tracker import Following, LastCall
+from gradguard.per_sample.contributions import Contribution, exact_products, real_parts, wide
 from gradguard.per_sample.dry_run import Slot, WithoutDropout
-from gradguard.per_sample.following import Following, LastCall
+from gradguard.per_sample.layer_plans import Way
+from gradguard.per_sample.rerun import Draws, substituted, undisturbed
 from gradguard.per_sample.sample_loop import not_the_reduction, rows_of, same_rows
-from gradguard.per_sample.samples import Arguments, to_float64
-from gradguard.per_sample.substitution import substituted
-from gradguard.per_sample.trees import Skeleton
-from gradguard.per_sample.undisturbed import undisturbed
-from gradguard.per_sample.way import Way
 from gradguard.tensors.layout import wide_dtype
 from gradguard.torch_private import buffer_slots, parameter_slots
 

@@ -14,15 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from gradguard.errors import UnsupportedGradientError
-from gradguard.per_sample.arithmetic import real_parts, row_squares, wide
-from gradguard.per_sample.contributions import Contribution, Kept
-from gradguard.per_sample.draws import Draws
+from gradguard.per_sample.call_arguments import Arguments, Skeleton, changes_of, take_samples
+from gradguard.per_sample.contributions import Contribution, Kept, real_parts, row_squares, wide
 from gradguard.per_sample.layers.call import BatchAxis
 from gradguard.per_sample.plain_sum import Leaves, magnitude, off_from_sum
-from gradguard.per_sample.samples import Arguments, take_samples
-from gradguard.per_sample.substitution import substituted
-from gradguard.per_sample.trees import Skeleton, changes_of
-from gradguard.per_sample.undisturbed import Snapshot, undisturbed
+from gradguard.per_sample.rerun import Draws, Snapshot, substituted, undisturbed
 from gradguard.torch_private import parameter_slots
 
 Places = Mapping[str, Sequence[tuple[nn.Module, str]]]

@@ -12,10 +12,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gradguard.errors import UnsupportedGradientError
-from gradguard.per_sample.arithmetic import wide
-from gradguard.per_sample.contributions import Contribution, Direct, Kept, Outer
-from gradguard.per_sample.layers.call import BatchAxis, LayerCall
-from gradguard.per_sample.layers.replay import by_sample, replaying, require_same, sample_axis, zeros
+from gradguard.per_sample.contributions import Contribution, Direct, Kept, Outer, wide
+from gradguard.per_sample.layers.call import (
+    BatchAxis,
+    LayerCall,
+    by_sample,
+    replaying,
+    require_same,
+    sample_axis,
+    zeros,
+)
 
 
 class _Arguments(NamedTuple):

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from gradguard.errors import UnsupportedGradientError
-from gradguard.per_sample.arithmetic import blank_rows, scale_rows, wide
-from gradguard.per_sample.contributions import Contribution, Direct, Kept, Outer
+from gradguard.per_sample.contributions import Contribution, Direct, Kept, Outer, blank_rows, scale_rows, wide
 from gradguard.per_sample.layers.call import LayerCall
 from gradguard.torch_private import Convolution, convolutions
 

@@ -6,8 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from gradguard.errors import UnsupportedGradientError
-from gradguard.per_sample.arithmetic import wide
-from gradguard.per_sample.contributions import Contribution, Rows
+from gradguard.per_sample.contributions import Contribution, Rows, wide
 from gradguard.per_sample.layers.call import BatchAxis, LayerCall, samples_first
 from gradguard.torch_private import largest_in_bags, tree_leaves
 

@@ -1,7 +1,6 @@
 """Linear layers of any leading dimensions: the weight's per-sample gradient is a sum of outer products."""
 
-from gradguard.per_sample.arithmetic import wide
-from gradguard.per_sample.contributions import Contribution, Kept, Outer
+from gradguard.per_sample.contributions import Contribution, Kept, Outer, wide
 from gradguard.per_sample.layers.call import LayerCall, positions
 
 

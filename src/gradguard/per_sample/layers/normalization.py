@@ -10,8 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from gradguard.errors import UnsupportedGradientError
-from gradguard.per_sample.arithmetic import wide
-from gradguard.per_sample.contributions import Contribution, Kept
+from gradguard.per_sample.contributions import Contribution, Kept, wide
 from gradguard.per_sample.layers.call import LayerCall
 from gradguard.per_sample.layers.convolution import channel_frames, channel_sums
 from gradguard.torch_private import instance_norms

@@ -14,10 +14,17 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from gradguard.errors import UnsupportedGradientError
-from gradguard.per_sample.arithmetic import wide
-from gradguard.per_sample.contributions import Contribution, Kept, Outer
-from gradguard.per_sample.layers.call import BatchAxis, LayerCall
-from gradguard.per_sample.layers.replay import by_sample, layer_name, replaying, require_same, sample_axis, zeros
+from gradguard.per_sample.contributions import Contribution, Kept, Outer, wide
+from gradguard.per_sample.layers.call import (
+    BatchAxis,
+    LayerCall,
+    by_sample,
+    layer_name,
+    replaying,
+    require_same,
+    sample_axis,
+    zeros,
+)
 
 State = tuple[Tensor, ...]
 """``(h,)``, or ``(h, c)`` of an LSTM, each ``[rows, H]``."""

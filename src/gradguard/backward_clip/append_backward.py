@@ -1,0 +1,331 @@
+"""The calls of the document that the error clip began with: `append_backward` and `minimize`."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from gradguard.backward_clip.graph import NO_INPUTS, Graph, Inputs, is_leaf, raise_if_freed, root_of, walk
+from gradguard.backward_clip.hooks import Gradients, Roots, enter_checkpoint, explained
+from gradguard.backward_clip.module_callback import ModuleBackward, ModuleCallback
+from gradguard.backward_clip.plan import hides_a_graph
+from gradguard.backward_clip.rules import BaseErrorClip, apply_rule
+from gradguard.errors import InvalidTypeError, InvalidValueError
+
+Callback = Callable[[str, Gradients], Gradients | None]
+"""Called with the name of an operation and the gradients of its inputs; returns others, or None to keep them."""
+
+Parameters = nn.Module | Iterable[Tensor] | Iterable[tuple[str, Tensor]] | Mapping[str, Tensor]
+
+
+def append_backward(
+    loss: Tensor,
+    parameter_list: Parameters | None = None,
+    no_grad_set: Iterable[Tensor | str] | None = None,
+    callback: Callback | BaseErrorClip | ModuleCallback | None = None,
+) -> list[tuple[Tensor, Tensor]]:
+    """Run the backward of ``loss`` and call ``callback`` after the backward of each operation.
+
+    The callback gets the operation's name as PyTorch has it (``"MulBackward0"``) and the gradients that its backward
+    has just made, one for each input of the operation, ``None`` where there is none; it may return other gradients of
+    the same shapes and dtypes. It is called once for each operation, in the order of the backward, and sees what one
+    operation contributes, before contributions to one value are added up; gradients of parameters are among them. That
+    is the letter of the document; `error_clip` clips the sum, once, and leaves parameters alone.
+
+    ``.grad`` of the parameters is added to, as ``loss.backward()`` does.
+
+    Args:
+        loss: A scalar with a graph behind it.
+        parameter_list: The parameters to find gradients for; all that the loss depends on if None. A module, tensors,
+            ``(name, tensor)`` pairs or a mapping; names given here may be used in ``no_grad_set``.
+        no_grad_set: Parameters, tensors or names through which no gradient flows.
+        callback: What to do after each operation: a callable, or a rule, which is then applied to each gradient. A
+            `ModuleCallback` is called after each call of a module instead, with all gradients of its operations.
+
+    Returns:
+        The (parameter, gradient) pairs of all parameters that the loss reaches.
+
+    Raises:
+        InvalidValueError: If the loss has no graph, or a name is not known.
+        InvalidTypeError: If an argument is of another type, or the callback returns gradients that do not fit.
+        FreedGraphError: If an earlier backward has freed the graph.
+        RuntimeError: What PyTorch raises in the backward.
+
+    Example:
+        >>> import gradguard as gg, torch
+        >>> weight = torch.tensor([1.0, 2.0], requires_grad=True)
+        >>> [(parameter, gradient)] = gg.append_backward((weight * 10).sum(), callback=gg.ErrorClipByValue(max=5.0))
+        >>> gradient
+        tensor([5., 5.])
+        >>> pairs = gg.append_backward((weight * 10).sum(), callback=lambda op, gradients: print(op))
+        SumBackward0
+        MulBackward0
+
+    Reference:
+        PaddlePaddle, Error Clip (2018).
+    """
+    roots = [root_of(_checked_loss(loss))]
+    listed = None if parameter_list is None else _named(parameter_list)
+    blocked = _resolved(no_grad_set, listed or [])
+    undo: list[Callable[[], None]] = []
+    visit = _Visit(
+        None if callback is None or isinstance(callback, ModuleCallback) else _as_callback(callback),
+        None if listed is None else {id(parameter) for _, parameter in listed},
+        {id(tensor) for tensor in blocked},
+        undo,
+    )
+    try:
+        visit.enter(roots, NO_INPUTS)
+        by_module = _by_module(callback, walk(roots), visit, undo) if isinstance(callback, ModuleCallback) else None
+        undo += [_block(tensor) for tensor in blocked if not tensor.is_leaf]
+        _run(loss, visit, undo)
+        if by_module is not None:
+            by_module.finish(visit.wanted)
+    except RuntimeError as error:
+        raise_if_freed(error, walk(roots).nodes)
+        raise
+    finally:
+        for one in reversed(undo):
+            one()
+    order = visit.wanted.values() if listed is None else _distinct(parameter for _, parameter in listed)
+    return [(p, p.grad) for p in order if id(p) in visit.wanted and p.grad is not None]
+
+
+def minimize(
+    optimizer: Optimizer,
+    loss: Tensor,
+    parameter_list: Parameters | None = None,
+    no_grad_set: Iterable[Tensor | str] | None = None,
+    error_clip: BaseErrorClip | None = None,
+) -> list[tuple[Tensor, Tensor]]:
+    """Do a whole step: forget old gradients, run the backward with ``error_clip``, step the optimizer.
+
+    The clip follows the letter of the document: every gradient that the backward of an operation makes is clipped,
+    those of parameters included, before contributions to one value are added up. `error_clip` is the call for
+    everything else: per module, on the sum, with a loss scale.
+
+    Args:
+        optimizer: Any optimizer whose ``step`` needs no closure.
+        loss: A scalar with a graph behind it.
+        parameter_list: The parameters to update, among the optimizer's; all of them if None.
+        no_grad_set: Parameters, tensors or names through which no gradient flows. Names are those of
+            ``parameter_list``, or those that the optimizer was given by ``model.named_parameters()``.
+        error_clip: The rule, or None.
+
+    Returns:
+        The (parameter, gradient) pairs that the step used.
+
+    Raises:
+        InvalidValueError: If the loss has no graph, a name is not known, or the optimizer needs a closure.
+        InvalidTypeError: If an argument is of another type.
+        FreedGraphError: If an earlier backward has freed the graph.
+
+    Example:
+        >>> import gradguard as gg, torch
+        >>> model = torch.nn.Linear(3, 1)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
+        >>> loss = model(torch.ones(4, 3)).square().mean()
+        >>> parameters_and_gradients = gg.minimize(optimizer, loss, error_clip=gg.ErrorClipByValue(max=5.0))
+        >>> len(parameters_and_gradients)
+        2
+
+    Reference:
+        PaddlePaddle, Error Clip (2018).
+    """
+    if not isinstance(optimizer, Optimizer):
+        raise InvalidTypeError(f"optimizer is {type(optimizer).__name__}: expected a torch.optim.Optimizer.")
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise InvalidValueError("LBFGS evaluates the loss by itself: call its step(closure) with gg.error_clip inside.")
+    if error_clip is not None and not isinstance(error_clip, BaseErrorClip):
+        raise InvalidTypeError(f"error_clip is {type(error_clip).__name__}: expected a rule or None.")
+    _checked_loss(loss)
+    owned = _optimized(optimizer)
+    listed = owned if parameter_list is None else _named(parameter_list)
+    for name, parameter in listed:
+        if not any(parameter is one for _, one in owned):
+            shown = name or f"a tensor of shape {tuple(parameter.shape)}"
+            raise InvalidValueError(f"parameter_list has {shown}, which the optimizer does not update: leave it out.")
+    blocked = _resolved(no_grad_set, [*owned, *listed])
+    before = [(parameter, parameter.grad) for _, parameter in owned]
+    optimizer.zero_grad()
+    try:
+        pairs = append_backward(loss, [parameter for _, parameter in listed], blocked, error_clip)
+    except BaseException:
+        for parameter, gradient in before:
+            parameter.grad = gradient
+        raise
+    optimizer.step()
+    return pairs
+
+
+def _by_module(
+    callback: ModuleCallback, graph: Graph, visit: "_Visit", undo: list[Callable[[], None]]
+) -> ModuleBackward:
+    if visit.hides_graphs:
+        raise InvalidValueError(
+            "ModuleCallback with a reentrant checkpoint, which adds to the gradients of parameters on its own: "
+            "expected checkpoint(..., use_reentrant=False)."
+        )
+    found = callback.begin(graph)
+    undo.append(found.remove)
+    return found
+
+
+def _checked_loss(loss: Any) -> Tensor:
+    if not isinstance(loss, Tensor):
+        raise InvalidTypeError(f"the loss is {type(loss).__name__}: expected a tensor.")
+    if loss.grad_fn is None:
+        raise InvalidValueError("the loss has no graph behind it: expected the result of differentiable operations.")
+    return loss
+
+
+class _Visit:
+    """Goes through a graph, and those hidden in it, to hook its nodes and to find its parameters."""
+
+    def __init__(
+        self, callback: Callback | None, listed: set[int] | None, blocked: set[int], undo: list[Callable[[], None]]
+    ) -> None:
+        self.callback, self.listed, self.blocked, self.undo = callback, listed, blocked, undo
+        self.wanted: dict[int, Tensor] = {}
+        self.unwanted: dict[int, Tensor] = {}
+        self.hides_graphs = False
+
+    def enter(self, roots: Roots, inputs: Inputs) -> None:
+        for node in walk(roots).nodes:
+            if is_leaf(node):
+                if node not in inputs and getattr(node, "variable", None) is not None:
+                    self._found(node.variable)  # type: ignore[attr-defined]
+                continue
+            if self.callback is not None:
+                self.undo.append(node.register_hook(_posthook(self.callback, node.name())).remove)
+            if hides_a_graph(node):
+                self.hides_graphs = True
+                self.undo.append(enter_checkpoint(node, self.enter).remove)
+
+    def _found(self, parameter: Tensor) -> None:
+        key = id(parameter)
+        if key not in self.blocked and (self.listed is None or key in self.listed):
+            self.wanted.setdefault(key, parameter)
+        elif key not in self.unwanted:
+            self.unwanted[key] = parameter
+            if self.hides_graphs:
+                _set_aside(parameter, self.undo)
+
+
+def _run(loss: Tensor, visit: _Visit, undo: list[Callable[[], None]]) -> None:
+    """Run the backward so that only the wanted parameters end with another ``.grad``."""
+    if visit.hides_graphs:  # reentrant checkpoints cannot be told what is wanted
+        for parameter in visit.unwanted.values():
+            _set_aside(parameter, undo)
+        torch.autograd.backward(loss)
+    elif not visit.unwanted:
+        torch.autograd.backward(loss)
+    elif visit.wanted:
+        torch.autograd.backward(loss, inputs=list(visit.wanted.values()))
+
+
+def _set_aside(parameter: Tensor, undo: list[Callable[[], None]]) -> None:
+    kept, parameter.grad = parameter.grad, None
+    undo.append(lambda: setattr(parameter, "grad", kept))
+
+
+def _distinct(tensors: Iterable[Tensor]) -> list[Tensor]:
+    return list({id(tensor): tensor for tensor in tensors}.values())
+
+
+def _posthook(callback: Callback, name: str) -> Callable[[Gradients, Gradients], Gradients | None]:
+    def hook(made: Gradients, taken: Gradients) -> Gradients | None:
+        changed = callback(name, made)
+        return None if changed is None else _fitting(name, made, changed)
+
+    return hook
+
+
+def _fitting(name: str, made: Gradients, changed: Any) -> Gradients:
+    """Return ``changed`` if the backward can go on with it."""
+    if not isinstance(changed, tuple | list) or len(changed) != len(made):
+        raise InvalidTypeError(
+            f"the callback for {name} returned {type(changed).__name__}: expected {len(made)} gradients."
+        )
+    for old, new in zip(made, changed, strict=True):
+        if _described(old) != _described(new):
+            raise InvalidTypeError(f"the callback for {name} returned {_described(new)}: expected {_described(old)}.")
+    return tuple(changed)
+
+
+def _described(gradient: Any) -> str:
+    if isinstance(gradient, Tensor):
+        return f"a gradient of shape {tuple(gradient.shape)}, {gradient.dtype}, on {gradient.device}"
+    return "None" if gradient is None else type(gradient).__name__
+
+
+def _as_callback(callback: Callback | BaseErrorClip) -> Callback:
+    if not isinstance(callback, BaseErrorClip):
+        if not callable(callback):
+            raise InvalidTypeError(f"callback is {type(callback).__name__}: expected a callable or a rule.")
+        return callback
+    rule = callback
+
+    def clip(name: str, gradients: Gradients) -> Gradients:
+        try:
+            return tuple(None if grad is None else apply_rule(rule, grad) for grad in gradients)
+        except Exception as error:
+            raise explained(error, rule, name, "", gradients) from error.__cause__
+
+    return clip
+
+
+def _block(tensor: Tensor) -> Callable[[], None]:
+    """Let no gradient through an intermediate value; return what undoes it."""
+    node, number = root_of(tensor)
+    hook = node.register_prehook(lambda grads: tuple(None if i == number else g for i, g in enumerate(grads)))
+    return hook.remove
+
+
+def _named(parameters: Any) -> list[tuple[str, Tensor]]:
+    """Return parameters with their names, empty where there is none."""
+    if isinstance(parameters, nn.Module):
+        parameters = parameters.named_parameters()
+    if isinstance(parameters, Mapping):
+        parameters = parameters.items()
+    if isinstance(parameters, Tensor | str) or not isinstance(parameters, Iterable):
+        raise InvalidTypeError(
+            f"parameter_list is {type(parameters).__name__}: expected a module or a list of tensors."
+        )
+    named: list[tuple[str, Any]] = [
+        one if isinstance(one, tuple) and len(one) == 2 else ("", one) for one in parameters
+    ]
+    for _, one in named:
+        if not isinstance(one, Tensor):
+            raise InvalidTypeError(f"parameter_list has {one!r}: expected tensors; names alone do not tell which.")
+    return [(name, one) for name, one in named if one.requires_grad]
+
+
+def _optimized(optimizer: Optimizer) -> list[tuple[str, Tensor]]:
+    found = []
+    for group in optimizer.param_groups:
+        found += zip(group.get("param_names", [""] * len(group["params"])), group["params"], strict=True)
+    return found
+
+
+def _resolved(no_grad_set: Iterable[Tensor | str] | None, named: Sequence[tuple[str, Tensor]]) -> list[Tensor]:
+    """Return the tensors of ``no_grad_set`` that would otherwise get a gradient."""
+    if isinstance(no_grad_set, Tensor | str):
+        raise InvalidTypeError(f"no_grad_set is one {type(no_grad_set).__name__}: expected a list or a set of them.")
+    tensors = []
+    for one in no_grad_set or ():
+        if isinstance(one, str):
+            known = {name: tensor for name, tensor in named if name}
+            if one not in known:
+                among = f"the known ones, {sorted(known)}" if known else "the known ones: there is none"
+                raise InvalidValueError(
+                    f"no_grad_set has the name {one!r}, which is not among {among}. Give parameter_list=model, or the "
+                    f"tensor itself."
+                )
+            one = known[one]
+        if not isinstance(one, Tensor):
+            raise InvalidTypeError(f"no_grad_set has {type(one).__name__}: expected tensors or names of parameters.")
+        tensors += [one] if one.requires_grad else []
+    return tensors

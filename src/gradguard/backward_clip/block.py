@@ -1,0 +1,156 @@
+"""`error_clip`: the block within which gradients are clipped on their way."""
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+
+from gradguard.backward_clip.calibration import Calibration
+from gradguard.backward_clip.graph import raise_if_freed
+from gradguard.backward_clip.hooks import Clipping
+from gradguard.backward_clip.rules import BaseErrorClip, ErrorClipNonfinite, check_thresholds
+from gradguard.backward_clip.scopes import LossScale, Part, Parts, Scope, WholeGraph, active
+from gradguard.backward_clip.statistics import ErrorClipStats
+from gradguard.errors import InvalidTypeError, InvalidValueError
+
+
+@contextmanager
+def error_clip(
+    target: Part | Iterable[Part],
+    rule: BaseErrorClip | None,
+    *,
+    leaves: bool = False,
+    scale: LossScale | None = None,
+    stats: ErrorClipStats | None = None,
+    prune: bool = True,
+) -> Iterator[None]:
+    r"""Clip the gradient of every intermediate value while a backward runs inside the block.
+
+    .. math:: g_v \leftarrow \text{rule}\Bigl(\sum_{w \text{ uses } v} (\partial w / \partial v)^\top g_w\Bigr)
+              \quad\text{before the backward of the operation that made } v
+
+    It helps where gradients overflow or explode *on their way*, which clipping parameter gradients afterwards cannot
+    undo; it bounds no parameter gradient, so use it with `clip_grad_norm_`.
+
+    **What is clipped** is the gradient of each intermediate value, accumulated over all operations that use the value,
+    once, before the operation that made it takes it. Not the root: the loss's own 1, the loss scale, a ``gradient=``
+    of yours; nor the scalar terms that a loss is a sum of, with constant weights. Not parameters in other clothes:
+    chains of views and casts of a leaf, such as ``weight.t()``, a shard's split, autocast's copy. Not the leaves
+    themselves, unless ``leaves``. A value is what one autograd node made: a fused attention, an RNN of cuDNN, a custom
+    function, a compiled block are one each.
+
+    **Order.** Your tensor hooks see gradients before the clip, and what they return is clipped; ``retain_grad`` and
+    ``backward(inputs=[h])`` give the value before the clip at h; full backward hooks of modules see clipped ones; so do
+    DDP, FSDP and the optimizer.
+
+    **Scopes.** ``target`` may be a module, for the values that its forward makes inside the block, its outputs included
+    (a 0-dim output is taken for the loss); or a list of tensors, for these values and no others. Each value has one
+    rule: that of the block for chosen tensors before that for a module before that for a whole graph, and among
+    blocks of one kind the innermost. A rule of ``None`` leaves a scope alone.
+
+    **Guarantees.** Nothing stays attached after the block, also after an error. Elementwise clamps that provably change
+    nothing are left out; the result is the same bit for bit. That proof counts on no tensor hook of yours that enlarges
+    a gradient. It holds where gradients come from ``loss``: for a backward that brings others to its graph, such as
+    ``(loss + other).backward()`` or that of a gradient penalty, nothing is left out. Nor is with ``create_graph=True``,
+    because the backward of the backward would add up in another order, nor with ``prune=False``.
+
+    **Edge cases.**
+
+    ===============================  ===========================================================================
+    input                            result
+    ===============================  ===========================================================================
+    ``retain_graph``, two backwards  both are clipped
+    ``create_graph=True``            the clip is differentiated, as `torch.clamp` is
+    activation checkpointing         as without it; both kinds
+    float16, or ``scale=``           what is not finite becomes NaN, so that a GradScaler backs off
+    sparse gradient of a value       refused, naming the operation
+    compiled block in the graph      its outputs' gradients are clipped; for its inside see `attach_error_clip`
+    ===============================  ===========================================================================
+
+    Args:
+        target: The loss, for the whole graph behind it; a module; or a list of tensors and modules.
+        rule: What to do to each gradient: `ErrorClipByValue`, another rule, or a subclass of `BaseErrorClip`.
+        leaves: Also clip the gradients of parameters and inputs, before they are accumulated (not for a list of
+            tensors, which may have parameters among them).
+        scale: The loss scale, as a GradScaler, a number or a tensor: thresholds are in units of the unscaled loss.
+        stats: Counts what happens; see `ErrorClipStats`.
+        prune: Whether to leave out clamps that provably change nothing (whole graph only).
+
+    Yields:
+        Nothing.
+
+    Raises:
+        InvalidValueError: If the loss has no graph, or one that is compiled altogether, or nothing differentiable, or
+            no backward, passed through a module in the block.
+        InvalidTypeError: If ``target``, ``rule`` or ``stats`` is of another type, or the rule returns something that
+            the backward cannot go on with.
+        UnsupportedGradientError: If a gradient is sparse.
+        FreedGraphError: If the backward goes through a graph that an earlier one has freed.
+        RuntimeError: What PyTorch raises in the block.
+
+    Example:
+        >>> import gradguard as gg, torch
+        >>> x = torch.tensor([1.0, 2.0], requires_grad=True)
+        >>> loss = (10 * x).square().sum()
+        >>> with gg.error_clip(loss, gg.ErrorClipByValue(max=5.0)):
+        ...     loss.backward()  # the gradient of 10 * x is [20, 40] before the clip
+        >>> x.grad
+        tensor([50., 50.])
+
+    Reference:
+        PaddlePaddle, Error Clip (2018).
+    """
+    clipping = Clipping(checked_rule(rule), leaves=leaves, observer=_observer(rule, stats))
+    clipping.prune = prune and isinstance(target, Tensor)  # only there are all uses of a value known
+    scope = _scope(target, clipping, scale)
+    try:
+        active[scope.serial] = scope
+        scope.enter()
+        yield
+        scope.check()
+    except RuntimeError as error:
+        raise_if_freed(error, scope.nodes())
+        raise
+    finally:
+        del active[scope.serial]
+        scope.exit()
+
+
+def checked_rule(rule: Any) -> BaseErrorClip:
+    """Return ``rule``, or the rule that does nothing for None.
+
+    Raises:
+        InvalidTypeError: If it is no rule.
+        InvalidValueError: If one of its thresholds has no value.
+    """
+    if rule is None:
+        return ErrorClipNonfinite("keep")
+    if isinstance(rule, BaseErrorClip):
+        check_thresholds(rule)
+        return rule
+    hint = f": did you mean gg.ErrorClipByValue({rule})?" if isinstance(rule, int | float) else "."
+    raise InvalidTypeError(f"rule is {type(rule).__name__}, expected one such as gg.ErrorClipByValue(max=5.0){hint}")
+
+
+def _scope(target: Any, clipping: Clipping, scale: LossScale | None) -> Scope:
+    if isinstance(target, Tensor):
+        return WholeGraph(clipping, scale, target)
+    if isinstance(target, nn.Module):
+        return Parts(clipping, scale, [target])
+    if isinstance(target, str | bytes) or not isinstance(target, Iterable):
+        raise InvalidTypeError(f"target is {type(target).__name__}: expected a loss, a module, or a list of tensors.")
+    parts = list(target)
+    if not parts:
+        raise InvalidValueError("target is an empty list: expected tensors or modules.")
+    return Parts(clipping, scale, parts)
+
+
+def _observer(rule: Any, stats: Any) -> Any:
+    if isinstance(rule, Calibration):
+        if stats is not None:
+            raise InvalidTypeError("a calibration is its own statistics: leave stats= out.")
+        return rule
+    if stats is not None and not isinstance(stats, ErrorClipStats):
+        raise InvalidTypeError(f"stats is {type(stats).__name__}: expected gg.ErrorClipStats().")
+    return stats

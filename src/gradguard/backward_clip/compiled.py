@@ -1,0 +1,179 @@
+"""`attach_error_clip`: the clip as part of the graph, in eager code and inside `torch.compile`.
+
+Compiling traces the real backward: whatever a hook on a node of the traced graph does becomes part of the compiled
+backward, at the place where eager code has it, and is fused there. So one function that autograd's tracer runs, but
+Dynamo does not look into, installs the same hooks as in eager code.
+"""
+
+from dataclasses import is_dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from gradguard.backward_clip.block import checked_rule
+from gradguard.backward_clip.calibration import Calibration
+from gradguard.backward_clip.compiled_counts import counts_of
+from gradguard.backward_clip.graph import root_of
+from gradguard.backward_clip.hooks import Clipping
+from gradguard.backward_clip.rules import BaseErrorClip, Kind, from_parts, parts
+from gradguard.backward_clip.scopes import LossScale, loss_scale
+from gradguard.backward_clip.statistics import ErrorClipStats
+from gradguard.errors import InvalidTypeError, InvalidValueError
+from gradguard.torch_private import (
+    call_after_backward,
+    constant_when_traced,
+    current_graph_task,
+    tree_flatten,
+    tree_unflatten,
+)
+
+Values = TypeVar("Values")
+
+
+def attach_error_clip(
+    values: Values,
+    rule: BaseErrorClip | None,
+    *,
+    scale: LossScale | None = None,
+    stats: ErrorClipStats | None = None,
+) -> Values:
+    """Attach an error clip to the graph behind ``values`` and return them; inside `torch.compile` it is fused.
+
+    What `error_clip` does for a block, for the life of a graph: each backward through it is clipped. In eager code that
+    is everything behind ``values``; in compiled code everything behind them within the compiled region, where the clip
+    becomes part of the compiled backward: ``fullgraph=True`` and dynamic shapes included, without a graph break. A new
+    threshold (a new rule of the same kind, or ``rule.max = …``) does not recompile, another kind of rule does.
+
+    **Guarantees.** As `error_clip` says, with these differences. A value that is not 0-dim, such as logits, is an
+    intermediate one, and its own gradient is clipped too; a 0-dim value is taken for the loss, and is not. No clip is
+    left out, because other uses of a value cannot be seen from here; in eager code a block is therefore faster.
+    Parameter gradients are never clipped. Under ``backend="aot_eager"`` compiled code is equal to eager code bit for
+    bit; under Inductor it differs by what Inductor differs without a clip.
+
+    **Edge cases.** With gradients disabled nothing is attached. Two clips on one value apply one after the other. The
+    compiler records some operations that do nothing, such as dropout in evaluation, as copies, and takes inputs of the
+    compiled region for leaves: a rule that would change its own results, such as halving, meets the copy once more than
+    in eager code, and views of an input go unclipped.
+
+    Args:
+        values: A tensor, or tuples, lists and dicts of tensors: the loss, or a module's outputs.
+        rule: What to do to each gradient; ``ErrorClipNonfinite("raise")`` cannot be compiled.
+        scale: The loss scale, as for `error_clip`.
+        stats: Counts what happens in each backward, in compiled code too; see `ErrorClipStats`.
+
+    Returns:
+        The same values.
+
+    Raises:
+        InvalidValueError: If no value has a graph behind it, though gradients are enabled.
+        InvalidTypeError: If ``rule`` is no rule, ``scale`` no loss scale, or a dataclass is among the values.
+
+    Example:
+        >>> import gradguard as gg, torch
+        >>> class Model(torch.nn.Module):
+        ...     def __init__(self, rule):
+        ...         super().__init__()
+        ...         self.weight, self.rule = torch.nn.Parameter(torch.ones(3)), rule
+        ...
+        ...     def forward(self, x):
+        ...         return gg.attach_error_clip((x * self.weight).square().sum(), self.rule)
+        >>> model = Model(gg.ErrorClipByValue(max=0.5))  # torch.compile(model, fullgraph=True) does the same, fused
+        >>> model(torch.ones(3)).backward()
+        >>> model.weight.grad
+        tensor([0.5000, 0.5000, 0.5000])
+    """
+    leaves, structure = tree_flatten(values)
+    for leaf in leaves:
+        if leaf is not None and is_dataclass(leaf):
+            raise InvalidTypeError(
+                f"{type(leaf).__name__} is a dataclass: attach the clip to the tensors in it instead."
+            )
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
+    if not torch.is_grad_enabled():
+        return values
+    if torch.compiler.is_compiling():
+        _make_known_to_the_compiler()
+        if not tensors:
+            return values
+    else:
+        if not any(tensor.grad_fn is not None for tensor in tensors):
+            raise InvalidValueError(
+                "no value has a graph behind it: expected the result of differentiable operations, such as a loss."
+            )
+    kind, thresholds = parts(_attachable(rule))
+    factor = None if scale is None else loss_scale(scale, tensors[0].device)
+    attached = iter(_attach(kind, thresholds, factor, *_counting(stats, tensors[0].device), tensors))
+    chosen = [isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves]
+    return tree_unflatten([next(attached) if c else leaf for c, leaf in zip(chosen, leaves, strict=True)], structure)
+
+
+def _attachable(rule: BaseErrorClip | None) -> BaseErrorClip:
+    if isinstance(rule, Calibration):
+        raise InvalidTypeError("a calibration records what passes in a block: use it in `with gg.error_clip(loss, …)`.")
+    return checked_rule(rule)
+
+
+def _counting(stats: ErrorClipStats | None, device: torch.device) -> tuple[ErrorClipStats | str | None, Tensor | None]:
+    """Return what `_attach` is handed of ``stats``: compiled code takes texts and tensors, no objects."""
+    if stats is None:
+        return None, None
+    if not isinstance(stats, ErrorClipStats):
+        raise InvalidTypeError(f"stats is {type(stats).__name__}: expected gg.ErrorClipStats().")
+    counts = stats.compiled
+    if not torch.compiler.is_compiling():
+        return stats, None
+    _make_table(counts.text, str(device))
+    return counts.text, counts.tables[str(device)]
+
+
+@constant_when_traced
+def _make_table(text: str, device: str) -> bool:
+    counts_of(text).make_table(device)
+    return True
+
+
+def _attach(
+    kind: Kind,
+    thresholds: tuple[Tensor, ...],
+    scale: Any,
+    counting: ErrorClipStats | str | None,
+    table: Tensor | None,
+    values: list[Tensor],
+) -> list[Tensor]:
+    """Install the hooks: called in eager code, and by the tracers of the compiler, which may call it several times."""
+    clipping = Clipping(from_parts(kind, thresholds))
+    if scale is not None:
+        clipping.set_scale(scale)
+    roots = [root_of(value) for value in values if value.grad_fn is not None]
+    if not roots:
+        return values
+    if isinstance(counting, str) and table is not None:
+        clipping.observer = counts_of(counting).observer(table)
+    elif isinstance(counting, ErrorClipStats):
+        clipping.observer, begin = counting, _BeginBackward(counting)
+        for node in dict.fromkeys(node for node, _ in roots):
+            node.register_prehook(begin)
+    clipping.install(roots, roots_too="with dimensions")
+    return values
+
+
+class _BeginBackward:
+    """Tells statistics where a backward through an attached clip begins and ends."""
+
+    def __init__(self, stats: ErrorClipStats) -> None:
+        self.stats, self.task = stats, -1
+
+    def __call__(self, grads: Any) -> None:
+        if self.task != current_graph_task():
+            self.task = current_graph_task()
+            self.stats.begin(None)
+            call_after_backward(self.stats.end)
+
+
+# Called at the time of tracing: `_attach` is known just when it is needed, and importing gradguard does not import the
+# compiler.
+@constant_when_traced
+def _make_known_to_the_compiler() -> bool:
+    torch.compiler.allow_in_graph(_attach)
+    return True

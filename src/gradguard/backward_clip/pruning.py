@@ -1,0 +1,228 @@
+"""Which clamps provably change nothing: those of values whose gradient is bounded because the gradient above it is.
+
+A slot needs no clamp to [low, high] ∋ 0 if exactly one operation uses the value, the gradient that arrives at that
+operation is itself within the bounds, and the operation's backward multiplies no element by more than 1 and adds none
+up. A sign may flip only if the bounds are symmetric. Shapes and dtypes come in because the backward of a broadcast
+operand adds up and a cast rounds: they are conditions of the plan, looked at each time that it is used again.
+
+Operations whose backward returns a view of a larger tensor (sum, mean, cat, stack) are not among them: a clamp there
+lays the gradient out anew, and sums further down would round in another order. Complex values are never pruned, because
+clipping a modulus twice rounds twice.
+"""
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+
+from torch.autograd.graph import Node
+
+from gradguard.backward_clip.graph import Graph, Metadata, Slot, dimensions, operation
+from gradguard.torch_private import input_metadata_of, saved_constant
+
+REARRANGES = frozenset(
+    [
+        "Alias",
+        "Clone",
+        "Diagonal",
+        "Permute",
+        "ReshapeAlias",
+        "Select",
+        "Slice",
+        "Split",
+        "SplitWithSizes",
+        "Squeeze",
+        "T",
+        "Transpose",
+        "Unbind",
+        "UnsafeSplit",
+        "UnsafeSplitWithSizes",
+        "UnsafeView",
+        "Unsqueeze",
+        "View",
+    ]
+)
+_SHRINKS = frozenset({"Hardtanh", "Relu", "Sigmoid", "Tanh", "Threshold"})
+_ADDS = frozenset({"Add", "Sub"})
+_EDGES = dict.fromkeys(REARRANGES | _SHRINKS | {"LeakyRelu"}, 1) | dict.fromkeys(_ADDS | {"Mul"}, 2)
+"""How many inputs an operation has. Overloads have one name and other edges: a product with a number has one."""
+_BELOW_ONE = frozenset({"Sigmoid", "Softmax", "Tanh"})
+_KEEPS_LAYOUT = _SHRINKS | {"Alias", "Clone", "LeakyRelu"}
+
+
+def same_layout(first: Metadata, second: Metadata) -> bool:
+    """Compare the shapes and dtypes of two slots; nested ones are never taken for equal."""
+    if any(one.is_nested_tensor or one.is_cpp_nested_tensor for one in (first, second)):
+        return False
+    return first.dtype == second.dtype and first.shape == second.shape
+
+
+@dataclass
+class Conditions:
+    """What must hold of the shapes, dtypes and constants of a graph for a plan made for another to be right."""
+
+    alike: list[tuple[tuple[int, tuple[int, ...]], ...]] = field(default_factory=list)
+    """Groups of slots, as (node, numbers), that must all have one shape and one dtype."""
+    factors: list[tuple[int, str, bool]] = field(default_factory=list)
+    """Nodes with a saved constant of modulus at most 1, and whether it may be negative."""
+    dimensions: list[tuple[Slot, int, bool]] = field(default_factory=list)
+    """Slots, and whether they have so many dimensions."""
+    real: list[Slot] = field(default_factory=list)
+    """Slots that must not be complex."""
+
+    def hold(self, nodes: list[Node]) -> bool:
+        """Tell whether all of it holds of ``nodes``, which have the structure of the graph that was pruned."""
+        return (
+            self._dimensions_hold(nodes)
+            and self._factors_hold(nodes)
+            and self._layouts_hold(nodes)
+            and not any(input_metadata_of(nodes[at])[number].dtype.is_complex for at, number in self.real)
+        )
+
+    def _dimensions_hold(self, nodes: list[Node]) -> bool:
+        for (position, number), expected, held in self.dimensions:
+            if (dimensions(input_metadata_of(nodes[position])[number]) == expected) is not held:  # type: ignore[attr-defined]
+                return False
+        return True
+
+    def _factors_hold(self, nodes: list[Node]) -> bool:
+        return all(
+            [
+                saved_constant(nodes[at], name) == 1 or small_factor(nodes[at], name, signed)
+                for at, name, signed in self.factors
+            ]
+        )
+
+    def _layouts_hold(self, nodes: list[Node]) -> bool:
+        for group in self.alike:
+            shape = dtype = None
+            for position, numbers in group:
+                found = input_metadata_of(nodes[position])
+                for number in numbers:
+                    slot = found[number]
+                    if shape is None:
+                        shape, dtype = slot.shape, slot.dtype
+                    elif slot.shape != shape or slot.dtype != dtype:
+                        return False
+        return True
+
+
+def small_factor(node: Node, name: str, signed: bool) -> bool:
+    """Tell whether a constant that the node saved is at most 1 in modulus, and not negative unless ``signed``."""
+    value = saved_constant(node, name)
+    return not isinstance(value, complex) and abs(value) <= 1 and (signed or value >= 0)
+
+
+class Pruning:
+    """Decides slot by slot, in the order of the backward, and collects the conditions of its decisions."""
+
+    def __init__(self, graph: Graph, consumers: dict[Slot, list[tuple[int, int]]], symmetric: bool) -> None:
+        self.graph, self.consumers, self.symmetric = graph, consumers, symmetric
+        self.bounded: set[Slot] = set()
+        self._roots = frozenset(graph.roots)
+        self.slots_of: dict[int, list[int]] = defaultdict(list)
+        for position, number in consumers:
+            self.slots_of[position].append(number)
+        self.conditions = Conditions()
+        self._same = _Classes()
+        self._left_out: set[Slot] = set()
+        self._real: set[Slot] = set()
+        self._required: list[tuple[Slot, Slot]] = []
+
+    def needs_no_clamp(self, slot: Slot) -> bool:
+        """Tell whether the gradient of ``slot`` is bounded without a clamp of its own; remember why."""
+        uses = self.consumers[slot]
+        if len(uses) != 1 or slot in self._roots:
+            return False
+        position, edge = uses[0]
+        incoming = self.slots_of.get(position, [])
+        if not incoming or any((position, number) not in self.bounded for number in incoming):
+            return False
+        found = self._never_grows(position, edge, slot)
+        if found:
+            self._left_out.add(slot)
+            # One dtype goes through all of them, down from the last clamp: there it is looked at.
+            self._real.update((position, number) for number in incoming if (position, number) not in self._left_out)
+        return found
+
+    def finish(self) -> Conditions:
+        """Return the conditions, with slots that have one shape by construction looked at once."""
+        classes = _Classes()
+        for a, b in self._required:
+            classes.join(self._same.find(a), self._same.find(b))
+        alike = classes.groups()
+        self.conditions.real += sorted(self._real)
+        for group in alike:
+            by_node: dict[int, list[int]] = defaultdict(list)
+            for position, number in group:
+                by_node[position].append(number)
+            self.conditions.alike.append(tuple((p, tuple(n)) for p, n in by_node.items()))
+        return self.conditions
+
+    def shapes_known(self, position: int) -> None:
+        """Note which slots of this node have the shape of its inputs by construction."""
+        edges = self.graph.edges(position)
+        if edges and edges[0] is not None and operation(self.graph.nodes[position]) in _KEEPS_LAYOUT:
+            self._same.join((position, 0), edges[0])
+
+    def _never_grows(self, position: int, edge: int, slot: Slot) -> bool:
+        op = operation(self.graph.nodes[position])
+        if len(self.graph.edges(position)) != _EDGES.get(op):
+            return False
+        if op in REARRANGES or op in _SHRINKS:
+            return True
+        if op == "LeakyRelu":
+            return self._if_small(position, "negative_slope")
+        if op in _ADDS:
+            return self._through_sum(position, edge, slot, op)
+        return op == "Mul" and self._through_gate(position, edge, slot)
+
+    def _through_sum(self, position: int, edge: int, slot: Slot, op: str) -> bool:
+        if edge == 1 and ((op == "Sub" and not self.symmetric) or not self._if_small(position, "alpha")):
+            return False
+        return self._if_same_layout(position, slot)
+
+    def _through_gate(self, position: int, edge: int, slot: Slot) -> bool:
+        other = self.graph.edges(position)[1 - edge]
+        if other is None:
+            return False
+        gate = operation(self.graph.nodes[other[0]])
+        return gate in _BELOW_ONE and (gate != "Tanh" or self.symmetric) and self._if_same_layout(position, slot)
+
+    def _if_same_layout(self, position: int, slot: Slot) -> bool:
+        """Require that no operand is broadcast or cast: both, or the only one and the result, have one layout."""
+        operands = [edge for edge in self.graph.edges(position) if edge is not None]
+        first, second = operands if len(operands) == 2 else ((position, 0), slot)
+        if not same_layout(self.graph.metadata(first), self.graph.metadata(second)):
+            return False
+        self._required.append((first, second))
+        if len(operands) == 2:
+            self._same.join((position, 0), first)  # follows from the requirement, and need not be looked at again
+        return True
+
+    def _if_small(self, position: int, name: str) -> bool:
+        if not small_factor(self.graph.nodes[position], name, self.symmetric):
+            return False
+        self.conditions.factors.append((position, name, self.symmetric))
+        return True
+
+
+class _Classes:
+    """Disjoint sets."""
+
+    def __init__(self) -> None:
+        self._parent: dict[Slot, Slot] = {}
+
+    def find(self, slot: Slot) -> Slot:
+        while (parent := self._parent.get(slot, slot)) != slot:
+            slot = parent
+        return slot
+
+    def join(self, first: Slot, second: Slot) -> None:
+        first, second = self.find(first), self.find(second)
+        self._parent.setdefault(second, second)
+        self._parent[first] = second
+
+    def groups(self) -> list[list[Slot]]:
+        found: dict[Slot, list[Slot]] = defaultdict(list)
+        for slot in self._parent:
+            found[self.find(slot)].append(slot)
+        return [group for group in found.values() if len(group) > 1]

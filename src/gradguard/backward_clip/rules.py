@@ -1,0 +1,509 @@
+"""The rules of the error clip: what a subclass writes, how thresholds reach compiled code, and the rules there are."""
+
+import itertools
+import math
+from inspect import getattr_static
+from typing import Any, ClassVar, Literal, Self
+
+import torch
+from torch import Tensor
+
+from gradguard.arguments import check_bounds, check_number
+from gradguard.backward_clip.rule_encoding import Kind, decoded, encoded, is_encoded_tensor
+from gradguard.errors import InvalidTypeError, InvalidValueError, NonFiniteGradientError
+
+_SERIAL = itertools.count()
+_CLASSES: dict[str, type["BaseErrorClip"]] = {}
+_OURS = ("_inputs", "_kind", "_held")
+
+
+def _check_class(cls: type) -> None:
+    """Refuse at once what would later go unnoticed."""
+    names = cls.thresholds
+    if names is not None and not (isinstance(names, tuple) and all(isinstance(name, str) for name in names)):
+        raise InvalidTypeError(f"{cls.__name__}.thresholds is {names!r}: expected a tuple of names, as in ('bound',).")
+    if cls.__dict__.get("__slots__"):
+        raise InvalidTypeError(f"{cls.__name__} has __slots__: rules keep their attributes in __dict__, leave it out.")
+    for name in names or ():
+        value = getattr_static(cls, name, None)
+        if hasattr(type(value), "__set__"):
+            raise InvalidTypeError(
+                f"{cls.__name__}.thresholds names {name!r}, a property: expected an attribute, assigned in __init__."
+            )
+        if value is not None:
+            check_number(f"{cls.__name__}.{name}", value)
+
+
+class BaseErrorClip:
+    r"""A rule for gradients of intermediate values: subclass it and write ``clip(grad) -> grad``.
+
+    ``clip`` gets the gradient of one intermediate value, accumulated over all that use the value, and returns what
+    the backward goes on with: a tensor of the same shape and dtype, made with tensor operations, not in place. The
+    same method serves eager and compiled code, so it may not look at values from Python (``if grad.max() > 1``), nor
+    count its calls: what it returns depends on ``grad`` and the rule's attributes alone.
+
+    ``thresholds`` names the attributes that are in units of the gradient. They may be assigned later (a schedule),
+    are multiplied by the loss scale under ``scale=``, and enter compiled code as inputs, so that a new one does not
+    recompile; there ``clip`` finds 0-dim tensors in them. Attributes that are tensors enter likewise. Others are
+    constants of the compiled code: assigning one recompiles, changing a list in place goes unnoticed. A rule that
+    leaves ``thresholds`` undefined is handed unscaled gradients.
+
+    Example:
+        >>> import gradguard as gg, torch
+        >>> class HalveAbove(gg.BaseErrorClip):
+        ...     thresholds = ("bound",)
+        ...
+        ...     def __init__(self, bound):
+        ...         self.bound = bound
+        ...
+        ...     def clip(self, grad):
+        ...         return torch.where(grad.abs() > self.bound, grad / 2, grad)
+        >>> hidden = torch.tensor([1.0, 2.0], requires_grad=True) * 1.0
+        >>> HalveAbove(1.0).clip(torch.tensor([0.5, 8.0]))
+        tensor([0.5000, 4.0000])
+    """
+
+    thresholds: ClassVar[tuple[str, ...] | None] = None
+    _class_serial: ClassVar[str] = "BaseErrorClip"
+    _inputs: tuple[Tensor, ...] | None
+    """The thresholds as tensors, and attributes that are tensors: what compiled code reads."""
+    _kind: Kind
+    """The rest of the rule: compiled code is made anew when it changes."""
+    _held: tuple[object, ...]
+    """Keeps alive what `_kind` names but cannot spell out."""
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        _check_class(cls)
+        cls._class_serial = f"{cls.__qualname__} {next(_SERIAL)}"
+        _CLASSES[cls._class_serial] = cls
+
+    def __new__(cls, *args: Any, **options: Any) -> Self:
+        """Return a rule that has what its class gives it; ``__init__`` adds the rest."""
+        if getattr(getattr(cls, "__dataclass_params__", None), "frozen", False):
+            raise InvalidTypeError(f"{cls.__name__} is a frozen dataclass: rules may change, leave frozen=True out.")
+        rule = object.__new__(cls)
+        rule._take_apart()
+        return rule
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        named = name in (self.thresholds or ())
+        object.__setattr__(self, name, self._checked(name, value) if named else value)
+        self._take_apart()
+
+    def __delattr__(self, name: str) -> None:
+        object.__delattr__(self, name)
+        self._take_apart()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name not in _OURS}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._take_apart()
+
+    def __repr__(self) -> str:
+        public = [(k, v) for k, v in sorted(self.__dict__.items()) if not k.startswith("_")]
+        shown = ", ".join(f"{k}={'tensor' if isinstance(v, Tensor) else v}" for k, v in public)
+        return f"{type(self).__name__}({shown})"
+
+    def clip(self, grad: Tensor) -> Tensor:
+        """Return what the backward goes on with in place of ``grad``: same shape, same dtype, not changed in place.
+
+        Raises:
+            NotImplementedError: Always; a subclass says what to do.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no clip(grad): write one that returns a tensor.")
+
+    def bounds(self) -> tuple[float, float] | None:
+        """Return (low, high) if the rule is the elementwise clamp to them, else None: only clamps can be pruned.
+
+        Counts only where it is written together with `clip`, or below: a subclass with a ``clip`` of its own has none.
+        """
+        return None
+
+    def with_thresholds(self, values: tuple[Any, ...]) -> "BaseErrorClip":
+        """Return a copy that has ``values`` for its thresholds: scaled numbers, or tensors in compiled code."""
+        other = object.__new__(type(self))
+        other.__dict__.update(self.__dict__, **dict(zip(self.thresholds or (), values, strict=True)))
+        return other
+
+    def scaled(self, scale: float | Tensor) -> "BaseErrorClip":
+        """Return the rule for gradients of a loss that was multiplied by ``scale``."""
+        if self.thresholds is None:
+            return _OnUnscaled(self, scale)
+        return self.with_thresholds(tuple(getattr(self, name) * scale for name in self.thresholds))
+
+    def _checked(self, name: str, value: Any) -> Any:
+        number = check_number(f"{type(self).__name__}.{name}", value)
+        if math.isnan(number):
+            raise InvalidValueError(f"{type(self).__name__}: {name} is NaN, expected a number.")
+        return number
+
+    def _take_apart(self) -> None:
+        """Bring `_inputs` and `_kind` up to date."""
+        named = self.thresholds or ()
+        state = {k: v for k, v in self.__dict__.items() if k not in named and k not in _OURS}
+        tensors = [v for v in state.values() if isinstance(v, Tensor)]
+        texts, held = encoded(state)
+        values = [getattr(self, name, None) for name in named]
+        inputs = None
+        if all(value is not None for value in values):
+            inputs = (*(torch.tensor(value, dtype=torch.float64) for value in values), *tensors)
+        object.__setattr__(self, "_inputs", inputs)
+        object.__setattr__(self, "_kind", (self._class_serial, texts))
+        object.__setattr__(self, "_held", held)
+
+
+class _OnUnscaled(BaseErrorClip):
+    """A rule that knows nothing of loss scales, under one: unscale in a wide dtype, clip, scale."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        object.__setattr__(self, name, value)
+
+    def __init__(self, rule: BaseErrorClip, scale: float | Tensor) -> None:
+        self.rule, self.scale = rule, scale
+
+    def clip(self, grad: Tensor) -> Tensor:
+        wide = torch.promote_types(grad.dtype, torch.float32)
+        unscaled = (grad.to(wide) / self.scale).to(wide)
+        return (checked(self.rule, unscaled, self.rule.clip(unscaled)) * self.scale).to(grad.dtype)
+
+
+def parts(rule: BaseErrorClip) -> tuple[Kind, tuple[Tensor, ...]]:
+    """Return ``rule`` as texts and tensors, the two things that compiled code can be handed."""
+    inputs = rule._inputs
+    assert inputs is not None, "check_thresholds comes first"
+    return rule._kind, inputs
+
+
+def from_parts(kind: Kind, inputs: tuple[Tensor, ...]) -> BaseErrorClip:
+    """Return the rule that was taken apart by `parts`, with tensors for its thresholds."""
+    serial, state = kind
+    rule = object.__new__(_CLASSES[serial])
+    rule.__dict__.update({name: decoded(text) for name, text in state if not is_encoded_tensor(text)})
+    names = [*(rule.thresholds or ()), *(name for name, text in state if is_encoded_tensor(text))]
+    rule.__dict__.update(zip(names, inputs, strict=True))
+    return rule
+
+
+def check_thresholds(rule: BaseErrorClip) -> None:
+    """Refuse a rule one of whose thresholds has no value.
+
+    Raises:
+        InvalidValueError: If so.
+    """
+    for name in rule.thresholds or ():
+        if not hasattr(rule, name):
+            raise InvalidValueError(
+                f"{type(rule).__name__}.thresholds names {name!r}, and the rule has no such attribute: assign it in "
+                f"__init__, or correct the name."
+            )
+
+
+def clamp_bounds(rule: BaseErrorClip) -> tuple[float, float] | None:
+    """Return the bounds of a rule that is a clamp, and None for a rule that inherits them with another ``clip``."""
+    if "clip" in rule.__dict__:
+        return None
+    for cls in type(rule).__mro__:
+        if "bounds" in cls.__dict__:
+            return rule.bounds()
+        if "clip" in cls.__dict__:
+            return None
+    return None
+
+
+def apply_rule(rule: BaseErrorClip, grad: Tensor, overflow_stays: bool = False) -> Tensor:
+    """Return what ``rule`` makes of ``grad``, checked, with overflow left visible where a loss scale depends on it."""
+    if grad.dim() == 0 and not is_trusted(rule):
+        rule = _of_dtype(rule, grad)
+    clipped = checked(rule, grad, rule.clip(grad))
+    return keep_overflow(grad, clipped) if overflow_stays or grad.dtype is torch.float16 else clipped
+
+
+def is_trusted(rule: BaseErrorClip) -> bool:
+    """Tell whether the rule is one of ours, whose results need no check."""
+    return type(rule).__module__.startswith("gradguard.backward_clip.") and not isinstance(rule, _OnUnscaled)
+
+
+def keep_overflow(grad: Tensor, clipped: Tensor) -> Tensor:
+    """Return ``clipped`` with NaN wherever ``grad`` is not finite, so that a GradScaler sees the overflow."""
+    return clipped + (grad - grad)
+
+
+def checked(rule: BaseErrorClip, grad: Tensor, clipped: Any) -> Tensor:
+    """Return ``clipped`` if the backward can go on with it.
+
+    Raises:
+        InvalidTypeError: If it is no tensor of the same shape, dtype and device.
+    """
+    if is_trusted(rule):
+        return clipped
+    expected = f"tensor of shape {tuple(grad.shape)}, {grad.dtype}, on {grad.device}"
+    if not isinstance(clipped, Tensor):
+        raise InvalidTypeError(f"{type(rule).__name__}.clip returned {type(clipped).__name__}: expected a {expected}.")
+    if (clipped.shape, clipped.dtype, clipped.device) != (grad.shape, grad.dtype, grad.device):
+        got = f"one of shape {tuple(clipped.shape)}, {clipped.dtype}, on {clipped.device}"
+        raise InvalidTypeError(f"{type(rule).__name__}.clip returned {got}: expected a {expected}.")
+    return clipped
+
+
+def _of_dtype(rule: BaseErrorClip, grad: Tensor) -> BaseErrorClip:
+    """Return ``rule`` with thresholds that do not lend a 0-dim gradient their dtype, as numbers would not."""
+    values = [getattr(rule, name) for name in rule.thresholds or ()]
+    if not any(isinstance(value, Tensor) for value in values):
+        return rule
+    real = grad.dtype.to_real()
+    return rule.with_thresholds(tuple(v.to(real) if isinstance(v, Tensor) else v for v in values))
+
+
+def _not_negative(self: BaseErrorClip, name: str, value: Any) -> float:
+    number = BaseErrorClip._checked(self, name, value)
+    if number < 0:
+        raise InvalidValueError(f"{type(self).__name__}: {name}={number}, expected a number >= 0.")
+    return number
+
+
+class ErrorClipByValue(BaseErrorClip):
+    r"""Clamp each element to ``[min, max]``; the rule that the error clip began with.
+
+    .. math:: g_i \leftarrow \min(\max(g_i, \text{min}), \text{max})
+
+    **Edge cases.** NaN stays NaN. ±inf becomes the bound, except in float16 and under ``scale=``, where it becomes
+    NaN so that a GradScaler sees the overflow. Bounds are rounded to the gradient's dtype, and to its largest finite
+    value. A complex gradient is scaled to a modulus of at most ``max``; bounds that are not symmetric refuse it.
+    Bounds that do not enclose 0 push every gradient to one side, and are obeyed.
+
+    Args:
+        max: The upper bound, in units of the gradient of the unscaled loss. A mean loss over B samples and T steps
+            has activation gradients of about 1/(B·T); the 5.0 of the literature is for sum losses. See `calibrate`.
+        min: The lower bound; -``max`` if None, and then also after ``rule.max = …``.
+
+    Raises:
+        InvalidValueError: If ``max < min`` (so also for ``max < 0`` alone), or one is NaN.
+        InvalidTypeError: If one is no number.
+
+    Example:
+        >>> import gradguard as gg, torch
+        >>> gg.ErrorClipByValue(max=5.0).clip(torch.tensor([-9.0, 2.0, 9.0]))
+        tensor([-5.,  2.,  5.])
+        >>> gg.ErrorClipByValue(max=5.0, min=-1.0).clip(torch.tensor([-9.0, 2.0, 9.0]))
+        tensor([-1.,  2.,  5.])
+
+    Reference:
+        PaddlePaddle, Error Clip (2018); Graves (2013), Generating sequences with recurrent neural networks,
+        arXiv 1308.0850.
+    """
+
+    thresholds = ("max", "min")
+    max: float
+    min: float
+
+    def __init__(self, max: float, min: float | None = None) -> None:
+        self._symmetric = min is None
+        if min is not None:
+            self.min = min
+        self.max = max
+
+    def _checked(self, name: str, value: float) -> float:
+        number = super()._checked(name, value)
+        symmetric = self._symmetric and name == "max"
+        low = number if name == "min" else -number if symmetric else self.min
+        high = number if name == "max" else self.__dict__.get("max", math.inf)
+        check_bounds(low, high, ("min", "max"))
+        object.__setattr__(self, "min", low)
+        if self._symmetric and not symmetric:
+            self._symmetric = False
+        return number
+
+    def clip(self, grad: Tensor) -> Tensor:
+        """Return ``grad``, clipped."""
+        low, high, dtype = self.min, self.max, grad.dtype
+        if dtype.is_complex:
+            return self._clip_modulus(grad)
+        if isinstance(high, Tensor):
+            return grad.clamp(low.to(grad), high.to(grad))  # type: ignore[union-attr]
+        limit = torch.finfo(dtype).max
+        return grad.clamp(_within(low, limit), _within(high, limit))
+
+    def _clip_modulus(self, grad: Tensor) -> Tensor:
+        if not self._symmetric:
+            raise InvalidValueError(f"{self} on a complex gradient: a modulus has one bound; give max alone.")
+        modulus = grad.abs()
+        bound = torch.as_tensor(self.max, dtype=modulus.dtype, device=modulus.device)
+        return torch.where(modulus > bound, grad * (bound / modulus), grad)
+
+    def bounds(self) -> tuple[float, float]:
+        """Return (min, max)."""
+        return self.min, self.max
+
+
+class ErrorClipByNorm(BaseErrorClip):
+    r"""Scale each intermediate gradient by itself to a 2-norm of at most ``max_norm``.
+
+    .. math:: g \leftarrow g \cdot \min\bigl(1, \text{max\_norm} / \lVert g \rVert_2\bigr)
+
+    **Edge cases.** Norms are accumulated in at least float32, after division by the largest element, so that no square
+    overflows. A zero gradient and a gradient with NaN or inf stay as they are; ``max_norm=0`` makes finite ones 0.
+
+    Args:
+        max_norm: The bound, at least 0, in units of the gradient of the unscaled loss.
+
+    Raises:
+        InvalidValueError: If ``max_norm`` is negative or NaN.
+        InvalidTypeError: If it is no number.
+
+    Example:
+        >>> import gradguard as gg, torch
+        >>> gg.ErrorClipByNorm(1.0).clip(torch.tensor([3.0, 4.0]))
+        tensor([0.6000, 0.8000])
+    """
+
+    thresholds = ("max_norm",)
+    max_norm: float
+    _checked = _not_negative
+
+    def __init__(self, max_norm: float) -> None:
+        self.max_norm = max_norm
+
+    def clip(self, grad: Tensor) -> Tensor:
+        """Return ``grad``, clipped."""
+        return _scale_to_norm(grad, self.max_norm, tuple(range(grad.dim())))
+
+
+class ErrorClipBySampleNorm(BaseErrorClip):
+    r"""Scale each sample's part of an intermediate gradient to a 2-norm of at most ``max_norm``.
+
+    .. math:: g_b \leftarrow g_b \cdot \min\bigl(1, \text{max\_norm} / \lVert g_b \rVert_2\bigr)
+              \quad\text{for each index } b \text{ of dimension } \text{dim}
+
+    No sample's outlier shrinks another's signal. A value without dimension ``dim`` (a scalar) is scaled as a whole; a
+    value whose dimension ``dim`` is no batch is scaled along it all the same: choose the scope accordingly.
+
+    Args:
+        max_norm: The bound, at least 0, in units of the gradient of the unscaled loss.
+        dim: The batch dimension, 0 by default.
+
+    Raises:
+        InvalidValueError: If ``max_norm`` is negative or NaN.
+        InvalidTypeError: If it is no number.
+
+    Example:
+        >>> import gradguard as gg, torch
+        >>> gg.ErrorClipBySampleNorm(1.0).clip(torch.tensor([[3.0, 4.0], [0.3, 0.4]]))
+        tensor([[0.6000, 0.8000],
+                [0.3000, 0.4000]])
+    """
+
+    thresholds = ("max_norm",)
+    max_norm: float
+    _checked = _not_negative
+
+    def __init__(self, max_norm: float, dim: int = 0) -> None:
+        if not isinstance(dim, int):
+            raise InvalidTypeError(f"dim is {type(dim).__name__}: expected the number of the batch dimension.")
+        self.dim = dim
+        self.max_norm = max_norm
+
+    def clip(self, grad: Tensor) -> Tensor:
+        """Return ``grad``, clipped."""
+        batch = self.dim % grad.dim() if -grad.dim() <= self.dim < grad.dim() else None
+        return _scale_to_norm(grad, self.max_norm, tuple(d for d in range(grad.dim()) if d != batch))
+
+
+class ErrorClipZeroAbove(BaseErrorClip):
+    r"""Set each element beyond ``max``, and NaN, to 0: an outlier is dropped rather than shortened.
+
+    .. math:: g_i \leftarrow g_i \text{ if } \lvert g_i \rvert \le \text{max, else } 0
+
+    The recipe of lietorch, DROID-SLAM and DPVO, there with 0.01. In float16 and under ``scale=`` NaN and inf stay
+    visible as NaN, so that a GradScaler backs off: with one, always give ``scale=``.
+
+    Args:
+        max: The bound, at least 0, in units of the gradient of the unscaled loss.
+
+    Raises:
+        InvalidValueError: If ``max`` is negative or NaN.
+        InvalidTypeError: If it is no number.
+
+    Example:
+        >>> import gradguard as gg, torch
+        >>> gg.ErrorClipZeroAbove(1.0).clip(torch.tensor([0.5, -3.0, float("nan")]))
+        tensor([0.5000, 0.0000, 0.0000])
+    """
+
+    thresholds = ("max",)
+    max: float
+    _checked = _not_negative
+
+    def __init__(self, max: float) -> None:
+        self.max = max
+
+    def clip(self, grad: Tensor) -> Tensor:
+        """Return ``grad``, clipped."""
+        bound = self.max.to(grad.abs()) if isinstance(self.max, Tensor) else self.max
+        return torch.where(grad.abs() <= bound, grad, torch.zeros((), dtype=grad.dtype, device=grad.device))
+
+
+class ErrorClipNonfinite(BaseErrorClip):
+    """Do nothing to finite gradients, and ``policy`` to those with NaN or infinity.
+
+    Args:
+        policy: ``"keep"`` them (to only count them: give ``stats=``), ``"zero"`` the elements that are not finite, or
+            ``"raise"`` an error that names the operation and, where ``stats=`` knows it, the module. Raising looks at
+            each gradient from Python: at once on the CPU, with a wait for the device at each operation on an
+            accelerator. It cannot be compiled. With a GradScaler give ``scale=``, or zeroing hides the overflow.
+
+    Raises:
+        InvalidValueError: If ``policy`` is none of the three.
+
+    Example:
+        >>> import gradguard as gg, torch
+        >>> gg.ErrorClipNonfinite("zero").clip(torch.tensor([1.0, float("inf")]))
+        tensor([1., 0.])
+    """
+
+    thresholds = ()
+
+    def __init__(self, policy: Literal["keep", "zero", "raise"] = "zero") -> None:
+        if policy not in ("keep", "zero", "raise"):
+            raise InvalidValueError(f"policy={policy!r}: expected 'keep', 'zero' or 'raise'.")
+        self.policy = policy
+
+    def clip(self, grad: Tensor) -> Tensor:
+        """Return ``grad``, clipped."""
+        if self.policy == "zero":
+            return torch.where(grad.isfinite(), grad, torch.zeros((), dtype=grad.dtype, device=grad.device))
+        if self.policy == "raise":
+            _refuse_nonfinite(grad)
+        return grad
+
+
+def _scale_to_norm(grad: Tensor, max_norm: float | Tensor, dims: tuple[int, ...]) -> Tensor:
+    if grad.numel() == 0:
+        return grad
+    modulus = grad.detach().abs()
+    modulus = modulus.to(torch.promote_types(modulus.dtype, torch.float32))
+    peak = modulus.amax(dims, keepdim=True) if dims else modulus
+    peak = torch.where((peak > 0) & peak.isfinite(), peak, 1.0)
+    small = grad / peak  # of elements up to 1, so that no square overflows and the largest does not vanish
+    relative = torch.linalg.vector_norm(small, dim=dims, keepdim=True) if dims else small.abs()
+    bound = max_norm.to(peak) if isinstance(max_norm, Tensor) else max_norm
+    binds = (relative * peak > bound) & relative.isfinite()
+    return torch.where(binds, small * (bound / torch.where(binds, relative, 1.0)), grad).to(grad.dtype)
+
+
+def _refuse_nonfinite(grad: Tensor) -> None:
+    if torch.compiler.is_compiling():
+        raise InvalidTypeError('ErrorClipNonfinite("raise") cannot be compiled: use it in eager code, or "zero".')
+    if math.isfinite(abs(grad.detach().sum(dtype=torch.promote_types(grad.dtype, torch.float32)).item())):
+        return
+    bad = int((~grad.isfinite()).sum())
+    if bad:
+        nan = int(grad.isnan().sum())
+        raise NonFiniteGradientError(f"{nan} NaN and {bad - nan} infinite of {grad.numel()} elements")
+
+
+def _within(number: float, limit: float) -> float:
+    """Return ``number``, or the nearest to it up to ``limit``, the largest finite value of a dtype."""
+    return number if math.isinf(number) else math.copysign(min(abs(number), limit), number)

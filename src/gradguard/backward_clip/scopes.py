@@ -1,0 +1,446 @@
+"""The scopes of a block, and which of those that run now owns a value.
+
+A block is for everything behind a loss, for chosen tensors, or for the values that modules make in it.
+"""
+
+import itertools
+import math
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from types import FunctionType, ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
+from torch.autograd.graph import GradientEdge, Node
+
+from gradguard.backward_clip.graph import COMPILED, NO_INPUTS, Graph, Inputs, Slot, is_leaf, operation, root_of
+from gradguard.backward_clip.hooks import Claim, Clipping
+from gradguard.backward_clip.module_timeline import next_number, number_of
+from gradguard.errors import InvalidTypeError, InvalidValueError
+from gradguard.module_hooks import ForwardHook
+from gradguard.torch_private import (
+    call_before_backwards,
+    current_graph_task,
+    input_metadata_of,
+    is_compiled,
+    traced_scale_of,
+    tree_leaves,
+)
+
+LossScale = GradScaler | Tensor | float
+
+_OWNERS = "gradguard.backward_clip"
+_serial = itertools.count()
+active: dict[int, "Scope"] = {}
+"""The blocks that run now, the outer ones first."""
+
+
+class Scope:
+    """What a block does at its beginning and at its end."""
+
+    marks_nodes = False
+    """Whether nodes carry notes of what this scope owns."""
+
+    def __init__(self, clipping: Clipping, scale: LossScale | None) -> None:
+        self.clipping, self.scale = clipping, scale
+        self.serial, self.thread = next(_serial), threading.get_ident()
+        self.taken: list[tuple[weakref.ref[Claim], int]] = []
+        """What was taken from other scopes for the time of this one."""
+
+    def enter(self) -> None:
+        """Install what can be installed now."""
+        raise NotImplementedError
+
+    def check(self) -> None:
+        """Refuse to have done nothing."""
+
+    def refresh(self) -> None:
+        """Look again at what other scopes own."""
+
+    def nodes(self) -> list[Node]:
+        """Return the nodes among which a freed one may be."""
+        return []
+
+    def exit(self) -> None:
+        """Take everything out again, and give back what was taken."""
+        self.clipping.remove()
+        for ref, number in self.taken:
+            if (claim := ref()) is not None:
+                claim.numbers = (*claim.numbers, number)
+        self.taken = []
+        if self.clipping.observer is not None:
+            self.clipping.observer.end()
+
+    def forget_dead(self) -> None:
+        """Drop what belongs to graphs that are gone, so that a long block does not grow."""
+        self.clipping.forget_dead()
+        self.taken = [(claim, number) for claim, number in self.taken if claim() is not None]
+
+    def _rescale(self, device: torch.device) -> None:
+        if self.scale is not None:
+            self.clipping.set_scale(loss_scale(self.scale, device))
+
+    def _begin(self, loss: Tensor | None) -> None:
+        if self.clipping.observer is not None:
+            self.clipping.observer.begin(loss)
+
+
+def refresh_all(thread: int, but: "Scope") -> None:
+    """Have the other blocks of this thread look again at what they own."""
+    for scope in list(active.values()):
+        if scope.thread == thread and scope is not but:
+            scope.refresh()
+
+
+def own(scope: "Scope", node: Node, claim: Claim) -> None:
+    """Note on ``node`` itself that ``scope`` has these slots of it; the note lives as long as the node.
+
+    A running scope that had one of them gives it up until ``scope`` ends.
+    """
+    owners = _metadata(node).setdefault(_OWNERS, {})
+    for number in claim.numbers:
+        before = owner_of(node, number)
+        if before is not None and number in before.numbers:
+            before.numbers = tuple(n for n in before.numbers if n != number)
+            scope.taken.append((weakref.ref(before), number))
+        owners[number] = (scope.serial, claim)
+
+
+def owner_of(node: Node, number: int) -> Claim | None:
+    """Return the claim of the running scope for parts that has this slot."""
+    serial, claim = _metadata(node).get(_OWNERS, {}).get(number, (-1, None))
+    return claim if serial in active else None
+
+
+def owned_slots(graph: Graph, since: int = -1) -> set[Slot]:
+    """Return the slots that running scopes for parts have, of those that began at ``since`` or later."""
+    if not any(scope.marks_nodes for scope in list(active.values())):
+        return set()
+    marked = [(i, _metadata(node)[_OWNERS]) for i, node in enumerate(graph.nodes) if _OWNERS in _metadata(node)]
+    return {
+        (i, number)
+        for i, owners in marked
+        for number, (serial, _) in owners.items()
+        if serial in active and serial >= since
+    }
+
+
+def loss_scale(scale: LossScale, device: torch.device) -> float | Tensor:
+    """Return the factor by which losses are multiplied now: a number on the CPU, else a tensor, without a wait.
+
+    Raises:
+        InvalidTypeError: If ``scale`` is no GradScaler, number or tensor.
+        InvalidValueError: If it is not one finite number above 0.
+    """
+    if isinstance(scale, Tensor):
+        factor = scale
+    elif isinstance(scale, int | float):
+        factor = float(scale)
+    elif isinstance(scale, GradScaler):
+        factor = _factor_of(scale, device)
+    else:
+        raise InvalidTypeError(f"scale is {type(scale).__name__}: expected a GradScaler, a number or a tensor.")
+    if torch.compiler.is_compiling():
+        return factor
+    if isinstance(factor, Tensor):
+        if factor.numel() != 1:
+            raise InvalidValueError(f"scale is a tensor of shape {tuple(factor.shape)}: expected one number.")
+        if not factor.is_cpu:
+            return factor.reshape(())
+        factor = factor.item()
+    if not 0 < factor < math.inf:
+        raise InvalidValueError(f"scale={factor}: expected a finite number above 0.")
+    return factor
+
+
+def _factor_of(scaler: GradScaler, device: torch.device) -> float | Tensor:
+    if not torch.compiler.is_compiling():
+        return scaler.scale(torch.ones((), device=device))
+    return traced_scale_of(scaler)
+
+
+def _metadata(node: Node) -> dict[str, Any]:
+    return node.metadata  # type: ignore[return-value]
+
+
+class WholeGraph(Scope):
+    """Everything behind a loss."""
+
+    def __init__(self, clipping: Clipping, scale: LossScale | None, loss: Tensor) -> None:
+        super().__init__(clipping, scale)
+        if loss.grad_fn is None:
+            raise InvalidValueError(
+                f"the loss (shape {tuple(loss.shape)}, requires_grad={loss.requires_grad}) has no graph behind it: "
+                f"expected the result of differentiable operations, computed outside torch.no_grad()."
+            )
+        self.loss, self.graph = loss, Graph([], (), (), {})
+        self._unsubscribe: Callable[[], None] | None = None
+
+    def enter(self) -> None:
+        """Install, and have outer blocks give way."""
+        if self.clipping.prune:
+            self._unsubscribe = call_before_backwards(self._backward_begins)
+            self.clipping.prune = self._unsubscribe is not None
+        self._begin(self.loss)
+        self._rescale(self.loss.device)
+        self._install()
+        refresh_all(self.thread, but=self)
+
+    def exit(self) -> None:
+        """Take everything out, and have outer blocks come back."""
+        super().exit()
+        if self._unsubscribe is not None:
+            self._unsubscribe()
+        self.graph = Graph([], (), (), {})
+        refresh_all(self.thread, but=self)
+
+    def refresh(self) -> None:
+        """Install anew, without what other scopes own now."""
+        if self.graph.nodes:
+            self._install()
+
+    def _install(self) -> None:
+        self.clipping.remove()
+        self.graph = self.clipping.install([root_of(self.loss)], exclude=self._owned_by_others)
+        if not self.clipping.reached and any(operation(node) == COMPILED for node in self.graph.nodes):
+            raise InvalidValueError(
+                "the loss comes straight out of compiled code, whose inside no block can reach: call "
+                "gg.attach_error_clip(loss, rule) there, before the loss is returned, instead of a block."
+            )
+
+    def nodes(self) -> list[Node]:
+        """Return the nodes among which a freed one may be."""
+        return self.graph.nodes
+
+    def _backward_begins(self, roots: Sequence[Tensor | GradientEdge]) -> None:
+        """Leave no clamp out where values of this graph get gradients from elsewhere than its loss."""
+        graph = self.graph  # another thread may end its block meanwhile
+        if graph.nodes and self.clipping.left_out and _enters_beside_loss(graph, roots):
+            self.clipping.leave_nothing_out()
+
+    def _others(self) -> list["WholeGraph"]:
+        mine = (s for s in list(active.values()) if isinstance(s, WholeGraph) and s.thread == self.thread)
+        return [scope for scope in mine if scope is not self and scope.graph.nodes]
+
+    def _owned_by_others(self, graph: Graph) -> frozenset[Slot]:
+        inner = [scope.graph.index for scope in self._others() if scope.serial > self.serial]
+        owned = owned_slots(graph)
+        for index in inner:
+            owned |= {(i, n) for i, node in enumerate(graph.nodes) if node in index for n in _numbers(node)}
+        return frozenset(owned)
+
+
+def _enters_beside_loss(graph: Graph, roots: Sequence[Tensor | GradientEdge]) -> bool:
+    """Tell whether a backward from ``roots`` comes to a value of ``graph`` on another way than through its loss."""
+    loss = graph.nodes[0]
+    nodes = [r.node if isinstance(r, GradientEdge) else root_of(r)[0] for r in roots if _has_graph(r)]
+    seen = set(nodes)
+    for node in nodes:  # grows while it is read
+        if node is loss or is_leaf(node):
+            continue
+        if node in graph.index:
+            return True
+        for child, _ in node.next_functions:
+            if child is not None and child not in seen:
+                seen.add(child)
+                nodes.append(child)
+    return False
+
+
+def _has_graph(root: Tensor | GradientEdge) -> bool:
+    return isinstance(root, GradientEdge) or root.grad_fn is not None
+
+
+def _numbers(node: Node) -> range:
+    return range(len(input_metadata_of(node)))  # type: ignore[attr-defined]
+
+
+Part = Tensor | nn.Module
+
+_COMPILED = (
+    "error_clip on a compiled module: the hooks of the block are not part of compiled code. Call "
+    "gg.attach_error_clip(outputs, rule) inside the module's forward instead."
+)
+
+
+class Parts(Scope):
+    """Chosen tensors, and the values that modules make in the block."""
+
+    marks_nodes = True
+
+    def __init__(self, clipping: Clipping, scale: LossScale | None, parts: list[Part]) -> None:
+        super().__init__(clipping, scale)
+        for number, part in enumerate(parts):
+            _check_part(number, part)
+        if clipping.leaves and not any(isinstance(part, nn.Module) for part in parts):
+            raise InvalidValueError("leaves=True with chosen tensors: put parameters into the list to clip them too.")
+        self.parts = parts
+        self.kept: list[Node] = []
+        self.starts: dict[int, list[tuple[int, Inputs]]] = {}
+        self.forwards: set[nn.Module] = set()
+        self.closed: dict[nn.Module, str] = {}
+        """The type of something that a module returned which cannot be looked into."""
+        self.backwards: set[nn.Module] = set()
+
+    def enter(self) -> None:
+        """Hook the chosen tensors, and get ready for the modules' forwards."""
+        self._begin(None)
+        self._rescale(_device_of(self.parts))
+        for part in self.parts:
+            if isinstance(part, Tensor):
+                self._take(part)
+            else:
+                handles = self.clipping.handles
+                before, after = ForwardHook(self._before_forward), ForwardHook(self._after_forward)
+                handles.append(part.register_forward_pre_hook(before, prepend=True))
+                handles.append(part.register_forward_hook(after, prepend=True, always_call=True))
+        refresh_all(self.thread, but=self)
+
+    def check(self) -> None:
+        """Refuse to have done nothing."""
+        for number, part in enumerate(self.parts):
+            if isinstance(part, nn.Module):
+                which = type(part).__name__ if len(self.parts) == 1 else f"{type(part).__name__}, entry {number},"
+                if part in self.closed and part not in self.forwards:
+                    raise InvalidValueError(
+                        f"{which} returned a {self.closed[part]}, in which no tensor can be found: return tensors, "
+                        f"nested lists, tuples or dicts of them, or objects with them as attributes."
+                    )
+                if part not in self.forwards:
+                    raise InvalidValueError(
+                        f"nothing differentiable passed through {which} in the block: run its forward inside it, with "
+                        f"gradients enabled and something in it or in its input that requires them."
+                    )
+                if part not in self.backwards:
+                    raise InvalidValueError(
+                        f"no backward passed through {which} in the block: call backward() inside it."
+                    )
+
+    def exit(self) -> None:
+        """Take everything out, and have whole graphs come back."""
+        super().exit()
+        self.parts, self.kept = [], []
+        refresh_all(self.thread, but=self)
+
+    def _take(self, value: Tensor) -> None:
+        """Clip one chosen value, in place of the scope that had it."""
+        node, number = root_of(value)
+        if value.grad_fn is None:
+            self.clipping.hook_leaf(value)
+            self.kept.append(node)  # lives only as long as somebody holds it
+            own(self, node, Claim((number,)))
+        else:
+            own(self, node, self.clipping.hook_slot(node, number))
+
+    def _before_forward(self, module: nn.Module, args: Any) -> None:
+        if torch.compiler.is_compiling():
+            raise InvalidTypeError(_COMPILED)
+        self.starts.setdefault(threading.get_ident(), []).append((next_number(), _stand_ins(args)))
+
+    def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
+        start, inputs = self.starts.get(threading.get_ident(), [(0, NO_INPUTS)]).pop()
+        found, closed = tensors_in(output)
+        values = [v for v in found if v.grad_fn is not None]
+        if closed is not None:
+            self.closed[module] = closed
+        roots = [root for root in map(root_of, values) if number_of(root[0]) >= start]
+        if not roots:
+            return
+        self._rescale(values[0].device)
+        self.forget_dead()
+        self.clipping.install(
+            roots,
+            inputs,
+            roots_too="with dimensions",
+            stop=lambda node: number_of(node) < start,
+            exclude=lambda graph: frozenset(owned_slots(graph, since=self.serial)),
+            claimed=lambda node, claim: own(self, node, claim),
+        )
+        passed = partial(self._passed, module)
+        self.clipping.handles += [node.register_prehook(passed) for node in {node for node, _ in roots}]
+        self.forwards.add(module)
+
+    def _passed(self, module: nn.Module, grads: Any) -> None:
+        self.backwards.add(module)
+
+
+def _check_part(number: int, part: Any) -> None:
+    if is_compiled(part):
+        raise InvalidTypeError(_COMPILED)
+    if isinstance(part, Tensor) and not part.requires_grad:
+        raise InvalidValueError(
+            f"tensor {number} of the list (shape {tuple(part.shape)}) does not require a gradient: nothing to clip."
+        )
+    if not isinstance(part, Tensor | nn.Module):
+        raise InvalidTypeError(f"entry {number} of the list is {type(part).__name__}: expected a tensor or a module.")
+
+
+def tensors_in(output: Any) -> tuple[list[Tensor], str | None]:
+    """Return the tensors in what a forward returns: in nested lists, tuples and dicts, and in attributes of objects.
+
+    And the type of something in it that cannot be looked into, or None.
+    """
+    found, closed, seen = [], None, set()
+    waiting = [output]
+    for value in waiting:  # grows while it is read
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif not isinstance(value, _PLAIN) and id(value) not in seen:
+            seen.add(id(value))
+            parts = _parts_of(value)
+            if parts is None:
+                closed = closed or type(value).__name__
+            else:
+                waiting += parts
+    return found, closed
+
+
+_PLAIN = (str, bytes, int, float, complex, type(None), type, ModuleType, nn.Module, torch.device, torch.dtype)
+"""What holds no value that a forward has made."""
+
+
+def _parts_of(value: Any) -> list[Any] | None:
+    """Return what an object holds; None for one whose inside cannot be seen, such as a function's."""
+    if isinstance(value, Mapping):
+        return [*value.values()]
+    if isinstance(value, list | tuple | set | frozenset | deque):
+        return [*value]
+    if isinstance(value, partial):
+        return [value.func, *value.args, *value.keywords.values()]
+    leaves = tree_leaves(value)
+    return _attributes_of(value) if len(leaves) == 1 and leaves[0] is value else leaves
+
+
+def _attributes_of(value: Any) -> list[Any] | None:
+    """Return the values of an object's attributes; None where it has none."""
+    if isinstance(value, FunctionType):
+        return None
+    declared = [(kind, vars(kind)["__slots__"]) for kind in type(value).__mro__ if "__slots__" in vars(kind)]
+    if not (declared or hasattr(value, "__dict__")):
+        return None
+    found = [*getattr(value, "__dict__", {}).values()]
+    for kind, names in declared:
+        for name in [names] if isinstance(names, str) else names:
+            private = name.startswith("__") and not name.endswith("__")
+            found.append(getattr(value, f"_{kind.__name__.lstrip('_')}{name}" if private else name, None))
+    return found
+
+
+def _stand_ins(args: Any) -> Inputs:
+    """Return the leaves among a module's inputs that a reentrant checkpoint made of intermediate values."""
+    if current_graph_task() == -1:
+        return NO_INPUTS
+    leaves = [v for v in tree_leaves(args) if isinstance(v, Tensor) and v.is_leaf and v.requires_grad]
+    return {root_of(leaf)[0]: True for leaf in leaves if not isinstance(leaf, nn.Parameter)}
+
+
+def _device_of(parts: list[Part]) -> torch.device:
+    for part in parts:
+        for tensor in (part,) if isinstance(part, Tensor) else part.parameters():
+            return tensor.device
+    return torch.device("cpu")

@@ -1,0 +1,295 @@
+"""What an error clip did: for each operation and module, how much was clipped and how much was not finite."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import Node
+
+from gradguard.backward_clip.compiled_counts import CompiledCounts, count_changes
+from gradguard.backward_clip.module_timeline import ModuleTimeline
+from gradguard.torch_private import input_metadata_of
+
+Count = int | Tensor
+_UNREAD_BLOCKS = 16
+_SMALL = 4096
+_EXACT_IN_FLOAT32 = 2**24
+
+
+@dataclass(frozen=True)
+class OpStatistics:
+    """The gradients of the outputs of one operation in one module, over all blocks that the statistics saw."""
+
+    op: str
+    module: str
+    gradients: int
+    elements: int
+    clipped: Tensor
+    nonfinite: Tensor
+
+
+@dataclass(frozen=True)
+class FirstNonfinite:
+    """The first gradient, in the order of the backward, that held NaN or infinity."""
+
+    op: str
+    module: str
+    made_by: str
+    block: int
+    nonfinite: int
+    elements: int
+
+    def __str__(self) -> str:
+        place = f" in {self.module}" if self.module else ""
+        made = f", made by the backward of {self.made_by}" if self.made_by else ""
+        among = f" of {self.elements}" if self.elements else ""  # compiled code for several sizes knows none
+        return (
+            f"block {self.block}: the gradient of the output of {self.op}{place}{made} "
+            f"({self.nonfinite}{among} elements)"
+        )
+
+
+class ErrorClipStats:
+    """Counts of what `error_clip` did, by operation and module: give it as ``stats=`` and print it.
+
+    An operation is named as PyTorch names its backward (``MulBackward0``); a line counts the gradients of that
+    operation's *output*, as they arrive, before the clip. Counts stay on the device until they are read, so that
+    nothing waits; on the CPU nothing is written where nothing exceeds a bound.
+
+    The last lines name the first gradient in backward order that was not finite, with the operation whose backward
+    made it: the culprit, where `torch.autograd.set_detect_anomaly` names the last one. A value clip leaves out clamps
+    that change nothing; if one of those operations made the NaN, the next one below is named: ``prune=False`` is
+    exact, as are all rules that are not pruned, for example ``ErrorClipNonfinite("keep")``.
+
+    Args:
+        model: The module whose submodules should be named. Its forward must run after this; hooks on its submodules
+            note which operations they record (0.4 to 4 % of the forward). `detach` removes them.
+
+    Example:
+        >>> import gradguard as gg, torch
+        >>> model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Tanh(), torch.nn.Linear(3, 1))
+        >>> stats = gg.ErrorClipStats(model)
+        >>> loss = model(torch.ones(4, 2)).square().sum()
+        >>> with gg.error_clip(loss, gg.ErrorClipByValue(1e-3), stats=stats):
+        ...     loss.backward()
+        >>> [(row.op, row.module, row.elements) for row in stats.rows()]
+        [('PowBackward0', '', 4), ('AddmmBackward0', '2', 4), ('TanhBackward0', '1', 12), ('AddmmBackward0', '0', 12)]
+        >>> stats.first_nonfinite is None
+        True
+    """
+
+    def __init__(self, model: nn.Module | None = None) -> None:
+        self._timeline = ModuleTimeline(model) if model is not None else None
+        self.compiled = CompiledCounts(self.place)
+        """What compiled code counts."""
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget all counts; go on naming modules."""
+        self._rows: dict[tuple[str, str], _Row] = {}
+        self._first: FirstNonfinite | None = None
+        self._unread: list[tuple[int, list[tuple[_Row, str, int]], Tensor]] = []
+        self._pending: list[tuple[_Row, str, int, Tensor]] = []
+        self._loss: Tensor | None = None
+        self._blocks = 0
+        self.compiled.reset()
+
+    def detach(self) -> None:
+        """Remove the hooks that name modules."""
+        if self._timeline is not None:
+            self._timeline.detach()
+
+    def rows(self) -> list[OpStatistics]:
+        """Return a line for each operation and module, in the order of the backward; counts are device tensors."""
+        rows = {key: replace(row) for key, row in self._rows.items()}
+        for op, module, gradients, elements, clipped, nonfinite in self.compiled.lines():
+            row = rows.setdefault((op, module), _Row(op, module))
+            row.gradients += gradients
+            row.elements += elements
+            row.add(clipped, nonfinite)
+        return [row.frozen() for row in rows.values() if row.gradients]
+
+    @property
+    def blocks(self) -> int:
+        """How many blocks there were, and backwards through an attached clip. Waits for the device."""
+        return self._blocks + self.compiled.backwards
+
+    @property
+    def first_nonfinite(self) -> FirstNonfinite | None:
+        """The first gradient that was not finite, or None. Waits for the device."""
+        self._read(keep=0)
+        found = self.compiled.first()
+        return FirstNonfinite(*found) if self._first is None and found is not None else self._first
+
+    @property
+    def loss_is_finite(self) -> Tensor | None:
+        """Whether all losses so far were finite, on their device; None before the first."""
+        return self._loss
+
+    def __str__(self) -> str:
+        lines = [("gradient of the output of", "module", "gradients", "elements", "clipped", "non-finite")]
+        for row in self.rows():
+            clipped, nonfinite = int(row.clipped), int(row.nonfinite)
+            share = f"{clipped} ({clipped / max(1, row.elements):.1%})"
+            lines.append((row.op, row.module or "-", str(row.gradients), str(row.elements), share, str(nonfinite)))
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        table = [
+            "  ".join(c.ljust(w) if i < 2 else c.rjust(w) for i, (c, w) in enumerate(zip(line, widths, strict=True)))
+            for line in lines
+        ]
+        notes = [f"blocks: {self.blocks}"]
+        if self._loss is not None and not bool(self._loss):
+            notes.append("the loss itself was not finite")
+        notes.append(f"first non-finite: {self.first_nonfinite or 'none'}")
+        return "\n".join([*(line.rstrip() for line in table), *notes])
+
+    def place(self, node: Node) -> str:
+        """Return the name of the module whose forward recorded ``node``, empty if not known."""
+        return self._timeline.module_of(node) if self._timeline is not None else ""
+
+    def row(self, node: Node, name: str, sources: str) -> "_Shown":
+        """Return where the gradients of one node are counted."""
+        return _Shown(self, self.line(node, name), sources)
+
+    def line(self, node: Node, name: str) -> "_Row":
+        """Return the line of the table for one node."""
+        key = (name, self.place(node))
+        row = self._rows.get(key)
+        if row is None:
+            row = self._rows[key] = _Row(*key)
+        return row
+
+    def tally(self) -> "_Passing":
+        """Return where to add the gradients that one install leaves alone, because clipping them changes nothing."""
+        return _Passing(self, {})
+
+    def begin(self, loss: Tensor | None) -> None:
+        """Start a block."""
+        self._blocks += 1
+        if loss is not None:
+            finite = loss.detach().isfinite().all()
+            self._loss = finite if self._loss is None else self._loss.to(finite.device) & finite
+
+    def end(self) -> None:
+        """End a block: put counts that are still on a device in order, without a wait."""
+        if self._pending:
+            counts = torch.stack([count.to(self._pending[0][3].device) for *_, count in self._pending])
+            self._unread.append((self._blocks, [(row, made, n) for row, made, n, _ in self._pending], counts))
+            self._pending = []
+        self._read(keep=_UNREAD_BLOCKS)
+
+    def note(self, row: "_Row", made_by: str, elements: int, nonfinite: Count) -> None:
+        """Remember who was first."""
+        if isinstance(nonfinite, Tensor):
+            self._pending.append((row, made_by, elements, nonfinite))
+        elif nonfinite and self._first is None and not self._unread:
+            self._first = FirstNonfinite(row.op, row.module, made_by, self._blocks, nonfinite, elements)
+
+    def _read(self, keep: int) -> None:
+        """Look at the oldest blocks, all but ``keep``: their counts were made long ago, so that nothing waits."""
+        while len(self._unread) > keep:
+            block, shown, counts = self._unread.pop(0)
+            if self._first is not None:
+                continue
+            for (row, made_by, elements), nonfinite in zip(shown, counts.tolist(), strict=True):
+                if nonfinite:
+                    self._first = FirstNonfinite(row.op, row.module, made_by, block, nonfinite, elements)
+                    break
+
+
+@dataclass
+class _Row:
+    op: str
+    module: str
+    gradients: int = 0
+    elements: int = 0
+    clipped: Count = 0
+    nonfinite: Count = 0
+
+    def add(self, clipped: Count, nonfinite: Count) -> None:
+        self.clipped = self.clipped + clipped
+        self.nonfinite = self.nonfinite + nonfinite
+
+    def frozen(self) -> OpStatistics:
+        clipped, nonfinite = torch.as_tensor(self.clipped), torch.as_tensor(self.nonfinite)
+        return OpStatistics(self.op, self.module, self.gradients, self.elements, clipped, nonfinite)
+
+
+@dataclass
+class _Passing:
+    """How many gradients and elements pass unclipped in each backward, by the position of their line."""
+
+    stats: ErrorClipStats
+    counts: dict[int, tuple[_Row, int, int]]
+
+    def add(self, node: Node, name: str, numbers: tuple[int, ...]) -> None:
+        row, found = self.stats.line(node, name), input_metadata_of(node)
+        elements = 0
+        for number in numbers:
+            elements += math.prod(found[number].shape)
+        _, gradients, before = self.counts.get(id(row), (row, 0, 0))
+        self.counts[id(row)] = (row, gradients + len(numbers), before + elements)
+
+    def passes(self, grads: object) -> None:
+        for row, gradients, elements in self.counts.values():
+            row.gradients += gradients
+            row.elements += elements
+
+    def forget(self) -> None:
+        self.counts.clear()
+
+
+@dataclass
+class _Shown:
+    """One node's view of its row."""
+
+    stats: ErrorClipStats
+    row: _Row
+    made_by: str
+
+    @property
+    def module(self) -> str:
+        return self.row.module
+
+    def clip(self, grad: Tensor, apply: Callable[[Tensor], Tensor], bounds: tuple[float, float] | None) -> Tensor:
+        row, elements = self.row, grad.numel()
+        row.gradients += 1
+        row.elements += elements
+        if elements == 0:
+            return apply(grad)
+        if type(grad) is not Tensor or not grad.is_cpu or grad.is_complex():
+            return self._on_device(grad, apply)
+        seen = grad.detach() if grad.requires_grad else grad
+        low, high = (extreme.item() for extreme in seen.aminmax())
+        finite = -math.inf < low and high < math.inf
+        if finite and bounds is not None and bounds[0] <= low and high <= bounds[1]:
+            return grad
+        clipped = apply(grad)
+        if finite:
+            row.clipped += _how_many_differ(clipped.detach() if clipped.requires_grad else clipped, seen)
+            return clipped
+        changed, nonfinite = (int(count) for count in count_changes(seen, clipped.detach()))
+        row.add(changed, nonfinite)
+        self.stats.note(row, self.made_by, elements, nonfinite)
+        return clipped
+
+    def _on_device(self, grad: Tensor, apply: Callable[[Tensor], Tensor]) -> Tensor:
+        clipped = apply(grad)
+        changed, nonfinite = count_changes(grad.detach(), clipped.detach())
+        self.row.add(changed, nonfinite)
+        self.stats.note(self.row, self.made_by, grad.numel(), nonfinite)
+        return clipped
+
+
+def _how_many_differ(first: Tensor, second: Tensor) -> int:
+    """Count on the CPU where two finite tensors differ, the fastest way that is exact (benchmarks/LOG.md)."""
+    if first is second:
+        return 0
+    if first.numel() <= _SMALL:
+        return int((first - second).count_nonzero())
+    if first.numel() > _EXACT_IN_FLOAT32:
+        return int((first != second).sum())
+    ones = torch.empty(first.shape, dtype=torch.float32)
+    return int(torch.ne(first, second, out=ones).sum())

@@ -1,0 +1,157 @@
+"""What a module is called with and returns: tensors taken out and put in again, and the samples among them."""
+
+import itertools
+from collections.abc import Hashable, Mapping, Sequence, Set
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradguard.errors import InvalidValueError
+from gradguard.torch_private import tree_flatten, tree_leaves, tree_map, tree_unflatten, version_of
+
+Arguments = tuple[tuple[Any, ...], Mapping[str, Any]]
+"""Positional and keyword arguments of one call."""
+
+
+def tensor_leaves(tree: Any) -> list[Tensor]:
+    """Return the tensors in nested tuples, lists and dicts."""
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def count_samples(arguments: Arguments, batch_first: bool, name: str) -> int:
+    """Return the number of samples B in one call: the size of the first tensor's batch dimension.
+
+    Raises:
+        InvalidValueError: If no tensor has one.
+    """
+    for tensor in tensor_leaves(arguments):
+        if tensor.dim():
+            return tensor.shape[_batch_dim(tensor, batch_first)]
+    raise InvalidValueError(
+        f"{name} was called without a tensor that has a batch dimension, so the samples cannot be told apart. Call it "
+        "with the batch as a tensor, such as model(x)."
+    )
+
+
+def other_candidates(arguments: Arguments, batch_first: bool, size: int) -> list[int]:
+    """Return the positions of tensors, but the first, whose batch dimension has ``size`` by chance, maybe.
+
+    Such a tensor is a list of positions or a square mask. Anything else may hold other samples' data, as the second
+    input of a contrastive model does, and belongs to no sample only if that is certain.
+    """
+    tensors = tensor_leaves(arguments)
+    fitting = [i for i, t in enumerate(tensors) if t.dim() and t.shape[_batch_dim(t, batch_first)] == size]
+    return [i for i in fitting[1:] if _may_be_constant(tensors[i])]
+
+
+def _may_be_constant(tensor: Tensor) -> bool:
+    if tensor.dim() == 1:
+        return not (tensor.is_floating_point() or tensor.is_complex())
+    square = tensor.dim() == 2 and tensor.shape[0] == tensor.shape[1]
+    return square and tensor.unique().numel() <= 2
+
+
+def signature(arguments: Arguments, sizes: bool) -> Hashable:
+    """Return what tells one way of calling a module from another: all but the sizes of tensors.
+
+    Args:
+        arguments: Of one call.
+        sizes: Tell sizes of 1 from others, too: what is one token now may be several in the next call.
+    """
+    leaves, spec = tree_flatten(arguments)
+    return str(spec), tuple(_form(leaf, sizes) for leaf in leaves)
+
+
+def _form(leaf: Any, sizes: bool) -> Hashable:
+    if isinstance(leaf, Tensor):
+        return leaf.dtype, tuple(sizes and size == 1 for size in leaf.shape)
+    return leaf if isinstance(leaf, bool | str | None) else type(leaf)
+
+
+def take_samples(
+    arguments: Arguments,
+    batch_first: bool,
+    size: int,
+    indices: Sequence[int],
+    whole: Set[int] = frozenset(),
+) -> Arguments:
+    """Return the arguments for the samples ``indices``.
+
+    Args:
+        arguments: Of the whole batch.
+        batch_first: Whether the batch is their first dimension.
+        size: Number of samples; every tensor whose batch dimension has it is cut.
+        indices: Which samples.
+        whole: Positions of tensors that are not cut all the same.
+    """
+    count = itertools.count()
+
+    def take(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        leaf, position = leaf.detach(), next(count)
+        if position not in whole and leaf.dim() and leaf.shape[_batch_dim(leaf, batch_first)] == size:
+            chosen = torch.tensor(indices, device=leaf.device)
+            return leaf.index_select(_batch_dim(leaf, batch_first), chosen)
+        return leaf.clone()
+
+    args, kwargs = tree_map(take, (tuple(arguments[0]), dict(arguments[1])))
+    return args, kwargs
+
+
+def to_float64(arguments: Arguments) -> Arguments:
+    """Return the arguments with floating-point tensors in float64, complex ones in complex128."""
+
+    def convert(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex()):
+            return leaf.detach().to(torch.complex128 if leaf.is_complex() else torch.float64)
+        return leaf
+
+    args, kwargs = tree_map(convert, (tuple(arguments[0]), dict(arguments[1])))
+    return args, kwargs
+
+
+def _batch_dim(tensor: Tensor, batch_first: bool) -> int:
+    return 0 if batch_first or tensor.dim() == 1 else 1
+
+
+def changes_of(tensor: Tensor) -> int:
+    """Return how often ``tensor`` was written into; 0 for one made in inference mode, which does not count."""
+    return 0 if tensor.is_inference() else version_of(tensor)
+
+
+class Skeleton:
+    """Nested tuples, lists and dicts without their tensors.
+
+    Args:
+        tree: With tensors.
+
+    Attributes:
+        tensors: The tensors, in order; `release` forgets them.
+    """
+
+    def __init__(self, tree: Any) -> None:
+        self._lone = type(tree) is Tensor  # what most layers return, many times in a step
+        leaves, spec = ([tree], None) if self._lone else tree_flatten(tree)
+        self._spec: Any = spec
+        self.tensors: list[Tensor] = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        self._leaves = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        self._places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def release(self) -> list[Tensor]:
+        """Return the tensors and forget them."""
+        tensors, self.tensors = self.tensors, []
+        return tensors
+
+    def fill(self, tensors: Sequence[Tensor | None]) -> Any:
+        """Return the tree with ``tensors`` in the places of its own."""
+        if self._lone:
+            return tensors[0]
+        leaves = list(self._leaves)
+        for place, tensor in zip(self._places, tensors, strict=True):
+            leaves[place] = tensor
+        return tree_unflatten(leaves, self._spec)

@@ -1,0 +1,377 @@
+"""Follows a module's calls: knows which layer runs, what to do with it, and what a gradient that went past it means."""
+
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gradguard.errors import UnsupportedGradientError
+from gradguard.module_hooks import ForwardHook
+from gradguard.per_sample.call_arguments import Arguments, Skeleton, count_samples, take_samples
+from gradguard.per_sample.capture import Running, Tapping, autocast_of
+from gradguard.per_sample.dry_run import Observer, Slot
+from gradguard.per_sample.layer_plans import CallPlan, Planning, Treatment, Way
+from gradguard.per_sample.loss.check import LossCheck
+from gradguard.per_sample.mini_batch import Gathering
+from gradguard.per_sample.refusals import refuse_batch_norm, refuse_sharded_since
+from gradguard.per_sample.rerun import Draws, Snapshot
+from gradguard.per_sample.sample_loop import LoopedCall
+from gradguard.torch_private import current_graph_task, hook_order, never_compiled, parameter_slots
+
+_NOTHING = CallPlan(Treatment.NOTHING, False, (), ())
+
+
+@dataclass(frozen=True)
+class LastCall:
+    """One outermost call, to be repeated.
+
+    Attributes:
+        way: How it is treated.
+        arguments: What the module was called with.
+        batch_size: Number of samples.
+        autocast: Device type and dtype of the autocast that it ran under, or None.
+    """
+
+    way: Way
+    arguments: Arguments
+    batch_size: int
+    autocast: tuple[str, torch.dtype] | None
+
+    def samples(self, batch_first: bool, indices: Sequence[int]) -> Arguments:
+        """Return the arguments for some of the samples."""
+        return take_samples(self.arguments, batch_first, self.batch_size, indices, self.way.whole)
+
+
+class Following:
+    """Hooks on every layer of ``module``, until `remove`.
+
+    Args:
+        module: The outermost module.
+        batch_first: Whether the batch is the first dimension of what it is called with.
+        names: The name of each parameter by where it is held; several places may hold one.
+        reduction: What the loss is over samples, ``"mean"`` or ``"sum"``.
+        rehearse: Called with this object and a call before it, if it is of a new kind or size: what tries out whether
+            per-sample gradients will be right; None for no trial.
+        loss_check: Looks at the loss of such a call.
+
+    Attributes:
+        last_calls: The last call of each outermost module.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        batch_first: bool,
+        names: Mapping[Slot, str],
+        reduction: str = "mean",
+        rehearse: "Callable[[Following, LastCall], None] | None" = None,
+        loss_check: LossCheck | None = None,
+    ) -> None:
+        self._loss_check = loss_check
+        self._module, self.batch_first, self._names = module, batch_first, names
+        self._reduction, self._rehearse = reduction, rehearse
+        self._rehearsed: Way | None = None
+        self._loop: LoopedCall | None = None
+        self._unverified: list[LastCall] = []
+        self._without_gradient: Collection[str] = ()
+        self.aliases: dict[str, list[Slot]] = defaultdict(list)
+        for slot, name in names.items():
+            self.aliases[name].append(slot)
+        self._tapping = Tapping(names, self.aliases, self.quietly)
+        self._quiet = False
+        self.last_calls: dict[nn.Module, LastCall] = {}
+        self._planning = Planning(self.batch_first, names, partial(setattr, self, "_observer"))
+        self._stack: list[Running] = []
+        self._trained: frozenset[str] = frozenset()
+        self._observer: Observer | None = None
+        self._handles: list[Any] = []
+        self._hooks: dict[nn.Module, tuple[int, int]] = {}
+        try:
+            for submodule in module.modules():
+                before = submodule.register_forward_pre_hook(ForwardHook(self._enter), with_kwargs=True)
+                self._handles.append(before)
+                # First of all, so that what other hooks keep of the output has passed the tap.
+                after = submodule.register_forward_hook(
+                    ForwardHook(self._leave), prepend=True, with_kwargs=True, always_call=True
+                )
+                self._handles.append(after)
+                self._hooks[submodule] = after.id, before.id
+        except BaseException:
+            self.remove()
+            raise
+        self._guarded: set[int] = set()
+
+    def remove(self) -> None:
+        """Take all hooks away; calling it again does nothing."""
+        if self._loss_check is not None:
+            self._loss_check.stop()
+        while self._handles:
+            self._handles.pop().remove()
+
+    @property
+    def planning(self) -> Planning:
+        """The plans, and whether they have been verified."""
+        return self._planning
+
+    @property
+    def trained(self) -> frozenset[str]:
+        """Names of the parameters that were trained when the module was last called."""
+        return self._trained
+
+    @property
+    def gathering(self) -> Gathering:
+        """What backward brings."""
+        return self._tapping.gathering
+
+    def parameter(self, name: str) -> nn.Parameter:
+        """Return the parameter that now stands where ``name`` is held.
+
+        Raises:
+            UnsupportedGradientError: If there is none any more.
+        """
+        module, slot = self.aliases[name][0]
+        parameter = parameter_slots(module).get(slot)
+        if parameter is None or any(parameter_slots(m).get(other) is not parameter for m, other in self.aliases[name]):
+            raise UnsupportedGradientError(
+                f"parameter {name} is gone from the module, or no longer tied as it was: call clipper.detach() and "
+                "make a new clipper."
+            )
+        return parameter
+
+    def verified(self, conclusive: bool) -> None:
+        """The gradients of the last calls have been found to be right; the next are looked at too if not conclusive."""
+        while self._unverified:
+            call = self._unverified.pop()
+            if conclusive:
+                call.way.sizes.add(call.batch_size)
+
+    @contextmanager
+    def apart(self, way: Way) -> Iterator[Gathering]:
+        """Gather into another `Gathering` in a block that calls the module in one way for another purpose."""
+        tapping = self._tapping
+        before = tapping.gathering, dict(self.last_calls), tapping.batch_size, list(self._unverified)
+        tapping.gathering = Gathering(before[0].shared | self._planning.shared)
+        self._rehearsed = way
+        try:
+            yield tapping.gathering
+        finally:
+            tapping.gathering, self.last_calls, tapping.batch_size, self._unverified = before
+            self._rehearsed = None
+
+    @contextmanager
+    def quietly(self) -> Iterator[None]:
+        """Do nothing in a block that runs the module for another purpose."""
+        before, self._quiet = self._quiet, True
+        try:
+            yield
+        finally:
+            self._quiet = before
+
+    # What the hooks do
+
+    @never_compiled
+    def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._observer is not None:
+            self._observer.enter(module, args, kwargs)
+            return None
+        if self._quiet or self._loop is not None or not torch.is_grad_enabled():
+            return None
+        if self._stack and self._stack[0].module is module:
+            self.recover()
+        if not self._stack:
+            self._begin(module, (args, kwargs))
+            if self._loop is not None:
+                self._stack.append(self._start_loop(module))
+                return None
+        caller = self._stack[-1] if self._stack else None
+        running = Running(module, self._next_plan(module))
+        running.exposed = self._is_exposed(module)
+        self._stack.append(running)
+        return self._tapping.start(running, caller, args, kwargs)
+
+    @never_compiled
+    def _leave(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        if self._observer is not None:
+            self._observer.leave(module, args, kwargs, output)
+            return None
+        if not self._stack or self._stack[-1].module is not module:
+            return None
+        running = self._stack.pop()
+        running.give_back()
+        if output is None:  # the forward raised an error
+            self._loop = None
+            return None
+        try:
+            if self._loop is not None:
+                return self._end_loop(output)
+            return self._refuse_unowned(
+                module,
+                self._tapping.end(running, self._stack[-1] if self._stack else None, args, kwargs, output),
+                output,
+            )
+        except UnsupportedGradientError:
+            self._planning.forget()  # so that the next step looks at the model again
+            raise
+
+    def _begin(self, module: nn.Module, arguments: Arguments) -> None:
+        """An outermost call starts."""
+        refuse_batch_norm(self._module)
+        if not self._planning.sharded:
+            refuse_sharded_since(self._module)
+        self._look_at_trained()
+        self._planning.restart()
+        if current_graph_task() != -1:  # a checkpoint runs a part of the forward again
+            return
+        size = self._tapping.batch_size = count_samples(arguments, self.batch_first, type(module).__name__)
+        if not size:
+            return
+        rehearsal = self._rehearsed is not None
+        rehearse = self._rehearse if self._planning.uses_trained(module) and not self._planning.sharded else None
+        way = self._rehearsed or self._planning.way(module, arguments, size)
+        call = LastCall(way, arguments, size, autocast_of(Skeleton(arguments)))
+        self._tapping.verifying = not rehearsal and rehearse is not None and size not in way.sizes
+        if rehearse is not None and self._tapping.verifying:
+            rehearse(self, call)
+            self._planning.restart()
+            self._unverified.append(call)
+            self._tapping.batch_size, self._tapping.verifying = size, True
+        looks = rehearse is not None and not rehearsal and self.gathering.mini_batch is None
+        if looks and self._loss_check is not None:
+            self._loss_check.start(size, way.output_axes, self._tapping.verifying)
+        self._planning.resume(way)
+        self.gathering.shared = self._planning.shared
+        self.last_calls[module] = call
+        if way.looped:
+            self._loop = self.looped_call(call)
+
+    def looped_call(self, call: LastCall) -> LoopedCall:
+        """Return ``call`` as one that is repeated sample by sample."""
+        way = call.way
+        trained = {name: self.aliases[name] for name in sorted(self._trained)}
+        inside = set(way.module.modules())
+        places = {name: slots for name, slots in trained.items() if any(module in inside for module, _ in slots)}
+        return LoopedCall(
+            way.module,
+            call.arguments,
+            self.batch_first,
+            call.batch_size,
+            way.whole,
+            way.output_axes,
+            self._reduction,
+            places,
+            self.quietly,
+            call.autocast,
+            way.precision,
+            way.reason,
+        )
+
+    def _start_loop(self, module: nn.Module) -> Running:
+        """The batch of a looped call starts."""
+        assert self._loop is not None
+        running = Running(module, _NOTHING)
+        self._loop.before = Snapshot(module, self.last_calls[module].way.changes_buffers)
+        if self._tapping.verifying:
+            self._tapping.put_leaves(running, self._loop.places)
+            self._loop.leaves = running.leaves
+        self._loop.draws = running.places.enter_context(Draws())
+        return running
+
+    def _end_loop(self, output: Any) -> Any:
+        loop, self._loop = self._loop, None
+        assert loop is not None
+        way = self.last_calls[loop.module].way
+        return self._refuse_unowned(loop.module, self._tapping.tap_loop(loop, output), output, way)
+
+    def _refuse_unowned(self, module: nn.Module, changed: Any, output: Any, way: Way | None = None) -> Any:
+        """Let a gradient of a tensor that belongs to no sample be an error, where the outermost module returned it."""
+        if self._stack or self._tapping.batch_size == 0 or module not in self.last_calls:
+            return changed
+        way = way or self.last_calls[module].way
+        if self._rehearsed is not None:
+            return changed
+        tensors = Skeleton(output if changed is None else changed).tensors
+        if self._loss_check is not None:
+            axes = way.output_axes if len(tensors) == len(way.output_axes) else [None] * len(tensors)
+            self._loss_check.add_outputs(tensors, axes)
+        if way.unowned:
+            for position, words in way.unowned.items():
+                if position < len(tensors) and tensors[position].requires_grad:
+                    tensors[position].register_hook(partial(_refuse, words))
+        return changed
+
+    def _look_at_trained(self) -> None:
+        """See which parameters are trained now."""
+        parameters = {name: self.parameter(name) for name in self.aliases}
+        trained = frozenset(name for name, parameter in parameters.items() if parameter.requires_grad)
+        self._without_gradient = {name for name, parameter in parameters.items() if parameter.grad is None}
+        if trained != self._trained:
+            self._guard(trained)
+            self._tapping.train(trained)
+            self._planning.train(trained)
+            self._trained = trained
+
+    def _guard(self, names: frozenset[str]) -> None:
+        """Watch the accumulators of the trained parameters."""
+        for name in names:
+            parameter = self.parameter(name)
+            if id(parameter) not in self._guarded and self._rehearsed is None:
+                self._guarded.add(id(parameter))
+                hook = partial(_bypassed, weakref.ref(self), name)
+                self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
+
+    def _is_exposed(self, module: nn.Module) -> bool:
+        """Whether hooks of others run between the two of the clipper's, where parameters are kept from autograd."""
+        return hook_order(module) != self._hooks[module]
+
+    def _next_plan(self, module: nn.Module) -> CallPlan:
+        """The plan of this call of ``module``."""
+        if self._tapping.batch_size == 0:
+            return _NOTHING
+        plan = self._planning.next(module)
+        if plan is not None:
+            return plan
+        if not self._planning.uses_trained(module):
+            return _NOTHING
+        self._planning.unexpected()
+        raise UnsupportedGradientError(
+            f"{type(module).__name__} did not run when the model was looked at, so how it treats samples is not known. "
+            "Repeat this step: the model is looked at again. (Nothing was clipped yet.)"
+        )
+
+    def recover(self) -> None:
+        """Give back what calls that were cut short (an interrupt from the keyboard) have withheld."""
+        self._loop = None
+        while self._stack:
+            self._stack.pop().give_back()
+
+    def bypassed(self, name: str, parameter: Tensor) -> None:
+        """A gradient reached a parameter past the layers."""
+        if self._quiet:
+            return
+        if name in self._without_gradient:
+            parameter.grad = None
+        self.gathering.discard()
+        self._planning.forget()
+        raise UnsupportedGradientError(
+            f"parameter {name} was used outside of the module's forward (in the loss, say, or by code that the module "
+            "does not call through a layer), so what each sample contributes there is not known. Use it inside "
+            "forward; or, for a penalty on weights, give the optimizer weight_decay. For an ordinary backward, call "
+            "clipper.detach() first. If forward has used it for the first time now, repeat this step."
+        )
+
+
+def _bypassed(following: "weakref.ref[Following]", name: str, parameter: Tensor) -> None:
+    """Does not keep what follows alive: a cycle through the hook of a tensor, which it leads to, is never freed."""
+    if (found := following()) is not None:
+        found.bypassed(name, parameter)
+
+
+def _refuse(words: str, gradient: Tensor | None) -> None:
+    if gradient is not None and bool(gradient.any()):
+        raise UnsupportedGradientError(words)

@@ -1,0 +1,493 @@
+"""What is done at the start and at the end of one call of a layer.
+
+While a layer runs, its parameters do not require grad, so autograd never computes their gradients; what it returns
+passes through a `tap`, which in backward hands over the layer's input and the gradient of its output.
+
+Code that uses parameters by itself runs with leaves of its own in their places. Autograd adds up the plain gradient of
+this one call there, and the per-sample gradients must add up to the same: a value that left the code on any other way
+than through the tap is noticed so. On a step that is to be verified, layers with a rule get such leaves too.
+"""
+
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gradguard.distributed.fully_sharded import is_fully_sharded
+from gradguard.distributed.placements import is_sharded
+from gradguard.errors import UnsupportedGradientError
+from gradguard.per_sample.call_arguments import Skeleton, changes_of
+from gradguard.per_sample.dry_run import Slot
+from gradguard.per_sample.layer_plans import CallPlan, Treatment
+from gradguard.per_sample.layers.call import BatchAxis
+from gradguard.per_sample.mini_batch import Gathering, UsedLayer
+from gradguard.per_sample.operations import Operation, ParameterProxy, rule_of
+from gradguard.per_sample.plain_sum import Leaves
+from gradguard.per_sample.rerun import substituted
+from gradguard.per_sample.sample_loop import LoopedCall
+from gradguard.per_sample.vmap_fallback import LeftOut, OwnCode
+from gradguard.torch_private import current_graph_task, parameter_slots
+
+Receiver = Callable[[Sequence[Tensor], Sequence[Tensor | None], int], None]
+"""Called in backward with the saved tensors, the gradient of each value (None where none came), and the number of the
+outermost backward."""
+
+
+_silent = threading.local()
+
+
+@contextmanager
+def silent_taps() -> Iterator[None]:
+    """Let gradients pass unread in a backward of this thread that is not the user's."""
+    before = getattr(_silent, "now", False)
+    _silent.now = True
+    try:
+        yield
+    finally:
+        _silent.now = before
+
+
+class Tap(torch.autograd.Function):
+    """The identity; known to who reads the loss's graph by its name."""
+
+    @staticmethod
+    def forward(ctx: Any, receive: Receiver, saved: tuple[Tensor, ...], anchor: Tensor, *values: Tensor) -> Any:
+        """Return the values; save what is to be handed back."""
+        del anchor  # it requires grad, so that backward comes by even where nothing before this value is trained
+        ctx.receive = receive
+        ctx.made_in = (
+            current_graph_task()
+        )  # a checkpoint that runs forward again in backward does this backward in its own
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*saved)  # so a value that is changed in place later is autograd's own error
+        results = [value.detach() for value in values]
+        return tuple(results) if len(results) > 1 else results[0]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        """Hand the gradients over, and pass them on."""
+        if getattr(_silent, "now", False):
+            return None, None, None, *grads
+        if torch.is_grad_enabled():
+            raise UnsupportedGradientError(
+                "a backward with create_graph=True went through a module whose per-sample gradients are clipped: a "
+                "gradient of gradients also depends on the weights in ways that are not followed. Call "
+                "clipper.detach() before it, or leave the gradient penalty away."
+            )
+        ctx.receive(ctx.saved_tensors, grads, current_graph_task() if ctx.made_in == -1 else ctx.made_in)
+        return None, None, None, *grads
+
+
+def tap(receive: Receiver, saved: Sequence[Tensor], anchor: Tensor, values: Sequence[Tensor]) -> list[Tensor]:
+    """Return ``values`` passed through an identity that calls ``receive`` in backward.
+
+    Args:
+        receive: What to call.
+        saved: Tensors to hand back; autograd keeps them as it keeps what an operation saves, so checkpointing and
+            the check for in-place changes work.
+        anchor: A scalar that requires grad.
+        values: Floating-point tensors.
+    """
+    results = Tap.apply(receive, tuple([tensor.detach() for tensor in saved]), anchor, *values)
+    return list(results) if isinstance(results, tuple) else [results]
+
+
+class Running:
+    """A module whose forward is running.
+
+    Attributes:
+        module: The module.
+        plan: What to do.
+        withheld: Parameters that do not require grad until it has run.
+        leaves: What stands in the places of parameters until it has run.
+        exposed: Hooks of others run while its parameters are kept from autograd.
+        places: Puts the parameters back into their places.
+        code: What is known of its own code, for `Treatment.OWN_CODE`.
+        given: What the layers that its code called have returned, with the version of each tensor.
+        tapped: What its code called layers with.
+        left_out: Its entry among what its caller's code called.
+        generator_state: State of the random generator at its start, where the rule asks.
+    """
+
+    __slots__ = (
+        "code", "exposed", "generator_state", "given", "leaves", "left_out", "module", "places", "plan", "tapped",
+        "withheld",
+    )  # fmt: skip
+
+    def __init__(self, module: nn.Module, plan: CallPlan) -> None:
+        self.module, self.plan = module, plan
+        self.withheld: list[nn.Parameter] = []
+        self.leaves: Leaves | None = None
+        self.exposed = False
+        self.places = ExitStack()
+        self.code: OwnCode | None = None
+        self.given: list[tuple[Tensor, int]] = []
+        self.tapped: list[Tensor] = []
+        self.left_out: LeftOut | None = None
+        self.generator_state: Tensor | None = None
+
+    def give_back(self) -> None:
+        """Let the parameters be as they were before the call."""
+        self.places.close()
+        while self.withheld:
+            self.withheld.pop().requires_grad_(True)
+
+
+class Tapping:
+    """Withholds parameters from autograd and taps values, call by call.
+
+    Args:
+        names: The name of each parameter by where it is held.
+        aliases: The places that hold each parameter.
+        quietly: Makes a block in which the clipper's own hooks do nothing.
+
+    Attributes:
+        gathering: What backward brings.
+        trained: Names of the parameters that are trained now.
+        batch_size: Number of samples in the outermost call.
+        verifying: Let autograd compute the plain gradients as well, to compare with.
+    """
+
+    def __init__(self, names: Mapping[Slot, str], aliases: Mapping[str, Sequence[Slot]], quietly: Any) -> None:
+        self._names, self._aliases, self._quietly = names, aliases, quietly
+        self._sharded = any(is_sharded(getattr(module, slot)) for module, slot in names)
+        self.gathering = Gathering()
+        self.trained: AbstractSet[str] = frozenset()
+        self.batch_size = -1
+        self.verifying = False
+        self._wanted_of: dict[nn.Module, dict[str, str]] = {}
+        self._anchors: dict[torch.device, Tensor] = {}
+
+    def train(self, names: AbstractSet[str]) -> None:
+        """Take note of which parameters are trained from now on."""
+        self.trained = names
+        self._wanted_of.clear()
+
+    def start(self, running: Running, caller: Running | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A call starts: return other arguments for it, or None."""
+        changed = None
+        if caller is not None and caller.code is not None and running.plan.sees_samples:
+            changed = self._leave_out(caller, running, args, kwargs)
+        args, kwargs = changed if changed else (args, kwargs)
+        return self._withhold(running, args, kwargs) or changed
+
+    def end(
+        self, running: Running, caller: Running | None, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    ) -> Any:
+        """A call ends: return something else in place of what it returned, or None."""
+        plan = running.plan
+        changed = None
+        if self.batch_size == 0:
+            changed = self._tap_outputs(output, (), self.gathering.receive_nothing) if caller is None else None
+        elif plan.treatment is Treatment.RULE:
+            changed = self._tap_layer(running, args, kwargs, output)
+        elif running.code is not None:
+            changed = self._tap_code(running, output)
+        if running.left_out is not None and caller is not None:
+            returned = Skeleton(output if changed is None else changed)
+            caller.given += [(tensor, changes_of(tensor)) for tensor in returned.tensors]
+            running.left_out.output, running.left_out.output_axes = returned, plan.outputs
+            if caller.plan.in_place:  # it gets copies to write into
+                changed = returned.fill([tensor.clone() for tensor in returned.tensors])
+            returned.release()
+        return changed
+
+    def _withhold(self, running: Running, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Keep the parameters that this call uses from autograd until it has run; return other arguments, or None."""
+        plan, module = running.plan, running.module
+        if self.batch_size == 0:
+            self._hide(running, list(self._names))
+        elif plan.treatment is Treatment.RULE:
+            if "forward" in vars(module):
+                raise UnsupportedGradientError(
+                    f"the forward of {type(module).__name__} was replaced after the model was looked at, so what it "
+                    "does with its parameters is not known. Replace it before the clipper is made, or repeat this step."
+                )
+            slots = [(m, slot) for m in module.modules() for slot in parameter_slots(m)]
+            if self.verifying or running.exposed:
+                self.put_leaves(running, {n: [s for s in slots if self._names.get(s) == n] for n in self._used(slots)})
+            else:
+                self._hide(running, slots)
+            if plan.rule is not None and plan.rule.replays and getattr(module, "dropout", 0) and module.training:
+                running.generator_state = _generator_state(module)
+        elif plan.treatment is Treatment.OPERATIONS:
+            self._put_proxies(running)
+        elif plan.treatment is Treatment.OWN_CODE:
+            return self._begin_code(running, args, kwargs)
+        return None
+
+    def _put_proxies(self, running: Running) -> None:
+        """Put something into the places of a call's parameters that taps the operations with them."""
+        module, places = running.module, {}
+        for slot, plan in running.plan.operations.items():
+            name = self._names[module, slot]
+            if name in self.trained:
+                leaf = self._leaves(module, observed=False).of({name: self._value(module, slot)})[name]
+                places[module, slot] = ParameterProxy.of(leaf, name, plan, partial(self._tap_operation, module))
+        running.places.enter_context(substituted(places))
+
+    def _tap_operation(
+        self, module: nn.Module, operation: Operation, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Tensor:
+        """Do an operation with parameters, and tap what it gives."""
+        proxies: list[Any] = list(operation.parameters.values())
+        values, leaves = {one.full_name: one.leaf.detach() for one in proxies}, None
+        if self.verifying:  # leaves for this operation alone, which get the plain gradient
+            leaves = self._leaves(module)
+            values = leaves.of(values)
+        positional = [values[a.full_name] if isinstance(a, ParameterProxy) else a for a in args]
+        named = {key: values[a.full_name] if isinstance(a, ParameterProxy) else a for key, a in kwargs.items()}
+        result = func(*positional, **named)
+        axis = proxies[0].plan.axis
+        size = self._check_sizes([(result.shape[axis.dim], axis)])
+        names = {role: one.full_name for role, one in zip(operation.parameters, proxies, strict=True)}
+        operands = [] if operation.kind == "sum" else [operation.operand]
+        plan = CallPlan(Treatment.RULE, True, (axis,) * len(operands), (axis,), rule=rule_of(operation))
+        layer = UsedLayer(module, plan, Skeleton((tuple(operands), {})), size, names, None, leaves)
+        self.gathering.activations += sum(t.nbytes for t in (*operands, result))
+        return self._tap_outputs(result, layer.arguments.release(), partial(self.gathering.receive_layer, layer))
+
+    def _leaves(self, module: nn.Module, observed: bool = True) -> Leaves:
+        return Leaves(module, partial(self.gathering.receive_plain, current_graph_task()), observed)
+
+    def _used(self, slots: Sequence[Slot]) -> list[str]:
+        """The names of the trained parameters in ``slots``."""
+        return sorted({self._names[slot] for slot in slots if slot in self._names} & self.trained)
+
+    def _begin_code(self, running: Running, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        plan, module = running.plan, running.module
+        names = self._used(list(plan.uses))
+        if not names:
+            return None
+        aliases = {name: self._aliases[name] for name in names}
+        self._refuse_own_shards(module, aliases)
+        arguments = Skeleton((args, kwargs))
+        passed = self._passed(plan, arguments.tensors)
+        leaf_of = self.put_leaves(running, aliases)
+        running.code = OwnCode(
+            module,
+            arguments,
+            plan.inputs,
+            Skeleton(()),
+            plan.outputs,
+            (),
+            -1,
+            aliases,
+            {name: leaf.detach() for name, leaf in leaf_of.items()},
+            autocast_of(arguments),
+            self._quietly,
+            passed=passed,
+            leaves=running.leaves,
+            in_place=plan.in_place,
+        )
+        running.given = [(tensor, changes_of(tensor)) for tensor in arguments.tensors]
+        if not passed:
+            return None
+        tensors: list[Tensor | None] = list(arguments.tensors)
+        for position, name in passed.items():
+            tensors[position] = leaf_of[name]
+        return arguments.fill(tensors)
+
+    def _passed(self, plan: CallPlan, tensors: Sequence[Tensor]) -> dict[int, str]:
+        """The parameters that a call is given as arguments: their names, by position."""
+        current = {
+            id(parameter_slots(module)[slot]): name
+            for name in self._used(list(plan.uses))
+            for module, slot in self._aliases[name]
+        }
+        return {i: current[id(tensor)] for i, tensor in enumerate(tensors) if id(tensor) in current}
+
+    def put_leaves(self, running: Running, aliases: Mapping[str, Sequence[Slot]]) -> dict[str, Tensor]:
+        """Put a leaf of its own into the places of each parameter, until the call has run; return them by name."""
+        running.leaves = self._leaves(running.module)
+        leaf_of = running.leaves.of({name: self._value(*slots[0]) for name, slots in aliases.items()})
+        places = {slot: leaf_of[name] for name, slots in aliases.items() for slot in slots}
+        running.places.enter_context(substituted(places))
+        return leaf_of
+
+    def _refuse_own_shards(self, module: nn.Module, aliases: Mapping[str, Sequence[Slot]]) -> None:
+        """A parameter cannot be given to code whose layer fetches its own from other processes."""
+        for name, slots in aliases.items():
+            if any(owner is not module and is_fully_sharded(owner) for owner, _ in slots):
+                raise UnsupportedGradientError(
+                    f"{name} is used by the code of {type(module).__name__} and sharded apart from it: apply "
+                    f"fully_shard to {type(module).__name__} and not to the layer that holds {name}."
+                )
+
+    def _value(self, module: nn.Module, slot: str) -> Tensor:
+        """A parameter as it is now; a copy if it is sharded, because the whole is freed after the forward."""
+        value = parameter_slots(module)[slot]
+        assert value is not None
+        return value.detach().clone() if self._sharded else value.detach()
+
+    def _hide(self, running: Running, slots: Sequence[Slot]) -> None:
+        for module, slot in slots:
+            parameter = parameter_slots(module).get(slot)
+            if parameter is not None and parameter.requires_grad:
+                parameter.requires_grad_(False)
+                running.withheld.append(parameter)
+
+    def _leave_out(self, caller: Running, running: Running, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Tap what the caller's code has computed and now calls a layer with."""
+        arguments = Skeleton((args, kwargs))
+        known = {id(tensor) for tensor, _ in caller.given}
+        known |= {id(arguments.tensors[i]) for i in self._passed(running.plan, arguments.tensors)}
+        tapped = [
+            i
+            for i, t in enumerate(arguments.tensors)
+            if (t.is_floating_point() or t.is_complex()) and id(t) not in known
+        ]
+        layer = LeftOut(running.module, tapped, [running.plan.inputs[i] for i in tapped])
+        assert caller.code is not None
+        caller.code.left_out.append(layer)
+        running.left_out = layer
+        if not tapped:
+            return None
+        values = [arguments.tensors[i] for i in tapped]
+        tensors: list[Tensor | None] = list(arguments.tensors)
+        receive = partial(self.gathering.receive_left_out, layer)
+        for i, value in zip(tapped, tap(receive, (), self._anchor(values[0]), values), strict=True):
+            tensors[i] = value
+        caller.tapped += [value.detach() for value in values]
+        return arguments.fill(tensors)
+
+    def _tap_layer(self, running: Running, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        plan, wanted = running.plan, self._wanted(running.module)
+        if not wanted or plan.rule is None:
+            return None
+        arguments, returned = Skeleton((args, kwargs)), Skeleton(output)
+        size = self._samples(plan, arguments.tensors)
+        autocast = autocast_of(arguments)
+        precision = torch.finfo(autocast[1]).eps if autocast else 0.0
+        layer = UsedLayer(
+            running.module, plan, arguments, size, wanted, running.generator_state, running.leaves, precision
+        )
+        self.gathering.activations += sum(t.nbytes for t in (*arguments.tensors, *returned.tensors))
+        saved = [*arguments.release(), *(returned.tensors if plan.rule.replays else ())]
+        return self._tap_outputs(output, saved, partial(self.gathering.receive_layer, layer))
+
+    def _wanted(self, module: nn.Module) -> dict[str, str]:
+        """The trained parameters of a layer: their names in the layer, and in the whole module."""
+        if module not in self._wanted_of:
+            self._wanted_of[module] = {
+                f"{prefix}.{slot}" if prefix else slot: name
+                for prefix, layer in module.named_modules()
+                for slot in parameter_slots(layer)
+                if (name := self._names.get((layer, slot))) in self.trained and name is not None
+            }
+        return self._wanted_of[module]
+
+    def _tap_code(self, running: Running, output: Any) -> Any:
+        code = running.code
+        assert code is not None
+        for tensor, version in running.given:
+            if changes_of(tensor) != version:
+                raise UnsupportedGradientError(
+                    f"the code of {type(running.module).__name__} changed a tensor in place that a layer had returned "
+                    f"(shape {tuple(tensor.shape)}), and it uses {', '.join(code.aliases)} by itself. Write x = x + y "
+                    "in place of x += y there."
+                )
+        code.output = Skeleton(output)
+        code.batch_size = self._samples(running.plan, code.arguments.tensors)
+        returned, given = code.output.release(), {id(tensor) for tensor, _ in running.given}
+        code.computed = [i for i, tensor in enumerate(returned) if id(tensor) not in given]
+        code.results = [tensor.detach() for tensor in running.tapped] + [returned[i].detach() for i in code.computed]
+        code.compared = self.verifying
+        if self.verifying:  # what follows may write into them
+            code.results = [tensor.clone() for tensor in code.results]
+        else:
+            code.results = [tensor.new_empty(()).expand(tensor.shape) for tensor in code.results]
+        saved = [tensor for tensor, _ in running.given]
+        code.arguments.release()
+        return self._tap_outputs(output, saved, partial(self.gathering.receive_code, code))
+
+    def tap_loop(self, loop: LoopedCall, output: Any) -> Any:
+        """Tap what a looped call returned; backward goes no further, unless its plain gradients are asked for."""
+        returned = Skeleton(output)
+        if loop.draws is not None:
+            loop.precision = max(loop.precision, loop.draws.precision)
+        loop.outputs = [(tensor.detach(), changes_of(tensor)) for tensor in returned.tensors]
+        places = [i for i, t in enumerate(returned.tensors) if t.requires_grad]
+        if not places:
+            return None
+        values = [returned.tensors[i] for i in places]
+        if loop.leaves is None:
+            values = [value.detach() for value in values]
+        receive = partial(_receive_all, partial(self.gathering.receive_loop, loop), len(returned.tensors), places)
+        results = tap(receive, (), self._anchor(values[0]), values)
+        tensors: list[Tensor | None] = list(returned.tensors)
+        for place, value in zip(places, results, strict=True):
+            tensors[place] = value
+        return returned.fill(tensors)
+
+    def _tap_outputs(self, output: Any, saved: Sequence[Tensor], receive: Callable[..., None]) -> Any:
+        returned = Skeleton(output)
+        values = [t for t in returned.tensors if t.is_floating_point() or t.is_complex()]
+        if not values:
+            return None
+        places = [i for i, t in enumerate(returned.tensors) if t.is_floating_point() or t.is_complex()]
+        tensors: list[Tensor | None] = list(returned.tensors)
+        count = len(tensors)
+        results = tap(partial(_receive_all, receive, count, places), saved, self._anchor(values[0]), values)
+        for place, value in zip(places, results, strict=True):
+            tensors[place] = value
+        return returned.fill(tensors)
+
+    def _samples(self, plan: CallPlan, tensors: Sequence[Tensor]) -> int:
+        """Return the number of samples of one call, which must be that of the outermost call.
+
+        Raises:
+            UnsupportedGradientError: If it is not, so that the dry run does not hold for this call.
+        """
+        if len(tensors) != len(plan.inputs):
+            raise UnsupportedGradientError("a layer was called with other arguments than in the dry run.")
+        return self._check_sizes(
+            [(t.shape[axis.dim], axis) for t, axis in zip(tensors, plan.inputs, strict=True) if axis is not None]
+        )
+
+    def _check_sizes(self, sizes: Sequence[tuple[int, BatchAxis]]) -> int:
+        own = next((size for size, axis in sizes if not axis.flattened), self.batch_size)
+        expected = own if current_graph_task() != -1 else self.batch_size  # a checkpoint may repeat an earlier call
+        for size, axis in sizes:
+            if size % max(1, expected) if axis.flattened else size != expected:
+                raise UnsupportedGradientError(
+                    f"a layer got a tensor with {size} rows where {expected} samples were expected: it does not treat "
+                    "this batch as it treated the first ones."
+                )
+        return expected
+
+    def _anchor(self, value: Tensor) -> Tensor:
+        if value.device not in self._anchors:
+            self._anchors[value.device] = torch.zeros((), device=value.device, requires_grad=True)
+        return self._anchors[value.device]
+
+
+def _receive_all(
+    receive: Callable[..., None],
+    count: int,
+    places: Sequence[int],
+    saved: Sequence[Tensor],
+    grads: Sequence[Tensor | None],
+    task: int,
+) -> None:
+    """Hand over a gradient for each output, None for those that are no floating-point tensors."""
+    everywhere: list[Tensor | None] = [None] * count
+    for place, grad in zip(places, grads, strict=True):
+        everywhere[place] = grad
+    receive(saved, everywhere, task)
+
+
+def _generator_state(module: nn.Module) -> Tensor:
+    parameter = next(module.parameters())
+    return torch.cuda.get_rng_state(parameter.device) if parameter.is_cuda else torch.get_rng_state()
+
+
+def autocast_of(arguments: Skeleton) -> tuple[str, torch.dtype] | None:
+    """Return the device type and dtype of the autocast that is on for the tensors in ``arguments``, or None."""
+    kind = next((t.device.type for t in arguments.tensors), "cpu")
+    return (kind, torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else None

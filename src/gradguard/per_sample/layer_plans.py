@@ -1,0 +1,334 @@
+"""What to do at each call of each layer: its own rule, torch.func on its own code, or nothing.
+
+There are plans for each way in which a module is called; it is planned anew when it is called in a new way.
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+from torch import nn
+
+from gradguard.distributed.placements import is_sharded
+from gradguard.errors import UnsupportedGradientError
+from gradguard.per_sample.call_arguments import Arguments, other_candidates, signature
+from gradguard.per_sample.dry_run import DryRun, Slot
+from gradguard.per_sample.layers.call import BatchAxis
+from gradguard.per_sample.layers.registry import Rule, rule_for
+from gradguard.per_sample.operations import PlannedOperation, planned
+from gradguard.torch_private import parameter_slots
+
+
+class Treatment(Enum):
+    """How a call gives per-sample gradients."""
+
+    NOTHING = "uses no trained parameter by itself"
+    RULE = "a layer with a rule of its own"
+    OPERATIONS = "code that does nothing but known operations with trained parameters: these are tapped"
+    OWN_CODE = "code that uses trained parameters: differentiated with torch.func, the layers that it calls left out"
+
+
+@dataclass(frozen=True)
+class CallPlan:
+    """What to do at a call.
+
+    Attributes:
+        treatment: How it gives per-sample gradients.
+        sees_samples: Whether anything that it returns belongs to samples.
+        inputs: Batch axis of each tensor that it gets.
+        outputs: Batch axis of each tensor that it returns.
+        uses: Trained parameters that its own code uses, those of layers that see no sample included.
+        rule: For `Treatment.RULE`.
+        in_place: Its own code writes into what the layers that it called have returned.
+        operations: For `Treatment.OPERATIONS`, by the parameter's name in the module.
+    """
+
+    treatment: Treatment
+    sees_samples: bool
+    inputs: tuple[BatchAxis | None, ...]
+    outputs: tuple[BatchAxis | None, ...]
+    uses: frozenset[Slot] = frozenset()
+    rule: Rule | None = None
+    in_place: bool = False
+    operations: Mapping[str, PlannedOperation] = field(default_factory=dict)
+
+
+class Plans:
+    """The plans of one outermost module: for each module, for each of its calls.
+
+    Args:
+        run: The outermost module on two and on three samples.
+
+    Attributes:
+        modules: All modules that ran.
+        uses: Which parameters each call uses that gives per-sample gradients.
+    """
+
+    def __init__(self, run: DryRun) -> None:
+        sees = [_grows(run, i) for i in range(len(run.calls))]
+        treatments, uses, operations = _treatments(run, sees)
+        draws = _draws(run, sees)
+        found: dict[nn.Module, list[CallPlan]] = defaultdict(list)
+        for i, call in enumerate(run.calls):
+            if treatments[i] is Treatment.OWN_CODE and draws[i]:
+                raise UnsupportedGradientError(
+                    f"the code of {type(call.module).__name__} uses parameters by itself and draws random numbers "
+                    "(F.dropout, say), so it cannot be run again for each sample. Move dropout into a layer of its own "
+                    "(nn.Dropout)."
+                )
+            within_own_code = call.caller >= 0 and treatments[call.caller] is Treatment.OWN_CODE
+            tapped = treatments[i] in (Treatment.RULE, Treatment.OWN_CODE)
+            needed = call.caller < 0 or tapped or (within_own_code and sees[i])
+            inputs, outputs = run.axes(i) if needed else ([], [])
+            rule = rule_for(call.module) if treatments[i] is Treatment.RULE else None
+            plan = CallPlan(
+                treatments[i],
+                sees[i],
+                tuple(inputs),
+                tuple(outputs),
+                frozenset(uses[i]),
+                rule,
+                call.in_place,
+                operations.get(i, {}),
+            )
+            found[call.module].append(plan)
+        self._calls = {m: plans[:1] if plans.count(plans[0]) == len(plans) else plans for m, plans in found.items()}
+        self.modules = set(found)
+        self.uses = [frozenset(uses[i]) for i, t in enumerate(treatments) if t is not Treatment.NOTHING]
+        self._counts = {m: len(plans) for m, plans in found.items()}
+
+    def of(self, module: nn.Module, call: int) -> CallPlan | None:
+        """Return the plan of call number ``call`` of ``module``; None if the module did not run in the dry run.
+
+        Raises:
+            UnsupportedGradientError: If its calls differ and are not as many as in the dry run.
+        """
+        plans = self._calls.get(module)
+        if plans is None:
+            return None
+        if len(plans) == 1:
+            return plans[0]
+        if len(plans) != self._counts[module] or call >= len(plans):
+            raise UnsupportedGradientError(
+                f"{type(module).__name__} is called a varying number of times, with samples in varying places. Use "
+                "a module of its own for each kind of call."
+            )
+        return plans[call]
+
+
+def _treatments(
+    run: DryRun, sees: list[bool]
+) -> tuple[list[Treatment], list[set[Slot]], dict[int, dict[str, PlannedOperation]]]:
+    """How each call is treated, which parameters its own code uses, and the known operations with these."""
+    uses = [set(call.uses) for call in run.calls]
+    operations: dict[int, dict[str, PlannedOperation]] = {}
+    treatments = [Treatment.NOTHING] * len(uses)
+    for i in reversed(range(len(uses))):  # a call comes after its caller
+        call = run.calls[i]
+        if not uses[i]:
+            continue
+        if sees[i]:
+            own = {(m, slot) for m in call.module.modules() for slot in parameter_slots(m)}
+            has_rule = rule_for(call.module) is not None and uses[i] <= own
+            known = planned(call.operations, run.runs[1][i].operations)
+            if has_rule:
+                treatments[i] = Treatment.RULE
+            elif known is not None and uses[i] == {(call.module, slot) for slot in known}:
+                treatments[i], operations[i] = Treatment.OPERATIONS, known
+            else:
+                treatments[i] = Treatment.OWN_CODE
+        elif call.caller < 0:
+            raise UnsupportedGradientError(
+                f"{type(call.module).__name__} was called by itself and returned the same for any number of samples, "
+                "or nothing that can be looked into, so its parameters' gradients belong to no sample. Call it inside "
+                "the module's forward, and return tensors, tuples, lists or dicts."
+            )
+        else:  # position embeddings, for example: a part of the code that called them
+            uses[call.caller] |= uses[i]
+    return treatments, uses, operations
+
+
+def _draws(run: DryRun, sees: list[bool]) -> list[bool]:
+    """Which calls draw random numbers; a layer that sees no samples (dropout of positions) is part of its caller."""
+    draws = [call.draws for call in run.calls]
+    for i in reversed(range(len(draws))):
+        if draws[i] and not sees[i] and run.calls[i].caller >= 0:
+            draws[run.calls[i].caller] = True
+    return draws
+
+
+def _grows(run: DryRun, i: int) -> bool:
+    """Tell whether call ``i`` returns anything larger for three samples than for two."""
+    two, three = run.runs[0][i], run.runs[1][i]
+    return any(a != b for a, b in zip(two.outputs, three.outputs, strict=True))
+
+
+@dataclass
+class Way:
+    """What is known of one way of calling a module.
+
+    Attributes:
+        module: What is called.
+        whole: Positions of tensors, among its arguments, that belong to no sample though their size fits.
+        plans: What to do at each call of each layer; none where samples are run one by one.
+        output_axes: Batch axis of each tensor that it returns.
+        changes_buffers: It changes its buffers.
+        reason: Why samples are run one by one; "" where they are not.
+        sizes: Batch sizes that it was verified with.
+        precision: Machine epsilon of the coarsest dtype that is computed in.
+        unowned: What to say when a gradient comes to one of the tensors that it returns, by position.
+    """
+
+    module: nn.Module
+    whole: frozenset[int]
+    plans: list[Plans]
+    output_axes: Sequence[BatchAxis | None]
+    changes_buffers: bool
+    reason: str = ""
+    sizes: set[int] = field(default_factory=set)
+    precision: float = 2.0**-23
+    unowned: dict[int, str] = field(default_factory=dict)
+
+    @property
+    def looped(self) -> bool:
+        """Whether samples are run one by one."""
+        return bool(self.reason)
+
+
+_SEEDS = 16
+"""Dry runs of a model that draws random numbers, in which layers are left out by chance."""
+
+
+class Planning:
+    """Plans by outermost module and by the form of its arguments.
+
+    Args:
+        batch_first: Whether the batch is the first dimension of what a module is called with.
+        names: The name of each parameter by where it is held.
+        observe: Called with an `Observer` or None: who hears of the calls of modules.
+
+    Attributes:
+        shared: Parameters that more than one call uses.
+        sharded: Parameters are spread over processes.
+    """
+
+    def __init__(self, batch_first: bool, names: Mapping[Slot, str], observe: Any) -> None:
+        # Under FSDP2 every dry run is a collective, so all processes must do the same ones, whatever their batches.
+        self.sharded = any(is_sharded(getattr(module, slot)) for module, slot in names)
+        self._batch_first, self._names, self._observe = batch_first, names, observe
+        self._ways: dict[Any, Way] = {}
+        self._current: list[Plans] = []
+        self._trained: frozenset[str] = frozenset()
+        self._calls: dict[nn.Module, int] = defaultdict(int)
+        self._seed = 0
+        self._unexpected = 0
+        self.shared: frozenset[str] = frozenset()
+
+    def train(self, names: frozenset[str]) -> None:
+        """Take note of the parameters that are trained now; what was planned without one of them is planned again."""
+        if not names <= self._trained:
+            self.forget()
+            self._trained = names
+
+    def forget(self) -> None:
+        """Plan anew from the next call on, with other random numbers."""
+        self._ways.clear()
+        self._seed += _SEEDS
+
+    def unexpected(self) -> None:
+        """A layer ran that no plan knows. If that happens again, samples are run one by one."""
+        self._unexpected += 1
+        self.forget()
+
+    def restart(self) -> None:
+        """Count the calls of each module from the beginning."""
+        self._calls.clear()
+
+    def way(self, module: nn.Module, arguments: Arguments, size: int) -> Way:
+        """Return how an outermost call that starts is treated; plan it, if it is of a new kind.
+
+        Raises:
+            UnsupportedGradientError: If its samples cannot be told apart.
+        """
+        key = (module, signature(arguments, sizes=not self.sharded))
+        if key not in self._ways:
+            self._ways[key] = self._plan(module, arguments, size)
+            plans = [p for way in self._ways.values() for p in way.plans]
+            self.shared = frozenset().union(*[self._shared_of(p) for p in plans])
+        return self._ways[key]
+
+    def loop(self, way: Way, arguments: Arguments, size: int, reason: str) -> None:
+        """Run the samples of ``way`` one by one from now on, because of ``reason``."""
+        way.output_axes = self._outermost(way.module, arguments, size, way.whole).output_axes
+        way.plans, way.reason = [], reason
+
+    def resume(self, way: Way) -> None:
+        """The calls that come belong to ``way``."""
+        self._current = way.plans
+
+    def next(self, module: nn.Module) -> CallPlan | None:
+        """Return the plan of the next call of ``module``, None if no dry run has seen it."""
+        number = self._calls[module]
+        self._calls[module] += 1
+        others = [p for way in self._ways.values() for p in way.plans]
+        return next((plan for p in (*self._current, *others) if (plan := p.of(module, number))), None)
+
+    def uses_trained(self, module: nn.Module) -> bool:
+        """Tell whether ``module`` or a layer in it holds a trained parameter."""
+        return any(self._names.get((m, slot)) in self._trained for m in module.modules() for slot in parameter_slots(m))
+
+    def _plan(self, module: nn.Module, arguments: Arguments, size: int) -> Way:
+        others = [] if self.sharded else other_candidates(arguments, self._batch_first, size)
+        attempts = [frozenset(), *[frozenset([i]) for i in others], frozenset(others)] if others else [frozenset()]
+        failure: UnsupportedGradientError | None = None
+        for whole in attempts:
+            try:
+                if self._unexpected < 2:
+                    return self._dry_runs(module, arguments, size, whole)
+            except UnsupportedGradientError as error:
+                failure = failure or error
+        reason = str(failure) if failure else "different layers run in each step."
+        for whole in attempts if not self.sharded else []:
+            try:
+                way = self._outermost(module, arguments, size, whole)
+            except UnsupportedGradientError as error:
+                failure = failure or error
+            else:
+                way.reason = reason
+                return way
+        assert failure is not None
+        raise failure
+
+    def _outermost(self, module: nn.Module, arguments: Arguments, size: int, whole: frozenset[int]) -> Way:
+        """What is known without following the layers inside."""
+        slots = {slot for slot, name in self._names.items() if name in self._trained}
+        run = DryRun(module, arguments, self._batch_first, size, slots, self._observe, whole, self._seed, False)
+        return Way(module, whole, [], run.axes(0)[1], run.changes_buffers)
+
+    def _dry_runs(self, module: nn.Module, arguments: Arguments, size: int, whole: frozenset[int]) -> Way:
+        """One plan; or several where layers are left out by chance, so that each is seen."""
+        slots = {slot for slot, name in self._names.items() if name in self._trained}
+        if any(
+            getattr(m, slot).is_complex() for m in module.modules() for slot in parameter_slots(m) if (m, slot) in slots
+        ):
+            raise UnsupportedGradientError("the rules of layers are for real parameters, and some here are complex.")
+        plans: list[Plans] = []
+        changes = False
+        missing = {m for m in module.modules() if any((m, slot) in slots for slot in parameter_slots(m))}
+        for seed in range(self._seed, self._seed + _SEEDS):
+            run = DryRun(module, arguments, self._batch_first, size, slots, self._observe, whole, 7919 * seed)
+            plan = Plans(run)
+            changes |= run.changes_buffers
+            if not plans or missing & plan.modules:
+                plans.append(plan)
+            missing -= plan.modules
+            if not missing or not run.draws or self.sharded:
+                break
+        first = plans[0].of(module, 0)
+        return Way(module, whole, plans, first.outputs if first else (), changes)
+
+    def _shared_of(self, plans: Plans) -> set[str]:
+        uses = Counter(self._names[slot] for used in plans.uses for slot in used)
+        return {name for name, count in uses.items() if count > 1}

@@ -1,0 +1,423 @@
+"""What a backward starts from, and how the autograd graph between there and the module's outputs is read.
+
+The user computes the loss where nobody looks, and it cannot be computed again. But while its graph is alive each node
+says what operation it is, and, called with a gradient, what it passes on.
+"""
+
+import functools
+import hashlib
+import re
+import threading
+from collections.abc import Callable, Container, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import Node, get_gradient_edge
+
+from gradguard.tensors.layout import wide_dtype
+from gradguard.torch_private import current_graph_task, input_metadata_of, saved_constant, saved_settings, saved_value
+
+TAPS = frozenset(["TapBackward"])
+"""Nodes by which the clipper sees a value of the module: what lies behind them is the module's."""
+
+
+def operations(names: str) -> frozenset[str]:
+    """Return the names of operations, written one after the other."""
+    return frozenset(names.split())
+
+
+ELEMENTWISE = operations("Add Sub Rsub Neg Mul Div Clone Alias ToCopy CopyBackwards Where MaskedFill Expand")
+"""Linear operations that leave every element in its place, broadcast at most."""
+
+MEANS = frozenset(["Mean"])
+
+_ELSEWHERE = operations(
+    "Sum Nansum View UnsafeView ReshapeAlias Squeeze Unsqueeze Select Slice Unbind Split SplitWithSizes "
+    "UnsafeSplit Index IndexSelect MaskedSelect Stack Cat Permute Transpose T Dot Mv Mm Bmm"
+)
+"""Linear operations that move elements, choose some, or add some up."""
+
+_PRODUCTS = frozenset(["Dot", "Mv", "Mm", "Bmm"])
+_LINEAR = ELEMENTWISE | MEANS | _ELSEWHERE
+_OPERATION = re.compile(r"(\w+?)Backward\d*")  # with a number unless it is a function of somebody's own, or compiled
+_TOO_MANY = 5_000
+
+
+class Unreadable(Exception):  # noqa: N818
+    """The graph cannot be followed; the message says why. It never leaves this package."""
+
+
+class Root(NamedTuple):
+    """A value that a backward starts from, and the gradient that it starts with."""
+
+    node: Node
+    number: int
+    gradient: Tensor
+
+
+class BackwardRoots:
+    """Tells ``look`` of the roots of each backward that this thread is about to run, from `start` to `stop`.
+
+    `torch.autograd.backward` is replaced meanwhile; ``Tensor.backward`` calls that. A backward within a backward, as
+    checkpoints run it, is not one that a loss begins. Others may replace the function before, after and in between:
+    what cannot be taken away is left without effect.
+    """
+
+    def __init__(self, look: Callable[[list[Root]], None]) -> None:
+        self._look = look
+        self._thread = 0
+        self._original: Callable[..., Any] | None = None
+        self._replacement: Callable[..., Any] | None = None
+
+    def start(self) -> None:
+        """Begin; again while it runs does nothing."""
+        if self._original is not None:
+            return
+        original: Any = torch.autograd.backward
+        self._original, self._thread = original, threading.get_ident()
+
+        @functools.wraps(original)
+        def backward(tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> Any:
+            mine = self._replacement is backward and threading.get_ident() == self._thread
+            if mine and not torch.compiler.is_compiling() and current_graph_task() == -1:
+                roots = _roots(tensors, grad_tensors)
+                if roots:
+                    self._look(roots)
+            return original(tensors, grad_tensors, *args, **kwargs)
+
+        self._replacement = backward
+        torch.autograd.backward = backward
+
+    @property
+    def running(self) -> bool:
+        """Whether it has begun, and not ended."""
+        return self._original is not None
+
+    def stop(self) -> None:
+        """End; again does nothing."""
+        if self._original is not None and torch.autograd.backward is self._replacement:
+            torch.autograd.backward = self._original
+        self._original = self._replacement = None
+
+    def __enter__(self) -> "BackwardRoots":
+        self.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.stop()
+
+
+def _roots(tensors: Any, grad_tensors: Any) -> list[Root]:
+    """The roots of a call of `torch.autograd.backward`; none if the call is one that it refuses, or is not known."""
+    tensors = [tensors] if isinstance(tensors, Tensor) else tensors
+    grads = [grad_tensors] if grad_tensors is None or isinstance(grad_tensors, Tensor) else grad_tensors
+    if not isinstance(tensors, Sequence) or not isinstance(grads, Sequence) or len(grads) not in {1, len(tensors)}:
+        return []
+    grads = grads if len(grads) == len(tensors) else [*grads] * len(tensors)
+    roots = []
+    for tensor, grad in zip(tensors, grads, strict=True):
+        if not isinstance(tensor, Tensor) or not tensor.requires_grad or (grad is None and tensor.numel() != 1):
+            return []
+        edge = get_gradient_edge(tensor)
+        roots.append(Root(edge.node, edge.output_nr, torch.ones_like(tensor) if grad is None else grad.detach()))
+    return roots
+
+
+def structure(roots: Sequence[Root], ends: Container[tuple[Node, int]]) -> bytes | None:
+    """Return what tells how a loss is computed from ``ends``: its operations, their settings, what goes into each.
+
+    Numbers by which values are multiplied, and labels, are left out: a schedule, or the next batch, changes them.
+
+    Args:
+        roots: What backward starts from.
+        ends: The values that the module returned.
+
+    Returns:
+        A digest; None if data decide which samples an operation puts together.
+    """
+    places: dict[Node, int] = {}
+    starts = [(root.node, root.number) for root in roots]
+    pending = [start[0] for start in starts if start not in ends]
+    told: list[Any] = [(_shown(root.gradient) if root.gradient.dim() else None) for root in roots]
+    while pending:
+        node = pending.pop()
+        if node in places:
+            continue
+        if _is_by_data(node):
+            return None
+        places[node] = len(places)
+        edges: list[Any] = []
+        for child, number in node.next_functions:
+            if child is None or (child, number) in ends:
+                edges.append((None if child is None else "output", number))
+                continue
+            pending.append(child)
+            edges.append((child, number))
+        told.append((_settings(node), edges))
+    told = [
+        [*entry[0], [(places.get(child, child), number) for child, number in entry[1]]]
+        if isinstance(entry, tuple) and isinstance(entry[1], list)
+        else entry
+        for entry in told
+    ]
+    begin = [(places.get(node, "output"), number) for node, number in starts]
+    return hashlib.blake2b(repr((begin, told)).encode(), digest_size=16).digest()
+
+
+_BY_INDEX = operations(
+    "IndexSelect Gather IndexAdd IndexCopy IndexFill Scatter ScatterAdd ScatterReduce IndexReduce TakeAlongDim"
+)
+_BY_POSITION = operations("Index IndexPut IndexPutImpl MaskedSelect Take Put MaskedScatter")
+
+
+def _is_by_data(node: Node) -> bool:
+    """Whether tensors of the user's decide what an operation takes along any dimension but the last."""
+    name = operation(node)
+    if name in _BY_POSITION:
+        try:
+            indices = saved_value(node, "indices")
+        except (AttributeError, RuntimeError):
+            return True
+        return not (isinstance(indices, Sequence) and len(indices) > 0 and indices[0] is None)
+    if name not in _BY_INDEX:
+        return False
+    shape, dim = shape_of(node), saved_constant(node, "dim")
+    if not isinstance(dim, int) or len(shape) < 2:
+        return True
+    return (dim - (1 << 64) if dim >= 1 << 63 else dim) % len(shape) != len(shape) - 1
+
+
+def _settings(node: Node) -> list[Any]:
+    """The name of a node, the shapes of its values, and what decides how it puts elements together."""
+    found: list[Any] = [node.name(), [tuple(one.shape) for one in input_metadata_of(node)]]
+    found += [(name, _shown(value)) for name, value in saved_settings(node).items()]
+    if hasattr(node, "saved_tensors"):  # a function of the user's: the class, and what it keeps
+        own = {name: _shown(value) for name, value in sorted(getattr(node, "__dict__", {}).items())}
+        found += [id(type(node)), own]
+    elif node.name().startswith("NllLoss"):
+        found.append(saved_constant(node, "weight") is None)
+    return found
+
+
+def _shown(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        if not value.numel() or value.is_complex() or value.dtype is torch.bool:
+            return tuple(value.shape)
+        low, high = value.detach().aminmax()
+        return tuple(value.shape), float(low), float(high)
+    return (
+        value if isinstance(value, int | float | str | bool | tuple | list) or value is None else type(value).__name__
+    )
+
+
+def operation(node: Node) -> str:
+    """Return the operation of a node, ``"Mul"`` for ``MulBackward0``; a custom function's node has its whole name."""
+    match = _OPERATION.fullmatch(node.name())
+    custom = hasattr(node, "saved_tensors")
+    return match[1] if match and not custom else node.name()
+
+
+def saved(node: Node, name: str) -> Any:
+    """Return what the forward operation of a node saved.
+
+    Raises:
+        Unreadable: If it is gone, because a backward has freed the graph, or was never there.
+    """
+    try:
+        return saved_value(node, name)
+    except (AttributeError, RuntimeError) as error:
+        raise Unreadable(f"what {node.name()} saved cannot be read ({str(error).split('.')[0]})") from error
+
+
+def shape_of(node: Node, number: int = 0) -> torch.Size:
+    """Return the shape of a value: output ``number`` of the forward operation of ``node``."""
+    return torch.Size(input_metadata_of(node)[number].shape)
+
+
+def parents(node: Node) -> list[tuple[Node, int]]:
+    """Return the values that a node was computed from, without those that need no gradient."""
+    return [(child, number) for child, number in node.next_functions if child is not None]
+
+
+def pull(node: Node, number: int, which: int, gradient: Tensor) -> Tensor:
+    """Return what a linear node passes on to its input ``which``, for a gradient of its output ``number``.
+
+    Raises:
+        Unreadable: If its backward operation cannot be called.
+    """
+    child, child_number = node.next_functions[which]
+    shape = shape_of(child, child_number)  # pyright: ignore[reportArgumentType]
+    if operation(node) in {"ToCopy", "CopyBackwards", "Clone", "Alias"}:  # a cast would round
+        return gradient
+    grads: list[Tensor | None] = [None] * len(input_metadata_of(node))
+    grads[number] = gradient
+    try:
+        with torch.no_grad(), torch.autocast(gradient.device.type, enabled=False):
+            passed: Any = node(*grads)  # type: ignore[operator]
+            passed = passed[which] if isinstance(passed, tuple | list) else passed
+            return passed.to(gradient).sum_to_size(shape)  # the engine does this where forward has broadcast
+    except (RuntimeError, TypeError, AttributeError) as error:
+        raise Unreadable(f"what {node.name()} passes on cannot be read ({str(error).split('.')[0]})") from error
+
+
+class Dependence:
+    """Knows which values depend on the samples: those with a tap behind them."""
+
+    def __init__(self) -> None:
+        self._known: dict[Node, bool] = {}
+
+    def __call__(self, node: Node) -> bool:
+        """Tell whether the value depends on the samples."""
+        pending = [node]
+        while pending:
+            top = pending[-1]
+            if top in self._known:
+                pending.pop()
+                continue
+            children = [] if top.name() in TAPS else [child for child, _ in parents(top)]
+            unknown = [child for child in children if child not in self._known]
+            if unknown:
+                pending += unknown
+                continue
+            self._known[top] = top.name() in TAPS or any([self._known[child] for child in children])
+            pending.pop()
+        return self._known[node]
+
+
+@dataclass(frozen=True)
+class Constant:
+    """A number by which a value was multiplied, and whether the code divided by its inverse."""
+
+    node: Node
+    value: float
+    divides: bool
+    precision: float
+
+
+@dataclass(frozen=True)
+class Step:
+    """A linear operation on the way from a root to rows."""
+
+    node: Node
+    number: int
+    which: int
+
+
+@dataclass(frozen=True)
+class Path:
+    """One way from a root through linear operations to a value where that ends.
+
+    Attributes:
+        node: The node of that value.
+        number: Which of its outputs.
+        coefficient: The gradient of the root with respect to that value.
+        steps: The operations that move elements or add them up, from the value up to the root.
+        constants: The scalar factors, from the root down.
+        inside: Whether it has come by a number that the module returned, so that it is within the module now.
+        output: The path as far as the value that the module returned, if it has come by one with samples.
+    """
+
+    node: Node
+    number: int
+    coefficient: Tensor
+    steps: tuple[Step, ...]
+    constants: tuple[Constant, ...]
+    inside: bool = False
+    output: "Path | None" = None
+
+
+def paths(
+    roots: Sequence[Root],
+    depends: Dependence,
+    outputs: Container[tuple[Node, int]] = (),
+    numbers: Container[tuple[Node, int]] = (),
+) -> Iterator[Path]:
+    """Yield every path to values that depend on the samples.
+
+    Args:
+        roots: What backward starts from.
+        depends: Knows which values depend on the samples.
+        outputs: Values with samples that the module returned.
+        numbers: Numbers that the module returned.
+
+    Raises:
+        Unreadable: If a node cannot be read, or there are too many.
+    """
+    pending = [
+        Path(root.node, root.number, root.gradient.to(wide_dtype(root.gradient.device)), (), ())
+        for root in roots
+        if depends(root.node)
+    ]
+    for _ in range(_TOO_MANY):
+        if not pending:
+            return
+        path = pending.pop()
+        if (path.node, path.number) in numbers:
+            path = replace(path, inside=True)
+        if (path.node, path.number) in outputs and path.output is None:
+            path = replace(path, output=path)
+        onward = _onward(path, depends)
+        if onward is None:
+            yield path
+        else:
+            pending += onward
+    raise Unreadable(f"there are more than {_TOO_MANY} operations between loss and samples")
+
+
+def _onward(path: Path, depends: Dependence) -> list[Path] | None:
+    """The paths behind the node where ``path`` ends; None if that is no linear operation."""
+    node, number = path.node, path.number
+    if node.name() in TAPS and not shape_of(
+        node, number
+    ):  # a loss within the module; a tap's last inputs are its outputs
+        outputs = len(input_metadata_of(node))
+        child, child_number = node.next_functions[len(node.next_functions) - outputs + number]
+        assert child is not None
+        return [replace(path, node=child, number=child_number)]
+    name = operation(node)
+    inputs = [k for k, (child, _) in enumerate(node.next_functions) if child is not None and depends(child)]
+    if name not in _LINEAR or (name in {"Mul", "Div"} | _PRODUCTS and len(inputs) != 1):
+        return None
+    if (name == "Div" and inputs != [0]) or (name in _PRODUCTS and shape_of(node, number).numel() != 1):
+        return None
+    found = []
+    for which in inputs:
+        child, child_number = node.next_functions[which]
+        assert child is not None
+        step = () if _keeps_places(name, node, number, child, child_number) else (Step(node, number, which),)
+        constant = _constant(name, node, which)
+        found.append(
+            Path(
+                child,
+                child_number,
+                pull(node, number, which, path.coefficient),
+                step + path.steps,
+                path.constants + (() if constant is None else (constant,)),
+                path.inside,
+                path.output,
+            )
+        )
+    return found
+
+
+def _keeps_places(name: str, node: Node, number: int, child: Node, child_number: int) -> bool:
+    return name in ELEMENTWISE and shape_of(node, number) == shape_of(child, child_number)
+
+
+def _constant(name: str, node: Node, which: int) -> Constant | None:
+    """The scalar that a node multiplies or divides by; None if it is another operation or not a scalar."""
+    if name not in {"Mul", "Div"}:
+        return None
+    other = saved(node, "other" if which == 0 else "self")
+    if isinstance(other, Tensor):
+        if other.numel() != 1 or other.is_complex():
+            return None
+        precision = torch.finfo(other.dtype).eps if other.is_floating_point() else 0.0
+        value = float(other.detach())
+    else:
+        value, precision = float(other), 0.0
+    if value == 0:
+        return None
+    return Constant(node, 1 / value if name == "Div" else value, name == "Div", 1e-9 + 4 * precision)

@@ -1,0 +1,465 @@
+"""The terms of a loss: which rows each reduces, which sample a row belongs to, and what mixes samples."""
+
+import math
+from collections.abc import Container, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import Node
+
+from gradguard.per_sample.loss.graph import (
+    ELEMENTWISE,
+    MEANS,
+    TAPS,
+    Constant,
+    Dependence,
+    Path,
+    Step,
+    Unreadable,
+    operation,
+    operations,
+    parents,
+    pull,
+    saved,
+    shape_of,
+)
+from gradguard.per_sample.loss.separation import Outputs
+from gradguard.torch_private import input_metadata_of, saved_constant
+
+_WITH_REDUCTION = operations(
+    "NllLoss NllLoss2D MseLoss SmoothL1Loss HuberLoss BinaryCrossEntropy BinaryCrossEntropyWithLogits "
+    "SoftMarginLoss MultiMarginLoss MultilabelMarginLoss"
+)
+"""Losses that are reduced in the same operation; in what they save, 0 is none, 1 the mean, and 2 the sum."""
+
+_LABELLED = frozenset(["NllLoss", "NllLoss2D"])
+_ROW_EACH = frozenset(["MultiMarginLoss", "MultilabelMarginLoss"])
+
+_OVER_DIMS = operations(
+    "Sum Mean Var Std VarMean StdMean Logsumexp Softmax LogSoftmax Cumsum Max Min Amax Amin Prod Norm "
+    "LinalgVectorNorm Median Topk Sort Kthvalue Nansum"
+)
+"""Operations that mix what lies along some dimensions."""
+
+_NONLINEAR = _OVER_DIMS | operations(
+    "Pow Sqrt Rsqrt Exp Log Log1P Expm1 Mul Div Reciprocal Abs Relu Clamp ClampMin ClampMax Maximum Minimum "
+    "Sigmoid Tanh Softplus LogSigmoid Square Dot Mv Mm Bmm"
+)
+"""Operations which, after a reduction over the batch, leave nothing that is one sample's."""
+
+_CHOOSING = operations(
+    "Max Min Amax Amin Median Nanmedian Mode Topk Sort Kthvalue Cummax Cummin Maximum Minimum Fmax Fmin "
+    "Aminmax ScatterReduce IndexReduce SegmentReduce Dist Unique Unique2 UniqueDim Bucketize "
+    "MaxPool2DWithIndices MaxPool3DWithIndices AdaptiveMaxPool2D AdaptiveMaxPool3D FractionalMaxPool2D"
+)
+"""Operations after which a value may come from one sample because of what the others are."""
+
+_SELECTING = frozenset(["Index", "IndexSelect", "MaskedSelect"])
+
+
+class Coupled(Exception):  # noqa: N818
+    """A term of the loss is no sum of the samples' own; the message says why."""
+
+
+@dataclass(frozen=True)
+class Term:
+    """One term: how often each sample's rows stand in it, and what it was reduced and multiplied by.
+
+    Attributes:
+        weights: The sum of each sample's weights [B], constants left out: the number of its rows, where not weighted.
+        size: The number of all rows, with those that do not count.
+        even: Whether the weights are 0 or 1.
+        labels: Whether rows are labels.
+        share: Each sample's share of the mean that reduces the batch [B]; None where a sum reduces it.
+        levels: The numbers of values that rows are summed to within samples.
+        constants: The constants, from the root down.
+        mean: The mean that reduces the batch, and how many of each sample's values it takes of this term [B].
+    """
+
+    weights: Tensor
+    size: float
+    even: bool
+    labels: bool
+    share: Tensor | None
+    levels: list["Level"]
+    constants: tuple[Constant, ...]
+    mean: tuple[Node, Tensor] | None = None
+
+
+def term_of(path: Path, outputs: Outputs, scale: float, depends: Dependence, is_output: bool = False) -> Term:
+    """Return what lies at the end of a path; which is taken as it is where the module returned it.
+
+    Raises:
+        Coupled: If samples are mixed there.
+        Unreadable: If rows cannot be told from one another.
+    """
+    batch_size, batch_first = outputs.batch_size, outputs.batch_first
+    node, name = path.node, "" if is_output else operation(path.node)
+    fused = int(saved(node, "reduction")) if name in _WITH_REDUCTION else 0
+    shape, counts = _rows(path, name)
+    candidates = _sample_of_rows(node, shape, batch_size, batch_first, depends)
+    known = name in _NONLINEAR | _WITH_REDUCTION
+    if candidates or known:
+        _refuse_coupling(path, outputs, depends)
+    numbered = _verified(path, name, shape, candidates, outputs, depends)
+    if numbered is None and not known:
+        raise Unreadable(f"the operation {node.name()} between the loss and the samples is not known")
+    if numbered is None:
+        raise Unreadable(
+            f"values of shape {list(shape)}, from {node.name()}, do not tell the {batch_size} samples apart"
+        )
+    samples, sure = numbered
+    inner = math.prod(mean_of(step) for step in path.steps if operation(step.node) in MEANS)
+    weights = (path.coefficient * counts).broadcast_to(shape).abs() / inner
+    weights = weights / abs(math.prod(constant.value for constant in path.constants))
+    nonzero = weights[weights > 0]
+    smallest, largest = (float(nonzero.min()), float(nonzero.max())) if len(nonzero) else (1.0, 1.0)
+    even = math.isclose(smallest, largest, rel_tol=1e-6)
+    if even:
+        weights = (weights > 0).to(weights)
+    if not sure and not (even and len(nonzero) == weights.numel()):
+        raise Unreadable(f"values of shape {list(shape)} may belong to {batch_size} samples in several ways")
+    sums = _by_sample(samples, weights, batch_size)
+    share, levels, mean, size = None, [], None, shape.numel()
+    if fused and int((sums > 0).sum()) == 1:  # a mean or a sum within one sample
+        sums, size, even, inner = (sums > 0).to(sums), 1, True, 1.0
+    elif fused == 1:
+        share = sums / sums.sum() if name in _LABELLED else torch.full_like(sums, 1 / batch_size)
+    else:
+        levels, mean = _levels(path.steps, samples.broadcast_to(shape), weights > 0, batch_size)
+        share = None if mean is None else mean[1] / mean[1].sum()
+    constants = _without(scale, path.constants)
+    equal = sums[sums > 0] * inner
+    if share is None and len(equal) and not even and torch.allclose(equal, equal[:1].expand_as(equal)):
+        even, largest, sums, size = True, float(equal[0]), (sums > 0).to(sums) / inner, len(equal) / inner
+    if share is None and even and not math.isclose(largest, 1.0, rel_tol=1e-6):
+        constants = (*constants, Constant(node, largest, False, 1e-6))  # as of gradient=torch.full((B,), 1 / B)
+    inner = inner if share is None else 1.0
+    return Term(sums * inner, size * inner, even, name in _LABELLED, share, levels if even else [], constants, mean)
+
+
+def mean_of(step: Step) -> float:
+    """Return what a mean multiplies by."""
+    child, number = step.node.next_functions[step.which]
+    assert child is not None
+    return shape_of(step.node, step.number).numel() / shape_of(child, number).numel()
+
+
+def _without(scale: float, constants: tuple[Constant, ...]) -> tuple[Constant, ...]:
+    """The constants without the one of a GradScaler, or of a trainer."""
+    for k, constant in enumerate(constants):
+        if scale != 1 and math.isclose(constant.value, scale, rel_tol=1e-6):
+            return constants[:k] + constants[k + 1 :]
+    return constants
+
+
+def _rows(path: Path, name: str) -> tuple[torch.Size, Tensor | float]:
+    """The shape of the rows, and which of them count."""
+    node = path.node
+    if name in _LABELLED:
+        target, weight = saved(node, "target"), saved(node, "weight")
+        counts = target != saved(node, "ignore_index")
+        if (
+            weight is not None
+            and saved(node, "reduction") == 1
+            and not torch.equal(weight, weight[:1].expand_as(weight))
+        ):
+            raise Coupled(
+                "weight= of a mean cross_entropy divides by the sum of the weights in the batch, so every sample "
+                "changes all others' parts; use reduction='none', weight each sample, and take the mean"
+            )
+        return target.shape, counts
+    if name in _WITH_REDUCTION:
+        child, number = node.next_functions[0]
+        shape = shape_of(child, number) if child is not None else torch.Size(saved(node, "self").shape)
+        return shape[:-1] if name in _ROW_EACH and len(shape) > 1 else shape, 1.0
+    return shape_of(node, path.number), 1.0
+
+
+# Where the samples are
+
+
+def _axes(shape: torch.Size, batch_size: int, batch_first: bool) -> list[int]:
+    """The dimensions that may be the samples', the likeliest first; 0 also where others are flattened into it."""
+    if not shape:
+        return []
+    usual = 0 if batch_first or len(shape) == 1 else 1
+    if shape[usual] == batch_size:
+        return [usual]
+    flat = [0] if shape[0] > batch_size and shape[0] % batch_size == 0 else []
+    return flat + [dim for dim, size in enumerate(shape) if size == batch_size]
+
+
+def _numbered(shape: torch.Size, axis: int, batch_size: int, batch_first: bool, device: torch.device) -> Tensor:
+    """The number of the sample that each element belongs to, as a view that can be broadcast to ``shape``."""
+    places = torch.arange(shape[axis], device=device)
+    if shape[axis] != batch_size:
+        places = places // (shape[axis] // batch_size) if batch_first else places % batch_size
+    return places.view([-1 if dim == axis else 1 for dim in range(len(shape))])
+
+
+def _sample_of_rows(
+    node: Node, shape: torch.Size, batch_size: int, batch_first: bool, depends: Dependence
+) -> list[Tensor]:
+    """The samples that rows may belong to, the likeliest first."""
+    selected = _selection(node, shape, depends)
+    if selected is not None:
+        before = shape_of(*parents(selected)[0])
+        axes = _axes(before, batch_size, batch_first)
+        chosen = [_chosen(selected, before, axis, batch_size, batch_first) for axis in axes]
+        return [_expanded(samples, shape) for samples in chosen if len(samples) == shape[0]]
+    axes = _axes(shape, batch_size, batch_first)
+    device = torch.device(_metadata(node).device)
+    return [_numbered(shape, axis, batch_size, batch_first, device) for axis in axes]
+
+
+def _verified(
+    path: Path, name: str, shape: torch.Size, candidates: list[Tensor], outputs: Outputs, depends: Dependence
+) -> tuple[Tensor, bool] | None:
+    """Find the sample of each row among ``candidates``, or else by itself.
+
+    Returns:
+        It, and whether it is sure; None if it cannot be told.
+
+    Raises:
+        Coupled: If no row belongs to one sample.
+        Unreadable: If that cannot be told.
+    """
+    values = _values(path, name, depends)
+    for samples in candidates:
+        found = [outputs.are_separate(*value, _as_values(samples, name, shape, shape_of(*value))) for value in values]
+        if all(one is None for one in found):  # within the module, which was looked at by itself
+            return samples, len(candidates) == 1
+        if False not in found:
+            return samples, True
+    if not candidates and all(outputs.are_separate(*value, torch.zeros(())) is None for value in values):
+        return None
+    if len(values) == 1 and not _chooses(path.node, depends, outputs.values):
+        try:
+            samples = _of_rows(outputs.samples_of(*values[0]), name, shape)
+        except Unreadable:
+            if not candidates:
+                return None
+        else:
+            if outputs.are_separate(*values[0], _as_values(samples, name, shape, shape_of(*values[0]))):
+                return samples, True
+    if not candidates:
+        return None
+    raise Coupled(
+        f"the values that it is computed from, of shape {list(shape)} from {path.node.name()}, depend on several "
+        "samples each: what a sample adds to the gradient depends on the others. Leave that term out, or compute it "
+        "for each sample and average"
+    )
+
+
+def _chooses(node: Node, depends: Dependence, ends: Container[tuple[Node, int]]) -> bool:
+    """Whether an operation from ``node`` to the module takes some of several values, by their size."""
+    return any(operation(one) in _CHOOSING for one in _behind(node, depends, ends))
+
+
+def _values(path: Path, name: str, depends: Dependence) -> list[tuple[Node, int]]:
+    """The values that hold the rows: those that a loss is computed from that reduces them itself."""
+    if name in _WITH_REDUCTION:
+        return [(child, number) for child, number in parents(path.node) if depends(child)]
+    return [(path.node, path.number)]
+
+
+def _of_rows(samples: Tensor, name: str, shape: torch.Size) -> Tensor:
+    """The sample of each row, given that of each element, where rows have classes."""
+    if samples.shape == shape:
+        return samples
+    return samples.select(1 if name in _LABELLED and samples.dim() > 1 else -1, 0)
+
+
+def _as_values(samples: Tensor, name: str, shape: torch.Size, values: torch.Size) -> Tensor:
+    """The sample of each element, given that of each row, where rows have classes."""
+    if len(values) == len(shape):
+        return samples
+    return samples.broadcast_to(shape).unsqueeze(1 if name in _LABELLED and len(values) > 1 else -1)
+
+
+def _expanded(samples: Tensor, shape: torch.Size) -> Tensor:
+    return samples.view(samples.shape + (1,) * (len(shape) - samples.dim())).broadcast_to(shape)
+
+
+def _selection(node: Node, shape: torch.Size, depends: Dependence) -> Node | None:
+    """The operation that chose these rows from others, as ``logits[mask]`` does, if any."""
+    while shape and node.name() not in TAPS:
+        if operation(node) in _SELECTING:
+            return node
+        behind = [(child, number) for child, number in parents(node) if depends(child)]
+        if len(behind) != 1 or shape_of(*behind[0])[:1] != shape[:1]:
+            return None
+        node = behind[0][0]
+    return None
+
+
+def _chosen(node: Node, before: torch.Size, axis: int, batch_size: int, batch_first: bool) -> Tensor:
+    """The sample of each row that a selection chose."""
+    device = torch.device(_metadata(node).device)
+    numbers = _numbered(before, axis, batch_size, batch_first, device).broadcast_to(before)
+    if operation(node) == "IndexSelect":
+        chosen = numbers.index_select(saved(node, "dim") % len(before), saved(node, "index"))
+    elif operation(node) == "MaskedSelect":
+        chosen = numbers[saved(node, "mask").broadcast_to(before)]
+    else:
+        indices = tuple(slice(None) if index is None else index for index in saved(node, "indices"))
+        used = sum(index.dim() if isinstance(index, Tensor) and index.dtype == torch.bool else 1 for index in indices)
+        chosen = numbers[(slice(None),) * used + (slice(1),) * (len(before) - used)][indices]
+    return chosen.reshape(len(chosen), -1)[:, 0]
+
+
+def _metadata(node: Node) -> Any:
+    return input_metadata_of(node)[0]
+
+
+def _by_sample(samples: Tensor, values: Tensor, batch_size: int) -> Tensor:
+    if samples.dim() < values.dim():
+        samples = samples.view(samples.shape + (1,) * (values.dim() - samples.dim()))
+    sums = torch.zeros(batch_size, dtype=values.dtype, device=values.device)
+    return sums.index_add_(0, samples.broadcast_to(values.shape).flatten(), values.flatten())
+
+
+@dataclass(frozen=True)
+class Level:
+    """Values on the way from the rows up, before samples are added up.
+
+    Attributes:
+        counts: How many of each sample's contribute [B].
+        size: How many there are.
+    """
+
+    counts: Tensor
+    size: int
+
+
+def _levels(
+    steps: Sequence[Step], samples: Tensor, rows: Tensor, batch_size: int
+) -> tuple[list[Level], tuple[Node, Tensor] | None]:
+    """Pass the numbers of the samples up from the rows, until an operation adds different samples up.
+
+    Args:
+        steps: From the rows up to the root.
+        samples: The sample of each row.
+        rows: Which rows contribute.
+        batch_size: Number of samples.
+
+    Returns:
+        The levels where each value is still of one sample, and the mean that reduces the batch with the number of
+        values of each sample that it takes [B]; None for that if a sum reduces it, or nothing.
+
+    Raises:
+        Unreadable: If some samples are added up, and others elsewhere.
+    """
+    levels = []
+    for step in steps:
+        name, shape = operation(step.node), shape_of(step.node, step.number)
+        if name in ELEMENTWISE:
+            samples, rows = samples.broadcast_to(shape), rows.broadcast_to(shape)
+            continue
+        taken, target = _targets(step, shape)
+        taken &= samples >= 0
+        target, values = target[taken], samples[taken]
+        first, last = (
+            torch.full((shape.numel(),), fill, device=samples.device).scatter_reduce(0, target, values, reduce)
+            for fill, reduce in ((batch_size, "amin"), (-1, "amax"))
+        )
+        if (first < last).any():
+            taken_of_each = _taken(target, values, shape.numel(), batch_size) if name in MEANS else None
+            return levels, None if taken_of_each is None else (step.node, taken_of_each)
+        contributing = torch.zeros(shape.numel(), device=samples.device)
+        rows = (contributing.index_add_(0, target, rows[taken].to(contributing)) > 0).view(shape)
+        samples = last.view(shape)
+        levels.append(Level(_by_sample(samples.clamp(min=0), rows.double(), batch_size), shape.numel()))
+    return levels, None
+
+
+def _targets(step: Step, shape: torch.Size) -> tuple[Tensor, Tensor]:
+    """For each input element of a linear operation, whether it is taken, and the position that it is added to."""
+    one = torch.ones(shape, dtype=torch.float64, device=torch.device(_metadata(step.node).device))
+    weight = pull(step.node, step.number, step.which, one)
+    place = pull(step.node, step.number, step.which, one.flatten().cumsum(0).view(shape))
+    return weight != 0, (place / weight).nan_to_num(1).round().long() - 1
+
+
+def _taken(target: Tensor, samples: Tensor, size: int, batch_size: int) -> Tensor:
+    """How many of each sample's elements a mean takes, which must be as many for each of its results."""
+    counts = torch.zeros(batch_size, dtype=torch.float64, device=target.device)
+    for i in range(batch_size):
+        count = target[samples == i].bincount(minlength=size)
+        if not torch.equal(count, count[:1].expand_as(count)):
+            raise Unreadable("a mean reduces the batch in groups")
+        counts[i] = count[0]
+    return counts
+
+
+# What couples samples
+
+
+def _refuse_coupling(path: Path, outputs: Outputs, depends: Dependence) -> None:
+    """Look behind the value where a path ends, as far as the module, for what mixes samples.
+
+    Raises:
+        Coupled: If something does.
+    """
+    mixing = None if (path.node, path.number) in outputs.values else _first_mixing(path.node, outputs, depends)
+    if mixing is not None:
+        raise Coupled(
+            f"{mixing.name()} mixes samples, and what comes of it is no sum of parts that are one sample's own: what a "
+            "sample adds to the gradient depends on the others. Leave that term out, or compute it for each sample "
+            "and average"
+        )
+
+
+def _first_mixing(node: Node, outputs: Outputs, depends: Dependence) -> Node | None:
+    """The first operation from ``node`` to the module that mixes samples; ``node`` itself may be a loss's reduction."""
+    for one in _behind(node, depends, outputs.values):
+        reduces = one is node and operation(one) in _WITH_REDUCTION
+        if not reduces and _mixes(one, outputs.batch_size, outputs.batch_first, depends):
+            return one
+    return None
+
+
+def _behind(node: Node, depends: Dependence, ends: Container[tuple[Node, int]]) -> Iterator[Node]:
+    """The nodes from ``node`` to what the module returned."""
+    pending, known = [node], {node}
+    while pending:
+        top = pending.pop()
+        if top.name() not in TAPS:
+            yield top
+            edges = [edge for edge in parents(top) if edge not in ends]
+            new = [child for child, _ in edges if child not in known and depends(child)]
+            known.update(new)
+            pending += new
+
+
+def _mixes(node: Node, batch_size: int, batch_first: bool, depends: Dependence) -> bool:
+    name = operation(node)
+    behind = [(child, number) for child, number in parents(node) if depends(child)]
+    if not behind:
+        return False
+    before = shape_of(*behind[0])
+    if name in _WITH_REDUCTION:
+        return saved(node, "reduction") != 0 and bool(_axes(before, batch_size, batch_first))
+    if name == "Mm":
+        return len(behind) == 2
+    if name not in _OVER_DIMS or not before:
+        return False
+    dims = _dims(node)
+    if dims is None:
+        return bool(_axes(before, batch_size, batch_first))
+    usual = 0 if batch_first or len(before) == 1 else 1
+    others = before[:usual] + before[usual + 1 :]
+    along = usual in [dim % len(before) for dim in dims]
+    return along and before[usual] > 0 and before[usual] % batch_size == 0 and batch_size not in others
+
+
+def _dims(node: Node) -> list[int] | None:
+    """The dimensions along which an operation works; None for all."""
+    dims = saved_constant(node, "dim")
+    if dims is None or isinstance(dims, float) or (isinstance(dims, Sequence) and not dims):
+        return None
+    signed = [dim - (1 << 64) if dim >= 1 << 63 else dim for dim in (dims if isinstance(dims, Sequence) else [dims])]
+    return list(signed)

@@ -1,0 +1,246 @@
+r"""Tells whether values that a loss is computed from belong to one sample each, by what they pass on in backward.
+
+Let rows r be computed from a module's outputs o with Jacobian J, and row k be said to be sample s(k)'s. Of any
+cotangent c, sample i's outputs get :math:`g_i = (J^T c)_i`. Multiply the cotangent of each sample's rows by a power of
+two of its own, :math:`c'_k = 2^{d(s(k))} c_k`: where every row depends on its own sample alone,
+:math:`g'_i = 2^{d(i)} g_i`, to the last bit, whatever the operations between are. A row that depends on another sample
+breaks it, unless both have the same d; so d runs through the digits of the sample's number.
+"""
+
+import functools
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+
+from gradguard.per_sample.capture import silent_taps
+from gradguard.per_sample.layers.call import BatchAxis, samples_first
+from gradguard.per_sample.loss.graph import Root, Unreadable, parents
+from gradguard.torch_private import input_metadata_of
+
+_BASE = 8
+
+
+class Outputs:
+    """What a module returned to the code that computes the loss.
+
+    Args:
+        batch_size: Number of samples B.
+        batch_first: Whether they are the first dimension of the outputs, as far as is known.
+
+    Attributes:
+        conclusive: False once `are_separate` had nothing to go by: gradients that are not finite, or of one sample.
+    """
+
+    def __init__(self, batch_size: int, batch_first: bool = True) -> None:
+        self.batch_size, self.batch_first = batch_size, batch_first
+        self.conclusive = True
+        self._edges: list[GradientEdge] = []
+        self._axes: list[BatchAxis] = []
+        self._numbers: list[GradientEdge] = []
+
+    def add(self, tensors: Sequence[Tensor], axes: Sequence[BatchAxis | None]) -> None:
+        """Add what a call has returned.
+
+        Args:
+            tensors: The tensors.
+            axes: Where the samples are in each; None for one that belongs to no sample.
+        """
+        for tensor, axis in zip(tensors, axes, strict=True):
+            if tensor.requires_grad and axis is None:
+                self._numbers.append(get_gradient_edge(tensor))
+            elif tensor.requires_grad and axis is not None:
+                self._edges.append(get_gradient_edge(tensor))
+                self._axes.append(axis)
+
+    @property
+    def values(self) -> set[tuple[Node, int]]:
+        """The values with samples, by node and number."""
+        return {(edge.node, edge.output_nr) for edge in self._edges}
+
+    @property
+    def numbers(self) -> set[tuple[Node, int]]:
+        """The values that belong to no sample, by node and number."""
+        return {(edge.node, edge.output_nr) for edge in self._numbers}
+
+    def are_behind(self, roots: Sequence[Root]) -> bool:
+        """Tell whether a backward from ``roots`` comes by."""
+        return any(_reached(root.node, root.number, [*self._edges, *self._numbers]) for root in roots)
+
+    def and_of(self, other: "Outputs") -> "Outputs":
+        """Return these and the ones of another call."""
+        both = Outputs(self.batch_size, self.batch_first and other.batch_first)
+        both._edges, both._axes = self._edges + other._edges, self._axes + other._axes
+        both._numbers = self._numbers + other._numbers
+        return both
+
+    def are_separate(self, node: Node, number: int, samples: Tensor) -> bool | None:
+        """Tell whether each element of a value depends on the outputs of the sample that it is said to belong to.
+
+        Args:
+            node: The node of the value.
+            number: Which of its outputs.
+            samples: The sample of each element; can be broadcast to the value's shape.
+
+        Returns:
+            None where the value does not depend on these outputs at all.
+
+        Raises:
+            Unreadable: If a backward from there cannot be run.
+        """
+        if not self._edges:
+            return None
+        value = input_metadata_of(node)[number]
+        samples = samples.to(value.device)
+        cotangent = _normal(value.shape, value.dtype, value.device)
+        once = self._pull(node, number, cotangent)
+        if all(gradient is None for gradient in once):
+            return None
+        self.conclusive = self.conclusive and self._tells(once, samples)
+        repeats = self._pull(node, number, cotangent)
+        digits = max(1, len(_in_base(self.batch_size - 1)))
+        for digit in range(digits):
+            factors = 2.0 ** (samples // _BASE**digit % _BASE)
+            multiplied = self._pull(node, number, cotangent * factors.to(value.dtype))
+            for first, again, second, axis in zip(once, repeats, multiplied, self._axes, strict=True):
+                if first is not None and not self._is_multiple(first, again, second, axis, digit):
+                    return False
+        return True
+
+    def samples_of(self, node: Node, number: int) -> Tensor:
+        """Return the sample that each element of a value seems to depend on, from derivatives of J^T c.
+
+        Raises:
+            Unreadable: If it depends on none or several, or an operation cannot be differentiated twice.
+        """
+        value = input_metadata_of(node)[number]
+        once = self._pull(node, number, _normal(value.shape, value.dtype, value.device))
+        reached = [
+            samples_first(_finite(g), axis, self.batch_size).reshape(self.batch_size, -1).any(1)
+            for g, axis in zip(once, self._axes, strict=True)
+            if g is not None
+        ]
+        if reached and int(torch.stack(reached).any(0).sum()) == 1:
+            return torch.full(value.shape, int(torch.stack(reached).any(0).nonzero()), device=value.device)
+        cotangent = torch.zeros(value.shape, dtype=value.dtype, device=value.device, requires_grad=True)
+        pulled = self._pull(node, number, cotangent, create_graph=True)
+        used = [(g, axis) for g, axis in zip(pulled, self._axes, strict=True) if g is not None and g.requires_grad]
+        if not used:
+            raise Unreadable(f"values from {node.name()} do not tell the samples apart")
+        directions = [_normal(gradient.shape, gradient.dtype, gradient.device) for gradient, _ in used]
+        numbered = [d.clone() for d in directions]
+        for direction, (_, axis) in zip(numbered, used, strict=True):
+            first = samples_first(direction, axis, self.batch_size)  # a view
+            first *= _along(torch.arange(1, self.batch_size + 1, device=direction.device), first)
+        try:
+            [one] = torch.autograd.grad([g for g, _ in used], cotangent, directions, retain_graph=True)
+            [many] = torch.autograd.grad([g for g, _ in used], cotangent, numbered)
+        except RuntimeError as error:
+            raise Unreadable(f"{node.name()} cannot be differentiated twice ({_sentence(error)})") from error
+        ratio = (many / one).double() - 1
+        samples = ratio.round()
+        if not bool(((ratio - samples).abs() < 0.05).all() & (samples >= 0).all() & (samples < self.batch_size).all()):
+            raise Unreadable(f"values from {node.name()} do not tell the {self.batch_size} samples apart")
+        return samples.long()
+
+    def _pull(self, node: Node, number: int, cotangent: Tensor, create_graph: bool = False) -> Sequence[Any]:
+        """What the outputs get in a backward from the value; None for those that it does not reach before others."""
+        reached = _reached(node, number, self._edges)
+        if not reached:
+            return [None] * len(self._edges)
+        try:
+            with torch.autocast(cotangent.device.type, enabled=False), silent_taps():
+                found = torch.autograd.grad(
+                    [GradientEdge(node, number)],  # pyright: ignore[reportArgumentType]
+                    [self._edges[i] for i in reached],  # pyright: ignore[reportArgumentType]
+                    [cotangent],
+                    retain_graph=True,
+                    create_graph=create_graph,
+                    allow_unused=True,
+                )
+        except (RuntimeError, TypeError, NotImplementedError) as error:
+            raise Unreadable(f"a backward from {node.name()} cannot be run twice ({_sentence(error)})") from error
+        gradients: list[Any] = [None] * len(self._edges)
+        for i, gradient in zip(reached, found, strict=True):
+            gradients[i] = gradient
+        return gradients
+
+    def _tells(self, pulled: Sequence[Tensor | None], samples: Tensor) -> bool:
+        """Whether these gradients would show that samples meet: finite ones, of two samples if as many are said."""
+        reached = torch.zeros(self.batch_size, dtype=torch.bool, device=samples.device)
+        for gradient, axis in zip(pulled, self._axes, strict=True):
+            if gradient is not None:
+                if not bool(gradient.isfinite().all()):
+                    return False
+                reached |= samples_first(gradient, axis, self.batch_size).reshape(self.batch_size, -1).any(1)
+        return int(reached.sum()) >= min(2, len(samples.unique()))
+
+    def _is_multiple(self, first: Tensor, again: Tensor, second: Tensor, axis: BatchAxis, digit: int) -> bool:
+        """Whether each sample's part of ``second`` is that of ``first``, times its power of two."""
+        exact = torch.equal(_finite(first), _finite(again))
+        first, second = (_finite(samples_first(g, axis, self.batch_size)) for g in (first, second))
+        factors = 2.0 ** (torch.arange(self.batch_size, device=first.device) // _BASE**digit % _BASE)
+        expected = first * _along(factors.to(first.dtype), first)
+        limits = torch.finfo(first.dtype)
+        bar = _BASE * 2.0**_BASE * limits.smallest_normal * limits.eps  # products below the normal numbers are rounded
+        if not exact:  # a kernel that adds up in any order
+            bar = bar + 16 * limits.eps * _along(expected.abs().flatten(1).amax(1), expected)
+        return bool(((second - expected).abs() <= bar).all())
+
+
+def of_several(calls: Sequence[Outputs]) -> Outputs | None:
+    """Return the outputs of all calls together; None if their numbers of samples differ."""
+    if len({call.batch_size for call in calls}) != 1:
+        return None
+    return functools.reduce(Outputs.and_of, calls)
+
+
+def _reached(node: Node, number: int, edges: Sequence[GradientEdge]) -> list[int]:
+    """The places of those edges that are on the way back from a value, without what lies behind others alone."""
+    places: dict[tuple[Node, int], list[int]] = defaultdict(list)
+    for i, edge in enumerate(edges):
+        places[edge.node, edge.output_nr].append(i)
+    if (node, number) in places:
+        return places[node, number]
+    pending, known, found = [node], {node}, set[int]()
+    while pending:
+        for child, output in parents(pending.pop()):
+            if (child, output) in places:
+                found.update(places[child, output])
+            elif child not in known:
+                known.add(child)
+                pending.append(child)
+    return sorted(found)
+
+
+def _normal(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Random numbers that leave the generators of the program as they are."""
+    # So small that a hook that clips gradients, as error clip's, leaves them alone, and that what `retain_grad` adds up
+    # does not show it; float16 would not hold them.
+    generator = torch.Generator().manual_seed(0)
+    values = torch.randn(tuple(shape), generator=generator, dtype=torch.float64)
+    return (values * {torch.float16: 1.0, torch.float64: 2.0**-200}.get(dtype, 2.0**-50)).to(device, dtype)
+
+
+def _along(values: Tensor, like: Tensor) -> Tensor:
+    """One value for each sample, to be broadcast to a tensor with the samples first."""
+    return values.view(-1, *[1] * (like.dim() - 1))
+
+
+def _finite(values: Tensor) -> Tensor:
+    return values.nan_to_num(0.0, 0.0, 0.0)
+
+
+def _in_base(number: int) -> list[int]:
+    digits = []
+    while number:
+        number, digit = divmod(number, _BASE)
+        digits.append(digit)
+    return digits
+
+
+def _sentence(error: Exception) -> str:
+    return str(error).split(".")[0]

@@ -1,0 +1,292 @@
+"""What is refused in words: modules, options, early steps, and a GradScaler that the clipper was not told of."""
+
+import functools
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import Optimizer
+
+from gradguard.distributed.fully_sharded import is_fully_sharded
+from gradguard.distributed.placements import is_sharded
+from gradguard.errors import InvalidTypeError, InvalidValueError, UnsupportedGradientError
+from gradguard.optimizer_hooks import EveryStep
+from gradguard.per_sample.clipping_rule import NormClipper
+from gradguard.per_sample.norm_clippers import QuantileNormClipper
+from gradguard.torch_private import batch_norms, current_graph_task, parameter_slots, stop_compiling, tree_leaves
+
+_followed: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
+"""Modules that a clipper follows."""
+
+
+def follow(module: nn.Module) -> Callable[[], None]:
+    """Take note that a clipper follows ``module``; return what ends that."""
+    modules = list(module.modules())
+    _followed.update(modules)
+    return lambda: _followed.difference_update(modules)
+
+
+def run_uncompiled(module: nn.Module) -> Callable[[], None]:
+    """Let what is compiled in ``module`` run layer by layer, as it was written; return what ends that."""
+    stack = ExitStack()
+    for part in module.modules():
+        stack.callback(stop_compiling(part))
+    return stack.close
+
+
+def places_of_parameters(module: nn.Module) -> dict[tuple[nn.Module, str], str]:
+    """Return the first name of each parameter, by each place that holds it."""
+    first: dict[int, str] = {}
+    found = {}
+    for prefix, layer in module.named_modules():
+        for slot, parameter in parameter_slots(layer).items():
+            if parameter is not None:
+                found[layer, slot] = first.setdefault(id(parameter), f"{prefix}.{slot}" if prefix else slot)
+    return found
+
+
+def check_options(
+    norm_clipper: Any, batch_first: Any, loss_reduction: Any, mode: Any, scaler: Any, check: Any, noise_scale: Any
+) -> None:
+    """Check the options of a clipper.
+
+    Raises:
+        InvalidTypeError: If one is of another type.
+        InvalidValueError: If a word is not one of those that are known.
+    """
+    if not isinstance(norm_clipper, NormClipper):
+        raise InvalidTypeError(
+            f"norm_clipper: expected a NormClipper such as gg.FlatNormClipper(1.0), got {norm_clipper!r}."
+        )
+    for name, value, expected in (
+        ("loss_reduction", loss_reduction, ("mean", "sum")),
+        ("mode", mode, ("fast", "exact")),
+        ("check", check, (True, False, "warn")),
+    ):
+        if value not in expected:
+            raise InvalidValueError(f"{name}={value!r}: expected {' or '.join(map(repr, expected))}.")
+    if not isinstance(batch_first, bool):
+        raise InvalidTypeError(f"batch_first={batch_first!r}: expected True or False.")
+    if not isinstance(noise_scale, int):
+        raise InvalidTypeError(f"noise_scale={noise_scale!r}: expected True, False, or a number of steps.")
+    if noise_scale < 0:
+        raise InvalidValueError(f"noise_scale={noise_scale}: expected every how many steps it is measured, 1 or more.")
+    if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
+        raise InvalidTypeError(f"scaler: expected a torch.amp.GradScaler, got {type(scaler).__name__}.")
+
+
+def refuse_unsupported(module: nn.Module) -> None:
+    """Check a module once.
+
+    Raises:
+        InvalidTypeError: If it is no module.
+        InvalidValueError: If nothing in it is trained.
+        UnsupportedGradientError: If it, or a module in it, cannot be followed.
+    """
+    if not isinstance(module, nn.Module):
+        raise InvalidTypeError(f"module: expected a torch.nn.Module, got {type(module).__name__}.")
+    if not any(parameter.requires_grad for parameter in module.parameters()):
+        raise InvalidValueError("module has no parameter that requires grad, so there is nothing to clip.")
+    for name, parameter in module.named_parameters():
+        if isinstance(parameter, nn.parameter.UninitializedParameter):
+            raise UnsupportedGradientError(f"{name} has no shape yet: call the module once, then make the clipper.")
+    for name, submodule in module.named_modules():
+        if submodule in _followed:
+            raise InvalidValueError(
+                f"{name or 'the module'} has a clipper already, and two would both clip: call detach() on the other."
+            )
+        where = f"module {name!r}" if name else "the module"
+        if submodule is not module and isinstance(submodule, DistributedDataParallel):
+            raise UnsupportedGradientError(
+                f"{where} is a DistributedDataParallel inside the module, and would send gradients by itself: wrap "
+                "what is compiled, DistributedDataParallel(torch.compile(model)), or the whole module."
+            )
+        if isinstance(submodule, torch.jit.ScriptModule | nn.DataParallel):
+            raise UnsupportedGradientError(
+                f"{where} is a {type(submodule).__name__}, whose layers cannot be followed. Give the plain module."
+            )
+    refuse_batch_norm(module)
+
+
+def refuse_new_parameters(module: nn.Module, names: Mapping[str, Sequence[tuple[nn.Module, str]]]) -> None:
+    """Check that every parameter was there when the clipper was made.
+
+    Args:
+        module: The outermost module.
+        names: The places that held each parameter then.
+
+    Raises:
+        UnsupportedGradientError: If a layer was added or replaced since: its gradient would not be clipped.
+    """
+    known = {place for places in names.values() for place in places}
+    for prefix, layer in module.named_modules():
+        for slot, parameter in parameter_slots(layer).items():
+            if parameter is not None and (layer, slot) not in known:
+                raise UnsupportedGradientError(
+                    f"parameter {prefix}.{slot} was added after the clipper was made, so nothing follows it: call "
+                    "clipper.detach() and make a new PerSampleGradientClipper."
+                )
+
+
+def refuse_sharded_since(module: nn.Module) -> None:
+    """Check that a module whose parameters lay in one piece when the clipper was made is not sharded now.
+
+    Raises:
+        UnsupportedGradientError: If it is: the samples of other processes would not be added up.
+    """
+    if any(map(is_fully_sharded, module.modules())):
+        raise UnsupportedGradientError(
+            "fully_shard was applied to the module after the clipper was made, which would not add up the samples of "
+            "other processes: call clipper.detach() and make a new PerSampleGradientClipper."
+        )
+
+
+def refuse_gathered(parameters: Mapping[str, Tensor]) -> None:
+    """Check that the parameters of a sharded model are shards again, those that its optimizer holds.
+
+    Raises:
+        UnsupportedGradientError: If one is not.
+    """
+    for name, parameter in parameters.items():
+        if not is_sharded(parameter):
+            raise UnsupportedGradientError(
+                f"{name} is still gathered after the backward, so that its gradient would not reach the optimizer, "
+                "which holds shards: leave set_reshard_after_backward(True), or call reshard() on its layer before "
+                "pre_step()."
+            )
+
+
+def refuse_local_thresholds(norm_clipper: NormClipper, processes: int) -> None:
+    """Check that the threshold of a rule does not follow the samples of one process alone.
+
+    Raises:
+        UnsupportedGradientError: If it does.
+    """
+    if processes > 1 and isinstance(norm_clipper, QuantileNormClipper):
+        raise UnsupportedGradientError(
+            "QuantileNormClipper counts the samples of one process, so thresholds would differ between "
+            f"{processes} processes: use FlatNormClipper or AutoNormClipper."
+        )
+
+
+def refuse_stale_gradients(parameters: Mapping[str, Tensor], assigned: Mapping[str, Tensor]) -> None:
+    """Check that no ``.grad`` would be overwritten.
+
+    Args:
+        parameters: By name.
+        assigned: The gradients that the clipper itself has filled in last.
+
+    Raises:
+        InvalidValueError: If one holds a gradient of another origin.
+    """
+    for name, parameter in parameters.items():
+        grad = parameter.grad
+        if grad is not None and grad is not assigned.get(name) and bool(grad.any()):
+            raise InvalidValueError(
+                f"{name}.grad holds a gradient that was not clipped, from a backward that the clipper did not "
+                "follow. Call optimizer.zero_grad() first, then pre_step() again; what was accumulated is kept."
+            )
+
+
+def refuse_batch_norm(module: nn.Module) -> None:
+    """Check that no batch normalization would mix samples.
+
+    Raises:
+        UnsupportedGradientError: If one is in training mode, or has no running statistics.
+    """
+    for name, layer in module.named_modules():
+        if isinstance(layer, batch_norms()) and (layer.training or layer.running_mean is None):
+            raise UnsupportedGradientError(
+                f"{name or 'the module'} is a {type(layer).__name__}: it normalizes each sample by the others, so no "
+                "gradient belongs to one sample. Use torch.nn.GroupNorm (or LayerNorm, InstanceNorm) in its place, "
+                "or freeze its statistics with .eval()."
+            )
+
+
+class Waiting(Protocol):
+    """What may have clipped mini-batches that nobody has taken."""
+
+    def refuse_early_step(self, optimizer: Optimizer) -> None:
+        """Raise an error if ``optimizer`` is about to step without them."""
+
+
+_watching: "weakref.WeakSet[Waiting]" = weakref.WeakSet()
+_hooks: list[EveryStep] = []
+"""One pair of hooks on all optimizers, while anything is watching."""
+
+
+def watch_steps(clipper: Waiting) -> Callable[[], None]:
+    """Let ``clipper`` refuse steps that come too early, which does not keep it alive; return what ends that."""
+    if not _hooks:
+        _hooks.append(EveryStep(_before, _after))
+    _watching.add(clipper)
+
+    def end() -> None:
+        _watching.discard(clipper)
+        while _hooks and not _watching:
+            _hooks.pop().remove()
+
+    return end
+
+
+def _before(optimizer: Optimizer, evaluations: int) -> None:
+    """With a closure this comes after each evaluation: `pre_step` may stand in the closure."""
+    del evaluations
+    for clipper in list(_watching):
+        clipper.refuse_early_step(optimizer)
+
+
+def _after(optimizer: Optimizer) -> None:
+    del optimizer
+
+
+_REMEMBERED = 64
+
+_scaled: "OrderedDict[int, int]" = OrderedDict()
+"""The ``id`` of the scaler, by the number of the backward; of the last backwards only."""
+
+
+def watch_scalers() -> None:
+    """Let every `torch.amp.GradScaler` be noticed from now on; calling it again does nothing."""
+    kind = torch.amp.GradScaler
+    if getattr(kind.scale, "_noticed_by_gradguard", False):
+        return
+    original = kind.scale
+
+    @functools.wraps(original)
+    def scale(self: Any, outputs: Any) -> Any:
+        scaled = original(self, outputs)
+        if self.is_enabled():
+            for tensor in tree_leaves(scaled):
+                if isinstance(tensor, Tensor) and tensor.requires_grad:
+                    tensor.register_hook(functools.partial(_note, id(self)))
+        return scaled
+
+    scale._noticed_by_gradguard = True  # type: ignore[attr-defined]
+    kind.scale = scale  # type: ignore[method-assign]
+
+
+def refuse_other_scaler(task: int, scaler: Any) -> None:
+    """Check that the loss of backward number ``task`` was scaled by ``scaler`` or by none.
+
+    Raises:
+        InvalidValueError: If not.
+    """
+    found = _scaled.get(task)
+    if found is not None and found != id(scaler):
+        raise InvalidValueError(
+            "a GradScaler scaled the loss, so every per-sample gradient is as much too large. Tell the clipper: "
+            "PerSampleGradientClipper(..., scaler=scaler). Nothing was clipped."
+        )
+
+
+def _note(scaler: int, grad: Tensor) -> None:
+    del grad
+    _scaled[current_graph_task()] = scaler
+    while len(_scaled) > _REMEMBERED:
+        _scaled.popitem(last=False)

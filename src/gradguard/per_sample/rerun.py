@@ -1,0 +1,303 @@
+"""Running a module again for another purpose than the user's.
+
+It leaves no trace; other tensors stand in the places of its parameters; and each sample that runs by itself gets the
+random numbers that it had in its batch, where it would draw others, so that the two can be compared.
+"""
+
+import random
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gradguard.distributed.fully_sharded import GatheredLayers
+from gradguard.errors import UnsupportedGradientError
+from gradguard.torch_private import (
+    arguments_of,
+    buffer_slots,
+    dropouts,
+    each_operation,
+    parameter_slots,
+    renew_recurrent_weights,
+)
+
+_MOST = 100_000
+"""Containers that are looked into."""
+
+TOO_RARE = 1e-30
+"""A rate at which nothing is dropped; code that reads a layer's rate, to drop by itself, is still seen to do so."""
+
+
+@contextmanager
+def undisturbed(module: nn.Module, drop_rate: float | None = 0.0) -> Iterator[Callable[[], None]]:
+    """Run a block that calls ``module``; afterwards random generators, buffers, hooks and attributes are as before.
+
+    Args:
+        module: The model.
+        drop_rate: What layers of dropout drop in the block, of those that drop any; None: what they do.
+
+    Yields:
+        What puts the module back at once, for several calls from one state; not torch's generators.
+    """
+    before = Snapshot(module)
+
+    def reset() -> None:
+        before.restore()
+        if drop_rate is not None:
+            _set_drop_rate(module, drop_rate)
+
+    devices = sorted({p.device.index or 0 for p in module.parameters() if p.device.type == "cuda"})
+    fast_path = torch.backends.mha.get_fastpath_enabled()
+    with ExitStack() as stack:
+        stack.enter_context(torch.random.fork_rng(devices))
+        stack.enter_context(warnings.catch_warnings())
+        warnings.filterwarnings("ignore", "None of the inputs have requires_grad")  # a reentrant checkpoint
+        torch.backends.mha.set_fastpath_enabled(False)
+        reset()
+        try:
+            yield reset
+        finally:
+            torch.backends.mha.set_fastpath_enabled(fast_path)
+            before.restore()
+
+
+def _set_drop_rate(module: nn.Module, rate: float) -> None:
+    for layer in module.modules():
+        if isinstance(layer, nn.MultiheadAttention | nn.RNNBase):
+            layer.dropout = 0.0
+        elif isinstance(layer, dropouts()) and layer.p:
+            layer.p = rate
+
+
+class Snapshot:
+    """A module as it is: its buffers, its attributes and those of the modules in it, and the generators beside torch's.
+
+    Hooks are among the attributes: a model that puts hooks on its layers the first time it is asked for hidden states
+    must not keep them from a run that never was. So are layers, which a model may replace in its first forward.
+
+    Args:
+        module: The module.
+        buffers: Keep the values of buffers.
+    """
+
+    def __init__(self, module: nn.Module, buffers: bool = True) -> None:
+        self._buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers()] if buffers else []
+        self._gathered = GatheredLayers(module)
+        self._generators = generators()
+        self._contents: list[tuple[Any, Any]] = []
+        seen: set[int] = set()
+        waiting: list[Any] = [vars(m) for m in module.modules()]
+        while waiting and len(seen) < _MOST:
+            container = waiting.pop()
+            if id(container) in seen:
+                continue
+            seen.add(id(container))
+            self._contents.append((container, container.copy()))
+            held = container.values() if isinstance(container, dict) else container
+            waiting += [one for one in held if isinstance(one, dict | list | set)]
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Put everything back, in the same containers and buffers."""
+        restore_generators(self._generators)
+        self._gathered.shard_again()  # before its parameters are put back, which it would not notice
+        for container, content in self._contents:
+            if isinstance(container, list):
+                container[:] = content
+            else:
+                container.clear()
+                container.update(content)
+        for buffer, value in self._buffers:
+            if buffer.shape == value.shape and not torch.equal(buffer, value):
+                buffer.copy_(value)
+
+
+def generators() -> tuple[Any, Any]:
+    """Return the states of Python's generator and of NumPy's, in a program that uses NumPy; they can be compared."""
+    numpy = sys.modules.get("numpy")
+    if numpy is None:
+        return random.getstate(), None
+    name, key, *rest = numpy.random.get_state()
+    return random.getstate(), (name, tuple(key.tolist()), *rest)
+
+
+def restore_generators(states: tuple[Any, Any]) -> None:
+    """Put them into ``states``."""
+    random.setstate(states[0])
+    if states[1] is not None:
+        sys.modules["numpy"].random.set_state(states[1])
+
+
+def seed_generators(seed: int) -> None:
+    """Seed torch's generators, Python's, and NumPy's in a program that uses NumPy."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    if (numpy := sys.modules.get("numpy")) is not None:
+        numpy.random.seed(seed % 2**32)
+
+
+@contextmanager
+def substituted(tensors: Mapping[tuple[nn.Module, str], Tensor]) -> Iterator[None]:
+    """Let each tensor stand in for the parameter (or buffer) that a module holds under a name.
+
+    Args:
+        tensors: By module and attribute.
+    """
+    before = [(module, slot, _home(module, slot)[slot]) for module, slot in tensors]
+    recurrent = {module for module, _ in tensors if isinstance(module, nn.RNNBase)}
+    try:
+        for (module, slot), tensor in tensors.items():
+            _home(module, slot)[slot] = tensor
+        for layer in recurrent:
+            renew_recurrent_weights(layer)
+        yield
+    finally:
+        for module, slot, original in before:
+            _home(module, slot)[slot] = original
+        for layer in recurrent:
+            renew_recurrent_weights(layer)
+
+
+def _home(module: nn.Module, slot: str) -> dict[str, Any]:
+    """The dictionary of ``module`` that holds ``slot``."""
+    parameters: dict[str, Any] = parameter_slots(module)
+    buffers: dict[str, Any] = buffer_slots(module)
+    return parameters if slot in parameters else buffers
+
+
+_RRELU = ("aten::rrelu_with_noise", "aten::rrelu_with_noise_functional")
+"""What it draws is in its second argument."""
+
+
+class Draws:
+    """Records every random tensor that is drawn in a block, and how precisely the block computes.
+
+    Attributes:
+        drawn: The operation's name and its tensor, in order.
+        precision: Machine epsilon of the coarsest dtype that was computed in.
+    """
+
+    def __init__(self) -> None:
+        self.drawn: list[tuple[str, Tensor]] = []
+        self.precision = torch.finfo(torch.float64).eps
+        self._generators = generators()
+
+    def __enter__(self) -> "Draws":
+        self._block = each_operation(self._record)
+        self._block.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._block.__exit__(*error)
+
+    def _record(self, func: Any, args: Any, kwargs: Any) -> Any:
+        result = func(*args, **kwargs)
+        for tensor in result if isinstance(result, list | tuple) else [result]:
+            if (
+                isinstance(tensor, Tensor)
+                and tensor.numel() > 1
+                and (tensor.is_floating_point() or tensor.is_complex())
+            ):
+                self.precision = max(self.precision, torch.finfo(tensor.dtype).eps)
+        if is_draw(func, args, kwargs):
+            drawn = _random_part(func, args, result)
+            # Masks are kept as bits; others are copied, because code scales them in place.
+            copied = drawn.bool() if "bernoulli" in func.name() and drawn.dtype != torch.bool else drawn.clone()
+            self.drawn.append((func.name(), copied))
+        return result
+
+    @contextmanager
+    def of_sample(self, sample: int, batch_size: int, last: bool = False) -> Iterator[None]:
+        """Draw the share of one sample in a block.
+
+        Args:
+            sample: Which.
+            batch_size: Number of samples that drew together.
+            last: Where a dimension holds several entries for each sample, the samples vary fastest in it.
+
+        Raises:
+            UnsupportedGradientError: If the sample by itself draws other numbers than in the batch.
+        """
+        now = generators()
+        restore_generators(self._generators)
+        replay = _Share(self.drawn, sample, batch_size, last)
+        try:
+            with each_operation(replay.draw):
+                yield
+        finally:
+            restore_generators(now)
+        replay.finish()
+
+
+class _Share:
+    """Gives each draw the part of a recorded one that belongs to one sample."""
+
+    def __init__(self, drawn: list[tuple[str, Tensor]], sample: int, batch_size: int, last: bool) -> None:
+        self._drawn, self._sample, self._batch_size, self._last = iter(drawn), sample, batch_size, last
+
+    def draw(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Do one operation."""
+        if not is_draw(func, args, kwargs):
+            return func(*args, **kwargs)
+        name, recorded = next(self._drawn, ("", None))
+        if recorded is None or name != func.name():
+            raise UnsupportedGradientError(
+                "a sample by itself draws other random numbers than in the batch: how many, or in which order, depends "
+                "on the batch."
+            )
+        result = func(*args, **kwargs)
+        own = _random_part(func, args, result)
+        own.copy_(self._share_of(recorded, own.shape))
+        if func.name().startswith("aten::native_dropout"):  # its values follow from the mask
+            result[0].copy_(args[0] * own.to(args[0].dtype) / max(1.0 - args[1], 1e-30))
+        elif func.name() in _RRELU:
+            result.copy_(args[0] * own)
+        return result
+
+    def _share_of(self, recorded: Tensor, shape: torch.Size) -> Tensor:
+        if recorded.shape == shape:
+            return recorded
+        dims = [d for d in range(len(shape)) if recorded.dim() == len(shape) and recorded.shape[d] != shape[d]]
+        if len(dims) != 1 or recorded.shape[dims[0]] != shape[dims[0]] * self._batch_size:
+            raise UnsupportedGradientError(
+                f"random numbers of shape {tuple(recorded.shape)} are drawn for {self._batch_size} samples and "
+                f"{tuple(shape)} for one, so each sample's share cannot be told."
+            )
+        dim, own = dims[0], shape[dims[0]]
+        if self._last and own > 1:
+            return recorded.unflatten(dim, (own, self._batch_size)).select(dim + 1, self._sample)
+        return recorded.narrow(dim, self._sample * own, own)
+
+    def finish(self) -> None:
+        """Check that all was drawn."""
+        if next(self._drawn, None) is not None:
+            raise UnsupportedGradientError("a sample by itself draws fewer random numbers than in the batch.")
+
+
+def is_draw(func: Any, args: Any, kwargs: Any) -> bool:
+    """Tell whether an operation draws random numbers; attention and recurrent layers without dropout draw none."""
+    if torch.Tag.nondeterministic_seeded not in func.tags:
+        return False
+    given = {argument.name: argument.default_value for argument in arguments_of(func)}
+    given |= dict(zip(given, args, strict=False)) | kwargs
+    rates = [given[name] for name in ("dropout_p", "dropout", "train", "training") if name in given]
+    return all(rate is None or bool(rate) for rate in rates)
+
+
+def _random_part(func: Any, args: Any, result: Any) -> Tensor:
+    """The tensor among an operation's results, or arguments, that holds what was drawn."""
+    if func.name() in _RRELU:
+        return args[1]
+    hidden = any(a.alias_info is not None and a.alias_info.is_write for a in arguments_of(func)[1:])
+    if isinstance(result, Tensor) and not hidden:
+        return result
+    if func.name().startswith("aten::native_dropout"):
+        return result[1]
+    raise UnsupportedGradientError(
+        f"{func.name()} draws random numbers that cannot be given to each sample: set its dropout to 0, or use "
+        "torch.nn.Dropout in its place."
+    )

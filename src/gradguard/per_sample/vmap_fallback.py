@@ -1,0 +1,299 @@
+"""Per-sample gradients of code that uses parameters by itself, such as ``x + self.position`` or a layer without a rule.
+
+The code of one module is run again for one sample, with torch.func, and each layer that it calls is left out: what
+the layer returned is given, and what it was called with counts as a result, whose gradient is known. So the gradient
+is exact and the layers are not run twice.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gradguard.errors import UnsupportedGradientError
+from gradguard.per_sample.call_arguments import Skeleton
+from gradguard.per_sample.contributions import Kept, wide
+from gradguard.per_sample.layers.call import BatchAxis
+from gradguard.per_sample.plain_sum import Leaves, magnitude, off_from_sum
+from gradguard.per_sample.rerun import substituted
+from gradguard.torch_private import call_slot
+
+Aliases = Mapping[str, Sequence[tuple[nn.Module, str]]]
+"""The attributes of modules that hold each parameter."""
+
+_CHUNK = 64 << 20
+"""Bytes of per-sample gradients that torch.func computes at a time."""
+
+
+@dataclass
+class LeftOut:
+    """A layer that the code called.
+
+    Attributes:
+        module: The layer.
+        tapped: Positions, among the tensors that it got, of those that the code had computed.
+        axes: Batch axis of each of ``tapped``.
+        output: What it returned.
+        output_axes: Batch axis of each tensor that it returned.
+        count: Number of tensors that it returned.
+        grads: The gradient of each of ``tapped``, filled in by backward.
+    """
+
+    module: nn.Module
+    tapped: list[int]
+    axes: list[BatchAxis | None]
+    output: Skeleton | None = None
+    output_axes: Sequence[BatchAxis | None] = ()
+    grads: Sequence[Tensor | None] = ()
+
+
+@dataclass
+class OwnCode:
+    """One run of a module's own code, and what backward brought.
+
+    Attributes:
+        module: The module.
+        arguments: What it was called with.
+        axes: Batch axis of each tensor among its arguments.
+        output: What it returned.
+        output_axes: Batch axis of each tensor that it returned.
+        computed: Positions, among the tensors that it returned, of those that it computed itself.
+        batch_size: Number of samples.
+        aliases: The places that hold each parameter that the code used.
+        values: Those parameters.
+        autocast: Device type and dtype of the autocast that it ran under, or None.
+        quietly: A block in which the clipper's own hooks do nothing.
+        left_out: The layers that it called, in order.
+        saved: Its input tensors, and what the left-out layers returned.
+        results: What it computed and called layers with, then what it computed and returned; of use for its values only
+            if they are ``compared``.
+        compared: Compare the results with those of the run for one sample.
+        grads: The gradient of each tensor that it returned.
+        passed: The parameters among its arguments: their names, by position.
+        leaves: What stood in the places of the parameters, with the plain gradients of this run after backward.
+        in_place: It writes into what layers have returned.
+    """
+
+    module: nn.Module
+    arguments: Skeleton
+    axes: Sequence[BatchAxis | None]
+    output: Skeleton
+    output_axes: Sequence[BatchAxis | None]
+    computed: Sequence[int]
+    batch_size: int
+    aliases: Aliases
+    values: Mapping[str, Tensor]
+    autocast: tuple[str, torch.dtype] | None
+    quietly: Callable[[], AbstractContextManager[None]]
+    left_out: list[LeftOut] = field(default_factory=list)
+    saved: Sequence[Tensor] = ()
+    results: Sequence[Tensor] = ()
+    compared: bool = False
+    grads: Sequence[Tensor | None] = ()
+    passed: Mapping[int, str] = field(default_factory=dict)
+    leaves: Leaves | None = None
+    in_place: bool = False
+
+    def per_sample_gradients(self) -> dict[str, Tensor]:
+        """Return ``[B, *shape]`` for each parameter.
+
+        Raises:
+            UnsupportedGradientError: If the code cannot be run again for one sample, or gives something else then.
+        """
+        names = list(self.aliases)
+        values = [self.values[name] for name in names]
+        axes, results = self._axes()
+        tensors = [*self.saved, *self.results, *results]
+        owners = [_owned(t, axis, self.batch_size) for t, axis in zip(tensors, axes, strict=True)]
+        with self._set_up():
+            gradients, errors = self._differentiate(names, values, owners)
+        found = dict(zip(names, gradients, strict=True))
+        self._check(errors, found)
+        return found
+
+    def _axes(self) -> tuple[list[BatchAxis | None], list[Tensor]]:
+        """The axes of the saved tensors and of the gradients of results; and these gradients, zero where none came."""
+        given = [axis for layer in self.left_out for axis in layer.output_axes]
+        results = [axis for layer in self.left_out for axis in layer.axes]
+        results += [self.output_axes[i] for i in self.computed]
+        grads = [grad for layer in self.left_out for grad in (layer.grads or [None] * len(layer.axes))]
+        grads += [self.grads[i] for i in self.computed]
+        for axis, grad in zip(results, grads, strict=True):
+            if axis is None and grad is not None:
+                raise UnsupportedGradientError(
+                    f"{type(self.module).__name__} makes a value from its parameters alone, without the samples, and "
+                    "it has a gradient: that belongs to no single sample. Compute it where it is used."
+                )
+        filled = [torch.zeros_like(r) if g is None else g for g, r in zip(grads, self.results, strict=True)]
+        return [*self.axes, *given, *results, *results], filled
+
+    def _differentiate(
+        self, names: list[str], values: list[Tensor], owners: list[tuple[Tensor, int | None, int | None]]
+    ) -> tuple[list[Tensor], Tensor]:
+        tensors, dims = [o[0] for o in owners], tuple(o[1] for o in owners)
+        inserted = [o[2] for o in owners]
+        if not self.batch_size:
+            return [v.new_zeros(0, *v.shape) for v in values], torch.zeros(0)
+
+        def one_sample(parameters: list[Tensor], *pieces: Tensor) -> tuple[Tensor, Tensor]:
+            whole = [p if d is None else p.unsqueeze(d) for p, d in zip(pieces, inserted, strict=True)]
+            return self._surrogate(dict(zip(names, parameters, strict=True)), whole)
+
+        gradient = torch.func.grad(one_sample, has_aux=True)
+        row = sum(v.numel() * v.element_size() for v in values)
+        chunk = max(1, min(self.batch_size, _CHUNK // max(1, row)))
+        try:
+            vectorized = torch.func.vmap(gradient, in_dims=(None, *dims), chunk_size=chunk)
+            gradients, errors = vectorized(values, *tensors)
+        except UnsupportedGradientError:
+            raise
+        except Exception:  # what torch.func cannot do at once is done sample by sample
+            gradients, errors = self._loop(one_sample, values, tensors, dims)
+        return [wide(g) for g in gradients], errors
+
+    def _loop(
+        self, one_sample: Any, values: list[Tensor], tensors: list[Tensor], dims: Sequence[int | None]
+    ) -> tuple[list[Tensor], Tensor]:
+        rows, errors = [], []
+        for i in range(self.batch_size):
+            pieces = [t if d is None else t.select(d, i) for t, d in zip(tensors, dims, strict=True)]
+            leaves = [v.clone().requires_grad_() for v in values]
+            with torch.enable_grad():
+                surrogate, error = one_sample(leaves, *pieces)
+            rows.append(torch.autograd.grad(surrogate, leaves, allow_unused=True, materialize_grads=True))
+            errors.append(error.detach())
+        return [torch.stack(column) for column in zip(*rows, strict=True)], torch.stack(errors)
+
+    def _surrogate(self, parameters: dict[str, Tensor], tensors: list[Tensor]) -> tuple[Tensor, Tensor]:
+        """The inner product of the results with their gradients, and how far the results are from the recorded."""
+        inputs, tensors = tensors[: len(self.axes)], tensors[len(self.axes) :]
+        given = []
+        for layer in self.left_out:
+            given.append(tensors[: len(layer.output_axes)])
+            tensors = tensors[len(layer.output_axes) :]
+        count = len(tensors) // 2
+        recorded, grads = tensors[:count], tensors[count:]
+        results = self._run(parameters, inputs, given)
+        total = error = torch.zeros((), device=next(iter(parameters.values())).device)
+        for result, known, grad in zip(results, recorded, grads, strict=True):
+            if result.shape != known.shape:
+                raise UnsupportedGradientError(self._differs("a result has another shape for one sample"))
+            if not _is_inexact(result) or not result.numel():
+                continue
+            product = wide(result) * wide(grad).conj()
+            total = total + (product.real if product.is_complex() else product).sum()
+            if self.compared:
+                scale = wide(known).abs().amax().clamp_min(1e-30)
+                off = (wide(result).detach() - wide(known)).abs().amax() / scale
+                eps = max(torch.finfo(known.dtype).eps, self._autocast_precision())
+                error = torch.maximum(error, off.to(error.dtype) / min(1e3 * eps, eps**0.5))
+        return total, error
+
+    def _run(self, parameters: dict[str, Tensor], inputs: list[Tensor], given: list[list[Tensor]]) -> list[Tensor]:
+        """Run the code; return the tensors that layers were called with, then those that it returned."""
+        results: list[Tensor] = []
+        remaining = iter(zip(self.left_out, given, strict=True))
+
+        def stub(module: nn.Module) -> Any:
+            def call(*args: Any, **kwargs: Any) -> Any:
+                layer, outputs = next(remaining, (None, []))
+                if layer is None or layer.module is not module or layer.output is None:
+                    raise UnsupportedGradientError(self._differs("it calls other layers for one sample"))
+                got = Skeleton((args, kwargs)).tensors
+                results.extend(got[i] for i in layer.tapped)
+                return layer.output.fill([tensor.clone() for tensor in outputs] if self.in_place else outputs)
+
+            return call
+
+        with ExitStack() as stack:
+            for module in {id(layer.module): layer.module for layer in self.left_out}.values():
+                stack.enter_context(_attribute(module, call_slot(), stub(module)))  # no hooks, which may shard
+            places = {place: value for name, value in parameters.items() for place in self.aliases[name]}
+            stack.enter_context(substituted(places))
+            inputs = [tensor.clone() for tensor in inputs] if self.in_place else list(inputs)
+            for position, name in self.passed.items():
+                inputs[position] = parameters[name]
+            args, kwargs = self.arguments.fill(inputs)
+            output = self.module.forward(*args, **kwargs)  # what hooks did to the arguments is done already
+        if next(remaining, None) is not None:
+            raise UnsupportedGradientError(self._differs("it calls fewer layers for one sample"))
+        returned = Skeleton(output).tensors
+        return [*results, *[returned[i] for i in self.computed]]
+
+    @contextmanager
+    def _set_up(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            stack.enter_context(self.quietly())
+            if self.autocast:
+                stack.enter_context(torch.autocast(self.autocast[0], self.autocast[1]))
+            devices = sorted({t.device.index or 0 for t in self.saved if t.device.type == "cuda"})
+            stack.enter_context(torch.random.fork_rng(devices))
+            yield
+
+    def _check(self, errors: Tensor, found: Mapping[str, Tensor]) -> None:
+        """Compare results with those that were recorded, and the sum of all samples with the plain gradient."""
+        tensors = [*self.saved, *self.results, *(g for g in self.grads if g is not None)]
+        precision = max([self._autocast_precision(), *(torch.finfo(t.dtype).eps for t in tensors if _is_inexact(t))])
+        worst = errors.max() if errors.numel() else errors.new_zeros(())
+        names = list(found) if self.leaves is not None and self.batch_size else []
+        plain = self.leaves.plain if self.leaves is not None else {}
+        sizes = [magnitude(Kept(found[name])) for name in names] + [wide(g).norm() for g in self.grads if g is not None]
+        size = torch.stack([size.double() for size in sizes]).nan_to_num(0.0, 0.0).max() if sizes else 0.0
+        off = [off_from_sum(Kept(found[name]), plain.get(name), precision, size) for name in names]
+        look = torch.stack([worst.double(), *off]).tolist()  # one look at the device
+        if look[0] > 1:
+            raise UnsupportedGradientError(
+                self._differs("for one sample it computes other values (does it draw random numbers, or mix samples?)")
+            )
+        for name, error in zip(names, look[1:], strict=True):
+            if error > 1:
+                raise UnsupportedGradientError(
+                    self._differs(
+                        f"the samples' gradients of {name} do not add up to its plain gradient. Does a value that it "
+                        "makes reach the loss in another way than through what it returns (an attribute, a list, a "
+                        "hook)?"
+                    )
+                )
+
+    def _autocast_precision(self) -> float:
+        return torch.finfo(self.autocast[1]).eps if self.autocast else 0.0
+
+    def _differs(self, what: str) -> str:
+        names = ", ".join(self.aliases)
+        return (
+            f"the code of {type(self.module).__name__} that uses {names} cannot be run again sample by sample: {what}. "
+            "Move dropout and the like into a layer of its own (nn.Dropout), write x = x + y in place of x += y, and "
+            "let each sample be computed by itself."
+        )
+
+
+def _is_inexact(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def _owned(tensor: Tensor, axis: BatchAxis | None, batch_size: int) -> tuple[Tensor, int | None, int | None]:
+    """The tensor, the dimension that torch.func maps over, and the dimension of size 1 that a sample lacks then."""
+    if axis is None:
+        return tensor, None, None
+    if tensor.shape[axis.dim] == batch_size:
+        return tensor, axis.dim, axis.dim
+    if axis.last:
+        return tensor.unflatten(axis.dim, (-1, batch_size)), axis.dim + 1, None
+    return tensor.unflatten(axis.dim, (batch_size, -1)), axis.dim, None
+
+
+@contextmanager
+def _attribute(module: nn.Module, name: str, value: Any) -> Iterator[None]:
+    """Set an attribute of one instance for the block."""
+    own = vars(module).get(name)
+    vars(module)[name] = value
+    try:
+        yield
+    finally:
+        if own is None:
+            del vars(module)[name]
+        else:
+            vars(module)[name] = own
