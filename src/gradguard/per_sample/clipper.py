@@ -39,7 +39,6 @@ from gradguard.per_sample.refusals import (
     refuse_gathered,
     refuse_local_thresholds,
     refuse_new_parameters,
-    refuse_other_scaler,
     refuse_stale_gradients,
     refuse_unsupported,
     run_uncompiled,

@@ -1,8 +1,6 @@
 """What is refused in words: modules, options, early steps, and a GradScaler that the clipper was not told of."""
 
-import functools
 import weakref
-from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, Protocol
@@ -18,7 +16,7 @@ from gradguard.errors import InvalidTypeError, InvalidValueError, UnsupportedGra
 from gradguard.optimizer_hooks import EveryStep
 from gradguard.per_sample.clipping_rule import NormClipper
 from gradguard.per_sample.norm_clippers import QuantileNormClipper
-from gradguard.torch_private import batch_norms, current_graph_task, parameter_slots, stop_compiling, tree_leaves
+from gradguard.torch_private import batch_norms, parameter_slots, stop_compiling
 
 _followed: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
 """Modules that a clipper follows."""
@@ -243,50 +241,3 @@ def _before(optimizer: Optimizer, evaluations: int) -> None:
 
 def _after(optimizer: Optimizer) -> None:
     del optimizer
-
-
-_REMEMBERED = 64
-
-_scaled: "OrderedDict[int, int]" = OrderedDict()
-"""The ``id`` of the scaler, by the number of the backward; of the last backwards only."""
-
-
-def watch_scalers() -> None:
-    """Let every `torch.amp.GradScaler` be noticed from now on; calling it again does nothing."""
-    kind = torch.amp.GradScaler
-    if getattr(kind.scale, "_noticed_by_gradguard", False):
-        return
-    original = kind.scale
-
-    @functools.wraps(original)
-    def scale(self: Any, outputs: Any) -> Any:
-        scaled = original(self, outputs)
-        if self.is_enabled():
-            for tensor in tree_leaves(scaled):
-                if isinstance(tensor, Tensor) and tensor.requires_grad:
-                    tensor.register_hook(functools.partial(_note, id(self)))
-        return scaled
-
-    scale._noticed_by_gradguard = True  # type: ignore[attr-defined]
-    kind.scale = scale  # type: ignore[method-assign]
-
-
-def refuse_other_scaler(task: int, scaler: Any) -> None:
-    """Check that the loss of backward number ``task`` was scaled by ``scaler`` or by none.
-
-    Raises:
-        InvalidValueError: If not.
-    """
-    found = _scaled.get(task)
-    if found is not None and found != id(scaler):
-        raise InvalidValueError(
-            "a GradScaler scaled the loss, so every per-sample gradient is as much too large. Tell the clipper: "
-            "PerSampleGradientClipper(..., scaler=scaler). Nothing was clipped."
-        )
-
-
-def _note(scaler: int, grad: Tensor) -> None:
-    del grad
-    _scaled[current_graph_task()] = scaler
-    while len(_scaled) > _REMEMBERED:
-        _scaled.popitem(last=False)
