@@ -1,7 +1,7 @@
 """The one place that looks into a GradScaler: which steps it skips, what it has scaled, and who clips too early.
 
-`torch.amp.GradScaler` has no hooks. Its methods `step` and `scale` are therefore wrapped while somebody listens, and
-given back when nobody does.
+`torch.amp.GradScaler` has no hooks. Its methods `step`, `scale` and `update` are therefore wrapped while somebody
+listens, and given back when nobody does.
 """
 
 import functools
@@ -111,6 +111,32 @@ def listen_to_steps(
     _of_one.setdefault(key, []).append(pair)
     end = _until_called(_wrapped_step, functools.partial(_forget, key, pair))
     weakref.finalize(optimizer, end).atexit = False
+    return end
+
+
+def listen_to_scale(
+    scaled: Callable[[Any, Any], None], updated: Callable[[Tensor | None, Tensor | None], None]
+) -> Callable[[], None]:
+    """Hear of what every GradScaler multiplies losses by from now on.
+
+    Args:
+        scaled: Called with what ``scaler.scale`` got, and with what it returned.
+        updated: Called with copies of the scale before and after each ``scaler.update``, each None if there was none.
+
+    Returns:
+        What ends it; calling it again does nothing.
+    """
+    _of_scale.append(scaled)
+    _of_updates.append(updated)
+    ends = (
+        _until_called(_wrapped_scale, lambda: _of_scale.remove(scaled)),
+        _until_called(_wrapped_update, lambda: _of_updates.remove(updated)),
+    )
+
+    def end() -> None:
+        for one in ends:
+            one()
+
     return end
 
 
@@ -228,6 +254,8 @@ def _until_called(method: _WrappedMethod, forget: Callable[[], None]) -> Callabl
 _Pair = tuple[Callable[[], StepListener | None], Callable[[], StepListener | None]]
 
 _everywhere: list[_Pair] = []
+_of_scale: list[Callable[[Any, Any], None]] = []
+_of_updates: list[Callable[[Tensor | None, Tensor | None], None]] = []
 _of_one: dict[int, list[_Pair]] = {}  # by the identity of an optimizer that lives
 _scaled_by: "OrderedDict[int, int]" = OrderedDict()  # the identity of the scaler, by the number of a recent backward
 
@@ -264,11 +292,27 @@ def _call(listeners: Sequence[StepListener | None], optimizer: Optimizer, step: 
 
 def _scale(original: Callable[..., Any], scaler: Any, outputs: Any) -> Any:
     scaled = original(scaler, outputs)
+    for listener in tuple(_of_scale):
+        listener(outputs, scaled)
     if scaler.is_enabled():
         for tensor in tree_leaves(scaled):
             if isinstance(tensor, Tensor) and tensor.requires_grad:
                 tensor.register_hook(functools.partial(_note_backward, id(scaler)))
     return scaled
+
+
+def _update(original: Callable[..., Any], scaler: Any, *args: Any, **kwargs: Any) -> Any:
+    before = _scale_of(scaler)
+    result = original(scaler, *args, **kwargs)
+    for listener in tuple(_of_updates):
+        listener(before, _scale_of(scaler))
+    return result
+
+
+def _scale_of(scaler: Any) -> Tensor | None:
+    """A copy of its loss scale; a scaler that is disabled or has scaled nothing has none."""
+    scale = loss_scale_of(scaler)
+    return scale.detach().clone() if isinstance(scale, Tensor) else None
 
 
 def _note_backward(scaler: int, grad: Tensor) -> None:
@@ -279,3 +323,4 @@ def _note_backward(scaler: int, grad: Tensor) -> None:
 
 
 _wrapped_step, _wrapped_scale = _WrappedMethod("step", _step), _WrappedMethod("scale", _scale)
+_wrapped_update = _WrappedMethod("update", _update)

@@ -369,7 +369,9 @@ def test_grad_scaler(fused, guarded):
     good = [step for step in steps if not step.get("skipped")]
     assert [step["norm"] for step in good] == pytest.approx([norms[0], norms[2]], rel=1e-3)
     assert [step["amp_scale"] for step in good] == [1024, 512]
-    assert len(steps) == 2 + fused  # a fused optimizer's step is called and skips in its kernel
+    assert [step.get("skipped") for step in steps] == [None, True, None]  # whoever skips, scaler, guard or kernel
+    assert steps[1]["norm"] is None
+    assert [step.get("rule") for step in steps] == ["norm" if guarded else None] * 3
     assert [line["kind"] for line in lines if line["t"] == "event"].count("amp_skip") == 1
 
 

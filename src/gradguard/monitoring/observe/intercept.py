@@ -15,7 +15,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, nn
 
-from gradguard.torch_private import loss_scale_of
+from gradguard.grad_scaler import listen_to_scale
 
 
 class Listener(Protocol):
@@ -44,8 +44,7 @@ def patched(listener: Listener) -> Iterator[None]:
     with (
         _at_the_end(fsdp.restore),
         patch.object(Tensor, "backward", _backward(Tensor.backward, listener, fsdp.look)),
-        patch.object(torch.amp.GradScaler, "scale", _scale(torch.amp.GradScaler.scale, listener)),
-        patch.object(torch.amp.GradScaler, "update", _update(torch.amp.GradScaler.update, listener)),
+        _at_the_end(listen_to_scale(listener.on_scale, listener.on_scale_update)),
         _patched_clips(listener),
     ):
         yield
@@ -200,30 +199,3 @@ def _backward(original: Callable, listener: Listener, look: Callable[[], None]) 
         return original(self, *args, **kwargs)
 
     return backward
-
-
-def _scale(original: Callable, listener: Listener) -> Callable:
-    @functools.wraps(original)
-    def scale(self: Any, outputs: Any) -> Any:
-        scaled = original(self, outputs)
-        listener.on_scale(outputs, scaled)
-        return scaled
-
-    return scale
-
-
-def _update(original: Callable, listener: Listener) -> Callable:
-    @functools.wraps(original)
-    def update(self: Any, *args: Any, **kwargs: Any) -> Any:
-        before = _scale_of(self)
-        result = original(self, *args, **kwargs)
-        listener.on_scale_update(before, _scale_of(self))
-        return result
-
-    return update
-
-
-def _scale_of(scaler: Any) -> Tensor | None:
-    """A copy of its loss scale; a scaler that is disabled or has scaled nothing has none."""
-    scale = loss_scale_of(scaler)
-    return scale.detach().clone() if isinstance(scale, Tensor) else None

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from gradguard.clip_events import ClipEvent, listen, rule_of
 from gradguard.errors import InvalidTypeError, InvalidValueError
+from gradguard.grad_scaler import listen_to_steps
 from gradguard.monitoring.observe.clips import note_guard
 from gradguard.monitoring.observe.meta import (
     living_modules,
@@ -134,6 +135,7 @@ class Monitor(Recorder):
         self._hooks = EveryStep(self._before_step, self._after_step, optimizer=optimizer, first=self._guard is None)
         self._stop_listening = listen(Ear(self))
         weakref.finalize(self, self._stop_listening)
+        self._leave_scaler = listen_to_steps(self._scaler_begins, self._scaler_ends, optimizer=optimizer)
         self._at_exit = functools.partial(_close_at_exit, weakref.ref(self))
         atexit.register(self._at_exit)
 
@@ -212,6 +214,7 @@ class Monitor(Recorder):
         """
         self._hooks.remove()
         self._stop_listening()
+        self._leave_scaler()
         if os.getpid() == self._process:
             atexit.unregister(self._at_exit)
         self._end(exit_code, interrupted)
@@ -243,12 +246,21 @@ class Monitor(Recorder):
                 return None
             step = self._clips.step(self._steps, optimizer, parameters, shared)
             step.places = self._places_of(parameters) if len(step.norms) else []
+        return step
+
+    def _is_open(self, optimizer: Optimizer) -> bool:
+        del optimizer
+        return True
+
+    def _label(self, step: StepMeasurement, optimizer: Optimizer) -> None:
+        del optimizer
         scale = loss_scale_of(self._scaler)  # get_scale() would wait
         step.amp_scale = copied(scale) if isinstance(scale, Tensor) else None
         if self._amp_scale is not None and step.amp_scale is not None:
             self._lines.add(ScaleUpdate(self._steps, self._amp_scale, step.amp_scale))
         self._amp_scale = step.amp_scale
-        return step
+        if step.found_inf is not None and self._guard_event is not None:  # the scaler left it out; the guard said so
+            note_guard(step, self._guard_event)
 
     def _guarded(self, optimizer: Optimizer, parameters: list[Tensor]) -> StepMeasurement | None:
         """What the guard did at this step; None if nothing guards it, or not any more."""

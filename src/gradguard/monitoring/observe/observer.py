@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from gradguard.clip_events import listen
 from gradguard.distributed.placements import is_sharded, local_part, placement_of
 from gradguard.errors import GradguardError
+from gradguard.grad_scaler import listen_to_steps
 from gradguard.monitoring.observe.clips import AppliedClip, Applying, CapturedNorms
 from gradguard.monitoring.observe.intercept import ClipCall, patched
 from gradguard.monitoring.observe.measure import gradient_norms, total, unscaled
@@ -120,17 +121,19 @@ class Observer(Recorder):
         del spread
         if not parameters:  # an optimizer that has nothing to do yet
             return None
+        step = self._clips.step(self._steps, optimizer, parameters, shared, self._applied)
+        step.places = [self._place(p) for p in parameters] if len(step.norms) else []
+        return step
+
+    def _is_open(self, optimizer: Optimizer) -> bool:
         if self._known is None:
             with self._lock:
                 if self._known is None:  # else another thread has
                     self._begin(optimizer)
-        if self._buffer is None or self._buffer.sinks.empty:
-            self._forget(parameters)
-            return None
-        step = self._clips.step(self._steps, optimizer, parameters, shared, self._applied)
-        step.places = [self._place(p) for p in parameters] if len(step.norms) else []
+        return self._buffer is not None and not self._buffer.sinks.empty
+
+    def _label(self, step: StepMeasurement, optimizer: Optimizer) -> None:
         step.losses, step.amp_scale, step.optimizer = self._losses.take(), self._amp_scale, self._place_of(optimizer)
-        return step
 
     def _hears(self, parameters: Sequence[Tensor]) -> bool:
         """Every clip but the one that is running in this thread because we were asked to apply it."""
@@ -218,12 +221,14 @@ class Observer(Recorder):
 @contextmanager
 def observe(observer: Observer) -> Iterator[Observer]:
     """Let ``observer`` see everything that runs inside the block; closing it is up to the caller."""
-    hooks, end = EveryStep(observer._before_step, observer._after_step), listen(observer)
+    hooks = EveryStep(observer._before_step, observer._after_step)
+    ends = listen(observer), listen_to_steps(observer._scaler_begins, observer._scaler_ends)
     try:
         with patched(observer):
             yield observer
     finally:
-        end()
+        for end in ends:
+            end()
         hooks.remove()
 
 

@@ -4,6 +4,7 @@ An `Observer` is told of every step of a process, a `Monitor` of those of one op
 """
 
 import functools
+import math
 import os
 import sys
 import threading
@@ -17,6 +18,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from gradguard.clip_events import ClipEvent
+from gradguard.grad_scaler import ScalerStep
 from gradguard.monitoring.observe.clips import AppliedClip, HeardClips, note_guard
 from gradguard.monitoring.observe.measure import measure_diagnostics, measure_update
 from gradguard.monitoring.observe.meta import parameters_of
@@ -61,7 +63,8 @@ class Recorder:
         self._buffer: RecordBuffer | None = None  # once it is known where to write
         self._clips, self._shared, self._applied = HeardClips(), SharedNorms(), applied
         self._schedule, self._alarms = schedule, dict[int | None, Alarm]()
-        self._thread = threading.local()  # .step: the one that is running, and its .optimizer; .diagnosed
+        # .step: the one that is running, and its .optimizer; .diagnosed; .scaler_steps: whether it reaches an optimizer
+        self._thread = threading.local()
         self._steps, self._active, self._lock = 0, True, threading.RLock()
 
     @property
@@ -80,6 +83,14 @@ class Recorder:
         self, optimizer: Optimizer, parameters: list[Tensor], spread: bool, shared: Shared | None
     ) -> StepMeasurement | None:
         """What is known of a step before it; None if it is not to be recorded."""
+        raise NotImplementedError
+
+    def _is_open(self, optimizer: Optimizer) -> bool:
+        """Whether anybody takes what would be recorded of it."""
+        raise NotImplementedError
+
+    def _label(self, step: StepMeasurement, optimizer: Optimizer) -> None:
+        """Add what is known beside the norms."""
         raise NotImplementedError
 
     def _complete(self, step: StepMeasurement) -> bool:
@@ -101,6 +112,7 @@ class Recorder:
     # --- a step -------------------------------------------------------------------------------------------------------
 
     def _before_step(self, optimizer: Optimizer, evaluation: int) -> None:
+        self._thread.scaler_steps = True
         first = evaluation == 0  # a closure is evaluated several times: the first has the weights of this step
         parameters = self._parameters(optimizer)
         spread, shared = self._joined(parameters) if first else (are_spread(parameters), None)
@@ -133,10 +145,12 @@ class Recorder:
     ) -> None:
         self._thread.step = None  # of a step that raised
         if not (parameters and is_captured(parameters[0])):
-            step = self._measured(optimizer, parameters, spread, shared)
-            if step is not None:
+            if not self._is_open(optimizer):
+                self._forget(parameters)
+            elif (step := self._measured(optimizer, parameters, spread, shared)) is not None:
+                self._label(step, optimizer)
                 step.lr = copied(optimizer.param_groups[0].get("lr"))
-            self._thread.step, self._thread.optimizer = step, weakref.ref(optimizer)
+                self._thread.step, self._thread.optimizer = step, weakref.ref(optimizer)
 
     @safely
     def _measure_diagnostics(self, optimizer: Optimizer, parameters: list[Tensor]) -> None:
@@ -163,14 +177,35 @@ class Recorder:
         step.wall = now - self._started
         found_inf = getattr(optimizer, "found_inf", None)
         step.found_inf = copied(found_inf) if isinstance(found_inf, Tensor) else None
+        self._add(self._buffer, step)
+        if not step.late:
+            self._watch_norm(step)
+
+    def _add(self, buffer: RecordBuffer, step: StepMeasurement) -> None:
         with self._lock:  # several threads may train at once
             keep = self._complete(step)
             step.index = self._steps
             self._steps += 1
-            self._buffer.add(step, keep=keep)
-        if not step.late:
-            self._watch_norm(step)
-        self._active = self._active and not self._buffer.sinks.lost
+            buffer.add(step, keep=keep)
+        self._active = self._active and not buffer.sinks.lost
+
+    def _scaler_begins(self, optimizer: Optimizer, scaler_step: ScalerStep) -> None:
+        del optimizer, scaler_step
+        self._thread.scaler_steps = False
+
+    @safely
+    def _scaler_ends(self, optimizer: Optimizer, scaler_step: ScalerStep) -> None:
+        """A step that a GradScaler leaves out does not reach the optimizer, and is a step all the same: a skipped one."""
+        skipped = None if getattr(self._thread, "scaler_steps", True) else scaler_step.skipped
+        self._thread.scaler_steps = True
+        if skipped is None or not bool(skipped):  # the scaler has waited for it already
+            return
+        if self._is_open(optimizer) and self._buffer is not None:
+            step = StepMeasurement(self._steps, [], (), total=math.inf, skipped=True, found_inf=1.0)
+            self._label(step, optimizer)
+            step.lr, step.wall = copied(optimizer.param_groups[0].get("lr")), time.perf_counter() - self._started
+            self._add(self._buffer, step)
+        self._forget(self._parameters(optimizer))
 
     def _open_step(self) -> StepMeasurement | None:
         """The step that is running in this thread."""

@@ -167,7 +167,7 @@ def _lines_of_step(step: StepMeasurement, names: Sequence[str], every: int, late
             yield _tensors_line(step, norms, latest)
     elif step.optimizer is not None:
         latest.update("norm", step.places, norms)
-    overflowed = step.amp_scale is not None and step.found_inf is not None and float(step.found_inf)
+    overflowed = step.found_inf is not None and float(step.found_inf)
     if not overflowed and not all(map(math.isfinite, norms)):  # a scaler's search for its scale is an amp_skip
         yield _nonfinite_line(step, norms, names)
 
