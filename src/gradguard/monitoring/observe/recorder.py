@@ -195,7 +195,7 @@ class Recorder:
 
     @safely
     def _scaler_ends(self, optimizer: Optimizer, scaler_step: ScalerStep) -> None:
-        """A step that a GradScaler leaves out does not reach the optimizer, and is a step all the same: a skipped one."""
+        """A step that a GradScaler leaves out never reaches the optimizer; it is a step all the same, a skipped one."""
         skipped = None if getattr(self._thread, "scaler_steps", True) else scaler_step.skipped
         self._thread.scaler_steps = True
         if skipped is None or not bool(skipped):  # the scaler has waited for it already
