@@ -80,7 +80,7 @@ def test_no_public_name_hides_a_package():
 @pytest.mark.slow
 def test_the_rooms_of_monitoring_are_imported_by_name_and_without_torch():
     rooms = "record", "record.file", "judge", "judge.verdict", "show", "show.tail"
-    code = "".join(f"import gradguard.monitoring.{room}; gradguard.monitoring.{room}\n" for room in rooms)
+    code = "; ".join(f"import gradguard.monitoring.{room}; gradguard.monitoring.{room}" for room in rooms)
     assert "torch" not in modules_after(code + LOADED)
 
 
@@ -109,4 +109,3 @@ def test_it_looks_like_any_module():
     assert set(gg.__all__) <= set(everything)
     for name in ("watch", "error_clip", "Guard", "ClipResult"):
         assert pickle.loads(pickle.dumps(getattr(gg, name))) is getattr(gg, name)
-    assert pickle.loads(pickle.dumps(gg)) is gg  # Ray sends functions with the modules that they use
