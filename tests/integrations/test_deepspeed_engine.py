@@ -24,7 +24,8 @@ TRAIN = """
 import contextlib, json, logging, sys
 import torch, deepspeed
 import gradguard as gg
-from gradguard.integrations.deepspeed import last_clip
+from gradguard.integrations.deepspeed import last_clip, tell_clips
+from gradguard.monitoring.observe.observer import Observer, observe
 
 logging.disable(logging.WARNING)
 sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # it compiles C++ for a minute; gloo does without
@@ -45,13 +46,20 @@ engine, *_ = deepspeed.initialize(
     model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), config=configuration
 )
 before = last_clip(engine)
+end = tell_clips(engine)
 x = torch.ones(8, 4) * (1 + 2 * engine.global_rank)
 engine.backward(engine(x.to(next(engine.parameters()).dtype)).float().square().sum())
-engine.step()
+lines = []
+observer = Observer(None, {})
+observer._buffer.sinks._open.append(type("Lines", (), {"push": lambda self, new: lines.extend(new), "name": "lines"})())
+with observe(observer):
+    engine.step()
+observer.flush()
+end()
 for rank in range(engine.world_size):  # averaged over processes
     (twin(torch.ones(8, 4) * (1 + 2 * rank)).square().sum() / engine.world_size).backward()
 result = last_clip(engine)
-true = gg.clip_grad_norm_(twin, threshold)
+true = gg.clip_grad_norm_(twin, threshold or float("inf"))
 context = deepspeed.zero.GatheredParameters(list(model.parameters())) if stage == 3 else contextlib.nullcontext()
 with context:
     pairs = list(zip(twin.parameters(), model.parameters(), strict=True))
@@ -63,6 +71,8 @@ print(json.dumps({
     "error": float(error),  # of the gradient that the engine has stepped by
     "norm": None if result is None else float(result.norm),
     "coefficient": None if result is None else float(result.coefficient),
+    "steps": [line for line in lines if line["t"] == "step"],
+    "given back": "unscale_and_clip_grads" not in vars(engine.optimizer),
     "clipped": None if result is None else bool(result.clipped),
 }))
 """
@@ -99,17 +109,23 @@ def train(world, folder, *arguments):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("world", "stage", "kind", "threshold"),
-    [(2, 1, "bf16", 0.5), (2, 2, "fp32", 0.5), (2, 3, "fp32", 0.5)],
+    [(2, 1, "bf16", 0.5), (2, 2, "fp32", 0.5), (2, 3, "fp32", 0.5), (2, 2, "fp32", 0.0)],
     ids=str,
 )
 def test_the_engine_is_read(world, stage, kind, threshold, tmp_path):
+    limit = threshold or math.inf
     for found in train(world, tmp_path, stage, kind, threshold):
         assert found["before"]
         assert found["norm"] == pytest.approx(found["true"], rel=1e-5 if kind == "fp32" else 0.02)
-        assert found["clipped"] == (threshold < found["true"])
+        assert found["clipped"] == (limit < found["true"])
+        (step,) = found["steps"]  # what gradguard's watchers write: the norm of the whole, on each process
+        assert step["norm"] == pytest.approx(found["norm"])
+        assert step.get("threshold", math.inf) == pytest.approx(limit)
+        assert step.get("coefficient", 1.0) == pytest.approx(found["coefficient"], rel=1e-4)
+        assert found["given back"]
         # Weights in bfloat16 tell a step to some 10 % only; a norm of one process' part would be off by more.
-        assert found["error"] < (1e-4 if kind == "fp32" else 0.25) * min(threshold, found["true"])
-        assert found["coefficient"] == pytest.approx(min(1.0, threshold / found["norm"]))
+        assert found["error"] < (1e-4 if kind == "fp32" else 0.25) * min(limit, found["true"])
+        assert found["coefficient"] == pytest.approx(min(1.0, limit / found["norm"]))
 
 
 def engine(norm, threshold):

@@ -1,11 +1,13 @@
-"""What DeepSpeed's own clip did, read from its engine. Nothing here clips: the engine does, by its configuration."""
+"""What DeepSpeed's own clip does, read from its engine. Nothing here clips: the engine does, by its configuration."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 import gradguard as gg
+from gradguard.clip_events import ClipEvent, announce, is_heard, tell
 from gradguard.integrations.versions import require
 
 require("deepspeed", "0.19", "0.20", extra="deepspeed")  # not imported: whoever has an engine has done that
@@ -49,12 +51,80 @@ def last_clip(engine: Any) -> gg.ClipResult | None:
         >>> float(result.norm), bool(result.clipped), round(float(result.coefficient), 4)
         (5.0, True, 0.2)
     """
+    _refuse_other(engine)
+    value = engine.get_global_grad_norm()
+    return None if value is None else _result(torch.as_tensor(value).detach(), float(engine.gradient_clipping() or 0.0))
+
+
+def tell_clips(engine: Any) -> Callable[[], None]:
+    """Let `gradguard run`, `gg.watch` and `gg.Monitor` see the clip that a ZeRO engine makes itself.
+
+    The optimizer inside an engine gets this process' part of the gradients, clipped already: whoever watches only that
+    writes the norm of a part. From now on the engine tells, at each step, the norm of the whole gradient before its
+    clip, its threshold and its coefficient; a record has them.
+
+    **Guarantees.** Nothing is changed, and nothing measured anew: the engine's own norm is told. It costs nothing
+    while nobody watches.
+
+    **Edge cases.** An optimizer with several parameter groups is stepped by the engine once for each: that is a row
+    for each in the record, all with the same norm. Norms by parameter are not there.
+
+    Args:
+        engine: What ``deepspeed.initialize`` returned first.
+
+    Returns:
+        What ends it; calling it again does nothing.
+
+    Raises:
+        InvalidTypeError: If ``engine`` is something else.
+        InvalidValueError: If its optimizer is not ZeRO's (stages 1 to 3), or keeps no norm.
+
+    Example:
+        ``end = tell_clips(engine)`` after ``deepspeed.initialize``, then train under ``gradguard run``.
+    """
+    _refuse_other(engine)
+    zero = engine.optimizer
+    own = getattr(zero, "unscale_and_clip_grads", None)
+    if own is None or not getattr(zero, "compute_grad_norm", True):
+        raise gg.InvalidValueError(
+            f"engine.optimizer is {type(zero).__name__}, which tells no norm of the whole gradient: expected ZeRO "
+            'stage 1, 2 or 3, without "compute_grad_norm": false in the configuration.'
+        )
+
+    def clip(part: Any, total_norm: Any) -> None:
+        if not is_heard():
+            own(part, total_norm)
+            return
+        parameters = _parameters_of(zero, part)
+        announce(parameters, tells_norms=True)
+        norm = torch.as_tensor(total_norm).detach() / zero.loss_scale
+        own(part, total_norm)
+        threshold = float(zero.clip_grad) or torch.inf
+        coefficient = (threshold / (norm + 1e-6)).clamp(max=1.0)
+        tell(ClipEvent("norm", parameters, threshold, norm, coefficient))
+
+    zero.unscale_and_clip_grads = clip
+
+    def end() -> None:
+        if vars(zero).get("unscale_and_clip_grads") is clip:
+            del zero.unscale_and_clip_grads
+
+    return end
+
+
+def _refuse_other(engine: Any) -> None:
     if not all(callable(getattr(engine, name, None)) for name in ("get_global_grad_norm", "gradient_clipping")):
         raise gg.InvalidTypeError(
             f"engine is {type(engine).__name__}: expected the engine, what deepspeed.initialize(...) returns first."
         )
-    value = engine.get_global_grad_norm()
-    return None if value is None else _result(torch.as_tensor(value).detach(), float(engine.gradient_clipping() or 0.0))
+
+
+def _parameters_of(zero: Any, part: Any) -> list[Tensor]:
+    """The parameters of the optimizer inside whose gradients are clipped: ZeRO 3 gives a number, 1 and 2 gradients."""
+    if isinstance(part, int):
+        return [zero.fp32_partitioned_groups_flat[part]]
+    clipped = {id(gradient) for gradient in part}
+    return [p for group in zero.optimizer.param_groups for p in group["params"] if id(p.grad) in clipped]
 
 
 def _result(value: Tensor, threshold: float) -> gg.ClipResult:

@@ -359,7 +359,7 @@ class HeardClips:
         self._running().clear()  # what raised
         clipped, scale = self._pending.take(parameters), getattr(optimizer, "grad_scale", None)
         clips = clips_in(clipped)
-        alone = single_known_clip(clipped) if shared is None and len(clips) == 1 and applied is None else None
+        alone = single_known_clip(clipped) if shared is None and len(clips) <= 1 and applied is None else None
         norms = norms_of(clipped, None) if alone is not None else None
         post = told = None
         norm_after, unmeasured = False, now is None
