@@ -1,7 +1,10 @@
+import random
+from fractions import Fraction
+
 import pytest
 from synthetic import log_normal, make_record, steps_of
 
-from gradguard.monitoring.judge.verdict import verdict
+from gradguard.monitoring.judge.verdict import verdict, window_means
 from gradguard.monitoring.record.steps import by_optimizer
 
 CALM = log_normal(600, centre=0.42)
@@ -155,3 +158,19 @@ def test_parts_share_events_and_tensors_by_step_and_keep_what_has_no_optimizer()
     assert [[event["i"] for event in part.record.events] for part in parts] == [[0, 2], [1, 3], [5], [4]]
     assert [len(part.record.tensors) for part in parts] == [2, 0, 0, 1]
     assert [part.record.meta["optimizers"] for part in parts] == [["Adam"], ["SGD"], [], []]
+
+
+@pytest.mark.parametrize("width", [1, 7, 50])
+def test_window_means_are_those_of_each_window_whatever_came_before(width):
+    generator = random.Random(0)
+    values = [generator.choice([1.0, -1.0]) * 10.0 ** generator.uniform(-300, 308) for _ in range(120)]
+    values[10], values[60] = 1.7e308, None
+    values += [2.04] * 100
+    windows = [values[end - width : end] for end in range(width, len(values) + 1)]
+    expected = [None if None in w else float(sum(map(Fraction, w)) / width) for w in windows]
+    found = window_means(values, width)
+    assert [mean is None for mean in found] == [mean is None for mean in expected]
+    assert [m for m in found if m is not None] == pytest.approx(
+        [m for m in expected if m is not None], rel=1e-15, abs=0
+    )
+    assert found[-1] == pytest.approx(2.04, rel=1e-15)

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from gradguard.monitoring.judge.verdict import number, percent, plain_threshold
+from gradguard.monitoring.judge.numbers import number, percent, plain_threshold
 
 EXPLODING_TIMES = 10.0
 """A norm that stays above 10 times the usual: log-normal noise as wild as 1.5 gets there on 6 % of the steps."""

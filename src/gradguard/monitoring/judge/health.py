@@ -16,8 +16,8 @@ from gradguard.monitoring.judge.findings import (
 )
 from gradguard.monitoring.judge.live import HealthMonitor
 from gradguard.monitoring.judge.lock_in import LockInAlarm
+from gradguard.monitoring.judge.numbers import percent, plain_threshold
 from gradguard.monitoring.judge.recommend import drift_ends, is_scale_free
-from gradguard.monitoring.judge.verdict import percent, plain_threshold
 from gradguard.monitoring.record.file import Record
 from gradguard.monitoring.record.steps import (
     BINDS_BELOW,

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
+from gradguard.monitoring.judge.numbers import percent
 from gradguard.monitoring.record.file import Record
 from gradguard.monitoring.record.steps import binds, by_optimizer, regime_of, taken_steps, usable_norms
 
@@ -315,8 +316,8 @@ def _bound_share(record: Record) -> float:
 
 
 def _keep_reason(used: float, record: Record) -> str:
-    share = 100 * _bound_share(record)
-    return f"Keep it: {used:g} bound on {share:.2g} % of {len(taken_steps(record)):,} steps and left the others alone."
+    share = percent(_bound_share(record))
+    return f"Keep it: {used:g} bound on {share} of {len(taken_steps(record)):,} steps and left the others alone."
 
 
 def _present(record: Record) -> str:
@@ -324,7 +325,7 @@ def _present(record: Record) -> str:
     if not any("coefficient" in step for step in record.steps):
         return ""
     share = _bound_share(record)
-    return f"At present clipping binds on {100 * share:.2g} % of the steps (regime: {regime_of(share)})."
+    return f"At present clipping binds on {percent(share)} of the steps (regime: {regime_of(share)})."
 
 
 def _no_norms(record: Record) -> str:
@@ -354,8 +355,8 @@ def _guard_reason(candidates: tuple[Candidate, ...], count: int) -> str:
     low, high = guard.interval
     return (
         "It is six robust deviations above the median, and would have clipped "
-        f"{100 * guard.clip_share:.2g} % of {count:,} steps (95 % interval {100 * low:.2g} to "
-        f"{100 * high:.2g} %; counted on the recorded norms, without feedback), "
+        f"{percent(guard.clip_share)} of {count:,} steps (95 % interval {percent(low)} to "
+        f"{percent(high)}; counted on the recorded norms, without feedback), "
         f"{_SPIKES_ONLY if guard.clip_share < GUARD_SHARE else _HEAVY_TAIL}."
     )
 

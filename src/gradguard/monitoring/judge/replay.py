@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from gradguard.errors import InvalidValueError
 from gradguard.monitoring.judge.lock_in import LockInAlarm
+from gradguard.monitoring.judge.numbers import number, percent, plain_threshold
 from gradguard.monitoring.judge.recommend import guard_threshold, recommend
 from gradguard.monitoring.judge.replay_rules import (
     FixedNorm,
@@ -19,7 +20,6 @@ from gradguard.monitoring.judge.replay_rules import (
     TwiceTheMedian,
     ZScore,
 )
-from gradguard.monitoring.judge.verdict import number, percent, plain_threshold
 from gradguard.monitoring.record.file import Record
 from gradguard.monitoring.record.steps import BINDS_BELOW, Part, by_optimizer, label_of, taken_steps, usable_steps
 

@@ -4,9 +4,9 @@ import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
 from typing import Any
 
+from gradguard.monitoring.judge.numbers import number, percent, plain_threshold
 from gradguard.monitoring.judge.recommend import guard_threshold, is_scale_free
 from gradguard.monitoring.record.file import Record
 from gradguard.monitoring.record.steps import binds, by_optimizer, is_nonfinite, regime_of, taken_steps, usable_norms
@@ -98,62 +98,6 @@ def _together(whole: Verdict, parts: list[tuple[str, Verdict]]) -> Verdict:
     )
 
 
-def percent(share: float) -> str:
-    """A share as a person would write it.
-
-    Args:
-        share: A share, usually in [0, 1].
-
-    Returns:
-        For example ``"1.3 %"``.
-
-    Example:
-        >>> [percent(share) for share in (0, 0.0004, 0.0133, 0.257, 0.9996, 1)]
-        ['0 %', '0.04 %', '1.3 %', '26 %', '99.9 %', '100 %']
-    """
-    value = 100 * share
-    if 99 < value < 100:
-        return f"{math.floor(10 * value) / 10:g} %"
-    return f"{value:.0f} %" if value >= 10 else f"{value:.2g} %"
-
-
-def number(value: float | None) -> str:
-    """Three significant digits, with a dash for what was not measured.
-
-    Args:
-        value: Any number.
-
-    Returns:
-        For example ``"2.00"``, ``"12,300"`` or ``"1.2e+09"``.
-
-    Example:
-        >>> [number(value) for value in (None, 0.0, 2.0, 310.2, 12345.0, 1.234e9)]
-        ['–', '0', '2.00', '310', '12,300', '1.23e+09']
-    """
-    if value is None:
-        return "–"
-    rounded = float(f"{value:.3g}")
-    if 100 <= abs(rounded) < 1e6:
-        return f"{rounded:,.0f}"
-    return f"{rounded:#.3g}" if 0.001 <= abs(rounded) < 100 else f"{rounded:.3g}"
-
-
-def plain_threshold(threshold: float) -> str:
-    """A threshold as a person would type it.
-
-    Args:
-        threshold: Any number.
-
-    Returns:
-        For example ``"1.0"`` or ``"34"``.
-
-    Example:
-        >>> [plain_threshold(value) for value in (1, 0.25, 2.2000000001, 34.0)]
-        ['1.0', '0.25', '2.2', '34']
-    """
-    return repr(float(f"{threshold:.6g}")) if threshold < 10 else f"{threshold:g}"
-
-
 def _clipping(record: Record) -> dict[str, Any]:
     real = taken_steps(record)
     bound = [step["coefficient"] for step in real if binds(step)]
@@ -212,12 +156,44 @@ def window_means(values: Sequence[float | None], width: int) -> list[float | Non
     width = min(width, len(values))
     if not width:
         return []
-    sums = list(accumulate((value or 0.0 for value in values), initial=0.0))
-    gaps = list(accumulate((value is None for value in values), initial=0))
-    return [
-        None if gaps[end] > gaps[end - width] else (sums[end] - sums[end - width]) / width
-        for end in range(width, len(values) + 1)
-    ]
+    window, gaps, means = _ExactSum(), 0, list[float | None]()
+    for end, value in enumerate(values, start=1):
+        window.add((value or 0.0) * _SMALLER)
+        gaps += value is None
+        if end > width:
+            window.add(-(values[end - width - 1] or 0.0) * _SMALLER)
+            gaps -= values[end - width - 1] is None
+        if end >= width:
+            means.append(None if gaps else window.value() / width / _SMALLER)
+    return means
+
+
+_SMALLER = 2.0**-20
+"""A window of the largest floats has a sum then; powers of two round nothing."""
+
+
+class _ExactSum:
+    """A sum of floats without rounding, so that what is added and taken away again leaves nothing behind.
+
+    Reference: Shewchuk (1997), "Adaptive precision floating-point arithmetic and fast robust geometric predicates".
+    """
+
+    def __init__(self) -> None:
+        self._parts: list[float] = []  # none overlaps another one; smallest first
+
+    def add(self, number: float) -> None:
+        """Add a number."""
+        parts = []
+        for part in self._parts:
+            large, small = (number, part) if abs(number) >= abs(part) else (part, number)
+            number = large + small
+            if lost := small - (number - large):
+                parts.append(lost)
+        self._parts = [*parts, number] if number else parts
+
+    def value(self) -> float:
+        """The sum, rounded once."""
+        return math.fsum(self._parts)
 
 
 def _overhead_share(record: Record) -> float | None:

@@ -4,7 +4,7 @@ import math
 import time
 from typing import TYPE_CHECKING, Any
 
-from gradguard.monitoring.judge.verdict import number, percent, plain_threshold
+from gradguard.monitoring.judge.numbers import number, percent, plain_threshold
 from gradguard.monitoring.record.steps import regime_of
 from gradguard.monitoring.show.run_state import Bucket, OptimizerState, RunState, number_in
 

@@ -6,9 +6,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from gradguard.monitoring.judge.health import findings
+from gradguard.monitoring.judge.numbers import number, percent
 from gradguard.monitoring.judge.recommend import Recommendation
 from gradguard.monitoring.judge.replay import COUNTERFACTUAL, DEFAULT_RULES, WhatIf, what_if
-from gradguard.monitoring.judge.verdict import number, percent
 from gradguard.monitoring.record.file import Record
 from gradguard.monitoring.show.report.figure import Table, steps_between
 

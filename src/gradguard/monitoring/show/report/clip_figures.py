@@ -5,8 +5,9 @@ import math
 import statistics
 from typing import Any
 
+from gradguard.monitoring.judge.numbers import number, percent, plain_threshold
 from gradguard.monitoring.judge.recommend import Recommendation
-from gradguard.monitoring.judge.verdict import Verdict, number, percent, plain_threshold
+from gradguard.monitoring.judge.verdict import Verdict
 from gradguard.monitoring.record.file import Record
 from gradguard.monitoring.record.steps import binds, regime_of
 from gradguard.monitoring.show.report import series

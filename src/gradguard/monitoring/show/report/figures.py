@@ -5,8 +5,9 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+from gradguard.monitoring.judge.numbers import number, plain_threshold
 from gradguard.monitoring.judge.recommend import Recommendation
-from gradguard.monitoring.judge.verdict import Verdict, number, plain_threshold
+from gradguard.monitoring.judge.verdict import Verdict
 from gradguard.monitoring.record.file import Record
 from gradguard.monitoring.record.steps import is_nonfinite
 from gradguard.monitoring.show.report import series

@@ -5,7 +5,7 @@ import math
 from collections import Counter
 from typing import Any
 
-from gradguard.monitoring.judge.verdict import number, percent
+from gradguard.monitoring.judge.numbers import number, percent
 from gradguard.monitoring.record.file import Record
 from gradguard.monitoring.show.report import layers
 from gradguard.monitoring.show.report.figure import (

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from gradguard.monitoring.judge.verdict import number, percent
+from gradguard.monitoring.judge.numbers import number, percent
 from gradguard.monitoring.record.file import Record
 from gradguard.monitoring.show.report import series
 from gradguard.monitoring.show.report.figure import BLACK, BLUE, Chart, Table, see_through, subplots

@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from gradguard.errors import InvalidValueError, RecordError
+from gradguard.monitoring.judge.numbers import number, percent, plain_threshold
 from gradguard.monitoring.judge.recommend import Recommendation, guard_threshold, recommend
-from gradguard.monitoring.judge.verdict import Verdict, number, percent, plain_threshold, verdict
+from gradguard.monitoring.judge.verdict import Verdict, verdict
 from gradguard.monitoring.record.file import Record
 from gradguard.monitoring.record.steps import Part, by_optimizer, usable_norms
 from gradguard.monitoring.show.report import advice, clip_figures, figures, layer_figures, layers, noise_figure, series

@@ -5,8 +5,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from gradguard.monitoring.judge.numbers import number, percent, plain_threshold
 from gradguard.monitoring.judge.recommend import Recommendation, recommend
-from gradguard.monitoring.judge.verdict import Verdict, number, percent, plain_threshold, verdict
+from gradguard.monitoring.judge.verdict import Verdict, verdict
 from gradguard.monitoring.record.file import FILE_NAME, SCHEMA, Record
 from gradguard.monitoring.record.steps import by_optimizer
 from gradguard.monitoring.show.report.advice import Shown, counted, findings_of

@@ -1,0 +1,59 @@
+"""Numbers as people write them."""
+
+import math
+
+
+def percent(share: float) -> str:
+    """A share as a person would write it.
+
+    Args:
+        share: A share, usually in [0, 1].
+
+    Returns:
+        For example ``"1.3 %"``.
+
+    Example:
+        >>> [percent(share) for share in (0, 0.0004, 0.0133, 0.257, 0.9996, 1)]
+        ['0 %', '0.04 %', '1.3 %', '26 %', '99.9 %', '100 %']
+    """
+    value = 100 * share
+    if 99 < value < 100:
+        return f"{math.floor(10 * value) / 10:g} %"
+    return f"{value:.0f} %" if value >= 10 else f"{value:.2g} %"
+
+
+def number(value: float | None) -> str:
+    """Three significant digits, with a dash for what was not measured.
+
+    Args:
+        value: Any number.
+
+    Returns:
+        For example ``"2.00"``, ``"12,300"`` or ``"1.2e+09"``.
+
+    Example:
+        >>> [number(value) for value in (None, 0.0, 2.0, 310.2, 12345.0, 1.234e9)]
+        ['–', '0', '2.00', '310', '12,300', '1.23e+09']
+    """
+    if value is None:
+        return "–"
+    rounded = float(f"{value:.3g}")
+    if 100 <= abs(rounded) < 1e6:
+        return f"{rounded:,.0f}"
+    return f"{rounded:#.3g}" if 0.001 <= abs(rounded) < 100 else f"{rounded:.3g}"
+
+
+def plain_threshold(threshold: float) -> str:
+    """A threshold as a person would type it.
+
+    Args:
+        threshold: Any number.
+
+    Returns:
+        For example ``"1.0"`` or ``"34"``.
+
+    Example:
+        >>> [plain_threshold(value) for value in (1, 0.25, 2.2000000001, 34.0)]
+        ['1.0', '0.25', '2.2', '34']
+    """
+    return repr(float(f"{threshold:.6g}")) if threshold < 10 else f"{threshold:g}"
