@@ -10,9 +10,9 @@ import torch
 from synthetic import log_normal, make_record, steps_of
 
 from gradguard.clip.lock_in import LockIn
+from gradguard.threshold_rules import LockInAlarm
 from gradguard.watch.health import HealthMonitor, findings, lock_in_share
 from gradguard.watch.health_kinds import KINDS, SEVERITIES
-from gradguard.watch.lock_in import LockInAlarm
 
 PARAMS = [{"name": f"layers.{i}.weight", "shape": [8, 8], "numel": 64} for i in range(12)]
 

@@ -5,6 +5,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any
 
+from gradguard.threshold_rules import LockInAlarm
 from gradguard.watch.health_kinds import (
     ALWAYS_ON_SHARE,
     ALWAYS_ON_STEPS,
@@ -15,7 +16,6 @@ from gradguard.watch.health_kinds import (
     Finding,
 )
 from gradguard.watch.health_live import HealthMonitor
-from gradguard.watch.lock_in import LockInAlarm
 from gradguard.watch.optimizers import Part, by_optimizer
 from gradguard.watch.recommend import drift_ends, is_scale_free
 from gradguard.watch.record import Record

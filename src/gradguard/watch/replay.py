@@ -7,13 +7,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from gradguard.errors import InvalidValueError
-from gradguard.watch.lock_in import LockInAlarm
-from gradguard.watch.optimizers import Part, by_optimizer, label_of
-from gradguard.watch.recommend import guard_threshold, recommend
-from gradguard.watch.record import Record
-from gradguard.watch.replay_rules import (
+from gradguard.threshold_rules import (
     FixedNorm,
     Fraction,
+    LockInAlarm,
     Median,
     Percentile,
     PerTensor,
@@ -21,6 +18,9 @@ from gradguard.watch.replay_rules import (
     TwiceTheMedian,
     ZScore,
 )
+from gradguard.watch.optimizers import Part, by_optimizer, label_of
+from gradguard.watch.recommend import guard_threshold, recommend
+from gradguard.watch.record import Record
 from gradguard.watch.steps import BINDS_BELOW, taken_steps, usable_steps
 from gradguard.watch.verdict import number, percent, plain_threshold
 
