@@ -27,8 +27,9 @@ from gradguard.clip.result import ClipResult
 from gradguard.clip.rules import ClipByGlobalNorm, ClipByValue
 from gradguard.clip_events import ClipEvent, announce, is_heard, tell
 from gradguard.errors import InvalidValueError
+from gradguard.policies import NonFinitePolicy, check_policy
 from gradguard.tensors.layout import coalesce_, public_dtype
-from gradguard.tensors.nonfinite import NonFinitePolicy, check_policy, zero_if_nonfinite_
+from gradguard.tensors.nonfinite import zero_if_nonfinite_
 from gradguard.tensors.norms import norm_of_norms, total_norm
 from gradguard.tensors.scaling import clamp_, clip_coefficient, scale_
 

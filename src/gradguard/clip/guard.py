@@ -3,8 +3,9 @@
 import threading
 from collections import Counter
 from collections.abc import Sequence
+from importlib import import_module
 from types import TracebackType
-from typing import Any, Literal, NoReturn, Self, cast, get_args
+from typing import Any, NoReturn, Self, cast
 from weakref import WeakKeyDictionary, ref
 
 import torch
@@ -22,11 +23,10 @@ from gradguard.distributed.wrappers import named_parameters, refuse_wrapped_in_b
 from gradguard.errors import InvalidTypeError, InvalidValueError, NonFiniteGradientError, UnsupportedGradientError
 from gradguard.grad_scaler import ScaledClipDetector, ScalerStep, listen_to_steps
 from gradguard.optimizer_hooks import EveryStep, runs_hooks
+from gradguard.policies import GuardPolicy, check_guard_options
 from gradguard.tensors.layout import are_readable
 from gradguard.tensors.nonfinite import zero_if_nonfinite_
 from gradguard.torch_private import current_graph_task
-
-GuardPolicy = Literal["skip", "propagate", "raise", "zero"]
 
 _guards: "WeakKeyDictionary[Optimizer, ref[Guard]]" = WeakKeyDictionary()
 _registry = threading.Lock()
@@ -453,23 +453,15 @@ class Guard:
         self.detach()
 
 
-_SERVED = {  # who puts a wrapper round an optimizer, by the start of its module's name, and the call that serves it
-    "accelerate.": "gradguard.integrations.accelerate.guard(accelerator, optimizer, clipper) does that",
-    "lightning.fabric": "gradguard.integrations.lightning.guard_fabric(fabric, module, optimizer, clipper) does that",
-    "lightning.pytorch": "Trainer(callbacks=[gradguard.integrations.lightning.GradGuardCallback(clipper)]) does that",
-}
-
-
 def _refuse_wrapper(optimizer: object) -> None:
-    name, origins = type(optimizer).__name__, [kind.__module__ for kind in type(optimizer).__mro__]
-    if any(origin.startswith(("deepspeed.runtime", "accelerate.utils.deepspeed")) for origin in origins):
-        raise InvalidTypeError(
-            f"optimizer is {name}, part of a DeepSpeed engine, which owns the gradients: expected no Guard. Set "
-            '"gradient_clipping" in its configuration; gradguard.integrations.deepspeed.last_clip(engine) reads it.'
-        )
+    # By name, because an import would go up: only integrations know trainers. It loads none.
+    trainers = import_module("gradguard.integrations.wrapped_optimizers")
+    trainers.refuse_owned(optimizer)
     if isinstance(getattr(optimizer, "optimizer", None), Optimizer):  # it may look like a plain one
-        call = next((f". {_SERVED[start]}" for start in _SERVED for o in origins if o.startswith(start)), "")
-        raise InvalidTypeError(f"optimizer is {name}, which wraps another: pass wrapper.optimizer{call}.")
+        call = trainers.what_serves(optimizer)
+        advice = "" if call is None else f". {call}"
+        kind = type(optimizer).__name__
+        raise InvalidTypeError(f"optimizer is {kind}, which wraps another: pass wrapper.optimizer{advice}.")
 
 
 def _check(optimizer: object, clipper: object, policy: str, limit: int | None) -> None:
@@ -484,11 +476,7 @@ def _check(optimizer: object, clipper: object, policy: str, limit: int | None) -
         raise InvalidTypeError(
             f"clipper is {came}: expected a clipper, such as ClipByGlobalNorm(1.0) or ClipByMedian()."
         )
-    if policy not in get_args(GuardPolicy):
-        known = ", ".join(f'"{name}"' for name in get_args(GuardPolicy))
-        raise InvalidValueError(f"nonfinite={policy!r} is not a policy: expected one of {known}.")
-    if limit is not None and (not isinstance(limit, int) or limit < 0):
-        raise InvalidValueError(f"max_consecutive_skips={limit!r}: expected a whole number >= 0, or None for no cap.")
+    check_guard_options(policy, limit)
 
 
 def names_in(model: nn.Module | None, optimizer: Optimizer) -> dict[int, str]:
