@@ -28,15 +28,14 @@ if TYPE_CHECKING:
     from gradguard.check.seed_api import check_grad, get_numerical_gradient
     from gradguard.clip.adaptive import ClipAdaptive, clip_grad_adaptive_
     from gradguard.clip.clipper import Clipper, Decision
-    from gradguard.clip.compose import Chain
-    from gradguard.clip.dispatch import dispatch_clip_grad
+    from gradguard.clip.compose import Chain, Groups
     from gradguard.clip.functional import (
         apply_gradient_clipping,
         clip_grad_norm_,
         clip_grad_value_,
+        dispatch_clip_grad,
         get_total_norm,
     )
-    from gradguard.clip.groups import Groups
     from gradguard.clip.guard import Guard
     from gradguard.clip.previous_norm import ClipByPreviousNorm
     from gradguard.clip.result import ClipResult
@@ -163,12 +162,12 @@ _MODULE_OF = {
     "ClipByGlobalNorm": "gradguard.clip.rules",
     "ClipByNorm": "gradguard.clip.rules",
     "ClipByValue": "gradguard.clip.rules",
-    "dispatch_clip_grad": "gradguard.clip.dispatch",
+    "dispatch_clip_grad": "gradguard.clip.functional",
     "apply_gradient_clipping": "gradguard.clip.functional",
     "clip_grad_norm_": "gradguard.clip.functional",
     "clip_grad_value_": "gradguard.clip.functional",
     "get_total_norm": "gradguard.clip.functional",
-    "Groups": "gradguard.clip.groups",
+    "Groups": "gradguard.clip.compose",
     "Guard": "gradguard.clip.guard",
     "ClipByPreviousNorm": "gradguard.clip.previous_norm",
     "ClipResult": "gradguard.clip.result",

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import gradguard as gg
-from gradguard.clip.dispatch import dispatch_clip_grad
+from gradguard.clip.functional import dispatch_clip_grad
 
 
 def model() -> nn.Module:

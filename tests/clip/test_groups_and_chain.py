@@ -9,11 +9,10 @@ from torch import nn
 
 import gradguard as gg
 from cases import GRADIENTS, gradients_in, parameter, random
-from gradguard.clip import clipper, groups
+from gradguard.clip import clipper, compose
 from gradguard.clip.adaptive import ClipAdaptive
 from gradguard.clip.clipper import Clipper, Decision, describe, norms_of
-from gradguard.clip.compose import Chain
-from gradguard.clip.groups import Groups
+from gradguard.clip.compose import Chain, Groups
 from gradguard.clip.rules import ClipByGlobalNorm, ClipByNorm, ClipByValue
 from reference import clip_norm as slow_clip
 from reference import total_norm as slow_norm
@@ -194,7 +193,7 @@ def test_places_are_worked_out_once(monkeypatch):
     model, clip = model_with_gradients(), Groups({"head": ClipByGlobalNorm(1.0)}, rest=None)
     model.decoder.bias.grad = None
     clip(model)
-    monkeypatch.setattr(groups.Selector, "fits", lambda *_: pytest.fail("worked out again"))
+    monkeypatch.setattr(compose.Selector, "fits", lambda *_: pytest.fail("worked out again"))
     clip(model)
 
 

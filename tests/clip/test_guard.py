@@ -533,3 +533,22 @@ def test_the_result_of_a_sick_step_can_be_pickled():
     weight.grad = torch.tensor([1.0, torch.nan])
     guard.optimizer.step()
     assert pickle.loads(pickle.dumps(guard.last)).culprits() == guard.last.culprits()
+
+
+@pytest.mark.parametrize(
+    ("module", "words"),
+    [
+        ("deepspeed.runtime.zero.stage3", "part of a DeepSpeed engine.*expected no Guard.*last_clip"),
+        ("accelerate.utils.deepspeed", "part of a DeepSpeed engine"),
+        ("accelerate.optimizer", r"wraps another: pass wrapper.optimizer. gradguard.integrations.accelerate.guard\("),
+        ("lightning.fabric.wrappers", r"wraps another.*guard_fabric\("),
+        ("lightning.pytorch.core.optimizer", r"wraps another.*GradGuardCallback\("),
+        ("of_somebody", r"wraps another: pass wrapper.optimizer\.$"),
+    ],
+)
+def test_a_trainer_s_wrapper_is_refused_with_what_serves_it(module, words):
+    kind = type("Wrapped", (torch.optim.SGD,), {"__module__": module})
+    optimizer = kind(model().parameters(), lr=0.1)
+    optimizer.optimizer = torch.optim.SGD(model().parameters(), lr=0.1)
+    with pytest.raises(gg.InvalidTypeError, match=words):
+        Guard(optimizer, clipper())

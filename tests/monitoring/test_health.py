@@ -12,7 +12,7 @@ from synthetic import log_normal, make_record, steps_of
 from gradguard.clip.lock_in import LockIn
 from gradguard.monitoring.judge.findings import KINDS, SEVERITIES
 from gradguard.monitoring.judge.health import HealthMonitor, findings, lock_in_share
-from gradguard.monitoring.judge.lock_in import LockInAlarm
+from gradguard.threshold_rules import LockInAlarm
 
 PARAMS = [{"name": f"layers.{i}.weight", "shape": [8, 8], "numel": 64} for i in range(12)]
 

@@ -12,10 +12,9 @@ from synthetic import log_normal, make_record, steps_of
 import gradguard as gg
 from gradguard.cli import main
 from gradguard.errors import InvalidValueError
-from gradguard.monitoring.judge.lock_in import LockInAlarm
 from gradguard.monitoring.judge.replay import COUNTERFACTUAL, DEFAULT_RULES, parse_rule, print_replay, what_if
-from gradguard.monitoring.judge.replay_rules import PerTensor, TwiceTheMedian, median_distance
 from gradguard.monitoring.record.file import RecordWriter
+from gradguard.threshold_rules import LockInAlarm, PerTensor, TwiceTheMedian, median_distance
 
 CALM = [40 * n if i % 37 == 36 else n for i, n in enumerate(log_normal(150, spread=0.2))]
 CALM[45] = 0.0
@@ -41,6 +40,7 @@ def test_coefficients_and_lock_in_are_those_of_the_clipper(rule):
         result = clipper([parameter])
         coefficient, threshold = twin.step(norm)
         assert coefficient == pytest.approx(float(result.coefficient), rel=1e-9, abs=0), i
+        assert threshold == pytest.approx(float(result.threshold), rel=1e-9, abs=0), i
         assert alarm.follow(coefficient < 1, threshold) == bool(result.locked_in), i
 
 

@@ -37,8 +37,9 @@ from gradguard.clip.rules import FixedRule, at_scale
 from gradguard.clip.selection import KnownNames, Selection, Selector
 from gradguard.clip_events import ClipEvent, announce, is_heard, tell
 from gradguard.distributed.settings import Settings
+from gradguard.policies import NonFinitePolicy, check_policy
 from gradguard.tensors.layout import public_dtype
-from gradguard.tensors.nonfinite import NonFinitePolicy, check_policy, zero_if_nonfinite_
+from gradguard.tensors.nonfinite import zero_if_nonfinite_
 from gradguard.tensors.units import UnitLayout
 
 

@@ -29,8 +29,9 @@ from gradguard.clip.result import ClipResult, NonfiniteCounter
 from gradguard.clip_events import ClipEvent, SkipReason, announce, is_heard, rule_of, tell
 from gradguard.distributed.classes import Classes
 from gradguard.distributed.settings import Settings, as_setting
+from gradguard.policies import NonFinitePolicy, check_policy
 from gradguard.tensors.layout import are_readable, move, public_dtype
-from gradguard.tensors.nonfinite import NonFinitePolicy, check_policy, zero_if_nonfinite_
+from gradguard.tensors.nonfinite import zero_if_nonfinite_
 from gradguard.tensors.norms import norm_of_norms, tensor_norms
 from gradguard.tensors.scaling import scale_
 

@@ -1,17 +1,31 @@
-"""Chain: one rule after the other, as one clipper."""
+"""Clippers made of clippers: `Chain` applies one after the other, `Groups` gives named sets of parameters their own."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Self
+from types import EllipsisType
+from typing import Any, Self, cast
 
 import torch
 from torch import Tensor
 
-from gradguard.clip.clipper import Clipper, Decision, MeasuredGradients, measured
+from gradguard.clip.clipper import (
+    Clipper,
+    Decision,
+    ListedParameters,
+    MeasuredGradients,
+    choice,
+    describe,
+    global_norm,
+    measured,
+    total_of,
+)
 from gradguard.clip.gradients import Gradients, Parameters, current_gradients
 from gradguard.clip.result import ClipResult
+from gradguard.clip.selection import KnownNames, Selection, Selector, listed
+from gradguard.distributed.classes import Classes
 from gradguard.distributed.settings import Settings
 from gradguard.errors import InvalidTypeError, InvalidValueError
+from gradguard.tensors.layout import move
 from gradguard.tensors.scaling import scale_
 
 
@@ -210,3 +224,302 @@ def _fill(told: ClipResult, complete: ClipResult) -> None:
     told.clipped.copy_(complete.clipped)
     if told.locked_in is not None and complete.locked_in is not None:
         told.locked_in.copy_(complete.locked_in)
+
+
+Rules = Mapping[Any, Clipper | None] | Iterable[tuple[Selection, Clipper | None]]
+"""Selections and the clipper of each: a dict, or pairs where a selection (a list, a param group) cannot be a key."""
+
+
+class Groups(Clipper):
+    r"""Give each group of parameters its own rule and threshold; ``None`` exempts a group.
+
+    .. math:: g_k \leftarrow \text{clip}_k(g_k) \quad\text{for each group } k,
+              \qquad n_k = \lVert g_k \rVert_2, \quad n = \Bigl(\sum_k n_k^2\Bigr)^{1/2}
+
+    **Guarantees.** Every gradient is in exactly one group. All are measured in one pass, and rules on the 2-norm take
+    what was measured. NaN in one group leaves the others right under ``"propagate"``.
+
+    **Edge cases.**
+
+    ==================================  ========================================================================
+    input                               result
+    ==================================  ========================================================================
+    a parameter that fits two groups    an error that lists the parameters and their groups
+    a pattern that fits nothing         an error that lists the names
+    a parameter in no group             an error that lists them, unless ``rest`` is given
+    a group without gradients           its norm is 0, its rule is not asked, its state stays
+    exempt gradients                    measured, never changed; they count in ``norm`` and ``nonfinite``
+    tied parameters                     one parameter: any of its names fits
+    ==================================  ========================================================================
+
+    Args:
+        groups: What belongs to a group, and its clipper or None. A group is a name or glob pattern (``"head"`` is all
+            in that module), a module, a parameter, a list of these, or an entry of ``optimizer.param_groups``. What
+            cannot be the key of a dict (lists, param groups) goes into pairs: ``[(group, clipper), ...]``. Patterns
+            need names: pass the module or ``model.named_parameters()``.
+        rest: The clipper of all other parameters, or None to exempt them. Without it every parameter must be in a
+            group.
+
+    Raises:
+        InvalidValueError: If a group is empty, or two groups share one clipper, whose state would follow both.
+        InvalidTypeError: If a group or a clipper is of another type.
+
+    The result's ``group_norms`` has the 2-norm of each group before the clip, by its pattern, or the ``"name"`` of the
+    param group, or ``"group 0"``, ``"group 1"`` ..., and ``"rest"``. ``coefficient`` is put together from those of the
+    groups; ``locked_in`` says whether any is.
+
+    Example:
+        >>> import torch
+        >>> import gradguard as gg
+        >>> model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.LayerNorm(2))
+        >>> model(torch.ones(1, 2)).square().sum().mul(1000).backward()
+        >>> clip = gg.Groups({"0": gg.ClipByGlobalNorm(1.0), "*.bias": None}, rest=gg.ClipByGlobalNorm(0.1))
+        >>> clip(model)
+        Traceback (most recent call last):
+        ...
+        gradguard.errors.InvalidValueError: 1 parameter is in two groups: 0.bias ('0' and '*.bias'). ...
+        >>> clip = gg.Groups({"0": gg.ClipByGlobalNorm(1.0), "1.bias": None}, rest=gg.ClipByGlobalNorm(0.1))
+        >>> list(clip(model).group_norms)
+        ['0', '1.bias', 'rest']
+    """
+
+    measures_itself = True
+
+    def __init__(self, groups: Rules, rest: Clipper | EllipsisType | None = ...) -> None:
+        pairs = list(groups.items()) if isinstance(groups, Mapping) else list(groups)
+        self._selectors = [Selector(selection, f"group {i}") for i, (selection, _) in enumerate(pairs)]
+        self._open = rest is ...
+        clippers = [clipper for _, clipper in pairs] + ([] if isinstance(rest, EllipsisType) else [rest])
+        labels = [_label(selection, i) for i, (selection, _) in enumerate(pairs)] + ["rest"] * (not self._open)
+        _check(clippers, labels)
+        self.members: dict[str, Clipper | None] = dict(zip(labels, clippers, strict=True))
+        self._names = KnownNames()
+        self._checked: object = None  # the parameters that `learn` has last seen
+        self._known: tuple[object, list[int]] | None = None  # the gradients that came last, and the group of each
+        self._classes: tuple[Classes, list[int], list[bool], Classes] | None = None  # of those
+
+    def settings(self) -> Settings:
+        """Return those of all members, with what is in their groups."""
+        chosen = [*map(str, self._selectors), "rest"]
+        own = [() if member is None else member.settings() for member in self.members.values()]
+        both = zip(self.members, chosen, own, strict=False)  # there may be no rest
+        told = [(label, *([] if words == label else [words]), *settings) for label, words, settings in both]
+        return "Groups", *(setting for settings in told for setting in settings)
+
+    def choices(self, found: Gradients) -> Settings:
+        """Return the group of each parameter, and the choices of the members."""
+        own = [chosen for member in self._clippers() for chosen in member.choices(found)]
+        return choice(self._places_of(found)), *own
+
+    def leaves(self) -> list[Clipper]:
+        """Return those of all members."""
+        return [leaf for member in self._clippers() for leaf in member.leaves()]
+
+    def orders(self) -> set[float]:
+        """Return those of all members."""
+        return {2.0}.union(*(member.orders() for member in self._clippers()))
+
+    def is_per_tensor(self) -> bool:
+        """Tell whether the clippers of all groups treat each gradient without regard to the others."""
+        return all(member.is_per_tensor() for member in self._clippers())
+
+    def learn(self, parameters: Parameters) -> None:
+        """Look at all parameters, those without a gradient too: every group must fit some, none may be in two.
+
+        Raises:
+            InvalidTypeError: If pipeline stages are selected by anything but names.
+        """
+        if isinstance(parameters, ListedParameters):
+            for selector in self._selectors:
+                selector.refuse_identities()
+        names, tensors = self._names.learn(parameters)
+        everything = Gradients(tensors, tensors, range(len(tensors)), names)
+        if self._checked != _key(everything):
+            for selector in self._selectors:
+                selector.require_match(tensors, names, complete=True)
+            self._place(everything)
+            self._checked, self._known = _key(everything), None
+        for member in self._clippers():
+            member.learn(parameters)
+
+    @torch.no_grad()
+    def decide(self, found: Gradients, scale: float | Tensor = 1.0) -> Decision:
+        """Measure all gradients once, and let each group's rule decide on its own."""
+        found = self.measure(found)
+        parts = self._parts_of(found)
+        norms = global_norm(found, scale)
+        group_norms = {label: global_norm(p, scale).value for label, p in zip(self.members, parts, strict=True)}
+        decisions = {
+            label: member.decide(part, scale)
+            for (label, member), part in zip(self.members.items(), parts, strict=True)
+            if member is not None and part.is_there()
+        }
+        norm = norms.value
+        coefficient, clipped = torch.ones_like(norm), norm > norm
+        alarms = any(decision.result.locked_in is not None for decision in decisions.values())
+        locked_in = norm > norm if alarms else None
+
+        def tell() -> None:
+            after = [
+                group_norm * decisions[label].result.coefficient if label in decisions else group_norm
+                for label, group_norm in group_norms.items()
+            ]
+            binds = _any([d.result.clipped for d in decisions.values()], norm)
+            clipped.copy_(binds)
+            if locked_in is not None:  # some rules know it only when they have written
+                told = [d.result.locked_in for d in decisions.values()]
+                locked_in.copy_(_any([alarm for alarm in told if alarm is not None], norm))
+            coefficient.copy_(torch.where(binds, total_of(_stacked(after, norm)) / norm, 1.0))
+
+        def write() -> None:
+            for decision in decisions.values():
+                decision.apply()
+            tell()
+
+        tell()
+        result = describe(found, norms, coefficient, clipped, locked_in=locked_in, group_norms=group_norms)
+        return Decision(found, result, None, write)
+
+    def measure(self, found: Gradients) -> MeasuredGradients:
+        """Measure all gradients: of each group one norm, or that of each tensor if its rule asks for them."""
+        return measured(found, self.orders(), each=False, classes=self._classes_of(found))
+
+    def _classes_of(self, found: Gradients) -> Classes | None:
+        """The classes of gradients that processes hold parts of; made again only for other gradients or rules."""
+        root = None if found.part is None else found.part.classes
+        if root is None:
+            return None
+        places, each = self._places_of(found), [m is not None and m.needs_tensor_norms for m in self.members.values()]
+        known = self._classes
+        if known is None or known[0] is not root or known[1] is not places or known[2] != each:
+            known = self._classes = root, places, each, root.grouped(places, each)
+        return known[3]
+
+    def _parts_of(self, found: MeasuredGradients) -> list[MeasuredGradients]:
+        positions: list[list[int]] = [[] for _ in self.members]
+        for i, place in enumerate(self._places_of(found)):
+            positions[place].append(i)
+        if found.classes is None:
+            return [found.some(own) for own in positions]
+        return [found.group(k, own) for k, own in enumerate(positions)]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of each group's clipper, by the label of the group."""
+        return {label: {} if m is None else m.state_dict() for label, m in self.members.items()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take back what `state_dict` returned.
+
+        Raises:
+            InvalidValueError: If it is of other groups.
+        """
+        if list(state_dict) != list(self.members):
+            raise InvalidValueError(
+                f"the state is of the groups {list(state_dict)}, but these are {list(self.members)}: make Groups with "
+                "the same groups in the same order."
+            )
+        for label, member in self.members.items():
+            if member is not None:
+                member.load_state_dict(state_dict[label])
+
+    def to(self, device: torch.device | str) -> Self:
+        """Move the state of every group's clipper to ``device``."""
+        for member in self._clippers():
+            member.to(device)
+        return self
+
+    def _clippers(self) -> list[Clipper]:
+        return [member for member in self.members.values() if member is not None]
+
+    def _places_of(self, found: Gradients) -> list[int]:
+        """The group of each gradient, by position; worked out again only when other gradients come."""
+        key = _key(found)
+        if self._known is None or self._known[0] != key:
+            if self._checked is None:
+                for selector in self._selectors:
+                    selector.require_match(found.parameters, found.names, complete=False)
+            self._known = key, self._place(found)
+        return self._known[1]
+
+    def _place(self, found: Gradients) -> list[int]:
+        ids = [selector.ids() for selector in self._selectors]
+        labels = list(self.members)
+        places: list[int] = []
+        doubled: dict[int, str] = {}
+        left_out: dict[int, str] = {}
+        for i, (parameter, names) in enumerate(zip(found.parameters, self._names.of(found), strict=True)):
+            fitting = [
+                k for k, s in enumerate(self._selectors) if id(parameter) in ids[k] or (s.patterns and s.fits(names))
+            ]
+            if len(fitting) > 1:
+                doubled[id(parameter)] = f"{_plain(found, i)} ({' and '.join(repr(labels[k]) for k in fitting)})"
+            elif not fitting and self._open:
+                left_out[id(parameter)] = _plain(found, i)
+            places.append(fitting[0] if fitting else len(self._selectors))
+        if doubled:
+            raise InvalidValueError(
+                f"{_count(doubled)} in two groups: {listed(list(doubled.values()))}. Make the groups disjoint, or put "
+                "one Groups after another in a Chain."
+            )
+        if left_out:
+            raise InvalidValueError(
+                f"{_count(left_out)} in no group: {listed(list(left_out.values()))}. Give rest=None to exempt all "
+                "others, or rest=a clipper for them."
+            )
+        return places
+
+
+def _key(found: Gradients) -> tuple[list[int], list[int], list[str] | None]:
+    """What decides which group each gradient is in."""
+    return list(map(id, found.parameters)), list(found.positions), None if found.names is None else list(found.names)
+
+
+def _label(selection: Selection, index: int) -> str:
+    """What to call a group in results and state; nothing that differs from run to run."""
+    if isinstance(selection, str):
+        return selection
+    if isinstance(selection, Mapping) and isinstance(selection.get("name"), str):
+        return selection["name"]
+    if isinstance(selection, tuple) and all(isinstance(part, str) for part in selection):
+        return ", ".join(cast("tuple[str, ...]", selection))
+    return f"group {index}"
+
+
+def _check(clippers: Sequence[Any], labels: Sequence[str]) -> None:
+    """Raise if the members cannot be meant.
+
+    Raises:
+        InvalidTypeError: If one is neither a clipper nor None.
+        InvalidValueError: If a label or a clipper comes twice.
+    """
+    for label, clipper in zip(labels, clippers, strict=True):
+        if clipper is not None and not isinstance(clipper, Clipper):
+            raise InvalidTypeError(
+                f"the clipper of {label!r} is {clipper!r}: expected a clipper such as ClipByGlobalNorm(1.0), or None "
+                "to exempt the group."
+            )
+    given = [id(clipper) for clipper in clippers if clipper is not None]
+    if len(set(given)) < len(given):
+        raise InvalidValueError(
+            "two groups have the same clipper object, whose state would follow both: make one for each, or put both "
+            "into one group with a tuple of patterns."
+        )
+    if len(set(labels)) < len(labels):
+        raise InvalidValueError(f"two groups have the same name, among {', '.join(labels)}: names tell them apart.")
+
+
+def _plain(found: Gradients, index: int) -> str:
+    return found.name(index).strip("`")
+
+
+def _count(some: Mapping[int, str]) -> str:
+    return "1 parameter is" if len(some) == 1 else f"{len(some)} parameters are"
+
+
+def _any(flags: Sequence[Tensor], like: Tensor) -> Tensor:
+    return _stacked(flags, like).any() if flags else like > like
+
+
+def _stacked(scalars: Sequence[Tensor], like: Tensor) -> Tensor:
+    """Scalars that may lie on several devices, together where ``like`` is."""
+    return torch.stack([move(x, like.device) for x in scalars]) if scalars else like.new_zeros(0)

@@ -1,8 +1,11 @@
 """A clipper attached to an optimizer: it acts at each real step, and the training loop does not change."""
 
 import threading
+from collections import Counter
+from collections.abc import Sequence
+from importlib import import_module
 from types import TracebackType
-from typing import Any, Literal, NoReturn, Self, cast, get_args
+from typing import Any, NoReturn, Self, cast
 from weakref import WeakKeyDictionary, ref
 
 import torch
@@ -12,20 +15,18 @@ from torch.optim.optimizer import Optimizer
 from gradguard.clip.clipper import Clipper, Decision, ListedParameters, asking, with_culprits
 from gradguard.clip.gradients import Gradients, Stages, gradients_of, refuse_nonfinite_in
 from gradguard.clip.guard_counts import Counts, LateReader
-from gradguard.clip.guard_in_backward import is_in_backward, refuse_in_backward, tell_what_has_stepped
-from gradguard.clip.guard_names import names_in, names_of
-from gradguard.clip.guard_skip import Snapshot
-from gradguard.clip.optimizer_proxy import StandIn
+from gradguard.clip.optimizer_proxy import Snapshot, StandIn
 from gradguard.clip.result import ClipResult
 from gradguard.clip_events import SkipReason, is_heard, tell
 from gradguard.distributed.agreement import largest_of
-from gradguard.errors import InvalidTypeError, InvalidValueError, NonFiniteGradientError
+from gradguard.distributed.wrappers import named_parameters, refuse_wrapped_in_backward
+from gradguard.errors import InvalidTypeError, InvalidValueError, NonFiniteGradientError, UnsupportedGradientError
 from gradguard.grad_scaler import ScaledClipDetector, ScalerStep, listen_to_steps
 from gradguard.optimizer_hooks import EveryStep, runs_hooks
+from gradguard.policies import GuardPolicy, check_guard_options
 from gradguard.tensors.layout import are_readable
 from gradguard.tensors.nonfinite import zero_if_nonfinite_
-
-GuardPolicy = Literal["skip", "propagate", "raise", "zero"]
+from gradguard.torch_private import current_graph_task
 
 _guards: "WeakKeyDictionary[Optimizer, ref[Guard]]" = WeakKeyDictionary()
 _registry = threading.Lock()
@@ -452,23 +453,15 @@ class Guard:
         self.detach()
 
 
-_SERVED = {  # who puts a wrapper round an optimizer, by the start of its module's name, and the call that serves it
-    "accelerate.": "gradguard.integrations.accelerate.guard(accelerator, optimizer, clipper) does that",
-    "lightning.fabric": "gradguard.integrations.lightning.guard_fabric(fabric, module, optimizer, clipper) does that",
-    "lightning.pytorch": "Trainer(callbacks=[gradguard.integrations.lightning.GradGuardCallback(clipper)]) does that",
-}
-
-
 def _refuse_wrapper(optimizer: object) -> None:
-    name, origins = type(optimizer).__name__, [kind.__module__ for kind in type(optimizer).__mro__]
-    if any(origin.startswith(("deepspeed.runtime", "accelerate.utils.deepspeed")) for origin in origins):
-        raise InvalidTypeError(
-            f"optimizer is {name}, part of a DeepSpeed engine, which owns the gradients: expected no Guard. Set "
-            '"gradient_clipping" in its configuration; gradguard.integrations.deepspeed.last_clip(engine) reads it.'
-        )
+    # By name, because an import would go up: only integrations know trainers. It loads none.
+    trainers = import_module("gradguard.integrations.wrapped_optimizers")
+    trainers.refuse_owned(optimizer)
     if isinstance(getattr(optimizer, "optimizer", None), Optimizer):  # it may look like a plain one
-        call = next((f". {_SERVED[start]}" for start in _SERVED for o in origins if o.startswith(start)), "")
-        raise InvalidTypeError(f"optimizer is {name}, which wraps another: pass wrapper.optimizer{call}.")
+        call = trainers.what_serves(optimizer)
+        advice = "" if call is None else f". {call}"
+        kind = type(optimizer).__name__
+        raise InvalidTypeError(f"optimizer is {kind}, which wraps another: pass wrapper.optimizer{advice}.")
 
 
 def _check(optimizer: object, clipper: object, policy: str, limit: int | None) -> None:
@@ -483,8 +476,76 @@ def _check(optimizer: object, clipper: object, policy: str, limit: int | None) -
         raise InvalidTypeError(
             f"clipper is {came}: expected a clipper, such as ClipByGlobalNorm(1.0) or ClipByMedian()."
         )
-    if policy not in get_args(GuardPolicy):
-        known = ", ".join(f'"{name}"' for name in get_args(GuardPolicy))
-        raise InvalidValueError(f"nonfinite={policy!r} is not a policy: expected one of {known}.")
-    if limit is not None and (not isinstance(limit, int) or limit < 0):
-        raise InvalidValueError(f"max_consecutive_skips={limit!r}: expected a whole number >= 0, or None for no cap.")
+    check_guard_options(policy, limit)
+
+
+def names_in(model: nn.Module | None, optimizer: Optimizer) -> dict[int, str]:
+    """Return the names in ``model``, by identity; none without a model.
+
+    Raises:
+        InvalidValueError: If the model has none of the optimizer's parameters.
+    """
+    if model is None:
+        return {}
+    names = {id(p): name for name, p in named_parameters(model)}
+    if not any(id(p) in names for group in optimizer.param_groups for p in group["params"]):
+        raise InvalidValueError(
+            f"model ({type(model).__name__}) has none of the optimizer's parameters: expected the module that was "
+            "given to the optimizer, as it is now; wrapping or moving it may have made new parameters."
+        )
+    return names
+
+
+def names_of(optimizer: Optimizer, known: dict[int, str]) -> list[str]:
+    """Return what to call the parameters of ``optimizer``: by the model, by the optimizer, or by their place.
+
+    Two of one name (from two models, say) are called by their places: a clipper may keep something under each name.
+    """
+    places = [(i, k, p) for i, group in enumerate(optimizer.param_groups) for k, p in enumerate(group["params"])]
+    own = [name for i, group in enumerate(optimizer.param_groups) for name in _own_names(group, i)]
+    names = [known.get(id(p)) or name for (_, _, p), name in zip(places, own, strict=True)]
+    count = Counter(names)
+    return [
+        name if count[name] == 1 else f"param_groups[{i}]['params'][{k}]"
+        for name, (i, k, _) in zip(names, places, strict=True)
+    ]
+
+
+def _own_names(group: dict[str, Any], position: int) -> Sequence[str]:
+    numbered = [f"param_groups[{position}]['params'][{k}]" for k in range(len(group["params"]))]
+    return group.get("param_names") or numbered
+
+
+_ALONE = "ClipByNorm, ClipByValue, ClipAdaptive, AdaGC(absolute=float('inf'))"
+
+
+def is_in_backward() -> bool:
+    """Tell whether this thread is inside a backward pass: then other gradients may not be there yet."""
+    return current_graph_task() != -1
+
+
+def refuse_in_backward(clipper: Clipper, parameters: Sequence[Tensor], stages: Stages) -> None:
+    """Check that what ``clipper`` does to the gradients of one optimizer is right while others are still to come.
+
+    Raises:
+        UnsupportedGradientError: If not.
+    """
+    if not clipper.is_per_tensor():
+        raise UnsupportedGradientError(
+            f"the optimizer steps inside a backward pass, where {type(clipper).__name__} would see the gradients of "
+            "this optimizer and not those that are still to come: each tensor would be clipped by its own norm, and "
+            f"not by that of all. Use a rule for each tensor ({_ALONE}), ClipByPreviousNorm (the norm of the step "
+            "before), or step after backward()."
+        )
+    if stages.group is not None:
+        raise UnsupportedGradientError(
+            "the optimizer steps inside a backward pass, and pipeline stages run theirs at different times, so they "
+            "cannot clip together there: step after backward(), or leave process_group= and mesh= away and use a rule "
+            f"for each tensor ({_ALONE})."
+        )
+    refuse_wrapped_in_backward(parameters)
+
+
+def tell_what_has_stepped(error: NonFiniteGradientError) -> None:
+    """Say in an error from inside a backward what it cannot undo."""
+    error.add_note("This came from inside a backward pass: optimizers that have stepped before in it stay stepped.")

@@ -8,12 +8,7 @@ from torch import Tensor
 
 from gradguard.errors import InvalidValueError
 from gradguard.tensors.layout import move, wide_dtype
-
-WINDOW = 100
-"""Steps that are looked back upon."""
-
-TOLERANCE = 0.01
-"""A threshold that has moved by less than this fraction over the window counts as one threshold."""
+from gradguard.threshold_rules import LOCK_IN_WINDOW, locked_in
 
 
 class LockIn:
@@ -39,7 +34,7 @@ class LockIn:
         [False, False, False, True, True]
     """
 
-    def __init__(self, window: int = WINDOW) -> None:
+    def __init__(self, window: int = LOCK_IN_WINDOW) -> None:
         # One row of thresholds, one of whether the clip bound; `_seen` is where the next step goes.
         self._steps = torch.zeros(2, window, dtype=torch.float64, device="cpu")
         self._seen = torch.zeros(1, dtype=torch.int64, device="cpu")
@@ -70,8 +65,7 @@ class LockIn:
         """Return the verdict after the last step, 0-dim bool."""
         steps, window = self._steps, self._steps.shape[1]
         thresholds, bound_on = steps.unbind()
-        same = thresholds.max() <= thresholds.min() * (1 + TOLERANCE)
-        return (self._seen[0] >= window) & (bound_on.sum() * 2 > window) & same
+        return locked_in(self._seen[0], bound_on.sum(), thresholds.min(), thresholds.max(), window)
 
     def to(self, device: torch.device | str) -> Self:
         """Move the state to ``device``."""

@@ -8,7 +8,7 @@ from torch import Tensor
 from gradguard.arguments import check_order, check_threshold
 from gradguard.clip.clipper import Decision, describe, norms_of, total_of
 from gradguard.clip.gradients import Gradients
-from gradguard.clip.thresholds.state import StatefulClipper, scalar
+from gradguard.clip.thresholds.base import StatefulClipper, scalar
 from gradguard.errors import InvalidValueError
 from gradguard.tensors.layout import move
 from gradguard.tensors.scaling import clip_coefficient, scale_

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Iterable
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 import gradguard as gg
 from gradguard.integrations.one_clip import OnlyGuard, refuse_beside_a_guard, wrap_once
 from gradguard.integrations.versions import require
+from gradguard.policies import GuardPolicy
 
 require("accelerate", "1.15", "2", "accelerate")
 
@@ -30,8 +31,6 @@ __all__ = [
     "inner_optimizer",
     "make_private",
 ]
-
-GuardPolicy = Literal["skip", "propagate", "raise", "zero"]
 
 
 class AcceleratedGuard(OnlyGuard):

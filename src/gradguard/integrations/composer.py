@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 
 import gradguard as gg
+from gradguard.policies import NonFinitePolicy, check_policy
 
 ClippingType = Literal["norm", "value", "adaptive"]
 
@@ -112,18 +113,14 @@ class ClipGradients:
     backwards_create_graph = False
     """Read by Composer: the gradients need no graph."""
 
-    def __init__(
-        self, clipper: gg.Clipper, *, nonfinite: Literal["propagate", "raise", "zero"] = "propagate", log: bool = False
-    ) -> None:
+    def __init__(self, clipper: gg.Clipper, *, nonfinite: NonFinitePolicy = "propagate", log: bool = False) -> None:
         if not isinstance(clipper, gg.Clipper):
             raise gg.InvalidTypeError(
                 f"clipper is {type(clipper).__name__}: expected a clipper, such as ClipByGlobalNorm(1.0)."
             )
-        if nonfinite not in ("propagate", "raise", "zero"):
-            raise gg.InvalidValueError(f"nonfinite={nonfinite!r}: expected 'propagate', 'raise' or 'zero'.")
         self.clipper = clipper
         self.last: gg.ClipResult | None = None
-        self._nonfinite: Literal["propagate", "raise", "zero"] = nonfinite
+        self._nonfinite: NonFinitePolicy = check_policy(nonfinite)
         self._log = log
 
     def __repr__(self) -> str:
@@ -228,7 +225,7 @@ class GradientClipping(ClipGradients):
         clipping_type: ClippingType,
         clipping_threshold: float,
         *,
-        nonfinite: Literal["propagate", "raise", "zero"] = "propagate",
+        nonfinite: NonFinitePolicy = "propagate",
         log: bool = False,
     ) -> None:
         if clipping_type not in _CLIPPERS:

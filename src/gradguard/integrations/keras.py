@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
-from typing import Any, Literal, Self, get_args
+from typing import Any, Self, get_args
 
 import numpy as np
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor
 import gradguard as gg
 from gradguard.errors import MissingPackageError
 from gradguard.integrations.versions import require
+from gradguard.policies import GuardPolicy
 
 require("keras", "3.10", "4", extra="keras")
 
@@ -27,7 +28,6 @@ except (ImportError, ValueError) as error:  # its default backend is TensorFlow,
 if keras.backend.backend() != "torch":
     raise MissingPackageError(f"Keras runs on {keras.backend.backend()}: gradguard clips PyTorch gradients. {_HOW}")
 
-Policy = Literal["skip", "propagate", "raise", "zero"]
 
 _OWN_CLIPS = ("clipnorm", "global_clipnorm", "clipvalue")
 _clipper_to_load: ContextVar["gg.Clipper | None"] = ContextVar("clipper_to_load", default=None)
@@ -104,7 +104,7 @@ class GuardedOptimizer(keras.optimizers.Optimizer):
         inner_optimizer: keras.optimizers.Optimizer,
         clipper: gg.Clipper,
         *,
-        nonfinite: Policy = "skip",
+        nonfinite: GuardPolicy = "skip",
         max_consecutive_skips: int | None = 20,
         name: str | None = None,
     ) -> None:
@@ -112,7 +112,7 @@ class GuardedOptimizer(keras.optimizers.Optimizer):
         super().__init__(learning_rate=0.0, name=name)
         self.inner_optimizer = inner_optimizer
         self.clipper, self.max_consecutive_skips = clipper, max_consecutive_skips
-        self.nonfinite: Policy = nonfinite
+        self.nonfinite: GuardPolicy = nonfinite
         self.last: gg.ClipResult | None = None
         self.skipped_steps = 0
         self._skips_in_a_row = 0
@@ -299,7 +299,7 @@ def guard(
     optimizer: keras.optimizers.Optimizer,
     clipper: gg.Clipper,
     *,
-    nonfinite: Policy = "skip",
+    nonfinite: GuardPolicy = "skip",
     max_consecutive_skips: int | None = 20,
 ) -> GuardedOptimizer:
     """Return the optimizer with a clipper in it, for ``model.compile`` or a loop of your own: `GuardedOptimizer`.
@@ -360,7 +360,7 @@ def _check(optimizer: Any, clipper: Any, policy: str) -> None:
         raise gg.InvalidTypeError(
             f"clipper is {type(clipper).__name__}: expected a clipper, such as ClipByGlobalNorm(1.0)."
         )
-    if policy not in get_args(Policy):
+    if policy not in get_args(GuardPolicy):
         raise gg.InvalidValueError(f"nonfinite={policy!r}: expected 'skip', 'propagate', 'raise' or 'zero'.")
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         raise gg.InvalidValueError(

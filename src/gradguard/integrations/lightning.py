@@ -4,7 +4,7 @@ import copy
 import io
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 from gradguard.integrations.versions import require
 
@@ -26,14 +26,12 @@ from gradguard.integrations.lightning_private import PrivateCallback  # noqa: E4
 from gradguard.integrations.one_clip import (  # noqa: E402
     OnlyClip,
     OnlyGuard,
-    check_options,
     refuse_beside_a_guard,
     wrap_once,
 )
+from gradguard.policies import GuardPolicy, check_guard_options  # noqa: E402
 
 __all__ = ["GradGuardCallback", "PerSampleCallback", "PrivateCallback", "guard_fabric"]
-
-Policy = Literal["skip", "propagate", "raise", "zero"]
 
 
 class GradGuardCallback(Callback, OnlyClip):
@@ -114,12 +112,12 @@ class GradGuardCallback(Callback, OnlyClip):
         self,
         clipper: Clippers,
         *,
-        nonfinite: Policy = "skip",
+        nonfinite: GuardPolicy = "skip",
         max_consecutive_skips: int | None = 20,
         log: str | None = "gradients",
     ) -> None:
         self._clippers = checked(clipper)
-        check_options(nonfinite, max_consecutive_skips)
+        check_guard_options(nonfinite, max_consecutive_skips)
         self._options: dict[str, Any] = {"nonfinite": nonfinite, "max_consecutive_skips": max_consecutive_skips}
         self._prefix = log
         self.guards: dict[int, gg.Guard] = {}
@@ -264,7 +262,7 @@ def guard_fabric(
     optimizer: Optimizer,
     clipper: gg.Clipper,
     *,
-    nonfinite: Policy = "skip",
+    nonfinite: GuardPolicy = "skip",
     max_consecutive_skips: int | None = 20,
 ) -> gg.Guard:
     """Clip at each step of an optimizer that Fabric has set up: one call after ``fabric.setup``, and the loop stays.

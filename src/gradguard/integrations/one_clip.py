@@ -63,26 +63,6 @@ def refuse_beside_a_guard(call: str, parameters: Iterable[Tensor]) -> None:
         )
 
 
-def check_options(nonfinite: str, max_consecutive_skips: int | None) -> None:
-    """Raise what `gradguard.Guard` would, before there is an optimizer to guard.
-
-    Args:
-        nonfinite: Its policy.
-        max_consecutive_skips: Its cap.
-
-    Raises:
-        InvalidValueError: If it takes none of that.
-    """
-    if nonfinite not in ("skip", "propagate", "raise", "zero"):
-        raise gg.InvalidValueError(
-            f'nonfinite={nonfinite!r} is not a policy: expected one of "skip", "propagate", "raise", "zero".'
-        )
-    if max_consecutive_skips is not None and (not isinstance(max_consecutive_skips, int) or max_consecutive_skips < 0):
-        raise gg.InvalidValueError(
-            f"max_consecutive_skips={max_consecutive_skips!r}: expected a whole number >= 0, or None for no cap."
-        )
-
-
 def wrap_once(kind: type | ModuleType, name: str, instead: Callable[..., Any]) -> None:
     """Let ``instead(original, self, *args, **kwargs)`` take the place of a method of a class, each ``instead`` once.
 

@@ -2,13 +2,14 @@
 
 import io
 from collections.abc import Iterable
-from typing import Any, Literal
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
 
 import gradguard as gg
 from gradguard.integrations.versions import require
+from gradguard.policies import NonFinitePolicy
 
 require("torchtitan", "0.3", "0.4", "torchtitan")
 
@@ -36,9 +37,9 @@ class ReplacedClip:
         >>> clip.restore()
     """
 
-    def __init__(self, clipper: gg.Clipper | None, nonfinite: Literal["propagate", "raise", "zero"], own: Any) -> None:
+    def __init__(self, clipper: gg.Clipper | None, nonfinite: NonFinitePolicy, own: Any) -> None:
         self.clipper, self.last = clipper, None
-        self._nonfinite: Literal["propagate", "raise", "zero"] = nonfinite
+        self._nonfinite: NonFinitePolicy = nonfinite
         self._own = own
 
     def __call__(
@@ -87,9 +88,7 @@ class ReplacedClip:
             self.clipper.load_state_dict(state)
 
 
-def replace_clip(
-    clipper: gg.Clipper | None = None, *, nonfinite: Literal["propagate", "raise", "zero"] = "propagate"
-) -> ReplacedClip:
+def replace_clip(clipper: gg.Clipper | None = None, *, nonfinite: NonFinitePolicy = "propagate") -> ReplacedClip:
     """Let torchtitan's trainers clip with gradguard: one call in your start script, before training.
 
     torchtitan has no place for a clip of one's own; its trainers call ``torchtitan.distributed.utils.clip_grad_norm_``,
@@ -152,7 +151,7 @@ def replace_clip(
             "clipper is a Groups, and torchtitan's trainers hand over parameters without names: expected one rule for "
             "all of them, such as gg.ClipByMedian()."
         )
-    if nonfinite not in ("propagate", "raise", "zero"):
+    if nonfinite not in get_args(NonFinitePolicy):
         raise gg.InvalidValueError(
             f"nonfinite is {nonfinite!r}: expected 'propagate', 'raise' or 'zero'. To skip a step, attach a gg.Guard "
             "to each of the trainer's optimizers instead."

@@ -4,15 +4,16 @@ import copy
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 import gradguard as gg
 from gradguard.integrations.accelerate import inner_optimizer
-from gradguard.integrations.one_clip import OnlyClip, check_options, wrap_once
+from gradguard.integrations.one_clip import OnlyClip, wrap_once
 from gradguard.integrations.versions import require
+from gradguard.policies import GuardPolicy, check_guard_options
 
 require("transformers", "5.23", "6", "transformers")
 
@@ -30,7 +31,6 @@ from gradguard.integrations.transformers_private import PrivateCallback  # noqa:
 
 __all__ = ["GradGuardCallback", "PerSampleCallback", "PrivateCallback"]
 
-GuardPolicy = Literal["skip", "propagate", "raise", "zero"]
 
 _STATE_FILE = "gradguard.pt"
 _BLOCK = 1000
@@ -120,7 +120,7 @@ class GradGuardCallback(TrainerCallback, OnlyClip):
         if not isinstance(clipper, gg.Clipper):
             came = f"the class {clipper.__name__}" if isinstance(clipper, type) else type(clipper).__name__
             raise gg.InvalidTypeError(f"clipper is {came}: expected a clipper, such as ClipByGlobalNorm(1.0).")
-        check_options(nonfinite, max_consecutive_skips)
+        check_guard_options(nonfinite, max_consecutive_skips)
         self.clipper, self.guard = clipper, None
         self._options: dict[str, Any] = {"nonfinite": nonfinite, "max_consecutive_skips": max_consecutive_skips}
         self._at_first = copy.deepcopy(clipper.state_dict())

@@ -1,38 +1,14 @@
-"""The non-finite policy: what happens on a step whose gradients hold NaN or infinity. One module, one meaning.
-
-| policy        | meaning                                                                                        |
-|---------------|------------------------------------------------------------------------------------------------|
-| `"propagate"` | PyTorch's: the rule is applied as if nothing were wrong, so NaN spreads through the norm        |
-| `"raise"`     | an error names every parameter and count; no gradient is changed                               |
-| `"zero"`      | every gradient of the step becomes 0; decided on the device, without a wait                    |
-"""
+"""Gradients that hold NaN or infinity: counted, refused with their names, or set to 0 on the device."""
 
 from collections.abc import Callable, Sequence
-from typing import Literal, cast, get_args
 
 import torch
 from torch import Tensor
 
-from gradguard.errors import InvalidValueError, NonFiniteGradientError
+from gradguard.errors import NonFiniteGradientError
 from gradguard.tensors.layout import are_readable, move, readable_values, writable_values
 
-NonFinitePolicy = Literal["propagate", "raise", "zero"]
-
 _NAMED_AT_MOST = 20
-
-
-def check_policy(policy: str) -> NonFinitePolicy:
-    """Return ``policy`` if it is one.
-
-    Raises:
-        InvalidValueError: If it is not.
-    """
-    if policy == "skip":
-        raise InvalidValueError('nonfinite="skip" means not to take the optimizer step, which only gg.Guard can do.')
-    if policy not in get_args(NonFinitePolicy):
-        known = ", ".join(f'"{name}"' for name in get_args(NonFinitePolicy))
-        raise InvalidValueError(f"nonfinite={policy!r} is not a policy: expected one of {known}.")
-    return cast("NonFinitePolicy", policy)
 
 
 def refuse_nonfinite(

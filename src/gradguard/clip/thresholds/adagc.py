@@ -10,11 +10,12 @@ from torch import Tensor
 from gradguard.arguments import check_number
 from gradguard.clip.clipper import Decision, describe, measured, norms_of, total_of
 from gradguard.clip.gradients import Gradients
-from gradguard.clip.thresholds.state import StatefulClipper, check, counter, whole
+from gradguard.clip.thresholds.base import TENSORS, StatefulClipper, check, counter, whole
 from gradguard.distributed.wrappers import refuse_flat_parameters
 from gradguard.errors import InvalidValueError
 from gradguard.tensors.layout import move
 from gradguard.tensors.scaling import scale_
+from gradguard.threshold_rules import per_tensor_average, per_tensor_factor
 
 _EPSILON = 1e-8
 
@@ -162,21 +163,18 @@ class AdaGC(StatefulClipper):
         """Return the factor of each gradient, and let its average follow."""
         averages, seen = self.state["averages"][places], self.state["seen"][places]
         self.state["step"].add_(1)
-        own = self.relative * averages / norms
         absolute = torch.full_like(norm, self.absolute)  # a Python number over a tensor would be rounded twice
         if self.strict_paper:
             warm, enters = (self.state["step"] < self.warmup).expand_as(norms), torch.ones_like(norms, dtype=torch.bool)
+            own = self.relative * averages / norms
             factors = torch.where(warm, absolute / (norm + _EPSILON), own).clamp(max=1.0)
         else:
             warm, enters = seen + 1 < self.warmup, norm.isfinite() & (norms > 0)
             together = torch.ones_like(norm) if math.isinf(self.absolute) else absolute / norm
-            factors = torch.where(norms == 0, 1.0, torch.where(warm, together, own).clamp(max=1.0))
+            factors = per_tensor_factor(TENSORS, norms, averages, warm, together, self.relative)
         if there is not None:
             enters = enters & move(there, enters.device)
-        scaled = factors * norms
-        least = torch.where(scaled < averages, scaled, averages)  # not `minimum`, which NaN would spoil
-        later = self.beta * averages + (1 - self.beta) * scaled
-        moved = torch.where(seen == 0, scaled, torch.where(warm, least, later))
+        moved = per_tensor_average(TENSORS, factors * norms, averages, seen, warm, self.beta)
         self.state["averages"].index_copy_(0, places, torch.where(enters, moved, averages))
         self.state["seen"].index_add_(0, places, enters.long())
         return factors

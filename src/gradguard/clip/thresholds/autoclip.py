@@ -4,10 +4,19 @@ import torch
 from torch import Tensor
 
 from gradguard.arguments import check_number
-from gradguard.clip.thresholds import history
-from gradguard.clip.thresholds.base import ThresholdClipper
-from gradguard.clip.thresholds.state import check, counter, whole
+from gradguard.clip.thresholds.base import (
+    TENSORS,
+    ThresholdClipper,
+    check,
+    counter,
+    empty_history,
+    insert_norm,
+    percentile_of_history,
+    push_norm,
+    whole,
+)
 from gradguard.errors import InvalidValueError
+from gradguard.threshold_rules import pytorch_coefficient
 
 _FIRST_ROOM = 1024
 
@@ -65,25 +74,25 @@ class AutoClip(ThresholdClipper):
         check(0 <= self.percentile <= 100, "a number from 0 to 100", lambda: f"percentile={percentile}")
         self.window, self.strict_paper = None if window is None else whole("window", window), strict_paper
         self._most = 0  # an upper bound on the count that the host knows
-        super().__init__(history=history.empty(self.window or _FIRST_ROOM), count=counter())
+        super().__init__(history=empty_history(self.window or _FIRST_ROOM), count=counter())
 
     def choose(self, norm: Tensor, enters: Tensor) -> Tensor:
         """Remember ``norm`` and return the percentile."""
         if self.window is None:
             self._make_room()
-            history.insert(self.state["history"], self.state["count"], norm, enters)
+            insert_norm(self.state["history"], self.state["count"], norm, enters)
             ordered = self.state["history"]
         else:
-            history.push(self.state["history"], self.state["count"], norm, enters)
+            push_norm(self.state["history"], self.state["count"], norm, enters)
             ordered = self.state["history"].sort().values
-        threshold = history.percentile(ordered, self.state["count"], self.percentile)
+        threshold = percentile_of_history(ordered, self.state["count"], self.percentile)
         return torch.where(ordered.isnan().any(), torch.nan, threshold)
 
     def coefficient(self, norm: Tensor, threshold: Tensor) -> Tensor:
         """Return ``c / n``; with ``strict_paper`` what `torch.nn.utils.clip_grad_norm_` multiplies by."""
         if not self.strict_paper:
             return super().coefficient(norm, threshold)
-        return (threshold / (norm + 1e-6)).clamp(max=1.0)
+        return pytorch_coefficient(TENSORS, norm, threshold)
 
     def load_state_dict(self, state_dict: dict) -> None:
         """Take back what `state_dict` returned; training goes on as if it had not been interrupted."""

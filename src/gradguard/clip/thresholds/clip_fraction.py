@@ -4,8 +4,8 @@ import torch
 from torch import Tensor
 
 from gradguard.arguments import check_number, check_threshold
-from gradguard.clip.thresholds.base import ThresholdClipper
-from gradguard.clip.thresholds.state import check, scalar
+from gradguard.clip.thresholds.base import TENSORS, ThresholdClipper, check, scalar
+from gradguard.threshold_rules import fraction_threshold
 
 
 class ClipFraction(ThresholdClipper):
@@ -76,9 +76,8 @@ class ClipFraction(ThresholdClipper):
 
     def choose(self, norm: Tensor, enters: Tensor) -> Tensor:
         """Return c, and move it."""
-        threshold = self.state["threshold"].clamp(self.floor, self.ceiling)
-        within = (norm <= threshold).to(norm.dtype)
-        moved = threshold * (-self.learning_rate * (within - (1 - self.target))).exp()
-        moved = torch.where(self.state["threshold"].isposinf(), norm, moved).clamp(self.floor, self.ceiling)
-        self._set(threshold=torch.where(enters, moved, self.state["threshold"]))
+        before = self.state["threshold"]
+        bounds = self.target, self.learning_rate, self.floor, self.ceiling
+        threshold, moved = fraction_threshold(TENSORS, norm, before, *bounds)
+        self._set(threshold=torch.where(enters, moved, before))
         return threshold

@@ -4,11 +4,17 @@ import torch
 from torch import Tensor
 
 from gradguard.arguments import check_number, check_threshold
-from gradguard.clip.thresholds import history
-from gradguard.clip.thresholds.base import ThresholdClipper
-from gradguard.clip.thresholds.state import check, counter, whole
-
-_TO_STANDARD_DEVIATION = 1.4826  # of a normal distribution: standard deviation over median absolute deviation
+from gradguard.clip.thresholds.base import (
+    TENSORS,
+    ThresholdClipper,
+    check,
+    counter,
+    empty_history,
+    median_of_history,
+    push_norm,
+    whole,
+)
+from gradguard.threshold_rules import median_threshold
 
 
 class ClipByMedian(ThresholdClipper):
@@ -78,16 +84,17 @@ class ClipByMedian(ThresholdClipper):
         self.window, self.warmup = whole("window", window), whole("warmup", warmup)
         check(warmup <= window, "warmup <= window", lambda: f"warmup={warmup}, window={window}")
         self.ceiling = torch.inf if ceiling is None else float(check_threshold("ceiling", ceiling))
-        super().__init__(norm_type, logarithms=history.empty(self.window), count=counter())
+        super().__init__(norm_type, logarithms=empty_history(self.window), count=counter())
 
     def choose(self, norm: Tensor, enters: Tensor) -> Tensor:
         """Return c of the norms so far, and remember this one."""
         logarithms, count = self.state["logarithms"], self.state["count"]
-        middle = history.median(logarithms.sort().values, count)
+        middle = median_of_history(logarithms.sort().values, count)
         deviations = (logarithms - middle).abs().sort().values
-        spread = (_TO_STANDARD_DEVIATION * history.median(deviations, count)).clamp(min=self.floor)
-        threshold = torch.where(count < self.warmup, torch.inf, (middle + self.k * spread).exp())
-        history.push(logarithms, count, norm.log(), enters)
+        deviation = median_of_history(deviations, count)
+        chosen = median_threshold(TENSORS, middle, deviation, self.k, self.floor)
+        threshold = torch.where(count < self.warmup, torch.inf, chosen)
+        push_norm(logarithms, count, norm.log(), enters)
         return threshold.clamp(max=self.ceiling)
 
 

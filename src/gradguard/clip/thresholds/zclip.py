@@ -7,9 +7,17 @@ import torch
 from torch import Tensor
 
 from gradguard.arguments import check_number, check_threshold
-from gradguard.clip.thresholds import history
-from gradguard.clip.thresholds.base import ThresholdClipper
-from gradguard.clip.thresholds.state import check, counter, scalar, whole
+from gradguard.clip.thresholds.base import (
+    TENSORS,
+    ThresholdClipper,
+    check,
+    counter,
+    empty_history,
+    push_norm,
+    scalar,
+    whole,
+)
+from gradguard.threshold_rules import moving_moments, pytorch_coefficient, z_score_bounds, z_score_threshold
 
 Mode = Literal["adaptive_scaling", "mean", "percentile"]
 
@@ -101,7 +109,7 @@ class ZClip(ThresholdClipper):
         self.warmup, self.mode = whole("warmup", warmup), mode
         self.skip_update_on_spike, self.strict_paper = skip_update_on_spike, strict_paper
         super().__init__(
-            first=history.empty(self.warmup), count=counter(), mean=scalar(torch.nan), variance=scalar(torch.nan)
+            first=empty_history(self.warmup), count=counter(), mean=scalar(torch.nan), variance=scalar(torch.nan)
         )
 
     def choose(self, norm: Tensor, enters: Tensor) -> Tensor:
@@ -110,12 +118,14 @@ class ZClip(ThresholdClipper):
         It is the smaller of ``max_grad_norm`` and c; where the rule leaves n alone, of the norm at which it would not.
         """
         warm = self.state["count"] >= self.warmup
-        limit, bound, spike = self._judge(norm)  # in the warm-up, mean and variance are NaN, and nothing is a spike
+        mean, variance = self.state["mean"].clone(), self.state["variance"]
+        # In the warm-up, mean and variance are NaN, and nothing is a spike.
+        bounds = z_score_bounds(TENSORS, norm, mean, variance, self.z_threshold, self.clip_factor, self.mode)
+        _, bound, spike = bounds
         self._follow_norms(torch.where(spike, bound, norm), enters & warm & ~(spike & self.skip_update_on_spike))
         self._collect(norm, enters & ~warm)
         self.state["count"].add_(enters & warm)
-        passes = torch.where(warm & (norm <= limit), limit, torch.inf)
-        return torch.where(spike, bound, passes).clamp(max=self.max_grad_norm)
+        return z_score_threshold(TENSORS, norm, *bounds, warm, self.max_grad_norm)
 
     def coefficient(self, norm: Tensor, threshold: Tensor) -> Tensor:
         """Return ``c / n``; with ``strict_paper`` what the published code multiplies by."""
@@ -130,24 +140,10 @@ class ZClip(ThresholdClipper):
         if math.isinf(self.max_grad_norm):
             return torch.ones_like(norm)
         # a Python number over a tensor would be rounded twice
-        return (torch.full_like(norm, self.max_grad_norm) / (norm + _EPSILON)).clamp(max=1.0)
-
-    def _judge(self, norm: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the norm at which the rule begins to bind, what it cuts ``norm`` back to, and whether it does."""
-        mean, deviation = self.state["mean"].clone(), self.state["variance"].sqrt()
-        if self.mode == "percentile":
-            bound = mean + self.z_threshold * deviation
-            return bound, bound, norm > bound
-        z = (norm - mean) / (deviation + _EPSILON)
-        limit, spike = mean + self.z_threshold * (deviation + _EPSILON), z > self.z_threshold
-        if self.mode == "mean":
-            return limit, mean, spike
-        bound = mean + (self.z_threshold * deviation) / (z / self.z_threshold)
-        return limit, bound * self.clip_factor, spike
+        return pytorch_coefficient(TENSORS, norm, torch.full_like(norm, self.max_grad_norm))
 
     def _follow_norms(self, seen: Tensor, follows: Tensor) -> None:
-        mean = self.alpha * self.state["mean"] + (1 - self.alpha) * seen
-        variance = self.alpha * self.state["variance"] + (1 - self.alpha) * (seen - mean) ** 2
+        mean, variance = moving_moments(self.state["mean"], self.state["variance"], seen, self.alpha)
         self._set(
             mean=torch.where(follows, mean, self.state["mean"]),
             variance=torch.where(follows, variance, self.state["variance"]),
@@ -156,7 +152,7 @@ class ZClip(ThresholdClipper):
     def _collect(self, norm: Tensor, enters: Tensor) -> None:
         """Remember a norm of the warm-up; the last one makes mean and variance."""
         first, count = self.state["first"], self.state["count"]
-        history.push(first, count, norm, enters)
+        push_norm(first, count, norm, enters)
         complete = enters & (count == self.warmup)  # counted by now
         # cumsum adds from left to right on the CPU, as the published code does; sum does not
         mean = first.cumsum(0)[-1] / self.warmup

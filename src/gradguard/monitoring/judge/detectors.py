@@ -29,9 +29,9 @@ from gradguard.monitoring.judge.findings import (
     Finding,
     Log,
 )
-from gradguard.monitoring.judge.lock_in import TOLERANCE, WINDOW, LockInAlarm
 from gradguard.monitoring.judge.recommend import cancels_scale
 from gradguard.monitoring.record.steps import BINDS_BELOW
+from gradguard.threshold_rules import LOCK_IN_TOLERANCE, LOCK_IN_WINDOW, LockInAlarm
 
 BLOCK = 20
 """Norms whose median is one sample of what is usual."""
@@ -173,12 +173,12 @@ class Clipping:
         self._alarm, self._held, self._since = LockInAlarm(), 0, 0
         self._steps, self._bound = 0, 0
         self._least, self._largest = math.inf, -math.inf
-        self._coefficients: deque[float] = deque(maxlen=WINDOW)
+        self._coefficients: deque[float] = deque(maxlen=LOCK_IN_WINDOW)
 
     @property
     def fixed(self) -> bool:
         """Whether one threshold was in use since the start."""
-        return self._largest <= self._least * (1 + TOLERANCE)
+        return self._largest <= self._least * (1 + LOCK_IN_TOLERANCE)
 
     def follow(self, i: int, threshold: float, coefficient: float | None) -> list[Finding]:
         """Return what is new after a step with finite gradients.
@@ -295,17 +295,17 @@ class Layers:
         self._seen += 1
         if share > DOMINATING_SHARE:
             self._tops[place] += 1
-        if self._seen < WINDOW:
+        if self._seen < LOCK_IN_WINDOW:
             return []
         tops, self._tops, self._seen = self._tops, Counter(), 0
         place, count = max(tops.items(), key=lambda item: item[1], default=(_NEVER, 0))
-        if count < DOMINATING_OF_STEPS * WINDOW or not self._may_dominate(place):
+        if count < DOMINATING_OF_STEPS * LOCK_IN_WINDOW or not self._may_dominate(place):
             return []
         name = self.names[place]
         if self._log.goes_on(f"dominating {name}", i):
             return []
         return self._log.begin(
-            f"dominating {name}", "dominating_layer", i, i, params=[name], numbers={"share": count / WINDOW}
+            f"dominating {name}", "dominating_layer", i, i, params=[name], numbers={"share": count / LOCK_IN_WINDOW}
         )  # fmt: skip
 
     def norms(self, i: int, norms: Sequence[float]) -> list[Finding]:

@@ -15,7 +15,6 @@ from gradguard.monitoring.judge.findings import (
     Finding,
 )
 from gradguard.monitoring.judge.live import HealthMonitor
-from gradguard.monitoring.judge.lock_in import LockInAlarm
 from gradguard.monitoring.judge.numbers import percent, plain_threshold
 from gradguard.monitoring.judge.recommend import drift_ends, is_scale_free
 from gradguard.monitoring.record.file import Record
@@ -28,6 +27,7 @@ from gradguard.monitoring.record.steps import (
     threshold_of,
     usable_norms,
 )
+from gradguard.threshold_rules import LockInAlarm
 
 __all__ = ["Finding", "HealthMonitor", "findings", "lock_in_share"]
 

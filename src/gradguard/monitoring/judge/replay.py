@@ -7,12 +7,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from gradguard.errors import InvalidValueError
-from gradguard.monitoring.judge.lock_in import LockInAlarm
 from gradguard.monitoring.judge.numbers import number, percent, plain_threshold
 from gradguard.monitoring.judge.recommend import guard_threshold, recommend
-from gradguard.monitoring.judge.replay_rules import (
+from gradguard.monitoring.record.file import Record
+from gradguard.monitoring.record.steps import BINDS_BELOW, Part, by_optimizer, label_of, taken_steps, usable_steps
+from gradguard.threshold_rules import (
     FixedNorm,
     Fraction,
+    LockInAlarm,
     Median,
     Percentile,
     PerTensor,
@@ -20,8 +22,6 @@ from gradguard.monitoring.judge.replay_rules import (
     TwiceTheMedian,
     ZScore,
 )
-from gradguard.monitoring.record.file import Record
-from gradguard.monitoring.record.steps import BINDS_BELOW, Part, by_optimizer, label_of, taken_steps, usable_steps
 
 if TYPE_CHECKING:
     from rich.console import Console

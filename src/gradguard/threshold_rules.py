@@ -1,0 +1,592 @@
+"""The arithmetic of the rules that choose a threshold, once: for tensors on a device and for plain numbers.
+
+The first half is the formulas. They take the operations that differ between the two as ``ops``: `PLAIN` for floats, and
+what `gradguard.clip.thresholds.base` has for tensors, with which nothing is read by the host. What a rule remembers is
+the caller's: tensors of fixed length there, lists here.
+
+The second half is the rules on plain numbers, for records: each is told the finite norms of the steps that were taken,
+one after the other, and answers with the coefficient of that step and the threshold that it compared with. A norm of 0
+tells nothing of the scale and enters no state. The defaults are those of the clippers.
+"""
+
+import heapq
+import math
+from abc import ABC, abstractmethod
+from bisect import bisect_left, insort
+from collections import deque
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+Number = Any
+"""A float, or a tensor: 0-dim, or with one entry for each gradient where a rule treats each by itself."""
+
+Truth = Any
+"""A bool, or a tensor of them."""
+
+
+class Operations(Protocol):
+    """What is written differently for floats and for tensors."""
+
+    def where(self, condition: Truth, yes: Number, no: Number, /) -> Number:
+        """Return ``yes`` where ``condition`` holds, else ``no``."""
+
+    def within(self, x: Number, low: float, high: float, /) -> Number:
+        """Return ``x``, or the bound that it exceeds."""
+
+    def ratio(self, x: Number, y: Number, /) -> Number:
+        """Return x / y; of a zero y infinity, or NaN if x is zero too."""
+
+    def number(self, condition: Truth, like: Number, /) -> Number:
+        """Return 1 where ``condition`` holds, else 0, of the type of ``like``."""
+
+    def is_infinite(self, x: Number, /) -> Truth:
+        """Tell whether ``x`` is positive infinity."""
+
+    def exp(self, x: Number, /) -> Number:
+        """Return e to the power of ``x``."""
+
+    def sqrt(self, x: Number, /) -> Number:
+        """Return the square root of ``x``."""
+
+
+class _Plain:
+    """The operations on floats."""
+
+    @staticmethod
+    def where(condition: bool, yes: float, no: float) -> float:
+        return yes if condition else no
+
+    @staticmethod
+    def within(x: float, low: float, high: float) -> float:
+        return low if x < low else high if x > high else x
+
+    @staticmethod
+    def ratio(x: float, y: float) -> float:
+        if y:
+            return x / y
+        return math.nan if x == 0 else math.copysign(math.inf, x)
+
+    @staticmethod
+    def number(condition: bool, like: float) -> float:
+        del like
+        return float(condition)
+
+    @staticmethod
+    def is_infinite(x: float) -> bool:
+        return x == math.inf
+
+    @staticmethod
+    def exp(x: float) -> float:
+        try:
+            return math.exp(x)
+        except OverflowError:
+            return math.inf
+
+    @staticmethod
+    def sqrt(x: float) -> float:
+        return math.sqrt(x)
+
+
+PLAIN: Operations = _Plain()
+
+
+# The formulas.
+
+_TO_STANDARD_DEVIATION = 1.4826  # of a normal distribution: standard deviation over median absolute deviation
+_EPSILON = 1e-6
+
+LOCK_IN_WINDOW = 100
+"""Steps that the lock-in alarm looks back upon."""
+
+LOCK_IN_TOLERANCE = 0.01
+"""A threshold that has moved by less than this fraction over the window counts as one threshold."""
+
+
+def coefficient_of(ops: Operations, norm: Number, threshold: Number) -> Number:
+    """Return what gradients of ``norm`` are multiplied by: 1 up to the threshold, and then what makes it their norm."""
+    # NaN fails both tests, so that it spreads, as PyTorch's does.
+    return ops.where((norm <= threshold) | ops.is_infinite(threshold), 1.0, ops.ratio(threshold, norm))
+
+
+def pytorch_coefficient(ops: Operations, norm: Number, threshold: Number) -> Number:
+    """Return what `torch.nn.utils.clip_grad_norm_` multiplies by."""
+    return ops.within(ops.ratio(threshold, norm + _EPSILON), -math.inf, 1.0)
+
+
+def locked_in(seen: Number, bound: Number, least: Number, most: Number, window: int) -> Truth:
+    r"""Tell whether a clip has bound on more than half of the last steps at one threshold.
+
+    .. math:: \text{seen} \ge N \quad\text{and}\quad \text{bound} > N/2 \quad\text{and}\quad
+              \max_t c_t \le 1.01 \, \min_t c_t
+
+    Args:
+        seen: How many steps there were.
+        bound: On how many of the last N the clip has bound.
+        least: The smallest threshold of these.
+        most: The largest.
+        window: N.
+
+    Returns:
+        The verdict.
+    """
+    return (seen >= window) & (bound * 2 > window) & (most <= least * (1 + LOCK_IN_TOLERANCE))
+
+
+def median_threshold(ops: Operations, middle: Number, deviation: Number, k: float, floor: float) -> Number:
+    """Return `ClipByMedian`'s threshold: k robust deviations above the median of the logarithms.
+
+    Args:
+        ops: The operations.
+        middle: Their median.
+        deviation: The median of their distances from it.
+        k: How many.
+        floor: The least robust deviation.
+    """
+    return ops.exp(middle + k * ops.within(_TO_STANDARD_DEVIATION * deviation, floor, math.inf))
+
+
+def interpolated(ops: Operations, low: Number, high: Number, fraction: Number) -> Number:
+    """Return what lies between two neighbours of a percentile, to the last digit as NumPy has it: from the nearer."""
+    return ops.where(fraction < 0.5, low + (high - low) * fraction, high - (high - low) * (1 - fraction))
+
+
+def z_score_bounds(
+    ops: Operations, norm: Number, mean: Number, variance: Number, limit: float, factor: float, mode: str
+) -> tuple[Number, Number, Truth]:
+    """Return `ZClip`'s norm from which on it binds, what it cuts ``norm`` back to, and whether it does.
+
+    Args:
+        ops: The operations.
+        norm: The norm of this step.
+        mean: Of the norms before.
+        variance: Of the norms before.
+        limit: The z-score that is too high.
+        factor: What ``"adaptive_scaling"`` multiplies its bound by.
+        mode: As `ZClip` has it.
+    """
+    deviation = ops.sqrt(variance)
+    if mode == "percentile":
+        bound = mean + limit * deviation
+        return bound, bound, norm > bound
+    z = (norm - mean) / (deviation + _EPSILON)
+    passes = mean + limit * (deviation + _EPSILON)
+    if mode == "mean":
+        return passes, mean, z > limit
+    bound = mean + ops.ratio(limit * deviation, z / limit)
+    return passes, bound * factor, z > limit
+
+
+def z_score_threshold(
+    ops: Operations, norm: Number, passes: Number, bound: Number, spike: Truth, warm: Truth, ceiling: float
+) -> Number:
+    """Return `ZClip`'s threshold: what a spike is cut back to, else the norm from which on one would be.
+
+    Args:
+        ops: The operations.
+        norm: The norm of this step.
+        passes: What `z_score_bounds` returned first.
+        bound: What it returned second.
+        spike: What it returned third.
+        warm: Whether there are a mean and a variance yet.
+        ceiling: A threshold that always holds.
+    """
+    threshold = ops.where(spike, bound, ops.where(warm & (norm <= passes), passes, math.inf))
+    return ops.within(threshold, -math.inf, ceiling)
+
+
+def moving_moments(mean: Number, variance: Number, norm: Number, decay: float) -> tuple[Number, Number]:
+    """Return mean and variance after one more norm."""
+    mean = decay * mean + (1 - decay) * norm
+    return mean, decay * variance + (1 - decay) * (norm - mean) ** 2
+
+
+def fraction_threshold(
+    ops: Operations,
+    norm: Number,
+    threshold: Number,
+    target: float,
+    rate: float,
+    floor: float,
+    ceiling: float,
+) -> tuple[Number, Number]:
+    """Return `ClipFraction`'s threshold of this step and that of the next.
+
+    Args:
+        ops: The operations.
+        norm: The norm of this step.
+        threshold: What was returned for it; infinite where there was no step.
+        target: The share of steps to clip.
+        rate: How fast the threshold moves.
+        floor: The least threshold.
+        ceiling: The largest.
+    """
+    now = ops.within(threshold, floor, ceiling)
+    within = ops.number(norm <= now, norm)
+    moved = now * ops.exp(-rate * (within - (1 - target)))
+    return now, ops.within(ops.where(ops.is_infinite(threshold), norm, moved), floor, ceiling)
+
+
+def per_tensor_factor(
+    ops: Operations, norm: Number, average: Number, warm: Truth, together: Number, relative: float
+) -> Number:
+    """Return `AdaGC`'s factor of one gradient: together with all others in its warm-up, later by its own average.
+
+    Args:
+        ops: The operations.
+        norm: Its norm.
+        average: The moving average of its norms.
+        warm: Whether it is in its warm-up.
+        together: The factor of all gradients.
+        relative: How many times its average a norm may be.
+    """
+    own = ops.ratio(relative * average, norm)
+    return ops.where(norm == 0, 1.0, ops.within(ops.where(warm, together, own), -math.inf, 1.0))
+
+
+def per_tensor_average(
+    ops: Operations, scaled: Number, average: Number, seen: Number, warm: Truth, decay: float
+) -> Number:
+    """Return `AdaGC`'s average after one more norm: the smallest in the warm-up, then a moving one.
+
+    Args:
+        ops: The operations.
+        scaled: The norm after the clip.
+        average: The average before.
+        seen: How many norms are in it.
+        warm: Whether it is in its warm-up.
+        decay: Of the average.
+    """
+    least = ops.where(scaled < average, scaled, average)  # not a minimum, which NaN would spoil
+    later = decay * average + (1 - decay) * scaled
+    return ops.where(seen == 0, scaled, ops.where(warm, least, later))
+
+
+# The rules on plain numbers.
+
+
+class Rule(ABC):
+    """A rule for the norm of all gradients, as a function of that norm and of those before it."""
+
+    def step(self, norm: float) -> tuple[float, float]:
+        """Return what gradients of ``norm`` are multiplied by, and the threshold; let the state follow.
+
+        Args:
+            norm: The norm of this step before any clip: finite, at least 0.
+        """
+        threshold = self.choose(norm)
+        return coefficient_of(PLAIN, norm, threshold), threshold
+
+    @abstractmethod
+    def choose(self, norm: float) -> float:
+        """Return the threshold for ``norm``, infinite for none, and let the state follow where ``norm`` is above 0.
+
+        Args:
+            norm: As for `step`.
+        """
+
+
+class FixedNorm(Rule):
+    """One threshold for the whole run, as `clip_grad_norm_` has it.
+
+    Args:
+        max_norm: The threshold.
+    """
+
+    def __init__(self, max_norm: float) -> None:
+        self.max_norm = max_norm
+
+    def step(self, norm: float) -> tuple[float, float]:
+        """Return PyTorch's coefficient, whose divisor is ``norm + 1e-6``.
+
+        Args:
+            norm: As for `Rule.step`.
+        """
+        infinite = math.isinf(self.max_norm)
+        return (1.0 if infinite else pytorch_coefficient(PLAIN, norm, self.max_norm)), self.max_norm
+
+    def choose(self, norm: float) -> float:
+        """Return the threshold.
+
+        Args:
+            norm: Not looked at.
+        """
+        return self.max_norm
+
+
+class Median(Rule):
+    """So many robust deviations above the median of the last log-norms (`ClipByMedian`).
+
+    Args:
+        deviations: How many.
+        window: How many norms are remembered.
+        warm_up: How many are needed first.
+        floor: The least deviation.
+    """
+
+    def __init__(self, deviations: float = 6.0, window: int = 128, warm_up: int = 32, floor: float = 0.05) -> None:
+        self.deviations, self.warm_up, self.floor = deviations, warm_up, floor
+        self._recent: deque[float] = deque(maxlen=window)
+        self._ordered: list[float] = []
+
+    def choose(self, norm: float) -> float:
+        """Return the threshold of the norms before this one, and remember this one.
+
+        Args:
+            norm: As for `Rule.step`.
+        """
+        threshold = math.inf
+        if len(self._ordered) >= self.warm_up:
+            middle = median_of(self._ordered)
+            deviation = median_distance(self._ordered, middle)
+            threshold = median_threshold(PLAIN, middle, deviation, self.deviations, self.floor)
+        if norm > 0:
+            self._push(math.log(norm))
+        return threshold
+
+    def _push(self, logarithm: float) -> None:
+        if len(self._recent) == self._recent.maxlen:
+            del self._ordered[bisect_left(self._ordered, self._recent[0])]
+        self._recent.append(logarithm)
+        insort(self._ordered, logarithm)
+
+
+class Percentile(Rule):
+    """A percentile of all norms so far, this one among them (`AutoClip`).
+
+    Two heaps meet at the percentile, whose place moves by less than one for each norm: a run of a million steps needs
+    no sorted list of a million norms.
+
+    Args:
+        percent: From 0 to 100.
+    """
+
+    def __init__(self, percent: float = 10.0) -> None:
+        self.percent = percent
+        self._below: list[float] = []  # the smallest ones, negated, so that their largest comes first
+        self._above: list[float] = []
+
+    def choose(self, norm: float) -> float:
+        """Return the percentile of all norms, after remembering this one.
+
+        Args:
+            norm: As for `Rule.step`.
+        """
+        if norm > 0:
+            heapq.heappush(self._above, -heapq.heappushpop(self._below, -norm))
+        count = len(self._below) + len(self._above)
+        if not count:
+            return math.inf
+        place = (count - 1) * (self.percent / 100)
+        while len(self._below) < math.floor(place) + 1:
+            heapq.heappush(self._below, -heapq.heappop(self._above))
+        low, fraction = -self._below[0], place - math.floor(place)
+        return interpolated(PLAIN, low, self._above[0] if self._above else low, fraction)
+
+
+class ZScore(Rule):
+    """A norm whose z-score is too high is cut back (`ZClip`), with moving averages of what was passed.
+
+    Args:
+        ceiling: A threshold that always holds; the published default is 1.0, infinity is none.
+        limit: The z-score that is too high.
+        decay: Of the moving averages.
+        warm_up: How many norms make the first mean and variance.
+    """
+
+    def __init__(self, ceiling: float = 1.0, limit: float = 2.5, decay: float = 0.97, warm_up: int = 25) -> None:
+        self.ceiling, self.limit, self.decay, self.warm_up = ceiling, limit, decay, warm_up
+        self._first: list[float] = []
+        self._mean = self._variance = math.nan
+
+    def choose(self, norm: float) -> float:
+        """Return what a spike is cut back to, or the norm from which on one would be; follow what was passed.
+
+        Args:
+            norm: As for `Rule.step`.
+        """
+        if len(self._first) < self.warm_up:
+            self._collect(norm)
+            return self.ceiling
+        bounds = z_score_bounds(PLAIN, norm, self._mean, self._variance, self.limit, 1.0, "adaptive_scaling")
+        _, bound, spike = bounds
+        if norm > 0:
+            passed = bound if spike else norm
+            self._mean, self._variance = moving_moments(self._mean, self._variance, passed, self.decay)
+        return z_score_threshold(PLAIN, norm, *bounds, True, self.ceiling)
+
+    def _collect(self, norm: float) -> None:
+        if norm > 0:
+            self._first.append(norm)
+        if len(self._first) == self.warm_up:
+            self._mean = sum(self._first) / self.warm_up
+            self._variance = sum((value - self._mean) ** 2 for value in self._first) / self.warm_up
+
+
+class Fraction(Rule):
+    """A controller that keeps the share of clipped steps at a target (`ClipFraction`).
+
+    Args:
+        target: The share.
+        rate: How fast the threshold moves.
+    """
+
+    def __init__(self, target: float, rate: float = 0.2) -> None:
+        self.target, self.rate = target, rate
+        self._threshold = math.inf
+
+    def choose(self, norm: float) -> float:
+        """Return the threshold, and move it.
+
+        Args:
+            norm: As for `Rule.step`.
+        """
+        threshold, moved = fraction_threshold(PLAIN, norm, self._threshold, self.target, self.rate, 0.0, math.inf)
+        if norm > 0:
+            self._threshold = moved
+        return threshold
+
+
+class TwiceTheMedian(Rule):
+    """Every 100 steps, twice the median of the last 100 norms (icefall's ScaledAdam); the first 100 pass.
+
+    Args:
+        factor: Times the median.
+        period: How many steps a threshold holds.
+    """
+
+    def __init__(self, factor: float = 2.0, period: int = 100) -> None:
+        self.factor, self.period = factor, period
+        self._norms: list[float] = []
+        self._threshold = math.inf
+
+    def choose(self, norm: float) -> float:
+        """Return the threshold, and remember ``norm``.
+
+        Args:
+            norm: As for `Rule.step`.
+        """
+        if len(self._norms) == self.period:
+            self._threshold = self.factor * sorted(self._norms)[2 * (self.period // 4)]
+            self._norms.clear()
+        if norm > 0:
+            self._norms.append(norm)
+        return self._threshold
+
+
+class PerTensor:
+    """Each tensor is held to a moving average of its own norm (`AdaGC`).
+
+    Args:
+        absolute: The threshold of the global norm in the warm-up; infinity for none.
+        relative: How many times its average a norm may be.
+        decay: Of the averages.
+        warm_up: The warm-up has one step less.
+    """
+
+    def __init__(self, absolute: float = 1.0, relative: float = 1.05, decay: float = 0.98, warm_up: int = 100) -> None:
+        self.absolute, self.relative, self.decay, self.warm_up = absolute, relative, decay, warm_up
+        self._averages: dict[int, float] = {}
+        self._seen: dict[int, int] = {}
+
+    def step(self, norms: Sequence[float]) -> tuple[float, float]:
+        """Return the norm of all gradients after the clip over that before, and the 2-norm of all averages.
+
+        Args:
+            norms: The norm of each tensor, finite; 0 for one without a gradient.
+        """
+        total = math.hypot(*norms)
+        together = 1.0 if math.isinf(self.absolute) else PLAIN.ratio(self.absolute, total)
+        after = [self._scaled(place, norm, together) for place, norm in enumerate(norms)]
+        clipped = any(scaled < norm for scaled, norm in zip(after, norms, strict=True))
+        return (math.hypot(*after) / total if clipped else 1.0), math.hypot(*self._averages.values())
+
+    def _scaled(self, place: int, norm: float, together: float) -> float:
+        """The norm of one tensor after the clip; its average follows."""
+        if norm == 0:
+            return 0.0
+        average, seen = self._averages.get(place, math.inf), self._seen.get(place, 0)
+        warm = seen + 1 < self.warm_up
+        scaled = norm * per_tensor_factor(PLAIN, norm, average, warm, together, self.relative)
+        self._averages[place] = per_tensor_average(PLAIN, scaled, average, seen, warm, self.decay)
+        self._seen[place] = seen + 1
+        return scaled
+
+
+def median_of(ordered: Sequence[float]) -> float:
+    """Return the median of an ascending sequence; the mean of both middle ones if it is even.
+
+    Args:
+        ordered: At least one number.
+    """
+    last = len(ordered) - 1
+    return (ordered[last // 2] + ordered[last - last // 2]) / 2
+
+
+def median_distance(ordered: Sequence[float], middle: float) -> float:
+    """Return the median of the distances of all numbers from ``middle``, in logarithmic time.
+
+    Args:
+        ordered: At least one number, ascending.
+        middle: Any number.
+
+    Example:
+        >>> median_distance([0.0, 1.0, 2.0, 5.0], 1.0)
+        1.0
+    """
+    count = len(ordered)
+    nearest = count // 2 + 1  # so many lie side by side; the farthest of them is the upper of the middle distances
+    low, high = 0, count - nearest
+    while low < high:
+        start = (low + high) // 2
+        if middle - ordered[start] > ordered[start + nearest] - middle:
+            low = start + 1
+        else:
+            high = start
+    left, right = abs(middle - ordered[low]), abs(ordered[low + nearest - 1] - middle)
+    if count % 2:
+        return max(left, right)
+    rest = ordered[low + 1 : low + nearest] if left > right else ordered[low : low + nearest - 1]
+    within = max(abs(middle - rest[0]), abs(rest[-1] - middle)) if rest else max(left, right)
+    return (max(left, right) + within) / 2
+
+
+class LockInAlarm:
+    """Whether a clip has bound on more than half of the last 100 finite steps at one threshold.
+
+    The same judgement as that of the clippers themselves (``result.locked_in``), made from a record.
+
+    Args:
+        window: How many steps.
+
+    Example:
+        >>> alarm = LockInAlarm(window=4)
+        >>> [alarm.follow(clipped=True, threshold=1.0) for step in range(5)]
+        [False, False, False, True, True]
+    """
+
+    __slots__ = ("_bound", "_bound_on", "_same", "_thresholds")
+
+    def __init__(self, window: int = LOCK_IN_WINDOW) -> None:
+        self._thresholds: deque[float] = deque(maxlen=window)
+        self._bound_on: deque[bool] = deque(maxlen=window)
+        self._bound = 0
+        self._same = 0  # for how many steps the threshold has been what it is, to the last digit
+
+    def follow(self, clipped: bool, threshold: float) -> bool:
+        """Return the verdict after one more step.
+
+        Args:
+            clipped: Whether the clip binds on this step.
+            threshold: What it compared with, at least 0; infinite for none.
+        """
+        thresholds, bound_on = self._thresholds, self._bound_on
+        window = thresholds.maxlen or 0
+        self._same = self._same + 1 if thresholds and thresholds[-1] == threshold else 1
+        if len(bound_on) == window:
+            self._bound -= bound_on[0]
+        thresholds.append(threshold)
+        bound_on.append(clipped)
+        self._bound += clipped
+        if not locked_in(len(bound_on), self._bound, threshold, threshold, window):
+            return False  # most steps end here: only thresholds that differ are looked through
+        return self._same >= window or locked_in(window, self._bound, min(thresholds), max(thresholds), window)

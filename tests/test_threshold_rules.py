@@ -1,0 +1,88 @@
+"""The arithmetic of the rules that choose a threshold: the same on plain numbers as on tensors."""
+
+import inspect
+import itertools
+import math
+from typing import get_args
+
+import pytest
+import torch
+from torch import Tensor
+
+import gradguard as gg
+from gradguard import threshold_rules
+from gradguard.clip.thresholds.base import TENSORS
+from gradguard.clip.thresholds.zclip import Mode
+from gradguard.threshold_rules import PLAIN, Fraction, Median, Percentile, PerTensor, ZScore
+
+NORMS = (0.0, 1e-30, 0.3, 1.0, 2.5, 1e30, math.inf)
+POSITIVE = NORMS[1:-1]
+TRUTHS = (True, False)
+
+MODES = list(get_args(Mode))
+
+FORMULAS = {
+    "coefficient_of": (NORMS, NORMS),
+    "pytorch_coefficient": (NORMS, POSITIVE),
+    "median_threshold": ((-3.0, 0.0, 700.0, 1e5), (0.0, 0.2), [6.0], [0.05]),
+    "interpolated": (POSITIVE, POSITIVE, (0.0, 0.25, 0.5, 0.9)),
+    "z_score_bounds": (NORMS[:-1], POSITIVE, (0.0, 0.01, 4.0), [2.5], [1.0, 0.5], MODES),
+    "z_score_threshold": (POSITIVE, POSITIVE, POSITIVE, TRUTHS, TRUTHS, [1.0, math.inf]),
+    "fraction_threshold": (POSITIVE, (0.7, math.inf), [0.1], [0.2], [0.0, 0.5], [2.0, math.inf]),
+    "per_tensor_factor": (NORMS[:-1], (0.5, math.inf), TRUTHS, (0.1, 1.0, math.inf), [1.05]),
+    "per_tensor_average": (POSITIVE, (0.5, math.inf), (0, 3), TRUTHS, [0.98]),
+}  # fmt: skip
+"""The values of each argument; those in lists are settings, which are plain numbers in both."""
+
+
+def results(value) -> list[float]:
+    return [float(one) for one in (value if isinstance(value, tuple) else (value,))]
+
+
+def as_tensor(value) -> Tensor:
+    return torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else None)
+
+
+@pytest.mark.parametrize("name", FORMULAS)
+def test_a_formula_gives_the_same_for_numbers_and_tensors(name):
+    formula, values = getattr(threshold_rules, name), FORMULAS[name]
+    count = sum(not isinstance(v, list) for v in values)
+    for given in itertools.product(*values):
+        numbers, plain = given[:count], given[count:]
+        expected = results(formula(TENSORS, *map(as_tensor, numbers), *plain))
+        assert results(formula(PLAIN, *given)) == pytest.approx(expected, rel=1e-15, abs=0, nan_ok=True), given
+
+
+def test_moving_moments_by_hand():
+    assert threshold_rules.moving_moments(1.0, 4.0, 3.0, 0.5) == (2.0, 2.5)
+
+
+@pytest.mark.parametrize(
+    ("seen", "bound", "least", "most", "expected"),
+    [
+        (100, 51, 1.0, 1.01, True),
+        (99, 51, 1.0, 1.0, False),
+        (100, 50, 1.0, 1.0, False),
+        (100, 51, 1.0, 1.02, False),
+        (100, 100, 0.0, 0.0, True),
+    ],
+)
+def test_locked_in(seen, bound, least, most, expected):
+    assert threshold_rules.locked_in(seen, bound, least, most, 100) is expected
+    tensors = torch.tensor(seen), torch.tensor(bound), torch.tensor(least), torch.tensor(most)
+    assert bool(threshold_rules.locked_in(*tensors, 100)) is expected
+
+
+@pytest.mark.parametrize(
+    ("plain", "clipper", "same"),
+    [
+        (Median, gg.ClipByMedian, {"deviations": "k", "window": "window", "warm_up": "warmup", "floor": "floor"}),
+        (Percentile, gg.AutoClip, {"percent": "percentile"}),
+        (ZScore, gg.ZClip, {"ceiling": "max_grad_norm", "limit": "z_threshold", "decay": "alpha", "warm_up": "warmup"}),
+        (Fraction, gg.ClipFraction, {"rate": "learning_rate"}),
+        (PerTensor, gg.AdaGC, {"absolute": "absolute", "relative": "relative", "decay": "beta", "warm_up": "warmup"}),
+    ],
+)
+def test_the_defaults_on_plain_numbers_are_the_clippers(plain, clipper, same):
+    ours, theirs = inspect.signature(plain).parameters, inspect.signature(clipper).parameters
+    assert {a: ours[a].default for a in same} == {a: theirs[b].default for a, b in same.items()}
