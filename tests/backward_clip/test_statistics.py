@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import gradguard as gg
-from gradguard.backward_clip.statistics import _Shown
+from gradguard.backward_clip.statistics import _NodeCounts
 
 KEEP = gg.ErrorClipNonfinite("keep")
 
@@ -18,7 +18,7 @@ KEEP = gg.ErrorClipNonfinite("keep")
 @pytest.fixture
 def on_device(monkeypatch):
     """Count as on an accelerator, though the tensors lie on the CPU."""
-    monkeypatch.setattr(_Shown, "clip", lambda self, grad, apply, bounds: _count_on_device(self, grad, apply))
+    monkeypatch.setattr(_NodeCounts, "clip", lambda self, grad, apply, bounds: _count_on_device(self, grad, apply))
 
 
 def _count_on_device(shown, grad, apply):

@@ -216,20 +216,20 @@ class Waiting(Protocol):
 
 
 _watching: "weakref.WeakSet[Waiting]" = weakref.WeakSet()
-_hooks: list[EveryStep] = []
-"""One pair of hooks on all optimizers, while anything is watching."""
+_removals: list[Callable[[], None]] = []
+"""Take off what is on all optimizers and GradScalers while anything is watching."""
 
 
-def watch_steps(clipper: Waiting) -> Callable[[], None]:
-    """Let ``clipper`` refuse steps that come too early, which does not keep it alive; return what ends that."""
-    if not _hooks:
-        _hooks.append(EveryStep(_before, _after))
+def watch_steps_and_scalers(clipper: Waiting) -> Callable[[], None]:
+    """Let ``clipper``, which is not kept alive, refuse early steps, and notice GradScalers; return what ends that."""
+    if not _removals:
+        _removals.extend([EveryStep(_before, _after).remove, _notice_scalers()])
     _watching.add(clipper)
 
     def end() -> None:
         _watching.discard(clipper)
-        while _hooks and not _watching:
-            _hooks.pop().remove()
+        while _removals and not _watching:
+            _removals.pop()()
 
     return end
 
@@ -251,27 +251,31 @@ _scaled: "OrderedDict[int, int]" = OrderedDict()
 """The ``id`` of the scaler, by the number of the backward; of the last backwards only."""
 
 
-def watch_scalers() -> None:
-    """Let every `torch.amp.GradScaler` be noticed from now on; calling it again does nothing."""
+def _notice_scalers() -> Callable[[], None]:
+    """Remember which scaler scaled the loss of a backward, from now on; return what ends that."""
     kind = torch.amp.GradScaler
-    if getattr(kind.scale, "_noticed_by_gradguard", False):
-        return
-    original = kind.scale
+    original, notices = kind.scale, True
 
     @functools.wraps(original)
-    def scale(self: Any, outputs: Any) -> Any:
+    def scale(self: torch.amp.GradScaler, outputs: Any) -> Any:
         scaled = original(self, outputs)
-        if self.is_enabled():
+        if notices and self.is_enabled():
             for tensor in tree_leaves(scaled):
                 if isinstance(tensor, Tensor) and tensor.requires_grad:
                     tensor.register_hook(functools.partial(_note, id(self)))
         return scaled
 
-    scale._noticed_by_gradguard = True  # type: ignore[attr-defined]
+    def end() -> None:
+        nonlocal notices
+        notices = False  # another library may have replaced the method since, and call this one still
+        if kind.scale is scale:
+            kind.scale = original  # type: ignore[method-assign]
+
     kind.scale = scale  # type: ignore[method-assign]
+    return end
 
 
-def refuse_other_scaler(task: int, scaler: Any) -> None:
+def refuse_other_scaler(task: int, scaler: torch.amp.GradScaler | None) -> None:
     """Check that the loss of backward number ``task`` was scaled by ``scaler`` or by none.
 
     Raises:
