@@ -6,7 +6,7 @@ Dynamo does not look into, installs the same hooks as in eager code.
 """
 
 from dataclasses import is_dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -15,8 +15,8 @@ from gradguard.backward_clip.block import checked_rule
 from gradguard.backward_clip.calibration import Calibration
 from gradguard.backward_clip.compiled_counts import counts_of
 from gradguard.backward_clip.graph import root_of
-from gradguard.backward_clip.hooks import Clipping
-from gradguard.backward_clip.rules import BaseErrorClip, Kind, from_parts, parts
+from gradguard.backward_clip.hooks import Clipping, Gradients
+from gradguard.backward_clip.rules import BaseErrorClip, Kind, decode_rule, encode_rule
 from gradguard.backward_clip.scopes import LossScale, loss_scale
 from gradguard.backward_clip.statistics import ErrorClipStats
 from gradguard.errors import InvalidTypeError, InvalidValueError
@@ -101,7 +101,7 @@ def attach_error_clip(
             raise InvalidValueError(
                 "no value has a graph behind it: expected the result of differentiable operations, such as a loss."
             )
-    kind, thresholds = parts(_attachable(rule))
+    kind, thresholds = encode_rule(_attachable(rule))
     factor = None if scale is None else loss_scale(scale, tensors[0].device)
     attached = iter(_attach(kind, thresholds, factor, *_counting(stats, tensors[0].device), tensors))
     chosen = [isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves]
@@ -136,13 +136,13 @@ def _make_table(text: str, device: str) -> bool:
 def _attach(
     kind: Kind,
     thresholds: tuple[Tensor, ...],
-    scale: Any,
+    scale: float | Tensor | None,
     counting: ErrorClipStats | str | None,
     table: Tensor | None,
     values: list[Tensor],
 ) -> list[Tensor]:
     """Install the hooks: called in eager code, and by the tracers of the compiler, which may call it several times."""
-    clipping = Clipping(from_parts(kind, thresholds))
+    clipping = Clipping(decode_rule(kind, thresholds))
     if scale is not None:
         clipping.set_scale(scale)
     roots = [root_of(value) for value in values if value.grad_fn is not None]
@@ -164,7 +164,7 @@ class _BeginBackward:
     def __init__(self, stats: ErrorClipStats) -> None:
         self.stats, self.task = stats, -1
 
-    def __call__(self, grads: Any) -> None:
+    def __call__(self, grads: Gradients) -> None:
         if self.task != current_graph_task():
             self.task = current_graph_task()
             self.stats.begin(None)

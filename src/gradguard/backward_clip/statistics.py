@@ -88,10 +88,10 @@ class ErrorClipStats:
 
     def reset(self) -> None:
         """Forget all counts; go on naming modules."""
-        self._rows: dict[tuple[str, str], _Row] = {}
+        self._rows: dict[tuple[str, str], _OpCounts] = {}
         self._first: FirstNonfinite | None = None
-        self._unread: list[tuple[int, list[tuple[_Row, str, int]], Tensor]] = []
-        self._pending: list[tuple[_Row, str, int, Tensor]] = []
+        self._unread: list[tuple[int, list[tuple[_OpCounts, str, int]], Tensor]] = []
+        self._pending: list[tuple[_OpCounts, str, int, Tensor]] = []
         self._loss: Tensor | None = None
         self._blocks = 0
         self.compiled.reset()
@@ -105,7 +105,7 @@ class ErrorClipStats:
         """Return a line for each operation and module, in the order of the backward; counts are device tensors."""
         rows = {key: replace(row) for key, row in self._rows.items()}
         for op, module, gradients, elements, clipped, nonfinite in self.compiled.lines():
-            row = rows.setdefault((op, module), _Row(op, module))
+            row = rows.setdefault((op, module), _OpCounts(op, module))
             row.gradients += gradients
             row.elements += elements
             row.add(clipped, nonfinite)
@@ -149,21 +149,21 @@ class ErrorClipStats:
         """Return the name of the module whose forward recorded ``node``, empty if not known."""
         return self._timeline.module_of(node) if self._timeline is not None else ""
 
-    def row(self, node: Node, name: str, sources: str) -> "_Shown":
+    def row(self, node: Node, name: str, sources: str) -> "_NodeCounts":
         """Return where the gradients of one node are counted."""
-        return _Shown(self, self.line(node, name), sources)
+        return _NodeCounts(self, self.line(node, name), sources)
 
-    def line(self, node: Node, name: str) -> "_Row":
+    def line(self, node: Node, name: str) -> "_OpCounts":
         """Return the line of the table for one node."""
         key = (name, self.place(node))
         row = self._rows.get(key)
         if row is None:
-            row = self._rows[key] = _Row(*key)
+            row = self._rows[key] = _OpCounts(*key)
         return row
 
-    def tally(self) -> "_Passing":
+    def tally(self) -> "_UnclippedCounts":
         """Return where to add the gradients that one install leaves alone, because clipping them changes nothing."""
-        return _Passing(self, {})
+        return _UnclippedCounts(self, {})
 
     def begin(self, loss: Tensor | None) -> None:
         """Start a block."""
@@ -180,7 +180,7 @@ class ErrorClipStats:
             self._pending = []
         self._read(keep=_UNREAD_BLOCKS)
 
-    def note(self, row: "_Row", made_by: str, elements: int, nonfinite: Count) -> None:
+    def note(self, row: "_OpCounts", made_by: str, elements: int, nonfinite: Count) -> None:
         """Remember who was first."""
         if isinstance(nonfinite, Tensor):
             self._pending.append((row, made_by, elements, nonfinite))
@@ -200,7 +200,7 @@ class ErrorClipStats:
 
 
 @dataclass
-class _Row:
+class _OpCounts:
     op: str
     module: str
     gradients: int = 0
@@ -218,11 +218,11 @@ class _Row:
 
 
 @dataclass
-class _Passing:
+class _UnclippedCounts:
     """How many gradients and elements pass unclipped in each backward, by the position of their line."""
 
     stats: ErrorClipStats
-    counts: dict[int, tuple[_Row, int, int]]
+    counts: dict[int, tuple[_OpCounts, int, int]]
 
     def add(self, node: Node, name: str, numbers: tuple[int, ...]) -> None:
         row, found = self.stats.line(node, name), input_metadata_of(node)
@@ -242,11 +242,11 @@ class _Passing:
 
 
 @dataclass
-class _Shown:
+class _NodeCounts:
     """One node's view of its row."""
 
     stats: ErrorClipStats
-    row: _Row
+    row: _OpCounts
     made_by: str
 
     @property
