@@ -29,6 +29,9 @@ class ClipEvent:
         optimizer: The optimizer whose step is running, for a clip that acts within it.
         skipped: Whether that step is left out: a bool, or a 0-dim tensor where only the device knows.
         norm_type: The order of ``norm``.
+        elements: Of an error clip, the number of elements of all gradients on their way that it looked at; it has no
+            parameters, norm or coefficient. None for clips of parameters' gradients.
+        clipped_elements: How many of these it changed: an int, or a 0-dim tensor where only the device knows.
     """
 
     rule: str
@@ -40,6 +43,8 @@ class ClipEvent:
     optimizer: "Optimizer | None" = None
     skipped: bool | Tensor = False
     norm_type: float = 2.0
+    elements: int | None = None
+    clipped_elements: int | Tensor | None = None
 
 
 class ClipListener(Protocol):
@@ -54,7 +59,10 @@ class ClipListener(Protocol):
         """
 
     def after_clip(self, event: ClipEvent) -> None:
-        """A clip is done: the one announced last in this thread, or one within a step, which is not announced."""
+        """A clip is done: the one announced last in this thread, or one that is not announced.
+
+        A clip within an optimizer's step is not announced, nor is an error clip, which has ``elements``.
+        """
 
 
 _listeners: tuple[ClipListener, ...] = ()

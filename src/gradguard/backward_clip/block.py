@@ -100,7 +100,8 @@ def error_clip(
     Reference:
         PaddlePaddle, Error Clip (2018).
     """
-    clipping = Clipping(checked_rule(rule), leaves=leaves, observer=_observer(rule, stats))
+    rule = checked_rule(rule)
+    clipping = Clipping(rule, leaves=leaves, observer=_observer(rule, stats))
     clipping.prune = prune and isinstance(target, Tensor)  # only there are all uses of a value known
     scope = _scope(target, clipping, scale)
     try:
@@ -145,11 +146,20 @@ def _scope(target: object, clipping: Clipping, scale: LossScale | None) -> Scope
     return TargetScope(clipping, scale, targets)
 
 
-def _observer(rule: object, stats: object) -> Observer | None:
+def _observer(rule: BaseErrorClip, stats: object) -> Observer | None:
     if isinstance(rule, Calibration):
         if stats is not None:
             raise InvalidTypeError("a calibration is its own statistics: leave stats= out.")
         return rule
-    if stats is not None and not isinstance(stats, ErrorClipStats):
+    return None if stats is None else checked_stats(stats).observer(rule)
+
+
+def checked_stats(stats: object) -> ErrorClipStats:
+    """Return ``stats``.
+
+    Raises:
+        InvalidTypeError: If they are of another type.
+    """
+    if not isinstance(stats, ErrorClipStats):
         raise InvalidTypeError(f"stats is {type(stats).__name__}: expected gg.ErrorClipStats().")
     return stats
