@@ -101,7 +101,7 @@ class Clipping:
     overflow_stays: bool = False
     """Whether non-finite elements become NaN in every dtype, not in float16 alone: there is a loss scale to lower."""
     bounds: tuple[float, float] | None = None
-    left_out: list[tuple[Graph, tuple[Step, ...]]] = field(default_factory=list)
+    pruned_steps: list[tuple[Graph, tuple[Step, ...]]] = field(default_factory=list)
     """Clamps that change nothing, for reasons that hold of real numbers, and of a backward from the roots."""
     tallies: list[Tally] = field(default_factory=list)
     handles: list[RemovableHandle] = field(default_factory=list)
@@ -136,7 +136,7 @@ class Clipping:
         self.reached += len(plan.steps) + len(excluded)
         tally = self.observer.tally() if self.observer is not None else None
         if plan.pruned:
-            self.left_out.append((graph, plan.pruned))
+            self.pruned_steps.append((graph, plan.pruned))
             self.handles.append(roots[0][0].register_prehook(self._backward_begins))
         hooks, kept = [], {}
         for position, numbers, pruned, name, sources in plan.hooks if tally is None else plan.steps:
@@ -169,17 +169,17 @@ class Clipping:
 
     def leave_nothing_out(self) -> None:
         """Clamp where it was left out too, from now on: a backward begins for which it may change something."""
-        for graph, steps in self.left_out:
+        for graph, steps in self.pruned_steps:
             for position, _, pruned, name, sources in steps:
                 node = graph.nodes[position]
                 self.handles.append(node.register_prehook(self._prehook(node, Claim(pruned), name, sources)))
         for tally in self.tallies:
             tally.forget()
-        self.left_out, self.tallies, self.prune = [], [], False
+        self.pruned_steps, self.tallies, self.prune = [], [], False
 
     def _backward_begins(self, grads: Gradients) -> None:
         """Leave nothing out where the backward is differentiated: its own backward would add up in another order."""
-        if self.left_out and torch.is_grad_enabled():
+        if self.pruned_steps and torch.is_grad_enabled():
             self.leave_nothing_out()
 
     def hook_slot(self, node: Node, number: int) -> Claim:
@@ -211,7 +211,7 @@ class Clipping:
             removal()
         self.handles.clear()
         self._removals.clear()
-        self.left_out.clear()
+        self.pruned_steps.clear()
         self.tallies.clear()
         self._replaced.clear()
         self._leaves_done.clear()
@@ -282,7 +282,7 @@ class Clipping:
         return row.clip(grad, self._apply, None if isinstance(self.scale, Tensor) else clamp_bounds(self.rule))
 
     def _apply(self, grad: Tensor) -> Tensor:
-        if self.left_out and grad.is_complex():
+        if self.pruned_steps and grad.is_complex():
             raise UnsupportedGradientError("a complex gradient in a graph planned for real ones: use prune=False.")
         return apply_rule(self.rule, grad, self.overflow_stays)
 

@@ -221,7 +221,7 @@ class LossScope(Scope):
     def _backward_begins(self, roots: Sequence[Tensor | GradientEdge]) -> None:
         """Leave no clamp out where values of this graph get gradients from elsewhere than its loss."""
         graph = self.graph  # another thread may end its block meanwhile
-        if graph.nodes and self.clipping.left_out and _enters_beside_loss(graph, roots):
+        if graph.nodes and self.clipping.pruned_steps and _enters_beside_loss(graph, roots):
             self.clipping.leave_nothing_out()
 
     def _others(self) -> list["LossScope"]:

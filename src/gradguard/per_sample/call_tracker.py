@@ -153,7 +153,7 @@ class CallTracker:
                 call.pattern.sizes.add(call.batch_size)
 
     @contextmanager
-    def apart(self, pattern: CallPattern) -> Iterator[GradientCollector]:
+    def collect_separately(self, pattern: CallPattern) -> Iterator[GradientCollector]:
         """Gather into another `GradientCollector` in a block that calls the module in one way for another purpose."""
         capture = self._capture
         before = capture.collector, dict(self.last_calls), capture.batch_size, list(self._unverified)

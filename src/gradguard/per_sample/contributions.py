@@ -304,7 +304,7 @@ class Outer(Contribution):
         return self._ghost_norms() if self.ghost else squared_norms_in_chunks(self, self.chunk)
 
     def _ghost_norms(self) -> Tensor:
-        r"""Return sums over pairs of positions; samples where these cancel are doubtful.
+        r"""Return sums over pairs of positions; samples where these cancel need to be recomputed.
 
         With :math:`U = (\sum_t \lVert l_t\rVert\lVert r_t\rVert)^2` the rounding error is a few times 1e-7 U / n².
         """
@@ -340,7 +340,7 @@ class Tied(Contribution):
         return self.looked_up.rows(start, stop) + self.multiplied.rows(start, stop)
 
     def squared_norms(self) -> Tensor:
-        """Return both squared norms and the cross term; samples where they cancel are doubtful."""
+        """Return both squared norms and the cross term; samples where they cancel need to be recomputed."""
         parts = self.looked_up.squared_norms() + self.multiplied.squared_norms()
         left, right, values = self.multiplied.left, self.multiplied.right, wide(self.looked_up.values)
         ids = self.looked_up.ids.unsqueeze(1).expand(-1, left.shape[1], -1)

@@ -118,7 +118,7 @@ class MiniBatch:
     def finish(self, device: torch.device) -> dict[str, Contribution]:
         """Return one contribution for each parameter that was used."""
         if self.finished is None:
-            self._refuse_sideways()
+            self._refuse_untapped()
             self._verify_layers()
             while self.fallbacks:
                 for name, gradients in self.fallbacks.pop().per_sample_gradients().items():
@@ -134,7 +134,7 @@ class MiniBatch:
                 self.finished[name] = merged if merged is uses[0] else choose_method(merged, self.budget, device)
         return self.finished
 
-    def _refuse_sideways(self) -> None:
+    def _refuse_untapped(self) -> None:
         """Check that no gradient came to parameters of a call whose outputs got none.
 
         Raises:

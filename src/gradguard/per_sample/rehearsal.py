@@ -148,7 +148,7 @@ class Rehearsal:
         known: dict[int, list[Tensor]] = {}
         with _as_called(call, autocast=False) as reset, exact_products(), WithoutDropout():
             for indices, alone, hooks in (
-                ([*reversed(range(size))], spread, tracker.apart(pattern)),
+                ([*reversed(range(size))], spread, tracker.collect_separately(pattern)),
                 ([0] * last + [last], [0, last], tracker.quietly()),
             ):
                 arguments = call.samples(tracker.batch_first, indices)
@@ -338,7 +338,7 @@ class _Pair:
         torch.manual_seed(0)
         self._reset()
         # Dropout is off in backward too, where a checkpoint runs forward again, and where samples are run one by one.
-        with self._tracker.apart(self._pattern) as collector, WithoutDropout():
+        with self._tracker.collect_separately(self._pattern) as collector, WithoutDropout():
             self._draws = Draws()
             with self._draws:
                 outputs = Skeleton(module(*args, **kwargs)).tensors
