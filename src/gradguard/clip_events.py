@@ -33,6 +33,9 @@ class ClipEvent:
         skip_reason: Why, if it is left out: ``"grad_scaler"`` if a GradScaler found infinity or NaN, which lowers its
             scale, ``"nonfinite"`` if the clip itself did. None where no step can be left out.
         norm_type: The order of ``norm``.
+        elements: Of an error clip, the number of elements of all gradients on their way that it looked at; it has no
+            parameters, norm or coefficient. None for clips of parameters' gradients.
+        clipped_elements: How many of these it changed: an int, or a 0-dim tensor where only the device knows.
     """
 
     rule: str
@@ -45,6 +48,8 @@ class ClipEvent:
     skipped: bool | Tensor = False
     norm_type: float = 2.0
     skip_reason: SkipReason | None = None
+    elements: int | None = None
+    clipped_elements: int | Tensor | None = None
 
 
 class ClipListener(Protocol):
@@ -59,7 +64,10 @@ class ClipListener(Protocol):
         """
 
     def after_clip(self, event: ClipEvent) -> None:
-        """A clip is done: the one announced last in this thread, or one within a step, which is not announced."""
+        """A clip is done: the one announced last in this thread, or one that is not announced.
+
+        A clip within an optimizer's step is not announced, nor is an error clip, which has ``elements``.
+        """
 
 
 _listeners: tuple[ClipListener, ...] = ()

@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import gradguard as gg
-from gradguard.backward_clip.statistics import _Shown
+from gradguard.backward_clip.statistics import _NodeCounts
 
 KEEP = gg.ErrorClipNonfinite("keep")
 
@@ -18,13 +18,11 @@ KEEP = gg.ErrorClipNonfinite("keep")
 @pytest.fixture
 def on_device(monkeypatch):
     """Count as on an accelerator, though the tensors lie on the CPU."""
-    monkeypatch.setattr(_Shown, "clip", lambda self, grad, apply, bounds: _count_on_device(self, grad, apply))
+    monkeypatch.setattr(_NodeCounts, "clip", lambda self, grad, apply, bounds: _count_on_device(self, grad, apply))
 
 
 def _count_on_device(shown, grad, apply):
-    shown.row.gradients += 1
-    shown.row.elements += grad.numel()
-    return shown._on_device(grad, apply) if grad.numel() else apply(grad)
+    return shown._on_device(grad, apply) if shown.arrive(grad) else apply(grad)
 
 
 class NoWait(TorchDispatchMode):

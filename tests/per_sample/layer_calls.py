@@ -97,7 +97,7 @@ def assert_matches(contribution: Contribution, truth: Tensor, tolerance: float) 
     assert rows.dtype is wide
     close(rows, truth, scale)
     close(contribution.rows(size // 3, size - size // 3), truth[size // 3 : size - size // 3], scale)
-    squares = contribution.without_doubt(contribution.squared_norms())
+    squares = contribution.with_recomputed(contribution.squared_norms())
     assert squares.dtype is torch.float64
     close(squares, truth.double().flatten(1).square().sum(1), 0.0 if size == 0 else scale**2)
     total = contribution.weighted_sum(factors)

@@ -107,7 +107,7 @@ def assert_rows(found, expected, tolerance=1e-12):
         options = {"rtol": tolerance, "atol": tolerance * size, "msg": lambda words, name=name: f"{name}: {words}"}
         assert contribution.shape == rows.shape[1:], name
         torch.testing.assert_close(contribution.rows(0, len(rows)).double(), rows, **options)
-        norms = contribution.without_doubt(contribution.squared_norms())
+        norms = contribution.with_recomputed(contribution.squared_norms())
         torch.testing.assert_close(norms.sqrt(), row_squares(rows).sqrt(), rtol=10 * tolerance, atol=10 * tolerance)
         total = contribution.weighted_sum(factors).double()
         torch.testing.assert_close(total, torch.einsum("b,b...->...", factors, rows), **options | {"rtol": 1e3})

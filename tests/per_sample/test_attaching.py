@@ -25,13 +25,14 @@ def state_of(model: nn.Module) -> dict:
         found[f"hooks of {name}"] = [repr(dict(kind or {})) for kind in hooks]  # none, or none any more
     found["followed"] = sum(m in refusals._followed for m in model.modules())
     found["hooks of steps"] = len(_global_optimizer_pre_hooks)
+    found["scalers"] = torch.amp.GradScaler.scale
     return found
 
 
 @pytest.fixture(autouse=True)
 def no_clippers_of_other_tests(monkeypatch):
     monkeypatch.setattr(refusals, "_watching", weakref.WeakSet())
-    monkeypatch.setattr(refusals, "_hooks", [])
+    monkeypatch.setattr(refusals, "_removals", [])
 
 
 class Interrupts(FlatNormClipper):
@@ -71,8 +72,8 @@ def test_a_rule_that_fails_leaves_no_trace(rule, kind, words):
     ("place", "name"),
     [
         (nn.Module, "register_forward_hook"),
-        (call_tracker, "Tapping"),
-        (clipper_file, "watch_steps"),
+        (call_tracker, "LayerCapture"),
+        (clipper_file, "watch_steps_and_scalers"),
         (clipper_file, "Rehearsal"),
     ],
 )

@@ -8,14 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gradguard.errors import InvalidTypeError, InvalidValueError
-from gradguard.per_sample.clipping_rule import checked_groups, layer_of
-from gradguard.per_sample.norm_clippers import (
-    AutoNormClipper,
-    FlatNormClipper,
-    NormClipper,
-    QuantileNormClipper,
-    checked_factors,
-)
+from gradguard.per_sample.clipping_rule import NormClipper, checked_factors, checked_groups, layer_of
+from gradguard.per_sample.norm_clippers import AutoNormClipper, FlatNormClipper, QuantileNormClipper
 
 INF, NAN = math.inf, math.nan
 

@@ -10,9 +10,9 @@ from gradguard.per_sample import contributions
 from gradguard.per_sample.contributions import (
     ROW,
     Contribution,
-    Direct,
-    Kept,
+    Materialized,
     Outer,
+    Recomputed,
     Rows,
     Tied,
     blank_rows,
@@ -47,18 +47,18 @@ def table(ids: Tensor, values: Tensor) -> Tensor:
     return held
 
 
-def kept(dtype: torch.dtype = torch.float64, size: int = B) -> tuple[Kept, Tensor]:
+def kept(dtype: torch.dtype = torch.float64, size: int = B) -> tuple[Materialized, Tensor]:
     held = torch.randn(size, V, D, dtype=dtype)
-    return Kept(held), held.clone()
+    return Materialized(held), held.clone()
 
 
-def direct(dtype: torch.dtype = torch.float64, size: int = B) -> tuple[Direct, Tensor]:
+def direct(dtype: torch.dtype = torch.float64, size: int = B) -> tuple[Recomputed, Tensor]:
     held = torch.randn(size, V, D, dtype=dtype)
 
     def weighted_sum(factors: Tensor, bad: Tensor | None) -> Tensor:
         return scale_rows(held, factors, bad).sum(0)
 
-    return Direct(held.shape[1:], size, lambda start, stop: held[start:stop], weighted_sum), held.clone()
+    return Recomputed(held.shape[1:], size, lambda start, stop: held[start:stop], weighted_sum), held.clone()
 
 
 FORMS = {"outer": outer, "rows": rows, "kept": kept, "direct": direct}
@@ -99,7 +99,7 @@ def assert_bad_is_nothing(contribution: Contribution, truth: Tensor) -> None:
 def test_form(form, dtype):
     contribution, truth = FORMS[form](dtype)
     assert_matches(contribution, truth, TOLERANCE[dtype])
-    assert_matches(contribution.keep(), truth, TOLERANCE[dtype])
+    assert_matches(contribution.materialize(), truth, TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -112,7 +112,7 @@ def test_form_with_a_bad_sample(form):
 def test_form_of_few_samples(form, size):
     contribution, truth = FORMS[form](size=size)
     assert_matches(contribution, truth, 1e-12)
-    assert contribution.keep().gradients.shape == (size, V, D)
+    assert contribution.materialize().gradients.shape == (size, V, D)
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -127,7 +127,7 @@ def test_half_precision_is_widened(form):
 
 def test_keep_of_kept_is_itself():
     held, _ = kept()
-    assert held.keep() is held
+    assert held.materialize() is held
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
@@ -264,8 +264,8 @@ def test_together_keeps_the_cheap_forms():
         ("rows", "rows"): Rows,
         ("outer", "rows"): Tied,
         ("rows", "outer", "rows"): Tied,
-        ("kept", "outer"): Kept,
-        ("direct",): Direct,
+        ("kept", "outer"): Materialized,
+        ("direct",): Recomputed,
     }
     for mix, kind in kinds.items():
         assert type(together([FORMS[form]()[0] for form in mix])) is kind, mix
@@ -291,7 +291,7 @@ def test_direct_computes_a_chunk_at_a_time():
         spans.append((start, stop))
         return held[start:stop]
 
-    contribution = Direct(held.shape[1:], 5, compute, lambda factors, bad: held[0])
+    contribution = Recomputed(held.shape[1:], 5, compute, lambda factors, bad: held[0])
     contribution.chunk = 2
     contribution.squared_norms()
     assert spans == [(0, 2), (2, 4), (4, 5)]
@@ -366,4 +366,4 @@ def test_wide_copies_nothing_that_is_wide():
 
 def test_every_form_is_a_contribution():
     found = {name for name, kind in vars(contributions).items() if isinstance(kind, type)}
-    assert {"Kept", "Direct", "Rows", "Outer", "Tied"} <= found
+    assert {"Materialized", "Recomputed", "Rows", "Outer", "Tied"} <= found

@@ -21,7 +21,7 @@ FORGOTTEN = r"SGD\.step\(\) was called, and the gradients of 6 samples .* not ye
 @pytest.fixture(autouse=True)
 def no_clippers_of_other_tests(monkeypatch):
     monkeypatch.setattr(refusals, "_watching", type(refusals._watching)())
-    monkeypatch.setattr(refusals, "_hooks", [])
+    monkeypatch.setattr(refusals, "_removals", [])
 
 
 def clip(model: nn.Module, clipper: PerSampleGradientClipper) -> None:

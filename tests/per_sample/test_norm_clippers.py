@@ -8,15 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gradguard.errors import InvalidTypeError, InvalidValueError
+from gradguard.per_sample.clipping_rule import SLACK, NormClipper, checked_factors
 from gradguard.per_sample.norm_clippers import (
-    SLACK,
     AutoNormClipper,
     FlatNormClipper,
-    NormClipper,
     PerLayerNormClipper,
     PerParameterNormClipper,
     QuantileNormClipper,
-    checked_factors,
 )
 
 INF, NAN = math.inf, math.nan

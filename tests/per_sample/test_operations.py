@@ -79,7 +79,7 @@ class Dropping(Own):
         return F.dropout(x, 0.5) * self.weight
 
 
-class Kept(Own):
+class Materialized(Own):
     """What reaches the loss in another way is tapped where it is made."""
 
     def forward(self, x):
@@ -173,7 +173,7 @@ def without_own_code(monkeypatch):
     def refuse(self):
         raise AssertionError(f"the code of {type(self.module).__name__} ran again")
 
-    monkeypatch.setattr(vmap_fallback.OwnCode, "per_sample_gradients", refuse)
+    monkeypatch.setattr(vmap_fallback.VmapFallback, "per_sample_gradients", refuse)
 
 
 def assert_exact(model: nn.Module, dtype: torch.dtype, bar: float) -> None:
@@ -204,7 +204,7 @@ def test_other_uses_are_exact_too(name):
 
 
 def test_what_an_operation_gives_may_be_kept_aside(without_own_code):
-    model, x = model_of(lambda: Kept(weight=(D,))), data()
+    model, x = model_of(lambda: Materialized(weight=(D,))), data()
 
     def loss():
         return model(x).square().sum(), model[1].aside.square().sum()

@@ -2,22 +2,21 @@
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 from torch import Tensor, nn
 
 from gradguard.backward_clip.calibration import Calibration
 from gradguard.backward_clip.graph import raise_if_freed
-from gradguard.backward_clip.hooks import Clipping
+from gradguard.backward_clip.hooks import Clipping, Observer
 from gradguard.backward_clip.rules import BaseErrorClip, ErrorClipNonfinite, check_thresholds
-from gradguard.backward_clip.scopes import LossScale, Part, Parts, Scope, WholeGraph, active
+from gradguard.backward_clip.scopes import LossScale, LossScope, Scope, Target, TargetScope, active
 from gradguard.backward_clip.statistics import ErrorClipStats
 from gradguard.errors import InvalidTypeError, InvalidValueError
 
 
 @contextmanager
 def error_clip(
-    target: Part | Iterable[Part],
+    target: Target | Iterable[Target],
     rule: BaseErrorClip | None,
     *,
     leaves: bool = False,
@@ -101,7 +100,8 @@ def error_clip(
     Reference:
         PaddlePaddle, Error Clip (2018).
     """
-    clipping = Clipping(checked_rule(rule), leaves=leaves, observer=_observer(rule, stats))
+    rule = checked_rule(rule)
+    clipping = Clipping(rule, leaves=leaves, observer=_observer(rule, stats))
     clipping.prune = prune and isinstance(target, Tensor)  # only there are all uses of a value known
     scope = _scope(target, clipping, scale)
     try:
@@ -117,7 +117,7 @@ def error_clip(
         scope.exit()
 
 
-def checked_rule(rule: Any) -> BaseErrorClip:
+def checked_rule(rule: object) -> BaseErrorClip:
     """Return ``rule``, or the rule that does nothing for None.
 
     Raises:
@@ -133,24 +133,33 @@ def checked_rule(rule: Any) -> BaseErrorClip:
     raise InvalidTypeError(f"rule is {type(rule).__name__}, expected one such as gg.ErrorClipByValue(max=5.0){hint}")
 
 
-def _scope(target: Any, clipping: Clipping, scale: LossScale | None) -> Scope:
+def _scope(target: object, clipping: Clipping, scale: LossScale | None) -> Scope:
     if isinstance(target, Tensor):
-        return WholeGraph(clipping, scale, target)
+        return LossScope(clipping, scale, target)
     if isinstance(target, nn.Module):
-        return Parts(clipping, scale, [target])
+        return TargetScope(clipping, scale, [target])
     if isinstance(target, str | bytes) or not isinstance(target, Iterable):
         raise InvalidTypeError(f"target is {type(target).__name__}: expected a loss, a module, or a list of tensors.")
-    parts = list(target)
-    if not parts:
+    targets = list(target)
+    if not targets:
         raise InvalidValueError("target is an empty list: expected tensors or modules.")
-    return Parts(clipping, scale, parts)
+    return TargetScope(clipping, scale, targets)
 
 
-def _observer(rule: Any, stats: Any) -> Any:
+def _observer(rule: BaseErrorClip, stats: object) -> Observer | None:
     if isinstance(rule, Calibration):
         if stats is not None:
             raise InvalidTypeError("a calibration is its own statistics: leave stats= out.")
         return rule
-    if stats is not None and not isinstance(stats, ErrorClipStats):
+    return None if stats is None else checked_stats(stats).observer(rule)
+
+
+def checked_stats(stats: object) -> ErrorClipStats:
+    """Return ``stats``.
+
+    Raises:
+        InvalidTypeError: If they are of another type.
+    """
+    if not isinstance(stats, ErrorClipStats):
         raise InvalidTypeError(f"stats is {type(stats).__name__}: expected gg.ErrorClipStats().")
     return stats

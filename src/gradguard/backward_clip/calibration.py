@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 
+from gradguard.backward_clip.hooks import NoTally
 from gradguard.backward_clip.module_timeline import ModuleTimeline
 from gradguard.backward_clip.rules import BaseErrorClip, ErrorClipByValue
 from gradguard.errors import InvalidValueError
@@ -152,13 +153,13 @@ class Calibration(BaseErrorClip):
         """Return the name of the module whose forward recorded ``node``, empty if not known."""
         return self.timeline.module_of(node) if self.timeline is not None else ""
 
-    def row(self, node: Node, name: str, sources: str) -> "_Peaks":
+    def row(self, node: Node, name: str, sources: str) -> "_NodePeaks":
         """Return where the gradients of one node are recorded."""
-        return _Peaks(self, (name, self.place(node)))
+        return _NodePeaks(self, (name, self.place(node)))
 
-    def tally(self) -> "_Nothing":
+    def tally(self) -> NoTally:
         """Return something that counts nothing: this rule is never pruned."""
-        return _Nothing()
+        return NoTally()
 
     def begin(self, loss: Tensor | None) -> None:
         """Start a step."""
@@ -188,7 +189,7 @@ class Calibration(BaseErrorClip):
 
 
 @dataclass
-class _Peaks:
+class _NodePeaks:
     """One node's view of the calibration."""
 
     calibration: Calibration
@@ -202,14 +203,6 @@ class _Peaks:
         if grad.numel() and not self.calibration.done:
             self.calibration._passing.append((self.label, grad.detach().abs().amax() / self.calibration._scale))
         return grad
-
-
-class _Nothing:
-    def add(self, node: Node, name: str, numbers: tuple[int, ...]) -> None:
-        pass
-
-    def passes(self, grads: object) -> None:
-        pass
 
 
 def _or_infinity(peak: float) -> float:

@@ -6,17 +6,17 @@ Dynamo does not look into, installs the same hooks as in eager code.
 """
 
 from dataclasses import is_dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from gradguard.backward_clip.block import checked_rule
+from gradguard.backward_clip.block import checked_rule, checked_stats
 from gradguard.backward_clip.calibration import Calibration
 from gradguard.backward_clip.compiled_counts import counts_of
 from gradguard.backward_clip.graph import root_of
-from gradguard.backward_clip.hooks import Clipping
-from gradguard.backward_clip.rules import BaseErrorClip, Kind, from_parts, parts
+from gradguard.backward_clip.hooks import Clipping, Gradients, Observer
+from gradguard.backward_clip.rules import BaseErrorClip, Kind, decode_rule, encode_rule
 from gradguard.backward_clip.scopes import LossScale, loss_scale
 from gradguard.backward_clip.statistics import ErrorClipStats
 from gradguard.errors import InvalidTypeError, InvalidValueError
@@ -101,9 +101,10 @@ def attach_error_clip(
             raise InvalidValueError(
                 "no value has a graph behind it: expected the result of differentiable operations, such as a loss."
             )
-    kind, thresholds = parts(_attachable(rule))
+    rule = _attachable(rule)
+    kind, thresholds = encode_rule(rule)
     factor = None if scale is None else loss_scale(scale, tensors[0].device)
-    attached = iter(_attach(kind, thresholds, factor, *_counting(stats, tensors[0].device), tensors))
+    attached = iter(_attach(kind, thresholds, factor, *_counting(stats, rule, tensors[0].device), tensors))
     chosen = [isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves]
     return tree_unflatten([next(attached) if c else leaf for c, leaf in zip(chosen, leaves, strict=True)], structure)
 
@@ -114,15 +115,15 @@ def _attachable(rule: BaseErrorClip | None) -> BaseErrorClip:
     return checked_rule(rule)
 
 
-def _counting(stats: ErrorClipStats | None, device: torch.device) -> tuple[ErrorClipStats | str | None, Tensor | None]:
+def _counting(
+    stats: ErrorClipStats | None, rule: BaseErrorClip, device: torch.device
+) -> tuple[Observer | str | None, Tensor | None]:
     """Return what `_attach` is handed of ``stats``: compiled code takes texts and tensors, no objects."""
     if stats is None:
         return None, None
-    if not isinstance(stats, ErrorClipStats):
-        raise InvalidTypeError(f"stats is {type(stats).__name__}: expected gg.ErrorClipStats().")
-    counts = stats.compiled
+    counts = checked_stats(stats).compiled
     if not torch.compiler.is_compiling():
-        return stats, None
+        return stats.observer(rule), None
     _make_table(counts.text, str(device))
     return counts.text, counts.tables[str(device)]
 
@@ -136,13 +137,13 @@ def _make_table(text: str, device: str) -> bool:
 def _attach(
     kind: Kind,
     thresholds: tuple[Tensor, ...],
-    scale: Any,
-    counting: ErrorClipStats | str | None,
+    scale: float | Tensor | None,
+    counting: Observer | str | None,
     table: Tensor | None,
     values: list[Tensor],
 ) -> list[Tensor]:
     """Install the hooks: called in eager code, and by the tracers of the compiler, which may call it several times."""
-    clipping = Clipping(from_parts(kind, thresholds))
+    clipping = Clipping(decode_rule(kind, thresholds))
     if scale is not None:
         clipping.set_scale(scale)
     roots = [root_of(value) for value in values if value.grad_fn is not None]
@@ -150,7 +151,7 @@ def _attach(
         return values
     if isinstance(counting, str) and table is not None:
         clipping.observer = counts_of(counting).observer(table)
-    elif isinstance(counting, ErrorClipStats):
+    elif counting is not None and not isinstance(counting, str):
         clipping.observer, begin = counting, _BeginBackward(counting)
         for node in dict.fromkeys(node for node, _ in roots):
             node.register_prehook(begin)
@@ -161,14 +162,14 @@ def _attach(
 class _BeginBackward:
     """Tells statistics where a backward through an attached clip begins and ends."""
 
-    def __init__(self, stats: ErrorClipStats) -> None:
-        self.stats, self.task = stats, -1
+    def __init__(self, observer: Observer) -> None:
+        self.observer, self.task = observer, -1
 
-    def __call__(self, grads: Any) -> None:
+    def __call__(self, grads: Gradients) -> None:
         if self.task != current_graph_task():
             self.task = current_graph_task()
-            self.stats.begin(None)
-            call_after_backward(self.stats.end)
+            self.observer.begin(None)
+            call_after_backward(self.observer.end)
 
 
 # Called at the time of tracing: `_attach` is known just when it is needed, and importing gradguard does not import the

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
+from gradguard.backward_clip.hooks import NoTally
 from gradguard.errors import InvalidValueError
 from gradguard.torch_private import call_after_backward
 
@@ -24,7 +25,7 @@ _Label = tuple[str, str]
 """The names of an operation and of its module."""
 
 
-class Line(NamedTuple):
+class OpCounts(NamedTuple):
     """The counts of one operation in one module."""
 
     op: str
@@ -35,7 +36,7 @@ class Line(NamedTuple):
     nonfinite: Tensor
 
 
-class Found(NamedTuple):
+class NonfiniteGradient(NamedTuple):
     """The first gradient that was not finite."""
 
     op: str
@@ -92,24 +93,24 @@ class CompiledCounts:
         """How many backwards ran. Waits for the device."""
         return sum(int(table[0, 0]) for table in self.tables.values())
 
-    def lines(self) -> list[Line]:
+    def lines(self) -> list[OpCounts]:
         """Return the counts of each operation and module with any; those of gradients stay on their device."""
         found = []
         for table in self.tables.values():
             sizes = table[1 : 1 + len(self._labels), :2].tolist()
             for number, ((op, module), (gradients, elements)) in enumerate(zip(self._labels, sizes, strict=True), 1):
                 if gradients:
-                    found.append(Line(op, module, gradients, elements, table[number, 2], table[number, 3]))
+                    found.append(OpCounts(op, module, gradients, elements, table[number, 2], table[number, 3]))
         return found
 
-    def first(self) -> Found | None:
+    def first(self) -> NonfiniteGradient | None:
         """Return the first gradient that was not finite."""
         known = list(self._known)
         for table in self.tables.values():
             _, number, nonfinite, backward = table[0].tolist()
             if number:
                 first = known[number - 1]
-                return Found(first.op, first.module, first.made_by, backward, nonfinite, first.elements)
+                return NonfiniteGradient(first.op, first.module, first.made_by, backward, nonfinite, first.elements)
         return None
 
     def begin_of(self, labels: tuple[_Label, ...]) -> int:
@@ -142,7 +143,7 @@ def counts_of(text: str) -> CompiledCounts:
     return _by_text[text]
 
 
-class _Noted(NamedTuple):
+class _TracedGradient(NamedTuple):
     gradient: _Gradient
     elements: int | torch.SymInt
     clipped: Tensor
@@ -154,15 +155,15 @@ class TracedCounts:
 
     def __init__(self, counts: CompiledCounts, table: Tensor) -> None:
         self.counts, self.table = counts, table
-        self._noted: list[_Noted] = []
+        self._noted: list[_TracedGradient] = []
 
-    def row(self, node: Node, name: str, sources: str) -> "_TracedRow":
+    def row(self, node: Node, name: str, sources: str) -> "_TracedNode":
         """Return where the gradients of one node are counted."""
-        return _TracedRow(self, name, self.counts.place(node), sources)
+        return _TracedNode(self, name, self.counts.place(node), sources)
 
-    def tally(self) -> "_NoTally":
+    def tally(self) -> NoTally:
         """Return something that counts nothing: in compiled code no clamp is left out."""
-        return _NoTally()
+        return NoTally()
 
     def begin(self, loss: Tensor | None) -> None:
         """Do nothing: a trace is no block."""
@@ -175,11 +176,11 @@ class TracedCounts:
         if not self._noted:
             call_after_backward(self._add_up)
         changed, bad = count_changes(grad.detach(), clipped.detach())
-        self._noted.append(_Noted(gradient, grad.numel(), changed, bad))
+        self._noted.append(_TracedGradient(gradient, grad.numel(), changed, bad))
 
     def _add_up(self) -> None:
         noted, self._noted = self._noted, []
-        by_label: dict[_Label, list[_Noted]] = {}
+        by_label: dict[_Label, list[_TracedGradient]] = {}
         for one in noted:
             by_label.setdefault((one.gradient.op, one.gradient.module), []).append(one)
         begin = self.counts.begin_of(tuple(by_label))
@@ -188,7 +189,7 @@ class TracedCounts:
             self.table[begin : begin + len(by_label)].add_(lines)
             self.table[0].copy_(self._head(noted))
 
-    def _line(self, group: list[_Noted]) -> Tensor:
+    def _line(self, group: list[_TracedGradient]) -> Tensor:
         elements = self._number(sum(one.elements for one in group))
         return torch.stack(
             [
@@ -199,7 +200,7 @@ class TracedCounts:
             ]
         )
 
-    def _head(self, noted: list[_Noted]) -> Tensor:
+    def _head(self, noted: list[_TracedGradient]) -> Tensor:
         """Return the first line of the table after this backward."""
         before = self.table[0].clone()
         bad = torch.stack([one.nonfinite.to(self.table.device) for one in noted])
@@ -218,7 +219,7 @@ class TracedCounts:
 
 
 @dataclass(frozen=True)
-class _TracedRow:
+class _TracedNode:
     """One node's view of the counts."""
 
     traced: TracedCounts
@@ -232,17 +233,6 @@ class _TracedRow:
         fixed = elements if type(elements) is int else 0
         self.traced.note(_Gradient(self.op, self.module, self.made_by, fixed), grad, clipped)
         return clipped
-
-
-class _NoTally:
-    def add(self, node: Node, name: str, numbers: tuple[int, ...]) -> None:
-        pass
-
-    def passes(self, grads: object) -> None:
-        pass
-
-    def forget(self) -> None:
-        pass
 
 
 def count_changes(grad: Tensor, clipped: Tensor) -> tuple[Tensor, Tensor]:

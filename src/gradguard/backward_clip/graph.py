@@ -176,7 +176,7 @@ def walk(
             else:
                 add(position)
             if number:
-                add(-number)
+                add(-number)  # negative, so that it is not taken for the position of a node
     graph = Graph(nodes, tuple(slots), (), index, inputs)
     structure += map(graph.is_scalar, slots)
     graph.structure = tuple(structure)

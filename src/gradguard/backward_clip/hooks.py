@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 from torch.autograd.graph import Node, get_gradient_edge
+from torch.utils.hooks import RemovableHandle
 
 from gradguard.backward_clip.graph import NO_INPUTS, Graph, Inputs, Slot, holds_a_leaf, is_leaf, root_of, walk
 from gradguard.backward_clip.plan import Choice, Plan, RootsToo, Step, plan_for
@@ -23,7 +24,7 @@ _LARGE = 2**16
 Roots = Sequence[tuple[Node, int]]
 
 
-class Row(Protocol):
+class NodeObserver(Protocol):
     """What an observer writes down about one operation in one module."""
 
     @property
@@ -49,10 +50,23 @@ class Tally(Protocol):
         """They are clipped from now on."""
 
 
+class NoTally:
+    """The tally of an observer under which every gradient is clipped, so that none passes."""
+
+    def add(self, node: Node, name: str, numbers: tuple[int, ...]) -> None:
+        """Do nothing."""
+
+    def passes(self, grads: Gradients) -> None:
+        """Do nothing."""
+
+    def forget(self) -> None:
+        """Do nothing."""
+
+
 class Observer(Protocol):
     """Something that is shown each gradient on its way through a rule: statistics, a calibration."""
 
-    def row(self, node: Node, name: str, sources: str) -> Row:
+    def row(self, node: Node, name: str, sources: str) -> NodeObserver:
         """Return where the gradients of the output of ``node`` are written down."""
         ...
 
@@ -87,10 +101,10 @@ class Clipping:
     overflow_stays: bool = False
     """Whether non-finite elements become NaN in every dtype, not in float16 alone: there is a loss scale to lower."""
     bounds: tuple[float, float] | None = None
-    left_out: list[tuple[Graph, tuple[Step, ...]]] = field(default_factory=list)
+    pruned_steps: list[tuple[Graph, tuple[Step, ...]]] = field(default_factory=list)
     """Clamps that change nothing, for reasons that hold of real numbers, and of a backward from the roots."""
     tallies: list[Tally] = field(default_factory=list)
-    handles: list[Any] = field(default_factory=list)
+    handles: list[RemovableHandle] = field(default_factory=list)
     reached: int = 0
     """How many nodes with something to clip were found, whoever clips it."""
     _replaced: list["_Replaced"] = field(default_factory=list)
@@ -122,7 +136,7 @@ class Clipping:
         self.reached += len(plan.steps) + len(excluded)
         tally = self.observer.tally() if self.observer is not None else None
         if plan.pruned:
-            self.left_out.append((graph, plan.pruned))
+            self.pruned_steps.append((graph, plan.pruned))
             self.handles.append(roots[0][0].register_prehook(self._backward_begins))
         hooks, kept = [], {}
         for position, numbers, pruned, name, sources in plan.hooks if tally is None else plan.steps:
@@ -155,17 +169,17 @@ class Clipping:
 
     def leave_nothing_out(self) -> None:
         """Clamp where it was left out too, from now on: a backward begins for which it may change something."""
-        for graph, steps in self.left_out:
+        for graph, steps in self.pruned_steps:
             for position, _, pruned, name, sources in steps:
                 node = graph.nodes[position]
                 self.handles.append(node.register_prehook(self._prehook(node, Claim(pruned), name, sources)))
         for tally in self.tallies:
             tally.forget()
-        self.left_out, self.tallies, self.prune = [], [], False
+        self.pruned_steps, self.tallies, self.prune = [], [], False
 
     def _backward_begins(self, grads: Gradients) -> None:
         """Leave nothing out where the backward is differentiated: its own backward would add up in another order."""
-        if self.left_out and torch.is_grad_enabled():
+        if self.pruned_steps and torch.is_grad_enabled():
             self.leave_nothing_out()
 
     def hook_slot(self, node: Node, number: int) -> Claim:
@@ -197,7 +211,7 @@ class Clipping:
             removal()
         self.handles.clear()
         self._removals.clear()
-        self.left_out.clear()
+        self.pruned_steps.clear()
         self.tallies.clear()
         self._replaced.clear()
         self._leaves_done.clear()
@@ -249,7 +263,7 @@ class Clipping:
 
         return prehook
 
-    def _clip_all(self, claim: Claim, row: Row | None, name: str, sources: str, grads: Gradients) -> Gradients:
+    def _clip_all(self, claim: Claim, row: NodeObserver | None, name: str, sources: str, grads: Gradients) -> Gradients:
         """Return the gradients of one node, those of the claimed slots clipped."""
         try:
             result = list(grads)
@@ -262,13 +276,13 @@ class Clipping:
             place = row.module if row is not None else ""
             raise explained(error, self.rule, name, place, grads, sources) from error.__cause__
 
-    def _clip_one(self, grad: Tensor, row: Row | None) -> Tensor:
+    def _clip_one(self, grad: Tensor, row: NodeObserver | None) -> Tensor:
         if row is None:
             return self._apply(grad)
         return row.clip(grad, self._apply, None if isinstance(self.scale, Tensor) else clamp_bounds(self.rule))
 
     def _apply(self, grad: Tensor) -> Tensor:
-        if self.left_out and grad.is_complex():
+        if self.pruned_steps and grad.is_complex():
             raise UnsupportedGradientError("a complex gradient in a graph planned for real ones: use prune=False.")
         return apply_rule(self.rule, grad, self.overflow_stays)
 
@@ -279,7 +293,7 @@ class Clipping:
                 self.hook_leaf(variable)
 
 
-class _StandIn:
+class _FunctionProxy:
     """Called, it is another function; else it is the one that it stands for: some checkpoints read its attributes."""
 
     def __init__(self, original: Callable[..., Any], ours: Callable[..., Any]) -> None:
@@ -297,7 +311,7 @@ class _Replaced:
 
     def __init__(self, node: Any, ours: Callable[..., Any]) -> None:
         self.node, self.original = weakref.ref(node), node.run_function
-        node.run_function = _StandIn(node.run_function, ours)
+        node.run_function = _FunctionProxy(node.run_function, ours)
 
     def is_dead(self) -> bool:
         return self.node() is None

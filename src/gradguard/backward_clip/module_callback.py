@@ -16,15 +16,23 @@ from weakref import ref
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from gradguard.backward_clip.graph import COMPILED, Graph, Slot, is_leaf, root_of
 from gradguard.backward_clip.hooks import Gradients, explained
-from gradguard.backward_clip.module_timeline import next_number, number_of
 from gradguard.backward_clip.rules import BaseErrorClip, apply_rule
 from gradguard.backward_clip.scopes import tensors_in
 from gradguard.errors import InvalidTypeError, InvalidValueError, UnsupportedGradientError
 from gradguard.module_hooks import ForwardHook
-from gradguard.torch_private import current_graph_task, input_metadata_of, is_compiled, never_compiled, tree_leaves
+from gradguard.torch_private import (
+    current_graph_task,
+    input_metadata_of,
+    is_compiled,
+    never_compiled,
+    next_sequence_number,
+    sequence_number_of,
+    tree_leaves,
+)
 
 _LONGEST = 50_000
 _COMPILED = (
@@ -113,7 +121,7 @@ class ModuleCallback:
         self._forgotten = 0
         """The number below which calls have been forgotten."""
         self._running: dict[int, list[_Call | None]] = defaultdict(list)
-        self._handles: list[Any] = []
+        self._handles: list[RemovableHandle] = []
         for name, module in model.named_modules():
             before, after = ForwardHook(self._entering(name)), ForwardHook(self._leave)
             self._handles.append(module.register_forward_pre_hook(before, with_kwargs=True, prepend=True))
@@ -140,9 +148,9 @@ class ModuleCallback:
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         running = self._running[threading.get_ident()]
         call = running.pop() if running else None
-        if call is None or next_number() == call.begin:
+        if call is None or next_sequence_number() == call.begin:
             return
-        call.end = next_number()
+        call.end = next_sequence_number()
         call.outputs = tuple(_slot(value) for value in tensors_in(output)[0])
         self._calls.append(call)
         if len(self._calls) > _LONGEST:
@@ -154,7 +162,7 @@ class ModuleCallback:
         """Return the calls that made nodes of ``graph``, with these nodes, the outer calls first."""
         if any(node.name() == COMPILED for node in graph.nodes):
             raise InvalidTypeError(_COMPILED)
-        numbers = sorted((number_of(node), at) for at, node in enumerate(graph.nodes) if not is_leaf(node))
+        numbers = sorted((sequence_number_of(node), at) for at, node in enumerate(graph.nodes) if not is_leaf(node))
         if numbers[0][0] < self._forgotten:
             raise InvalidValueError(
                 f"ModuleCallback forgets the oldest of {_LONGEST} module calls: this loss goes back to one of them. "
@@ -192,7 +200,7 @@ class _Call:
     module: nn.Module
     inputs: tuple[_Place | None, ...]
     depth: int
-    begin: int = field(default_factory=next_number)
+    begin: int = field(default_factory=next_sequence_number)
     end: int = -1
     thread: int = field(default_factory=threading.get_ident)
     outputs: tuple[_Place | None, ...] = ()
@@ -231,10 +239,10 @@ class ModuleBackward:
         self.outputs: dict[_Place, Tensor] = {}
         self.complete: set[_Call] = set()
         wanted = {place for call in calls for place in call.outputs if isinstance(place, tuple)}
-        self.handles: list[Any] = []
+        self.handles: list[RemovableHandle] = []
         for position, node in enumerate(graph.nodes):
             if not is_leaf(node):
-                number = number_of(node)
+                number = sequence_number_of(node)
                 slots = [k for k in range(len(input_metadata_of(node))) if (number, k) in wanted]
                 self.handles.append(node.register_prehook(self._prehook(position, number, slots)))
                 self.handles.append(node.register_hook(self._posthook(position)))
@@ -340,10 +348,10 @@ class ModuleBackward:
 
     def _key(self, slot: Slot) -> object:
         node = self.graph.nodes[slot[0]]
-        return id(getattr(node, "variable", None)) if is_leaf(node) else (number_of(node), slot[1])
+        return id(getattr(node, "variable", None)) if is_leaf(node) else (sequence_number_of(node), slot[1])
 
     def _in_forward(self, slot: Slot) -> tuple[int, int, int]:
-        return number_of(self.graph.nodes[slot[0]]), slot[1], slot[0]
+        return sequence_number_of(self.graph.nodes[slot[0]]), slot[1], slot[0]
 
     def _sum_anew(self, slot: Slot, given: Tensor | None, name: str, before: Tensor | None = None) -> Tensor:
         """Return ``before`` and the sum of the contributions to a value, as callbacks have changed them."""
@@ -376,7 +384,7 @@ def _slot(value: Tensor) -> _Place | None:
     if value.grad_fn is None:
         return ref(value)
     node, number = root_of(value)
-    return number_of(node), number
+    return sequence_number_of(node), number
 
 
 def _sum(tensors: list[Any], before: Tensor | None = None) -> Tensor:

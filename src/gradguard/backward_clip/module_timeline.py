@@ -10,6 +10,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
+from torch.utils.hooks import RemovableHandle
 
 from gradguard.module_hooks import ForwardHook
 from gradguard.torch_private import (
@@ -25,16 +26,6 @@ _LEAVES = 2**63
 """Numbers from here on are those of leaves."""
 
 
-def next_number() -> int:
-    """Return the number that autograd gives to the next node that this thread makes."""
-    return next_sequence_number()
-
-
-def number_of(node: Node) -> int:
-    """Return the number that autograd gave to ``node`` in the thread that made it; leaves have the largest of all."""
-    return sequence_number_of(node)
-
-
 class ModuleTimeline:
     """Notes at which node number each submodule's forward begins and ends, thread by thread."""
 
@@ -44,7 +35,7 @@ class ModuleTimeline:
         self._starts: dict[int, list[int]] = defaultdict(list)
         self._names: dict[int, list[str]] = defaultdict(list)
         self._within: dict[int, list[str]] = defaultdict(list)
-        self._handles: list[Any] = []
+        self._handles: list[RemovableHandle] = []
         self._parameters = {id(parameter): name for name, parameter in model.named_parameters()}
         for name, module in model.named_modules():
             if name:
@@ -62,7 +53,7 @@ class ModuleTimeline:
 
         Empty if neither is known.
         """
-        number, thread = number_of(node), threading.get_ident()
+        number, thread = sequence_number_of(node), threading.get_ident()
         if number >= _LEAVES:
             return self._parameters.get(id(getattr(node, "variable", None)), "")
         found = bisect_right(self._starts[thread], number) - 1
@@ -100,7 +91,7 @@ class ModuleTimeline:
     def _from_here(self, name: str) -> None:
         thread = threading.get_ident()
         starts, names = self._starts[thread], self._names[thread]
-        starts.append(next_number())
+        starts.append(next_sequence_number())
         names.append(name)
         if len(starts) > _LONGEST:
             del starts[: _LONGEST // 2], names[: _LONGEST // 2]

@@ -122,7 +122,7 @@ class Pruning:
         for position, number in consumers:
             self.slots_of[position].append(number)
         self.conditions = Conditions()
-        self._same = _Classes()
+        self._same = _DisjointSets()
         self._left_out: set[Slot] = set()
         self._real: set[Slot] = set()
         self._required: list[tuple[Slot, Slot]] = []
@@ -145,7 +145,7 @@ class Pruning:
 
     def finish(self) -> Conditions:
         """Return the conditions, with slots that have one shape by construction looked at once."""
-        classes = _Classes()
+        classes = _DisjointSets()
         for a, b in self._required:
             classes.join(self._same.find(a), self._same.find(b))
         alike = classes.groups()
@@ -205,7 +205,7 @@ class Pruning:
         return True
 
 
-class _Classes:
+class _DisjointSets:
     """Disjoint sets."""
 
     def __init__(self) -> None:

@@ -20,20 +20,20 @@ _OBJECT = "object "
 _PLAIN = (bool, int, float, str, bytes, type(None))
 
 
-class _Held:
+class _Reference:
     """An object that no text spells out, under a number that no other object will ever have."""
 
     serials = itertools.count()
 
     def __init__(self, value: Any) -> None:
-        self.value, self.text = value, f"{_OBJECT}{next(_Held.serials)}"
+        self.value, self.text = value, f"{_OBJECT}{next(_Reference.serials)}"
 
 
-_by_identity: WeakValueDictionary[int, _Held] = WeakValueDictionary()
-_by_text: WeakValueDictionary[str, _Held] = WeakValueDictionary()
+_by_identity: WeakValueDictionary[int, _Reference] = WeakValueDictionary()
+_by_text: WeakValueDictionary[str, _Reference] = WeakValueDictionary()
 
 
-def encoded(state: dict[str, Any]) -> tuple[tuple[tuple[str, str], ...], tuple[_Held, ...]]:
+def encode_attributes(state: dict[str, Any]) -> tuple[tuple[tuple[str, str], ...], tuple[_Reference, ...]]:
     """Return a text for each attribute, and what must be kept as long as the texts are in use."""
     texts, held = [], []
     for name, value in state.items():
@@ -42,7 +42,7 @@ def encoded(state: dict[str, Any]) -> tuple[tuple[tuple[str, str], ...], tuple[_
         elif _is_plain(value):
             texts.append((name, repr(value)))
         else:
-            held.append(_hold(value))
+            held.append(_reference_to(value))
             texts.append((name, held[-1].text))
     return tuple(texts), tuple(held)
 
@@ -52,17 +52,17 @@ def is_encoded_tensor(text: str) -> bool:
     return text == _TENSOR
 
 
-def decoded(text: str) -> Any:
+def decode_attribute(text: str) -> Any:
     """Return the attribute that ``text`` stands for."""
     if text.startswith(_OBJECT):
         return _by_text[text].value
     return float(text) if text in {"inf", "-inf", "nan"} else ast.literal_eval(text)
 
 
-def _hold(value: Any) -> _Held:
+def _reference_to(value: Any) -> _Reference:
     held = _by_identity.get(id(value))
     if held is None:
-        held = _by_identity[id(value)] = _Held(value)
+        held = _by_identity[id(value)] = _Reference(value)
         _by_text[held.text] = held
     return held
 

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from gradguard.arguments import check_bounds, check_number
-from gradguard.backward_clip.rule_encoding import Kind, decoded, encoded, is_encoded_tensor
+from gradguard.backward_clip.rule_encoding import Kind, decode_attribute, encode_attributes, is_encoded_tensor
 from gradguard.errors import InvalidTypeError, InvalidValueError, NonFiniteGradientError
 
 _SERIAL = itertools.count()
 _CLASSES: dict[str, type["BaseErrorClip"]] = {}
-_OURS = ("_inputs", "_kind", "_held")
+_ENCODING = ("_inputs", "_kind", "_references")
 
 
 def _check_class(cls: type) -> None:
@@ -69,7 +69,7 @@ class BaseErrorClip:
     """The thresholds as tensors, and attributes that are tensors: what compiled code reads."""
     _kind: Kind
     """The rest of the rule: compiled code is made anew when it changes."""
-    _held: tuple[object, ...]
+    _references: tuple[object, ...]
     """Keeps alive what `_kind` names but cannot spell out."""
 
     def __init_subclass__(cls, **options: Any) -> None:
@@ -83,24 +83,24 @@ class BaseErrorClip:
         if getattr(getattr(cls, "__dataclass_params__", None), "frozen", False):
             raise InvalidTypeError(f"{cls.__name__} is a frozen dataclass: rules may change, leave frozen=True out.")
         rule = object.__new__(cls)
-        rule._take_apart()
+        rule._encode()
         return rule
 
     def __setattr__(self, name: str, value: Any) -> None:
         named = name in (self.thresholds or ())
         object.__setattr__(self, name, self._checked(name, value) if named else value)
-        self._take_apart()
+        self._encode()
 
     def __delattr__(self, name: str) -> None:
         object.__delattr__(self, name)
-        self._take_apart()
+        self._encode()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name not in _OURS}
+        return {name: value for name, value in self.__dict__.items() if name not in _ENCODING}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._take_apart()
+        self._encode()
 
     def __repr__(self) -> str:
         public = [(k, v) for k, v in sorted(self.__dict__.items()) if not k.startswith("_")]
@@ -140,19 +140,19 @@ class BaseErrorClip:
             raise InvalidValueError(f"{type(self).__name__}: {name} is NaN, expected a number.")
         return number
 
-    def _take_apart(self) -> None:
+    def _encode(self) -> None:
         """Bring `_inputs` and `_kind` up to date."""
         named = self.thresholds or ()
-        state = {k: v for k, v in self.__dict__.items() if k not in named and k not in _OURS}
+        state = {k: v for k, v in self.__dict__.items() if k not in named and k not in _ENCODING}
         tensors = [v for v in state.values() if isinstance(v, Tensor)]
-        texts, held = encoded(state)
+        texts, held = encode_attributes(state)
         values = [getattr(self, name, None) for name in named]
         inputs = None
         if all(value is not None for value in values):
             inputs = (*(torch.tensor(value, dtype=torch.float64) for value in values), *tensors)
         object.__setattr__(self, "_inputs", inputs)
         object.__setattr__(self, "_kind", (self._class_serial, texts))
-        object.__setattr__(self, "_held", held)
+        object.__setattr__(self, "_references", held)
 
 
 class _OnUnscaled(BaseErrorClip):
@@ -170,18 +170,18 @@ class _OnUnscaled(BaseErrorClip):
         return (checked(self.rule, unscaled, self.rule.clip(unscaled)) * self.scale).to(grad.dtype)
 
 
-def parts(rule: BaseErrorClip) -> tuple[Kind, tuple[Tensor, ...]]:
+def encode_rule(rule: BaseErrorClip) -> tuple[Kind, tuple[Tensor, ...]]:
     """Return ``rule`` as texts and tensors, the two things that compiled code can be handed."""
     inputs = rule._inputs
     assert inputs is not None, "check_thresholds comes first"
     return rule._kind, inputs
 
 
-def from_parts(kind: Kind, inputs: tuple[Tensor, ...]) -> BaseErrorClip:
-    """Return the rule that was taken apart by `parts`, with tensors for its thresholds."""
+def decode_rule(kind: Kind, inputs: tuple[Tensor, ...]) -> BaseErrorClip:
+    """Return the rule that `encode_rule` has encoded, with tensors for its thresholds."""
     serial, state = kind
     rule = object.__new__(_CLASSES[serial])
-    rule.__dict__.update({name: decoded(text) for name, text in state if not is_encoded_tensor(text)})
+    rule.__dict__.update({name: decode_attribute(text) for name, text in state if not is_encoded_tensor(text)})
     names = [*(rule.thresholds or ()), *(name for name, text in state if is_encoded_tensor(text))]
     rule.__dict__.update(zip(names, inputs, strict=True))
     return rule

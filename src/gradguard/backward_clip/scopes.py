@@ -20,7 +20,6 @@ from torch.autograd.graph import GradientEdge, Node
 
 from gradguard.backward_clip.graph import COMPILED, NO_INPUTS, Graph, Inputs, Slot, is_leaf, operation, root_of
 from gradguard.backward_clip.hooks import Claim, Clipping
-from gradguard.backward_clip.module_timeline import next_number, number_of
 from gradguard.errors import InvalidTypeError, InvalidValueError
 from gradguard.module_hooks import ForwardHook
 from gradguard.torch_private import (
@@ -28,6 +27,8 @@ from gradguard.torch_private import (
     current_graph_task,
     input_metadata_of,
     is_compiled,
+    next_sequence_number,
+    sequence_number_of,
     traced_scale_of,
     tree_leaves,
 )
@@ -97,7 +98,7 @@ def refresh_all(thread: int, but: "Scope") -> None:
             scope.refresh()
 
 
-def own(scope: "Scope", node: Node, claim: Claim) -> None:
+def claim_slots(scope: "Scope", node: Node, claim: Claim) -> None:
     """Note on ``node`` itself that ``scope`` has these slots of it; the note lives as long as the node.
 
     A running scope that had one of them gives it up until ``scope`` ends.
@@ -112,13 +113,13 @@ def own(scope: "Scope", node: Node, claim: Claim) -> None:
 
 
 def owner_of(node: Node, number: int) -> Claim | None:
-    """Return the claim of the running scope for parts that has this slot."""
+    """Return the claim of the running scope of targets that has this slot."""
     serial, claim = _metadata(node).get(_OWNERS, {}).get(number, (-1, None))
     return claim if serial in active else None
 
 
 def owned_slots(graph: Graph, since: int = -1) -> set[Slot]:
-    """Return the slots that running scopes for parts have, of those that began at ``since`` or later."""
+    """Return the slots that running scopes of targets have, of those that began at ``since`` or later."""
     if not any(scope.marks_nodes for scope in list(active.values())):
         return set()
     marked = [(i, _metadata(node)[_OWNERS]) for i, node in enumerate(graph.nodes) if _OWNERS in _metadata(node)]
@@ -168,7 +169,7 @@ def _metadata(node: Node) -> dict[str, Any]:
     return node.metadata  # type: ignore[return-value]
 
 
-class WholeGraph(Scope):
+class LossScope(Scope):
     """Everything behind a loss."""
 
     def __init__(self, clipping: Clipping, scale: LossScale | None, loss: Tensor) -> None:
@@ -220,11 +221,11 @@ class WholeGraph(Scope):
     def _backward_begins(self, roots: Sequence[Tensor | GradientEdge]) -> None:
         """Leave no clamp out where values of this graph get gradients from elsewhere than its loss."""
         graph = self.graph  # another thread may end its block meanwhile
-        if graph.nodes and self.clipping.left_out and _enters_beside_loss(graph, roots):
+        if graph.nodes and self.clipping.pruned_steps and _enters_beside_loss(graph, roots):
             self.clipping.leave_nothing_out()
 
-    def _others(self) -> list["WholeGraph"]:
-        mine = (s for s in list(active.values()) if isinstance(s, WholeGraph) and s.thread == self.thread)
+    def _others(self) -> list["LossScope"]:
+        mine = (s for s in list(active.values()) if isinstance(s, LossScope) and s.thread == self.thread)
         return [scope for scope in mine if scope is not self and scope.graph.nodes]
 
     def _owned_by_others(self, graph: Graph) -> frozenset[Slot]:
@@ -260,7 +261,7 @@ def _numbers(node: Node) -> range:
     return range(len(input_metadata_of(node)))  # type: ignore[attr-defined]
 
 
-Part = Tensor | nn.Module
+Target = Tensor | nn.Module
 
 _COMPILED = (
     "error_clip on a compiled module: the hooks of the block are not part of compiled code. Call "
@@ -268,18 +269,18 @@ _COMPILED = (
 )
 
 
-class Parts(Scope):
+class TargetScope(Scope):
     """Chosen tensors, and the values that modules make in the block."""
 
     marks_nodes = True
 
-    def __init__(self, clipping: Clipping, scale: LossScale | None, parts: list[Part]) -> None:
+    def __init__(self, clipping: Clipping, scale: LossScale | None, targets: list[Target]) -> None:
         super().__init__(clipping, scale)
-        for number, part in enumerate(parts):
-            _check_part(number, part)
-        if clipping.leaves and not any(isinstance(part, nn.Module) for part in parts):
+        for number, target in enumerate(targets):
+            _check_target(number, target)
+        if clipping.leaves and not any(isinstance(target, nn.Module) for target in targets):
             raise InvalidValueError("leaves=True with chosen tensors: put parameters into the list to clip them too.")
-        self.parts = parts
+        self.targets = targets
         self.kept: list[Node] = []
         self.starts: dict[int, list[tuple[int, Inputs]]] = {}
         self.forwards: set[nn.Module] = set()
@@ -290,33 +291,33 @@ class Parts(Scope):
     def enter(self) -> None:
         """Hook the chosen tensors, and get ready for the modules' forwards."""
         self._begin(None)
-        self._rescale(_device_of(self.parts))
-        for part in self.parts:
-            if isinstance(part, Tensor):
-                self._take(part)
+        self._rescale(_device_of(self.targets))
+        for target in self.targets:
+            if isinstance(target, Tensor):
+                self._take(target)
             else:
                 handles = self.clipping.handles
                 before, after = ForwardHook(self._before_forward), ForwardHook(self._after_forward)
-                handles.append(part.register_forward_pre_hook(before, prepend=True))
-                handles.append(part.register_forward_hook(after, prepend=True, always_call=True))
+                handles.append(target.register_forward_pre_hook(before, prepend=True))
+                handles.append(target.register_forward_hook(after, prepend=True, always_call=True))
         refresh_all(self.thread, but=self)
 
     def check(self) -> None:
         """Refuse to have done nothing."""
-        for number, part in enumerate(self.parts):
-            if isinstance(part, nn.Module):
-                which = type(part).__name__ if len(self.parts) == 1 else f"{type(part).__name__}, entry {number},"
-                if part in self.closed and part not in self.forwards:
+        for number, target in enumerate(self.targets):
+            if isinstance(target, nn.Module):
+                which = type(target).__name__ if len(self.targets) == 1 else f"{type(target).__name__}, entry {number},"
+                if target in self.closed and target not in self.forwards:
                     raise InvalidValueError(
-                        f"{which} returned a {self.closed[part]}, in which no tensor can be found: return tensors, "
+                        f"{which} returned a {self.closed[target]}, in which no tensor can be found: return tensors, "
                         f"nested lists, tuples or dicts of them, or objects with them as attributes."
                     )
-                if part not in self.forwards:
+                if target not in self.forwards:
                     raise InvalidValueError(
                         f"nothing differentiable passed through {which} in the block: run its forward inside it, with "
                         f"gradients enabled and something in it or in its input that requires them."
                     )
-                if part not in self.backwards:
+                if target not in self.backwards:
                     raise InvalidValueError(
                         f"no backward passed through {which} in the block: call backward() inside it."
                     )
@@ -324,7 +325,7 @@ class Parts(Scope):
     def exit(self) -> None:
         """Take everything out, and have whole graphs come back."""
         super().exit()
-        self.parts, self.kept = [], []
+        self.targets, self.kept = [], []
         refresh_all(self.thread, but=self)
 
     def _take(self, value: Tensor) -> None:
@@ -333,14 +334,14 @@ class Parts(Scope):
         if value.grad_fn is None:
             self.clipping.hook_leaf(value)
             self.kept.append(node)  # lives only as long as somebody holds it
-            own(self, node, Claim((number,)))
+            claim_slots(self, node, Claim((number,)))
         else:
-            own(self, node, self.clipping.hook_slot(node, number))
+            claim_slots(self, node, self.clipping.hook_slot(node, number))
 
     def _before_forward(self, module: nn.Module, args: Any) -> None:
         if torch.compiler.is_compiling():
             raise InvalidTypeError(_COMPILED)
-        self.starts.setdefault(threading.get_ident(), []).append((next_number(), _stand_ins(args)))
+        self.starts.setdefault(threading.get_ident(), []).append((next_sequence_number(), _checkpoint_inputs(args)))
 
     def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
         start, inputs = self.starts.get(threading.get_ident(), [(0, NO_INPUTS)]).pop()
@@ -348,7 +349,7 @@ class Parts(Scope):
         values = [v for v in found if v.grad_fn is not None]
         if closed is not None:
             self.closed[module] = closed
-        roots = [root for root in map(root_of, values) if number_of(root[0]) >= start]
+        roots = [root for root in map(root_of, values) if sequence_number_of(root[0]) >= start]
         if not roots:
             return
         self._rescale(values[0].device)
@@ -357,9 +358,9 @@ class Parts(Scope):
             roots,
             inputs,
             roots_too="with dimensions",
-            stop=lambda node: number_of(node) < start,
+            stop=lambda node: sequence_number_of(node) < start,
             exclude=lambda graph: frozenset(owned_slots(graph, since=self.serial)),
-            claimed=lambda node, claim: own(self, node, claim),
+            claimed=lambda node, claim: claim_slots(self, node, claim),
         )
         passed = partial(self._passed, module)
         self.clipping.handles += [node.register_prehook(passed) for node in {node for node, _ in roots}]
@@ -369,15 +370,15 @@ class Parts(Scope):
         self.backwards.add(module)
 
 
-def _check_part(number: int, part: Any) -> None:
-    if is_compiled(part):
+def _check_target(number: int, target: Any) -> None:
+    if is_compiled(target):
         raise InvalidTypeError(_COMPILED)
-    if isinstance(part, Tensor) and not part.requires_grad:
+    if isinstance(target, Tensor) and not target.requires_grad:
         raise InvalidValueError(
-            f"tensor {number} of the list (shape {tuple(part.shape)}) does not require a gradient: nothing to clip."
+            f"tensor {number} of the list (shape {tuple(target.shape)}) does not require a gradient: nothing to clip."
         )
-    if not isinstance(part, Tensor | nn.Module):
-        raise InvalidTypeError(f"entry {number} of the list is {type(part).__name__}: expected a tensor or a module.")
+    if not isinstance(target, Tensor | nn.Module):
+        raise InvalidTypeError(f"entry {number} of the list is {type(target).__name__}: expected a tensor or a module.")
 
 
 def tensors_in(output: Any) -> tuple[list[Tensor], str | None]:
@@ -392,11 +393,11 @@ def tensors_in(output: Any) -> tuple[list[Tensor], str | None]:
             found.append(value)
         elif not isinstance(value, _PLAIN) and id(value) not in seen:
             seen.add(id(value))
-            parts = _parts_of(value)
-            if parts is None:
+            contents = _contents_of(value)
+            if contents is None:
                 closed = closed or type(value).__name__
             else:
-                waiting += parts
+                waiting += contents
     return found, closed
 
 
@@ -404,7 +405,7 @@ _PLAIN = (str, bytes, int, float, complex, type(None), type, ModuleType, nn.Modu
 """What holds no value that a forward has made."""
 
 
-def _parts_of(value: Any) -> list[Any] | None:
+def _contents_of(value: Any) -> list[Any] | None:
     """Return what an object holds; None for one whose inside cannot be seen, such as a function's."""
     if isinstance(value, Mapping):
         return [*value.values()]
@@ -431,7 +432,7 @@ def _attributes_of(value: Any) -> list[Any] | None:
     return found
 
 
-def _stand_ins(args: Any) -> Inputs:
+def _checkpoint_inputs(args: Any) -> Inputs:
     """Return the leaves among a module's inputs that a reentrant checkpoint made of intermediate values."""
     if current_graph_task() == -1:
         return NO_INPUTS
@@ -439,8 +440,8 @@ def _stand_ins(args: Any) -> Inputs:
     return {root_of(leaf)[0]: True for leaf in leaves if not isinstance(leaf, nn.Parameter)}
 
 
-def _device_of(parts: list[Part]) -> torch.device:
-    for part in parts:
-        for tensor in (part,) if isinstance(part, Tensor) else part.parameters():
+def _device_of(targets: list[Target]) -> torch.device:
+    for target in targets:
+        for tensor in (target,) if isinstance(target, Tensor) else target.parameters():
             return tensor.device
     return torch.device("cpu")

@@ -9,7 +9,10 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 
 from gradguard.backward_clip.compiled_counts import CompiledCounts, count_changes
+from gradguard.backward_clip.hooks import Observer
 from gradguard.backward_clip.module_timeline import ModuleTimeline
+from gradguard.backward_clip.rules import BaseErrorClip, clamp_bounds
+from gradguard.clip_events import ClipEvent, is_heard, rule_of, tell
 from gradguard.torch_private import input_metadata_of
 
 Count = int | Tensor
@@ -63,6 +66,10 @@ class ErrorClipStats:
     that change nothing; if one of those operations made the NaN, the next one below is named: ``prune=False`` is
     exact, as are all rules that are not pruned, for example ``ErrorClipNonfinite("keep")``.
 
+    Who listens to `gradguard.clip_events` hears at the end of each block, and of each backward through an attached
+    clip, the rule, its threshold, and how many of how many elements were clipped; not of compiled code, which counts
+    without Python.
+
     Args:
         model: The module whose submodules should be named. Its forward must run after this; hooks on its submodules
             note which operations they record (0.4 to 4 % of the forward). `detach` removes them.
@@ -88,13 +95,17 @@ class ErrorClipStats:
 
     def reset(self) -> None:
         """Forget all counts; go on naming modules."""
-        self._rows: dict[tuple[str, str], _Row] = {}
+        self._rows: dict[tuple[str, str], _OpCounts] = {}
         self._first: FirstNonfinite | None = None
-        self._unread: list[tuple[int, list[tuple[_Row, str, int]], Tensor]] = []
-        self._pending: list[tuple[_Row, str, int, Tensor]] = []
+        self._unread: list[tuple[int, list[tuple[_OpCounts, str, int]], Tensor]] = []
+        self._pending: list[tuple[_OpCounts, str, int, Tensor]] = []
         self._loss: Tensor | None = None
         self._blocks = 0
         self.compiled.reset()
+
+    def observer(self, rule: BaseErrorClip) -> Observer:
+        """Return what the gradients of one block with ``rule`` are shown to: if anybody listens, that is told of it."""
+        return _HeardBlock(self, rule) if is_heard() else self
 
     def detach(self) -> None:
         """Remove the hooks that name modules."""
@@ -105,7 +116,7 @@ class ErrorClipStats:
         """Return a line for each operation and module, in the order of the backward; counts are device tensors."""
         rows = {key: replace(row) for key, row in self._rows.items()}
         for op, module, gradients, elements, clipped, nonfinite in self.compiled.lines():
-            row = rows.setdefault((op, module), _Row(op, module))
+            row = rows.setdefault((op, module), _OpCounts(op, module))
             row.gradients += gradients
             row.elements += elements
             row.add(clipped, nonfinite)
@@ -149,21 +160,21 @@ class ErrorClipStats:
         """Return the name of the module whose forward recorded ``node``, empty if not known."""
         return self._timeline.module_of(node) if self._timeline is not None else ""
 
-    def row(self, node: Node, name: str, sources: str) -> "_Shown":
+    def row(self, node: Node, name: str, sources: str) -> "_NodeCounts":
         """Return where the gradients of one node are counted."""
-        return _Shown(self, self.line(node, name), sources)
+        return _NodeCounts(self, self.line(node, name), sources)
 
-    def line(self, node: Node, name: str) -> "_Row":
+    def line(self, node: Node, name: str) -> "_OpCounts":
         """Return the line of the table for one node."""
         key = (name, self.place(node))
         row = self._rows.get(key)
         if row is None:
-            row = self._rows[key] = _Row(*key)
+            row = self._rows[key] = _OpCounts(*key)
         return row
 
-    def tally(self) -> "_Passing":
+    def tally(self) -> "_UnclippedCounts":
         """Return where to add the gradients that one install leaves alone, because clipping them changes nothing."""
-        return _Passing(self, {})
+        return _UnclippedCounts(self, {})
 
     def begin(self, loss: Tensor | None) -> None:
         """Start a block."""
@@ -180,7 +191,7 @@ class ErrorClipStats:
             self._pending = []
         self._read(keep=_UNREAD_BLOCKS)
 
-    def note(self, row: "_Row", made_by: str, elements: int, nonfinite: Count) -> None:
+    def note(self, row: "_OpCounts", made_by: str, elements: int, nonfinite: Count) -> None:
         """Remember who was first."""
         if isinstance(nonfinite, Tensor):
             self._pending.append((row, made_by, elements, nonfinite))
@@ -200,7 +211,7 @@ class ErrorClipStats:
 
 
 @dataclass
-class _Row:
+class _OpCounts:
     op: str
     module: str
     gradients: int = 0
@@ -217,12 +228,52 @@ class _Row:
         return OpStatistics(self.op, self.module, self.gradients, self.elements, clipped, nonfinite)
 
 
+class _HeardBlock:
+    """Statistics, and what one block, or one backward through an attached clip, tells listeners."""
+
+    def __init__(self, stats: ErrorClipStats, rule: BaseErrorClip) -> None:
+        self.stats, self.rule = stats, rule
+        self.elements = 0
+        self.clipped: list[Count] = []
+
+    def row(self, node: Node, name: str, sources: str) -> "_NodeCounts":
+        return _NodeCounts(self.stats, self.stats.line(node, name), sources, self)
+
+    def tally(self) -> "_UnclippedCounts":
+        return _UnclippedCounts(self.stats, {}, self)
+
+    def begin(self, loss: Tensor | None) -> None:
+        self.elements, self.clipped = 0, []  # of a backward that raised an error before its end
+        self.stats.begin(loss)
+
+    def end(self) -> None:
+        self.stats.end()
+        elements, clipped = self.elements, self.clipped
+        self.elements, self.clipped = 0, []
+        if elements and is_heard():
+            on_devices = [count for count in clipped if isinstance(count, Tensor)]
+            total: Count = sum(count for count in clipped if not isinstance(count, Tensor))
+            if on_devices:
+                total = torch.stack([count.to(on_devices[0].device) for count in on_devices]).sum() + total
+            threshold = _threshold_of(self.rule)
+            tell(ClipEvent(rule_of(self.rule), (), threshold, elements=elements, clipped_elements=total))
+
+
+def _threshold_of(rule: BaseErrorClip) -> float | None:
+    """Return the one number that ``rule`` compares with, None if there is not one."""
+    values = {getattr(rule, name) for name in rule.thresholds or ()}
+    if (bounds := clamp_bounds(rule)) is not None and bounds[0] == -bounds[1]:
+        values = {bounds[1]}
+    return values.pop() if len(values) == 1 else None
+
+
 @dataclass
-class _Passing:
+class _UnclippedCounts:
     """How many gradients and elements pass unclipped in each backward, by the position of their line."""
 
     stats: ErrorClipStats
-    counts: dict[int, tuple[_Row, int, int]]
+    counts: dict[int, tuple[_OpCounts, int, int]]
+    block: _HeardBlock | None = None
 
     def add(self, node: Node, name: str, numbers: tuple[int, ...]) -> None:
         row, found = self.stats.line(node, name), input_metadata_of(node)
@@ -236,27 +287,28 @@ class _Passing:
         for row, gradients, elements in self.counts.values():
             row.gradients += gradients
             row.elements += elements
+            if self.block is not None:
+                self.block.elements += elements
 
     def forget(self) -> None:
         self.counts.clear()
 
 
 @dataclass
-class _Shown:
+class _NodeCounts:
     """One node's view of its row."""
 
     stats: ErrorClipStats
-    row: _Row
+    row: _OpCounts
     made_by: str
+    block: _HeardBlock | None = None
 
     @property
     def module(self) -> str:
         return self.row.module
 
     def clip(self, grad: Tensor, apply: Callable[[Tensor], Tensor], bounds: tuple[float, float] | None) -> Tensor:
-        row, elements = self.row, grad.numel()
-        row.gradients += 1
-        row.elements += elements
+        elements = self.arrive(grad)
         if elements == 0:
             return apply(grad)
         if type(grad) is not Tensor or not grad.is_cpu or grad.is_complex():
@@ -268,17 +320,31 @@ class _Shown:
             return grad
         clipped = apply(grad)
         if finite:
-            row.clipped += _how_many_differ(clipped.detach() if clipped.requires_grad else clipped, seen)
+            self._add(_how_many_differ(clipped.detach() if clipped.requires_grad else clipped, seen), 0)
             return clipped
         changed, nonfinite = (int(count) for count in count_changes(seen, clipped.detach()))
-        row.add(changed, nonfinite)
-        self.stats.note(row, self.made_by, elements, nonfinite)
+        self._add(changed, nonfinite)
+        self.stats.note(self.row, self.made_by, elements, nonfinite)
         return clipped
+
+    def arrive(self, grad: Tensor) -> int:
+        """Count a gradient before the clip; return the number of its elements."""
+        elements = grad.numel()
+        self.row.gradients += 1
+        self.row.elements += elements
+        if self.block is not None:
+            self.block.elements += elements
+        return elements
+
+    def _add(self, clipped: Count, nonfinite: Count) -> None:
+        self.row.add(clipped, nonfinite)
+        if self.block is not None:
+            self.block.clipped.append(clipped)
 
     def _on_device(self, grad: Tensor, apply: Callable[[Tensor], Tensor]) -> Tensor:
         clipped = apply(grad)
         changed, nonfinite = count_changes(grad.detach(), clipped.detach())
-        self.row.add(changed, nonfinite)
+        self._add(changed, nonfinite)
         self.stats.note(self.row, self.made_by, grad.numel(), nonfinite)
         return clipped
 

@@ -130,7 +130,7 @@ class Plan:
             padded[place] = padded_numel(tensor, part, placement)
         device = self.reducer.device
         self.weights = torch.tensor(weights, dtype=torch.float64, device=device)
-        sign = [0.0] * count
+        sign = [0.0] * count  # a share says in its sign whether every process holds all of that gradient: see `Part`
         for place in self.places:
             sign[place] = 1.0 if whole[place] else -1.0
         self._shares = self.weights * torch.tensor(sign, dtype=torch.float64, device=device)

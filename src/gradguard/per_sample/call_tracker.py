@@ -10,15 +10,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from gradguard.errors import UnsupportedGradientError
 from gradguard.module_hooks import ForwardHook
 from gradguard.per_sample.call_arguments import Arguments, Skeleton, count_samples, take_samples
-from gradguard.per_sample.capture import Running, Tapping, autocast_of
+from gradguard.per_sample.capture import LayerCapture, RunningCall, autocast_of
 from gradguard.per_sample.dry_run import Observer, Slot
-from gradguard.per_sample.layer_plans import CallPlan, Planning, Treatment, Way
+from gradguard.per_sample.layer_plans import CallPattern, CallPlan, LayerPlanner, Treatment
 from gradguard.per_sample.loss.check import LossCheck
-from gradguard.per_sample.mini_batch import Gathering
+from gradguard.per_sample.mini_batch import GradientCollector
 from gradguard.per_sample.refusals import refuse_batch_norm, refuse_sharded_since
 from gradguard.per_sample.rerun import Draws, Snapshot
 from gradguard.per_sample.sample_loop import LoopedCall
@@ -32,23 +33,23 @@ class LastCall:
     """One outermost call, to be repeated.
 
     Attributes:
-        way: How it is treated.
+        pattern: How it is treated.
         arguments: What the module was called with.
         batch_size: Number of samples.
         autocast: Device type and dtype of the autocast that it ran under, or None.
     """
 
-    way: Way
+    pattern: CallPattern
     arguments: Arguments
     batch_size: int
     autocast: tuple[str, torch.dtype] | None
 
     def samples(self, batch_first: bool, indices: Sequence[int]) -> Arguments:
         """Return the arguments for some of the samples."""
-        return take_samples(self.arguments, batch_first, self.batch_size, indices, self.way.whole)
+        return take_samples(self.arguments, batch_first, self.batch_size, indices, self.pattern.whole)
 
 
-class Following:
+class CallTracker:
     """Hooks on every layer of ``module``, until `remove`.
 
     Args:
@@ -70,27 +71,27 @@ class Following:
         batch_first: bool,
         names: Mapping[Slot, str],
         reduction: str = "mean",
-        rehearse: "Callable[[Following, LastCall], None] | None" = None,
+        rehearse: "Callable[[CallTracker, LastCall], None] | None" = None,
         loss_check: LossCheck | None = None,
     ) -> None:
         self._loss_check = loss_check
         self._module, self.batch_first, self._names = module, batch_first, names
         self._reduction, self._rehearse = reduction, rehearse
-        self._rehearsed: Way | None = None
+        self._rehearsed: CallPattern | None = None
         self._loop: LoopedCall | None = None
         self._unverified: list[LastCall] = []
         self._without_gradient: Collection[str] = ()
         self.aliases: dict[str, list[Slot]] = defaultdict(list)
         for slot, name in names.items():
             self.aliases[name].append(slot)
-        self._tapping = Tapping(names, self.aliases, self.quietly)
+        self._capture = LayerCapture(names, self.aliases, self.quietly)
         self._quiet = False
         self.last_calls: dict[nn.Module, LastCall] = {}
-        self._planning = Planning(self.batch_first, names, partial(setattr, self, "_observer"))
-        self._stack: list[Running] = []
+        self._planner = LayerPlanner(self.batch_first, names, self._observed_by)
+        self._stack: list[RunningCall] = []
         self._trained: frozenset[str] = frozenset()
         self._observer: Observer | None = None
-        self._handles: list[Any] = []
+        self._handles: list[RemovableHandle] = []
         self._hooks: dict[nn.Module, tuple[int, int]] = {}
         try:
             for submodule in module.modules():
@@ -115,9 +116,9 @@ class Following:
             self._handles.pop().remove()
 
     @property
-    def planning(self) -> Planning:
+    def planner(self) -> LayerPlanner:
         """The plans, and whether they have been verified."""
-        return self._planning
+        return self._planner
 
     @property
     def trained(self) -> frozenset[str]:
@@ -125,9 +126,9 @@ class Following:
         return self._trained
 
     @property
-    def gathering(self) -> Gathering:
+    def collector(self) -> GradientCollector:
         """What backward brings."""
-        return self._tapping.gathering
+        return self._capture.collector
 
     def parameter(self, name: str) -> nn.Parameter:
         """Return the parameter that now stands where ``name`` is held.
@@ -149,20 +150,29 @@ class Following:
         while self._unverified:
             call = self._unverified.pop()
             if conclusive:
-                call.way.sizes.add(call.batch_size)
+                call.pattern.sizes.add(call.batch_size)
 
     @contextmanager
-    def apart(self, way: Way) -> Iterator[Gathering]:
-        """Gather into another `Gathering` in a block that calls the module in one way for another purpose."""
-        tapping = self._tapping
-        before = tapping.gathering, dict(self.last_calls), tapping.batch_size, list(self._unverified)
-        tapping.gathering = Gathering(before[0].shared | self._planning.shared)
-        self._rehearsed = way
+    def collect_separately(self, pattern: CallPattern) -> Iterator[GradientCollector]:
+        """Gather into another `GradientCollector` in a block that calls the module in one way for another purpose."""
+        capture = self._capture
+        before = capture.collector, dict(self.last_calls), capture.batch_size, list(self._unverified)
+        capture.collector = GradientCollector(before[0].shared | self._planner.shared)
+        self._rehearsed = pattern
         try:
-            yield tapping.gathering
+            yield capture.collector
         finally:
-            tapping.gathering, self.last_calls, tapping.batch_size, self._unverified = before
+            capture.collector, self.last_calls, capture.batch_size, self._unverified = before
             self._rehearsed = None
+
+    @contextmanager
+    def _observed_by(self, observer: Observer) -> Iterator[None]:
+        """Let ``observer`` hear of the calls in a block, and nobody else."""
+        self._observer = observer
+        try:
+            yield
+        finally:
+            self._observer = None
 
     @contextmanager
     def quietly(self) -> Iterator[None]:
@@ -190,10 +200,10 @@ class Following:
                 self._stack.append(self._start_loop(module))
                 return None
         caller = self._stack[-1] if self._stack else None
-        running = Running(module, self._next_plan(module))
+        running = RunningCall(module, self._next_plan(module))
         running.exposed = self._is_exposed(module)
         self._stack.append(running)
-        return self._tapping.start(running, caller, args, kwargs)
+        return self._capture.start(running, caller, args, kwargs)
 
     @never_compiled
     def _leave(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
@@ -212,72 +222,72 @@ class Following:
                 return self._end_loop(output)
             return self._refuse_unowned(
                 module,
-                self._tapping.end(running, self._stack[-1] if self._stack else None, args, kwargs, output),
+                self._capture.end(running, self._stack[-1] if self._stack else None, args, kwargs, output),
                 output,
             )
         except UnsupportedGradientError:
-            self._planning.forget()  # so that the next step looks at the model again
+            self._planner.forget()  # so that the next step looks at the model again
             raise
 
     def _begin(self, module: nn.Module, arguments: Arguments) -> None:
         """An outermost call starts."""
         refuse_batch_norm(self._module)
-        if not self._planning.sharded:
+        if not self._planner.sharded:
             refuse_sharded_since(self._module)
         self._look_at_trained()
-        self._planning.restart()
+        self._planner.restart()
         if current_graph_task() != -1:  # a checkpoint runs a part of the forward again
             return
-        size = self._tapping.batch_size = count_samples(arguments, self.batch_first, type(module).__name__)
+        size = self._capture.batch_size = count_samples(arguments, self.batch_first, type(module).__name__)
         if not size:
             return
         rehearsal = self._rehearsed is not None
-        rehearse = self._rehearse if self._planning.uses_trained(module) and not self._planning.sharded else None
-        way = self._rehearsed or self._planning.way(module, arguments, size)
-        call = LastCall(way, arguments, size, autocast_of(Skeleton(arguments)))
-        self._tapping.verifying = not rehearsal and rehearse is not None and size not in way.sizes
-        if rehearse is not None and self._tapping.verifying:
+        rehearse = self._rehearse if self._planner.uses_trained(module) and not self._planner.sharded else None
+        pattern = self._rehearsed or self._planner.pattern_for(module, arguments, size)
+        call = LastCall(pattern, arguments, size, autocast_of(Skeleton(arguments)))
+        self._capture.verifying = not rehearsal and rehearse is not None and size not in pattern.sizes
+        if rehearse is not None and self._capture.verifying:
             rehearse(self, call)
-            self._planning.restart()
+            self._planner.restart()
             self._unverified.append(call)
-            self._tapping.batch_size, self._tapping.verifying = size, True
-        looks = rehearse is not None and not rehearsal and self.gathering.mini_batch is None
+            self._capture.batch_size, self._capture.verifying = size, True
+        looks = rehearse is not None and not rehearsal and self.collector.mini_batch is None
         if looks and self._loss_check is not None:
-            self._loss_check.start(size, way.output_axes, self._tapping.verifying)
-        self._planning.resume(way)
-        self.gathering.shared = self._planning.shared
+            self._loss_check.start(size, pattern.output_axes, self._capture.verifying)
+        self._planner.resume(pattern)
+        self.collector.shared = self._planner.shared
         self.last_calls[module] = call
-        if way.looped:
+        if pattern.looped:
             self._loop = self.looped_call(call)
 
     def looped_call(self, call: LastCall) -> LoopedCall:
         """Return ``call`` as one that is repeated sample by sample."""
-        way = call.way
+        pattern = call.pattern
         trained = {name: self.aliases[name] for name in sorted(self._trained)}
-        inside = set(way.module.modules())
+        inside = set(pattern.module.modules())
         places = {name: slots for name, slots in trained.items() if any(module in inside for module, _ in slots)}
         return LoopedCall(
-            way.module,
+            pattern.module,
             call.arguments,
             self.batch_first,
             call.batch_size,
-            way.whole,
-            way.output_axes,
+            pattern.whole,
+            pattern.output_axes,
             self._reduction,
             places,
             self.quietly,
             call.autocast,
-            way.precision,
-            way.reason,
+            pattern.precision,
+            pattern.reason,
         )
 
-    def _start_loop(self, module: nn.Module) -> Running:
+    def _start_loop(self, module: nn.Module) -> RunningCall:
         """The batch of a looped call starts."""
         assert self._loop is not None
-        running = Running(module, _NOTHING)
-        self._loop.before = Snapshot(module, self.last_calls[module].way.changes_buffers)
-        if self._tapping.verifying:
-            self._tapping.put_leaves(running, self._loop.places)
+        running = RunningCall(module, _NOTHING)
+        self._loop.before = Snapshot(module, self.last_calls[module].pattern.changes_buffers)
+        if self._capture.verifying:
+            self._capture.put_leaves(running, self._loop.places)
             self._loop.leaves = running.leaves
         self._loop.draws = running.places.enter_context(Draws())
         return running
@@ -285,22 +295,22 @@ class Following:
     def _end_loop(self, output: Any) -> Any:
         loop, self._loop = self._loop, None
         assert loop is not None
-        way = self.last_calls[loop.module].way
-        return self._refuse_unowned(loop.module, self._tapping.tap_loop(loop, output), output, way)
+        pattern = self.last_calls[loop.module].pattern
+        return self._refuse_unowned(loop.module, self._capture.tap_loop(loop, output), output, pattern)
 
-    def _refuse_unowned(self, module: nn.Module, changed: Any, output: Any, way: Way | None = None) -> Any:
+    def _refuse_unowned(self, module: nn.Module, changed: Any, output: Any, pattern: CallPattern | None = None) -> Any:
         """Let a gradient of a tensor that belongs to no sample be an error, where the outermost module returned it."""
-        if self._stack or self._tapping.batch_size == 0 or module not in self.last_calls:
+        if self._stack or self._capture.batch_size == 0 or module not in self.last_calls:
             return changed
-        way = way or self.last_calls[module].way
+        pattern = pattern or self.last_calls[module].pattern
         if self._rehearsed is not None:
             return changed
         tensors = Skeleton(output if changed is None else changed).tensors
         if self._loss_check is not None:
-            axes = way.output_axes if len(tensors) == len(way.output_axes) else [None] * len(tensors)
+            axes = pattern.output_axes if len(tensors) == len(pattern.output_axes) else [None] * len(tensors)
             self._loss_check.add_outputs(tensors, axes)
-        if way.unowned:
-            for position, words in way.unowned.items():
+        if pattern.unowned:
+            for position, words in pattern.unowned.items():
                 if position < len(tensors) and tensors[position].requires_grad:
                     tensors[position].register_hook(partial(_refuse, words))
         return changed
@@ -312,8 +322,8 @@ class Following:
         self._without_gradient = {name for name, parameter in parameters.items() if parameter.grad is None}
         if trained != self._trained:
             self._guard(trained)
-            self._tapping.train(trained)
-            self._planning.train(trained)
+            self._capture.train(trained)
+            self._planner.train(trained)
             self._trained = trained
 
     def _guard(self, names: frozenset[str]) -> None:
@@ -331,14 +341,14 @@ class Following:
 
     def _next_plan(self, module: nn.Module) -> CallPlan:
         """The plan of this call of ``module``."""
-        if self._tapping.batch_size == 0:
+        if self._capture.batch_size == 0:
             return _NOTHING
-        plan = self._planning.next(module)
+        plan = self._planner.next(module)
         if plan is not None:
             return plan
-        if not self._planning.uses_trained(module):
+        if not self._planner.uses_trained(module):
             return _NOTHING
-        self._planning.unexpected()
+        self._planner.unexpected()
         raise UnsupportedGradientError(
             f"{type(module).__name__} did not run when the model was looked at, so how it treats samples is not known. "
             "Repeat this step: the model is looked at again. (Nothing was clipped yet.)"
@@ -356,8 +366,8 @@ class Following:
             return
         if name in self._without_gradient:
             parameter.grad = None
-        self.gathering.discard()
-        self._planning.forget()
+        self.collector.discard()
+        self._planner.forget()
         raise UnsupportedGradientError(
             f"parameter {name} was used outside of the module's forward (in the loss, say, or by code that the module "
             "does not call through a layer), so what each sample contributes there is not known. Use it inside "
@@ -366,9 +376,9 @@ class Following:
         )
 
 
-def _bypassed(following: "weakref.ref[Following]", name: str, parameter: Tensor) -> None:
+def _bypassed(tracker: "weakref.ref[CallTracker]", name: str, parameter: Tensor) -> None:
     """Does not keep what follows alive: a cycle through the hook of a tensor, which it leads to, is never freed."""
-    if (found := following()) is not None:
+    if (found := tracker()) is not None:
         found.bypassed(name, parameter)
 
 

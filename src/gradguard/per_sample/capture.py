@@ -25,12 +25,12 @@ from gradguard.per_sample.call_arguments import Skeleton, changes_of
 from gradguard.per_sample.dry_run import Slot
 from gradguard.per_sample.layer_plans import CallPlan, Treatment
 from gradguard.per_sample.layers.call import BatchAxis
-from gradguard.per_sample.mini_batch import Gathering, UsedLayer
+from gradguard.per_sample.mini_batch import GradientCollector, UsedLayer
 from gradguard.per_sample.operations import Operation, ParameterProxy, rule_of
 from gradguard.per_sample.plain_sum import Leaves
-from gradguard.per_sample.rerun import substituted
+from gradguard.per_sample.rerun import Quietly, substituted
 from gradguard.per_sample.sample_loop import LoopedCall
-from gradguard.per_sample.vmap_fallback import LeftOut, OwnCode
+from gradguard.per_sample.vmap_fallback import NestedCall, VmapFallback
 from gradguard.torch_private import current_graph_task, parameter_slots
 
 Receiver = Callable[[Sequence[Tensor], Sequence[Tensor | None], int], None]
@@ -97,7 +97,7 @@ def tap(receive: Receiver, saved: Sequence[Tensor], anchor: Tensor, values: Sequ
     return list(results) if isinstance(results, tuple) else [results]
 
 
-class Running:
+class RunningCall:
     """A module whose forward is running.
 
     Attributes:
@@ -107,15 +107,15 @@ class Running:
         leaves: What stands in the places of parameters until it has run.
         exposed: Hooks of others run while its parameters are kept from autograd.
         places: Puts the parameters back into their places.
-        code: What is known of its own code, for `Treatment.OWN_CODE`.
+        fallback: What is known of its own code, for `Treatment.VMAP_FALLBACK`.
         given: What the layers that its code called have returned, with the version of each tensor.
         tapped: What its code called layers with.
-        left_out: Its entry among what its caller's code called.
+        as_nested: Its entry among what its caller's code called.
         generator_state: State of the random generator at its start, where the rule asks.
     """
 
     __slots__ = (
-        "code", "exposed", "generator_state", "given", "leaves", "left_out", "module", "places", "plan", "tapped",
+        "as_nested", "exposed", "fallback", "generator_state", "given", "leaves", "module", "places", "plan", "tapped",
         "withheld",
     )  # fmt: skip
 
@@ -125,10 +125,10 @@ class Running:
         self.leaves: Leaves | None = None
         self.exposed = False
         self.places = ExitStack()
-        self.code: OwnCode | None = None
+        self.fallback: VmapFallback | None = None
         self.given: list[tuple[Tensor, int]] = []
         self.tapped: list[Tensor] = []
-        self.left_out: LeftOut | None = None
+        self.as_nested: NestedCall | None = None
         self.generator_state: Tensor | None = None
 
     def give_back(self) -> None:
@@ -138,7 +138,7 @@ class Running:
             self.withheld.pop().requires_grad_(True)
 
 
-class Tapping:
+class LayerCapture:
     """Withholds parameters from autograd and taps values, call by call.
 
     Args:
@@ -147,16 +147,16 @@ class Tapping:
         quietly: Makes a block in which the clipper's own hooks do nothing.
 
     Attributes:
-        gathering: What backward brings.
+        collector: What backward brings.
         trained: Names of the parameters that are trained now.
         batch_size: Number of samples in the outermost call.
         verifying: Let autograd compute the plain gradients as well, to compare with.
     """
 
-    def __init__(self, names: Mapping[Slot, str], aliases: Mapping[str, Sequence[Slot]], quietly: Any) -> None:
+    def __init__(self, names: Mapping[Slot, str], aliases: Mapping[str, Sequence[Slot]], quietly: Quietly) -> None:
         self._names, self._aliases, self._quietly = names, aliases, quietly
         self._sharded = any(is_sharded(getattr(module, slot)) for module, slot in names)
-        self.gathering = Gathering()
+        self.collector = GradientCollector()
         self.trained: AbstractSet[str] = frozenset()
         self.batch_size = -1
         self.verifying = False
@@ -168,36 +168,43 @@ class Tapping:
         self.trained = names
         self._wanted_of.clear()
 
-    def start(self, running: Running, caller: Running | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def start(
+        self, running: RunningCall, caller: RunningCall | None, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         """A call starts: return other arguments for it, or None."""
         changed = None
-        if caller is not None and caller.code is not None and running.plan.sees_samples:
-            changed = self._leave_out(caller, running, args, kwargs)
+        if caller is not None and caller.fallback is not None and running.plan.sees_samples:
+            changed = self._tap_nested_call(caller, running, args, kwargs)
         args, kwargs = changed if changed else (args, kwargs)
         return self._withhold(running, args, kwargs) or changed
 
     def end(
-        self, running: Running, caller: Running | None, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+        self,
+        running: RunningCall,
+        caller: RunningCall | None,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        output: Any,
     ) -> Any:
         """A call ends: return something else in place of what it returned, or None."""
         plan = running.plan
         changed = None
         if self.batch_size == 0:
-            changed = self._tap_outputs(output, (), self.gathering.receive_nothing) if caller is None else None
+            changed = self._tap_outputs(output, (), self.collector.receive_nothing) if caller is None else None
         elif plan.treatment is Treatment.RULE:
             changed = self._tap_layer(running, args, kwargs, output)
-        elif running.code is not None:
-            changed = self._tap_code(running, output)
-        if running.left_out is not None and caller is not None:
+        elif running.fallback is not None:
+            changed = self._tap_fallback(running, output)
+        if running.as_nested is not None and caller is not None:
             returned = Skeleton(output if changed is None else changed)
             caller.given += [(tensor, changes_of(tensor)) for tensor in returned.tensors]
-            running.left_out.output, running.left_out.output_axes = returned, plan.outputs
+            running.as_nested.output, running.as_nested.output_axes = returned, plan.outputs
             if caller.plan.in_place:  # it gets copies to write into
                 changed = returned.fill([tensor.clone() for tensor in returned.tensors])
             returned.release()
         return changed
 
-    def _withhold(self, running: Running, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _withhold(self, running: RunningCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Keep the parameters that this call uses from autograd until it has run; return other arguments, or None."""
         plan, module = running.plan, running.module
         if self.batch_size == 0:
@@ -217,11 +224,11 @@ class Tapping:
                 running.generator_state = _generator_state(module)
         elif plan.treatment is Treatment.OPERATIONS:
             self._put_proxies(running)
-        elif plan.treatment is Treatment.OWN_CODE:
-            return self._begin_code(running, args, kwargs)
+        elif plan.treatment is Treatment.VMAP_FALLBACK:
+            return self._begin_fallback(running, args, kwargs)
         return None
 
-    def _put_proxies(self, running: Running) -> None:
+    def _put_proxies(self, running: RunningCall) -> None:
         """Put something into the places of a call's parameters that taps the operations with them."""
         module, places = running.module, {}
         for slot, plan in running.plan.operations.items():
@@ -235,7 +242,7 @@ class Tapping:
         self, module: nn.Module, operation: Operation, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Tensor:
         """Do an operation with parameters, and tap what it gives."""
-        proxies: list[Any] = list(operation.parameters.values())
+        proxies = [one for one in operation.parameters.values() if isinstance(one, ParameterProxy)]
         values, leaves = {one.full_name: one.leaf.detach() for one in proxies}, None
         if self.verifying:  # leaves for this operation alone, which get the plain gradient
             leaves = self._leaves(module)
@@ -249,17 +256,17 @@ class Tapping:
         operands = [] if operation.kind == "sum" else [operation.operand]
         plan = CallPlan(Treatment.RULE, True, (axis,) * len(operands), (axis,), rule=rule_of(operation))
         layer = UsedLayer(module, plan, Skeleton((tuple(operands), {})), size, names, None, leaves)
-        self.gathering.activations += sum(t.nbytes for t in (*operands, result))
-        return self._tap_outputs(result, layer.arguments.release(), partial(self.gathering.receive_layer, layer))
+        self.collector.activations += sum(t.nbytes for t in (*operands, result))
+        return self._tap_outputs(result, layer.arguments.release(), partial(self.collector.receive_layer, layer))
 
     def _leaves(self, module: nn.Module, observed: bool = True) -> Leaves:
-        return Leaves(module, partial(self.gathering.receive_plain, current_graph_task()), observed)
+        return Leaves(module, partial(self.collector.receive_plain, current_graph_task()), observed)
 
     def _used(self, slots: Sequence[Slot]) -> list[str]:
         """The names of the trained parameters in ``slots``."""
         return sorted({self._names[slot] for slot in slots if slot in self._names} & self.trained)
 
-    def _begin_code(self, running: Running, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _begin_fallback(self, running: RunningCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         plan, module = running.plan, running.module
         names = self._used(list(plan.uses))
         if not names:
@@ -269,7 +276,7 @@ class Tapping:
         arguments = Skeleton((args, kwargs))
         passed = self._passed(plan, arguments.tensors)
         leaf_of = self.put_leaves(running, aliases)
-        running.code = OwnCode(
+        running.fallback = VmapFallback(
             module,
             arguments,
             plan.inputs,
@@ -302,7 +309,7 @@ class Tapping:
         }
         return {i: current[id(tensor)] for i, tensor in enumerate(tensors) if id(tensor) in current}
 
-    def put_leaves(self, running: Running, aliases: Mapping[str, Sequence[Slot]]) -> dict[str, Tensor]:
+    def put_leaves(self, running: RunningCall, aliases: Mapping[str, Sequence[Slot]]) -> dict[str, Tensor]:
         """Put a leaf of its own into the places of each parameter, until the call has run; return them by name."""
         running.leaves = self._leaves(running.module)
         leaf_of = running.leaves.of({name: self._value(*slots[0]) for name, slots in aliases.items()})
@@ -325,14 +332,16 @@ class Tapping:
         assert value is not None
         return value.detach().clone() if self._sharded else value.detach()
 
-    def _hide(self, running: Running, slots: Sequence[Slot]) -> None:
+    def _hide(self, running: RunningCall, slots: Sequence[Slot]) -> None:
         for module, slot in slots:
             parameter = parameter_slots(module).get(slot)
             if parameter is not None and parameter.requires_grad:
                 parameter.requires_grad_(False)
                 running.withheld.append(parameter)
 
-    def _leave_out(self, caller: Running, running: Running, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _tap_nested_call(
+        self, caller: RunningCall, running: RunningCall, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         """Tap what the caller's code has computed and now calls a layer with."""
         arguments = Skeleton((args, kwargs))
         known = {id(tensor) for tensor, _ in caller.given}
@@ -342,21 +351,21 @@ class Tapping:
             for i, t in enumerate(arguments.tensors)
             if (t.is_floating_point() or t.is_complex()) and id(t) not in known
         ]
-        layer = LeftOut(running.module, tapped, [running.plan.inputs[i] for i in tapped])
-        assert caller.code is not None
-        caller.code.left_out.append(layer)
-        running.left_out = layer
+        layer = NestedCall(running.module, tapped, [running.plan.inputs[i] for i in tapped])
+        assert caller.fallback is not None
+        caller.fallback.nested_calls.append(layer)
+        running.as_nested = layer
         if not tapped:
             return None
         values = [arguments.tensors[i] for i in tapped]
         tensors: list[Tensor | None] = list(arguments.tensors)
-        receive = partial(self.gathering.receive_left_out, layer)
+        receive = partial(self.collector.receive_nested_call, layer)
         for i, value in zip(tapped, tap(receive, (), self._anchor(values[0]), values), strict=True):
             tensors[i] = value
         caller.tapped += [value.detach() for value in values]
         return arguments.fill(tensors)
 
-    def _tap_layer(self, running: Running, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+    def _tap_layer(self, running: RunningCall, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         plan, wanted = running.plan, self._wanted(running.module)
         if not wanted or plan.rule is None:
             return None
@@ -367,9 +376,9 @@ class Tapping:
         layer = UsedLayer(
             running.module, plan, arguments, size, wanted, running.generator_state, running.leaves, precision
         )
-        self.gathering.activations += sum(t.nbytes for t in (*arguments.tensors, *returned.tensors))
+        self.collector.activations += sum(t.nbytes for t in (*arguments.tensors, *returned.tensors))
         saved = [*arguments.release(), *(returned.tensors if plan.rule.replays else ())]
-        return self._tap_outputs(output, saved, partial(self.gathering.receive_layer, layer))
+        return self._tap_outputs(output, saved, partial(self.collector.receive_layer, layer))
 
     def _wanted(self, module: nn.Module) -> dict[str, str]:
         """The trained parameters of a layer: their names in the layer, and in the whole module."""
@@ -382,29 +391,31 @@ class Tapping:
             }
         return self._wanted_of[module]
 
-    def _tap_code(self, running: Running, output: Any) -> Any:
-        code = running.code
-        assert code is not None
+    def _tap_fallback(self, running: RunningCall, output: Any) -> Any:
+        fallback = running.fallback
+        assert fallback is not None
         for tensor, version in running.given:
             if changes_of(tensor) != version:
                 raise UnsupportedGradientError(
                     f"the code of {type(running.module).__name__} changed a tensor in place that a layer had returned "
-                    f"(shape {tuple(tensor.shape)}), and it uses {', '.join(code.aliases)} by itself. Write x = x + y "
-                    "in place of x += y there."
+                    f"(shape {tuple(tensor.shape)}), and it uses {', '.join(fallback.aliases)} by itself. Write "
+                    "x = x + y in place of x += y there."
                 )
-        code.output = Skeleton(output)
-        code.batch_size = self._samples(running.plan, code.arguments.tensors)
-        returned, given = code.output.release(), {id(tensor) for tensor, _ in running.given}
-        code.computed = [i for i, tensor in enumerate(returned) if id(tensor) not in given]
-        code.results = [tensor.detach() for tensor in running.tapped] + [returned[i].detach() for i in code.computed]
-        code.compared = self.verifying
+        fallback.output = Skeleton(output)
+        fallback.batch_size = self._samples(running.plan, fallback.arguments.tensors)
+        returned, given = fallback.output.release(), {id(tensor) for tensor, _ in running.given}
+        fallback.computed = [i for i, tensor in enumerate(returned) if id(tensor) not in given]
+        fallback.results = [tensor.detach() for tensor in running.tapped] + [
+            returned[i].detach() for i in fallback.computed
+        ]
+        fallback.compared = self.verifying
         if self.verifying:  # what follows may write into them
-            code.results = [tensor.clone() for tensor in code.results]
+            fallback.results = [tensor.clone() for tensor in fallback.results]
         else:
-            code.results = [tensor.new_empty(()).expand(tensor.shape) for tensor in code.results]
+            fallback.results = [tensor.new_empty(()).expand(tensor.shape) for tensor in fallback.results]
         saved = [tensor for tensor, _ in running.given]
-        code.arguments.release()
-        return self._tap_outputs(output, saved, partial(self.gathering.receive_code, code))
+        fallback.arguments.release()
+        return self._tap_outputs(output, saved, partial(self.collector.receive_fallback, fallback))
 
     def tap_loop(self, loop: LoopedCall, output: Any) -> Any:
         """Tap what a looped call returned; backward goes no further, unless its plain gradients are asked for."""
@@ -418,7 +429,7 @@ class Tapping:
         values = [returned.tensors[i] for i in places]
         if loop.leaves is None:
             values = [value.detach() for value in values]
-        receive = partial(_receive_all, partial(self.gathering.receive_loop, loop), len(returned.tensors), places)
+        receive = partial(_receive_all, partial(self.collector.receive_loop, loop), len(returned.tensors), places)
         results = tap(receive, (), self._anchor(values[0]), values)
         tensors: list[Tensor | None] = list(returned.tensors)
         for place, value in zip(places, results, strict=True):

@@ -18,8 +18,8 @@ from gradguard.distributed.groups import all_reduce_sum, process_group_of, rank_
 from gradguard.distributed.placements import shard_like
 from gradguard.distributed.wrappers import refuse_wrapped
 from gradguard.errors import InvalidValueError, UnsupportedGradientError
-from gradguard.grad_scaler import notice_scaled_losses, refuse_other_scaler
-from gradguard.per_sample.call_tracker import Following
+from gradguard.grad_scaler import refuse_other_scaler
+from gradguard.per_sample.call_tracker import CallTracker
 from gradguard.per_sample.clipping_rule import NormClipper, checked_factors, checked_groups, slack_for
 from gradguard.per_sample.contributions import (
     Contribution,
@@ -42,7 +42,7 @@ from gradguard.per_sample.refusals import (
     refuse_stale_gradients,
     refuse_unsupported,
     run_uncompiled,
-    watch_steps,
+    watch_steps_and_scalers,
 )
 from gradguard.per_sample.rehearsal import Rehearsal, compare
 from gradguard.per_sample.results import Accumulation, ClippedSums, PerSampleStatistics, PreStep, zeros_like_rows
@@ -140,7 +140,7 @@ class PerSampleGradientClipper:
         loss_reduction: str = "mean",
         *,
         mode: str = "fast",
-        scaler: Any = None,
+        scaler: torch.amp.GradScaler | None = None,
         check: bool | str = True,
         noise_scale: bool | int = False,
     ) -> None:
@@ -165,24 +165,23 @@ class PerSampleGradientClipper:
             module = unwrapped(module)
             self.module, self.norm_clipper = module, norm_clipper
             self._reduction, self._mode, self._scaler = loss_reduction, mode, scaler
-            attached.callback(notice_scaled_losses())
             attached.callback(run_uncompiled(module))
             attached.callback(follow(module))
             rehearse = Rehearsal(loss_reduction, check == "warn") if check else None
             scale = lambda: float(self._scaler_scale()) / self.loss_divisor  # noqa: E731
             self._loss_check = LossCheck(loss_reduction, batch_first, scale, check == "warn") if check else None
-            self._following = Following(
+            self._tracker = CallTracker(
                 module, batch_first, places_of_parameters(module), loss_reduction, rehearse, self._loss_check
             )
-            attached.callback(self._following.remove)
-            attached.callback(watch_steps(self))
+            attached.callback(self._tracker.remove)
+            attached.callback(watch_steps_and_scalers(self))
             self._prepare()
             self._attached = attached.pop_all()
 
     @property
     def trained(self) -> dict[str, nn.Parameter]:
         """The parameters that are clipped, by name."""
-        return {name: self._following.parameter(name) for name in self._names}
+        return {name: self._tracker.parameter(name) for name in self._names}
 
     @property
     def noise_scale(self) -> NoiseScale | None:
@@ -191,7 +190,7 @@ class PerSampleGradientClipper:
 
     @property
     def _device(self) -> torch.device:
-        return self._following.parameter(self._names[0]).device
+        return self._tracker.parameter(self._names[0]).device
 
     def detach(self) -> None:
         """Remove the clipper from the module; calling it again does nothing."""
@@ -232,12 +231,12 @@ class PerSampleGradientClipper:
         An error from within the computation itself (no memory, a wrong `NormClipper`) drops the whole step, as
         `discard` does, so that no sample counts twice.
         """
-        mini_batch = self._following.gathering.look()
+        mini_batch = self._tracker.collector.completed()
         refuse_other_scaler(mini_batch.task, self._scaler)
         self._verify(mini_batch)
         if self._accumulation.batch_size is None:
             self._prepare()
-        elif set(self._names) != self._following.trained:
+        elif set(self._names) != self._tracker.trained:
             raise InvalidValueError(
                 "parameters were frozen or unfrozen between two mini-batches of one step: call pre_step() first, or "
                 "discard() to begin the step again."
@@ -251,13 +250,13 @@ class PerSampleGradientClipper:
             self.discard()  # what was added of this mini-batch cannot be told from the rest, and must not count twice
             raise
         finally:
-            self._following.gathering.discard()
+            self._tracker.collector.discard()
         self._accumulation.count(max(0, mini_batch.batch_size))
 
     def discard(self) -> None:
         """Forget the last backward, and everything since the last `pre_step`: the step begins again."""
-        self._following.recover()
-        self._following.gathering.discard()
+        self._tracker.recover()
+        self._tracker.collector.discard()
         self._accumulation.drop()
         self._clipped_by = None
         self._noise_scale.drop()
@@ -287,7 +286,7 @@ class PerSampleGradientClipper:
         if self._loss_check is not None:
             self._loss_check.refuse_divided(self._accumulation.mini_batches, self.loss_divisor)
         refuse_stale_gradients(self.trained, self._assigned)
-        if self._following.planning.sharded:
+        if self._tracker.planner.sharded:
             refuse_gathered(self.trained)
         elif self._group is None:
             refuse_wrapped(self.trained.values())
@@ -353,8 +352,8 @@ class PerSampleGradientClipper:
             InvalidValueError: If the mode is not ``"exact"``, or there was no backward yet.
         """
         self._refuse_fast_mode()
-        if self._gradients is None or self._following.gathering.mini_batch is not None:
-            mini_batch = self._following.gathering.look()
+        if self._gradients is None or self._tracker.collector.mini_batch is not None:
+            mini_batch = self._tracker.collector.completed()
             self._verify(mini_batch)
             self._keep(mini_batch)
         assert self._gradients is not None
@@ -391,7 +390,7 @@ class PerSampleGradientClipper:
         if self._accumulation.batch_size is None:
             return
         held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        places = (self._following.aliases[name][0] for name in self._names)
+        places = (self._tracker.aliases[name][0] for name in self._names)
         if any(id(parameter_slots(module).get(slot)) in held for module, slot in places):
             raise InvalidValueError(
                 f"{type(optimizer).__name__}.step() was called, and the gradients of {self._accumulation.batch_size} "
@@ -422,12 +421,10 @@ class PerSampleGradientClipper:
         Raises:
             InvalidValueError: If the module was not called yet, or draws random numbers of its own.
         """
-        calls = list(self._following.last_calls.values())
+        calls = list(self._tracker.last_calls.values())
         if not calls:
             raise InvalidValueError("verify() needs a batch: call the module once, with gradients, before it.")
-        found = [
-            compare(self._following, call, range(min(samples, call.batch_size)), self._reduction) for call in calls
-        ]
+        found = [compare(self._tracker, call, range(min(samples, call.batch_size)), self._reduction) for call in calls]
         if None in found:
             raise InvalidValueError("verify() sees no tensor in what the module returns that has a gradient.")
         return max(comparison.largest for comparison in found if comparison is not None)
@@ -474,7 +471,7 @@ class PerSampleGradientClipper:
 
     def _release_assigned(self, name: str) -> None:
         """Forget a gradient that the optimizer has used, before a new sum is made in its memory."""
-        if name in self._assigned and self._following.parameter(name).grad is not self._assigned[name]:
+        if name in self._assigned and self._tracker.parameter(name).grad is not self._assigned[name]:
             del self._assigned[name]
 
     def _verify(self, mini_batch: MiniBatch) -> None:
@@ -487,16 +484,16 @@ class PerSampleGradientClipper:
                 with torch.autocast(self._device.type, enabled=False), exact_products():
                     mini_batch.finish(self._device)
             except UnsupportedGradientError:
-                self._following.gathering.discard()
-                self._following.planning.forget()
+                self._tracker.collector.discard()
+                self._tracker.planner.forget()
                 raise
-        self._following.verified(conclusive)
+        self._tracker.verified(conclusive)
 
     def _keep(self, mini_batch: MiniBatch) -> dict[str, Contribution]:
         """Hold every per-sample gradient, in the scale of a sample's own loss."""
         contributions = mini_batch.finish(self._device)
         scale = self._sample_scale(mini_batch.batch_size)
-        kept: dict[str, Contribution] = {name: c.keep() for name, c in contributions.items()}
+        kept: dict[str, Contribution] = {name: c.materialize() for name, c in contributions.items()}
         mini_batch.finished = kept
         self._gradients, self._clipped_by = {}, None
         for name, parameter in self.trained.items():
@@ -551,8 +548,8 @@ class PerSampleGradientClipper:
 
     def _prepare(self) -> None:
         """See which parameters are trained, before a batch begins."""
-        refuse_new_parameters(self.module, self._following.aliases)
-        names = [n for n in self._following.aliases if self._following.parameter(n).requires_grad]
+        refuse_new_parameters(self.module, self._tracker.aliases)
+        names = [n for n in self._tracker.aliases if self._tracker.parameter(n).requires_grad]
         if names != self._names:
             self.norm_clipper.prepare(names)
             self._groups = checked_groups(self.norm_clipper, names)

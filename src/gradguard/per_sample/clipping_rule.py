@@ -253,8 +253,8 @@ def _name(norm_clipper: NormClipper) -> str:
 def _check_form(norm_clipper: NormClipper, found: Any, norms: list[Tensor]) -> None:
     call = f"{_name(norm_clipper)}.calc_clipping_factors"
     if not isinstance(found, list | tuple) or not all(isinstance(factors, Tensor) for factors in found):
-        came = [type(f).__name__ for f in found] if isinstance(found, list | tuple) else type(found).__name__
-        raise InvalidTypeError(f"{call} returned {came}: expected a list of {len(norms)} tensors, like the norms.")
+        got = [type(f).__name__ for f in found] if isinstance(found, list | tuple) else type(found).__name__
+        raise InvalidTypeError(f"{call} returned {got}: expected a list of {len(norms)} tensors, like the norms.")
     if len(found) != len(norms):
         raise InvalidValueError(f"{call} returned {len(found)} tensors: expected {len(norms)}, as many as norms.")
     for part, (factors, norm) in enumerate(zip(found, norms, strict=True)):

@@ -1,6 +1,6 @@
 r"""What one use of a parameter contributes to the per-sample gradients of it, in the form that costs least.
 
-A layer's rule (``layers/``) returns one of these forms for each of its parameters; no form but `Kept` holds the
+A layer's rule (``layers/``) returns one of these forms for each of its parameters; no form but `Materialized` holds the
 ``[B, *shape]`` per-sample gradients:
 
 =========  =====================================================  ===========================
@@ -8,8 +8,8 @@ form       per-sample gradient :math:`g_i`                        of
 =========  =====================================================  ===========================
 `Outer`    :math:`\sum_t l_{it} \otimes r_{it}`                   weights of linear maps
 `Rows`     row ``ids[i, t]`` gets :math:`\sum_t v_{it}`           embeddings
-`Direct`   computed for some samples at a time, when asked        convolutions
-`Kept`     held                                                   biases, scales, anything else
+`Recomputed`   computed for some samples at a time, when asked        convolutions
+`Materialized`     held                                                   biases, scales, anything else
 =========  =====================================================  ===========================
 
 Each gives squared norms (float64, ``[B]``), the weighted sum :math:`\sum_i c_i g_i` (at least float32), and rows.
@@ -78,9 +78,9 @@ def row_squares(values: Tensor) -> Tensor:
     if not rows.is_cpu or rows.dtype is torch.float64:
         return torch.linalg.vector_norm(rows, dim=1, dtype=wide_dtype(rows.device)).square()
     squares = _row_squares_in_float32(rows)
-    doubtful = ~((squares > rows.shape[1] * 1e-30) & squares.isfinite())
-    if doubtful.any():
-        squares[doubtful] = torch.linalg.vector_norm(rows[doubtful], dim=1, dtype=torch.float64).square()
+    needs_recompute = ~((squares > rows.shape[1] * 1e-30) & squares.isfinite())
+    if needs_recompute.any():
+        squares[needs_recompute] = torch.linalg.vector_norm(rows[needs_recompute], dim=1, dtype=torch.float64).square()
     return squares
 
 
@@ -123,13 +123,13 @@ class Contribution(ABC):
     Attributes:
         shape: Shape of the parameter.
         batch_size: Number of samples B.
-        doubtful: After `squared_norms`: the samples whose norm is to be computed again, ``[B]``; None if there cannot
-            be any. It is left on the device, so that one look serves for all parameters (`sample_norms`).
+        needs_recompute: After `squared_norms`: the samples whose norm is to be computed again, ``[B]``; None if there
+            cannot be any. It is left on the device, so that one look serves for all parameters (`sample_norms`).
     """
 
     shape: torch.Size
     batch_size: int
-    doubtful: Tensor | None = None
+    needs_recompute: Tensor | None = None
 
     @abstractmethod
     def rows(self, start: int, stop: int) -> Tensor:
@@ -148,19 +148,19 @@ class Contribution(ABC):
             bad: Which samples count as zero, whatever their gradients hold (NaN times 0 would be NaN); None: none.
         """
 
-    def keep(self) -> "Kept":
+    def materialize(self) -> "Materialized":
         """Return the same as held per-sample gradients."""
-        return Kept(self.rows(0, self.batch_size))
+        return Materialized(self.rows(0, self.batch_size))
 
-    def without_doubt(self, squares: Tensor) -> Tensor:
-        """Return squared norms with those that are ``doubtful`` computed again, from the gradients themselves."""
-        if self.doubtful is not None:
-            for i in self.doubtful.nonzero().flatten().tolist():
+    def with_recomputed(self, squares: Tensor) -> Tensor:
+        """Return squared norms with those of `needs_recompute` computed again, from the gradients themselves."""
+        if self.needs_recompute is not None:
+            for i in self.needs_recompute.nonzero().flatten().tolist():
                 squares[i] = row_squares(self.rows(i, i + 1))[0]
         return squares
 
 
-class Kept(Contribution):
+class Materialized(Contribution):
     """Per-sample gradients that are held, ``[B, *shape]``, in whichever order of dimensions they lie in memory."""
 
     def __init__(self, gradients: Tensor) -> None:
@@ -181,7 +181,7 @@ class Kept(Contribution):
         total = factors.to(rows.dtype) @ rows.reshape(self.batch_size, self.shape.numel())
         return total.view(rows.shape[1:]).mT.contiguous() if self._is_transposed() else total.view(self.shape)
 
-    def keep(self) -> "Kept":
+    def materialize(self) -> "Materialized":
         """Return itself."""
         return self
 
@@ -192,7 +192,7 @@ class Kept(Contribution):
         return self.gradients.mT if self._is_transposed() else self.gradients
 
 
-class Direct(Contribution):
+class Recomputed(Contribution):
     """Per-sample gradients that are computed again for each purpose, some samples at a time.
 
     Args:
@@ -278,7 +278,7 @@ class Outer(Contribution):
 
     Attributes:
         ghost: Find norms from Gram matrices; otherwise from the gradients of ``chunk`` samples at a time, which are
-            dropped again. Both are exact; `settle` knows which is faster.
+            dropped again. Both are exact; `choose_method` knows which is faster.
         chunk: Samples at a time.
     """
 
@@ -304,7 +304,7 @@ class Outer(Contribution):
         return self._ghost_norms() if self.ghost else squared_norms_in_chunks(self, self.chunk)
 
     def _ghost_norms(self) -> Tensor:
-        r"""Return sums over pairs of positions; samples where these cancel are doubtful.
+        r"""Return sums over pairs of positions; samples where these cancel need to be recomputed.
 
         With :math:`U = (\sum_t \lVert l_t\rVert\lVert r_t\rVert)^2` the rounding error is a few times 1e-7 U / n².
         """
@@ -312,7 +312,7 @@ class Outer(Contribution):
         squares = grams.sum(2, dtype=torch.float64).sum(1)
         lengths = torch.linalg.vector_norm(self.left, dim=2) * torch.linalg.vector_norm(self.right, dim=2)
         trusted = squares > 1e-3 * lengths.double().sum(1).square()
-        self.doubtful = ~(trusted & squares.isfinite())
+        self.needs_recompute = ~(trusted & squares.isfinite())
         return squares
 
     def weighted_sum(self, factors: Tensor, bad: Tensor | None = None) -> Tensor:
@@ -340,15 +340,15 @@ class Tied(Contribution):
         return self.looked_up.rows(start, stop) + self.multiplied.rows(start, stop)
 
     def squared_norms(self) -> Tensor:
-        """Return both squared norms and the cross term; samples where they cancel are doubtful."""
+        """Return both squared norms and the cross term; samples where they cancel need to be recomputed."""
         parts = self.looked_up.squared_norms() + self.multiplied.squared_norms()
         left, right, values = self.multiplied.left, self.multiplied.right, wide(self.looked_up.values)
         ids = self.looked_up.ids.unsqueeze(1).expand(-1, left.shape[1], -1)
         cross = left.gather(2, ids).mul_(right @ values.mT).sum(2, dtype=torch.float64).sum(1)
         squares = parts + 2 * cross
-        self.doubtful = ~((squares > 1e-3 * parts) & squares.isfinite())
-        if self.multiplied.doubtful is not None:
-            self.doubtful |= self.multiplied.doubtful
+        self.needs_recompute = ~((squares > 1e-3 * parts) & squares.isfinite())
+        if self.multiplied.needs_recompute is not None:
+            self.needs_recompute |= self.multiplied.needs_recompute
         return squares
 
     def weighted_sum(self, factors: Tensor, bad: Tensor | None = None) -> Tensor:
@@ -371,10 +371,10 @@ def together(contributions: list[Contribution]) -> Contribution:
         merged.append(Rows(ids, values, rows[0].shape))
     rest = [c for c in contributions if not isinstance(c, Outer | Rows)]
     if rest or len(merged) > 2:
-        total = merged.pop().keep().gradients if merged else rest.pop().keep().gradients.clone()
+        total = merged.pop().materialize().gradients if merged else rest.pop().materialize().gradients.clone()
         for contribution in merged + rest:
-            total += contribution.keep().gradients
-        return Kept(total)
+            total += contribution.materialize().gradients
+        return Materialized(total)
     if len(merged) == 1:
         return merged[0]
     return Tied(merged[1], merged[0])  # type: ignore[arg-type]
@@ -390,11 +390,11 @@ def squared_norms_in_chunks(contribution: Contribution, chunk: int) -> Tensor:
 def sample_norms(contributions: Mapping[str, Contribution]) -> dict[str, Tensor]:
     """Return the norm of each sample's gradient of each parameter, float64 ``[B]``; the host looks at most once."""
     squares = {name: contribution.squared_norms() for name, contribution in contributions.items()}
-    doubts = [(name, c.doubtful.any()) for name, c in contributions.items() if c.doubtful is not None]
+    doubts = [(name, c.needs_recompute.any()) for name, c in contributions.items() if c.needs_recompute is not None]
     if doubts:
         flags = torch.stack([doubt for _, doubt in doubts]).tolist()
         for name in [name for (name, _), flag in zip(doubts, flags, strict=True) if flag]:
-            squares[name] = contributions[name].without_doubt(squares[name])
+            squares[name] = contributions[name].with_recomputed(squares[name])
     return {name: square.sqrt() for name, square in squares.items()}
 
 
@@ -425,27 +425,27 @@ CPU = Speed(products=4e10, traffic=2e10, pages=3e9)
 ACCELERATOR = Speed(products=2e13, traffic=2e12, pages=float("inf"))  # its allocator keeps what was freed
 
 
-def settle(contribution: Contribution, budget: int, device: torch.device) -> Contribution:
+def choose_method(contribution: Contribution, budget: int, device: torch.device) -> Contribution:
     """Return ``contribution`` kept, if that is fastest and takes at most ``budget`` bytes; else set its other ways."""
     speed = CPU if device.type == "cpu" else ACCELERATOR
-    size = kept_bytes(contribution)
+    size = materialized_bytes(contribution)
     row = size // max(1, contribution.batch_size)
-    if isinstance(contribution, Direct):
+    if isinstance(contribution, Recomputed):
         contribution.chunk = max(1, _CACHE // max(1, row))
-        return contribution.keep() if size <= budget else contribution
+        return contribution.materialize() if size <= budget else contribution
     if isinstance(contribution, Tied):
-        settle(contribution.multiplied, 0, device)
+        choose_method(contribution.multiplied, 0, device)
     if not isinstance(contribution, Outer) or contribution.positions == 1:
         return contribution
     keep, ghost, drop = _seconds(contribution, size, speed)
     if size <= budget and keep <= min(ghost, drop):
-        return contribution.keep()
+        return contribution.materialize()
     contribution.ghost = ghost < drop
     contribution.chunk = max(1, _CACHE // max(1, row))
     return contribution
 
 
-def kept_bytes(contribution: Contribution) -> int:
+def materialized_bytes(contribution: Contribution) -> int:
     """Return the bytes of all samples' gradients."""
     return 4 * contribution.batch_size * contribution.shape.numel()
 

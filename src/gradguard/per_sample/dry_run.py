@@ -6,7 +6,8 @@ sample. Nothing is guessed from sizes that may be equal by chance, such as a bat
 """
 
 import math
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence, Set
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -140,6 +141,10 @@ class Observer(TorchFunctionMode):
             self.calls[self._running[-1]].draws = True
 
 
+ObservedBy = Callable[[Observer], AbstractContextManager[None]]
+"""A block in which an observer hears of the calls of modules."""
+
+
 class WithoutDropout(TorchFunctionMode):
     """Switches dropout off that functions do."""
 
@@ -186,7 +191,7 @@ class DryRun:
         batch_first: Whether the batch is the first dimension of the arguments.
         size: Number of samples in the call.
         slots: The trained parameters.
-        observe: Called with an `Observer` or None: who hears of the calls of modules.
+        observed_by: A block in which an `Observer` hears of the calls of modules.
         whole: Positions of tensors in the arguments that belong to no sample.
         seed: Of the random numbers that the module draws.
         structure: The layers inside are to be followed; otherwise only what the module itself gets and returns counts.
@@ -203,14 +208,14 @@ class DryRun:
         batch_first: bool,
         size: int,
         slots: Set[Slot],
-        observe: Any,
+        observed_by: ObservedBy,
         whole: Set[int],
         seed: int,
         structure: bool = True,
     ) -> None:
         self._whole, self._seed, self.draws, self.changes_buffers = whole, seed, False, False
         self._module, self._arguments, self._batch_first, self._size = module, arguments, batch_first, size
-        self._slots, self._observe = slots, observe
+        self._slots, self._observed_by = slots, observed_by
         self.runs = [self._run(samples, keep_values=False) for samples in SIZES]
         called = [[id(call.module) for call in run] for run in self.runs]
         if structure and called[0] != called[1]:
@@ -271,9 +276,13 @@ class DryRun:
         chosen = [*first_two, 0][:samples]
         args, kwargs = take_samples(self._arguments, self._batch_first, self._size, chosen, self._whole)
         observer = Observer(self._slots, keep_values)
-        self._observe(observer)
         try:
-            with undisturbed(self._module, TOO_RARE), torch.set_grad_enabled(samples == SIZES[0]), observer:
+            with (
+                self._observed_by(observer),
+                undisturbed(self._module, TOO_RARE),
+                torch.set_grad_enabled(samples == SIZES[0]),
+                observer,
+            ):
                 seed_generators(self._seed)
                 before = torch.get_rng_state(), generators()
                 versions = [changes_of(buffer) for buffer in self._module.buffers()]
@@ -290,8 +299,6 @@ class DryRun:
                 f"dimension has size {self._size} is taken to hold one entry for each sample; a constant of that size "
                 "belongs into the module, as a buffer."
             ) from error
-        finally:
-            self._observe(None)
         return observer.calls
 
 

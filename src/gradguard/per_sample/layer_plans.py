@@ -4,17 +4,16 @@ There are plans for each way in which a module is called; it is planned anew whe
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
 
 from torch import nn
 
 from gradguard.distributed.placements import is_sharded
 from gradguard.errors import UnsupportedGradientError
 from gradguard.per_sample.call_arguments import Arguments, other_candidates, signature
-from gradguard.per_sample.dry_run import DryRun, Slot
+from gradguard.per_sample.dry_run import DryRun, ObservedBy, Slot
 from gradguard.per_sample.layers.call import BatchAxis
 from gradguard.per_sample.layers.registry import Rule, rule_for
 from gradguard.per_sample.operations import PlannedOperation, planned
@@ -27,7 +26,9 @@ class Treatment(Enum):
     NOTHING = "uses no trained parameter by itself"
     RULE = "a layer with a rule of its own"
     OPERATIONS = "code that does nothing but known operations with trained parameters: these are tapped"
-    OWN_CODE = "code that uses trained parameters: differentiated with torch.func, the layers that it calls left out"
+    VMAP_FALLBACK = (
+        "code that uses trained parameters: differentiated with torch.func, without the layers that it calls"
+    )
 
 
 @dataclass(frozen=True)
@@ -72,15 +73,15 @@ class Plans:
         draws = _draws(run, sees)
         found: dict[nn.Module, list[CallPlan]] = defaultdict(list)
         for i, call in enumerate(run.calls):
-            if treatments[i] is Treatment.OWN_CODE and draws[i]:
+            if treatments[i] is Treatment.VMAP_FALLBACK and draws[i]:
                 raise UnsupportedGradientError(
                     f"the code of {type(call.module).__name__} uses parameters by itself and draws random numbers "
                     "(F.dropout, say), so it cannot be run again for each sample. Move dropout into a layer of its own "
                     "(nn.Dropout)."
                 )
-            within_own_code = call.caller >= 0 and treatments[call.caller] is Treatment.OWN_CODE
-            tapped = treatments[i] in (Treatment.RULE, Treatment.OWN_CODE)
-            needed = call.caller < 0 or tapped or (within_own_code and sees[i])
+            within_fallback = call.caller >= 0 and treatments[call.caller] is Treatment.VMAP_FALLBACK
+            tapped = treatments[i] in (Treatment.RULE, Treatment.VMAP_FALLBACK)
+            needed = call.caller < 0 or tapped or (within_fallback and sees[i])
             inputs, outputs = run.axes(i) if needed else ([], [])
             rule = rule_for(call.module) if treatments[i] is Treatment.RULE else None
             plan = CallPlan(
@@ -138,7 +139,7 @@ def _treatments(
             elif known is not None and uses[i] == {(call.module, slot) for slot in known}:
                 treatments[i], operations[i] = Treatment.OPERATIONS, known
             else:
-                treatments[i] = Treatment.OWN_CODE
+                treatments[i] = Treatment.VMAP_FALLBACK
         elif call.caller < 0:
             raise UnsupportedGradientError(
                 f"{type(call.module).__name__} was called by itself and returned the same for any number of samples, "
@@ -166,7 +167,7 @@ def _grows(run: DryRun, i: int) -> bool:
 
 
 @dataclass
-class Way:
+class CallPattern:
     """What is known of one way of calling a module.
 
     Attributes:
@@ -201,24 +202,24 @@ _SEEDS = 16
 """Dry runs of a model that draws random numbers, in which layers are left out by chance."""
 
 
-class Planning:
+class LayerPlanner:
     """Plans by outermost module and by the form of its arguments.
 
     Args:
         batch_first: Whether the batch is the first dimension of what a module is called with.
         names: The name of each parameter by where it is held.
-        observe: Called with an `Observer` or None: who hears of the calls of modules.
+        observed_by: A block in which an `Observer` hears of the calls of modules.
 
     Attributes:
         shared: Parameters that more than one call uses.
         sharded: Parameters are spread over processes.
     """
 
-    def __init__(self, batch_first: bool, names: Mapping[Slot, str], observe: Any) -> None:
+    def __init__(self, batch_first: bool, names: Mapping[Slot, str], observed_by: ObservedBy) -> None:
         # Under FSDP2 every dry run is a collective, so all processes must do the same ones, whatever their batches.
         self.sharded = any(is_sharded(getattr(module, slot)) for module, slot in names)
-        self._batch_first, self._names, self._observe = batch_first, names, observe
-        self._ways: dict[Any, Way] = {}
+        self._batch_first, self._names, self._observed_by = batch_first, names, observed_by
+        self._patterns: dict[Hashable, CallPattern] = {}
         self._current: list[Plans] = []
         self._trained: frozenset[str] = frozenset()
         self._calls: dict[nn.Module, int] = defaultdict(int)
@@ -234,7 +235,7 @@ class Planning:
 
     def forget(self) -> None:
         """Plan anew from the next call on, with other random numbers."""
-        self._ways.clear()
+        self._patterns.clear()
         self._seed += _SEEDS
 
     def unexpected(self) -> None:
@@ -246,40 +247,40 @@ class Planning:
         """Count the calls of each module from the beginning."""
         self._calls.clear()
 
-    def way(self, module: nn.Module, arguments: Arguments, size: int) -> Way:
+    def pattern_for(self, module: nn.Module, arguments: Arguments, size: int) -> CallPattern:
         """Return how an outermost call that starts is treated; plan it, if it is of a new kind.
 
         Raises:
             UnsupportedGradientError: If its samples cannot be told apart.
         """
         key = (module, signature(arguments, sizes=not self.sharded))
-        if key not in self._ways:
-            self._ways[key] = self._plan(module, arguments, size)
-            plans = [p for way in self._ways.values() for p in way.plans]
+        if key not in self._patterns:
+            self._patterns[key] = self._plan(module, arguments, size)
+            plans = [p for pattern in self._patterns.values() for p in pattern.plans]
             self.shared = frozenset().union(*[self._shared_of(p) for p in plans])
-        return self._ways[key]
+        return self._patterns[key]
 
-    def loop(self, way: Way, arguments: Arguments, size: int, reason: str) -> None:
-        """Run the samples of ``way`` one by one from now on, because of ``reason``."""
-        way.output_axes = self._outermost(way.module, arguments, size, way.whole).output_axes
-        way.plans, way.reason = [], reason
+    def run_one_by_one(self, pattern: CallPattern, arguments: Arguments, size: int, reason: str) -> None:
+        """Run the samples of ``pattern`` one by one from now on, because of ``reason``."""
+        pattern.output_axes = self._outermost(pattern.module, arguments, size, pattern.whole).output_axes
+        pattern.plans, pattern.reason = [], reason
 
-    def resume(self, way: Way) -> None:
-        """The calls that come belong to ``way``."""
-        self._current = way.plans
+    def resume(self, pattern: CallPattern) -> None:
+        """The calls that come belong to ``pattern``."""
+        self._current = pattern.plans
 
     def next(self, module: nn.Module) -> CallPlan | None:
         """Return the plan of the next call of ``module``, None if no dry run has seen it."""
         number = self._calls[module]
         self._calls[module] += 1
-        others = [p for way in self._ways.values() for p in way.plans]
+        others = [p for pattern in self._patterns.values() for p in pattern.plans]
         return next((plan for p in (*self._current, *others) if (plan := p.of(module, number))), None)
 
     def uses_trained(self, module: nn.Module) -> bool:
         """Tell whether ``module`` or a layer in it holds a trained parameter."""
         return any(self._names.get((m, slot)) in self._trained for m in module.modules() for slot in parameter_slots(m))
 
-    def _plan(self, module: nn.Module, arguments: Arguments, size: int) -> Way:
+    def _plan(self, module: nn.Module, arguments: Arguments, size: int) -> CallPattern:
         others = [] if self.sharded else other_candidates(arguments, self._batch_first, size)
         attempts = [frozenset(), *[frozenset([i]) for i in others], frozenset(others)] if others else [frozenset()]
         failure: UnsupportedGradientError | None = None
@@ -292,22 +293,22 @@ class Planning:
         reason = str(failure) if failure else "different layers run in each step."
         for whole in attempts if not self.sharded else []:
             try:
-                way = self._outermost(module, arguments, size, whole)
+                pattern = self._outermost(module, arguments, size, whole)
             except UnsupportedGradientError as error:
                 failure = failure or error
             else:
-                way.reason = reason
-                return way
+                pattern.reason = reason
+                return pattern
         assert failure is not None
         raise failure
 
-    def _outermost(self, module: nn.Module, arguments: Arguments, size: int, whole: frozenset[int]) -> Way:
+    def _outermost(self, module: nn.Module, arguments: Arguments, size: int, whole: frozenset[int]) -> CallPattern:
         """What is known without following the layers inside."""
         slots = {slot for slot, name in self._names.items() if name in self._trained}
-        run = DryRun(module, arguments, self._batch_first, size, slots, self._observe, whole, self._seed, False)
-        return Way(module, whole, [], run.axes(0)[1], run.changes_buffers)
+        run = DryRun(module, arguments, self._batch_first, size, slots, self._observed_by, whole, self._seed, False)
+        return CallPattern(module, whole, [], run.axes(0)[1], run.changes_buffers)
 
-    def _dry_runs(self, module: nn.Module, arguments: Arguments, size: int, whole: frozenset[int]) -> Way:
+    def _dry_runs(self, module: nn.Module, arguments: Arguments, size: int, whole: frozenset[int]) -> CallPattern:
         """One plan; or several where layers are left out by chance, so that each is seen."""
         slots = {slot for slot, name in self._names.items() if name in self._trained}
         if any(
@@ -318,7 +319,7 @@ class Planning:
         changes = False
         missing = {m for m in module.modules() if any((m, slot) in slots for slot in parameter_slots(m))}
         for seed in range(self._seed, self._seed + _SEEDS):
-            run = DryRun(module, arguments, self._batch_first, size, slots, self._observe, whole, 7919 * seed)
+            run = DryRun(module, arguments, self._batch_first, size, slots, self._observed_by, whole, 7919 * seed)
             plan = Plans(run)
             changes |= run.changes_buffers
             if not plans or missing & plan.modules:
@@ -327,7 +328,7 @@ class Planning:
             if not missing or not run.draws or self.sharded:
                 break
         first = plans[0].of(module, 0)
-        return Way(module, whole, plans, first.outputs if first else (), changes)
+        return CallPattern(module, whole, plans, first.outputs if first else (), changes)
 
     def _shared_of(self, plans: Plans) -> set[str]:
         uses = Counter(self._names[slot] for used in plans.uses for slot in used)

@@ -9,12 +9,19 @@ from torch import Tensor, nn
 
 from gradguard.errors import InvalidValueError, UnsupportedGradientError
 from gradguard.per_sample.call_arguments import Skeleton
-from gradguard.per_sample.contributions import Contribution, Kept, exact_products, kept_bytes, settle, together
+from gradguard.per_sample.contributions import (
+    Contribution,
+    Materialized,
+    choose_method,
+    exact_products,
+    materialized_bytes,
+    together,
+)
 from gradguard.per_sample.layer_plans import CallPlan
 from gradguard.per_sample.layers.call import LayerCall
 from gradguard.per_sample.plain_sum import Leaves, magnitude, off_from_sum
 from gradguard.per_sample.sample_loop import LoopedCall
-from gradguard.per_sample.vmap_fallback import LeftOut, OwnCode
+from gradguard.per_sample.vmap_fallback import NestedCall, VmapFallback
 from gradguard.torch_private import call_after_backward, current_graph_task
 
 _LEAST = 32 << 20
@@ -55,7 +62,7 @@ class MiniBatch:
         complete: That backward has gone through to its end.
         batch_size: Number of samples; -1 as long as it is not known.
         parts: The contributions to each parameter.
-        own_code: Runs of code that is differentiated when all gradients are there.
+        fallbacks: Runs of code that is differentiated when all gradients are there.
         budget: Bytes of per-sample gradients that may still be kept.
         shared: Parameters that are used more than once.
         loops: Calls that are repeated sample by sample.
@@ -71,7 +78,7 @@ class MiniBatch:
     complete: bool = False
     batch_size: int = -1
     parts: dict[str, list[Contribution]] = field(default_factory=lambda: defaultdict(list))
-    own_code: list[OwnCode] = field(default_factory=list)
+    fallbacks: list[VmapFallback] = field(default_factory=list)
     loops: list[LoopedCall] = field(default_factory=list)
     to_verify: list[tuple[UsedLayer, dict[str, Contribution], float, Tensor]] = field(default_factory=list)
     reached: list[Leaves] = field(default_factory=list)
@@ -102,20 +109,20 @@ class MiniBatch:
             The contribution as it is held.
         """
         if name not in self.shared:
-            contribution = settle(contribution, self.budget, device)
-            if isinstance(contribution, Kept):
-                self.budget -= kept_bytes(contribution)
+            contribution = choose_method(contribution, self.budget, device)
+            if isinstance(contribution, Materialized):
+                self.budget -= materialized_bytes(contribution)
         self.parts[name].append(contribution)
         return contribution
 
     def finish(self, device: torch.device) -> dict[str, Contribution]:
         """Return one contribution for each parameter that was used."""
         if self.finished is None:
-            self._refuse_sideways()
+            self._refuse_untapped()
             self._verify_layers()
-            while self.own_code:
-                for name, gradients in self.own_code.pop().per_sample_gradients().items():
-                    self.parts[name].append(Kept(gradients))
+            while self.fallbacks:
+                for name, gradients in self.fallbacks.pop().per_sample_gradients().items():
+                    self.parts[name].append(Materialized(gradients))
             for loop in self.loops:
                 for name, contribution in loop.contributions(self.budget).items():
                     self.parts[name].append(contribution)
@@ -124,10 +131,10 @@ class MiniBatch:
             for name in list(self.parts):
                 uses = self.parts.pop(name)
                 merged = together(uses)
-                self.finished[name] = merged if merged is uses[0] else settle(merged, self.budget, device)
+                self.finished[name] = merged if merged is uses[0] else choose_method(merged, self.budget, device)
         return self.finished
 
-    def _refuse_sideways(self) -> None:
+    def _refuse_untapped(self) -> None:
         """Check that no gradient came to parameters of a call whose outputs got none.
 
         Raises:
@@ -157,9 +164,9 @@ class MiniBatch:
             UnsupportedGradientError: If they differ.
         """
         while self.to_verify:
-            layer, found, precision, size = self.to_verify.pop()
+            layer, contributions, precision, size = self.to_verify.pop()
             assert layer.leaves is not None
-            for name, contribution in found.items():
+            for name, contribution in contributions.items():
                 if float(off_from_sum(contribution, layer.leaves.plain.get(name), precision, size)) > 1:
                     raise UnsupportedGradientError(
                         f"the samples' gradients of {name} do not add up to its plain gradient in "
@@ -168,7 +175,7 @@ class MiniBatch:
                     )
 
 
-class Gathering:
+class GradientCollector:
     """Receives from taps; one mini-batch at a time.
 
     Attributes:
@@ -183,25 +190,25 @@ class Gathering:
         self.activations = 0
         self.shared = shared
 
-    def look(self) -> MiniBatch:
+    def completed(self) -> MiniBatch:
         """Return the mini-batch of the backward that has just run.
 
         Raises:
             InvalidValueError: If there is none, or it was cut short.
         """
-        found = self.mini_batch
-        if found is None:
+        mini_batch = self.mini_batch
+        if mini_batch is None:
             raise InvalidValueError(
                 "there are no gradients to clip: call loss.backward() on a loss that was computed with the "
                 "module first, once for each mini-batch."
             )
-        if not found.complete:
+        if not mini_batch.complete:
             self.mini_batch = None
             raise InvalidValueError(
                 "the last backward did not run to its end (it raised an error), so its gradients are not complete; "
                 "they were thrown away. Repeat the forward and backward of this mini-batch."
             )
-        return found
+        return mini_batch
 
     def discard(self) -> None:
         """Forget what has come."""
@@ -235,17 +242,19 @@ class Gathering:
         assert layer.plan.rule is not None
         device = next(grad.device for grad in grads if grad is not None)
         with torch.autocast(device.type, enabled=False), exact_products():
-            found = layer.plan.rule.contributions(call)
-            if found.keys() != layer.names.keys():
+            contributions = layer.plan.rule.contributions(call)
+            if contributions.keys() != layer.names.keys():
                 raise UnsupportedGradientError(
-                    f"the rule of {type(layer.module).__name__} gives gradients of {sorted(found)}, but "
+                    f"the rule of {type(layer.module).__name__} gives gradients of {sorted(contributions)}, but "
                     f"{sorted(layer.names)} are trained. Is the weight computed by an old-style hook (weight_norm, "
                     "spectral_norm, prune)? Use torch.nn.utils.parametrizations in its place."
                 )
-            sizes = [magnitude(c) for c in found.values()] if layer.leaves is not None else []  # before any is held
+            sizes = (
+                [magnitude(c) for c in contributions.values()] if layer.leaves is not None else []
+            )  # before any is held
             added = {
                 layer.names[name]: mini_batch.add(layer.names[name], contribution, device)
-                for name, contribution in found.items()
+                for name, contribution in contributions.items()
             }
             if layer.leaves is not None:
                 floats = [t for t in (*saved, *grads) if t is not None and t.is_floating_point()]
@@ -253,8 +262,8 @@ class Gathering:
                 precision = max(layer.precision, *(torch.finfo(t.dtype).eps for t in floats))
                 mini_batch.to_verify.append((layer, added, precision, size))
 
-    def receive_left_out(
-        self, layer: LeftOut, saved: Sequence[Tensor], grads: Sequence[Tensor | None], task: int
+    def receive_nested_call(
+        self, layer: NestedCall, saved: Sequence[Tensor], grads: Sequence[Tensor | None], task: int
     ) -> None:
         """The gradient of what a module's own code called a layer with."""
         del saved
@@ -265,14 +274,16 @@ class Gathering:
         """A plain gradient came to the parameters of a call."""
         self._of(current_graph_task() if made_in == -1 else made_in).reached.append(leaves)
 
-    def receive_code(self, code: OwnCode, saved: Sequence[Tensor], grads: Sequence[Tensor | None], task: int) -> None:
+    def receive_fallback(
+        self, fallback: VmapFallback, saved: Sequence[Tensor], grads: Sequence[Tensor | None], task: int
+    ) -> None:
         """The gradient of what a module's own code returned; those of what it called layers with are still to come."""
         mini_batch = self._of(task)
-        mini_batch.expect(code.batch_size, code.module)
-        if code.leaves is not None:
-            mini_batch.tapped.add(code.leaves)
-        code.saved, code.grads = saved, list(grads)
-        mini_batch.own_code.append(code)
+        mini_batch.expect(fallback.batch_size, fallback.module)
+        if fallback.leaves is not None:
+            mini_batch.tapped.add(fallback.leaves)
+        fallback.saved, fallback.grads = saved, list(grads)
+        mini_batch.fallbacks.append(fallback)
 
     def receive_loop(
         self, loop: LoopedCall, saved: Sequence[Tensor], grads: Sequence[Tensor | None], task: int
@@ -293,10 +304,10 @@ class Gathering:
 
     def _of(self, task: int) -> MiniBatch:
         """The mini-batch that the running backward belongs to."""
-        found = self.mini_batch
-        if found is not None and found.task == task:
-            return found
-        if found is not None and found.complete:
+        running = self.mini_batch
+        if running is not None and running.task == task:
+            return running
+        if running is not None and running.complete:
             raise InvalidValueError(
                 "a second backward came before clip_and_accumulate(): the samples of two mini-batches would be taken "
                 "for the same. Call clipper.clip_and_accumulate() after each backward, and once per mini-batch; "

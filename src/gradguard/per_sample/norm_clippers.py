@@ -11,26 +11,13 @@ from torch import Tensor
 
 from gradguard.errors import InvalidTypeError, InvalidValueError
 from gradguard.per_sample.clipping_rule import (
-    SLACK,
     NormClipper,
     check_keys,
-    checked_factors,
     in_range,
     layer_of,
     non_negative,
     only,
 )
-
-__all__ = [
-    "SLACK",
-    "AutoNormClipper",
-    "FlatNormClipper",
-    "NormClipper",
-    "PerLayerNormClipper",
-    "PerParameterNormClipper",
-    "QuantileNormClipper",
-    "checked_factors",
-]
 
 _FLOAT32 = torch.finfo(torch.float32)
 

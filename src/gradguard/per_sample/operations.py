@@ -3,7 +3,7 @@
 
 Most layers without a rule do no more: a normalization written by hand or on other dimensions, the scale of a residual
 branch, an adapter. Such an operation is tapped as a layer is, so the code around it need not run again for each sample
-(`own_code`), and may draw random numbers.
+(`vmap_fallback`), and may draw random numbers.
 
 A proxy takes the parameter's place while the code runs. Functions of torch that are called with it come to
 `ParameterProxy.__torch_function__`: operations that were planned are tapped; everything else gets a leaf, and a
@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gradguard.per_sample.contributions import Contribution, Kept, wide
+from gradguard.per_sample.contributions import Contribution, Materialized, wide
 from gradguard.per_sample.layers.call import BatchAxis, LayerCall
 from gradguard.per_sample.layers.linear import linear
 from gradguard.per_sample.layers.normalization import layer_norm_over, rms_norm_over
@@ -163,7 +163,7 @@ def _elementwise(product: bool, shape: torch.Size, call: LayerCall) -> dict[str,
     del repeated[call.grad_axes[0].dim]
     over = [d for d, size in enumerate(repeated, 1) if size == 1]
     rows = rows.sum(over) if over else rows
-    return {"weight": Kept(rows.reshape(len(rows), *shape))}
+    return {"weight": Materialized(rows.reshape(len(rows), *shape))}
 
 
 class ParameterProxy(Tensor):
@@ -195,7 +195,7 @@ class ParameterProxy(Tensor):
         if torch.is_grad_enabled() and (func in _ELEMENTWISE or func in _FUNCTIONS):
             operation = operation_of(func, args, kwargs, _is_proxy)
             if operation is not None:
-                own: list[Any] = list(operation.parameters.values())
+                own = [one for one in operation.parameters.values() if isinstance(one, ParameterProxy)]
                 dims = operation.operand.dim()
                 if all((one.plan.kind, one.plan.dims) == (operation.kind, dims) for one in own):
                     return own[0].tapped(operation, func, args, kwargs)

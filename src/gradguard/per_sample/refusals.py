@@ -13,6 +13,7 @@ from torch.optim.optimizer import Optimizer
 from gradguard.distributed.fully_sharded import is_fully_sharded
 from gradguard.distributed.placements import is_sharded
 from gradguard.errors import InvalidTypeError, InvalidValueError, UnsupportedGradientError
+from gradguard.grad_scaler import notice_scaled_losses
 from gradguard.optimizer_hooks import EveryStep
 from gradguard.per_sample.clipping_rule import NormClipper
 from gradguard.per_sample.norm_clippers import QuantileNormClipper
@@ -214,20 +215,20 @@ class Waiting(Protocol):
 
 
 _watching: "weakref.WeakSet[Waiting]" = weakref.WeakSet()
-_hooks: list[EveryStep] = []
-"""One pair of hooks on all optimizers, while anything is watching."""
+_removals: list[Callable[[], None]] = []
+"""Take off what is on all optimizers and GradScalers while anything is watching."""
 
 
-def watch_steps(clipper: Waiting) -> Callable[[], None]:
-    """Let ``clipper`` refuse steps that come too early, which does not keep it alive; return what ends that."""
-    if not _hooks:
-        _hooks.append(EveryStep(_before, _after))
+def watch_steps_and_scalers(clipper: Waiting) -> Callable[[], None]:
+    """Let ``clipper``, which is not kept alive, refuse early steps, and notice GradScalers; return what ends that."""
+    if not _removals:
+        _removals.extend([EveryStep(_before, _after).remove, notice_scaled_losses()])
     _watching.add(clipper)
 
     def end() -> None:
         _watching.discard(clipper)
-        while _hooks and not _watching:
-            _hooks.pop().remove()
+        while _removals and not _watching:
+            _removals.pop()()
 
     return end
 

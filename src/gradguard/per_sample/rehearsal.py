@@ -25,10 +25,10 @@ from torch import Tensor, nn
 
 from gradguard.errors import UnsupportedGradientError
 from gradguard.per_sample.call_arguments import Arguments, Skeleton, to_float64
-from gradguard.per_sample.call_tracker import Following, LastCall
+from gradguard.per_sample.call_tracker import CallTracker, LastCall
 from gradguard.per_sample.contributions import Contribution, exact_products, real_parts, wide
 from gradguard.per_sample.dry_run import Slot, WithoutDropout
-from gradguard.per_sample.layer_plans import Way
+from gradguard.per_sample.layer_plans import CallPattern
 from gradguard.per_sample.rerun import Draws, substituted, undisturbed
 from gradguard.per_sample.sample_loop import not_the_reduction, rows_of, same_rows
 from gradguard.tensors.layout import wide_dtype
@@ -68,63 +68,63 @@ class Rehearsal:
     def __init__(self, reduction: str, only_warn: bool = False) -> None:
         self._reduction, self._only_warn = reduction, only_warn
 
-    def __call__(self, following: Following, call: LastCall) -> None:
+    def __call__(self, tracker: CallTracker, call: LastCall) -> None:
         """Try out one call.
 
         Raises:
             UnsupportedGradientError: If its per-sample gradients are not those of the samples by themselves.
         """
-        if following.planning.sharded:
+        if tracker.planner.sharded:
             return  # a second run would be a collective
         try:
-            self._try(following, call)
+            self._try(tracker, call)
         except UnsupportedGradientError as error:
             if not self._only_warn:
-                following.planning.forget()
+                tracker.planner.forget()
                 raise
             warnings.warn(f"gradguard could not verify the model, and goes on: {error}", stacklevel=6)
-            call.way.sizes.add(call.batch_size)
+            call.pattern.sizes.add(call.batch_size)
 
-    def _try(self, following: Following, call: LastCall) -> None:
-        way = call.way
-        if not way.sizes:
-            if not way.looped:
+    def _try(self, tracker: CallTracker, call: LastCall) -> None:
+        pattern = call.pattern
+        if not pattern.sizes:
+            if not pattern.looped:
                 try:
-                    self._try_pair(following, call)
+                    self._try_pair(tracker, call)
                 except _CAUGHT as error:
                     _raise_what_no_model_causes(error)
-                    following.planning.loop(way, call.arguments, call.batch_size, str(error))
-            if way.looped:
+                    tracker.planner.run_one_by_one(pattern, call.arguments, call.batch_size, str(error))
+            if pattern.looped:
                 try:
-                    self._try_pair(following, call)
+                    self._try_pair(tracker, call)
                 except _CAUGHT as error:
                     _raise_what_no_model_causes(error)
-                    if isinstance(error, UnsupportedGradientError) and str(error) in way.reason:
+                    if isinstance(error, UnsupportedGradientError) and str(error) in pattern.reason:
                         raise
                     raise UnsupportedGradientError(
-                        f"{way.reason} Nor can samples be run one by one: {error}"
+                        f"{pattern.reason} Nor can samples be run one by one: {error}"
                     ) from error
         if call.batch_size > 1:
-            if not way.looped:
+            if not pattern.looped:
                 try:
-                    self._try_size(following, call)
+                    self._try_size(tracker, call)
                     return
                 except _CAUGHT as error:
                     _raise_what_no_model_causes(error)
-                    following.planning.loop(way, call.arguments, call.batch_size, str(error))
-                    way.sizes.clear()
-            self._try_size(following, call)
+                    tracker.planner.run_one_by_one(pattern, call.arguments, call.batch_size, str(error))
+                    pattern.sizes.clear()
+            self._try_size(tracker, call)
 
-    def _try_pair(self, following: Following, call: LastCall) -> None:
-        samples = _finite_samples(following, call, min(2, call.batch_size))
-        found = compare(following, call, samples, self._reduction, note=True)
-        if found is not None and found.excess <= 1 and call.batch_size > 1 and not call.way.looped:
+    def _try_pair(self, tracker: CallTracker, call: LastCall) -> None:
+        samples = _finite_samples(tracker, call, min(2, call.batch_size))
+        found = compare(tracker, call, samples, self._reduction, note=True)
+        if found is not None and found.excess <= 1 and call.batch_size > 1 and not call.pattern.looped:
             # A layer may get samples in an order that depends on their values, and give them back in theirs.
-            found = compare(following, call, samples[::-1], self._reduction)
+            found = compare(tracker, call, samples[::-1], self._reduction)
         if found is None:
             raise UnsupportedGradientError(
-                f"no tensor can be seen in what {type(call.way.module).__name__} returns that grows with the number of "
-                "samples or is a loss, so nothing can be compared. Return tensors, tuples, lists or dicts."
+                f"no tensor can be seen in what {type(call.pattern.module).__name__} returns that grows with the "
+                "number of samples or is a loss, so nothing can be compared. Return tensors, tuples, lists or dicts."
             )
         if found.excess > 1:
             raise UnsupportedGradientError(
@@ -133,7 +133,7 @@ class Rehearsal:
                 "looks at the batch)? Is the batch in another dimension (batch_first=False)? Nothing was clipped."
             )
 
-    def _try_size(self, following: Following, call: LastCall) -> None:
+    def _try_size(self, tracker: CallTracker, call: LastCall) -> None:
         """Run the whole batch, and copies of one sample beside another, and compare with samples by themselves.
 
         The batch runs with the clipper's hooks, because a layer may get other rows than in the trial of two samples;
@@ -142,40 +142,40 @@ class Rehearsal:
         Raises:
             UnsupportedGradientError: If a sample returns something else by itself.
         """
-        size, way = call.batch_size, call.way
+        size, pattern = call.batch_size, call.pattern
         last = size - 1
         spread = sorted({last - i * last // (_MOST_ALONE - 1) for i in range(_MOST_ALONE)})
         known: dict[int, list[Tensor]] = {}
         with _as_called(call, autocast=False) as reset, exact_products(), WithoutDropout():
             for indices, alone, hooks in (
-                ([*reversed(range(size))], spread, following.apart(way)),
-                ([0] * last + [last], [0, last], following.quietly()),
+                ([*reversed(range(size))], spread, tracker.collect_separately(pattern)),
+                ([0] * last + [last], [0, last], tracker.quietly()),
             ):
-                arguments = call.samples(following.batch_first, indices)
+                arguments = call.samples(tracker.batch_first, indices)
                 torch.manual_seed(0)
                 reset()
                 with hooks, torch.set_grad_enabled(alone is spread), Draws() as draws:
-                    together = [t.detach() for t in Skeleton(way.module(*arguments[0], **arguments[1])).tensors]
-                precision = max(draws.precision, way.precision)
+                    together = [t.detach() for t in Skeleton(pattern.module(*arguments[0], **arguments[1])).tensors]
+                precision = max(draws.precision, pattern.precision)
                 for i in alone:
                     sample = indices[i]
                     if draws.drawn or sample not in known:
-                        arguments = call.samples(following.batch_first, [sample])
-                        with following.quietly(), torch.no_grad():
-                            known[sample] = _with_draws(way, arguments, draws, i, size, reset)
-                    for recorded, output, axis in zip(together, known[sample], way.output_axes, strict=True):
+                        arguments = call.samples(tracker.batch_first, [sample])
+                        with tracker.quietly(), torch.no_grad():
+                            known[sample] = _with_draws(pattern, arguments, draws, i, size, reset)
+                    for recorded, output, axis in zip(together, known[sample], pattern.output_axes, strict=True):
                         if axis is not None and not same_rows(recorded, output, axis, i, precision):
                             raise UnsupportedGradientError(
-                                f"a sample gives {type(way.module).__name__} something else in a batch of {size} than "
-                                "by itself. Does the model mix samples (batch statistics, a capacity, the largest of "
-                                "the batch)? Let each sample be computed by itself. Nothing was clipped."
+                                f"a sample gives {type(pattern.module).__name__} something else in a batch of {size} "
+                                "than by itself. Does the model mix samples (batch statistics, a capacity, the largest "
+                                "of the batch)? Let each sample be computed by itself. Nothing was clipped."
                             )
 
 
 _NOT_FINITE = "Begin with another batch, or repair the model where it makes NaN or inf. Nothing was clipped."
 
 
-def _finite_samples(following: Following, call: LastCall, number: int) -> list[int]:
+def _finite_samples(tracker: CallTracker, call: LastCall, number: int) -> list[int]:
     """Return the first samples without NaN or inf, beside which any others would look right.
 
     Raises:
@@ -183,13 +183,13 @@ def _finite_samples(following: Following, call: LastCall, number: int) -> list[i
     """
     found: list[int] = []
     for i in range(call.batch_size):
-        if all(bool(t.isfinite().all()) for t in Skeleton(call.samples(following.batch_first, [i])).tensors):
+        if all(bool(t.isfinite().all()) for t in Skeleton(call.samples(tracker.batch_first, [i])).tensors):
             found.append(i)
             if len(found) == number:
                 return found
     raise UnsupportedGradientError(
-        f"only {len(found)} of the {call.batch_size} samples that {type(call.way.module).__name__} is called with are "
-        f"finite: it takes {number} to see whether samples are separate. {_NOT_FINITE}"
+        f"only {len(found)} of the {call.batch_size} samples that {type(call.pattern.module).__name__} is called with "
+        f"are finite: it takes {number} to see whether samples are separate. {_NOT_FINITE}"
     )
 
 
@@ -204,12 +204,12 @@ def _raise_what_no_model_causes(error: Exception) -> None:
 
 
 def compare(
-    following: Following, call: LastCall, samples: Sequence[int], reduction: str, note: bool = False
+    tracker: CallTracker, call: LastCall, samples: Sequence[int], reduction: str, note: bool = False
 ) -> Comparison | None:
     """Return the largest error over ``samples``, run together and each by itself.
 
     Args:
-        following: What follows the module.
+        tracker: What follows the module.
         call: The call that the samples are taken from.
         samples: Which.
         reduction: What a number that the module returns is over samples.
@@ -219,21 +219,21 @@ def compare(
         None if nothing that is returned can be compared.
     """
     with ExitStack() as stack:
-        call, precision = stack.enter_context(_in_float64(following, call))
+        call, precision = stack.enter_context(_in_float64(tracker, call))
         stack.enter_context(torch.enable_grad())
         reset = stack.enter_context(_as_called(call, autocast=precision is None))
         with exact_products():
             if precision is None:
-                held = map(following.parameter, following.aliases)
+                held = map(tracker.parameter, tracker.aliases)
                 dtypes = [p.dtype for p in held if p.is_floating_point() or p.is_complex()]
                 dtypes += [call.autocast[1]] if call.autocast else []
                 precision = max(torch.finfo(dtype).eps for dtype in dtypes)
             if note:
-                call.way.precision = precision
-            pair = _Pair(following, call, list(samples), reduction, precision, reset)
+                call.pattern.precision = precision
+            pair = _Pair(tracker, call, list(samples), reduction, precision, reset)
             found = pair.compare()
             if note:
-                call.way.unowned |= pair.unowned()
+                call.pattern.unowned |= pair.unowned()
             if found is None and pair.owned_numbers:
                 return Comparison(0.0, "", 0.0)
             return found
@@ -243,7 +243,7 @@ class _Pair:
     """A few samples, run together and each by itself.
 
     Args:
-        following: What follows the module.
+        tracker: What follows the module.
         call: The call that the samples are taken from.
         samples: Which, in order.
         reduction: What a number that the module returns is over samples.
@@ -253,7 +253,7 @@ class _Pair:
 
     def __init__(
         self,
-        following: Following,
+        tracker: CallTracker,
         call: LastCall,
         samples: list[int],
         reduction: str,
@@ -261,11 +261,11 @@ class _Pair:
         reset: Callable[[], None],
     ) -> None:
         self._reset = reset
-        self._following, self._call, self._samples = following, call, samples
+        self._tracker, self._call, self._samples = tracker, call, samples
         self._reduction, self._precision = reduction, precision
-        self._way = call.way
-        self._together = call.samples(following.batch_first, samples)
-        self._alone = [call.samples(following.batch_first, [i]) for i in samples]
+        self._pattern = call.pattern
+        self._together = call.samples(tracker.batch_first, samples)
+        self._alone = [call.samples(tracker.batch_first, [i]) for i in samples]
         self._draws = Draws()
         self.owned_numbers: list[int] = []
 
@@ -277,14 +277,14 @@ class _Pair:
     def unowned(self) -> dict[int, str]:
         """Return what to say of gradients of outputs that no sample owns; numbers that are the reduction are owned."""
         words = {}
-        for position, (output, axis) in enumerate(zip(self._outputs, self._way.output_axes, strict=True)):
+        for position, (output, axis) in enumerate(zip(self._outputs, self._pattern.output_axes, strict=True)):
             if axis is not None or not output.requires_grad:
                 continue
             if output.dim():
                 words[position] = (
-                    f"{type(self._way.module).__name__} returns a tensor of shape {tuple(output.shape)} that does not "
-                    "grow with the number of samples, and the loss uses it: its gradient belongs to no single sample. "
-                    "Leave it out of the loss."
+                    f"{type(self._pattern.module).__name__} returns a tensor of shape {tuple(output.shape)} that does "
+                    "not grow with the number of samples, and the loss uses it: its gradient belongs to no single "
+                    "sample. Leave it out of the loss."
                 )
             elif (said := self._number(position)) is not None:
                 words[position] = said
@@ -296,10 +296,9 @@ class _Pair:
         """Try out a number as the loss: None if it is the mean (or sum) of what samples give by themselves."""
         values = []
         for i, arguments in enumerate(self._alone):
-            with self._following.quietly(), torch.no_grad(), WithoutDropout():
-                values.append(
-                    float(_with_draws(self._way, arguments, self._draws, i, len(self._samples), self._reset)[position])
-                )
+            with self._tracker.quietly(), torch.no_grad(), WithoutDropout():
+                alone = _with_draws(self._pattern, arguments, self._draws, i, len(self._samples), self._reset)
+                values.append(float(alone[position]))
         expected = sum(values) / (len(values) if self._reduction == "mean" else 1)
         recorded = float(self._outputs[position].detach())
         bar = min(1e3 * self._precision, math.sqrt(self._precision))
@@ -314,16 +313,16 @@ class _Pair:
         if comparison.excess <= 1:
             return None
         return (
-            f"the gradient of the number that {type(self._way.module).__name__} returns is not the {self._reduction} "
-            f"of what samples give by themselves (relative error {comparison.largest:.2g} in {comparison.parameter}): "
-            "it mixes samples. Nothing was clipped."
+            f"the gradient of the number that {type(self._pattern.module).__name__} returns is not the "
+            f"{self._reduction} of what samples give by themselves (relative error {comparison.largest:.2g} in "
+            f"{comparison.parameter}): it mixes samples. Nothing was clipped."
         )
 
     def _random_grads(self, outputs: Sequence[Tensor]) -> list[Tensor | None]:
         """A random gradient for each output that grows with samples."""
         generator = torch.Generator().manual_seed(0)
         grads: list[Tensor | None] = []
-        for output, axis in zip(outputs, self._way.output_axes, strict=True):
+        for output, axis in zip(outputs, self._pattern.output_axes, strict=True):
             if axis is None or not output.requires_grad or not (output.is_floating_point() or output.is_complex()):
                 grads.append(None)
                 continue
@@ -335,11 +334,11 @@ class _Pair:
         self, choose: Callable[[Sequence[Tensor]], list[Tensor | None]]
     ) -> tuple[list[Tensor], dict[str, Contribution], list[Tensor | None]]:
         """The samples together, as the clipper sees them; its per-sample gradients."""
-        module, (args, kwargs) = self._way.module, self._together
+        module, (args, kwargs) = self._pattern.module, self._together
         torch.manual_seed(0)
         self._reset()
         # Dropout is off in backward too, where a checkpoint runs forward again, and where samples are run one by one.
-        with self._following.apart(self._way) as gathering, WithoutDropout():
+        with self._tracker.collect_separately(self._pattern) as collector, WithoutDropout():
             self._draws = Draws()
             with self._draws:
                 outputs = Skeleton(module(*args, **kwargs)).tensors
@@ -347,7 +346,7 @@ class _Pair:
             pairs = [(o, g) for o, g in zip(outputs, grads, strict=True) if g is not None]
             if pairs:
                 torch.autograd.backward([o for o, _ in pairs], [g for _, g in pairs])
-            mini_batch = gathering.mini_batch
+            mini_batch = collector.mini_batch
             device = outputs[0].device if outputs else torch.device("cpu")
             found = mini_batch.finish(device) if mini_batch is not None else {}
         return outputs, found, grads
@@ -376,15 +375,15 @@ class _Pair:
 
     def _run_alone(self, i: int, arguments: Arguments, grads: Sequence[Tensor | None]) -> dict[str, Tensor]:
         """Plain autograd of one sample by itself: the gradients of parameters."""
-        following, way = self._following, self._way
-        aliases = following.aliases
-        values = {name: following.parameter(name).detach().requires_grad_() for name in sorted(following.trained)}
+        tracker, pattern = self._tracker, self._pattern
+        aliases = tracker.aliases
+        values = {name: tracker.parameter(name).detach().requires_grad_() for name in sorted(tracker.trained)}
         places = {place: value for name, value in values.items() for place in aliases[name]}
-        with following.quietly(), WithoutDropout():
-            outputs = _with_draws(way, arguments, self._draws, i, len(self._samples), self._reset, places)
-        with following.quietly(), substituted(places), WithoutDropout():  # a checkpoint runs forward again
+        with tracker.quietly(), WithoutDropout():
+            outputs = _with_draws(pattern, arguments, self._draws, i, len(self._samples), self._reset, places)
+        with tracker.quietly(), substituted(places), WithoutDropout():  # a checkpoint runs forward again
             parts: list[Tensor | None] = []
-            for output, grad, axis in zip(outputs, grads, way.output_axes, strict=True):
+            for output, grad, axis in zip(outputs, grads, pattern.output_axes, strict=True):
                 if grad is not None and axis is None:
                     grad = grad / len(self._samples) if self._reduction == "mean" else grad
                 elif grad is not None and axis is not None:
@@ -400,7 +399,7 @@ class _Pair:
 
 
 def _with_draws(
-    way: Way,
+    pattern: CallPattern,
     arguments: Arguments,
     draws: Draws,
     sample: int,
@@ -414,7 +413,7 @@ def _with_draws(
             torch.manual_seed(0)
             reset()
             with substituted(places), draws.of_sample(sample, size, last):
-                return Skeleton(way.module(*arguments[0], **arguments[1])).tensors
+                return Skeleton(pattern.module(*arguments[0], **arguments[1])).tensors
         except UnsupportedGradientError:
             if last or not draws.drawn:
                 raise
@@ -424,7 +423,7 @@ def _with_draws(
 @contextmanager
 def _as_called(call: LastCall, autocast: bool) -> Iterator[Callable[[], None]]:
     """Run as the call ran, with dropout of layers off, and leave no trace; gives what puts the module back."""
-    with undisturbed(call.way.module) as reset, ExitStack() as stack:
+    with undisturbed(call.pattern.module) as reset, ExitStack() as stack:
         if call.autocast:
             stack.enter_context(
                 torch.autocast(*call.autocast) if autocast else torch.autocast(call.autocast[0], enabled=False)
@@ -433,9 +432,9 @@ def _as_called(call: LastCall, autocast: bool) -> Iterator[Callable[[], None]]:
 
 
 @contextmanager
-def _in_float64(following: Following, call: LastCall) -> Iterator[tuple[LastCall, float | None]]:
+def _in_float64(tracker: CallTracker, call: LastCall) -> Iterator[tuple[LastCall, float | None]]:
     """Let the model be in float64 in a block, if it can; give the call to make, and machine epsilon or None if not."""
-    module = call.way.module
+    module = call.pattern.module
     places = {(m, slot): t for m in module.modules() for held in (parameter_slots(m), buffer_slots(m))
               for slot, t in held.items() if t is not None}  # fmt: skip
     floats = {id(t): t for t in places.values() if t.is_floating_point() or t.is_complex()}
@@ -444,9 +443,9 @@ def _in_float64(following: Following, call: LastCall) -> Iterator[tuple[LastCall
         return
     copies = {key: _float64(t) for key, t in floats.items()}
     doubled = {place: copies[id(t)] for place, t in places.items() if id(t) in copies}
-    other = LastCall(call.way, to_float64(call.arguments), call.batch_size, call.autocast)
+    other = LastCall(call.pattern, to_float64(call.arguments), call.batch_size, call.autocast)
     with substituted(doubled):
-        precision = _precision_in_float64(following, other)
+        precision = _precision_in_float64(tracker, other)
         if precision is not None:
             yield other, precision
             return
@@ -458,12 +457,12 @@ def _float64(tensor: Tensor) -> Tensor:
     return nn.Parameter(copied, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else copied
 
 
-def _precision_in_float64(following: Following, call: LastCall) -> float | None:
+def _precision_in_float64(tracker: CallTracker, call: LastCall) -> float | None:
     """Run a sample; return the coarsest machine epsilon on the way, None if the model does not run in float64."""
-    arguments = call.samples(following.batch_first, [0])
+    arguments = call.samples(tracker.batch_first, [0])
     try:
-        with following.quietly(), _as_called(call, autocast=False), torch.no_grad(), WithoutDropout(), Draws() as draws:
-            call.way.module(*arguments[0], **arguments[1])
+        with tracker.quietly(), _as_called(call, autocast=False), torch.no_grad(), WithoutDropout(), Draws() as draws:
+            call.pattern.module(*arguments[0], **arguments[1])
     except Exception:
         return None
     return draws.precision

@@ -8,7 +8,7 @@ import random
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -27,6 +27,9 @@ from gradguard.torch_private import (
 
 _MOST = 100_000
 """Containers that are looked into."""
+
+Quietly = Callable[[], AbstractContextManager[None]]
+"""A block in which the clipper's own hooks do nothing."""
 
 TOO_RARE = 1e-30
 """A rate at which nothing is dropped; code that reads a layer's rate, to drop by itself, is still seen to do so."""

@@ -6,8 +6,8 @@ their gradients from backward, which goes no further; then each sample runs alon
 in the batch, and must give what it gave there.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 
 import torch
@@ -15,10 +15,10 @@ from torch import Tensor, nn
 
 from gradguard.errors import UnsupportedGradientError
 from gradguard.per_sample.call_arguments import Arguments, Skeleton, changes_of, take_samples
-from gradguard.per_sample.contributions import Contribution, Kept, real_parts, row_squares, wide
+from gradguard.per_sample.contributions import Contribution, Materialized, real_parts, row_squares, wide
 from gradguard.per_sample.layers.call import BatchAxis
 from gradguard.per_sample.plain_sum import Leaves, magnitude, off_from_sum
-from gradguard.per_sample.rerun import Draws, Snapshot, substituted, undisturbed
+from gradguard.per_sample.rerun import Draws, Quietly, Snapshot, substituted, undisturbed
 from gradguard.torch_private import parameter_slots
 
 Places = Mapping[str, Sequence[tuple[nn.Module, str]]]
@@ -57,7 +57,7 @@ class LoopedCall:
     output_axes: Sequence[BatchAxis | None]
     reduction: str
     places: Places
-    quietly: Callable[[], AbstractContextManager[None]]
+    quietly: Quietly
     autocast: tuple[str, torch.dtype] | None
     precision: float
     reason: str = ""
@@ -79,7 +79,7 @@ class LoopedCall:
         for gradients in loop.run(range(self.batch_size)):
             for name, gradient in gradients.items():
                 rows[name].append(gradient)
-        return {name: Kept(torch.stack(column)) for name, column in rows.items() if column}
+        return {name: Materialized(torch.stack(column)) for name, column in rows.items() if column}
 
     def verify(self, found: Mapping[str, Contribution]) -> None:
         """Compare with the plain gradients, on a step that is to be verified.

@@ -6,7 +6,7 @@ is exact and the layers are not run twice.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,21 +15,24 @@ from torch import Tensor, nn
 
 from gradguard.errors import UnsupportedGradientError
 from gradguard.per_sample.call_arguments import Skeleton
-from gradguard.per_sample.contributions import Kept, wide
+from gradguard.per_sample.contributions import Materialized, wide
 from gradguard.per_sample.layers.call import BatchAxis
 from gradguard.per_sample.plain_sum import Leaves, magnitude, off_from_sum
-from gradguard.per_sample.rerun import substituted
+from gradguard.per_sample.rerun import Quietly, substituted
 from gradguard.torch_private import call_slot
 
 Aliases = Mapping[str, Sequence[tuple[nn.Module, str]]]
 """The attributes of modules that hold each parameter."""
+
+OneSample = Callable[..., tuple[Tensor, Tensor]]
+"""From parameters and one sample's tensors to what is differentiated, and an error beside it."""
 
 _CHUNK = 64 << 20
 """Bytes of per-sample gradients that torch.func computes at a time."""
 
 
 @dataclass
-class LeftOut:
+class NestedCall:
     """A layer that the code called.
 
     Attributes:
@@ -51,7 +54,7 @@ class LeftOut:
 
 
 @dataclass
-class OwnCode:
+class VmapFallback:
     """One run of a module's own code, and what backward brought.
 
     Attributes:
@@ -66,7 +69,7 @@ class OwnCode:
         values: Those parameters.
         autocast: Device type and dtype of the autocast that it ran under, or None.
         quietly: A block in which the clipper's own hooks do nothing.
-        left_out: The layers that it called, in order.
+        nested_calls: The layers that it called, in order.
         saved: Its input tensors, and what the left-out layers returned.
         results: What it computed and called layers with, then what it computed and returned; of use for its values only
             if they are ``compared``.
@@ -87,8 +90,8 @@ class OwnCode:
     aliases: Aliases
     values: Mapping[str, Tensor]
     autocast: tuple[str, torch.dtype] | None
-    quietly: Callable[[], AbstractContextManager[None]]
-    left_out: list[LeftOut] = field(default_factory=list)
+    quietly: Quietly
+    nested_calls: list[NestedCall] = field(default_factory=list)
     saved: Sequence[Tensor] = ()
     results: Sequence[Tensor] = ()
     compared: bool = False
@@ -110,16 +113,16 @@ class OwnCode:
         owners = [_owned(t, axis, self.batch_size) for t, axis in zip(tensors, axes, strict=True)]
         with self._set_up():
             gradients, errors = self._differentiate(names, values, owners)
-        found = dict(zip(names, gradients, strict=True))
-        self._check(errors, found)
-        return found
+        by_name = dict(zip(names, gradients, strict=True))
+        self._check(errors, by_name)
+        return by_name
 
     def _axes(self) -> tuple[list[BatchAxis | None], list[Tensor]]:
         """The axes of the saved tensors and of the gradients of results; and these gradients, zero where none came."""
-        given = [axis for layer in self.left_out for axis in layer.output_axes]
-        results = [axis for layer in self.left_out for axis in layer.axes]
+        given = [axis for layer in self.nested_calls for axis in layer.output_axes]
+        results = [axis for layer in self.nested_calls for axis in layer.axes]
         results += [self.output_axes[i] for i in self.computed]
-        grads = [grad for layer in self.left_out for grad in (layer.grads or [None] * len(layer.axes))]
+        grads = [grad for layer in self.nested_calls for grad in (layer.grads or [None] * len(layer.axes))]
         grads += [self.grads[i] for i in self.computed]
         for axis, grad in zip(results, grads, strict=True):
             if axis is None and grad is not None:
@@ -155,7 +158,7 @@ class OwnCode:
         return [wide(g) for g in gradients], errors
 
     def _loop(
-        self, one_sample: Any, values: list[Tensor], tensors: list[Tensor], dims: Sequence[int | None]
+        self, one_sample: OneSample, values: list[Tensor], tensors: list[Tensor], dims: Sequence[int | None]
     ) -> tuple[list[Tensor], Tensor]:
         rows, errors = [], []
         for i in range(self.batch_size):
@@ -171,7 +174,7 @@ class OwnCode:
         """The inner product of the results with their gradients, and how far the results are from the recorded."""
         inputs, tensors = tensors[: len(self.axes)], tensors[len(self.axes) :]
         given = []
-        for layer in self.left_out:
+        for layer in self.nested_calls:
             given.append(tensors[: len(layer.output_axes)])
             tensors = tensors[len(layer.output_axes) :]
         count = len(tensors) // 2
@@ -195,9 +198,9 @@ class OwnCode:
     def _run(self, parameters: dict[str, Tensor], inputs: list[Tensor], given: list[list[Tensor]]) -> list[Tensor]:
         """Run the code; return the tensors that layers were called with, then those that it returned."""
         results: list[Tensor] = []
-        remaining = iter(zip(self.left_out, given, strict=True))
+        remaining = iter(zip(self.nested_calls, given, strict=True))
 
-        def stub(module: nn.Module) -> Any:
+        def stub(module: nn.Module) -> Callable[..., Any]:
             def call(*args: Any, **kwargs: Any) -> Any:
                 layer, outputs = next(remaining, (None, []))
                 if layer is None or layer.module is not module or layer.output is None:
@@ -209,7 +212,7 @@ class OwnCode:
             return call
 
         with ExitStack() as stack:
-            for module in {id(layer.module): layer.module for layer in self.left_out}.values():
+            for module in {id(layer.module): layer.module for layer in self.nested_calls}.values():
                 stack.enter_context(_attribute(module, call_slot(), stub(module)))  # no hooks, which may shard
             places = {place: value for name, value in parameters.items() for place in self.aliases[name]}
             stack.enter_context(substituted(places))
@@ -233,16 +236,17 @@ class OwnCode:
             stack.enter_context(torch.random.fork_rng(devices))
             yield
 
-    def _check(self, errors: Tensor, found: Mapping[str, Tensor]) -> None:
+    def _check(self, errors: Tensor, gradients: Mapping[str, Tensor]) -> None:
         """Compare results with those that were recorded, and the sum of all samples with the plain gradient."""
         tensors = [*self.saved, *self.results, *(g for g in self.grads if g is not None)]
         precision = max([self._autocast_precision(), *(torch.finfo(t.dtype).eps for t in tensors if _is_inexact(t))])
         worst = errors.max() if errors.numel() else errors.new_zeros(())
-        names = list(found) if self.leaves is not None and self.batch_size else []
+        names = list(gradients) if self.leaves is not None and self.batch_size else []
         plain = self.leaves.plain if self.leaves is not None else {}
-        sizes = [magnitude(Kept(found[name])) for name in names] + [wide(g).norm() for g in self.grads if g is not None]
+        sizes = [magnitude(Materialized(gradients[name])) for name in names]
+        sizes += [wide(g).norm() for g in self.grads if g is not None]
         size = torch.stack([size.double() for size in sizes]).nan_to_num(0.0, 0.0).max() if sizes else 0.0
-        off = [off_from_sum(Kept(found[name]), plain.get(name), precision, size) for name in names]
+        off = [off_from_sum(Materialized(gradients[name]), plain.get(name), precision, size) for name in names]
         look = torch.stack([worst.double(), *off]).tolist()  # one look at the device
         if look[0] > 1:
             raise UnsupportedGradientError(

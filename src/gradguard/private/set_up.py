@@ -22,7 +22,8 @@ from gradguard.distributed.placements import is_sharded
 from gradguard.distributed.wrappers import refuse_wrapped
 from gradguard.errors import InvalidTypeError, InvalidValueError, UnsupportedGradientError
 from gradguard.per_sample.clipper import PerSampleGradientClipper
-from gradguard.per_sample.norm_clippers import FlatNormClipper, NormClipper, QuantileNormClipper
+from gradguard.per_sample.clipping_rule import NormClipper
+from gradguard.per_sample.norm_clippers import FlatNormClipper, QuantileNormClipper
 from gradguard.private.accounting import Accountant, AccountantName, check_multiplier, noise_multiplier_for
 from gradguard.private.buffers import refuse_running_statistics
 from gradguard.private.loader import PrivateLoader, check_loader

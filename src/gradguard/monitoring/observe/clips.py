@@ -319,6 +319,8 @@ class HeardClips:
 
     def end(self, event: ClipEvent) -> None:
         """The clip of the last `begin` is done and tells this."""
+        if event.elements is not None:  # an error clip, of gradients on their way: none that was begun here
+            return
         _, running = self._taken()
         if running is not None:
             clip = running.clip

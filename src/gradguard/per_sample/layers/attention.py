@@ -1,4 +1,4 @@
-"""``torch.nn.MultiheadAttention``, taken apart into its projections and the attention between them.
+"""``torch.nn.MultiheadAttention``, unpacked into its projections and the attention between them.
 
 The attention has no parameters of its own: it is run a second time from the projected queries, keys and values, whose
 gradients turn every weight into the weight of a linear map.
@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gradguard.errors import UnsupportedGradientError
-from gradguard.per_sample.contributions import Contribution, Direct, Kept, Outer, wide
+from gradguard.per_sample.contributions import Contribution, Materialized, Outer, Recomputed, wide
 from gradguard.per_sample.layers.call import (
     BatchAxis,
     LayerCall,
@@ -185,50 +185,50 @@ def _contributions(
     grad = torch.zeros_like(mixed)
     if call.grads[0] is not None:
         grad = (call.grads[0].transpose(0, 1) if repeated.module.batch_first else call.grads[0]).to(weight.dtype)
-    found = _out_projection(repeated, grad, mixed.detach())
+    contributions = _out_projection(repeated, grad, mixed.detach())
     if all(name.startswith("out_proj.") for name in call.wanted):
-        return found
+        return contributions
     reached, grads = [mixed], [grad @ weight]
     if weights is not None and call.grads[1] is not None:
         reached, grads = [mixed, weights], [*grads, call.grads[1].to(weight.dtype)]
-    return found | _in_projection(repeated, *torch.autograd.grad(reached, list(projected), grads))
+    return contributions | _in_projection(repeated, *torch.autograd.grad(reached, list(projected), grads))
 
 
 def _out_projection(repeated: _Attention, grad: Tensor, mixed: Tensor) -> dict[str, Contribution]:
-    found: dict[str, Contribution] = {}
+    contributions: dict[str, Contribution] = {}
     grad = repeated.by_sample(grad)
     if "out_proj.weight" in repeated.call.wanted:
-        found["out_proj.weight"] = Outer(grad, repeated.by_sample(mixed))
+        contributions["out_proj.weight"] = Outer(grad, repeated.by_sample(mixed))
     if "out_proj.bias" in repeated.call.wanted:
-        found["out_proj.bias"] = Kept(wide(grad).sum(1))
-    return found
+        contributions["out_proj.bias"] = Materialized(wide(grad).sum(1))
+    return contributions
 
 
 def _in_projection(repeated: _Attention, query: Tensor, key: Tensor, value: Tensor) -> dict[str, Contribution]:
     """All parameters before the attention, from the gradients of the projections."""
-    wanted, found = repeated.call.wanted, {}
+    wanted, contributions = repeated.call.wanted, {}
     length = len(repeated.inputs[1])
     for name, grad in (("bias_k", key), ("bias_v", value)):
         if name in wanted:
-            found[name] = Kept(wide(repeated.by_sample(grad[length:])).sum(1)[:, None, None])
+            contributions[name] = Materialized(wide(repeated.by_sample(grad[length:])).sum(1)[:, None, None])
     grads = [repeated.by_sample(grad) for grad in (query, key[:length], value[:length])]
     if "in_proj_bias" in wanted:
-        found["in_proj_bias"] = Kept(torch.cat([wide(grad).sum(1) for grad in grads], 1))
+        contributions["in_proj_bias"] = Materialized(torch.cat([wide(grad).sum(1) for grad in grads], 1))
     inputs = [repeated.by_sample(x) for x in repeated.inputs]
     if "in_proj_weight" in wanted and repeated.self_attention:
-        found["in_proj_weight"] = Outer(torch.cat(grads, 2), inputs[0])
+        contributions["in_proj_weight"] = Outer(torch.cat(grads, 2), inputs[0])
     elif "in_proj_weight" in wanted:
-        found["in_proj_weight"] = _stacked([Outer(grad, x) for grad, x in zip(grads, inputs, strict=True)])
+        contributions["in_proj_weight"] = _stacked([Outer(grad, x) for grad, x in zip(grads, inputs, strict=True)])
     for name, grad, x in zip(("q_proj_weight", "k_proj_weight", "v_proj_weight"), grads, inputs, strict=True):
         if name in wanted:
-            found[name] = Outer(grad, x)
-    return found
+            contributions[name] = Outer(grad, x)
+    return contributions
 
 
-def _stacked(blocks: list[Outer]) -> Direct:
+def _stacked(blocks: list[Outer]) -> Recomputed:
     """A weight whose blocks of rows act on different inputs."""
     shape = torch.Size((sum(block.shape[0] for block in blocks), blocks[0].shape[1]))
-    return Direct(
+    return Recomputed(
         shape,
         blocks[0].batch_size,
         rows=lambda start, stop: torch.cat([block.rows(start, stop) for block in blocks], 1),

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from gradguard.errors import UnsupportedGradientError
-from gradguard.per_sample.contributions import Contribution, Kept, wide
+from gradguard.per_sample.contributions import Contribution, Materialized, wide
 from gradguard.torch_private import tree_leaves
 
 
@@ -117,7 +117,10 @@ def layer_name(call: LayerCall) -> str:
 
 def zeros(call: LayerCall) -> dict[str, Contribution]:
     """Return a zero gradient for each sample and each wanted parameter."""
-    return {name: Kept(empty_like_parameter(call.module.get_parameter(name), call.batch_size)) for name in call.wanted}
+    return {
+        name: Materialized(empty_like_parameter(call.module.get_parameter(name), call.batch_size))
+        for name in call.wanted
+    }
 
 
 def sample_axis(call: LayerCall, dimensions: Mapping[str, tuple[Tensor, int]], layout: str) -> BatchAxis:

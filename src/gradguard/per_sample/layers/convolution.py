@@ -13,7 +13,15 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from gradguard.errors import UnsupportedGradientError
-from gradguard.per_sample.contributions import Contribution, Direct, Kept, Outer, blank_rows, scale_rows, wide
+from gradguard.per_sample.contributions import (
+    Contribution,
+    Materialized,
+    Outer,
+    Recomputed,
+    blank_rows,
+    scale_rows,
+    wide,
+)
 from gradguard.per_sample.layers.call import LayerCall
 from gradguard.torch_private import Convolution, convolutions
 
@@ -25,13 +33,13 @@ _PATCHES = 16 << 20
 def convolution(call: LayerCall) -> dict[str, Contribution]:
     """``torch.nn.Conv1d`` to ``ConvTranspose3d``: every stride, dilation, padding, padding mode and group count."""
     inputs, grad = channel_frames(call)
-    found: dict[str, Contribution] = {}
+    contributions: dict[str, Contribution] = {}
     if "weight" in call.wanted:
         kernel = _kernel(call.module, inputs, grad)
-        found["weight"] = Kept(kernel.correlations()) if kernel.depthwise else ConvolutionWeight(kernel)
+        contributions["weight"] = Materialized(kernel.correlations()) if kernel.depthwise else ConvolutionWeight(kernel)
     if "bias" in call.wanted:
-        found["bias"] = Kept(channel_sums(grad))
-    return found
+        contributions["bias"] = Materialized(channel_sums(grad))
+    return contributions
 
 
 def channel_frames(call: LayerCall) -> tuple[Tensor, Tensor]:
@@ -60,7 +68,7 @@ def channel_sums(values: Tensor) -> Tensor:
     return values.sum(dim=[1, *range(3, values.dim())], dtype=dtype)
 
 
-class ConvolutionWeight(Direct):
+class ConvolutionWeight(Recomputed):
     """Per-sample gradients of a convolution's weight.
 
     Attributes:
@@ -132,12 +140,12 @@ class _Kernel:
         inputs = self._with_margins(wide(self.inputs).flatten(0, 2).unsqueeze(0))
         filter_of = wide(self.grad).flatten(0, 2).unsqueeze(1)
         convolve = (functional.conv1d, functional.conv2d, functional.conv3d)[len(self.stride) - 1]
-        found = convolve(
+        gradients = convolve(
             inputs, filter_of, None, self.dilation, self.padding, self.stride, groups=samples * self.groups
         )
         for dim, length in enumerate(self.shape[2:], 2):  # a stride may leave out the last of the input
-            found = found.narrow(dim, 0, length)
-        return found.reshape(samples, filters, 1, *self.shape[2:])
+            gradients = gradients.narrow(dim, 0, length)
+        return gradients.reshape(samples, filters, 1, *self.shape[2:])
 
     @property
     def _positions(self) -> int:
@@ -171,7 +179,7 @@ class _Kernel:
     def ghost_norms(self, start: int, stop: int) -> Tensor:
         outer = self._outer(start, stop)
         outer.ghost = True
-        return outer.without_doubt(outer.squared_norms()).view(-1, self.groups).sum(1)
+        return outer.with_recomputed(outer.squared_norms()).view(-1, self.groups).sum(1)
 
     def _weight_gradient(self, inputs: Tensor, grad: Tensor, samples: int) -> Tensor:
         # Only the shape of the weight is read; its values are not.

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from gradguard.errors import UnsupportedGradientError
-from gradguard.per_sample.contributions import Contribution, Kept, wide
+from gradguard.per_sample.contributions import Contribution, Materialized, wide
 from gradguard.per_sample.layers.call import LayerCall
 from gradguard.per_sample.layers.convolution import channel_frames, channel_sums
 from gradguard.torch_private import instance_norms
@@ -89,24 +89,24 @@ def _refuse_samples_inside(call: LayerCall, shape: tuple[int, ...]) -> None:
 def _over_last(call: LayerCall, shape: list[int], normalise: Callable[[Tensor], Tensor]) -> dict[str, Contribution]:
     grad = wide(call.grad())
     middle = list(range(1, grad.dim() - len(shape)))
-    found: dict[str, Contribution] = {}
+    contributions: dict[str, Contribution] = {}
     if "weight" in call.wanted:
         products = normalise(wide(call.input())).mul_(grad)
-        found["weight"] = Kept(products.sum(middle) if middle else products)
+        contributions["weight"] = Materialized(products.sum(middle) if middle else products)
     if "bias" in call.wanted:
-        found["bias"] = Kept(grad.sum(middle) if middle else grad)
-    return found
+        contributions["bias"] = Materialized(grad.sum(middle) if middle else grad)
+    return contributions
 
 
 def _over_positions(call: LayerCall, normalise: Callable[[Tensor], Tensor]) -> dict[str, Contribution]:
     inputs, grad = channel_frames(call)
-    found: dict[str, Contribution] = {}
+    contributions: dict[str, Contribution] = {}
     if "weight" in call.wanted:
         normalised = normalise(wide(inputs).flatten(0, 1)).unflatten(0, inputs.shape[:2])
-        found["weight"] = Kept(channel_sums(normalised.mul_(grad)))
+        contributions["weight"] = Materialized(channel_sums(normalised.mul_(grad)))
     if "bias" in call.wanted:
-        found["bias"] = Kept(channel_sums(grad))
-    return found
+        contributions["bias"] = Materialized(channel_sums(grad))
+    return contributions
 
 
 def _grouped(values: Tensor, groups: int, eps: float) -> Tensor:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from gradguard.errors import UnsupportedGradientError
-from gradguard.per_sample.contributions import Contribution, Kept, Outer, wide
+from gradguard.per_sample.contributions import Contribution, Materialized, Outer, wide
 from gradguard.per_sample.layers.call import (
     BatchAxis,
     LayerCall,
@@ -103,7 +103,7 @@ class _Pass(ABC):
 
     def contributions(self, gradients: list[Tensor], axis: BatchAxis, batch_size: int) -> dict[str, Contribution]:
         """Return those of the wanted parameters from the gradients of `targets`."""
-        found: dict[str, Contribution] = {}
+        contributions: dict[str, Contribution] = {}
         sides = (
             ("ih", gradients[0], self.sequence),
             ("hh", self._hidden_gradient(gradients[0]), torch.stack(self.previous)),
@@ -111,13 +111,13 @@ class _Pass(ABC):
         for side, gradient, right in sides:
             left = by_sample(gradient, axis, batch_size)
             if (name := f"weight_{side}{self.suffix}") in self.wanted:
-                found[name] = Outer(left, by_sample(right, axis, batch_size))
+                contributions[name] = Outer(left, by_sample(right, axis, batch_size))
             if (name := f"bias_{side}{self.suffix}") in self.wanted:
-                found[name] = Kept(wide(left).sum(1))
+                contributions[name] = Materialized(wide(left).sum(1))
         if (name := f"weight_hr{self.suffix}") in self.wanted:
             left, right = torch.stack(gradients[1:]), torch.stack(self.unprojected)
-            found[name] = Outer(by_sample(left, axis, batch_size), by_sample(right, axis, batch_size))
-        return found
+            contributions[name] = Outer(by_sample(left, axis, batch_size), by_sample(right, axis, batch_size))
+        return contributions
 
 
 class _PlainPass(_Pass):
@@ -263,11 +263,11 @@ def _contributions(
         return zeros(call)
     tensors, grads = zip(*reached, strict=True)
     gradients = iter(torch.autograd.grad(tensors, flat, grads, allow_unused=True, materialize_grads=True))
-    found: dict[str, Contribution] = {}
+    contributions: dict[str, Contribution] = {}
     for current, group in zip(passes, targets, strict=True):
         if group:
-            found |= current.contributions([next(gradients) for _ in group], axis, call.batch_size)
-    return found
+            contributions |= current.contributions([next(gradients) for _ in group], axis, call.batch_size)
+    return contributions
 
 
 def _require_batched(call: LayerCall, values: Any, dims: int) -> None:

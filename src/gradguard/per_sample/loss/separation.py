@@ -10,7 +10,6 @@ breaks it, unless both have the same d; so d runs through the digits of the samp
 import functools
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -106,7 +105,9 @@ class Outputs:
             factors = 2.0 ** (samples // _BASE**digit % _BASE)
             multiplied = self._pull(node, number, cotangent * factors.to(value.dtype))
             for first, again, second, axis in zip(once, repeats, multiplied, self._axes, strict=True):
-                if first is not None and not self._is_multiple(first, again, second, axis, digit):
+                if first is None:
+                    continue
+                if again is None or second is None or not self._is_multiple(first, again, second, axis, digit):
                     return False
         return True
 
@@ -146,7 +147,7 @@ class Outputs:
             raise Unreadable(f"values from {node.name()} do not tell the {self.batch_size} samples apart")
         return samples.long()
 
-    def _pull(self, node: Node, number: int, cotangent: Tensor, create_graph: bool = False) -> Sequence[Any]:
+    def _pull(self, node: Node, number: int, cotangent: Tensor, create_graph: bool = False) -> Sequence[Tensor | None]:
         """What the outputs get in a backward from the value; None for those that it does not reach before others."""
         reached = _reached(node, number, self._edges)
         if not reached:
@@ -163,7 +164,7 @@ class Outputs:
                 )
         except (RuntimeError, TypeError, NotImplementedError) as error:
             raise Unreadable(f"a backward from {node.name()} cannot be run twice ({_sentence(error)})") from error
-        gradients: list[Any] = [None] * len(self._edges)
+        gradients: list[Tensor | None] = [None] * len(self._edges)
         for i, gradient in zip(reached, found, strict=True):
             gradients[i] = gradient
         return gradients
