@@ -333,6 +333,30 @@ def test_a_scaler_that_searches_its_scale_for_long_leaves_the_first_line_the_fir
     assert sum(event["kind"] == "amp_skip" for event in record.events) == len(skipped)
 
 
+@pytest.mark.parametrize("unscales", [False, True])
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("scales", [(16.0, 1024.0), (16.0, None), (None, 1024.0)])
+def test_each_step_has_the_loss_scale_of_its_own_scaler(scales, fused, unscales, tmp_path):
+    trainings, expected = [Training(fused=fused), Training(fused=fused)], []
+    scalers = [
+        torch.amp.GradScaler("cpu", init_scale=s or 1.0, growth_interval=1, enabled=s is not None) for s in scales
+    ]
+    observer = Observer(tmp_path / "run.jsonl", {})
+    with observe(observer):
+        for i in range(3):
+            for training, scaler in zip(trainings, scalers, strict=True):
+                training.optimizer.zero_grad()
+                scaler.scale(training.model(torch.ones(3, 4)).sum() * (float("inf") if i == 1 else 1.0)).backward()
+                expected.append(scaler.get_scale() if scaler.is_enabled() else None)
+                if unscales:
+                    scaler.unscale_(training.optimizer)
+                scaler.step(training.optimizer)
+            for scaler in scalers:
+                scaler.update()
+    observer.close(0, False)
+    assert [step.get("amp_scale") for step in read_record(tmp_path / "run.jsonl").steps] == expected
+
+
 def test_a_lazy_module_that_is_never_called_has_no_shape_and_ends_nothing(tmp_path):
     training, observer = Training(), Observer(tmp_path / "run.jsonl", {})
     training.model.unused = nn.LazyLinear(3)
