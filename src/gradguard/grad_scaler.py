@@ -43,10 +43,11 @@ class ScalerStep:
     Attributes:
         scale: What the scaler has multiplied the loss by, 0-dim, if nobody has divided the gradients by it yet when
             ``scaler.step`` began; else None.
+        loss_scale: What it has multiplied the loss by, whoever has divided by it since.
     """
 
-    def __init__(self, scale: Tensor | None = None) -> None:
-        self.scale = scale
+    def __init__(self, scale: Tensor | None = None, loss_scale: Tensor | None = None) -> None:
+        self.scale, self.loss_scale = scale, loss_scale
         self.overflows: Sequence[Tensor] = ()  # what the scaler has found on each device, once it has ended
 
     @property
@@ -270,7 +271,8 @@ def _step(original: Callable[..., Any], scaler: Any, optimizer: Any, *args: Any,
     pairs = [*_everywhere, *_of_one.get(id(optimizer), ())] if scaler.is_enabled() else []
     if not pairs:
         return original(scaler, optimizer, *args, **kwargs)
-    step = ScalerStep(loss_scale_of(scaler) if gradients_are_scaled(scaler, optimizer) else None)
+    loss_scale = loss_scale_of(scaler)
+    step = ScalerStep(loss_scale if gradients_are_scaled(scaler, optimizer) else None, loss_scale)
     _call([before() for before, _ in pairs], optimizer, step)
     try:
         result = original(scaler, optimizer, *args, **kwargs)

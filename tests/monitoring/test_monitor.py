@@ -125,7 +125,6 @@ CLIPPERS = [
     ("value", lambda: gg.ClipByValue(0.05)),
     ("adaptive", lambda: gg.ClipAdaptive(0.01)),
     ("ClipByMedian", lambda: gg.ClipByMedian(warmup=1)),
-    ("norm", lambda: gg.ClipByGlobalNorm(0.1, norm_type=math.inf)),
 ]
 
 
@@ -373,6 +372,61 @@ def test_grad_scaler(fused, guarded):
     assert steps[1]["norm"] is None
     assert [step.get("rule") for step in steps] == ["norm" if guarded else None] * 3
     assert [line["kind"] for line in lines if line["t"] == "event"].count("amp_skip") == 1
+
+
+GUARDS = {
+    "writes": lambda: gg.ClipByGlobalNorm(1e-3),
+    "each by itself": lambda: gg.ClipByNorm(1e-3),
+    "does not bind": lambda: gg.ClipByGlobalNorm(1e6),
+    "largest element": lambda: gg.ClipByGlobalNorm(1e-3, norm_type=math.inf),
+    "each by its largest": lambda: gg.ClipByNorm(1e-3, norm_type=math.inf),
+    "two rules": lambda: gg.Chain(gg.ClipByGlobalNorm(1e-3, norm_type=math.inf), gg.ClipByGlobalNorm(1e-3)),
+}
+CLIPS_BEFORE = {
+    "none": lambda parameters: None,
+    "norm": lambda parameters: gg.clip_grad_norm_(parameters, 0.01),
+    "value of some": lambda parameters: gg.clip_grad_value_(parameters[:2], 1e-3),
+}
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("before", CLIPS_BEFORE)
+@pytest.mark.parametrize("guard", GUARDS)
+def test_norms_are_2_norms_before_every_clip_whatever_the_guard_measures(guard, before, fused, scaled):
+    model, lines = a_model(), []
+    parameters = list(model.parameters())
+    optimizer = torch.optim.SGD(parameters, lr=0.01, fused=fused)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, enabled=scaled)
+    source = gg.Guard(optimizer, GUARDS[guard]())
+    with Monitor(source, sink=lines.append, model=model, scaler=scaler, every=1):
+        scaler.scale(model(a_batch()).square().mean()).backward()
+        if before != "none":
+            scaler.unscale_(optimizer)
+        scale = 1.0 if before != "none" else scaler.get_scale()
+        norms = [float(p.grad.double().norm()) / scale for p in parameters]
+        CLIPS_BEFORE[before](parameters)
+        scaler.step(optimizer)
+    (step,) = steps_of(lines)
+    (tensors,) = [line for line in lines if line["t"] == "tensors"]
+    assert step["norm"] == pytest.approx(math.hypot(*norms), rel=1e-4)
+    assert tensors["norm"] == pytest.approx(norms, rel=1e-4)
+    rules = [clip[0] for clip in step["clips"]] if "clips" in step else [step["rule"]]
+    assert len(rules) == (1 if before == "none" else 2)
+
+
+def test_a_guard_that_goes_after_a_skipped_step_leaves_nothing_behind():
+    model, lines = a_model(), []
+    optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.01), torch.amp.GradScaler("cpu")
+    guard = gg.Guard(optimizer, gg.ClipByGlobalNorm(1.0))
+    with Monitor(guard, sink=lines.append, model=model, scaler=scaler):
+        scaler.scale(model(a_batch(0, math.inf)).square().mean()).backward()
+        scaler.step(optimizer)
+        guard.detach()
+        norms = train(model, optimizer, 1)
+    assert [step.get("skipped") for step in steps_of(lines)] == [True, None]
+    assert steps_of(lines)[1]["norm"] == pytest.approx(norms[0], rel=1e-4)
+    assert "rule" not in steps_of(lines)[1]
 
 
 def test_it_stops_when_closed_and_closing_again_does_nothing():

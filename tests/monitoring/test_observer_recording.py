@@ -5,7 +5,9 @@ import os
 import shutil
 import sys
 import time
+import types
 import weakref
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -331,6 +333,101 @@ def test_a_scaler_that_searches_its_scale_for_long_leaves_the_first_line_the_fir
     assert len(record.steps) == 2 * record_buffer.FLUSH_ROWS > len(skipped) > record_buffer.FLUSH_ROWS
     assert [step["i"] for step in record.steps] == list(range(2 * record_buffer.FLUSH_ROWS))
     assert sum(event["kind"] == "amp_skip" for event in record.events) == len(skipped)
+
+
+@pytest.mark.parametrize("unscales", [False, True])
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("scales", [(16.0, 1024.0), (16.0, None), (None, 1024.0)])
+def test_each_step_has_the_loss_scale_of_its_own_scaler(scales, fused, unscales, tmp_path):
+    trainings, expected = [Training(fused=fused), Training(fused=fused)], []
+    scalers = [
+        torch.amp.GradScaler("cpu", init_scale=s or 1.0, growth_interval=1, enabled=s is not None) for s in scales
+    ]
+    observer = Observer(tmp_path / "run.jsonl", {})
+    with observe(observer):
+        for i in range(3):
+            for training, scaler in zip(trainings, scalers, strict=True):
+                training.optimizer.zero_grad()
+                scaler.scale(training.model(torch.ones(3, 4)).sum() * (float("inf") if i == 1 else 1.0)).backward()
+                expected.append(scaler.get_scale() if scaler.is_enabled() else None)
+                if unscales:
+                    scaler.unscale_(training.optimizer)
+                scaler.step(training.optimizer)
+            for scaler in scalers:
+                scaler.update()
+    observer.close(0, False)
+    assert [step.get("amp_scale") for step in read_record(tmp_path / "run.jsonl").steps] == expected
+
+
+def kept_by_a_module(monkeypatch):
+    module = types.ModuleType("imported_meanwhile")
+    module.clip_grad_norm_ = torch.nn.utils.clip_grad_norm_
+    monkeypatch.setitem(sys.modules, "imported_meanwhile", module)
+    return lambda *args: module.clip_grad_norm_(*args)
+
+
+def kept_by_a_variable(monkeypatch):
+    return torch.nn.utils.clip_grad_norm_
+
+
+def wrapped_again(monkeypatch):
+    inner = torch.nn.utils.clip_grad_norm_
+    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", lambda *args: inner(*args))
+    return lambda *args: torch.nn.utils.clip_grad_norm_(*args)
+
+
+@pytest.mark.parametrize("keep", [kept_by_a_module, kept_by_a_variable, wrapped_again])
+def test_a_clip_that_the_script_got_hold_of_while_watched_is_seen_by_the_next_watch(keep, tmp_path, monkeypatch):
+    training, before = Training(), torch.nn.utils.clip_grad_norm_
+    clip = None
+    for name in ("first.jsonl", "second.jsonl"):
+        seen = watch(tmp_path / name)
+        if clip is None:
+            clip = keep(monkeypatch)
+            after = torch.nn.utils.clip_grad_norm_ if keep is wrapped_again else before
+        training.optimizer.zero_grad()
+        training.model(torch.ones(3, 4)).square().sum().backward()
+        norm = clip(training.model.parameters(), 1e-3)
+        training.optimizer.step()
+        seen.close()
+        (step,) = read_record(tmp_path / name).steps
+        assert (step["norm"], step["rule"]) == (pytest.approx(float(norm), rel=1e-4), "norm")
+        assert torch.nn.utils.clip_grad_norm_ is after
+
+
+def test_what_a_script_puts_round_backward_while_watched_stays_and_each_loss_counts_once(tmp_path, monkeypatch):
+    training, calls = Training(), []
+    seen = watch(tmp_path / "first.jsonl")
+    inner = torch.Tensor.backward
+    monkeypatch.setattr(torch.Tensor, "backward", lambda loss: calls.append(float(loss.detach())) or inner(loss))
+    seen.close()
+    with watch(tmp_path / "second.jsonl"):
+        training.steps(2)
+    assert [step["loss"] for step in read_record(tmp_path / "second.jsonl").steps] == pytest.approx(calls, rel=1e-4)
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_watchers_end_in_any_order_and_leave_nothing(first, tmp_path):
+    def places():
+        utils, scaler = torch.nn.utils, torch.amp.GradScaler
+        clips = utils.clip_grad_norm_, utils.clip_grad.clip_grad_norm_, utils.clip_grad_value_
+        return torch.Tensor.backward, *clips, scaler.step, scaler.scale, scaler.update
+
+    before, training = places(), Training()
+    observers = [Observer(tmp_path / f"{k}.jsonl", {}) for k in range(2)]
+    blocks = [ExitStack(), ExitStack()]
+    for block, observer in zip(blocks, observers, strict=True):
+        block.enter_context(observe(observer))
+    training.steps(1, clip=1e-3)
+    blocks[first].close()
+    training.steps(1, clip=1e-3)
+    blocks[1 - first].close()
+    assert places() == before
+    for k, observer in enumerate(observers):
+        observer.close(0, False)
+        steps = read_record(tmp_path / f"{k}.jsonl").steps
+        assert len(steps) == (1 if k == first else 2)
+        assert all("loss" in step and step["rule"] == "norm" and step["norm"] > 0.1 for step in steps)
 
 
 def test_a_lazy_module_that_is_never_called_has_no_shape_and_ends_nothing(tmp_path):

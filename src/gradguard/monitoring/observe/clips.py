@@ -344,9 +344,14 @@ class HeardClips:
         else:
             self._pending.take(parameters)
 
+    def take(self, parameters: Sequence[Tensor]) -> list[Clipped | None]:
+        """Return what was clipped of ``parameters``, for `step`, and forget it: their step is here."""
+        self._running().clear()  # what raised
+        return self._pending.take(parameters)
+
     def step(
         self, index: int, optimizer: Optimizer, parameters: Sequence[Tensor], shared: Shared | None,
-        applied: AppliedClip | None = None, now: Norms | None = None,
+        applied: AppliedClip | None = None, now: Norms | None = None, clipped: Sequence[Clipped | None] | None = None,
     ) -> StepMeasurement:  # fmt: skip
         """Return what is known of a step that begins: the norms before every clip, and what clipped.
 
@@ -357,9 +362,9 @@ class HeardClips:
             shared: What processes have measured together.
             applied: A clip that the watcher itself applies next.
             now: The norm of each gradient as it is now, if that has been measured.
+            clipped: What `take` returned, if it has been called for this step.
         """
-        self._running().clear()  # what raised
-        clipped, scale = self._pending.take(parameters), getattr(optimizer, "grad_scale", None)
+        clipped, scale = self.take(parameters) if clipped is None else clipped, getattr(optimizer, "grad_scale", None)
         clips = clips_in(clipped)
         alone = single_known_clip(clipped) if shared is None and len(clips) <= 1 and applied is None else None
         norms = norms_of(clipped, None) if alone is not None else None

@@ -1,16 +1,16 @@
 """Wrappers round the calls through which a script shows its loss, its own clipping and its loss scale.
 
-Each wrapper tells a listener and then does exactly what the original did, with the same arguments and result.
+Each wrapper tells the listeners and then does exactly what the original did, with the same arguments and result.
 """
 
 import functools
 import sys
+import threading
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
-from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -39,49 +39,88 @@ class Listener(Protocol):
 
 @contextmanager
 def patched(listener: Listener) -> Iterator[None]:
-    """Tell ``listener`` of every backward pass, clip and loss scale until the block ends."""
-    fsdp = _FsdpMethod(listener)
-    with (
-        _at_the_end(fsdp.restore),
-        patch.object(Tensor, "backward", _backward(Tensor.backward, listener, fsdp.look)),
-        _at_the_end(listen_to_scale(listener.on_scale, listener.on_scale_update)),
-        _patched_clips(listener),
-    ):
+    """Tell ``listener`` of every backward pass, clip and loss scale until the block ends.
+
+    Blocks may end in any order. What has kept a wrapper beyond the end (a class of the script, somebody else's wrapper)
+    tells those who listen then: nobody, or the next watch.
+    """
+    global _listeners
+    with _lock:
+        if not _listeners:
+            _restore.append(_replace())
+        _listeners = (*_listeners, listener)
+    end_of_scale = listen_to_scale(listener.on_scale, listener.on_scale_update)
+    try:
         yield
+    finally:
+        end_of_scale()
+        with _lock:
+            _listeners = tuple(one for one in _listeners if one is not listener)
+            if not _listeners:
+                _restore.pop()()
+
+
+_listeners: tuple[Listener, ...] = ()
+_restore: list[Callable[[], None]] = []  # puts back what was there before the first of them
+_lock = threading.Lock()
+_thread = threading.local()  # .running: the calls that have been told of, so that a wrapper of a wrapper is silent
+
+
+def _replace() -> Callable[[], None]:
+    """Put the wrappers in place, and return what takes away those that are still there."""
+    backward, fsdp = Tensor.backward, _FsdpMethod()
+    its_wrapper = Tensor.backward = _backward(backward, fsdp.look)
+    wrappers = _clip_wrappers()
+    _exchange({id(original): (original, wrapper) for original, wrapper in wrappers})
+
+    def restore() -> None:
+        if Tensor.backward is its_wrapper:
+            Tensor.backward = backward
+        fsdp.restore()
+        _exchange({id(wrapper): (wrapper, original) for original, wrapper in wrappers})
+
+    return restore
+
+
+def _clip_wrappers() -> list[tuple[Callable, Callable]]:
+    """The clipping functions where they are defined, and a wrapper of each."""
+    found: dict[int, tuple[Callable, Callable]] = {}
+    for home in ("torch.nn.utils.clip_grad", "torch.nn.utils"):
+        for name, original in vars(sys.modules[home]).items() if home in sys.modules else ():
+            if name in _CALLS:
+                found[id(original)] = original, _clip(original, _CALLS[name], name)
+    return list(found.values())
+
+
+def _exchange(functions: Mapping[int, tuple[Callable, Callable]]) -> None:
+    """Replace functions, by identity, wherever a module has them: scripts import them by name, at any time."""
+    for module in [module for module in list(sys.modules.values()) if isinstance(module, types.ModuleType)]:
+        if str(vars(module).get("__name__")).startswith("gradguard."):
+            continue
+        for name in _CALLS.keys() & vars(module).keys():
+            old, new = functions.get(id(vars(module)[name]), (None, None))
+            if old is not None:
+                with suppress(Exception):  # a module of a kind of its own
+                    setattr(module, name, new)
 
 
 @contextmanager
-def _patched_clips(listener: Listener) -> Iterator[None]:
-    """Replace the clipping functions where they are defined, and where they have been imported by name already."""
-    homes = ("torch.nn.utils.clip_grad", "torch.nn.utils")
-    wrappers: dict[int, tuple[str, Callable, Callable]] = {}
-    for home in homes:
-        for name, original in vars(sys.modules[home]).items() if home in sys.modules else ():
-            if name in _CALLS:
-                wrappers[id(original)] = name, original, _clip(original, _CALLS[name], listener)
-    names = {name for name, _, _ in wrappers.values()}
-    replaced = []
+def _only_once(call: Any) -> Iterator[Sequence[Listener]]:
+    """Yield those to tell of ``call``: nobody if they have been told already, by a wrapper round this one."""
+    running = _thread.__dict__.setdefault("running", [])
+    told = call in running
+    running.append(call)
     try:
-        for module in [module for module in list(sys.modules.values()) if isinstance(module, types.ModuleType)]:
-            if str(vars(module).get("__name__")).startswith("gradguard."):
-                continue
-            for name in names.intersection(vars(module)):
-                _, original, wrapper = wrappers.get(id(vars(module)[name]), (name, None, None))
-                if original is not None:
-                    with suppress(Exception):  # a module of a kind of its own
-                        setattr(module, name, wrapper)
-                        replaced.append((module, name, original))
-        yield
+        yield () if told else _listeners
     finally:
-        for module, name, original in replaced:
-            setattr(module, name, original)
+        running.pop()
 
 
 class _FsdpMethod:
     """Replaces the method by which FSDP1 clips, as soon as the script has imported FSDP1."""
 
-    def __init__(self, listener: Listener) -> None:
-        self._listener, self._kind, self._original = listener, None, None
+    def __init__(self) -> None:
+        self._kind, self._original, self._wrapper = None, None, None
 
     def look(self) -> None:
         """Replace it if it is there; at each backward pass, so this must cost nothing."""
@@ -89,11 +128,11 @@ class _FsdpMethod:
             kind: Any = vars(sys.modules["torch.distributed.fsdp"]).get("FullyShardedDataParallel")
             if kind is not None:
                 self._kind, self._original = kind, kind.clip_grad_norm_
-                kind.clip_grad_norm_ = _clip(kind.clip_grad_norm_, _fsdp_call, self._listener)
+                self._wrapper = kind.clip_grad_norm_ = _clip(kind.clip_grad_norm_, _fsdp_call, "FSDP")
 
     def restore(self) -> None:
         """Put back what was there."""
-        if self._kind is not None:
+        if self._kind is not None and self._kind.clip_grad_norm_ is self._wrapper:
             self._kind.clip_grad_norm_ = self._original
 
 
@@ -118,26 +157,27 @@ class ClipCall:
     whole: bool = False
 
 
-def _clip(original: Callable, read: Callable[..., ClipCall], listener: Listener) -> Callable:
+def _clip(original: Callable, read: Callable[..., ClipCall], name: str) -> Callable:
     @functools.wraps(original)
     def clip(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling() or not _listeners:
+            return original(*args, **kwargs)
         try:
-            tracing = torch.compiler.is_compiling()
             key = next((name for name in ("parameters", "model") if name in kwargs), None)
             parameters, rest = (kwargs[key], args) if key else (args[0], args[1:])
-            call = None if tracing else read(*rest, **{name: value for name, value in kwargs.items() if name != key})
+            call = read(*rest, **{name: value for name, value in kwargs.items() if name != key})
         except Exception:  # a wrong call: the original says so
-            return original(*args, **kwargs)
-        if call is None:
             return original(*args, **kwargs)
         parameters, seen = _reusable(parameters)
         tensors: list[Tensor] = []
         with suppress(Exception):  # of what the script passes anything may raise, at the second look
             tensors = tensors_of(seen)
-        inside = listener.on_clip(call, tensors)
-        with inside or nullcontext():
+        with _only_once(name) as listeners, ExitStack() as inside:
+            for listener in listeners:
+                inside.enter_context(listener.on_clip(call, tensors) or nullcontext())
             result = original(*rest, **{**kwargs, key: parameters}) if key else original(parameters, *rest, **kwargs)
-        listener.on_clipped(result if isinstance(result, Tensor) else None)
+        for listener in listeners:
+            listener.on_clipped(result if isinstance(result, Tensor) else None)
         return result
 
     return clip
@@ -182,20 +222,15 @@ def tensors_of(parameters: Any) -> list[Tensor]:
     return [entry for entry in plain if isinstance(entry, Tensor)]
 
 
-@contextmanager
-def _at_the_end(call: Callable[[], None]) -> Iterator[None]:
-    try:
-        yield
-    finally:
-        call()
-
-
-def _backward(original: Callable, listener: Listener, look: Callable[[], None]) -> Callable:
+def _backward(original: Callable, look: Callable[[], None]) -> Callable:
     @functools.wraps(original)
     def backward(self: Tensor, *args: Any, **kwargs: Any) -> Any:
-        if not torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or not _listeners:
+            return original(self, *args, **kwargs)
+        with _only_once(id(self)) as listeners:
             look()
-            listener.on_backward(self)
-        return original(self, *args, **kwargs)
+            for listener in listeners:
+                listener.on_backward(self)
+            return original(self, *args, **kwargs)
 
     return backward

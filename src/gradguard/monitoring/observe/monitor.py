@@ -20,6 +20,7 @@ from gradguard.clip_events import ClipEvent, listen, rule_of
 from gradguard.errors import InvalidTypeError, InvalidValueError
 from gradguard.grad_scaler import listen_to_steps
 from gradguard.monitoring.observe.clips import note_guard
+from gradguard.monitoring.observe.measure import gradient_norms
 from gradguard.monitoring.observe.meta import (
     living_modules,
     meta_line,
@@ -42,8 +43,9 @@ class Monitor(Recorder):
     r"""Record the gradients at each step of an optimizer, as ``gradguard run`` does, from inside a training loop.
 
     Of a plain optimizer it measures :math:`\lVert g_p \rVert_2` of each parameter as the gradients reach the step. Of
-    a `Guard` it measures nothing: it writes down what the guard has measured and done. Other clips of gradguard's that
-    act before the step are listed beside it.
+    a `Guard` it measures nothing: it writes down what the guard has measured and done (a guard that takes norms of
+    another order is measured like a plain optimizer). Other clips of gradguard's that act before the step are listed
+    beside it.
 
     **Guarantees.**
 
@@ -132,7 +134,9 @@ class Monitor(Recorder):
         self._lines = RecordBuffer(sinks, every, arrived=self._arrived, failed=self._fail, keeps_rows=True)
         self._buffer = self._lines
         self._lines.begin(meta_line(facts, [optimizer], self._held, names))
-        self._hooks = EveryStep(self._before_step, self._after_step, optimizer=optimizer, first=self._guard is None)
+        self._hooks = [EveryStep(self._before_step, self._after_step, optimizer=optimizer, first=self._guard is None)]
+        if self._guard is not None:
+            self._hooks.append(EveryStep(self._before_guard, lambda _: None, optimizer=optimizer, first=True))
         self._stop_listening = listen(Ear(self))
         weakref.finalize(self, self._stop_listening)
         self._leave_scaler = listen_to_steps(self._scaler_begins, self._scaler_ends, optimizer=optimizer)
@@ -212,7 +216,8 @@ class Monitor(Recorder):
             exit_code: What the ``end`` line says; 0 for a training that came to its end.
             interrupted: Whether Ctrl-C ended it.
         """
-        self._hooks.remove()
+        for hooks in self._hooks:
+            hooks.remove()
         self._stop_listening()
         self._leave_scaler()
         if os.getpid() == self._process:
@@ -237,15 +242,40 @@ class Monitor(Recorder):
             return are_spread(parameters), None
         return super()._joined(parameters)
 
+    def _before_guard(self, optimizer: Optimizer, evaluation: int) -> None:
+        """Look at the gradients before the guard writes to them."""
+        if evaluation == 0:
+            parameters = self._parameters(optimizer)
+            measures = self._guard_tells_2_norms()
+            spread, shared = self._joined(parameters) if measures else super()._joined(parameters)
+            with_grad = parameters if spread else [p for p in parameters if p.grad is not None]
+            self._look_before_guard(with_grad, None if measures or spread else with_grad, shared)
+
+    @safely
+    def _look_before_guard(
+        self, parameters: list[Tensor], measured: list[Tensor] | None, shared: Shared | None
+    ) -> None:
+        now = None if shared is None else shared.norms
+        if measured is not None:
+            now = gradient_norms([p.grad for p in measured if p.grad is not None])
+        self._thread.before_guard = parameters, self._clips.take(parameters), now, shared
+
+    def _guard_tells_2_norms(self) -> bool:
+        orders = getattr(getattr(self._guard, "clipper", None), "orders", None)
+        return orders is None or orders() == {2.0}
+
     def _measured(
         self, optimizer: Optimizer, parameters: list[Tensor], spread: bool, shared: Shared | None
     ) -> StepMeasurement | None:
-        step = self._guarded(optimizer, parameters)
-        if step is None:
-            if spread and shared is None:  # nobody has measured
-                return None
-            step = self._clips.step(self._steps, optimizer, parameters, shared)
-            step.places = self._places_of(parameters) if len(step.norms) else []
+        clipped = None
+        if self._guard is not None:
+            if (step := self._guarded(optimizer)) is not None:
+                return step
+            parameters, clipped, _, shared = self._thread.before_guard
+        if spread and shared is None:  # nobody has measured
+            return None
+        step = self._clips.step(self._steps, optimizer, parameters, shared, clipped=clipped)
+        step.places = self._places_of(parameters) if len(step.norms) else []
         return step
 
     def _is_open(self, optimizer: Optimizer) -> bool:
@@ -261,21 +291,29 @@ class Monitor(Recorder):
         self._amp_scale = step.amp_scale
         if step.found_inf is not None and self._guard_event is not None:  # the scaler left it out; the guard said so
             note_guard(step, self._guard_event)
+            self._guard_event, self._result = None, getattr(self._guard, "last", None)
 
-    def _guarded(self, optimizer: Optimizer, parameters: list[Tensor]) -> StepMeasurement | None:
+    def _guarded(self, optimizer: Optimizer) -> StepMeasurement | None:
         """What the guard did at this step; None if nothing guards it, or not any more."""
         event, self._guard_event = self._guard_event, None
         result = getattr(self._guard, "last", None)
         if result is None or result is self._result:
             return None
         self._result = result
-        norms = result.tensor_norms
-        if len(parameters) == len(result.names):
-            step = self._clips.step(self._steps, optimizer, parameters, None, now=norms)
+        parameters, clipped, now, shared = self._thread.before_guard
+        told, names = self._guard_tells_2_norms(), result.names
+        if told:
+            scale = getattr(optimizer, "grad_scale", None)  # which the guard has taken off, and others have not
+            now = result.tensor_norms if scale is None else result.tensor_norms * scale
+        if now is None:
+            return None
+        if not told or len(parameters) == len(names):
+            step = self._clips.step(self._steps, optimizer, parameters, shared, now=now, clipped=clipped)
             step.places = self._places_of(parameters)
         else:
-            step = StepMeasurement(self._steps, norms, array("q", [-1] * len(result.names)), late=not norms.is_cpu)
-        if not step.clips:
+            late = not result.tensor_norms.is_cpu
+            step = StepMeasurement(self._steps, result.tensor_norms, array("q", [-1] * len(names)), late=late)
+        if told and not step.clips:
             step.total = result.norm
         step.guard_rule = rule_of(getattr(self._guard, "clipper", self._guard))
         step.guard_threshold, step.guard_coefficient = copied(result.threshold), result.coefficient

@@ -64,7 +64,6 @@ class Observer(Recorder):
         self._optimizers: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         self._count = 0  # optimizers but one
         self._losses, self._applying = Losses(), Applying()
-        self._amp_scale: Tensor | None = None
         self._steps_at_update = -1
         self.path: Path | None = None
         self._buffer = None if callable(path) else self._open(path)
@@ -104,8 +103,7 @@ class Observer(Recorder):
 
     @safely
     def on_scale_update(self, before: Tensor | None, after: Tensor | None) -> None:
-        """Note a loss scale, and at the next flush whether it fell; forget what led to a step that was skipped."""
-        self._amp_scale = after
+        """Note at the next flush whether the loss scale fell; forget what led to a step that was skipped."""
         if self._steps == self._steps_at_update:
             self._losses.clear()
             self._clips.forget()
@@ -133,7 +131,8 @@ class Observer(Recorder):
         return self._buffer is not None and not self._buffer.sinks.empty
 
     def _label(self, step: StepMeasurement, optimizer: Optimizer) -> None:
-        step.losses, step.amp_scale, step.optimizer = self._losses.take(), self._amp_scale, self._place_of(optimizer)
+        step.losses, step.optimizer = self._losses.take(), self._place_of(optimizer)
+        step.amp_scale = getattr(self._thread, "loss_scale", None)  # each optimizer may have a scaler of its own
 
     def _hears(self, parameters: Sequence[Tensor]) -> bool:
         """Every clip but the one that is running in this thread because we were asked to apply it."""

@@ -63,7 +63,8 @@ class Recorder:
         self._buffer: RecordBuffer | None = None  # once it is known where to write
         self._clips, self._shared, self._applied = HeardClips(), SharedNorms(), applied
         self._schedule, self._alarms = schedule, dict[int | None, Alarm]()
-        # .step: the one that is running, and its .optimizer; .diagnosed; .scaler_steps: whether it reaches an optimizer
+        # .step: the one that is running, and its .optimizer; .diagnosed; of the ``scaler.step`` that is running,
+        # .scaler_steps: whether it has reached the optimizer, and .loss_scale: what it has multiplied the loss by
         self._thread = threading.local()
         self._steps, self._active, self._lock = 0, True, threading.RLock()
 
@@ -189,17 +190,20 @@ class Recorder:
             buffer.add(step, keep=keep)
         self._active = self._active and not buffer.sinks.lost
 
+    @safely
     def _scaler_begins(self, optimizer: Optimizer, scaler_step: ScalerStep) -> None:
-        del optimizer, scaler_step
-        self._thread.scaler_steps = False
+        del optimizer
+        self._thread.scaler_steps, self._thread.loss_scale = False, copied(scaler_step.loss_scale)
 
     @safely
     def _scaler_ends(self, optimizer: Optimizer, scaler_step: ScalerStep) -> None:
         """A step that a GradScaler leaves out never reaches the optimizer; it is a step all the same, a skipped one."""
         skipped = None if getattr(self._thread, "scaler_steps", True) else scaler_step.skipped
-        self._thread.scaler_steps = True
-        if skipped is None or not bool(skipped):  # the scaler has waited for it already
-            return
+        if skipped is not None and bool(skipped):  # the scaler has waited for it already
+            self._add_left_out(optimizer)
+        self._thread.scaler_steps, self._thread.loss_scale = True, None
+
+    def _add_left_out(self, optimizer: Optimizer) -> None:
         if self._is_open(optimizer) and self._buffer is not None:
             step = StepMeasurement(self._steps, [], (), total=math.inf, skipped=True, found_inf=1.0)
             self._label(step, optimizer)
