@@ -56,7 +56,7 @@ class Contract:
         self._unchanged(leaves, given, "the forward", "input")
         fresh = [v.clone() for v in shaped]
         first = function.backward(outputs, leaves, fresh, keep=True)
-        self.usual = float(torch.where(first.isfinite(), first.abs(), 0.0).max()) if first.numel() else 0.0
+        self.usual = float(first.abs().nan_to_num_(0.0, 0.0).max()) if first.numel() else 0.0
         self._unchanged(leaves, given, "the backward", "input")
         self._unchanged(fresh, shaped, "the backward", "grad_output of output")
         del given, fresh
@@ -65,7 +65,7 @@ class Contract:
             self._another_forward(shaped, first)
         if self.findings:
             return
-        for kind, name, size, other, expected in self._cotangents(shaped, first):
+        for kind, name, size, other, expected in self._cotangents(outputs, leaves, shaped, first):
             found = self._backward(outputs, leaves, other)
             self._compare(kind, name, found, expected() if callable(expected) else expected, size)
             del other
@@ -85,6 +85,8 @@ class Contract:
         bits = True
         for _ in range(_REPEATS - 1):
             again = self._backward(outputs, leaves, shaped)
+            if torch.equal(again, first):
+                continue
             if not self._compare("non-determinism", "the same backward, run again, gives something else", again, first):
                 return
             bits = bits and _are_the_same(again, first)
@@ -92,7 +94,7 @@ class Contract:
             self.notes.append(Finding("non-determinism", "equal backward runs differ in the last bits"))
 
     def _cotangents(
-        self, shaped: list[Tensor], first: Tensor
+        self, outputs: list[Tensor], leaves: list[Tensor], shaped: list[Tensor], first: Tensor
     ) -> Iterator[tuple[str, str, float, list[Tensor], Tensor | Callable[[], Tensor]]]:
         yield (
             "layout",
@@ -104,8 +106,8 @@ class Contract:
         if any(v.dim() > 1 for v in shaped):
             yield "layout", "a transposed grad_output", 1, [_transposed(v) for v in shaped], first
         ones = [torch.ones((), dtype=v.dtype, device=v.device).expand(v.shape) for v in shaped]
-        dense = [one.contiguous().clone() for one in ones]
-        yield "layout", _ONES, 1, ones, self._gradient_of(dense)
+        dense = [one.clone(memory_format=torch.contiguous_format) for one in ones]
+        yield "layout", _ONES, 1, ones, lambda: self._backward(outputs, leaves, dense)
         yield "linearity", "grad_output times -1", 1, [-v for v in shaped], -first
         for power in _POWERS.get(self.dtype, (-20, 10)):
             name = f"grad_output times 2^{power}"
@@ -117,13 +119,6 @@ class Contract:
             [torch.zeros_like(v) for v in shaped],
             torch.where(first.isfinite(), 0.0, first),
         )
-
-    def _gradient_of(self, cotangents: list[Tensor]) -> Callable[[], Tensor]:
-        def gradient() -> Tensor:
-            leaves = self.function.leaves()
-            return self.function.backward(self.function.record(leaves), leaves, cotangents)
-
-        return gradient
 
     def _expanded(self, outputs: list[Tensor], leaves: list[Tensor], shaped: list[Tensor]) -> None:
         """Give a grad_output of stride 0 along one dimension, as a sum over that dimension makes it."""
@@ -225,7 +220,7 @@ class Contract:
 
     def _has_values(self, message: str, found: Tensor, expected: Tensor, usual: Tensor) -> bool:
         """Compare the outputs, where all have the size that they usually have."""
-        if not found.shape == expected.shape == usual.shape:
+        if not found.shape == expected.shape == usual.shape or torch.equal(found, expected):
             return True
         both = found.isfinite() & expected.isfinite()
         size = torch.maximum(found.abs(), expected.abs())
@@ -320,11 +315,14 @@ class Contract:
 
     def _hidden_float32(self, first: Tensor) -> None:
         """In float64 some bits of a gradient are beyond float32, unless it was computed in that."""
-        used = first[(first != 0) & first.isfinite()]
-        telling = used[used.bfloat16().double() != used]  # a number of few bits is a constant, or rounding
         dtypes = [*(one.value.dtype for one in self.function.inputs), *(o.dtype for o in self.function.outputs)]
-        wide = all(dtype in (torch.float64, torch.complex128) for dtype in dtypes)
-        if wide and telling.numel() >= 4 and bool((telling.float().double() == telling).all()):
+        if not all(dtype in (torch.float64, torch.complex128) for dtype in dtypes):
+            return
+        used = first[(first != 0) & first.isfinite()]
+        if not torch.equal(used.float().double(), used):
+            return
+        telling = used[used.bfloat16().double() != used]  # a number of few bits is a constant, or rounding
+        if telling.numel() >= 4:
             message = "all gradients are float32 numbers although inputs and outputs are float64"
             self.findings.append(Finding("precision", message, guess="float32 inside the backward"))
 
@@ -373,7 +371,7 @@ class Contract:
 def _are_the_same(first: Tensor, second: Tensor) -> bool:
     """Compare bit for bit, NaN equal to itself."""
     one, other = (torch.view_as_real(t.detach().resolve_conj()) if t.is_complex() else t for t in (first, second))
-    return bool(((one == other) | ((one != one) & (other != other))).all())
+    return torch.equal(one, other) or bool(((one == other) | ((one != one) & (other != other))).all())
 
 
 def _strided(v: Tensor) -> Tensor:
