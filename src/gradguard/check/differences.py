@@ -70,7 +70,6 @@ class Differences:
         self.coarsest = max(input_eps, *(torch.finfo(o.dtype).eps for o in function.outputs))
         self.is_low = self.coarsest > 1e-10
         self.steps = LOW_STEPS if self.is_low else STEPS
-        self.rounding = function.rounding_of(base)
         self.noise = self.rounding
         self.usable = base.isfinite()
         self.is_finite = bool(self.usable.all())
@@ -80,6 +79,11 @@ class Differences:
         together = _AT_ONCE if self.are_few else 1
         self._batches = [self.steps[i : i + together] for i in range(0, len(self.steps), together)]
 
+    @property
+    def rounding(self) -> Tensor:
+        """How far off each output is by rounding to its dtype."""
+        return self.function.rounding_of(self.base)
+
     def measure_noise(self, direction: Tensor, concerned: Tensor | None = None) -> None:
         """Estimate how far outputs are off by rounding: second differences at tiny steps are nothing else.
 
@@ -88,30 +92,42 @@ class Differences:
         where noise is what both sides show.
         """
         tiny = 4e3 * max(torch.finfo(one.value.dtype).eps for one in self.function.inputs)
-        self.noise, still = self.rounding, torch.ones_like(self.usable) if concerned is None else concerned
-        offset = torch.where(direction != 0, tiny * self.point.abs() * direction.sign(), 0.0)
+        noise, still = self.rounding, torch.ones_like(self.usable) if concerned is None else concerned
+        offset = torch.where(direction != 0, self.point.abs().mul_(direction.sign()).mul_(tiny), 0.0)
         offset *= torch.linspace(0.5, 1, len(offset), dtype=torch.float64)  # a product of x + a and y - a hardly moves
         for samples in (3, 8, 8, 8):
-            spreads, moved = self._second_differences(offset, samples)
-            larger = torch.maximum(self.noise, spreads.amax(dim=0) if samples == 3 else spreads.amin(dim=0))
-            self.noise = larger if samples == 3 else torch.where(still, larger, self.noise)
+            spread, moved = self._second_differences(offset, samples)
+            noise = torch.where(still, torch.maximum(noise, spread), noise) if samples > 3 else noise.maximum(spread)
             still = still & ~moved
             if self.is_low or not bool(still.any()) or not bool(offset.any()):
                 break
-            offset = 100 * offset
+            offset *= 100
+        self.noise = noise
 
     def _second_differences(self, offset: Tensor, samples: int) -> tuple[Tensor, Tensor]:
-        """Return the largest second difference along multiples of ``offset``, one row for each side.
+        """Return the largest second difference along multiples of ``offset`` on either side, and which outputs move.
 
-        Also which outputs change at all.
+        Of three samples the larger side counts, of more the smaller one.
         """
+        moved, spreads = torch.zeros_like(self.usable), []
         steps = torch.arange(1, samples + 1, dtype=torch.float64)[:, None]
-        sides = [self.point + steps * side for side in (offset, -offset)]
-        values = self.function.values_at(torch.cat(sides)).view(2, samples, -1)
-        changes = values.diff(dim=1)
-        moved = (changes != 0).flatten(0, 1).any(dim=0)
-        seconds = changes.diff(dim=1).abs_().nan_to_num_(0.0, torch.inf)
-        return seconds.amax(dim=1).mul_(2 / math.sqrt(6)), moved
+        for sign in (1, -1):
+            points = ((k * offset).add_(self.point) for k in sign * steps)
+            rows = (
+                self.function.values_at(torch.stack([*points])) if self.are_few else map(self.function.values, points)
+            )
+            largest, change = torch.zeros_like(self.base), None
+            for one, other in pairwise(rows):
+                last, change = change, other - one
+                del one
+                moved |= change != 0
+                if last is not None:
+                    torch.maximum(largest, last.sub_(change).abs_().nan_to_num_(0.0, torch.inf), out=largest)
+                del last, other
+            del change
+            spreads.append(largest)
+        either = torch.maximum if samples == 3 else torch.minimum
+        return either(*spreads).mul_(2 / math.sqrt(6)), moved
 
     def reaches_a_pole(self, direction: Tensor) -> bool:
         """Tell whether an output that is not finite at the point is, or is another one, a step further."""
@@ -149,8 +165,7 @@ class Differences:
 
     def _climbed(self, directions: Tensor, first: _Central) -> Disagreement:
         """Return the disagreements, from smaller steps where ``first`` does not settle them."""
-        product = self.gradients * directions[:, None]
-        scales, enough = norms(product), 1e-11 * product.abs().sum(dim=-1)
+        scales, enough = self._sizes(directions)
         noise, several = self.rounding_of(first.moved), self._batches[0]
         rows: list[Disagreement | None] = [None] * len(directions)
         if len(several) == _AT_ONCE:
@@ -165,6 +180,15 @@ class Differences:
                 own = first.of(i), scales[i], enough[i].tolist()
                 rows[i] = self._down_the_ladder(directions[i : i + 1], *own)
         return Disagreement.together([row for row in rows if row is not None])
+
+    def _sizes(self, directions: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the norm of gradient · direction, and the bar that is narrow enough, for each cotangent."""
+        scales, enough = [], []
+        for gradient in self.gradients:
+            product = directions * gradient
+            enough.append(1e-11 * torch.linalg.vector_norm(product, 1, dim=-1))
+            scales.append(norms(product))
+        return torch.stack(scales, dim=-1), torch.stack(enough, dim=-1)
 
     def _down_the_ladder(
         self, direction: Tensor, first: _Central, scale: Tensor, enough: Sequence[float]
@@ -184,15 +208,19 @@ class Differences:
         """Return the disagreement at each step along each of ``directions``."""
         sizes, count = torch.tensor(steps, dtype=torch.float64)[:, None], len(directions)
         offsets = (sizes * directions[:, None]).flatten(0, 1)
-        above, below = self.point + offsets, self.point - offsets
-        if not self.function.is_wide:
-            above, below = map(self.function.rounded_each, (above, below))
-        if self.are_few:
+        above = self._rounded(self.point + offsets)
+        values = None if self.are_few else self.function.values_at(above)
+        below = self._rounded(offsets.neg_().add_(self.point))
+        if values is None:
             values, others = self.function.values_at(torch.cat([above, below])).chunk(2)
         else:
-            values, others = self.function.values_at(above), self.function.values_at(below)
+            others = self.function.values_at(below)
         change = self.usable_part(values.sub_(others))
-        taken = above.sub_(below) if self.has_finite_point else torch.where(offsets != 0, above - below, 0.0)
+        del others
+        taken = above.sub_(below)
+        if not self.has_finite_point:
+            taken = torch.where(directions.repeat_interleave(len(steps), dim=0) != 0, taken, 0.0)
+        del below, offsets
         finite = torch.ones(len(change), dtype=torch.bool)
         if not are_finite(change):
             finite = change.isfinite().all(dim=1)
@@ -201,14 +229,19 @@ class Differences:
         moved = (change != 0).view(count, len(steps), len(self.base)).any(dim=1)
         return _Central(central.view(count, len(steps), -1), finite.view(count, -1), moved)
 
+    def _rounded(self, points: Tensor) -> Tensor:
+        return points if self.function.is_wide else self.function.rounded_each(points)
+
     def rounding_of(self, moved: Tensor) -> Tensor:
         """Return how far off Σ cotangent · output may be by rounding, from the outputs that move along a direction.
 
         An output that one step does not move, and a larger one does, is off by rounding there as well.
         """
-        off = self.cotangents.abs() * torch.where(moved, self.noise, 0.0).unsqueeze(-2)
-        total = off.sum(dim=-1)
-        return torch.minimum(3 * off.norm(dim=-1), total) if self.is_low else total
+        noise, found = torch.where(moved, self.noise, 0.0), []
+        for v in self.cotangents:
+            total = noise @ v.abs()
+            found.append(torch.minimum(3 * (noise * v).norm(dim=-1), total) if self.is_low else total)
+        return torch.stack(found, dim=-1)
 
     def negligible(self) -> Tensor:
         """Return below which size Σ cotangent · change, for relative changes of the inputs, is rounding alone."""
@@ -312,20 +345,25 @@ def _weights(large: float, small: float) -> tuple[float, float]:
 
 def directions(point: Tensor, inputs: list[Tensor], generator: torch.Generator) -> Iterator[Tensor]:
     """Yield random directions: signs, sized in turn by max(|x|, mean |x|) and by |x|, where that is not 0."""
-    finite = torch.where(point.isfinite(), point, 0.0).abs()
-    means = torch.cat([mean_size(one).expand(one.numel()) for one in inputs])
-    sizes = (torch.maximum(finite, means), torch.where(finite == 0, means, finite))
     while True:
-        for size in sizes:
-            signs = torch.randint(0, 2, point.shape, generator=generator, dtype=torch.float64) * 2 - 1
-            yield signs * size
+        for keeps_zeros in (False, True):
+            yield _direction(point, inputs, keeps_zeros, generator)
+
+
+def _direction(point: Tensor, inputs: list[Tensor], keeps_zeros: bool, generator: torch.Generator) -> Tensor:
+    found = torch.randint(0, 2, point.shape, generator=generator, dtype=torch.float64).mul_(2).sub_(1)
+    for part, own in zip(inputs, found.split([one.numel() for one in inputs]), strict=True):
+        mean, sizes = mean_size(part), part.abs()
+        sizes = sizes if are_finite(sizes) else torch.where(sizes.isfinite(), sizes, 0.0)
+        own *= torch.where(sizes == 0, mean, sizes) if keeps_zeros else torch.maximum(sizes, mean, out=sizes)
+    return found
 
 
 def norms(rows: Tensor) -> Tensor:
     """Return the 2-norm along the last dimension, however large the elements are."""
     if not rows.numel():
         return rows.sum(dim=-1)
-    largest = rows.abs().amax(dim=-1, keepdim=True)
+    largest = torch.linalg.vector_norm(rows, torch.inf, dim=-1, keepdim=True)
     unit = torch.where((largest > 0) & (largest < torch.inf), largest, 1.0)
     return unit.squeeze(-1) * (rows / unit).norm(dim=-1)
 

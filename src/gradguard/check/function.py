@@ -63,7 +63,7 @@ class Function:
         self.fn, self.wide = fn, wide
         self.forwards = self.backwards = 0
         self.state = State(fn, args, kwargs)
-        self.clones_inputs = False
+        self.clones_inputs = self.keeps_inputs = False
         self.on_call: Callable[[], None] = lambda: None
         module = _module_of(fn)
         self.module = module
@@ -126,13 +126,20 @@ class Function:
         self._are_plain = not any(one.value.is_complex() or not one.value.is_contiguous() for one in self.inputs)
         self.is_wide = all(one.value.dtype in (torch.float64, torch.complex128) for one in self.inputs)
         """Whether the inputs hold every float64 number."""
+        self._point: Tensor | None = None
+        if (
+            self.inputs and self.is_wide and self._are_plain
+        ):  # the inputs are parts of the point, so that it takes no memory of its own
+            self._point = self.join([one.value for one in self.inputs])
+            parts = zip(self.inputs, self._point.split_with_sizes(self.sizes), strict=True)
+            self.inputs = [Input(one.name, part.view(one.value.shape)) for one, part in parts]
 
     @property
     def point(self) -> Tensor:
-        """The inputs as one float64 vector."""
-        return self.join([one.value for one in self.inputs])
+        """The inputs as one float64 vector, not to be changed."""
+        return self._point if self._point is not None else self.join([one.value for one in self.inputs])
 
-    def join(self, tensors: Sequence[Tensor | None]) -> Tensor:
+    def join(self, tensors: Sequence[Tensor | None], out: Tensor | None = None) -> Tensor:
         """Return tensors that belong to the inputs as one float64 vector, zeros for None."""
         parts = []
         for tensor, one, size in zip(tensors, self.inputs, self.sizes, strict=True):
@@ -140,7 +147,7 @@ class Function:
                 parts.append(torch.zeros(size, dtype=torch.float64, device=one.value.device))
             else:
                 parts.append(_flat(tensor.detach().to_dense() if tensor.is_sparse else tensor.detach()))
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+        return parts[0] if len(parts) == 1 and out is None else torch.cat(parts, out=out)
 
     def split(self, vector: Tensor) -> list[Tensor]:
         """Return the inputs that ``vector`` stands for, rounded to their dtype, with their strides."""
@@ -213,7 +220,9 @@ class Function:
             strict=True,
         )
         with torch.no_grad():
-            for row, tensors in zip(places, self._split_each(vectors.clone()), strict=True):  # it may work in place
+            for row, tensors in zip(
+                places, self._split_each(vectors if self.keeps_inputs else vectors.clone()), strict=True
+            ):  # it may work in place
                 try:
                     outputs = self.call(tensors)
                 except Exception:  # outside of the domain
@@ -269,17 +278,18 @@ class Function:
         cotangents: Sequence[Tensor | None],
         keep: bool = False,
         shapes: Sequence[torch.Size] | None = None,
+        out: Tensor | None = None,
     ) -> Tensor:
         """Return the gradient of Σ cotangent · output as one float64 vector, of slices repeated to fill ``shapes``."""
         pairs = [(o, c) for o, c in zip(outputs, cotangents, strict=True) if o.requires_grad and c is not None]
         self.backwards += 1
         if not pairs:
-            return torch.zeros(sum(self.sizes), dtype=torch.float64)
+            return self.join([None] * len(self.inputs), out)
         grads = gradients_of([o for o, _ in pairs], leaves, [c for _, c in pairs], keep)
         if shapes is not None:
             dense = [grad.to_dense() if grad is not None and grad.is_sparse else grad for grad in grads]
             grads = [None if grad is None else grad.expand(shape) for grad, shape in zip(dense, shapes, strict=True)]
-        return self.join(grads)
+        return self.join(grads, out)
 
     def backward_of_some(
         self,
@@ -330,13 +340,15 @@ class Function:
 
     def rounding_of(self, values: Tensor) -> Tensor:
         """Return half a unit in the last place of each output element, as its dtype has it."""
-        parts = zip(values.split(self.output_sizes), self.outputs, strict=True)
-        return torch.cat([part.abs() * (torch.finfo(o.dtype).eps / 2) for part, o in parts])
+        found = values.abs()
+        for part, o in zip(found.split(self.output_sizes), self.outputs, strict=True):
+            part *= torch.finfo(o.dtype).eps / 2
+        return found
 
     def with_graph(self) -> Tensor:
-        """Return 1 for output elements that have a graph, else 0, as a flat vector."""
-        parts = [torch.full((n,), float(o.has_graph)) for n, o in zip(self.output_sizes, self.outputs, strict=True)]
-        return torch.cat(parts).double()
+        """Return which output elements have a graph, as a flat vector."""
+        parts = zip(self.output_sizes, self.outputs, strict=True)
+        return torch.cat([torch.full((n,), o.has_graph, dtype=torch.bool) for n, o in parts])
 
     def _converted(self, value: Any) -> Any:
         if not isinstance(value, Tensor):

@@ -372,8 +372,7 @@ class _Check:
 
     def _cotangents(self, function: Function, base: Tensor, count: int) -> Tensor:
         drawn = torch.randn(count, function.size, generator=self.generator, dtype=torch.float64)
-        usable = torch.isfinite(base) & (function.with_graph() > 0)
-        shaped = torch.where(usable, drawn, 0.0)
+        shaped = drawn.masked_fill_(~(torch.isfinite(base) & function.with_graph()), 0.0)
         if all(WIDE[o.dtype] is o.dtype for o in function.outputs):
             return shaped
         return torch.stack([function.flatten(function.shaped(one)) for one in shaped])
@@ -383,7 +382,9 @@ class _Check:
         cotangents = self._cotangents(function, base, _COTANGENTS)
         leaves = function.leaves()
         outputs = function.record(leaves)
-        gradients = torch.stack([function.backward(outputs, leaves, function.shaped(v), keep=True) for v in cotangents])
+        gradients = torch.empty(len(cotangents), sum(function.sizes), dtype=torch.float64)
+        for row, v in zip(gradients, cotangents, strict=True):
+            function.backward(outputs, leaves, function.shaped(v), keep=True, out=row)
         del leaves, outputs  # and the graph
         differences = Differences(function, base, cotangents, gradients, self.rtol)
         search = Search(differences, self.generator)

@@ -63,7 +63,7 @@ class Search:
     def run(self) -> None:
         """Search until all directions agree, or enough is found."""
         differences = self.differences
-        self.open = differences.point.isfinite().double()
+        self.open = differences.point.isfinite()
         self.continuous = self.open.clone()
         self.negligible = differences.negligible()
         self._examine_broken_gradients()
@@ -98,15 +98,18 @@ class Search:
             return None
         powerless = None
         drawn = directions(self.differences.point, self._input_points(), self.generator)
-        first = torch.stack([next(drawn) for _ in range(self.count)]) * self.open
+        count = self.count if self.differences.are_few else 1
+        first = torch.stack([next(drawn) for _ in range(count)]) if count > 1 else next(drawn)[None]
+        first *= self.open
         known = self.differences.along_each(first, with_noise=True)
-        all_agree = not bool((self._are_wrong(known) | self._say_nothing(known)).any())
-        if all_agree:
-            self.agreed = [known.of(i) for i in range(self.count)]
+        waiting = [(direction, known.of(i)) for i, direction in enumerate(first.unbind())]
+        if count == self.count and not bool((self._are_wrong(known) | self._say_nothing(known)).any()):
+            self.agreed = [found for _, found in waiting]
             return None
-        for number in range(2 * self.count):
-            direction = first[number] if number < self.count else next(drawn) * self.open
-            found = known.of(number) if number < self.count else self.differences.along(direction)
+        del first
+        for _ in range(2 * self.count):
+            direction = waiting[0][0] if waiting else next(drawn).mul_(self.open)
+            found = waiting.pop(0)[1] if waiting else self.differences.along(direction)
             is_wrong = self.is_wrong(found)
             if not is_wrong and not bool(self._say_nothing(found)):
                 self.agreed.append(found)
@@ -167,7 +170,7 @@ class Search:
         """
         jumping = self._halve(direction, self.differences.jumps) if self.differences.jumps(direction) else []
         for position in jumping:
-            self.open[position] = self.continuous[position] = 0.0
+            self.open[position] = self.continuous[position] = False
             self.notes.append(Finding("jump", _NOTES["jump"], *self._place(position)))
         return bool(jumping)
 
@@ -184,7 +187,7 @@ class Search:
         if len(broken) > _MOST_BROKEN and not self.findings:
             message = f"{len(broken):,} elements have a gradient that is not finite, {_MOST_BROKEN} were looked at"
             self.undecided.append(Finding("singular", message))
-        self.open[broken] = self.continuous[broken] = 0.0
+        self.open[broken] = self.continuous[broken] = False
         self.differences.gradients = self.differences.gradients.nan_to_num(0.0, 0.0, 0.0)
 
     @cached_property
@@ -199,7 +202,7 @@ class Search:
         differences = self.differences
         if not bool(self.open[position]):
             return
-        self.open[position] = 0.0
+        self.open[position] = False
         direction = torch.zeros_like(differences.point)
         direction[position] = 1.0
         value = abs(float(differences.point[position]))
@@ -263,7 +266,7 @@ class Search:
             self.undecided.append(_finding(worst, name, index, "the numerical derivative does not settle"))
         elif worst.kind in _NOTES:
             self.kinks += [position] if worst.kind == "kink" else []
-            self.continuous[position] = float(worst.kind == "kink")
+            self.continuous[position] = worst.kind == "kink"
             self.singly += [0.0 for one in shown if one.numerical == one.numerical]  # something to compare with
             self.notes.append(_finding(worst, name, index, _NOTES[worst.kind].format(low=worst.low, high=worst.high)))
         else:
