@@ -241,12 +241,15 @@ def gradients_of(
 
     That function imports the compiler's symbolic shapes, half a second, to compare the shapes of ``grad_outputs``.
     """
-    run: Any = getattr(torch.autograd, "_engine_run_backward", None)
-    pairs = zip(outputs, grad_outputs, strict=True)
-    fits = all(one.shape == v.shape and one.is_complex() == v.is_complex() for one, v in pairs)
-    if run is None or not fits or any(type(one) is not Tensor for one in (*outputs, *inputs)):
+    engine: Any = getattr(torch.autograd.Variable, "_execution_engine", None)
+    is_usual = engine is not None and all(type(one) is Tensor for one in (*outputs, *inputs))
+    for one, v in zip(outputs, grad_outputs, strict=True):
+        is_usual = is_usual and one.shape == v.shape and one.is_complex() == v.is_complex()
+    if not is_usual:
         return torch.autograd.grad(outputs, inputs, grad_outputs, retain_graph=keep, allow_unused=True)
-    return run(tuple(outputs), tuple(grad_outputs), keep, False, tuple(inputs), True, accumulate_grad=False)
+    return engine.run_backward(
+        tuple(outputs), tuple(grad_outputs), keep, False, tuple(inputs), True, accumulate_grad=False
+    )
 
 
 def call_after_backward(function: Callable[[], None]) -> None:

@@ -52,6 +52,19 @@ class Remembering(torch.autograd.Function):
         return v * Remembering.saved.cos()
 
 
+class Overwriting(torch.autograd.Function):
+    """Returns what it saved, multiplied in place: the second backward of a graph multiplies it again."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.factor = x.cos()
+        return x.sin()
+
+    @staticmethod
+    def backward(ctx, v):
+        return ctx.factor.mul_(v)
+
+
 class Pair(torch.autograd.Function):
     """Two outputs; what arrives for the second alone is dropped."""
 
@@ -87,6 +100,7 @@ def is_sparse_in_memory(v):
 BROKEN = {
     "non-determinism, every call": ("non-determinism", "run again", sine(every_nth(2, 1.01))),
     "non-determinism, every fifth call": ("non-determinism", "run again", sine(every_nth(5, 1.01))),
+    "saved tensor overwritten": ("non-determinism", "run again", Overwriting.apply),
     "strided": ("layout", "every second", sine(lambda v, x: right(v, x) * (2 if is_sparse_in_memory(v) else 1))),
     "transposed": ("layout", "a transposed", sine(lambda v, x: right(v, x) * (2 if is_transposed(v) else 1))),
     "stride 0": ("layout", "stride 0", sine(lambda v, x: right(v, x) * (1 if any(v.stride()) else 2))),
@@ -119,6 +133,16 @@ def test_each_broken_promise_is_found_by_its_probe(name):
     contract = probed(fn, normal(5, 6))
     assert {found.kind for found in contract.findings} <= {kind, "non-determinism" if kind == "mutation" else kind}
     assert any(words in found.message for found in contract.findings)
+
+
+@pytest.mark.parametrize("alone", [True, False], ids=["one input", "two inputs"])
+def test_a_backward_that_is_right_once_is_told_from_a_random_one(alone):
+    fn = Overwriting.apply if alone else lambda x, y: Overwriting.apply(x) + y
+    inputs = [normal(5, 6)] if alone else [normal(5, 6), normal(5, 6)]
+    (found,) = probed(fn, *inputs).findings
+    assert found.guess == "only the first backward of a graph is right, it overwrites what was saved"
+    (found,) = probed(sine(every_nth(2, 1.01)), normal(5, 6)).findings
+    assert found.guess == ""
 
 
 @pytest.mark.parametrize("name", BROKEN)

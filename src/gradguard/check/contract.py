@@ -30,6 +30,7 @@ _ROUNDING = 32
 _MOST_ALONE = 4
 """Up to so many inputs, each is tried as the only one that needs a gradient; else every second one."""
 
+_AT_ONCE = 2**16
 _LARGE = 1e250
 """From here on a product with a cotangent may overflow."""
 
@@ -51,21 +52,25 @@ class Contract:
         """Run all probes."""
         function, shaped = self.function, self.function.shaped(self.cotangent)
         leaves = function.leaves()
-        given = [leaf.detach().clone() for leaf in leaves]
+        given = [one.value for one in function.inputs]  # leaves are copies of these
         outputs = function.record(leaves)
         self._unchanged(leaves, given, "the forward", "input")
         fresh = [v.clone() for v in shaped]
-        first = function.backward(outputs, leaves, fresh, keep=True)
-        self.usual = float(torch.where(first.isfinite(), first.abs(), 0.0).max()) if first.numel() else 0.0
+        first = torch.empty(sum(function.sizes), dtype=torch.float64, device=leaves[0].device)
+        function.backward(
+            outputs, leaves, fresh, keep=True, out=first
+        )  # what it returns may be overwritten by the next
+        self.usual = float(first.abs().nan_to_num_(0.0, 0.0).max()) if first.numel() else 0.0
         self._unchanged(leaves, given, "the backward", "input")
         self._unchanged(fresh, shaped, "the backward", "grad_output of output")
-        del given, fresh
+        function.keeps_inputs = not self.findings
+        del fresh
         self._repeats(outputs, leaves, shaped, first)
         if not self.findings:
             self._another_forward(shaped, first)
         if self.findings:
             return
-        for kind, name, size, other, expected in self._cotangents(shaped, first):
+        for kind, name, size, other, expected in self._cotangents(outputs, leaves, shaped, first):
             found = self._backward(outputs, leaves, other)
             self._compare(kind, name, found, expected() if callable(expected) else expected, size)
             del other
@@ -85,14 +90,27 @@ class Contract:
         bits = True
         for _ in range(_REPEATS - 1):
             again = self._backward(outputs, leaves, shaped)
-            if not self._compare("non-determinism", "the same backward, run again, gives something else", again, first):
+            if torch.equal(again, first):
+                continue
+            message = "the same backward, run again, gives something else"
+            guess = "" if _are_the_same(again, first) else self._first_alone(shaped, first)
+            if not self._compare("non-determinism", message, again, first, guess=guess):
                 return
             bits = bits and _are_the_same(again, first)
         if not bits:
             self.notes.append(Finding("non-determinism", "equal backward runs differ in the last bits"))
 
+    def _first_alone(self, shaped: list[Tensor], first: Tensor) -> str:
+        """Tell whether the first backward of each graph is always the same: then it changes what was saved."""
+        for _ in range(_REPEATS - 1):
+            leaves = self.function.leaves()
+            outputs = self.function.record(leaves)
+            if not _are_the_same(self.function.backward(outputs, leaves, [v.clone() for v in shaped]), first):
+                return ""
+        return "only the first backward of a graph is right, it overwrites what was saved"
+
     def _cotangents(
-        self, shaped: list[Tensor], first: Tensor
+        self, outputs: list[Tensor], leaves: list[Tensor], shaped: list[Tensor], first: Tensor
     ) -> Iterator[tuple[str, str, float, list[Tensor], Tensor | Callable[[], Tensor]]]:
         yield (
             "layout",
@@ -104,8 +122,8 @@ class Contract:
         if any(v.dim() > 1 for v in shaped):
             yield "layout", "a transposed grad_output", 1, [_transposed(v) for v in shaped], first
         ones = [torch.ones((), dtype=v.dtype, device=v.device).expand(v.shape) for v in shaped]
-        dense = [one.contiguous().clone() for one in ones]
-        yield "layout", _ONES, 1, ones, self._gradient_of(dense)
+        dense = [one.clone(memory_format=torch.contiguous_format) for one in ones]
+        yield "layout", _ONES, 1, ones, lambda: self._backward(outputs, leaves, dense)
         yield "linearity", "grad_output times -1", 1, [-v for v in shaped], -first
         for power in _POWERS.get(self.dtype, (-20, 10)):
             name = f"grad_output times 2^{power}"
@@ -117,13 +135,6 @@ class Contract:
             [torch.zeros_like(v) for v in shaped],
             torch.where(first.isfinite(), 0.0, first),
         )
-
-    def _gradient_of(self, cotangents: list[Tensor]) -> Callable[[], Tensor]:
-        def gradient() -> Tensor:
-            leaves = self.function.leaves()
-            return self.function.backward(self.function.record(leaves), leaves, cotangents)
-
-        return gradient
 
     def _expanded(self, outputs: list[Tensor], leaves: list[Tensor], shaped: list[Tensor]) -> None:
         """Give a grad_output of stride 0 along one dimension, as a sum over that dimension makes it."""
@@ -149,6 +160,7 @@ class Contract:
             except Exception:  # it refuses them
                 continue
             values, gradient = function.flatten(outputs), self._backward(outputs, leaves, shaped)
+            del leaves, outputs
             if not self._has_values(message, values, usual, usual) or not self._compare(
                 "layout", message, gradient, first, guess=f"only for {message}"
             ):
@@ -199,23 +211,16 @@ class Contract:
     def _inputs_of_stride_0(self, shaped: list[Tensor], usual: Tensor, first: Tensor) -> None:
         """Repeat the first slice of each input, with copies of it and without; the gradient is that of the slice."""
         function, message = self.function, "inputs of stride 0"
-        values = [leaf.detach() for leaf in function.leaves()]
+        values = [one.value for one in function.inputs]
         slices = [
             value.narrow(0, 0, 1) if own and value.dim() and value.numel() else value
             for own, value in zip(function.are_arguments, values, strict=True)
         ]
-        found = []
-        for is_copied in (True, False):
-            leaves = [one.clone().requires_grad_() for one in slices]
-            inputs = [leaf.expand(value.shape) for leaf, value in zip(leaves, values, strict=True)]
-            inputs = [one.clone(memory_format=torch.contiguous_format) for one in inputs] if is_copied else inputs
-            try:
-                outputs = function.record(inputs)
-                gradient = function.backward(outputs, leaves, shaped, shapes=[value.shape for value in values])
-            except Exception:  # it refuses them, or the point is outside of the domain
-                return
-            found.append((function.flatten(outputs), gradient))
-        (expected, gradient), (values_found, gradient_found) = found
+        try:
+            expected, gradient = self._of_slices(slices, values, shaped, is_copied=True)
+            values_found, gradient_found = self._of_slices(slices, values, shaped, is_copied=False)
+        except Exception:  # it refuses them, or the point is outside of the domain
+            return
         if not self._has_values(message, values_found, expected, usual) or not self._compare(
             "layout", message, gradient_found, gradient, guess=f"only for {message}"
         ):
@@ -223,9 +228,20 @@ class Contract:
             if same and self._is_rounding(values_found - expected, gradient_found - gradient, shaped, first):
                 self.findings.pop()
 
+    def _of_slices(
+        self, slices: list[Tensor], values: list[Tensor], shaped: list[Tensor], *, is_copied: bool
+    ) -> tuple[Tensor, Tensor]:
+        """Return outputs and gradient where ``slices`` are repeated to fill the inputs."""
+        leaves = [one.clone().requires_grad_() for one in slices]
+        inputs = [leaf.expand(value.shape) for leaf, value in zip(leaves, values, strict=True)]
+        inputs = [one.clone(memory_format=torch.contiguous_format) for one in inputs] if is_copied else inputs
+        outputs = self.function.record(inputs)
+        gradient = self.function.backward(outputs, leaves, shaped, shapes=[value.shape for value in values])
+        return self.function.flatten(outputs), gradient
+
     def _has_values(self, message: str, found: Tensor, expected: Tensor, usual: Tensor) -> bool:
         """Compare the outputs, where all have the size that they usually have."""
-        if not found.shape == expected.shape == usual.shape:
+        if not found.shape == expected.shape == usual.shape or torch.equal(found, expected):
             return True
         both = found.isfinite() & expected.isfinite()
         size = torch.maximum(found.abs(), expected.abs())
@@ -320,11 +336,16 @@ class Contract:
 
     def _hidden_float32(self, first: Tensor) -> None:
         """In float64 some bits of a gradient are beyond float32, unless it was computed in that."""
-        used = first[(first != 0) & first.isfinite()]
-        telling = used[used.bfloat16().double() != used]  # a number of few bits is a constant, or rounding
         dtypes = [*(one.value.dtype for one in self.function.inputs), *(o.dtype for o in self.function.outputs)]
-        wide = all(dtype in (torch.float64, torch.complex128) for dtype in dtypes)
-        if wide and telling.numel() >= 4 and bool((telling.float().double() == telling).all()):
+        if not all(dtype in (torch.float64, torch.complex128) for dtype in dtypes):
+            return
+        telling = 0
+        for part in first.split(_AT_ONCE):
+            used = part[(part != 0) & part.isfinite()]
+            if not torch.equal(used.float().double(), used):
+                return
+            telling += int((used.bfloat16().double() != used).sum())  # of few bits is a constant, or rounding
+        if telling >= 4:
             message = "all gradients are float32 numbers although inputs and outputs are float64"
             self.findings.append(Finding("precision", message, guess="float32 inside the backward"))
 
@@ -346,19 +367,24 @@ class Contract:
         """
         if torch.equal(found, expected):
             return True
-        both = found.isfinite() & expected.isfinite()
-        size = torch.maximum(found.abs(), expected.abs())
-        largest = torch.where(both, size, 0.0).max() if size.numel() else torch.zeros(())
-        largest = largest.clamp(min=cotangent * self.usual) if size.numel() else largest
+        largest = max([cotangent * self.usual, *(_largest(*part) for part in _parts(found, expected))])
         small = 1e-2 if self.dtype not in _POWERS else 1.0 if message == _ONES else 0.2
-        wrong = both & ((found - expected).abs() > self.relative * (size + small * largest) + self.least)
-        wrong |= expected.isfinite() & (expected.abs() < _LARGE) & ~found.isfinite()
-        if not bool(wrong.any()):
+        count, worst, position, start = 0, -1.0, 0, 0
+        for one, other in _parts(found, expected):
+            off = (one - other).abs()
+            size = torch.maximum(one.abs(), other.abs())
+            wrong = one.isfinite() & other.isfinite() & (off > self.relative * (size + small * largest) + self.least)
+            wrong |= other.isfinite() & (other.abs() < _LARGE) & ~one.isfinite()
+            if bool(wrong.any()):
+                count += int(wrong.sum())
+                most, at = torch.where(wrong, off.nan_to_num(torch.inf), -1.0).max(dim=0)
+                worst, position = max((worst, position), (float(most), start + int(at)), key=lambda pair: pair[0])
+            start += len(one)
+        if not count:
             return True
-        position = int(torch.where(wrong, (found - expected).abs().nan_to_num(torch.inf), -1.0).argmax())
         name, index = self.function.name_of(position)
         got, wanted = float(found[position]), float(expected[position])
-        said = f"{message}: {got:.6g} in place of {wanted:.6g}, {int(wrong.sum())} of {wrong.numel()} elements differ"
+        said = f"{message}: {got:.6g} in place of {wanted:.6g}, {count} of {found.numel()} elements differ"
         guess = guess or ("only when grad_output is strided" if kind == "layout" else "")
         self.findings.append(Finding(kind, said, name, index, guess=guess))
         return False
@@ -370,10 +396,21 @@ class Contract:
                 self.findings.append(Finding("mutation", f"{who} overwrites {what} {name}"))
 
 
+def _parts(found: Tensor, expected: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield parts of two vectors, so that comparing them takes little memory."""
+    return zip(found.split(_AT_ONCE), expected.split(_AT_ONCE), strict=True)
+
+
+def _largest(found: Tensor, expected: Tensor) -> float:
+    """Return the largest |x| of either, where both are finite."""
+    both = found.isfinite() & expected.isfinite()
+    return float(torch.where(both, torch.maximum(found.abs(), expected.abs()), 0.0).max()) if found.numel() else 0.0
+
+
 def _are_the_same(first: Tensor, second: Tensor) -> bool:
     """Compare bit for bit, NaN equal to itself."""
     one, other = (torch.view_as_real(t.detach().resolve_conj()) if t.is_complex() else t for t in (first, second))
-    return bool(((one == other) | ((one != one) & (other != other))).all())
+    return torch.equal(one, other) or bool(((one == other) | ((one != one) & (other != other))).all())
 
 
 def _strided(v: Tensor) -> Tensor:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -24,6 +23,7 @@ LOW_STEPS = tuple(6e-2 / 2**k for k in range(10))
 
 For float32, where rounding is what limits, they begin further out."""
 
+_AT_ONCE = 3
 _FEW = 10_000
 """Of numbers at a point, and at most so many, several points are computed with at a time."""
 
@@ -32,9 +32,8 @@ RELATIVE = {torch.float64: 5e-9, torch.float32: 1e-5, torch.bfloat16: 1e-1, torc
 """What a gradient may be off by beside the bar, relative to its norm along the direction."""
 
 
-@dataclass(frozen=True)
-class Disagreement:
-    """Numerical minus analytical derivative along one direction, for each cotangent."""
+class Disagreement(NamedTuple):
+    """Numerical minus analytical derivative along one direction, or several, one in each row, for each cotangent."""
 
     error: Tensor
     bar: Tensor
@@ -43,7 +42,15 @@ class Disagreement:
     """The 2-norm of gradient · direction, element by element."""
     size: Tensor
     """The 2-norm, or what the derivative is at large steps, where that is more."""
-    step: float
+
+    @staticmethod
+    def together(rows: Sequence[Disagreement]) -> Disagreement:
+        """Return what is known along several directions."""
+        return Disagreement(*map(torch.stack, zip(*rows, strict=True)))
+
+    def of(self, i: int) -> Disagreement:
+        """Return what is known along direction ``i``."""
+        return Disagreement(*(one[i] for one in self))
 
     def allowed(self, relative: float) -> Tensor:
         """Return the disagreement that is no finding."""
@@ -63,44 +70,64 @@ class Differences:
         self.coarsest = max(input_eps, *(torch.finfo(o.dtype).eps for o in function.outputs))
         self.is_low = self.coarsest > 1e-10
         self.steps = LOW_STEPS if self.is_low else STEPS
-        self.rounding = function.rounding_of(base)
         self.noise = self.rounding
         self.usable = base.isfinite()
         self.is_finite = bool(self.usable.all())
-        self.has_finite_point = bool(self.point.isfinite().all())
+        self.has_finite_point = are_finite(self.point)
         self.mean = float(mean_size(self.point))
         self.are_few = len(self.point) + len(base) <= _FEW
-        together = 3 if self.are_few else 1
+        together = _AT_ONCE if self.are_few else 1
         self._batches = [self.steps[i : i + together] for i in range(0, len(self.steps), together)]
 
-    def measure_noise(self, direction: Tensor) -> None:
+    @property
+    def rounding(self) -> Tensor:
+        """How far off each output is by rounding to its dtype."""
+        return self.function.rounding_of(self.base)
+
+    def measure_noise(self, direction: Tensor, concerned: Tensor | None = None) -> None:
         """Estimate how far outputs are off by rounding: second differences at tiny steps are nothing else.
 
         Each side of the point by itself, so that a kink or a jump at the point is not taken for noise. Outputs that the
-        smallest step does not move may be quantised: they are looked at with larger ones, where noise is what both
-        sides show.
+        smallest step does not move may be quantised: those ``concerned``, all if None, are looked at with larger ones,
+        where noise is what both sides show.
         """
         tiny = 4e3 * max(torch.finfo(one.value.dtype).eps for one in self.function.inputs)
-        self.noise, still = self.rounding, torch.ones_like(self.base, dtype=torch.bool)
-        offset = torch.where(direction != 0, tiny * self.point.abs() * direction.sign(), 0.0)
+        noise, still = self.rounding, torch.ones_like(self.usable) if concerned is None else concerned
+        offset = torch.where(direction != 0, self.point.abs().mul_(direction.sign()).mul_(tiny), 0.0)
         offset *= torch.linspace(0.5, 1, len(offset), dtype=torch.float64)  # a product of x + a and y - a hardly moves
         for samples in (3, 8, 8, 8):
-            moved = torch.zeros_like(still)
-            spreads = [self._second_differences(side, samples, moved) for side in (offset, -offset)]
-            spread = torch.maximum(*spreads) if samples == 3 else torch.minimum(*spreads)
-            self.noise = torch.where(still & (spread > self.noise), spread, self.noise)
-            still &= ~moved
+            spread, moved = self._second_differences(offset, samples)
+            noise = torch.where(still, torch.maximum(noise, spread), noise) if samples > 3 else noise.maximum(spread)
+            still = still & ~moved
             if self.is_low or not bool(still.any()) or not bool(offset.any()):
                 break
-            offset = 100 * offset
+            offset *= 100
+        self.noise = noise
 
-    def _second_differences(self, side: Tensor, samples: int, moved: Tensor) -> Tensor:
-        """Return the largest second difference along multiples of ``side``; note in ``moved`` which outputs change."""
-        values = self.function.values_at(self.point + torch.arange(1, samples + 1)[:, None] * side)
-        changes = values[1:] - values[:-1]
-        moved |= (changes != 0).any(dim=0)
-        seconds = (changes[:-1] - changes[1:]).abs_().nan_to_num_(0.0, torch.inf)
-        return seconds.amax(dim=0).mul_(2 / math.sqrt(6))
+    def _second_differences(self, offset: Tensor, samples: int) -> tuple[Tensor, Tensor]:
+        """Return the largest second difference along multiples of ``offset`` on either side, and which outputs move.
+
+        Of three samples the larger side counts, of more the smaller one.
+        """
+        moved, spreads = torch.zeros_like(self.usable), []
+        steps = torch.arange(1, samples + 1, dtype=torch.float64)[:, None]
+        for sign in (1, -1):
+            points = ((k * offset).add_(self.point) for k in sign * steps)
+            rows = (
+                self.function.values_at(torch.stack([*points])) if self.are_few else map(self.function.values, points)
+            )
+            largest, change = torch.zeros_like(self.base), None
+            for one, other in pairwise(rows):
+                last, change = change, other - one
+                del one
+                moved |= change != 0
+                if last is not None:
+                    torch.maximum(largest, last.sub_(change).abs_().nan_to_num_(0.0, torch.inf), out=largest)
+                del last, other
+            del change
+            spreads.append(largest)
+        either = torch.maximum if samples == 3 else torch.minimum
+        return either(*spreads).mul_(2 / math.sqrt(6)), moved
 
     def reaches_a_pole(self, direction: Tensor) -> bool:
         """Tell whether an output that is not finite at the point is, or is another one, a step further."""
@@ -120,54 +147,101 @@ class Differences:
 
     def along(self, direction: Tensor) -> Disagreement:
         """Return how much the numerical derivative along ``direction`` and the gradients disagree."""
-        return self.along_each(direction[None])[0]
+        return self._climbed(direction[None], self._central(direction[None], self._batches[0])).of(0)
 
-    def along_each(self, directions: Tensor) -> list[Disagreement]:
-        """Return the disagreement along each of ``directions``, one in each row."""
-        if len(directions) > 1 and not self.are_few:
-            return [self.along(one) for one in directions]
-        product = self.gradients * directions[:, None]
-        scales, enough = norms(product), (1e-11 * product.abs().sum(dim=-1)).tolist()
-        several, following = self._batches[0], self._batches[1:]
-        first = self._central(directions, several)
-        moved = (first.change != 0).any(dim=1)
-        noise = self.rounding_of(moved).tolist()
-        found = []
-        for i, scale in enumerate(scales):
-            ladders = [_Ladder() for _ in self.cotangents]
-            first.add_to(ladders, i, several, noise[i])
-            for steps in following:
-                if all(ladder.is_settled(own) for ladder, own in zip(ladders, enough[i], strict=True)):
-                    break
-                more = self._central(directions[i : i + 1], steps)
-                moved[i] |= (more.change != 0).any(dim=1)[0]
-                more.add_to(ladders, 0, steps, self.rounding_of(moved[i]).tolist())
-            found.append(_disagreement(ladders, scale))
-        return found
+    def along_each(self, directions: Tensor, *, with_noise: bool = False) -> Disagreement:
+        """Return the disagreement along each of ``directions``, one in each row.
+
+        Noise is measured along the first of them, if at all, of outputs that the largest steps move.
+        """
+        together = len(directions) if self.are_few else 1
+        first = self._central(directions[:together], self._batches[0])
+        if with_noise:
+            self.measure_noise(directions[0], first.moved.any(dim=0))
+        found = self._climbed(directions[:together], first)
+        if together == len(directions):
+            return found
+        return Disagreement.together([found.of(0), *map(self.along, directions[1:])])
+
+    def _climbed(self, directions: Tensor, first: _Central) -> Disagreement:
+        """Return the disagreements, from smaller steps where ``first`` does not settle them."""
+        scales, enough = self._sizes(directions)
+        noise, several = self.rounding_of(first.moved), self._batches[0]
+        rows: list[Disagreement | None] = [None] * len(directions)
+        if len(several) == _AT_ONCE:
+            error, bar = _extrapolated(first.disagreement, noise, several)
+            found = Disagreement(error, bar, scales, scales.maximum(first.disagreement[:, :2].abs().amax(dim=1)))
+            settled = (bar <= enough).all(dim=1) & first.is_finite.all(dim=1)
+            if bool(settled.all()):
+                return found
+            rows = [found.of(i) if own else None for i, own in enumerate(settled.tolist())]
+        for i, row in enumerate(rows):
+            if row is None:
+                own = first.of(i), scales[i], enough[i].tolist()
+                rows[i] = self._down_the_ladder(directions[i : i + 1], *own)
+        return Disagreement.together([row for row in rows if row is not None])
+
+    def _sizes(self, directions: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the norm of gradient · direction, and the bar that is narrow enough, for each cotangent."""
+        scales, enough = [], []
+        for gradient in self.gradients:
+            product = directions * gradient
+            enough.append(1e-11 * torch.linalg.vector_norm(product, 1, dim=-1))
+            scales.append(norms(product))
+        return torch.stack(scales, dim=-1), torch.stack(enough, dim=-1)
+
+    def _down_the_ladder(
+        self, direction: Tensor, first: _Central, scale: Tensor, enough: Sequence[float]
+    ) -> Disagreement:
+        """Return the disagreement along one direction, from as many steps as it takes."""
+        ladders, moved = [_Ladder() for _ in self.cotangents], first.moved
+        first.add_to(ladders, self._batches[0], self.rounding_of(moved)[0].tolist())
+        for steps in self._batches[1:]:
+            if all(ladder.is_settled(own) for ladder, own in zip(ladders, enough, strict=True)):
+                break
+            more = self._central(direction, steps)
+            moved = moved | more.moved
+            more.add_to(ladders, steps, self.rounding_of(moved)[0].tolist())
+        return _disagreement(ladders, scale)
 
     def _central(self, directions: Tensor, steps: Sequence[float]) -> _Central:
         """Return the disagreement at each step along each of ``directions``."""
         sizes, count = torch.tensor(steps, dtype=torch.float64)[:, None], len(directions)
         offsets = (sizes * directions[:, None]).flatten(0, 1)
-        above, below = self.point + offsets, self.point - offsets
-        if not self.function.is_wide:
-            above, below = map(self.function.rounded_each, (above, below))
-        change = self.usable_part(self.function.values_at(above) - self.function.values_at(below))
-        taken = above.sub_(below) if self.has_finite_point else torch.where(offsets != 0, above - below, 0.0)
-        central = (change @ self.cotangents.T - taken @ self.gradients.T).view(count, len(steps), len(self.cotangents))
-        finite = change.isfinite().all(dim=1)
-        change = change if bool(finite.all()) else torch.where(finite[:, None], change, 0.0)
-        central, finite = central / (2 * sizes), finite.view(count, len(steps))
-        return _Central(central.tolist(), finite.tolist(), change.view(count, len(steps), len(self.base)))
+        above = self._rounded(self.point + offsets)
+        values = None if self.are_few else self.function.values_at(above)
+        below = self._rounded(offsets.neg_().add_(self.point))
+        if values is None:
+            values, others = self.function.values_at(torch.cat([above, below])).chunk(2)
+        else:
+            others = self.function.values_at(below)
+        change = self.usable_part(values.sub_(others))
+        del others
+        taken = above.sub_(below)
+        if not self.has_finite_point:
+            taken = torch.where(directions.repeat_interleave(len(steps), dim=0) != 0, taken, 0.0)
+        del below, offsets
+        finite = torch.ones(len(change), dtype=torch.bool)
+        if not are_finite(change):
+            finite = change.isfinite().all(dim=1)
+            change = torch.where(finite[:, None], change, 0.0)
+        central = (change @ self.cotangents.T - taken @ self.gradients.T) / (2 * sizes.repeat(count, 1))
+        moved = (change != 0).view(count, len(steps), len(self.base)).any(dim=1)
+        return _Central(central.view(count, len(steps), -1), finite.view(count, -1), moved)
+
+    def _rounded(self, points: Tensor) -> Tensor:
+        return points if self.function.is_wide else self.function.rounded_each(points)
 
     def rounding_of(self, moved: Tensor) -> Tensor:
         """Return how far off Σ cotangent · output may be by rounding, from the outputs that move along a direction.
 
         An output that one step does not move, and a larger one does, is off by rounding there as well.
         """
-        off = self.cotangents.abs() * torch.where(moved, self.noise, 0.0).unsqueeze(-2)
-        total = off.sum(dim=-1)
-        return torch.minimum(3 * off.norm(dim=-1), total) if self.is_low else total
+        noise, found = torch.where(moved, self.noise, 0.0), []
+        for v in self.cotangents:
+            total = noise @ v.abs()
+            found.append(torch.minimum(3 * (noise * v).norm(dim=-1), total) if self.is_low else total)
+        return torch.stack(found, dim=-1)
 
     def negligible(self) -> Tensor:
         """Return below which size Σ cotangent · change, for relative changes of the inputs, is rounding alone."""
@@ -180,29 +254,42 @@ class Differences:
 
 
 class _Central(NamedTuple):
-    """What central differences say, by direction, step and cotangent."""
+    """What central differences say, by direction and step."""
 
-    disagreement: list[list[list[float]]]
-    is_finite: list[list[bool]]
-    """Whether all outputs are, by direction and step."""
-    change: Tensor
-    """Of the outputs, 0 where they are not finite."""
+    disagreement: Tensor
+    """For each cotangent."""
+    is_finite: Tensor
+    """Whether all outputs are."""
+    moved: Tensor
+    """Which outputs change along each direction."""
 
-    def add_to(self, ladders: list[_Ladder], i: int, steps: Sequence[float], noise: list[float]) -> None:
-        """Give ``ladders`` the steps along direction ``i``."""
-        for step, central, is_finite in zip(steps, self.disagreement[i], self.is_finite[i], strict=True):
+    def of(self, i: int) -> _Central:
+        """Return what they say along direction ``i``."""
+        return _Central(*(one[i : i + 1] for one in self))
+
+    def add_to(self, ladders: list[_Ladder], steps: Sequence[float], noise: list[float]) -> None:
+        """Give ``ladders`` the steps along the only direction."""
+        for step, central, is_finite in zip(
+            steps, self.disagreement[0].tolist(), self.is_finite[0].tolist(), strict=True
+        ):
             for ladder, one, own in zip(ladders, central, noise, strict=True):
                 if is_finite:
                     ladder.add(step, one, own)
 
 
+def _extrapolated(central: Tensor, noise: Tensor, steps: Sequence[float]) -> tuple[Tensor, Tensor]:
+    """Return what three steps tend to, and the bar: what a `_Ladder` says of them."""
+    (first, amplified), (second, _) = (_weights(*pair) for pair in pairwise(steps))
+    limit = central[:, 1] + (central[:, 1] - central[:, 0]) / first
+    change = (limit - (central[:, 2] + (central[:, 2] - central[:, 1]) / second)).abs()
+    return limit, (change + noise * amplified).nan_to_num(torch.inf, torch.inf)
+
+
 def _disagreement(ladders: list[_Ladder], scale: Tensor) -> Disagreement:
     largest = [max(map(abs, ladder.central[:2]), default=0.0) for ladder in ladders]
     best = [ladder.best() for ladder in ladders]
-    error, bar, size = torch.tensor(
-        [[e, b, s] for (e, b, _), s in zip(best, largest, strict=True)], dtype=torch.float64
-    ).T
-    return Disagreement(error, bar, scale, torch.maximum(scale, size), best[0][2])
+    error, bar, size = torch.tensor([[e, b, s] for (e, b), s in zip(best, largest, strict=True)], dtype=torch.float64).T
+    return Disagreement(error, bar, scale, torch.maximum(scale, size))
 
 
 class _Ladder:
@@ -218,9 +305,9 @@ class _Ladder:
     def add(self, step: float, central: float, noise: float) -> None:
         """Take in one step; ``noise`` is the rounding of the outputs known by now, for this and all steps before."""
         if self.steps:
-            ratio = (self.steps[-1] / step) ** 2
-            self.limits.append(central + (central - self.central[-1]) / (ratio - 1))
-            self.amplified.append((ratio / step + 1 / self.steps[-1]) / (ratio - 1))
+            weight, amplified = _weights(self.steps[-1], step)
+            self.limits.append(central + (central - self.central[-1]) / weight)
+            self.amplified.append(amplified)
         self.steps.append(step)
         self.central.append(central)
         self.noise = noise
@@ -241,40 +328,55 @@ class _Ladder:
         best = min(self.bars())
         return best <= enough or (len(self.limits) > 2 and best <= 2 * self.noise * self.amplified[-1])
 
-    def best(self) -> tuple[float, float, float]:
-        """Return the limit that is known best, its bar, and the step."""
+    def best(self) -> tuple[float, float]:
+        """Return the limit that is known best, and its bar."""
         if not self.limits:
-            return 0.0, math.inf, math.nan
+            return 0.0, math.inf
         bars = self.bars()
         chosen = bars.index(min(bars))
-        return self.limits[chosen], bars[chosen], self.steps[chosen + 1]
+        return self.limits[chosen], bars[chosen]
+
+
+def _weights(large: float, small: float) -> tuple[float, float]:
+    """Return what extrapolates from two steps: what to divide their difference by, and how rounding is amplified."""
+    ratio = (large / small) ** 2
+    return ratio - 1, (ratio / small + 1 / large) / (ratio - 1)
 
 
 def directions(point: Tensor, inputs: list[Tensor], generator: torch.Generator) -> Iterator[Tensor]:
     """Yield random directions: signs, sized in turn by max(|x|, mean |x|) and by |x|, where that is not 0."""
-    finite = torch.where(point.isfinite(), point, 0.0).abs()
-    means = torch.cat([mean_size(one).expand(one.numel()) for one in inputs])
-    sizes = (torch.maximum(finite, means), torch.where(finite == 0, means, finite))
     while True:
-        for size in sizes:
-            signs = torch.randint(0, 2, point.shape, generator=generator, dtype=torch.float64) * 2 - 1
-            yield signs * size
+        for keeps_zeros in (False, True):
+            yield _direction(point, inputs, keeps_zeros, generator)
+
+
+def _direction(point: Tensor, inputs: list[Tensor], keeps_zeros: bool, generator: torch.Generator) -> Tensor:
+    found = torch.randint(0, 2, point.shape, generator=generator, dtype=torch.float64).mul_(2).sub_(1)
+    for part, own in zip(inputs, found.split([one.numel() for one in inputs]), strict=True):
+        mean, sizes = mean_size(part), part.abs()
+        sizes = sizes if are_finite(sizes) else torch.where(sizes.isfinite(), sizes, 0.0)
+        own *= torch.where(sizes == 0, mean, sizes) if keeps_zeros else torch.maximum(sizes, mean, out=sizes)
+    return found
 
 
 def norms(rows: Tensor) -> Tensor:
     """Return the 2-norm along the last dimension, however large the elements are."""
     if not rows.numel():
         return rows.sum(dim=-1)
-    largest = rows.abs().amax(dim=-1, keepdim=True)
-    unit = torch.where((largest > 0) & largest.isfinite(), largest, 1.0)
+    largest = torch.linalg.vector_norm(rows, torch.inf, dim=-1, keepdim=True)
+    unit = torch.where((largest > 0) & (largest < torch.inf), largest, 1.0)
     return unit.squeeze(-1) * (rows / unit).norm(dim=-1)
+
+
+def are_finite(values: Tensor) -> bool:
+    """Tell whether all of ``values`` are finite: their sum is quick, and may only overflow."""
+    return math.isfinite(float(values.sum())) or bool(values.isfinite().all())
 
 
 def mean_size(part: Tensor) -> Tensor:
     """Return the mean of the finite |x|, 1 if that is 0."""
     sizes = part.abs()
-    finite = sizes.isfinite()
-    sizes = sizes if bool(finite.all()) else sizes[finite]
+    sizes = sizes if are_finite(sizes) else sizes[sizes.isfinite()]
     mean = sizes.mean() if sizes.numel() else torch.zeros((), dtype=torch.float64)
     return torch.where(mean > 0, mean, 1.0)
 

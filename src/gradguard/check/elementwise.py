@@ -85,7 +85,7 @@ def _wrong(search: Search, result: tuple[Tensor, Tensor], typical: Tensor, eleme
     gradients = search.differences.gradients[:, elements].abs()
     allowed = 4 * bar + search.differences.relative * torch.maximum(gradients, 1e-6 * typical)
     bad = ((error.abs() > allowed) | (bar > 1e-3 * torch.maximum(gradients, typical))).any(dim=0)
-    bad &= search.open[elements] > 0
+    bad &= search.open[elements]
     if bool(bad.any()):
         yield elements[bad].tolist()
 

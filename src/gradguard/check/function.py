@@ -63,7 +63,7 @@ class Function:
         self.fn, self.wide = fn, wide
         self.forwards = self.backwards = 0
         self.state = State(fn, args, kwargs)
-        self.clones_inputs = False
+        self.clones_inputs = self.keeps_inputs = False
         self.on_call: Callable[[], None] = lambda: None
         module = _module_of(fn)
         self.module = module
@@ -88,16 +88,13 @@ class Function:
         self._takes_every_argument = module is None and not kwargs and are_alone and len(args) == len(self.inputs)
         self._learn_inputs()
         self.outputs: list[Layout] = []
+        self.base: Tensor | None = None
+        """The outputs at the point, once they are known to be the same at each call."""
 
     @property
     def are_arguments(self) -> list[bool]:
         """Whether each input is an argument, not a parameter of the module."""
         return [one.name in self._arguments for one in self.inputs]
-
-    @property
-    def is_wide(self) -> bool:
-        """Whether the inputs hold every float64 number."""
-        return all(one.value.dtype in (torch.float64, torch.complex128) for one in self.inputs)
 
     def choose(self, names: Iterable[str]) -> None:
         """Check the gradients for these inputs only.
@@ -126,21 +123,31 @@ class Function:
         self.sizes = [one.value.numel() * (2 if one.value.is_complex() else 1) for one in self.inputs]
         self._takes_inputs_alone = self._takes_every_argument and len(self.inputs) == len(self._arguments)
         """Whether the callable is called with the inputs and nothing else, in their order."""
+        self._are_plain = not any(one.value.is_complex() or not one.value.is_contiguous() for one in self.inputs)
+        self.is_wide = all(one.value.dtype in (torch.float64, torch.complex128) for one in self.inputs)
+        """Whether the inputs hold every float64 number."""
+        self._point: Tensor | None = None
+        if (
+            self.inputs and self.is_wide and self._are_plain
+        ):  # the inputs are parts of the point, so that it takes no memory of its own
+            self._point = self.join([one.value for one in self.inputs])
+            parts = zip(self.inputs, self._point.split_with_sizes(self.sizes), strict=True)
+            self.inputs = [Input(one.name, part.view(one.value.shape)) for one, part in parts]
 
     @property
     def point(self) -> Tensor:
-        """The inputs as one float64 vector."""
-        return self.join([one.value for one in self.inputs])
+        """The inputs as one float64 vector, not to be changed."""
+        return self._point if self._point is not None else self.join([one.value for one in self.inputs])
 
-    def join(self, tensors: Sequence[Tensor | None]) -> Tensor:
+    def join(self, tensors: Sequence[Tensor | None], out: Tensor | None = None) -> Tensor:
         """Return tensors that belong to the inputs as one float64 vector, zeros for None."""
         parts = []
         for tensor, one, size in zip(tensors, self.inputs, self.sizes, strict=True):
             if tensor is None:
                 parts.append(torch.zeros(size, dtype=torch.float64, device=one.value.device))
             else:
-                parts.append(_real(tensor.detach()).reshape(-1).double())
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+                parts.append(_flat(tensor.detach().to_dense() if tensor.is_sparse else tensor.detach()))
+        return parts[0] if len(parts) == 1 and out is None else torch.cat(parts, out=out)
 
     def split(self, vector: Tensor) -> list[Tensor]:
         """Return the inputs that ``vector`` stands for, rounded to their dtype, with their strides."""
@@ -155,6 +162,19 @@ class Function:
                 part = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype).copy_(part)
             tensors.append(part)
         return tensors
+
+    def _split_each(self, vectors: Tensor) -> Iterable[Sequence[Tensor]]:
+        """Return the inputs that each of ``vectors`` stands for, one in each row."""
+        if not self._are_plain:
+            return map(self.split, vectors)
+        parts = vectors.split_with_sizes(self.sizes, dim=1)
+        return zip(
+            *(
+                part.view(len(vectors), *one.value.shape).to(one.value.dtype).unbind()
+                for part, one in zip(parts, self.inputs, strict=True)
+            ),
+            strict=True,
+        )
 
     def rounded(self, vector: Tensor) -> Tensor:
         """Return ``vector`` as the dtypes of the inputs hold it."""
@@ -192,15 +212,24 @@ class Function:
 
     def values_at(self, vectors: Tensor) -> Tensor:
         """Return the outputs at each of ``vectors``, one in each row."""
-        rows = torch.full((len(vectors), self.size), torch.nan, dtype=torch.float64, device=vectors.device)
+        count, shapes = len(vectors), [one.shape for one in self.outputs]
+        rows = torch.empty((count, self.size), dtype=torch.float64, device=vectors.device)
+        parts = zip(rows.split_with_sizes(self.output_sizes, dim=1), self.outputs, strict=True)
+        places = zip(
+            *(part.view(count, *o.shape, *((2,) if o.dtype.is_complex else ())).unbind() for part, o in parts),
+            strict=True,
+        )
         with torch.no_grad():
-            for row, vector in zip(rows, vectors.clone(), strict=True):  # the callable may work in place
+            for row, tensors in zip(
+                places, self._split_each(vectors if self.keeps_inputs else vectors.clone()), strict=True
+            ):  # it may work in place
                 try:
-                    flat = self.flatten(self.call(self.split(vector)))
+                    outputs = self.call(tensors)
                 except Exception:  # outside of the domain
-                    continue
-                if len(flat) == self.size:  # not with a shape that depends on the data
-                    row.copy_(flat)
+                    outputs = []
+                fits = [one.shape for one in outputs] == shapes  # not where a shape depends on the data
+                for i, place in enumerate(row):
+                    place.copy_(_real(outputs[i])) if fits else place.fill_(torch.nan)
         return rows
 
     def call(self, tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -249,17 +278,18 @@ class Function:
         cotangents: Sequence[Tensor | None],
         keep: bool = False,
         shapes: Sequence[torch.Size] | None = None,
+        out: Tensor | None = None,
     ) -> Tensor:
         """Return the gradient of Σ cotangent · output as one float64 vector, of slices repeated to fill ``shapes``."""
         pairs = [(o, c) for o, c in zip(outputs, cotangents, strict=True) if o.requires_grad and c is not None]
         self.backwards += 1
         if not pairs:
-            return torch.zeros(sum(self.sizes), dtype=torch.float64)
+            return self.join([None] * len(self.inputs), out)
         grads = gradients_of([o for o, _ in pairs], leaves, [c for _, c in pairs], keep)
-        grads = [None if grad is None else grad.to_dense() if grad.is_sparse else grad for grad in grads]
         if shapes is not None:
-            grads = [None if grad is None else grad.expand(shape) for grad, shape in zip(grads, shapes, strict=True)]
-        return self.join(grads)
+            dense = [grad.to_dense() if grad is not None and grad.is_sparse else grad for grad in grads]
+            grads = [None if grad is None else grad.expand(shape) for grad, shape in zip(dense, shapes, strict=True)]
+        return self.join(grads, out)
 
     def backward_of_some(
         self,
@@ -275,7 +305,7 @@ class Function:
         if pairs:
             found = gradients_of([o for o, _ in pairs], leaves, [c for _, c in pairs], False)
             for position, grad in zip(positions, found, strict=True):
-                grads[position] = grad.to_dense() if grad is not None and grad.is_sparse else grad
+                grads[position] = grad
         return self.join(grads)
 
     def gradient(self, vector: Tensor | None, cotangent: Tensor) -> Tensor:
@@ -296,7 +326,7 @@ class Function:
 
     def flatten(self, outputs: Sequence[Tensor]) -> Tensor:
         """Return outputs as one float64 vector."""
-        parts = [_real(o.detach()).reshape(-1).double() for o in outputs]
+        parts = [_flat(o.detach()) for o in outputs]
         return parts[0] if len(parts) == 1 else torch.cat(parts) if parts else torch.zeros(0, dtype=torch.float64)
 
     def shaped(self, cotangent: Tensor) -> list[Tensor]:
@@ -310,13 +340,15 @@ class Function:
 
     def rounding_of(self, values: Tensor) -> Tensor:
         """Return half a unit in the last place of each output element, as its dtype has it."""
-        parts = zip(values.split(self.output_sizes), self.outputs, strict=True)
-        return torch.cat([part.abs() * (torch.finfo(o.dtype).eps / 2) for part, o in parts])
+        found = values.abs()
+        for part, o in zip(found.split(self.output_sizes), self.outputs, strict=True):
+            part *= torch.finfo(o.dtype).eps / 2
+        return found
 
     def with_graph(self) -> Tensor:
-        """Return 1 for output elements that have a graph, else 0, as a flat vector."""
-        parts = [torch.full((n,), float(o.has_graph)) for n, o in zip(self.output_sizes, self.outputs, strict=True)]
-        return torch.cat(parts).double()
+        """Return which output elements have a graph, as a flat vector."""
+        parts = zip(self.output_sizes, self.outputs, strict=True)
+        return torch.cat([torch.full((n,), o.has_graph, dtype=torch.bool) for n, o in parts])
 
     def _converted(self, value: Any) -> Any:
         if not isinstance(value, Tensor):
@@ -341,6 +373,11 @@ def name_of(fn: Any) -> str:
 
 def _real(tensor: Tensor) -> Tensor:
     return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    flat = _real(tensor).reshape(-1)
+    return flat if flat.dtype is torch.float64 else flat.double()
 
 
 def _dense(value: Tensor) -> Tensor:

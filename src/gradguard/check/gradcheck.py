@@ -339,8 +339,8 @@ class _Check:
 
     def _contract(self, function: Function, who: str = "") -> bool:
         """Look at everything but the values of the gradient; tell whether these can be looked at too."""
-        base = function.values(function.point)
-        if not self._is_repeatable(function, base):
+        base = self._repeatable(function)
+        if base is None:
             return False
         for layout in function.outputs:
             if not layout.has_graph:
@@ -356,37 +356,35 @@ class _Check:
         self.notes += [one for one in contract.notes if one not in self.notes]
         return not any(one.kind in ("non-determinism", "mutation") for one in contract.findings)
 
-    def _is_repeatable(self, function: Function, base: Tensor) -> bool:
-        again = function.values(function.point)
-        if not torch.equal(again.nan_to_num(), base.nan_to_num()):
+    def _repeatable(self, function: Function) -> Tensor | None:
+        """Return the outputs at the point, None if it draws random numbers that nothing can put back."""
+        base, again = function.values(function.point), function.values(function.point)
+        if not _are_equal(base, again):
             function.state.keep_random()
             base, again = function.values(function.point), function.values(function.point)
-            if not torch.equal(again.nan_to_num(), base.nan_to_num()):
-                size = function.rounding_of(base).nan_to_num()
-                if bool(((again - base).abs().nan_to_num() > 2e3 * size + 1e-300).any()):
-                    self.undecided.append(
-                        Finding(
-                            "random",
-                            "two forwards at one point differ: seed what makes them random inside the function",
-                        )
-                    )
-                    return False
-        return True
+            size = function.rounding_of(base).nan_to_num()
+            if bool(((again - base).abs().nan_to_num() > 2e3 * size + 1e-300).any()):
+                message = "two forwards at one point differ: seed what makes them random inside the function"
+                self.undecided.append(Finding("random", message))
+                return None
+        function.base = base
+        return base
 
     def _cotangents(self, function: Function, base: Tensor, count: int) -> Tensor:
         drawn = torch.randn(count, function.size, generator=self.generator, dtype=torch.float64)
-        usable = torch.isfinite(base) & (function.with_graph() > 0)
-        shaped = torch.where(usable, drawn, 0.0)
+        shaped = drawn.masked_fill_(~(torch.isfinite(base) & function.with_graph()), 0.0)
         if all(WIDE[o.dtype] is o.dtype for o in function.outputs):
             return shaped
         return torch.stack([function.flatten(function.shaped(one)) for one in shaped])
 
     def _search(self, function: Function, exhaustive: bool, what: str = "") -> None:
-        base = function.values(function.point)
+        base = function.values(function.point) if function.base is None else function.base
         cotangents = self._cotangents(function, base, _COTANGENTS)
         leaves = function.leaves()
         outputs = function.record(leaves)
-        gradients = torch.stack([function.backward(outputs, leaves, function.shaped(v), keep=True) for v in cotangents])
+        gradients = torch.empty(len(cotangents), sum(function.sizes), dtype=torch.float64)
+        for row, v in zip(gradients, cotangents, strict=True):
+            function.backward(outputs, leaves, function.shaped(v), keep=True, out=row)
         del leaves, outputs  # and the graph
         differences = Differences(function, base, cotangents, gradients, self.rtol)
         search = Search(differences, self.generator)
@@ -432,3 +430,7 @@ class _Check:
             self._search(second, exhaustive, "second order")
         except (InvalidValueError, RuntimeError) as error:
             self.findings.append(Finding("error", f"the backward cannot be differentiated: {error}"))
+
+
+def _are_equal(first: Tensor, second: Tensor) -> bool:
+    return torch.equal(first, second) or torch.equal(first.nan_to_num(), second.nan_to_num())

@@ -10,7 +10,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from gradguard.check.differences import Differences, Disagreement, directions, mean_size
+from gradguard.check.differences import Differences, Disagreement, are_finite, directions, mean_size
 from gradguard.check.element import Diagnosis, examine
 from gradguard.check.elementwise import check_every_element
 from gradguard.check.nearby import is_among_nearby
@@ -63,7 +63,7 @@ class Search:
     def run(self) -> None:
         """Search until all directions agree, or enough is found."""
         differences = self.differences
-        self.open = differences.point.isfinite().double()
+        self.open = differences.point.isfinite()
         self.continuous = self.open.clone()
         self.negligible = differences.negligible()
         self._examine_broken_gradients()
@@ -98,14 +98,20 @@ class Search:
             return None
         powerless = None
         drawn = directions(self.differences.point, self._input_points(), self.generator)
-        first = torch.stack([next(drawn) for _ in range(self.count)]) * self.open
-        self.differences.measure_noise(first[0])
-        known = self.differences.along_each(first)
-        for number in range(2 * self.count):
-            direction = first[number] if number < self.count else next(drawn) * self.open
-            found = known[number] if number < self.count else self.differences.along(direction)
+        count = self.count if self.differences.are_few else 1
+        first = torch.stack([next(drawn) for _ in range(count)]) if count > 1 else next(drawn)[None]
+        first *= self.open
+        known = self.differences.along_each(first, with_noise=True)
+        waiting = [(direction, known.of(i)) for i, direction in enumerate(first.unbind())]
+        if count == self.count and not bool((self._are_wrong(known) | self._say_nothing(known)).any()):
+            self.agreed = [found for _, found in waiting]
+            return None
+        del first
+        for _ in range(2 * self.count):
+            direction = waiting[0][0] if waiting else next(drawn).mul_(self.open)
+            found = waiting.pop(0)[1] if waiting else self.differences.along(direction)
             is_wrong = self.is_wrong(found)
-            if not is_wrong and not self._says_nothing(found):
+            if not is_wrong and not bool(self._say_nothing(found)):
                 self.agreed.append(found)
             elif jointly:
                 self._examine_jointly(direction, found, is_wrong)
@@ -119,11 +125,14 @@ class Search:
 
     def is_wrong(self, found: Disagreement) -> bool:
         """Tell whether a disagreement is larger than its bar allows."""
-        return bool((found.error.abs() > found.allowed(self.differences.relative)).any())
+        return bool(self._are_wrong(found))
 
-    def _says_nothing(self, found: Disagreement) -> bool:
+    def _are_wrong(self, found: Disagreement) -> Tensor:
+        return (found.error.abs() > found.allowed(self.differences.relative)).any(dim=-1)
+
+    def _say_nothing(self, found: Disagreement) -> Tensor:
         nothing = (found.scale <= self.negligible) & (found.bar <= 1e3 * self.negligible)
-        return bool((~nothing & (found.bar > _POWERLESS * found.size)).any())
+        return (~nothing & (found.bar > _POWERLESS * found.size)).any(dim=-1)
 
     def _halve(self, direction: Tensor, is_suspect: Callable[[Tensor], bool]) -> list[int]:
         """Return single elements of ``direction`` that are suspect, found by halving."""
@@ -161,13 +170,15 @@ class Search:
         """
         jumping = self._halve(direction, self.differences.jumps) if self.differences.jumps(direction) else []
         for position in jumping:
-            self.open[position] = self.continuous[position] = 0.0
+            self.open[position] = self.continuous[position] = False
             self.notes.append(Finding("jump", _NOTES["jump"], *self._place(position)))
         return bool(jumping)
 
     def _examine_broken_gradients(self) -> None:
         """Look at elements whose gradient is not finite; the others are then checked without them."""
         gradients = self.differences.gradients
+        if are_finite(gradients):
+            return
         kinds = gradients.isnan().any(dim=0), gradients.isinf().any(dim=0)
         broken = [position for kind in kinds for position in kind.nonzero().reshape(-1).tolist()]
         for position in broken[:_MOST_BROKEN]:
@@ -176,7 +187,7 @@ class Search:
         if len(broken) > _MOST_BROKEN and not self.findings:
             message = f"{len(broken):,} elements have a gradient that is not finite, {_MOST_BROKEN} were looked at"
             self.undecided.append(Finding("singular", message))
-        self.open[broken] = self.continuous[broken] = 0.0
+        self.open[broken] = self.continuous[broken] = False
         self.differences.gradients = self.differences.gradients.nan_to_num(0.0, 0.0, 0.0)
 
     @cached_property
@@ -191,7 +202,7 @@ class Search:
         differences = self.differences
         if not bool(self.open[position]):
             return
-        self.open[position] = 0.0
+        self.open[position] = False
         direction = torch.zeros_like(differences.point)
         direction[position] = 1.0
         value = abs(float(differences.point[position]))
@@ -255,7 +266,7 @@ class Search:
             self.undecided.append(_finding(worst, name, index, "the numerical derivative does not settle"))
         elif worst.kind in _NOTES:
             self.kinks += [position] if worst.kind == "kink" else []
-            self.continuous[position] = float(worst.kind == "kink")
+            self.continuous[position] = worst.kind == "kink"
             self.singly += [0.0 for one in shown if one.numerical == one.numerical]  # something to compare with
             self.notes.append(_finding(worst, name, index, _NOTES[worst.kind].format(low=worst.low, high=worst.high)))
         else:
@@ -272,7 +283,7 @@ class Search:
         drawn = directions(self.differences.point, self._input_points(), self.generator)
         usable = self.differences.point.isfinite()
         found = self.differences.along_each(torch.stack([next(drawn) for _ in range(self.count)]) * usable)
-        needed = max(float((one.error.abs() / one.scale).max()) for one in found)
+        needed = float((found.error.abs() / found.scale).max())
         if not 0 < needed < _LITTLE:
             return
         proposed = 10.0 ** math.ceil(math.log10(3 * needed))
@@ -284,10 +295,11 @@ class Search:
         if len(self.agreed) < self.count / 2:
             self.undecided += self.unclear[:1]
         seen = []
-        for found in self.agreed:
-            telling = found.scale > self.negligible
+        if self.agreed:
+            found = Disagreement.together(self.agreed)
             typical = found.scale / max(1, int(self.open.sum())) ** 0.5
-            seen += (found.allowed(self.differences.relative) / typical)[telling].tolist()
+            telling = found.scale > self.negligible
+            seen = (found.allowed(self.differences.relative) / typical)[telling].tolist()
         compared = self.agreed or self.singly or self.kinks or self.has_every_element
         if not compared and len(self.differences.point):
             self.undecided.append(Finding("undecided", "jumps and poles everywhere: there is nothing to compare with"))

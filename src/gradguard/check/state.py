@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from gradguard.torch_private import buffer_slots
 
+_DEEPEST = 4
 _WITHOUT_MODULES = (Tensor, str, bytes, int, float, type(None), type(random))
 
 
@@ -67,18 +68,21 @@ def generators() -> list[tuple[Callable[[Any], Any], Any]]:
     return found
 
 
-def _modules_in(value: Any, depth: int = 4, seen: dict[int, int] | None = None) -> list[nn.Module]:
+def _modules_in(value: Any) -> list[nn.Module]:
     """Return the modules that a callable, a container or an object refers to."""
-    seen = {} if seen is None else seen
-    if isinstance(value, nn.Module):
-        return [value]
-    if seen.get(id(value), 0) >= depth or isinstance(value, _WITHOUT_MODULES):
-        return []
-    seen[id(value)] = depth
     found: dict[int, nn.Module] = {}
-    for one in _referred(value):
-        found |= {id(module): module for module in _modules_in(one, depth - 1, seen)}
+    _collect(value, _DEEPEST, {}, found)
     return list(found.values())
+
+
+def _collect(value: Any, depth: int, seen: dict[int, int], found: dict[int, nn.Module]) -> None:
+    if isinstance(value, nn.Module):
+        found[id(value)] = value
+    elif seen.get(id(value), 0) < depth:
+        seen[id(value)] = depth
+        for one in _referred(value):
+            if not isinstance(one, _WITHOUT_MODULES):
+                _collect(one, depth - 1, seen, found)
 
 
 def _referred(value: Any) -> list[Any]:
