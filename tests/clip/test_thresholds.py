@@ -13,8 +13,7 @@ from torch import Tensor, nn
 
 import gradguard as gg
 from cases import gradients_in, parameter
-from gradguard.clip.clipper import Clipper
-from gradguard.clip.result import ClipResult
+from gradguard.clip.clipper import Clipper, ClipResult
 from gradguard.clip.thresholds.adagc import AdaGC
 from gradguard.clip.thresholds.autoclip import AutoClip
 from gradguard.clip.thresholds.clip_fraction import ClipFraction
