@@ -49,7 +49,7 @@ class TwiceTheMedian(ThresholdClipper):
 
 
 RULES: dict[str, Callable[[], Clipper]] = {
-    "ZClip 0.97 / 2.5": lambda: ZClip(max_grad_norm=None),
+    "ZClip 0.97 / 2.5": lambda: ZClip(ceiling=None),
     "AdaGC 1.05 / 0.98": lambda: AdaGC(absolute=math.inf),
     "AutoClip p10, all history": lambda: AutoClip(10),
     "AutoClip p90, window 1000": lambda: AutoClip(90, window=1000),

@@ -78,7 +78,7 @@ def test_locked_in(seen, bound, least, most, expected):
     [
         (Median, gg.ClipByMedian, {"deviations": "k", "window": "window", "warm_up": "warmup", "floor": "floor"}),
         (Percentile, gg.AutoClip, {"percent": "percentile"}),
-        (ZScore, gg.ZClip, {"ceiling": "max_grad_norm", "limit": "z_threshold", "decay": "alpha", "warm_up": "warmup"}),
+        (ZScore, gg.ZClip, {"ceiling": "ceiling", "limit": "z_threshold", "decay": "alpha", "warm_up": "warmup"}),
         (Fraction, gg.ClipFraction, {"rate": "learning_rate"}),
         (PerTensor, gg.AdaGC, {"absolute": "absolute", "relative": "relative", "decay": "beta", "warm_up": "warmup"}),
     ],

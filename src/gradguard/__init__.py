@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from gradguard.check.report import Finding, GradientReport
     from gradguard.check.seed_api import check_grad, get_numerical_gradient
     from gradguard.clip.adaptive import ClipAdaptive, clip_grad_adaptive_
-    from gradguard.clip.clipper import Clipper, Decision
+    from gradguard.clip.clipper import Clipper, ClipResult, Decision
     from gradguard.clip.compose import Chain, Groups
     from gradguard.clip.functional import (
         apply_gradient_clipping,
@@ -38,7 +38,6 @@ if TYPE_CHECKING:
     )
     from gradguard.clip.guard import Guard
     from gradguard.clip.previous_norm import ClipByPreviousNorm
-    from gradguard.clip.result import ClipResult
     from gradguard.clip.rules import ClipByGlobalNorm, ClipByNorm, ClipByValue
     from gradguard.clip.thresholds.adagc import AdaGC
     from gradguard.clip.thresholds.autoclip import AutoClip
@@ -170,7 +169,7 @@ _MODULE_OF = {
     "Groups": "gradguard.clip.compose",
     "Guard": "gradguard.clip.guard",
     "ClipByPreviousNorm": "gradguard.clip.previous_norm",
-    "ClipResult": "gradguard.clip.result",
+    "ClipResult": "gradguard.clip.clipper",
     "AdaGC": "gradguard.clip.thresholds.adagc",
     "AutoClip": "gradguard.clip.thresholds.autoclip",
     "ThresholdClipper": "gradguard.clip.thresholds.base",

@@ -15,7 +15,8 @@ import gradguard as gg
 from cases import DTYPES, GRADIENTS, ORDERS, gradients_in, parameter, random
 from gradguard.clip import rules
 from gradguard.clip.adaptive import ClipAdaptive
-from gradguard.clip.clipper import Clipper, Decision, describe, measured, norms_of, total_of
+from gradguard.clip.clipper import Clipper, Decision, describe
+from gradguard.clip.gradients import measured, norms_of, total_of
 from gradguard.clip.lock_in import LockIn
 from gradguard.clip.rules import ClipByGlobalNorm, ClipByNorm, ClipByValue
 from reference import clip_norm as slow_clip
@@ -317,7 +318,7 @@ def test_culprits_are_named_with_counts_that_hold_after_the_clip(rule, policy):
 
 
 def test_where_nothing_can_be_read_culprits_are_counted_when_asked_and_never_guessed(monkeypatch):
-    monkeypatch.setattr("gradguard.clip.result.are_readable", lambda *tensors: False)
+    monkeypatch.setattr("gradguard.clip.clipper.are_readable", lambda *tensors: False)
     model = broken()
     decision = ClipByGlobalNorm(1.0).decide(gradients_in(model))
     assert decision.result.culprits() == {"weight": 2}
@@ -385,7 +386,7 @@ def test_no_value_is_read_on_a_device(rule):
 
 def test_one_measurement_is_shared(monkeypatch):
     found = measured(gradients_in([parameter(random(3))]))
-    monkeypatch.setattr("gradguard.clip.clipper.tensor_norms", lambda *_: pytest.fail("measured again"))
+    monkeypatch.setattr("gradguard.clip.gradients.tensor_norms", lambda *_: pytest.fail("measured again"))
     assert norms_of(found, 2.0).tolist() == (found.norms / 2).tolist()
     ClipByGlobalNorm(1.0).decide(found)
 

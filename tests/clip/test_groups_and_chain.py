@@ -9,10 +9,12 @@ from torch import nn
 
 import gradguard as gg
 from cases import GRADIENTS, gradients_in, parameter, random
-from gradguard.clip import clipper, compose
+from gradguard.clip import compose
+from gradguard.clip import gradients as gradients_of_clip
 from gradguard.clip.adaptive import ClipAdaptive
-from gradguard.clip.clipper import Clipper, Decision, describe, norms_of
+from gradguard.clip.clipper import Clipper, Decision, describe
 from gradguard.clip.compose import Chain, Groups
+from gradguard.clip.gradients import norms_of
 from gradguard.clip.rules import ClipByGlobalNorm, ClipByNorm, ClipByValue
 from reference import clip_norm as slow_clip
 from reference import total_norm as slow_norm
@@ -175,13 +177,13 @@ def test_groups_over_the_table(case, path):
 
 def test_one_measurement_for_all_groups(monkeypatch):
     measurements = []
-    real = clipper.tensor_norms
+    real = gradients_of_clip.tensor_norms
 
     def counted(tensors, p=2.0):
         measurements.append(len(tensors))
         return real(tensors, p)
 
-    monkeypatch.setattr(clipper, "tensor_norms", counted)
+    monkeypatch.setattr(gradients_of_clip, "tensor_norms", counted)
     rules = {"encoder": ClipByGlobalNorm(1.0), "decoder": Chain(ClipByGlobalNorm(2.0), ClipByNorm(1.0)), "head": None}
     Groups(rules)(model_with_gradients())
     assert measurements == [6]

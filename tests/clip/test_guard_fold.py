@@ -24,7 +24,14 @@ def folds(monkeypatch) -> list:
 def accelerator(monkeypatch):
     """Decide as on an accelerator, where Python may not look at values."""
     blind = lambda *tensors: False  # noqa: E731
-    for name in ("tensors.norms", "tensors.scaling", "tensors.nonfinite", "clip.clipper", "clip.guard", "clip.result"):
+    for name in (
+        "tensors.norms",
+        "tensors.scaling",
+        "tensors.nonfinite",
+        "clip.clipper",
+        "clip.gradients",
+        "clip.guard",
+    ):
         monkeypatch.setattr(f"gradguard.{name}.are_readable", blind)
 
 

@@ -30,7 +30,7 @@ OTHER = {
         "alpha": (0.97, 0.5),
         "z_threshold": (2.5, 3.0),
         "warmup": (25, 5),
-        "max_grad_norm": (1.0, None),
+        "ceiling": (1.0, None),
         "clip_factor": (1.0, 0.5),
         "mode": ("adaptive_scaling", "mean"),
         "skip_update_on_spike": (False, True),

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 
 import gradguard as gg
 from cases import gradients_in, parameter
-from gradguard.clip.clipper import Clipper
-from gradguard.clip.result import ClipResult
+from gradguard.clip.clipper import Clipper, ClipResult
 from gradguard.clip.thresholds.adagc import AdaGC
 from gradguard.clip.thresholds.autoclip import AutoClip
 from gradguard.clip.thresholds.clip_fraction import ClipFraction
@@ -26,9 +25,9 @@ RULES = {
     "median, other norm": lambda: ClipByMedian(window=40, norm_type=1.0),
     "AutoClip": AutoClip,
     "AutoClip, window": lambda: AutoClip(50.0, window=30),
-    "ZClip": lambda: ZClip(max_grad_norm=None),
-    "ZClip, mean": lambda: ZClip(max_grad_norm=None, mode="mean"),
-    "ZClip, percentile": lambda: ZClip(max_grad_norm=None, mode="percentile"),
+    "ZClip": lambda: ZClip(ceiling=None),
+    "ZClip, mean": lambda: ZClip(ceiling=None, mode="mean"),
+    "ZClip, percentile": lambda: ZClip(ceiling=None, mode="percentile"),
     "ZClip, published": ZClip,
     "AdaGC": lambda: AdaGC(absolute=math.inf, warmup=20),
     "AdaGC, published": AdaGC,
@@ -330,7 +329,7 @@ ARGUMENTS = [
     (lambda: ZClip(warmup=0), r"warmup=0: expected a whole number >= 1"),
     (lambda: ZClip(clip_factor=0), r"clip_factor=0: expected a finite number > 0"),
     (lambda: ZClip(mode="zscore"), r"mode='zscore': expected one of 'adaptive_scaling', 'mean', 'percentile'"),
-    (lambda: ZClip(max_grad_norm=math.nan), r"max_grad_norm=nan: expected a number >= 0"),
+    (lambda: ZClip(ceiling=math.nan), r"ceiling=nan: expected a number >= 0"),
     (lambda: AdaGC(absolute=0), r"absolute=0: expected a number > 0, or float\('inf'\) for none"),
     (lambda: AdaGC(relative=math.inf), r"relative=inf: expected a finite number > 0"),
     (lambda: AdaGC(beta=-0.1), r"beta=-0\.1: expected a number from 0 to 1"),
@@ -372,7 +371,7 @@ def test_the_median_rule_passes_everything_again_within_130_steps(rise):
 
 
 def test_zclip_passes_36_percent_for_ever_and_says_so():
-    results = feed(ZClip(max_grad_norm=None), RISE)
+    results = feed(ZClip(ceiling=None), RISE)
     last = [float(r.coefficient) for r in results[-300:]]
     assert statistics.mean(last) == pytest.approx(0.36, abs=0.04)
     assert max(last) < 0.7
@@ -413,7 +412,7 @@ def test_adagc_after_the_rise_grows_by_a_thousandth_a_step():
     [
         (ClipByMedian, 1.7, math.exp(0.3)),
         (AutoClip, 1.7, 1.0),
-        (lambda: ZClip(max_grad_norm=None), 1.7, 1.0),
+        (lambda: ZClip(ceiling=None), 1.7, 1.0),
         (lambda: AdaGC(absolute=math.inf), 1.7, 1.05),
         (lambda: ClipFraction(0.1), 1.7, math.exp(0.2)),
     ],
@@ -437,7 +436,7 @@ def test_the_median_rule_survives_a_spike_in_its_warm_up():
 
 
 def test_zclip_does_not():
-    results = feed(ZClip(max_grad_norm=None), [*noise(10), 9000.0, *noise(40, 1), 500.0])
+    results = feed(ZClip(ceiling=None), [*noise(10), 9000.0, *noise(40, 1), 500.0])
     assert float(results[-1].coefficient) == 1.0
 
 
@@ -476,7 +475,7 @@ def test_zclip_binds_at_one_as_published():
 
 
 def test_a_spike_may_leave_zclips_memory_alone():
-    clipper = ZClip(max_grad_norm=None, skip_update_on_spike=True)
+    clipper = ZClip(ceiling=None, skip_update_on_spike=True)
     feed(clipper, noise(60))
     before = memory(clipper)
     assert float(feed(clipper, [50.0])[0].coefficient) < 0.1

@@ -67,13 +67,13 @@ def test_the_twin_has_the_percentile_of_numpy(percent):
 
 ZCLIPS = {
     "published": {},
-    "no ceiling": {"max_grad_norm": None},
-    "mean": {"max_grad_norm": None, "mode": "mean"},
-    "percentile": {"max_grad_norm": None, "mode": "percentile"},
-    "low ceiling": {"max_grad_norm": 0.7},
-    "harder": {"max_grad_norm": 2.0, "clip_factor": 0.7, "z_threshold": 1.5, "alpha": 0.9},
-    "spikes skipped": {"max_grad_norm": None, "skip_update_on_spike": True},
-    "short warm-up": {"max_grad_norm": None, "warmup": 3},
+    "no ceiling": {"ceiling": None},
+    "mean": {"ceiling": None, "mode": "mean"},
+    "percentile": {"ceiling": None, "mode": "percentile"},
+    "low ceiling": {"ceiling": 0.7},
+    "harder": {"ceiling": 2.0, "clip_factor": 0.7, "z_threshold": 1.5, "alpha": 0.9},
+    "spikes skipped": {"ceiling": None, "skip_update_on_spike": True},
+    "short warm-up": {"ceiling": None, "warmup": 3},
 }
 
 
@@ -126,7 +126,7 @@ def test_the_median_rule(name):
 
 def test_one_nan_ruins_what_is_published():
     sequence = [*noise(40), math.nan, *noise(20, 1), 1000.0]
-    z = list(steps(ZClip(max_grad_norm=None, strict_paper=True), sequence))
+    z = list(steps(ZClip(ceiling=None, strict_paper=True), sequence))
     assert float(z[-1].coefficient) == 1.0  # a spike of 1000 passes
     auto = list(steps(AutoClip(strict_paper=True), sequence))
     assert all(math.isnan(float(r.coefficient)) for r in auto[40:])

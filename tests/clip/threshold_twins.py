@@ -55,12 +55,12 @@ class ZClip:
         alpha: float = 0.97,
         z_threshold: float = 2.5,
         warmup: int = 25,
-        max_grad_norm: float | None = 1.0,
+        ceiling: float | None = 1.0,
         clip_factor: float = 1.0,
         mode: str = "adaptive_scaling",
         skip_update_on_spike: bool = False,
     ) -> None:
-        self.alpha, self.z_threshold, self.warmup, self.max_grad_norm = alpha, z_threshold, warmup, max_grad_norm
+        self.alpha, self.z_threshold, self.warmup, self.ceiling = alpha, z_threshold, warmup, ceiling
         self.clip_factor, self.mode, self.skip = clip_factor, mode, skip_update_on_spike
         self.first: list[float] = []
         self.mean = self.variance = math.nan
@@ -71,11 +71,11 @@ class ZClip:
             if len(self.first) == self.warmup:
                 self.mean = in_order(self.first) / self.warmup
                 self.variance = in_order([square(x - self.mean) for x in self.first]) / self.warmup
-            return 1.0 if self.max_grad_norm is None else pytorch_coefficient(norm, self.max_grad_norm)
+            return 1.0 if self.ceiling is None else pytorch_coefficient(norm, self.ceiling)
         bound = self.bound(norm)
         effective = norm if bound is None else bound
-        if self.max_grad_norm is not None:
-            effective = min(effective, self.max_grad_norm)
+        if self.ceiling is not None:
+            effective = min(effective, self.ceiling)
         if bound is None or not self.skip:
             seen = norm if bound is None else bound
             self.mean = self.alpha * self.mean + (1 - self.alpha) * seen

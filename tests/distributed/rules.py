@@ -15,7 +15,7 @@ RULES = {
     "median": lambda: gg.ClipByMedian(k=3.0, window=16, warmup=5),
     "AutoClip": lambda: gg.AutoClip(50.0),
     "AutoClip, window": lambda: gg.AutoClip(30.0, window=8),
-    "ZClip": lambda: gg.ZClip(warmup=5, max_grad_norm=None),
+    "ZClip": lambda: gg.ZClip(warmup=5, ceiling=None),
     "AdaGC": lambda: gg.AdaGC(warmup=5),
     "fraction": lambda: gg.ClipFraction(0.3),
     "groups": lambda: gg.Groups(

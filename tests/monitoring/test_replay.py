@@ -26,7 +26,7 @@ RULES = {
     "autoclip": gg.AutoClip,
     "autoclip=90": lambda: gg.AutoClip(90),
     "zclip": gg.ZClip,
-    "zclip=inf": lambda: gg.ZClip(max_grad_norm=None),
+    "zclip=inf": lambda: gg.ZClip(ceiling=None),
     "clip_fraction=0.05": lambda: gg.ClipFraction(0.05),
 }
 
@@ -63,7 +63,7 @@ VARIANTS = {
     "median=3": lambda: gg.ClipByMedian(k=3),
     "autoclip=0": lambda: gg.AutoClip(0),
     "autoclip=100": lambda: gg.AutoClip(100),
-    "zclip=2.5": lambda: gg.ZClip(max_grad_norm=2.5),
+    "zclip=2.5": lambda: gg.ZClip(ceiling=2.5),
     "clip_fraction=0.5": lambda: gg.ClipFraction(0.5),
 }
 

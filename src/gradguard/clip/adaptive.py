@@ -10,20 +10,14 @@ from torch import Tensor, nn
 
 from gradguard.arguments import check_threshold
 from gradguard.clip.adaptive_units import UnitDecision, decide_units, unit_layouts
-from gradguard.clip.clipper import (
-    Decision,
-    ListedParameters,
-    MeasuredGradients,
-    choice,
-    describe,
-    global_norm,
-    total_of,
-)
+from gradguard.clip.clipper import ClipResult, Decision, ListedParameters, choice, describe
 from gradguard.clip.gradients import (
     ONE_STAGE,
     Gradients,
+    MeasuredGradients,
     Parameters,
     Stages,
+    global_norm,
     gradients_of,
     host_sees_norms,
     module_of,
@@ -31,8 +25,8 @@ from gradguard.clip.gradients import (
     nonfinite_in,
     refuse_nonfinite_in,
     to_clip_by,
+    total_of,
 )
-from gradguard.clip.result import ClipResult
 from gradguard.clip.rules import FixedRule, at_scale
 from gradguard.clip.selection import KnownNames, Selection, Selector
 from gradguard.clip_events import ClipEvent, announce, is_heard, tell

@@ -1,7 +1,8 @@
 """A clipping rule as an object: it measures and decides first, then writes, so that rules compose and carry state."""
 
+import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from inspect import signature
 from typing import Any, Self
@@ -11,29 +12,175 @@ import torch
 from torch import Tensor, nn
 
 from gradguard.clip.gradients import (
+    GlobalNorm,
     Gradients,
+    MeasuredGradients,
     Parameters,
     Stages,
+    asking,
     current_gradients,
     gradients_of,
     host_sees_norms,
+    measured,
     module_of,
     named_tensors,
     nonfinite_in,
-    norm_in,
-    norms_in,
     refuse_nonfinite_in,
     to_clip_by,
+    total_of,
 )
-from gradguard.clip.result import ClipResult, NonfiniteCounter
 from gradguard.clip_events import ClipEvent, SkipReason, announce, is_heard, rule_of, tell
-from gradguard.distributed.classes import Classes
 from gradguard.distributed.settings import Settings, as_setting
+from gradguard.errors import DistributedError
 from gradguard.policies import NonFinitePolicy, check_policy
-from gradguard.tensors.layout import are_readable, move, public_dtype
-from gradguard.tensors.nonfinite import zero_if_nonfinite_
-from gradguard.tensors.norms import norm_of_norms, tensor_norms
+from gradguard.tensors.layout import are_readable, public_dtype
+from gradguard.tensors.nonfinite import count_nonfinite, zero_if_nonfinite_
 from gradguard.tensors.scaling import scale_
+from gradguard.torch_private import version_of
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ClipResult:
+    """What a clip did on one step. Every number stays on its device until it is read, so nothing waits for it.
+
+    Attributes:
+        norm: 2-norm of all gradients as one vector *before* the clip; 0-dim, float32 (float64 for float64 gradients).
+            A rule with a ``norm_type`` gives the norm of that order, which is what it compares with its threshold.
+        coefficient: The norm after the clip over the norm before, in [0, 1]; 0-dim float64. Under the norm rule it is
+            what every gradient was multiplied by. Where a rule clamps or scales parts, it is 1 until that is done.
+        clipped: Whether the clip binds on this step; 0-dim bool.
+        nonfinite: Whether any gradient held NaN or infinity; 0-dim bool.
+        norms: Norm of each gradient before the clip, of the same order; ``[len(names)]``, float64. None where they were
+            not sent between processes: read `tensor_norms`, which says so.
+        names: The parameter that each entry of ``tensor_norms`` belongs to.
+        threshold: What the rule compared with on this step, for gradients without a loss scale; 0-dim, or None where
+            there is not one number.
+        locked_in: Whether the clip has bound on more than half of the last steps at one threshold: 0-dim bool, or
+            None where nobody counts. See `LockIn`.
+        group_norms: 2-norm before the clip of each group of `Groups`, 0-dim each; None without groups.
+        counter: Counts the non-finite elements for `culprits`; None where the host has seen that there are none.
+        bad: Which gradients held NaN or infinity, ``[len(names)]``, bool, where only that was asked of the processes.
+
+    Example:
+        >>> import gradguard as gg, torch
+        >>> layer = torch.nn.Linear(2, 1, bias=False)
+        >>> layer.weight.grad = torch.tensor([[3.0, 4.0]])
+        >>> result = gg.apply_gradient_clipping(layer, "norm", 1.0)
+        >>> float(result.norm), bool(result.clipped), result.names
+        (5.0, True, ('weight',))
+    """
+
+    norm: Tensor
+    coefficient: Tensor
+    clipped: Tensor
+    nonfinite: Tensor
+    norms: Tensor | None
+    names: Sequence[str]
+    threshold: Tensor | None = None
+    locked_in: Tensor | None = None
+    group_norms: Mapping[str, Tensor] | None = None
+    counter: "NonfiniteCounter | None" = field(default=None, repr=False)
+    bad: Tensor | None = field(default=None, repr=False)
+
+    @property
+    def tensor_norms(self) -> Tensor:
+        """Norm of each gradient before the clip, of the order of ``norm``: ``[len(names)]``, float64.
+
+        Where processes hold parts of the gradients, they send each other one number a group of gradients, which is what
+        the decision needs, unless a rule needs each tensor or the call or the guard was given ``tensor_norms=True``.
+        Reading never starts a collective: one process may read alone.
+
+        Raises:
+            DistributedError: If they were not sent.
+        """
+        if self.norms is None:
+            raise DistributedError(
+                "the norm of each tensor is not known: processes hold parts of the gradients, and sent each other only "
+                "what the clip needed. Ask for it before the step, on every rank: clipper(model, tensor_norms=True) or "
+                "Guard(optimizer, clipper, tensor_norms=True)."
+            )
+        return self.norms
+
+    def culprits(self) -> dict[str, int | None]:
+        """Return which parameters held NaN or infinity, with the number of such elements. The host waits.
+
+        The names come from the norms before the clip, so they stay right for ever. The numbers are counted in the
+        gradients, when asked (on the CPU at once, on the rare step that needs it): a number is None where the gradient
+        has been freed or overwritten since. Nothing keeps a gradient alive. Where processes hold parts of a gradient,
+        the names are those of all, and each number is of this process' part.
+
+        Raises:
+            DistributedError: If nobody knows the names: on an accelerator, where the host does not read the norm at a
+                step, processes that hold parts of the gradients tell each other only under ``tensor_norms=True``. They
+                do under ``"raise"``, under the ``"skip"`` of an optimizer that is not fused, and always on the CPU.
+        """
+        bad = self._bad_positions()
+        if bad is None:
+            raise DistributedError(
+                "which gradients were not finite is not known: processes hold parts of them, and the host did not look "
+                "at this step. Ask for it before the step, on every rank: clipper(model, tensor_norms=True) or "
+                "Guard(optimizer, clipper, tensor_norms=True)."
+            )
+        counts = self.counter.count(bad) if self.counter is not None else [None] * len(bad)
+        return {self.names[i]: count for i, count in zip(bad, counts, strict=True)}
+
+    def known_culprits(self) -> list[str]:
+        """Return the names of `culprits`, none where nobody knows them."""
+        return [self.names[i] for i in self._bad_positions() or ()]
+
+    def _bad_positions(self) -> list[int] | None:
+        if self.bad is not None:
+            return self.bad.nonzero().flatten().tolist()
+        if self.norms is not None:
+            return (~self.norms.isfinite()).nonzero().flatten().tolist()
+        return None if bool(self.nonfinite) else []
+
+
+class NonfiniteCounter:
+    """Counts the non-finite elements of gradients later, without keeping them alive.
+
+    Args:
+        gradients: The gradients, before anything is written to them.
+        nonfinite: Whether any of them is not finite; 0-dim bool. If it can be read at no cost, and is true, they are
+            counted now.
+    """
+
+    def __init__(self, gradients: Sequence[Tensor], nonfinite: Tensor) -> None:
+        self._gradients = [weakref.ref(g) for g in gradients]
+        self._versions = [_version(g) for g in gradients]
+        self._counts: Sequence[int | None] | None = None
+        if are_readable(nonfinite, *gradients) and bool(nonfinite):
+            self._counts = [sum(count_nonfinite(g)) for g in gradients]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Give a copy what was counted; it has no gradients to count in."""
+        return _counted, (self._counts, len(self._gradients))
+
+    def count(self, positions: Sequence[int]) -> list[int | None]:
+        """Return the number of non-finite elements of the gradients at ``positions``, None where it cannot be told."""
+        return [self._count(i) for i in positions]
+
+    def gradients_are_unchanged(self) -> None:
+        """Trust the gradients as they are: a fused optimizer that skips a step marks them as written all the same."""
+        self._versions = [-1 if (g := ref()) is None else _version(g) for ref in self._gradients]
+
+    def _count(self, position: int) -> int | None:
+        if self._counts is not None:
+            return self._counts[position]
+        gradient = self._gradients[position]()
+        if gradient is None or _version(gradient) != self._versions[position]:
+            return None
+        return sum(count_nonfinite(gradient))
+
+
+def _counted(counts: Sequence[int | None] | None, number: int) -> NonfiniteCounter:
+    counter = NonfiniteCounter([], torch.tensor(False))
+    counter._counts = [None] * number if counts is None else counts
+    return counter
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else version_of(tensor)
 
 
 @dataclass(frozen=True)
@@ -79,7 +226,8 @@ class Clipper(ABC):
 
     Example:
         >>> import torch
-        >>> from gradguard.clip.clipper import Clipper, Decision, describe, norms_of
+        >>> from gradguard.clip.clipper import Clipper, Decision, describe
+        >>> from gradguard.clip.gradients import norms_of
         >>> class Halve(Clipper):
         ...     def decide(self, found, scale=1.0):
         ...         norms = norms_of(found, scale)
@@ -274,175 +422,6 @@ class ListedParameters(list[tuple[str, Tensor]]):
         self.module = source if isinstance(source, nn.Module) else None
 
 
-@dataclass(frozen=True, slots=True)
-class MeasuredGradients(Gradients):
-    """Gradients with their norms, so that several rules share one measurement.
-
-    Attributes:
-        norms: 2-norm of each gradient as it is in memory, loss scale included; ``[len(gradients)]``. Or of several
-            together, ``[len(classes)]``.
-        others: Norms of other orders, by order, where they were measured with the first.
-        there: Which gradients (or classes) any process has, bool; None where that is all of them.
-        classes: Which gradients one norm stands for; None where each has its own.
-    """
-
-    norms: Tensor
-    others: Mapping[float, Tensor] = field(default_factory=dict, kw_only=True)
-    there: Tensor | None = field(default=None, kw_only=True)
-    classes: Classes | None = field(default=None, kw_only=True)
-
-    def is_there(self) -> bool:
-        """Tell whether there is any gradient; where Python may not look, there may be."""
-        if self.there is None or not are_readable(self.there):
-            return len(self.gradients) > 0
-        return bool(self.there.any())
-
-    def some(self, positions: Sequence[int]) -> "MeasuredGradients":
-        """Return the gradients at ``positions``, with what is known of them; each has a norm of its own."""
-        assert self.classes is None
-        return MeasuredGradients(
-            [self.parameters[i] for i in positions],
-            [self.gradients[i] for i in positions],
-            [self.positions[i] for i in positions],
-            self.names,
-            _entries(self.norms, positions),
-            others={order: _entries(norms, positions) for order, norms in self.others.items()},
-            there=None if self.there is None else _entries(self.there, positions),
-            part=None if self.part is None else self.part.of(positions),
-            wants_each=self.wants_each,
-        )
-
-    def group(self, number: int, positions: Sequence[int]) -> "MeasuredGradients":
-        """Return the gradients of one group of ``classes``, with the norms of its classes, which do not tell each."""
-        assert self.classes is not None
-        own = self.classes.of_group[number]
-        return MeasuredGradients(
-            [self.parameters[i] for i in positions],
-            [self.gradients[i] for i in positions],
-            [self.positions[i] for i in positions],
-            self.names,
-            self.norms[own],
-            others={order: norms[own] for order, norms in self.others.items()},
-            there=None if self.there is None else self.there[own],
-            classes=None if self.classes.each[number] else self.classes,
-            part=None if self.part is None else self.part.of(positions),
-            wants_each=self.wants_each,
-        )
-
-
-@torch.no_grad()
-def measured(
-    found: Gradients, orders: Iterable[float] = (), *, each: bool = True, classes: Classes | None = None
-) -> MeasuredGradients:
-    """Return ``found`` with its norms, measured now unless they are known.
-
-    Args:
-        found: The gradients.
-        orders: Other orders of norms that will be asked for. Where gradients are spread over processes, these add up
-            in the same all-reduce; else they are measured when they are asked for.
-        each: Whether the norm of each gradient is needed; else that of all is enough.
-        classes: Of which gradients norms are needed together, where processes hold parts of them.
-    """
-    part, each = found.part, each or asks_for_each(found)
-    if isinstance(found, MeasuredGradients) and (
-        found.classes is None or (not each and classes in (None, found.classes))
-    ):
-        return found
-    if part is None or each:
-        classes = None
-    elif classes is None:
-        classes = part.classes
-    others = sorted(set(orders) - {2.0}) if part is not None else []
-    there = None
-    if classes is not None and part is not None:
-        local = [(classes.norms(found.gradients, order), order) for order in (2.0, *others)]
-        (norms, *rest), there = part.measure_classes(classes, *local)
-    else:
-        local = [(tensor_norms(found.gradients, order), order) for order in (2.0, *others)]
-        (norms, *rest), there = ([local[0][0]], None) if part is None else part.measure(*local)
-    return MeasuredGradients(
-        found.parameters,
-        found.gradients,
-        found.positions,
-        found.names,
-        norms,
-        others=dict(zip(others, rest, strict=True)),
-        there=there,
-        classes=classes,
-        part=part,
-        wants_each=found.wants_each,
-    )
-
-
-def asks_for_each(found: Gradients) -> bool:
-    """Tell whether the result shall have the norm of each gradient: if asked, or where no other process is needed."""
-    return found.wants_each or found.part is None or found.part.reducer.is_alone
-
-
-def asking(found: Gradients, for_each: bool) -> Gradients:
-    """Return ``found``, of which the user wants the norm of each if ``for_each`` is true."""
-    return replace(found, wants_each=True) if for_each and not found.wants_each else found
-
-
-@dataclass(frozen=True, slots=True)
-class GlobalNorm:
-    """The norm of all gradients.
-
-    Attributes:
-        value: 0-dim, float64.
-        of_each: The norm of each gradient; None where processes hold parts of them and nobody asked.
-    """
-
-    value: Tensor
-    of_each: Tensor | None
-
-
-@torch.no_grad()
-def global_norm(found: Gradients, scale: float | Tensor = 1.0, order: float = 2.0) -> GlobalNorm:
-    """Return the norm of all gradients as one vector, without their loss scale.
-
-    Args:
-        found: The gradients; if `Groups` or `Chain` has measured them already, they are not read again.
-        scale: What a GradScaler has multiplied them by.
-        order: The order p of the norm.
-    """
-    if isinstance(found, MeasuredGradients) and found.classes is not None:
-        norms = found.norms if order == 2 else found.others.get(order)
-        if norms is not None:
-            return GlobalNorm(_unscaled(total_of(norms, order), scale), None)
-    if asks_for_each(found) or (isinstance(found, MeasuredGradients) and found.classes is None):
-        norms = norms_of(found, scale, order)
-        return GlobalNorm(total_of(norms, order), norms)
-    return GlobalNorm(_unscaled(norm_in(found, order), scale), None)
-
-
-@torch.no_grad()
-def norms_of(found: Gradients, scale: float | Tensor = 1.0, order: float = 2.0) -> Tensor:
-    """Return the norm of each gradient without its loss scale: ``[len(found.gradients)]``, float64, on the device.
-
-    Args:
-        found: The gradients; if `Groups` or `Chain` has measured them already, they are not read again.
-        scale: What a GradScaler has multiplied them by.
-        order: The order p of the norm.
-    """
-    known = None
-    if isinstance(found, MeasuredGradients) and found.classes is None:
-        known = found.norms if order == 2 else found.others.get(order)
-    return _unscaled(norms_in(found, order) if known is None else known, scale)
-
-
-def _unscaled(norms: Tensor, scale: float | Tensor) -> Tensor:
-    if isinstance(scale, Tensor):
-        return norms / move(scale.detach(), norms.device, norms.dtype)
-    return norms if scale == 1 else norms / scale
-
-
-@torch.no_grad()
-def total_of(norms: Tensor, order: float = 2.0) -> Tensor:
-    """Return the norm of all gradients as one vector from the norm of each: 0-dim, no overflow, no underflow."""
-    return norm_of_norms(norms, order)
-
-
 def describe(
     found: Gradients,
     norms: Tensor | GlobalNorm,
@@ -502,12 +481,6 @@ def with_culprits(decision: Decision, *, host_looks: bool = False) -> Decision:
     if result.norms is not None or result.bad is not None or not (host_looks or host_sees_norms(found)):
         return decision
     return replace(decision, result=replace(result, bad=nonfinite_in(found))) if bool(result.nonfinite) else decision
-
-
-def _entries(vector: Tensor, positions: Sequence[int]) -> Tensor:
-    """Some entries of a vector; without an index that would be copied to the device."""
-    entries = vector.unbind()
-    return torch.stack([entries[i] for i in positions]) if positions else vector[:0]
 
 
 def _zeroed(decision: Decision) -> ClipResult:

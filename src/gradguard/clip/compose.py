@@ -8,19 +8,16 @@ from typing import Any, Self, cast
 import torch
 from torch import Tensor
 
-from gradguard.clip.clipper import (
-    Clipper,
-    Decision,
-    ListedParameters,
+from gradguard.clip.clipper import Clipper, ClipResult, Decision, ListedParameters, choice, describe
+from gradguard.clip.gradients import (
+    Gradients,
     MeasuredGradients,
-    choice,
-    describe,
+    Parameters,
+    current_gradients,
     global_norm,
     measured,
     total_of,
 )
-from gradguard.clip.gradients import Gradients, Parameters, current_gradients
-from gradguard.clip.result import ClipResult
 from gradguard.clip.selection import KnownNames, Selection, Selector, listed
 from gradguard.distributed.classes import Classes
 from gradguard.distributed.settings import Settings

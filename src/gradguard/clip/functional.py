@@ -9,6 +9,7 @@ from torch import Tensor
 
 from gradguard.arguments import check_bounds, check_order, check_threshold
 from gradguard.clip.adaptive import clip_adaptive, clip_grad_adaptive_
+from gradguard.clip.clipper import ClipResult
 from gradguard.clip.gradients import (
     Gradients,
     Parameters,
@@ -23,7 +24,6 @@ from gradguard.clip.gradients import (
     refuse_nonfinite_in,
     to_clip_by,
 )
-from gradguard.clip.result import ClipResult
 from gradguard.clip.rules import ClipByGlobalNorm, ClipByValue
 from gradguard.clip_events import ClipEvent, announce, is_heard, tell
 from gradguard.errors import InvalidValueError

@@ -1,4 +1,4 @@
-"""What a user may pass as ``parameters``, turned into a list of gradients with names."""
+"""What a user may pass as ``parameters``, turned into a list of gradients with names, and their norms."""
 
 import types
 import warnings
@@ -9,6 +9,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from gradguard.distributed.classes import Classes
 from gradguard.distributed.placements import any_sharded, check_alike, is_laid_out_as, is_sharded, local_part
 from gradguard.distributed.plan import Part, plan_for, plan_for_gradients
 from gradguard.distributed.settings import Setting
@@ -16,8 +17,9 @@ from gradguard.distributed.stages import Shared
 from gradguard.distributed.union import StageGroup, several_processes, stages_group
 from gradguard.distributed.wrappers import check_wrappers, named_parameters
 from gradguard.errors import InvalidTypeError
+from gradguard.tensors.layout import are_readable, move
 from gradguard.tensors.nonfinite import refuse_nonfinite
-from gradguard.tensors.norms import tensor_norms, total_norm
+from gradguard.tensors.norms import norm_of_norms, tensor_norms, total_norm
 
 Parameters = Tensor | nn.Module | Iterable[Tensor] | Iterable[tuple[str, Tensor]] | Mapping[str, Tensor]
 """One tensor, a module, an iterable of tensors or of ``(name, tensor)`` pairs, or a mapping from name to tensor."""
@@ -285,3 +287,178 @@ def _expected(what: str, came: object) -> str:
         f"{what} is {type(came).__name__}: expected a module, a tensor, an iterable of tensors or of (name, tensor) "
         f"pairs, or a mapping from name to tensor.{hint}"
     )
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredGradients(Gradients):
+    """Gradients with their norms, so that several rules share one measurement.
+
+    Attributes:
+        norms: 2-norm of each gradient as it is in memory, loss scale included; ``[len(gradients)]``. Or of several
+            together, ``[len(classes)]``.
+        others: Norms of other orders, by order, where they were measured with the first.
+        there: Which gradients (or classes) any process has, bool; None where that is all of them.
+        classes: Which gradients one norm stands for; None where each has its own.
+    """
+
+    norms: Tensor
+    others: Mapping[float, Tensor] = field(default_factory=dict, kw_only=True)
+    there: Tensor | None = field(default=None, kw_only=True)
+    classes: Classes | None = field(default=None, kw_only=True)
+
+    def is_there(self) -> bool:
+        """Tell whether there is any gradient; where Python may not look, there may be."""
+        if self.there is None or not are_readable(self.there):
+            return len(self.gradients) > 0
+        return bool(self.there.any())
+
+    def some(self, positions: Sequence[int]) -> "MeasuredGradients":
+        """Return the gradients at ``positions``, with what is known of them; each has a norm of its own."""
+        assert self.classes is None
+        return MeasuredGradients(
+            [self.parameters[i] for i in positions],
+            [self.gradients[i] for i in positions],
+            [self.positions[i] for i in positions],
+            self.names,
+            _entries(self.norms, positions),
+            others={order: _entries(norms, positions) for order, norms in self.others.items()},
+            there=None if self.there is None else _entries(self.there, positions),
+            part=None if self.part is None else self.part.of(positions),
+            wants_each=self.wants_each,
+        )
+
+    def group(self, number: int, positions: Sequence[int]) -> "MeasuredGradients":
+        """Return the gradients of one group of ``classes``, with the norms of its classes, which do not tell each."""
+        assert self.classes is not None
+        own = self.classes.of_group[number]
+        return MeasuredGradients(
+            [self.parameters[i] for i in positions],
+            [self.gradients[i] for i in positions],
+            [self.positions[i] for i in positions],
+            self.names,
+            self.norms[own],
+            others={order: norms[own] for order, norms in self.others.items()},
+            there=None if self.there is None else self.there[own],
+            classes=None if self.classes.each[number] else self.classes,
+            part=None if self.part is None else self.part.of(positions),
+            wants_each=self.wants_each,
+        )
+
+
+@torch.no_grad()
+def measured(
+    found: Gradients, orders: Iterable[float] = (), *, each: bool = True, classes: Classes | None = None
+) -> MeasuredGradients:
+    """Return ``found`` with its norms, measured now unless they are known.
+
+    Args:
+        found: The gradients.
+        orders: Other orders of norms that will be asked for. Where gradients are spread over processes, these add up
+            in the same all-reduce; else they are measured when they are asked for.
+        each: Whether the norm of each gradient is needed; else that of all is enough.
+        classes: Of which gradients norms are needed together, where processes hold parts of them.
+    """
+    part, each = found.part, each or asks_for_each(found)
+    if isinstance(found, MeasuredGradients) and (
+        found.classes is None or (not each and classes in (None, found.classes))
+    ):
+        return found
+    if part is None or each:
+        classes = None
+    elif classes is None:
+        classes = part.classes
+    others = sorted(set(orders) - {2.0}) if part is not None else []
+    there = None
+    if classes is not None and part is not None:
+        local = [(classes.norms(found.gradients, order), order) for order in (2.0, *others)]
+        (norms, *rest), there = part.measure_classes(classes, *local)
+    else:
+        local = [(tensor_norms(found.gradients, order), order) for order in (2.0, *others)]
+        (norms, *rest), there = ([local[0][0]], None) if part is None else part.measure(*local)
+    return MeasuredGradients(
+        found.parameters,
+        found.gradients,
+        found.positions,
+        found.names,
+        norms,
+        others=dict(zip(others, rest, strict=True)),
+        there=there,
+        classes=classes,
+        part=part,
+        wants_each=found.wants_each,
+    )
+
+
+def asks_for_each(found: Gradients) -> bool:
+    """Tell whether the result shall have the norm of each gradient: if asked, or where no other process is needed."""
+    return found.wants_each or found.part is None or found.part.reducer.is_alone
+
+
+def asking(found: Gradients, for_each: bool) -> Gradients:
+    """Return ``found``, of which the user wants the norm of each if ``for_each`` is true."""
+    return replace(found, wants_each=True) if for_each and not found.wants_each else found
+
+
+@dataclass(frozen=True, slots=True)
+class GlobalNorm:
+    """The norm of all gradients.
+
+    Attributes:
+        value: 0-dim, float64.
+        of_each: The norm of each gradient; None where processes hold parts of them and nobody asked.
+    """
+
+    value: Tensor
+    of_each: Tensor | None
+
+
+@torch.no_grad()
+def global_norm(found: Gradients, scale: float | Tensor = 1.0, order: float = 2.0) -> GlobalNorm:
+    """Return the norm of all gradients as one vector, without their loss scale.
+
+    Args:
+        found: The gradients; if `Groups` or `Chain` has measured them already, they are not read again.
+        scale: What a GradScaler has multiplied them by.
+        order: The order p of the norm.
+    """
+    if isinstance(found, MeasuredGradients) and found.classes is not None:
+        norms = found.norms if order == 2 else found.others.get(order)
+        if norms is not None:
+            return GlobalNorm(_unscaled(total_of(norms, order), scale), None)
+    if asks_for_each(found) or (isinstance(found, MeasuredGradients) and found.classes is None):
+        norms = norms_of(found, scale, order)
+        return GlobalNorm(total_of(norms, order), norms)
+    return GlobalNorm(_unscaled(norm_in(found, order), scale), None)
+
+
+@torch.no_grad()
+def norms_of(found: Gradients, scale: float | Tensor = 1.0, order: float = 2.0) -> Tensor:
+    """Return the norm of each gradient without its loss scale: ``[len(found.gradients)]``, float64, on the device.
+
+    Args:
+        found: The gradients; if `Groups` or `Chain` has measured them already, they are not read again.
+        scale: What a GradScaler has multiplied them by.
+        order: The order p of the norm.
+    """
+    known = None
+    if isinstance(found, MeasuredGradients) and found.classes is None:
+        known = found.norms if order == 2 else found.others.get(order)
+    return _unscaled(norms_in(found, order) if known is None else known, scale)
+
+
+def _unscaled(norms: Tensor, scale: float | Tensor) -> Tensor:
+    if isinstance(scale, Tensor):
+        return norms / move(scale.detach(), norms.device, norms.dtype)
+    return norms if scale == 1 else norms / scale
+
+
+@torch.no_grad()
+def total_of(norms: Tensor, order: float = 2.0) -> Tensor:
+    """Return the norm of all gradients as one vector from the norm of each: 0-dim, no overflow, no underflow."""
+    return norm_of_norms(norms, order)
+
+
+def _entries(vector: Tensor, positions: Sequence[int]) -> Tensor:
+    """Some entries of a vector; without an index that would be copied to the device."""
+    entries = vector.unbind()
+    return torch.stack([entries[i] for i in positions]) if positions else vector[:0]

@@ -12,11 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
-from gradguard.clip.clipper import Clipper, Decision, ListedParameters, asking, with_culprits
-from gradguard.clip.gradients import Gradients, Stages, gradients_of, refuse_nonfinite_in
+from gradguard.clip.clipper import Clipper, ClipResult, Decision, ListedParameters, with_culprits
+from gradguard.clip.gradients import Gradients, Stages, asking, gradients_of, refuse_nonfinite_in
 from gradguard.clip.guard_counts import Counts, LateReader
 from gradguard.clip.optimizer_proxy import Snapshot, StandIn
-from gradguard.clip.result import ClipResult
 from gradguard.clip_events import SkipReason, is_heard, tell
 from gradguard.distributed.agreement import largest_of
 from gradguard.distributed.wrappers import named_parameters, refuse_wrapped_in_backward

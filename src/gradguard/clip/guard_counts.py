@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradguard.clip.result import ClipResult
+from gradguard.clip.clipper import ClipResult
 from gradguard.errors import NonFiniteGradientError
 
 _NAMED_AT_MOST = 5

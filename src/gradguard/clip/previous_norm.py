@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from gradguard.arguments import check_order, check_threshold
-from gradguard.clip.clipper import Decision, describe, norms_of, total_of
-from gradguard.clip.gradients import Gradients
+from gradguard.clip.clipper import Decision, describe
+from gradguard.clip.gradients import Gradients, norms_of, total_of
 from gradguard.clip.thresholds.base import StatefulClipper, scalar
 from gradguard.errors import InvalidValueError
 from gradguard.tensors.layout import move

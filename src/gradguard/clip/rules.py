@@ -7,18 +7,16 @@ import torch
 from torch import Tensor
 
 from gradguard.arguments import check_bounds, check_order, check_threshold
-from gradguard.clip.clipper import (
-    Clipper,
-    Decision,
+from gradguard.clip.clipper import Clipper, Decision, describe
+from gradguard.clip.gradients import (
+    Gradients,
     MeasuredGradients,
     asks_for_each,
-    describe,
     global_norm,
     measured,
     norms_of,
     total_of,
 )
-from gradguard.clip.gradients import Gradients
 from gradguard.clip.lock_in import LockIn
 from gradguard.distributed.wrappers import refuse_flat_parameters
 from gradguard.tensors.layout import are_readable, coalesce_, meeting_device, move

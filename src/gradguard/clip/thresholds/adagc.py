@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from gradguard.arguments import check_number
-from gradguard.clip.clipper import Decision, describe, measured, norms_of, total_of
-from gradguard.clip.gradients import Gradients
+from gradguard.clip.clipper import Decision, describe
+from gradguard.clip.gradients import Gradients, measured, norms_of, total_of
 from gradguard.clip.thresholds.base import TENSORS, StatefulClipper, check, counter, whole
 from gradguard.distributed.wrappers import refuse_flat_parameters
 from gradguard.errors import InvalidValueError

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from gradguard.arguments import check_order
-from gradguard.clip.clipper import Clipper, Decision, describe, global_norm
-from gradguard.clip.gradients import Gradients
+from gradguard.clip.clipper import Clipper, Decision, describe
+from gradguard.clip.gradients import Gradients, global_norm
 from gradguard.clip.lock_in import LockIn
 from gradguard.errors import InvalidTypeError, InvalidValueError
 from gradguard.tensors.layout import wide_dtype

@@ -31,20 +31,20 @@ class ZClip(ThresholdClipper):
 
     .. math:: z = \frac{n - \mu}{\sigma + 10^{-6}}, \qquad
               c = f \Bigl(\mu + \frac{z_t \sigma}{z / z_t}\Bigr) \text{ if } z > z_t, \qquad
-              g \leftarrow g \min\Bigl(1, \frac{\min(c, \text{max\_grad\_norm})}{n}\Bigr)
+              g \leftarrow g \min\Bigl(1, \frac{\min(c, \text{ceiling})}{n}\Bigr)
 
     and then, with y = c where :math:`z > z_t` and y = n elsewhere,
 
     .. math:: \mu \leftarrow \alpha \mu + (1 - \alpha) y, \qquad
               \sigma^2 \leftarrow \alpha \sigma^2 + (1 - \alpha) (y - \mu)^2 \text{ with the new } \mu.
 
-    Two things to know: ``max_grad_norm=1.0`` is a fixed threshold besides, on by default as published, and None turns
+    Two things to know: ``ceiling=1.0`` is a fixed threshold besides, on by default as published, and None turns
     it off. And the rule remembers the *clipped* norm: after a lasting threefold rise it passes 36 % of the gradient
     for ever (`ClipByMedian` does not); ``result.locked_in`` tells.
 
     **Guarantees.** Those of `ThresholdClipper`. With ``strict_paper=True`` mean, variance, thresholds and
     coefficients are, on the CPU, to the last digit those of the published update. Multiplying the loss by a constant
-    changes no coefficient by more than the 1e-6 beside σ makes, if ``max_grad_norm`` is None.
+    changes no coefficient by more than the 1e-6 beside σ makes, if ``ceiling`` is None.
 
     **Edge cases.** Those of `ThresholdClipper`, and
 
@@ -53,14 +53,14 @@ class ZClip(ThresholdClipper):
     ================================  ==========================================================================
     a spike inside the warm-up        σ is ruined: spikes as large pass for some hundred steps
     constant norms                    σ is 0, so that the next larger norm is cut back to μ
-    NaN, ``strict_paper=True``        μ and σ are NaN for ever: from then on only ``max_grad_norm`` clips
+    NaN, ``strict_paper=True``        μ and σ are NaN for ever: from then on only ``ceiling`` clips
     ================================  ==========================================================================
 
     Args:
         alpha: α, from 0 to 1.
         z_threshold: :math:`z_t`, above 0.
         warmup: How many norms are collected first, at least 1.
-        max_grad_norm: A threshold that always holds, in the warm-up too; None for none.
+        ceiling: A threshold that always holds, in the warm-up too; None for none.
         clip_factor: f, above 0; 0.5 to 0.9 clips harder. The published code multiplies all of c by it, in this mode
             only, and so does this.
         mode: ``"adaptive_scaling"`` is the above; ``"mean"`` has c = μ; ``"percentile"`` has :math:`c = \mu + z_t
@@ -74,7 +74,7 @@ class ZClip(ThresholdClipper):
 
     Example:
         >>> import torch
-        >>> p, clipper = torch.nn.Parameter(torch.zeros(1)), ZClip(warmup=4, max_grad_norm=None)
+        >>> p, clipper = torch.nn.Parameter(torch.zeros(1)), ZClip(warmup=4, ceiling=None)
         >>> for size in (1.0, 1.2, 0.8, 1.0, 50.0):
         ...     p.grad = torch.tensor([size])
         ...     result = clipper([p])
@@ -91,7 +91,7 @@ class ZClip(ThresholdClipper):
         alpha: float = 0.97,
         z_threshold: float = 2.5,
         warmup: int = 25,
-        max_grad_norm: float | None = 1.0,
+        ceiling: float | None = 1.0,
         clip_factor: float = 1.0,
         mode: Mode = "adaptive_scaling",
         skip_update_on_spike: bool = False,
@@ -103,8 +103,8 @@ class ZClip(ThresholdClipper):
         check(0 < self.z_threshold < torch.inf, "a finite number > 0", lambda: f"z_threshold={z_threshold}")
         check(0 < self.clip_factor < torch.inf, "a finite number > 0", lambda: f"clip_factor={clip_factor}")
         check(mode in get_args(Mode), "one of " + ", ".join(map(repr, get_args(Mode))), lambda: f"mode={mode!r}")
-        self.max_grad_norm = (
-            torch.inf if max_grad_norm is None else float(check_threshold("max_grad_norm", max_grad_norm))
+        self.ceiling = (
+            torch.inf if ceiling is None else float(check_threshold("ceiling", ceiling))
         )
         self.warmup, self.mode = whole("warmup", warmup), mode
         self.skip_update_on_spike, self.strict_paper = skip_update_on_spike, strict_paper
@@ -115,7 +115,7 @@ class ZClip(ThresholdClipper):
     def choose(self, norm: Tensor, enters: Tensor) -> Tensor:
         """Return the threshold, and let mean and variance follow.
 
-        It is the smaller of ``max_grad_norm`` and c; where the rule leaves n alone, of the norm at which it would not.
+        It is the smaller of ``ceiling`` and c; where the rule leaves n alone, of the norm at which it would not.
         """
         warm = self.state["count"] >= self.warmup
         mean, variance = self.state["mean"].clone(), self.state["variance"]
@@ -125,7 +125,7 @@ class ZClip(ThresholdClipper):
         self._follow_norms(torch.where(spike, bound, norm), enters & warm & ~(spike & self.skip_update_on_spike))
         self._collect(norm, enters & ~warm)
         self.state["count"].add_(enters & warm)
-        return z_score_threshold(TENSORS, norm, *bounds, warm, self.max_grad_norm)
+        return z_score_threshold(TENSORS, norm, *bounds, warm, self.ceiling)
 
     def coefficient(self, norm: Tensor, threshold: Tensor) -> Tensor:
         """Return ``c / n``; with ``strict_paper`` what the published code multiplies by."""
@@ -137,10 +137,10 @@ class ZClip(ThresholdClipper):
 
     def _first_coefficient(self, norm: Tensor) -> Tensor:
         """Return what `torch.nn.utils.clip_grad_norm_` multiplies by."""
-        if math.isinf(self.max_grad_norm):
+        if math.isinf(self.ceiling):
             return torch.ones_like(norm)
         # a Python number over a tensor would be rounded twice
-        return pytorch_coefficient(TENSORS, norm, torch.full_like(norm, self.max_grad_norm))
+        return pytorch_coefficient(TENSORS, norm, torch.full_like(norm, self.ceiling))
 
     def _follow_norms(self, seen: Tensor, follows: Tensor) -> None:
         mean, variance = moving_moments(self.state["mean"], self.state["variance"], seen, self.alpha)
