@@ -1,5 +1,6 @@
 """What the clipper attaches to a model: all of it or nothing; and hooks of others stay theirs."""
 
+import inspect
 import weakref
 from typing import Any
 
@@ -33,6 +34,7 @@ def state_of(model: nn.Module) -> dict:
 def no_clippers_of_other_tests(monkeypatch):
     monkeypatch.setattr(refusals, "_watching", weakref.WeakSet())
     monkeypatch.setattr(refusals, "_removals", [])
+    monkeypatch.setattr(torch.amp.GradScaler, "scale", inspect.unwrap(torch.amp.GradScaler.scale))
 
 
 class Interrupts(FlatNormClipper):
@@ -178,3 +180,33 @@ def test_the_first_trial_calls_no_hook_on_a_parameter(mode):
         found.append(len(calls))
         calls.clear()
     assert found == [0, 0, 0]
+
+
+def a_clipper() -> PerSampleGradientClipper:
+    return PerSampleGradientClipper(nn.Linear(2, 1), FlatNormClipper(1.0))
+
+
+def test_scalers_are_noticed_until_the_last_clipper_goes():
+    original = torch.amp.GradScaler.scale
+    first, second = a_clipper(), a_clipper()
+    first.detach()
+    assert torch.amp.GradScaler.scale is not original
+    second.detach()
+    assert torch.amp.GradScaler.scale is original
+
+
+def test_a_scaler_that_others_have_changed_meanwhile_stays_theirs(monkeypatch):
+    clipper, layer = a_clipper(), nn.Linear(2, 1)
+    ours = torch.amp.GradScaler.scale
+
+    def theirs(self, outputs):
+        return ours(self, outputs)
+
+    monkeypatch.setattr(torch.amp.GradScaler, "scale", theirs)
+    monkeypatch.setattr(refusals, "_scaled", type(refusals._scaled)())
+    torch.amp.GradScaler("cpu").scale(layer(torch.ones(3, 2)).sum()).backward()
+    assert len(refusals._scaled) == 1
+    clipper.detach()
+    assert torch.amp.GradScaler.scale is theirs
+    torch.amp.GradScaler("cpu").scale(layer(torch.ones(3, 2)).sum()).backward()
+    assert len(refusals._scaled) == 1

@@ -3,7 +3,7 @@
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -23,7 +23,7 @@ from gradguard.per_sample.mini_batch import GradientCollector
 from gradguard.per_sample.refusals import refuse_batch_norm, refuse_sharded_since
 from gradguard.per_sample.rerun import Draws, Snapshot
 from gradguard.per_sample.sample_loop import LoopedCall
-from gradguard.torch_private import current_graph_task, hook_order, never_compiled, parameter_slots
+from gradguard.torch_private import current_graph_task, hook_order, never_compiled, parameter_slots, stop_compiling
 
 _NOTHING = CallPlan(Treatment.NOTHING, False, (), ())
 
@@ -385,3 +385,22 @@ def _bypassed(tracker: "weakref.ref[CallTracker]", name: str, parameter: Tensor)
 def _refuse(words: str, gradient: Tensor | None) -> None:
     if gradient is not None and bool(gradient.any()):
         raise UnsupportedGradientError(words)
+
+
+def run_uncompiled(module: nn.Module) -> Callable[[], None]:
+    """Let what is compiled in ``module`` run layer by layer, as it was written; return what ends that."""
+    stack = ExitStack()
+    for part in module.modules():
+        stack.callback(stop_compiling(part))
+    return stack.close
+
+
+def places_of_parameters(module: nn.Module) -> dict[tuple[nn.Module, str], str]:
+    """Return the first name of each parameter, by each place that holds it."""
+    first: dict[int, str] = {}
+    found = {}
+    for prefix, layer in module.named_modules():
+        for slot, parameter in parameter_slots(layer).items():
+            if parameter is not None:
+                found[layer, slot] = first.setdefault(id(parameter), f"{prefix}.{slot}" if prefix else slot)
+    return found

@@ -19,7 +19,7 @@ from gradguard.distributed.placements import shard_like
 from gradguard.distributed.wrappers import refuse_wrapped
 from gradguard.errors import InvalidValueError, UnsupportedGradientError
 from gradguard.grad_scaler import refuse_other_scaler
-from gradguard.per_sample.call_tracker import CallTracker
+from gradguard.per_sample.call_tracker import CallTracker, places_of_parameters, run_uncompiled
 from gradguard.per_sample.clipping_rule import NormClipper, checked_factors, checked_groups, slack_for
 from gradguard.per_sample.contributions import (
     Contribution,
@@ -35,13 +35,11 @@ from gradguard.per_sample.noise_scale import NoiseScale, NoiseScaleMeter
 from gradguard.per_sample.refusals import (
     check_options,
     follow,
-    places_of_parameters,
     refuse_gathered,
     refuse_local_thresholds,
     refuse_new_parameters,
     refuse_stale_gradients,
     refuse_unsupported,
-    run_uncompiled,
     watch_steps_and_scalers,
 )
 from gradguard.per_sample.rehearsal import Rehearsal, compare

@@ -2,7 +2,6 @@
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from typing import Any, Protocol
 
 import torch
@@ -17,7 +16,7 @@ from gradguard.grad_scaler import notice_scaled_losses
 from gradguard.optimizer_hooks import EveryStep
 from gradguard.per_sample.clipping_rule import NormClipper
 from gradguard.per_sample.norm_clippers import QuantileNormClipper
-from gradguard.torch_private import batch_norms, parameter_slots, stop_compiling
+from gradguard.torch_private import batch_norms, parameter_slots
 
 _followed: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
 """Modules that a clipper follows."""
@@ -28,25 +27,6 @@ def follow(module: nn.Module) -> Callable[[], None]:
     modules = list(module.modules())
     _followed.update(modules)
     return lambda: _followed.difference_update(modules)
-
-
-def run_uncompiled(module: nn.Module) -> Callable[[], None]:
-    """Let what is compiled in ``module`` run layer by layer, as it was written; return what ends that."""
-    stack = ExitStack()
-    for part in module.modules():
-        stack.callback(stop_compiling(part))
-    return stack.close
-
-
-def places_of_parameters(module: nn.Module) -> dict[tuple[nn.Module, str], str]:
-    """Return the first name of each parameter, by each place that holds it."""
-    first: dict[int, str] = {}
-    found = {}
-    for prefix, layer in module.named_modules():
-        for slot, parameter in parameter_slots(layer).items():
-            if parameter is not None:
-                found[layer, slot] = first.setdefault(id(parameter), f"{prefix}.{slot}" if prefix else slot)
-    return found
 
 
 def check_options(
