@@ -103,9 +103,7 @@ class ZClip(ThresholdClipper):
         check(0 < self.z_threshold < torch.inf, "a finite number > 0", lambda: f"z_threshold={z_threshold}")
         check(0 < self.clip_factor < torch.inf, "a finite number > 0", lambda: f"clip_factor={clip_factor}")
         check(mode in get_args(Mode), "one of " + ", ".join(map(repr, get_args(Mode))), lambda: f"mode={mode!r}")
-        self.ceiling = (
-            torch.inf if ceiling is None else float(check_threshold("ceiling", ceiling))
-        )
+        self.ceiling = torch.inf if ceiling is None else float(check_threshold("ceiling", ceiling))
         self.warmup, self.mode = whole("warmup", warmup), mode
         self.skip_update_on_spike, self.strict_paper = skip_update_on_spike, strict_paper
         super().__init__(
