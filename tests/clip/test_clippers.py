@@ -403,10 +403,10 @@ def test_norms_of_norms_do_not_overflow(scale, order):
 class Halve(Clipper):
     """The least that a rule of one's own must do."""
 
-    def decide(self, found, scale=1.0):
-        norms = norms_of(found, scale)
+    def decide(self, grads, scale=1.0):
+        norms = norms_of(grads, scale)
         half = torch.full_like(norms.sum(), 0.5)
-        return Decision(found, describe(found, norms, half, half < 1), half)
+        return Decision(grads, describe(grads, norms, half, half < 1), half)
 
 
 def test_a_rule_of_ones_own():

@@ -46,20 +46,20 @@ class Spy(Clipper):
     def learn(self, parameters):
         self.learned = parameters
 
-    def decide(self, found, scale=1.0):
-        norms = norms_of(found, scale)
+    def decide(self, grads, scale=1.0):
+        norms = norms_of(grads, scale)
         norm = norms.norm()
         self.seen.append(float(norm))
         self.steps = self.steps + norm.isfinite()
         half = torch.full_like(norm, 0.5)
         if self.folds:
-            return Decision(found, describe(found, norms, half, half < 1), half)
+            return Decision(grads, describe(grads, norms, half, half < 1), half)
 
         def write() -> None:
-            for g in found.gradients:
+            for g in grads.gradients:
                 g.mul_(0.5)
 
-        return Decision(found, describe(found, norms, half, half < 1), None, write)
+        return Decision(grads, describe(grads, norms, half, half < 1), None, write)
 
     def state_dict(self):
         return {"steps": self.steps.clone()}

@@ -24,8 +24,8 @@ class Watched(ClipByGlobalNorm):
         super().__init__(max_norm)
         self.norms: list[float] = []
 
-    def decide(self, found, scale=1.0):
-        decision = super().decide(found, scale)
+    def decide(self, grads, scale=1.0):
+        decision = super().decide(grads, scale)
         self.norms.append(float(decision.result.norm))
         return decision
 
@@ -226,8 +226,8 @@ class Remembers(ClipByGlobalNorm):
         super().__init__(1.0)
         self.largest = torch.zeros((), dtype=torch.float64)
 
-    def decide(self, found, scale=1.0):
-        decision = super().decide(found, scale)
+    def decide(self, grads, scale=1.0):
+        decision = super().decide(grads, scale)
         self.largest = torch.maximum(self.largest, decision.result.norm.nan_to_num().double())
         return decision
 
@@ -382,10 +382,10 @@ def test_detach_from_another_thread_while_a_step_runs(name):
     optimizer = ALL[name](net.parameters())
 
     class Waits(ClipByGlobalNorm):
-        def decide(self, found, scale=1.0):
+        def decide(self, grads, scale=1.0):
             inside.set()
             assert go_on.wait(200)
-            return super().decide(found, scale)
+            return super().decide(grads, scale)
 
     guard, errors = Guard(optimizer, Waits(MAX_NORM)), []
 

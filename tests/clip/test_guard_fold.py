@@ -8,15 +8,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import gradguard as gg
 from gradguard.clip.guard import Guard
-from gradguard.clip.optimizer_proxy import StandIn
+from gradguard.clip.optimizer_proxy import OptimizerProxy
 from gradguard.clip.rules import ClipByGlobalNorm, ClipByValue
 
 
 @pytest.fixture
 def folds(monkeypatch) -> list:
     """The coefficients that went into a kernel."""
-    seen, fold = [], StandIn.fold
-    monkeypatch.setattr(StandIn, "fold", lambda self, c, scale: seen.append(float(c)) or fold(self, c, scale))
+    seen, fold = [], OptimizerProxy.fold
+    monkeypatch.setattr(OptimizerProxy, "fold", lambda self, c, scale: seen.append(float(c)) or fold(self, c, scale))
     return seen
 
 
@@ -236,7 +236,7 @@ def test_a_group_that_is_not_fused_is_clipped_before(folds):
 
 def test_gradients_on_two_devices_are_not_folded():
     """The copy of the divisor to the CPU may be read before it has landed."""
-    stand_in = StandIn(torch.optim.AdamW(model().parameters(), fused=True))
+    stand_in = OptimizerProxy(torch.optim.AdamW(model().parameters(), fused=True))
     here, there = torch.zeros(1), torch.zeros(1, device="meta")
     assert stand_in.can_fold([here, here])
     assert not stand_in.can_fold([here, there])

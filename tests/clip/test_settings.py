@@ -96,7 +96,7 @@ class Halving(gg.Clipper):
     def __init__(self, factor, schedule=None, hidden=0, *more, **options):
         self.factor, self.schedule, self.options = factor, schedule, options
 
-    def decide(self, found, scale=1.0):
+    def decide(self, grads, scale=1.0):
         raise NotImplementedError
 
 

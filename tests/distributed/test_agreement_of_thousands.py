@@ -8,7 +8,7 @@ import torch
 
 import gradguard as gg
 from gradguard.distributed import agreement
-from gradguard.distributed.union import Union
+from gradguard.distributed.reduction_group import ReductionGroup
 
 WORLD, STAGES = 16_384, 8
 STAGE = WORLD // STAGES
@@ -36,7 +36,7 @@ def thousands(monkeypatch):
 
 
 def agree(signature=LIST):
-    union = Union("all", frozenset(range(STAGE)))
+    union = ReductionGroup("all", frozenset(range(STAGE)))
     return agreement.agree(union, signature, (False, True), torch.device("cpu"))
 
 

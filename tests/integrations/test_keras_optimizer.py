@@ -53,9 +53,9 @@ class Spy(gg.Clipper):
     def __init__(self):
         self.seen = []
 
-    def decide(self, found, scale=1.0):
-        self.seen.append([gradient.clone() for gradient in found.gradients])
-        return gg.ClipByGlobalNorm(float("inf")).decide(found, scale)
+    def decide(self, grads, scale=1.0):
+        self.seen.append([gradient.clone() for gradient in grads.gradients])
+        return gg.ClipByGlobalNorm(float("inf")).decide(grads, scale)
 
 
 ALL = [

@@ -248,7 +248,7 @@ SEVERAL = {
 
 
 class Raises(gg.Clipper):
-    def decide(self, found, scale=1.0):
+    def decide(self, grads, scale=1.0):
         raise ArithmeticError("no")
 
 
@@ -256,11 +256,11 @@ class Nested(gg.ClipByGlobalNorm):
     def __init__(self):
         super().__init__(0.5)
 
-    def decide(self, found, scale=1.0):
+    def decide(self, grads, scale=1.0):
         other = torch.nn.Parameter(torch.zeros(2))
         other.grad = torch.ones(2)
         gg.clip_grad_norm_([other], 0.1)
-        return super().decide(found, scale)
+        return super().decide(grads, scale)
 
 
 def refused(clip, model):

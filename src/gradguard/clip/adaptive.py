@@ -142,14 +142,14 @@ def clip_adaptive(
     if layouts is None:
         layouts = {} if module is None else unit_layouts(module)
     names, tensors = named_tensors(parameters, "parameters")
-    found = _without_excluded(exclude, names, tensors, stages, module)
+    grads = _without_excluded(exclude, names, tensors, stages, module)
     heard = is_heard()
     if heard:
         announce(tensors)
-    clip = _clip(to_clip_by(found, "clip_grad_adaptive_", threshold, eps, policy), layouts, threshold, eps, policy)
+    clip = _clip(to_clip_by(grads, "clip_grad_adaptive_", threshold, eps, policy), layouts, threshold, eps, policy)
     if heard:
         result = clip.result()
-        tell(ClipEvent("adaptive", found.parameters, threshold, result.norm, result.coefficient, result.norms))
+        tell(ClipEvent("adaptive", grads.parameters, threshold, result.norm, result.coefficient, result.norms))
     return clip
 
 
@@ -157,14 +157,14 @@ def clip_adaptive(
 class AdaptiveClip:
     """What an adaptive clip did: its decision, whether the policy zeroed all, and which gradients were not finite."""
 
-    found: Gradients
+    grads: Gradients
     decision: UnitDecision
     zeroed: Tensor
     bad: Tensor | None
 
     def norm(self) -> Tensor:
         """Return the 2-norm of all gradients before the clip."""
-        return self.decision.norm.to(public_dtype(self.found.gradients))
+        return self.decision.norm.to(public_dtype(self.grads.gradients))
 
     def result(self) -> ClipResult:
         """Return everything that a user may ask for."""
@@ -176,26 +176,26 @@ class AdaptiveClip:
             clipped=outcome.clipped | self.zeroed,
             nonfinite=~torch.isfinite(norm),
             norms=outcome.norms if outcome.classes is None else None,
-            names=self.found.plain_names(),
+            names=self.grads.plain_names(),
             bad=self.bad,
         )
 
 
 @torch.no_grad()
 def _clip(
-    found: Gradients, layouts: Mapping[int, UnitLayout], threshold: float | Tensor, eps: float, policy: NonFinitePolicy
+    grads: Gradients, layouts: Mapping[int, UnitLayout], threshold: float | Tensor, eps: float, policy: NonFinitePolicy
 ) -> AdaptiveClip:
-    decision = decide_units(found, layouts, range(len(found.gradients)), threshold, eps, found.wants_each)
+    decision = decide_units(grads, layouts, range(len(grads.gradients)), threshold, eps, grads.wants_each)
     norm = decision.norm
     if policy == "raise":
-        refuse_nonfinite_in(found, norm, _norms_of_each(decision) if found.part is not None else None)
+        refuse_nonfinite_in(grads, norm, _norms_of_each(decision) if grads.reduction is not None else None)
     bad = None
-    if found.part is not None and host_sees_norms(found) and _norms_of_each(decision) is None:
-        bad = None if bool(norm.isfinite()) else nonfinite_in(found)
+    if grads.reduction is not None and host_sees_norms(grads) and _norms_of_each(decision) is None:
+        bad = None if bool(norm.isfinite()) else nonfinite_in(grads)
     written = decision.write()
     if policy == "zero":
         zero_if_nonfinite_(norm, written)
-    return AdaptiveClip(found, decision, ~torch.isfinite(norm) & (policy == "zero"), bad)
+    return AdaptiveClip(grads, decision, ~torch.isfinite(norm) & (policy == "zero"), bad)
 
 
 def _norms_of_each(decision: UnitDecision) -> Tensor | None:
@@ -220,12 +220,12 @@ def _without_excluded(
         kept = [i for i, t in enumerate(tensors) if id(t) not in excluded]
         return gradients_of([names[i] for i in kept] if names else None, [tensors[i] for i in kept], stages, module)
     selector.refuse_identities()
-    found = gradients_of(names, tensors, stages, module)  # of all stages, one of which may hold what a pattern fits
-    all_names = None if names is None else found.plain_names()
-    selector.require_match(found.parameters, all_names, complete=True)
-    excluded = selector.chosen(found.parameters, all_names)
-    pairs = zip(found.parameters, found.gradients, strict=True)
-    return replace(found, gradients=[g.new_empty(0) if id(p) in excluded else g for p, g in pairs])
+    grads = gradients_of(names, tensors, stages, module)  # of all stages, one of which may hold what a pattern fits
+    all_names = None if names is None else grads.plain_names()
+    selector.require_match(grads.parameters, all_names, complete=True)
+    excluded = selector.chosen(grads.parameters, all_names)
+    pairs = zip(grads.parameters, grads.gradients, strict=True)
+    return replace(grads, gradients=[g.new_empty(0) if id(p) in excluded else g for p, g in pairs])
 
 
 def selector_of(exclude: Selection) -> Selector | None:
@@ -293,9 +293,13 @@ class ClipAdaptive(FixedRule):
         self._known: list[int] = []  # the parameters of the module that `learn` saw last
         self._module: weakref.ref[nn.Module] | None = None
 
-    def choices(self, found: Gradients) -> Settings:
+    def _shown(self) -> dict[str, str]:
+        shown = {name: text for name, text in super()._shown().items() if name != "exclude"}
+        return shown if self._exclude is None else shown | {"exclude": repr(self._exclude)}
+
+    def choices(self, grads: Gradients) -> Settings:
         """Return which parameters are excluded."""
-        return () if self._exclude is None else (choice(self._excluded(found)),)
+        return () if self._exclude is None else (choice(self._excluded(grads)),)
 
     def learn(self, parameters: Parameters) -> None:
         """Look which layers of a module have units along another dimension, and whether ``exclude`` fits."""
@@ -322,34 +326,34 @@ class ClipAdaptive(FixedRule):
         return True
 
     @torch.no_grad()
-    def decide(self, found: Gradients, scale: float | Tensor = 1.0) -> Decision:
+    def decide(self, grads: Gradients, scale: float | Tensor = 1.0) -> Decision:
         """Measure all gradients and their units, and decide on a factor for each unit."""
         limit = check_threshold("threshold", self.threshold)
-        kept = [i for i, out in enumerate(self._excluded(found)) if not out]
-        decision = decide_units(found, self._units(), kept, at_scale(limit, scale), self.eps, found.wants_each)
+        kept = [i for i, out in enumerate(self._excluded(grads)) if not out]
+        decision = decide_units(grads, self._units(), kept, at_scale(limit, scale), self.eps, grads.wants_each)
         outcome = decision.outcome()
-        if not isinstance(found, MeasuredGradients):
-            lists = found.parameters, found.gradients, found.positions, found.names
-            known = {"there": outcome.there, "classes": outcome.classes, "wants_each": found.wants_each}
-            found = MeasuredGradients(*lists, outcome.norms, part=found.part, **known)
-        norms = global_norm(found, scale)
-        coefficient = torch.where(outcome.clipped, outcome.after / total_of(found.norms), 1.0)
+        if not isinstance(grads, MeasuredGradients):
+            lists = grads.parameters, grads.gradients, grads.positions, grads.names
+            known = {"there": outcome.there, "classes": outcome.classes, "wants_each": grads.wants_each}
+            grads = MeasuredGradients(*lists, outcome.norms, reduction=grads.reduction, **known)
+        norms = global_norm(grads, scale)
+        coefficient = torch.where(outcome.clipped, outcome.after / total_of(grads.norms), 1.0)
         locked_in = self._lock_in.follow(outcome.clipped, limit, norms.value.isfinite())
-        result = describe(found, norms, coefficient, outcome.clipped, threshold=limit, locked_in=locked_in)
+        result = describe(grads, norms, coefficient, outcome.clipped, threshold=limit, locked_in=locked_in)
 
         def write() -> None:
             decision.write()
 
-        return Decision(found, result, None, write)
+        return Decision(grads, result, None, write)
 
-    def _excluded(self, found: Gradients) -> list[bool]:
+    def _excluded(self, grads: Gradients) -> list[bool]:
         if self._exclude is None:
-            return [False] * len(found.parameters)
+            return [False] * len(grads.parameters)
         if not self._learned:
-            self._exclude.require_match(found.parameters, found.names, complete=False)
+            self._exclude.require_match(grads.parameters, grads.names, complete=False)
         ids = self._exclude.ids()
-        names = self._names.of(found)
-        return [id(p) in ids or self._exclude.fits(n) for p, n in zip(found.parameters, names, strict=True)]
+        names = self._names.of(grads)
+        return [id(p) in ids or self._exclude.fits(n) for p, n in zip(grads.parameters, names, strict=True)]
 
     def _units(self) -> dict[int, UnitLayout]:
         """The layouts of parameters that still live: an identity may have been used again."""

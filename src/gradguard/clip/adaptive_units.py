@@ -146,7 +146,7 @@ class UnitDecision:
 
 @torch.no_grad()
 def decide_units(
-    found: Gradients,
+    grads: Gradients,
     layouts: Mapping[int, UnitLayout],
     kept: Sequence[int],
     threshold: float | Tensor,
@@ -156,7 +156,7 @@ def decide_units(
     """Return what an adaptive clip will do; where gradients are spread over processes, in one all-reduce.
 
     Args:
-        found: The gradients; if they are spread, all processes decide at the same time.
+        grads: The gradients; if they are spread, all processes decide at the same time.
         layouts: By identity, the units of parameters that are not what the shape tells.
         kept: The positions of the gradients to clip; the others are measured and left alone.
         threshold: λ, at least 0.
@@ -169,21 +169,21 @@ def decide_units(
         DistributedError: If another process does not come, or comes with something else.
     """
     plan = None
-    if found.part is not None:
-        plan = unit_plan_for(found.part, found.parameters, layouts, kept, found.name)
-    units = _measured(found, plan, layouts, kept, 0.0 if isinstance(threshold, Tensor) else threshold * eps, eps)
+    if grads.reduction is not None:
+        plan = unit_plan_for(grads.reduction, grads.parameters, layouts, kept, grads.name)
+    units = _measured(grads, plan, layouts, kept, 0.0 if isinstance(threshold, Tensor) else threshold * eps, eps)
     whole = [i for i in units.rows if plan is None or not plan.units[i].are_split]
     factors = _factors(units, whole, threshold, eps)
     if plan is None:
-        norm, outcome = _outcome_here(found, units, factors)
+        norm, outcome = _outcome_here(grads, units, factors)
     else:
-        spread, split = _outcome_everywhere(found, plan, units, factors, threshold, eps, each)
+        spread, split = _outcome_everywhere(grads, plan, units, factors, threshold, eps, each)
         norm, outcome, factors = norm_of_norms(spread.norms), lambda: spread, factors | split
     return UnitDecision(norm, outcome, units, factors)
 
 
 def _measured(
-    found: Gradients,
+    grads: Gradients,
     plan: UnitPlan | None,
     layouts: Mapping[int, UnitLayout],
     kept: Sequence[int],
@@ -194,7 +194,7 @@ def _measured(
     rows: dict[int, Tensor] = {}
     weights: dict[int, Tensor] = {}
     for i in kept:
-        parameter, gradient = found.parameters[i], found.gradients[i]
+        parameter, gradient = grads.parameters[i], grads.gradients[i]
         part = parameter if plan is None else local_part(parameter)
         if gradient.numel():
             rows[i] = rows_of(gradient)
@@ -202,11 +202,11 @@ def _measured(
         elif plan is not None and plan.units[i].are_split and part.numel():
             weights[i] = part.detach()
     if plan is None:
-        units = {i: layouts.get(id(found.parameters[i])) or layout_of(found.parameters[i]) for i in rows}
+        units = {i: layouts.get(id(grads.parameters[i])) or layout_of(grads.parameters[i]) for i in rows}
     else:
         units = {i: plan.units[i].layout for i in weights}
     return Units(
-        found.parameters,
+        grads.parameters,
         rows,
         units,
         _norms_by_device(rows, units, gradient_floor),
@@ -244,10 +244,10 @@ def unit_factors(
 
 
 def _outcome_here(
-    found: Gradients, units: Units, factors: Mapping[int, Tensor]
+    grads: Gradients, units: Units, factors: Mapping[int, Tensor]
 ) -> tuple[Tensor, Callable[[], Outcome]]:
     """The norm of all gradients, which this process holds whole, and what tells the rest if somebody asks."""
-    alone = [g for i, g in enumerate(found.gradients) if i not in units.rows and g.numel()]
+    alone = [g for i, g in enumerate(grads.gradients) if i not in units.rows and g.numel()]
     others = [tensor_norms(alone)] if alone else []
     groups = _by_device(factors)
     norms = [torch.cat([units.gradient_norms[i] for i in group]) for group in groups]
@@ -256,7 +256,7 @@ def _outcome_here(
     def outcome() -> Outcome:
         joined = [torch.cat([factors[i] for i in group]) for group in groups]
         after = _total([*[n * f for n, f in zip(norms, joined, strict=True)], *others])
-        each = tensor_norms([units.gradient_norms.get(i, g) for i, g in enumerate(found.gradients)])
+        each = tensor_norms([units.gradient_norms.get(i, g) for i, g in enumerate(grads.gradients)])
         binds = [move((f < 1).any(), norm.device) for f in joined]
         return Outcome(each, after, torch.stack(binds).any() if binds else norm > norm)
 
@@ -275,7 +275,7 @@ def _total(vectors: Sequence[Tensor]) -> Tensor:
 
 
 def _outcome_everywhere(
-    found: Gradients,
+    grads: Gradients,
     plan: UnitPlan,
     units: Units,
     factors: Mapping[int, Tensor],
@@ -284,10 +284,10 @@ def _outcome_everywhere(
     each: bool,
 ) -> tuple[Outcome, dict[int, Tensor]]:
     """Add up what all processes hold; return what the clip does, and the factors of the split units held here."""
-    part, home = found.part, meeting_device(found.gradients)
+    part, home = grads.reduction, meeting_device(grads.gradients)
     assert part is not None
     classes = None if each or part.reducer.is_alone else part.classes
-    before, after, binds = _outcome_of_part(found, units, factors, home)
+    before, after, binds = _outcome_of_part(grads, units, factors, home)
     if classes is not None:
         before, after = classes.joined(before, 2.0), classes.joined(after, 2.0)
     slots = plan.place(units.gradient_norms, home), plan.place(units.weight_norms, home)
@@ -304,10 +304,10 @@ def _outcome_everywhere(
 
 
 def _outcome_of_part(
-    found: Gradients, units: Units, factors: Mapping[int, Tensor], home: torch.device
+    grads: Gradients, units: Units, factors: Mapping[int, Tensor], home: torch.device
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Of what this process holds: the norm of each gradient before, after (without split units), and 1 if it binds."""
-    before, after = list(found.gradients), list(found.gradients)
+    before, after = list(grads.gradients), list(grads.gradients)
     for i, norms in units.gradient_norms.items():
         before[i] = norms
         after[i] = norms * factors[i] if i in factors else norms[:0]

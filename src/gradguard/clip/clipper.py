@@ -1,5 +1,6 @@
 """A clipping rule as an object: it measures and decides first, then writes, so that rules compose and carry state."""
 
+import math
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -229,10 +230,10 @@ class Clipper(ABC):
         >>> from gradguard.clip.clipper import Clipper, Decision, describe
         >>> from gradguard.clip.gradients import norms_of
         >>> class Halve(Clipper):
-        ...     def decide(self, found, scale=1.0):
-        ...         norms = norms_of(found, scale)
+        ...     def decide(self, grads, scale=1.0):
+        ...         norms = norms_of(grads, scale)
         ...         half = torch.full_like(norms.sum(), 0.5)
-        ...         return Decision(found, describe(found, norms, half, half < 1), half)
+        ...         return Decision(grads, describe(grads, norms, half, half < 1), half)
         >>> layer = torch.nn.Linear(2, 1, bias=False)
         >>> layer.weight.grad = torch.tensor([[3.0, 4.0]])
         >>> Halve()(layer).norm, layer.weight.grad
@@ -284,37 +285,37 @@ class Clipper(ABC):
         """
         policy, stages = check_policy(nonfinite), Stages.named(process_group, mesh, shared)
         names, tensors = named_tensors(parameters, "parameters")
-        found = gradients_of(names, tensors, stages, module_of(parameters))
+        grads = gradients_of(names, tensors, stages, module_of(parameters))
         if stages.group is not None:
-            self.learn(ListedParameters(found, parameters))
+            self.learn(ListedParameters(grads, parameters))
         else:
             self.learn(parameters if isinstance(parameters, nn.Module) else _as_parameters(names, tensors))
-        found = self.compared(asking(found, tensor_norms), policy)
+        grads = self.compared(asking(grads, tensor_norms), policy)
         if policy == "raise":
-            found = self.measure(found)
-            refuse_nonfinite_in(found, total_of(found.norms), found.norms if found.classes is None else None)
+            grads = self.measure(grads)
+            refuse_nonfinite_in(grads, total_of(grads.norms), grads.norms if grads.classes is None else None)
         heard = is_heard()
         if heard:
-            announce(tensors, tells_norms=found.part is None and self.orders() == {2.0})
-        decision = with_culprits(self.decide(found))
+            announce(tensors, tells_norms=grads.reduction is None and self.orders() == {2.0})
+        decision = with_culprits(self.decide(grads))
         decision.apply()
         result = _zeroed(decision) if policy == "zero" else decision.result
         if heard:
-            tell(self.event_of(found, result))
+            tell(self.event_of(grads, result))
         return result
 
     @abstractmethod
-    def decide(self, found: Gradients, scale: float | Tensor = 1.0) -> Decision:
+    def decide(self, grads: Gradients, scale: float | Tensor = 1.0) -> Decision:
         """Measure the gradients, decide, and let the state follow; write to no gradient.
 
         Args:
-            found: The gradients, all with their parameters.
+            grads: The gradients, all with their parameters.
             scale: What a GradScaler has multiplied them by: thresholds are for gradients divided by it.
         """
 
-    def measure(self, found: Gradients) -> "MeasuredGradients":
-        """Return ``found`` with the norms that `decide` will ask for."""
-        return measured(found, self.orders(), each=self.needs_tensor_norms)
+    def measure(self, grads: Gradients) -> "MeasuredGradients":
+        """Return ``grads`` with the norms that `decide` will ask for."""
+        return measured(grads, self.orders(), each=self.needs_tensor_norms)
 
     def orders(self) -> set[float]:
         """Return the orders of the norms that `decide` will ask for, so that `Groups` measures all of them at once."""
@@ -334,18 +335,35 @@ class Clipper(ABC):
             own = [p.name for p in given if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
             cls.arguments = tuple(dict.fromkeys([*own, *cls.arguments]))
 
+    def __repr__(self) -> str:
+        """Return the call that makes such a clipper, with the arguments that are not the default; no state."""
+        return f"{type(self).__name__}({', '.join(f'{name}={text}' for name, text in self._shown().items())})"
+
+    def _shown(self) -> dict[str, str]:
+        """The arguments that `__repr__` shows, as they are typed."""
+        _, *taken = signature(type(self).__init__).parameters.values()
+        shown: dict[str, str] = {}
+        for argument in taken:
+            value = getattr(self, argument.name, argument.default)
+            if argument.kind in (argument.VAR_POSITIONAL, argument.VAR_KEYWORD) or value is argument.empty:
+                continue
+            default = math.inf if argument.default is None and value is not None else argument.default  # kept as inf
+            if isinstance(value, Tensor) or value != default:
+                shown[argument.name] = _typed(value)
+        return shown
+
     def settings(self) -> Settings:
         """Return what must be the same on all processes: the rule, and the values of its `arguments`."""
         return type(self).__name__, *(as_setting(getattr(self, name, None)) for name in self.arguments)
 
-    def choices(self, found: Gradients) -> Settings:
+    def choices(self, grads: Gradients) -> Settings:
         """Return which of the gradients are treated in which way, of a rule that chooses, as `choice` tells it."""
-        del found
+        del grads
         return ()
 
-    def compared(self, found: Gradients, policy: NonFinitePolicy | str) -> Gradients:
-        """Return ``found``, which all processes that hold parts of it must clip by the same, or none does."""
-        return found if found.part is None else to_clip_by(found, *self.settings(), *self.choices(found), policy)
+    def compared(self, grads: Gradients, policy: NonFinitePolicy | str) -> Gradients:
+        """Return ``grads``, which all processes that hold parts of it must clip by the same, or none does."""
+        return grads if grads.reduction is None else to_clip_by(grads, *self.settings(), *self.choices(grads), policy)
 
     def leaves(self) -> list["Clipper"]:
         """Return the rules that this one is made of: itself, unless it puts others together."""
@@ -357,7 +375,7 @@ class Clipper(ABC):
 
     def event_of(
         self,
-        found: Gradients,
+        grads: Gradients,
         result: ClipResult,
         optimizer: torch.optim.Optimizer | None = None,
         skipped: bool | Tensor = False,
@@ -366,7 +384,7 @@ class Clipper(ABC):
         """Return what to tell who watches.
 
         Args:
-            found: The gradients that were clipped.
+            grads: The gradients that were clipped.
             result: What was done to them.
             optimizer: The optimizer whose step is running.
             skipped: Whether that step is left out.
@@ -375,7 +393,7 @@ class Clipper(ABC):
         norms = result.norms if self.orders() == {2.0} else None
         told = result.threshold, result.norm, result.coefficient, norms
         order = float(getattr(self, "norm_type", 2.0))
-        return ClipEvent(rule_of(self), found.parameters, *told, optimizer, skipped, order, skip_reason)
+        return ClipEvent(rule_of(self), grads.parameters, *told, optimizer, skipped, order, skip_reason)
 
     def learn(self, parameters: Parameters) -> None:
         """Look at all parameters before their first `decide`: a module tells more than its gradients do.
@@ -405,6 +423,15 @@ class Clipper(ABC):
         return self
 
 
+def _typed(value: Any) -> str:
+    """How to type ``value``."""
+    if isinstance(value, Tensor) and value.numel() == 1:
+        dtype = "" if value.dtype is torch.float32 else f", dtype={value.dtype}"
+        device = "" if value.is_cpu else f", device={str(value.device)!r}"
+        return f"torch.tensor({_typed(value.item())}{dtype}{device})"
+    return f"float({str(value)!r})" if isinstance(value, float) and not math.isfinite(value) else repr(value)
+
+
 def choice(numbers: Sequence[int]) -> str:
     """Return what tells one choice of parameters from another: ``numbers`` has one for each, such as its group."""
     return f"choice {crc32(repr(numbers).encode()):08x} of parameters"
@@ -417,13 +444,13 @@ class ListedParameters(list[tuple[str, Tensor]]):
         module: The module that those of this stage come from, if it is known.
     """
 
-    def __init__(self, found: Gradients, source: object) -> None:
-        super().__init__(zip(found.plain_names(), found.parameters, strict=True))
+    def __init__(self, grads: Gradients, source: object) -> None:
+        super().__init__(zip(grads.plain_names(), grads.parameters, strict=True))
         self.module = source if isinstance(source, nn.Module) else None
 
 
 def describe(
-    found: Gradients,
+    grads: Gradients,
     norms: Tensor | GlobalNorm,
     coefficient: Tensor,
     clipped: Tensor,
@@ -436,7 +463,7 @@ def describe(
     """Return the result of a clip from what `norms_of` or `global_norm` measured.
 
     Args:
-        found: The gradients.
+        grads: The gradients.
         norms: What one of them returned, with the same ``order``.
         coefficient: The norm after the clip over the norm before, 0-dim.
         clipped: Whether the clip binds, 0-dim bool.
@@ -451,12 +478,12 @@ def describe(
     if threshold is not None and not isinstance(threshold, Tensor):
         threshold = torch.full_like(norm, threshold)
     return ClipResult(
-        norm=norm.to(public_dtype(found.gradients)),
+        norm=norm.to(public_dtype(grads.gradients)),
         coefficient=coefficient,
         clipped=clipped,
         nonfinite=~torch.isfinite(norm),
         norms=norms.of_each,
-        names=found.plain_names(),
+        names=grads.plain_names(),
         threshold=threshold,
         locked_in=locked_in,
         group_norms=group_norms,
@@ -477,10 +504,10 @@ def with_culprits(decision: Decision, *, host_looks: bool = False) -> Decision:
     Returns:
         The decision, whose result knows its culprits if it was sick.
     """
-    result, found = decision.result, decision.gradients
-    if result.norms is not None or result.bad is not None or not (host_looks or host_sees_norms(found)):
+    result, grads = decision.result, decision.gradients
+    if result.norms is not None or result.bad is not None or not (host_looks or host_sees_norms(grads)):
         return decision
-    return replace(decision, result=replace(result, bad=nonfinite_in(found))) if bool(result.nonfinite) else decision
+    return replace(decision, result=replace(result, bad=nonfinite_in(grads))) if bool(result.nonfinite) else decision
 
 
 def _zeroed(decision: Decision) -> ClipResult:

@@ -83,6 +83,10 @@ class Chain(Clipper):
             raise InvalidValueError("the same clipper object is in the chain twice: make one for each place.")
         self.members = clippers
 
+    def __repr__(self) -> str:
+        """Return the call that makes such a chain."""
+        return f"Chain({', '.join(map(repr, self.members))})"
+
     @property
     def needs_tensor_norms(self) -> bool:  # type: ignore[override]
         """Whether a member asks for the norm of each tensor."""
@@ -92,9 +96,9 @@ class Chain(Clipper):
         """Return those of all members."""
         return "Chain", *(setting for member in self.members for setting in member.settings())
 
-    def choices(self, found: Gradients) -> Settings:
+    def choices(self, grads: Gradients) -> Settings:
         """Return those of all members."""
-        return tuple(chosen for member in self.members for chosen in member.choices(found))
+        return tuple(chosen for member in self.members for chosen in member.choices(grads))
 
     def leaves(self) -> list[Clipper]:
         """Return those of all members."""
@@ -114,9 +118,9 @@ class Chain(Clipper):
             member.learn(parameters)
 
     @torch.no_grad()
-    def decide(self, found: Gradients, scale: float | Tensor = 1.0) -> Decision:
+    def decide(self, grads: Gradients, scale: float | Tensor = 1.0) -> Decision:
         """Decide for all members up to the first that does not multiply by one number; the others follow it."""
-        return _decide(self.members, found, scale)
+        return _decide(self.members, grads, scale)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of each member, by its place."""
@@ -143,44 +147,49 @@ class Chain(Clipper):
         return self
 
 
-def _decide(members: Sequence[Clipper], found: Gradients, scale: float | Tensor) -> Decision:
-    if found.part is None or not members[0].measures_itself:
+def _decide(members: Sequence[Clipper], grads: Gradients, scale: float | Tensor) -> Decision:
+    if grads.reduction is None or not members[0].measures_itself:
         orders = {2.0}.union(*(member.orders() for member in members))
-        found = measured(found, orders, each=any(member.needs_tensor_norms for member in members))
+        grads = measured(grads, orders, each=any(member.needs_tensor_norms for member in members))
     decisions: list[Decision] = []
     product, seen_scale = None, scale
     for member in members:
-        decision = member.decide(found, seen_scale)
+        decision = member.decide(grads, seen_scale)
         decisions.append(decision)
         if decision.coefficient is None:
             break
         product = decision.coefficient if product is None else product * decision.coefficient
         seen_scale = scale / product  # gradients to be multiplied by c are, as they lie in memory, 1/c times too large
-    result = _together([d.result for d in decisions])
+    result = _joined([d.result for d in decisions])
     if decisions[-1].coefficient is not None:
-        return Decision(found, result, product)
+        return Decision(grads, result, product)
     behind = members[len(decisions) :]
     told = _writable(result)
 
     def write() -> None:
         decisions[-1].apply()
-        gradients = current_gradients(found)
+        gradients = current_gradients(grads)
         if product is not None:
             scale_(gradients, product)
         results = [d.result for d in decisions]
         if behind:
-            rest = _decide(behind, _left(found, gradients, decisions[-1], product), scale)
+            rest = _decide(behind, _left(grads, gradients, decisions[-1], product), scale)
             rest.apply()
             results.append(rest.result)
-        _fill(told, _together(results))
+        _fill(told, _joined(results))
 
-    return Decision(found, told, None, write)
+    return Decision(grads, told, None, write)
 
 
-def _left(found: Gradients, gradients: Sequence[Tensor], written: Decision, product: Tensor | None) -> Gradients:
+def _left(grads: Gradients, gradients: Sequence[Tensor], written: Decision, product: Tensor | None) -> Gradients:
     """The gradients after a write: unmeasured, unless the one who wrote knew what norms it would leave."""
     after = Gradients(
-        found.parameters, gradients, found.positions, found.names, part=found.part, wants_each=found.wants_each
+        grads.parameters,
+        gradients,
+        grads.positions,
+        grads.names,
+        reduction=grads.reduction,
+        wants_each=grads.wants_each,
     )
     if written.left is None:
         return after
@@ -188,10 +197,10 @@ def _left(found: Gradients, gradients: Sequence[Tensor], written: Decision, prod
     known = written.gradients
     classes = known.classes if isinstance(known, MeasuredGradients) else None
     lists = after.parameters, after.gradients, after.positions, after.names
-    return MeasuredGradients(*lists, norms, classes=classes, part=found.part, wants_each=found.wants_each)
+    return MeasuredGradients(*lists, norms, classes=classes, reduction=grads.reduction, wants_each=grads.wants_each)
 
 
-def _together(results: Sequence[ClipResult]) -> ClipResult:
+def _joined(results: Sequence[ClipResult]) -> ClipResult:
     """What a row of clips did: measured before the first, done by all."""
     if len(results) == 1:
         return results[0]
@@ -295,6 +304,13 @@ class Groups(Clipper):
         self._known: tuple[object, list[int]] | None = None  # the gradients that came last, and the group of each
         self._classes: tuple[Classes, list[int], list[bool], Classes] | None = None  # of those
 
+    def __repr__(self) -> str:
+        """Return the call that makes such groups; a group of parameters or modules themselves cannot be typed."""
+        members = list(self.members.values())
+        groups = zip(self._selectors, members, strict=False)  # the rest comes last
+        rest = "" if self._open else f", rest={members[-1]!r}"
+        return f"Groups({{{', '.join(f'{selector!r}: {member!r}' for selector, member in groups)}}}{rest})"
+
     def settings(self) -> Settings:
         """Return those of all members, with what is in their groups."""
         chosen = [*map(str, self._selectors), "rest"]
@@ -303,10 +319,10 @@ class Groups(Clipper):
         told = [(label, *([] if words == label else [words]), *settings) for label, words, settings in both]
         return "Groups", *(setting for settings in told for setting in settings)
 
-    def choices(self, found: Gradients) -> Settings:
+    def choices(self, grads: Gradients) -> Settings:
         """Return the group of each parameter, and the choices of the members."""
-        own = [chosen for member in self._clippers() for chosen in member.choices(found)]
-        return choice(self._places_of(found)), *own
+        own = [chosen for member in self._clippers() for chosen in member.choices(grads)]
+        return choice(self._places_of(grads)), *own
 
     def leaves(self) -> list[Clipper]:
         """Return those of all members."""
@@ -340,11 +356,11 @@ class Groups(Clipper):
             member.learn(parameters)
 
     @torch.no_grad()
-    def decide(self, found: Gradients, scale: float | Tensor = 1.0) -> Decision:
+    def decide(self, grads: Gradients, scale: float | Tensor = 1.0) -> Decision:
         """Measure all gradients once, and let each group's rule decide on its own."""
-        found = self.measure(found)
-        parts = self._parts_of(found)
-        norms = global_norm(found, scale)
+        grads = self.measure(grads)
+        parts = self._parts_of(grads)
+        norms = global_norm(grads, scale)
         group_norms = {label: global_norm(p, scale).value for label, p in zip(self.members, parts, strict=True)}
         decisions = {
             label: member.decide(part, scale)
@@ -374,31 +390,31 @@ class Groups(Clipper):
             tell()
 
         tell()
-        result = describe(found, norms, coefficient, clipped, locked_in=locked_in, group_norms=group_norms)
-        return Decision(found, result, None, write)
+        result = describe(grads, norms, coefficient, clipped, locked_in=locked_in, group_norms=group_norms)
+        return Decision(grads, result, None, write)
 
-    def measure(self, found: Gradients) -> MeasuredGradients:
+    def measure(self, grads: Gradients) -> MeasuredGradients:
         """Measure all gradients: of each group one norm, or that of each tensor if its rule asks for them."""
-        return measured(found, self.orders(), each=False, classes=self._classes_of(found))
+        return measured(grads, self.orders(), each=False, classes=self._classes_of(grads))
 
-    def _classes_of(self, found: Gradients) -> Classes | None:
+    def _classes_of(self, grads: Gradients) -> Classes | None:
         """The classes of gradients that processes hold parts of; made again only for other gradients or rules."""
-        root = None if found.part is None else found.part.classes
+        root = None if grads.reduction is None else grads.reduction.classes
         if root is None:
             return None
-        places, each = self._places_of(found), [m is not None and m.needs_tensor_norms for m in self.members.values()]
+        places, each = self._places_of(grads), [m is not None and m.needs_tensor_norms for m in self.members.values()]
         known = self._classes
         if known is None or known[0] is not root or known[1] is not places or known[2] != each:
             known = self._classes = root, places, each, root.grouped(places, each)
         return known[3]
 
-    def _parts_of(self, found: MeasuredGradients) -> list[MeasuredGradients]:
+    def _parts_of(self, grads: MeasuredGradients) -> list[MeasuredGradients]:
         positions: list[list[int]] = [[] for _ in self.members]
-        for i, place in enumerate(self._places_of(found)):
+        for i, place in enumerate(self._places_of(grads)):
             positions[place].append(i)
-        if found.classes is None:
-            return [found.some(own) for own in positions]
-        return [found.group(k, own) for k, own in enumerate(positions)]
+        if grads.classes is None:
+            return [grads.some(own) for own in positions]
+        return [grads.group(k, own) for k, own in enumerate(positions)]
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of each group's clipper, by the label of the group."""
@@ -428,30 +444,30 @@ class Groups(Clipper):
     def _clippers(self) -> list[Clipper]:
         return [member for member in self.members.values() if member is not None]
 
-    def _places_of(self, found: Gradients) -> list[int]:
+    def _places_of(self, grads: Gradients) -> list[int]:
         """The group of each gradient, by position; worked out again only when other gradients come."""
-        key = _key(found)
+        key = _key(grads)
         if self._known is None or self._known[0] != key:
             if self._checked is None:
                 for selector in self._selectors:
-                    selector.require_match(found.parameters, found.names, complete=False)
-            self._known = key, self._place(found)
+                    selector.require_match(grads.parameters, grads.names, complete=False)
+            self._known = key, self._place(grads)
         return self._known[1]
 
-    def _place(self, found: Gradients) -> list[int]:
+    def _place(self, grads: Gradients) -> list[int]:
         ids = [selector.ids() for selector in self._selectors]
         labels = list(self.members)
         places: list[int] = []
         doubled: dict[int, str] = {}
         left_out: dict[int, str] = {}
-        for i, (parameter, names) in enumerate(zip(found.parameters, self._names.of(found), strict=True)):
+        for i, (parameter, names) in enumerate(zip(grads.parameters, self._names.of(grads), strict=True)):
             fitting = [
                 k for k, s in enumerate(self._selectors) if id(parameter) in ids[k] or (s.patterns and s.fits(names))
             ]
             if len(fitting) > 1:
-                doubled[id(parameter)] = f"{_plain(found, i)} ({' and '.join(repr(labels[k]) for k in fitting)})"
+                doubled[id(parameter)] = f"{_plain(grads, i)} ({' and '.join(repr(labels[k]) for k in fitting)})"
             elif not fitting and self._open:
-                left_out[id(parameter)] = _plain(found, i)
+                left_out[id(parameter)] = _plain(grads, i)
             places.append(fitting[0] if fitting else len(self._selectors))
         if doubled:
             raise InvalidValueError(
@@ -466,9 +482,9 @@ class Groups(Clipper):
         return places
 
 
-def _key(found: Gradients) -> tuple[list[int], list[int], list[str] | None]:
+def _key(grads: Gradients) -> tuple[list[int], list[int], list[str] | None]:
     """What decides which group each gradient is in."""
-    return list(map(id, found.parameters)), list(found.positions), None if found.names is None else list(found.names)
+    return list(map(id, grads.parameters)), list(grads.positions), None if grads.names is None else list(grads.names)
 
 
 def _label(selection: Selection, index: int) -> str:
@@ -505,8 +521,8 @@ def _check(clippers: Sequence[Any], labels: Sequence[str]) -> None:
         raise InvalidValueError(f"two groups have the same name, among {', '.join(labels)}: names tell them apart.")
 
 
-def _plain(found: Gradients, index: int) -> str:
-    return found.name(index).strip("`")
+def _plain(grads: Gradients, index: int) -> str:
+    return grads.name(index).strip("`")
 
 
 def _count(some: Mapping[int, str]) -> str:

@@ -118,15 +118,15 @@ def clip_grad_norm_(
     policy = _resolve_policy(error_if_nonfinite, nonfinite)
     names, tensors = named_tensors(parameters, "parameters")
     stages, module = Stages.named(process_group, mesh, shared), module_of(parameters)
-    found = to_clip_by(gradients_of(names, tensors, stages, module), "clip_grad_norm_", max_norm, order, policy)
+    grads = to_clip_by(gradients_of(names, tensors, stages, module), "clip_grad_norm_", max_norm, order, policy)
     heard = is_heard()
     if heard:
         announce(tensors)
-    norm = norm_in(found, order)
-    coefficient = _scale_to(found, norm, max_norm, policy)
+    norm = norm_in(grads, order)
+    coefficient = _scale_to(grads, norm, max_norm, policy)
     if heard:
-        tell(ClipEvent("norm", found.parameters, max_norm, norm, coefficient, norm_type=order))
-    return norm.to(public_dtype(found.gradients))
+        tell(ClipEvent("norm", grads.parameters, max_norm, norm, coefficient, norm_type=order))
+    return norm.to(public_dtype(grads.gradients))
 
 
 def get_total_norm(
@@ -169,12 +169,12 @@ def get_total_norm(
     """
     del foreach
     order = check_order(norm_type)
-    found = gradients_among(tensors)
-    norms = None if found.part is None else norms_in(found, order)
-    norm = total_norm(found.gradients, order) if norms is None else norm_of_norms(norms, order)
+    grads = gradients_among(tensors)
+    norms = None if grads.reduction is None else norms_in(grads, order)
+    norm = total_norm(grads.gradients, order) if norms is None else norm_of_norms(norms, order)
     if error_if_nonfinite:
-        refuse_nonfinite_in(found, norm, norms)
-    return norm.to(public_dtype(found.gradients))
+        refuse_nonfinite_in(grads, norm, norms)
+    return norm.to(public_dtype(grads.gradients))
 
 
 def clip_grad_value_(
@@ -236,18 +236,18 @@ def clip_grad_value_(
     policy = check_policy(nonfinite)
     names, tensors = named_tensors(parameters, "parameters")
     if policy == "propagate":  # what happens to an element depends on no other
-        found, norm = local_gradients(names, tensors, module_of(parameters)), torch.zeros(())
+        grads, norm = local_gradients(names, tensors, module_of(parameters)), torch.zeros(())
     else:
-        found = gradients_of(names, tensors, module=module_of(parameters))
-        found = to_clip_by(found, "clip_grad_value_", low, high, policy)
-        norm = norm_in(found)
+        grads = gradients_of(names, tensors, module=module_of(parameters))
+        grads = to_clip_by(grads, "clip_grad_value_", low, high, policy)
+        norm = norm_in(grads)
     heard = is_heard()
     if heard:
         announce(tensors)
-    _prepare_clamp(found, policy, norm)
-    _clamp_to(found, low, high, policy, norm)
+    _prepare_clamp(grads, policy, norm)
+    _clamp_to(grads, low, high, policy, norm)
     if heard:
-        tell(ClipEvent("value", found.parameters, clip_value))
+        tell(ClipEvent("value", grads.parameters, clip_value))
 
 
 def apply_gradient_clipping(
@@ -312,33 +312,33 @@ def _bounds(clip_value: float | Tensor, min_value: float | None) -> tuple[float 
     return check_bounds(min_value, float(clip_value) if isinstance(clip_value, Tensor) else clip_value)
 
 
-def _scale_to(found: Gradients, norm: Tensor, max_norm: float | Tensor, policy: NonFinitePolicy) -> Tensor:
+def _scale_to(grads: Gradients, norm: Tensor, max_norm: float | Tensor, policy: NonFinitePolicy) -> Tensor:
     """Scale the gradients, whose norm is ``norm``; return the coefficient."""
     if policy == "raise":
-        refuse_nonfinite_in(found, norm)
+        refuse_nonfinite_in(grads, norm)
     coefficient = clip_coefficient(norm, max_norm)
     if isinstance(max_norm, Tensor) or not math.isinf(max_norm):
-        scale_(found.gradients, coefficient)
+        scale_(grads.gradients, coefficient)
     if policy == "zero":
-        zero_if_nonfinite_(norm, found.gradients)
+        zero_if_nonfinite_(norm, grads.gradients)
     return coefficient
 
 
-def _prepare_clamp(found: Gradients, policy: NonFinitePolicy, norm: Tensor) -> None:
+def _prepare_clamp(grads: Gradients, policy: NonFinitePolicy, norm: Tensor) -> None:
     """Refuse gradients whose norm is not finite, if asked to; then make each stored value one element."""
     if policy == "raise":
-        refuse_nonfinite_in(found, norm)
-    for gradient in found.gradients:
+        refuse_nonfinite_in(grads, norm)
+    for gradient in grads.gradients:
         coalesce_(gradient)
 
 
 def _clamp_to(
-    found: Gradients, low: float | Tensor, high: float | Tensor, policy: NonFinitePolicy, norm: Tensor
+    grads: Gradients, low: float | Tensor, high: float | Tensor, policy: NonFinitePolicy, norm: Tensor
 ) -> None:
     """Clamp the gradients, whose norm was ``norm``."""
-    clamp_(found.gradients, low, high)
+    clamp_(grads.gradients, low, high)
     if policy == "zero":
-        zero_if_nonfinite_(norm, found.gradients)
+        zero_if_nonfinite_(norm, grads.gradients)
 
 
 def dispatch_clip_grad(

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 from gradguard.distributed.classes import Classes
 from gradguard.distributed.placements import any_sharded, check_alike, is_laid_out_as, is_sharded, local_part
-from gradguard.distributed.plan import Part, plan_for, plan_for_gradients
+from gradguard.distributed.plan import NormReduction, plan_for, plan_for_gradients
+from gradguard.distributed.reduction_group import StageGroup, several_processes, stages_group
 from gradguard.distributed.settings import Setting
 from gradguard.distributed.stages import Shared
-from gradguard.distributed.union import StageGroup, several_processes, stages_group
 from gradguard.distributed.wrappers import check_wrappers, named_parameters
 from gradguard.errors import InvalidTypeError
 from gradguard.tensors.layout import are_readable, move
@@ -37,7 +37,7 @@ class Gradients:
         gradients: Their gradients.
         positions: The place of each in what the user passed.
         names: Names of all that the user passed, or ``None`` if they had none.
-        part: How the norms of the parts add up over processes; None if every process holds all.
+        reduction: How the norms of the parts add up over processes; None if every process holds all.
         wants_each: Whether the user wants the norm of each, which is sent between processes only then.
     """
 
@@ -45,7 +45,7 @@ class Gradients:
     gradients: Sequence[Tensor]
     positions: Sequence[int]
     names: Sequence[str] | None
-    part: Part | None = field(default=None, kw_only=True)
+    reduction: NormReduction | None = field(default=None, kw_only=True)
     wants_each: bool = field(default=False, kw_only=True)
 
     def name(self, index: int) -> str:
@@ -105,7 +105,9 @@ def gradients_of(
     if planned is not None:
         plan, tensors, names = planned
         held = plan.hold(tensors, names)
-        return Gradients(held.parameters, held.gradients, range(len(held.gradients)), held.names, part=held.part)
+        return Gradients(
+            held.parameters, held.gradients, range(len(held.gradients)), held.names, reduction=held.reduction
+        )
     return _whole_gradients(names, tensors)
 
 
@@ -176,7 +178,7 @@ def gradients_among(tensors: Parameters) -> Gradients:
         if spread is not None:  # an entry that is None here may be there elsewhere
             named = [str(e[0]) for e in given if isinstance(e, tuple)]
             names = named if len(named) == len(given) else None
-            return Gradients(spread[0], spread[0], range(len(entries)), names, part=spread[1])
+            return Gradients(spread[0], spread[0], range(len(entries)), names, reduction=spread[1])
         given = [e for e in given if e is not None and not (isinstance(e, tuple) and e and e[-1] is None)]
     names, values = named_tensors(cast("Parameters", given), "tensors")
     first = sorted({id(value): i for i, value in reversed(list(enumerate(values)))}.values())
@@ -184,51 +186,53 @@ def gradients_among(tensors: Parameters) -> Gradients:
     return Gradients(kept, kept, first, names)
 
 
-def to_clip_by(found: Gradients, *settings: Setting) -> Gradients:
-    """Return ``found``, of which all processes must ask the norm for the same: for a rule and its arguments."""
-    return found if found.part is None else replace(found, part=replace(found.part, settings=settings))
+def to_clip_by(grads: Gradients, *settings: Setting) -> Gradients:
+    """Return ``grads``, of which all processes must ask the norm for the same: for a rule and its arguments."""
+    return grads if grads.reduction is None else replace(grads, reduction=replace(grads.reduction, settings=settings))
 
 
-def host_sees_norms(found: Gradients) -> bool:
+def host_sees_norms(grads: Gradients) -> bool:
     """Tell whether the host knows norms that processes have added up without a wait; all of them say the same."""
-    return found.part is None or found.part.reducer.device.type == "cpu"
+    return grads.reduction is None or grads.reduction.reducer.device.type == "cpu"
 
 
 @torch.no_grad()
-def nonfinite_in(found: Gradients) -> Tensor:
+def nonfinite_in(grads: Gradients) -> Tensor:
     """Return which gradients hold NaN or infinity on any process: one all-reduce, for steps on which one does."""
-    return ~norms_in(found).isfinite()
+    return ~norms_in(grads).isfinite()
 
 
 @torch.no_grad()
-def norms_in(found: Gradients, order: float = 2.0) -> Tensor:
+def norms_in(grads: Gradients, order: float = 2.0) -> Tensor:
     """Return the norm of each gradient, of all its parts on all processes: ``[len(found.gradients)]``, float64."""
-    norms = tensor_norms(found.gradients, order)
-    return norms if found.part is None else found.part.add_up((norms, order))[0]
+    norms = tensor_norms(grads.gradients, order)
+    return norms if grads.reduction is None else grads.reduction.add_up((norms, order))[0]
 
 
-def current_gradients(found: Gradients) -> Sequence[Tensor]:
+def current_gradients(grads: Gradients) -> Sequence[Tensor]:
     """Return the gradients as they are after a write, which may have replaced one whose elements shared memory."""
-    if found.part is not None or found.parameters is found.gradients:
-        return found.gradients
-    return [g if p.grad is None else p.grad for p, g in zip(found.parameters, found.gradients, strict=True)]
+    if grads.reduction is not None or grads.parameters is grads.gradients:
+        return grads.gradients
+    return [g if p.grad is None else p.grad for p, g in zip(grads.parameters, grads.gradients, strict=True)]
 
 
-def refuse_nonfinite_in(found: Gradients, norm: Tensor, norms: Tensor | None = None) -> None:
+def refuse_nonfinite_in(grads: Gradients, norm: Tensor, norms: Tensor | None = None) -> None:
     """Raise if ``norm``, that of all gradients, is not finite; ``norms`` are those of each, if they are known.
 
     Raises:
         NonFiniteGradientError: Naming the gradients, also those whose bad elements other processes hold.
     """
-    if found.part is not None and norms is None and not bool(norm.isfinite()):
-        norms = norms_in(found)
-    refuse_nonfinite(norm, found.gradients, found.name, norms if found.part is not None else None)
+    if grads.reduction is not None and norms is None and not bool(norm.isfinite()):
+        norms = norms_in(grads)
+    refuse_nonfinite(norm, grads.gradients, grads.name, norms if grads.reduction is not None else None)
 
 
 @torch.no_grad()
-def norm_in(found: Gradients, order: float = 2.0) -> Tensor:
+def norm_in(grads: Gradients, order: float = 2.0) -> Tensor:
     """Return the norm of all gradients as one vector, on all processes: 0-dim, float64."""
-    return total_norm(found.gradients, order) if found.part is None else found.part.total(found.gradients, order)
+    return (
+        total_norm(grads.gradients, order) if grads.reduction is None else grads.reduction.total(grads.gradients, order)
+    )
 
 
 def named_tensors(argument: Parameters, what: str) -> tuple[list[str] | None, list[Tensor]]:
@@ -281,10 +285,10 @@ def _is_named(entry: object) -> bool:
     return False
 
 
-def _expected(what: str, came: object) -> str:
-    hint = " Pass group['params'] of each group." if isinstance(came, dict) else ""
+def _expected(what: str, given: object) -> str:
+    hint = " Pass group['params'] of each group." if isinstance(given, dict) else ""
     return (
-        f"{what} is {type(came).__name__}: expected a module, a tensor, an iterable of tensors or of (name, tensor) "
+        f"{what} is {type(given).__name__}: expected a module, a tensor, an iterable of tensors or of (name, tensor) "
         f"pairs, or a mapping from name to tensor.{hint}"
     )
 
@@ -323,7 +327,7 @@ class MeasuredGradients(Gradients):
             _entries(self.norms, positions),
             others={order: _entries(norms, positions) for order, norms in self.others.items()},
             there=None if self.there is None else _entries(self.there, positions),
-            part=None if self.part is None else self.part.of(positions),
+            reduction=None if self.reduction is None else self.reduction.of(positions),
             wants_each=self.wants_each,
         )
 
@@ -340,29 +344,29 @@ class MeasuredGradients(Gradients):
             others={order: norms[own] for order, norms in self.others.items()},
             there=None if self.there is None else self.there[own],
             classes=None if self.classes.each[number] else self.classes,
-            part=None if self.part is None else self.part.of(positions),
+            reduction=None if self.reduction is None else self.reduction.of(positions),
             wants_each=self.wants_each,
         )
 
 
 @torch.no_grad()
 def measured(
-    found: Gradients, orders: Iterable[float] = (), *, each: bool = True, classes: Classes | None = None
+    grads: Gradients, orders: Iterable[float] = (), *, each: bool = True, classes: Classes | None = None
 ) -> MeasuredGradients:
-    """Return ``found`` with its norms, measured now unless they are known.
+    """Return ``grads`` with its norms, measured now unless they are known.
 
     Args:
-        found: The gradients.
+        grads: The gradients.
         orders: Other orders of norms that will be asked for. Where gradients are spread over processes, these add up
             in the same all-reduce; else they are measured when they are asked for.
         each: Whether the norm of each gradient is needed; else that of all is enough.
         classes: Of which gradients norms are needed together, where processes hold parts of them.
     """
-    part, each = found.part, each or asks_for_each(found)
-    if isinstance(found, MeasuredGradients) and (
-        found.classes is None or (not each and classes in (None, found.classes))
+    part, each = grads.reduction, each or asks_for_each(grads)
+    if isinstance(grads, MeasuredGradients) and (
+        grads.classes is None or (not each and classes in (None, grads.classes))
     ):
-        return found
+        return grads
     if part is None or each:
         classes = None
     elif classes is None:
@@ -370,33 +374,33 @@ def measured(
     others = sorted(set(orders) - {2.0}) if part is not None else []
     there = None
     if classes is not None and part is not None:
-        local = [(classes.norms(found.gradients, order), order) for order in (2.0, *others)]
+        local = [(classes.norms(grads.gradients, order), order) for order in (2.0, *others)]
         (norms, *rest), there = part.measure_classes(classes, *local)
     else:
-        local = [(tensor_norms(found.gradients, order), order) for order in (2.0, *others)]
+        local = [(tensor_norms(grads.gradients, order), order) for order in (2.0, *others)]
         (norms, *rest), there = ([local[0][0]], None) if part is None else part.measure(*local)
     return MeasuredGradients(
-        found.parameters,
-        found.gradients,
-        found.positions,
-        found.names,
+        grads.parameters,
+        grads.gradients,
+        grads.positions,
+        grads.names,
         norms,
         others=dict(zip(others, rest, strict=True)),
         there=there,
         classes=classes,
-        part=part,
-        wants_each=found.wants_each,
+        reduction=part,
+        wants_each=grads.wants_each,
     )
 
 
-def asks_for_each(found: Gradients) -> bool:
+def asks_for_each(grads: Gradients) -> bool:
     """Tell whether the result shall have the norm of each gradient: if asked, or where no other process is needed."""
-    return found.wants_each or found.part is None or found.part.reducer.is_alone
+    return grads.wants_each or grads.reduction is None or grads.reduction.reducer.is_alone
 
 
-def asking(found: Gradients, for_each: bool) -> Gradients:
-    """Return ``found``, of which the user wants the norm of each if ``for_each`` is true."""
-    return replace(found, wants_each=True) if for_each and not found.wants_each else found
+def asking(grads: Gradients, for_each: bool) -> Gradients:
+    """Return ``grads``, of which the user wants the norm of each if ``for_each`` is true."""
+    return replace(grads, wants_each=True) if for_each and not grads.wants_each else grads
 
 
 @dataclass(frozen=True, slots=True)
@@ -413,37 +417,37 @@ class GlobalNorm:
 
 
 @torch.no_grad()
-def global_norm(found: Gradients, scale: float | Tensor = 1.0, order: float = 2.0) -> GlobalNorm:
+def global_norm(grads: Gradients, scale: float | Tensor = 1.0, order: float = 2.0) -> GlobalNorm:
     """Return the norm of all gradients as one vector, without their loss scale.
 
     Args:
-        found: The gradients; if `Groups` or `Chain` has measured them already, they are not read again.
+        grads: The gradients; if `Groups` or `Chain` has measured them already, they are not read again.
         scale: What a GradScaler has multiplied them by.
         order: The order p of the norm.
     """
-    if isinstance(found, MeasuredGradients) and found.classes is not None:
-        norms = found.norms if order == 2 else found.others.get(order)
+    if isinstance(grads, MeasuredGradients) and grads.classes is not None:
+        norms = grads.norms if order == 2 else grads.others.get(order)
         if norms is not None:
             return GlobalNorm(_unscaled(total_of(norms, order), scale), None)
-    if asks_for_each(found) or (isinstance(found, MeasuredGradients) and found.classes is None):
-        norms = norms_of(found, scale, order)
+    if asks_for_each(grads) or (isinstance(grads, MeasuredGradients) and grads.classes is None):
+        norms = norms_of(grads, scale, order)
         return GlobalNorm(total_of(norms, order), norms)
-    return GlobalNorm(_unscaled(norm_in(found, order), scale), None)
+    return GlobalNorm(_unscaled(norm_in(grads, order), scale), None)
 
 
 @torch.no_grad()
-def norms_of(found: Gradients, scale: float | Tensor = 1.0, order: float = 2.0) -> Tensor:
+def norms_of(grads: Gradients, scale: float | Tensor = 1.0, order: float = 2.0) -> Tensor:
     """Return the norm of each gradient without its loss scale: ``[len(found.gradients)]``, float64, on the device.
 
     Args:
-        found: The gradients; if `Groups` or `Chain` has measured them already, they are not read again.
+        grads: The gradients; if `Groups` or `Chain` has measured them already, they are not read again.
         scale: What a GradScaler has multiplied them by.
         order: The order p of the norm.
     """
     known = None
-    if isinstance(found, MeasuredGradients) and found.classes is None:
-        known = found.norms if order == 2 else found.others.get(order)
-    return _unscaled(norms_in(found, order) if known is None else known, scale)
+    if isinstance(grads, MeasuredGradients) and grads.classes is None:
+        known = grads.norms if order == 2 else grads.others.get(order)
+    return _unscaled(norms_in(grads, order) if known is None else known, scale)
 
 
 def _unscaled(norms: Tensor, scale: float | Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from torch.optim.optimizer import Optimizer
 from gradguard.clip.clipper import Clipper, ClipResult, Decision, ListedParameters, with_culprits
 from gradguard.clip.gradients import Gradients, Stages, asking, gradients_of, refuse_nonfinite_in
 from gradguard.clip.guard_counts import Counts, LateReader
-from gradguard.clip.optimizer_proxy import Snapshot, StandIn
+from gradguard.clip.optimizer_proxy import OptimizerProxy, Snapshot
 from gradguard.clip_events import SkipReason, is_heard, tell
 from gradguard.distributed.agreement import largest_of
 from gradguard.distributed.wrappers import named_parameters, refuse_wrapped_in_backward
@@ -140,7 +140,7 @@ class Guard:
         self._counts = Counts(max_consecutive_skips)
         self._detector = ScaledClipDetector()
         self._late = LateReader(self._read_late)
-        self._stand_in = StandIn(optimizer) if StandIn.serves(optimizer) else None
+        self._proxy = OptimizerProxy(optimizer) if OptimizerProxy.serves(optimizer) else None
         self._snapshot: Snapshot | None = None
         self._skipping = False
         self._skipped: bool | Tensor = False  # the last step
@@ -152,6 +152,18 @@ class Guard:
         self._look_at_parameters()  # which the clipper may refuse
         self._attach()
 
+    def __repr__(self) -> str:
+        """Return the call that makes such a guard, of what is called ``optimizer`` and ``model`` here."""
+        more = {"model": "model"} if self._model is not None else {}
+        if self._policy != "skip":
+            more["nonfinite"] = repr(self._policy)
+        if self._counts.limit != 20:
+            more["max_consecutive_skips"] = repr(self._counts.limit)
+        if self._tensor_norms:
+            more["tensor_norms"] = "True"
+        given = "".join(f", {name}={text}" for name, text in more.items())
+        return f"Guard(optimizer, {self.clipper!r}{given})"
+
     # -- while training ---------------------------------------------------------------------------------------------
 
     def _enter(self, optimizer: Optimizer, closure: bool) -> Optimizer | None:
@@ -159,8 +171,8 @@ class Guard:
         self._reached = True
         if not self._attached:
             return None
-        if self._stand_in is not None:
-            return self._stand_in.enter()
+        if self._proxy is not None:
+            return self._proxy.enter()
         if closure and self._policy in ("skip", "raise"):  # it may be evaluated when weights have moved already
             self._snapshot = Snapshot(optimizer, whole=True)
         return None
@@ -231,18 +243,18 @@ class Guard:
         else:
             self._clip(decision, folds, scale)
 
-    def _act_without_skip(self, decision: Decision, folds: StandIn | None, scale: Tensor | None) -> None:
-        bad, found = decision.result.nonfinite, decision.gradients
+    def _act_without_skip(self, decision: Decision, folds: OptimizerProxy | None, scale: Tensor | None) -> None:
+        bad, grads = decision.result.nonfinite, decision.gradients
         norm = torch.where(bad, torch.nan, 0.0)
         if self._policy == "raise":
-            refuse_nonfinite_in(found, norm, decision.result.norms)
+            refuse_nonfinite_in(grads, norm, decision.result.norms)
         if self._policy != "zero" or (are_readable(bad) and not bool(bad)):
             self._clip(decision, folds, scale)
             return
         decision.apply()
-        zero_if_nonfinite_(norm, found.gradients)
+        zero_if_nonfinite_(norm, grads.gradients)
 
-    def _clip(self, decision: Decision, folds: StandIn | None, scale: Tensor | None) -> None:
+    def _clip(self, decision: Decision, folds: OptimizerProxy | None, scale: Tensor | None) -> None:
         """Clip, in the optimizer's kernel if it can."""
         coefficient = decision.coefficient
         if folds is None or coefficient is None:
@@ -254,19 +266,19 @@ class Guard:
         elif float(coefficient) != 1.0:
             folds.fold(coefficient, scale)
 
-    def _folds(self, decision: Decision) -> StandIn | None:
+    def _folds(self, decision: Decision) -> OptimizerProxy | None:
         """What multiplies the gradients by the coefficient on the way; None where that must be done before."""
-        if self._stand_in is None or decision.coefficient is None:
+        if self._proxy is None or decision.coefficient is None:
             return None
-        return self._stand_in if self._stand_in.can_fold(decision.gradients.gradients) else None
+        return self._proxy if self._proxy.can_fold(decision.gradients.gradients) else None
 
     def _never_folds(self) -> bool:
-        return self._stand_in is None or not self._stand_in.is_fused()
+        return self._proxy is None or not self._proxy.is_fused()
 
     def _cancel(self) -> None:
         """Let the step that is running do nothing, or undo what it has done."""
-        if self._stand_in is not None:
-            self._stand_in.skip()
+        if self._proxy is not None:
+            self._proxy.skip()
             return
         if self._snapshot is None:  # nothing has moved yet, and a foreign step may do anything: it is undone afterwards
             self._snapshot = Snapshot(self.optimizer, whole=True)
@@ -276,8 +288,8 @@ class Guard:
     def _after(self, optimizer: Optimizer) -> None:
         if not self._attached:
             return
-        if self._stand_in is not None:
-            self._stand_in.leave()
+        if self._proxy is not None:
+            self._proxy.leave()
         if self._skipping and self._snapshot is not None:
             self._snapshot.restore()
         if self._undecided and not self._skipping:
@@ -300,18 +312,18 @@ class Guard:
 
     def _gradients(self) -> Gradients:
         new = self._look_at_parameters()
-        found = gradients_of(self._names, self._parameters, self._stages, self._model)
+        grads = gradients_of(self._names, self._parameters, self._stages, self._model)
         if self._stages.group is not None and (new or not self._stages_known):
-            self.clipper.learn(ListedParameters(found, self._model))  # those of all stages
+            self.clipper.learn(ListedParameters(grads, self._model))  # those of all stages
             self._stages_known = True
-        found = asking(found, self._agree_on_tensor_norms(found))
-        return self.clipper.compared(found, self._policy)
+        grads = asking(grads, self._agree_on_tensor_norms(grads))
+        return self.clipper.compared(grads, self._policy)
 
-    def _agree_on_tensor_norms(self, found: Gradients) -> bool:
+    def _agree_on_tensor_norms(self, grads: Gradients) -> bool:
         """Whether any process wants the norm of each tensor; asked once, because only then all are sure to answer."""
-        if found.part is None:
+        if grads.reduction is None:
             return False
-        reducer = found.part.reducer
+        reducer = grads.reduction.reducer
         if self._agreed is None or self._agreed[0] is not reducer:
             self._agreed = reducer, any(largest_of(reducer.union, [int(self._tensor_norms)], reducer.device))
         return self._agreed[1]
@@ -471,9 +483,9 @@ def _check(optimizer: object, clipper: object, policy: str, limit: int | None) -
             "Of a wrapper pass the optimizer inside, often wrapper.optimizer."
         )
     if not isinstance(clipper, Clipper):
-        came = f"the class {clipper.__name__}" if isinstance(clipper, type) else type(clipper).__name__
+        given = f"the class {clipper.__name__}" if isinstance(clipper, type) else type(clipper).__name__
         raise InvalidTypeError(
-            f"clipper is {came}: expected a clipper, such as ClipByGlobalNorm(1.0) or ClipByMedian()."
+            f"clipper is {given}: expected a clipper, such as ClipByGlobalNorm(1.0) or ClipByMedian()."
         )
     check_guard_options(policy, limit)
 

@@ -22,7 +22,7 @@ class Counts:
 
     def __init__(self, limit: int | None) -> None:
         self.steps = 0
-        self._limit = limit
+        self.limit = limit
         self._skipped, self._in_a_row = 0, 0
         self._on_device: Tensor | None = None  # [skipped, in a row], once a decision has been made there
         self._history: deque[tuple[int, ClipResult]] = deque(maxlen=10)
@@ -79,12 +79,12 @@ class Counts:
         Raises:
             NonFiniteGradientError: With the norms and the parameters of the last skipped steps.
         """
-        if self._limit is None or in_a_row <= self._limit:
+        if self.limit is None or in_a_row <= self.limit:
             return
         lines = "\n  ".join(line for step, result in self._history if (line := _line(step, result)))
         raise NonFiniteGradientError(
             f"{in_a_row} optimizer steps in a row were skipped, because gradients were not finite; "
-            f"max_consecutive_skips is {self._limit}. The last of them:\n  {lines}\n"
+            f"max_consecutive_skips is {self.limit}. The last of them:\n  {lines}\n"
             "Training does not recover by itself: find the operation with torch.autograd.set_detect_anomaly(True), "
             "go back to a checkpoint, or lower the learning rate. max_consecutive_skips=None never raises."
         )

@@ -23,7 +23,7 @@ _OWN = ("grad_scale", "found_inf", "param_groups", capturable_warning_mark())
 _NOT_FOLDED = {torch.float64, torch.complex64, torch.complex128}
 
 
-class StandIn:
+class OptimizerProxy:
     """Takes the place of one stock optimizer during its step.
 
     Args:
@@ -34,7 +34,7 @@ class StandIn:
     def __init__(self, optimizer: Optimizer) -> None:
         self._real = optimizer
         self._entered: dict[str, Any] = {}
-        self._stand_in: Optimizer = object.__new__(type(optimizer))  # one for all steps: compiled steps look at its id
+        self._proxy: Optimizer = object.__new__(type(optimizer))  # one for all steps: compiled steps look at its id
 
     @staticmethod
     def serves(optimizer: Optimizer) -> bool:
@@ -45,18 +45,18 @@ class StandIn:
 
     def enter(self) -> Optimizer:
         """Return what to step instead of the optimizer."""
-        attributes = self._stand_in.__dict__
+        attributes = self._proxy.__dict__
         attributes.clear()
         attributes.update(self._real.__dict__)
         self._entered = dict(attributes)
-        return self._stand_in
+        return self._proxy
 
     def leave(self) -> None:
         """Give the optimizer what the step has set on itself."""
-        for name, value in self._stand_in.__dict__.items():
+        for name, value in self._proxy.__dict__.items():
             if name not in _OWN and self._entered.get(name, self) is not value:
                 setattr(self._real, name, value)
-        self._stand_in.__dict__.clear()  # it must not keep a state alive that the optimizer has replaced
+        self._proxy.__dict__.clear()  # it must not keep a state alive that the optimizer has replaced
         self._entered = {}
 
     def is_fused(self) -> bool:
@@ -95,16 +95,16 @@ class StandIn:
         divisor = _divisor(coefficient, scale)
         # Beyond the largest number nothing would be left of a gradient.
         largest = torch.where(coefficient == 0, divisor, torch.finfo(torch.float32).max)
-        self._stand_in.grad_scale = torch.minimum(divisor, largest)  # type: ignore[attr-defined]
+        self._proxy.grad_scale = torch.minimum(divisor, largest)  # type: ignore[attr-defined]
 
     def skip_if(self, bad: Tensor) -> None:
         """Let the kernel leave everything alone if ``bad`` is true, which stays on the device."""
-        self._stand_in.found_inf = bad.to(torch.float32)  # type: ignore[attr-defined]
+        self._proxy.found_inf = bad.to(torch.float32)  # type: ignore[attr-defined]
 
     def skip(self) -> None:
         """Step on no parameter at all."""
-        self._stand_in.param_groups = []
-        setattr(self._stand_in, capturable_warning_mark(), True)
+        self._proxy.param_groups = []
+        setattr(self._proxy, capturable_warning_mark(), True)
 
 
 def _divisor(coefficient: Tensor, scale: Tensor | None) -> Tensor:

@@ -89,18 +89,18 @@ class ClipByPreviousNorm(StatefulClipper):
         return True
 
     @torch.no_grad()
-    def decide(self, found: Gradients, scale: float | Tensor = 1.0) -> Decision:
+    def decide(self, grads: Gradients, scale: float | Tensor = 1.0) -> Decision:
         """Measure each gradient, and decide on its coefficient with the norm of the step before."""
         limit = check_threshold("max_norm", self.max_norm)
-        norms = norms_of(found, scale, self.norm_type)
+        norms = norms_of(grads, scale, self.norm_type)
         self._follow(norms.device)
-        self._remember(found, norms)
+        self._remember(grads, norms)
         coefficients = clip_coefficient(torch.maximum(norms, self.state["previous"].to(norms.dtype)), limit)
         clipped = (coefficients < 1).any()
         self._clipped.append(clipped)
         before, after = total_of(norms, self.norm_type), total_of(norms * coefficients, self.norm_type)
         result = describe(
-            found,
+            grads,
             norms,
             torch.where(clipped, after / torch.where(before == 0, 1.0, before), 1.0),
             clipped,
@@ -110,10 +110,10 @@ class ClipByPreviousNorm(StatefulClipper):
         )
 
         def write() -> None:
-            for gradient, coefficient in zip(found.gradients, coefficients.unbind(), strict=True):
+            for gradient, coefficient in zip(grads.gradients, coefficients.unbind(), strict=True):
                 scale_([gradient], coefficient)
 
-        return Decision(found, result, None, write)
+        return Decision(grads, result, None, write)
 
     @torch.no_grad()
     def end_step(self) -> Tensor:
@@ -156,11 +156,11 @@ class ClipByPreviousNorm(StatefulClipper):
         self._norms, self._clipped = {}, []
         self._locked_in = self.lock_in.verdict() if self.steps else None
 
-    def _remember(self, found: Gradients, norms: Tensor) -> None:
-        again = [i for i, parameter in enumerate(found.parameters) if id(parameter) in self._norms]
+    def _remember(self, grads: Gradients, norms: Tensor) -> None:
+        again = [i for i, parameter in enumerate(grads.parameters) if id(parameter) in self._norms]
         if again:
             raise InvalidValueError(
-                f"{found.name(again[0])} has got a second gradient in one step, so the norm of the step before is not "
+                f"{grads.name(again[0])} has got a second gradient in one step, so the norm of the step before is not "
                 "known: call clipper.end_step() after each backward(). (If a backward has failed, call it then too.)"
             )
-        self._norms.update(zip(map(id, found.parameters), norms.unbind(), strict=True))
+        self._norms.update(zip(map(id, grads.parameters), norms.unbind(), strict=True))

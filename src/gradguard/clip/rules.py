@@ -83,15 +83,15 @@ class ClipByGlobalNorm(FixedRule):
     needs_tensor_norms = False
 
     @torch.no_grad()
-    def decide(self, found: Gradients, scale: float | Tensor = 1.0) -> Decision:
+    def decide(self, grads: Gradients, scale: float | Tensor = 1.0) -> Decision:
         """Measure the norm of all gradients and decide on one coefficient."""
         limit = check_threshold("max_norm", self.max_norm)
-        norm = global_norm(found, scale, self.norm_type)
+        norm = global_norm(grads, scale, self.norm_type)
         coefficient = clip_coefficient(norm.value, limit)
         clipped = coefficient < 1
         locked_in = self._lock_in.follow(clipped, limit, torch.isfinite(norm.value))
-        result = describe(found, norm, coefficient, clipped, order=self.norm_type, threshold=limit, locked_in=locked_in)
-        return Decision(found, result, coefficient)
+        result = describe(grads, norm, coefficient, clipped, order=self.norm_type, threshold=limit, locked_in=locked_in)
+        return Decision(grads, result, coefficient)
 
 
 class ClipByNorm(FixedRule):
@@ -139,18 +139,18 @@ class ClipByNorm(FixedRule):
         return True
 
     @torch.no_grad()
-    def decide(self, found: Gradients, scale: float | Tensor = 1.0) -> Decision:
+    def decide(self, grads: Gradients, scale: float | Tensor = 1.0) -> Decision:
         """Measure each gradient and decide on one coefficient for each."""
-        if found.part is not None:
-            refuse_flat_parameters(found.parameters, "ClipByNorm")
+        if grads.reduction is not None:
+            refuse_flat_parameters(grads.parameters, "ClipByNorm")
         limit = check_threshold("max_norm", self.max_norm)
-        norms = norms_of(found, scale, self.norm_type)
+        norms = norms_of(grads, scale, self.norm_type)
         coefficients = clip_coefficient(norms, limit)
         clipped = (coefficients < 1).any()
         before, after = total_of(norms, self.norm_type), total_of(norms * coefficients, self.norm_type)
         locked_in = self._lock_in.follow(clipped, limit, torch.isfinite(before))
         result = describe(
-            found,
+            grads,
             norms,
             torch.where(clipped, after / torch.where(before == 0, 1.0, before), 1.0),
             clipped,
@@ -158,7 +158,7 @@ class ClipByNorm(FixedRule):
             threshold=limit,
             locked_in=locked_in,
         )
-        return Decision(found, result, None, lambda: _scale_each(found.gradients, coefficients))
+        return Decision(grads, result, None, lambda: _scale_each(grads.gradients, coefficients))
 
 
 class ClipByValue(FixedRule):
@@ -207,19 +207,19 @@ class ClipByValue(FixedRule):
         return True
 
     @torch.no_grad()
-    def decide(self, found: Gradients, scale: float | Tensor = 1.0) -> Decision:
+    def decide(self, grads: Gradients, scale: float | Tensor = 1.0) -> Decision:
         """Measure, and look whether any element exceeds the bounds."""
         low, high = self._bounds()
         bounds = at_scale(low, scale), at_scale(high, scale)
-        if found.part is not None:
-            return self._decide_together(found, scale, bounds, high)
-        for gradient in found.gradients:
+        if grads.reduction is not None:
+            return self._decide_sharded(grads, scale, bounds, high)
+        for gradient in grads.gradients:
             coalesce_(gradient)  # only then is a stored value an element
-        found = measured(found)
-        norms = norms_of(found, scale)
+        grads = measured(grads)
+        norms = norms_of(grads, scale)
         norm = total_of(norms)
-        suspect = _may_exceed(found.norms, *bounds)
-        some = [g for g, may in zip(found.gradients, suspect, strict=True) if may]
+        suspect = _may_exceed(grads.norms, *bounds)
+        some = [g for g, may in zip(grads.gradients, suspect, strict=True) if may]
         clipped = move(exceeds(some, *bounds), norm.device) if some else norm > norm
         locked_in = self._lock_in.follow(clipped, high if isinstance(high, Tensor) else abs(high), norm.isfinite())
         coefficient = torch.ones_like(norm)
@@ -228,48 +228,48 @@ class ClipByValue(FixedRule):
             if are_readable(clipped, norm) and not bool(clipped) and bool(norm.isfinite()):
                 return
             clamp_(some, *bounds)
-            after = [norm_where(found.norms, [not may for may in suspect]), move(total_norm(some), norm.device)]
-            coefficient.copy_(torch.where(clipped, total_of(torch.stack(after)) / total_of(found.norms), 1.0))
+            after = [norm_where(grads.norms, [not may for may in suspect]), move(total_norm(some), norm.device)]
+            coefficient.copy_(torch.where(clipped, total_of(torch.stack(after)) / total_of(grads.norms), 1.0))
 
-        result = describe(found, norms, coefficient, clipped, threshold=high, locked_in=locked_in)
-        return Decision(found, result, None, write)
+        result = describe(grads, norms, coefficient, clipped, threshold=high, locked_in=locked_in)
+        return Decision(grads, result, None, write)
 
-    def _decide_together(
-        self, found: Gradients, scale: float | Tensor, bounds: tuple[float | Tensor, float | Tensor], high: Any
+    def _decide_sharded(
+        self, grads: Gradients, scale: float | Tensor, bounds: tuple[float | Tensor, float | Tensor], high: Any
     ) -> Decision:
         """Decide where processes hold parts: what the clamp will do is measured before it, for one all-reduce."""
-        assert found.part is not None
-        before = tensor_norms(found.gradients)
+        assert grads.reduction is not None
+        before = tensor_norms(grads.gradients)
         suspect = [i for i, may in enumerate(_may_exceed(before, *bounds)) if may]
         outside = torch.zeros_like(before)
         for i in suspect:
-            outside[i] = exceeds([found.gradients[i]], *bounds).to(outside)
-        after = _norms_clamped(found.gradients, before, suspect, bounds)
+            outside[i] = exceeds([grads.gradients[i]], *bounds).to(outside)
+        after = _norms_clamped(grads.gradients, before, suspect, bounds)
         local, classes = (
             [(before, 2.0), (after, 2.0), (outside, 1.0)],
-            None if asks_for_each(found) else found.part.classes,
+            None if asks_for_each(grads) else grads.reduction.classes,
         )
         if classes is None:
-            before, after, outside = found.part.add_up(*local)
+            before, after, outside = grads.reduction.add_up(*local)
         else:
             joined = [(classes.joined(norms, order), order) for norms, order in local]
-            (before, after, outside), _ = found.part.measure_classes(classes, *joined)
-        found = MeasuredGradients(
-            found.parameters,
-            found.gradients,
-            found.positions,
-            found.names,
+            (before, after, outside), _ = grads.reduction.measure_classes(classes, *joined)
+        grads = MeasuredGradients(
+            grads.parameters,
+            grads.gradients,
+            grads.positions,
+            grads.names,
             before,
             classes=classes,
-            part=found.part,
-            wants_each=found.wants_each,
+            reduction=grads.reduction,
+            wants_each=grads.wants_each,
         )
-        norms = global_norm(found, scale)
+        norms = global_norm(grads, scale)
         norm, clipped = norms.value, (outside > 0).any()
         coefficient = torch.where(clipped, total_of(after) / total_of(before), 1.0)
         locked_in = self._lock_in.follow(clipped, high if isinstance(high, Tensor) else abs(high), norm.isfinite())
-        result = describe(found, norms, coefficient, clipped, threshold=high, locked_in=locked_in)
-        return Decision(found, result, None, lambda: clamp_([found.gradients[i] for i in suspect], *bounds), after)
+        result = describe(grads, norms, coefficient, clipped, threshold=high, locked_in=locked_in)
+        return Decision(grads, result, None, lambda: clamp_([grads.gradients[i] for i in suspect], *bounds), after)
 
     def _bounds(self) -> tuple[float | Tensor, float | Tensor]:
         if self.min is None:

@@ -41,6 +41,12 @@ class Selector:
         tensors = [f"a parameter of shape {tuple(t.shape)}" for t in self._tensors]
         return ", ".join([*self.patterns, *tensors, *(f"a {type(module).__name__}" for module in self._modules)])
 
+    def __repr__(self) -> str:
+        """Return how to type the selection; of parameters and modules themselves only what they are."""
+        if str(self) != ", ".join(self.patterns):
+            return f"<{self}>"
+        return repr(self.patterns[0]) if len(self.patterns) == 1 else repr(tuple(self.patterns))
+
     def refuse_identities(self) -> None:
         """Raise if parameters or modules are selected themselves: a process has only those of its pipeline stage.
 
@@ -124,12 +130,12 @@ class KnownNames:
             self._names.setdefault(id(tensor), []).append(name)
         return names, tensors
 
-    def of(self, found: Gradients) -> list[Sequence[str]]:
+    def of(self, grads: Gradients) -> list[Sequence[str]]:
         """Return all names of each gradient's parameter."""
-        if found.names is None:
-            return [()] * len(found.parameters)
-        firsts = [found.names[i] for i in found.positions]
-        known = [self._names.get(id(p), ()) for p in found.parameters]
+        if grads.names is None:
+            return [()] * len(grads.parameters)
+        firsts = [grads.names[i] for i in grads.positions]
+        known = [self._names.get(id(p), ()) for p in grads.parameters]
         # An identity may have been used again since: then its names do not hold the one that came now.
         return [all_of if first in all_of else (first,) for first, all_of in zip(firsts, known, strict=True)]
 

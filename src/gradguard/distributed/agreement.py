@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from gradguard.distributed.union import Union, listed
+from gradguard.distributed.reduction_group import ReductionGroup, listed
 from gradguard.errors import DistributedError
 from gradguard.torch_private import default_store, device_types_of
 
@@ -73,7 +73,7 @@ class Agreement:
 
 
 def agree(
-    union: Union, signature: Sequence[str], wishes: Sequence[bool], device: torch.device, details: Any = None
+    union: ReductionGroup, signature: Sequence[str], wishes: Sequence[bool], device: torch.device, details: Any = None
 ) -> Agreement:
     """Make sure that all processes of a stage have the same list.
 
@@ -120,7 +120,7 @@ def _digest(text: bytes) -> int:
     return int.from_bytes(hashlib.blake2b(text, digest_size=7).digest())
 
 
-def texts_of(union: Union, mine: bytes, lengths: Mapping[int, int], device: torch.device) -> list[bytes]:
+def texts_of(union: ReductionGroup, mine: bytes, lengths: Mapping[int, int], device: torch.device) -> list[bytes]:
     """Return the texts of some processes on all: one all-reduce, as long as these texts are together.
 
     Args:
@@ -142,7 +142,7 @@ def texts_of(union: Union, mine: bytes, lengths: Mapping[int, int], device: torc
     return [bytes(part.tolist()) for part in buffer.split(sizes)]
 
 
-def details_of_stages(union: Union, agreement: Agreement, device: torch.device) -> list[Any]:
+def details_of_stages(union: ReductionGroup, agreement: Agreement, device: torch.device) -> list[Any]:
     """Return the details of every stage, in the order of their first ranks: those of one process of each are sent."""
     if len(agreement.senders) == 1:
         return [json.loads(agreement.text)[1]]
@@ -150,7 +150,7 @@ def details_of_stages(union: Union, agreement: Agreement, device: torch.device) 
     return [json.loads(text)[1] for text in texts_of(union, agreement.text, lengths, device)]
 
 
-def largest_of(union: Union, numbers: Sequence[int], device: torch.device) -> list[int]:
+def largest_of(union: ReductionGroup, numbers: Sequence[int], device: torch.device) -> list[int]:
     """Return the largest of each of ``numbers`` over all processes of the union."""
     found = torch.tensor(list(numbers), dtype=torch.int64, device=device)
     if dist.get_world_size(union.group) > 1:
@@ -158,7 +158,7 @@ def largest_of(union: Union, numbers: Sequence[int], device: torch.device) -> li
     return found.tolist()
 
 
-def gather_objects(union: Union, value: Any) -> list[Any]:
+def gather_objects(union: ReductionGroup, value: Any) -> list[Any]:
     """Return the ``value`` of every process of the union, by its rank there."""
     found: list[Any] = [None] * dist.get_world_size(union.group)
     if len(found) == 1:
@@ -168,7 +168,12 @@ def gather_objects(union: Union, value: Any) -> list[Any]:
 
 
 def together(
-    collective: Callable[..., Any], union: Union, signature: Sequence[str], *, known: bool = False, on_host: bool = True
+    collective: Callable[..., Any],
+    union: ReductionGroup,
+    signature: Sequence[str],
+    *,
+    known: bool = False,
+    on_host: bool = True,
 ) -> None:
     """Run a collective; if it fails, say which processes did not come or came with something else.
 
@@ -198,7 +203,7 @@ def together(
 
 
 def _difference_while_waiting(
-    work: Any, union: Union, signature: Sequence[str], known: bool, number: int
+    work: Any, union: ReductionGroup, signature: Sequence[str], known: bool, number: int
 ) -> str | None:
     """Wait for ``work``; where it takes long and another process waits with another list, say so instead."""
     store, seconds = None, _SLOW
@@ -220,7 +225,7 @@ def _difference_while_waiting(
         seconds = min(2 * seconds, _LONGEST_BETWEEN)
 
 
-def _difference(union: Union, text: bytes, lengths: Mapping[int, int], device: torch.device) -> str:
+def _difference(union: ReductionGroup, text: bytes, lengths: Mapping[int, int], device: torch.device) -> str:
     other, first = lengths
     theirs, expected = (json.loads(t)[0] for t in texts_of(union, text, lengths, device))
     ranks = dist.get_process_group_ranks(union.group)
@@ -245,7 +250,7 @@ def _first_difference(one: Sequence[str], other: Sequence[str]) -> str:
     return f"{len(one)} parameters instead of {len(other)}: {more} {longer[at]}"
 
 
-def _who_is_missing(union: Union, signature: Sequence[str], error: RuntimeError) -> str:
+def _who_is_missing(union: ReductionGroup, signature: Sequence[str], error: RuntimeError) -> str:
     """Ask the others, through the store that they met in, what they were about to do."""
     cause = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
     general = (
@@ -266,7 +271,7 @@ def _who_is_missing(union: Union, signature: Sequence[str], error: RuntimeError)
     return general
 
 
-def _survey(store: Any, union: Union, signature: Sequence[str]) -> Mapping[str, Any]:
+def _survey(store: Any, union: ReductionGroup, signature: Sequence[str]) -> Mapping[str, Any]:
     """Who has failed as well, and with which lists: the first to come waits for the others and tells them."""
     # Thousands share one store: each process writes and reads a few numbers, however many there are.
     if store.check(["found"]):  # it comes much later than the others, who have gone
@@ -303,7 +308,7 @@ def _missing(store: Any, ranks: Sequence[int]) -> list[int]:
     return [rank for i, rank in enumerate(ranks) if not words[i // _IN_A_WORD] >> i % _IN_A_WORD & 1]
 
 
-def tell_list(store: Any, union: Union, signature: Sequence[str], known: bool = False) -> None:
+def tell_list(store: Any, union: ReductionGroup, signature: Sequence[str], known: bool = False) -> None:
     """Write into ``store`` what this process is about to clip, unless one of its stage has written the same."""
     if not signature:
         return

@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from gradguard.distributed.placements import is_sharded, placement_of
-from gradguard.distributed.union import union_of
+from gradguard.distributed.reduction_group import reduction_group_of
 from gradguard.errors import UnsupportedGradientError
 from gradguard.torch_private import meshes_of_fsdp2, parameter_slots
 
@@ -45,7 +45,7 @@ def group_of_fully_sharded(model: nn.Module) -> Any:
     mesh = next(iter(meshes))
     if mesh.ndim == 1:
         return mesh.get_group()
-    union = union_of([placement_of(named[0][1])], None)
+    union = reduction_group_of([placement_of(named[0][1])], None)
     assert union is not None
     return union.group
 

@@ -30,17 +30,17 @@ from gradguard.distributed.placements import (
     placements_of,
 )
 from gradguard.distributed.reduction import Reducer
+from gradguard.distributed.reduction_group import (
+    ReductionGroup,
+    StageGroup,
+    is_alive,
+    reduction_group_of,
+    refuse_unnamed_stages,
+    several_processes,
+)
 from gradguard.distributed.replicas import balances, balances_of_moved
 from gradguard.distributed.settings import Settings
 from gradguard.distributed.stages import Shared, StageLists, check_shared, details_of
-from gradguard.distributed.union import (
-    StageGroup,
-    Union,
-    is_alive,
-    refuse_unnamed_stages,
-    several_processes,
-    union_of,
-)
 from gradguard.distributed.wrappers import FLAT, check_wrappers, refuse_flat_gradients
 from gradguard.tensors.layout import meeting_device, move
 from gradguard.tensors.norms import norm_of_norms, tensor_norms
@@ -55,7 +55,7 @@ _plans: dict[tuple, "Plan"] = {}
 _plans_of_one: dict[tuple, "Plan"] = {}
 """Those of lists of one parameter, of which there are many where optimizers step inside the backward."""
 _reducers: dict[tuple, Reducer] = {}
-_unions: dict[tuple, Union] = {}
+_unions: dict[tuple, ReductionGroup] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,13 +66,13 @@ class Held:
         parameters: The parameters; empty tensors where they belong to another pipeline stage.
         gradients: This process' part of each gradient, in the memory of the gradient; empty where there is none.
         names: What each is called, where the list has names.
-        part: How the norms of the gradients add up.
+        reduction: How the norms of the gradients add up.
     """
 
     parameters: Sequence[Tensor]
     gradients: Sequence[Tensor]
     names: Sequence[str] | None
-    part: "Part"
+    reduction: "NormReduction"
 
 
 class Plan:
@@ -88,7 +88,7 @@ class Plan:
 
     def __init__(
         self,
-        union: Union,
+        union: ReductionGroup,
         tensors: Sequence[Tensor],
         placements: Sequence[Placement],
         names: Sequence[str] | None,
@@ -184,7 +184,7 @@ class Plan:
             now = specs_of(gradients)
             self._specs = [known if spec is None else spec for spec, known in zip(now, self._specs, strict=True)]
         shares, balance = self._of_present(gradients)
-        part = Part(self.reducer, self.weights, shares, balance, self._classes)
+        part = NormReduction(self.reducer, self.weights, shares, balance, self._classes)
         if self._alike:
             parts = _parts(gradients, self._fillers)
             return Held(tensors, parts, names, part)
@@ -236,7 +236,7 @@ class Plan:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Part:
+class NormReduction:
     """The norms of some gradients, ready to be added up over processes.
 
     Attributes:
@@ -285,10 +285,10 @@ class Part:
         shares = classes.shares(self.shares)
         return self.reducer.reduce(measured, classes.weights, shares, self.balance, self.settings)
 
-    def of(self, positions: Sequence[int]) -> "Part":
+    def of(self, positions: Sequence[int]) -> "NormReduction":
         """Return the same for some of the gradients; every process must take the same ones."""
         at = move(torch.tensor(list(positions), dtype=torch.int64, device="cpu"), self.weights.device)
-        return Part(self.reducer, self.weights[at], self.shares[at], self.balance, settings=self.settings)
+        return NormReduction(self.reducer, self.weights[at], self.shares[at], self.balance, settings=self.settings)
 
 
 def plan_for(
@@ -334,7 +334,7 @@ def plan_for(
         placements = placements_of(tensors)
         if flat:
             placements = [flat.get(id(t), p) for t, p in zip(tensors, placements, strict=True)]
-        union = union_of(placements, stages)
+        union = reduction_group_of(placements, stages)
         if union is None:
             return None
         if not measures_stage:
@@ -373,7 +373,7 @@ def _forget(key: tuple, plan: weakref.ref, _: object) -> None:
             del plans[key]
 
 
-def plan_for_gradients(gradients: Sequence[Tensor | None]) -> tuple[list[Tensor], Part] | None:
+def plan_for_gradients(gradients: Sequence[Tensor | None]) -> tuple[list[Tensor], NormReduction] | None:
     """Return what this process holds of ``gradients``, and how their norms add up; None if no other has to do with it.
 
     Which of them are None may differ from process to process, so that nothing but their number is agreed on.
@@ -401,7 +401,7 @@ def plan_for_gradients(gradients: Sequence[Tensor | None]) -> tuple[list[Tensor]
         _keep(_reducers, key, reducer)
     weights = [1.0 if p is None else 1 / _holders(p, union) for p in placements]
     shares = [0.0 if p is None else w if p.is_whole and w < 1 else -w for p, w in zip(placements, weights, strict=True)]
-    part = Part(
+    part = NormReduction(
         reducer,
         torch.tensor(weights, dtype=torch.float64, device=reducer.device),
         torch.tensor(shares, dtype=torch.float64, device=reducer.device),
@@ -410,11 +410,11 @@ def plan_for_gradients(gradients: Sequence[Tensor | None]) -> tuple[list[Tensor]
     return [torch.empty(0) if g is None else local_part(added_up(g)) for g in gradients], part
 
 
-def _union_of_kinds(placements: frozenset[Placement]) -> Union | None:
+def _union_of_kinds(placements: frozenset[Placement]) -> ReductionGroup | None:
     """The union of gradients laid out in these ways, whose process groups live."""
     union = _kept(_unions, (placements,))
     if union is None or not is_alive(union.group):
-        union = union_of(placements, None)
+        union = reduction_group_of(placements, None)
         if union is not None:
             _keep(_unions, (placements,), union)
     return union
@@ -478,7 +478,7 @@ def _signature(tensors: Sequence[Tensor], placements: Sequence[Placement], names
     return found if names is None else [f"`{name}` {is_}" for name, is_ in zip(names, found, strict=True)]
 
 
-def _holders(placement: Placement, union: Union) -> int:
+def _holders(placement: Placement, union: ReductionGroup) -> int:
     """How many processes of this stage hold the same part."""
     if not placement.ranks:
         return len(union.stage)

@@ -19,8 +19,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gradguard.distributed.agreement import Agreement, agree, device_of, together
+from gradguard.distributed.reduction_group import ReductionGroup, check_alive
 from gradguard.distributed.settings import Settings, difference, digest
-from gradguard.distributed.union import Union, check_alive
 from gradguard.errors import DistributedError
 from gradguard.tensors.layout import are_readable, move
 
@@ -104,7 +104,7 @@ class Reducer:
 
     def __init__(
         self,
-        union: Union,
+        union: ReductionGroup,
         signature: Sequence[str],
         wide: bool,
         device: torch.device,

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from gradguard.distributed.placements import Placement
-from gradguard.distributed.union import Union
+from gradguard.distributed.reduction_group import ReductionGroup
 from gradguard.torch_private import root_mesh_of
 
 
-def balances(placements: Sequence[Placement | None], union: Union, me: int) -> Tensor:
+def balances(placements: Sequence[Placement | None], union: ReductionGroup, me: int) -> Tensor:
     """Return what this process adds for each gradient that it has: ``[len]``, float64, whole numbers.
 
     Args:
@@ -40,7 +40,7 @@ def balances(placements: Sequence[Placement | None], union: Union, me: int) -> T
     return found
 
 
-def balances_of_moved(moved: Mapping[int, Sequence[Any]], union: Union, me: int) -> dict[int, float]:
+def balances_of_moved(moved: Mapping[int, Sequence[Any]], union: ReductionGroup, me: int) -> dict[int, float]:
     """Return the same for gradients that are laid out unlike their parameters, where a part goes to other processes.
 
     All processes must have them, or none, because a part that one lacks cannot be told from zeros. Sums are an
@@ -60,7 +60,7 @@ def balances_of_moved(moved: Mapping[int, Sequence[Any]], union: Union, me: int)
     }
 
 
-def _own_part(placement: Placement, union: Union, me: int) -> tuple[int, int, int]:
+def _own_part(placement: Placement, union: ReductionGroup, me: int) -> tuple[int, int, int]:
     """Which part this process holds, as which of its holders, and how many there are."""
     if placement.mesh is None:  # a part of FSDP1's flat parameter, which some processes hold nothing of
         return 0, 0, 1
@@ -77,7 +77,7 @@ def _own_part(placement: Placement, union: Union, me: int) -> tuple[int, int, in
     return part, holder, placement.replicas * slice_count
 
 
-def _slices(placement: Placement, union: Union) -> tuple[int, int] | None:
+def _slices(placement: Placement, union: ReductionGroup) -> tuple[int, int] | None:
     """Which slice of the root mesh the tensor's mesh is, of how many that this stage has; None if that is no slice."""
     if placement.ranks == union.stage:
         return 0, 1

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gradguard.distributed.agreement import gather_objects
-from gradguard.distributed.union import Union, listed
+from gradguard.distributed.reduction_group import ReductionGroup, listed
 from gradguard.tensors.layout import move
 
 Setting = float | str | Tensor | None
@@ -58,7 +58,7 @@ def _digest_of_words(words: str, device: torch.device) -> Tensor:
     return torch.tensor([number, number * number], dtype=torch.float64, device=device)
 
 
-def difference(union: Union, settings: Settings) -> str:
+def difference(union: ReductionGroup, settings: Settings) -> str:
     """Return which processes clip in another way than most, in words; all of them ask together."""
     said = [str(s) for s in gather_objects(union, _in_words(settings))]
     usual = Counter(said).most_common(1)[0][0]

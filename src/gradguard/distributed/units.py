@@ -20,7 +20,7 @@ from torch import Tensor
 from gradguard.distributed.agreement import largest_of
 from gradguard.distributed.classes import Classes
 from gradguard.distributed.placements import is_sharded, local_part
-from gradguard.distributed.plan import Part
+from gradguard.distributed.plan import NormReduction
 from gradguard.distributed.reduction import Reducer
 from gradguard.errors import UnsupportedGradientError
 from gradguard.tensors.layout import move
@@ -153,7 +153,7 @@ class UnitPlan:
         self._weights = self._each(weights)
         self._places: dict[tuple[int, torch.device], Tensor] = {}
 
-    def weights_and_shares(self, part: Part, classes: Classes | None) -> tuple[Tensor, Tensor]:
+    def weights_and_shares(self, part: NormReduction, classes: Classes | None) -> tuple[Tensor, Tensor]:
         """Return those of the whole vector, which `Reducer.reduce` wants."""
         one, none = part.weights.new_ones(1), part.weights.new_zeros(1 + self.offsets[-1])
         own, shares = part.weights, part.shares
@@ -198,7 +198,7 @@ _plans: WeakKeyDictionary[Reducer, dict[tuple, UnitPlan]] = WeakKeyDictionary()
 
 
 def unit_plan_for(
-    part: Part,
+    reduction: NormReduction,
     tensors: Sequence[Tensor],
     layouts: Mapping[int, UnitLayout],
     kept: Sequence[int],
@@ -207,7 +207,7 @@ def unit_plan_for(
     """Return the plan for the units of ``tensors``, made once; with pipeline stages that is a collective.
 
     Args:
-        part: How the norms of ``tensors`` add up.
+        reduction: How the norms of ``tensors`` add up.
         tensors: The parameters.
         layouts: By identity, the units of parameters that are not what the shape tells.
         kept: The positions of those whose units are asked for.
@@ -215,14 +215,16 @@ def unit_plan_for(
     """
     ids = tuple(map(id, tensors))  # a plan, and its reducer, end with the first of its parameters
     others = tuple((i, layouts[key]) for i, key in enumerate(ids) if key in layouts)
-    known, key = _plans.setdefault(part.reducer, {}), (ids, others, tuple(kept))
+    known, key = _plans.setdefault(reduction.reducer, {}), (ids, others, tuple(kept))
     if key not in known:
         chosen = set(kept)
         units = [
             units_held(p, layouts.get(id(p)) or layout_of(p), name(i)) if i in chosen else ONE_UNIT
             for i, p in enumerate(tensors)
         ]
-        known[key] = UnitPlan(units, _slots_of_all(part.reducer, [unit.slots for unit in units]), part.weights)
+        known[key] = UnitPlan(
+            units, _slots_of_all(reduction.reducer, [unit.slots for unit in units]), reduction.weights
+        )
     return known[key]
 
 

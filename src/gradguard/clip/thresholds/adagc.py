@@ -115,29 +115,29 @@ class AdaGC(StatefulClipper):
         return math.isinf(self.absolute)
 
     @torch.no_grad()
-    def decide(self, found: Gradients, scale: float | Tensor = 1.0) -> Decision:
+    def decide(self, grads: Gradients, scale: float | Tensor = 1.0) -> Decision:
         """Measure the gradients, decide, and let the state follow; write to no gradient."""
-        if found.part is not None:
-            refuse_flat_parameters(found.parameters, "AdaGC")
-        found = measured(found)
-        norms = norms_of(found, scale)
+        if grads.reduction is not None:
+            refuse_flat_parameters(grads.parameters, "AdaGC")
+        grads = measured(grads)
+        norms = norms_of(grads, scale)
         norm = total_of(norms)
-        if not found.gradients:
+        if not grads.gradients:
             one = torch.ones_like(norm)
-            return Decision(found, describe(found, norms, one, one < 1), one)
+            return Decision(grads, describe(grads, norms, one, one < 1), one)
         self._follow(norm.device)
-        places = self._places_of(found.plain_names())
-        factors = self._follow_norms(places, norms, norm, found.there)
+        places = self._places_of(grads.plain_names())
+        factors = self._follow_norms(places, norms, norm, grads.there)
         clipped = (factors < 1).any()
         # Where nothing is clipped, 0/0 is 1; where the norm is NaN, it spreads.
         after = torch.where(clipped | norm.isnan(), total_of(factors * norms) / norm, 1.0)
         averages = self.state["averages"][places]
-        if found.there is not None:  # one that no process has a gradient of is as good as not listed
-            averages = torch.where(move(found.there, averages.device), averages, 0.0)
+        if grads.there is not None:  # one that no process has a gradient of is as good as not listed
+            averages = torch.where(move(grads.there, averages.device), averages, 0.0)
         locked_in = self.lock_in.follow(clipped, total_of(averages), norm.isfinite())
         self._count(clipped, ~norm.isfinite())
-        result = describe(found, norms, after, clipped, locked_in=locked_in)
-        return Decision(found, result, None, lambda: _scale_each(found.gradients, factors))
+        result = describe(grads, norms, after, clipped, locked_in=locked_in)
+        return Decision(grads, result, None, lambda: _scale_each(grads.gradients, factors))
 
     def state_dict(self) -> dict[str, Any]:
         """Return a copy of the state, with the names of the tensors."""

@@ -94,10 +94,10 @@ class StatefulClipper(Clipper):
             InvalidValueError: If it comes from another rule, or from one with other windows.
         """
         shapes = {name: tuple(tensor.shape) for name, tensor in self.state.items()}
-        came = {name: tuple(value.shape) for name, value in state_dict.items() if isinstance(value, Tensor)}
-        if shapes != came or "lock_in" not in state_dict:
+        given = {name: tuple(value.shape) for name, value in state_dict.items() if isinstance(value, Tensor)}
+        if shapes != given or "lock_in" not in state_dict:
             raise InvalidValueError(
-                f"the state is not of this {type(self).__name__}: expected tensors of shapes {shapes}, came {came}. "
+                f"the state is not of this {type(self).__name__}: expected tensors of shapes {shapes}, came {given}. "
                 "Construct the clipper with the arguments it had when the state was saved."
             )
         self.lock_in.load_state_dict(state_dict["lock_in"])
@@ -186,13 +186,13 @@ class ThresholdClipper(StatefulClipper):
         return coefficient_of(TENSORS, norm, threshold)
 
     @torch.no_grad()
-    def decide(self, found: Gradients, scale: float | Tensor = 1.0) -> Decision:
+    def decide(self, grads: Gradients, scale: float | Tensor = 1.0) -> Decision:
         """Measure the gradients, choose, and let the state follow; write to no gradient."""
-        norms = global_norm(found, scale, self.norm_type)
+        norms = global_norm(grads, scale, self.norm_type)
         norm = norms.value
-        if not found.gradients:
+        if not grads.gradients:
             one = torch.ones_like(norm)
-            return Decision(found, describe(found, norms, one, one < 1, order=self.norm_type), one)
+            return Decision(grads, describe(grads, norms, one, one < 1, order=self.norm_type), one)
         self._follow(norm.device)
         finite = norm.isfinite()
         enters = torch.ones_like(finite) if self.strict_paper else finite & (norm > 0)
@@ -202,7 +202,7 @@ class ThresholdClipper(StatefulClipper):
         locked_in = self.lock_in.follow(clipped, threshold, finite)
         self._count(clipped, ~finite)
         found_out = {"order": self.norm_type, "threshold": threshold, "locked_in": locked_in}
-        return Decision(found, describe(found, norms, coefficient, clipped, **found_out), coefficient)
+        return Decision(grads, describe(grads, norms, coefficient, clipped, **found_out), coefficient)
 
 
 def scalar(value: float) -> Tensor:
@@ -228,14 +228,14 @@ def whole(name: str, value: int) -> int:
     return value
 
 
-def check(condition: bool, expected: str, came: Callable[[], str]) -> None:
+def check(condition: bool, expected: str, given: Callable[[], str]) -> None:
     """Raise unless ``condition`` holds.
 
     Raises:
         InvalidValueError: Saying what was expected and what came.
     """
     if not condition:
-        raise InvalidValueError(f"{came()}: expected {expected}.")
+        raise InvalidValueError(f"{given()}: expected {expected}.")
 
 
 # Norms of earlier steps in a tensor of fixed length, read and written without the host: unfilled places hold inf.

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from gradguard.distributed.placements import any_sharded
-from gradguard.distributed.plan import Part, Plan, plan_for
-from gradguard.distributed.union import several_processes
+from gradguard.distributed.plan import NormReduction, Plan, plan_for
+from gradguard.distributed.reduction_group import several_processes
 from gradguard.distributed.wrappers import flat_placements
 from gradguard.errors import DistributedError, UnsupportedGradientError
 from gradguard.monitoring.observe.measure import Norms
@@ -126,14 +126,16 @@ class SharedNorms:
         return Shared(norms.tolist(), lost.item()) if are_readable(norms, lost) else Shared(norms, lost)
 
     @torch.no_grad()
-    def _own_part(self, plan: Plan, tensors: Sequence[Tensor]) -> tuple[tuple[Part, Tensor] | None, Exception | None]:
+    def _own_part(
+        self, plan: Plan, tensors: Sequence[Tensor]
+    ) -> tuple[tuple[NormReduction, Tensor] | None, Exception | None]:
         """What this process has to add: None, and the problem the first time, where it cannot be told."""
         if self._failed:
             return None, None
         gradients = [tensor.grad for tensor in tensors]
         try:
             held = plan.hold(tensors, None)
-            return (held.part, tensor_norms(held.gradients)), None
+            return (held.reduction, tensor_norms(held.gradients)), None
         except DistributedError:
             raise
         except Exception as error:
@@ -145,10 +147,10 @@ class SharedNorms:
                     tensor.grad = gradient
 
     @torch.no_grad()
-    def _added_up(self, plan: Plan, own: tuple[Part, Tensor] | None) -> tuple[Tensor, Tensor]:
+    def _added_up(self, plan: Plan, own: tuple[NormReduction, Tensor] | None) -> tuple[Tensor, Tensor]:
         if own is None:
             nothing = torch.zeros_like(plan.weights)
-            own = Part(plan.reducer, plan.weights, nothing, plan.balance_of_all), nothing
+            own = NormReduction(plan.reducer, plan.weights, nothing, plan.balance_of_all), nothing
         part, norms = own
         marks = torch.full_like(norms, float(self._failed))
         found, lost = part.add_up((norms, 2.0), (marks, 1.0))

@@ -14,7 +14,7 @@ from gradguard.torch_private import process_groups, root_mesh_of
 
 
 @dataclass(frozen=True, slots=True)
-class Union:
+class ReductionGroup:
     """Who takes part in a reduction.
 
     Attributes:
@@ -104,7 +104,7 @@ def check_alive(group: Any) -> None:
         raise InvalidValueError(f"process_group does not contain this process (rank {dist.get_rank()}).")
 
 
-def union_of(placements: Iterable[Placement], stages: StageGroup | None) -> Union | None:
+def reduction_group_of(placements: Iterable[Placement], stages: StageGroup | None) -> ReductionGroup | None:
     """Return who must take part so that gradients placed like this add up; None if nobody else must.
 
     Args:
@@ -125,15 +125,15 @@ def union_of(placements: Iterable[Placement], stages: StageGroup | None) -> Unio
     parts = {p.ranks for p in spread}
     stage = _spanned([me, *parts], meshes.values())
     if stages is None:
-        return Union(_group_of(stage), stage)
+        return ReductionGroup(_group_of(stage), stage)
     along = frozenset(dist.get_process_group_ranks(stages.group))
     for p in spread:
         _refuse_spread_over_stages(p, along)
     if stages.root is not None:  # then a stage without shards knows as well where those of others lie
         everybody, own = _of_root(stages.root, along)
         if stage <= own and any(ranks == everybody for ranks in _known_groups().values()):
-            return Union(_group_of(everybody), own, stages)
-    return Union(_group_of(_spanned([stage, along], meshes.values())), stage, stages)
+            return ReductionGroup(_group_of(everybody), own, stages)
+    return ReductionGroup(_group_of(_spanned([stage, along], meshes.values())), stage, stages)
 
 
 def _refuse_spread_over_stages(placement: Placement, along: frozenset[int]) -> None:
@@ -150,7 +150,7 @@ _PIPELINE = {"pp", "pipe", "pipeline", "stage", "stages"}
 """What pipeline stages are called as a dimension of a device mesh."""
 
 
-def refuse_unnamed_stages(placements: Iterable[Placement], union: Union) -> None:
+def refuse_unnamed_stages(placements: Iterable[Placement], union: ReductionGroup) -> None:
     """Raise if the meshes of some gradients are slices of one that has pipeline stages, which no argument names.
 
     Along any other dimension that they do not lie on, as along ``dp`` beside tensor parallelism, they are replicated.
