@@ -2,8 +2,8 @@
 
 python benchmarks/gradient_check.py [--slow] [--only LSTM]
 
-One thread, float64, processor time. PyTorch's slow mode on the convolution and the MLPs takes 15 to 35 seconds each, and 9 GB on the
-convolution: it runs there with --slow only.
+One thread, float64, processor time. PyTorch's slow mode on the convolution and the MLPs takes 15 to 35 seconds each,
+and 9 GB on the convolution: it runs there with --slow only.
 """
 
 import argparse
