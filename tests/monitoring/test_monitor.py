@@ -1,3 +1,4 @@
+import gc
 import json
 import math
 import multiprocessing
@@ -427,6 +428,21 @@ def test_a_guard_that_goes_after_a_skipped_step_leaves_nothing_behind():
     assert [step.get("skipped") for step in steps_of(lines)] == [True, None]
     assert steps_of(lines)[1]["norm"] == pytest.approx(norms[0], rel=1e-4)
     assert "rule" not in steps_of(lines)[1]
+
+
+def test_what_it_saw_is_written_where_the_optimizer_goes_and_nobody_has_closed_it():
+    lines = []
+
+    def training():
+        model = a_model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        Monitor(optimizer, sink=lines.append, model=model)
+        train(model, optimizer, 3)
+
+    training()
+    gc.collect()
+    assert len(steps_of(lines)) == 3
+    assert (lines[-1]["t"], lines[-1]["steps"]) == ("end", 3)
 
 
 def test_it_stops_when_closed_and_closing_again_does_nothing():

@@ -379,12 +379,12 @@ def wrapped_again(monkeypatch):
 @pytest.mark.parametrize("keep", [kept_by_a_module, kept_by_a_variable, wrapped_again])
 def test_a_clip_that_the_script_got_hold_of_while_watched_is_seen_by_the_next_watch(keep, tmp_path, monkeypatch):
     training, before = Training(), torch.nn.utils.clip_grad_norm_
-    clip = None
+    clip, after = None, before
     for name in ("first.jsonl", "second.jsonl"):
         seen = watch(tmp_path / name)
         if clip is None:
             clip = keep(monkeypatch)
-            after = torch.nn.utils.clip_grad_norm_ if keep is wrapped_again else before
+            after = torch.nn.utils.clip_grad_norm_ if keep is wrapped_again else after
         training.optimizer.zero_grad()
         training.model(torch.ones(3, 4)).square().sum().backward()
         norm = clip(training.model.parameters(), 1e-3)

@@ -74,7 +74,7 @@ class Monitor(Recorder):
     sharded gradients (DTensor,       measured by all processes together at each step: make the monitor on every one
     FSDP1)                            of them; without max, weights, updates and histogram
     the program ends without          what is there is written at exit; a program that is killed keeps what was
-    ``close()``                       flushed
+    ``close()``                       flushed. The same where the optimizer goes before the program does
     ================================  ==========================================================================
 
     Args:
@@ -223,6 +223,11 @@ class Monitor(Recorder):
         if os.getpid() == self._process:
             atexit.unregister(self._at_exit)
         self._end(exit_code, interrupted)
+
+    def __del__(self) -> None:
+        """Write what is left: the optimizer that kept it alive is gone."""
+        with suppress(Exception):  # of one that was never complete, too
+            self.close()
 
     def __enter__(self) -> Self:
         """Return the monitor, which records already."""
