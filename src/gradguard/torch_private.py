@@ -242,10 +242,10 @@ def gradients_of(
     That function imports the compiler's symbolic shapes, half a second, to compare the shapes of ``grad_outputs``.
     """
     engine: Any = getattr(torch.autograd.Variable, "_execution_engine", None)
-    is_usual = engine is not None and all(type(one) is Tensor for one in (*outputs, *inputs))
+    is_usual = all(type(one) is Tensor for one in (*outputs, *inputs))
     for one, v in zip(outputs, grad_outputs, strict=True):
         is_usual = is_usual and one.shape == v.shape and one.is_complex() == v.is_complex()
-    if not is_usual:
+    if engine is None or not is_usual:
         return torch.autograd.grad(outputs, inputs, grad_outputs, retain_graph=keep, allow_unused=True)
     return engine.run_backward(
         tuple(outputs), tuple(grad_outputs), keep, False, tuple(inputs), True, accumulate_grad=False
