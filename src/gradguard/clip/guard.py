@@ -3,7 +3,6 @@
 import threading
 from collections import Counter
 from collections.abc import Sequence
-from importlib import import_module
 from types import TracebackType
 from typing import Any, NoReturn, Self, cast
 from weakref import WeakKeyDictionary, ref
@@ -465,11 +464,13 @@ class Guard:
 
 
 def _refuse_wrapper(optimizer: object) -> None:
-    # By name, because an import would go up: only integrations know trainers. It loads none.
-    trainers = import_module("gradguard.integrations.wrapped_optimizers")
-    trainers.refuse_owned(optimizer)
+    from gradguard.integrations import (
+        wrapped_optimizers,
+    )  # the one import that goes up: only integrations know trainers
+
+    wrapped_optimizers.refuse_owned(optimizer)
     if isinstance(getattr(optimizer, "optimizer", None), Optimizer):  # it may look like a plain one
-        call = trainers.what_serves(optimizer)
+        call = wrapped_optimizers.what_serves(optimizer)
         advice = "" if call is None else f". {call}"
         kind = type(optimizer).__name__
         raise InvalidTypeError(f"optimizer is {kind}, which wraps another: pass wrapper.optimizer{advice}.")
