@@ -165,7 +165,7 @@ def eager_rows(net: nn.Module, pairs: int) -> dict[str, Comparison]:
         "with statistics": lambda loss: gg.error_clip(loss, rule, stats=stats),
         "prune=False": lambda loss: gg.error_clip(loss, rule, prune=False),
         "norm": lambda loss: gg.error_clip(loss, gg.ErrorClipByNorm(threshold)),
-        "non-finite watch": lambda loss: gg.error_clip(loss, gg.ErrorClipNonfinite("raise")),
+        "non-finite watch": lambda loss: gg.error_clip(loss, gg.rules.ErrorClipNonfinite("raise")),
     }
     plain = lambda: sample(net, net.loss, nullcontext)  # noqa: E731
     return {

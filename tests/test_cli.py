@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 
-import gradguard as gg
 from gradguard.cli import main
+from gradguard.errors import UnsupportedGradientError
 from gradguard.monitoring.record.file import Record, read_record
 from gradguard.monitoring.show import report
 
@@ -346,7 +346,7 @@ def test_a_failure_of_the_observer_never_reaches_the_script(run, monkeypatch):
 
 def test_a_clip_that_cannot_be_made_stops_the_run(run, monkeypatch, capfd):
     def refuse(*arguments, **options):
-        raise gg.UnsupportedGradientError("sharded gradients (DTensor) are not supported yet")
+        raise UnsupportedGradientError("sharded gradients (DTensor) are not supported yet")
 
     monkeypatch.setattr("gradguard.clip.functional.gradients_of", refuse)
     code, _ = run(script(), "--clip", "norm=1")

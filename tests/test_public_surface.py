@@ -6,25 +6,42 @@ from pathlib import Path
 import pytest
 
 import gradguard as gg
+from gradguard import errors, rules, types
+from gradguard.errors import GradguardError
 
-FUNCTIONS = [name for name in gg.__all__ if inspect.isfunction(getattr(gg, name))]
-ERRORS = [n for n in gg.__all__ if inspect.isclass(getattr(gg, n)) and issubclass(getattr(gg, n), Exception)]
+MODULES = {"gradguard": gg, "types": types, "rules": rules, "errors": errors}
+ERRORS = [name for name, value in vars(errors).items() if inspect.isclass(value) and value is not GradguardError]
+NAMES = [
+    *((gg, name) for name in gg.__all__),
+    *((module, name) for module in (types, rules) for name in module.__all__),
+    *((errors, name) for name in errors.__all__),
+]
+FUNCTIONS = [(module, name) for module, name in NAMES if inspect.isfunction(getattr(module, name))]
 
 
-def test_the_list_is_sorted_and_complete():
+def named(values):
+    return [f"{module.__name__}.{name}" for module, name in values]
+
+
+def test_the_list_is_sorted_and_complete_and_short():
     assert sorted(gg.__all__) == gg.__all__
     public = {n for n, v in vars(gg).items() if not n.startswith("_") and not inspect.ismodule(v)}
     assert public - {"TYPE_CHECKING"} == {n for n in gg.__all__ if not inspect.ismodule(getattr(gg, n))}
+    assert len(gg.__all__) <= 45
 
 
-@pytest.mark.parametrize("name", gg.__all__)
-def test_every_name_has_a_docstring(name):
-    assert inspect.getdoc(getattr(gg, name))
+def test_no_name_is_public_twice():
+    assert len({name for _, name in NAMES}) == len(NAMES)
 
 
-@pytest.mark.parametrize("name", [*FUNCTIONS, "ClipResult"])
-def test_every_function_has_an_example_and_types(name):
-    thing = getattr(gg, name)
+@pytest.mark.parametrize(("module", "name"), NAMES, ids=named(NAMES))
+def test_every_name_has_a_docstring(module, name):
+    assert inspect.getdoc(getattr(module, name))
+
+
+@pytest.mark.parametrize(("module", "name"), [*FUNCTIONS, (types, "ClipResult")])
+def test_every_function_has_an_example_and_types(module, name):
+    thing = getattr(module, name)
     assert ">>>" in inspect.getdoc(thing)
     if inspect.isfunction(thing):
         signature = inspect.signature(thing)
@@ -34,10 +51,11 @@ def test_every_function_has_an_example_and_types(name):
 
 @pytest.mark.parametrize("name", ERRORS)
 def test_every_error_is_a_gradguard_error(name):
-    assert issubclass(getattr(gg, name), gg.GradguardError)
+    assert issubclass(getattr(errors, name), GradguardError)
 
 
-@pytest.mark.parametrize("name", gg.__all__)
-def test_every_name_stands_in_the_docs(name):
+@pytest.mark.parametrize(("module", "name"), NAMES, ids=named(NAMES))
+def test_every_name_stands_in_the_docs(module, name):
     text = Path(__file__).parents[1].joinpath("docs/api.md").read_text(encoding="utf-8")
-    assert f"`{name}" in text
+    prefix = "" if module is gg else module.__name__.removeprefix("gradguard.") + "."
+    assert f"`{prefix}{name}" in text

@@ -4,6 +4,19 @@ An error message says what was expected, what came, and what to type instead. Ea
 exception that a PyTorch user would expect to catch, so ``except ValueError`` keeps working.
 """
 
+__all__ = [
+    "DistributedError",
+    "FreedGraphError",
+    "GradguardError",
+    "GradientCheckError",
+    "InvalidTypeError",
+    "InvalidValueError",
+    "MissingPackageError",
+    "NonFiniteGradientError",
+    "RecordError",
+    "UnsupportedGradientError",
+]
+
 
 class GradguardError(Exception):
     """Base class of every error that gradguard raises on purpose."""

@@ -35,9 +35,9 @@ RULES = {
     "value": gg.ErrorClipByValue(0.05),
     "value, asymmetric": gg.ErrorClipByValue(0.05, min=-0.01),
     "norm": gg.ErrorClipByNorm(0.05),
-    "sample norm": gg.ErrorClipBySampleNorm(0.02),
-    "zero above": gg.ErrorClipZeroAbove(0.15),
-    "non-finite": gg.ErrorClipNonfinite("zero"),
+    "sample norm": gg.rules.ErrorClipBySampleNorm(0.02),
+    "zero above": gg.rules.ErrorClipZeroAbove(0.15),
+    "non-finite": gg.rules.ErrorClipNonfinite("zero"),
     "custom, threshold": Damp(0.05),
     "custom, none": Softsign(),
 }

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import gradguard as gg
+from gradguard.errors import InvalidTypeError, InvalidValueError
 
 
 def _mlp():
@@ -110,7 +111,7 @@ def test_the_table():
 
 @pytest.mark.parametrize("read", [str, lambda c: c.threshold, lambda c: c.growth, lambda c: c.rule()])
 def test_nothing_recorded_is_an_error(read):
-    with pytest.raises(gg.InvalidValueError, match=r"nothing was recorded: run some backwards in `with gg.error_clip"):
+    with pytest.raises(InvalidValueError, match=r"nothing was recorded: run some backwards in `with gg.error_clip"):
         read(gg.calibrate())
 
 
@@ -129,7 +130,7 @@ def test_only_nonfinite_gradients_are_an_error(bad, read):
     calibration, h = gg.calibrate(), torch.ones(2, requires_grad=True) * 2
     with gg.error_clip([h], calibration):
         (h * bad).sum().backward()
-    with pytest.raises(gg.InvalidValueError, match="no step had finite gradients other than 0 next to the loss"):
+    with pytest.raises(InvalidValueError, match="no step had finite gradients other than 0 next to the loss"):
         read(calibration)
 
 
@@ -147,14 +148,14 @@ def test_a_nonfinite_gradient_far_from_the_loss_is_infinite_growth(bad):
     "options", [{"steps": 0}, {"steps": -1}, {"factor": 0.0}, {"factor": -1.0}, {"factor": math.nan}]
 )
 def test_steps_and_factor_must_be_above_0(options):
-    with pytest.raises(gg.InvalidValueError, match="expected numbers above 0"):
+    with pytest.raises(InvalidValueError, match="expected numbers above 0"):
         gg.calibrate(**options)
 
 
 def test_a_calibration_takes_no_statistics():
     loss = _chain([1.0, 1.0])
     with (
-        pytest.raises(gg.InvalidTypeError, match="a calibration is its own statistics: leave stats= out"),
+        pytest.raises(InvalidTypeError, match="a calibration is its own statistics: leave stats= out"),
         gg.error_clip(loss, gg.calibrate(), stats=gg.ErrorClipStats()),
     ):
         pass

@@ -24,8 +24,8 @@ def _fresh_compiler():
 THRESHOLDS = {
     "value": (gg.ErrorClipByValue, "max"),
     "norm": (gg.ErrorClipByNorm, "max_norm"),
-    "sample norm": (gg.ErrorClipBySampleNorm, "max_norm"),
-    "zero above": (gg.ErrorClipZeroAbove, "max"),
+    "sample norm": (gg.rules.ErrorClipBySampleNorm, "max_norm"),
+    "zero above": (gg.rules.ErrorClipZeroAbove, "max"),
     "custom": (Damp, "bound"),
 }
 
@@ -219,7 +219,7 @@ def test_compiled_blocks_within_a_clipped_eager_model_are_clipped_like_one_eager
 def test_raising_at_what_is_not_finite_cannot_be_compiled():
     _, loss = made("mlp")
     with pytest.raises(Exception, match=r'ErrorClipNonfinite\("raise"\) cannot be compiled'):
-        compiled(loss)(gg.ErrorClipNonfinite("raise"))
+        compiled(loss)(gg.rules.ErrorClipNonfinite("raise"))
 
 
 # --- scales

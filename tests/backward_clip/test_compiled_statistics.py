@@ -7,6 +7,7 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 import gradguard as gg
+from gradguard.errors import InvalidTypeError
 
 ONE_GRAPH = pytest.mark.skipif(
     torch.__version__.startswith("2.11"), reason="its compiler cannot trace the making of a rule"
@@ -111,7 +112,7 @@ def test_compiled_for_several_sizes():
 
 def _infinite(model, stats):
     return lambda x: gg.attach_error_clip(
-        (y := model(x)).sub(y.detach()).abs().sqrt().mean(), gg.ErrorClipNonfinite("keep"), stats=stats
+        (y := model(x)).sub(y.detach()).abs().sqrt().mean(), gg.rules.ErrorClipNonfinite("keep"), stats=stats
     )
 
 
@@ -158,7 +159,7 @@ def test_counts_of_other_statistics_stay_apart():
 
 
 def test_what_is_no_statistics_is_refused():
-    with pytest.raises(gg.InvalidTypeError, match="stats is int"):
+    with pytest.raises(InvalidTypeError, match="stats is int"):
         gg.attach_error_clip(torch.ones(2, requires_grad=True).sum(), CLIP, stats=3)
 
 

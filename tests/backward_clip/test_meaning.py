@@ -9,6 +9,7 @@ from by_hand import NETWORKS, Clamp
 from torch import Tensor, nn
 
 import gradguard as gg
+from gradguard.errors import FreedGraphError, InvalidTypeError, InvalidValueError
 
 BOUNDS = {"MLP": 0.05, "conv net": 0.008, "LSTM": 0.007, "branching": 0.03}
 
@@ -249,7 +250,9 @@ def test_the_clip_is_differentiated_as_clamp_is():
     equal(torch.autograd.grad(gradient.sum(), x)[0], torch.tensor([24.0, 0.0]))
 
 
-@pytest.mark.parametrize("rule", [gg.ErrorClipByValue(0.6), gg.ErrorClipByNorm(1.0), gg.ErrorClipBySampleNorm(0.5)])
+@pytest.mark.parametrize(
+    "rule", [gg.ErrorClipByValue(0.6), gg.ErrorClipByNorm(1.0), gg.rules.ErrorClipBySampleNorm(0.5)]
+)
 def test_clipped_gradients_pass_gradcheck(rule):
     w = torch.randn(3, 4, dtype=torch.float64)
 
@@ -278,11 +281,11 @@ def _raise(grad):
 
 
 BAD_RULES = {
-    "None": (lambda g: None, gg.InvalidTypeError, "output of MulBackward0: Returns.clip returned NoneType"),
-    "number": (lambda g: 1.0, gg.InvalidTypeError, "output of MulBackward0: Returns.clip returned float"),
-    "shape": (lambda g: g[:1], gg.InvalidTypeError, r"MulBackward0: .* shape \(1, 3\).*expected .* shape \(2, 3\)"),
-    "broadcastable": (lambda g: g[:1, :1], gg.InvalidTypeError, r"MulBackward0: .* shape \(1, 1\)"),
-    "dtype": (lambda g: g.double(), gg.InvalidTypeError, "MulBackward0: .* torch.float64.*expected .* torch.float32"),
+    "None": (lambda g: None, InvalidTypeError, "output of MulBackward0: Returns.clip returned NoneType"),
+    "number": (lambda g: 1.0, InvalidTypeError, "output of MulBackward0: Returns.clip returned float"),
+    "shape": (lambda g: g[:1], InvalidTypeError, r"MulBackward0: .* shape \(1, 3\).*expected .* shape \(2, 3\)"),
+    "broadcastable": (lambda g: g[:1, :1], InvalidTypeError, r"MulBackward0: .* shape \(1, 1\)"),
+    "dtype": (lambda g: g.double(), InvalidTypeError, "MulBackward0: .* torch.float64.*expected .* torch.float32"),
     "exception": (_raise, KeyError, "of the user"),
 }
 
@@ -323,14 +326,14 @@ def test_nothing_of_a_block_stays_alive():
 
 
 NO_LOSS = {
-    "without a graph": (lambda: torch.tensor(1.0), gg.InvalidValueError, "has no graph behind it"),
-    "a leaf": (lambda: leaf(1.0), gg.InvalidValueError, "requires_grad=True. has no graph behind it"),
-    "detached": (lambda: leaf(1.0).sum().detach(), gg.InvalidValueError, "has no graph behind it"),
-    "a number": (lambda: 1.0, gg.InvalidTypeError, "target is float: expected a loss, a module, or a list"),
-    "a name": (lambda: "loss", gg.InvalidTypeError, "target is str"),
-    "an empty list": (list, gg.InvalidValueError, "target is an empty list"),
-    "a list of numbers": (lambda: [1.0], gg.InvalidTypeError, "entry 0 of the list is float"),
-    "a constant in a list": (lambda: [torch.ones(3)], gg.InvalidValueError, "tensor 0 .* does not require a gradient"),
+    "without a graph": (lambda: torch.tensor(1.0), InvalidValueError, "has no graph behind it"),
+    "a leaf": (lambda: leaf(1.0), InvalidValueError, "requires_grad=True. has no graph behind it"),
+    "detached": (lambda: leaf(1.0).sum().detach(), InvalidValueError, "has no graph behind it"),
+    "a number": (lambda: 1.0, InvalidTypeError, "target is float: expected a loss, a module, or a list"),
+    "a name": (lambda: "loss", InvalidTypeError, "target is str"),
+    "an empty list": (list, InvalidValueError, "target is an empty list"),
+    "a list of numbers": (lambda: [1.0], InvalidTypeError, "entry 0 of the list is float"),
+    "a constant in a list": (lambda: [torch.ones(3)], InvalidValueError, "tensor 0 .* does not require a gradient"),
 }
 
 
@@ -342,7 +345,7 @@ def test_a_target_without_a_graph_is_refused(make, error, words):
 
 @pytest.mark.parametrize("rule", [5.0, "5", gg.ErrorClipByValue, torch.clamp])
 def test_what_is_no_rule_is_refused(rule):
-    with pytest.raises(gg.InvalidTypeError, match=r"expected one such as gg\.ErrorClipByValue\(max=5\.0\)"):
+    with pytest.raises(InvalidTypeError, match=r"expected one such as gg\.ErrorClipByValue\(max=5\.0\)"):
         gg.error_clip(leaf(1.0).sum(), rule).__enter__()
 
 
@@ -351,7 +354,7 @@ def test_a_freed_graph_is_an_error_that_names_the_operation():
     loss = (x * 1).exp().sum()
     loss.backward()
     with (
-        pytest.raises(gg.FreedGraphError, match=r"freed by an earlier backward at ExpBackward0.*retain_graph=True"),
+        pytest.raises(FreedGraphError, match=r"freed by an earlier backward at ExpBackward0.*retain_graph=True"),
         gg.error_clip(loss, gg.ErrorClipByValue(1.0)),
     ):
         loss.backward()

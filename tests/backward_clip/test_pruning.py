@@ -305,7 +305,9 @@ def test_complex_values_are_pruned_to_the_bit_or_not_at_all(seed):
     assert_equal(*results)
 
 
-@pytest.mark.parametrize("rule", [gg.ErrorClipByNorm(0.3), gg.ErrorClipZeroAbove(0.3), gg.ErrorClipByValue(1, min=0.1)])
+@pytest.mark.parametrize(
+    "rule", [gg.ErrorClipByNorm(0.3), gg.rules.ErrorClipZeroAbove(0.3), gg.ErrorClipByValue(1, min=0.1)]
+)
 def test_only_clamps_around_zero_are_pruned(rule):
     plans.forget_plans()
     gradients([("tanh", 0, 0, 0), ("relu", 0, 0, 0), ("view", 0, 0, 0)], rule, 4, torch.float32)

@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import gradguard as gg
 from gradguard.backward_clip.scopes import active
+from gradguard.errors import FreedGraphError, InvalidTypeError, InvalidValueError
 
 TIGHT = gg.ErrorClipByValue(1e-3)
 
@@ -35,7 +36,7 @@ def test_a_loss_that_is_all_compiled_is_refused():
     compiled = torch.compile(lambda: model(x).square().sum(), backend="aot_eager")
     for factor in (None, 2.0):
         loss = compiled() if factor is None else compiled() * factor
-        with pytest.raises(gg.InvalidValueError, match="attach_error_clip"), gg.error_clip(loss, TIGHT):
+        with pytest.raises(InvalidValueError, match="attach_error_clip"), gg.error_clip(loss, TIGHT):
             loss.backward()
     loss = torch.compile(model, backend="aot_eager")(x).square().sum()
     with gg.error_clip(loss, TIGHT):  # the outputs are reached
@@ -45,19 +46,19 @@ def test_a_loss_that_is_all_compiled_is_refused():
 def test_a_module_compiled_in_place_is_refused():
     model, x = network()
     model.compile(backend="aot_eager")
-    with pytest.raises(gg.InvalidTypeError, match="attach_error_clip"), gg.error_clip(model, TIGHT):
+    with pytest.raises(InvalidTypeError, match="attach_error_clip"), gg.error_clip(model, TIGHT):
         model(x).sum().backward()
 
 
 def test_each_module_of_a_list_must_be_passed():
     model, x = network()
     with (
-        pytest.raises(gg.InvalidValueError, match="nothing differentiable passed through Linear, entry 1,"),
+        pytest.raises(InvalidValueError, match="nothing differentiable passed through Linear, entry 1,"),
         gg.error_clip([model[0], model[2]], TIGHT),
     ):
         model[0](x).sum().backward()
     with (
-        pytest.raises(gg.InvalidValueError, match="no backward passed through Linear, entry 0,"),
+        pytest.raises(InvalidValueError, match="no backward passed through Linear, entry 0,"),
         gg.error_clip([model[0], model[2]], TIGHT),
     ):
         model[2](model[0](x).detach()).sum().backward()
@@ -66,7 +67,7 @@ def test_each_module_of_a_list_must_be_passed():
 def test_leaves_of_chosen_tensors_are_refused():
     x = torch.ones(3, requires_grad=True)
     hidden = x * 2
-    with pytest.raises(gg.InvalidValueError, match="put parameters"), gg.error_clip([hidden], TIGHT, leaves=True):
+    with pytest.raises(InvalidValueError, match="put parameters"), gg.error_clip([hidden], TIGHT, leaves=True):
         pass
     assert not active
 
@@ -98,7 +99,7 @@ def test_attach_refuses_a_dataclass(compiled):
     model, x = WithDataclass(), torch.ones(4, 3)
     attached = lambda: gg.attach_error_clip(model(x), TIGHT)  # noqa: E731
     call = torch.compile(attached, backend="aot_eager") if compiled else attached
-    with pytest.raises(gg.InvalidTypeError, match="Output is a dataclass"):
+    with pytest.raises(InvalidTypeError, match="Output is a dataclass"):
         call()
 
 
@@ -164,7 +165,7 @@ def test_minimize_that_fails_leaves_old_gradients():
     loss = (weight * 2).sin().sum()
     loss.backward()
     before = weight.grad.clone()
-    with pytest.raises(gg.FreedGraphError, match="freed by an earlier backward"):
+    with pytest.raises(FreedGraphError, match="freed by an earlier backward"):
         gg.minimize(optimizer, loss)
     assert torch.equal(weight.grad, before)
     assert weight.tolist() == [1.0, 1.0]

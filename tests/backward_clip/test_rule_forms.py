@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 import gradguard as gg
+from gradguard.errors import InvalidTypeError, InvalidValueError
 
 
 class Constant(gg.BaseErrorClip):
@@ -204,5 +205,5 @@ REFUSED = {
 
 @pytest.mark.parametrize("message", REFUSED)
 def test_what_cannot_work_is_refused(message):
-    with pytest.raises((gg.InvalidTypeError, gg.InvalidValueError), match=message):
+    with pytest.raises((InvalidTypeError, InvalidValueError), match=message):
         REFUSED[message]()

@@ -11,6 +11,7 @@ from torch import Tensor
 
 import gradguard as gg
 from cases import DTYPES, GRADIENTS, random
+from gradguard.errors import GradguardError, InvalidTypeError, InvalidValueError, NonFiniteGradientError
 
 HALF, BRAIN = torch.float16, torch.bfloat16
 INF, NAN = math.inf, math.nan
@@ -60,7 +61,7 @@ def test_sample_norm_is_that_of_python(name, dim):
             expected = torch.stack(samples, dim) if samples else grad
         else:
             expected = scaled_by_hand(grad, bound)
-        close(gg.ErrorClipBySampleNorm(bound, dim).clip(grad), expected)
+        close(gg.rules.ErrorClipBySampleNorm(bound, dim).clip(grad), expected)
 
 
 @pytest.mark.parametrize("name", DENSE)
@@ -81,14 +82,14 @@ def test_zero_above_keeps_what_is_within_and_drops_the_rest(name):
     grad = DENSE[name]
     for bound in BOUNDS:
         keep = grad.abs().double() <= rounded(bound, grad.dtype.to_real())
-        torch.testing.assert_close(gg.ErrorClipZeroAbove(bound).clip(grad), grad * keep, rtol=0, atol=0)
+        torch.testing.assert_close(gg.rules.ErrorClipZeroAbove(bound).clip(grad), grad * keep, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("bound", [1e39, 1e300])
 def test_a_bound_beyond_the_dtype_clips_no_finite_element(bound, dtype):
     grad = torch.tensor([0.5, -3.0, min(torch.finfo(dtype).max, 1e38)], dtype=dtype)
-    for rule in (gg.ErrorClipByValue(bound), gg.ErrorClipByNorm(bound), gg.ErrorClipZeroAbove(bound)):
+    for rule in (gg.ErrorClipByValue(bound), gg.ErrorClipByNorm(bound), gg.rules.ErrorClipZeroAbove(bound)):
         torch.testing.assert_close(rule.clip(grad), grad, rtol=0, atol=0)
 
 
@@ -100,13 +101,13 @@ def test_a_bound_beyond_the_dtype_clips_no_finite_element(bound, dtype):
         (gg.ErrorClipByValue(1.0, min=0.5), [NAN, 1.0, 0.5, 0.5, 1.0]),
         (gg.ErrorClipByValue(-1.0, min=-2.0), [NAN, -1.0, -2.0, -1.0, -1.0]),
         (gg.ErrorClipByValue(0.0), [NAN, 0.0, 0.0, 0.0, 0.0]),
-        (gg.ErrorClipZeroAbove(2.0), [0.0, 0.0, 0.0, 0.0, 1.5]),
-        (gg.ErrorClipZeroAbove(INF), [0.0, INF, -INF, 0.0, 1.5]),
+        (gg.rules.ErrorClipZeroAbove(2.0), [0.0, 0.0, 0.0, 0.0, 1.5]),
+        (gg.rules.ErrorClipZeroAbove(INF), [0.0, INF, -INF, 0.0, 1.5]),
         (gg.ErrorClipByNorm(0.5), [NAN, INF, -INF, 0.0, 1.5]),
         (gg.ErrorClipByNorm(0.0), [NAN, INF, -INF, 0.0, 1.5]),
-        (gg.ErrorClipBySampleNorm(0.5), [NAN, INF, -INF, 0.0, 0.5]),
-        (gg.ErrorClipNonfinite("zero"), [0.0, 0.0, 0.0, 0.0, 1.5]),
-        (gg.ErrorClipNonfinite("keep"), [NAN, INF, -INF, 0.0, 1.5]),
+        (gg.rules.ErrorClipBySampleNorm(0.5), [NAN, INF, -INF, 0.0, 0.5]),
+        (gg.rules.ErrorClipNonfinite("zero"), [0.0, 0.0, 0.0, 0.0, 1.5]),
+        (gg.rules.ErrorClipNonfinite("keep"), [NAN, INF, -INF, 0.0, 1.5]),
     ],
     ids=str,
 )
@@ -119,21 +120,21 @@ def test_nan_infinity_and_zero(rule, expected, dtype):
 def test_raise_counts_what_is_not_finite(bad):
     grad = torch.tensor([1.0, bad, 2.0])
     words = "1 NaN and 0 infinite of 3" if bad != bad else "0 NaN and 1 infinite of 3"
-    with pytest.raises(gg.NonFiniteGradientError, match=words):
-        gg.ErrorClipNonfinite("raise").clip(grad)
+    with pytest.raises(NonFiniteGradientError, match=words):
+        gg.rules.ErrorClipNonfinite("raise").clip(grad)
 
 
 def test_raise_does_not_take_a_sum_that_overflows_for_an_element():
     grad = torch.full((3,), 3e38)
-    assert gg.ErrorClipNonfinite("raise").clip(grad) is grad
+    assert gg.rules.ErrorClipNonfinite("raise").clip(grad) is grad
 
 
 def test_raise_names_the_operation():
     x = torch.ones(2, requires_grad=True)
     loss = (x * 2 * INF).sum()
-    rule = gg.ErrorClipNonfinite("raise")
+    rule = gg.rules.ErrorClipNonfinite("raise")
     words = "gradient of the output of MulBackward0: 0 NaN and 2 infinite of 2 elements"
-    with pytest.raises(gg.NonFiniteGradientError, match=words), gg.error_clip(loss, rule):
+    with pytest.raises(NonFiniteGradientError, match=words), gg.error_clip(loss, rule):
         loss.backward()
 
 
@@ -144,30 +145,38 @@ def test_bounds_are_rounded_to_the_dtype(dtype):
 
 
 def test_bounds_that_are_not_symmetric_refuse_complex_gradients():
-    with pytest.raises(gg.InvalidValueError, match=r"min=-2.0\) on a complex gradient: a modulus has one bound"):
+    with pytest.raises(InvalidValueError, match=r"min=-2.0\) on a complex gradient: a modulus has one bound"):
         gg.ErrorClipByValue(1.0, min=-2.0).clip(torch.tensor([3 + 4j]))
 
 
 MANY, NUMBER = torch.ones(2), "expected a number, got"
 CONSTRUCTIONS = {
-    "max < min": (lambda: gg.ErrorClipByValue(1, 2), gg.InvalidValueError, r"cannot clip to \[2.0, 1.0\]"),
-    "max < 0 alone": (lambda: gg.ErrorClipByValue(-1), gg.InvalidValueError, r"cannot clip to \[1.0, -1.0\]"),
-    "max NaN": (lambda: gg.ErrorClipByValue(NAN), gg.InvalidValueError, "max is NaN, expected a number"),
-    "max NaN tensor": (lambda: gg.ErrorClipByValue(torch.tensor(NAN)), gg.InvalidValueError, "max is NaN"),
-    "min NaN": (lambda: gg.ErrorClipByValue(1, NAN), gg.InvalidValueError, "min is NaN, expected a number"),
-    "max None": (lambda: gg.ErrorClipByValue(None), gg.InvalidTypeError, f"max=None: {NUMBER} NoneType"),
-    "max string": (lambda: gg.ErrorClipByValue("5"), gg.InvalidTypeError, f"max='5': {NUMBER} str"),
-    "min string": (lambda: gg.ErrorClipByValue(1, "0"), gg.InvalidTypeError, f"min='0': {NUMBER} str"),
-    "max list": (lambda: gg.ErrorClipByValue([1]), gg.InvalidTypeError, rf"max=\[1\]: {NUMBER} list"),
-    "max complex": (lambda: gg.ErrorClipByValue(1j), gg.InvalidTypeError, f"max=1j: {NUMBER} complex"),
-    "max of many elements": (lambda: gg.ErrorClipByValue(MANY), gg.GradguardError, "max"),
-    "norm of many elements": (lambda: gg.ErrorClipByNorm(MANY), gg.GradguardError, "max_norm"),
-    "norm < 0": (lambda: gg.ErrorClipByNorm(-1), gg.InvalidValueError, "max_norm=-1.0, expected a number >= 0"),
-    "norm NaN": (lambda: gg.ErrorClipByNorm(NAN), gg.InvalidValueError, "max_norm is NaN"),
-    "norm None": (lambda: gg.ErrorClipByNorm(None), gg.InvalidTypeError, f"max_norm=None: {NUMBER} NoneType"),
-    "sample norm < 0": (lambda: gg.ErrorClipBySampleNorm(-1), gg.InvalidValueError, "max_norm=-1.0, expected"),
-    "zero above < 0": (lambda: gg.ErrorClipZeroAbove(-0.1), gg.InvalidValueError, "max=-0.1, expected a number >= 0"),
-    "policy": (lambda: gg.ErrorClipNonfinite("drop"), gg.InvalidValueError, "policy='drop': expected 'keep', 'zero'"),
+    "max < min": (lambda: gg.ErrorClipByValue(1, 2), InvalidValueError, r"cannot clip to \[2.0, 1.0\]"),
+    "max < 0 alone": (lambda: gg.ErrorClipByValue(-1), InvalidValueError, r"cannot clip to \[1.0, -1.0\]"),
+    "max NaN": (lambda: gg.ErrorClipByValue(NAN), InvalidValueError, "max is NaN, expected a number"),
+    "max NaN tensor": (lambda: gg.ErrorClipByValue(torch.tensor(NAN)), InvalidValueError, "max is NaN"),
+    "min NaN": (lambda: gg.ErrorClipByValue(1, NAN), InvalidValueError, "min is NaN, expected a number"),
+    "max None": (lambda: gg.ErrorClipByValue(None), InvalidTypeError, f"max=None: {NUMBER} NoneType"),
+    "max string": (lambda: gg.ErrorClipByValue("5"), InvalidTypeError, f"max='5': {NUMBER} str"),
+    "min string": (lambda: gg.ErrorClipByValue(1, "0"), InvalidTypeError, f"min='0': {NUMBER} str"),
+    "max list": (lambda: gg.ErrorClipByValue([1]), InvalidTypeError, rf"max=\[1\]: {NUMBER} list"),
+    "max complex": (lambda: gg.ErrorClipByValue(1j), InvalidTypeError, f"max=1j: {NUMBER} complex"),
+    "max of many elements": (lambda: gg.ErrorClipByValue(MANY), GradguardError, "max"),
+    "norm of many elements": (lambda: gg.ErrorClipByNorm(MANY), GradguardError, "max_norm"),
+    "norm < 0": (lambda: gg.ErrorClipByNorm(-1), InvalidValueError, "max_norm=-1.0, expected a number >= 0"),
+    "norm NaN": (lambda: gg.ErrorClipByNorm(NAN), InvalidValueError, "max_norm is NaN"),
+    "norm None": (lambda: gg.ErrorClipByNorm(None), InvalidTypeError, f"max_norm=None: {NUMBER} NoneType"),
+    "sample norm < 0": (lambda: gg.rules.ErrorClipBySampleNorm(-1), InvalidValueError, "max_norm=-1.0, expected"),
+    "zero above < 0": (
+        lambda: gg.rules.ErrorClipZeroAbove(-0.1),
+        InvalidValueError,
+        "max=-0.1, expected a number >= 0",
+    ),
+    "policy": (
+        lambda: gg.rules.ErrorClipNonfinite("drop"),
+        InvalidValueError,
+        "policy='drop': expected 'keep', 'zero'",
+    ),
 }
 
 
@@ -181,9 +190,9 @@ REPRS = {
     "ErrorClipByValue(max=5.0, min=-5.0)": gg.ErrorClipByValue(torch.tensor(5)),
     "ErrorClipByValue(max=inf, min=-1.0)": gg.ErrorClipByValue(INF, min=-1),
     "ErrorClipByNorm(max_norm=1.0)": gg.ErrorClipByNorm(1),
-    "ErrorClipBySampleNorm(dim=-1, max_norm=0.0)": gg.ErrorClipBySampleNorm(0, dim=-1),
-    "ErrorClipZeroAbove(max=0.01)": gg.ErrorClipZeroAbove(0.01),
-    "ErrorClipNonfinite(policy=zero)": gg.ErrorClipNonfinite(),
+    "ErrorClipBySampleNorm(dim=-1, max_norm=0.0)": gg.rules.ErrorClipBySampleNorm(0, dim=-1),
+    "ErrorClipZeroAbove(max=0.01)": gg.rules.ErrorClipZeroAbove(0.01),
+    "ErrorClipNonfinite(policy=zero)": gg.rules.ErrorClipNonfinite(),
 }
 
 
@@ -210,11 +219,11 @@ def test_a_new_max_takes_min_with_it_where_min_was_not_given():
 @pytest.mark.parametrize(
     ("name", "value", "error", "words"),
     [
-        ("max", -1.0, gg.InvalidValueError, r"cannot clip to \[1.0, -1.0\]"),
-        ("max", NAN, gg.InvalidValueError, "max is NaN"),
-        ("max", "9", gg.InvalidTypeError, "max='9': expected a number"),
-        ("min", 9.0, gg.InvalidValueError, r"cannot clip to \[9.0, 5.0\]"),
-        ("min", NAN, gg.InvalidValueError, "min is NaN"),
+        ("max", -1.0, InvalidValueError, r"cannot clip to \[1.0, -1.0\]"),
+        ("max", NAN, InvalidValueError, "max is NaN"),
+        ("max", "9", InvalidTypeError, "max='9': expected a number"),
+        ("min", 9.0, InvalidValueError, r"cannot clip to \[9.0, 5.0\]"),
+        ("min", NAN, InvalidValueError, "min is NaN"),
     ],
 )
 def test_a_threshold_that_is_refused_changes_nothing(name, value, error, words):
@@ -278,8 +287,8 @@ SCALES = {
     [
         (gg.ErrorClipByValue(0.5), [512.0, -512.0, 100.0]),
         (gg.ErrorClipByValue(1.0, min=-0.25), [1024.0, -256.0, 100.0]),
-        (gg.ErrorClipZeroAbove(1.0), [0.0, 0.0, 100.0]),
-        (gg.ErrorClipBySampleNorm(0.5), [512.0, -512.0, 100.0]),
+        (gg.rules.ErrorClipZeroAbove(1.0), [0.0, 0.0, 100.0]),
+        (gg.rules.ErrorClipBySampleNorm(0.5), [512.0, -512.0, 100.0]),
         (Named(1.0), [1536.0, -1024.0, 100.0]),
         (Unnamed(1.0), [1536.0, -1024.0, 100.0]),
     ],
@@ -296,13 +305,15 @@ def test_a_rule_without_clip_says_what_to_write():
 
 @pytest.mark.parametrize("scale", [-2.0, 0.0, NAN, INF, "1024", torch.ones(2)], ids=str)
 def test_what_is_no_loss_scale_is_refused(scale):
-    with pytest.raises(gg.GradguardError, match="scale"):
+    with pytest.raises(GradguardError, match="scale"):
         gradient(gg.ErrorClipByValue(1.0), [1.0], torch.float32, scale=scale)
 
 
 @pytest.mark.parametrize("scale", [None, 2.0])
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("rule", [gg.ErrorClipByValue(2.0), gg.ErrorClipZeroAbove(2.0), gg.ErrorClipNonfinite("zero")])
+@pytest.mark.parametrize(
+    "rule", [gg.ErrorClipByValue(2.0), gg.rules.ErrorClipZeroAbove(2.0), gg.rules.ErrorClipNonfinite("zero")]
+)
 def test_infinity_stays_visible_as_nan_in_float16_and_under_a_scale(rule, dtype, scale):
     found = gradient(rule, [INF, -INF, NAN, 1.0], dtype, **({} if scale is None else {"scale": scale}))
     assert found[3] == 1.0
@@ -340,9 +351,9 @@ TWENTY_TIMES = [65536.0, 32768.0, 16384.0, 8192.0, 4096.0]
     [
         (gg.ErrorClipByValue(1.0), TWENTY_TIMES),
         (gg.ErrorClipByNorm(10.0), TWENTY_TIMES),
-        (gg.ErrorClipZeroAbove(100.0), TWENTY_TIMES),
-        (gg.ErrorClipNonfinite("zero"), TWENTY_TIMES),
-        (gg.ErrorClipNonfinite("keep"), TWENTY_TIMES),
+        (gg.rules.ErrorClipZeroAbove(100.0), TWENTY_TIMES),
+        (gg.rules.ErrorClipNonfinite("zero"), TWENTY_TIMES),
+        (gg.rules.ErrorClipNonfinite("keep"), TWENTY_TIMES),
         (Named(1.0), TWENTY_TIMES),
         (Unnamed(1.0), TWENTY_TIMES),
     ],
@@ -353,7 +364,7 @@ def test_a_grad_scaler_backs_off_where_an_intermediate_value_overflows(rule, exp
 
 
 @pytest.mark.parametrize(
-    "rule", [gg.ErrorClipByValue(1e6), gg.ErrorClipZeroAbove(1e6), gg.ErrorClipNonfinite("zero")], ids=str
+    "rule", [gg.ErrorClipByValue(1e6), gg.rules.ErrorClipZeroAbove(1e6), gg.rules.ErrorClipNonfinite("zero")], ids=str
 )
 def test_within_float16_it_backs_off_also_if_the_clip_is_not_told_of_it(rule):
     assert lowered_scales(rule, lambda w: (w.half() * 2 * 10).float().sum(), give_scale=False) == TWENTY_TIMES

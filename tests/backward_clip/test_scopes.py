@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import gradguard as gg
+from gradguard.errors import InvalidValueError
 
 
 class Noted(gg.BaseErrorClip):
@@ -239,7 +240,7 @@ NOTHING_DONE = {
 @pytest.mark.parametrize(("act", "words"), NOTHING_DONE.values(), ids=NOTHING_DONE)
 def test_a_block_for_a_module_that_did_nothing_is_an_error(act, words):
     model, x = Inner(), torch.ones(1, requires_grad=True)
-    with pytest.raises(gg.InvalidValueError, match=words), gg.error_clip(model, gg.ErrorClipByValue(1.0)):
+    with pytest.raises(InvalidValueError, match=words), gg.error_clip(model, gg.ErrorClipByValue(1.0)):
         act(model, x)
     assert not model._forward_hooks
     assert not model._forward_pre_hooks
@@ -326,7 +327,7 @@ def test_an_output_that_cannot_be_looked_into_says_so(closed):
             return closed(x * 3)
 
     with (
-        pytest.raises(gg.InvalidValueError, match=r"Inner returned a (function|generator), in which no tensor can be"),
+        pytest.raises(InvalidValueError, match=r"Inner returned a (function|generator), in which no tensor can be"),
         gg.error_clip(model := Inner(), gg.ErrorClipByValue(0.5)),
     ):
         model(torch.zeros(2, requires_grad=True))

@@ -11,8 +11,9 @@ from torch.utils.checkpoint import checkpoint
 
 import gradguard as gg
 from gradguard.backward_clip.statistics import _NodeCounts
+from gradguard.errors import InvalidTypeError
 
-KEEP = gg.ErrorClipNonfinite("keep")
+KEEP = gg.rules.ErrorClipNonfinite("keep")
 
 
 @pytest.fixture
@@ -92,9 +93,9 @@ RULES = [
     gg.ErrorClipByValue(1e-2),
     gg.ErrorClipByValue(1e-2, -1e-3),
     gg.ErrorClipByNorm(0.05),
-    gg.ErrorClipBySampleNorm(0.01),
-    gg.ErrorClipZeroAbove(1e-2),
-    gg.ErrorClipNonfinite("zero"),
+    gg.rules.ErrorClipBySampleNorm(0.01),
+    gg.rules.ErrorClipZeroAbove(1e-2),
+    gg.rules.ErrorClipNonfinite("zero"),
 ]
 
 
@@ -376,7 +377,7 @@ def test_counts_survive_an_error_in_the_backward():
 def test_something_else_than_statistics_is_refused(stats):
     loss = (torch.ones(2, requires_grad=True) * 2).sum()
     with (
-        pytest.raises(gg.InvalidTypeError, match=r"stats is \w+: expected gg.ErrorClipStats\(\)"),
+        pytest.raises(InvalidTypeError, match=r"stats is \w+: expected gg.ErrorClipStats\(\)"),
         gg.error_clip(loss, KEEP, stats=stats),
     ):
         pass

@@ -60,9 +60,9 @@ RULES = {
     "value": (gg.ErrorClipByValue(1e-2), "ErrorClipByValue", 1e-2),
     "value, two bounds": (gg.ErrorClipByValue(1e-2, -1e-3), "ErrorClipByValue", None),
     "norm": (gg.ErrorClipByNorm(0.05), "ErrorClipByNorm", 0.05),
-    "sample norm": (gg.ErrorClipBySampleNorm(0.01), "ErrorClipBySampleNorm", 0.01),
-    "zero above": (gg.ErrorClipZeroAbove(1e-2), "ErrorClipZeroAbove", 1e-2),
-    "not finite": (gg.ErrorClipNonfinite("zero"), "ErrorClipNonfinite", None),
+    "sample norm": (gg.rules.ErrorClipBySampleNorm(0.01), "ErrorClipBySampleNorm", 0.01),
+    "zero above": (gg.rules.ErrorClipZeroAbove(1e-2), "ErrorClipZeroAbove", 1e-2),
+    "not finite": (gg.rules.ErrorClipNonfinite("zero"), "ErrorClipNonfinite", None),
     "own": (HalveAbove(1e-2), "HalveAbove", 1e-2),
 }
 

@@ -8,6 +8,7 @@ from torch import nn
 
 import gradguard as gg
 from cases import parameter
+from gradguard.errors import InvalidValueError
 
 
 def model() -> nn.Module:
@@ -72,13 +73,13 @@ def test_nothing_to_clip(kind, path):
 
 
 def test_an_unknown_rule_lists_the_known():
-    with pytest.raises(gg.InvalidValueError, match="expected 'norm', 'value' or 'adaptive'"):
+    with pytest.raises(InvalidValueError, match="expected 'norm', 'value' or 'adaptive'"):
         gg.apply_gradient_clipping(model(), "agc", 1.0)
 
 
 def test_a_bad_threshold_changes_nothing():
     layer = model()
-    with pytest.raises(gg.InvalidValueError, match=r"clipping_threshold=-1\.0"):
+    with pytest.raises(InvalidValueError, match=r"clipping_threshold=-1\.0"):
         gg.apply_gradient_clipping(layer, "norm", -1)
     assert layer.weight.grad[0].tolist() == [30.0, 40.0]
 

@@ -19,6 +19,7 @@ from gradguard.clip.clipper import Clipper, Decision, describe
 from gradguard.clip.gradients import measured, norms_of, total_of
 from gradguard.clip.lock_in import LockIn
 from gradguard.clip.rules import ClipByGlobalNorm, ClipByNorm, ClipByValue
+from gradguard.errors import InvalidTypeError, InvalidValueError, NonFiniteGradientError
 from reference import clip_norm as slow_clip
 from reference import total_norm as slow_norm
 
@@ -191,7 +192,7 @@ def test_adaptive_takes_the_units_of_the_module_and_exempts(path):
 )
 def test_an_exclusion_that_matches_nothing_lists_the_names(exclude, words):
     layer = nn.Linear(2, 2)
-    with pytest.raises(gg.InvalidValueError, match=words):
+    with pytest.raises(InvalidValueError, match=words):
         ClipAdaptive(exclude=exclude)(layer)
 
 
@@ -223,19 +224,19 @@ def test_exclusion_by_name_of_a_tied_parameter_takes_any_of_its_names():
 @pytest.mark.parametrize(
     ("make", "error", "words"),
     [
-        (lambda: ClipByGlobalNorm(-1.0), gg.InvalidValueError, r"max_norm=-1\.0: expected a number >= 0"),
-        (lambda: ClipByNorm(math.nan), gg.InvalidValueError, "max_norm=nan"),
-        (lambda: ClipByGlobalNorm(1.0, 0), gg.InvalidValueError, "norm_type=0: expected a number above 0"),
-        (lambda: ClipByNorm(1.0, "two"), gg.InvalidValueError, "norm_type='two'"),
-        (lambda: ClipByGlobalNorm("1"), gg.InvalidTypeError, "max_norm='1': expected a number"),
-        (lambda: ClipByValue(-1.0), gg.InvalidValueError, r"max=-1\.0"),
-        (lambda: ClipByValue(1.0, 2.0), gg.InvalidValueError, r"expected min <= max"),
-        (lambda: ClipByValue(1.0, "0"), gg.InvalidTypeError, "min='0'"),
-        (lambda: ClipAdaptive(-0.1), gg.InvalidValueError, r"threshold=-0\.1"),
-        (lambda: ClipAdaptive(eps=math.nan), gg.InvalidValueError, "eps=nan"),
-        (lambda: ClipAdaptive(exclude=3), gg.InvalidTypeError, "exclude has 3: expected a name or pattern"),
-        (lambda: ClipByNorm(1.0)(nn.Linear(1, 1), nonfinite="skip"), gg.InvalidValueError, "only gg.Guard can do"),
-        (lambda: ClipByNorm(1.0)(3), gg.InvalidTypeError, "parameters is int: expected a module"),
+        (lambda: ClipByGlobalNorm(-1.0), InvalidValueError, r"max_norm=-1\.0: expected a number >= 0"),
+        (lambda: ClipByNorm(math.nan), InvalidValueError, "max_norm=nan"),
+        (lambda: ClipByGlobalNorm(1.0, 0), InvalidValueError, "norm_type=0: expected a number above 0"),
+        (lambda: ClipByNorm(1.0, "two"), InvalidValueError, "norm_type='two'"),
+        (lambda: ClipByGlobalNorm("1"), InvalidTypeError, "max_norm='1': expected a number"),
+        (lambda: ClipByValue(-1.0), InvalidValueError, r"max=-1\.0"),
+        (lambda: ClipByValue(1.0, 2.0), InvalidValueError, r"expected min <= max"),
+        (lambda: ClipByValue(1.0, "0"), InvalidTypeError, "min='0'"),
+        (lambda: ClipAdaptive(-0.1), InvalidValueError, r"threshold=-0\.1"),
+        (lambda: ClipAdaptive(eps=math.nan), InvalidValueError, "eps=nan"),
+        (lambda: ClipAdaptive(exclude=3), InvalidTypeError, "exclude has 3: expected a name or pattern"),
+        (lambda: ClipByNorm(1.0)(nn.Linear(1, 1), nonfinite="skip"), InvalidValueError, "only gg.Guard can do"),
+        (lambda: ClipByNorm(1.0)(3), InvalidTypeError, "parameters is int: expected a module"),
     ],
 )
 def test_arguments_that_cannot_be_meant(make, error, words):
@@ -251,7 +252,7 @@ def test_a_threshold_may_be_scheduled_and_is_checked_on_each_step(rule, attribut
     clip(p)
     assert slow_norm([p.grad]) == pytest.approx(1.0, rel=1e-5)
     setattr(clip, attribute, -1.0)
-    with pytest.raises(gg.InvalidValueError, match=r"max_norm=-1\.0"):
+    with pytest.raises(InvalidValueError, match=r"max_norm=-1\.0"):
         clip(p)
 
 
@@ -290,7 +291,7 @@ def test_propagate_is_that_of_the_functions(rule, path):
 def test_raise_changes_neither_gradients_nor_state(rule, path):
     model, clip = broken(), RULES[rule][0](1.0)
     before, state = [p.grad.clone() for p in model.parameters()], clip.state_dict()
-    with pytest.raises(gg.NonFiniteGradientError, match="`weight`: 1 NaN and 1 infinite of 4 elements"):
+    with pytest.raises(NonFiniteGradientError, match="`weight`: 1 NaN and 1 infinite of 4 elements"):
         clip(model, nonfinite="raise")
     torch.testing.assert_close([p.grad for p in model.parameters()], before, rtol=0, atol=0, equal_nan=True)
     torch.testing.assert_close(clip.state_dict(), state, rtol=0, atol=0)
@@ -490,7 +491,7 @@ def test_a_saved_state_is_a_copy():
 
 
 def test_the_state_of_something_else_is_refused():
-    with pytest.raises(gg.InvalidValueError, match=r"has \['ring'\]: expected 'seen' and 'steps'"):
+    with pytest.raises(InvalidValueError, match=r"has \['ring'\]: expected 'seen' and 'steps'"):
         ClipByNorm(1.0).load_state_dict({"ring": torch.zeros(1)})
 
 
@@ -522,5 +523,5 @@ def test_a_step_that_is_not_finite_does_not_enter_the_state_of_a_rule(rule, bad,
 
 def test_the_lock_in_alarm_takes_only_a_state_of_its_own_window():
     alarm = LockIn()
-    with pytest.raises(gg.InvalidValueError, match="a window of 7 steps, but this one has 100"):
+    with pytest.raises(InvalidValueError, match="a window of 7 steps, but this one has 100"):
         alarm.load_state_dict(LockIn(7).state_dict())

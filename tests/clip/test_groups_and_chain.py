@@ -16,6 +16,7 @@ from gradguard.clip.clipper import Clipper, Decision, describe
 from gradguard.clip.compose import Chain, Groups
 from gradguard.clip.gradients import norms_of
 from gradguard.clip.rules import ClipByGlobalNorm, ClipByNorm, ClipByValue
+from gradguard.errors import InvalidTypeError, InvalidValueError, NonFiniteGradientError
 from reference import clip_norm as slow_clip
 from reference import total_norm as slow_norm
 
@@ -204,18 +205,16 @@ def test_a_parameter_in_two_groups_is_an_error_that_lists_it():
     model = model_with_gradients()
     before = gradients(model)
     words = r"2 parameters are in two groups: encoder.bias \('\*.bias' and 'encoder.bias'\), head.bias \('head' and"
-    with pytest.raises(gg.InvalidValueError, match=words):
+    with pytest.raises(InvalidValueError, match=words):
         rules(model)
     torch.testing.assert_close(gradients(model), before, rtol=0, atol=0)
     optimizer_like = [(list(model.parameters()), None), (model.head.bias, ClipByNorm(1.0))]
-    with pytest.raises(
-        gg.InvalidValueError, match=r"1 parameter is in two groups: .*parameter 5 \(shape \(3,\), no na"
-    ):
+    with pytest.raises(InvalidValueError, match=r"1 parameter is in two groups: .*parameter 5 \(shape \(3,\), no na"):
         Groups(optimizer_like)(list(model.parameters()))
 
 
 def test_also_where_the_parameter_has_no_gradient_yet():
-    with pytest.raises(gg.InvalidValueError, match=r"1 parameter is in two groups: bias \('bias' and '\*'\)"):
+    with pytest.raises(InvalidValueError, match=r"1 parameter is in two groups: bias \('bias' and '\*'\)"):
         Groups({"bias": None, "*": ClipByNorm(1.0)})([("bias", nn.Parameter(torch.ones(1)))])
 
 
@@ -234,29 +233,29 @@ def test_also_where_the_parameter_has_no_gradient_yet():
 )
 def test_a_group_that_matches_nothing_lists_the_names(selection, words):
     clip = Groups({selection: ClipByGlobalNorm(1.0)}, rest=None)
-    with pytest.raises(gg.InvalidValueError, match=words):
+    with pytest.raises(InvalidValueError, match=words):
         clip(model_with_gradients())
 
 
 def test_patterns_need_names():
-    with pytest.raises(gg.InvalidValueError, match=r"have no names: pass the module or model.named_parameters\(\)"):
+    with pytest.raises(InvalidValueError, match=r"have no names: pass the module or model.named_parameters\(\)"):
         Groups({"head": None}, rest=None)(model_with_gradients().parameters())
 
 
 def test_without_rest_every_parameter_must_be_in_a_group():
-    with pytest.raises(gg.InvalidValueError, match=r"2 parameters are in no group: head.weight, head.bias. Give rest="):
+    with pytest.raises(InvalidValueError, match=r"2 parameters are in no group: head.weight, head.bias. Give rest="):
         Groups({"encoder": None, "decoder": ClipByNorm(1.0)})(model_with_gradients())
 
 
 @pytest.mark.parametrize(
     ("make", "error", "words"),
     [
-        (lambda: Groups([([], None)]), gg.InvalidValueError, "group 0 is empty: expected a name pattern"),
-        (lambda: Groups({"a": 1.0}), gg.InvalidTypeError, r"the clipper of 'a' is 1.0: expected a clipper such as"),
-        (lambda: Groups({}, rest="x"), gg.InvalidTypeError, r"the clipper of 'rest' is 'x': expected"),
-        (lambda: Groups({3: None}), gg.InvalidTypeError, "group 0 has 3: expected a name or pattern"),
-        (lambda: Groups([("a", None), ("a", None)]), gg.InvalidValueError, "two groups have the same name, among a, a"),
-        (lambda: Groups({"a": (c := ClipByNorm(1.0)), "b": c}), gg.InvalidValueError, "the same clipper object"),
+        (lambda: Groups([([], None)]), InvalidValueError, "group 0 is empty: expected a name pattern"),
+        (lambda: Groups({"a": 1.0}), InvalidTypeError, r"the clipper of 'a' is 1.0: expected a clipper such as"),
+        (lambda: Groups({}, rest="x"), InvalidTypeError, r"the clipper of 'rest' is 'x': expected"),
+        (lambda: Groups({3: None}), InvalidTypeError, "group 0 has 3: expected a name or pattern"),
+        (lambda: Groups([("a", None), ("a", None)]), InvalidValueError, "two groups have the same name, among a, a"),
+        (lambda: Groups({"a": (c := ClipByNorm(1.0)), "b": c}), InvalidValueError, "the same clipper object"),
     ],
 )
 def test_groups_that_cannot_be_meant(make, error, words):
@@ -311,7 +310,7 @@ def test_policies_cover_exempt_gradients_too(exempt, path):
     spy = Spy()
     clip = Groups({"head": None if exempt else ClipByNorm(1.0)}, rest=spy)
     before = gradients(model)
-    with pytest.raises(gg.NonFiniteGradientError, match=r"`head\.weight`: 1 of 9 elements NaN"):
+    with pytest.raises(NonFiniteGradientError, match=r"`head\.weight`: 1 of 9 elements NaN"):
         clip(model, nonfinite="raise")
     torch.testing.assert_close(gradients(model), before, rtol=0, atol=0, equal_nan=True)
     assert spy.seen == []
@@ -351,9 +350,7 @@ def test_state_of_groups_survives_a_resumed_run():
     second.load_state_dict(copy.deepcopy(first.state_dict()))
     torch.testing.assert_close(second.state_dict(), first.state_dict(), rtol=0, atol=0)
     assert int(second.members["head"].steps) == 1
-    with pytest.raises(
-        gg.InvalidValueError, match=r"of the groups \['head', 'encoder', 'rest'\], but these are \['head"
-    ):
+    with pytest.raises(InvalidValueError, match=r"of the groups \['head', 'encoder', 'rest'\], but these are \['head"):
         Groups({"head": Spy()}, rest=None).load_state_dict(first.state_dict())
     assert first.to("meta").state_dict()["rest"]["lock_in"]["steps"].device.type == "meta"
 
@@ -430,7 +427,7 @@ def test_behind_a_coefficient_that_is_zero_or_nan(first, second, path):
 @pytest.mark.parametrize("folds", [True, False])
 def test_what_is_not_finite_does_not_enter_the_state_of_a_chain(folds, path):
     chain, p = Chain(Spy(folds), Spy(folds)), parameter(torch.tensor([math.nan]))
-    with pytest.raises(gg.NonFiniteGradientError, match="1 of 1 elements NaN"):
+    with pytest.raises(NonFiniteGradientError, match="1 of 1 elements NaN"):
         chain(p, nonfinite="raise")
     assert [s.seen for s in chain.members] == [[], []]
     result = chain(p, nonfinite="zero")
@@ -464,9 +461,9 @@ def test_a_chain_tells_of_lock_in_and_groups():
 @pytest.mark.parametrize(
     ("make", "error", "words"),
     [
-        (lambda: Chain(), gg.InvalidValueError, "has no members: expected at least one clipper"),
-        (lambda: Chain(ClipByNorm(1.0), 1.0), gg.InvalidTypeError, r"member 1 of the chain is 1.0: expected clippers"),
-        (lambda: Chain(c := ClipByNorm(1.0), c), gg.InvalidValueError, "in the chain twice: make one for each place"),
+        (lambda: Chain(), InvalidValueError, "has no members: expected at least one clipper"),
+        (lambda: Chain(ClipByNorm(1.0), 1.0), InvalidTypeError, r"member 1 of the chain is 1.0: expected clippers"),
+        (lambda: Chain(c := ClipByNorm(1.0), c), InvalidValueError, "in the chain twice: make one for each place"),
     ],
 )
 def test_chains_that_cannot_be_meant(make, error, words):
@@ -480,7 +477,7 @@ def test_state_of_a_chain_survives_a_resumed_run():
     second.load_state_dict(copy.deepcopy(first.state_dict()))
     torch.testing.assert_close(second.state_dict(), first.state_dict(), rtol=0, atol=0)
     assert [int(s.steps) for s in (second.members[0], second.members[2])] == [1, 1]
-    with pytest.raises(gg.InvalidValueError, match="the state has 3 members, but this chain has 1"):
+    with pytest.raises(InvalidValueError, match="the state has 3 members, but this chain has 1"):
         Chain(Spy()).load_state_dict(first.state_dict())
     assert first.to("meta").state_dict()["1"]["lock_in"]["seen"].device.type == "meta"
 

@@ -13,6 +13,7 @@ from torch import nn
 import gradguard as gg
 from gradguard.clip.guard import Guard
 from gradguard.clip.rules import ClipByGlobalNorm, ClipByValue
+from gradguard.errors import GradguardError, InvalidTypeError, InvalidValueError
 
 TORCHS_OWN = pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 
@@ -268,9 +269,7 @@ def test_a_run_goes_on_after_resume(name):
 def test_the_state_of_something_else_is_refused():
     net = model()
     guard = Guard(torch.optim.SGD(net.parameters(), lr=0.1), clipper())
-    with pytest.raises(
-        gg.InvalidValueError, match=r"not the state of a Guard: expected the keys \['clipper', 'skipped'"
-    ):
+    with pytest.raises(InvalidValueError, match=r"not the state of a Guard: expected the keys \['clipper', 'skipped'"):
         guard.load_state_dict({"state": {}, "param_groups": []})
 
 
@@ -479,7 +478,7 @@ def test_refused_with_words(case):
     net = model()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     call, words = REFUSED[case]
-    with pytest.raises(gg.GradguardError, match=words):
+    with pytest.raises(GradguardError, match=words):
         call(optimizer, net)
 
 
@@ -514,7 +513,7 @@ def test_a_clipper_that_remembers_belongs_to_one_guard():
     rule = gg.ClipByMedian()
     first = gg.Guard(torch.optim.SGD([torch.nn.Parameter(torch.ones(2))]), rule)
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))])
-    with pytest.raises(gg.InvalidValueError, match=r"ClipByMedian belongs to the Guard of another.*copy.deepcopy"):
+    with pytest.raises(InvalidValueError, match=r"ClipByMedian belongs to the Guard of another.*copy.deepcopy"):
         gg.Guard(optimizer, rule)
     first.detach()
     gg.Guard(optimizer, rule).detach()
@@ -523,7 +522,7 @@ def test_a_clipper_that_remembers_belongs_to_one_guard():
 @pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, pickle.dumps])
 def test_a_guard_cannot_be_copied(duplicate):
     guard = gg.Guard(torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1), gg.ClipByGlobalNorm(1.0))
-    with pytest.raises(gg.InvalidTypeError, match="cannot be copied or pickled"):
+    with pytest.raises(InvalidTypeError, match="cannot be copied or pickled"):
         duplicate(guard)
 
 
@@ -550,5 +549,5 @@ def test_a_trainer_s_wrapper_is_refused_with_what_serves_it(module, words):
     kind = type("Wrapped", (torch.optim.SGD,), {"__module__": module})
     optimizer = kind(model().parameters(), lr=0.1)
     optimizer.optimizer = torch.optim.SGD(model().parameters(), lr=0.1)
-    with pytest.raises(gg.InvalidTypeError, match=words):
+    with pytest.raises(InvalidTypeError, match=words):
         Guard(optimizer, clipper())

@@ -52,7 +52,7 @@ def test_what_cannot_be_typed_is_named():
 
 
 def test_a_rule_of_ones_own_shows_what_it_keeps():
-    class Mine(gg.Clipper):
+    class Mine(gg.rules.Clipper):
         def __init__(self, limit, unkept=3, *others, power=math.inf):
             self.limit, self.power = limit, power
 

@@ -66,7 +66,7 @@ def clippers():
 
 
 def is_clipper(kind):
-    return issubclass(kind, gg.Clipper)
+    return issubclass(kind, gg.rules.Clipper)
 
 
 def number_of(clipper):
@@ -90,7 +90,7 @@ def test_another_value_of_any_argument_is_seen(name, argument):
     assert number_of(made(name, usual)) != number_of(made(name, usual | {argument: OTHER[name][argument][1]}))
 
 
-class Halving(gg.Clipper):
+class Halving(gg.rules.Clipper):
     """A rule of somebody's own, with an argument, one that is an object, and one that it does not keep."""
 
     def __init__(self, factor, schedule=None, hidden=0, *more, **options):

@@ -19,6 +19,7 @@ from gradguard.clip.thresholds.autoclip import AutoClip
 from gradguard.clip.thresholds.clip_fraction import ClipFraction
 from gradguard.clip.thresholds.median import ClipByMedian
 from gradguard.clip.thresholds.zclip import ZClip
+from gradguard.errors import InvalidTypeError, InvalidValueError, NonFiniteGradientError
 
 RULES = {
     "median": ClipByMedian,
@@ -176,7 +177,7 @@ def test_a_history_without_window_grows(monkeypatch):
 )
 def test_another_rules_state_is_refused(clipper, state, message):
     before = clipper.state_dict()
-    with pytest.raises(gg.InvalidValueError, match=message):
+    with pytest.raises(InvalidValueError, match=message):
         clipper.load_state_dict(state)
     assert clipper.state_dict().keys() == before.keys()
 
@@ -287,7 +288,7 @@ def test_the_policies(rule):
         assert check(p.grad.item())
     clipper, before = RULES[rule](), RULES[rule]().state_dict()
     p = parameter(torch.tensor([math.nan, 1.0]))
-    with pytest.raises(gg.NonFiniteGradientError, match="1 of 2 elements NaN"):
+    with pytest.raises(NonFiniteGradientError, match="1 of 2 elements NaN"):
         clipper([p], nonfinite="raise")
     assert_same(memory(clipper), {k: before[k] for k in memory(clipper)})
 
@@ -343,15 +344,15 @@ ARGUMENTS = [
 
 @pytest.mark.parametrize(("make", "message"), ARGUMENTS)
 def test_arguments_that_cannot_be_meant(make, message):
-    with pytest.raises(gg.InvalidValueError, match=message):
+    with pytest.raises(InvalidValueError, match=message):
         make()
 
 
 def test_arguments_of_another_type():
-    with pytest.raises(gg.InvalidTypeError, match=r"k='6': expected a number, got str"):
+    with pytest.raises(InvalidTypeError, match=r"k='6': expected a number, got str"):
         ClipByMedian(k="6")  # pyright: ignore[reportArgumentType]
     for make in (lambda n: ClipByMedian(warmup=n), lambda n: AutoClip(window=n), lambda n: ZClip(warmup=n)):
-        with pytest.raises(gg.InvalidTypeError, match=r"=2\.5: expected a whole number >= 1, got float"):
+        with pytest.raises(InvalidTypeError, match=r"=2\.5: expected a whole number >= 1, got float"):
             make(2.5)
 
 

@@ -7,6 +7,7 @@ import torch
 
 import gradguard as gg
 from cases import DTYPES, parameter, random, sparse_with_duplicates
+from gradguard.errors import InvalidValueError
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -28,7 +29,7 @@ def test_an_asymmetric_interval(path):
 @pytest.mark.parametrize(("low", "high"), [(1.0, -1.0), (math.nan, 1.0), (0.0, math.nan)])
 def test_bounds_that_are_no_interval_raise_before_anything_changes(low, high):
     p = parameter(torch.tensor([3.0]))
-    with pytest.raises(gg.InvalidValueError, match="expected min_value <= clip_value"):
+    with pytest.raises(InvalidValueError, match="expected min_value <= clip_value"):
         gg.clip_grad_value_(p, high, min_value=low)
     assert p.grad.item() == 3.0
 

@@ -31,7 +31,7 @@ from threads import Ranks, ranks  # noqa: E402
 
 import gradguard as gg  # noqa: E402
 
-REFUSALS = (gg.InvalidValueError, gg.UnsupportedGradientError, gg.InvalidTypeError)
+REFUSALS = (gg.errors.InvalidValueError, gg.errors.UnsupportedGradientError, gg.errors.InvalidTypeError)
 
 ORDERS = [0.5, 1.0, 2.0, 2.0, 2.0, 3.0, 10.0, math.inf]
 DTYPES = [torch.float32, torch.float32, torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.complex64]
@@ -280,7 +280,7 @@ def verdict(case: Case, found: Sequence[Any], right: float) -> str:
     if len(errors) == len(found):
         if all(isinstance(error, REFUSALS) for error in errors):
             return f"refused: {type(errors[0]).__name__}"
-        if all(isinstance(error, gg.DistributedError) for error in errors):
+        if all(isinstance(error, gg.errors.DistributedError) for error in errors):
             return "refused: DistributedError"
         if "ReduceScatter does not support" in str(errors[0]):  # torch 2.15's process group of threads
             return "refused: by the process group"

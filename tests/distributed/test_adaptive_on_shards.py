@@ -16,6 +16,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import gradguard as gg
 from cases import random
 from gradguard.distributed.units import units_held
+from gradguard.errors import InvalidValueError, NonFiniteGradientError, UnsupportedGradientError
 from gradguard.tensors.units import UnitLayout
 from reference import clip_adaptive as slow_agc
 from reference import total_norm
@@ -332,7 +333,7 @@ def clip_bad(layout, value, policy, clip):
 @pytest.mark.parametrize("clip", ["function", "clipper"])
 def test_raise_names_the_parameter_on_every_rank(pool, clip):
     for error in pool(4).outcomes(clip_bad, "columns", math.nan, "raise", clip):
-        assert isinstance(error, gg.NonFiniteGradientError)
+        assert isinstance(error, NonFiniteGradientError)
         assert "0.weight" in str(error)
         assert "0.bias" not in str(error)
 
@@ -436,7 +437,7 @@ def clip_flattened():
 
 def test_fsdp1_is_refused(pool):
     for error in pool(2).outcomes(clip_flattened):
-        assert isinstance(error, gg.UnsupportedGradientError), error
+        assert isinstance(error, UnsupportedGradientError), error
         assert "fully_shard(model)" in str(error)
 
 
@@ -449,7 +450,7 @@ def clip_partial_parameter():
 
 def test_a_layout_that_does_not_tell_is_refused(pool):
     for error in pool(2).outcomes(clip_partial_parameter):
-        assert isinstance(error, gg.UnsupportedGradientError)
+        assert isinstance(error, UnsupportedGradientError)
         assert "`strange` is laid out as" in str(error)
         assert "exclude it" in str(error)
 
@@ -515,7 +516,7 @@ def test_pipeline_stages(pool, by_mesh, exclude):
 
 def test_a_pattern_that_fits_no_stage_is_an_error_on_all(pool):
     for error in pool(4).outcomes(stages, THRESHOLD, True, {"exclude": "thrid"}):
-        assert isinstance(error, gg.InvalidValueError)
+        assert isinstance(error, InvalidValueError)
         assert "matches no parameter; the parameters are" in str(error)
         assert "first.weight" in str(error)
         assert "second.weight" in str(error)

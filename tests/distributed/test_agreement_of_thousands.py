@@ -6,9 +6,9 @@ import tracemalloc
 import pytest
 import torch
 
-import gradguard as gg
 from gradguard.distributed import agreement
 from gradguard.distributed.reduction_group import ReductionGroup
+from gradguard.errors import DistributedError
 
 WORLD, STAGES = 16_384, 8
 STAGE = WORLD // STAGES
@@ -61,7 +61,7 @@ def test_a_rank_with_another_list_is_named(thousands, monkeypatch):
 
     monkeypatch.setattr(agreement, "texts_of", texts_of)
     words = rf"rank {wrong} came with another list of gradients than rank {5 * STAGE}: parameter 1 is \(shape \(4,\)"
-    with pytest.raises(gg.DistributedError, match=words):
+    with pytest.raises(DistributedError, match=words):
         agree()
 
 

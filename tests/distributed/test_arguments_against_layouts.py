@@ -14,6 +14,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import gradguard as gg
 from cases import random
+from gradguard.integrations.timm import dispatch_clip_grad
 from reference import total_norm
 
 WORLD = 4
@@ -46,7 +47,7 @@ def guarded(named, **stages):
 NORM = {
     "norm": lambda named, **stages: gg.clip_grad_norm_(named, 1.0, **stages),
     "adaptive": lambda named, **stages: gg.clip_grad_adaptive_(named, 0.1, **stages).norm,
-    "dispatch": lambda named, **stages: gg.dispatch_clip_grad(named, 1.0, **stages),
+    "dispatch": lambda named, **stages: dispatch_clip_grad(named, 1.0, **stages),
     "guard": guarded,
     "clipper: adaptive": lambda named, **stages: gg.ClipAdaptive(0.1)(named, **stages).norm,
     **{

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 import gradguard as gg
 from cases import random
 from gradguard.distributed import agreement
-from gradguard.errors import DistributedError
+from gradguard.errors import DistributedError, InvalidTypeError, InvalidValueError, UnsupportedGradientError
 from sharded import LISTS, Entry, laid_out, mesh, parameter
 
 TIMEOUT = 3.0
@@ -227,7 +227,7 @@ def with_a_destroyed_group():
 def test_a_destroyed_group(pool, function):
     with pool.fresh(2) as processes:
         for error in processes.outcomes(function):
-            with pytest.raises(gg.InvalidValueError, match=r"is destroyed.*destroy_process_group\(\)"):
+            with pytest.raises(InvalidValueError, match=r"is destroyed.*destroy_process_group\(\)"):
                 raise error
 
 
@@ -246,7 +246,7 @@ def without_me(call):
 @pytest.mark.parametrize("call", ["function", "clipper", "guard"])
 def test_a_group_without_this_process(pool, call):
     _, error = pool(2).outcomes(without_me, call)
-    with pytest.raises(gg.InvalidValueError, match=r"process_group does not contain this process \(rank 1\)"):
+    with pytest.raises(InvalidValueError, match=r"process_group does not contain this process \(rank 1\)"):
         raise error
 
 
@@ -269,7 +269,7 @@ def test_meshes_without_a_union(pool):
     error, *others = pool(4).outcomes(on_meshes_without_a_union)
     assert others == [None] * 3
     with pytest.raises(
-        gg.InvalidValueError, match=r"\[0, 1, 2\] and \[0, 3\], on meshes that are no slices of one.*init_device_mesh"
+        InvalidValueError, match=r"\[0, 1, 2\] and \[0, 3\], on meshes that are no slices of one.*init_device_mesh"
     ):
         raise error
 
@@ -279,27 +279,27 @@ def other_parameter():
 
 
 WRONG = {
-    "two dimensions": (lambda: {"mesh": mesh("grid")}, gg.InvalidValueError, r"mesh has 2 dimensions.*mesh\['pp'\]"),
+    "two dimensions": (lambda: {"mesh": mesh("grid")}, InvalidValueError, r"mesh has 2 dimensions.*mesh\['pp'\]"),
     "both": (
         lambda: {"mesh": mesh("row"), "process_group": dist.group.WORLD},
-        gg.InvalidValueError,
+        InvalidValueError,
         "process_group and mesh both name the pipeline stages: leave one out",
     ),
-    "no mesh": (lambda: {"mesh": "pp"}, gg.InvalidTypeError, r"mesh is str: expected a DeviceMesh"),
-    "no group": (lambda: {"process_group": 1}, gg.InvalidTypeError, "process_group is int: expected what dist.new_gr"),
+    "no mesh": (lambda: {"mesh": "pp"}, InvalidTypeError, r"mesh is str: expected a DeviceMesh"),
+    "no group": (lambda: {"process_group": 1}, InvalidTypeError, "process_group is int: expected what dist.new_gr"),
     "shared alone": (
         lambda: {"shared": other_parameter()},
-        gg.InvalidValueError,
+        InvalidValueError,
         "shared says .* name the stages with process_group= or mesh=",
     ),
     "shared, not listed": (
         lambda: {"shared": other_parameter(), "mesh": mesh("row")},
-        gg.InvalidValueError,
+        InvalidValueError,
         r"shared\['embedding'\] is not among the parameters",
     ),
     "shared, no tensors": (
         lambda: {"shared": "embedding", "mesh": mesh("row")},
-        gg.InvalidTypeError,
+        InvalidTypeError,
         "shared is str: expected a mapping from a name",
     ),
 }
@@ -319,7 +319,7 @@ def test_arguments_that_cannot_be_meant(pool, name):
 
 @pytest.mark.parametrize("argument", ["process_group", "mesh"])
 def test_stages_on_one_process_without_groups(argument):
-    with pytest.raises(gg.InvalidValueError, match=r"not initialized: call init_process_group first, or leave"):
+    with pytest.raises(InvalidValueError, match=r"not initialized: call init_process_group first, or leave"):
         gg.clip_grad_norm_(nn.Linear(2, 2), 1.0, **{argument: object()})
 
 
@@ -332,5 +332,5 @@ def on_another_mesh():
 
 def test_a_gradient_on_another_mesh(pool):
     for error in pool(2).outcomes(on_another_mesh):
-        with pytest.raises(gg.UnsupportedGradientError, match="the gradient of `weight` lies on another device mesh"):
+        with pytest.raises(UnsupportedGradientError, match="the gradient of `weight` lies on another device mesh"):
             raise error

@@ -10,6 +10,7 @@ from torch.nn import functional as F
 from training import Network, batch, own_samples
 
 import gradguard as gg
+from gradguard.errors import UnsupportedGradientError
 from reference import total_norm
 
 STRATEGIES = ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"]
@@ -91,5 +92,5 @@ def clip_parameters(original, call):
 @pytest.mark.parametrize("call", ["parameters", "guard"])
 def test_parameters_without_their_module_are_refused(pool, original, call):
     for error in pool(2).outcomes(clip_parameters, original, call):
-        with pytest.raises(gg.UnsupportedGradientError, match=r"FSDP1.*Pass the root module itself"):
+        with pytest.raises(UnsupportedGradientError, match=r"FSDP1.*Pass the root module itself"):
             raise error

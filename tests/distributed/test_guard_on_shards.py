@@ -9,6 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 from training import WAYS, Network, backward, memory, models, whole
 
 import gradguard as gg
+from gradguard.errors import NonFiniteGradientError, UnsupportedGradientError
 from reference import total_norm
 from sharded import local
 
@@ -143,7 +144,7 @@ def raise_at_nan(way, optimizer):
     before, gradients = memory(step), [local(p.grad).clone() for p in model.parameters()]
     try:
         step.step()
-    except gg.NonFiniteGradientError as error:
+    except NonFiniteGradientError as error:
         torch.testing.assert_close(memory(step)[: len(gradients)], before[: len(gradients)], rtol=0, atol=0)
         after = [local(p.grad) for p in model.parameters()]
         torch.testing.assert_close(after, gradients, rtol=0, atol=0, equal_nan=True)
@@ -203,7 +204,5 @@ def clip_inside_no_sync(call):
 @pytest.mark.parametrize("call", ["module", "parameters", "guard"])
 def test_gradients_that_are_not_averaged_yet_are_refused(pool, call):
     for error in pool(2).outcomes(clip_inside_no_sync, call):
-        with pytest.raises(
-            gg.UnsupportedGradientError, match=r"inside DistributedDataParallel\.no_sync\(\).*Clip after"
-        ):
+        with pytest.raises(UnsupportedGradientError, match=r"inside DistributedDataParallel\.no_sync\(\).*Clip after"):
             raise error

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 import gradguard as gg
+from gradguard.errors import NonFiniteGradientError
 from reference import EPSILON, flatten, total_norm
 from sharded import LAYOUTS, LISTS, gathered, held, laid_out, local, parameter, present, same_layout
 
@@ -133,7 +134,7 @@ def policies(name):
         try:
             gg.clip_grad_norm_(list(zip(names, parameters, strict=True)), MAX_NORM, **arguments)
             said = ""
-        except gg.NonFiniteGradientError as error:
+        except NonFiniteGradientError as error:
             said = str(error)
         after = [None if q.grad is None else local(q.grad) for q in parameters]
         found.append((said, [(a, b) for a, b in zip(before, after, strict=True) if a is not None]))
@@ -166,7 +167,7 @@ def named_by_get_total_norm():
 
 def test_get_total_norm_names_the_tensor_on_every_rank(pool):
     for error in pool(4).outcomes(named_by_get_total_norm):
-        with pytest.raises(gg.NonFiniteGradientError, match="`layer1`"):
+        with pytest.raises(NonFiniteGradientError, match="`layer1`"):
             raise error
 
 

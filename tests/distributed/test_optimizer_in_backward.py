@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from training import whole
 
 import gradguard as gg
+from gradguard.errors import UnsupportedGradientError
 from sharded import mesh
 
 STEPS = 3
@@ -120,7 +121,7 @@ def refused(way):
         p.register_post_accumulate_grad_hook(lambda p, step=optimizer.step: step())
     try:
         model(torch.ones(2, 5)).sum().backward()
-    except gg.UnsupportedGradientError as error:
+    except UnsupportedGradientError as error:
         after = [whole(p).detach() for p in model.parameters()]
         return str(error), all(map(torch.equal, before, after))
 

@@ -12,6 +12,8 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 
 import gradguard as gg
 from cases import random
+from gradguard.errors import UnsupportedGradientError
+from gradguard.integrations.timm import dispatch_clip_grad
 
 WORLD = 4
 
@@ -62,7 +64,7 @@ CALLS = {
     "apply, norm": lambda named: gg.apply_gradient_clipping(named, "norm", 0.1).norm,
     "apply, value": lambda named: gg.apply_gradient_clipping(named, "value", 0.1).norm,
     "apply, adaptive": lambda named: gg.apply_gradient_clipping(named, "adaptive", 0.1).norm,
-    "dispatch": lambda named: gg.dispatch_clip_grad(named, 0.1),
+    "dispatch": lambda named: dispatch_clip_grad(named, 0.1),
     "guard": guarded,
     **{f"clipper: {name}": lambda named, make=make: make()(named).norm for name, make in RULES.items()},
     "clipper: adaptive": lambda named: gg.ClipAdaptive(0.01)(named).norm,
@@ -93,7 +95,7 @@ def clip(rank, mesh, call, kind, placement):
         named.append((name, p))
     try:
         norm = CALLS[call](named)
-    except gg.UnsupportedGradientError as error:
+    except UnsupportedGradientError as error:
         return str(error)
     if call != "total":
         assert not any(kind.is_partial() for _, p in named for kind in p.grad.placements)
@@ -141,7 +143,7 @@ def test_a_sharded_gradient_of_an_ordinary_parameter_is_refused(run, call):
     """The clip computed with DTensors, and returned one."""
     for error in run(lambda rank, mesh: clip_a_shard_of_an_ordinary_parameter(mesh, call)):
         with pytest.raises(
-            gg.UnsupportedGradientError,
+            UnsupportedGradientError,
             match=r"gradient of `layer0\.weight` is a DTensor and the parameter an ordinary tensor: .* a DTensor too",
         ):
             raise error

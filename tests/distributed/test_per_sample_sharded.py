@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from training import whole
 
 import gradguard as gg
+from gradguard.errors import UnsupportedGradientError
 from gradguard.private import make_private
 from sharded import mesh
 
@@ -181,7 +182,7 @@ def refused():
     for name, (attempt, _) in REFUSED.items():
         try:
             attempt()
-        except gg.UnsupportedGradientError as error:
+        except UnsupportedGradientError as error:
             said[name] = str(error)
     return said
 

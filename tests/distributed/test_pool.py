@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from pool import RemoteTraceback
 
-import gradguard as gg
+from gradguard.errors import InvalidValueError
 
 
 def add_up(x):
@@ -20,7 +20,7 @@ def add_up(x):
 
 def fail_on(rank):
     if dist.get_rank() == rank:
-        raise gg.InvalidValueError("on purpose")
+        raise InvalidValueError("on purpose")
 
 
 def hang_on(rank):
@@ -30,7 +30,7 @@ def hang_on(rank):
 
 def fail_or_hang_on(rank):
     hang_on(rank)
-    raise gg.InvalidValueError("on purpose")
+    raise InvalidValueError("on purpose")
 
 
 def die_on(rank):
@@ -49,11 +49,11 @@ def test_results_come_by_rank(pool, world):
 
 
 def test_what_a_rank_raises_is_raised(pool):
-    with pytest.raises(gg.InvalidValueError, match=r"^on purpose$") as caught:
+    with pytest.raises(InvalidValueError, match=r"^on purpose$") as caught:
         pool(2).run(fail_on, 1)
     assert isinstance(caught.value.__cause__, RemoteTraceback)
     assert "on rank 1" in str(caught.value.__cause__)
-    assert [type(x) for x in pool(2).outcomes(fail_on, 0)] == [gg.InvalidValueError, type(None)]
+    assert [type(x) for x in pool(2).outcomes(fail_on, 0)] == [InvalidValueError, type(None)]
     assert len(pool(2).run(add_up, 0)) == 2
 
 
@@ -70,7 +70,7 @@ def test_a_hang_fails_with_the_stack(pool):
 
 
 def test_an_error_is_told_although_others_wait_for_ever(pool):
-    with pool.fresh(2) as processes, pytest.raises(gg.InvalidValueError, match=r"^on purpose$") as caught:
+    with pool.fresh(2) as processes, pytest.raises(InvalidValueError, match=r"^on purpose$") as caught:
         processes.run(fail_or_hang_on, 1)
     assert "on rank 0" in str(caught.value.__cause__)
     assert "ranks [1] did not come back" in str(caught.value.__cause__)

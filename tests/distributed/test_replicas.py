@@ -14,6 +14,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tenso
 
 import gradguard as gg
 from cases import random
+from gradguard.errors import DistributedError
 from reference import total_norm
 
 WORLD = 4
@@ -52,7 +53,7 @@ def clip_without(mesh, call, layout, absent):
         named.append((name, p))
     try:
         return float(CALLS[call](named))
-    except gg.DistributedError as error:
+    except DistributedError as error:
         return type(error).__name__, str(error)
 
 
@@ -81,7 +82,7 @@ def clip_unlike(mesh, placements, absent):
         p.grad = distribute_tensor(FULL.clone(), mesh, placements, src_data_rank=None)
     try:
         return float(gg.clip_grad_norm_([p], math.inf))
-    except gg.DistributedError as error:
+    except DistributedError as error:
         return type(error).__name__, str(error)
 
 

@@ -11,6 +11,7 @@ from torch import nn
 
 import gradguard as gg
 from cases import random
+from gradguard.errors import DistributedError
 from sharded import Entry, laid_out, parameter
 
 COUNT = 6
@@ -105,8 +106,8 @@ def read_on_one_rank():
 def test_reading_what_was_not_sent_is_an_error_in_words(pool):
     first, *_ = found = pool(4).run(read_on_one_rank)
     assert first[0][0] == "DistributedError"
-    with pytest.raises(gg.DistributedError, match=NOT_SENT):
-        raise gg.DistributedError(first[0][1])
+    with pytest.raises(DistributedError, match=NOT_SENT):
+        raise DistributedError(first[0][1])
     expected = [e.gradient.norm().item() for e in ENTRIES]
     for _, culprits, norms, norm in found:
         assert culprits == {}

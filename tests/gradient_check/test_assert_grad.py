@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 import gradguard as gg
+from gradguard.errors import GradientCheckError, InvalidValueError
 from gradguard.testing import assert_grad
 
 
@@ -41,24 +42,24 @@ POINT = torch.linspace(-1, 1, 6, dtype=torch.float64)
 
 def test_a_right_gradient_gives_the_report():
     report = assert_grad(nn.Linear(6, 2, dtype=torch.float64), POINT)
-    assert isinstance(report, gg.GradientReport)
+    assert isinstance(report, gg.types.GradientReport)
     assert report.verdict == "PASS"
 
 
 def test_a_wrong_gradient_raises_the_report():
-    with pytest.raises(gg.GradientCheckError, match=r"(?s)FAIL +x\[\d\] .*analytical .*numerical") as caught:
+    with pytest.raises(GradientCheckError, match=r"(?s)FAIL +x\[\d\] .*analytical .*numerical") as caught:
         assert_grad(lambda x: Halved.apply(x), POINT)
     assert isinstance(caught.value, AssertionError)
     assert str(caught.value).splitlines()[-1].startswith("FAIL")
 
 
 def test_a_wrong_gradient_raises_also_where_undecided_ones_are_allowed():
-    with pytest.raises(gg.GradientCheckError, match="FAIL"):
+    with pytest.raises(GradientCheckError, match="FAIL"):
         assert_grad(Halved.apply, POINT, allow_inconclusive=True)
 
 
 def test_an_undecided_gradient_raises_unless_it_may_be():
-    with pytest.raises(gg.GradientCheckError, match=r"INCONCLUSIVE .*give reference="):
+    with pytest.raises(GradientCheckError, match=r"INCONCLUSIVE .*give reference="):
         assert_grad(OnlyHalf.apply, POINT.bfloat16())
     assert assert_grad(OnlyHalf.apply, POINT.bfloat16(), allow_inconclusive=True).verdict == "INCONCLUSIVE"
 
@@ -66,5 +67,5 @@ def test_an_undecided_gradient_raises_unless_it_may_be():
 def test_options_reach_gradcheck():
     assert assert_grad(OnlyHalf.apply, POINT.bfloat16(), reference=torch.square)
     assert assert_grad(lambda x, y: x * Halved.apply(y), POINT, kwargs={"y": POINT}, inputs_to_check=["x"])
-    with pytest.raises(gg.InvalidValueError, match="inputs_to_check has 'z'"):
+    with pytest.raises(InvalidValueError, match="inputs_to_check has 'z'"):
         assert_grad(torch.sin, POINT, inputs_to_check=["z"])

@@ -8,6 +8,7 @@ from torch import nn
 
 import gradguard as gg
 from gradguard.check import seed_api
+from gradguard.errors import GradientCheckError, InvalidTypeError, InvalidValueError
 from gradient_check.seed_operators import COMPLEX, NAN, OnlyFloat32, Scaled, X, Y, noise, two
 
 RIGHT = {
@@ -68,7 +69,7 @@ WRONG = {
 @pytest.mark.parametrize("case", WRONG)
 def test_wrong_gradients_raise(case):
     fn, value, words = WRONG[case]
-    with pytest.raises(gg.GradientCheckError, match=words):
+    with pytest.raises(GradientCheckError, match=words):
         gg.check_grad(fn, {"x": value}, ["x"], "out", only_cpu=True)
 
 
@@ -80,7 +81,7 @@ def test_the_worst_element_is_named():
 
 
 def test_every_name_is_checked():
-    with pytest.raises(gg.GradientCheckError, match=r"^y\[.*analytical 1, numerical 2"):
+    with pytest.raises(GradientCheckError, match=r"^y\[.*analytical 1, numerical 2"):
         gg.check_grad(lambda x, y: x + y + y.detach(), {"x": X, "y": Y}, ["x", "y"], "out", only_cpu=True)
 
 
@@ -107,15 +108,15 @@ def test_exact_zeros_are_no_reason_to_warn():
 
 
 BAD_CHECKS = {
-    "in both": ({"no_grad_set": ["x"]}, gg.InvalidValueError, r"\['x'\] are in inputs_to_check and in no_grad_set"),
-    "an unknown constant": ({"no_grad_set": "z"}, gg.InvalidValueError, r"no_grad_set has 'z', .*\['x', 'y'\]"),
-    "an unknown input": ({"inputs_to_check": ["z"]}, gg.InvalidValueError, r"inputs_to_check has 'z', .*\['x', 'y'\]"),
-    "nothing to check": ({"inputs_to_check": []}, gg.InvalidValueError, r"is empty: expected some of \['x', 'y'\]"),
-    "no graph": ({"forward_op": lambda x, y: (x * y).detach()}, gg.InvalidValueError, "has no graph: .*detach"),
-    "a tolerance of NaN": ({"max_relative_error": NAN}, gg.InvalidValueError, "max_relative_error=nan: expected"),
-    "a negative tolerance": ({"max_relative_error": -1}, gg.InvalidValueError, "max_relative_error=-1: expected"),
-    "integers": ({"input_vars": {"x": np.arange(3), "y": 2.0}}, gg.InvalidTypeError, "'x' is torch.int64"),
-    "an unknown output": ({"forward_op": two, "output_name": "c"}, gg.InvalidValueError, r"\['a', 'b'\]"),
+    "in both": ({"no_grad_set": ["x"]}, InvalidValueError, r"\['x'\] are in inputs_to_check and in no_grad_set"),
+    "an unknown constant": ({"no_grad_set": "z"}, InvalidValueError, r"no_grad_set has 'z', .*\['x', 'y'\]"),
+    "an unknown input": ({"inputs_to_check": ["z"]}, InvalidValueError, r"inputs_to_check has 'z', .*\['x', 'y'\]"),
+    "nothing to check": ({"inputs_to_check": []}, InvalidValueError, r"is empty: expected some of \['x', 'y'\]"),
+    "no graph": ({"forward_op": lambda x, y: (x * y).detach()}, InvalidValueError, "has no graph: .*detach"),
+    "a tolerance of NaN": ({"max_relative_error": NAN}, InvalidValueError, "max_relative_error=nan: expected"),
+    "a negative tolerance": ({"max_relative_error": -1}, InvalidValueError, "max_relative_error=-1: expected"),
+    "integers": ({"input_vars": {"x": np.arange(3), "y": 2.0}}, InvalidTypeError, "'x' is torch.int64"),
+    "an unknown output": ({"forward_op": two, "output_name": "c"}, InvalidValueError, r"\['a', 'b'\]"),
 }
 
 
@@ -146,10 +147,10 @@ def test_the_gpu_is_compared_with_the_numerical_gradient_and_with_the_cpu(second
     second_device(1.0)
     gg.check_grad(torch.mul, {"x": X, "y": Y}, ["x"], "out")
     second_device(1.006)
-    with pytest.raises(gg.GradientCheckError, match=r"on the GPU: .*, numerical"):
+    with pytest.raises(GradientCheckError, match=r"on the GPU: .*, numerical"):
         gg.check_grad(torch.mul, {"x": X, "y": Y}, ["x"], "out")
     gg.check_grad(torch.mul, {"x": X, "y": Y}, ["x"], "out", only_cpu=True)
-    with pytest.raises(gg.GradientCheckError, match=r"on the GPU: .*, on the CPU"):  # each within .5 %, not together
+    with pytest.raises(GradientCheckError, match=r"on the GPU: .*, on the CPU"):  # each within .5 %, not together
         gg.check_grad(lambda x: Scaled.apply(x, 0.997), {"x": np.ones(2)}, ["x"], "out")
 
 
@@ -162,7 +163,7 @@ def test_the_two_differ_by_less_than_the_sum(second_device):
 def test_on_a_real_gpu():
     model = nn.Sequential(nn.Linear(3, 4), nn.Tanh()).double()
     gg.check_grad(model, {"input": X}, ["input", "0.weight", "0.bias"], "out")
-    with pytest.raises(gg.GradientCheckError, match="on the GPU"):
+    with pytest.raises(GradientCheckError, match="on the GPU"):
         gg.check_grad(lambda x: Scaled.apply(x, 2.0 if x.is_cuda else 1.0), {"x": X}, ["x"], "out")
     held = torch.ones(2, 3, dtype=torch.float64)
     with pytest.raises(RuntimeError, match="same device") as caught:

@@ -7,6 +7,7 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 
 import gradguard as gg
+from gradguard.errors import InvalidTypeError, InvalidValueError
 from gradient_check.correct_modules import only
 from gradient_check.test_gradcheck import HALVED, normal, numbers, scaled_sine
 from gradient_check.wrong_kernels import wrong
@@ -192,55 +193,55 @@ def raising(x):
 
 
 REFUSED = {
-    "not callable": (3, (normal(3),), {}, gg.InvalidTypeError, "fn is int: expected a function or a module"),
-    "a number": (lambda x: 3.0, (normal(3),), {}, gg.InvalidTypeError, "returned no floating or complex tensor"),
-    "None": (lambda x: None, (normal(3),), {}, gg.InvalidTypeError, "expected a tensor, or tensors in a tuple"),
-    "an index": (torch.argmax, (normal(3),), {}, gg.InvalidTypeError, "argmax returned no floating or complex tensor"),
+    "not callable": (3, (normal(3),), {}, InvalidTypeError, "fn is int: expected a function or a module"),
+    "a number": (lambda x: 3.0, (normal(3),), {}, InvalidTypeError, "returned no floating or complex tensor"),
+    "None": (lambda x: None, (normal(3),), {}, InvalidTypeError, "expected a tensor, or tensors in a tuple"),
+    "an index": (torch.argmax, (normal(3),), {}, InvalidTypeError, "argmax returned no floating or complex tensor"),
     "integer asked for": (
         lambda x, i: x[i],
         (normal(3), torch.tensor([0])),
         {"inputs_to_check": "i"},
-        gg.InvalidTypeError,
+        InvalidTypeError,
         r"input 'i' is torch.int64.*call i.double\(\) first",
     ),
     "unknown name": (
         lambda first, second: first * second,
         (normal(3), normal(3)),
         {"inputs_to_check": ["first", "third"]},
-        gg.InvalidValueError,
+        InvalidValueError,
         r"'third', which is not among the inputs: \['first', 'second'\]",
     ),
     "no graph": (
         lambda x: x.detach().sin(),
         (normal(3),),
         {},
-        gg.InvalidValueError,
+        InvalidValueError,
         r"no graph.*is there a detach\(\)",
     ),
-    "NaN in": (lambda x: x, (numbers(1, float("nan")),), {}, gg.InvalidValueError, r"input 'x' is nan at index \[1\]"),
+    "NaN in": (lambda x: x, (numbers(1, float("nan")),), {}, InvalidValueError, r"input 'x' is nan at index \[1\]"),
     "NaN out": (
         torch.log,
         (numbers(1, -1),),
         {},
-        gg.InvalidValueError,
+        InvalidValueError,
         r"of log is NaN at index \[1\]: choose another",
     ),
-    "NaN in float32": (torch.log, (numbers(1, -1).float(),), {}, gg.InvalidValueError, "of log is NaN at index"),
-    "sparse": (lambda x: x * 2, (torch.eye(3).to_sparse(),), {}, gg.InvalidTypeError, r"'x' is .*x.to_dense\(\)"),
-    "no tensor": (lambda x: x, ([1.0],), {}, gg.InvalidTypeError, "nothing to check: expected a floating or complex"),
-    "integers": (lambda x: x, (torch.tensor([1]),), {}, gg.InvalidTypeError, "nothing to check"),
-    "all frozen": (nn.Embedding(3, 2).requires_grad_(False), (torch.tensor([1]),), {}, gg.InvalidTypeError, "nothing"),
+    "NaN in float32": (torch.log, (numbers(1, -1).float(),), {}, InvalidValueError, "of log is NaN at index"),
+    "sparse": (lambda x: x * 2, (torch.eye(3).to_sparse(),), {}, InvalidTypeError, r"'x' is .*x.to_dense\(\)"),
+    "no tensor": (lambda x: x, ([1.0],), {}, InvalidTypeError, "nothing to check: expected a floating or complex"),
+    "integers": (lambda x: x, (torch.tensor([1]),), {}, InvalidTypeError, "nothing to check"),
+    "all frozen": (nn.Embedding(3, 2).requires_grad_(False), (torch.tensor([1]),), {}, InvalidTypeError, "nothing"),
     "own error": (raising, (normal(3),), {}, ZeroDivisionError, "of the function itself"),
     "own error in float32": (raising, (normal(3).float(),), {}, ZeroDivisionError, "of the function itself"),
     "unknown dtype": (
         lambda x: x,
         (normal(3).to(torch.float8_e4m3fn),),
         {},
-        gg.InvalidTypeError,
+        InvalidTypeError,
         "'x' is torch.float8",
     ),
-    "backend": (torch.sin, (normal(3),), {"backends": {"cuda": 3}}, gg.InvalidTypeError, "cuda"),
-    "order": (torch.sin, (normal(3),), {"order": 3}, gg.InvalidValueError, "order is 3"),
+    "backend": (torch.sin, (normal(3),), {"backends": {"cuda": 3}}, InvalidTypeError, "cuda"),
+    "order": (torch.sin, (normal(3),), {"order": 3}, InvalidValueError, "order is 3"),
 }
 
 

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import gradguard as gg
+from gradguard.errors import InvalidValueError
 from gradient_check.wrong_kernels import wrong
 
 
@@ -143,9 +144,9 @@ def test_buffers_stay_as_they_were_wherever_the_module_is_held(name):
 
 
 def test_another_reference_is_refused():
-    with pytest.raises(gg.InvalidValueError, match="it is another function than the float64 one"):
+    with pytest.raises(InvalidValueError, match="it is another function than the float64 one"):
         gg.gradcheck(lambda x: x.sum(0), normal(4, 5), reference=torch.sin)
-    with pytest.raises(gg.InvalidValueError, match="have different values"):
+    with pytest.raises(InvalidValueError, match="have different values"):
         gg.gradcheck(torch.cos, normal(4, 5), reference=torch.sin)
 
 

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import gradguard as gg
+from gradguard.errors import InvalidTypeError, InvalidValueError
 from gradient_check.seed_operators import COMPLEX, Tied, X, Y, noise, two
 
 Pair = collections.namedtuple("Pair", "first second")
@@ -136,7 +137,7 @@ def test_tied_weights_move_together():
     for name in ("encoder.weight", "decoder.weight"):
         np.testing.assert_allclose(gg.get_numerical_gradient(model, {"x": X}, "loss", name), expected, rtol=1e-3)
     gg.check_grad(model, {"x": X, **model.state_dict()}, ["decoder.weight"], "loss", only_cpu=True)
-    with pytest.raises(gg.InvalidValueError, match="different values, but they are one tensor"):
+    with pytest.raises(InvalidValueError, match="different values, but they are one tensor"):
         gg.get_numerical_gradient(
             model, {"x": X, "encoder.weight": noise(3, 3), "decoder.weight": noise(3, 3, seed=2)}, "loss", "x"
         )
@@ -173,84 +174,84 @@ def test_local_scope_gives_further_values():
 
 VALID = {"op": torch.mul, "input_values": {"x": X, "y": Y}, "output_name": "out", "input_to_check": "x"}
 BAD_CALLS = {
-    "an unknown input": ({"input_to_check": "z"}, gg.InvalidValueError, r"'z', .* among the inputs: \['x', 'y'\]"),
+    "an unknown input": ({"input_to_check": "z"}, InvalidValueError, r"'z', .* among the inputs: \['x', 'y'\]"),
     "an unknown input of a module": (
         {"op": nn.Linear(3, 3).double(), "input_values": {"input": X}, "input_to_check": "w"},
-        gg.InvalidValueError,
+        InvalidValueError,
         r"\['input', 'weight', 'bias'\]",
     ),
     "a value of the scope": (
         {"input_values": {"x": X}, "local_scope": {"y": Y}, "input_to_check": "y"},
-        gg.InvalidValueError,
+        InvalidValueError,
         "give it in input_values",
     ),
-    "in both": ({"local_scope": {"y": Y}}, gg.InvalidValueError, r"\['y'\] are in input_values and in local_scope"),
-    "an unknown output": ({"op": two, "output_name": "c"}, gg.InvalidValueError, r"no output 'c'.*\['a', 'b'\]"),
+    "in both": ({"local_scope": {"y": Y}}, InvalidValueError, r"\['y'\] are in input_values and in local_scope"),
+    "an unknown output": ({"op": two, "output_name": "c"}, InvalidValueError, r"no output 'c'.*\['a', 'b'\]"),
     "a position too far": (
         {"op": lambda x, y: (x, y), "output_name": 2},
-        gg.InvalidValueError,
+        InvalidValueError,
         r"no output 2: expected one of \['0', '1'\]",
     ),
     "an unknown attribute": (
         {"op": lambda x, y: Both(x, y), "output_name": "third"},
-        gg.InvalidValueError,
+        InvalidValueError,
         r"\['first', 'second', 'count'\]",
     ),
     "an output that is a number": (
         {"op": lambda x, y: Both(x, y), "output_name": "count"},
-        gg.InvalidTypeError,
+        InvalidTypeError,
         "output 'count' of <lambda> is int, which has no gradient",
     ),
-    "an integer output": ({"op": lambda x, y: (x * y).long()}, gg.InvalidTypeError, "is torch.int64, which has no"),
-    "no tensor": ({"op": lambda x, y: 3.0}, gg.InvalidTypeError, "<lambda> returned float without a tensor"),
-    "None": ({"op": lambda x, y: None}, gg.InvalidTypeError, "returned NoneType without a tensor"),
-    "integers": ({"input_values": {"x": np.arange(3), "y": 2.0}}, gg.InvalidTypeError, r"astype\('float64'\)"),
-    "a list": ({"input_values": {"x": [1.0], "y": 2.0}}, gg.InvalidTypeError, "'x' is list, which has no gradient"),
-    "text": ({"input_values": {"x": np.array(["a"]), "y": 2.0}}, gg.InvalidTypeError, "'x' is an array of <U1"),
+    "an integer output": ({"op": lambda x, y: (x * y).long()}, InvalidTypeError, "is torch.int64, which has no"),
+    "no tensor": ({"op": lambda x, y: 3.0}, InvalidTypeError, "<lambda> returned float without a tensor"),
+    "None": ({"op": lambda x, y: None}, InvalidTypeError, "returned NoneType without a tensor"),
+    "integers": ({"input_values": {"x": np.arange(3), "y": 2.0}}, InvalidTypeError, r"astype\('float64'\)"),
+    "a list": ({"input_values": {"x": [1.0], "y": 2.0}}, InvalidTypeError, "'x' is list, which has no gradient"),
+    "text": ({"input_values": {"x": np.array(["a"]), "y": 2.0}}, InvalidTypeError, "'x' is an array of <U1"),
     "sparse": (
         {"input_values": {"x": torch.eye(2).to_sparse(), "y": 2.0}},
-        gg.InvalidTypeError,
+        InvalidTypeError,
         r"torch.sparse_coo: expected a dense tensor, x.to_dense\(\)",
     ),
     "NaN in the input": (
         {"input_values": {"x": np.array([[1.0, np.nan]]), "y": 2.0}},
-        gg.InvalidValueError,
+        InvalidValueError,
         r"input 'x' is nan at index \(0, 1\)",
     ),
     "infinite at the point": (
         {"op": torch.log, "input_values": {"x": np.array([1.0, 0.0])}},
-        gg.InvalidValueError,
+        InvalidValueError,
         r"output 'out' of log is -inf at index \(1,\)",
     ),
-    "no dict": ({"input_values": X}, gg.InvalidTypeError, "input_values is ndarray: expected a dict"),
-    "no function": ({"op": 3}, gg.InvalidTypeError, "the operator is int: expected a function or a module"),
+    "no dict": ({"input_values": X}, InvalidTypeError, "input_values is ndarray: expected a dict"),
+    "no function": ({"op": 3}, InvalidTypeError, "the operator is int: expected a function or a module"),
     "a name that the function lacks": (
         {"op": two, "input_values": {"x": X, "z": Y}},
-        gg.InvalidValueError,
+        InvalidValueError,
         r"two cannot be called with \['x', 'z'\]: missing .*'y'. Its arguments are \['x', 'y'\]",
     ),
     "a name that the module lacks": (
         {"op": nn.Linear(3, 3).double(), "input_values": {"x": X}},
-        gg.InvalidValueError,
+        InvalidValueError,
         r"Its arguments are \['input'\], its parameters and buffers \['bias', 'weight'\]",
     ),
     "two dtypes": (
         {"op": nn.Linear(3, 3), "input_values": {"input": X}, "input_to_check": "input"},
-        gg.InvalidTypeError,
+        InvalidTypeError,
         r"'weight': 'torch.float32'.*Give them one dtype",
     ),
-    "delta 0": ({"delta": 0.0}, gg.InvalidValueError, r"delta=0.0: expected a finite number above 0, such as 0.005"),
-    "delta NaN": ({"delta": float("nan")}, gg.InvalidValueError, "delta=nan: expected"),
-    "delta below 0": ({"delta": -1}, gg.InvalidValueError, "delta=-1: expected"),
-    "delta of another type": ({"delta": "small"}, gg.InvalidTypeError, "delta='small': expected a number"),
+    "delta 0": ({"delta": 0.0}, InvalidValueError, r"delta=0.0: expected a finite number above 0, such as 0.005"),
+    "delta NaN": ({"delta": float("nan")}, InvalidValueError, "delta=nan: expected"),
+    "delta below 0": ({"delta": -1}, InvalidValueError, "delta=-1: expected"),
+    "delta of another type": ({"delta": "small"}, InvalidTypeError, "delta='small': expected a number"),
     "a step that rounds away": (
         {"op": torch.exp, "input_values": {"x": torch.tensor([0.0, 3.0], dtype=torch.bfloat16)}},
-        gg.InvalidValueError,
+        InvalidValueError,
         r"x\[1\] = 3 in torch.bfloat16 is not changed by delta=0.005",
     ),
     "a complex step that rounds away": (
         {"op": torch.abs, "input_values": {"x": torch.tensor([1, 1e9j], dtype=torch.complex64)}},
-        gg.InvalidValueError,
+        InvalidValueError,
         r"x\[1\] = 1e\+09 in torch.complex64",
     ),
 }

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import gradguard as gg
+from gradguard.errors import InvalidValueError
 from gradient_check.wrong import sine
 from gradient_check.wrong_kernels import wrong
 
@@ -79,7 +80,7 @@ def test_integers_keep_their_values_and_numbers_their_range():
 
 @pytest.mark.parametrize(("sizes", "words"), [({9: 4}, r"sizes has 9, which is no length"), ({7: 0}, "a tile of 0")])
 def test_sizes_that_cannot_be(sizes, words):
-    with pytest.raises(gg.InvalidValueError, match=words):
+    with pytest.raises(InvalidValueError, match=words):
         gg.gradcheck(torch.sin, X, sizes=sizes)
 
 

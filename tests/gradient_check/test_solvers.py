@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import gradguard as gg
+from gradguard.errors import InvalidValueError
 
 D = torch.float64
 
@@ -75,5 +76,5 @@ def test_one_wrong_element_is_not_called_a_solver():
 
 @pytest.mark.parametrize("rtol", [-0.1, 1.0, float("nan")])
 def test_no_such_tolerance(rtol):
-    with pytest.raises(gg.InvalidValueError, match=r"rtol is .*at least 0 and below 1"):
+    with pytest.raises(InvalidValueError, match=r"rtol is .*at least 0 and below 1"):
         gg.gradcheck(torch.sin, X, rtol=rtol)

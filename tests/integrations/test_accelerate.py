@@ -19,7 +19,7 @@ from accelerate.utils import DistributedType
 from accelerate.utils.deepspeed import DeepSpeedOptimizerWrapper
 from torch.optim.lr_scheduler import LambdaLR
 
-from gradguard.errors import UnsupportedVersionError
+from gradguard.errors import InvalidTypeError, InvalidValueError, UnsupportedGradientError, UnsupportedVersionError
 from gradguard.integrations.accelerate import guard, inner_optimizer
 from gradguard.integrations.one_clip import wrap_once
 
@@ -157,7 +157,7 @@ def test_a_clip_of_accelerates_beside_it_is_refused_until_it_is_detached(name, a
     training = Training().guarded(gg.ClipByGlobalNorm(0.5)).run(BATCHES[:1])
     clip, parameters = getattr(training.accelerator, name), list(training.model.parameters())
     for some in (parameters, (p for p in parameters), parameters[0]):
-        with pytest.raises(gg.InvalidValueError, match=f"accelerator.{name} was called.*Remove the call"):
+        with pytest.raises(InvalidValueError, match=f"accelerator.{name} was called.*Remove the call"):
             clip(some, argument)
     stranger = nn.Parameter(torch.ones(2))
     stranger.grad = torch.full((2,), 3.0)
@@ -180,7 +180,7 @@ def test_without_a_guard_accelerates_clips_are_as_they_were():
 def test_two_optimizers_have_a_guard_each():
     training = Training().guarded(gg.ClipByMedian())
     more = training.accelerator.prepare(torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1))
-    with pytest.raises(gg.InvalidValueError, match="belongs to the Guard of another optimizer"):
+    with pytest.raises(InvalidValueError, match="belongs to the Guard of another optimizer"):
         guard(training.accelerator, more, training.guard.clipper)
     assert guard(training.accelerator, more, gg.ClipByMedian()).optimizer is inner_optimizer(more)
 
@@ -194,12 +194,12 @@ def _prepared():
 @pytest.mark.parametrize(
     ("arguments", "error", "match"),
     [
-        (lambda a, plain, ready: (ready, a, gg.ClipByGlobalNorm(1)), gg.InvalidTypeError, "accelerator is Accelerated"),
-        (lambda a, plain, ready: (a, plain, gg.ClipByGlobalNorm(1)), gg.InvalidTypeError, "no accelerator has prepare"),
-        (lambda a, plain, ready: (a, ready, gg.ClipByGlobalNorm), gg.InvalidTypeError, "the class ClipByGlobalNorm"),
+        (lambda a, plain, ready: (ready, a, gg.ClipByGlobalNorm(1)), InvalidTypeError, "accelerator is Accelerated"),
+        (lambda a, plain, ready: (a, plain, gg.ClipByGlobalNorm(1)), InvalidTypeError, "no accelerator has prepare"),
+        (lambda a, plain, ready: (a, ready, gg.ClipByGlobalNorm), InvalidTypeError, "the class ClipByGlobalNorm"),
         (
             lambda a, plain, ready: (a, DeepSpeedOptimizerWrapper(plain), gg.ClipByGlobalNorm(1)),
-            gg.UnsupportedGradientError,
+            UnsupportedGradientError,
             "DeepSpeed owns the gradients",
         ),
     ],
@@ -299,6 +299,6 @@ def test_parts_of_fsdp1_have_the_norm_of_the_whole(pool):
 
 def test_a_guard_by_hand_on_a_prepared_optimizer_names_the_call():
     optimizer = Accelerator(cpu=True).prepare(torch.optim.SGD(nn.Linear(2, 1).parameters(), lr=0.1))
-    with pytest.raises(gg.InvalidTypeError, match=r"pass wrapper\.optimizer.*accelerate\.guard\(accelerator"):
+    with pytest.raises(InvalidTypeError, match=r"pass wrapper\.optimizer.*accelerate\.guard\(accelerator"):
         gg.Guard(optimizer, gg.ClipByGlobalNorm(1.0))
     gg.Guard(optimizer.optimizer, gg.ClipByGlobalNorm(1.0)).detach()

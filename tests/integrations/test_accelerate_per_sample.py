@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import gradguard as gg
+from gradguard.errors import InvalidTypeError, InvalidValueError, UnsupportedGradientError
 
 pytest.importorskip("accelerate", reason="accelerate is not installed")
 
@@ -127,31 +128,31 @@ def test_an_accelerator_that_is_gone_takes_its_clip_along():
 def test_a_second_clip_is_refused(name):
     accelerator, model, optimizer, _ = prepared()
     clip_per_sample(accelerator, model, optimizer, gg.FlatNormClipper(BOUND))
-    with pytest.raises(gg.InvalidValueError, match=rf"accelerator.{name} was called with gradients whose samples"):
+    with pytest.raises(InvalidValueError, match=rf"accelerator.{name} was called with gradients whose samples"):
         getattr(accelerator, name)(model.parameters(), 1.0)
     other = build()
     losses(other, DATA).sum().backward()
     getattr(accelerator, name)(other.parameters(), 1.0)
-    with pytest.raises(gg.InvalidValueError, match="has a per-sample clip already"):
+    with pytest.raises(InvalidValueError, match="has a per-sample clip already"):
         clip_per_sample(accelerator, model, optimizer, gg.FlatNormClipper(BOUND))
 
 
 def test_a_guard_beside_it_is_refused():
     accelerator, model, optimizer, _ = prepared()
     guard(accelerator, optimizer, gg.ClipByMedian(), model=model)
-    with pytest.raises(gg.InvalidValueError, match="a Guard clips"):
+    with pytest.raises(InvalidValueError, match="a Guard clips"):
         clip_per_sample(accelerator, model, optimizer, gg.FlatNormClipper(BOUND))
 
 
 def test_precision_inside_the_model_is_refused():
     accelerator, model, optimizer, _ = prepared(mixed_precision="bf16")
-    with pytest.raises(gg.UnsupportedGradientError, match=r'mixed_precision="bf16" begins inside.*torch\.autocast'):
+    with pytest.raises(UnsupportedGradientError, match=r'mixed_precision="bf16" begins inside.*torch\.autocast'):
         clip_per_sample(accelerator, model, optimizer, gg.FlatNormClipper(BOUND))
 
 
 def test_what_no_accelerator_has_prepared_is_refused():
     accelerator, model, optimizer, _ = prepared()
-    with pytest.raises(gg.InvalidTypeError, match="optimizer is SGD, which no accelerator has prepared"):
+    with pytest.raises(InvalidTypeError, match="optimizer is SGD, which no accelerator has prepared"):
         clip_per_sample(accelerator, model, optimizer.optimizer, gg.FlatNormClipper(BOUND))
-    with pytest.raises(gg.InvalidTypeError, match=r"accelerator is NoneType: expected an accelerate\.Accelerator"):
+    with pytest.raises(InvalidTypeError, match=r"accelerator is NoneType: expected an accelerate\.Accelerator"):
         clip_per_sample(None, model, optimizer, gg.FlatNormClipper(BOUND))

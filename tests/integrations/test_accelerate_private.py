@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 
 import gradguard as gg
+from gradguard.errors import InvalidTypeError, InvalidValueError
 
 pytest.importorskip("accelerate", reason="accelerate is not installed")
 pytest.importorskip("dp_accounting", reason="dp-accounting is not installed")
@@ -71,7 +72,7 @@ def test_epsilon_is_that_of_the_steps_taken():
     assert run.private.epsilon() == epsilon(run.private.noise_multiplier, 6, 4) < 2.0
     train(*parts, run.loader, epochs=1)
     assert 1.99 < run.private.epsilon() <= 2.0
-    with pytest.raises(gg.InvalidValueError, match="the target epsilon is spent"):
+    with pytest.raises(InvalidValueError, match="the target epsilon is spent"):
         train(*parts, run.loader)
 
 
@@ -145,7 +146,7 @@ ORDERS = {
 def test_a_loop_that_would_not_be_private_is_refused(wrong):
     parts = prepared()
     run = private(*parts)
-    with pytest.raises(gg.InvalidValueError, match=ORDERS[wrong]):
+    with pytest.raises(InvalidValueError, match=ORDERS[wrong]):
         wrong(*parts, run)
 
 
@@ -156,22 +157,22 @@ def test_an_epoch_left_within_an_accumulation_is_refused_at_the_next_step():
         with parts[0].accumulate(parts[1]):
             parts[0].backward(F.cross_entropy(parts[1](x), y))
         break
-    with pytest.raises(gg.InvalidValueError, match="the optimizer is to step within a logical batch"):
+    with pytest.raises(InvalidValueError, match="the optimizer is to step within a logical batch"):
         train(*parts, run.loader)
 
 
 def test_what_cannot_be_private_is_refused():
     parts = prepared()
-    with pytest.raises(gg.InvalidTypeError, match=r"loader is a DataLoaderShard.*the DataLoader as it was before"):
+    with pytest.raises(InvalidTypeError, match=r"loader is a DataLoaderShard.*the DataLoader as it was before"):
         make_private(*parts, parts[0].prepare(loader()), noise_multiplier=1.0, **OPTIONS)
-    with pytest.raises(gg.InvalidTypeError, match="optimizer is SGD, which no accelerator has prepared"):
+    with pytest.raises(InvalidTypeError, match="optimizer is SGD, which no accelerator has prepared"):
         private(*parts[:2], parts[2].optimizer)
-    with pytest.raises(gg.InvalidValueError, match="expected exactly one of them"):
+    with pytest.raises(InvalidValueError, match="expected exactly one of them"):
         private(*parts, noise_multiplier=None)
     clip_per_sample(*parts, gg.FlatNormClipper(1.0))
-    with pytest.raises(gg.InvalidValueError, match="has a per-sample clip already"):
+    with pytest.raises(InvalidValueError, match="has a per-sample clip already"):
         private(*parts)
     guarded = prepared()
     guard(guarded[0], guarded[2], gg.ClipByMedian(), model=guarded[1])
-    with pytest.raises(gg.InvalidValueError, match="make_private was called with gradients that a Guard clips"):
+    with pytest.raises(InvalidValueError, match="make_private was called with gradients that a Guard clips"):
         private(*guarded)

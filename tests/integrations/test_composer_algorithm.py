@@ -17,6 +17,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor
 
 import gradguard as gg
+from gradguard.errors import InvalidTypeError, InvalidValueError, NonFiniteGradientError, UnsupportedGradientError
 from gradguard.integrations.composer import ClipGradients, GradientClipping, apply_gradient_clipping
 
 
@@ -176,19 +177,19 @@ def test_an_overflow_is_the_scalers_and_the_clipper_forgets_it():
 
 def test_the_policy_is_the_clippers():
     trainer = Trainer(model(), [GradientClipping("norm", 0.5, nonfinite="raise")])
-    with pytest.raises(gg.NonFiniteGradientError, match=r"0\.weight"):
+    with pytest.raises(NonFiniteGradientError, match=r"0\.weight"):
         trainer.fit([torch.full((6, 4), float("nan"))])
 
 
 @pytest.mark.parametrize(
     ("make", "error", "words"),
     [
-        (lambda: GradientClipping("agc", 1.0), gg.InvalidValueError, "clipping_type='agc': expected 'norm', 'value'"),
-        (lambda: GradientClipping("norm", -1.0), gg.InvalidValueError, "max_norm"),
-        (lambda: GradientClipping("value", "1"), gg.InvalidTypeError, "expected a number"),
-        (lambda: GradientClipping("norm", 1.0, nonfinite="skip"), gg.InvalidValueError, 'nonfinite="skip" means not'),
-        (lambda: ClipGradients(1.0), gg.InvalidTypeError, "clipper is float"),
-        (lambda: apply_gradient_clipping(model(), "agc", 1.0), gg.InvalidValueError, "clipping_type='agc'"),
+        (lambda: GradientClipping("agc", 1.0), InvalidValueError, "clipping_type='agc': expected 'norm', 'value'"),
+        (lambda: GradientClipping("norm", -1.0), InvalidValueError, "max_norm"),
+        (lambda: GradientClipping("value", "1"), InvalidTypeError, "expected a number"),
+        (lambda: GradientClipping("norm", 1.0, nonfinite="skip"), InvalidValueError, 'nonfinite="skip" means not'),
+        (lambda: ClipGradients(1.0), InvalidTypeError, "clipper is float"),
+        (lambda: apply_gradient_clipping(model(), "agc", 1.0), InvalidValueError, "clipping_type='agc'"),
     ],
 )
 def test_bad_arguments_are_told_at_once(make, error, words):
@@ -202,13 +203,13 @@ def test_bad_arguments_are_told_at_once(make, error, words):
     ids=["ours", "composer's own"],
 )
 def test_two_clips_never_happen_silently(other):
-    with pytest.raises(gg.InvalidValueError, match=r"two algorithms clip gradients.*Chain"):
+    with pytest.raises(InvalidValueError, match=r"two algorithms clip gradients.*Chain"):
         Trainer(model(), [other, GradientClipping("norm", 1.0)])
 
 
 def test_deepspeed_is_refused():
     state = SimpleNamespace(deepspeed_enabled=True, algorithms=[])
-    with pytest.raises(gg.InvalidValueError, match="gradient_clipping"):
+    with pytest.raises(InvalidValueError, match="gradient_clipping"):
         GradientClipping("norm", 1.0).apply(Event.INIT, state, None)
 
 
@@ -256,5 +257,5 @@ def test_a_rule_is_the_same_rule_on_shards(pool, kind, threshold, wrapper):
 
 @pytest.mark.slow
 def test_an_adaptive_clip_of_flattened_parameters_is_refused(pool):
-    with pytest.raises(gg.UnsupportedGradientError, match=r"fully_shard\(model\)"):
+    with pytest.raises(UnsupportedGradientError, match=r"fully_shard\(model\)"):
         pool(2).run(_sharded, "adaptive", 0.01, "fsdp1")

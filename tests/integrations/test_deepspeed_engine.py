@@ -11,9 +11,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-import gradguard as gg
 from distributed.pool import rendezvous
-from gradguard.errors import MissingPackageError
+from gradguard.errors import InvalidTypeError, MissingPackageError
 
 try:
     from gradguard.integrations.deepspeed import last_clip
@@ -161,5 +160,5 @@ def test_no_norm_is_none():
 
 @pytest.mark.parametrize("other", [torch.optim.SGD([torch.ones(1)]), None, SimpleNamespace(gradient_clipping=1.0)])
 def test_anything_else_is_refused(other):
-    with pytest.raises(gg.InvalidTypeError, match=r"expected the engine"):
+    with pytest.raises(InvalidTypeError, match=r"expected the engine"):
         last_clip(other)

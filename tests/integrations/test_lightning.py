@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import gradguard as gg
+from gradguard.errors import InvalidValueError, NonFiniteGradientError
 
 pl = pytest.importorskip("lightning.pytorch", reason="lightning is not installed")
 
@@ -213,7 +214,7 @@ def test_skip_leaves_weights_and_optimizer_bit_identical(optimizer, first):
 
 def test_raise_names_the_parameters_and_the_callback_lets_go():
     module, callback = Automatic(), GradGuardCallback(gg.ClipByGlobalNorm(0.5), nonfinite="raise")
-    with pytest.raises(gg.NonFiniteGradientError, match=r"first\.weight"):
+    with pytest.raises(NonFiniteGradientError, match=r"first\.weight"):
         fit(module, callback, bad=[3])
     assert callback.guards[0].steps == 4
     gg.Guard(callback.guards[0].optimizer, gg.ClipByGlobalNorm(0.5))  # the optimizer is free
@@ -221,7 +222,7 @@ def test_raise_names_the_parameters_and_the_callback_lets_go():
 
 def test_too_many_skips_in_a_row_raise():
     callback = GradGuardCallback(gg.ClipByGlobalNorm(0.5), max_consecutive_skips=2)
-    with pytest.raises(gg.NonFiniteGradientError, match="3 optimizer steps in a row were skipped"):
+    with pytest.raises(NonFiniteGradientError, match="3 optimizer steps in a row were skipped"):
         fit(Automatic(), callback, bad=[1, 2, 3])
 
 
@@ -363,5 +364,5 @@ def test_the_binding_share_counts_each_step_of_a_batch_with_several():
 
 @pytest.mark.parametrize("option", [{"nonfinite": "bogus"}, {"max_consecutive_skips": -1}])
 def test_what_no_guard_takes_is_refused_at_once(option):
-    with pytest.raises(gg.InvalidValueError, match=r"bogus.* is not a policy|=-1: expected a whole number"):
+    with pytest.raises(InvalidValueError, match=r"bogus.* is not a policy|=-1: expected a whole number"):
         GradGuardCallback(gg.ClipByMedian(), **option)

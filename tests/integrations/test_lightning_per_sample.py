@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import gradguard as gg
+from gradguard.errors import InvalidTypeError, InvalidValueError, UnsupportedGradientError
 
 pl = pytest.importorskip("lightning.pytorch", reason="lightning is not installed")
 
@@ -210,12 +211,12 @@ REFUSED = {
     "gradient_clip_val": (
         Tagger,
         {"gradient_clip_val": 0.5},
-        gg.InvalidValueError,
+        InvalidValueError,
         r"gradient_clip_val=0.5\) clips too",
     ),
-    "own clip": (OwnClip, {}, gg.InvalidValueError, "OwnClip has a configure_gradient_clipping of its own"),
-    "by hand": (Manual, {}, gg.UnsupportedGradientError, "Manual optimizes by hand"),
-    "LBFGS": (Lbfgs, {}, gg.UnsupportedGradientError, "LBFGS asks for the gradients several times"),
+    "own clip": (OwnClip, {}, InvalidValueError, "OwnClip has a configure_gradient_clipping of its own"),
+    "by hand": (Manual, {}, UnsupportedGradientError, "Manual optimizes by hand"),
+    "LBFGS": (Lbfgs, {}, UnsupportedGradientError, "LBFGS asks for the gradients several times"),
 }
 
 
@@ -229,13 +230,13 @@ def test_what_cannot_be_right_is_refused_before_training(case):
 def test_other_strategies_are_refused():
     strategy = ModelParallelStrategy(data_parallel_size=1, tensor_parallel_size=1)
     one = make_trainer([PerSampleCallback(gg.FlatNormClipper(BOUND))], strategy=strategy, devices=1)
-    with pytest.raises(gg.UnsupportedGradientError, match="under DDPStrategy, and not with ModelParallelStrategy"):
+    with pytest.raises(UnsupportedGradientError, match="under DDPStrategy, and not with ModelParallelStrategy"):
         one.callbacks[0].setup(one, Tagger(), "fit")
 
 
 def test_a_threshold_of_one_process_is_refused_on_several():
     one = make_trainer([PerSampleCallback(gg.QuantileNormClipper(BOUND))], strategy="ddp", devices=2)
-    with pytest.raises(gg.UnsupportedGradientError, match="thresholds would differ between 2 processes"):
+    with pytest.raises(UnsupportedGradientError, match="thresholds would differ between 2 processes"):
         one.callbacks[0].setup(one, Tagger(), "fit")
 
 
@@ -243,21 +244,21 @@ def test_a_loss_scale_is_refused():
     callback = PerSampleCallback(gg.FlatNormClipper(BOUND))
     one = make_trainer([callback])
     one.precision_plugin.scaler = torch.amp.GradScaler("cpu")
-    with pytest.raises(gg.UnsupportedGradientError, match=r'precision="16-mixed".*bf16-mixed'):
+    with pytest.raises(UnsupportedGradientError, match=r'precision="16-mixed".*bf16-mixed'):
         callback.setup(one, Tagger(), "fit")
 
 
 def test_a_compiled_module_is_refused():
     model = torch.compile(Tagger(), backend="eager")
-    with pytest.raises(gg.UnsupportedGradientError, match="Tagger is compiled"):
+    with pytest.raises(UnsupportedGradientError, match="Tagger is compiled"):
         fit(model, [PerSampleCallback(gg.FlatNormClipper(BOUND))])
 
 
 def test_two_clips_are_refused():
-    with pytest.raises(gg.InvalidValueError, match="GradGuardCallback beside the PerSampleCallback"):
+    with pytest.raises(InvalidValueError, match="GradGuardCallback beside the PerSampleCallback"):
         fit(Tagger(), [PerSampleCallback(gg.FlatNormClipper(BOUND)), GradGuardCallback(gg.ClipByMedian())])
 
 
 def test_a_batch_clipper_is_refused():
-    with pytest.raises(gg.InvalidTypeError, match="norm_clipper: expected a NormClipper"):
+    with pytest.raises(InvalidTypeError, match="norm_clipper: expected a NormClipper"):
         PerSampleCallback(gg.ClipByGlobalNorm(1.0))

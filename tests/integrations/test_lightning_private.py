@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 import gradguard as gg
+from gradguard.errors import InvalidTypeError, InvalidValueError, UnsupportedGradientError
 
 pl = pytest.importorskip("lightning.pytorch", reason="lightning is not installed")
 pytest.importorskip("dp_accounting", reason="dp-accounting is not installed")
@@ -200,7 +201,7 @@ class Doubled(Classifier):
 
 
 WEIGHTED = DataLoader(TensorDataset(*records()), 6, sampler=WeightedRandomSampler(torch.ones(SIZE), SIZE))
-UNSUPPORTED, WRONG = gg.UnsupportedGradientError, gg.InvalidValueError
+UNSUPPORTED, WRONG = UnsupportedGradientError, InvalidValueError
 REFUSED = {
     "gradient_clip_val": ({"gradient_clip_val": 0.5}, WRONG, r"clips too, after the PrivateCallback"),
     "guard": ({"beside": [GradGuardCallback(gg.ClipByMedian())]}, WRONG, "GradGuardCallback beside the PrivateCall"),
@@ -251,7 +252,7 @@ def test_a_checkpoint_within_an_accumulation_is_refused():
         def on_train_batch_end(self, trainer, *args):
             trainer.save_checkpoint("unused")
 
-    with pytest.raises(gg.InvalidValueError, match=r"state_dict\(\) within a logical batch would save sums"):
+    with pytest.raises(InvalidValueError, match=r"state_dict\(\) within a logical batch would save sums"):
         fit(private(), accumulation=2, callbacks=[Saves()])
 
 
@@ -259,14 +260,14 @@ def test_steps_that_were_not_counted_are_refused(tmp_path):
     plain, model = make_trainer([], max_epochs=1), Classifier()
     plain.fit(model, loader(6))
     plain.save_checkpoint(tmp_path / "plain.ckpt")
-    with pytest.raises(gg.InvalidValueError, match="resumes after 4 steps, and the checkpoint has no state"):
+    with pytest.raises(InvalidValueError, match="resumes after 4 steps, and the checkpoint has no state"):
         fit(private(), ckpt_path=tmp_path / "plain.ckpt")
 
 
 def test_a_second_training_is_refused():
     callback = private()
     fit(callback)
-    with pytest.raises(gg.InvalidValueError, match="has trained for 8 steps already, and what both trainings cost"):
+    with pytest.raises(InvalidValueError, match="has trained for 8 steps already, and what both trainings cost"):
         fit(callback)
 
 
@@ -274,7 +275,7 @@ ARGUMENTS = {
     "both": ({"target_epsilon": 1.0, "noise_multiplier": 1.0}, WRONG, "expected exactly one of them"),
     "none": ({"noise_multiplier": None}, WRONG, "expected exactly one of them"),
     "rules": ({"norm_clipper": gg.AutoNormClipper()}, WRONG, r"max_grad_norm=0\.7 and norm_clipper="),
-    "type": ({"norm_clipper": 1.0, "max_grad_norm": None}, gg.InvalidTypeError, "expected a NormClipper"),
+    "type": ({"norm_clipper": 1.0, "max_grad_norm": None}, InvalidTypeError, "expected a NormClipper"),
 }
 
 

@@ -9,6 +9,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import gradguard as gg
 from distributed.collectives import Collectives
+from gradguard.errors import InvalidTypeError, InvalidValueError, NonFiniteGradientError
 
 pytest.importorskip("torchtitan", reason="torchtitan is not installed")
 
@@ -159,7 +160,7 @@ def test_the_last_call_counts_and_restore_gives_torchtitans_back():
 def test_gradients_that_are_not_finite(clipper, asked):
     clip, layer = replace_clip(clipper, nonfinite="propagate" if asked else "raise"), one_layer([math.nan, 4.0])
     try:
-        with pytest.raises(gg.NonFiniteGradientError, match=r"not finite"):
+        with pytest.raises(NonFiniteGradientError, match=r"not finite"):
             utils.clip_grad_norm_(layer.parameters(), 1.0, error_if_nonfinite=asked)
     finally:
         clip.restore()
@@ -169,9 +170,9 @@ def test_gradients_that_are_not_finite(clipper, asked):
 @pytest.mark.parametrize(
     ("arguments", "kind", "words"),
     [
-        ({"clipper": 1.0}, gg.InvalidTypeError, r"clipper is 1\.0: expected a clipper, such as gg\.ClipByMedian\(\)"),
-        ({"clipper": gg.Groups({"*": gg.ClipByMedian()})}, gg.InvalidValueError, r"parameters without names"),
-        ({"nonfinite": "skip"}, gg.InvalidValueError, r"nonfinite is 'skip'.*attach a gg\.Guard"),
+        ({"clipper": 1.0}, InvalidTypeError, r"clipper is 1\.0: expected a clipper, such as gg\.ClipByMedian\(\)"),
+        ({"clipper": gg.Groups({"*": gg.ClipByMedian()})}, InvalidValueError, r"parameters without names"),
+        ({"nonfinite": "skip"}, InvalidValueError, r"nonfinite is 'skip'.*attach a gg\.Guard"),
     ],
 )
 def test_what_is_refused(arguments, kind, words):
@@ -184,5 +185,5 @@ def test_the_state_of_another_clip_is_refused(saved, loaded):
     clip = replace_clip(saved)
     state, clip = clip.state_dict(), replace_clip(loaded)
     clip.restore()
-    with pytest.raises(gg.InvalidValueError, match=r"expected the same as in the run that is resumed"):
+    with pytest.raises(InvalidValueError, match=r"expected the same as in the run that is resumed"):
         clip.load_state_dict(state)

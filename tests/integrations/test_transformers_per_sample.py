@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import gradguard as gg
+from gradguard.errors import InvalidTypeError, InvalidValueError, UnsupportedGradientError
 
 pytest.importorskip("transformers", reason="transformers is not installed")
 pytest.importorskip("accelerate", reason="accelerate is not installed")
@@ -367,7 +368,7 @@ def test_removed_within_a_step_is_an_error(tmp_path):
     removes, options = Removes("on_substep_end"), {"max_steps": 2, "gradient_accumulation_steps": 2}
     done = trainer(tmp_path, [removes, PerSampleCallback(gg.FlatNormClipper(1.0))], model=gpt2(), **options)
     done.train_dataset, removes.trainer = texts(), done
-    with pytest.raises(gg.InvalidValueError, match=r"removed within an optimizer step.*on_step_end"):
+    with pytest.raises(InvalidValueError, match=r"removed within an optimizer step.*on_step_end"):
         done.train()
 
 
@@ -395,12 +396,12 @@ class Penalized(GPT2LMHeadModel):
 
 
 REFUSED = {
-    "max_grad_norm": ({"max_grad_norm": 0.5}, gg.InvalidValueError, "max_grad_norm=0.5.*Pass max_grad_norm=0"),
-    "compute_loss": ({"kind": OwnLoss}, gg.UnsupportedGradientError, "OwnLoss has a compute_loss of its own"),
-    "training_step": ({"kind": OwnStep}, gg.UnsupportedGradientError, "OwnStep has a training_step of its own"),
-    "smoothing": ({"label_smoothing_factor": 0.1}, gg.UnsupportedGradientError, "label_smoothing_factor is set"),
-    "compiled": ({"torch_compile": True}, gg.UnsupportedGradientError, "torch_compile is on"),
-    "lomo": ({"optim": "lomo"}, gg.UnsupportedGradientError, 'optim="lomo" steps inside backward'),
+    "max_grad_norm": ({"max_grad_norm": 0.5}, InvalidValueError, "max_grad_norm=0.5.*Pass max_grad_norm=0"),
+    "compute_loss": ({"kind": OwnLoss}, UnsupportedGradientError, "OwnLoss has a compute_loss of its own"),
+    "training_step": ({"kind": OwnStep}, UnsupportedGradientError, "OwnStep has a training_step of its own"),
+    "smoothing": ({"label_smoothing_factor": 0.1}, UnsupportedGradientError, "label_smoothing_factor is set"),
+    "compiled": ({"torch_compile": True}, UnsupportedGradientError, "torch_compile is on"),
+    "lomo": ({"optim": "lomo"}, UnsupportedGradientError, 'optim="lomo" steps inside backward'),
 }
 
 
@@ -416,27 +417,27 @@ def test_what_cannot_be_right_is_refused_before_training(case, tmp_path):
 def test_a_loss_function_for_batches_is_refused(tmp_path):
     done = trainer(tmp_path, [PerSampleCallback(gg.FlatNormClipper(1.0))], model=gpt2())
     done.compute_loss_func = lambda outputs, labels, num_items_in_batch: outputs["logits"].sum()
-    with pytest.raises(gg.UnsupportedGradientError, match="compute_loss_func is set"):
+    with pytest.raises(UnsupportedGradientError, match="compute_loss_func is set"):
         done.train()
 
 
 @pytest.mark.parametrize("other", [GradGuardCallback(gg.ClipByMedian()), PerSampleCallback(gg.FlatNormClipper(2.0))])
 def test_two_clips_are_refused(other, tmp_path):
     done = trainer(tmp_path, [PerSampleCallback(gg.FlatNormClipper(1.0)), other], model=gpt2())
-    with pytest.raises(gg.InvalidValueError, match=f"{type(other).__name__} beside the PerSampleCallback"):
+    with pytest.raises(InvalidValueError, match=f"{type(other).__name__} beside the PerSampleCallback"):
         done.train()
 
 
 def test_a_model_with_more_in_its_loss_is_refused(tmp_path):
     model = seeded(Penalized, gpt2().config)
-    with pytest.raises(gg.UnsupportedGradientError, match=r"Penalized has a loss of .*its loss is another one"):
+    with pytest.raises(UnsupportedGradientError, match=r"Penalized has a loss of .*its loss is another one"):
         run(tmp_path, model, PerSampleCallback(gg.FlatNormClipper(1.0)), texts())
 
 
 WRONG_LOSSES = {
-    "mean": (lambda o, i: squares(o, i).mean(), gg.InvalidTypeError, r"loss returned a tensor of shape \[\]"),
-    "number": (lambda o, i: 1.0, gg.InvalidTypeError, "loss returned float"),
-    "too few": (lambda o, i: squares(o, i)[:2], gg.InvalidValueError, r"2 losses for a batch with \[3\] rows"),
+    "mean": (lambda o, i: squares(o, i).mean(), InvalidTypeError, r"loss returned a tensor of shape \[\]"),
+    "number": (lambda o, i: 1.0, InvalidTypeError, "loss returned float"),
+    "too few": (lambda o, i: squares(o, i)[:2], InvalidValueError, r"2 losses for a batch with \[3\] rows"),
 }
 
 
@@ -448,7 +449,7 @@ def test_a_loss_that_is_not_one_for_each_sample_is_refused(case, tmp_path):
 
 
 def test_a_model_without_labels_or_logits_needs_a_loss(tmp_path):
-    with pytest.raises(gg.UnsupportedGradientError, match=r"the batch has \['x', 'y'\].*loss=function"):
+    with pytest.raises(UnsupportedGradientError, match=r"the batch has \['x', 'y'\].*loss=function"):
         run(tmp_path, Regression(), PerSampleCallback(gg.FlatNormClipper(1.0)), points())
 
 
@@ -460,7 +461,7 @@ def test_a_model_without_labels_or_logits_needs_a_loss(tmp_path):
     ],
 )
 def test_arguments_of_another_type_are_refused(arguments, words):
-    with pytest.raises(gg.InvalidTypeError, match=words):
+    with pytest.raises(InvalidTypeError, match=words):
         PerSampleCallback(arguments[0], loss=arguments[1] if len(arguments) > 1 else None)
 
 
@@ -469,5 +470,5 @@ def test_arguments_of_another_type_are_refused(arguments, words):
     [((2, 3), torch.zeros(2, 3).long()), ((2, 5, 3), torch.zeros(2, 4).long()), ((2, 3), torch.zeros(2, 2))],
 )
 def test_logits_and_labels_that_do_not_fit_are_refused(logits, labels):
-    with pytest.raises(gg.UnsupportedGradientError, match="how samples' own losses follow from them is not known"):
+    with pytest.raises(UnsupportedGradientError, match="how samples' own losses follow from them is not known"):
         sample_losses(torch.zeros(logits), labels)

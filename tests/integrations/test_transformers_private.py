@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import gradguard as gg
+from gradguard.errors import InvalidValueError, UnsupportedGradientError
 
 pytest.importorskip("transformers", reason="transformers is not installed")
 pytest.importorskip("accelerate", reason="accelerate is not installed")
@@ -190,7 +191,7 @@ def twice(features):
     return {name: torch.stack([one[name] for one in [*features, *features]]) for name in ("x", "labels")}
 
 
-UNSUPPORTED, WRONG = gg.UnsupportedGradientError, gg.InvalidValueError
+UNSUPPORTED, WRONG = UnsupportedGradientError, InvalidValueError
 REFUSED = {
     "max_grad_norm": ({"max_grad_norm": 0.5}, WRONG, "max_grad_norm=0.5, and there is a PrivateCallback"),
     "guard": ({"callbacks": [GradGuardCallback(gg.ClipByMedian())]}, WRONG, "GradGuardCallback beside the PrivateCall"),
@@ -212,7 +213,7 @@ def test_what_would_not_be_private_is_refused(tmp_path, case):
 
 def test_steps_that_were_not_counted_are_refused(tmp_path):
     train(tmp_path, PerSampleCallback(gg.FlatNormClipper(1.0)), save_strategy="steps", save_steps=3)
-    with pytest.raises(gg.InvalidValueError, match="resumes after 3 steps, and the checkpoint has no state"):
+    with pytest.raises(InvalidValueError, match="resumes after 3 steps, and the checkpoint has no state"):
         train(tmp_path, private(), resume=str(tmp_path / "checkpoint-3"))
 
 
@@ -220,11 +221,11 @@ def test_a_checkpoint_of_two_trainings_is_refused(tmp_path):
     train(tmp_path, private(), save_strategy="steps", save_steps=3)
     state = tmp_path / "checkpoint-3" / "trainer_state.json"
     state.write_text(json.dumps(json.loads(state.read_text(encoding="utf-8")) | {"global_step": 5}))
-    with pytest.raises(gg.InvalidValueError, match="after 5 steps, and the private training after 3"):
+    with pytest.raises(InvalidValueError, match="after 5 steps, and the private training after 3"):
         train(tmp_path, private(), resume=str(tmp_path / "checkpoint-3"))
 
 
 def test_a_second_training_is_refused(tmp_path):
     one = train(tmp_path, private())
-    with pytest.raises(gg.InvalidValueError, match="has trained for 8 steps already, and what both trainings cost"):
+    with pytest.raises(InvalidValueError, match="has trained for 8 steps already, and what both trainings cost"):
         one.train()

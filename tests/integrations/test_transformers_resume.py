@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import gradguard as gg
+from gradguard.errors import InvalidValueError
 
 pytest.importorskip("transformers", reason="transformers is not installed")
 pytest.importorskip("accelerate", reason="accelerate is not installed")
@@ -60,7 +61,7 @@ def test_the_state_of_another_clipper_is_refused(tmp_path):
     callback = GradGuardCallback(gg.ClipByMedian(k=0.0, window=4, warmup=2))
     trainer(tmp_path, [callback], save_strategy="steps", save_steps=5).train()
     again = trainer(tmp_path / "again", [GradGuardCallback(gg.AutoClip(50))])
-    with pytest.raises(gg.InvalidValueError, match="the state is not of this AutoClip"):
+    with pytest.raises(InvalidValueError, match="the state is not of this AutoClip"):
         again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-5"))
 
 
@@ -162,7 +163,7 @@ def test_removed_within_a_step_is_an_error_and_changes_nothing(event, tmp_path):
         pass
 
     def remove(self, args, state, control, **kwargs):
-        with pytest.raises(gg.InvalidValueError, match=r"before the step: nobody would clip.*on_step_end"):
+        with pytest.raises(InvalidValueError, match=r"before the step: nobody would clip.*on_step_end"):
             one.remove_callback(GradGuardCallback)
 
     setattr(Removes, event, remove)

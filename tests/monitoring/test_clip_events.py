@@ -13,6 +13,8 @@ from torch.nn.utils import clip_grad
 import gradguard as gg
 from gradguard import clip_events
 from gradguard.clip_events import ClipEvent, announce, listen, tell
+from gradguard.errors import NonFiniteGradientError
+from gradguard.integrations.timm import dispatch_clip_grad
 from gradguard.monitoring.judge.health import findings
 from gradguard.monitoring.judge.verdict import verdict
 from gradguard.monitoring.observe.observer import Observer, observe
@@ -64,8 +66,8 @@ CLIPS = {
     "function: value": ("value", 0.01, a_function(lambda m: gg.clip_grad_value_(m.parameters(), 0.01))),
     "function: adaptive": ("adaptive", 0.01, a_function(lambda m: gg.clip_grad_adaptive_(m, 0.01))),
     "apply_gradient_clipping": ("value", 0.01, a_function(lambda m: gg.apply_gradient_clipping(m, "value", 0.01))),
-    "dispatch: norm": ("norm", 0.5, a_function(lambda m: gg.dispatch_clip_grad(m.parameters(), 0.5))),
-    "dispatch: agc": ("adaptive", 0.01, a_function(lambda m: gg.dispatch_clip_grad(m.parameters(), 0.01, mode="agc"))),
+    "dispatch: norm": ("norm", 0.5, a_function(lambda m: dispatch_clip_grad(m.parameters(), 0.5))),
+    "dispatch: agc": ("adaptive", 0.01, a_function(lambda m: dispatch_clip_grad(m.parameters(), 0.01, mode="agc"))),
     "object: norm": ("norm", 0.5, an_object(lambda: gg.ClipByGlobalNorm(0.5))),
     "object: norm, p = inf": ("norm", 0.5, an_object(lambda: gg.ClipByGlobalNorm(0.5, norm_type=math.inf))),
     "object: each norm": ("ClipByNorm", 0.5, an_object(lambda: gg.ClipByNorm(0.5))),
@@ -247,7 +249,7 @@ SEVERAL = {
 }  # fmt: skip
 
 
-class Raises(gg.Clipper):
+class Raises(gg.rules.Clipper):
     def decide(self, grads, scale=1.0):
         raise ArithmeticError("no")
 
@@ -448,7 +450,7 @@ def test_one_clip_is_one_event(log):
         lambda: gg.apply_gradient_clipping(model, "adaptive", 1.0),
         lambda: gg.Chain(gg.ClipByValue(1.0), gg.ClipByGlobalNorm(1.0))(model),
         lambda: gg.Groups({"0.*": gg.ClipByGlobalNorm(1.0)}, rest=gg.ClipByValue(1.0))(model),
-        lambda: gg.dispatch_clip_grad(model.parameters(), 1.0, mode="value"),
+        lambda: dispatch_clip_grad(model.parameters(), 1.0, mode="value"),
     ):
         model.zero_grad()
         backward(model, 0)
@@ -466,7 +468,7 @@ def test_nobody_hears_after_the_end_and_of_what_is_refused(log):
         gg.clip_grad_value_,
         lambda m, c, nonfinite: gg.ClipByNorm(c)(m, nonfinite="raise"),
     ):
-        with pytest.raises(gg.NonFiniteGradientError, match="weight"):
+        with pytest.raises(NonFiniteGradientError, match="weight"):
             clip(model, 1.0, nonfinite="raise")
     assert log.events == []
 

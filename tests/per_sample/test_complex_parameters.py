@@ -5,6 +5,7 @@ import torch
 from torch import Tensor, nn
 
 import gradguard as gg
+from gradguard.errors import InvalidTypeError, UnsupportedGradientError
 from gradguard.per_sample import mini_batch
 from gradguard.private.noise import GaussianNoise
 
@@ -103,7 +104,7 @@ def step(clipper: gg.PerSampleGradientClipper, model: Spectrum) -> None:
 def test_what_is_no_samples_own_is_refused(kind, words):
     model = made(kind)
     clipper = gg.PerSampleGradientClipper(model, gg.FlatNormClipper(1.0))
-    with pytest.raises(gg.UnsupportedGradientError, match=words):
+    with pytest.raises(UnsupportedGradientError, match=words):
         step(clipper, model)
     clipper.detach()
 
@@ -115,6 +116,6 @@ def test_noise_is_for_real_sums():
     clipper.clip_and_accumulate()
     taken = clipper.take()
     assert [total.dtype for total in taken.sums] == [p.dtype for p in taken.parameters]
-    with pytest.raises(gg.InvalidTypeError, match=r"float32 or float64 sums, got torch\.complex128"):
+    with pytest.raises(InvalidTypeError, match=r"float32 or float64 sums, got torch\.complex128"):
         GaussianNoise(0).add_(taken.sums, 1.0)
     clipper.detach()

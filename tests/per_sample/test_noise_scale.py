@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import gradguard as gg
+from gradguard.errors import InvalidTypeError, InvalidValueError
 from gradguard.per_sample.noise_scale import SMOOTHING, unbiased
 from per_sample.models import build
 from per_sample.steps import accumulate, oracle
@@ -359,7 +360,7 @@ def test_a_state_of_a_clipper_that_has_measured_nothing():
 def test_a_state_of_something_else_is_refused(state, words):
     other = gg.PerSampleGradientClipper(nn.Linear(2, 1), gg.FlatNormClipper(1.0))
     clipper = gg.PerSampleGradientClipper(network(), gg.FlatNormClipper(1.0), noise_scale=True)
-    with pytest.raises(gg.InvalidValueError, match=words):
+    with pytest.raises(InvalidValueError, match=words):
         clipper.load_state_dict(state or other.state_dict())
 
 
@@ -386,7 +387,7 @@ def test_other_trained_parameters_begin_anew():
 
 @pytest.mark.parametrize(
     ("option", "kind", "words"),
-    [(-1, gg.InvalidValueError, "1 or more"), (1.5, gg.InvalidTypeError, "number of steps")],
+    [(-1, InvalidValueError, "1 or more"), (1.5, InvalidTypeError, "number of steps")],
 )
 def test_wrong_options(option, kind, words):
     with pytest.raises(kind, match=words):

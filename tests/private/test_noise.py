@@ -7,7 +7,7 @@ import pytest
 import torch
 from scipy import stats
 
-import gradguard as gg
+from gradguard.errors import InvalidTypeError, InvalidValueError
 from gradguard.private import GaussianNoise
 from gradguard.private.noise import _mersenne_words, key_from, keyed_generator, secure_normal
 
@@ -118,29 +118,29 @@ def test_no_noise_changes_nothing():
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_is_refused(dtype):
-    with pytest.raises(gg.InvalidTypeError, match="sum in float32, add the noise, and round last"):
+    with pytest.raises(InvalidTypeError, match="sum in float32, add the noise, and round last"):
         drawn(GaussianNoise(), 3, dtype=dtype)
 
 
 @pytest.mark.parametrize("deviation", [-1.0, math.inf, math.nan])
 def test_a_standard_deviation_that_is_none_is_refused(deviation):
-    with pytest.raises(gg.InvalidValueError, match="expected a finite number >= 0"):
+    with pytest.raises(InvalidValueError, match="expected a finite number >= 0"):
         drawn(GaussianNoise(), 3, deviation=deviation)
 
 
 def test_secure_noise_refuses_a_seed():
-    with pytest.raises(gg.InvalidValueError, match=r"cannot be repeated. Leave seed away, or secure"):
+    with pytest.raises(InvalidValueError, match=r"cannot be repeated. Leave seed away, or secure"):
         GaussianNoise(1, secure=True)
 
 
 @pytest.mark.parametrize("seed", [-1, 2**64])
 def test_a_seed_out_of_range_is_refused(seed):
-    with pytest.raises(gg.InvalidValueError, match="expected an integer from 0 to"):
+    with pytest.raises(InvalidValueError, match="expected an integer from 0 to"):
         GaussianNoise(seed)
 
 
 def test_a_seed_of_another_type_is_refused():
-    with pytest.raises(gg.InvalidTypeError, match="expected an integer or None, got float"):
+    with pytest.raises(InvalidTypeError, match="expected an integer or None, got float"):
         GaussianNoise(1.5)
 
 

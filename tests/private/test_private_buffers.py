@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import TensorDataset
 
-import gradguard as gg
+from gradguard.errors import UnsupportedGradientError
 from private.runs import private_run
 
 NORMALIZATIONS = {
@@ -39,7 +39,7 @@ def train(private, model):
 def test_running_statistics_of_samples_are_refused(dims, affine):
     model = normalized(dims, affine=affine, track_running_stats=True)
     words = rf"0 is an InstanceNorm{dims}d with track_running_stats=True.*track_running_stats=False, or .*\.eval\(\)"
-    with pytest.raises(gg.UnsupportedGradientError, match=words):
+    with pytest.raises(UnsupportedGradientError, match=words):
         private_run(model, data=images(dims))
     assert not any(layer._forward_hooks for layer in model.modules())
 
@@ -58,7 +58,7 @@ def test_frozen_running_statistics_stay_until_training_mode():
     train(private, model)
     assert model[0].running_mean.tolist() == [0.0, 0.0]
     model.train()
-    with pytest.raises(gg.UnsupportedGradientError, match="0 is an InstanceNorm1d with track_running_stats=True"):
+    with pytest.raises(UnsupportedGradientError, match="0 is an InstanceNorm1d with track_running_stats=True"):
         train(private, model)
     assert model[0].running_mean.tolist() == [0.0, 0.0]
     assert private.steps == 5

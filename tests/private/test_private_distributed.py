@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-import gradguard as gg
+from gradguard.errors import InvalidValueError, UnsupportedGradientError
 from gradguard.per_sample.norm_clippers import QuantileNormClipper
 from gradguard.private import make_private
 
@@ -124,11 +124,11 @@ def check_without_a_seed(world_size):
 
 def check_refusals(world_size):
     rule = {"norm_clipper": QuantileNormClipper(1.0, count_noise=9.0), "max_grad_norm": None}
-    with pytest.raises(gg.UnsupportedGradientError, match="thresholds would differ between 2 processes"):
+    with pytest.raises(UnsupportedGradientError, match="thresholds would differ between 2 processes"):
         together(as_ddp, None, world_size, **rule)
-    with pytest.raises(gg.InvalidValueError, match="its sampler is a DistributedSampler"):
+    with pytest.raises(InvalidValueError, match="its sampler is a DistributedSampler"):
         together(as_ddp, None, world_size, poisson_sampling=False)
-    with pytest.raises(gg.UnsupportedGradientError, match=r"FSDP1.*use torch.distributed.fsdp.fully_shard"):
+    with pytest.raises(UnsupportedGradientError, match=r"FSDP1.*use torch.distributed.fsdp.fully_shard"):
         together(lambda m: FullyShardedDataParallel(m, device_id=torch.device("cpu")), None, world_size)
 
 

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import TensorDataset
 
-import gradguard as gg
+from gradguard.errors import GradguardError, InvalidValueError
 from gradguard.per_sample.norm_clippers import QuantileNormClipper
 from gradguard.per_sample.results import Accumulation
 from gradguard.private.noise import GaussianNoise
@@ -77,7 +77,7 @@ def test_other_rows_than_were_drawn_are_refused_and_the_right_ones_may_follow(wr
     loader, twins = iter(private.loader), iter(twin.loader)
     batch = next(loader)
     before = standing(private, model)
-    with pytest.raises(gg.InvalidValueError, match=rf"the model saw \d+ samples where {len(batch[0])} were drawn, so"):
+    with pytest.raises(InvalidValueError, match=rf"the model saw \d+ samples where {len(batch[0])} were drawn, so"):
         one_step(private, model, rows(batch, WRONG[wrong]))
     assert standing(private, model) == before
     assert draws == []
@@ -93,9 +93,9 @@ def test_other_rows_than_were_drawn_are_refused_and_the_right_ones_may_follow(wr
 def test_a_row_too_few_is_not_made_up_for_by_one_too_many(draws):
     private, model = private_run(max_physical_batch_size=4)
     loader = iter(private.loader)
-    with pytest.raises(gg.InvalidValueError, match=r"the model saw \d+ samples where \d+ were drawn"):
+    with pytest.raises(InvalidValueError, match=r"the model saw \d+ samples where \d+ were drawn"):
         one_step(private, model, rows(next(loader), WRONG["one left out"]))
-    with pytest.raises(gg.InvalidValueError, match="was not called for the last one, or has failed"):
+    with pytest.raises(InvalidValueError, match="was not called for the last one, or has failed"):
         next(loader)
     assert draws == []
 
@@ -106,11 +106,11 @@ def test_rows_that_are_wrong_in_a_later_part_end_the_pass(draws):
     loader = iter(private.loader)
     assert not one_step(private, model, next(loader))
     batch = next(loader)
-    with pytest.raises(gg.InvalidValueError, match=r"the model saw \d+ samples where \d+ were drawn"):
+    with pytest.raises(InvalidValueError, match=r"the model saw \d+ samples where \d+ were drawn"):
         one_step(private, model, rows(batch, WRONG["one left out"]))
-    with pytest.raises(gg.InvalidValueError, match="After an error within a logical batch begin a new pass"):
+    with pytest.raises(InvalidValueError, match="After an error within a logical batch begin a new pass"):
         one_step(private, model, batch)
-    with pytest.raises(gg.InvalidValueError, match=OVER):
+    with pytest.raises(InvalidValueError, match=OVER):
         next(loader)
     assert standing(private, model) == before
     assert draws == []
@@ -124,7 +124,7 @@ def test_samples_that_somebody_else_added_are_refused(draws):
     before = weights(model)
     F.cross_entropy(model(batch[0]), batch[1]).backward()
     private.clipper.clip_and_accumulate()
-    with pytest.raises(gg.InvalidValueError, match=r"the model saw \d+ samples where \d+ were drawn"):
+    with pytest.raises(InvalidValueError, match=r"the model saw \d+ samples where \d+ were drawn"):
         one_step(private, model, batch)
     assert torch.equal(weights(model), before)
     assert draws == []
@@ -154,9 +154,7 @@ def test_tokens_in_place_of_samples_are_refused(draws):
     before = standing(private, model)
     (x,) = next(loader)
     assert len(x) > TOKENS
-    with pytest.raises(
-        gg.GradguardError, match=f"rows where {len(x)} samples|saw {TOKENS} samples where {len(x)} were"
-    ):
+    with pytest.raises(GradguardError, match=f"rows where {len(x)} samples|saw {TOKENS} samples where {len(x)} were"):
         step_on(private, model, x.transpose(0, 1))
     assert standing(private, model) == before
     assert private.steps == private.accountant.steps == len(draws) == 1
@@ -207,9 +205,9 @@ def test_a_later_part_that_failed_ends_the_pass_and_nothing_of_its_batch_is_used
     batch = next(loader)
     with out_of_memory(error):
         one_step(private, model, batch)
-    with pytest.raises(gg.InvalidValueError, match="After an error within a logical batch begin a new pass"):
+    with pytest.raises(InvalidValueError, match="After an error within a logical batch begin a new pass"):
         one_step(private, model, batch)
-    with pytest.raises(gg.InvalidValueError, match=OVER):
+    with pytest.raises(InvalidValueError, match=OVER):
         next(loader)
     assert standing(private, model) == before
     assert private.state_dict()["steps"] == 0
@@ -222,7 +220,7 @@ def test_a_later_part_that_failed_ends_the_pass_and_nothing_of_its_batch_is_used
 def test_a_backward_that_was_forgotten_in_a_first_part_may_follow():
     private, model = private_run()
     batch = next(iter(private.loader))
-    with pytest.raises(gg.InvalidValueError, match="no gradients to clip"):
+    with pytest.raises(InvalidValueError, match="no gradients to clip"):
         private.step()
     assert one_step(private, model, batch)
 
@@ -233,7 +231,7 @@ def test_gradients_from_elsewhere_may_be_removed():
     assert not one_step(private, model, next(loader))
     model[0].weight.grad = torch.ones_like(model[0].weight)
     batch = next(loader)
-    with pytest.raises(gg.InvalidValueError, match=r"0.weight: .grad is filled by something else"):
+    with pytest.raises(InvalidValueError, match=r"0.weight: .grad is filled by something else"):
         one_step(private, model, batch)
     private.optimizer.zero_grad()
     private.step()
@@ -252,7 +250,7 @@ def test_an_optimizer_that_failed_was_paid_for_and_leaves_no_gradient(draws):
     hook.remove()
     assert private.steps == private.accountant.steps == private._batches.step == len(draws) == 1
     assert all(p.grad is None for p in model.parameters())
-    with pytest.raises(gg.InvalidValueError, match=OVER):
+    with pytest.raises(InvalidValueError, match=OVER):
         next(loader)
     train(private, model)
     assert private.steps == private.accountant.steps == len(draws) == 6
@@ -270,7 +268,7 @@ def test_a_pass_ends_where_a_state_is_loaded_and_all_that_follows_is_counted(poi
         one_step(private, model, next(loader))
     private.load_state_dict(state)
     assert private.epsilon() == 0.0
-    with pytest.raises(gg.InvalidValueError, match=OVER):
+    with pytest.raises(InvalidValueError, match=OVER):
         one_step(private, model, next(loader))
     assert len(draws) == 2
     train(private, model)
@@ -292,7 +290,7 @@ def test_of_two_passes_only_the_last_goes_on():
     first = iter(private.loader)
     one_step(private, model, next(first))
     one_step(private, model, next(iter(private.loader)))
-    with pytest.raises(gg.InvalidValueError, match=OVER):
+    with pytest.raises(InvalidValueError, match=OVER):
         next(first)
 
 
@@ -303,6 +301,6 @@ def test_a_pass_that_was_abandoned_at_its_end_says_so():
     batch = next(loader)
     with out_of_memory():
         one_step(private, model, batch)
-    with pytest.raises(gg.InvalidValueError, match=OVER):
+    with pytest.raises(InvalidValueError, match=OVER):
         next(loader)
     assert private.steps == 0

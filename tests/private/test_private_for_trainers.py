@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 
 import gradguard as gg
+from gradguard.errors import InvalidValueError
 from private.runs import data_set, private_run, train, weights
 
 
@@ -128,38 +129,38 @@ REFUSED = {
 @pytest.mark.parametrize("wrong", REFUSED, ids=lambda wrong: wrong.__name__)
 def test_an_order_that_would_not_be_private_is_refused(wrong):
     private, model = private_run(gradient_accumulation_steps=1)
-    with pytest.raises(gg.InvalidValueError, match=REFUSED[wrong]):
+    with pytest.raises(InvalidValueError, match=REFUSED[wrong]):
         wrong(private, model)
 
 
 def test_a_step_within_a_logical_batch_is_refused_and_nothing_is_lost():
     private, model = private_run(gradient_accumulation_steps=2)
     first_batch(private, model)
-    with pytest.raises(gg.InvalidValueError, match=r"every part that private\.loader gives must be used before"):
+    with pytest.raises(InvalidValueError, match=r"every part that private\.loader gives must be used before"):
         private.pre_step()
-    with pytest.raises(gg.InvalidValueError, match=r"state_dict\(\) within a logical batch"):
+    with pytest.raises(InvalidValueError, match=r"state_dict\(\) within a logical batch"):
         private.state_dict()
     assert private.steps == 0
 
 
 OPTIONS = {
-    "parts": ({"gradient_accumulation_steps": 0}, gg.InvalidValueError, "gradient_accumulation_steps=0: expected an"),
+    "parts": ({"gradient_accumulation_steps": 0}, InvalidValueError, "gradient_accumulation_steps=0: expected an"),
     "two cuts": (
         {"gradient_accumulation_steps": 2, "max_physical_batch_size": 3},
-        gg.InvalidValueError,
+        InvalidValueError,
         "gradient_accumulation_steps=2 and max_physical_batch_size=3 both say how",
     ),
     "no Poisson": (
         {"gradient_accumulation_steps": 2, "poisson_sampling": False},
-        gg.InvalidValueError,
+        InvalidValueError,
         "cuts Poisson batches, and poisson_sampling=False has none",
     ),
     "two lengths": (
         {"target_epsilon": 3.0, "epochs": 2, "steps": 10},
-        gg.InvalidValueError,
+        InvalidValueError,
         "epochs=2 and steps=10 both say how long",
     ),
-    "no length": ({"target_epsilon": 3.0}, gg.InvalidValueError, r"target_epsilon needs epochs=\.\.\. or steps="),
+    "no length": ({"target_epsilon": 3.0}, InvalidValueError, r"target_epsilon needs epochs=\.\.\. or steps="),
 }
 
 
@@ -182,7 +183,7 @@ def test_a_target_that_steps_before_have_made_impossible_is_refused():
     short, model = private_run(target_epsilon=3.0, steps=5)
     train(short, model)
     longer, _ = private_run(target_epsilon=3.0, steps=10)
-    with pytest.raises(gg.InvalidValueError, match=r"with 10 steps in all epsilon would be 3\.\d+, above the target"):
+    with pytest.raises(InvalidValueError, match=r"with 10 steps in all epsilon would be 3\.\d+, above the target"):
         longer.load_state_dict(short.state_dict())
     same, _ = private_run(target_epsilon=3.0, steps=5)
     same.load_state_dict(short.state_dict())

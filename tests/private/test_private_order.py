@@ -14,7 +14,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-import gradguard as gg
+from gradguard.errors import GradguardError, InvalidTypeError, InvalidValueError, UnsupportedGradientError
 from gradguard.per_sample.norm_clippers import (
     FlatNormClipper,
     QuantileNormClipper,
@@ -72,22 +72,22 @@ class _Stream(IterableDataset):
 
 
 LOADERS = {
-    "iterable": (lambda: DataLoader(_Stream(), batch_size=2), gg.UnsupportedGradientError, "Use a data set with"),
-    "list": (lambda: [1], gg.InvalidTypeError, "expected a torch.utils.data.DataLoader, got list"),
-    "no batches": (lambda: DataLoader(Rows(), batch_size=None), gg.InvalidValueError, "made with batch_size="),
+    "iterable": (lambda: DataLoader(_Stream(), batch_size=2), UnsupportedGradientError, "Use a data set with"),
+    "list": (lambda: [1], InvalidTypeError, "expected a torch.utils.data.DataLoader, got list"),
+    "no batches": (lambda: DataLoader(Rows(), batch_size=None), InvalidValueError, "made with batch_size="),
     "batch sampler": (
         lambda: DataLoader(Rows(), batch_sampler=[[1]]),
-        gg.InvalidValueError,
+        InvalidValueError,
         "batch_sampler of its own",
     ),
     "weighted": (
         lambda: DataLoader(Rows(), batch_size=2, sampler=WeightedRandomSampler([1.0] * SIZE, SIZE)),
-        gg.InvalidValueError,
+        InvalidValueError,
         "its sampler is a WeightedRandomSampler. Every sample must be drawn with the same probability",
     ),
     "replacement": (
         lambda: DataLoader(Rows(), batch_size=2, sampler=RandomSampler(Rows(), replacement=True)),
-        gg.InvalidValueError,
+        InvalidValueError,
         "draws with replacement",
     ),
 }
@@ -105,7 +105,7 @@ def test_loaders_that_cannot_be_sampled_are_refused(case):
 
 def test_the_users_own_optimizer_step_is_refused_until_detached():
     private, model = private_run()
-    with pytest.raises(gg.InvalidValueError, match=r"call private.step\(\) after each backward instead"):
+    with pytest.raises(InvalidValueError, match=r"call private.step\(\) after each backward instead"):
         private.optimizer.step()
     private.detach()
     private.detach()
@@ -116,11 +116,11 @@ def test_the_users_own_optimizer_step_is_refused_until_detached():
 
 def test_a_step_without_a_batch_is_refused():
     private, model = private_run()
-    with pytest.raises(gg.InvalidValueError, match=r"private.step\(\) without a batch: iterate over private.loader"):
+    with pytest.raises(InvalidValueError, match=r"private.step\(\) without a batch: iterate over private.loader"):
         private.step()
     batch = next(iter(private.loader))
     one_step(private, model, batch)
-    with pytest.raises(gg.InvalidValueError, match="without a batch"):
+    with pytest.raises(InvalidValueError, match="without a batch"):
         private.step()
 
 
@@ -128,13 +128,13 @@ def test_a_batch_without_a_step_is_refused():
     private, _ = private_run()
     loader = iter(private.loader)
     next(loader)
-    with pytest.raises(gg.InvalidValueError, match=r"private.step\(\) was not called for the last one"):
+    with pytest.raises(InvalidValueError, match=r"private.step\(\) was not called for the last one"):
         next(loader)
 
 
 def test_the_last_batch_without_a_step_is_refused():
     private, _ = private_run(batch_size=SIZE)
-    with pytest.raises(gg.InvalidValueError, match=r"private.step\(\) was not called for the last one"):
+    with pytest.raises(InvalidValueError, match=r"private.step\(\) was not called for the last one"):
         for _ in private.loader:
             pass
 
@@ -142,7 +142,7 @@ def test_the_last_batch_without_a_step_is_refused():
 def test_a_step_without_a_backward_is_refused():
     private, _ = private_run()
     next(iter(private.loader))
-    with pytest.raises(gg.GradguardError, match="backward"):
+    with pytest.raises(GradguardError, match="backward"):
         private.step()
 
 
@@ -150,7 +150,7 @@ def test_more_samples_than_were_drawn_are_refused():
     private, model = private_run()
     x, y, _ = next(iter(private.loader))
     before = weights(model)
-    with pytest.raises(gg.InvalidValueError, match="so one sample may count more than once"):
+    with pytest.raises(InvalidValueError, match="so one sample may count more than once"):
         one_step(private, model, (x.repeat(2, 1), y.repeat(2)))
     assert torch.equal(weights(model), before)
 
@@ -159,7 +159,7 @@ def test_gradients_from_elsewhere_are_refused():
     private, model = private_run()
     batch = next(iter(private.loader))
     model[0].weight.grad = torch.ones_like(model[0].weight)
-    with pytest.raises(gg.InvalidValueError, match=r"0.weight: .grad is filled by something else"):
+    with pytest.raises(InvalidValueError, match=r"0.weight: .grad is filled by something else"):
         one_step(private, model, batch)
 
 
@@ -192,7 +192,7 @@ def test_what_is_left_of_an_epoch_is_dropped_and_costs_nothing():
     ],
 )
 def test_wrong_arguments_are_refused(options, words):
-    with pytest.raises(gg.InvalidValueError, match=words):
+    with pytest.raises(InvalidValueError, match=words):
         private_run(**options)
 
 
@@ -203,7 +203,7 @@ def test_a_delta_that_allows_publishing_a_sample_is_warned_of():
 
 def test_an_unbounded_sensitivity_is_refused():
     private, model = private_run(max_grad_norm=math.inf)
-    with pytest.raises(gg.InvalidValueError, match="the sensitivity is inf: no noise hides"):
+    with pytest.raises(InvalidValueError, match="the sensitivity is inf: no noise hides"):
         train(private, model)
 
 
@@ -211,13 +211,13 @@ def test_parameters_outside_the_model_are_refused():
     model, head = network(), nn.Linear(2, 2)
     optimizer = torch.optim.SGD([*model.parameters(), *head.parameters()], lr=0.1)
     loader = DataLoader(data_set(), batch_size=12)
-    with pytest.raises(gg.InvalidValueError, match=r"2 parameters, of shapes .* that are not the model's"):
+    with pytest.raises(InvalidValueError, match=r"2 parameters, of shapes .* that are not the model's"):
         make_private(model, optimizer, loader, noise_multiplier=1.0, **COMMON)
-    with pytest.raises(gg.InvalidTypeError, match=r"expected a torch.optim.Optimizer, got float"):
+    with pytest.raises(InvalidTypeError, match=r"expected a torch.optim.Optimizer, got float"):
         make_private(model, 0.1, loader, noise_multiplier=1.0, **COMMON)
 
 
 def test_a_secure_run_refuses_a_generator_of_the_rule():
     rule = QuantileNormClipper(1.0, count_noise=2.0, generator=torch.Generator())
-    with pytest.raises(gg.InvalidValueError, match="make it without one"):
+    with pytest.raises(InvalidValueError, match="make it without one"):
         private_run(norm_clipper=rule, secure=True, seed=None)

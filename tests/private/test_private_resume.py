@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-import gradguard as gg
+from gradguard.errors import InvalidValueError
 from gradguard.per_sample.norm_clippers import (
     QuantileNormClipper,
 )
@@ -65,7 +65,7 @@ def test_a_checkpoint_holds_no_secret():
 def test_a_checkpoint_within_a_logical_batch_is_refused():
     private, model = private_run(max_physical_batch_size=2)
     one_step(private, model, next(iter(private.loader)))
-    with pytest.raises(gg.InvalidValueError, match="would save sums without noise"):
+    with pytest.raises(InvalidValueError, match="would save sums without noise"):
         private.state_dict()
 
 
@@ -73,5 +73,5 @@ def test_a_state_of_another_kind_is_refused():
     private, _ = private_run()
     other, _ = private_run(poisson_sampling=False)
     for state in ({}, other.state_dict()):
-        with pytest.raises(gg.InvalidValueError, match="expected the state of a private training with Poisson"):
+        with pytest.raises(InvalidValueError, match="expected the state of a private training with Poisson"):
             private.load_state_dict(state)

@@ -11,7 +11,7 @@ from torch.utils.data import (
     TensorDataset,
 )
 
-import gradguard as gg
+from gradguard.errors import InvalidValueError
 from gradguard.per_sample.norm_clippers import (
     AutoNormClipper,
     FlatNormClipper,
@@ -99,7 +99,7 @@ def test_a_seed_repeats_a_run_and_no_seed_does_not():
 def test_secure_noise_trains_and_refuses_a_seed():
     private, model = private_run(secure=True, seed=None)
     assert train(private, model).count(True) == private.steps
-    with pytest.raises(gg.InvalidValueError, match="secure noise takes every bit from the operating system"):
+    with pytest.raises(InvalidValueError, match="secure noise takes every bit from the operating system"):
         private_run(secure=True)
 
 
@@ -142,7 +142,7 @@ def test_a_target_epsilon_is_reached_and_not_passed():
     train(private, model)
     assert 3.99 <= private.epsilon() <= 4.0
     before = weights(model)
-    with pytest.raises(gg.InvalidValueError, match="the target epsilon is spent: noise was chosen for 10 steps"):
+    with pytest.raises(InvalidValueError, match="the target epsilon is spent: noise was chosen for 10 steps"):
         train(private, model)
     assert torch.equal(weights(model), before)
 
@@ -165,7 +165,7 @@ def test_shuffled_batches_may_be_calibrated_and_cut_too():
     private, model = private_run(poisson_sampling=False, target_epsilon=4.0, epochs=2, max_physical_batch_size=5)
     assert train(private, model, epochs=2).count(True) == 10
     assert 3.99 <= private.epsilon() <= 4.0
-    with pytest.raises(gg.InvalidValueError, match="the target epsilon is spent"):
+    with pytest.raises(InvalidValueError, match="the target epsilon is spent"):
         train(private, model)
 
 
@@ -182,7 +182,7 @@ def test_a_scaled_loss_changes_nothing_and_the_scale_stays():
         one_step(plain, other, batch)
     torch.testing.assert_close(weights(model), weights(other), rtol=1e-5, atol=1e-6)
     assert scaler.get_scale() == 1024.0
-    with pytest.raises(gg.InvalidValueError, match=r"call private.step\(\)"):
+    with pytest.raises(InvalidValueError, match=r"call private.step\(\)"):
         private.optimizer.step()
 
 

@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-import gradguard as gg
+from gradguard.errors import InvalidTypeError, InvalidValueError
 from gradguard.private import PoissonBatches
 from gradguard.private.sampling import MicroBatches
 
@@ -118,13 +118,13 @@ def test_logical_batches_are_cut_and_their_ends_are_known(case):
 @pytest.mark.parametrize(
     ("arguments", "error", "words"),
     [
-        ({"size": 0}, gg.InvalidValueError, "size=0: expected an integer of at least 1"),
-        ({"size": 1.5}, gg.InvalidTypeError, "size=1.5: expected an integer"),
-        ({"sample_rate": 0.0}, gg.InvalidValueError, "sample_rate=0.0: expected a probability above 0"),
-        ({"sample_rate": 1.1}, gg.InvalidValueError, "sample_rate=1.1: expected a probability"),
-        ({"steps": 0}, gg.InvalidValueError, "steps=0: expected an integer of at least 1"),
-        ({"rank": 1}, gg.InvalidValueError, "expected 0 <= rank < world_size"),
-        ({"world_size": 2}, gg.InvalidValueError, "all processes must draw the same sample"),
+        ({"size": 0}, InvalidValueError, "size=0: expected an integer of at least 1"),
+        ({"size": 1.5}, InvalidTypeError, "size=1.5: expected an integer"),
+        ({"sample_rate": 0.0}, InvalidValueError, "sample_rate=0.0: expected a probability above 0"),
+        ({"sample_rate": 1.1}, InvalidValueError, "sample_rate=1.1: expected a probability"),
+        ({"steps": 0}, InvalidValueError, "steps=0: expected an integer of at least 1"),
+        ({"rank": 1}, InvalidValueError, "expected 0 <= rank < world_size"),
+        ({"world_size": 2}, InvalidValueError, "all processes must draw the same sample"),
     ],
 )
 def test_wrong_arguments_are_refused(arguments, error, words):
@@ -134,5 +134,5 @@ def test_wrong_arguments_are_refused(arguments, error, words):
 
 @pytest.mark.parametrize("state", [{}, {"step": 1}, {"step": 1, "position": 11}])
 def test_a_wrong_state_is_refused(state):
-    with pytest.raises(gg.InvalidValueError, match="expected the state of a PoissonBatches with 10 batches"):
+    with pytest.raises(InvalidValueError, match="expected the state of a PoissonBatches with 10 batches"):
         PoissonBatches(100, 0.1).load_state_dict(state)

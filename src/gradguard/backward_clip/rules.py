@@ -390,7 +390,7 @@ class ErrorClipBySampleNorm(BaseErrorClip):
 
     Example:
         >>> import gradguard as gg, torch
-        >>> gg.ErrorClipBySampleNorm(1.0).clip(torch.tensor([[3.0, 4.0], [0.3, 0.4]]))
+        >>> gg.rules.ErrorClipBySampleNorm(1.0).clip(torch.tensor([[3.0, 4.0], [0.3, 0.4]]))
         tensor([[0.6000, 0.8000],
                 [0.3000, 0.4000]])
     """
@@ -428,7 +428,7 @@ class ErrorClipZeroAbove(BaseErrorClip):
 
     Example:
         >>> import gradguard as gg, torch
-        >>> gg.ErrorClipZeroAbove(1.0).clip(torch.tensor([0.5, -3.0, float("nan")]))
+        >>> gg.rules.ErrorClipZeroAbove(1.0).clip(torch.tensor([0.5, -3.0, float("nan")]))
         tensor([0.5000, 0.0000, 0.0000])
     """
 
@@ -459,7 +459,7 @@ class ErrorClipNonfinite(BaseErrorClip):
 
     Example:
         >>> import gradguard as gg, torch
-        >>> gg.ErrorClipNonfinite("zero").clip(torch.tensor([1.0, float("inf")]))
+        >>> gg.rules.ErrorClipNonfinite("zero").clip(torch.tensor([1.0, float("inf")]))
         tensor([1., 0.])
     """
 

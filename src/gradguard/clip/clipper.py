@@ -471,6 +471,22 @@ def describe(
         threshold: What the rule compared with.
         locked_in: What `LockIn.follow` returned.
         group_norms: The norm of each group.
+
+    Returns:
+        What the clipper returns to its caller, and to who watches.
+
+    Example:
+        >>> import gradguard as gg, torch
+        >>> from gradguard.rules import Clipper, Decision, describe, norms_of
+        >>> class HalveLarge(Clipper):
+        ...     def decide(self, grads, scale=1.0):
+        ...         norms = norms_of(grads, scale)
+        ...         half = torch.where(norms.max() > 1, 0.5, 1.0).to(norms)
+        ...         return Decision(grads, describe(grads, norms, half, half < 1), half)
+        >>> weight = torch.nn.Parameter(torch.zeros(2))
+        >>> weight.grad = torch.tensor([3.0, 4.0])
+        >>> float(HalveLarge()([weight]).norm), weight.grad
+        (5.0, tensor([1.5000, 2.0000]))
     """
     if isinstance(norms, Tensor):
         norms = GlobalNorm(total_of(norms, order), norms)

@@ -204,7 +204,7 @@ def nonfinite_in(grads: Gradients) -> Tensor:
 
 @torch.no_grad()
 def norms_in(grads: Gradients, order: float = 2.0) -> Tensor:
-    """Return the norm of each gradient, of all its parts on all processes: ``[len(found.gradients)]``, float64."""
+    """Return the norm of each gradient, of all its parts on all processes: ``[len(grads.gradients)]``, float64."""
     norms = tensor_norms(grads.gradients, order)
     return norms if grads.reduction is None else grads.reduction.add_up((norms, order))[0]
 
@@ -424,6 +424,12 @@ def global_norm(grads: Gradients, scale: float | Tensor = 1.0, order: float = 2.
         grads: The gradients; if `Groups` or `Chain` has measured them already, they are not read again.
         scale: What a GradScaler has multiplied them by.
         order: The order p of the norm.
+
+    Example:
+        >>> weight = torch.nn.Parameter(torch.zeros(2))
+        >>> weight.grad = torch.tensor([3.0, 4.0])
+        >>> global_norm(gradients_of(["weight"], [weight])).value
+        tensor(5., dtype=torch.float64)
     """
     if isinstance(grads, MeasuredGradients) and grads.classes is not None:
         norms = grads.norms if order == 2 else grads.others.get(order)
@@ -437,12 +443,18 @@ def global_norm(grads: Gradients, scale: float | Tensor = 1.0, order: float = 2.
 
 @torch.no_grad()
 def norms_of(grads: Gradients, scale: float | Tensor = 1.0, order: float = 2.0) -> Tensor:
-    """Return the norm of each gradient without its loss scale: ``[len(found.gradients)]``, float64, on the device.
+    """Return the norm of each gradient without its loss scale: ``[len(grads.gradients)]``, float64, on the device.
 
     Args:
         grads: The gradients; if `Groups` or `Chain` has measured them already, they are not read again.
         scale: What a GradScaler has multiplied them by.
         order: The order p of the norm.
+
+    Example:
+        >>> weight = torch.nn.Parameter(torch.zeros(2))
+        >>> weight.grad = torch.tensor([3.0, 4.0])
+        >>> norms_of(gradients_of(["weight"], [weight]))
+        tensor([5.], dtype=torch.float64)
     """
     known = None
     if isinstance(grads, MeasuredGradients) and grads.classes is None:

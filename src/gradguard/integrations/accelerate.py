@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import gradguard as gg
+from gradguard.errors import InvalidTypeError, UnsupportedGradientError
 from gradguard.integrations.one_clip import OnlyGuard, refuse_beside_a_guard, wrap_once
 from gradguard.integrations.versions import require
 from gradguard.policies import GuardPolicy
@@ -59,7 +60,7 @@ class AcceleratedGuard(OnlyGuard):
 def guard(
     accelerator: Accelerator,
     optimizer: torch.optim.Optimizer,
-    clipper: gg.Clipper,
+    clipper: gg.rules.Clipper,
     *,
     model: nn.Module | None = None,
     nonfinite: GuardPolicy = "skip",
@@ -122,9 +123,9 @@ def guard(
         (5.0, ('weight',))
     """
     if not isinstance(accelerator, Accelerator):
-        raise gg.InvalidTypeError(f"accelerator is {type(accelerator).__name__}: expected an accelerate.Accelerator.")
+        raise InvalidTypeError(f"accelerator is {type(accelerator).__name__}: expected an accelerate.Accelerator.")
     if not isinstance(optimizer, AcceleratedOptimizer):
-        raise gg.InvalidTypeError(
+        raise InvalidTypeError(
             f"optimizer is {type(optimizer).__name__}, which no accelerator has prepared: expected what "
             "accelerator.prepare(model, optimizer) returned for it. Before that, parameters may still be replaced."
         )
@@ -162,7 +163,7 @@ def inner_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     while isinstance(optimizer, AcceleratedOptimizer):
         if isinstance(optimizer, DeepSpeedOptimizerWrapper | MegatronLMOptimizerWrapper):
             engine = "DeepSpeed" if isinstance(optimizer, DeepSpeedOptimizerWrapper) else "Megatron-LM"
-            raise gg.UnsupportedGradientError(
+            raise UnsupportedGradientError(
                 f"{engine} owns the gradients and clips them itself: a Guard would see nothing, or parts without the "
                 f"whole. Set the threshold in the configuration of {engine} (gradient_clipping, clip_grad) and use no "
                 "Guard."

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import gradguard as gg
+from gradguard.errors import InvalidTypeError, InvalidValueError, UnsupportedGradientError
 from gradguard.integrations.one_clip import refuse_beside_a_guard, wrap_once
 from gradguard.integrations.per_sample import check_norm_clipper, undo_division
 from gradguard.integrations.versions import require
@@ -65,7 +66,7 @@ def clip_per_sample(
     accelerator: Accelerator,
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
-    norm_clipper: gg.NormClipper,
+    norm_clipper: gg.rules.NormClipper,
     *,
     loss_reduction: str = "mean",
     batch_first: bool = True,
@@ -152,25 +153,25 @@ def check_prepared(call: str, accelerator: Accelerator, model: nn.Module, optimi
         UnsupportedGradientError: If it could not be exact.
     """
     if not isinstance(accelerator, Accelerator):
-        raise gg.InvalidTypeError(f"accelerator is {type(accelerator).__name__}: expected an accelerate.Accelerator.")
+        raise InvalidTypeError(f"accelerator is {type(accelerator).__name__}: expected an accelerate.Accelerator.")
     if not isinstance(optimizer, AcceleratedOptimizer):
-        raise gg.InvalidTypeError(
+        raise InvalidTypeError(
             f"optimizer is {type(optimizer).__name__}, which no accelerator has prepared: expected what "
             "accelerator.prepare(model, optimizer) returned for it."
         )
     if accelerator in _attached:
-        raise gg.InvalidValueError(
+        raise InvalidValueError(
             "this accelerator has a per-sample clip already, and two would both clip: call detach() on the other."
         )
     replicated = isinstance(model, DistributedDataParallel)
     if accelerator.distributed_type in _ENGINES or (accelerator.num_processes > 1 and not replicated):
-        raise gg.UnsupportedGradientError(
+        raise UnsupportedGradientError(
             f"{call} is for one process, or several with DistributedDataParallel, and not for "
             f"{accelerator.distributed_type} with a {type(model).__name__}. In a loop of your own "
             "gg.PerSampleGradientClipper and gg.private.make_private take fully_shard."
         )
     if accelerator.native_amp or accelerator.mixed_precision != "no":
-        raise gg.UnsupportedGradientError(
+        raise UnsupportedGradientError(
             f'mixed_precision="{accelerator.mixed_precision}" begins inside the forward of the prepared model, where '
             'the clipper cannot know of it. Leave it "no", and write `with torch.autocast(...)` round the forward.'
         )
@@ -218,7 +219,7 @@ def _refused(
     clip = _attached.get(accelerator)
     ours = set() if clip is None else {id(p) for p in clip.clipper.trained.values()}
     if any(id(p) in ours for p in listed):
-        raise gg.InvalidValueError(
+        raise InvalidValueError(
             f"accelerator.{name} was called with gradients whose samples are clipped: one clip would be done after the "
             "other. Remove the call, or call detach() on what clip_per_sample returned."
         )

@@ -8,6 +8,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import gradguard as gg
+from gradguard.errors import InvalidTypeError
 from gradguard.integrations.accelerate_per_sample import PerSampleClip, check_prepared
 from gradguard.integrations.versions import require
 
@@ -138,7 +139,7 @@ def make_private(
     check_prepared("make_private", accelerator, model, optimizer)
     assert isinstance(optimizer, AcceleratedOptimizer)
     if isinstance(loader, DataLoaderShard | DataLoaderDispatcher):
-        raise gg.InvalidTypeError(
+        raise InvalidTypeError(
             f"loader is a {type(loader).__name__}, which accelerator.prepare has made: expected the DataLoader as it "
             "was before, of which other batches are drawn."
         )

@@ -6,8 +6,14 @@ from typing import Any
 from torch.optim import Optimizer
 
 import gradguard as gg
+from gradguard.errors import InvalidTypeError, InvalidValueError
 
-Clippers = gg.Clipper | Sequence[gg.Clipper | None] | Mapping[int, gg.Clipper | None] | Callable[[], gg.Clipper]
+Clippers = (
+    gg.rules.Clipper
+    | Sequence[gg.rules.Clipper | None]
+    | Mapping[int, gg.rules.Clipper | None]
+    | Callable[[], gg.rules.Clipper]
+)
 """One, one for each by position, or a function that makes one for each."""
 
 
@@ -26,17 +32,17 @@ def checked(clipper: Clippers) -> Clippers:
     if isinstance(clipper, Mapping | list | tuple):
         values = list(clipper.values()) if isinstance(clipper, Mapping) else list(clipper)
         keys = list(clipper) if isinstance(clipper, Mapping) else []
-        if values and all(isinstance(c, gg.Clipper | None) for c in values) and all(type(k) is int for k in keys):
+        if values and all(isinstance(c, gg.rules.Clipper | None) for c in values) and all(type(k) is int for k in keys):
             return clipper
     elif callable(clipper):  # a clipper is
         return clipper
-    raise gg.InvalidTypeError(
+    raise InvalidTypeError(
         f"clipper is {clipper!r}: expected a clipper, such as gg.ClipByMedian(); or, for several optimizers, one for "
         "each in a list, a dict such as {0: gg.ClipByMedian(), 1: None}, or a function that makes one."
     )
 
 
-def one_for_each(clipper: Clippers, optimizers: Sequence[Optimizer]) -> list[gg.Clipper | None]:
+def one_for_each(clipper: Clippers, optimizers: Sequence[Optimizer]) -> list[gg.rules.Clipper | None]:
     """Return the clipper of each optimizer, None for one that is left alone.
 
     Args:
@@ -57,9 +63,9 @@ def one_for_each(clipper: Clippers, optimizers: Sequence[Optimizer]) -> list[gg.
         ['ClipByMedian', 'ClipByMedian']
     """
     count = len(optimizers)
-    if isinstance(clipper, gg.Clipper):
+    if isinstance(clipper, gg.rules.Clipper):
         if count > 1:
-            raise gg.InvalidValueError(
+            raise InvalidValueError(
                 f"one {type(clipper).__name__} for {count} optimizers: expected one for each, or histories would mix. "
                 f"Pass a function that makes one for each, as in GradGuardCallback(lambda: gg.{type(clipper).__name__}"
                 f"(...)), or a list of {count} clippers in the order of configure_optimizers."
@@ -68,12 +74,12 @@ def one_for_each(clipper: Clippers, optimizers: Sequence[Optimizer]) -> list[gg.
     if isinstance(clipper, Mapping | Sequence):
         by_position = clipper if isinstance(clipper, Mapping) else dict(enumerate(clipper))
         if sorted(by_position) != list(range(count)):
-            raise gg.InvalidValueError(
+            raise InvalidValueError(
                 f"clippers for the optimizers {sorted(by_position)}, and configure_optimizers returned {count}: "
                 f"expected one for each of {list(range(count))}, None for one to be left alone."
             )
         return [by_position[position] for position in range(count)]
     made: list[Any] = [clipper() for _ in optimizers]
-    if not all(isinstance(one, gg.Clipper) for one in made):
-        raise gg.InvalidTypeError(f"the function for clippers returned {made}: expected a new clipper at each call.")
+    if not all(isinstance(one, gg.rules.Clipper) for one in made):
+        raise InvalidTypeError(f"the function for clippers returned {made}: expected a new clipper at each call.")
     return made

@@ -10,11 +10,12 @@ from typing import Any, Literal
 import torch
 
 import gradguard as gg
+from gradguard.errors import InvalidTypeError, InvalidValueError
 from gradguard.policies import NonFinitePolicy, check_policy
 
 ClippingType = Literal["norm", "value", "adaptive"]
 
-_CLIPPERS: dict[str, Callable[[float], gg.Clipper]] = {
+_CLIPPERS: dict[str, Callable[[float], gg.rules.Clipper]] = {
     "norm": gg.ClipByGlobalNorm,
     "value": gg.ClipByValue,
     "adaptive": gg.ClipAdaptive,
@@ -26,7 +27,7 @@ def apply_gradient_clipping(
     clipping_type: ClippingType,
     clipping_threshold: float,
     fsdp_enabled: bool = False,
-) -> gg.ClipResult:
+) -> gg.types.ClipResult:
     """Clip all gradients of ``model``, in place, with the arguments of Composer's function of this name.
 
     The same call as `gradguard.apply_gradient_clipping`, and one argument more.
@@ -113,13 +114,15 @@ class ClipGradients:
     backwards_create_graph = False
     """Read by Composer: the gradients need no graph."""
 
-    def __init__(self, clipper: gg.Clipper, *, nonfinite: NonFinitePolicy = "propagate", log: bool = False) -> None:
-        if not isinstance(clipper, gg.Clipper):
-            raise gg.InvalidTypeError(
+    def __init__(
+        self, clipper: gg.rules.Clipper, *, nonfinite: NonFinitePolicy = "propagate", log: bool = False
+    ) -> None:
+        if not isinstance(clipper, gg.rules.Clipper):
+            raise InvalidTypeError(
                 f"clipper is {type(clipper).__name__}: expected a clipper, such as ClipByGlobalNorm(1.0)."
             )
         self.clipper = clipper
-        self.last: gg.ClipResult | None = None
+        self.last: gg.types.ClipResult | None = None
         self._nonfinite: NonFinitePolicy = check_policy(nonfinite)
         self._log = log
 
@@ -176,13 +179,13 @@ class ClipGradients:
 
     def _refuse_a_second_clip(self, state: Any) -> None:
         if getattr(state, "deepspeed_enabled", False):
-            raise gg.InvalidValueError(
+            raise InvalidValueError(
                 "DeepSpeed is on, and its engine clips gradients that no algorithm sees: leave this algorithm out and "
                 'set "gradient_clipping" in the DeepSpeed configuration.'
             )
         for other in getattr(state, "algorithms", ()):
             if other is not self and (isinstance(other, ClipGradients) or hasattr(other, "clipping_threshold")):
-                raise gg.InvalidValueError(
+                raise InvalidValueError(
                     f"two algorithms clip gradients: {other!r} and {self!r}. Keep one; for two rules one after the "
                     "other, ClipGradients(gradguard.Chain(first, second))."
                 )
@@ -229,7 +232,7 @@ class GradientClipping(ClipGradients):
         log: bool = False,
     ) -> None:
         if clipping_type not in _CLIPPERS:
-            raise gg.InvalidValueError(f"clipping_type={clipping_type!r}: expected 'norm', 'value' or 'adaptive'.")
+            raise InvalidValueError(f"clipping_type={clipping_type!r}: expected 'norm', 'value' or 'adaptive'.")
         super().__init__(_CLIPPERS[clipping_type](clipping_threshold), nonfinite=nonfinite, log=log)
         self.clipping_type, self.clipping_threshold = clipping_type, clipping_threshold
 

@@ -8,12 +8,13 @@ from torch import Tensor
 
 import gradguard as gg
 from gradguard.clip_events import ClipEvent, announce, is_heard, tell
+from gradguard.errors import InvalidTypeError, InvalidValueError
 from gradguard.integrations.versions import require
 
 require("deepspeed", "0.19", "0.20", extra="deepspeed")  # not imported: whoever has an engine has done that
 
 
-def last_clip(engine: Any) -> gg.ClipResult | None:
+def last_clip(engine: Any) -> gg.types.ClipResult | None:
     """Return what the clip of the last ``engine.step()`` did, in the form that gradguard's clippers use.
 
     **Guarantees.** Nothing is changed, and the engine measures nothing anew.
@@ -86,7 +87,7 @@ def tell_clips(engine: Any) -> Callable[[], None]:
     zero = engine.optimizer
     own = getattr(zero, "unscale_and_clip_grads", None)
     if own is None or not getattr(zero, "compute_grad_norm", True):
-        raise gg.InvalidValueError(
+        raise InvalidValueError(
             f"engine.optimizer is {type(zero).__name__}, which tells no norm of the whole gradient: expected ZeRO "
             'stage 1, 2 or 3, without "compute_grad_norm": false in the configuration.'
         )
@@ -114,7 +115,7 @@ def tell_clips(engine: Any) -> Callable[[], None]:
 
 def _refuse_other(engine: Any) -> None:
     if not all(callable(getattr(engine, name, None)) for name in ("get_global_grad_norm", "gradient_clipping")):
-        raise gg.InvalidTypeError(
+        raise InvalidTypeError(
             f"engine is {type(engine).__name__}: expected the engine, what deepspeed.initialize(...) returns first."
         )
 
@@ -127,11 +128,11 @@ def _parameters_of(zero: Any, part: Any) -> list[Tensor]:
     return [p for group in zero.optimizer.param_groups for p in group["params"] if id(p.grad) in clipped]
 
 
-def _result(value: Tensor, threshold: float) -> gg.ClipResult:
+def _result(value: Tensor, threshold: float) -> gg.types.ClipResult:
     norm = torch.where(value < 0, torch.inf, value.double())  # -1 stands for what is not finite
     nonfinite = ~norm.isfinite()
     clipped = (norm > threshold) & ~nonfinite if threshold > 0 else torch.zeros_like(nonfinite)
-    return gg.ClipResult(
+    return gg.types.ClipResult(
         norm=norm.float(),
         coefficient=torch.where(clipped, threshold / norm, 1.0),
         clipped=clipped,

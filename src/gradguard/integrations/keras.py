@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import gradguard as gg
-from gradguard.errors import MissingPackageError
+from gradguard.errors import InvalidTypeError, InvalidValueError, MissingPackageError, NonFiniteGradientError
 from gradguard.integrations.versions import require
 from gradguard.policies import GuardPolicy
 
@@ -30,7 +30,7 @@ if keras.backend.backend() != "torch":
 
 
 _OWN_CLIPS = ("clipnorm", "global_clipnorm", "clipvalue")
-_clipper_to_load: ContextVar["gg.Clipper | None"] = ContextVar("clipper_to_load", default=None)
+_clipper_to_load: ContextVar["gg.rules.Clipper | None"] = ContextVar("clipper_to_load", default=None)
 
 
 class _NoStep(Exception):  # noqa: N818
@@ -102,7 +102,7 @@ class GuardedOptimizer(keras.optimizers.Optimizer):
     def __init__(
         self,
         inner_optimizer: keras.optimizers.Optimizer,
-        clipper: gg.Clipper,
+        clipper: gg.rules.Clipper,
         *,
         nonfinite: GuardPolicy = "skip",
         max_consecutive_skips: int | None = 20,
@@ -113,7 +113,7 @@ class GuardedOptimizer(keras.optimizers.Optimizer):
         self.inner_optimizer = inner_optimizer
         self.clipper, self.max_consecutive_skips = clipper, max_consecutive_skips
         self.nonfinite: GuardPolicy = nonfinite
-        self.last: gg.ClipResult | None = None
+        self.last: gg.types.ClipResult | None = None
         self.skipped_steps = 0
         self._skips_in_a_row = 0
         self._applied: Sequence[Any] | None = None
@@ -190,7 +190,7 @@ class GuardedOptimizer(keras.optimizers.Optimizer):
         self._skips_in_a_row += 1
         if self.max_consecutive_skips is not None and self._skips_in_a_row > self.max_consecutive_skips:
             culprits = ", ".join(self.last.culprits()) if self.last is not None else ""
-            raise gg.NonFiniteGradientError(
+            raise NonFiniteGradientError(
                 f"{self._skips_in_a_row} updates in a row were skipped, because gradients were not finite; the last in "
                 f"{culprits}. Nothing has changed. Lower the learning rate, or pass max_consecutive_skips=None."
             )
@@ -254,7 +254,7 @@ class GuardedOptimizer(keras.optimizers.Optimizer):
     def stateless_apply(self, *arguments: Any) -> None:
         """Raise an error: Keras uses this on the JAX backend only."""
         del arguments
-        raise gg.InvalidTypeError("stateless_apply is for the JAX backend; gradguard needs apply, on PyTorch.")
+        raise InvalidTypeError("stateless_apply is for the JAX backend; gradguard needs apply, on PyTorch.")
 
     # -- saving -----------------------------------------------------------------------------------------------------
 
@@ -286,7 +286,7 @@ class GuardedOptimizer(keras.optimizers.Optimizer):
         """Make the optimizer again, with the clipper of `loading`, without which this is an error."""
         clipper = _clipper_to_load.get()
         if clipper is None:
-            raise gg.InvalidValueError(
+            raise InvalidValueError(
                 f"this model was compiled with a guard, whose {config['clipper']} is an object of your program. Type: "
                 f"with gradguard.integrations.keras.loading({config['clipper']}(...)): keras.saving.load_model(...)"
             )
@@ -297,7 +297,7 @@ class GuardedOptimizer(keras.optimizers.Optimizer):
 
 def guard(
     optimizer: keras.optimizers.Optimizer,
-    clipper: gg.Clipper,
+    clipper: gg.rules.Clipper,
     *,
     nonfinite: GuardPolicy = "skip",
     max_consecutive_skips: int | None = 20,
@@ -330,7 +330,7 @@ def guard(
 
 
 @contextmanager
-def loading(clipper: gg.Clipper) -> Iterator[None]:
+def loading(clipper: gg.rules.Clipper) -> Iterator[None]:
     """Give `keras.saving.load_model` the clipper of a model that was compiled with a guard, whose state it then loads.
 
     Args:
@@ -352,25 +352,25 @@ def loading(clipper: gg.Clipper) -> Iterator[None]:
 
 def _check(optimizer: Any, clipper: Any, policy: str) -> None:
     if not isinstance(optimizer, keras.optimizers.Optimizer):
-        raise gg.InvalidTypeError(
+        raise InvalidTypeError(
             f"inner_optimizer is {type(optimizer).__name__}: expected a Keras optimizer, such as "
             "keras.optimizers.Adam(). Round a torch.optim.Optimizer put gradguard.Guard."
         )
-    if not isinstance(clipper, gg.Clipper):
-        raise gg.InvalidTypeError(
+    if not isinstance(clipper, gg.rules.Clipper):
+        raise InvalidTypeError(
             f"clipper is {type(clipper).__name__}: expected a clipper, such as ClipByGlobalNorm(1.0)."
         )
     if policy not in get_args(GuardPolicy):
-        raise gg.InvalidValueError(f"nonfinite={policy!r}: expected 'skip', 'propagate', 'raise' or 'zero'.")
+        raise InvalidValueError(f"nonfinite={policy!r}: expected 'skip', 'propagate', 'raise' or 'zero'.")
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
-        raise gg.InvalidValueError(
+        raise InvalidValueError(
             "the optimizer is a LossScaleOptimizer, whose gradients are scaled: guard the one inside, "
             "LossScaleOptimizer(guard(optimizer, clipper))."
         )
     if isinstance(optimizer, GuardedOptimizer):
-        raise gg.InvalidValueError("the optimizer has a guard already: for two rules pass gradguard.Chain(a, b).")
+        raise InvalidValueError("the optimizer has a guard already: for two rules pass gradguard.Chain(a, b).")
     if any(isinstance(part, gg.ClipAdaptive) for part in _parts(clipper)):
-        raise gg.InvalidValueError(
+        raise InvalidValueError(
             "ClipAdaptive bounds the rows of a weight, and Keras stores kernels as [in, out], whose rows belong to "
             "inputs. Expected a rule about norms or values, such as ClipByMedian() or AdaGC()."
         )
@@ -380,16 +380,16 @@ def _check(optimizer: Any, clipper: Any, policy: str) -> None:
 def _refuse_own_clip(optimizer: keras.optimizers.Optimizer) -> None:
     for name in _OWN_CLIPS:
         if getattr(optimizer, name, None):
-            raise gg.InvalidValueError(
+            raise InvalidValueError(
                 f"{type(optimizer).__name__} has {name}={getattr(optimizer, name)} and would clip a second time: leave "
                 f"{name} out, or leave the guard out."
             )
 
 
-def _parts(clipper: gg.Clipper) -> Iterator[gg.Clipper]:
+def _parts(clipper: gg.rules.Clipper) -> Iterator[gg.rules.Clipper]:
     """The clipper, and the clippers that it is made of."""
     yield clipper
     for value in vars(clipper).values():
         inside = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else [value]
-        parts = [part for part in inside if isinstance(part, gg.Clipper)]
+        parts = [part for part in inside if isinstance(part, gg.rules.Clipper)]
         yield from (nested for part in parts for nested in _parts(part))

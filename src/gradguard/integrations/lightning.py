@@ -204,7 +204,7 @@ class GradGuardCallback(Callback, OnlyClip):
             self._loaded = state_dict
             return
         if sorted(state_dict["guards"]) != sorted(self.guards):
-            raise gg.InvalidValueError(
+            raise gg.errors.InvalidValueError(
                 f"the state is that of guards on the optimizers {sorted(state_dict['guards'])}, by position in "
                 f"configure_optimizers, and here they are on {sorted(self.guards)}: expected the same ones. "
                 "Give GradGuardCallback the clippers of the run that is resumed, or start a new run with a new one."
@@ -245,7 +245,7 @@ class GradGuardCallback(Callback, OnlyClip):
         for position, guard in self.guards.items():
             self._shares[position].follow(guard)
 
-    def _log(self, pl_module: LightningModule, position: int, result: gg.ClipResult) -> None:
+    def _log(self, pl_module: LightningModule, position: int, result: gg.types.ClipResult) -> None:
         name = self._prefix if len(self._optimizers) == 1 else f"{self._prefix}/{position}"
         values = {
             "norm": result.norm,
@@ -260,7 +260,7 @@ def guard_fabric(
     fabric: Fabric,
     module: nn.Module | None,
     optimizer: Optimizer,
-    clipper: gg.Clipper,
+    clipper: gg.rules.Clipper,
     *,
     nonfinite: GuardPolicy = "skip",
     max_consecutive_skips: int | None = 20,
@@ -304,7 +304,7 @@ def guard_fabric(
     """
     _refuse_engine(fabric.strategy)
     if module is not None and not isinstance(module, nn.Module):
-        raise gg.InvalidTypeError(
+        raise gg.errors.InvalidTypeError(
             f"module is {type(module).__name__}: expected the module that fabric.setup returned, or None. "
             "Type: guard_fabric(fabric, module, optimizer, clipper)."
         )
@@ -352,7 +352,7 @@ def _model_to_name(module: nn.Module | None, wrapped: nn.Module | None) -> nn.Mo
 
 def _refuse_other_clip(trainer: Trainer) -> None:
     if trainer.gradient_clip_val:
-        raise gg.InvalidValueError(
+        raise gg.errors.InvalidValueError(
             f"Trainer(gradient_clip_val={trainer.gradient_clip_val}) clips too, and the clipper would see only what it "
             "leaves: expected one clip. Take gradient_clip_val away; GradGuardCallback(gg.ClipByGlobalNorm("
             f"{trainer.gradient_clip_val})) does what it did."
@@ -361,7 +361,7 @@ def _refuse_other_clip(trainer: Trainer) -> None:
 
 def _refuse_engine(strategy: object) -> None:
     if any(kind.__name__ == "DeepSpeedStrategy" for kind in type(strategy).__mro__):
-        raise gg.UnsupportedGradientError(
+        raise gg.errors.UnsupportedGradientError(
             "under DeepSpeed the engine owns the gradients and the step, so that a clip from outside would be of parts "
             "or of nothing: expected another strategy. Set gradient_clipping in DeepSpeed's own configuration."
         )
@@ -372,7 +372,7 @@ def _refuse_no_optimizer(trainer: Trainer, pl_module: LightningModule) -> None:
     guarded = {id(p) for group in groups for p in group["params"]}
     model = trainer.strategy.model or pl_module
     if not any(id(p) in guarded for p in model.parameters()):
-        raise gg.InvalidValueError(
+        raise gg.errors.InvalidValueError(
             f"no parameter of {type(pl_module).__name__} is in an optimizer that configure_optimizers returned: "
             "expected the optimizers that train it, so that the callback can guard them. Return them there also in "
             "manual optimization, or attach gg.Guard(optimizer, clipper) where you make yours."

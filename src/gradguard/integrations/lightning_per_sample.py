@@ -3,6 +3,7 @@
 from typing import Any
 
 import gradguard as gg
+from gradguard.errors import InvalidValueError, UnsupportedGradientError
 from gradguard.integrations.one_clip import OnlyClip
 from gradguard.integrations.per_sample import check_norm_clipper, refuse_other_clips, undo_division
 from gradguard.integrations.versions import require
@@ -83,7 +84,7 @@ class PerSampleCallback(Callback, OnlyClip):
 
     def __init__(
         self,
-        norm_clipper: gg.NormClipper,
+        norm_clipper: gg.rules.NormClipper,
         *,
         loss_reduction: str = "mean",
         batch_first: bool = True,
@@ -197,33 +198,33 @@ def _refuse(callback: PerSampleCallback, trainer: Trainer, module: LightningModu
     which = type(callback).__name__
     refuse_other_clips(callback, trainer.callbacks)  # type: ignore[attr-defined]
     if trainer.gradient_clip_val:
-        raise gg.InvalidValueError(
+        raise InvalidValueError(
             f"Trainer(gradient_clip_val={trainer.gradient_clip_val}) clips too, after the {which}: expected "
             "one clip. Take gradient_clip_val away."
         )
     name = type(module).__name__
     if type(module).configure_gradient_clipping is not LightningModule.configure_gradient_clipping:
-        raise gg.InvalidValueError(
+        raise InvalidValueError(
             f"{name} has a configure_gradient_clipping of its own, which would clip after the {which}: "
             "expected one clip. Take it away."
         )
     if not module.automatic_optimization:
-        raise gg.UnsupportedGradientError(
+        raise UnsupportedGradientError(
             f"{name} optimizes by hand, where nobody can tell which backward is for which step. Use "
             "gg.PerSampleGradientClipper(self, ...) in its training_step."
         )
     if not isinstance(trainer.strategy, SingleDeviceStrategy) and type(trainer.strategy) is not DDPStrategy:
-        raise gg.UnsupportedGradientError(
+        raise UnsupportedGradientError(
             f"{which} trains on one device or under DDPStrategy, and not with {type(trainer.strategy).__name__}. Use "
             "gg.PerSampleGradientClipper in a loop of your own, which takes fully_shard."
         )
     check_norm_clipper(callback.norm_clipper, trainer.world_size)
     if getattr(trainer.precision_plugin, "scaler", None) is not None or trainer.precision == "16-mixed":
-        raise gg.UnsupportedGradientError(
+        raise UnsupportedGradientError(
             'precision="16-mixed": Lightning unscales gradients before the clipped ones are there. Use "bf16-mixed".'
         )
     if getattr(module, "_compiler_ctx", None) is not None:
-        raise gg.UnsupportedGradientError(
+        raise UnsupportedGradientError(
             f"{name} is compiled: the layers inside cannot be followed. Give the module as it was before torch.compile."
         )
 
@@ -238,7 +239,7 @@ def refuse_optimizers(trainer: Trainer) -> None:
         UnsupportedGradientError: If one is LBFGS.
     """
     if any(isinstance(optimizer, LBFGS) for optimizer in trainer.optimizers):
-        raise gg.UnsupportedGradientError(
+        raise UnsupportedGradientError(
             "LBFGS asks for the gradients several times in a step, and samples would be clipped by another factor "
             "each time. Choose an optimizer that asks once, such as AdamW."
         )

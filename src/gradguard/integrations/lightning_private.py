@@ -3,6 +3,7 @@
 from typing import Any, Literal
 
 import gradguard as gg
+from gradguard.errors import InvalidValueError, UnsupportedGradientError
 from gradguard.integrations.lightning_per_sample import PerSampleCallback, refuse_optimizers
 from gradguard.integrations.private_run import PrivateBatches, PrivateRun, private_options
 from gradguard.integrations.versions import require
@@ -95,7 +96,7 @@ class PrivateCallback(PerSampleCallback):
         target_epsilon: float | None = None,
         noise_multiplier: float | None = None,
         max_grad_norm: float | None = None,
-        norm_clipper: gg.NormClipper | None = None,
+        norm_clipper: gg.rules.NormClipper | None = None,
         accountant: Literal["pld", "rdp"] = "pld",
         secure: bool = False,
         seed: int | None = None,
@@ -132,7 +133,7 @@ class PrivateCallback(PerSampleCallback):
         del pl_module
         refuse_optimizers(trainer)
         if len(trainer.optimizers) != 1:
-            raise gg.UnsupportedGradientError(
+            raise UnsupportedGradientError(
                 f"there are {len(trainer.optimizers)} optimizers, and a step of private training is one of one "
                 "optimizer. Return one from configure_optimizers, with groups of parameters."
             )
@@ -145,7 +146,7 @@ class PrivateCallback(PerSampleCallback):
         """
         parts, batches = trainer.accumulate_grad_batches, trainer.num_training_batches
         if batches % parts:
-            raise gg.InvalidValueError(
+            raise InvalidValueError(
                 f"an epoch has {batches} batches, which are no whole number of steps with "
                 f"accumulate_grad_batches={parts}: the last would be a part of a Poisson sample. Set "
                 "limit_train_batches to a multiple, or leave it out."
@@ -194,7 +195,7 @@ class PrivateCallback(PerSampleCallback):
             if not trainer.training:  # it is one for validation
                 return processed
             if self._run.batches is not None:
-                raise gg.UnsupportedGradientError(
+                raise UnsupportedGradientError(
                     "there are several training loaders, and private training draws from one. Join their data sets: "
                     "torch.utils.data.ConcatDataset, or StackDataset for pairs."
                 )
@@ -216,11 +217,11 @@ class PrivateCallback(PerSampleCallback):
 
 def _refuse(trainer: Trainer) -> None:
     if any(isinstance(c, GradientAccumulationScheduler) for c in trainer.callbacks):  # type: ignore[attr-defined]
-        raise gg.UnsupportedGradientError(
+        raise UnsupportedGradientError(
             "GradientAccumulationScheduler changes the sampling rate between epochs. Use accumulate_grad_batches."
         )
     which = next((n for n in ("overfit_batches", "reload_dataloaders_every_n_epochs") if getattr(trainer, n)), None)
     if which is not None:
-        raise gg.UnsupportedGradientError(
+        raise UnsupportedGradientError(
             f"{which} changes what samples are drawn from, and with it what a step costs. Leave it out."
         )

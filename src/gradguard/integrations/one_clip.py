@@ -9,7 +9,7 @@ from weakref import WeakSet
 from torch import Tensor
 
 import gradguard as gg
-from gradguard.errors import UnsupportedVersionError
+from gradguard.errors import InvalidValueError, UnsupportedVersionError
 
 
 class OnlyClip:
@@ -56,7 +56,7 @@ def refuse_beside_a_guard(call: str, parameters: Iterable[Tensor]) -> None:
         return
     owned = {id(p) for guard in _guards for group in guard.optimizer.param_groups for p in group["params"]}
     if any(id(p) in owned for p in parameters):
-        raise gg.InvalidValueError(
+        raise InvalidValueError(
             f"{call} was called with gradients that a Guard clips at optimizer.step(): one would be done after the "
             "other. Remove the call; the norm before the clip is guard.last.norm after the step. To clip by hand "
             "instead, call guard.detach()."

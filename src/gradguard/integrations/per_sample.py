@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from torch import Tensor
 
 import gradguard as gg
+from gradguard.errors import InvalidTypeError, InvalidValueError, UnsupportedGradientError
 from gradguard.integrations.one_clip import OnlyClip
 
 
@@ -16,15 +17,15 @@ def check_norm_clipper(norm_clipper: object, processes: int = 1) -> None:
         processes: How many train together.
 
     Raises:
-        InvalidTypeError: If it is no `gradguard.NormClipper`.
+        InvalidTypeError: If it is no `gradguard.rules.NormClipper`.
         UnsupportedGradientError: If it learns from the samples of one process, and there are several.
     """
-    if not isinstance(norm_clipper, gg.NormClipper):
-        raise gg.InvalidTypeError(
+    if not isinstance(norm_clipper, gg.rules.NormClipper):
+        raise InvalidTypeError(
             f"norm_clipper: expected a NormClipper such as gg.FlatNormClipper(1.0), got {norm_clipper!r}."
         )
     if processes > 1 and isinstance(norm_clipper, gg.QuantileNormClipper):
-        raise gg.UnsupportedGradientError(
+        raise UnsupportedGradientError(
             f"QuantileNormClipper counts the samples of one process, so thresholds would differ between {processes} "
             "processes: use gg.FlatNormClipper or gg.AutoNormClipper."
         )
@@ -42,7 +43,7 @@ def refuse_other_clips(callback: OnlyClip, callbacks: Iterable[object]) -> None:
     """
     others = [type(one).__name__ for one in callbacks if isinstance(one, OnlyClip) and one is not callback]
     if others:
-        raise gg.InvalidValueError(
+        raise InvalidValueError(
             f"there is a {others[0]} beside the {type(callback).__name__}: one clip would be done after the other. "
             "Leave one of them out."
         )

@@ -9,6 +9,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader, IterableDataset
 
 import gradguard as gg
+from gradguard.errors import InvalidValueError, UnsupportedGradientError
 
 
 class PrivateBatches:
@@ -29,12 +30,12 @@ class PrivateBatches:
         self, loader: DataLoader, parts: int, processes: int, training: Callable[[], gg.private.PrivateTraining]
     ) -> None:
         if not isinstance(loader, DataLoader) or loader.batch_size is None:
-            raise gg.InvalidValueError(
+            raise InvalidValueError(
                 f"private training draws its own batches from one DataLoader with a batch_size, and the trainer has "
                 f"{loader!r}: give it DataLoader(data, batch_size=..., shuffle=True)."
             )
         if isinstance(loader.dataset, IterableDataset):
-            raise gg.UnsupportedGradientError(
+            raise UnsupportedGradientError(
                 "no sample of an IterableDataset can be drawn by its number, and privacy by sampling needs every one "
                 "to join a batch with the same probability: use a data set with __getitem__ and __len__."
             )
@@ -92,25 +93,25 @@ class PrivateRun:
             UnsupportedGradientError: If the trainer loops over batches of its own.
         """
         if self.batches is None:
-            raise gg.UnsupportedGradientError(
+            raise UnsupportedGradientError(
                 f"the trainer has a loader of its own, which {self._name} could not replace: its batches are no "
                 "Poisson samples, for which alone epsilon is right. Give the trainer one DataLoader."
             )
         if self.training is not None and self.training.steps:
-            raise gg.InvalidValueError(
+            raise InvalidValueError(
                 f"this {self._name} has trained for {self.training.steps} steps already, and what both trainings cost "
                 "adds up. Resume from a checkpoint to go on, or make another one for another training, and count the "
                 "steps of this one there if both saw the same records: callback.private.accountant.step(...)."
             )
         if done and self._state is None:
-            raise gg.InvalidValueError(
+            raise InvalidValueError(
                 f"training resumes after {done} steps, and the checkpoint has no state of a {self._name}: what those "
                 "steps have cost is not known. Load the weights alone if they were trained on other records."
             )
         options = dict(self._options)
         if options["target_epsilon"] is not None:
             if not math.isfinite(steps):
-                raise gg.InvalidValueError(
+                raise InvalidValueError(
                     "target_epsilon needs a trainer that knows how many steps it will take: set its number of epochs "
                     "or of steps."
                 )
@@ -123,7 +124,7 @@ class PrivateRun:
         if state is not None:
             self.training.load_state_dict(state)
         if self.training.steps != done:
-            raise gg.InvalidValueError(
+            raise InvalidValueError(
                 f"the trainer resumes after {done} steps, and the private training after {self.training.steps}: the "
                 "checkpoint is of two trainings."
             )
@@ -151,7 +152,7 @@ def private_options(
     noise_multiplier: float | None,
     target_epsilon: float | None,
     max_grad_norm: float | None,
-    norm_clipper: gg.NormClipper | None,
+    norm_clipper: gg.rules.NormClipper | None,
     accountant: Literal["pld", "rdp"],
     secure: bool,
     seed: int | None,
@@ -162,11 +163,11 @@ def private_options(
         InvalidValueError: If two of them contradict each other.
     """
     if (noise_multiplier is None) == (target_epsilon is None):
-        raise gg.InvalidValueError(
+        raise InvalidValueError(
             f"noise_multiplier={noise_multiplier}, target_epsilon={target_epsilon}: expected exactly one of them."
         )
     if max_grad_norm is not None and norm_clipper is not None:
-        raise gg.InvalidValueError(
+        raise InvalidValueError(
             f"max_grad_norm={max_grad_norm} and norm_clipper={norm_clipper!r} both say how to clip: give one of them."
         )
     if norm_clipper is None:

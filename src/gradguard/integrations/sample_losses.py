@@ -6,7 +6,7 @@ r"""Each sample's own loss, from what a model returned and its labels: its mean 
 import torch.nn.functional as F
 from torch import Tensor
 
-import gradguard as gg
+from gradguard.errors import UnsupportedGradientError
 
 _IGNORED = -100
 
@@ -67,7 +67,7 @@ def sample_losses(
         error = F.mse_loss if kind == "regression" else F.binary_cross_entropy_with_logits
         each = error(logits.reshape(labels.shape), labels.to(logits.dtype), reduction="none").reshape(len(labels), -1)
         return each.mean(1), labels.new_full((len(labels),), each.shape[1]).long()
-    raise gg.UnsupportedGradientError(
+    raise UnsupportedGradientError(
         f"logits of shape {list(logits.shape)} and labels of shape {list(labels.shape)}, {labels.dtype}, "
         f"problem_type={problem_type!r}: how samples' own losses follow from them is not known here. Give it as "
         "loss=function, which returns one loss for each sample."

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 import gradguard as gg
+from gradguard.errors import InvalidTypeError, InvalidValueError
 from gradguard.integrations.versions import require
 from gradguard.policies import NonFinitePolicy
 
@@ -37,7 +38,7 @@ class ReplacedClip:
         >>> clip.restore()
     """
 
-    def __init__(self, clipper: gg.Clipper | None, nonfinite: NonFinitePolicy, own: Any) -> None:
+    def __init__(self, clipper: gg.rules.Clipper | None, nonfinite: NonFinitePolicy, own: Any) -> None:
         self.clipper, self.last = clipper, None
         self._nonfinite: NonFinitePolicy = nonfinite
         self._own = own
@@ -80,7 +81,7 @@ class ReplacedClip:
         state = torch.load(io.BytesIO(state_dict["clipper"]), map_location="cpu", weights_only=True)
         if bool(state) != (self.clipper is not None):
             there, here = ("a", "no") if self.clipper is None else ("no", "a")
-            raise gg.InvalidValueError(
+            raise InvalidValueError(
                 f"the checkpoint holds {there} clipper's state, and replace_clip was called with {here} clipper: "
                 "expected the same as in the run that is resumed."
             )
@@ -88,7 +89,7 @@ class ReplacedClip:
             self.clipper.load_state_dict(state)
 
 
-def replace_clip(clipper: gg.Clipper | None = None, *, nonfinite: NonFinitePolicy = "propagate") -> ReplacedClip:
+def replace_clip(clipper: gg.rules.Clipper | None = None, *, nonfinite: NonFinitePolicy = "propagate") -> ReplacedClip:
     """Let torchtitan's trainers clip with gradguard: one call in your start script, before training.
 
     torchtitan has no place for a clip of one's own; its trainers call ``torchtitan.distributed.utils.clip_grad_norm_``,
@@ -141,18 +142,18 @@ def replace_clip(clipper: gg.Clipper | None = None, *, nonfinite: NonFinitePolic
 
     The function that it replaces: torchtitan (Liang et al., 2024).
     """
-    if clipper is not None and not isinstance(clipper, gg.Clipper):
-        raise gg.InvalidTypeError(
+    if clipper is not None and not isinstance(clipper, gg.rules.Clipper):
+        raise InvalidTypeError(
             f"clipper is {clipper!r}: expected a clipper, such as gg.ClipByMedian(), or nothing for the max_norm of "
             "torchtitan's configuration."
         )
     if isinstance(clipper, gg.Groups):
-        raise gg.InvalidValueError(
+        raise InvalidValueError(
             "clipper is a Groups, and torchtitan's trainers hand over parameters without names: expected one rule for "
             "all of them, such as gg.ClipByMedian()."
         )
     if nonfinite not in get_args(NonFinitePolicy):
-        raise gg.InvalidValueError(
+        raise InvalidValueError(
             f"nonfinite is {nonfinite!r}: expected 'propagate', 'raise' or 'zero'. To skip a step, attach a gg.Guard "
             "to each of the trainer's optimizers instead."
         )

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import gradguard as gg
+from gradguard.errors import InvalidTypeError, InvalidValueError, UnsupportedGradientError
 from gradguard.integrations.accelerate import inner_optimizer
 from gradguard.integrations.one_clip import OnlyClip, wrap_once
 from gradguard.integrations.versions import require
@@ -115,11 +116,11 @@ class GradGuardCallback(TrainerCallback, OnlyClip):
     """
 
     def __init__(
-        self, clipper: gg.Clipper, *, nonfinite: GuardPolicy = "skip", max_consecutive_skips: int | None = 20
+        self, clipper: gg.rules.Clipper, *, nonfinite: GuardPolicy = "skip", max_consecutive_skips: int | None = 20
     ) -> None:
-        if not isinstance(clipper, gg.Clipper):
+        if not isinstance(clipper, gg.rules.Clipper):
             came = f"the class {clipper.__name__}" if isinstance(clipper, type) else type(clipper).__name__
-            raise gg.InvalidTypeError(f"clipper is {came}: expected a clipper, such as ClipByGlobalNorm(1.0).")
+            raise InvalidTypeError(f"clipper is {came}: expected a clipper, such as ClipByGlobalNorm(1.0).")
         check_guard_options(nonfinite, max_consecutive_skips)
         self.clipper, self.guard = clipper, None
         self._options: dict[str, Any] = {"nonfinite": nonfinite, "max_consecutive_skips": max_consecutive_skips}
@@ -180,7 +181,7 @@ class GradGuardCallback(TrainerCallback, OnlyClip):
             _refuse(args)
             self._begin(kwargs["model"], inner_optimizer(kwargs["optimizer"]))
         if self._norm is None:
-            raise gg.UnsupportedGradientError(
+            raise UnsupportedGradientError(
                 "the Trainer has not asked gradguard for the norm of this step, so it may have clipped already: its "
                 "class seems to have methods _clip_grad_norm and _get_grad_norm of its own. Let them return what "
                 "super() returns, or remove the GradGuardCallback."
@@ -199,7 +200,7 @@ class GradGuardCallback(TrainerCallback, OnlyClip):
         if guard is None or norm is None:
             return
         if guard.steps == self._steps or guard.last is None:
-            raise gg.UnsupportedGradientError(
+            raise UnsupportedGradientError(
                 f"optimizer.step() did not run the hooks of {type(guard.optimizer).__name__}, so nothing was clipped. "
                 "A guard needs an optimizer whose step() takes one with the gradients that are there."
             )
@@ -274,7 +275,7 @@ class _Window:
         self._rows: list[Tensor] = []  # [norm, coefficient, clipped], a step each
         self._blocks: list[Tensor] = []  # many of them in one: a row takes a kilobyte by itself
 
-    def add(self, result: gg.ClipResult) -> None:
+    def add(self, result: gg.types.ClipResult) -> None:
         numbers = (result.norm, result.coefficient, result.clipped)
         self._rows.append(torch.stack([number.to(result.norm.dtype) for number in numbers]))
         if len(self._rows) == _BLOCK:
@@ -298,7 +299,7 @@ class _Window:
         return {**read, "grad_nonfinite_steps": len(rows) - len(finite)}
 
 
-def _warn_that_it_begins_anew(clipper: gg.Clipper, folder: str) -> None:
+def _warn_that_it_begins_anew(clipper: gg.rules.Clipper, folder: str) -> None:
     if _holds_something(clipper.state_dict()):
         warnings.warn(
             f"{folder} has no {_STATE_FILE}: it was saved without a GradGuardCallback, or with save_only_model. "
@@ -313,14 +314,14 @@ def _holds_something(state: object) -> bool:
 
 def _refuse(args: TrainingArguments) -> None:
     if args.max_grad_norm not in (0, _DEFAULT_MAX_GRAD_NORM):
-        raise gg.InvalidValueError(
+        raise InvalidValueError(
             f"TrainingArguments has max_grad_norm={args.max_grad_norm!r}, and there is a GradGuardCallback: one clip "
             "would be done after the other. Pass max_grad_norm=0 if the callback's clipper is what you mean, or leave "
             "the callback out."
         )
     name = str(getattr(args.optim, "value", args.optim))
     if "lomo" in name or "layerwise" in name:
-        raise gg.UnsupportedGradientError(
+        raise UnsupportedGradientError(
             f'optim="{name}" steps inside backward, one parameter after the other: when a clipper could look, there '
             'are no gradients any more. Choose an optimizer that steps after backward, such as "adamw_torch_fused".'
         )
@@ -349,7 +350,7 @@ def _take_out(original: Callable[..., Any], handler: CallbackHandler, *args: Any
         if isinstance(callback, GradGuardCallback) and callback not in handler.callbacks:
             if callback._norm is not None:
                 handler.callbacks[:] = before
-                raise gg.InvalidValueError(
+                raise InvalidValueError(
                     "a GradGuardCallback was removed after the Trainer had left the gradients to it and before the "
                     "step: nobody would clip them. Remove it between steps, as in on_step_end."
                 )

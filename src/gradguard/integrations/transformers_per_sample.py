@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import gradguard as gg
+from gradguard.errors import InvalidTypeError, InvalidValueError, UnsupportedGradientError
 from gradguard.integrations.one_clip import OnlyClip, wrap_once
 from gradguard.integrations.per_sample import check_norm_clipper, refuse_other_clips
 from gradguard.integrations.sample_losses import sample_losses
@@ -111,7 +112,7 @@ class PerSampleCallback(TrainerCallback, OnlyClip):
 
     def __init__(
         self,
-        norm_clipper: gg.NormClipper,
+        norm_clipper: gg.rules.NormClipper,
         *,
         loss: SampleLosses | None = None,
         mode: str = "fast",
@@ -119,7 +120,7 @@ class PerSampleCallback(TrainerCallback, OnlyClip):
     ) -> None:
         check_norm_clipper(norm_clipper)
         if loss is not None and not callable(loss):
-            raise gg.InvalidTypeError(f"loss: expected a function of outputs and inputs, or None, got {loss!r}.")
+            raise InvalidTypeError(f"loss: expected a function of outputs and inputs, or None, got {loss!r}.")
         self.norm_clipper, self.loss = norm_clipper, loss
         self.clipper: gg.PerSampleGradientClipper | None = None
         self._mode, self._noise_scale = mode, noise_scale
@@ -150,7 +151,7 @@ class PerSampleCallback(TrainerCallback, OnlyClip):
         """
         del args, state, control, kwargs
         if self._norm is None:
-            raise gg.UnsupportedGradientError(
+            raise UnsupportedGradientError(
                 "the Trainer has not asked gradguard for the clipped gradients of this step: its class seems to have "
                 "methods _clip_grad_norm and _get_grad_norm of its own. Let them return what super() returns, or "
                 f"remove the {type(self).__name__}."
@@ -227,7 +228,7 @@ class PerSampleCallback(TrainerCallback, OnlyClip):
     def _compare_with_the_models_own(self, trainer: Trainer, model: nn.Module, inputs: dict[str, Any]) -> None:
         """Refuse a model whose own loss has something in it that would be left out: a penalty, weights of classes."""
         if not isinstance(inputs.get("labels"), Tensor) or "shift_labels" in inputs:
-            raise gg.UnsupportedGradientError(
+            raise UnsupportedGradientError(
                 f"the batch has {sorted(inputs)}: samples' own losses are made from one tensor of labels, called "
                 "labels. Give PerSampleCallback(..., loss=function) a function that returns one loss for each sample."
             )
@@ -238,7 +239,7 @@ class PerSampleCallback(TrainerCallback, OnlyClip):
             own = outputs.get("loss") if isinstance(outputs, Mapping) else None
             ours = (losses * counts).sum() / counts.sum()
         if not isinstance(own, Tensor) or own.numel() != 1:
-            raise gg.UnsupportedGradientError(
+            raise UnsupportedGradientError(
                 f"{type(model).__name__} returned no loss for a batch with labels, with which to compare the losses of "
                 "samples. Give PerSampleCallback(..., loss=function) a function that returns one loss for each sample."
             )
@@ -247,7 +248,7 @@ class PerSampleCallback(TrainerCallback, OnlyClip):
             return
         if not bool(own.isfinite()):
             return  # a sample with a gradient that is not finite adds zero, and there is nothing to compare
-        raise gg.UnsupportedGradientError(
+        raise UnsupportedGradientError(
             f"{type(model).__name__} has a loss of {float(own):.6g} on the first batch, and its tokens' or samples' "
             f"losses from logits and labels have a mean of {float(ours):.6g}: its loss is another one, and what is in "
             "it besides would be left out. Give PerSampleCallback(..., loss=function) a function that returns one "
@@ -270,7 +271,7 @@ class PerSampleCallback(TrainerCallback, OnlyClip):
         """Fill in the gradients of the optimizer step, once, and return their norm."""
         if self._norm is None:
             if self.clipper is None or not self._summed:
-                raise gg.UnsupportedGradientError(
+                raise UnsupportedGradientError(
                     f"nothing was clipped in this step: the {type(self).__name__} was added after its first backward. "
                     "Add it before training, or between steps as in on_step_end."
                 )
@@ -285,7 +286,7 @@ class PerSampleCallback(TrainerCallback, OnlyClip):
 
 def _losses_of(trainer: Trainer, outputs: Any, inputs: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
     if not isinstance(outputs, Mapping) or not isinstance(outputs.get("logits"), Tensor):
-        raise gg.UnsupportedGradientError(
+        raise UnsupportedGradientError(
             "the model returned no logits, from which samples' own losses could be made. Give "
             "PerSampleCallback(..., loss=function) a function that returns one loss for each sample."
         )
@@ -300,13 +301,13 @@ def _losses_of(trainer: Trainer, outputs: Any, inputs: Mapping[str, Any]) -> tup
 def _check_losses(losses: object, inputs: Mapping[str, Any]) -> None:
     if not isinstance(losses, Tensor) or losses.ndim != 1:
         came = f"a tensor of shape {list(losses.shape)}" if isinstance(losses, Tensor) else type(losses).__name__
-        raise gg.InvalidTypeError(
+        raise InvalidTypeError(
             f"loss returned {came}: expected a tensor [B], one loss for each sample, that is neither averaged nor "
             "summed over them."
         )
     sizes = {len(v) for v in inputs.values() if isinstance(v, Tensor) and v.ndim > 0}
     if sizes and len(losses) not in sizes:
-        raise gg.InvalidValueError(
+        raise InvalidValueError(
             f"loss returned {len(losses)} losses for a batch with {sorted(sizes)} rows: expected one for each sample."
         )
 
@@ -351,41 +352,41 @@ def _refuse(callback: PerSampleCallback, trainer: Trainer) -> None:
     which = type(callback).__name__
     refuse_other_clips(callback, trainer.callback_handler.callbacks)
     if args.max_grad_norm not in _MAX_GRAD_NORMS:
-        raise gg.InvalidValueError(
+        raise InvalidValueError(
             f"TrainingArguments has max_grad_norm={args.max_grad_norm!r}, and there is a {which}: one clip "
             "would be done after the other. Pass max_grad_norm=0, or leave the callback out."
         )
     for name, where in (("compute_loss", "loss"), ("training_step", "step")):
         if getattr(getattr(trainer, name), "__func__", None) is not getattr(Trainer, name):
-            raise gg.UnsupportedGradientError(
+            raise UnsupportedGradientError(
                 f"{type(trainer).__name__} has a {name} of its own, so its {where} is not the one whose gradients are "
                 f"clipped. Use Trainer itself, and give {which}(..., loss=function) a function that returns one loss "
                 "for each sample."
             )
     if trainer.compute_loss_func is not None or trainer.label_smoother is not None:
         option = "compute_loss_func" if trainer.compute_loss_func is not None else "label_smoothing_factor"
-        raise gg.UnsupportedGradientError(
+        raise UnsupportedGradientError(
             f"{option} is set: a loss of the whole batch, and not the one whose gradients are clipped. Leave it out, "
             f"and give {which}(..., loss=function) a function that returns one loss for each sample."
         )
     if accelerator.distributed_type != DistributedType.NO or args.n_gpu > 1:
-        raise gg.UnsupportedGradientError(
+        raise UnsupportedGradientError(
             f"{which} trains in one process on one device, and not with {accelerator.distributed_type} on "
             f"{max(args.n_gpu, accelerator.num_processes)} of them. Use a loop of your own, in which "
             "gg.PerSampleGradientClipper and gg.private.make_private take DistributedDataParallel and fully_shard."
         )
     if args.torch_compile:
-        raise gg.UnsupportedGradientError(
+        raise UnsupportedGradientError(
             "torch_compile is on: the layers inside a compiled model cannot be followed. Leave it out."
         )
     optim = str(getattr(args.optim, "value", args.optim))
     if "lomo" in optim or "layerwise" in optim:
-        raise gg.UnsupportedGradientError(
+        raise UnsupportedGradientError(
             f'optim="{optim}" steps inside backward, where no sample has been clipped yet. Choose an optimizer that '
             'steps after backward, such as "adamw_torch_fused".'
         )
     if args.fp16 and accelerator.scaler is None and accelerator.native_amp and args.device.type != "cpu":
-        raise gg.UnsupportedGradientError(
+        raise UnsupportedGradientError(
             "fp16 without a GradScaler of Accelerate's: the scale of the loss cannot be told. Use bf16."
         )
 
@@ -473,7 +474,7 @@ def _take_out(original: Callable[..., Any], handler: CallbackHandler, *args: Any
         if isinstance(callback, PerSampleCallback) and callback not in handler.callbacks:
             if callback._summed or callback._in_step or callback._norm is not None:
                 handler.callbacks[:] = before
-                raise gg.InvalidValueError(
+                raise InvalidValueError(
                     f"a {type(callback).__name__} was removed within an optimizer step, some of whose samples it has "
                     "clipped already: the step would have lost them. Remove it between steps, as in on_step_end."
                 )

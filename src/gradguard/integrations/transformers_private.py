@@ -7,6 +7,7 @@ from typing import Any, Literal
 from torch import nn
 
 import gradguard as gg
+from gradguard.errors import UnsupportedGradientError
 from gradguard.integrations.accelerate import inner_optimizer
 from gradguard.integrations.one_clip import wrap_once
 from gradguard.integrations.private_run import PrivateBatches, PrivateRun, private_options
@@ -107,7 +108,7 @@ class PrivateCallback(PerSampleCallback):
         target_epsilon: float | None = None,
         noise_multiplier: float | None = None,
         max_grad_norm: float | None = None,
-        norm_clipper: gg.NormClipper | None = None,
+        norm_clipper: gg.rules.NormClipper | None = None,
         accountant: Literal["pld", "rdp"] = "pld",
         secure: bool = False,
         seed: int | None = None,
@@ -150,11 +151,11 @@ class PrivateCallback(PerSampleCallback):
     def _refuse(self, trainer: Trainer) -> None:
         super()._refuse(trainer)
         if trainer.args.fp16:
-            raise gg.UnsupportedGradientError(
+            raise UnsupportedGradientError(
                 "fp16: the scale of the loss follows overflows, which tell of single samples. Use bf16."
             )
         if trainer.args.auto_find_batch_size:
-            raise gg.UnsupportedGradientError(
+            raise UnsupportedGradientError(
                 "auto_find_batch_size begins again with another sampling rate, and the steps before would be "
                 "forgotten. Choose per_device_train_batch_size, with gradient_accumulation_steps for the rest."
             )

@@ -1,0 +1,25 @@
+"""What a rule of one's own needs, and rules for rarer needs.
+
+Subclass `Clipper` (or `ThresholdClipper`) for a clipper, `NormClipper` for per-sample clipping, and
+`gradguard.BaseErrorClip` for the error clip. The common rules are in `gradguard` itself.
+"""
+
+from gradguard.backward_clip.rules import ErrorClipBySampleNorm, ErrorClipNonfinite, ErrorClipZeroAbove
+from gradguard.clip.clipper import Clipper, Decision, describe
+from gradguard.clip.gradients import Gradients, global_norm, norms_of
+from gradguard.clip.thresholds.base import ThresholdClipper
+from gradguard.per_sample.clipping_rule import NormClipper
+
+__all__ = [
+    "Clipper",
+    "Decision",
+    "ErrorClipBySampleNorm",
+    "ErrorClipNonfinite",
+    "ErrorClipZeroAbove",
+    "Gradients",
+    "NormClipper",
+    "ThresholdClipper",
+    "describe",
+    "global_norm",
+    "norms_of",
+]

@@ -1,0 +1,23 @@
+"""What calls return: results, reports and statistics, for annotations and `isinstance`."""
+
+from gradguard.backward_clip.calibration import Calibration
+from gradguard.backward_clip.module_callback import ModuleCall
+from gradguard.backward_clip.statistics import FirstNonfinite, OpStatistics
+from gradguard.check.report import Finding, GradientReport
+from gradguard.clip.clipper import ClipResult
+from gradguard.per_sample.noise_scale import NoiseEstimate
+from gradguard.per_sample.results import ClippedSums, PerSampleStatistics, PreStep
+
+__all__ = [
+    "Calibration",
+    "ClipResult",
+    "ClippedSums",
+    "Finding",
+    "FirstNonfinite",
+    "GradientReport",
+    "ModuleCall",
+    "NoiseEstimate",
+    "OpStatistics",
+    "PerSampleStatistics",
+    "PreStep",
+]
