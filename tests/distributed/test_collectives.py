@@ -161,7 +161,7 @@ def unions_looked_for():
     """How often two calls work out who takes part, on a mesh of two dimensions; another list has another mesh."""
     gradients = [p.grad for _, p in named(LISTS["fsdp x tp"])]
     plan._unions.clear()
-    with mock.patch.object(plan, "union_of", wraps=plan.union_of) as looked:
+    with mock.patch.object(plan, "reduction_group_of", wraps=plan.reduction_group_of) as looked:
         norms = {float(gg.get_total_norm(gradients)) for _ in range(3)}
         first = looked.call_count
         gg.get_total_norm([p.grad for _, p in named(LISTS["hsdp"])])

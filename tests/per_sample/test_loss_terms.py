@@ -839,7 +839,7 @@ def test_beside_another_replacement_in_any_order(monkeypatch):
 
 def test_beside_a_watch():
     seen, losses = [], []
-    listener = SimpleNamespace(on_backward=losses.append)
+    listener = SimpleNamespace(on_backward=losses.append, on_scale=pytest.fail, on_scale_update=pytest.fail)
     with BackwardRoots(seen.append), patched(listener):
         scalar().backward()
     with patched(listener), BackwardRoots(seen.append):

@@ -157,7 +157,7 @@ def refuse_unnamed_stages(placements: Iterable[Placement], union: ReductionGroup
 
     Args:
         placements: Of all listed tensors.
-        union: What `union_of` returned for them.
+        union: What `reduction_group_of` returned for them.
 
     Raises:
         InvalidValueError: If so: this stage's norm is not that of all.

@@ -45,11 +45,11 @@ def patched(listener: Listener) -> Iterator[None]:
     tells those who listen then: nobody, or the next watch.
     """
     global _listeners
+    end_of_scale = listen_to_scale(listener.on_scale, listener.on_scale_update)
     with _lock:
         if not _listeners:
             _restore.append(_replace())
         _listeners = (*_listeners, listener)
-    end_of_scale = listen_to_scale(listener.on_scale, listener.on_scale_update)
     try:
         yield
     finally:
