@@ -229,6 +229,7 @@ for factor in (1.0, float("inf"), 1.0):
     assert [step["loss"] for step in record.steps] == [pytest.approx(3.0), None, pytest.approx(2.9)]
     assert [step["norm"] for step in record.steps] == [1.0, None, 1.0]
     assert [step["amp_scale"] for step in record.steps] == [1024.0, 2048.0, 1024.0]
+    assert [event["i"] for event in record.events] == [1]
     assert [event["kind"] for event in record.events] == ["amp_skip"]
 
 

@@ -109,7 +109,7 @@ class Observer(Recorder):
             self._clips.forget()
         self._steps_at_update = self._steps
         if before is not None and after is not None and self._buffer is not None:
-            self._buffer.add(ScaleUpdate(self._steps, before, after))
+            self._buffer.add(ScaleUpdate(max(self._steps - 1, 0), before, after))
 
     # --- what differs from other recorders ----------------------------------------------------------------------------
 

@@ -116,7 +116,7 @@ class StepMeasurement:
 
 @dataclass(slots=True)
 class ScaleUpdate:
-    """A loss scale before and after an update."""
+    """A loss scale before and after the update that followed the step of this number."""
 
     index: int
     before: Any
