@@ -129,8 +129,8 @@ def test_true_norms_one_record_and_the_same_weights(pair, tmp_path):
 @pytest.mark.parametrize(
     ("trouble", "recorded", "words"),
     [
-        ((1, "_measured_row"), STEPS, ""),
-        ((0, "_measured_row"), 2, "ValueError: on purpose"),
+        ((1, "_measured"), STEPS, ""),
+        ((0, "_measured"), 2, "ValueError: on purpose"),
         ((1, "tensor_norms"), 2, "another process could not measure"),
         ((0, "tensor_norms"), 2, "ValueError: on purpose"),
     ],

@@ -57,9 +57,7 @@ class Contract:
         self._unchanged(leaves, given, "the forward", "input")
         fresh = [v.clone() for v in shaped]
         first = torch.empty(sum(function.sizes), dtype=torch.float64, device=leaves[0].device)
-        function.backward(
-            outputs, leaves, fresh, keep=True, out=first
-        )  # what it returns may be overwritten by the next
+        function.backward(outputs, leaves, fresh, keep=True, out=first)
         self.usual = float(first.abs().nan_to_num_(0.0, 0.0).max()) if first.numel() else 0.0
         self._unchanged(leaves, given, "the backward", "input")
         self._unchanged(fresh, shaped, "the backward", "grad_output of output")
@@ -67,6 +65,7 @@ class Contract:
         del fresh
         self._repeats(outputs, leaves, shaped, first)
         if not self.findings:
+            self._leaves_results_alone(outputs, leaves, shaped)
             self._another_forward(shaped, first)
         if self.findings:
             return
@@ -99,6 +98,16 @@ class Contract:
             bits = bits and _are_the_same(again, first)
         if not bits:
             self.notes.append(Finding("non-determinism", "equal backward runs differ in the last bits"))
+
+    def _leaves_results_alone(self, outputs: list[Tensor], leaves: list[Tensor], shaped: list[Tensor]) -> None:
+        """What a backward has returned is its caller's: the next one must not write to it."""
+        returned = self.function.gradients(outputs, leaves, [v.clone() for v in shaped], keep=True)
+        before = [None if grad is None else grad.clone() for grad in returned]
+        self._backward(outputs, leaves, [-v for v in shaped])
+        for one, grad, was in zip(self.function.inputs, returned, before, strict=True):
+            if grad is not None and was is not None and not _are_the_same(grad.to_dense(), was.to_dense()):
+                message = f"a backward overwrites the gradient of {one.name} that the one before it has returned"
+                self.findings.append(Finding("mutation", message, one.name))
 
     def _first_alone(self, shaped: list[Tensor], first: Tensor) -> str:
         """Tell whether the first backward of each graph is always the same: then it changes what was saved."""

@@ -281,15 +281,21 @@ class Function:
         out: Tensor | None = None,
     ) -> Tensor:
         """Return the gradient of Σ cotangent · output as one float64 vector, of slices repeated to fill ``shapes``."""
-        pairs = [(o, c) for o, c in zip(outputs, cotangents, strict=True) if o.requires_grad and c is not None]
-        self.backwards += 1
-        if not pairs:
-            return self.join([None] * len(self.inputs), out)
-        grads = gradients_of([o for o, _ in pairs], leaves, [c for _, c in pairs], keep)
+        grads = self.gradients(outputs, leaves, cotangents, keep)
         if shapes is not None:
             dense = [grad.to_dense() if grad is not None and grad.is_sparse else grad for grad in grads]
             grads = [None if grad is None else grad.expand(shape) for grad, shape in zip(dense, shapes, strict=True)]
         return self.join(grads, out)
+
+    def gradients(
+        self, outputs: Sequence[Tensor], leaves: Sequence[Tensor], cotangents: Sequence[Tensor | None], keep: bool
+    ) -> Sequence[Tensor | None]:
+        """Return the gradients of Σ cotangent · output as the backward returns them, None where there is none."""
+        pairs = [(o, c) for o, c in zip(outputs, cotangents, strict=True) if o.requires_grad and c is not None]
+        self.backwards += 1
+        if not pairs:
+            return [None] * len(self.inputs)
+        return gradients_of([o for o, _ in pairs], leaves, [c for _, c in pairs], keep)
 
     def backward_of_some(
         self,
