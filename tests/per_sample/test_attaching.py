@@ -1,6 +1,5 @@
 """What the clipper attaches to a model: all of it or nothing; and hooks of others stay theirs."""
 
-import inspect
 import weakref
 from typing import Any
 
@@ -27,7 +26,7 @@ def state_of(model: nn.Module) -> dict:
         found[f"hooks of {name}"] = [repr(dict(kind or {})) for kind in hooks]  # none, or none any more
     found["followed"] = sum(m in refusals._followed for m in model.modules())
     found["hooks of steps"] = len(_global_optimizer_pre_hooks)
-    found["scalers"] = torch.amp.GradScaler.scale
+    found["who listens to scalers"] = grad_scaler._wrapped_scale._users
     return found
 
 
@@ -35,7 +34,6 @@ def state_of(model: nn.Module) -> dict:
 def no_clippers_of_other_tests(monkeypatch):
     monkeypatch.setattr(refusals, "_watching", weakref.WeakSet())
     monkeypatch.setattr(refusals, "_removals", [])
-    monkeypatch.setattr(torch.amp.GradScaler, "scale", inspect.unwrap(torch.amp.GradScaler.scale))
 
 
 class Interrupts(FlatNormClipper):
@@ -187,9 +185,7 @@ def a_clipper() -> PerSampleGradientClipper:
     return PerSampleGradientClipper(nn.Linear(2, 1), FlatNormClipper(1.0))
 
 
-def test_scalers_are_noticed_until_the_last_clipper_goes(monkeypatch):
-    monkeypatch.setattr(refusals, "_watching", weakref.WeakSet())  # those of other tests may still live
-    monkeypatch.setattr(refusals, "_removals", [])
+def test_scalers_are_noticed_until_the_last_clipper_goes():
     before = grad_scaler._wrapped_scale._users
     first, second = a_clipper(), a_clipper()
     first.detach()
