@@ -218,14 +218,24 @@ def unit_plan_for(
     known, key = _plans.setdefault(reduction.reducer, {}), (ids, others, tuple(kept))
     if key not in known:
         chosen = set(kept)
-        units = [
-            units_held(p, layouts.get(id(p)) or layout_of(p), name(i)) if i in chosen else ONE_UNIT
-            for i, p in enumerate(tensors)
-        ]
-        known[key] = UnitPlan(
-            units, _slots_of_all(reduction.reducer, [unit.slots for unit in units]), reduction.weights
-        )
+        all_units = [_units_of(i, p, layouts, name, must=i in chosen) for i, p in enumerate(tensors)]
+        # All have their slots, so that the vectors of processes that exclude others are as long, and tell who does.
+        slots = _slots_of_all(reduction.reducer, [unit.slots for unit in all_units])
+        units = [unit if i in chosen else ONE_UNIT for i, unit in enumerate(all_units)]
+        known[key] = UnitPlan(units, slots, reduction.weights)
     return known[key]
+
+
+def _units_of(
+    index: int, tensor: Tensor, layouts: Mapping[int, UnitLayout], name: Callable[[int], str], must: bool
+) -> HeldUnits:
+    """The units of one tensor; of one that is left out they need not be known."""
+    try:
+        return units_held(tensor, layouts.get(id(tensor)) or layout_of(tensor), name(index))
+    except UnsupportedGradientError:
+        if must:
+            raise
+        return ONE_UNIT
 
 
 def _slots_of_all(reducer: Reducer, slots: list[int]) -> list[int]:
