@@ -51,11 +51,16 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Recommendation:
-    """A threshold with its reason.
+    """A decision about clipping with its reason.
 
     Attributes:
-        threshold: The number for ``--clip norm=``, or None when the record cannot support one.
+        kind: ``"keep"`` the clip as it is, ``"constant"`` threshold, ``"rule"`` that follows the norms, ``"nothing"``
+            to clip, ``"fix"`` something else first, or ``"unknown"`` where the record cannot say.
+        headline: The decision in one sentence.
         reason: Plain sentences that a person can act on.
+        threshold: The constant of ``"keep"`` and ``"constant"``, or None.
+        rule: What ``gradguard run --clip`` takes, such as ``"norm=1.3"`` or ``"median"``; None where there is no rule
+            to try.
         candidates: Guard, shaping and reference, empty when there is no recommendation.
         usable_steps: How many steps the numbers rest on.
         drift: The guard threshold at the start and at the end of the run, or where the norm was smallest and largest,
@@ -63,8 +68,11 @@ class Recommendation:
         parts: The recommendation for each optimizer with its label, where the record has several.
     """
 
-    threshold: float | None
+    kind: str
+    headline: str
     reason: str
+    threshold: float | None = None
+    rule: str | None = None
     candidates: tuple[Candidate, ...] = ()
     usable_steps: int = 0
     drift: tuple[float, float] | None = None
@@ -113,23 +121,26 @@ def _for_each(parts: list[tuple[str, Recommendation]]) -> Recommendation:
         f"{label}: {'none' if one.threshold is None else f'{one.threshold:g}'}. {one.reason}" for label, one in parts
     ]
     usable = sum(one.usable_steps for _, one in parts)
-    return Recommendation(None, " ".join([_SEVERAL, *said]), usable_steps=usable, parts=tuple(parts))
+    return Recommendation("unknown", _SEVERAL, " ".join([_SEVERAL, *said]), usable_steps=usable, parts=tuple(parts))
 
 
 def _recommend(record: Record) -> Recommendation:
     if not any("norm" in step for step in record.steps):
-        return Recommendation(None, _no_norms(record))
+        return Recommendation("unknown", "The record has no norms to judge by.", _no_norms(record))
     norms = usable_norms(record)
     if len(norms) < ENOUGH_STEPS:
         missing = f"not enough steps ({len(norms)} of {ENOUGH_STEPS}) for a threshold that can be trusted"
-        return Recommendation(None, f"{missing}; record a longer run.", usable_steps=len(norms))
+        headline = "Record a longer run."
+        return Recommendation("unknown", headline, f"{missing}; record a longer run.", usable_steps=len(norms))
     candidates, moved = _candidates(norms), _drift(norms)
     drift = None if moved is None else (moved[0].guard, moved[1].guard)
     used = _guarding_threshold(record)
     first = _guard_reason(candidates, len(norms)) if used is None else _keep_reason(used, record)
     sentences = [first, _drift_reason(moved), _present(record) if used is None else "", _advice(record)]
     threshold = candidates[0].threshold if used is None else used
-    return Recommendation(threshold, " ".join(filter(None, sentences)), candidates, len(norms), drift)
+    kind, headline = ("constant", f"Clip at {threshold:g}.") if used is None else ("keep", f"Keep {threshold:g}.")
+    reason, rule = " ".join(filter(None, sentences)), f"norm={threshold:g}"
+    return Recommendation(kind, headline, reason, threshold, rule, candidates, len(norms), drift)
 
 
 def centre_and_spread(norms: Sequence[float]) -> tuple[float, float]:
