@@ -145,6 +145,29 @@ def median_threshold(ops: Operations, middle: Number, deviation: Number, k: floa
     return ops.exp(middle + k * ops.within(_TO_STANDARD_DEVIATION * deviation, floor, math.inf))
 
 
+MEDIAN_START = 0.1
+"""The share of the first norm that `ClipByMedian` lets through at the first step."""
+
+MEDIAN_START_TIMES = 1.5
+"""Within its start, so many times the median is what a norm is remembered as at most."""
+
+
+def median_start(
+    ops: Operations, norm: Number, middle: Number, progress: Number, start: float
+) -> tuple[Number, Number]:
+    r"""Return `ClipByMedian`'s threshold within its start, and as what this norm is remembered.
+
+    Args:
+        ops: The operations.
+        norm: The norm of this step, above 0.
+        middle: The median of the logarithms so far.
+        progress: The share of the start that is over, from 0 to 1.
+        start: The share of the first norm that passes.
+    """
+    most = ops.where(progress == 0, norm, MEDIAN_START_TIMES * ops.exp(middle))
+    return most * ops.exp((1 - progress) * math.log(start)), ops.where(norm < most, norm, most)
+
+
 def interpolated(ops: Operations, low: Number, high: Number, fraction: Number) -> Number:
     """Return what lies between two neighbours of a percentile, to the last digit as NumPy has it: from the nearer."""
     return ops.where(fraction < 0.5, low + (high - low) * fraction, high - (high - low) * (1 - fraction))
@@ -319,14 +342,23 @@ class Median(Rule):
     Args:
         deviations: How many.
         window: How many norms are remembered.
-        warm_up: How many are needed first.
+        warm_up: For how many norms it starts gently.
         floor: The least deviation.
+        start: The share of the first norm that is let through.
     """
 
-    def __init__(self, deviations: float = 6.0, window: int = 128, warm_up: int = 32, floor: float = 0.05) -> None:
-        self.deviations, self.warm_up, self.floor = deviations, warm_up, floor
+    def __init__(
+        self,
+        deviations: float = 6.0,
+        window: int = 128,
+        warm_up: int = 32,
+        floor: float = 0.05,
+        start: float = MEDIAN_START,
+    ) -> None:
+        self.deviations, self.warm_up, self.floor, self.start = deviations, warm_up, floor, start
         self._recent: deque[float] = deque(maxlen=window)
         self._ordered: list[float] = []
+        self._count = 0
 
     def choose(self, norm: float) -> float:
         """Return the threshold of the norms before this one, and remember this one.
@@ -334,13 +366,17 @@ class Median(Rule):
         Args:
             norm: As for `Rule.step`.
         """
-        threshold = math.inf
-        if len(self._ordered) >= self.warm_up:
-            middle = median_of(self._ordered)
+        middle = median_of(self._ordered) if self._ordered else 0.0
+        progress = self._count / self.warm_up
+        if progress < 1:
+            threshold, remembered = median_start(PLAIN, norm, middle, progress, self.start)
+        else:
             deviation = median_distance(self._ordered, middle)
-            threshold = median_threshold(PLAIN, middle, deviation, self.deviations, self.floor)
-        if norm > 0:
-            self._push(math.log(norm))
+            threshold, remembered = median_threshold(PLAIN, middle, deviation, self.deviations, self.floor), norm
+        if norm == 0:
+            return threshold if self._count else math.inf
+        self._push(math.log(remembered))
+        self._count += 1
         return threshold
 
     def _push(self, logarithm: float) -> None:

@@ -321,6 +321,8 @@ ARGUMENTS = [
     (lambda: ClipByMedian(floor=math.nan), r"floor=nan: expected a finite number >= 0"),
     (lambda: ClipByMedian(warmup=200), r"warmup=200, window=128: expected warmup <= window"),
     (lambda: ClipByMedian(warmup=0), r"warmup=0: expected a whole number >= 1"),
+    (lambda: ClipByMedian(start=0.0), r"start=0.0: expected a number above 0 and at most 1"),
+    (lambda: ClipByMedian(start=2), r"start=2: expected a number above 0 and at most 1"),
     (lambda: ClipByMedian(ceiling=-1.0), r"ceiling=-1\.0: expected a number >= 0"),
     (lambda: ClipByMedian(norm_type=0), r"norm_type=0: expected a number above 0"),
     (lambda: AutoClip(101), r"percentile=101: expected a number from 0 to 100"),
@@ -423,17 +425,47 @@ def test_constant_norms(rule, level, most):
     clipper = rule()
     before = coefficients(clipper, [level] * 110)
     if not isinstance(clipper, ClipFraction):
-        assert before == pytest.approx([1.0] * 110, abs=1e-6)
+        start = 32 if isinstance(clipper, ClipByMedian) else 0
+        assert before[start:] == pytest.approx([1.0] * (110 - start), abs=1e-6)
     spike = feed(clipper, [100 * level])[0]
     assert 100 * float(spike.coefficient) <= most * (1 + 1e-6)
     assert 100 * float(spike.coefficient) >= 0.9
 
 
-def test_the_median_rule_survives_a_spike_in_its_warm_up():
-    clipper = ClipByMedian()
-    results = feed(clipper, [*noise(10), 9000.0, *noise(40, 1), 500.0])
-    assert [float(r.coefficient) for r in results[:-1]] == [1.0] * 51
-    assert 2 < 500 * float(results[-1].coefficient) < 3.5
+@pytest.mark.parametrize("place", range(0, 32, 5))
+def test_a_spike_in_the_start_of_the_median_rule_is_clipped_and_does_no_harm_later(place):
+    norms = noise(64)
+    results = feed(ClipByMedian(), [*norms[:place], 9000.0, *norms[place:]])
+    passed = [norm * float(result.coefficient) for norm, result in zip([*norms, 0.0], results, strict=True)]
+    assert max(passed) <= (900 if place == 0 else 3)  # of the first one nobody can tell that it is a spike
+    assert [float(result.coefficient) for result in results[40:]] == [1.0] * 25
+    if place:
+        assert 9000 * float(results[place].coefficient) < 3
+
+
+def test_the_median_rule_starts_gently():
+    passed = coefficients(ClipByMedian(), [5.0] * 40)
+    assert passed[0] == pytest.approx(0.1)
+    assert passed == sorted(passed)
+    assert passed[32:] == [1.0] * 8
+    assert coefficients(ClipByMedian(start=1.0), [5.0] * 40) == [1.0] * 40
+    assert coefficients(ClipByMedian(start=1.0), [5.0] * 5 + [500.0])[-1] == pytest.approx(0.01, rel=0.3)
+
+
+@pytest.mark.parametrize("growth", [1.5, 3.0, 100.0])
+def test_an_explosion_from_the_first_step_on_is_held(growth):
+    """What passes grows by less than 1.7 times a step, and by 250 times in all, however fast the norms do."""
+    norms = [growth**i for i in range(30)]
+    passed = [norm * coefficient for norm, coefficient in zip(norms, coefficients(ClipByMedian(), norms), strict=True)]
+    assert passed[-1] < 250 * passed[0]
+    assert all(later < 1.7 * earlier for earlier, later in zip(passed, passed[1:], strict=False))
+
+
+@pytest.mark.parametrize("fall", [0.9, 0.5, 0.2])
+def test_falling_norms_in_the_start_pass_but_for_its_ramp(fall):
+    norms = [max(fall**i, 1e-3) for i in range(64)]
+    free = coefficients(ClipByMedian(start=1.0), norms)
+    assert min(free) > 0.999
 
 
 def test_zclip_does_not():
@@ -443,18 +475,19 @@ def test_zclip_does_not():
 
 def test_the_ceiling_of_the_median_rule_holds_from_the_first_step():
     clipper = ClipByMedian(ceiling=2.0)
-    results = feed(clipper, [4.0, *noise(60), 100.0, *noise(110, 1, 10.0)])
-    assert float(results[0].coefficient) == 0.5
+    results = feed(clipper, [400.0, *noise(60), 100.0, *noise(110, 1, 10.0)])
+    assert float(results[0].coefficient) == 2 / 400
     assert float(results[61].threshold) == 2.0
     assert all(float(r.threshold) <= 2 for r in results)
     assert bool(results[-1].locked_in)
 
 
-def test_before_its_warm_up_the_median_rule_has_no_threshold():
-    results = feed(ClipByMedian(warmup=5), [1.0, 2.0, 3.0, 4.0, 5.0, 6.0])
-    assert [float(r.threshold) for r in results[:5]] == [math.inf] * 5
-    spread = 1.4826 * statistics.median(abs(math.log(x / 3)) for x in (1, 2, 3, 4, 5))
-    assert float(results[5].threshold) == pytest.approx(3 * math.exp(6 * spread))
+def test_the_start_of_the_median_rule_step_by_step():
+    results = feed(ClipByMedian(warmup=4, start=0.5), [4.0, 4.0, 40.0, 4.0, 40.0])
+    expected = [4 * 0.5, 6 * 0.5**0.75, 6 * 0.5**0.5, 6 * 0.5**0.25]  # 1.5 times the median, but for the first
+    assert [float(r.threshold) for r in results[:4]] == pytest.approx(expected)
+    spread = 1.4826 * statistics.median([0, 0, math.log(1.5), 0])  # 40 is remembered as 6
+    assert float(results[4].threshold) == pytest.approx(4 * math.exp(6 * max(spread, 0.05)))
 
 
 def test_the_median_is_of_the_window():

@@ -14,7 +14,7 @@ from gradguard.clip.thresholds.base import (
     push_norm,
     whole,
 )
-from gradguard.threshold_rules import median_threshold
+from gradguard.threshold_rules import MEDIAN_START, median_start, median_threshold
 
 
 class ClipByMedian(ThresholdClipper):
@@ -30,16 +30,26 @@ class ClipByMedian(ThresholdClipper):
     a median hardly at all. With ordinary noise nothing is clipped; with the defaults a norm must be at least
     :math:`e^{0.3} = 1.35` times the median, with log-normal noise of 0.15 about 2.5 times.
 
+    **The start** is gentle, because nothing is usual yet and runs that diverge mostly do it there. For the first
+    ``warmup`` norms, with s the share of them that is over,
+
+    .. math:: c = 1.5 \, e^m \, \text{start}^{\,1 - s}
+
+    and of the first norm ``start``, a tenth, passes. A norm enters the window as at most :math:`1.5 \, e^m`, so that
+    neither a spike nor an explosion becomes usual. To an optimizer that does not cancel a scale this is a warm-up of the
+    learning rate, to one that does it is hardly anything.
+
     **Guarantees.** Those of `ThresholdClipper`. Without a ceiling, multiplying the loss by a constant changes no
-    coefficient. After a lasting rise of any size the whole gradient passes again within ``window`` + 2 steps.
+    coefficient. After a lasting rise of any size, the start behind it, the whole gradient passes again within
+    ``window`` + 2 steps.
 
     **Edge cases.** Those of `ThresholdClipper`, and
 
     ================================  ==========================================================================
     input                             result
     ================================  ==========================================================================
-    fewer than ``warmup`` norms yet   the ceiling, if there is one, else no clip
-    a spike inside the warm-up        passes (up to the ceiling) and does no harm later
+    a spike inside the start          is clipped, and does no harm later
+    norms that rise in the start      are clipped; the rule has followed at the latest ``warmup`` steps after it
     constant norms                    the floor on d holds: c = exp(k·floor) times the norm
     a steady fall of the norm         d includes the trend, so that a spike passes as 3.4 rather than 2.5 times
     ================================  ==========================================================================
@@ -47,10 +57,11 @@ class ClipByMedian(ThresholdClipper):
     Args:
         k: How many deviations above the median, at least 0.
         window: How many norms are remembered; 128 to 256 fits.
-        warmup: How many are needed before the rule decides, from 1 to ``window``.
+        warmup: For how many norms it starts gently, from 1 to ``window``.
         floor: The least d, at least 0, in units of the logarithm.
         ceiling: A threshold that always holds; None for none.
         norm_type: Order of the norm, above 0 or infinite.
+        start: The share of the first norm that passes, above 0 and at most 1; 1 for no warm-up of the step.
 
     Raises:
         InvalidValueError: If a number is outside its range.
@@ -79,8 +90,11 @@ class ClipByMedian(ThresholdClipper):
         floor: float = 0.05,
         ceiling: float | None = None,
         norm_type: float = 2.0,
+        start: float = MEDIAN_START,
     ) -> None:
         self.k, self.floor = _at_least_0("k", k), _at_least_0("floor", floor)
+        self.start = check_number("start", start)
+        check(0 < self.start <= 1, "a number above 0 and at most 1", lambda: f"start={start}")
         self.window, self.warmup = whole("window", window), whole("warmup", warmup)
         check(warmup <= window, "warmup <= window", lambda: f"warmup={warmup}, window={window}")
         self.ceiling = torch.inf if ceiling is None else float(check_threshold("ceiling", ceiling))
@@ -92,9 +106,12 @@ class ClipByMedian(ThresholdClipper):
         middle = median_of_history(logarithms.sort().values, count)
         deviations = (logarithms - middle).abs().sort().values
         deviation = median_of_history(deviations, count)
-        chosen = median_threshold(TENSORS, middle, deviation, self.k, self.floor)
-        threshold = torch.where(count < self.warmup, torch.inf, chosen)
-        push_norm(logarithms, count, norm.log(), enters)
+        progress = (count / self.warmup).clamp(max=1).to(norm.dtype)
+        early, remembered = median_start(TENSORS, norm, middle, progress, self.start)
+        later = median_threshold(TENSORS, middle, deviation, self.k, self.floor)
+        threshold = torch.where(progress < 1, early, later)
+        threshold = torch.where((count > 0) | enters, threshold, torch.inf)
+        push_norm(logarithms, count, torch.where(progress < 1, remembered, norm).log(), enters)
         return threshold.clamp(max=self.ceiling)
 
 
