@@ -449,7 +449,7 @@ def test_the_median_rule_starts_gently():
     assert passed == sorted(passed)
     assert passed[32:] == [1.0] * 8
     assert coefficients(ClipByMedian(start=1.0), [5.0] * 40) == [1.0] * 40
-    assert coefficients(ClipByMedian(start=1.0), [5.0] * 5 + [500.0])[-1] == pytest.approx(0.01, rel=0.3)
+    assert coefficients(ClipByMedian(start=1.0), [5.0] * 5 + [500.0])[-1] == pytest.approx(0.015)
 
 
 @pytest.mark.parametrize("growth", [1.5, 3.0, 100.0])
@@ -458,7 +458,7 @@ def test_an_explosion_from_the_first_step_on_is_held(growth):
     norms = [growth**i for i in range(30)]
     passed = [norm * coefficient for norm, coefficient in zip(norms, coefficients(ClipByMedian(), norms), strict=True)]
     assert passed[-1] < 250 * passed[0]
-    assert all(later < 1.7 * earlier for earlier, later in zip(passed, passed[1:], strict=False))
+    assert all(later < 1.7 * earlier for earlier, later in pairwise(passed))
 
 
 @pytest.mark.parametrize("fall", [0.9, 0.5, 0.2])
