@@ -10,7 +10,8 @@ import torch
 from synthetic import log_normal, make_record, steps_of
 
 from gradguard.clip.lock_in import LockIn
-from gradguard.monitoring.judge.findings import KINDS, SEVERITIES
+from gradguard.monitoring.judge.detectors import KINDS
+from gradguard.monitoring.judge.findings import SEVERITIES
 from gradguard.monitoring.judge.health import HealthMonitor, findings, lock_in_share
 from gradguard.threshold_rules import LockInAlarm
 
@@ -53,7 +54,7 @@ VANISHES = CALM[:400] + [1e-6 * norm for norm in CALM[400:]]
 DECAY = [9 * math.exp(-i / 300) for i in range(1000)]
 FAULTS = [
     ("nonfinite", "error", "not finite on 1 step, first on step 7", run([*CALM[:7], None, *CALM[7:]])),
-    ("nonfinite", "error", "on 3 steps, first on step 9 (2 times in this run)",
+    ("nonfinite", "error", "on 3 steps, first on step 9 (2 times in this run: on steps 9 to 10, 500)",
      run([None if i in (9, 10, 500) else n for i, n in enumerate(CALM)])),
     ("nonfinite", "error", "in layers.3.weight on", run(
         [None if i == 10 else n for i, n in enumerate(CALM)],

@@ -3,7 +3,10 @@
 import math
 from typing import Any
 
-from gradguard.monitoring.judge.detectors import Amp, Clipping, Layers, Level
+from gradguard.monitoring.judge.detectors.clipping import Clipping
+from gradguard.monitoring.judge.detectors.layers import Layers
+from gradguard.monitoring.judge.detectors.level import Level
+from gradguard.monitoring.judge.detectors.loss_scale import LossScale
 from gradguard.monitoring.judge.findings import RECOVERED_STEPS, Episode, Finding, Log
 from gradguard.monitoring.record.file import Line
 from gradguard.monitoring.record.steps import binds, threshold_of
@@ -75,7 +78,7 @@ class _Track:
 
     def __init__(self, optimizer: int | None, name: str, params: list[dict[str, Any]], several: bool) -> None:
         self.log = Log(optimizer)
-        self.level, self.clipping, self.amp = Level(self.log), Clipping(self.log, name), Amp(self.log)
+        self.level, self.clipping, self.amp = Level(self.log), Clipping(self.log, name), LossScale(self.log)
         self.layers = Layers(self.log, params, several)
 
     def step(self, step: dict[str, Any]) -> list[Finding]:
