@@ -161,6 +161,15 @@ class Log:
                     episode.numbers[extreme] = pick(episode.numbers[extreme], value)
         return episode
 
+    def same(self, key: str, other: str) -> None:
+        """Let ``other`` tell of the open episode of ``key`` too.
+
+        Args:
+            key: What the episode was begun with.
+            other: What else belongs to it.
+        """
+        self._open[other] = self._open[key]
+
     def begin(self, key: str, kind: Kind, first: int, last: int, **more: Any) -> list[Finding]:
         """Return the finding of an episode that begins.
 

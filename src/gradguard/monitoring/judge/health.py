@@ -1,11 +1,15 @@
 """What is wrong with a run, in words that a person can act on, from the plain numbers of its record."""
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from gradguard.monitoring.judge.detectors.clipping import ALWAYS_ON, LOCK_IN, clipping_of_whole
-from gradguard.monitoring.judge.detectors.level import EXPLODING, JUMP
+from gradguard.monitoring.judge.detectors.level import EXPLODING, JUMP, NONFINITE
+from gradguard.monitoring.judge.detectors.loss import loss_of_whole
+from gradguard.monitoring.judge.detectors.outliers import RECURRING_SPIKES, SPIKE
+from gradguard.monitoring.judge.detectors.rhythm import rhythm_of_whole
+from gradguard.monitoring.judge.detectors.tensors import CORRUPT
 from gradguard.monitoring.judge.findings import RECOVERED_STEPS, SEVERITIES, Episode, Finding
 from gradguard.monitoring.judge.live import HealthMonitor
 from gradguard.monitoring.record.file import Record
@@ -59,15 +63,16 @@ def findings(record: Record) -> list[Finding]:
     monitor = HealthMonitor(record.meta)
     for line in _in_order(record):
         monitor.see(line)
+    monitor.finish()
     parts = by_optimizer(record)
     if len(parts) == 1:  # however many the script has: one stepped
         for episode in monitor.episodes:
             episode.optimizer = parts[0].index
-    judged = [episode for part in parts for episode in clipping_of_whole(part)]
+    judged = [episode for part in parts for of_whole in _OF_WHOLE for episode in of_whole(part)]
     always_on = {episode.optimizer for episode in judged if episode.kind is ALWAYS_ON}
     ends = {part.index: part.record.steps[-1]["i"] for part in parts if part.record.steps}
     exploded = {episode.optimizer for episode in monitor.episodes if episode.kind is EXPLODING}
-    lasting = [episode for episode in monitor.episodes if _counts(episode, always_on, ends, exploded)]
+    lasting = [episode for episode in monitor.episodes if _counts(episode, monitor.episodes, always_on, ends, exploded)]
     found = [*(episode.finding() for episode in judged), *_merged(lasting)]
     return sorted(found, key=lambda one: (SEVERITIES.index(one.severity), one.first_step, one.kind))
 
@@ -89,6 +94,9 @@ def lock_in_share(record: Record) -> float | None:
     return sum(alarm.follow(*each) for each in clipped) / len(taken)
 
 
+_OF_WHOLE = (clipping_of_whole, loss_of_whole, rhythm_of_whole)
+
+
 def _in_order(record: Record) -> Iterator[dict[str, Any]]:
     """The lines as they were written: each step, then what belongs to it."""
     following: dict[int, list[dict[str, Any]]] = defaultdict(list)
@@ -101,14 +109,28 @@ def _in_order(record: Record) -> Iterator[dict[str, Any]]:
         yield from lines
 
 
+_SAY_MORE = (NONFINITE, EXPLODING, JUMP, RECURRING_SPIKES, CORRUPT)
+
+
+def _are_near(spike: Episode, other: Episode) -> bool:
+    near = other.first - RECOVERED_STEPS <= spike.first <= other.last + RECOVERED_STEPS
+    return near and spike.optimizer == other.optimizer
+
+
 def _counts(
-    episode: Episode, always_on: set[int | None], ends: dict[int | None, int], exploded: set[int | None]
+    episode: Episode,
+    episodes: Sequence[Episode],
+    always_on: set[int | None],
+    ends: dict[int | None, int],
+    exploded: set[int | None],
 ) -> bool:
     """Whether an episode stands, seen from the end: a fixed threshold that bound for a while and no longer does not."""
     if episode.kind is ALWAYS_ON:
         return False  # judged anew, with the whole run
     if episode.kind is JUMP:
         return episode.optimizer not in exploded  # the jump was how it began
+    if episode.kind is SPIKE:
+        return not any(other.kind in _SAY_MORE and _are_near(episode, other) for other in episodes)
     if episode.kind is not LOCK_IN or not episode.numbers["fixed"]:
         return True
     goes_on = episode.last >= ends.get(episode.optimizer, 0) - RECOVERED_STEPS

@@ -35,6 +35,11 @@ class SpikeFinder:
         self._sorted: list[float] = []
         self._position = -1
 
+    @property
+    def level(self) -> float:
+        """The median of the norms that it remembers; 0 without any."""
+        return math.exp(self._sorted[len(self._sorted) // 2]) if self._sorted else 0.0
+
     def follow(self, norm: float) -> list[int]:
         """Return the positions that are now known to be spikes.
 

@@ -16,6 +16,9 @@ WEAK_LAYER_SHARE = 1e-6
 LAYER_LINES = 10
 """Per-tensor lines in a row before a layer is judged: an expert or a rare word may miss a few batches."""
 
+REGULAR = 0.9
+"""A parameter that had a gradient on so many of the lines before is one that every batch should reach."""
+
 DOMINATING_SHARE = 0.95
 """Of the squared norm: the others together change the norm by at most 2.5 %, so that one layer alone decides a clip."""
 
@@ -52,7 +55,8 @@ class Layers:
         self._tensors = 0 if several else len(self.names)  # how many are this optimizer's
         self._seen, self._tops = 0, Counter()
         self._alive = [False] * len(self.names)
-        self._dead, self._weak = _Runs(), _Runs()
+        self._dead, self._weak, self._detached = _Runs(), _Runs(), _Runs()
+        self._lines, self._absences = 0, Counter[int]()
 
     def top(self, i: int, place: int, share: float) -> list[Finding]:
         """Return what is new after a step whose largest gradient is known.
@@ -78,12 +82,13 @@ class Layers:
             f"dominating {name}", DOMINATING, i, i, params=[name], numbers={"share": count / LOCK_IN_WINDOW}
         )  # fmt: skip
 
-    def norms(self, i: int, norms: Sequence[float]) -> list[Finding]:
+    def norms(self, i: int, norms: Sequence[float], absent: Sequence[int] = ()) -> list[Finding]:
         """Return what is new after a line with the norm of each parameter.
 
         Args:
             i: The step.
             norms: One finite norm for each; 0 for one without a gradient.
+            absent: The places of those without a gradient, where they are told apart from those with zeros.
         """
         if len(norms) != len(self.names) or not any(norms):
             return []  # where all of them are 0, the norm says so
@@ -94,11 +99,30 @@ class Layers:
                 self._alive[place] = True
         # With several optimizers, a parameter that never had a gradient on this one's steps is another's.
         zero = [place for place, norm in enumerate(norms) if not norm and (self._alive[place] or not self._several)]
-        new, found = self._dead.follow(i, zero), []
+        found = self._detach(i, absent) if absent or self._absences else []
+        if absent:
+            zero = [place for place in zero if place not in absent or not self._alive[place]]
+        self._lines += 1
+        new = self._dead.follow(i, zero)
         for alive in (True, False):
             places = [place for place in new if self._alive[place] is alive]
             found += self._begin(self._dead, DEAD if alive else NEVER_ALIVE, i, places)
         return found + self._vanishing(i, norms)
+
+    def _detach(self, i: int, absent: Sequence[int]) -> list[Finding]:
+        """Those that had a gradient nearly always, and now no more; an expert that some batches use is none."""
+        for place in absent:
+            self._absences[place] += 1
+        regular = [place for place in absent if self._was_regular(place)]
+        return self._begin(self._detached, DETACHED, i, self._detached.follow(i, regular))
+
+    def _was_regular(self, place: int) -> bool:
+        if not (0 <= place < len(self._alive) and self._alive[place]):
+            return False
+        now = self._detached.count(place)
+        before = self._lines - now  # lines until this absence began, on so many of which it was absent:
+        missed = self._absences[place] - 1 - now
+        return before >= LAYER_LINES and missed <= (1 - REGULAR) * before
 
     def _may_dominate(self, place: int) -> bool:
         known = 0 <= place < len(self.names)
@@ -131,6 +155,10 @@ class _Runs:
         self.episodes: dict[int, Episode] = {}
         self._counts: dict[int, int] = {}
 
+    def count(self, place: int) -> int:
+        """Return for how many lines in a row it has been seen on a parameter."""
+        return self._counts.get(place, 0)
+
     def follow(self, i: int, faulty: Sequence[int]) -> list[int]:
         """Return the parameters on which the fault has lasted long enough just now; let open episodes go on."""
         self._counts = {place: self._counts.get(place, 0) + 1 for place in faulty}
@@ -150,6 +178,16 @@ def _never_alive(found: Episode) -> Words:
     _, message, _ = _dead(found)
     advice = "nothing if frozen or unused on purpose; else check that it is part of the forward pass"
     return "info", f"{message}, from the first one on", advice
+
+
+def _detached(found: Episode) -> Words:
+    verb = "have" if len(found.params) > 1 else "has"
+    message = f"{named(found.params)} {verb} had no gradient at all since step {found.first}, and always before"
+    advice = (
+        "nothing if frozen on purpose; else look for detach(), torch.no_grad(), .data, requires_grad set to False, or "
+        "a branch of the forward pass that leaves it out"
+    )
+    return "warning", message, advice
 
 
 def _weak(found: Episode) -> Words:
@@ -174,6 +212,7 @@ def _dominating(found: Episode) -> Words:
 
 DEAD = Kind("dead_layer", _dead, of_layers=True)
 NEVER_ALIVE = Kind("dead_layer", _never_alive, of_layers=True)
+DETACHED = Kind("detached_layer", _detached, of_layers=True)
 WEAK = Kind("vanishing", _weak, value="smallest", of_layers=True)
 DOMINATING = Kind("dominating_layer", _dominating, value="share", apart=True)
-KINDS = (DEAD, NEVER_ALIVE, WEAK, DOMINATING)
+KINDS = (DEAD, NEVER_ALIVE, DETACHED, WEAK, DOMINATING)

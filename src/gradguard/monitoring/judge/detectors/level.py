@@ -3,8 +3,11 @@
 import math
 import statistics
 from bisect import insort
+from collections import Counter, deque
 from collections.abc import Sequence
 
+from gradguard.monitoring.judge.detectors.loss import Loss
+from gradguard.monitoring.judge.detectors.outliers import FROM_ONE_LAYER
 from gradguard.monitoring.judge.findings import Episode, Finding, Kind, Log, Words, named, steps
 from gradguard.monitoring.judge.numbers import number
 
@@ -20,6 +23,21 @@ EXPLODING_EARLY_TIMES = 100.0
 EXPLODING_ONCE_TIMES = 1000.0
 """A single norm so far above the usual that nothing clipped undoes a thousand steps; noise does not get there."""
 
+EXPLODING_CLIPPED_TIMES = 1e6
+"""A norm so far above the usual is a fault also where a clip bound on it: all that was right in it has become 0."""
+
+EARLY_LOSS_TIMES = 3.0
+"""A loss three times what it began with, in the first 200 steps, together with norms ten times the first ones."""
+
+EARLY_TIMES = 1e6
+"""Where no loss is known: warm-ups and layers initialised at zero do not raise the norm a million times."""
+
+ROSE_FAST = 1.2
+"""Over the best it was: where the loss has not risen by that with the norms, the run is well."""
+
+ROSE_SLOWLY = 1.5
+"""The same where norms have taken more than 200 steps to rise."""
+
 VANISHING_SHARE = 1e-4
 """A norm below a ten-thousandth of the usual moves nothing; training that converges seldom falls that far."""
 
@@ -34,6 +52,8 @@ BLOCK = 20
 
 BLOCKS_NEEDED = 3
 _EARLY_BLOCKS = 10
+_RECENT_BLOCKS = 10
+_FIRST = 5
 
 
 class Level:
@@ -44,17 +64,25 @@ class Level:
 
     Args:
         log: Where faults go.
+        loss: What is known of the loss.
+        names: The names of the parameters.
     """
 
-    def __init__(self, log: Log) -> None:
-        self._log = log
+    def __init__(self, log: Log, loss: Loss, names: Sequence[str] = ()) -> None:
+        self._log, self._loss, self._names = log, loss, names
         self._block: list[float] = []
         self._blocks, self._levels, self._usual = 0, [], 0.0
         self._high, self._low = math.inf, 0.0  # until something is known to be usual
         self._run, self._since, self._peak = 0, 0, 0.0  # of norms above or below, signed
-        self._norm, self._first_losses = 0.0, []
+        self._norm, self._first_losses, self._first_norms = 0.0, [], []
+        self._early_run, self._early_peak = 0, 0.0
+        self._recent: deque[float] = deque(maxlen=_RECENT_BLOCKS)
+        self._run_losses: deque[float] = deque(maxlen=EXPLODING_STEPS)
+        self._tops: Counter[str] = Counter()
 
-    def finite(self, i: int, norm: float, loss: float | None, clipped: bool = False) -> list[Finding]:
+    def finite(
+        self, i: int, norm: float, loss: float | None, clipped: bool = False, top: tuple[int, float] | None = None
+    ) -> list[Finding]:
         """Return what is new after a step with a finite norm.
 
         Args:
@@ -62,6 +90,7 @@ class Level:
             norm: Its norm.
             loss: Its loss, if known and finite.
             clipped: Whether a clip bound on it.
+            top: The place of the parameter with the largest gradient, and its share of the squared norm, if known.
         """
         self._norm = norm
         self._block.append(norm)
@@ -69,10 +98,13 @@ class Level:
             self._close_block()
         if loss is not None and self._blocks <= BLOCKS_NEEDED:
             self._first_losses.append(loss)
+        found = self._early(i, norm, loss) if self._blocks <= _EARLY_BLOCKS else []
         if self._low < norm <= self._high:
             self._run = 0
-            return []
-        return self._exploding(i, norm, clipped) if norm > self._high else self._vanishing(i, norm, loss)
+            return found
+        return found + (
+            self._exploding(i, norm, loss, clipped, top) if norm > self._high else self._vanishing(i, norm, loss)
+        )  # fmt: skip
 
     def nonfinite(self, i: int, skipped: bool, amp: bool) -> list[Finding]:
         """Return what is new after a step with gradients that are not finite.
@@ -112,21 +144,69 @@ class Level:
         self._run += sign
         return abs(self._run)
 
-    def _exploding(self, i: int, norm: float, clipped: bool) -> list[Finding]:
-        count = self._count(i, +1)
-        self._peak = norm if count == 1 else max(self._peak, norm)
-        if count < EXPLODING_STEPS:
-            return [] if clipped else self._jump(i, norm)
+    def _early(self, i: int, norm: float, loss: float | None) -> list[Finding]:
+        """An explosion before it is known what is usual: far above the first norms, and the loss with them."""
+        if len(self._first_norms) < _FIRST:
+            if norm > 0:
+                self._first_norms.append(norm)
+            return []
+        first = statistics.median(self._first_norms)
+        start = statistics.median(self._first_losses[:_FIRST]) if len(self._first_losses) >= _FIRST else 0.0
+        rose = loss is not None and 0 < EARLY_LOSS_TIMES * start < loss
+        fell = loss is not None and loss < start
+        if norm <= EXPLODING_TIMES * first or fell or not (rose or norm > EARLY_TIMES * first):
+            self._early_run = 0
+            return []
+        self._early_run += 1
+        self._early_peak = max(norm, self._early_peak) if self._early_run > 1 else norm
+        if self._early_run < EXPLODING_STEPS or norm < self._early_peak / 2:
+            return []  # a loss that rises in the beginning and then comes down is what a large learning rate does
         if self._log.goes_on("exploding", i, norm):
             return []
-        numbers = {"usual": self._usual, "times": self._high / self._usual, "largest": self._peak}
-        return self._log.begin("exploding", EXPLODING, self._since, i, count=count, numbers=numbers)
+        numbers = {"usual": first, "times": EXPLODING_TIMES, "largest": self._early_peak}
+        since = i - self._early_run + 1
+        return self._log.begin("exploding", EXPLODING, since, i, count=self._early_run, numbers=numbers)
 
-    def _jump(self, i: int, norm: float) -> list[Finding]:
-        if norm <= EXPLODING_ONCE_TIMES * self._usual or self._log.goes_on("jump", i, norm):
+    def _exploding(
+        self, i: int, norm: float, loss: float | None, clipped: bool, top: tuple[int, float] | None
+    ) -> list[Finding]:
+        count = self._count(i, +1)
+        if count == 1:
+            self._peak, self._tops = norm, Counter()
+            self._run_losses.clear()
+        self._peak = max(self._peak, norm)
+        if loss is not None:
+            self._run_losses.append(loss)
+        if top is not None and top[1] > FROM_ONE_LAYER and 0 <= top[0] < len(self._names):
+            self._tops[self._names[top[0]]] += 1
+        if count < EXPLODING_STEPS:
+            return self._jump(i, norm, clipped)
+        if not self._is_explosion(norm) or self._log.goes_on("exploding", i, norm):
+            return []
+        numbers = {"usual": self._usual, "times": self._high / self._usual, "largest": self._peak}
+        params = [name for name, often in self._tops.most_common(1) if 2 * often > count]
+        return self._log.begin("exploding", EXPLODING, self._since, i, count=count, numbers=numbers, params=params)
+
+    def _is_explosion(self, norm: float) -> bool:
+        """Norms may rise while a run goes well: slowly, or with the data, and then the loss does not rise with them."""
+        if norm > EXPLODING_ONCE_TIMES * self._usual:
+            return True
+        fast = norm > EXPLODING_TIMES * min(self._recent)
+        best = self._loss.best
+        if not self._run_losses or not best:
+            return fast or norm > EXPLODING_EARLY_TIMES * self._usual
+        return statistics.median(self._run_losses) > (ROSE_FAST if fast else ROSE_SLOWLY) * best
+
+    def _jump(self, i: int, norm: float, clipped: bool) -> list[Finding]:
+        least = (EXPLODING_CLIPPED_TIMES if clipped else EXPLODING_ONCE_TIMES) * self._usual
+        if norm <= least:
+            return []
+        if (episode := self._log.goes_on("jump", i, norm)) is not None:
+            episode.harmless = episode.harmless and clipped
             return []
         numbers = {"usual": self._usual, "largest": norm}
-        return self._log.begin("jump", JUMP, i, i, numbers=numbers)
+        params = list(self._tops)
+        return self._log.begin("jump", JUMP, i, i, numbers=numbers, harmless=clipped, params=params)
 
     def _vanishing(self, i: int, norm: float, loss: float | None) -> list[Finding]:
         count = self._count(i, -1)
@@ -143,6 +223,7 @@ class Level:
     def _close_block(self) -> None:
         level = statistics.median(self._block)
         self._block, self._blocks = [], self._blocks + 1
+        self._recent.append(level)
         if self._blocks > 1:
             insort(self._levels, level)
         if len(self._levels) >= BLOCKS_NEEDED:
@@ -173,7 +254,7 @@ def _exploding(found: Episode) -> Words:
     usual, largest = found.numbers["usual"], found.numbers["largest"]
     message = (
         f"the gradient norm stayed more than {found.numbers['times']:g} times above its usual {number(usual)} for "
-        f"{steps(found.count)} from step {found.first} on, up to {number(largest)}"
+        f"{steps(found.count)} from step {found.first} on, up to {number(largest)}{_where(found)}"
     )
     return (
         "error",
@@ -184,11 +265,21 @@ def _exploding(found: Episode) -> Words:
 
 def _jump(found: Episode) -> Words:
     usual, largest = found.numbers["usual"], found.numbers["largest"]
+    least = EXPLODING_CLIPPED_TIMES if found.harmless else EXPLODING_ONCE_TIMES
     message = (
-        f"the gradient norm jumped above {EXPLODING_ONCE_TIMES:,.0f} times its usual {number(usual)} on "
-        f"{steps(found.count)}, first on step {found.first}, up to {number(largest)}, and nothing clipped it"
+        f"the gradient norm jumped above {least:,.0f} times its usual {number(usual)} on {steps(found.count)}, first "
+        f"on step {found.first}, up to {number(largest)}{_where(found)}"
     )
-    return "warning", message, "clip: the recommended threshold, or gg.ClipByMedian(), which needs no number"
+    if found.harmless:
+        return "warning", f"{message}; a clip bound, which left nothing of the other gradients", (
+            "find what such a step has computed: an overflow, a division by almost 0, or damaged data"
+        )  # fmt: skip
+    advice = "clip: the recommended threshold, or gg.ClipByMedian(), which needs no number"
+    return "warning", f"{message}, and nothing clipped it", advice
+
+
+def _where(found: Episode) -> str:
+    return f", most of it in {found.params[0]}" if found.params else ""
 
 
 def _vanishing(found: Episode) -> Words:

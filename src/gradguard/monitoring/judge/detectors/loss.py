@@ -1,0 +1,141 @@
+"""Whether the loss diverges, also where the norms stay calm, or has never fallen."""
+
+import math
+import statistics
+from collections import deque
+
+from gradguard.monitoring.judge.findings import Episode, Finding, Kind, Log, Words, steps
+from gradguard.monitoring.judge.numbers import number
+from gradguard.monitoring.record.steps import Part, taken_steps
+
+DIVERGED_TIMES = 2.5
+"""A loss this many times the best it was has risen further than harder data, or a restart of the schedule, make it."""
+
+DIVERGED_PROGRESS = 0.5
+"""And half of what had been learned is lost: near 0, a loss that doubles has lost nothing."""
+
+DIVERGED_BLOCKS = 3
+"""Medians of 20 losses in a row: one batch or a few, however bad, are no divergence."""
+
+STILL_HIGH = 0.9
+"""Of the first of them the last must still have so much: a loss that comes down again is learning."""
+
+WORSE_THAN_UNTRAINED = 2.0
+"""Above twice the loss at the start nothing is left of what was learned."""
+
+NOT_LEARNING_STEPS = 500
+"""Fewer steps may be a warm-up."""
+
+NOT_FALLEN = 0.98
+"""A loss whose best 100 steps are within 2 % of its first has not fallen."""
+
+BLOCK = 20
+_BEST_OF = 5  # blocks whose median is a candidate for the best: of a single one, noise would make the best
+_START = 5
+_LONG = 100
+
+
+class Loss:
+    """Whether the loss rises and stays there.
+
+    A loss that is ever zero or negative is not judged: of such a one ratios say nothing.
+
+    Args:
+        log: Where faults go.
+        several: Whether the run has several optimizers, whose losses may work against each other.
+
+    Attributes:
+        start: The median of the first 5 losses; 0 before they are known.
+        best: The least median of 100 losses in a row, or the start; 0 before it is known.
+    """
+
+    def __init__(self, log: Log, several: bool = False) -> None:
+        self._log, self._judged = log, not several
+        self._block: list[float] = []
+        self._recent: deque[float] = deque(maxlen=_BEST_OF)
+        self.start, self.best = 0.0, 0.0
+        self._high, self._since, self._first = 0, 0, 0.0
+
+    def follow(self, i: int, loss: float) -> list[Finding]:
+        """Return what is new after a step with a finite loss.
+
+        Args:
+            i: The step.
+            loss: Its loss.
+        """
+        if not self._judged:
+            return []
+        if loss <= 0:
+            self._judged, self.start, self.best = False, 0.0, 0.0
+            return []
+        self._block.append(loss)
+        if not self.start and len(self._block) == _START:
+            self.start = self.best = statistics.median(self._block)
+        return self._close_block(i) if len(self._block) == BLOCK else []
+
+    def _close_block(self, i: int) -> list[Finding]:
+        level, self._block = statistics.median(self._block), []
+        self._recent.append(level)
+        if len(self._recent) == _BEST_OF:
+            self.best = min(self.best, statistics.median(self._recent))
+        lost = self.best + DIVERGED_PROGRESS * (self.start - self.best)
+        if level <= max(DIVERGED_TIMES * self.best, lost):
+            self._high = 0
+            return []
+        if self._high == 0:
+            self._since, self._first = i - BLOCK + 1, level
+        self._high += 1
+        if self._high < DIVERGED_BLOCKS or level < STILL_HIGH * self._first:
+            return []
+        if self._log.goes_on("loss", i, level):
+            return []
+        numbers = {"best": self.best, "start": self.start, "largest": level}
+        return self._log.begin("loss", DIVERGING, self._since, i, count=self._high * BLOCK, numbers=numbers)
+
+
+def loss_of_whole(part: Part) -> list[Episode]:
+    """Return what can only be said of the losses of a run as a whole.
+
+    Args:
+        part: The steps of one optimizer.
+    """
+    taken = [step for step in taken_steps(part.record) if _is_judged(step)]
+    if len(taken) < NOT_LEARNING_STEPS:
+        return []
+    losses = [step["loss"] for step in taken]
+    first = statistics.median(losses[BLOCK : BLOCK + _LONG])  # the first few fall, whatever the labels are
+    best = min(statistics.median(losses[k : k + _LONG]) for k in range(BLOCK, len(losses) - _LONG, _LONG))
+    if min(losses) <= 0 or best < NOT_FALLEN * first or first < statistics.median(losses[:_START]) / 2:
+        return []
+    numbers = {"first": first, "best": best}
+    return [Episode(NOT_LEARNING, part.index, taken[0]["i"], taken[-1]["i"], len(taken), numbers=numbers)]
+
+
+def _is_judged(step: dict) -> bool:
+    loss, lr = step.get("loss"), step.get("lr")
+    return loss is not None and math.isfinite(loss) and lr != 0
+
+
+def _diverging(found: Episode) -> Words:
+    best, largest, start = (found.numbers[key] for key in ("best", "largest", "start"))
+    message = (
+        f"the loss rose from {number(best)}, the best it was, to {number(largest)} and stayed there from step "
+        f"{found.first} on; it began at {number(start)}"
+    )
+    advice = "go back to a checkpoint from before, with a lower learning rate; it is no fault if the data became harder"
+    return ("error" if largest > WORSE_THAN_UNTRAINED * start else "warning"), message, advice
+
+
+def _not_learning(found: Episode) -> Words:
+    first, best = number(found.numbers["first"]), number(found.numbers["best"])
+    message = f"the loss has not fallen in {steps(found.count)}: {first} in the beginning, {best} at its best"
+    advice = (
+        "check that labels belong to their inputs, that the optimizer has the parameters, and the learning rate; a "
+        "loss that measures no progress, as of a GAN or in reinforcement learning, may do so"
+    )
+    return "info", message, advice
+
+
+DIVERGING = Kind("diverging_loss", _diverging, value="largest", confidence="medium")
+NOT_LEARNING = Kind("not_learning", _not_learning, value="best", confidence="medium")
+KINDS = (DIVERGING, NOT_LEARNING)
