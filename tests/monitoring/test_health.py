@@ -78,8 +78,8 @@ FAULTS = [
         for step in steps_of([1.0] * 40 + [1.5**k for k in range(40)])])),
     ("diverging_loss", "error", "from 1.00, the best it was, to 9.00 and stayed there from step 300", run(steps=[
         step | {"loss": 3.0 if step["i"] < 100 else 1.0 if step["i"] < 300 else 9.0} for step in steps_of(CALM)])),
-    ("diverging_loss", "warning", "from 1.00, the best it was, to 3.00", run(steps=[
-        step | {"loss": 2.0 if step["i"] < 100 else 1.0 if step["i"] < 300 else 3.0}
+    ("diverging_loss", "warning", "from 1.00, the best it was, to 3.50", run(steps=[
+        step | {"loss": 5.0 if step["i"] < 100 else 1.0 if step["i"] < 300 else 3.5}
         for step in steps_of([norm * (8 if i >= 300 else 1) for i, norm in enumerate(CALM)])])),
     ("not_learning", "info", "not fallen in 600 steps: 2.30 in the beginning, 2.30 at its best", run(steps=[
         step | {"loss": 2.3 + 0.01 * (step["i"] * 7 % 13 - 6)} for step in steps_of(CALM)])),

@@ -8,7 +8,7 @@ from gradguard.monitoring.judge.detectors.clipping import ALWAYS_ON, LOCK_IN, cl
 from gradguard.monitoring.judge.detectors.level import EXPLODING, JUMP, NONFINITE
 from gradguard.monitoring.judge.detectors.loss import loss_of_whole
 from gradguard.monitoring.judge.detectors.outliers import RECURRING_SPIKES, SPIKE
-from gradguard.monitoring.judge.detectors.rhythm import rhythm_of_whole
+from gradguard.monitoring.judge.detectors.rhythm import OSCILLATION, REPEATED, rhythm_of_whole
 from gradguard.monitoring.judge.detectors.tensors import CORRUPT
 from gradguard.monitoring.judge.findings import RECOVERED_STEPS, SEVERITIES, Episode, Finding
 from gradguard.monitoring.judge.live import HealthMonitor
@@ -68,7 +68,9 @@ def findings(record: Record) -> list[Finding]:
     if len(parts) == 1:  # however many the script has: one stepped
         for episode in monitor.episodes:
             episode.optimizer = parts[0].index
+    oscillating = {episode.optimizer for episode in monitor.episodes if episode.kind is OSCILLATION}
     judged = [episode for part in parts for of_whole in _OF_WHOLE for episode in of_whole(part)]
+    judged = [episode for episode in judged if episode.kind is not REPEATED or episode.optimizer not in oscillating]
     always_on = {episode.optimizer for episode in judged if episode.kind is ALWAYS_ON}
     ends = {part.index: part.record.steps[-1]["i"] for part in parts if part.record.steps}
     exploded = {episode.optimizer for episode in monitor.episodes if episode.kind is EXPLODING}
@@ -128,7 +130,8 @@ def _counts(
     if episode.kind is ALWAYS_ON:
         return False  # judged anew, with the whole run
     if episode.kind is JUMP:
-        return episode.optimizer not in exploded  # the jump was how it began
+        corrupt = any(other.kind is CORRUPT and other.first == episode.first for other in episodes)
+        return episode.optimizer not in exploded and not corrupt  # the jump was how it began, or is told by its layer
     if episode.kind is SPIKE:
         return not any(other.kind in _SAY_MORE and _are_near(episode, other) for other in episodes)
     if episode.kind is not LOCK_IN or not episode.numbers["fixed"]:

@@ -18,10 +18,10 @@ DIVERGED_BLOCKS = 3
 """Medians of 20 losses in a row: one batch or a few, however bad, are no divergence."""
 
 STILL_HIGH = 0.9
-"""Of the first of them the last must still have so much: a loss that comes down again is learning."""
+"""Of the first of the last three the last must still have so much: a loss that comes down again is learning."""
 
-WORSE_THAN_UNTRAINED = 2.0
-"""Above twice the loss at the start nothing is left of what was learned."""
+NOTHING_LEFT = 0.8
+"""Of what had been learned: where so much is lost, the run is damaged."""
 
 NOT_LEARNING_STEPS = 500
 """Fewer steps may be a warm-up."""
@@ -54,7 +54,8 @@ class Loss:
         self._block: list[float] = []
         self._recent: deque[float] = deque(maxlen=_BEST_OF)
         self.start, self.best = 0.0, 0.0
-        self._high, self._since, self._first = 0, 0, 0.0
+        self._high: deque[float] = deque(maxlen=DIVERGED_BLOCKS)
+        self._count, self._since = 0, 0
 
     def follow(self, i: int, loss: float) -> list[Finding]:
         """Return what is new after a step with a finite loss.
@@ -80,17 +81,19 @@ class Loss:
             self.best = min(self.best, statistics.median(self._recent))
         lost = self.best + DIVERGED_PROGRESS * (self.start - self.best)
         if level <= max(DIVERGED_TIMES * self.best, lost):
-            self._high = 0
+            self._high.clear()
+            self._count = 0
             return []
-        if self._high == 0:
-            self._since, self._first = i - BLOCK + 1, level
-        self._high += 1
-        if self._high < DIVERGED_BLOCKS or level < STILL_HIGH * self._first:
+        if not self._count:
+            self._since = i - BLOCK + 1
+        self._count += 1
+        self._high.append(level)
+        if self._count < DIVERGED_BLOCKS or level < STILL_HIGH * self._high[0]:
             return []
         if self._log.goes_on("loss", i, level):
             return []
         numbers = {"best": self.best, "start": self.start, "largest": level}
-        return self._log.begin("loss", DIVERGING, self._since, i, count=self._high * BLOCK, numbers=numbers)
+        return self._log.begin("loss", DIVERGING, self._since, i, count=self._count * BLOCK, numbers=numbers)
 
 
 def loss_of_whole(part: Part) -> list[Episode]:
@@ -123,7 +126,7 @@ def _diverging(found: Episode) -> Words:
         f"{found.first} on; it began at {number(start)}"
     )
     advice = "go back to a checkpoint from before, with a lower learning rate; it is no fault if the data became harder"
-    return ("error" if largest > WORSE_THAN_UNTRAINED * start else "warning"), message, advice
+    return ("error" if largest - best > NOTHING_LEFT * (start - best) else "warning"), message, advice
 
 
 def _not_learning(found: Episode) -> Words:

@@ -30,6 +30,9 @@ PERIOD_TOLERANCE = 0.02
 FROM_ONE_LAYER = 0.5
 """Share of the squared norm from which on a layer is named as where it comes from."""
 
+SETTLING = 20
+"""The first norms, which often are large and fall fast, are no spikes."""
+
 _REMEMBERED = 128
 _KEPT_SPIKES = 64
 
@@ -77,7 +80,7 @@ class Outliers:
         for position in positions:
             i, norm, top, clipped = self._steps[position - self._seen]
             times = norm / usual
-            if times < SPIKE_TIMES:
+            if times < SPIKE_TIMES or position < SETTLING:
                 continue
             is_new, self._last = i - self._last > ONE_SPIKE, i
             if is_new:

@@ -45,6 +45,12 @@ HALF_DEAD = 0.5
 NOT_SO_AT_FIRST = 0.25
 """By so much the share must have risen: an embedding has many zeros from the first step on."""
 
+HALF_DEAD_LINES = 4
+"""Measurements in a row, of which one is made every 50 steps."""
+
+HALF_DEAD_STEPS = 150
+"""And so many steps from the first to the last of them."""
+
 _WINDOW = 40
 _REFRESH = 20
 _UNITS_THAT_DIFFER = 2
@@ -194,7 +200,7 @@ class Diagnostics:
 
     def _is_half_dead(self, i: int, place: int, share: float, zeros: Sequence[float | None] | None) -> bool:
         first = self._first.setdefault(place, share)
-        lines = self._zeros.setdefault(place, deque(maxlen=UPDATE_LINES))
+        lines = self._zeros.setdefault(place, deque(maxlen=HALF_DEAD_LINES))
         if share < HALF_DEAD or share == 1:  # all of it is another finding
             lines.clear()
             return False
@@ -203,7 +209,7 @@ class Diagnostics:
         units = self._shapes[place][0]
         # Units that a batch happens to leave alone are others in the next one, and never the same number of them.
         steady = (max(shares) - min(shares)) * units <= _UNITS_THAT_DIFFER
-        lasts = len(lines) == UPDATE_LINES and i - lines[0][0] >= UPDATE_STEPS
+        lasts = len(lines) == HALF_DEAD_LINES and i - lines[0][0] >= HALF_DEAD_STEPS
         return lasts and steady and (share - first >= NOT_SO_AT_FIRST or self._bias_agrees(place, share, zeros))
 
     def _bias_agrees(self, place: int, share: float, zeros: Sequence[float | None] | None) -> bool:
