@@ -56,7 +56,7 @@ def train(
     path, model=None, optimizer=None, data=noisy, loss=nn.functional.mse_loss, steps=300, clip=None, before=None,
     after_backward=None, schedule=None,
 ):  # fmt: skip
-    """Train as a script would, watched; ``before(i, model, optimizer)`` and ``after_backward(i, model)`` are its fault."""
+    """Train as a script would, watched; ``before`` a step and ``after_backward`` are where it goes wrong."""
     model = mlp(8, 32, 32, 4) if model is None else model
     optimizer = (optimizer or adamw(3e-3))(model.parameters())
     plan = schedule(optimizer) if schedule else None

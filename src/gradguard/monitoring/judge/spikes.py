@@ -16,6 +16,7 @@ LEAST_DEVIATION = 0.05
 
 _FEWEST = 21
 _TO_STANDARD_DEVIATION = 1.4826
+_LEAST = DEVIATIONS * LEAST_DEVIATION
 _WIDTH = 2 * NEIGHBOURS + 1
 
 
@@ -57,6 +58,8 @@ class SpikeFinder:
         if len(self._window) > _WIDTH:
             _, oldest = self._window.popleft()
             del self._sorted[bisect_left(self._sorted, oldest)]
+            if self._window[NEIGHBOURS][1] <= self._sorted[NEIGHBOURS] + _LEAST:
+                return []
             return self._spikes(NEIGHBOURS, NEIGHBOURS + 1)
         return self._spikes(0, NEIGHBOURS + 1)  # the first ones have no others before them
 
@@ -67,7 +70,7 @@ class SpikeFinder:
         return self._spikes(NEIGHBOURS + 1 if len(self._window) == _WIDTH else 0, len(self._window))
 
     def _spikes(self, begin: int, end: int) -> list[int]:
-        least = self._sorted[len(self._sorted) // 2] + DEVIATIONS * LEAST_DEVIATION
+        least = self._sorted[len(self._sorted) // 2] + _LEAST
         places = [place for place in range(begin, end) if self._window[place][1] > least]
         if not places:  # nearly always, so that the spread is seldom needed
             return []

@@ -45,13 +45,14 @@ class Loss:
         several: Whether the run has several optimizers, whose losses may work against each other.
 
     Attributes:
-        start: The median of the first 5 losses; 0 before they are known.
-        best: The least median of 100 losses in a row, or the start; 0 before it is known.
+        start: The median of the first 20 losses; 0 before they are known.
+        best: The least median of 100 losses in a row; before those are known, the start.
     """
 
     def __init__(self, log: Log, several: bool = False) -> None:
         self._log, self._judged = log, not several
         self._block: list[float] = []
+        self._blocks = 0
         self._recent: deque[float] = deque(maxlen=_BEST_OF)
         self.start, self.best = 0.0, 0.0
         self._high: deque[float] = deque(maxlen=DIVERGED_BLOCKS)
@@ -70,14 +71,17 @@ class Loss:
             self._judged, self.start, self.best = False, 0.0, 0.0
             return []
         self._block.append(loss)
-        if not self.start and len(self._block) == _START:
-            self.start = self.best = statistics.median(self._block)
         return self._close_block(i) if len(self._block) == BLOCK else []
 
     def _close_block(self, i: int) -> list[Finding]:
         level, self._block = statistics.median(self._block), []
         self._recent.append(level)
-        if len(self._recent) == _BEST_OF:
+        self._blocks += 1
+        if self._blocks == 1:
+            self.start = self.best = level
+        if self._blocks == _BEST_OF:
+            self.best = statistics.median(self._recent)
+        elif self._blocks > _BEST_OF:
             self.best = min(self.best, statistics.median(self._recent))
         lost = self.best + DIVERGED_PROGRESS * (self.start - self.best)
         if level <= max(DIVERGED_TIMES * self.best, lost):

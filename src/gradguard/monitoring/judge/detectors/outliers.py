@@ -67,15 +67,14 @@ class Outliers:
         """
         self._steps.append((i, norm, top, clipped))
         self._seen += 1
-        return self._told(self._finder.follow(norm))
+        positions = self._finder.follow(norm)
+        return self._told(positions) if positions else []
 
     def finish(self) -> list[Finding]:
         """Return what the last norms show, at the end of a run."""
         return self._told(self._finder.finish())
 
     def _told(self, positions: list[int]) -> list[Finding]:
-        if not positions:
-            return []
         found, usual = [], self._finder.level
         for position in positions:
             i, norm, top, clipped = self._steps[position - self._seen]

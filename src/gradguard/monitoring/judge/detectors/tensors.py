@@ -11,8 +11,8 @@ from gradguard.monitoring.judge.numbers import number, percent
 CORRUPT_TIMES = 10.0
 """Of a tensor's own median norm, while the others are as usual: a batch would have moved them too."""
 
-CORRUPT_DEVIATIONS = 6.0
-"""And so many deviations of its own, upwards, in logarithms: some gradients are wilder than others."""
+CORRUPT_DEVIATIONS = 7.0
+"""And so many deviations, its own or those of the usual tensor, in logarithms: some runs are wilder than others."""
 
 CALM_TIMES = 3.0
 """The others are as usual where their median is below so many times what it was."""
@@ -51,8 +51,8 @@ HALF_DEAD_LINES = 4
 HALF_DEAD_STEPS = 150
 """And so many steps from the first to the last of them."""
 
-_WINDOW = 40
-_REFRESH = 20
+_WINDOW = 80
+_REFRESH = 40
 _UNITS_THAT_DIFFER = 2
 
 
@@ -111,14 +111,22 @@ class Corruption:
 
     def _refresh(self) -> None:
         self._since = 0
-        for place, its in enumerate(zip(*self._lines, strict=True)):
+        middles, spreads = [], []
+        for its in zip(*self._lines, strict=True):
             ordered = sorted(its)
             low, middle, high = (ordered[int(share * len(ordered))] for share in (0.16, 0.5, 0.84))
-            if low > 0:
-                times = max(CORRUPT_TIMES, (high / middle) ** CORRUPT_DEVIATIONS, (middle / low) ** CORRUPT_DEVIATIONS)
-                self._limits[place], self._usual[place] = times * middle, middle
-            else:  # an expert that many batches leave alone
-                self._limits[place], self._usual[place] = math.inf, 0.0
+            middles.append(middle if low > 0 else 0.0)  # an expert that many batches leave alone is not judged
+            spreads.append(max(high / middle, middle / low) if low > 0 else 1.0)
+        usual = sorted(spreads)[len(spreads) // 2] if spreads else 1.0
+        self._usual = middles
+        self._limits = [
+            middle * max(CORRUPT_TIMES, _power(max(spread, usual))) if middle else math.inf
+            for middle, spread in zip(middles, spreads, strict=True)
+        ]
+
+
+def _power(spread: float) -> float:
+    return math.exp(min(CORRUPT_DEVIATIONS * math.log(spread), 100.0))
 
 
 class Diagnostics:
