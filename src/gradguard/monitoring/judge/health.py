@@ -1,32 +1,19 @@
 """What is wrong with a run, in words that a person can act on, from the plain numbers of its record."""
 
-import statistics
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from gradguard.monitoring.judge.findings import (
-    ALWAYS_ON_SHARE,
-    ALWAYS_ON_STEPS,
-    INACTIVE_STEPS,
-    RECOVERED_STEPS,
-    SEVERITIES,
-    Episode,
-    Finding,
-)
+from gradguard.monitoring.judge.detectors.clipping import ALWAYS_ON, LOCK_IN, clipping_of_whole
+from gradguard.monitoring.judge.detectors.level import EXPLODING, JUMP, NONFINITE
+from gradguard.monitoring.judge.detectors.loss import loss_of_whole
+from gradguard.monitoring.judge.detectors.outliers import RECURRING_SPIKES, SPIKE
+from gradguard.monitoring.judge.detectors.rhythm import OSCILLATION, REPEATED, rhythm_of_whole
+from gradguard.monitoring.judge.detectors.tensors import CORRUPT
+from gradguard.monitoring.judge.findings import RECOVERED_STEPS, SEVERITIES, Episode, Finding
 from gradguard.monitoring.judge.live import HealthMonitor
-from gradguard.monitoring.judge.numbers import percent, plain_threshold
-from gradguard.monitoring.judge.recommend import drift_ends, is_scale_free
 from gradguard.monitoring.record.file import Record
-from gradguard.monitoring.record.steps import (
-    BINDS_BELOW,
-    Part,
-    binds,
-    by_optimizer,
-    taken_steps,
-    threshold_of,
-    usable_norms,
-)
+from gradguard.monitoring.record.steps import binds, by_optimizer, taken_steps, threshold_of
 from gradguard.threshold_rules import LockInAlarm
 
 __all__ = ["Finding", "HealthMonitor", "findings", "lock_in_share"]
@@ -76,15 +63,18 @@ def findings(record: Record) -> list[Finding]:
     monitor = HealthMonitor(record.meta)
     for line in _in_order(record):
         monitor.see(line)
+    monitor.finish()
     parts = by_optimizer(record)
     if len(parts) == 1:  # however many the script has: one stepped
         for episode in monitor.episodes:
             episode.optimizer = parts[0].index
-    judged = [episode for part in parts for episode in _of_whole(part)]
-    always_on = {episode.optimizer for episode in judged if episode.kind == "clipping_always_on"}
+    oscillating = {episode.optimizer for episode in monitor.episodes if episode.kind is OSCILLATION}
+    judged = [episode for part in parts for of_whole in _OF_WHOLE for episode in of_whole(part)]
+    judged = [episode for episode in judged if episode.kind is not REPEATED or episode.optimizer not in oscillating]
+    always_on = {episode.optimizer for episode in judged if episode.kind is ALWAYS_ON}
     ends = {part.index: part.record.steps[-1]["i"] for part in parts if part.record.steps}
-    exploded = {episode.optimizer for episode in monitor.episodes if _is_level(episode)}
-    lasting = [episode for episode in monitor.episodes if _counts(episode, always_on, ends, exploded)]
+    exploded = {episode.optimizer for episode in monitor.episodes if episode.kind is EXPLODING}
+    lasting = [episode for episode in monitor.episodes if _counts(episode, monitor.episodes, always_on, ends, exploded)]
     found = [*(episode.finding() for episode in judged), *_merged(lasting)]
     return sorted(found, key=lambda one: (SEVERITIES.index(one.severity), one.first_step, one.kind))
 
@@ -106,6 +96,9 @@ def lock_in_share(record: Record) -> float | None:
     return sum(alarm.follow(*each) for each in clipped) / len(taken)
 
 
+_OF_WHOLE = (clipping_of_whole, loss_of_whole, rhythm_of_whole)
+
+
 def _in_order(record: Record) -> Iterator[dict[str, Any]]:
     """The lines as they were written: each step, then what belongs to it."""
     following: dict[int, list[dict[str, Any]]] = defaultdict(list)
@@ -118,19 +111,30 @@ def _in_order(record: Record) -> Iterator[dict[str, Any]]:
         yield from lines
 
 
-def _is_level(episode: Episode) -> bool:
-    return episode.kind == "exploding" and "once" not in episode.numbers
+_SAY_MORE = (NONFINITE, EXPLODING, JUMP, RECURRING_SPIKES, CORRUPT)
+
+
+def _are_near(spike: Episode, other: Episode) -> bool:
+    near = other.first - RECOVERED_STEPS <= spike.first <= other.last + RECOVERED_STEPS
+    return near and spike.optimizer == other.optimizer
 
 
 def _counts(
-    episode: Episode, always_on: set[int | None], ends: dict[int | None, int], exploded: set[int | None]
+    episode: Episode,
+    episodes: Sequence[Episode],
+    always_on: set[int | None],
+    ends: dict[int | None, int],
+    exploded: set[int | None],
 ) -> bool:
     """Whether an episode stands, seen from the end: a fixed threshold that bound for a while and no longer does not."""
-    if episode.kind == "clipping_always_on":
+    if episode.kind is ALWAYS_ON:
         return False  # judged anew, with the whole run
-    if "once" in episode.numbers:
-        return episode.optimizer not in exploded  # the jump was how it began
-    if episode.kind != "lock_in" or not episode.numbers["fixed"]:
+    if episode.kind is JUMP:
+        corrupt = any(other.kind is CORRUPT and other.first == episode.first for other in episodes)
+        return episode.optimizer not in exploded and not corrupt  # the jump was how it began, or is told by its layer
+    if episode.kind is SPIKE:
+        return not any(other.kind in _SAY_MORE and _are_near(episode, other) for other in episodes)
+    if episode.kind is not LOCK_IN or not episode.numbers["fixed"]:
         return True
     goes_on = episode.last >= ends.get(episode.optimizer, 0) - RECOVERED_STEPS
     return goes_on and episode.optimizer not in always_on
@@ -140,70 +144,9 @@ def _merged(episodes: list[Episode]) -> list[Finding]:
     """One finding for all episodes of a kind, apart from those that say something else."""
     groups: dict[tuple, list[Episode]] = defaultdict(list)
     for episode in episodes:
-        about = tuple(episode.params) if episode.kind == "dominating_layer" else bool(episode.params)
-        if episode.kind == "nonfinite":
-            about = ()
-        other = episode.harmless and episode.kind == "dead_layer", "once" in episode.numbers
-        groups[episode.kind, episode.optimizer, about, other].append(episode)
-    found = []
+        about = tuple(episode.params) if episode.kind.apart else ()
+        groups[episode.kind, episode.optimizer, about].append(episode)
     for first, *later in groups.values():
         for episode in later:
             first.join(episode)
-        several = 1 if first.kind in ("dead_layer", "vanishing") and first.params else 1 + len(later)
-        found.append(first.finding(several))
-    return found
-
-
-def _of_whole(part: Part) -> list[Episode]:
-    """What can only be said of a run as a whole."""
-    taken = taken_steps(part.record)
-    clipped = [step for step in taken if "threshold" in step or "coefficient" in step]
-    if not clipped:
-        return []
-    bound = [step["coefficient"] for step in clipped if binds(step)]
-    first, last, count = clipped[0]["i"], clipped[-1]["i"], len(clipped)
-    found = []
-    if len(bound) > ALWAYS_ON_SHARE * count and count >= ALWAYS_ON_STEPS:
-        numbers = {"share": len(bound) / count, "coefficient": statistics.median(bound)}
-        harmless = bool(is_scale_free(part.record))
-        found.append(Episode("clipping_always_on", part.index, first, last, count, numbers=numbers, harmless=harmless))
-    thresholds = {step.get("threshold") for step in clipped}
-    if not bound and count >= INACTIVE_STEPS and len(thresholds) == 1 and None not in thresholds:
-        numbers = {"threshold": clipped[-1]["threshold"]}
-        norms = [step["norm"] for step in clipped if step.get("norm") and step.get("rule", "norm") == "norm"]
-        if norms:  # a threshold of another kind compares with something else
-            numbers["largest"] = max(norms)
-        found.append(Episode("clipping_inactive", part.index, first, last, count, numbers=numbers))
-    return found + _clipped_twice(part, taken) + _drifted(part, clipped)
-
-
-def _clipped_twice(part: Part, taken: list[dict[str, Any]]) -> list[Episode]:
-    """Which of several clips bound how often, where more than one acted."""
-    twice = [step for step in taken if step.get("clips")]
-    if not twice:
-        return []
-    bound: dict[str, list[bool]] = defaultdict(list)
-    for step in twice:
-        for place, (rule, threshold, coefficient) in enumerate(step["clips"]):
-            fixed = rule in ("norm", "value", "adaptive") and threshold is not None
-            at = f" at {plain_threshold(threshold or 0.0)}" if fixed else ""
-            clip = f"{_ORDINALS[min(place, 2)]} ({rule}{at})"
-            bound[clip].append(coefficient is not None and coefficient < BINDS_BELOW)
-    said = [f"the {clip} bound on {percent(sum(each) / len(twice))}" for clip, each in bound.items()]
-    first, last = twice[0]["i"], twice[-1]["i"]
-    return [Episode("clipped_twice", part.index, first, last, len(twice), words=", ".join(said[:4]))]
-
-
-_ORDINALS = ("first", "second", "third")
-
-
-def _drifted(part: Part, clipped: list[dict[str, Any]]) -> list[Episode]:
-    """Drift matters where a fixed number is in use; a recommendation tells of it in any run."""
-    norms = usable_norms(part.record)
-    moved = drift_ends(norms)
-    rules = {(step.get("rule", "norm"), step.get("threshold")) for step in clipped}
-    if moved is None or len(rules) > 1 or clipped[-1].get("rule", "norm") != "norm":
-        return []
-    first, last = moved
-    numbers = {"first": first, "last": last, "times": max(moved) / min(moved)}
-    return [Episode("norm_drift", part.index, clipped[0]["i"], clipped[-1]["i"], len(clipped), numbers=numbers)]
+    return [first.finding() for first, *_ in groups.values()]

@@ -3,7 +3,14 @@
 import math
 from typing import Any
 
-from gradguard.monitoring.judge.detectors import Amp, Clipping, Layers, Level
+from gradguard.monitoring.judge.detectors.clipping import Clipping
+from gradguard.monitoring.judge.detectors.layers import Layers
+from gradguard.monitoring.judge.detectors.level import Level
+from gradguard.monitoring.judge.detectors.loss import Loss
+from gradguard.monitoring.judge.detectors.loss_scale import LossScale
+from gradguard.monitoring.judge.detectors.outliers import Outliers
+from gradguard.monitoring.judge.detectors.rhythm import Oscillation
+from gradguard.monitoring.judge.detectors.tensors import Corruption, Diagnostics
 from gradguard.monitoring.judge.findings import RECOVERED_STEPS, Episode, Finding, Log
 from gradguard.monitoring.record.file import Line
 from gradguard.monitoring.record.steps import binds, threshold_of
@@ -62,6 +69,10 @@ class HealthMonitor:
             return track.tensors(line)
         return track.event(line) if kind == "event" else []
 
+    def finish(self) -> list[Finding]:
+        """Return what the last steps show, when there are no more; call it once."""
+        return [found for track in self._tracks.values() for found in track.outliers.finish()]
+
     def _new(self, optimizer: int | None) -> "_Track":
         place = optimizer or 0
         name = self._optimizers[place] if place < len(self._optimizers) else ""
@@ -74,22 +85,29 @@ class _Track:
     """What watches the steps of one optimizer."""
 
     def __init__(self, optimizer: int | None, name: str, params: list[dict[str, Any]], several: bool) -> None:
-        self.log = Log(optimizer)
-        self.level, self.clipping, self.amp = Level(self.log), Clipping(self.log, name), Amp(self.log)
-        self.layers = Layers(self.log, params, several)
+        self.log = log = Log(optimizer)
+        self.layers = Layers(log, params, several)
+        names = self.layers.names
+        self.loss = Loss(log, several)
+        self.level, self.outliers = Level(log, self.loss, names), Outliers(log, names)
+        self.oscillation, self.clipping, self.scale = Oscillation(log, several), Clipping(log, name), LossScale(log)
+        self.corruption, self.diagnostics = Corruption(log, names), Diagnostics(log, params)
 
     def step(self, step: dict[str, Any]) -> list[Finding]:
         """Return what is new after a step."""
         i, norm, skipped = step["i"], step.get("norm"), bool(step.get("skipped"))
         scale = step.get("amp_scale")
-        found = [] if scale is None else self.amp.step(i, scale, skipped)
+        found = [] if scale is None else self.scale.step(i, scale, skipped)
         if step.get("nonfinite") or ("norm" in step and not _is_finite(norm)):
             return found + self.level.nonfinite(i, skipped, scale is not None)
         if norm is None or skipped:
             return found
-        loss = step.get("loss")
-        found += self.level.finite(i, norm, loss if _is_finite(loss) else None, binds(step))
-        threshold, top = threshold_of(step), step.get("top")
+        loss, clipped, top = step.get("loss"), binds(step), step.get("top")
+        loss = loss if _is_finite(loss) else None
+        if loss is not None:
+            found += self.loss.follow(i, loss) + self.oscillation.follow(i, loss, clipped)
+        found += self.level.finite(i, norm, loss, clipped, top) + self.outliers.follow(i, norm, top, clipped)
+        threshold = threshold_of(step)
         if threshold is not None:
             found += self.clipping.follow(i, threshold, step.get("coefficient"))
         if top is not None:
@@ -97,20 +115,26 @@ class _Track:
         return found
 
     def tensors(self, line: dict[str, Any]) -> list[Finding]:
-        """Return what is new after a line of per-tensor norms."""
-        i, norms = line.get("i", 0), line["norm"]
+        """Return what is new after a line of per-tensor numbers."""
+        i, norms, names = line.get("i", 0), line["norm"], self.layers.names
         bad = [place for place, norm in enumerate(norms) if not _is_finite(norm)]
-        if not bad:
-            return self.layers.norms(i, norms)
-        names = self.layers.names
-        self.level.blame(i, [names[place] for place in bad if place < len(names)])
-        return []
+        if bad:
+            self.level.blame(i, [names[place] for place in bad if place < len(names)])
+            return []
+        found = self.layers.norms(i, norms, line.get("absent") or ())
+        if len(norms) == len(names):
+            found += self.corruption.follow(i, norms)
+        if line.get("weight") and line.get("update"):
+            found += self.diagnostics.updates(i, line["weight"], line["update"])
+        if line.get("zero_rows") or line.get("zeros"):
+            found += self.diagnostics.zeros(i, line.get("zero_rows"), line.get("zeros"))
+        return found
 
     def event(self, event: dict[str, Any]) -> list[Finding]:
         """Return what is new after an event."""
         if event.get("kind") == "nonfinite":
             self.level.blame(event["i"], [str(name) for name in event.get("params") or []])
-        return self.amp.skip(event["i"]) if event.get("kind") == "amp_skip" else []
+        return self.scale.skip(event["i"]) if event.get("kind") == "amp_skip" else []
 
 
 def _is_finite(number: float | None) -> bool:

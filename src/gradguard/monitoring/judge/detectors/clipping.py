@@ -1,0 +1,200 @@
+"""Whether a clip binds on most steps, on none, at one threshold that norms have left, or twice."""
+
+import math
+import statistics
+from collections import defaultdict, deque
+from typing import Any
+
+from gradguard.monitoring.judge.findings import Episode, Finding, Kind, Log, Words, steps
+from gradguard.monitoring.judge.numbers import number, percent, plain_threshold
+from gradguard.monitoring.judge.recommend import cancels_scale, drift_ends, is_scale_free
+from gradguard.monitoring.record.steps import BINDS_BELOW, Part, binds, taken_steps, usable_norms
+from gradguard.threshold_rules import LOCK_IN_TOLERANCE, LOCK_IN_WINDOW, LockInAlarm
+
+FIXED_PATIENCE = 400
+"""Further steps in lock-in before a *fixed* threshold is told of: many healthy warm-ups bind for some hundred."""
+
+ALWAYS_ON_SHARE = 0.5
+"""Above half of the steps a clip is part of the ordinary update: the regime "normalising"."""
+
+ALWAYS_ON_STEPS = 50
+"""Fewer steps are a warm-up, in which a clip may well bind."""
+
+INACTIVE_STEPS = 200
+"""Fewer steps say nothing about rare spikes; as many as a recommendation needs."""
+
+
+class Clipping:
+    """Whether a clip binds most of the time at one threshold.
+
+    A threshold that a rule moves is told of at once; one that is fixed only when it goes on, because many healthy
+    warm-ups bind for some hundred steps.
+
+    Args:
+        log: Where faults go.
+        optimizer: The class of the optimizer.
+    """
+
+    def __init__(self, log: Log, optimizer: str = "") -> None:
+        self._log, self._optimizer = log, optimizer
+        self._alarm, self._held, self._since = LockInAlarm(), 0, 0
+        self._steps, self._bound = 0, 0
+        self._least, self._largest = math.inf, -math.inf
+        self._coefficients: deque[float] = deque(maxlen=LOCK_IN_WINDOW)
+
+    @property
+    def fixed(self) -> bool:
+        """Whether one threshold was in use since the start."""
+        return self._largest <= self._least * (1 + LOCK_IN_TOLERANCE)
+
+    def follow(self, i: int, threshold: float, coefficient: float | None) -> list[Finding]:
+        """Return what is new after a step with finite gradients.
+
+        Args:
+            i: The step.
+            threshold: What the clip compared with.
+            coefficient: What it multiplied by, if known.
+        """
+        binds = coefficient is not None and coefficient < BINDS_BELOW
+        self._steps += 1
+        if binds and coefficient is not None:
+            self._bound += 1
+            self._coefficients.append(coefficient)
+        if threshold < self._least or threshold > self._largest:
+            self._least, self._largest = min(threshold, self._least), max(threshold, self._largest)
+        if not self._alarm.follow(binds, threshold):
+            self._held = 0
+            return []
+        self._held += 1
+        if self._held == 1:
+            self._since = i
+        if self.fixed and self._held <= FIXED_PATIENCE:
+            return []
+        return self._locked_in(i, threshold)
+
+    def _locked_in(self, i: int, threshold: float) -> list[Finding]:
+        share = self._bound / self._steps
+        kind = ALWAYS_ON if self.fixed and share > ALWAYS_ON_SHARE else LOCK_IN
+        if self._log.goes_on(kind.name, i):
+            return []
+        numbers = {
+            "threshold": threshold,
+            "coefficient": statistics.median(self._coefficients),
+            "share": share,
+            "fixed": float(self.fixed),
+        }
+        count = self._steps if kind is ALWAYS_ON else self._held
+        harmless = cancels_scale(self._optimizer)
+        return self._log.begin(kind.name, kind, self._since, i, count=count, numbers=numbers, harmless=harmless)
+
+
+def clipping_of_whole(part: Part) -> list[Episode]:
+    """Return what can only be said of the clips of a run as a whole.
+
+    Args:
+        part: The steps of one optimizer.
+    """
+    taken = taken_steps(part.record)
+    clipped = [step for step in taken if "threshold" in step or "coefficient" in step]
+    if not clipped:
+        return []
+    bound = [step["coefficient"] for step in clipped if binds(step)]
+    first, last, count = clipped[0]["i"], clipped[-1]["i"], len(clipped)
+    found = []
+    if len(bound) > ALWAYS_ON_SHARE * count and count >= ALWAYS_ON_STEPS:
+        numbers = {"share": len(bound) / count, "coefficient": statistics.median(bound)}
+        harmless = bool(is_scale_free(part.record))
+        found.append(Episode(ALWAYS_ON, part.index, first, last, count, numbers=numbers, harmless=harmless))
+    thresholds = {step.get("threshold") for step in clipped}
+    if not bound and count >= INACTIVE_STEPS and len(thresholds) == 1 and None not in thresholds:
+        numbers = {"threshold": clipped[-1]["threshold"]}
+        norms = [step["norm"] for step in clipped if step.get("norm") and step.get("rule", "norm") == "norm"]
+        if norms:  # a threshold of another kind compares with something else
+            numbers["largest"] = max(norms)
+        found.append(Episode(INACTIVE, part.index, first, last, count, numbers=numbers))
+    return found + _clipped_twice(part, taken) + _drifted(part, clipped)
+
+
+def _clipped_twice(part: Part, taken: list[dict[str, Any]]) -> list[Episode]:
+    """Which of several clips bound how often, where more than one acted."""
+    twice = [step for step in taken if step.get("clips")]
+    if not twice:
+        return []
+    bound: dict[str, list[bool]] = defaultdict(list)
+    for step in twice:
+        for place, (rule, threshold, coefficient) in enumerate(step["clips"]):
+            fixed = rule in ("norm", "value", "adaptive") and threshold is not None
+            at = f" at {plain_threshold(threshold or 0.0)}" if fixed else ""
+            clip = f"{_ORDINALS[min(place, 2)]} ({rule}{at})"
+            bound[clip].append(coefficient is not None and coefficient < BINDS_BELOW)
+    said = [f"the {clip} bound on {percent(sum(each) / len(twice))}" for clip, each in bound.items()]
+    first, last = twice[0]["i"], twice[-1]["i"]
+    return [Episode(TWICE, part.index, first, last, len(twice), text=", ".join(said[:4]))]
+
+
+_ORDINALS = ("first", "second", "third")
+
+
+def _drifted(part: Part, clipped: list[dict[str, Any]]) -> list[Episode]:
+    """Drift matters where a fixed number is in use; a recommendation tells of it in any run."""
+    norms = usable_norms(part.record)
+    moved = drift_ends(norms)
+    rules = {(step.get("rule", "norm"), step.get("threshold")) for step in clipped}
+    if moved is None or len(rules) > 1 or clipped[-1].get("rule", "norm") != "norm":
+        return []
+    first, last = moved
+    numbers = {"first": first, "last": last, "times": max(moved) / min(moved)}
+    return [Episode(DRIFT, part.index, clipped[0]["i"], clipped[-1]["i"], len(clipped), numbers=numbers)]
+
+
+def _lock_in(found: Episode) -> Words:
+    threshold, coefficient = number(found.numbers["threshold"]), found.numbers["coefficient"]
+    message = (
+        f"clipping bound on more than half of the last 100 steps at one threshold, {threshold}, from step "
+        f"{found.first} to {found.last} (median coefficient {coefficient:.2g})"
+    )
+    advice = "the threshold no longer follows the norms: raise it, or let gg.ClipByMedian() choose it"
+    return "warning", message, advice
+
+
+def _always_on(found: Episode) -> Words:
+    coefficient = found.numbers["coefficient"]
+    bound = f"clipping bound on {percent(found.numbers['share'])} of {steps(found.count)}"
+    if found.harmless:  # an optimizer that cancels a constant factor
+        message = f"{bound}, with a median coefficient of {coefficient:.2g}"
+        return "info", message, (
+            "with an Adam-like optimizer a constant scaling nearly cancels, so this mostly evens out one step against "
+            "the next; for a guard against spikes raise the threshold to the recommended one"
+        )  # fmt: skip
+    message = f"{bound}: it acts as a learning-rate multiplier of {coefficient:.2g}"
+    advice = "lower the learning rate by that factor and raise the threshold to the recommended one, so that it guards"
+    return "warning", message, advice
+
+
+def _inactive(found: Episode) -> Words:
+    message = f"clipping at {plain_threshold(found.numbers['threshold'])} never bound in {steps(found.count)}"
+    if "largest" in found.numbers:
+        message += f": the largest norm was {number(found.numbers['largest'])}"
+    return "info", message, "fine as insurance; to catch spikes take the recommended threshold"
+
+
+def _drift(found: Episode) -> Words:
+    first, last = number(found.numbers["first"]), number(found.numbers["last"])
+    message = (
+        f"the median norm moved by {found.numbers['times']:.2g}x, from {first} to {last}, under one fixed threshold"
+    )
+    return "info", message, "a fixed number will be wrong at one end: let gg.ClipByMedian() follow the norms"
+
+
+def _twice(found: Episode) -> Words:
+    message = f"gradients were clipped more than once on {steps(found.count)}: {found.text}"
+    advice = "keep one of them: a second clip compares what the first has left, and its threshold has no meaning"
+    return "warning", message, advice
+
+
+LOCK_IN = Kind("lock_in", _lock_in, value="coefficient")
+ALWAYS_ON = Kind("clipping_always_on", _always_on, value="coefficient")
+INACTIVE = Kind("clipping_inactive", _inactive, value="threshold")
+DRIFT = Kind("norm_drift", _drift, value="times")
+TWICE = Kind("clipped_twice", _twice)
+KINDS = (LOCK_IN, ALWAYS_ON, INACTIVE, DRIFT, TWICE)

@@ -1,0 +1,299 @@
+"""Whether the gradient norm explodes, vanishes, or is not a number."""
+
+import math
+import statistics
+from bisect import insort
+from collections import Counter, deque
+from collections.abc import Sequence
+
+from gradguard.monitoring.judge.detectors.loss import Loss
+from gradguard.monitoring.judge.detectors.outliers import FROM_ONE_LAYER
+from gradguard.monitoring.judge.findings import Episode, Finding, Kind, Log, Words, named, steps
+from gradguard.monitoring.judge.numbers import number
+
+EXPLODING_TIMES = 10.0
+"""A norm that stays above 10 times the usual: log-normal noise as wild as 1.5 gets there on 6 % of the steps."""
+
+EXPLODING_STEPS = 10
+"""So many in a row: with that noise once in 10^12 steps, so that spikes are not taken for an explosion."""
+
+EXPLODING_EARLY_TIMES = 100.0
+"""In the first 200 steps the norm may rise tenfold without harm: warm-ups and layers initialised at zero do that."""
+
+EXPLODING_ONCE_TIMES = 1000.0
+"""A single norm so far above the usual that nothing clipped undoes a thousand steps; noise does not get there."""
+
+EXPLODING_CLIPPED_TIMES = 1e6
+"""A norm so far above the usual is a fault also where a clip bound on it: all that was right in it has become 0."""
+
+EARLY_LOSS_TIMES = 3.0
+"""A loss three times what it began with, in the first 200 steps, together with norms ten times the first ones."""
+
+EARLY_TIMES = 1e6
+"""Where no loss is known: warm-ups and layers initialised at zero do not raise the norm a million times."""
+
+ROSE_FAST = 1.2
+"""Over the best it was: where the loss has not risen by that with the norms, the run is well."""
+
+ROSE_SLOWLY = 1.5
+"""The same where norms have taken more than 200 steps to rise."""
+
+VANISHING_SHARE = 1e-4
+"""A norm below a ten-thousandth of the usual moves nothing; training that converges seldom falls that far."""
+
+VANISHING_STEPS = 20
+"""So many in a row: a single batch of zeros, such as one that is all padding, is not it."""
+
+CONVERGED_LOSS = 0.1
+"""A loss below a tenth of what it was explains a small norm: that is convergence."""
+
+BLOCK = 20
+"""Norms whose median is one sample of what is usual."""
+
+BLOCKS_NEEDED = 3
+_EARLY_BLOCKS = 10
+_RECENT_BLOCKS = 10
+_FIRST = 5
+
+
+class Level:
+    """Whether the norm stays far above or far below what is usual, or is not finite.
+
+    What is usual is the median of the medians of each 20 finite norms, without the first 20: neither a spike nor the
+    start moves it, and a lasting change not before it has lasted for half of the run.
+
+    Args:
+        log: Where faults go.
+        loss: What is known of the loss.
+        names: The names of the parameters.
+    """
+
+    def __init__(self, log: Log, loss: Loss, names: Sequence[str] = ()) -> None:
+        self._log, self._loss, self._names = log, loss, names
+        self._block: list[float] = []
+        self._blocks, self._levels, self._usual = 0, [], 0.0
+        self._high, self._low = math.inf, 0.0  # until something is known to be usual
+        self._run, self._since, self._peak = 0, 0, 0.0  # of norms above or below, signed
+        self._norm, self._first_losses, self._first_norms = 0.0, [], []
+        self._early_run, self._early_peak = 0, 0.0
+        self._recent: deque[float] = deque(maxlen=_RECENT_BLOCKS)
+        self._run_losses: deque[float] = deque(maxlen=EXPLODING_STEPS)
+        self._tops: Counter[str] = Counter()
+
+    def finite(
+        self, i: int, norm: float, loss: float | None, clipped: bool = False, top: tuple[int, float] | None = None
+    ) -> list[Finding]:
+        """Return what is new after a step with a finite norm.
+
+        Args:
+            i: The step.
+            norm: Its norm.
+            loss: Its loss, if known and finite.
+            clipped: Whether a clip bound on it.
+            top: The place of the parameter with the largest gradient, and its share of the squared norm, if known.
+        """
+        self._norm = norm
+        self._block.append(norm)
+        if len(self._block) == BLOCK:
+            self._close_block()
+        if loss is not None and self._blocks <= BLOCKS_NEEDED:
+            self._first_losses.append(loss)
+        found = self._early(i, norm, loss) if self._blocks <= _EARLY_BLOCKS else []
+        if self._low < norm <= self._high:
+            self._run = 0
+            return found
+        return found + (
+            self._exploding(i, norm, loss, clipped, top) if norm > self._high else self._vanishing(i, norm, loss)
+        )  # fmt: skip
+
+    def nonfinite(self, i: int, skipped: bool, amp: bool) -> list[Finding]:
+        """Return what is new after a step with gradients that are not finite.
+
+        Args:
+            i: The step.
+            skipped: Whether the optimizer left it out.
+            amp: Whether a loss scaler is at work, whose search for its scale is no fault.
+        """
+        if skipped and amp:
+            return []
+        episode = self._log.goes_on("nonfinite", i)
+        if episode is not None:
+            episode.harmless = episode.harmless and skipped
+            return []
+        numbers = {}
+        if self._usual and self._norm > EXPLODING_TIMES * self._usual:
+            numbers = {"before": self._norm, "times": self._norm / self._usual}
+        return self._log.begin("nonfinite", NONFINITE, i, i, numbers=numbers, harmless=skipped)
+
+    def blame(self, i: int, names: Sequence[str]) -> None:
+        """Name the parameters whose gradients were not finite on step ``i``.
+
+        Args:
+            i: The step.
+            names: Their names.
+        """
+        for episode in reversed(self._log.episodes):
+            if episode.kind is NONFINITE and episode.last == i:
+                episode.params += [name for name in names if name not in episode.params]
+                return
+
+    def _count(self, i: int, sign: int) -> int:
+        """For how many steps in a row the norm has been on that side."""
+        if self._run * sign <= 0:
+            self._run, self._since = 0, i
+        self._run += sign
+        return abs(self._run)
+
+    def _early(self, i: int, norm: float, loss: float | None) -> list[Finding]:
+        """An explosion before it is known what is usual: far above the first norms, and the loss with them."""
+        if len(self._first_norms) < _FIRST:
+            if norm > 0:
+                self._first_norms.append(norm)
+            return []
+        first = statistics.median(self._first_norms)
+        start = statistics.median(self._first_losses[:_FIRST]) if len(self._first_losses) >= _FIRST else 0.0
+        rose = loss is not None and 0 < EARLY_LOSS_TIMES * start < loss
+        fell = loss is not None and loss < start
+        if norm <= EXPLODING_TIMES * first or fell or not (rose or norm > EARLY_TIMES * first):
+            self._early_run = 0
+            return []
+        self._early_run += 1
+        self._early_peak = max(norm, self._early_peak) if self._early_run > 1 else norm
+        if self._early_run < EXPLODING_STEPS or norm < self._early_peak / 2:
+            return []  # a loss that rises in the beginning and then comes down is what a large learning rate does
+        if self._log.goes_on("exploding", i, norm):
+            return []
+        numbers = {"usual": first, "times": EXPLODING_TIMES, "largest": self._early_peak}
+        since = i - self._early_run + 1
+        return self._log.begin("exploding", EXPLODING, since, i, count=self._early_run, numbers=numbers)
+
+    def _exploding(
+        self, i: int, norm: float, loss: float | None, clipped: bool, top: tuple[int, float] | None
+    ) -> list[Finding]:
+        count = self._count(i, +1)
+        if count == 1:
+            self._peak, self._tops = norm, Counter()
+            self._run_losses.clear()
+        self._peak = max(self._peak, norm)
+        if loss is not None:
+            self._run_losses.append(loss)
+        if top is not None and top[1] > FROM_ONE_LAYER and 0 <= top[0] < len(self._names):
+            self._tops[self._names[top[0]]] += 1
+        if count < EXPLODING_STEPS:
+            return self._jump(i, norm, clipped)
+        if not self._is_explosion(norm) or self._log.goes_on("exploding", i, norm):
+            return []
+        numbers = {"usual": self._usual, "times": self._high / self._usual, "largest": self._peak}
+        params = [name for name, often in self._tops.most_common(1) if 2 * often > count]
+        return self._log.begin("exploding", EXPLODING, self._since, i, count=count, numbers=numbers, params=params)
+
+    def _is_explosion(self, norm: float) -> bool:
+        """Norms may rise while a run goes well: slowly, or with the data, and then the loss does not rise with them."""
+        if norm > EXPLODING_ONCE_TIMES * self._usual:
+            return True
+        fast = norm > EXPLODING_TIMES * min(self._recent)
+        best = self._loss.best
+        if not self._run_losses or not best:
+            return fast or norm > EXPLODING_EARLY_TIMES * self._usual
+        return statistics.median(self._run_losses) > (ROSE_FAST if fast else ROSE_SLOWLY) * best
+
+    def _jump(self, i: int, norm: float, clipped: bool) -> list[Finding]:
+        least = (EXPLODING_CLIPPED_TIMES if clipped else EXPLODING_ONCE_TIMES) * self._usual
+        if norm <= least:
+            return []
+        if (episode := self._log.goes_on("jump", i, norm)) is not None:
+            episode.harmless = episode.harmless and clipped
+            return []
+        numbers = {"usual": self._usual, "largest": norm}
+        params = list(self._tops)
+        return self._log.begin("jump", JUMP, i, i, numbers=numbers, harmless=clipped, params=params)
+
+    def _vanishing(self, i: int, norm: float, loss: float | None) -> list[Finding]:
+        count = self._count(i, -1)
+        if count < VANISHING_STEPS or self._has_converged(loss) or self._log.goes_on("vanishing", i, norm):
+            return []
+        numbers = {"below": self._low, "smallest": norm}
+        return self._log.begin("vanishing", VANISHING, self._since, i, count=count, numbers=numbers)
+
+    def _has_converged(self, loss: float | None) -> bool:
+        if loss is None or not self._first_losses:
+            return False
+        return 0 <= loss < CONVERGED_LOSS * statistics.median(self._first_losses)
+
+    def _close_block(self) -> None:
+        level = statistics.median(self._block)
+        self._block, self._blocks = [], self._blocks + 1
+        self._recent.append(level)
+        if self._blocks > 1:
+            insort(self._levels, level)
+        if len(self._levels) >= BLOCKS_NEEDED:
+            self._usual = self._levels[len(self._levels) // 2]
+            times = EXPLODING_TIMES if self._blocks > _EARLY_BLOCKS else EXPLODING_EARLY_TIMES
+            self._high = times * self._usual or math.inf
+            self._low = VANISHING_SHARE * self._usual
+
+
+def _nonfinite(found: Episode) -> Words:
+    where = f" in {named(found.params)}" if found.params else ""
+    before = found.numbers.get("before")
+    grown = (
+        f"; the norm before it was {number(before)}, {number(found.numbers['times'])} times the usual" if before else ""
+    )
+    message = f"gradients were not finite{where} on {steps(found.count)}, first on step {found.first}{grown}"
+    if found.harmless:
+        return "warning", f"{message}; all of these steps were skipped", (
+            "the weights are safe; if it comes often, find the operation with torch.autograd.set_detect_anomaly(True)"
+        )  # fmt: skip
+    return "error", message, (
+        "find the operation with torch.autograd.set_detect_anomaly(True), lower the learning rate, or leave such steps "
+        'out with gg.Guard(optimizer, clipper, nonfinite="skip")'
+    )  # fmt: skip
+
+
+def _exploding(found: Episode) -> Words:
+    usual, largest = found.numbers["usual"], found.numbers["largest"]
+    message = (
+        f"the gradient norm stayed more than {found.numbers['times']:g} times above its usual {number(usual)} for "
+        f"{steps(found.count)} from step {found.first} on, up to {number(largest)}{_where(found)}"
+    )
+    return (
+        "error",
+        message,
+        "clip (gg.ClipByMedian() needs no number), or lower the learning rate; see the layers' norms",
+    )
+
+
+def _jump(found: Episode) -> Words:
+    usual, largest = found.numbers["usual"], found.numbers["largest"]
+    least = EXPLODING_CLIPPED_TIMES if found.harmless else EXPLODING_ONCE_TIMES
+    message = (
+        f"the gradient norm jumped above {least:,.0f} times its usual {number(usual)} on {steps(found.count)}, first "
+        f"on step {found.first}, up to {number(largest)}{_where(found)}"
+    )
+    if found.harmless:
+        return "warning", f"{message}; a clip bound, which left nothing of the other gradients", (
+            "find what such a step has computed: an overflow, a division by almost 0, or damaged data"
+        )  # fmt: skip
+    advice = "clip: the recommended threshold, or gg.ClipByMedian(), which needs no number"
+    return "warning", f"{message}, and nothing clipped it", advice
+
+
+def _where(found: Episode) -> str:
+    return f", most of it in {found.params[0]}" if found.params else ""
+
+
+def _vanishing(found: Episode) -> Words:
+    smallest = found.numbers["smallest"]
+    what = (
+        "exactly 0" if smallest == 0 else f"below {number(found.numbers['below'])}, {VANISHING_SHARE:g} of the usual,"
+    )
+    message = f"the gradient norm was {what} for {steps(found.count)} from step {found.first} on"
+    advice = "check that the loss depends on the parameters (no detach, no saturated activation, a learning rate not 0)"
+    return ("error" if smallest == 0 else "warning"), message, advice
+
+
+NONFINITE = Kind("nonfinite", _nonfinite)
+EXPLODING = Kind("exploding", _exploding, value="largest")
+JUMP = Kind("exploding", _jump, value="largest")
+VANISHING = Kind("vanishing", _vanishing, value="smallest")
+KINDS = (NONFINITE, EXPLODING, JUMP, VANISHING)

@@ -1,0 +1,148 @@
+"""Whether the loss diverges, also where the norms stay calm, or has never fallen."""
+
+import math
+import statistics
+from collections import deque
+
+from gradguard.monitoring.judge.findings import Episode, Finding, Kind, Log, Words, steps
+from gradguard.monitoring.judge.numbers import number
+from gradguard.monitoring.record.steps import Part, taken_steps
+
+DIVERGED_TIMES = 2.5
+"""A loss this many times the best it was has risen further than harder data, or a restart of the schedule, make it."""
+
+DIVERGED_PROGRESS = 0.5
+"""And half of what had been learned is lost: near 0, a loss that doubles has lost nothing."""
+
+DIVERGED_BLOCKS = 3
+"""Medians of 20 losses in a row: one batch or a few, however bad, are no divergence."""
+
+STILL_HIGH = 0.9
+"""Of the first of the last three the last must still have so much: a loss that comes down again is learning."""
+
+NOTHING_LEFT = 0.8
+"""Of what had been learned: where so much is lost, the run is damaged."""
+
+NOT_LEARNING_STEPS = 500
+"""Fewer steps may be a warm-up."""
+
+NOT_FALLEN = 0.98
+"""A loss whose best 100 steps are within 2 % of its first has not fallen."""
+
+BLOCK = 20
+_BEST_OF = 5  # blocks whose median is a candidate for the best: of a single one, noise would make the best
+_START = 5
+_LONG = 100
+
+
+class Loss:
+    """Whether the loss rises and stays there.
+
+    A loss that is ever zero or negative is not judged: of such a one ratios say nothing.
+
+    Args:
+        log: Where faults go.
+        several: Whether the run has several optimizers, whose losses may work against each other.
+
+    Attributes:
+        start: The median of the first 20 losses; 0 before they are known.
+        best: The least median of 100 losses in a row; before those are known, the start.
+    """
+
+    def __init__(self, log: Log, several: bool = False) -> None:
+        self._log, self._judged = log, not several
+        self._block: list[float] = []
+        self._blocks = 0
+        self._recent: deque[float] = deque(maxlen=_BEST_OF)
+        self.start, self.best = 0.0, 0.0
+        self._high: deque[float] = deque(maxlen=DIVERGED_BLOCKS)
+        self._count, self._since = 0, 0
+
+    def follow(self, i: int, loss: float) -> list[Finding]:
+        """Return what is new after a step with a finite loss.
+
+        Args:
+            i: The step.
+            loss: Its loss.
+        """
+        if not self._judged:
+            return []
+        if loss <= 0:
+            self._judged, self.start, self.best = False, 0.0, 0.0
+            return []
+        self._block.append(loss)
+        return self._close_block(i) if len(self._block) == BLOCK else []
+
+    def _close_block(self, i: int) -> list[Finding]:
+        level, self._block = statistics.median(self._block), []
+        self._recent.append(level)
+        self._blocks += 1
+        if self._blocks == 1:
+            self.start = self.best = level
+        if self._blocks == _BEST_OF:
+            self.best = statistics.median(self._recent)
+        elif self._blocks > _BEST_OF:
+            self.best = min(self.best, statistics.median(self._recent))
+        lost = self.best + DIVERGED_PROGRESS * (self.start - self.best)
+        if level <= max(DIVERGED_TIMES * self.best, lost):
+            self._high.clear()
+            self._count = 0
+            return []
+        if not self._count:
+            self._since = i - BLOCK + 1
+        self._count += 1
+        self._high.append(level)
+        if self._count < DIVERGED_BLOCKS or level < STILL_HIGH * self._high[0]:
+            return []
+        if self._log.goes_on("loss", i, level):
+            return []
+        numbers = {"best": self.best, "start": self.start, "largest": level}
+        return self._log.begin("loss", DIVERGING, self._since, i, count=self._count * BLOCK, numbers=numbers)
+
+
+def loss_of_whole(part: Part) -> list[Episode]:
+    """Return what can only be said of the losses of a run as a whole.
+
+    Args:
+        part: The steps of one optimizer.
+    """
+    taken = [step for step in taken_steps(part.record) if _is_judged(step)]
+    if len(taken) < NOT_LEARNING_STEPS:
+        return []
+    losses = [step["loss"] for step in taken]
+    first = statistics.median(losses[BLOCK : BLOCK + _LONG])  # the first few fall, whatever the labels are
+    best = min(statistics.median(losses[k : k + _LONG]) for k in range(BLOCK, len(losses) - _LONG, _LONG))
+    if min(losses) <= 0 or best < NOT_FALLEN * first or first < statistics.median(losses[:_START]) / 2:
+        return []
+    numbers = {"first": first, "best": best}
+    return [Episode(NOT_LEARNING, part.index, taken[0]["i"], taken[-1]["i"], len(taken), numbers=numbers)]
+
+
+def _is_judged(step: dict) -> bool:
+    loss, lr = step.get("loss"), step.get("lr")
+    return loss is not None and math.isfinite(loss) and lr != 0
+
+
+def _diverging(found: Episode) -> Words:
+    best, largest, start = (found.numbers[key] for key in ("best", "largest", "start"))
+    message = (
+        f"the loss rose from {number(best)}, the best it was, to {number(largest)} and stayed there from step "
+        f"{found.first} on; it began at {number(start)}"
+    )
+    advice = "go back to a checkpoint from before, with a lower learning rate; it is no fault if the data became harder"
+    return ("error" if largest - best > NOTHING_LEFT * (start - best) else "warning"), message, advice
+
+
+def _not_learning(found: Episode) -> Words:
+    first, best = number(found.numbers["first"]), number(found.numbers["best"])
+    message = f"the loss has not fallen in {steps(found.count)}: {first} in the beginning, {best} at its best"
+    advice = (
+        "check that labels belong to their inputs, that the optimizer has the parameters, and the learning rate; a "
+        "loss that measures no progress, as of a GAN or in reinforcement learning, may do so"
+    )
+    return "info", message, advice
+
+
+DIVERGING = Kind("diverging_loss", _diverging, value="largest", confidence="medium")
+NOT_LEARNING = Kind("not_learning", _not_learning, value="best", confidence="medium")
+KINDS = (DIVERGING, NOT_LEARNING)

@@ -1,0 +1,67 @@
+"""Whether a GradScaler's loss scale collapses."""
+
+from gradguard.monitoring.judge.findings import Episode, Finding, Kind, Log, Words
+
+AMP_LEAST_SCALE = 1.0
+"""Below it the gradients themselves overflow float16, so that scaling cannot be the cure."""
+
+AMP_SKIPS = 12
+"""Skips without one step between: from the usual 65,536 down to 16. Finding the scale at the start takes a few."""
+
+_NEVER = -1
+
+
+class LossScale:
+    """Whether a loss scaler falls without end.
+
+    Args:
+        log: Where faults go.
+    """
+
+    def __init__(self, log: Log) -> None:
+        self._log = log
+        self._skipped_steps, self._at, self._skips_there = 0, _NEVER, 0
+
+    def step(self, i: int, scale: float, skipped: bool) -> list[Finding]:
+        """Return what is new after a step.
+
+        Args:
+            i: The step.
+            scale: The loss scale.
+            skipped: Whether the optimizer left it out.
+        """
+        self._skipped_steps = self._skipped_steps + 1 if skipped else 0
+        if scale >= AMP_LEAST_SCALE:
+            return self._many(i, self._skipped_steps) if skipped else []
+        if self._log.goes_on("amp", i, scale):
+            return []
+        return self._log.begin("amp", COLLAPSE, i, i, numbers={"smallest": scale})
+
+    def skip(self, i: int) -> list[Finding]:
+        """Return what is new after a skip that left no step behind.
+
+        Args:
+            i: The number that the next step will have.
+        """
+        self._at, self._skips_there = i, self._skips_there + 1 if i == self._at else 1
+        return self._many(i, self._skips_there)
+
+    def _many(self, i: int, count: int) -> list[Finding]:
+        if count < AMP_SKIPS or self._log.goes_on("amp", i):
+            return []
+        return self._log.begin("amp", COLLAPSE, i, i, count=count)
+
+
+def _collapse(found: Episode) -> Words:
+    scale = found.numbers.get("smallest")
+    if scale is None:
+        skipped = f"{found.count} steps in a row were skipped for overflow"
+        message = f"{skipped}, at step {found.first}: the loss scale is collapsing"
+    else:
+        message = f"the loss scale fell to {scale:g} at step {found.first}, below {AMP_LEAST_SCALE:g}"
+    advice = "the gradients are not finite whatever the scale: look for NaN in the model, or use bfloat16"
+    return "error", message, advice
+
+
+COLLAPSE = Kind("amp_scale_collapse", _collapse, value="smallest")
+KINDS = (COLLAPSE,)

@@ -1,0 +1,300 @@
+"""What the norms of single tensors show: one that jumps alone, updates out of proportion, units that are dead."""
+
+import math
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+from gradguard.monitoring.judge.findings import Episode, Finding, Kind, Log, Words, named
+from gradguard.monitoring.judge.numbers import number, percent
+
+CORRUPT_TIMES = 10.0
+"""Of a tensor's own median norm, while the others are as usual: a batch would have moved them too."""
+
+CORRUPT_DEVIATIONS = 7.0
+"""And so many deviations, its own or those of the usual tensor, in logarithms: some runs are wilder than others."""
+
+CALM_TIMES = 3.0
+"""The others are as usual where their median is below so many times what it was."""
+
+CORRUPT_SHARE = 0.01
+"""Of the squared norm: what is less matters to nobody."""
+
+CORRUPT_TENSORS = 4
+"""Below so many tensors there are no others to compare with."""
+
+LARGE_UPDATE = 0.1
+"""Norm of an update over that of its weight: 1e-3 is the rule of thumb, and above a tenth a weight is another one after
+ten steps."""
+
+SMALL_UPDATE = 1e-6
+"""Below it float32 loses most of an update to rounding, and ten thousand steps change a weight by a hundredth."""
+
+ORDINARY_UPDATE = 1e-4
+"""Where the median tensor's update has at least this, the learning rate is not what keeps one small."""
+
+UPDATE_LINES = 5
+"""Measurements in a row: the first steps of a run, and the first after a restart, may well be large."""
+
+UPDATE_STEPS = 200
+"""And so many steps from the first to the last of them: a burst of measurements after a spike is none of that."""
+
+HALF_DEAD = 0.5
+"""Share of the rows, or elements, of a weight's gradient that are exactly 0."""
+
+NOT_SO_AT_FIRST = 0.25
+"""By so much the share must have risen: an embedding has many zeros from the first step on."""
+
+HALF_DEAD_LINES = 4
+"""Measurements in a row, of which one is made every 50 steps."""
+
+HALF_DEAD_STEPS = 150
+"""And so many steps from the first to the last of them."""
+
+_WINDOW = 80
+_REFRESH = 40
+_UNITS_THAT_DIFFER = 2
+
+
+class Corruption:
+    """Whether one tensor's gradient is many times what it was on one line, while all others are as usual.
+
+    Args:
+        log: Where faults go.
+        names: The names of the parameters.
+    """
+
+    def __init__(self, log: Log, names: list[str]) -> None:
+        self._log, self._names = log, names
+        self._lines: deque[Sequence[float]] = deque(maxlen=_WINDOW)
+        self._since = 0
+        self._limits, self._usual = [math.inf] * len(names), [0.0] * len(names)
+        self._suspect: tuple[int, int, float] | None = None
+
+    def follow(self, i: int, norms: Sequence[float]) -> list[Finding]:
+        """Return what is new after a line with the norm of each parameter.
+
+        Args:
+            i: The step.
+            norms: One finite norm for each.
+        """
+        beyond = [place for place, (norm, limit) in enumerate(zip(norms, self._limits, strict=True)) if norm > limit]
+        suspect, self._suspect = self._suspect, None
+        found = self._returned(suspect, norms) if suspect is not None else []
+        if len(beyond) == 1 and (suspect is None or suspect[1] != beyond[0]):
+            self._suspect = self._alone(i, beyond[0], norms)
+        self._lines.append(norms)
+        self._since += 1
+        if self._since >= _REFRESH:
+            self._refresh()
+        return found
+
+    def _returned(self, suspect: tuple[int, int, float], norms: Sequence[float]) -> list[Finding]:
+        """What lasts is another state, not an accident."""
+        i, place, times = suspect
+        if norms[place] > self._limits[place] or self._log.goes_on(f"corrupt {place}", i, times):
+            return []
+        name = self._names[place]
+        return self._log.begin(f"corrupt {place}", CORRUPT, i, i, params=[name], numbers={"largest": times})
+
+    def _alone(self, i: int, place: int, norms: Sequence[float]) -> tuple[int, int, float] | None:
+        others = sorted(
+            norm / usual
+            for k, (norm, usual) in enumerate(zip(norms, self._usual, strict=True))
+            if k != place and usual > 0
+        )
+        calm = len(others) + 1 >= CORRUPT_TENSORS and others[len(others) // 2] < CALM_TIMES
+        total = math.hypot(*norms)
+        if not calm or norms[place] < math.sqrt(CORRUPT_SHARE) * total:
+            return None
+        return i, place, norms[place] / self._usual[place]
+
+    def _refresh(self) -> None:
+        self._since = 0
+        middles, spreads = [], []
+        for its in zip(*self._lines, strict=True):
+            ordered = sorted(its)
+            low, middle, high = (ordered[int(share * len(ordered))] for share in (0.16, 0.5, 0.84))
+            middles.append(middle if low > 0 else 0.0)  # an expert that many batches leave alone is not judged
+            spreads.append(max(high / middle, middle / low) if low > 0 else 1.0)
+        usual = sorted(spreads)[len(spreads) // 2] if spreads else 1.0
+        self._usual = middles
+        self._limits = [
+            middle * max(CORRUPT_TIMES, _power(max(spread, usual))) if middle else math.inf
+            for middle, spread in zip(middles, spreads, strict=True)
+        ]
+
+
+def _power(spread: float) -> float:
+    return math.exp(min(CORRUPT_DEVIATIONS * math.log(spread), 100.0))
+
+
+class Diagnostics:
+    """Whether updates are out of proportion to their weights, and whether a layer's units die.
+
+    Args:
+        log: Where faults go.
+        params: The ``params`` of the record's first line.
+    """
+
+    def __init__(self, log: Log, params: Sequence[dict[str, Any]]) -> None:
+        self._log = log
+        self._names = [str(parameter.get("name", "?")) for parameter in params]
+        self._shapes: list[tuple[int, ...]] = [tuple(parameter.get("shape") or ()) for parameter in params]
+        self._matrices = [place for place, shape in enumerate(self._shapes) if len(shape) > 1]
+        self._large, self._small = _Lasting(), _Lasting()
+        self._first: dict[int, float] = {}  # the share of zeros that each began with
+        self._zeros: dict[int, deque[tuple[int, float]]] = {}
+
+    def updates(self, i: int, weights: Sequence[float | None], updates: Sequence[float | None]) -> list[Finding]:
+        """Return what is new after a line with the norms of weights and of their updates.
+
+        Args:
+            i: The step.
+            weights: One norm for each parameter.
+            updates: The norm of what the step changed.
+        """
+        ratios = {
+            place: update / weight
+            for place in self._matrices
+            if place < min(len(weights), len(updates)) and (weight := weights[place]) and (update := updates[place])
+        }
+        if not ratios:
+            return []
+        median = sorted(ratios.values())[len(ratios) // 2]
+        large = [place for place, ratio in ratios.items() if ratio > LARGE_UPDATE]
+        small = [place for place, ratio in ratios.items() if ratio < SMALL_UPDATE and median > ORDINARY_UPDATE]
+        found = []
+        for lasting, kind, places in ((self._large, LARGE_UPDATES, large), (self._small, SMALL_UPDATES, small)):
+            new = lasting.follow(i, places)
+            if new:
+                pick = max if kind is LARGE_UPDATES else min
+                worst = pick(ratios[place] for place in new)
+                names = [self._names[place] for place in new]
+                first = min(lasting.since[place] for place in new)
+                found += self._log.begin(
+                    f"{kind.name} {new}", kind, first, i, params=names, numbers={"ratio": worst}
+                )  # fmt: skip
+                lasting.episodes.update(dict.fromkeys(new, self._log.episodes[-1]))
+        return found
+
+    def zeros(self, i: int, rows: Sequence[float | None] | None, zeros: Sequence[float | None] | None) -> list[Finding]:
+        """Return what is new after a line with shares of zeros.
+
+        Args:
+            i: The step.
+            rows: The share of each gradient's rows that are 0, null where it has none.
+            zeros: The share of its elements.
+        """
+        new = []
+        for place in self._matrices:
+            share = _at(rows, place)
+            share = _at(zeros, place) if share is None else share
+            if share is not None and self._is_half_dead(i, place, share, zeros):
+                new.append(place)
+        begun = [place for place in new if self._log.goes_on(f"half dead {place}", i) is None]
+        if not begun:
+            return []
+        share = max(self._zeros[place][-1][1] for place in begun)
+        first = min(self._zeros[place][0][0] for place in begun)
+        names = [self._names[place] for place in begun]
+        rows_of = float(self._shapes[begun[0]][0]) if len(begun) == 1 else 0.0
+        found = self._log.begin(
+            f"half dead {begun[0]}", HALF_DEAD_LAYER, first, i, params=names, numbers={"share": share, "rows": rows_of}
+        )  # fmt: skip
+        for place in begun[1:]:
+            self._log.same(f"half dead {begun[0]}", f"half dead {place}")
+        return found
+
+    def _is_half_dead(self, i: int, place: int, share: float, zeros: Sequence[float | None] | None) -> bool:
+        first = self._first.setdefault(place, share)
+        lines = self._zeros.setdefault(place, deque(maxlen=HALF_DEAD_LINES))
+        if share < HALF_DEAD or share == 1:  # all of it is another finding
+            lines.clear()
+            return False
+        lines.append((i, share))
+        shares = [share for _, share in lines]
+        units = self._shapes[place][0]
+        # Units that a batch happens to leave alone are others in the next one, and never the same number of them.
+        steady = (max(shares) - min(shares)) * units <= _UNITS_THAT_DIFFER
+        lasts = len(lines) == HALF_DEAD_LINES and i - lines[0][0] >= HALF_DEAD_STEPS
+        return lasts and steady and (share - first >= NOT_SO_AT_FIRST or self._bias_agrees(place, share, zeros))
+
+    def _bias_agrees(self, place: int, share: float, zeros: Sequence[float | None] | None) -> bool:
+        """Whether the bias that follows has its zeros on as many units: an embedding has none."""
+        after = place + 1
+        if after >= len(self._shapes) or self._shapes[after] != self._shapes[place][:1]:
+            return False
+        of_bias = _at(zeros, after)
+        return of_bias is not None and abs(of_bias - share) * self._shapes[after][0] < 1
+
+
+class _Lasting:
+    """On which parameters something has been measured often enough, and over enough steps."""
+
+    def __init__(self) -> None:
+        self.since: dict[int, int] = {}
+        self.episodes: dict[int, Episode] = {}
+        self._counts: dict[int, int] = {}
+
+    def follow(self, i: int, places: Sequence[int]) -> list[int]:
+        """Return the parameters on which it has just lasted long enough; let open episodes go on."""
+        self.since = {place: self.since.get(place, i) for place in places}
+        self._counts = {place: self._counts.get(place, 0) + 1 for place in places}
+        self.episodes = {place: its for place in places if (its := self.episodes.get(place)) is not None}
+        for episode in self.episodes.values():
+            episode.last = i
+        return [
+            place
+            for place, count in self._counts.items()
+            if count >= UPDATE_LINES and i - self.since[place] >= UPDATE_STEPS and place not in self.episodes
+        ]
+
+
+def _at(values: Sequence[float | None] | None, place: int) -> float | None:
+    return values[place] if values is not None and place < len(values) else None
+
+
+def _corrupt(found: Episode) -> Words:
+    times = number(found.numbers["largest"])
+    message = f"the gradient of {named(found.params)} alone was {times} times its usual on step {found.first}"
+    advice = (
+        "a bad batch moves other layers too: suspect a flipped bit, a custom backward or kernel, or a hook that writes "
+        "to this gradient"
+    )
+    return "warning", f"{message}, while the other layers were calm", advice
+
+
+def _large_updates(found: Episode) -> Words:
+    verb = "change" if len(found.params) > 1 else "changes"
+    message = (
+        f"{named(found.params)} {verb} by up to {percent(found.numbers['ratio'])} of itself with each step, measured "
+        f"on steps {found.first} to {found.last}"
+    )
+    advice = "a weight learns at about 0.1 % a step: lower the learning rate, at least of this group"
+    return "warning", message, advice
+
+
+def _small_updates(found: Episode) -> Words:
+    verb = "change" if len(found.params) > 1 else "changes"
+    message = (
+        f"{named(found.params)} {verb} by only {found.numbers['ratio']:.1g} of itself with each step, while others do "
+        f"by more than {ORDINARY_UPDATE:g}"
+    )
+    advice = "it hardly learns: check its group's learning rate and the scale of the weight"
+    return "warning", message, advice
+
+
+def _half_dead(found: Episode) -> Words:
+    share, rows = found.numbers["share"], found.numbers["rows"]
+    part = f"{round(share * rows)} of {rows:g} units" if rows else f"up to {percent(share)}"
+    message = f"the gradient of {named(found.params)} was exactly 0 for {part} on steps {found.first} to {found.last}"
+    advice = "dead ReLUs: lower the learning rate, check biases and initialisation, or take LeakyReLU or GELU"
+    return "warning", message, advice
+
+
+CORRUPT = Kind("corrupt_gradient", _corrupt, value="largest", confidence="medium", apart=True)
+LARGE_UPDATES = Kind("update_ratio", _large_updates, value="ratio", confidence="medium", of_layers=True)
+SMALL_UPDATES = Kind("update_ratio", _small_updates, value="ratio", confidence="medium", of_layers=True)
+HALF_DEAD_LAYER = Kind("half_dead_layer", _half_dead, value="share", confidence="medium", of_layers=True)
+KINDS = (CORRUPT, LARGE_UPDATES, SMALL_UPDATES, HALF_DEAD_LAYER)
