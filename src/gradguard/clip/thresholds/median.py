@@ -36,8 +36,8 @@ class ClipByMedian(ThresholdClipper):
     .. math:: c = 1.5 \, e^m \, \text{start}^{\,1 - s}
 
     and of the first norm ``start``, a tenth, passes. A norm enters the window as at most :math:`1.5 \, e^m`, so that
-    neither a spike nor an explosion becomes usual. To an optimizer that does not cancel a scale this is a warm-up of the
-    learning rate, to one that does it is hardly anything.
+    neither a spike nor an explosion becomes usual. To an optimizer that does not cancel a scale this is a warm-up of
+    the learning rate, to one that does it is hardly anything.
 
     **Guarantees.** Those of `ThresholdClipper`. Without a ceiling, multiplying the loss by a constant changes no
     coefficient. After a lasting rise of any size, the start behind it, the whole gradient passes again within

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from gradguard.errors import CommandError
 from gradguard.monitoring.judge.health import findings, lock_in_share
-from gradguard.monitoring.judge.recommend import drift_ratio
+from gradguard.monitoring.judge.norm_statistics import drift_ratio
 from gradguard.monitoring.judge.verdict import Verdict, verdict
 from gradguard.monitoring.record.file import Record
 from gradguard.monitoring.record.steps import Part, by_optimizer, is_nonfinite, usable_norms

@@ -1,52 +1,57 @@
-"""Which clipping threshold a run asks for, read from its own pre-clip gradient norms.
+"""What a record says to do about clipping: keep, a constant, a rule that follows, nothing, or fix something first.
 
-Norms of healthy training are close to log-normal, so all of this happens in log space, with median and MAD
-rather than mean and deviation: the spikes that a threshold is for must not move the threshold.
+The thresholds below were chosen on the tasks of `benchmarks/recommendation.py`, which follows each decision blindly and
+compares it with the constants that people try.
 """
 
 import math
-import random
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import accumulate
+from dataclasses import dataclass, replace
 from typing import Any
 
-from gradguard.monitoring.judge.numbers import percent
+from gradguard.monitoring.judge.norm_statistics import drift_ends, local_spread
+from gradguard.monitoring.judge.numbers import number, percent, plain_threshold
+from gradguard.monitoring.judge.scale_free import is_scale_free
+from gradguard.monitoring.judge.spikes import find_spikes
 from gradguard.monitoring.record.file import Record
-from gradguard.monitoring.record.steps import binds, by_optimizer, regime_of, taken_steps, usable_norms
+from gradguard.monitoring.record.steps import (
+    binds,
+    by_optimizer,
+    is_nonfinite,
+    regime_of,
+    taken_steps,
+    usable_norms,
+    usable_steps,
+)
 
 ENOUGH_STEPS = 200
-DEVIATIONS = 6.0
-SPREAD_FLOOR = 0.05
+"""Fewer usable steps say nothing about rare spikes."""
+
 GUARD_SHARE = 0.05
-DRIFT = 2.0
-_MAD_TO_SIGMA = 1.4826
-_WINDOWS = 10
-_SHORTEST_WINDOW = 10
-_NOISE_SPAN, _MEDIAN_ERROR = 6.0, 1.2533  # deviations of a window's median; of a median over those of a mean
-_RESAMPLES = 400
-_LARGEST_EXPONENT = 690.0  # exp of it is still a float after rounding up to two digits
-_SCALE_FREE = ("adam", "lion", "adafactor", "rmsprop", "adagrad", "adadelta", "muon", "sign", "rprop", "soap")
+"""A clip that binds on no more steps is a guard, and right as it is."""
 
+HEAVY_SPREAD = 0.4
+"""Norms with a larger local spread, in units of the logarithm, are heavy-tailed: one in 40 is twice the median."""
 
-@dataclass(frozen=True)
-class Candidate:
-    """One threshold and what it would have done to the run.
+START_TIMES = 3.0
+"""First norms so many times above the usual fill the second moment of an Adam for hundreds of steps."""
 
-    Attributes:
-        name: ``"guard"``, ``"shaping"`` or ``"reference"``.
-        threshold: The number, two significant digits.
-        meaning: Where the number comes from, in a few words.
-        clip_share: The share of usable steps whose norm is above it.
-        interval: 95 % block-bootstrap interval of that share.
-    """
+CONVERGED = 1 / 3
+"""A median norm that fell below this share: training converges, and a constant would bind at one end only."""
 
-    name: str
-    threshold: float
-    meaning: str
-    clip_share: float
-    interval: tuple[float, float]
+BLOWN_UP_LOSS = 1.5
+"""A loss that rose to so many times its first value, and stayed: the weights are lost, not a batch."""
+
+LEARNED_LOSS = 0.9
+"""A loss that came below this share of its first value has learned something."""
+
+TRY_LESS = 0.1
+"""Of the learning rate, and of the norms before: what to try first in a run that blew up."""
+
+_FIRST = 5  # losses and norms that say how a run began
+_BEFORE = 10  # norms before it blew up
+_NEAR = 10  # losses before and after a spike
 
 
 @dataclass(frozen=True)
@@ -58,13 +63,13 @@ class Recommendation:
             to clip, ``"fix"`` something else first, or ``"unknown"`` where the record cannot say.
         headline: The decision in one sentence.
         reason: Plain sentences that a person can act on.
-        threshold: The constant of ``"keep"`` and ``"constant"``, or None.
+        threshold: The constant of ``"keep"``, ``"constant"`` and ``"fix"``, or None.
         rule: What ``gradguard run --clip`` takes, such as ``"norm=1.3"`` or ``"median"``; None where there is no rule
             to try.
-        candidates: Guard, shaping and reference, empty when there is no recommendation.
+        rate_factor: What to multiply the learning rate by, of ``"fix"``.
+        clip_share: On which share of the usable steps the threshold would have bound.
         usable_steps: How many steps the numbers rest on.
-        drift: The guard threshold at the start and at the end of the run, or where the norm was smallest and largest,
-            in the order of time, if the norm moved by much.
+        drift: The median norms between which the run drifted, in the order of time, if it did.
         parts: The recommendation for each optimizer with its label, where the record has several.
     """
 
@@ -73,262 +78,256 @@ class Recommendation:
     reason: str
     threshold: float | None = None
     rule: str | None = None
-    candidates: tuple[Candidate, ...] = ()
+    rate_factor: float | None = None
+    clip_share: float | None = None
     usable_steps: int = 0
     drift: tuple[float, float] | None = None
     parts: tuple[tuple[str, "Recommendation"], ...] = ()
 
 
 def recommend(record: Record) -> Recommendation:
-    r"""Recommend a threshold for ``clip_grad_norm_`` from the pre-clip norms of a run.
+    r"""Decide what to do about clipping, from the pre-clip norms and the losses of a run.
 
-    The rule: take the finite pre-clip norms of real steps and drop the warm-up. In log space let :math:`m` be
-    the median and :math:`s = \max(1.4826\,\mathrm{MAD},\,0.05)`. Then
+    The first row that holds decides; *usable* are the finite norms of taken steps without the warm-up, and the *local
+    spread* s is the robust standard deviation of their logarithms within a tenth of the run.
 
-    .. math:: \text{guard} = e^{m + 6s}, \quad \text{shaping} = 90\text{th percentile}, \quad
-              \text{reference} = 5 \times \text{mean}.
+    ========================================================= ==========  ==============================================
+    the record                                                kind        threshold or rule
+    ========================================================= ==========  ==============================================
+    several optimizers                                        unknown     none, and a recommendation for each
+    no pre-clip norm                                          unknown     none
+    the loss rose 1.5x, and it ends not finite or unlearned   fix         a tenth of the learning rate, and of the norms
+                                                                          before as a threshold
+    fewer than 200 usable steps                               unknown     none
+    a fixed norm clip bound on at most 5 %; or on more, with  keep        that one
+    an optimizer that cancels a scale
+    no spikes, s at most 0.4, no large first norms            nothing     none
+    the median norm drifts by more than 2x                    rule        ``median``
+    an optimizer that cancels a scale                         constant    10th percentile of the usable norms
+    any other                                                 constant    90th percentile, 75th where s is above 0.4
+    ========================================================= ==========  ==============================================
 
-    The guard is recommended: it leaves ordinary steps alone and cuts off what is six deviations too large.
+    Spikes are found against their neighbourhood (`find_spikes`). With an optimizer that cancels a scale (Adam), a low
+    threshold costs nothing, and neither a spike nor the first norms can fill its second moment: only where training
+    converges it would keep the last steps large, and a rule that follows is better.
 
-    **Guarantees**: multiplying every norm by a constant multiplies every threshold by it (to two digits); the
-    same record always gives the same answer.
-
-    **Edge cases**:
-
-    ============================================ =====================================================
-    no pre-clip norm in the record               None; a post-clip norm only repeats the old threshold
-    steps of several optimizers                  None, and a recommendation for each in ``parts``
-    fewer than 200 usable steps                  None, "not enough steps (n of 200)"
-    a norm clip that bound on at most 5 %        that threshold: "keep it"
-    guard above every norm of the run            guard, with "insurance, not a cure"
-    windowed median moves by more than 2x        guard, and both ends in ``drift``
-    ============================================ =====================================================
+    **Guarantees**: a constant is never above the largest norm of the run, nor printed where the norms drift;
+    multiplying every norm by a constant multiplies it by that (to two digits); the same record always gives the same
+    answer.
 
     Args:
         record: The record of a run, clipped or not.
 
     Returns:
-        The threshold, its reason and the three candidates.
+        The decision.
+
+    Example:
+        >>> from pathlib import Path
+        >>> steps = [{"t": "step", "i": i, "norm": 50.0 if i % 90 == 60 else 1.0 + i % 7 / 10} for i in range(500)]
+        >>> found = recommend(Record(Path("run.jsonl"), {"t": "meta"}, steps, [], [], None, False))
+        >>> found.kind, found.rule, found.headline
+        ('constant', 'norm=1.6', 'Clip at 1.6.')
     """
     parts = by_optimizer(record)
     if len(parts) > 1:
-        return _for_each([(part.label, _recommend(part.record)) for part in parts])
-    return _recommend(record)
+        return _for_each([(part.label, _decide(part.record)) for part in parts])
+    return _decide(record)
 
 
 def _for_each(parts: list[tuple[str, Recommendation]]) -> Recommendation:
-    said = [
-        f"{label}: {'none' if one.threshold is None else f'{one.threshold:g}'}. {one.reason}" for label, one in parts
-    ]
+    said = [f"{label[:1].upper()}{label[1:]}: {one.headline} {one.reason}".strip() for label, one in parts]
     usable = sum(one.usable_steps for _, one in parts)
-    return Recommendation("unknown", _SEVERAL, " ".join([_SEVERAL, *said]), usable_steps=usable, parts=tuple(parts))
+    return Recommendation("unknown", _SEVERAL, " ".join(said), usable_steps=usable, parts=tuple(parts))
 
 
-def _recommend(record: Record) -> Recommendation:
+_SEVERAL = "Several optimizers step in this run, and each has a decision of its own."
+
+
+def _decide(record: Record) -> Recommendation:
     if not any("norm" in step for step in record.steps):
         return Recommendation("unknown", "The record has no norms to judge by.", _no_norms(record))
+    blown = _blown_up(record)
+    if blown is not None:
+        return blown
     norms = usable_norms(record)
     if len(norms) < ENOUGH_STEPS:
-        missing = f"not enough steps ({len(norms)} of {ENOUGH_STEPS}) for a threshold that can be trusted"
-        headline = "Record a longer run."
-        return Recommendation("unknown", headline, f"{missing}; record a longer run.", usable_steps=len(norms))
-    candidates, moved = _candidates(norms), _drift(norms)
-    drift = None if moved is None else (moved[0].guard, moved[1].guard)
-    used = _guarding_threshold(record)
-    first = _guard_reason(candidates, len(norms)) if used is None else _keep_reason(used, record)
-    sentences = [first, _drift_reason(moved), _present(record) if used is None else "", _advice(record)]
-    threshold = candidates[0].threshold if used is None else used
-    kind, headline = ("constant", f"Clip at {threshold:g}.") if used is None else ("keep", f"Keep {threshold:g}.")
-    reason, rule = " ".join(filter(None, sentences)), f"norm={threshold:g}"
-    return Recommendation(kind, headline, reason, threshold, rule, candidates, len(norms), drift)
+        missing = f"There are {len(norms)} usable steps, and {ENOUGH_STEPS} are needed to know how rare spikes are."
+        return Recommendation("unknown", "Record a longer run.", missing, usable_steps=len(norms))
+    found = _keep(record) or _choose(record, norms)
+    reason = " ".join(filter(None, [found.reason, _drift_words(norms), _harm(record)]))
+    return replace(found, reason=reason, usable_steps=len(norms), drift=drift_ends(norms))
 
 
-def centre_and_spread(norms: Sequence[float]) -> tuple[float, float]:
-    """Median and robust standard deviation of the logarithms; the spread is at least 0.05.
-
-    Args:
-        norms: Positive norms, at least one.
-
-    Returns:
-        The median m and the spread s, both of natural logarithms.
-    """
-    logs = [math.log(norm) for norm in norms]
-    centre = statistics.median(logs)
-    mad = statistics.median(abs(value - centre) for value in logs)
-    return centre, max(_MAD_TO_SIGMA * mad, SPREAD_FLOOR)
+# A run that is lost.
 
 
-def guard_threshold(norms: Sequence[float]) -> float:
-    """The norm six robust deviations above the median, in log space; a larger norm is called a spike.
-
-    Args:
-        norms: Positive norms, at least one.
-
-    Returns:
-        The threshold, not rounded.
-    """
-    centre, spread = centre_and_spread(norms)
-    return math.exp(min(centre + DEVIATIONS * spread, _LARGEST_EXPONENT))
-
-
-def is_scale_free(record: Record) -> bool | None:
-    """Whether the optimizer cancels a constant factor on all gradients, as Adam does and SGD does not.
-
-    Args:
-        record: The record of a run.
-
-    Returns:
-        True, False, or None where the record does not say or the run mixes both kinds.
-    """
-    optimizers: list[Any] = record.meta.get("optimizers") or []
-    answers = {cancels_scale(str(name)) for name in optimizers}
-    return answers.pop() if len(answers) == 1 else None
-
-
-def cancels_scale(optimizer: str) -> bool:
-    """Whether an optimizer's update stays nearly the same when all gradients are multiplied by a constant.
-
-    Args:
-        optimizer: The name of its class.
-
-    Returns:
-        True for Adam and its like, False for SGD and for what is not known.
-
-    Example:
-        >>> [cancels_scale(name) for name in ("AdamW", "SGD")]
-        [True, False]
-    """
-    return any(word in optimizer.lower() for word in _SCALE_FREE)
-
-
-def _candidates(norms: list[float]) -> tuple[Candidate, ...]:
-    percentile = statistics.quantiles(norms, n=10, method="inclusive")[-1]
-    mean = math.fsum(norm / len(norms) for norm in norms)
-    named = (
-        ("guard", guard_threshold(norms), "median × exp(6 robust deviations)"),
-        ("shaping", percentile, "90th percentile"),
-        ("reference", 5 * mean, "5 × mean (Pascanu et al.)"),
+def _blown_up(record: Record) -> Recommendation | None:
+    """The decision on a run whose loss rose and that ended not finite, or without having learned anything."""
+    steps = [step for step in record.steps if not step.get("skipped")]
+    place = _first_loss_of_control(steps)
+    if place is None:
+        return None
+    at, finite = steps[place]["i"], not _is_broken(steps[place])
+    norms = [step["norm"] for step in steps[: max(place, 1)] if step.get("norm")][-_BEFORE:]
+    what = "rose and did not come back" if finite else "or the gradients were not finite"
+    where = f", where the norms had been about {number(statistics.median(norms))}" if norms else ""
+    reason = (
+        f"The loss {what} from step {at} on{where}. No rule that follows such norms can help, because none of them was "
+        f"ever usual. A tenth is where to begin; what is best, an experiment tells: {_tune(record)}."
     )
-    return tuple(_candidate(name, _two_digits(number), meaning, norms) for name, number, meaning in named)
+    headline = f"Lower the learning rate to a tenth: the run blew up at step {at}."
+    fix = Recommendation("fix", headline, reason, rate_factor=TRY_LESS, usable_steps=len(norms))
+    if not norms:
+        return fix
+    threshold = _two_digits(TRY_LESS * statistics.median(norms))
+    text = plain_threshold(threshold)
+    return replace(fix, headline=f"{headline} Clip at {text} as well.", threshold=threshold, rule=f"norm={text}")
 
 
-def _candidate(name: str, threshold: float, meaning: str, norms: list[float]) -> Candidate:
-    clipped = [norm > threshold for norm in norms]
-    return Candidate(name, threshold, meaning, sum(clipped) / len(clipped), _bootstrap_share(clipped))
-
-
-def _two_digits(number: float) -> float:
-    return float(f"{number:.1e}")
-
-
-def _bootstrap_share(flags: list[bool], seed: int = 0) -> tuple[float, float]:
-    # 95 % interval of the share of true flags, from circular blocks: neighbouring steps are not independent.
-    count, block = len(flags), math.isqrt(len(flags))
-    sums = list(accumulate(flags + flags[:block], initial=0))
-    draws, generator = -(-count // block), random.Random(seed)
-    resamples = (generator.choices(range(count), k=draws) for _ in range(_RESAMPLES))
-    shares = sorted(sum(sums[i + block] - sums[i] for i in starts) / (draws * block) for starts in resamples)
-    return shares[round(0.025 * _RESAMPLES)], shares[round(0.975 * _RESAMPLES) - 1]
-
-
-@dataclass(frozen=True, slots=True)
-class _Window:
-    # A tenth of the run: where it lies in it, from 0 to 9, its median norm, and the guard of its norms.
-    place: int
-    median: float
-    norms: Sequence[float]
-
-    @property
-    def guard(self) -> float:
-        return _two_digits(guard_threshold(self.norms))
-
-
-def drift_ratio(norms: Sequence[float]) -> float | None:
-    """By how much the windowed median norm moves: the largest over the smallest median of ten windows.
-
-    Args:
-        norms: Positive norms in the order of the steps.
-
-    Returns:
-        A number of at least 1, or None for fewer than 100 norms, whose windows are too short for a median.
-
-    Example:
-        >>> drift_ratio([1.0] * 500 + [3.0] * 500)
-        3.0
-    """
-    if len(norms) < _WINDOWS * _SHORTEST_WINDOW:
+def _first_loss_of_control(steps: list[dict[str, Any]]) -> int | None:
+    broken = [place for place, step in enumerate(steps) if _is_broken(step)]
+    last = len(steps) - max(1, len(steps) // 20)
+    losses = [step["loss"] for step in steps if step.get("loss") is not None]
+    rose = None
+    if losses and min(losses[:_FIRST]) > 0:  # else "times as much" has no meaning
+        first = statistics.median(losses[:_FIRST])
+        above = (place for place, step in enumerate(steps) if (step.get("loss") or 0.0) > BLOWN_UP_LOSS * first)
+        rose = next(above, None)
+        learned = statistics.fmean(losses[-max(_FIRST, len(losses) // 10) :]) <= LEARNED_LOSS * first
+        if rose is not None and not learned:
+            return min([rose, *broken])
+    if 2 * sum(place >= last for place in broken) <= len(steps) - last:
         return None
-    medians = [window.median for window in _windows(norms)]
-    return max(medians) / min(medians)
+    return min([place for place in (rose, broken[0]) if place is not None])
 
 
-def has_drifted(norms: Sequence[float]) -> bool:
-    """Whether the windowed median moves by more than 2x, and by more than the noise of medians alone would explain.
-
-    Args:
-        norms: Positive norms in the order of the steps.
-
-    Returns:
-        True where one fixed threshold would be wrong at one end.
-    """
-    ratio = drift_ratio(norms)
-    if ratio is None or ratio <= DRIFT:
-        return False
-    # Ten medians of noise span some three of their standard deviations, and six in one run of a thousand. The spread
-    # is taken within windows, because the drift is none of it.
-    size = len(norms) // _WINDOWS
-    spread = statistics.median(centre_and_spread(window.norms)[1] for window in _windows(norms))
-    return math.log(ratio) > _NOISE_SPAN * _MEDIAN_ERROR * spread / math.sqrt(size)
+def _is_broken(step: dict[str, Any]) -> bool:
+    return is_nonfinite(step) or ("loss" in step and step["loss"] is None)
 
 
-def drift_ends(norms: Sequence[float]) -> tuple[float, float] | None:
-    """The median norms between which a run drifted, in the order of time.
-
-    Args:
-        norms: Positive norms in the order of the steps.
-
-    Returns:
-        Those of the first and the last tenth, or of the two extreme tenths where the ends are alike; None without
-        drift.
-    """
-    moved = _drift(norms)
-    return None if moved is None else (moved[0].median, moved[1].median)
+def _tune(record: Record) -> str:
+    return f"gradguard tune {_script(record)}"
 
 
-def _windows(norms: Sequence[float]) -> list[_Window]:
-    size = len(norms) // _WINDOWS
-    parts = (norms[place * size : (place + 1) * size] for place in range(_WINDOWS))
-    return [_Window(place, statistics.median(part), part) for place, part in enumerate(parts)]
+def _script(record: Record) -> str:
+    argv = record.meta.get("argv") or ["train.py"]
+    return " ".join(map(str, argv))
 
 
-def _drift(norms: Sequence[float]) -> tuple[_Window, _Window] | None:
-    # The first and the last window where they are wide apart, else the two extremes in the order of time.
-    if not has_drifted(norms):
-        return None
-    windows = _windows(norms)
-    ends = windows[0], windows[-1]
-    if max(end.median for end in ends) > DRIFT * min(end.median for end in ends):
-        return ends
-    extremes = (f(windows, key=lambda window: window.median) for f in (min, max))
-    first, second = sorted(extremes, key=lambda window: window.place)
-    return first, second
+# A run that can be judged.
 
 
-def _guarding_threshold(record: Record) -> float | None:
-    # The threshold of a norm clip that was in force all along and already acts as a guard.
+def _keep(record: Record) -> Recommendation | None:
+    """The decision to keep the norm clip that was in force all along, if it is one to keep."""
     used = {step.get("threshold") if step.get("rule") == "norm" else None for step in record.steps}
-    threshold = used.pop() if len(used) == 1 else None
-    return threshold if 0 < _bound_share(record) <= GUARD_SHARE else None
+    threshold, share = used.pop() if len(used) == 1 else None, _bound_share(record)
+    normalises = bool(is_scale_free(record)) and share > GUARD_SHARE
+    if threshold is None or not (0 < share <= GUARD_SHARE or normalises):
+        return None
+    bound = f"It bound on {percent(share)} of {len(taken_steps(record)):,} steps"
+    why = " and left the others alone." if not normalises else f"; {_NO_COST}"
+    text = plain_threshold(threshold)
+    return Recommendation("keep", f"Keep {text}.", bound + why, threshold, f"norm={text}", clip_share=share)
+
+
+_NO_COST = "with an optimizer that cancels a constant scale this costs nothing."
+
+
+def _choose(record: Record, norms: list[float]) -> Recommendation:
+    spikes, spread = find_spikes(norms), local_spread(norms)
+    first = _middle([step["norm"] for step in taken_steps(record) if step.get("norm")][:_FIRST]) or 0.0
+    large_start = bool(is_scale_free(record)) and first > START_TIMES * statistics.median(norms)
+    unusual = _unusual(norms, spikes, spread, first if large_start else None)
+    if not unusual:
+        largest = f"the largest norm was {number(max(norms) / statistics.median(norms))} times the median"
+        return Recommendation("nothing", "Nothing to clip.", f"No norm stood out from those around it: {largest}.")
+    ends = drift_ends(norms)
+    if ends is not None and (not is_scale_free(record) or ends[1] < CONVERGED * ends[0]):
+        follows = "a constant would bind at one end of the run only; this rule follows the norms."
+        headline = "Clip by a rule that follows the norms: gg.ClipByMedian()."
+        return Recommendation("rule", headline, f"{unusual}, and the norms drift: {follows}", rule="median")
+    if is_scale_free(record):
+        share, why = 0.1, f"It normalises most steps; {_NO_COST} Neither a spike nor the first norms fill its moments."
+    else:
+        share = 0.75 if spread > HEAVY_SPREAD else 0.9
+        why = "It cuts what is large and leaves the size of ordinary steps alone."
+    threshold = min(_two_digits(_quantile(norms, share)), max(norms))
+    clipped = sum(norm > threshold for norm in norms) / len(norms)
+    text = plain_threshold(threshold)
+    reason = f"{unusual}. It would have bound on {percent(clipped)} of {len(norms):,} usable steps. {why}"
+    return Recommendation(
+        "constant",
+        f"Clip at {text}.",
+        f"{reason} {_present(record)}".strip(),
+        threshold,
+        f"norm={text}",
+        clip_share=clipped,
+    )
+
+
+def _unusual(norms: list[float], spikes: Sequence[int], spread: float, first: float | None) -> str:
+    """What there is to clip, in words without a full stop; empty if nothing."""
+    median = statistics.median(norms)
+    said = []
+    if spikes:
+        largest = max(norms[place] for place in spikes)
+        said.append(
+            f"{len(spikes):,} of {len(norms):,} norms are spikes, up to {number(largest / median)} times the median"
+        )
+    if spread > HEAVY_SPREAD:
+        said.append(f"the norms are heavy-tailed (robust spread {spread:.2g} of their logarithms)")
+    if first is not None:
+        said.append(f"the first norms are {number(first / median)} times the later ones")
+    text = "; ".join(said)
+    return f"{text[:1].upper()}{text[1:]}"
+
+
+def _drift_words(norms: list[float]) -> str:
+    ends = drift_ends(norms)
+    return "" if ends is None else f"The median norm moved from {number(ends[0])} to {number(ends[1])}."
+
+
+def _harm(record: Record) -> str:
+    """Whether the loss was higher after spikes than before them, and for how long."""
+    steps = usable_steps(record)
+    losses = [step.get("loss") for step in steps]
+    harmed, judged, recovery = 0, 0, []
+    for place in find_spikes([step["norm"] for step in steps]):
+        before = [loss for loss in losses[max(0, place - _NEAR) : place] if loss is not None]
+        after = [loss for loss in losses[place + 1 : place + 1 + _NEAR] if loss is not None]
+        if len(before) < _FIRST or len(after) < _FIRST:
+            continue
+        judged += 1
+        usual = statistics.median(before)
+        if statistics.median(after) > max(before):
+            harmed += 1
+            back = (n for n, loss in enumerate(losses[place + 1 :]) if loss is not None and loss <= usual)
+            recovery.append(next(back, math.inf))
+    if not judged:
+        return ""
+    if not harmed:
+        return f"After none of {judged:,} spikes the loss was higher than before."
+    lasted = statistics.median(recovery)
+    back = "and mostly did not come back" if math.isinf(lasted) else f"and came back within {lasted:,.0f} steps"
+    return f"After {harmed:,} of {judged:,} spikes the loss was higher than before, {back}."
+
+
+def _quantile(norms: Sequence[float], share: float) -> float:
+    ordered = sorted(norms)
+    return ordered[min(int(share * len(ordered)), len(ordered) - 1)]
+
+
+def _two_digits(value: float) -> float:
+    return float(f"{value:.1e}")
+
+
+def _middle(values: Sequence[float]) -> float | None:
+    return statistics.median(values) if values else None
 
 
 def _bound_share(record: Record) -> float:
     taken = taken_steps(record)
     return sum(map(binds, taken)) / len(taken) if taken else 0.0
-
-
-def _keep_reason(used: float, record: Record) -> str:
-    share = percent(_bound_share(record))
-    return f"Keep it: {used:g} bound on {share} of {len(taken_steps(record)):,} steps and left the others alone."
 
 
 def _present(record: Record) -> str:
@@ -353,51 +352,3 @@ def _no_norms(record: Record) -> str:
             "record the run again with gradguard run, which sees the norms before clipping."
         )
     return "The record holds no gradient norms; record the run again with gradguard run."
-
-
-def _guard_reason(candidates: tuple[Candidate, ...], count: int) -> str:
-    guard, shaping, _ = candidates
-    if guard.clip_share == 0:
-        return (
-            "It is six robust deviations above the median, and would not have clipped any step "
-            f"of this run: insurance, not a cure (counted on {count:,} usable steps). If training is unstable all the "
-            f"same, try the shaping threshold {shaping.threshold:g}."
-        )
-    low, high = guard.interval
-    return (
-        "It is six robust deviations above the median, and would have clipped "
-        f"{percent(guard.clip_share)} of {count:,} steps (95 % interval {percent(low)} to "
-        f"{percent(high)}; counted on the recorded norms, without feedback), "
-        f"{_SPIKES_ONLY if guard.clip_share < GUARD_SHARE else _HEAVY_TAIL}."
-    )
-
-
-_SEVERAL = "Several optimizers step in this run, and one threshold cannot fit the norms of all."
-_SPIKES_ONLY = "the spikes, and left every ordinary step alone"
-_HEAVY_TAIL = "so many that it already shapes training: the norms are heavy-tailed, or the run diverged"
-
-
-def _drift_reason(moved: tuple[_Window, _Window] | None) -> str:
-    if moved is None:
-        return ""
-    first, second = moved
-    return (
-        "The norms drift by more than 2x, so one number cannot fit both ends: "
-        f"{_TENTHS[first.place]} asks for {first.guard:g}, {_TENTHS[second.place]} for {second.guard:g}. "
-        "A threshold that follows the norms fits both: gg.ClipByMedian()."
-    )
-
-
-_TENTHS = ("the first tenth", *(f"tenth {place} of 10" for place in range(2, 10)), "the last")
-
-
-def _advice(record: Record) -> str:
-    scale_free, names = is_scale_free(record), " and ".join(map(str, record.meta.get("optimizers") or []))
-    if scale_free is None:
-        return ""
-    if scale_free:
-        return (
-            f"With {names} a constant scaling nearly cancels, so a threshold so low that it binds on every "
-            "step would mostly normalise one step against the next."
-        )
-    return f"With {names} a threshold so low that it always binds would act as a smaller learning rate."

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 from gradguard.errors import InvalidValueError
 from gradguard.monitoring.judge.numbers import number, percent, plain_threshold
-from gradguard.monitoring.judge.recommend import guard_threshold, recommend
+from gradguard.monitoring.judge.recommend import recommend
+from gradguard.monitoring.judge.spikes import find_spikes
 from gradguard.monitoring.record.file import Record
 from gradguard.monitoring.record.steps import BINDS_BELOW, Part, by_optimizer, label_of, taken_steps, usable_steps
 from gradguard.threshold_rules import (
@@ -50,7 +51,7 @@ class WhatIf:
         steps: How many steps it is judged on: those after the warm-up, finite and not skipped.
         clip_share: The share of them on which it would have bound.
         median_coefficient: The median coefficient of those; None if there are none.
-        spikes: How many of the steps are spikes: a norm above the median times exp(6 robust deviations).
+        spikes: How many of the steps are spikes: norms that stand out from their neighbourhood.
         caught: On how many of the spikes it would have bound.
         largest_passed: The largest norm after the clip.
         lock_in: The share of the steps on which its lock-in alarm would have been on.
@@ -176,10 +177,10 @@ def _example(name: str) -> str:
 
 def _rows(part: Part, rules: Sequence[str] | None) -> list[WhatIf]:
     chosen = _default_rules(part.record) if rules is None else rules
-    judged = {id(step) for step in usable_steps(part.record)}
-    norms = [step["norm"] for step in part.record.steps if id(step) in judged]
-    spike = guard_threshold(norms) if norms else math.inf
-    return [_row(part, rule, judged, spike) for rule in chosen]
+    usable = usable_steps(part.record)
+    spikes = set(find_spikes([step["norm"] for step in usable]))
+    judged = {id(step): place in spikes for place, step in enumerate(usable)}
+    return [_row(part, rule, judged) for rule in chosen]
 
 
 def _default_rules(record: Record) -> list[str]:
@@ -190,7 +191,7 @@ def _default_rules(record: Record) -> list[str]:
     return [f"norm={value:g}" for value in sorted(fixed)] + [r for r in DEFAULT_RULES if not r.startswith("norm=")]
 
 
-def _row(part: Part, name: str, judged: set[int], spike: float) -> WhatIf:
+def _row(part: Part, name: str, judged: dict[int, bool]) -> WhatIf:
     rule = parse_rule(name)()
     if not judged:
         return WhatIf(name, 0, note=_NO_STEPS, optimizer=part.index)
@@ -201,26 +202,26 @@ def _row(part: Part, name: str, judged: set[int], spike: float) -> WhatIf:
         decisions = ((step, *rule.step(norms)) for step, norms in inputs)
     else:
         decisions = ((step, *rule.step(step["norm"])) for step in _with_norm(part.record))
-    return _tally(name, part.index, decisions, judged, spike)
+    return _tally(name, part.index, decisions, judged)
 
 
 def _tally(
     name: str,
     optimizer: int | None,
     decisions: Iterator[tuple[dict, float, float]],
-    judged: set[int],
-    spike: float,
+    judged: dict[int, bool],
 ) -> WhatIf:
     alarm, steps, spikes, caught, locked, largest = LockInAlarm(), 0, 0, 0, 0, 0.0
     coefficients: list[float] = []
     for step, coefficient, threshold in decisions:
         binds = coefficient < BINDS_BELOW
         on = alarm.follow(binds, threshold)
-        if id(step) not in judged:
+        spike = judged.get(id(step))
+        if spike is None:
             continue
         norm = step["norm"]
         steps, locked = steps + 1, locked + on
-        spikes, caught = spikes + (norm > spike), caught + (norm > spike and binds)
+        spikes, caught = spikes + spike, caught + (spike and binds)
         largest = max(largest, norm * coefficient)
         if binds:
             coefficients.append(coefficient)

@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from gradguard.monitoring.judge.numbers import number, percent, plain_threshold
-from gradguard.monitoring.judge.recommend import guard_threshold, is_scale_free
+from gradguard.monitoring.judge.scale_free import is_scale_free
+from gradguard.monitoring.judge.spikes import find_spikes
 from gradguard.monitoring.record.file import Record
 from gradguard.monitoring.record.steps import binds, by_optimizer, is_nonfinite, regime_of, taken_steps, usable_norms
 
@@ -27,7 +28,7 @@ class Verdict:
         median_coefficient: The median coefficient of the steps on which clipping bound.
         median_norm: The median pre-clip norm.
         max_norm: The largest finite pre-clip norm.
-        spike_share: The share of steps after the warm-up above the median times exp(6 robust deviations).
+        spike_share: The share of steps after the warm-up that stand out from their neighbourhood (`find_spikes`).
         nonfinite_steps: Steps whose gradients held NaN or infinity.
         skipped_steps: Optimizer steps that a loss scaler left out.
         final_loss: The mean loss of the last 5 % of steps, at least 10; None if that window is not finite.
@@ -118,8 +119,7 @@ def _norms(record: Record) -> dict[str, Any]:
     usable = usable_norms(record)
     spikes = None
     if len(usable) >= _FEWEST_FOR_SPIKES:
-        guard = guard_threshold(usable)
-        spikes = sum(norm > guard for norm in usable) / len(usable)
+        spikes = len(find_spikes(usable)) / len(usable)
     return {
         "median_norm": statistics.median(norms) if norms else None,
         "max_norm": max(norms, default=None),

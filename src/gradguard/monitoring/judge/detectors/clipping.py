@@ -6,8 +6,9 @@ from collections import defaultdict, deque
 from typing import Any
 
 from gradguard.monitoring.judge.findings import Episode, Finding, Kind, Log, Words, steps
+from gradguard.monitoring.judge.norm_statistics import drift_ends
 from gradguard.monitoring.judge.numbers import number, percent, plain_threshold
-from gradguard.monitoring.judge.recommend import cancels_scale, drift_ends, is_scale_free
+from gradguard.monitoring.judge.scale_free import cancels_scale, is_scale_free
 from gradguard.monitoring.record.steps import BINDS_BELOW, Part, binds, taken_steps, usable_norms
 from gradguard.threshold_rules import LOCK_IN_TOLERANCE, LOCK_IN_WINDOW, LockInAlarm
 

@@ -15,9 +15,7 @@ from gradguard.monitoring.show.report.figure import (
     BLACK,
     BLUE,
     GREEN,
-    GREY,
     ORANGE,
-    PURPLE,
     REGIMES,
     Chart,
     Figure,
@@ -189,8 +187,7 @@ def _quantiles(values: list[float]) -> Table:
 
 
 def _histogram_marks(record: Record, verdict: Verdict, advice: Recommendation) -> list[tuple[str, float, str]]:
-    colours = {"guard": GREEN, "shaping": ORANGE, "reference": PURPLE}
-    marks = [(item.name, item.threshold, colours.get(item.name, GREY)) for item in advice.candidates]
+    marks = [] if advice.threshold is None else [("recommended", advice.threshold, GREEN)]
     if (verdict.threshold or 0) > 0 and clips_norms(record):
         marks.append(("in use", verdict.threshold or 0.0, BLACK))
     return sorted((mark for mark in marks if 0 < mark[1] < math.inf), key=lambda mark: mark[1])

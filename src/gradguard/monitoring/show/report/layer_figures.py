@@ -3,6 +3,7 @@
 import html
 import math
 from collections import Counter
+from collections.abc import Collection
 from typing import Any
 
 from gradguard.monitoring.judge.numbers import number, percent
@@ -63,18 +64,18 @@ def layer_heat_map(record: Record, whole: Record, most_cells: int = layers.MOST_
     return Chart("Layers", caption, shown, _summary(matrix), _rows_table(matrix), over_steps=True)
 
 
-def dominance(record: Record, whole: Record, spike_above: float | None) -> Chart | None:
+def dominance(record: Record, whole: Record, spikes: Collection[int]) -> Chart | None:
     """The ten parameters that make the norm, at ordinary and at spike steps.
 
     Args:
         record: The record of a run, or of one optimizer of it.
         whole: The record of the run.
-        spike_above: The norm above which a step counts as a spike.
+        spikes: The steps that are spikes.
 
     Returns:
         The chart, or None where nothing was recorded per parameter.
     """
-    shares = layers.dominance(record, spike_above, layers.rows_of(record, whole))
+    shares = layers.dominance(record, spikes, layers.rows_of(record, whole))
     if shares is None:
         return None
     figure = subplots([1.0], height=110 + 42 * len(shares["names"]))

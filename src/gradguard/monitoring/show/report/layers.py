@@ -5,7 +5,7 @@ import math
 import statistics
 import sys
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -96,30 +96,30 @@ def rows_of(part: Record, whole: Record) -> list[int] | None:
     return [row for row in range(len(whole.names)) if row in mine or row not in all_]
 
 
-def dominance(record: Record, threshold: Number, rows: Sequence[int] | None = None) -> dict[str, Any] | None:
+def dominance(record: Record, spikes: Collection[int], rows: Sequence[int] | None = None) -> dict[str, Any] | None:
     """Who makes the norm: mean share of the squared norm per parameter, at ordinary and at spike steps.
 
-    Ordinary steps are the middle half by norm. Spike steps are those above ``threshold``, or the largest 5 % where
-    none is.
+    Ordinary steps are the middle half by norm. Where no spike was recorded per parameter, the largest 5 % stand for
+    them.
 
     Args:
         record: The record of a run.
-        threshold: The norm above which a step is a spike.
+        spikes: The steps that are spikes.
         rows: The parameters that can be named; all of them if None.
 
     Returns:
         ``names``, ``ordinary``, ``spikes`` (both shares), ``label`` and ``count`` of the spike steps, ten rows at
         most; None where nothing was recorded per parameter.
     """
-    squares = [row for row in (_squares(line["norm"], len(record.names)) for line in record.tensors) if row]
+    lines = [(line, _squares(line["norm"], len(record.names))) for line in record.tensors]
+    squares = sorted((row for _, row in lines if row), key=sum)
     if not squares:
         return None
-    squares.sort(key=sum)
-    spikes = [row for row in squares if threshold is not None and math.sqrt(sum(row)) > threshold]
-    label, count = ("spike steps", len(spikes)) if spikes else ("largest 5 % of steps", max(1, len(squares) // 20))
-    spikes = spikes or squares[-count:]
+    at = [row for line, row in lines if row and line.get("i") in spikes]
+    label, count = ("spike steps", len(at)) if at else ("largest 5 % of steps", max(1, len(squares) // 20))
+    at = at or squares[-count:]
     ordinary = squares[len(squares) // 4 : -(-3 * len(squares) // 4)] or squares
-    shares = list(zip(record.names, _mean_shares(ordinary), _mean_shares(spikes), strict=False))
+    shares = list(zip(record.names, _mean_shares(ordinary), _mean_shares(at), strict=False))
     shares = [share for row, share in enumerate(shares) if rows is None or row in rows] or shares
     top = sorted(shares, key=lambda share: -max(share[1:]))[:10]
     names, at_ordinary, at_spikes = map(list, zip(*sorted(top, key=lambda share: share[2]), strict=True))

@@ -7,10 +7,11 @@ from typing import Any
 
 from gradguard.errors import InvalidValueError, RecordError
 from gradguard.monitoring.judge.numbers import number, percent, plain_threshold
-from gradguard.monitoring.judge.recommend import Recommendation, guard_threshold, recommend
+from gradguard.monitoring.judge.recommend import Recommendation, recommend
+from gradguard.monitoring.judge.spikes import find_spikes
 from gradguard.monitoring.judge.verdict import Verdict, verdict
 from gradguard.monitoring.record.file import Record
-from gradguard.monitoring.record.steps import Part, by_optimizer, usable_norms
+from gradguard.monitoring.record.steps import Part, by_optimizer, usable_steps
 from gradguard.monitoring.show.report import advice, clip_figures, figures, layer_figures, layers, noise_figure, series
 from gradguard.monitoring.show.report.figure import Chart, palette
 from gradguard.monitoring.show.report.summary import clip_of, command, environment, labelled, notes
@@ -135,13 +136,14 @@ def _tone(judged: Verdict, findings: Sequence[advice.Shown]) -> str:
 def _charts(
     record: Record, whole: Record, judged: Verdict, recommendation: Recommendation, among: int
 ) -> list[Chart | None]:
-    norms = usable_norms(record)
+    usable = usable_steps(record)
+    spikes = {usable[place]["i"] for place in find_spikes([step["norm"] for step in usable])}
     return [
         figures.norms_over_time(record, judged, recommendation, _points(among)),
         clip_figures.clip_share(record, judged, recommendation),
         clip_figures.coefficients(record),
         layer_figures.layer_heat_map(record, whole, max(_FEWEST_CELLS, layers.MOST_CELLS // among)),
-        layer_figures.dominance(record, whole, guard_threshold(norms) if norms else None),
+        layer_figures.dominance(record, whole, spikes),
         clip_figures.norm_histogram(record, judged, recommendation),
         noise_figure.noise_scale(record, _points(among)),
     ]

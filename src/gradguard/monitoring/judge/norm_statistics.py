@@ -1,0 +1,117 @@
+"""What the norms of a run are like: their centre and spread, and whether they drift, all in logarithms.
+
+Norms of healthy training are close to log-normal, so medians and median distances of logarithms say what is usual, and
+spikes hardly move them.
+"""
+
+import math
+import statistics
+from collections.abc import Sequence
+from typing import NamedTuple
+
+SPREAD_FLOOR = 0.05
+DRIFT = 2.0
+_MAD_TO_SIGMA = 1.4826
+_WINDOWS = 10
+_SHORTEST_WINDOW = 10
+_NOISE_SPAN, _MEDIAN_ERROR = 6.0, 1.2533  # deviations of a window's median; of a median over those of a mean
+
+
+def centre_and_spread(norms: Sequence[float]) -> tuple[float, float]:
+    """Median and robust standard deviation of the logarithms; the spread is at least 0.05.
+
+    Args:
+        norms: Positive norms, at least one.
+
+    Returns:
+        The median m and the spread s, both of natural logarithms.
+    """
+    logs = [math.log(norm) for norm in norms]
+    centre = statistics.median(logs)
+    mad = statistics.median(abs(value - centre) for value in logs)
+    return centre, max(_MAD_TO_SIGMA * mad, SPREAD_FLOOR)
+
+
+def drift_ratio(norms: Sequence[float]) -> float | None:
+    """By how much the windowed median norm moves: the largest over the smallest median of ten windows.
+
+    Args:
+        norms: Positive norms in the order of the steps.
+
+    Returns:
+        A number of at least 1, or None for fewer than 100 norms, whose windows are too short for a median.
+
+    Example:
+        >>> drift_ratio([1.0] * 500 + [3.0] * 500)
+        3.0
+    """
+    if len(norms) < _WINDOWS * _SHORTEST_WINDOW:
+        return None
+    medians = [window.median for window in _windows(norms)]
+    return max(medians) / min(medians)
+
+
+def has_drifted(norms: Sequence[float]) -> bool:
+    """Whether the windowed median moves by more than 2x, and by more than the noise of medians alone would explain.
+
+    Args:
+        norms: Positive norms in the order of the steps.
+
+    Returns:
+        True where one fixed threshold would be wrong at one end.
+    """
+    ratio = drift_ratio(norms)
+    if ratio is None or ratio <= DRIFT:
+        return False
+    # Ten medians of noise span some three of their standard deviations, and six in one run of a thousand. The spread
+    # is taken within windows, because the drift is none of it.
+    size = len(norms) // _WINDOWS
+    return math.log(ratio) > _NOISE_SPAN * _MEDIAN_ERROR * local_spread(norms) / math.sqrt(size)
+
+
+def drift_ends(norms: Sequence[float]) -> tuple[float, float] | None:
+    """The median norms between which a run drifted, in the order of time.
+
+    Args:
+        norms: Positive norms in the order of the steps.
+
+    Returns:
+        Those of the first and the last tenth, or of the two extreme tenths where the ends are alike; None without
+        drift.
+    """
+    if not has_drifted(norms):
+        return None
+    windows = _windows(norms)
+    ends = windows[0], windows[-1]
+    if max(end.median for end in ends) <= DRIFT * min(end.median for end in ends):
+        extremes = (f(windows, key=lambda window: window.median) for f in (min, max))
+        ends = tuple(sorted(extremes, key=lambda window: window.place))
+    return ends[0].median, ends[1].median
+
+
+def local_spread(norms: Sequence[float]) -> float:
+    """The robust standard deviation of the logarithms within a tenth of the run: what is noise, and not drift.
+
+    Args:
+        norms: Positive norms in the order of the steps, at least one.
+
+    Returns:
+        The median of those of ten windows; of a short run, that of the whole.
+    """
+    if len(norms) < _WINDOWS * _SHORTEST_WINDOW:
+        return centre_and_spread(norms)[1]
+    return statistics.median(centre_and_spread(window.norms)[1] for window in _windows(norms))
+
+
+class _Window(NamedTuple):
+    """A tenth of the run: where it lies in it, from 0 to 9, its median norm, and its norms."""
+
+    place: int
+    median: float
+    norms: Sequence[float]
+
+
+def _windows(norms: Sequence[float]) -> list[_Window]:
+    size = len(norms) // _WINDOWS
+    parts = (norms[place * size : (place + 1) * size] for place in range(_WINDOWS))
+    return [_Window(place, statistics.median(part), part) for place, part in enumerate(parts)]
