@@ -62,7 +62,7 @@ def test_an_event_has_what_a_person_needs(tmp_path):
             for line in judge.follow({"t": "step", "i": i, "norm": 1.0 if i < 300 else 50.0, "optimizer": 1}):
                 writer.write(line.pop("t"), **line)
     (event,) = read_record(tmp_path / "run.jsonl").events
-    assert event.keys() == {"t", "i", "kind", "severity", "message", "advice", "value", "optimizer"}
+    assert event.keys() == {"t", "i", "kind", "severity", "message", "advice", "value", "confidence", "optimizer"}
     assert (event["severity"], event["optimizer"]) == ("error", 1)
 
 
@@ -143,3 +143,10 @@ def test_no_minus_zero_in_a_record(tmp_path):
     with RecordWriter(tmp_path / "run.jsonl") as writer:
         writer.write("tensors", i=0, norm=[-0.0, 1.0], max=-0.0)
     assert "-0" not in (tmp_path / "run.jsonl").read_text(encoding="utf-8")
+
+
+def test_the_text_says_what_is_only_likely():
+    steps = [one | {"loss": 1.0 if one["i"] < 300 else 9.0} for one in steps_of([1.0] * 600)]
+    text = text_summary(make_record(steps=steps))
+    assert "finding_1: error diverging_loss (steps 300" in text
+    assert "finding_1_confidence: medium" in text

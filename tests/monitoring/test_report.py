@@ -256,6 +256,7 @@ def test_text_numbers_the_findings_and_the_optimizers(tmp_path):
     assert int(pairs["findings"]) == len(findings(sick))
     assert pairs["finding_1"].startswith("error exploding (steps 321 to 397): The gradient norm stayed more than 10")
     assert "lower the learning rate" in pairs["finding_1_advice"]
+    assert "finding_1_confidence" not in pairs
     pairs = dict(line.split(": ", 1) for line in text_summary(gan).splitlines())
     assert pairs["recommended"] == "none"
     assert [pairs[f"optimizer_{place}_recommended"] for place in (0, 1)] == ["20", "0.59"]

@@ -4,6 +4,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from gradguard.monitoring.judge.detectors import KINDS
 from gradguard.monitoring.judge.detectors.clipping import ALWAYS_ON, LOCK_IN, clipping_of_whole
 from gradguard.monitoring.judge.detectors.level import EXPLODING, JUMP, NONFINITE
 from gradguard.monitoring.judge.detectors.loss import loss_of_whole
@@ -16,7 +17,7 @@ from gradguard.monitoring.record.file import Record
 from gradguard.monitoring.record.steps import binds, by_optimizer, taken_steps, threshold_of
 from gradguard.threshold_rules import LockInAlarm
 
-__all__ = ["Finding", "HealthMonitor", "findings", "lock_in_share"]
+__all__ = ["KINDS", "Finding", "HealthMonitor", "findings", "lock_in_share"]
 
 
 def findings(record: Record) -> list[Finding]:
@@ -26,11 +27,25 @@ def findings(record: Record) -> list[Finding]:
     kind                severity  found where
     ==================  ========  ======================================================================================
     nonfinite           error     gradients held NaN or infinity (warning: all such steps were skipped)
-    exploding           error     10 norms in a row above 10 times the usual (100 times in the first 200 steps)
-    exploding           warning   a single norm above 1,000 times the usual that no clip bound on
+    exploding           error     10 norms in a row above 10 times the usual (100 times in the first 200 steps), unless
+                                  the loss has not risen with them; early, 10 times the first ones with 3 times the loss
+    exploding           warning   a single norm above 1,000 times the usual (1,000,000 times where a clip bound on it)
+    diverging_loss      warning   60 losses 2.5 times the best, not falling, half of what was learned lost (error: 80 %)
+    not_learning        info      no 100 losses of at least 500 are 2 % below the first
+    spike               info      a norm 5 times its neighbourhood's, and 6 robust deviations above, where no clip bound
+    recurring_spikes    warning   8 spikes within 1,000 steps; tells their period (info: a clip bound on all)
+    oscillation         warning   losses up and down with each of 64 steps by 10 %, not falling, while a clip binds
+                                  (else info)
+    repeated_batches    info      losses and norms of the last 600 steps recur after the same number of steps
     vanishing           warning   20 norms in a row below a ten-thousandth of the usual, without convergence; error: 0
     vanishing           warning   a weight's gradient is a millionth of the usual weight's, element by element
     dead_layer          warning   exact zeros on 10 per-tensor lines in a row (info: from the first one on)
+    half_dead_layer     warning   half of a weight's gradient is exactly 0 on 4 measurements over 150 steps, a constant
+                                  part that was smaller at first or is its bias's too
+    detached_layer      warning   no gradient at all on 10 per-tensor lines in a row, after nine of ten before had one
+    corrupt_gradient    warning   one tensor's norm above 10 times its usual for one line, while the others are calm
+    update_ratio        warning   updates above a tenth of their weight, or below a millionth while others' are not, on
+                                  5 measurements over 200 steps
     dominating_layer    warning   one of at least 8 tensors has 95 % of the squared norm on 80 of 100 steps
     amp_scale_collapse  error     the loss scale is below 1, or 12 steps in a row were skipped
     lock_in             warning   bound on more than half of 100 steps at one threshold, by a rule that moves it; or
@@ -41,11 +56,12 @@ def findings(record: Record) -> list[Finding]:
     clipped_twice       warning   two clips acted on the same steps
     ==================  ========  ======================================================================================
 
-    **Guarantees**: a calm, a decaying or a short run, and one with a few spikes, has none, unless it clips: then the
-    last four kinds may be told. The same record always gives the same findings. Each kind is told once for each
-    optimizer, however often it came.
+    **Guarantees**: a calm, a decaying or a short run has none, unless it clips: then the last four kinds may be told.
+    The same record always gives the same findings. Each kind is told once for each optimizer, with the steps of each
+    time that it came. ``confidence`` is ``"medium"`` where something else could make the same numbers.
 
-    **Edge cases**: what was not measured is not judged; steps that a loss scaler skipped are its ordinary search.
+    **Edge cases**: what was not measured is not judged; neither are losses of a run with several optimizers, nor those
+    that are ever zero or negative, for divergence; steps that a loss scaler skipped are its ordinary search.
 
     Args:
         record: The record of a run.

@@ -213,6 +213,7 @@ def _event(found: Finding, i: int) -> Line:
         "advice": found.advice,
         "params": list(found.params) or None,
         "value": found.value,
+        "confidence": found.confidence,
         "optimizer": found.optimizer,
     }
     return {key: value for key, value in fields.items() if value is not None}

@@ -101,7 +101,7 @@ class Layers:
         zero = [place for place, norm in enumerate(norms) if not norm and (self._alive[place] or not self._several)]
         found = self._detach(i, absent) if absent or self._absences else []
         if absent:
-            zero = [place for place in zero if place not in absent or not self._alive[place]]
+            zero = [place for place in zero if place not in absent]
         self._lines += 1
         new = self._dead.follow(i, zero)
         for alive in (True, False):

@@ -1,7 +1,7 @@
 """What the norms of single tensors show: one that jumps alone, updates out of proportion, units that are dead."""
 
 import math
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from typing import Any
 
@@ -48,12 +48,18 @@ NOT_SO_AT_FIRST = 0.25
 HALF_DEAD_LINES = 4
 """Measurements in a row, of which one is made every 50 steps."""
 
+FEW_CHANGES = 2
+"""Times that the number of zeros may have changed; where it often does, a batch leaves units alone that are alive."""
+
+SPARSE_LINES = 10
+"""Measurements in a row, all with one number of zeros, where that has changed more often."""
+
 HALF_DEAD_STEPS = 150
 """And so many steps from the first to the last of them."""
 
 _WINDOW = 80
 _REFRESH = 40
-_UNITS_THAT_DIFFER = 2
+_MANY_UNITS = 32
 
 
 class Corruption:
@@ -69,7 +75,8 @@ class Corruption:
         self._lines: deque[Sequence[float]] = deque(maxlen=_WINDOW)
         self._since = 0
         self._limits, self._usual = [math.inf] * len(names), [0.0] * len(names)
-        self._suspect: tuple[int, int, float] | None = None
+        self._beyond: list[int] = []
+        self._suspect: tuple[int, int, float, float] | None = None  # step, place, times, limit
 
     def follow(self, i: int, norms: Sequence[float]) -> list[Finding]:
         """Return what is new after a line with the norm of each parameter.
@@ -79,25 +86,24 @@ class Corruption:
             norms: One finite norm for each.
         """
         beyond = [place for place, (norm, limit) in enumerate(zip(norms, self._limits, strict=True)) if norm > limit]
-        suspect, self._suspect = self._suspect, None
-        found = self._returned(suspect, norms) if suspect is not None else []
-        if len(beyond) == 1 and (suspect is None or suspect[1] != beyond[0]):
-            self._suspect = self._alone(i, beyond[0], norms)
+        found = self._returned(self._suspect, norms) if self._suspect is not None else []
+        self._suspect = self._alone(i, beyond[0], norms) if len(beyond) == 1 and beyond != self._beyond else None
+        self._beyond = beyond
         self._lines.append(norms)
         self._since += 1
         if self._since >= _REFRESH:
             self._refresh()
         return found
 
-    def _returned(self, suspect: tuple[int, int, float], norms: Sequence[float]) -> list[Finding]:
+    def _returned(self, suspect: tuple[int, int, float, float], norms: Sequence[float]) -> list[Finding]:
         """What lasts is another state, not an accident."""
-        i, place, times = suspect
-        if norms[place] > self._limits[place] or self._log.goes_on(f"corrupt {place}", i, times):
+        i, place, times, limit = suspect
+        if norms[place] > limit or self._log.goes_on(f"corrupt {place}", i, times):
             return []
         name = self._names[place]
         return self._log.begin(f"corrupt {place}", CORRUPT, i, i, params=[name], numbers={"largest": times})
 
-    def _alone(self, i: int, place: int, norms: Sequence[float]) -> tuple[int, int, float] | None:
+    def _alone(self, i: int, place: int, norms: Sequence[float]) -> tuple[int, int, float, float] | None:
         others = sorted(
             norm / usual
             for k, (norm, usual) in enumerate(zip(norms, self._usual, strict=True))
@@ -107,7 +113,7 @@ class Corruption:
         total = math.hypot(*norms)
         if not calm or norms[place] < math.sqrt(CORRUPT_SHARE) * total:
             return None
-        return i, place, norms[place] / self._usual[place]
+        return i, place, norms[place] / self._usual[place], self._limits[place]
 
     def _refresh(self) -> None:
         self._since = 0
@@ -144,6 +150,8 @@ class Diagnostics:
         self._matrices = [place for place, shape in enumerate(self._shapes) if len(shape) > 1]
         self._large, self._small = _Lasting(), _Lasting()
         self._first: dict[int, float] = {}  # the share of zeros that each began with
+        self._before: dict[int, float] = {}
+        self._changes: Counter[int] = Counter()
         self._zeros: dict[int, deque[tuple[int, float]]] = {}
 
     def updates(self, i: int, weights: Sequence[float | None], updates: Sequence[float | None]) -> list[Finding]:
@@ -207,17 +215,20 @@ class Diagnostics:
         return found
 
     def _is_half_dead(self, i: int, place: int, share: float, zeros: Sequence[float | None] | None) -> bool:
+        units, lines = self._shapes[place][0], self._zeros.setdefault(place, deque(maxlen=SPARSE_LINES))
         first = self._first.setdefault(place, share)
-        lines = self._zeros.setdefault(place, deque(maxlen=HALF_DEAD_LINES))
+        self._changes[place] += abs(share - self._before.get(place, share)) * units > 1
+        self._before[place] = share
         if share < HALF_DEAD or share == 1:  # all of it is another finding
             lines.clear()
             return False
         lines.append((i, share))
-        shares = [share for _, share in lines]
-        units = self._shapes[place][0]
-        # Units that a batch happens to leave alone are others in the next one, and never the same number of them.
-        steady = (max(shares) - min(shares)) * units <= _UNITS_THAT_DIFFER
-        lasts = len(lines) == HALF_DEAD_LINES and i - lines[0][0] >= HALF_DEAD_STEPS
+        # Units that a batch happens to leave alone are others in the next one, and seldom the same number of them.
+        needed = HALF_DEAD_LINES if self._changes[place] <= FEW_CHANGES else SPARSE_LINES
+        recent = list(lines)[-needed:]
+        shares = [share for _, share in recent]
+        steady = (max(shares) - min(shares)) * units < (1.5 if units >= _MANY_UNITS else 0.5)
+        lasts = len(recent) == needed and i - recent[0][0] >= HALF_DEAD_STEPS
         return lasts and steady and (share - first >= NOT_SO_AT_FIRST or self._bias_agrees(place, share, zeros))
 
     def _bias_agrees(self, place: int, share: float, zeros: Sequence[float | None] | None) -> bool:

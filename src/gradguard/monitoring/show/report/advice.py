@@ -29,6 +29,7 @@ class Shown:
         message: What was seen.
         advice: What to do.
         params: The parameters that it is about, in words; empty if it is about none.
+        confidence: ``"high"`` or ``"medium"``, as a `Finding` has it.
     """
 
     severity: str
@@ -37,6 +38,7 @@ class Shown:
     message: str
     advice: str
     params: str
+    confidence: str = "high"
 
 
 @dataclass(frozen=True)
@@ -186,6 +188,7 @@ def _in_words(item: Any) -> Shown:
         message=item.message if item.message.startswith(tuple(names)) else _sentence(item.message),
         advice=_sentence(item.advice or ""),
         params=", ".join(names[:_NAMED_AT_MOST]) + more,
+        confidence=item.confidence,
     )
 
 

@@ -197,6 +197,8 @@ def _found(findings: Sequence[Shown]) -> dict[str, str]:
     for place, item in enumerate(findings, start=1):
         where = f" ({item.where})" if item.where else ""
         lines[f"finding_{place}"] = f"{item.severity} {item.kind}{where}: {item.message}"
+        if item.confidence != "high":
+            lines[f"finding_{place}_confidence"] = item.confidence
         if item.advice:
             lines[f"finding_{place}_advice"] = item.advice
     return lines
