@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import math
 import os
 import sys
 import time
@@ -14,15 +13,16 @@ from gradguard import __version__
 from gradguard.errors import CommandError, GradguardError
 
 if TYPE_CHECKING:
+    from gradguard.clip.each_optimizer import ClipEachOptimizer
     from gradguard.monitoring.judge.conditions import Condition
     from gradguard.monitoring.record.file import Record
+    from gradguard.named_rules import NamedRule
 
 _RUN_USAGE = "gradguard run [--out DIR] [--force] [--every N] [--clip RULE] (script.py | -m module) [args ...]"
 _INPUT_HELP = (
     "an input of standard normal numbers (integers: 0 and 1), as in x=2,3:float32; float32 without a dtype, x= for a "
     "single number, 0=2,3 for the first by position"
 )
-_RULES = ("norm", "value", "adaptive")
 _FAIL_ON_HELP = (
     'exit code 1 if one of these holds, as in "nonfinite>0,clip_fraction>0.5"; 2 if one is not measured. Known: '
     "nonfinite, skipped, clip_fraction, max_norm, median_norm, spike_fraction, drift, lock_in, final_loss, overhead, "
@@ -33,7 +33,8 @@ _REPLAY_HELP = (
     "may be given several times. Default: a choice of them and the recommended threshold"
 )
 _CLIP_HELP = (
-    "clip before each step: norm=1.0, value=0.5, adaptive=0.01, or from=RECORD for the threshold that RECORD's report "
+    "clip before each step: by a threshold (norm=1.0, value=0.5, adaptive=0.01), by a rule that follows the norms of "
+    "each optimizer (median, autoclip, zclip=inf, clip_fraction=0.05, adagc=inf), or from=RECORD, as RECORD's report "
     "recommends. Default: observe only, the weights come out bit-identical"
 )
 
@@ -120,7 +121,7 @@ def _run(argv: Sequence[str]) -> int:
         raise CommandError(f"nothing to run. Usage: {_RUN_USAGE}")
     if options.every is not None and options.every < 1:
         raise CommandError(f"--every {options.every}: expected a number of steps, at least 1.")
-    rule = _parse_clip(options.clip) if options.clip is not None else None
+    rule = _rule(options.clip) if options.clip is not None else None
 
     from gradguard.monitoring.observe.meta import rank_and_world
     from gradguard.monitoring.observe.script import load_module, load_script
@@ -148,41 +149,36 @@ def _split(argv: Sequence[str]) -> tuple[list[str], list[str], bool]:
     return list(argv[:i]), list(argv[i:]), False
 
 
-def _parse_clip(text: str) -> tuple[str, float]:
-    """The rule and threshold in ``norm=1.0`` or ``from=run.jsonl``."""
-    rule, _, value = text.partition("=")
-    if rule == "from" and value:
-        return "norm", _recommended(Path(value))
-    try:
-        threshold = float(value)
-    except ValueError:
-        threshold = math.nan
-    if rule not in _RULES:
-        raise CommandError(f"--clip {text}: unknown rule {rule!r}; expected norm=, value=, adaptive= or from=RECORD.")
-    if not 0 < threshold < math.inf:
-        raise CommandError(f"--clip {text}: expected a threshold above 0, as in {rule}=1.0.")
-    return rule, threshold
+def _rule(text: str) -> "NamedRule":
+    """The rule in ``norm=1.0``, or that which the record in ``from=run.jsonl`` recommends."""
+    from gradguard.named_rules import clipping_rule
+
+    name, _, path = text.partition("=")
+    return clipping_rule(_recommended(Path(path)) if name == "from" and path else text)
 
 
-def _recommended(path: Path) -> float:
+def _recommended(path: Path) -> str:
     from gradguard.monitoring.judge.recommend import recommend
     from gradguard.monitoring.record.file import read_record
 
     found = recommend(read_record(path))
-    if found.threshold is None:
-        raise CommandError(f"--clip from={path}: that record recommends no threshold: {found.reason}")
-    return found.threshold
+    if found.rule is None:
+        raise CommandError(
+            f"--clip from={path}: that record recommends no rule. {found.headline} {found.reason} Or name a rule "
+            "yourself, as in --clip median."
+        )
+    return found.rule
 
 
-def _observe(program, shown: list[str], record: Path | None, rule: tuple[str, float] | None, every: int | None) -> int:
+def _observe(program, shown: list[str], record: Path | None, rule: "NamedRule | None", every: int | None) -> int:
     from gradguard.monitoring.observe.meta import program_facts
-    from gradguard.monitoring.observe.observer import AppliedClip, Observer, observe
+    from gradguard.monitoring.observe.observer import Observer, observe
     from gradguard.monitoring.observe.script import INTERRUPTED, run
     from gradguard.monitoring.observe.watch import stop_watching
 
     stop_watching()  # where the environment variable asks for a watch, this one is it
-    clip = AppliedClip(*rule, bind=_binder(*rule)) if rule else None
-    facts = program_facts(shown, f"{rule[0]}={rule[1]:g}" if rule else None)
+    clip = None if rule is None else _clip_by(rule)
+    facts = program_facts(shown, None if rule is None else rule.text)
     observer = Observer(record, facts, clip, every)
     code, process, here = 1, os.getpid(), Path.cwd()
     try:
@@ -195,21 +191,13 @@ def _observe(program, shown: list[str], record: Path | None, rule: tuple[str, fl
     return code
 
 
-def _binder(rule: str, threshold: float):
-    """What applies a clip to the parameters of a step, once the modules are known."""
-    from gradguard.clip.adaptive import clip_adaptive
-    from gradguard.clip.adaptive_units import unit_layouts
-    from gradguard.clip.functional import clip_grad_norm_, clip_grad_value_
+def _clip_by(rule: "NamedRule") -> "ClipEachOptimizer":
+    """What applies the rule to the gradients of each optimizer."""
+    import gradguard
+    from gradguard.clip.each_optimizer import ClipEachOptimizer
 
-    def bind(modules):
-        layouts = {key: layout for module in modules for key, layout in unit_layouts(module).items()}
-        return {
-            "norm": lambda parameters, scale: clip_grad_norm_(parameters, threshold * scale),
-            "value": lambda parameters, scale: clip_grad_value_(parameters, threshold * scale),
-            "adaptive": lambda parameters, scale: clip_adaptive(parameters, threshold * scale, layouts=layouts),
-        }[rule]
-
-    return bind
+    name, arguments = rule.clipper
+    return ClipEachOptimizer(lambda: getattr(gradguard, name)(**arguments))
 
 
 def _show(record: Path, here: Path) -> None:
