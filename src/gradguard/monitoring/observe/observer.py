@@ -35,6 +35,10 @@ from gradguard.optimizer_hooks import EveryStep
 from gradguard.tensors.layout import are_readable
 
 
+class EnoughSteps(SystemExit):
+    """Ends a program after as many optimizer steps as were asked for: what cleans up on the way out does so."""
+
+
 class Observer(Recorder):
     """Writes the record of a run. Use `observe`.
 
@@ -44,6 +48,7 @@ class Observer(Recorder):
         clip: A clip to apply before each step.
         every: Write the norm of each parameter every so many steps; by default so that a step takes some 200 bytes.
         diagnostics_every: Steps between two measurements of what is too costly for each; 0 for none.
+        last_step: After so many optimizer steps the program ends, as if it had called ``sys.exit()``.
 
     Attributes:
         path: The record, once it is open.
@@ -56,13 +61,14 @@ class Observer(Recorder):
         clip: AppliedClip | None = None,
         every: int | None = None,
         diagnostics_every: int = EVERY,
+        last_step: int | None = None,
     ) -> None:
         super().__init__(Schedule(diagnostics_every), clip)
         self._meta, self._every, self._path = meta, every, path
         self._known: dict[int, tuple[weakref.ref, int]] | None = None  # identity -> parameter, its place in meta
         self._optimizers: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         self._count = 0  # optimizers but one
-        self._losses = Losses()
+        self._losses, self._left = Losses(), last_step
         self._steps_at_update = -1
         self.path: Path | None = None
         self._buffer = None if callable(path) else self._open(path)
@@ -109,6 +115,13 @@ class Observer(Recorder):
         self._steps_at_update = self._steps
         if before is not None and after is not None and self._buffer is not None:
             self._buffer.add(ScaleUpdate(max(self._steps - 1, 0), before, after))
+
+    def _after_step(self, optimizer: Optimizer) -> None:
+        super()._after_step(optimizer)
+        if self._left is not None and os.getpid() == self._process:  # counted also where nothing is recorded
+            self._left -= 1
+            if self._left <= 0:
+                raise EnoughSteps
 
     # --- what differs from other recorders ----------------------------------------------------------------------------
 

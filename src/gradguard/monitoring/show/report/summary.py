@@ -144,14 +144,15 @@ def command(record: Record, rule: str, optimizer: str = "") -> str:
     """
     script = shlex.join(map(str, record.meta.get("argv") or ["train.py"]))
     named = clipping_rule(rule)
-    by_norm = f"max_norm={plain_threshold(named.number)}" if named.name == "norm" and named.number else ""
+    threshold = "" if named.name != "norm" or named.number is None else plain_threshold(named.number)
+    by_norm = f"max_norm={threshold}" if threshold else ""
     if optimizer:  # --clip would use it for all of them
         where = f"in {script}, before the step of {optimizer}: " if by_norm else f"in {script}, for {optimizer}: "
         return where + (by_norm or f"gg.Guard(optimizer, {named.call})")
     if not record.meta.get("clip") and any("user_max_norm" in step or step.get("rule") for step in record.steps):
         own = by_norm or f"gg.Guard(optimizer, {named.call}) in place of its clip"
         return f"in {script}, which clips itself: {own}"
-    return f"gradguard run --clip {f'norm={plain_threshold(named.number)}' if by_norm else rule} {script}"
+    return f"gradguard run --clip {f'norm={threshold}' if threshold else rule} {script}"
 
 
 def _body(judged: Verdict, recommendation: Recommendation, found: Sequence[Shown]) -> "Text":
