@@ -2,6 +2,7 @@
 
 import math
 import statistics
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -12,7 +13,10 @@ LAST = 0.1
 """A run is judged by its mean loss over this share of its steps, the last ones."""
 
 FAR_ABOVE = 3.0
-"""A run whose loss is so many times that of the others, and above its own start, has diverged."""
+"""A run whose loss is so many times that of the others, and `ABOVE_START` times its own first losses, has diverged."""
+
+ABOVE_START = 2.0
+"""Without this, a run that learns slowly would have diverged as soon as the others are good."""
 
 _SMOOTH = 10  # steps of which the median is compared, so that one batch decides nothing
 _MOST_SEEDS = 1000
@@ -115,8 +119,8 @@ def scores(runs: Sequence[Run]) -> list[Score]:
 def diverged_at(losses: Losses, others: Sequence[Losses]) -> int | None:
     """Return the step at which a run had diverged, None if it has not.
 
-    It has where ten losses in a row are not finite; or where the median of its last ten is at least three times the
-    median of the ``others`` at the same step, and above its own first ten.
+    It has where ten losses in a row are not finite; or where the median of its last ten is at least three times that
+    of the ``others`` at the same step, and twice that of its own first ten.
 
     Args:
         losses: Its losses so far.
@@ -132,6 +136,24 @@ def diverged_at(losses: Losses, others: Sequence[Losses]) -> int | None:
         if i >= 2 * _SMOOTH - 1 and _is_far_above(losses, i, others):
             return i
     return None
+
+
+def finished(runs: Sequence[Run]) -> list[Losses]:
+    """Return the losses of the runs that others are compared with: those that came to their end with finite losses."""
+    return [run.losses for run in runs if not run.stopped and last_loss(run.losses) is not None]
+
+
+def got_worse(losses: Losses) -> bool:
+    """Tell whether a run ended with losses that are not finite, or twice those that it began with.
+
+    Args:
+        losses: The losses of a run.
+
+    Returns:
+        Whether it did.
+    """
+    last = last_loss(losses)
+    return last is None or (last > 0 and last >= ABOVE_START * _middle(losses, _SMOOTH - 1))
 
 
 def last_loss(losses: Losses) -> float | None:
@@ -201,8 +223,8 @@ def seeds_to_tell(difference: Mean) -> int | None:
     if not difference.deviation or not difference.value:
         return None
     ratio = abs(difference.value) / difference.deviation
-    enough = (n for n in range(2, _MOST_SEEDS + 1) if student_t(n - 1) < ratio * math.sqrt(n))
-    return next(enough, None)
+    needed = 2 + bisect_left(range(2, _MOST_SEEDS + 1), True, key=lambda n: student_t(n - 1) < ratio * math.sqrt(n))
+    return needed if needed <= _MOST_SEEDS else None
 
 
 def same_start(first: Losses, second: Losses) -> bool:
@@ -213,14 +235,15 @@ def same_start(first: Losses, second: Losses) -> bool:
         second: Those of another one.
 
     Returns:
-        Whether their first three losses are the same, but for rounding.
+        Whether their first ten losses are the same, but for rounding.
 
     Example:
-        >>> same_start([0.5, 0.4, 0.3, 0.2], [0.5, 0.4, 0.3]), same_start([0.5], [0.6])
-        (True, False)
+        >>> same_start([0.5, 0.4, 0.3], [0.5, 0.4]), same_start([0.5, 0.4], [0.5, 0.3]), same_start([None], [None])
+        (True, False, False)
     """
-    pairs = list(zip(first[:3], second[:3], strict=False))
-    return bool(pairs) and all(a == b or (a and b and math.isclose(a, b, rel_tol=1e-6)) for a, b in pairs)
+    pairs = list(zip(first[:_SMOOTH], second[:_SMOOTH], strict=False))
+    alike = (a is not None and b is not None and math.isclose(a, b, rel_tol=1e-6) for a, b in pairs)
+    return bool(pairs) and all(alike)
 
 
 def _within(angle: float, freedom: int) -> float:
@@ -241,14 +264,14 @@ def _middle(losses: Losses, i: int) -> float:
 def _is_far_above(losses: Losses, i: int, others: Sequence[Losses]) -> bool:
     usual = [_middle(other, i) for other in others if len(other) > i]
     middle, now = statistics.median(usual) if usual else math.inf, _middle(losses, i)
-    return 0 < middle < math.inf and now >= FAR_ABOVE * middle and now > _middle(losses, _SMOOTH - 1)
+    return 0 < middle < math.inf and now >= FAR_ABOVE * middle and now >= ABOVE_START * _middle(losses, _SMOOTH - 1)
 
 
 def _diverged(run: Run, runs: Sequence[Run]) -> bool:
     if run.stopped or (run.losses and last_loss(run.losses) is None):
         return True
-    others = [one.losses for one in runs if one is not run and not one.stopped and last_loss(one.losses) is not None]
-    return _is_far_above(run.losses, len(run.losses) - 1, others)  # one that has come back has not
+    before = runs[: runs.index(run)]  # what it was compared with while it ran, when it may have come to its end first
+    return any(diverged_at(run.losses, finished(others)) is not None for others in (before, runs))
 
 
 def _score(rule: str, runs: Sequence[Run], lost: dict[tuple[str, int], bool]) -> Score:

@@ -8,13 +8,11 @@ from typing import TYPE_CHECKING, Any
 from gradguard.monitoring.judge.numbers import number, percent
 from gradguard.monitoring.tune.candidates import NONE
 from gradguard.monitoring.tune.score import Mean, Score, scores
-from gradguard.monitoring.tune.trials import Trials
+from gradguard.monitoring.tune.trials import OUTPUT, Trials
 from gradguard.named_rules import clipping_rule
 
 if TYPE_CHECKING:
     from rich.console import Console
-
-_FEW = 2  # margins have two digits
 
 
 def summary(trials: Trials) -> dict[str, Any]:
@@ -46,10 +44,10 @@ def print_summary(trials: Trials, console: "Console | None" = None) -> None:
     from rich.table import Column, Table
 
     ranked = scores(trials.runs)
-    headings = ("last loss", "against the best", "lost", "clipped")
+    headings = ("last loss", "against the best", "diverged", "clipped")
     table = Table(Column("clip", no_wrap=True), *(Column(text, justify="right", no_wrap=True) for text in headings))
     for score in ranked:
-        against = "" if score.difference is None else _with_margin(score.difference, signed=True)
+        against = "" if score.difference is None else _difference(score.difference)
         lost = f"{score.diverged + score.failed} of {len(score.losses)}"
         clipped = percent(score.clip_share)
         table.add_row(score.rule, _with_margin(score.loss), against, lost, clipped)
@@ -94,6 +92,8 @@ def sentence(ranked: Sequence[Score]) -> str:
     if not others:
         return f"Only {_called(best.rule)} was tried: {_with_margin(best.loss)}."
     equal, worse = [s for s in others if not s.worse], [s for s in others if s.worse]
+    if best.loss.count < 2 and not worse:
+        return f"One seed tells no difference: {_called(best.rule)} has the lowest loss, {_with_margin(best.loss)}."
     if not worse:
         tried = _listed([_called(score.rule) for score in ranked])
         return f"No difference can be told between {tried}: {_called(best.rule)} has {_with_margin(best.loss)}."
@@ -115,6 +115,8 @@ def notes(trials: Trials, ranked: Sequence[Score]) -> list[str]:
         "clipped run may fall behind at first and end lower: what counts is the held-out loss of a full run."
     ]
     script = next((word for word in trials.plan.target if not word.startswith("-")), "the script")
+    if trials.suggested is not None:
+        found.append(f"{trials.suggested} is what the record of the script as it is recommends.")
     if trials.seeds_itself:
         found.append(
             f"{script} sets its seed itself: another one gave the same losses, so there are no error bars. If it takes "
@@ -134,7 +136,11 @@ def notes(trials: Trials, ranked: Sequence[Score]) -> list[str]:
             f"The runs have from {min(lengths)} to {max(lengths)} losses, of which each has its own last tenth."
         )
     failed = [run for run in trials.runs if run.failed]
-    found += [f"See {trials.folder_of(run.rule, run.seed)} for the error that ended it." for run in failed[:3]]
+    found += [
+        f"An error ended {run.rule} with seed {run.seed}, which counts as diverged: see "
+        f"{trials.folder_of(run.rule, run.seed) / OUTPUT}."
+        for run in failed
+    ]
     needed = [score for score in ranked if score.seeds_needed]
     if needed and not trials.seeds_itself:
         shown = ", ".join(f"{score.seeds_needed} for {score.rule}" for score in needed)
@@ -150,7 +156,7 @@ def command(trials: Trials, ranked: Sequence[Score]) -> str:
         ranked: What `scores` returned of them.
     """
     best, *others = ranked
-    target = shlex.join(trials.plan.target)
+    target = shlex.join(word.replace("{seed}", "1") for word in trials.plan.target)
     without = next((score for score in others if score.rule == NONE), None)
     if best.loss is None or (
         not trials.seeds_itself and best.rule != NONE and without is not None and not without.worse
@@ -159,7 +165,7 @@ def command(trials: Trials, ranked: Sequence[Score]) -> str:
         if best.loss is None or needed is None:
             return f"gradguard report {trials.plan.folder}/*"
         tried = " ".join(f"--rule {score.rule}" for score in ranked if score.rule != NONE)
-        return f"gradguard tune --seeds {needed} {tried} {target}"
+        return f"gradguard tune --seeds {needed} {tried} {shlex.join(trials.plan.target)}"
     if best.rule == NONE:
         return f"gradguard run {target}"
     if trials.clips_itself:
@@ -180,11 +186,17 @@ def _in_words(score: Score) -> str:
     return f"{lost} of {len(score.losses)} runs that {what} {rule}"
 
 
-def _with_margin(mean: Mean | None, signed: bool = False) -> str:
+def _difference(mean: Mean) -> str:
+    if mean.value == 0 and not mean.margin:
+        return "the same"
+    return f"{'+' if mean.value >= 0 else ''}{_with_margin(mean)}"
+
+
+def _with_margin(mean: Mean | None) -> str:
     if mean is None:
         return "–"
-    value = f"{'+' if signed and mean.value >= 0 else ''}{number(mean.value)}"
-    return value if mean.margin is None else f"{value} ± {mean.margin:.{_FEW}g}"
+    value = number(mean.value)
+    return value if mean.margin is None else f"{value} ± {mean.margin:.2g}"
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -1,6 +1,7 @@
 """The runs: each one `gradguard run` in a process of its own, one after the other, and what their records say."""
 
 import os
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -11,9 +12,12 @@ from gradguard.errors import CommandError, RecordError
 from gradguard.monitoring.judge.verdict import verdict
 from gradguard.monitoring.record.file import FILE_NAME, Record, read_record
 from gradguard.monitoring.record.reader import JsonlReader
-from gradguard.monitoring.tune.candidates import NONE, candidates
-from gradguard.monitoring.tune.score import Run, diverged_at, last_loss, same_start
+from gradguard.monitoring.tune.candidates import NONE, candidates, recommended
+from gradguard.monitoring.tune.score import Run, diverged_at, finished, got_worse, last_loss, same_start
 from gradguard.named_rules import clipping_rule
+
+RUN = (sys.executable, "-m", "gradguard", "run")
+"""What runs a script."""
 
 _LOOK_EVERY = 0.5  # seconds
 _PATIENCE = 10.0  # seconds that a run has to end after Ctrl-C
@@ -58,6 +62,7 @@ class Trials:
         seeds_itself: Whether the second seed began as the first, so that others would too.
         clips_itself: Whether the script clips without us.
         optimizers: How many optimizers step.
+        suggested: The rule that a record recommended; None where the rules were named.
     """
 
     def __init__(self, plan: Plan, tell: Callable[[str], object]) -> None:
@@ -66,6 +71,8 @@ class Trials:
         self.rules: list[str] = [NONE]
         self.seeds_itself = self.clips_itself = False
         self.optimizers = 1
+        self.suggested: str | None = None
+        self._given = None if plan.record is None else read_record(plan.record)  # errors come before the first run
         for rule in plan.rules or ():
             clipping_rule(rule)
 
@@ -98,10 +105,9 @@ class Trials:
 
     def _look_at_first(self, done: Run) -> None:
         folder = self.folder_of(NONE, 1)
-        diverged = done.stopped or last_loss(done.losses) is None
-        if done.failed and not (diverged and done.losses):
+        if done.failed and not (done.losses and last_loss(done.losses) is None):
             raise CommandError(
-                f"{self.plan.target[-1]} ended with an error in its first run, without a clip of ours:\n"
+                f"{shlex.join(self.plan.target)} ended with an error in its first run, without a clip of ours:\n"
                 f"{_tail(folder / OUTPUT)}\nAll that it printed is in {folder / OUTPUT}."
             )
         record = read_record(folder)
@@ -114,11 +120,10 @@ class Trials:
         self.optimizers = len({step.get("optimizer") for step in record.steps})
         if self.plan.rules:
             self.rules += [rule for rule in dict.fromkeys(self.plan.rules) if rule != NONE]
-        elif self.plan.record is not None:
-            given = read_record(self.plan.record)
-            self.rules += candidates(given, last_loss(_losses(given.steps)) is None)
         else:
-            self.rules += candidates(record, diverged)
+            record = self._given or record
+            self.suggested = recommended(record)
+            self.rules += candidates(record, got_worse(_losses(record.steps)))
 
     def _one(self, rule: str, seed: int) -> Run:
         folder = self.folder_of(rule, seed)
@@ -126,7 +131,7 @@ class Trials:
         options = ["--out", str(folder), "--force", "--no-report", "--steps", str(self.plan.steps), "--seed", str(seed)]
         clip = [] if rule == NONE else ["--clip", rule]
         target = [word.replace("{seed}", str(seed)) for word in self.plan.target]
-        command = [sys.executable, "-m", "gradguard", "run", *options, *clip, *target]
+        command = [*RUN, *options, *clip, *target]
         environment = {"PYTHONHASHSEED": str(seed), "PYTHONUNBUFFERED": "1"} | os.environ
         (folder / FILE_NAME).unlink(missing_ok=True)
         with (folder / OUTPUT).open("wb") as output:
@@ -140,7 +145,7 @@ class Trials:
     def _wait(self, process: subprocess.Popen, path: Path) -> bool:
         """Wait until a run ends; end it where it has diverged, and tell whether that was so."""
         reader, losses = JsonlReader(path), list[float | None]()
-        others = [run.losses for run in self.runs if not run.stopped and last_loss(run.losses) is not None]
+        others = finished(self.runs)
         try:
             while True:
                 try:
@@ -194,6 +199,8 @@ def _outcome(run: Run) -> str:
         return f"diverged, ended after {len(run.losses)} losses"
     if run.failed:
         return "ended with an error"
+    if not run.losses:
+        return "no loss"
     loss = last_loss(run.losses)
     return "the last losses are not finite" if loss is None else f"loss {loss:.4g}"
 
