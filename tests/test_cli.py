@@ -318,6 +318,55 @@ def test_nan_gradients_are_named_and_the_record_stays_json(run):
     assert record.events[0]["message"] == "gradients of 0.bias are not finite"
 
 
+ENDINGS = {
+    "plain": ("", "optimizer.step()", 4),
+    "a closure": ("", "optimizer.step(lambda: loss)", 4),
+    "an except clause": ("", "\n    try:\n        optimizer.step()\n    except Exception:\n        pass", 4),
+    "a finally clause": ("", "\n    try:\n        optimizer.step()\n    finally:\n        norms.append(1)", 4),
+    "workers": (
+        "workers = iter(torch.utils.data.DataLoader(range(64), num_workers=2))",
+        "next(workers); optimizer.step()",
+        4,
+    ),
+    "two optimizers": (
+        "other = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)\n"
+        "other.param_groups[0]['params'][0].grad = torch.ones(1)",
+        "optimizer.step(); other.step()",
+        4,
+    ),
+    "a script that ends before": ("", "optimizer.step() if step < 2 else sys.exit()", 2),
+}
+
+
+@pytest.mark.parametrize("name", ENDINGS)
+def test_a_script_ends_after_as_many_steps_as_were_asked_for(run, name):
+    setup, step, expected = ENDINGS[name]
+    source = script(setup=setup).replace("    optimizer.step()", f"    {step}")
+    code, record = run(source, "--steps", "4")
+    assert code == 0
+    assert len(record.steps) == expected
+    assert (record.end["steps"], record.end["exit"], record.end["interrupted"]) == (expected, 0, False)
+    assert not Path("weights.pt").exists()
+
+
+def test_a_seed_makes_a_run_that_can_be_repeated(run):
+    source = "import random, numpy\n" + script(end="norms.append([random.random(), numpy.random.rand(), loss.item()])")
+    source = source.replace("torch.manual_seed(0)", "")
+    found = []
+    for seed in ("1", "1", "2"):
+        assert run(source, "--seed", seed, "--no-report")[0] == 0
+        found.append(saved())
+    assert found[0] == found[1]
+    for first, other in zip(zip(*found[0], strict=True), zip(*found[2], strict=True), strict=True):
+        assert set(first).isdisjoint(other)
+
+
+def test_a_record_may_come_without_a_report(run, capfd):
+    run(script(), "--no-report")
+    assert not Path("out/report.html").exists()
+    assert capfd.readouterr().out == ""
+
+
 def test_arguments_reach_the_script_even_those_that_look_like_ours(run):
     source = (
         "import sys, json, pathlib; pathlib.Path('norms.json').write_text(json.dumps([sys.argv, __name__, __file__]))"
@@ -453,6 +502,8 @@ def test_a_clip_that_cannot_be_made_stops_the_run(run, monkeypatch, capfd):
         (["run", "--clip", "from=none.jsonl", "ok.py"], "no record at none.jsonl"),
         (["run", "--clip", "from=short.jsonl", "ok.py"], "recommends no rule.*not enough steps.*as in --clip median"),
         (["run", "--every", "0", "ok.py"], "at least 1"),
+        (["run", "--steps", "0", "ok.py"], "--steps 0: expected a number of steps, at least 1"),
+        (["run", "--seed", "-1", "ok.py"], "--seed -1: expected a number from 0"),
         (["run", "--out", "taken", "ok.py"], "exists: choose another --out, or add --force"),
         (["report", "none.jsonl"], "no record at none.jsonl"),
         (["report", "ok.py"], "not a gradguard record"),

@@ -128,6 +128,14 @@ def test_a_run_that_ended_with_an_error_counts_as_lost():
     ]
 
 
+@pytest.mark.parametrize("exploding", [("none",), ("none", "norm=9"), ("median", "none", "norm=9")])
+def test_runs_that_explode_with_finite_losses_have_diverged_however_many_they_are(exploding):
+    rules = [*exploding, "norm=1"]
+    ranked = scores([Run(rule, 1, RISING if rule in exploding else FLAT) for rule in rules])
+    assert {score.rule: score.diverged for score in ranked} == {rule: int(rule in exploding) for rule in rules}
+    assert ranked[0].rule == "norm=1"
+
+
 FLAT, RISING = [1.0] * 40, [2.0**i for i in range(40)]
 DIVERGED = {
     "not finite": ([1.0] * 15 + [None] * 25, [], 24),
@@ -383,3 +391,32 @@ def test_ctrl_c_keeps_what_was_done(tmp_path):
         out, _ = process.communicate(timeout=60)
     assert process.returncode == 130
     assert "Only no clip was tried" in out
+
+
+@pytest.mark.slow
+def test_a_script_that_diverges_is_cured(tmp_path, monkeypatch, capsys):
+    """With real runs: two optimizers, a GradScaler, and a learning rate that is too high without a clip."""
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text("""
+import torch
+models = [torch.nn.Linear(8, 1) for _ in range(2)]
+optimizers = [torch.optim.SGD(model.parameters(), lr=2.0) for model in models]
+scaler = torch.amp.GradScaler("cpu", init_scale=16.0)
+for step in range(1000):
+    for model, optimizer in zip(models, optimizers):
+        optimizer.zero_grad()
+        x = torch.randn(32, 8)
+        loss = (model(x) - x.sum(1, keepdim=True)).square().mean()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+""")
+    code = main(["tune", "--out", "out", "--seeds", "1", "--steps", "60", "--rule", "norm=0.3", "train.py"])
+    captured = capsys.readouterr()
+    assert (code, captured.err.splitlines()[1].split(":")[0]) == (0, "norm=0.3, seed 1")
+    assert "norm=0.3 wins" in captured.out
+    assert "1 of 1 runs that diverged without a clip" in flat(captured.out)
+    clipped, plain = (read_record(f"out/{rule}-seed1") for rule in ("norm=0.3", "none"))
+    assert len(clipped.steps) == 60
+    assert clipped.steps[0]["loss"] == plain.steps[0]["loss"]
+    assert not Path("out/none-seed1/report.html").exists()

@@ -116,7 +116,7 @@ def scores(runs: Sequence[Run]) -> list[Score]:
     return [_against(ranked[0], score) for score in ranked]
 
 
-def diverged_at(losses: Losses, others: Sequence[Losses]) -> int | None:
+def diverged_at(losses: Losses, others: Sequence[Losses], since: int = 0) -> int | None:
     """Return the step at which a run had diverged, None if it has not.
 
     It has where ten losses in a row are not finite; or where the median of its last ten is at least three times that
@@ -125,12 +125,13 @@ def diverged_at(losses: Losses, others: Sequence[Losses]) -> int | None:
     Args:
         losses: Its losses so far.
         others: Those of runs that have not diverged.
+        since: Steps that have been looked at before.
 
     Example:
         >>> diverged_at([1.0] * 10 + [None] * 30, []), diverged_at([1.0] * 20 + [4.0] * 20, [[1.0] * 40])
         (19, 25)
     """
-    for i in range(_SMOOTH - 1, len(losses)):
+    for i in range(max(since, _SMOOTH - 1), len(losses)):
         if not any(loss is not None for loss in losses[i + 1 - _SMOOTH : i + 1]):
             return i
         if i >= 2 * _SMOOTH - 1 and _is_far_above(losses, i, others):
@@ -138,9 +139,16 @@ def diverged_at(losses: Losses, others: Sequence[Losses]) -> int | None:
     return None
 
 
-def finished(runs: Sequence[Run]) -> list[Losses]:
-    """Return the losses of the runs that others are compared with: those that came to their end with finite losses."""
-    return [run.losses for run in runs if not run.stopped and last_loss(run.losses) is not None]
+def sound(runs: Sequence[Run]) -> list[Losses]:
+    """Return the losses of the runs that others are compared with: those that came to their end and did not get worse.
+
+    Args:
+        runs: Any runs; where most explode, a median of all of them would be that of an explosion.
+
+    Returns:
+        The losses of each.
+    """
+    return [run.losses for run in runs if not run.stopped and not got_worse(run.losses)]
 
 
 def got_worse(losses: Losses) -> bool:
@@ -270,8 +278,9 @@ def _is_far_above(losses: Losses, i: int, others: Sequence[Losses]) -> bool:
 def _diverged(run: Run, runs: Sequence[Run]) -> bool:
     if run.stopped or (run.losses and last_loss(run.losses) is None):
         return True
-    before = runs[: runs.index(run)]  # what it was compared with while it ran, when it may have come to its end first
-    return any(diverged_at(run.losses, finished(others)) is not None for others in (before, runs))
+    place = runs.index(run)
+    before = runs[:place]  # what it was compared with while it ran, and may have come to its end before a look
+    return any(diverged_at(run.losses, sound(others)) is not None for others in (before, [*before, *runs[place + 1 :]]))
 
 
 def _score(rule: str, runs: Sequence[Run], lost: dict[tuple[str, int], bool]) -> Score:

@@ -13,7 +13,7 @@ from gradguard.monitoring.judge.verdict import verdict
 from gradguard.monitoring.record.file import FILE_NAME, Record, read_record
 from gradguard.monitoring.record.reader import JsonlReader
 from gradguard.monitoring.tune.candidates import NONE, candidates, recommended
-from gradguard.monitoring.tune.score import Run, diverged_at, finished, got_worse, last_loss, same_start
+from gradguard.monitoring.tune.score import Run, diverged_at, got_worse, last_loss, same_start, sound
 from gradguard.named_rules import clipping_rule
 
 RUN = (sys.executable, "-m", "gradguard", "run")
@@ -145,15 +145,16 @@ class Trials:
     def _wait(self, process: subprocess.Popen, path: Path) -> bool:
         """Wait until a run ends; end it where it has diverged, and tell whether that was so."""
         reader, losses = JsonlReader(path), list[float | None]()
-        others = finished(self.runs)
+        others = sound(self.runs)
         try:
             while True:
                 try:
                     process.wait(_LOOK_EVERY)
                     return False
                 except subprocess.TimeoutExpired:
+                    looked = len(losses)
                     losses += _losses(_new(reader))
-                if diverged_at(losses, others) is not None:
+                if diverged_at(losses, others, looked) is not None:
                     process.terminate()
                     _end(process)
                     return True
