@@ -161,7 +161,7 @@ def _tune_parser() -> argparse.ArgumentParser:
         "Runs the script as it is, by the rule that its record recommends and by two constants, with the same seeds, "
         "and compares their training losses. {seed} in an argument of the script stands for the seed."
     )
-    parser.add_argument("--steps", type=int, default=200, metavar="N", help="optimizer steps of a run, 200")
+    parser.add_argument("--steps", type=int, default=250, metavar="N", help="optimizer steps of a run, 250")
     parser.add_argument("--seeds", type=int, default=3, metavar="K", help="runs of each rule, 3")
     parser.add_argument("--rule", action="append", metavar="RULE", help="a rule as for run --clip, in place of ours")
     parser.add_argument("--record", type=Path, metavar="RECORD", help="take the rules from this record")

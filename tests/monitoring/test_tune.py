@@ -13,6 +13,7 @@ import pytest
 from synthetic import make_record, steps_of
 
 from gradguard.cli import main
+from gradguard.monitoring.judge.recommend import Recommendation
 from gradguard.monitoring.record.file import read_record
 from gradguard.monitoring.tune import trials
 from gradguard.monitoring.tune.candidates import candidates
@@ -283,7 +284,16 @@ def test_without_rules_those_of_the_first_record_are_tried(tune):
     code, out, err = tune("--steps", "20", "--seeds", "1", "train.py")
     assert code == 0
     assert [line.split(",")[0] for line in err.splitlines()] == ["none", "median", "norm=1.1", "norm=1.2"]
-    assert "median is what the record of the script as it is recommends" in flat(out)
+    assert "recommends no rule: median was tried in its place" in flat(out)
+
+
+def test_the_recommended_rule_is_tried_first(tune, monkeypatch):
+    made = Recommendation("rule", "Clip by a percentile.", "It is so.", rule="autoclip=50")
+    monkeypatch.setattr("gradguard.monitoring.tune.candidates.recommend", lambda record: made)
+    code, out, err = tune("--steps", "20", "--seeds", "1", "train.py")
+    assert code == 0
+    assert [line.split(",")[0] for line in err.splitlines()] == ["none", "autoclip=50", "norm=1.1", "norm=1.2"]
+    assert "autoclip=50 is what the record of the script as it is recommends" in flat(out)
 
 
 def test_rules_may_come_from_another_record(tune):
@@ -334,7 +344,7 @@ def test_a_run_that_has_diverged_is_ended(tune):
         (["--rule", "icefall", "train.py"], "has no clipper"),
         (["--record", "none.jsonl", "train.py"], "no record at none.jsonl"),
         (["breaks.py"], r"breaks.py ended with an error in its first run[^$]*no data"),
-        (["no_loss.py"], "nothing to compare: 200 steps .* and no loss"),
+        (["no_loss.py"], "nothing to compare: 250 steps .* and no loss"),
     ],
 )
 def test_what_cannot_be_carried_out(tune, arguments, words):

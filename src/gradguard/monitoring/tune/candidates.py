@@ -9,6 +9,9 @@ from gradguard.monitoring.record.steps import usable_steps
 NONE = "none"
 """The script as it is."""
 
+OTHERWISE = "median"
+"""What is tried where a record recommends nothing."""
+
 _TROUBLE = 10.0  # norms of a run that diverges, from where one is so many times the smallest before
 
 
@@ -31,13 +34,13 @@ def candidates(record: Record, diverged: bool) -> list[str]:
         >>> candidates(Record(Path("run.jsonl"), {"t": "meta"}, steps, [], [], None, False), False)
         ['median', 'norm=1.6', 'norm=1.9']
     """
-    return list(dict.fromkeys([recommended(record), *_constants(record, diverged)]))
+    return list(dict.fromkeys([recommended(record) or OTHERWISE, *_constants(record, diverged)]))
 
 
-def recommended(record: Record) -> str:
-    """Return the rule that a record recommends, `median` where it recommends none or the clip that the script has."""
+def recommended(record: Record) -> str | None:
+    """Return the rule that a record recommends; None where it recommends none, or the clip that the script has."""
     found = recommend(record)
-    return "median" if found.rule is None or found.kind == "keep" else found.rule
+    return None if found.kind == "keep" else found.rule
 
 
 def _constants(record: Record, diverged: bool) -> list[str]:

@@ -115,8 +115,8 @@ def notes(trials: Trials, ranked: Sequence[Score]) -> list[str]:
         "clipped run may fall behind at first and end lower: what counts is the held-out loss of a full run."
     ]
     script = next((word for word in trials.plan.target if not word.startswith("-")), "the script")
-    if trials.suggested is not None:
-        found.append(f"{trials.suggested} is what the record of the script as it is recommends.")
+    if trials.suggested:
+        found.append(trials.suggested)
     if trials.seeds_itself:
         found.append(
             f"{script} sets its seed itself: another one gave the same losses, so there are no error bars. If it takes "

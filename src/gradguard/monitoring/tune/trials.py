@@ -12,7 +12,7 @@ from gradguard.errors import CommandError, RecordError
 from gradguard.monitoring.judge.verdict import verdict
 from gradguard.monitoring.record.file import FILE_NAME, Record, read_record
 from gradguard.monitoring.record.reader import JsonlReader
-from gradguard.monitoring.tune.candidates import NONE, candidates, recommended
+from gradguard.monitoring.tune.candidates import NONE, OTHERWISE, candidates, recommended
 from gradguard.monitoring.tune.score import Run, diverged_at, got_worse, last_loss, same_start, sound
 from gradguard.named_rules import clipping_rule
 
@@ -62,7 +62,7 @@ class Trials:
         seeds_itself: Whether the second seed began as the first, so that others would too.
         clips_itself: Whether the script clips without us.
         optimizers: How many optimizers step.
-        suggested: The rule that a record recommended; None where the rules were named.
+        suggested: What the record says of the rule to try; empty where the rules were named.
     """
 
     def __init__(self, plan: Plan, tell: Callable[[str], object]) -> None:
@@ -71,7 +71,7 @@ class Trials:
         self.rules: list[str] = [NONE]
         self.seeds_itself = self.clips_itself = False
         self.optimizers = 1
-        self.suggested: str | None = None
+        self.suggested = ""
         self._given = None if plan.record is None else read_record(plan.record)  # errors come before the first run
         for rule in plan.rules or ():
             clipping_rule(rule)
@@ -119,10 +119,15 @@ class Trials:
         self.clips_itself = any(step.get("rule") for step in record.steps)
         self.optimizers = len({step.get("optimizer") for step in record.steps})
         if self.plan.rules:
-            self.rules += [rule for rule in dict.fromkeys(self.plan.rules) if rule != NONE]
+            self.rules += dict.fromkeys(self.plan.rules)
         else:
             record = self._given or record
-            self.suggested = recommended(record)
+            rule = recommended(record)
+            self.suggested = (
+                f"{rule} is what the record of the script as it is recommends."
+                if rule
+                else f"The record of the script as it is recommends no rule: {OTHERWISE} was tried in its place."
+            )
             self.rules += candidates(record, got_worse(_losses(record.steps)))
 
     def _one(self, rule: str, seed: int) -> Run:
