@@ -68,6 +68,27 @@ def test_the_other_pages_run_and_print_what_they_say(page, capsys, tmp_path, mon
     assert printed == "".join(blocks(ROOT / f"docs/{page}.md", "text"))
 
 
+@pytest.mark.slow
+def test_the_script_that_is_tuned_ends_as_the_page_says(tmp_path, monkeypatch, capsys):
+    """One seed of it: without a clip it diverges, and either clip cures it."""
+    from gradguard.cli import main
+
+    page = ROOT / "docs/watching.md"
+    (source,) = [block for block in blocks(page, "python") if "one batch in 50" in block]
+    (shown,) = [block for block in blocks(page, "console") if block.startswith("$ gradguard tune --rule")]
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text(source, encoding="utf-8")
+    arguments = shown.splitlines()[0].removeprefix("$ gradguard ").split()
+    assert main([arguments[0], "--seeds", "1", "--out", "out", *arguments[1:]]) == 0
+    captured = capsys.readouterr()
+    assert "is among the best" in captured.out
+    assert "runs that diverged without a clip" in " ".join(captured.out.split())
+    assert captured.out.splitlines()[-1] in (
+        "gradguard run --clip norm=2.0 train.py",
+        "gradguard run --clip norm=0.2 train.py",
+    )
+
+
 def test_the_first_block_is_eight_lines_and_clips():
     first = blocks(ROOT / "README.md", "python")[0].strip().splitlines()
     assert len([line for line in first if line]) == 8
@@ -87,6 +108,7 @@ def test_every_option_that_is_shown_exists(page):
     known = {"--out", "--force", "--every", "--clip", "-o", "--output", "--text", "-m"}
     known |= {"--input", "--seed", "--exhaustive", "--order", "--reference"}
     known |= {"--fail-on", "--rule", "--once", "--lines"}
+    known |= {"--steps", "--no-report", "--seeds", "--record", "--json"}
     for line in shown:
         command = line.split(" #")[0].replace("[", " ").replace("]", " ").split(" train.py ")[0]
         options = {word for word in command.split() if word.startswith("-")}

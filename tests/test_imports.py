@@ -55,6 +55,7 @@ def test_a_clip_loads_clipping_alone():
         ["report", "--text", "--fail-on", "nonfinite>1e9", "RECORD"],
         ["replay", "RECORD"],
         ["tail", "--once", "RECORD"],
+        ["tune", "-h"],
     ],
     ids=" ".join,
 )
@@ -70,7 +71,8 @@ def test_a_command_about_records_does_without_torch(tmp_path, command):
     run = code + "from gradguard.cli import main; sys.exit(main())"
     after = modules_after(run, *(path if word == "RECORD" else word for word in command))
     assert not {"torch", "numpy", "plotly"} & after
-    assert of_gradguard(after) <= {f"gradguard.{name}" for name in ("cli", "errors", "threshold_rules", "monitoring")}
+    known = ("cli", "errors", "named_rules", "threshold_rules", "monitoring")
+    assert of_gradguard(after) <= {f"gradguard.{name}" for name in known}
 
 
 def test_no_public_name_hides_a_package():

@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import math
 import os
 import sys
 import time
@@ -14,15 +13,24 @@ from gradguard import __version__
 from gradguard.errors import CommandError, GradguardError
 
 if TYPE_CHECKING:
+    from gradguard.clip.each_optimizer import ClipEachOptimizer
     from gradguard.monitoring.judge.conditions import Condition
     from gradguard.monitoring.record.file import Record
+    from gradguard.monitoring.tune.trials import Plan
+    from gradguard.named_rules import NamedRule
 
-_RUN_USAGE = "gradguard run [--out DIR] [--force] [--every N] [--clip RULE] (script.py | -m module) [args ...]"
+_RUN_USAGE = (
+    "gradguard run [--out DIR] [--force] [--every N] [--clip RULE] [--steps N] [--seed N] [--no-report] "
+    "(script.py | -m module) [args ...]"
+)
+_TUNE_USAGE = (
+    "gradguard tune [--steps N] [--seeds K] [--rule RULE ...] [--record RECORD] [--out DIR] [--force] [--json] "
+    "(script.py | -m module) [args ...]"
+)
 _INPUT_HELP = (
     "an input of standard normal numbers (integers: 0 and 1), as in x=2,3:float32; float32 without a dtype, x= for a "
     "single number, 0=2,3 for the first by position"
 )
-_RULES = ("norm", "value", "adaptive")
 _FAIL_ON_HELP = (
     'exit code 1 if one of these holds, as in "nonfinite>0,clip_fraction>0.5"; 2 if one is not measured. Known: '
     "nonfinite, skipped, clip_fraction, max_norm, median_norm, spike_fraction, drift, lock_in, final_loss, overhead, "
@@ -33,7 +41,8 @@ _REPLAY_HELP = (
     "may be given several times. Default: a choice of them and the recommended threshold"
 )
 _CLIP_HELP = (
-    "clip before each step: norm=1.0, value=0.5, adaptive=0.01, or from=RECORD for the threshold that RECORD's report "
+    "clip before each step: by a threshold (norm=1.0, value=0.5, adaptive=0.01), by a rule that follows the norms of "
+    "each optimizer (median, autoclip, zclip=inf, clip_fraction=0.05, adagc=inf), or from=RECORD, as RECORD's report "
     "recommends. Default: observe only, the weights come out bit-identical"
 )
 
@@ -44,6 +53,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if arguments[:1] == ["run"]:
             return _run(arguments[1:])
+        if arguments[:1] == ["tune"]:
+            return _tune(arguments[1:])
         parsed = _parser().parse_args(arguments)
         from gradguard.monitoring.show.tail import encodable
 
@@ -65,6 +76,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"gradguard {__version__}")
     commands = parser.add_subparsers(required=True, dest="command", metavar="command")
     commands.add_parser("run", usage=_RUN_USAGE, help="observe a training script without a change to it")
+    commands.add_parser("tune", usage=_TUNE_USAGE, help="run a script briefly under several rules: which trains best?")
     report = commands.add_parser("report", help="draw the record of a run, or of several side by side")
     report.add_argument("records", nargs="+", type=Path, metavar="run.jsonl", help="a record, or the folder it is in")
     report.add_argument("-o", "--output", type=Path, help="the HTML file; by default report.html beside the record")
@@ -109,6 +121,9 @@ def _run_parser() -> argparse.ArgumentParser:
     parser.add_argument("--force", action="store_true", help="replace the record that DIR already holds")
     parser.add_argument("--every", type=int, metavar="N", help="record each parameter's norm every N steps")
     parser.add_argument("--clip", metavar="RULE", help=_CLIP_HELP)
+    parser.add_argument("--steps", type=int, metavar="N", help="end the script after N optimizer steps")
+    parser.add_argument("--seed", type=int, metavar="N", help="seed random, numpy and torch before the script starts")
+    parser.add_argument("--no-report", action="store_true", help="write the record and nothing else")
     return parser
 
 
@@ -118,9 +133,12 @@ def _run(argv: Sequence[str]) -> int:
     options = parser.parse_args(own)
     if not target:
         raise CommandError(f"nothing to run. Usage: {_RUN_USAGE}")
-    if options.every is not None and options.every < 1:
-        raise CommandError(f"--every {options.every}: expected a number of steps, at least 1.")
-    rule = _parse_clip(options.clip) if options.clip is not None else None
+    for name in ("every", "steps"):
+        if (number := getattr(options, name)) is not None and number < 1:
+            raise CommandError(f"--{name} {number}: expected a number of steps, at least 1.")
+    if options.seed is not None and not 0 <= options.seed < 2**32:
+        raise CommandError(f"--seed {options.seed}: expected a number from 0 to 4294967295.")
+    rule = _rule(options.clip) if options.clip is not None else None
 
     from gradguard.monitoring.observe.meta import rank_and_world
     from gradguard.monitoring.observe.script import load_module, load_script
@@ -134,12 +152,66 @@ def _run(argv: Sequence[str]) -> int:
         record = None
     elif record.exists() and not options.force:
         raise CommandError(f"{record} exists: choose another --out, or add --force to replace it.")
-    return _observe(program, [*["-m"] * is_module, *target], record, rule, options.every)
+    return _observe(program, [*["-m"] * is_module, *target], record, rule, options)
+
+
+def _tune_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="gradguard tune", usage=_TUNE_USAGE, allow_abbrev=False)
+    parser.description = (
+        "Runs the script as it is, by the rule that its record recommends and by two constants, with the same seeds, "
+        "and compares their training losses. {seed} in an argument of the script stands for the seed."
+    )
+    parser.add_argument("--steps", type=int, default=250, metavar="N", help="optimizer steps of a run, 250")
+    parser.add_argument("--seeds", type=int, default=3, metavar="K", help="runs of each rule, 3")
+    parser.add_argument("--rule", action="append", metavar="RULE", help="a rule as for run --clip, in place of ours")
+    parser.add_argument("--record", type=Path, metavar="RECORD", help="take the rules from this record")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="where the records of all runs go")
+    parser.add_argument("--force", action="store_true", help="replace the records that DIR already holds")
+    parser.add_argument("--json", action="store_true", help="print one line of JSON instead of a table")
+    return parser
+
+
+def _tune(argv: Sequence[str]) -> int:
+    own, target, is_module = _split(argv)
+    options = _tune_parser().parse_args(own)
+    if not target:
+        raise CommandError(f"nothing to run. Usage: {_TUNE_USAGE}")
+    for name in ("steps", "seeds"):
+        if getattr(options, name) < 1:
+            raise CommandError(f"--{name} {getattr(options, name)}: expected a whole number, at least 1.")
+    folder = options.out or Path("runs") / f"tune-{Path(target[0]).stem}-{time.strftime('%Y%m%d-%H%M%S')}"
+    if not options.force and folder.exists() and any(folder.iterdir()):
+        raise CommandError(f"{folder} is not empty: choose another --out, or add --force to replace its records.")
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise CommandError("tune starts its runs itself: start it once, without torchrun or another launcher.")
+    from gradguard.monitoring.tune.trials import Plan
+
+    shown = [*["-m"] * is_module, *target]
+    return _try(Plan(shown, folder, options.steps, options.seeds, options.rule, options.record), options.json)
+
+
+def _try(plan: "Plan", as_json: bool) -> int:
+    from gradguard.monitoring.show.tail import encodable
+    from gradguard.monitoring.tune.show import print_summary, summary
+    from gradguard.monitoring.tune.trials import Trials
+
+    trials, code = Trials(plan, lambda line: print(line, file=sys.stderr, flush=True)), 0
+    try:
+        trials.run()
+    except KeyboardInterrupt:
+        code = 130
+    if trials.runs:
+        with encodable(sys.stdout):
+            if as_json:
+                print(json.dumps(summary(trials), allow_nan=False))
+            else:
+                print_summary(trials)
+    return code
 
 
 def _split(argv: Sequence[str]) -> tuple[list[str], list[str], bool]:
     """Cut a command line into our own options and the program's, and tell whether it is a module."""
-    takes_value = {"--out", "--every", "--clip"}
+    takes_value = {"--out", "--every", "--clip", "--steps", "--seed", "--seeds", "--rule", "--record"}
     i = 0
     while i < len(argv) and argv[i].startswith("-"):
         if argv[i] in ("-m", "--"):
@@ -148,68 +220,61 @@ def _split(argv: Sequence[str]) -> tuple[list[str], list[str], bool]:
     return list(argv[:i]), list(argv[i:]), False
 
 
-def _parse_clip(text: str) -> tuple[str, float]:
-    """The rule and threshold in ``norm=1.0`` or ``from=run.jsonl``."""
-    rule, _, value = text.partition("=")
-    if rule == "from" and value:
-        return "norm", _recommended(Path(value))
-    try:
-        threshold = float(value)
-    except ValueError:
-        threshold = math.nan
-    if rule not in _RULES:
-        raise CommandError(f"--clip {text}: unknown rule {rule!r}; expected norm=, value=, adaptive= or from=RECORD.")
-    if not 0 < threshold < math.inf:
-        raise CommandError(f"--clip {text}: expected a threshold above 0, as in {rule}=1.0.")
-    return rule, threshold
+def _rule(text: str) -> "NamedRule":
+    """The rule in ``norm=1.0``, or that which the record in ``from=run.jsonl`` recommends."""
+    from gradguard.named_rules import clipping_rule
+
+    name, _, path = text.partition("=")
+    return clipping_rule(_recommended(Path(path)) if name == "from" and path else text)
 
 
-def _recommended(path: Path) -> float:
+def _recommended(path: Path) -> str:
     from gradguard.monitoring.judge.recommend import recommend
     from gradguard.monitoring.record.file import read_record
 
     found = recommend(read_record(path))
-    if found.threshold is None:
-        raise CommandError(f"--clip from={path}: that record recommends no threshold: {found.reason}")
-    return found.threshold
+    if found.rule is None:
+        raise CommandError(
+            f"--clip from={path}: that record recommends no rule. {found.headline} {found.reason} Or name a rule "
+            "yourself, as in --clip median."
+        )
+    return found.rule
 
 
-def _observe(program, shown: list[str], record: Path | None, rule: tuple[str, float] | None, every: int | None) -> int:
+def _observe(
+    program, shown: list[str], record: Path | None, rule: "NamedRule | None", options: argparse.Namespace
+) -> int:
     from gradguard.monitoring.observe.meta import program_facts
-    from gradguard.monitoring.observe.observer import AppliedClip, Observer, observe
-    from gradguard.monitoring.observe.script import INTERRUPTED, run
+    from gradguard.monitoring.observe.observer import Observer, observe
+    from gradguard.monitoring.observe.script import INTERRUPTED, run, seed_generators
     from gradguard.monitoring.observe.watch import stop_watching
 
     stop_watching()  # where the environment variable asks for a watch, this one is it
-    clip = AppliedClip(*rule, bind=_binder(*rule)) if rule else None
-    facts = program_facts(shown, f"{rule[0]}={rule[1]:g}" if rule else None)
-    observer = Observer(record, facts, clip, every)
+    clip = None if rule is None else _clip_by(rule)
+    facts = program_facts(shown, None if rule is None else rule.text)
+    observer = Observer(record, facts, clip, options.every, last_step=options.steps)
     code, process, here = 1, os.getpid(), Path.cwd()
+    if options.seed is not None:
+        seed_generators(options.seed)
     try:
         with observe(observer):
             code = run(program)
     finally:
         observer.close(code, interrupted=code == INTERRUPTED)
-        if os.getpid() == process and observer.path is not None:  # not in a child that the script forked
+        if (
+            os.getpid() == process and observer.path is not None and not options.no_report
+        ):  # not in a child that the script forked
             _show(observer.path, here)
     return code
 
 
-def _binder(rule: str, threshold: float):
-    """What applies a clip to the parameters of a step, once the modules are known."""
-    from gradguard.clip.adaptive import clip_adaptive
-    from gradguard.clip.adaptive_units import unit_layouts
-    from gradguard.clip.functional import clip_grad_norm_, clip_grad_value_
+def _clip_by(rule: "NamedRule") -> "ClipEachOptimizer":
+    """What applies the rule to the gradients of each optimizer."""
+    import gradguard
+    from gradguard.clip.each_optimizer import ClipEachOptimizer
 
-    def bind(modules):
-        layouts = {key: layout for module in modules for key, layout in unit_layouts(module).items()}
-        return {
-            "norm": lambda parameters, scale: clip_grad_norm_(parameters, threshold * scale),
-            "value": lambda parameters, scale: clip_grad_value_(parameters, threshold * scale),
-            "adaptive": lambda parameters, scale: clip_adaptive(parameters, threshold * scale, layouts=layouts),
-        }[rule]
-
-    return bind
+    name, arguments = rule.clipper
+    return ClipEachOptimizer(lambda: getattr(gradguard, name)(**arguments))
 
 
 def _show(record: Path, here: Path) -> None:

@@ -12,6 +12,7 @@ from torch.nn.utils import clip_grad
 
 import gradguard as gg
 from gradguard import clip_events
+from gradguard.clip.each_optimizer import ClipEachOptimizer
 from gradguard.clip_events import ClipEvent, announce, listen, tell
 from gradguard.errors import NonFiniteGradientError
 from gradguard.integrations.timm import dispatch_clip_grad
@@ -286,37 +287,25 @@ def test_several_clips_of_a_loop(name, watch, tmp_path):
 
 def test_the_watchers_own_clip_beside_the_scripts(tmp_path):
     """``--clip`` is applied by the watcher: told once, and beside what the script does."""
-    from gradguard.monitoring.observe.clips import AppliedClip
 
-    def bind(modules):
-        return lambda parameters, scale: gg.clip_grad_norm_(parameters, 0.2)
+    def watch(path):
+        def watch_loop(model, optimizer, loop):
+            observer = Observer(path, {}, ClipEachOptimizer(lambda: gg.ClipByGlobalNorm(0.2)))
+            with observe(observer):
+                loop()
+            observer.close(0, False)
+            return read_record(path).steps
 
-    observer = Observer(tmp_path / "run.jsonl", {}, AppliedClip("norm", 0.2, bind))
+        return watch_loop
 
-    def watch(model, optimizer, loop):
-        with observe(observer):
-            loop()
-        observer.close(0, False)
-        return read_record(tmp_path / "run.jsonl").steps
-
-    steps, twin = training(CLIPS["function: norm"][2], watch)
+    steps, twin = training(CLIPS["function: norm"][2], watch(tmp_path / "run.jsonl"))
     assert [[clip[:2] for clip in step["clips"]] for step in steps] == [[["norm", 0.5], ["norm", 0.2]]] * STEPS
     assert [step["norm"] for step in steps] == pytest.approx(twin.before, rel=1e-4)
     assert [step["post_norm"] for step in steps] == pytest.approx(twin.after, rel=1e-2)
-    steps, twin = training(lambda m, o: None, lambda *args: watch_alone(tmp_path / "alone.jsonl", bind, *args))
+    steps, twin = training(lambda m, o: None, watch(tmp_path / "alone.jsonl"))
     assert not any("clips" in step for step in steps)
     assert {step["threshold"] for step in steps} == {0.2}
     assert [step["post_norm"] for step in steps] == pytest.approx(twin.after, rel=1e-2)
-
-
-def watch_alone(path, bind, model, optimizer, loop):
-    from gradguard.monitoring.observe.clips import AppliedClip
-
-    observer = Observer(path, {}, AppliedClip("norm", 0.2, bind))
-    with observe(observer):
-        loop()
-    observer.close(0, False)
-    return read_record(path).steps
 
 
 @pytest.mark.parametrize("clip", [lambda m: gg.clip_grad_value_(m, 0.01), gg.ClipByValue(0.01), gg.ClipAdaptive(0.01)])

@@ -132,7 +132,7 @@ def test_norms_that_the_script_s_clip_took_are_not_taken_again(tmp_path, monkeyp
 
     training, observer = Training(), Observer(tmp_path / "run.jsonl", {}, every=1, diagnostics_every=0)
     original = torch._foreach_norm
-    monkeypatch.setattr(sys.modules["gradguard.monitoring.observe.observer"], "gradient_norms", refuse)
+    monkeypatch.setattr(sys.modules["gradguard.monitoring.observe.clips"], "gradient_norms", refuse)
     with observe(observer):
         training.steps(3, clip=0.5)
     observer.close(0, False)
@@ -209,7 +209,7 @@ def test_what_is_watched_may_be_freed(tmp_path):
 
 
 def test_a_process_of_a_higher_rank_measures_and_writes_nothing(tmp_path, monkeypatch):
-    monkeypatch.setattr(sys.modules["gradguard.monitoring.observe.observer"], "gradient_norms", pytest.fail)
+    monkeypatch.setattr(sys.modules["gradguard.monitoring.observe.clips"], "gradient_norms", pytest.fail)
     observer = Observer(None, {})
     with observe(observer):
         Training().steps(2)

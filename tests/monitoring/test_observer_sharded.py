@@ -13,7 +13,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.utils import clip_grad_norm_
 
+import gradguard as gg
 from distributed.pool import Pools
+from gradguard.clip.clipper import Clipper
+from gradguard.clip.each_optimizer import ClipEachOptimizer
 from gradguard.errors import DistributedError
 from gradguard.monitoring.observe import shared_norms
 from gradguard.monitoring.observe.monitor import Monitor
@@ -103,6 +106,20 @@ def alone(path: Path) -> tuple[list[Any], Any]:
         train(model, optimizer)
     observer.close(0, False)
     return weights_of(model), read_record(path)
+
+
+def clipped(path: str | None, rule: type[Clipper], sharded: bool = True) -> list[Any]:
+    """Train under a clip that the observer applies, as ``gradguard run --clip`` does."""
+    model, optimizer = an_optimizer(sharded)
+    observer = Observer(None if path is None else Path(path), {}, ClipEachOptimizer(rule), diagnostics_every=0)
+    with observe(observer):
+        train(model, optimizer)
+    observer.close(0, False)
+    return weights_of(model)
+
+
+def clipped_on_each(path: str, rule: type[Clipper]) -> list[Any]:
+    return clipped(path if dist.get_rank() == 0 else None, rule)
 
 
 def numbers(record: Any) -> list[Any]:
@@ -219,3 +236,17 @@ def test_torchrun_with_and_without_gradguard_run(tmp_path):
     record = read_record(tmp_path / "out")
     assert len(record.steps) == STEPS
     assert [path.name for path in tmp_path.rglob("*.jsonl")] == ["run.jsonl"]
+
+
+@pytest.mark.parametrize("rule", [gg.ClipByMedian, gg.AutoClip, gg.AdaGC])
+def test_a_clip_of_ours_follows_the_norms_of_the_whole(pair, tmp_path, rule):
+    first, second = pair(clipped_on_each, str(tmp_path / "shards.jsonl"), rule)
+    whole = clipped(str(tmp_path / "whole.jsonl"), rule, sharded=False)
+    for weights in (first, second):
+        for ours, theirs in zip(weights, whole, strict=True):
+            torch.testing.assert_close(torch.tensor(ours), torch.tensor(theirs), rtol=1e-4, atol=1e-5)
+    shards, one = (numbers(read_record(tmp_path / f"{name}.jsonl")) for name in ("shards", "whole"))
+    for ours, theirs in zip(shards, one, strict=True):
+        assert {k: x for k, x in ours.items() if x is not None} == pytest.approx(
+            {k: x for k, x in theirs.items() if x is not None}, rel=1e-3
+        )

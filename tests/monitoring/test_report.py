@@ -14,7 +14,7 @@ from gradguard.monitoring.judge.recommend import recommend
 from gradguard.monitoring.judge.verdict import verdict
 from gradguard.monitoring.show.report import page as page_module
 from gradguard.monitoring.show.report import print_comparison, print_summary, text_summary, write_report
-from gradguard.monitoring.show.report.summary import labelled
+from gradguard.monitoring.show.report.summary import command, labelled
 
 EVIL = "</script><img src=x onerror=alert(1)>&'\""
 EVENT = {"t": "event", "i": 0, "kind": "nonfinite", "severity": "error", "message": EVIL, "advice": EVIL}
@@ -138,6 +138,39 @@ def test_terminal_summary_is_short_and_ends_in_the_command(tmp_path):
     assert "Clipping at 1.0 bound on 9.7 %" in lines[1]
     assert lines[-2] == "gradguard run --clip norm=2.2 examples/char_rnn.py --steps 600"
     assert lines[-1].startswith("observing cost: ")
+
+
+@pytest.mark.parametrize(
+    ("rule", "step", "optimizer", "words"),
+    [
+        ("norm=1", {}, "", "gradguard run --clip norm=1.0 train.py"),
+        ("median", {}, "", "gradguard run --clip median train.py"),
+        ("zclip=inf", {}, "", "gradguard run --clip zclip=inf train.py"),
+        ("norm=34.0", {"user_max_norm": 1.0}, "", "in train.py, which clips itself: max_norm=34"),
+        (
+            "median",
+            {"user_max_norm": 1.0},
+            "",
+            "in train.py, which clips itself: gg.Guard(optimizer, gg.ClipByMedian()) in place of its clip",
+        ),
+        (
+            "clip_fraction=0.05",
+            {"rule": "norm"},
+            "",
+            "in train.py, which clips itself: gg.Guard(optimizer, gg.ClipFraction(target=0.05)) in place of its clip",
+        ),
+        ("norm=2", {}, "optimizer 1 (SGD)", "in train.py, before the step of optimizer 1 (SGD): max_norm=2.0"),
+        (
+            "median",
+            {},
+            "optimizer 1 (SGD)",
+            "in train.py, for optimizer 1 (SGD): gg.Guard(optimizer, gg.ClipByMedian())",
+        ),
+    ],
+)
+def test_the_command_for_a_rule(rule, step, optimizer, words):
+    record = make_record(steps=[{"t": "step", "i": 0, "norm": 1.0} | step])
+    assert command(record, rule, optimizer) == words
 
 
 def test_terminal_summary_names_the_errors_first(tmp_path):

@@ -1,1 +1,1 @@
-"""Watching a run, in four rooms: `record` (files), `judge` (verdicts), `show` (pages), `observe` (measures; torch)."""
+"""Watching runs: `record` (files), `judge` (verdicts), `show` (pages), `observe` (measures; torch), `tune` (tries)."""

@@ -2,27 +2,17 @@
 
 import math
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from gradguard.errors import InvalidValueError
 from gradguard.monitoring.judge.numbers import number, percent, plain_threshold
 from gradguard.monitoring.judge.recommend import recommend
 from gradguard.monitoring.judge.spikes import find_spikes
 from gradguard.monitoring.record.file import Record
 from gradguard.monitoring.record.steps import BINDS_BELOW, Part, by_optimizer, label_of, taken_steps, usable_steps
-from gradguard.threshold_rules import (
-    FixedNorm,
-    Fraction,
-    LockInAlarm,
-    Median,
-    Percentile,
-    PerTensor,
-    Rule,
-    TwiceTheMedian,
-    ZScore,
-)
+from gradguard.named_rules import replayed_rule
+from gradguard.threshold_rules import LockInAlarm, PerTensor
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -82,7 +72,7 @@ def what_if(record: Record, rules: Iterable[str] | None = None) -> list[WhatIf]:
 
     Args:
         record: The record of a run, clipped or not.
-        rules: As in `parse_rule`; None for a choice of fixed and automatic ones and the recommended threshold.
+        rules: As in `replayed_rule`; None for a choice of fixed and automatic ones and the recommended threshold.
 
     Returns:
         One row for each optimizer and rule, in that order.
@@ -101,78 +91,12 @@ def what_if(record: Record, rules: Iterable[str] | None = None) -> list[WhatIf]:
     """
     asked = None if rules is None else list(rules)
     for rule in asked or ():
-        parse_rule(rule)
+        replayed_rule(rule)
     return [row for part in by_optimizer(record) for row in _rows(part, asked)]
 
 
-def parse_rule(text: str) -> "Callable[[], Rule | PerTensor]":
-    """Return what makes the rule that ``text`` names, without a state.
-
-    ============================  ====================================================================================
-    text                          rule
-    ============================  ====================================================================================
-    ``norm=1.0``                  one threshold for the global norm (`ClipByGlobalNorm`)
-    ``median``, ``median=6``      robust deviations above the running median (`ClipByMedian`)
-    ``autoclip``, ``autoclip=10`` percentile of all norms so far (`AutoClip`)
-    ``zclip``, ``zclip=inf``      z-score with the published ceiling of 1.0, or another, or none (`ZClip`)
-    ``clip_fraction=0.05``        the threshold that clips this share of the steps (`ClipFraction`)
-    ``icefall``, ``icefall=2``    so many times the median of the last 100 norms
-    ``adagc``, ``adagc=inf``      moving averages of each tensor; λ_abs of 1.0, or another, or none (`AdaGC`)
-    ============================  ====================================================================================
-
-    Args:
-        text: A name, with a number after ``=`` where the rule takes one.
-
-    Returns:
-        A constructor without arguments.
-
-    Raises:
-        InvalidValueError: If there is no such rule, it cannot be replayed, or the number is not one that it takes.
-
-    Example:
-        >>> parse_rule("value=0.5")
-        Traceback (most recent call last):
-        gradguard.errors.InvalidValueError: rule value=0.5: a clip by value looks at elements, ...
-    """
-    name, equals, given = text.strip().partition("=")
-    if name in _NOT_REPLAYABLE:
-        raise InvalidValueError(f"rule {text}: {_NOT_REPLAYABLE[name]} Replay norm=, median or zclip instead.")
-    if name not in _RULES:
-        raise InvalidValueError(f"rule {text}: unknown rule {name!r}; expected one of {', '.join(_SPELLINGS)}.")
-    make, (low, high), needed = _RULES[name]
-    if not equals and not needed:
-        return make
-    try:
-        argument = float(given)
-    except ValueError:
-        argument = math.nan
-    if not low <= argument <= high:
-        bounds = f"a number from {low:g} to {high:g}" if high < math.inf else f"a number of at least {low:g}"
-        raise InvalidValueError(f"rule {text}: expected {bounds} after {name}=, as in {_example(name)}.")
-    return lambda: make(argument)
-
-
-_LEAST = 1e-300  # thresholds are above 0
-_RULES: dict[str, tuple[Callable[..., Rule | PerTensor], tuple[float, float], bool]] = {
-    "norm": (FixedNorm, (0.0, math.inf), True),
-    "median": (Median, (0.0, 1e6), False),
-    "autoclip": (Percentile, (0.0, 100.0), False),
-    "zclip": (ZScore, (_LEAST, math.inf), False),
-    "clip_fraction": (Fraction, (1e-6, 1 - 1e-6), True),
-    "icefall": (TwiceTheMedian, (_LEAST, 1e6), False),
-    "adagc": (PerTensor, (_LEAST, math.inf), False),
-}
-_SPELLINGS = ("norm=1.0", "median", "autoclip", "zclip", "clip_fraction=0.05", "icefall", "adagc")
-_NOT_REPLAYABLE = {
-    "value": "a clip by value looks at elements, and a record holds norms, so it cannot be replayed.",
-    "adaptive": "adaptive clipping looks at units and weights, and a record holds norms, so it cannot be replayed.",
-}
 _NO_STEPS = "no usable norm before a clip in this record"
 _EVERY_STEP = "needs the norm of each tensor on every step: record the run with gradguard run --every 1"
-
-
-def _example(name: str) -> str:
-    return next((spelling for spelling in _SPELLINGS if spelling.startswith(f"{name}=")), f"{name}=1.0")
 
 
 def _rows(part: Part, rules: Sequence[str] | None) -> list[WhatIf]:
@@ -192,7 +116,7 @@ def _default_rules(record: Record) -> list[str]:
 
 
 def _row(part: Part, name: str, judged: dict[int, bool]) -> WhatIf:
-    rule = parse_rule(name)()
+    rule = replayed_rule(name)()
     if not judged:
         return WhatIf(name, 0, note=_NO_STEPS, optimizer=part.index)
     if isinstance(rule, PerTensor):

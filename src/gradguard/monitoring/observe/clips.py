@@ -15,7 +15,6 @@ from torch.optim import Optimizer
 from gradguard.clip_events import ClipEvent
 from gradguard.monitoring.observe.intercept import ClipCall
 from gradguard.monitoring.observe.measure import Norms, gradient_norms, total, unscaled
-from gradguard.monitoring.observe.meta import living_modules
 from gradguard.monitoring.observe.shared_norms import Shared
 from gradguard.monitoring.observe.step import EPSILON, FIXED, ScriptClip, StepMeasurement, copied
 from gradguard.tensors.layout import are_readable
@@ -223,42 +222,11 @@ def can_capture(gradients: Sequence[Tensor]) -> bool:
     return tuple(kind) in _ORDINARY and device.type in ("cpu", "cuda")
 
 
-@dataclass(frozen=True, slots=True)
-class AppliedClip:
-    """A clip that the observer applies before each step, where the user asked for one.
+AppliedClip = Callable[[Optimizer, Callable[[], Sequence[nn.Module]]], ClipEvent]
+"""A clip that the observer applies before each step, where the user asked for one.
 
-    Attributes:
-        rule: ``"norm"``, ``"value"`` or ``"adaptive"``.
-        threshold: Its threshold.
-        bind: Given the modules of the script, returns a function that clips the gradients of given parameters; its
-            second argument is what the threshold is multiplied by: the loss scale, where the gradients have one.
-    """
-
-    rule: str
-    threshold: float
-    bind: Callable[[Sequence[nn.Module]], Callable[[list[Tensor], float | Tensor], object]]
-
-
-class Applying:
-    """Binds a clip to the modules of a script, again whenever there are parameters that it does not know."""
-
-    def __init__(self) -> None:
-        self._apply: Callable[[list[Tensor], float | Tensor], object] | None = None
-        self._bound: dict[int, weakref.ref] = {}  # the parameters that `_apply` knows
-
-    def apply(self, clip: AppliedClip, optimizer: Optimizer, parameters: list[Tensor]) -> None:
-        """Clip; not guarded, because a clip that was asked for and cannot be made must stop the run."""
-        if self._apply is None or any(_unknown(self._bound, p) for p in parameters):
-            self._apply = clip.bind(living_modules())
-            self._bound = {key: alive for key, alive in self._bound.items() if alive() is not None}
-            self._bound |= {id(p): weakref.ref(p) for p in parameters}
-        scale = getattr(optimizer, "grad_scale", None)
-        self._apply(parameters, 1.0 if scale is None else scale)
-
-
-def _unknown(known: dict[int, weakref.ref], parameter: Tensor) -> bool:
-    reference = known.get(id(parameter))
-    return reference is None or reference() is not parameter
+It is given the optimizer, and what returns the modules of the script, and tells what it did.
+"""
 
 
 class HeardClips:
@@ -351,7 +319,7 @@ class HeardClips:
 
     def step(
         self, index: int, optimizer: Optimizer, parameters: Sequence[Tensor], shared: Shared | None,
-        applied: AppliedClip | None = None, now: Norms | None = None, clipped: Sequence[Clipped | None] | None = None,
+        now: Norms | None = None, clipped: Sequence[Clipped | None] | None = None,
     ) -> StepMeasurement:  # fmt: skip
         """Return what is known of a step that begins: the norms before every clip, and what clipped.
 
@@ -360,13 +328,12 @@ class HeardClips:
             optimizer: The optimizer.
             parameters: Its parameters that have gradients; all where processes hold parts.
             shared: What processes have measured together.
-            applied: A clip that the watcher itself applies next.
             now: The norm of each gradient as it is now, if that has been measured.
             clipped: What `take` returned, if it has been called for this step.
         """
         clipped, scale = self.take(parameters) if clipped is None else clipped, getattr(optimizer, "grad_scale", None)
         clips = clips_in(clipped)
-        alone = single_known_clip(clipped) if shared is None and len(clips) <= 1 and applied is None else None
+        alone = single_known_clip(clipped) if shared is None and len(clips) <= 1 else None
         norms = norms_of(clipped, None) if alone is not None else None
         post = told = None
         norm_after, unmeasured = False, now is None
@@ -387,8 +354,6 @@ class HeardClips:
             places=(),
             post=post,
             clips=clips,
-            applied_rule=applied.rule if applied else None,
-            applied_threshold=applied.threshold if applied else None,
             user_threshold=last.threshold if last is not None else None,
             clips_apart=apart,
             norm_after=norm_after,
@@ -396,6 +361,12 @@ class HeardClips:
             late=(bool(parameters) and not parameters[0].is_cpu) or (unmeasured and isinstance(norms, Tensor)),
             lost=None if shared is None else shared.lost,
         )
+
+
+def note_applied(step: StepMeasurement, event: ClipEvent) -> None:
+    """Let a step say what the watcher's own clip did before it."""
+    step.applied_rule, step.applied_threshold = event.rule, copied(event.threshold)
+    step.applied_coefficient = copied(event.coefficient)
 
 
 def note_guard(step: StepMeasurement, event: ClipEvent) -> None:

@@ -11,13 +11,12 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from gradguard.clip_events import listen
+from gradguard.clip_events import ClipEvent, listen
 from gradguard.distributed.placements import is_sharded, local_part, placement_of
 from gradguard.errors import GradguardError
 from gradguard.grad_scaler import listen_to_steps
-from gradguard.monitoring.observe.clips import AppliedClip, Applying, CapturedNorms
+from gradguard.monitoring.observe.clips import AppliedClip, CapturedNorms, note_applied
 from gradguard.monitoring.observe.intercept import ClipCall, patched
-from gradguard.monitoring.observe.measure import gradient_norms, total, unscaled
 from gradguard.monitoring.observe.meta import (
     living_modules,
     living_optimizers,
@@ -36,6 +35,10 @@ from gradguard.optimizer_hooks import EveryStep
 from gradguard.tensors.layout import are_readable
 
 
+class EnoughSteps(SystemExit):
+    """Ends a program after as many optimizer steps as were asked for: what cleans up on the way out does so."""
+
+
 class Observer(Recorder):
     """Writes the record of a run. Use `observe`.
 
@@ -45,6 +48,7 @@ class Observer(Recorder):
         clip: A clip to apply before each step.
         every: Write the norm of each parameter every so many steps; by default so that a step takes some 200 bytes.
         diagnostics_every: Steps between two measurements of what is too costly for each; 0 for none.
+        last_step: After so many optimizer steps the program ends, as if it had called ``sys.exit()``.
 
     Attributes:
         path: The record, once it is open.
@@ -57,13 +61,14 @@ class Observer(Recorder):
         clip: AppliedClip | None = None,
         every: int | None = None,
         diagnostics_every: int = EVERY,
+        last_step: int | None = None,
     ) -> None:
         super().__init__(Schedule(diagnostics_every), clip)
         self._meta, self._every, self._path = meta, every, path
         self._known: dict[int, tuple[weakref.ref, int]] | None = None  # identity -> parameter, its place in meta
         self._optimizers: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         self._count = 0  # optimizers but one
-        self._losses, self._applying = Losses(), Applying()
+        self._losses, self._left = Losses(), last_step
         self._steps_at_update = -1
         self.path: Path | None = None
         self._buffer = None if callable(path) else self._open(path)
@@ -111,6 +116,13 @@ class Observer(Recorder):
         if before is not None and after is not None and self._buffer is not None:
             self._buffer.add(ScaleUpdate(max(self._steps - 1, 0), before, after))
 
+    def _after_step(self, optimizer: Optimizer) -> None:
+        super()._after_step(optimizer)
+        if self._left is not None and os.getpid() == self._process:  # counted also where nothing is recorded
+            self._left -= 1
+            if self._left <= 0:
+                raise EnoughSteps
+
     # --- what differs from other recorders ----------------------------------------------------------------------------
 
     def _measured(
@@ -119,7 +131,7 @@ class Observer(Recorder):
         del spread
         if not parameters:  # an optimizer that has nothing to do yet
             return None
-        step = self._clips.step(self._steps, optimizer, parameters, shared, self._applied)
+        step = self._clips.step(self._steps, optimizer, parameters, shared)
         step.places = [self._place(p) for p in parameters] if len(step.norms) else []
         return step
 
@@ -135,31 +147,20 @@ class Observer(Recorder):
         step.amp_scale = getattr(self._thread, "loss_scale", None)  # each optimizer may have a scaler of its own
 
     def _hears(self, parameters: Sequence[Tensor]) -> bool:
-        """Every clip but the one that is running in this thread because we were asked to apply it."""
         del parameters
-        return not getattr(self._thread, "applying", False)
+        return True
 
-    def _clip(self, optimizer: Optimizer, with_grad: list[Tensor], parameters: list[Tensor], first: bool) -> None:
-        if self._applied is None:
-            return
-        self._thread.applying = True
-        try:
-            self._applying.apply(self._applied, optimizer, with_grad)
-        finally:
-            self._thread.applying = False
-        if first:
-            self._measure_clipped(optimizer, with_grad, *self._joined(parameters))
+    def _clip(self, optimizer: Optimizer, first: bool) -> None:
+        """Not guarded, because a clip that was asked for and cannot be made must stop the run."""
+        if self._applied is not None:
+            event = self._applied(optimizer, living_modules)
+            if first:
+                self._note_applied(event)
 
     @safely
-    def _measure_clipped(
-        self, optimizer: Optimizer, parameters: list[Tensor], spread: bool, shared: Shared | None
-    ) -> None:
-        """The norm after our own clip, where it does not follow from the one before."""
-        step = self._open_step()
-        if step is not None and (spread or step.applied_rule != "norm" or step.post is not None or step.clips):
-            gradients = [p.grad for p in parameters if p.grad is not None]
-            norms = gradient_norms(gradients) if shared is None else shared.norms
-            step.post = unscaled(total(norms), getattr(optimizer, "grad_scale", None))
+    def _note_applied(self, event: ClipEvent) -> None:
+        if (step := self._open_step()) is not None:
+            note_applied(step, event)
 
     @safely
     def _forget(self, parameters: list[Tensor]) -> None:

@@ -99,7 +99,7 @@ class Recorder:
         del step
         return False
 
-    def _clip(self, optimizer: Optimizer, with_grad: list[Tensor], parameters: list[Tensor], first: bool) -> None:
+    def _clip(self, optimizer: Optimizer, first: bool) -> None:
         """Apply a clip of our own; what it raises ends the run."""
 
     def _hears(self, parameters: Sequence[Tensor]) -> bool:
@@ -122,7 +122,7 @@ class Recorder:
             self._measure_step(optimizer, with_grad, spread, shared)
         else:
             self._forget(parameters)
-        self._clip(optimizer, with_grad, parameters, first)
+        self._clip(optimizer, first)
         if first and not spread:  # of a part, diagnostics would be wrong
             self._measure_diagnostics(optimizer, with_grad)
 

@@ -3,6 +3,7 @@
 import builtins
 import concurrent.futures.thread
 import importlib.util
+import random
 import sys
 import threading
 import traceback
@@ -87,6 +88,22 @@ def load_module(name: str, arguments: Sequence[str]) -> Program:
     main = _main_module(spec.origin or name)
     main.__spec__, main.__package__ = spec, spec.parent
     return Program(code, main, [spec.origin or name, *arguments], str(Path.cwd()))
+
+
+def seed_generators(seed: int) -> None:
+    """Seed what programs draw random numbers from: Python's generator, NumPy's if it is installed, and PyTorch's.
+
+    Args:
+        seed: A number from 0 to 2^32 - 1, the largest that NumPy takes.
+    """
+    import torch
+
+    random.seed(seed)
+    if importlib.util.find_spec("numpy") is not None:
+        import numpy as np
+
+        np.random.seed(seed)
+    torch.manual_seed(seed)
 
 
 def run(program: Program) -> int:

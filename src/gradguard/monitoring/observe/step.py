@@ -66,6 +66,7 @@ class StepMeasurement:
         clips_apart: Whether they acted on different parameters, so that no threshold is that of the step.
         applied_rule: The clip that the watcher applies itself, behind them.
         applied_threshold: Its threshold.
+        applied_coefficient: What it multiplied the gradients by.
         user_threshold: The threshold of the script's last clip.
         guard_rule: The rule of a `Guard` that acted within the step; None if none did.
         guard_threshold: Its threshold.
@@ -95,6 +96,7 @@ class StepMeasurement:
     clips_apart: bool = False
     applied_rule: str | None = None
     applied_threshold: Any = None
+    applied_coefficient: Any = None
     user_threshold: Any = None
     guard_rule: str | None = None
     guard_threshold: Any = None
@@ -208,7 +210,7 @@ def _tensors_line(step: StepMeasurement, norms: list[float], latest: Latest) -> 
 
 def _step_line(step: StepMeasurement, norms: Sequence[float]) -> Line:
     total = total_of(step)
-    clips, coefficient = _clips_of(step, total)
+    clips, coefficient, within = _clips_of(step, total)
     binding = min(clips, key=_strength) if clips else _Clip(None, None, None)
     overflowed = step.found_inf is not None and float(step.found_inf)
     return {
@@ -218,7 +220,7 @@ def _step_line(step: StepMeasurement, norms: Sequence[float]) -> Line:
         "loss": _mean([float(x) for x in step.losses]),
         "lr": _number(step.lr),
         "norm": total,
-        "post_norm": None if coefficient is None else total if step.norm_after else total * coefficient,
+        "post_norm": None if coefficient is None else total * (within if step.norm_after else coefficient),
         "coefficient": coefficient,
         "threshold": None if step.clips_apart and len(step.clips) > 1 else binding.threshold,
         "rule": binding.rule,
@@ -241,39 +243,40 @@ class _Clip(NamedTuple):
     coefficient: float | None
 
 
-def _clips_of(step: StepMeasurement, total: float) -> tuple[list[_Clip], float | None]:
+def _clips_of(step: StepMeasurement, total: float) -> tuple[list[_Clip], float | None, float]:
     """Tell what clipped, and how much.
 
     Returns:
-        The clips that acted: the script's own, the one that the watcher applies, the guard's; and what gradients were
-        multiplied by in all, if that is known.
+        The clips that acted: the script's own, the one that the watcher applies, the guard's; what gradients were
+        multiplied by in all, if that is known; and by those of them that acted within the step.
     """
     script = [_Clip(clip.rule, _threshold(clip.threshold), _of_clip(clip, step, total)) for clip in step.clips]
     clips = [clip for clip in script if clip.rule not in FIXED or clip.threshold != math.inf]  # others only measure
     known = math.prod(clip.coefficient for clip in clips if clip.coefficient is not None)
-    if step.applied_rule is not None:
-        clips.append(_Clip(step.applied_rule, _threshold(step.applied_threshold), None))
     unknown = [k for k, clip in enumerate(clips) if clip.coefficient is None]
     coefficient = None
     if clips and step.post is not None:
         coefficient = min(1.0, float(step.post) / total) if total > 0 else 1.0
     elif clips and not unknown:
         coefficient = known
-    elif len(unknown) == 1 and step.applied_rule == "norm":
-        threshold = clips[-1].threshold
-        coefficient = None if threshold is None else known * min(1.0, threshold / (total * known + EPSILON))
     if coefficient is not None and len(unknown) == 1 and known > 0:
         clips[unknown[0]] = clips[unknown[0]]._replace(coefficient=min(1.0, coefficient / known))
-    if step.guard_rule is not None:
-        own = _number(step.guard_coefficient)
-        clips.append(_Clip(step.guard_rule, _threshold(step.guard_threshold), own))
-        coefficient = own if coefficient is None or own is None else own * coefficient
+    within = 1.0
+    for rule, threshold, told in (
+        (step.applied_rule, step.applied_threshold, step.applied_coefficient),
+        (step.guard_rule, step.guard_threshold, step.guard_coefficient),
+    ):
+        if rule is not None:
+            own = _number(told)
+            clips.append(_Clip(rule, _threshold(threshold), own))
+            coefficient = own if coefficient is None or own is None else own * coefficient
+            within *= 1.0 if own is None else own
     finite = math.isfinite(total)
-    told = [
+    shown = [
         _Clip(rule, None if threshold == math.inf else threshold, one if finite else None)
         for rule, threshold, one in clips
     ]
-    return told, coefficient if finite else None
+    return shown, coefficient if finite else None, within
 
 
 def _threshold(value: Any) -> float | None:

@@ -104,7 +104,7 @@ def _subject(part: Part, whole: Record, label: str, identity: str, among: int) -
         "verdict": judged,
         "tone": _tone(judged, findings),
         "recommendation": recommendation,
-        "command": recommendation.threshold and command(record, recommendation.threshold, part.label),
+        "command": recommendation.rule and command(record, recommendation.rule, part.label),
         "figures": [
             _drawn(chart, f"{identity}-{place}", identity)
             for place, chart in enumerate(_charts(record, whole, judged, recommendation, among))

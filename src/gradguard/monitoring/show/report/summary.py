@@ -11,6 +11,7 @@ from gradguard.monitoring.judge.verdict import Verdict, verdict
 from gradguard.monitoring.record.file import FILE_NAME, SCHEMA, Record
 from gradguard.monitoring.record.steps import by_optimizer
 from gradguard.monitoring.show.report.advice import Shown, counted, findings_of
+from gradguard.named_rules import clipping_rule
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -38,8 +39,8 @@ def print_summary(record: Record, console: "Console | None" = None) -> None:
     panel = Panel(body, title="gradguard", title_align="left", border_style=style, padding=(0, 1))
     console = console or Console()
     console.print(panel)
-    if recommendation.threshold is not None:  # outside the frame, in one piece, so that it can be copied
-        console.print(command(record, recommendation.threshold), style="bold", markup=False, soft_wrap=True)
+    if recommendation.rule is not None:  # outside the frame, in one piece, so that it can be copied
+        console.print(command(record, recommendation.rule), style="bold", markup=False, soft_wrap=True)
     cost = _cost(judged, record.end or {})
     if cost:
         console.print(f"observing cost: {cost}", markup=False, highlight=False)
@@ -123,23 +124,35 @@ def text_summary(record: Record) -> str:
     return "".join(f"{key}: {_one_line(value)}\n" for key, value in facts.items() if value is not None)
 
 
-def command(record: Record, threshold: float, optimizer: str = "") -> str:
-    """The command that runs the same script with a threshold.
+def command(record: Record, rule: str, optimizer: str = "") -> str:
+    """The command that runs the same script with a rule.
 
     Args:
         record: The record of a run.
-        threshold: The ``norm=`` number.
+        rule: What ``--clip`` takes, such as ``"norm=1.3"`` or ``"median"``.
         optimizer: What to call the optimizer that it is for, where the script has several.
 
     Returns:
         A line to paste into a shell; what to change in a script that clips itself or has several optimizers.
+
+    Example:
+        >>> record = Record(Path("run.jsonl"), {"t": "meta", "argv": ["train.py"]}, [], [], [], None, False)
+        >>> command(record, "median")
+        'gradguard run --clip median train.py'
+        >>> command(record, "median", "optimizer 1 (SGD)")
+        'in train.py, for optimizer 1 (SGD): gg.Guard(optimizer, gg.ClipByMedian())'
     """
     script = shlex.join(map(str, record.meta.get("argv") or ["train.py"]))
-    if optimizer:  # --clip would use one number for all of them
-        return f"in {script}, before the step of {optimizer}: max_norm={plain_threshold(threshold)}"
-    if not record.meta.get("clip") and any("user_max_norm" in step for step in record.steps):
-        return f"in {script}, which clips itself: max_norm={plain_threshold(threshold)}"
-    return f"gradguard run --clip norm={plain_threshold(threshold)} {script}"
+    named = clipping_rule(rule)
+    threshold = "" if named.name != "norm" or named.number is None else plain_threshold(named.number)
+    by_norm = f"max_norm={threshold}" if threshold else ""
+    if optimizer:  # --clip would use it for all of them
+        where = f"in {script}, before the step of {optimizer}: " if by_norm else f"in {script}, for {optimizer}: "
+        return where + (by_norm or f"gg.Guard(optimizer, {named.call})")
+    if not record.meta.get("clip") and any("user_max_norm" in step or step.get("rule") for step in record.steps):
+        own = by_norm or f"gg.Guard(optimizer, {named.call}) in place of its clip"
+        return f"in {script}, which clips itself: {own}"
+    return f"gradguard run --clip {f'norm={threshold}' if threshold else rule} {script}"
 
 
 def _body(judged: Verdict, recommendation: Recommendation, found: Sequence[Shown]) -> "Text":
@@ -188,7 +201,7 @@ def _advice(record: Record, recommendation: Recommendation, optimizer: str = "")
         "recommended": "none" if threshold is None else plain_threshold(threshold),
         "reason": "several optimizers, see each" if recommendation.parts else recommendation.reason,
         **candidates,
-        "command": None if threshold is None else command(record, threshold, optimizer),
+        "command": None if recommendation.rule is None else command(record, recommendation.rule, optimizer),
     }
 
 

@@ -1,0 +1,61 @@
+"""One rule for every optimizer of a script, each with a clipper of its own: what ``gradguard run --clip`` applies."""
+
+from collections.abc import Callable, Sequence
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from gradguard.clip.clipper import Clipper
+from gradguard.clip.gradients import ONE_STAGE, gradients_of
+from gradguard.clip.guard import is_in_backward, names_of, refuse_in_backward
+from gradguard.clip_events import ClipEvent
+
+
+class ClipEachOptimizer:
+    """Clips the gradients of whichever optimizer is about to step.
+
+    **Guarantees.** Norms that a rule remembers are of one optimizer, and without a loss scale that the optimizer itself
+    takes off. Gradients that are not finite are what the rule makes of them (``"propagate"``), and enter no memory; a
+    step that a GradScaler leaves out never comes here.
+
+    Args:
+        make: Makes a clipper.
+    """
+
+    def __init__(self, make: Callable[[], Clipper]) -> None:
+        self._make = make
+        self._clippers: WeakKeyDictionary[Optimizer, tuple[Clipper, list[int], list[str]]] = WeakKeyDictionary()
+
+    @torch.no_grad()
+    def __call__(self, optimizer: Optimizer, modules: Callable[[], Sequence[nn.Module]]) -> ClipEvent:
+        """Clip.
+
+        Args:
+            optimizer: Its gradients are complete.
+            modules: Returns the modules of the script, which tell what the units of their parameters are; asked only
+                where there are new parameters, because to find them takes long.
+
+        Returns:
+            What was done.
+        """
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        clipper, names = self._clipper_of(optimizer, parameters, modules)
+        if is_in_backward():
+            refuse_in_backward(clipper, parameters, ONE_STAGE)
+        scale = getattr(optimizer, "grad_scale", None)
+        grads = clipper.compared(gradients_of(names, parameters), "propagate")
+        decision = clipper.decide(grads, 1.0 if scale is None else scale)
+        decision.apply()
+        return clipper.event_of(grads, decision.result, optimizer)
+
+    def _clipper_of(
+        self, optimizer: Optimizer, parameters: Sequence[Tensor], modules: Callable[[], Sequence[nn.Module]]
+    ) -> tuple[Clipper, list[str]]:
+        clipper, known, names = self._clippers.get(optimizer) or (self._make(), [], [])
+        if list(map(id, parameters)) != known:
+            names = names_of(optimizer, {})
+            clipper.learn(nn.ModuleList(modules()))  # which is gone after this line, and leaves no trace on them
+            self._clippers[optimizer] = clipper, list(map(id, parameters)), names
+        return clipper, names

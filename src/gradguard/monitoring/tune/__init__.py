@@ -1,0 +1,1 @@
+"""``gradguard tune``: the same script under several clipping rules, and which of them trains best."""

@@ -1,0 +1,77 @@
+"""Which rules are tried on a script, where nobody named them: what its record recommends, and two constants."""
+
+import statistics
+
+from gradguard.monitoring.judge.recommend import recommend
+from gradguard.monitoring.record.file import Record
+from gradguard.monitoring.record.steps import usable_steps
+
+NONE = "none"
+"""The script as it is."""
+
+OTHERWISE = "median"
+"""What is tried where a record recommends nothing."""
+
+_TROUBLE = 10.0  # norms of a run that diverges, from where one is so many times the smallest before
+
+
+def candidates(record: Record, diverged: bool) -> list[str]:
+    """Return the rules to try beside the script as it is.
+
+    They are the recommended one (`median` where there is none) and two constants: the median and the 90th percentile of
+    the norms. Where the run diverged, these are a third and a thirtieth of the median norm before it did.
+
+    Args:
+        record: The record of the script as it is.
+        diverged: Whether that run diverged.
+
+    Returns:
+        Rules as ``--clip`` takes them, the recommended one first, each once.
+
+    Example:
+        >>> from pathlib import Path
+        >>> steps = [{"t": "step", "i": i, "norm": 1.0 + i / 100} for i in range(101)]
+        >>> candidates(Record(Path("run.jsonl"), {"t": "meta"}, steps, [], [], None, False), False)
+        ['median', 'norm=1.6', 'norm=1.9']
+    """
+    return list(dict.fromkeys([recommended(record) or OTHERWISE, *_constants(record, diverged)]))
+
+
+def recommended(record: Record) -> str | None:
+    """Return the rule that a record recommends; None where it recommends none, or the clip that the script has."""
+    found = recommend(record)
+    return None if found.kind == "keep" else found.rule
+
+
+def _constants(record: Record, diverged: bool) -> list[str]:
+    norms = _before_trouble(record) if diverged else [_norm(step) for step in usable_steps(record)]
+    norms = [norm for norm in norms if norm > 0]
+    if not norms:
+        return []
+    middle = statistics.median(norms)
+    if diverged:
+        return [_spelled(middle / 3), _spelled(middle / 30)]
+    ninth = statistics.quantiles(norms, n=10, method="inclusive")[-1] if len(norms) > 1 else middle
+    return [_spelled(middle), _spelled(ninth)]
+
+
+def _before_trouble(record: Record) -> list[float]:
+    found: list[float] = []
+    for step in record.steps:
+        norm = step.get("norm", 0.0)
+        if step.get("skipped") or norm == 0:
+            continue
+        if norm is None or (found and norm > _TROUBLE * min(found)):
+            break
+        found.append(_norm(step))
+    return found
+
+
+def _norm(step: dict) -> float:
+    """What a rule behind the script's own clip is shown."""
+    post = step.get("post_norm")
+    return step["norm"] if post is None else post
+
+
+def _spelled(threshold: float) -> str:
+    return f"norm={float(f'{threshold:.1e}'):g}"

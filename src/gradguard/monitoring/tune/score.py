@@ -1,0 +1,311 @@
+"""Which of several rules trained best: from the losses of their runs to a ranking with error bars. Numbers only."""
+
+import math
+import statistics
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+Losses = Sequence[float | None]
+"""The training loss of each step; None where it was not finite."""
+
+LAST = 0.1
+"""A run is judged by its mean loss over this share of its steps, the last ones."""
+
+FAR_ABOVE = 3.0
+"""A run whose loss is so many times that of the others, and `ABOVE_START` times its own first losses, has diverged."""
+
+ABOVE_START = 2.0
+"""Without this, a run that learns slowly would have diverged as soon as the others are good."""
+
+_SMOOTH = 10  # steps of which the median is compared, so that one batch decides nothing
+_MOST_SEEDS = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One run of the script.
+
+    Attributes:
+        rule: The rule, as ``--clip`` takes it; ``"none"`` for the script as it is.
+        seed: The seed.
+        losses: Its training losses.
+        failed: Whether it ended with an error.
+        clip_share: The share of its steps that were clipped.
+        stopped: Whether it was ended early, because it had diverged.
+    """
+
+    rule: str
+    seed: int
+    losses: Losses
+    failed: bool = False
+    clip_share: float = 0.0
+    stopped: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Mean:
+    """A mean over seeds.
+
+    Attributes:
+        value: The mean.
+        margin: Half of its 95 % interval (Student's t); None for a single seed.
+        deviation: The standard deviation over seeds; None for a single one.
+        count: Over how many seeds.
+    """
+
+    value: float
+    margin: float | None
+    deviation: float | None
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """How one rule did.
+
+    Attributes:
+        rule: The rule.
+        loss: The mean of its runs' last losses, of those that did not diverge; None if all did.
+        losses: The last loss of each seed, None of one that diverged or failed.
+        diverged: How many runs diverged.
+        failed: How many ended with an error and had not diverged.
+        clip_share: The mean share of steps that were clipped.
+        difference: Its loss minus that of the best rule, over the seeds that both finished; None for the best itself,
+            and where there is no such seed.
+        worse: Whether it is known to be worse than the best: it diverged or failed on more seeds, or the interval of
+            the difference is above 0.
+        seeds_needed: With how many seeds in all a difference of this size would be told; None where it is told
+            already, where more than 1,000 would be needed, or where nothing is known of its spread.
+    """
+
+    rule: str
+    loss: Mean | None
+    losses: dict[int, float | None]
+    diverged: int
+    failed: int
+    clip_share: float
+    difference: Mean | None = None
+    worse: bool = False
+    seeds_needed: int | None = None
+
+
+def scores(runs: Sequence[Run]) -> list[Score]:
+    """Rank the rules: the fewest runs lost come first, then the lowest mean loss.
+
+    **Edge cases**: rules of which all runs were lost come last, with ``loss`` None; with one seed nothing is told
+    apart but who diverged; rules with the same losses to the last digit are never told apart.
+
+    Args:
+        runs: The runs; of each rule and seed at most one.
+
+    Returns:
+        One score for each rule, the best first.
+
+    Example:
+        >>> def run(rule, seed, loss):
+        ...     return Run(rule, seed, [2.0] * 18 + [loss] * 2)
+        >>> runs = [run(rule, seed, 0.5 + seed / 10) for rule in ("none", "median") for seed in range(3)]
+        >>> runs[0] = Run("none", 0, [2.0] * 3 + [None] * 17)
+        >>> [(score.rule, score.diverged, score.worse) for score in scores(runs)]
+        [('median', 0, False), ('none', 1, True)]
+    """
+    lost = {(run.rule, run.seed): _diverged(run, runs) for run in runs}
+    rules = list(dict.fromkeys(run.rule for run in runs))
+    ranked = sorted((_score(rule, runs, lost) for rule in rules), key=_rank)
+    return [_against(ranked[0], score) for score in ranked]
+
+
+def diverged_at(losses: Losses, others: Sequence[Losses], since: int = 0) -> int | None:
+    """Return the step at which a run had diverged, None if it has not.
+
+    It has where ten losses in a row are not finite; or where the median of its last ten is at least three times that
+    of the ``others`` at the same step, and twice that of its own first ten.
+
+    Args:
+        losses: Its losses so far.
+        others: Those of runs that have not diverged.
+        since: Steps that have been looked at before.
+
+    Example:
+        >>> diverged_at([1.0] * 10 + [None] * 30, []), diverged_at([1.0] * 20 + [4.0] * 20, [[1.0] * 40])
+        (19, 25)
+    """
+    for i in range(max(since, _SMOOTH - 1), len(losses)):
+        if not any(loss is not None for loss in losses[i + 1 - _SMOOTH : i + 1]):
+            return i
+        if i >= 2 * _SMOOTH - 1 and _is_far_above(losses, i, others):
+            return i
+    return None
+
+
+def sound(runs: Sequence[Run]) -> list[Losses]:
+    """Return the losses of the runs that others are compared with: those that came to their end and did not get worse.
+
+    Args:
+        runs: Any runs; where most explode, a median of all of them would be that of an explosion.
+
+    Returns:
+        The losses of each.
+    """
+    return [run.losses for run in runs if not run.stopped and not got_worse(run.losses)]
+
+
+def got_worse(losses: Losses) -> bool:
+    """Tell whether a run ended with losses that are not finite, or twice those that it began with.
+
+    Args:
+        losses: The losses of a run.
+
+    Returns:
+        Whether it did.
+    """
+    last = last_loss(losses)
+    return last is None or (last > 0 and last >= ABOVE_START * _middle(losses, _SMOOTH - 1))
+
+
+def last_loss(losses: Losses) -> float | None:
+    """Return the mean of the last tenth of the losses; None if there are none, or one of them is not finite.
+
+    Args:
+        losses: The losses of a run.
+
+    Example:
+        >>> last_loss([9.0] * 18 + [1.0, 2.0]), last_loss([1.0, None])
+        (1.5, None)
+    """
+    last = losses[-max(1, round(LAST * len(losses))) :] if losses else []
+    finite = [loss for loss in last if loss is not None]
+    return math.fsum(loss / len(finite) for loss in finite) if finite and len(finite) == len(last) else None
+
+
+def mean_of(values: Sequence[float]) -> Mean:
+    """Return the mean of at least one value with its 95 % interval.
+
+    Args:
+        values: One of each seed.
+
+    Example:
+        >>> found = mean_of([1.0, 2.0, 3.0])
+        >>> found.value, round(found.margin, 3)
+        (2.0, 2.484)
+    """
+    mean = math.fsum(values) / len(values)
+    if len(values) < 2:
+        return Mean(mean, None, None, len(values))
+    deviation = statistics.stdev(values)
+    return Mean(mean, student_t(len(values) - 1) * deviation / math.sqrt(len(values)), deviation, len(values))
+
+
+def student_t(freedom: int, level: float = 0.95) -> float:
+    """Return the t that a Student variable stays within with probability ``level``, on both sides of 0.
+
+    Args:
+        freedom: Degrees of freedom, at least 1.
+        level: The probability.
+
+    Example:
+        >>> [round(student_t(freedom), 3) for freedom in (1, 2, 9, 100)]
+        [12.706, 4.303, 2.262, 1.984]
+
+    Reference:
+        Abramowitz and Stegun (1964), Handbook of mathematical functions, 26.7.3 and 26.7.4: a finite sum.
+    """
+    low, high = 0.0, math.pi / 2  # the angle whose tangent is t over the root of the degrees of freedom
+    for _ in range(60):
+        angle = (low + high) / 2
+        low, high = (angle, high) if _within(angle, freedom) < level else (low, angle)
+    return math.tan(low) * math.sqrt(freedom)
+
+
+def seeds_to_tell(difference: Mean) -> int | None:
+    """Return with how many seeds a difference of this mean and spread would be above 0; None for more than 1,000.
+
+    Args:
+        difference: The mean difference, with a deviation.
+
+    Example:
+        >>> seeds_to_tell(Mean(1.0, 2.5, 1.0, 3)), seeds_to_tell(Mean(0.0, 2.5, 1.0, 3))
+        (7, None)
+    """
+    if not difference.deviation or not difference.value:
+        return None
+    ratio = abs(difference.value) / difference.deviation
+    needed = 2 + bisect_left(range(2, _MOST_SEEDS + 1), True, key=lambda n: student_t(n - 1) < ratio * math.sqrt(n))
+    return needed if needed <= _MOST_SEEDS else None
+
+
+def same_start(first: Losses, second: Losses) -> bool:
+    """Tell whether two runs began alike, as those of a script do that sets its seed itself.
+
+    Args:
+        first: The losses of one seed.
+        second: Those of another one.
+
+    Returns:
+        Whether their first ten losses are the same, but for rounding.
+
+    Example:
+        >>> same_start([0.5, 0.4, 0.3], [0.5, 0.4]), same_start([0.5, 0.4], [0.5, 0.3]), same_start([None], [None])
+        (True, False, False)
+    """
+    pairs = list(zip(first[:_SMOOTH], second[:_SMOOTH], strict=False))
+    alike = (a is not None and b is not None and math.isclose(a, b, rel_tol=1e-6) for a, b in pairs)
+    return bool(pairs) and all(alike)
+
+
+def _within(angle: float, freedom: int) -> float:
+    cosine, odd = math.cos(angle), freedom % 2
+    term, total = (cosine, 0.0) if odd else (1.0, 0.0)
+    for k in range(1 + odd, freedom, 2):
+        total += term
+        term *= cosine * cosine * k / (k + 1)
+    return 2 / math.pi * (angle + math.sin(angle) * total) if odd else math.sin(angle) * total
+
+
+def _middle(losses: Losses, i: int) -> float:
+    """The median of the ten losses up to step ``i``, infinite where most are not finite."""
+    recent = losses[max(0, i + 1 - _SMOOTH) : i + 1]
+    return statistics.median([math.inf if loss is None else loss for loss in recent]) if recent else math.inf
+
+
+def _is_far_above(losses: Losses, i: int, others: Sequence[Losses]) -> bool:
+    usual = [_middle(other, i) for other in others if len(other) > i]
+    middle, now = statistics.median(usual) if usual else math.inf, _middle(losses, i)
+    return 0 < middle < math.inf and now >= FAR_ABOVE * middle and now >= ABOVE_START * _middle(losses, _SMOOTH - 1)
+
+
+def _diverged(run: Run, runs: Sequence[Run]) -> bool:
+    if run.stopped or (run.losses and last_loss(run.losses) is None):
+        return True
+    place = runs.index(run)
+    before = runs[:place]  # what it was compared with while it ran, and may have come to its end before a look
+    return any(diverged_at(run.losses, sound(others)) is not None for others in (before, [*before, *runs[place + 1 :]]))
+
+
+def _score(rule: str, runs: Sequence[Run], lost: dict[tuple[str, int], bool]) -> Score:
+    own = [run for run in runs if run.rule == rule]
+    diverged = [run for run in own if lost[rule, run.seed]]
+    failed = [run for run in own if (run.failed or not run.losses) and run not in diverged]
+    losses = {run.seed: None if run in diverged or run in failed else last_loss(run.losses) for run in own}
+    finite = [loss for loss in losses.values() if loss is not None]
+    shares = [run.clip_share for run in own]
+    mean = mean_of(finite) if finite else None
+    return Score(rule, mean, losses, len(diverged), len(failed), math.fsum(shares) / len(shares))
+
+
+def _rank(score: Score) -> tuple[float, float]:
+    lost = (score.diverged + score.failed) / len(score.losses)
+    return lost, math.inf if score.loss is None else score.loss.value
+
+
+def _against(best: Score, score: Score) -> Score:
+    if score.rule == best.rule:
+        return score
+    both = [(score.losses[seed], best.losses.get(seed)) for seed in score.losses]
+    differences = [ours - theirs for ours, theirs in both if ours is not None and theirs is not None]
+    difference = mean_of(differences) if differences else None
+    lost_more = _rank(score)[0] > _rank(best)[0]
+    told = difference is not None and difference.margin is not None and difference.value > difference.margin
+    needed = None if told or lost_more or difference is None else seeds_to_tell(difference)
+    return replace(score, difference=difference, worse=lost_more or told, seeds_needed=needed)

@@ -1,0 +1,203 @@
+"""What is said of the runs: one sentence, a table, what to know before believing it, and the command to type next."""
+
+import shlex
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from gradguard.monitoring.judge.numbers import number, percent
+from gradguard.monitoring.tune.candidates import NONE
+from gradguard.monitoring.tune.score import Mean, Score, scores
+from gradguard.monitoring.tune.trials import OUTPUT, Trials
+from gradguard.named_rules import clipping_rule
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+
+def summary(trials: Trials) -> dict[str, Any]:
+    """Return everything that is said, as plain values for JSON.
+
+    Args:
+        trials: The trials, with at least one run.
+    """
+    ranked = scores(trials.runs)
+    return {
+        "sentence": sentence(ranked),
+        "winner": ranked[0].rule if is_told(ranked) else None,
+        "rules": [asdict(score) for score in ranked],
+        "notes": notes(trials, ranked),
+        "command": command(trials, ranked),
+        "steps": trials.plan.steps,
+        "folder": str(trials.plan.folder),
+    }
+
+
+def print_summary(trials: Trials, console: "Console | None" = None) -> None:
+    """Print what is said, at most 80 columns wide.
+
+    Args:
+        trials: The trials, with at least one run.
+        console: Where to print; standard output if None.
+    """
+    from rich.console import Console
+    from rich.table import Column, Table
+
+    ranked = scores(trials.runs)
+    headings = ("last loss", "against the best", "diverged", "clipped")
+    table = Table(Column("clip", no_wrap=True), *(Column(text, justify="right", no_wrap=True) for text in headings))
+    for score in ranked:
+        against = "" if score.difference is None else _difference(score.difference)
+        lost = f"{score.diverged + score.failed} of {len(score.losses)}"
+        clipped = percent(score.clip_share)
+        table.add_row(score.rule, _with_margin(score.loss), against, lost, clipped)
+    console = console or Console()
+    console.print(sentence(ranked), markup=False, highlight=False)
+    console.print(table)
+    for note in notes(trials, ranked):
+        console.print(note, markup=False, highlight=False)
+    console.print(command(trials, ranked), style="bold", markup=False, highlight=False, soft_wrap=True)
+
+
+def is_told(ranked: Sequence[Score]) -> bool:
+    """Tell whether the first of several rules is known to be better than all others.
+
+    Args:
+        ranked: What `scores` returned.
+
+    Returns:
+        Whether it is.
+    """
+    return len(ranked) > 1 and ranked[0].loss is not None and all(score.worse for score in ranked[1:])
+
+
+def sentence(ranked: Sequence[Score]) -> str:
+    """Say in one sentence which rule trained best.
+
+    Args:
+        ranked: What `scores` returned.
+
+    Returns:
+        The sentence.
+
+    Example:
+        >>> best = Score("median", Mean(0.41, 0.03, 0.01, 3), {1: 0.4, 2: 0.41, 3: 0.42}, 0, 0, 0.1)
+        >>> none = Score("none", Mean(0.52, 0.1, 0.04, 3), {1: 0.5, 2: 0.5, 3: 0.56}, 0, 0, 0.0, worse=True)
+        >>> sentence([best, none])
+        'median wins: 0.410 ± 0.03 against 0.520 ± 0.1 without a clip.'
+    """
+    best, *others = ranked
+    if best.loss is None:
+        return "Every run diverged or failed, whatever the clip: try rules that clip harder, or a lower learning rate."
+    if not others:
+        return f"Only {_called(best.rule)} was tried: {_with_margin(best.loss)}."
+    equal, worse = [s for s in others if not s.worse], [s for s in others if s.worse]
+    if best.loss.count < 2 and not worse:
+        return f"One seed tells no difference: {_called(best.rule)} has the lowest loss, {_with_margin(best.loss)}."
+    if not worse:
+        tried = _listed([_called(score.rule) for score in ranked])
+        return f"No difference can be told between {tried}: {_called(best.rule)} has {_with_margin(best.loss)}."
+    against = next((s for s in worse if s.rule == NONE), worse[0])
+    how = "wins" if not equal else "is among the best"
+    same = f"; no difference can be told between it and {_listed([_called(s.rule) for s in equal])}" if equal else ""
+    return f"{_called(best.rule)} {how}: {_with_margin(best.loss)} against {_in_words(against)}{same}."
+
+
+def notes(trials: Trials, ranked: Sequence[Score]) -> list[str]:
+    """Return what to know before believing the numbers.
+
+    Args:
+        trials: The trials.
+        ranked: What `scores` returned of them.
+    """
+    found = [
+        "The loss is the training loss, the mean of the last tenth of the steps, with 95 % intervals over seeds. A "
+        "clipped run may fall behind at first and end lower: what counts is the held-out loss of a full run."
+    ]
+    script = next((word for word in trials.plan.target if not word.startswith("-")), "the script")
+    if trials.suggested:
+        found.append(trials.suggested)
+    if trials.seeds_itself:
+        found.append(
+            f"{script} sets its seed itself: another one gave the same losses, so there are no error bars. If it takes "
+            "a seed as an argument, write {seed} in its place."
+        )
+    if trials.clips_itself:
+        found.append(
+            f'{script} clips itself: its clip stays, "{NONE}" is the script as it is, and each rule acts after it.'
+        )
+    if trials.optimizers > 1:
+        found.append(
+            f"{trials.optimizers} optimizers step: each has its own clipper, and the losses of all are pooled."
+        )
+    lengths = {len(run.losses) for run in trials.runs if not run.stopped}
+    if len(lengths) > 1:
+        found.append(
+            f"The runs have from {min(lengths)} to {max(lengths)} losses, of which each has its own last tenth."
+        )
+    failed = [run for run in trials.runs if run.failed]
+    found += [
+        f"An error ended {run.rule} with seed {run.seed}, which counts as diverged: see "
+        f"{trials.folder_of(run.rule, run.seed) / OUTPUT}."
+        for run in failed
+    ]
+    needed = [score for score in ranked if score.seeds_needed]
+    if needed and not trials.seeds_itself:
+        shown = ", ".join(f"{score.seeds_needed} for {score.rule}" for score in needed)
+        found.append(f"Seeds in all that would tell such a difference to {ranked[0].rule}: {shown}.")
+    return found
+
+
+def command(trials: Trials, ranked: Sequence[Score]) -> str:
+    """Return what to type next: the run under the winner, or a trial with more seeds.
+
+    Args:
+        trials: The trials.
+        ranked: What `scores` returned of them.
+    """
+    best, *others = ranked
+    target = shlex.join(word.replace("{seed}", "1") for word in trials.plan.target)
+    without = next((score for score in others if score.rule == NONE), None)
+    if best.loss is None or (
+        not trials.seeds_itself and best.rule != NONE and without is not None and not without.worse
+    ):
+        needed = min((score.seeds_needed for score in others if score.seeds_needed), default=None)
+        if best.loss is None or needed is None:
+            return f"gradguard report {trials.plan.folder}/*"
+        tried = " ".join(f"--rule {score.rule}" for score in ranked if score.rule != NONE)
+        return f"gradguard tune --seeds {needed} {tried} {shlex.join(trials.plan.target)}"
+    if best.rule == NONE:
+        return f"gradguard run {target}"
+    if trials.clips_itself:
+        return f"in {target}, beside its own clip: gg.Guard(optimizer, {clipping_rule(best.rule).call})"
+    return f"gradguard run --clip {best.rule} {target}"
+
+
+def _called(rule: str) -> str:
+    return "no clip" if rule == NONE else rule
+
+
+def _in_words(score: Score) -> str:
+    rule = "without a clip" if score.rule == NONE else f"with {score.rule}"
+    lost = score.diverged + score.failed
+    if not lost:
+        return f"{_with_margin(score.loss)} {rule}"
+    what = "diverged" if score.diverged == lost else "failed" if score.failed == lost else "diverged or failed"
+    return f"{lost} of {len(score.losses)} runs that {what} {rule}"
+
+
+def _difference(mean: Mean) -> str:
+    if mean.value == 0 and not mean.margin:
+        return "the same"
+    return f"{'+' if mean.value >= 0 else ''}{_with_margin(mean)}"
+
+
+def _with_margin(mean: Mean | None) -> str:
+    if mean is None:
+        return "–"
+    value = number(mean.value)
+    return value if mean.margin is None else f"{value} ± {mean.margin:.2g}"
+
+
+def _listed(names: Sequence[str]) -> str:
+    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"

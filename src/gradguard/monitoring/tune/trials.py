@@ -1,0 +1,216 @@
+"""The runs: each one `gradguard run` in a process of its own, one after the other, and what their records say."""
+
+import os
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from gradguard.errors import CommandError, RecordError
+from gradguard.monitoring.judge.verdict import verdict
+from gradguard.monitoring.record.file import FILE_NAME, Record, read_record
+from gradguard.monitoring.record.reader import JsonlReader
+from gradguard.monitoring.tune.candidates import NONE, OTHERWISE, candidates, recommended
+from gradguard.monitoring.tune.score import Run, diverged_at, got_worse, last_loss, same_start, sound
+from gradguard.named_rules import clipping_rule
+
+RUN = (sys.executable, "-m", "gradguard", "run")
+"""What runs a script."""
+
+_LOOK_EVERY = 0.5  # seconds
+_PATIENCE = 10.0  # seconds that a run has to end after Ctrl-C
+OUTPUT = "output.txt"
+"""What a run printed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What to try.
+
+    Attributes:
+        target: The script, or the module behind ``-m``, and its arguments, in which ``{seed}`` stands for the seed.
+        folder: Where the records go.
+        steps: How many optimizer steps a run has.
+        seeds: How many seeds.
+        rules: The rules beside the script as it is; None for those that fit it.
+        record: The record that these are taken from; None for that of the first run.
+    """
+
+    target: Sequence[str]
+    folder: Path
+    steps: int
+    seeds: int
+    rules: Sequence[str] | None = None
+    record: Path | None = None
+
+
+class Trials:
+    """The runs of a plan.
+
+    **Guarantees**: all rules of one seed come before the next seed; a run that has diverged is ended; what was done
+    stays in ``runs`` when Ctrl-C ends it.
+
+    Args:
+        plan: The plan.
+        tell: Called with a line on each run when it is done.
+
+    Attributes:
+        runs: Those that are done.
+        rules: The rules, the script as it is first.
+        seeds_itself: Whether the second seed began as the first, so that others would too.
+        clips_itself: Whether the script clips without us.
+        optimizers: How many optimizers step.
+        suggested: What the record says of the rule to try; empty where the rules were named.
+    """
+
+    def __init__(self, plan: Plan, tell: Callable[[str], object]) -> None:
+        self.plan, self._tell = plan, tell
+        self.runs: list[Run] = []
+        self.rules: list[str] = [NONE]
+        self.seeds_itself = self.clips_itself = False
+        self.optimizers = 1
+        self.suggested = ""
+        self._given = None if plan.record is None else read_record(plan.record)  # errors come before the first run
+        for rule in plan.rules or ():
+            clipping_rule(rule)
+
+    def run(self) -> None:
+        """Run all.
+
+        Raises:
+            CommandError: If the script cannot be judged: it fails, or no optimizer steps on a loss.
+        """
+        for seed, rule in self._in_turn():
+            done = self._one(rule, seed)
+            self.runs.append(done)
+            self._tell(f"{rule}, seed {seed}: {_outcome(done)}")
+            if rule == NONE and seed == 1:
+                self._look_at_first(done)
+            if rule == NONE and seed == 2 and same_start(self.runs[0].losses, done.losses):
+                self.seeds_itself = True
+                self.runs.pop()
+                return
+
+    def folder_of(self, rule: str, seed: int) -> Path:
+        """Return where the record of a run is."""
+        return self.plan.folder / f"{rule}-seed{seed}"
+
+    def _in_turn(self) -> Iterator[tuple[int, str]]:
+        for seed in range(1, self.plan.seeds + 1):
+            yield seed, NONE
+            for rule in self.rules[1:]:  # known by now
+                yield seed, rule
+
+    def _look_at_first(self, done: Run) -> None:
+        folder = self.folder_of(NONE, 1)
+        if done.failed and not (done.losses and last_loss(done.losses) is None):
+            raise CommandError(
+                f"{shlex.join(self.plan.target)} ended with an error in its first run, without a clip of ours:\n"
+                f"{_tail(folder / OUTPUT)}\nAll that it printed is in {folder / OUTPUT}."
+            )
+        record = read_record(folder)
+        if not done.losses:
+            raise CommandError(
+                f"nothing to compare: {len(record.steps)} steps of torch.optim optimizers were seen, and no loss that "
+                "backward() was called on. A script without them cannot be tuned."
+            )
+        self.clips_itself = any(step.get("rule") for step in record.steps)
+        self.optimizers = len({step.get("optimizer") for step in record.steps})
+        if self.plan.rules:
+            self.rules += dict.fromkeys(self.plan.rules)
+        else:
+            record = self._given or record
+            rule = recommended(record)
+            self.suggested = (
+                f"{rule} is what the record of the script as it is recommends."
+                if rule
+                else f"The record of the script as it is recommends no rule: {OTHERWISE} was tried in its place."
+            )
+            self.rules += candidates(record, got_worse(_losses(record.steps)))
+
+    def _one(self, rule: str, seed: int) -> Run:
+        folder = self.folder_of(rule, seed)
+        folder.mkdir(parents=True, exist_ok=True)
+        options = ["--out", str(folder), "--force", "--no-report", "--steps", str(self.plan.steps), "--seed", str(seed)]
+        clip = [] if rule == NONE else ["--clip", rule]
+        target = [word.replace("{seed}", str(seed)) for word in self.plan.target]
+        command = [*RUN, *options, *clip, *target]
+        environment = {"PYTHONHASHSEED": str(seed), "PYTHONUNBUFFERED": "1"} | os.environ
+        (folder / FILE_NAME).unlink(missing_ok=True)
+        with (folder / OUTPUT).open("wb") as output:
+            process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, env=environment
+            )
+            with process:
+                stopped = self._wait(process, folder / FILE_NAME)
+        return _run_of(rule, seed, folder, process.returncode, stopped)
+
+    def _wait(self, process: subprocess.Popen, path: Path) -> bool:
+        """Wait until a run ends; end it where it has diverged, and tell whether that was so."""
+        reader, losses = JsonlReader(path), list[float | None]()
+        others = sound(self.runs)
+        try:
+            while True:
+                try:
+                    process.wait(_LOOK_EVERY)
+                    return False
+                except subprocess.TimeoutExpired:
+                    looked = len(losses)
+                    losses += _losses(_new(reader))
+                if diverged_at(losses, others, looked) is not None:
+                    process.terminate()
+                    _end(process)
+                    return True
+        except KeyboardInterrupt:  # which the run has got too, and which it may use to save its work
+            _end(process)
+            raise
+
+
+def _end(process: subprocess.Popen) -> None:
+    try:
+        process.wait(_PATIENCE)
+    except subprocess.TimeoutExpired:
+        process.kill()
+
+
+def _new(reader: JsonlReader) -> list[dict]:
+    try:
+        return [line for line in reader.poll() if line["t"] == "step"]
+    except RecordError:
+        return []
+
+
+def _losses(steps: Sequence[dict]) -> list[float | None]:
+    return [step["loss"] for step in steps if "loss" in step]
+
+
+def _run_of(rule: str, seed: int, folder: Path, code: int, stopped: bool) -> Run:
+    record = _record(folder)
+    if record is None:
+        return Run(rule, seed, [], failed=True, stopped=stopped)
+    return Run(rule, seed, _losses(record.steps), bool(code) and not stopped, verdict(record).clip_share, stopped)
+
+
+def _record(folder: Path) -> Record | None:
+    try:
+        return read_record(folder)
+    except RecordError:
+        return None
+
+
+def _outcome(run: Run) -> str:
+    if run.stopped:
+        return f"diverged, ended after {len(run.losses)} losses"
+    if run.failed:
+        return "ended with an error"
+    if not run.losses:
+        return "no loss"
+    loss = last_loss(run.losses)
+    return "the last losses are not finite" if loss is None else f"loss {loss:.4g}"
+
+
+def _tail(path: Path) -> str:
+    lines = path.read_text(encoding="utf-8", errors="replace").rstrip().splitlines()
+    return "\n".join(lines[-8:])

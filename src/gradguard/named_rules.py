@@ -1,0 +1,185 @@
+"""How clipping rules are written on the command line, once for all commands: ``norm=1.0``, ``median``, ``zclip=inf``.
+
+Each name stands for a clipper, which acts on gradients, and for the same rule on plain numbers, which is shown the
+norms of a record; `icefall` has only the second, and what looks at single elements or units only the first.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from gradguard.errors import InvalidValueError
+from gradguard.threshold_rules import (
+    FixedNorm,
+    Fraction,
+    Median,
+    Percentile,
+    PerTensor,
+    Rule,
+    TwiceTheMedian,
+    ZScore,
+)
+
+_LEAST = 1e-300  # thresholds are above 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Name:
+    """What one name stands for.
+
+    Attributes:
+        example: How it is typed.
+        low: The smallest number that it takes.
+        high: The largest.
+        clipper: The class of the clipper in `gradguard`, empty if there is none.
+        argument: Which of its arguments the number is.
+        on_numbers: The rule on plain numbers; None if a record does not hold what it looks at.
+        needs_number: Whether it has no default.
+    """
+
+    example: str
+    low: float
+    high: float
+    clipper: str = ""
+    argument: str = ""
+    on_numbers: Callable[..., Rule | PerTensor] | None = None
+    needs_number: bool = False
+
+
+_NAMES = {
+    "norm": _Name("norm=1.0", _LEAST, math.inf, "ClipByGlobalNorm", "max_norm", FixedNorm, needs_number=True),
+    "value": _Name("value=0.5", _LEAST, math.inf, "ClipByValue", "max", needs_number=True),
+    "adaptive": _Name("adaptive=0.01", _LEAST, math.inf, "ClipAdaptive", "threshold", needs_number=True),
+    "median": _Name("median", 0.0, 1e6, "ClipByMedian", "k", Median),
+    "autoclip": _Name("autoclip", 0.0, 100.0, "AutoClip", "percentile", Percentile),
+    "zclip": _Name("zclip", _LEAST, math.inf, "ZClip", "ceiling", ZScore),
+    "clip_fraction": _Name("clip_fraction=0.05", 1e-6, 1 - 1e-6, "ClipFraction", "target", Fraction, needs_number=True),
+    "icefall": _Name("icefall", _LEAST, 1e6, on_numbers=TwiceTheMedian),
+    "adagc": _Name("adagc", _LEAST, math.inf, "AdaGC", "absolute", PerTensor),
+}
+
+_NOT_REPLAYABLE = {
+    "value": "a clip by value looks at elements, and a record holds norms, so it cannot be replayed.",
+    "adaptive": "adaptive clipping looks at units and weights, and a record holds norms, so it cannot be replayed.",
+}
+
+REPLAYABLE = tuple(kind.example for kind in _NAMES.values() if kind.on_numbers is not None)
+"""An example of each rule that a record can be shown to."""
+
+CLIPPERS = tuple(kind.example for kind in _NAMES.values() if kind.clipper)
+"""An example of each rule that there is a clipper for."""
+
+
+@dataclass(frozen=True, slots=True)
+class NamedRule:
+    """A rule as it was typed.
+
+    Attributes:
+        text: What was typed, such as ``"median=6"``.
+        name: The rule, ``"median"``.
+        number: Its number; None for the default.
+    """
+
+    text: str
+    name: str
+    number: float | None
+
+    @property
+    def clipper(self) -> tuple[str, dict[str, float]]:
+        """The clipper: the name of its class in `gradguard`, and its arguments."""
+        kind = _NAMES[self.name]
+        return kind.clipper, {} if self.number is None else {kind.argument: self.number}
+
+    @property
+    def call(self) -> str:
+        """How to type the clipper in Python.
+
+        Example:
+            >>> clipping_rule("median").call, clipping_rule("zclip=inf").call
+            ('gg.ClipByMedian()', "gg.ZClip(ceiling=float('inf'))")
+        """
+        name, arguments = self.clipper
+        shown = (f"{key}={f'{x:g}' if math.isfinite(x) else f'float({str(x)!r})'}" for key, x in arguments.items())
+        return f"gg.{name}({', '.join(shown)})"
+
+
+def clipping_rule(text: str) -> NamedRule:
+    """Return the rule that ``text`` names, to clip by.
+
+    Args:
+        text: As for `replayed_rule`, or ``value=0.5`` (`ClipByValue`), ``adaptive=0.01`` (`ClipAdaptive`).
+
+    Raises:
+        InvalidValueError: If there is no such rule, it has no clipper, or the number is not one that it takes.
+
+    Returns:
+        The rule.
+
+    Example:
+        >>> clipping_rule("norm=1.0").clipper
+        ('ClipByGlobalNorm', {'max_norm': 1.0})
+    """
+    rule = _parse(text, CLIPPERS)
+    kind = _NAMES[rule.name]
+    if not kind.clipper:
+        raise InvalidValueError(f"rule {text}: {rule.name} can be replayed, and has no clipper. Clip by median.")
+    if kind.needs_number and rule.number == math.inf:
+        raise InvalidValueError(f"rule {text} would clip nothing: expected a number, as in {kind.example}.")
+    return rule
+
+
+def replayed_rule(text: str) -> Callable[[], Rule | PerTensor]:
+    """Return what makes the rule on plain numbers that ``text`` names, without a state.
+
+    ============================  ====================================================================================
+    text                          rule
+    ============================  ====================================================================================
+    ``norm=1.0``                  one threshold for the global norm (`ClipByGlobalNorm`)
+    ``median``, ``median=6``      robust deviations above the running median (`ClipByMedian`)
+    ``autoclip``, ``autoclip=10`` percentile of all norms so far (`AutoClip`)
+    ``zclip``, ``zclip=inf``      z-score with the published ceiling of 1.0, or another, or none (`ZClip`)
+    ``clip_fraction=0.05``        the threshold that clips this share of the steps (`ClipFraction`)
+    ``icefall``, ``icefall=2``    so many times the median of the last 100 norms
+    ``adagc``, ``adagc=inf``      moving averages of each tensor; λ_abs of 1.0, or another, or none (`AdaGC`)
+    ============================  ====================================================================================
+
+    Args:
+        text: A name, with a number after ``=`` where the rule takes one.
+
+    Returns:
+        A constructor without arguments.
+
+    Raises:
+        InvalidValueError: If there is no such rule, it cannot be replayed, or the number is not one that it takes.
+
+    Example:
+        >>> replayed_rule("value=0.5")
+        Traceback (most recent call last):
+        gradguard.errors.InvalidValueError: rule value=0.5: a clip by value looks at elements, ...
+    """
+    name = text.strip().partition("=")[0]
+    if name in _NOT_REPLAYABLE:
+        raise InvalidValueError(f"rule {text}: {_NOT_REPLAYABLE[name]} Replay norm=, median or zclip instead.")
+    rule = _parse(text, REPLAYABLE)
+    make: Any = _NAMES[rule.name].on_numbers
+    return make if rule.number is None else lambda: make(rule.number)
+
+
+def _parse(text: str, examples: tuple[str, ...]) -> NamedRule:
+    name, equals, given = text.strip().partition("=")
+    kind = _NAMES.get(name)
+    if kind is None:
+        raise InvalidValueError(f"rule {text}: unknown rule {name!r}; expected one of {', '.join(examples)}.")
+    if not equals and not kind.needs_number:
+        return NamedRule(text.strip(), name, None)
+    try:
+        number = float(given)
+    except ValueError:
+        number = math.nan
+    if not kind.low <= number <= kind.high:
+        least = "above 0" if kind.low == _LEAST else f"from {kind.low:g}"
+        bounds = f"a number {least}" if kind.high == math.inf else f"a number {least} to {kind.high:g}"
+        example = kind.example if "=" in kind.example else f"{name}=1.0"
+        raise InvalidValueError(f"rule {text}: expected {bounds} after {name}=, as in {example}.")
+    return NamedRule(text.strip(), name, number)
