@@ -9,7 +9,7 @@ from gradguard.monitoring.judge.numbers import number, percent, plain_threshold
 from gradguard.monitoring.judge.recommend import Recommendation
 from gradguard.monitoring.judge.verdict import Verdict
 from gradguard.monitoring.record.file import Record
-from gradguard.monitoring.record.steps import binds, regime_of
+from gradguard.monitoring.record.steps import binds, regime_of, taken_steps
 from gradguard.monitoring.show.report import series
 from gradguard.monitoring.show.report.figure import (
     BLACK,
@@ -79,7 +79,8 @@ def coefficients(record: Record) -> Chart | None:
     Returns:
         The chart, or None where clipping never bound.
     """
-    bound = sorted(step["coefficient"] for step in record.steps if binds(step))
+    taken = taken_steps(record)
+    bound = sorted(step["coefficient"] for step in taken if binds(step))
     spread = series.log_histogram(bound, most=60)
     if spread is None:
         return None
@@ -91,9 +92,8 @@ def coefficients(record: Record) -> Chart | None:
     figure.update_xaxes(title={"text": "coefficient"}, **_log_ticks(spread.edges[0], max(spread.edges[-1], 0.0)))
     figure.update_yaxes(title={"text": "steps"})
     figure.update_layout(bargap=0)
-    measured = sum(step.get("coefficient") is not None for step in record.steps)
-    share = percent(len(bound) / measured)
-    summary = f"Where clipping bound, on {share} of steps, the median coefficient was {number(middle)}."
+    share = f"{percent(len(bound) / len(taken))} of {len(taken):,} steps that were taken and finite"
+    summary = f"Where clipping bound, on {share}, the median coefficient was {number(middle)}."
     return Chart("How hard clipping binds", _COEFFICIENTS, figure.to_json(), summary, _quantiles(bound))
 
 
