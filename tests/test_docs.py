@@ -86,7 +86,7 @@ def test_every_option_that_is_shown_exists(page):
     shown = set(re.findall(r"^\$ gradguard \w+ .*$", page.read_text(encoding="utf-8"), flags=re.MULTILINE))
     known = {"--out", "--force", "--every", "--clip", "-o", "--output", "--text", "-m"}
     known |= {"--input", "--seed", "--exhaustive", "--order", "--reference"}
-    known |= {"--fail-on", "--rule", "--once", "--lines"}
+    known |= {"--fail-on", "--rule", "--once", "--lines", "--json", "--on-finding"}
     for line in shown:
         command = line.split(" #")[0].replace("[", " ").replace("]", " ").split(" train.py ")[0]
         options = {word for word in command.split() if word.startswith("-")}

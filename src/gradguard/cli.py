@@ -24,10 +24,12 @@ _INPUT_HELP = (
 )
 _RULES = ("norm", "value", "adaptive")
 _FAIL_ON_HELP = (
-    'exit code 1 if one of these holds, as in "nonfinite>0,clip_fraction>0.5"; 2 if one is not measured. Known: '
-    "nonfinite, skipped, clip_fraction, max_norm, median_norm, spike_fraction, drift, lock_in, final_loss, overhead, "
-    "errors, warnings"
+    'exit code 1 if one of these holds, as in "exploding,nonfinite>0,clip_fraction>0.5"; 2 if one is not measured. The '
+    "name of a finding holds if there is one. To compare with a number: nonfinite, skipped, clip_fraction, max_norm, "
+    "median_norm, spike_fraction, drift, lock_in, final_loss, overhead, errors, warnings, or findings of a kind"
 )
+_TEXT_HELP = "print a few lines of key: value instead of drawing"
+_JSON_HELP = "print the same as JSON: an object, of several records a list of them"
 _REPLAY_HELP = (
     "norm=1.0, median, autoclip, zclip (zclip=inf without its ceiling of 1.0), clip_fraction=0.05, icefall or adagc; "
     "may be given several times. Default: a choice of them and the recommended threshold"
@@ -54,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 return _tail(parsed)
             if parsed.command == "replay":
                 return _replay(parsed)
-            return _report(parsed.records, parsed.output, parsed.text, parsed.fail_on)
+            return _report(parsed.records, parsed.output, parsed.form, parsed.fail_on)
     except GradguardError as error:
         print(f"gradguard: error: {error}", file=sys.stderr)
         return 2
@@ -68,7 +70,9 @@ def _parser() -> argparse.ArgumentParser:
     report = commands.add_parser("report", help="draw the record of a run, or of several side by side")
     report.add_argument("records", nargs="+", type=Path, metavar="run.jsonl", help="a record, or the folder it is in")
     report.add_argument("-o", "--output", type=Path, help="the HTML file; by default report.html beside the record")
-    report.add_argument("--text", action="store_true", help="print a few lines of key: value instead of drawing")
+    form = report.add_mutually_exclusive_group()
+    form.add_argument("--text", dest="form", action="store_const", const="text", help=_TEXT_HELP)
+    form.add_argument("--json", dest="form", action="store_const", const="json", help=_JSON_HELP)
     report.add_argument("--fail-on", metavar="CONDITIONS", help=_FAIL_ON_HELP)
     _add_replay(commands.add_parser("replay", help="show what other clipping rules would have done to a run"))
     _add_tail(commands.add_parser("tail", help="follow a run in progress in the terminal"))
@@ -251,15 +255,19 @@ def _tail(parsed: argparse.Namespace) -> int:
     return tail(parsed.record, once=parsed.once, events=parsed.lines)
 
 
-def _report(paths: Sequence[Path], output: Path | None, text: bool, fail_on: str | None = None) -> int:
+def _report(paths: Sequence[Path], output: Path | None, form: str | None, fail_on: str | None = None) -> int:
     from gradguard.monitoring.judge.conditions import parse_conditions
     from gradguard.monitoring.record.file import read_record
-    from gradguard.monitoring.show.report import print_comparison, text_summary, write_report
+    from gradguard.monitoring.show.report import json_summary, print_comparison, text_summary, write_report
 
+    if form is not None and output is not None:
+        raise CommandError(f"--{form} prints: redirect it to a file instead of -o {output}.")
     conditions = parse_conditions(fail_on) if fail_on is not None else []
     records = [read_record(path) for path in paths]
-    if text:
+    if form == "text":
         print("\n\n".join(text_summary(record) for record in records))
+    elif form == "json":
+        print(json_summary(records))
     else:
         if len(records) > 1:
             print_comparison(records)

@@ -22,7 +22,7 @@ class Verdict:
     Attributes:
         sentence: The whole finding in words.
         regime: ``"never"``, ``"guard"`` (below 5 %), ``"shaping"`` (to 50 %) or ``"normalising"`` (above).
-        clip_share: The share of the ``taken_steps`` on which clipping bound; 0 where there are none.
+        clip_share: The share of the ``taken_steps`` on which clipping bound.
         clipping: Whether anything clipped or could have clipped in this run.
         threshold: The last threshold in use; of several clips, that of the one which bound most often.
         median_coefficient: The median coefficient of the steps on which clipping bound.
@@ -46,7 +46,7 @@ class Verdict:
 
     sentence: str
     regime: str
-    clip_share: float
+    clip_share: float | None
     clipping: bool
     threshold: float | None
     median_coefficient: float | None
@@ -109,7 +109,7 @@ def _together(whole: Verdict, parts: list[tuple[str, Verdict]]) -> Verdict:
 def _clipping(record: Record) -> dict[str, Any]:
     real = taken_steps(record)
     bound = [step["coefficient"] for step in real if binds(step)]
-    share = len(bound) / len(real) if real else 0.0
+    share = len(bound) / len(real) if real else None
     clips = acting_clips(record)
     used = [step["threshold"] for step in record.steps if step.get("threshold") is not None]
     threshold = used[-1] if used else None
@@ -118,7 +118,7 @@ def _clipping(record: Record) -> dict[str, Any]:
     ruled = any(step.get("rule") for step in record.steps)  # a rule may have no one threshold, or none yet
     return {
         "clip_share": share,
-        "regime": regime_of(share),
+        "regime": regime_of(share or 0.0),
         "clipping": bool(used or bound or ruled or record.meta.get("clip")),
         "threshold": threshold,
         "taken_steps": len(real),
@@ -225,7 +225,7 @@ def _sentence(record: Record, numbers: dict[str, Any]) -> str:
 
 
 def _clip_words(record: Record, numbers: dict[str, Any]) -> str:
-    clips, share = numbers["clips"], percent(numbers["clip_share"])
+    clips, share = numbers["clips"], percent(numbers["clip_share"] or 0.0)
     if not numbers["clipping"]:
         return f"No clipping in {_steps(numbers['steps'])}."
     steps = _taken(numbers)
