@@ -16,8 +16,12 @@ from gradguard.errors import CommandError, GradguardError
 if TYPE_CHECKING:
     from gradguard.monitoring.judge.conditions import Condition
     from gradguard.monitoring.record.file import Record
+    from gradguard.monitoring.show.alerts import AlertCommand
 
-_RUN_USAGE = "gradguard run [--out DIR] [--force] [--every N] [--clip RULE] (script.py | -m module) [args ...]"
+_RUN_USAGE = (
+    "gradguard run [--out DIR] [--force] [--every N] [--clip RULE] [--on-finding COMMAND] "
+    "(script.py | -m module) [args ...]"
+)
 _INPUT_HELP = (
     "an input of standard normal numbers (integers: 0 and 1), as in x=2,3:float32; float32 without a dtype, x= for a "
     "single number, 0=2,3 for the first by position"
@@ -27,6 +31,10 @@ _FAIL_ON_HELP = (
     'exit code 1 if one of these holds, as in "exploding,nonfinite>0,clip_fraction>0.5"; 2 if one is not measured. The '
     "name of a finding holds if there is one. To compare with a number: nonfinite, skipped, clip_fraction, max_norm, "
     "median_norm, spike_fraction, drift, lock_in, final_loss, overhead, errors, warnings, or findings of a kind"
+)
+_ON_FINDING_HELP = (
+    "run this in the background for each health finding: the finding as JSON on its stdin, and in words as its last "
+    "argument. No shell sees it"
 )
 _TEXT_HELP = "print a few lines of key: value instead of drawing"
 _JSON_HELP = "print the same as JSON: an object, of several records a list of them"
@@ -113,6 +121,7 @@ def _run_parser() -> argparse.ArgumentParser:
     parser.add_argument("--force", action="store_true", help="replace the record that DIR already holds")
     parser.add_argument("--every", type=int, metavar="N", help="record each parameter's norm every N steps")
     parser.add_argument("--clip", metavar="RULE", help=_CLIP_HELP)
+    parser.add_argument("--on-finding", metavar="COMMAND", help=_ON_FINDING_HELP)
     return parser
 
 
@@ -128,7 +137,9 @@ def _run(argv: Sequence[str]) -> int:
 
     from gradguard.monitoring.observe.meta import rank_and_world
     from gradguard.monitoring.observe.script import load_module, load_script
+    from gradguard.monitoring.show.alerts import AlertCommand
 
+    alert = AlertCommand(options.on_finding) if options.on_finding is not None else None
     program = (load_module if is_module else load_script)(target[0], target[1:])
     folder = options.out or Path("runs") / f"{Path(target[0]).stem}-{time.strftime('%Y%m%d-%H%M%S')}"
     restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
@@ -138,12 +149,12 @@ def _run(argv: Sequence[str]) -> int:
         record = None
     elif record.exists() and not options.force:
         raise CommandError(f"{record} exists: choose another --out, or add --force to replace it.")
-    return _observe(program, [*["-m"] * is_module, *target], record, rule, options.every)
+    return _observe(program, [*["-m"] * is_module, *target], record, rule, options.every, alert)
 
 
 def _split(argv: Sequence[str]) -> tuple[list[str], list[str], bool]:
     """Cut a command line into our own options and the program's, and tell whether it is a module."""
-    takes_value = {"--out", "--every", "--clip"}
+    takes_value = {"--out", "--every", "--clip", "--on-finding"}
     i = 0
     while i < len(argv) and argv[i].startswith("-"):
         if argv[i] in ("-m", "--"):
@@ -178,7 +189,10 @@ def _recommended(path: Path) -> float:
     return found.threshold
 
 
-def _observe(program, shown: list[str], record: Path | None, rule: tuple[str, float] | None, every: int | None) -> int:
+def _observe(
+    program, shown: list[str], record: Path | None, rule: tuple[str, float] | None, every: int | None,
+    alert: "AlertCommand | None",
+) -> int:  # fmt: skip
     from gradguard.monitoring.observe.meta import program_facts
     from gradguard.monitoring.observe.observer import AppliedClip, Observer, observe
     from gradguard.monitoring.observe.script import INTERRUPTED, run
@@ -187,7 +201,7 @@ def _observe(program, shown: list[str], record: Path | None, rule: tuple[str, fl
     stop_watching()  # where the environment variable asks for a watch, this one is it
     clip = AppliedClip(*rule, bind=_binder(*rule)) if rule else None
     facts = program_facts(shown, f"{rule[0]}={rule[1]:g}" if rule else None)
-    observer = Observer(record, facts, clip, every)
+    observer = Observer(record, facts, clip, every, on_finding=alert)
     code, process, here = 1, os.getpid(), Path.cwd()
     try:
         with observe(observer):
@@ -196,6 +210,8 @@ def _observe(program, shown: list[str], record: Path | None, rule: tuple[str, fl
         observer.close(code, interrupted=code == INTERRUPTED)
         if os.getpid() == process and observer.path is not None:  # not in a child that the script forked
             _show(observer.path, here)
+            if alert is not None and alert.failures:
+                print(f"gradguard: {alert.report()}", file=sys.stderr)
     return code
 
 

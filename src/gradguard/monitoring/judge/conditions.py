@@ -8,8 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from gradguard.errors import CommandError
-from gradguard.monitoring.judge.findings import KINDS
-from gradguard.monitoring.judge.health import Finding, findings, lock_in_share
+from gradguard.monitoring.judge.health import KINDS, Finding, findings, lock_in_share
 from gradguard.monitoring.judge.recommend import drift_ratio
 from gradguard.monitoring.judge.verdict import Verdict, verdict
 from gradguard.monitoring.record.file import Record

@@ -10,6 +10,7 @@ from gradguard.monitoring.judge.findings import (
     ALWAYS_ON_SHARE,
     ALWAYS_ON_STEPS,
     INACTIVE_STEPS,
+    KINDS,
     RECOVERED_STEPS,
     SEVERITIES,
     Episode,
@@ -29,7 +30,7 @@ from gradguard.monitoring.record.steps import (
 )
 from gradguard.threshold_rules import LockInAlarm
 
-__all__ = ["Finding", "HealthMonitor", "findings", "lock_in_share"]
+__all__ = ["KINDS", "Finding", "HealthMonitor", "findings", "lock_in_share"]
 
 
 def findings(record: Record) -> list[Finding]:

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from gradguard.clip_events import ClipEvent
+from gradguard.errors import InvalidTypeError
 from gradguard.grad_scaler import ScalerStep
 from gradguard.monitoring.observe.clips import AppliedClip, HeardClips, note_guard
 from gradguard.monitoring.observe.measure import measure_diagnostics, measure_update
@@ -339,6 +340,18 @@ class Ear:
         """A clip is done."""
         if (recorder := self._recorder()) is not None:
             recorder.after_clip(event)
+
+
+def check_callable(on_finding: Any) -> None:
+    """Refuse what cannot be called with a finding.
+
+    Raises:
+        InvalidTypeError: If so.
+    """
+    if on_finding is not None and not callable(on_finding):
+        raise InvalidTypeError(
+            f"on_finding is {type(on_finding).__name__}: expected a function of one argument, as in on_finding=print."
+        )
 
 
 def on_stderr(message: str) -> None:
