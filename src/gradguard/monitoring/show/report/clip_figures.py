@@ -124,7 +124,9 @@ def norm_histogram(record: Record, verdict: Verdict, advice: Recommendation) -> 
     figure.update_yaxes(title={"text": "steps (log scale)"}, type="log", range=[-0.3, top], dtick=1, tickformat=",d")
     figure.update_layout(bargap=0, margin={"t": 48})
     words = ", ".join(f"{name} {plain_threshold(threshold)}" for name, threshold, _ in marks)
-    summary = f"Half of the norms are below {number(norms[len(norms) // 2])}. Thresholds: {words or 'none'}."
+    summary = (
+        f"The median of {len(norms):,} norms is {number(statistics.median(norms))}. Thresholds: {words or 'none'}."
+    )
     return Chart("Distribution of norms", _HISTOGRAM, figure.to_json(), summary, _quantiles(norms))
 
 
@@ -183,8 +185,9 @@ def _add_bins(figure: Figure, spread: series.Histogram, colour: str, what: str) 
 
 
 def _quantiles(values: list[float]) -> Table:
-    found = [(name, values[int(share * (len(values) - 1))]) for name, share in _QUANTILES]
-    rows = [(name, number(value)) for name, value in [*found, ("largest", values[-1])]]
+    found = {name: values[int(share * (len(values) - 1))] for name, share in _QUANTILES}
+    found |= {"median": statistics.median(values), "largest": values[-1]}
+    rows = [(name, number(value)) for name, value in found.items()]
     return Table(("quantile", "value"), rows, f"{len(values):,} steps")
 
 
