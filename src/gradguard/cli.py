@@ -16,12 +16,13 @@ if TYPE_CHECKING:
     from gradguard.clip.each_optimizer import ClipEachOptimizer
     from gradguard.monitoring.judge.conditions import Condition
     from gradguard.monitoring.record.file import Record
+    from gradguard.monitoring.show.alerts import AlertCommand
     from gradguard.monitoring.tune.trials import Plan
     from gradguard.named_rules import NamedRule
 
 _RUN_USAGE = (
     "gradguard run [--out DIR] [--force] [--every N] [--clip RULE] [--steps N] [--seed N] [--no-report] "
-    "(script.py | -m module) [args ...]"
+    "[--on-finding COMMAND] (script.py | -m module) [args ...]"
 )
 _TUNE_USAGE = (
     "gradguard tune [--steps N] [--seeds K] [--rule RULE ...] [--record RECORD] [--out DIR] [--force] [--json] "
@@ -32,10 +33,16 @@ _INPUT_HELP = (
     "single number, 0=2,3 for the first by position"
 )
 _FAIL_ON_HELP = (
-    'exit code 1 if one of these holds, as in "nonfinite>0,clip_fraction>0.5"; 2 if one is not measured. Known: '
-    "nonfinite, skipped, clip_fraction, max_norm, median_norm, spike_fraction, drift, lock_in, final_loss, overhead, "
-    "errors, warnings"
+    'exit code 1 if one of these holds, as in "exploding,nonfinite>0,clip_fraction>0.5"; 2 if one is not measured. The '
+    "name of a finding holds if there is one. To compare with a number: nonfinite, skipped, clip_fraction, max_norm, "
+    "median_norm, spike_fraction, drift, lock_in, final_loss, overhead, errors, warnings, or findings of a kind"
 )
+_ON_FINDING_HELP = (
+    "run this in the background for each health finding: the finding as JSON on its stdin, and in words as its last "
+    "argument. No shell sees it"
+)
+_TEXT_HELP = "print a few lines of key: value instead of drawing"
+_JSON_HELP = "print the same as JSON: an object, of several records a list of them"
 _REPLAY_HELP = (
     "norm=1.0, median, autoclip, zclip (zclip=inf without its ceiling of 1.0), clip_fraction=0.05, icefall or adagc; "
     "may be given several times. Default: a choice of them and the recommended threshold"
@@ -65,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 return _tail(parsed)
             if parsed.command == "replay":
                 return _replay(parsed)
-            return _report(parsed.records, parsed.output, parsed.text, parsed.fail_on)
+            return _report(parsed.records, parsed.output, parsed.form, parsed.fail_on)
     except GradguardError as error:
         print(f"gradguard: error: {error}", file=sys.stderr)
         return 2
@@ -80,7 +87,9 @@ def _parser() -> argparse.ArgumentParser:
     report = commands.add_parser("report", help="draw the record of a run, or of several side by side")
     report.add_argument("records", nargs="+", type=Path, metavar="run.jsonl", help="a record, or the folder it is in")
     report.add_argument("-o", "--output", type=Path, help="the HTML file; by default report.html beside the record")
-    report.add_argument("--text", action="store_true", help="print a few lines of key: value instead of drawing")
+    form = report.add_mutually_exclusive_group()
+    form.add_argument("--text", dest="form", action="store_const", const="text", help=_TEXT_HELP)
+    form.add_argument("--json", dest="form", action="store_const", const="json", help=_JSON_HELP)
     report.add_argument("--fail-on", metavar="CONDITIONS", help=_FAIL_ON_HELP)
     _add_replay(commands.add_parser("replay", help="show what other clipping rules would have done to a run"))
     _add_tail(commands.add_parser("tail", help="follow a run in progress in the terminal"))
@@ -124,6 +133,7 @@ def _run_parser() -> argparse.ArgumentParser:
     parser.add_argument("--steps", type=int, metavar="N", help="end the script after N optimizer steps")
     parser.add_argument("--seed", type=int, metavar="N", help="seed random, numpy and torch before the script starts")
     parser.add_argument("--no-report", action="store_true", help="write the record and nothing else")
+    parser.add_argument("--on-finding", metavar="COMMAND", help=_ON_FINDING_HELP)
     return parser
 
 
@@ -142,7 +152,9 @@ def _run(argv: Sequence[str]) -> int:
 
     from gradguard.monitoring.observe.meta import rank_and_world
     from gradguard.monitoring.observe.script import load_module, load_script
+    from gradguard.monitoring.show.alerts import AlertCommand
 
+    alert = AlertCommand(options.on_finding) if options.on_finding is not None else None
     program = (load_module if is_module else load_script)(target[0], target[1:])
     folder = options.out or Path("runs") / f"{Path(target[0]).stem}-{time.strftime('%Y%m%d-%H%M%S')}"
     restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
@@ -152,7 +164,7 @@ def _run(argv: Sequence[str]) -> int:
         record = None
     elif record.exists() and not options.force:
         raise CommandError(f"{record} exists: choose another --out, or add --force to replace it.")
-    return _observe(program, [*["-m"] * is_module, *target], record, rule, options)
+    return _observe(program, [*["-m"] * is_module, *target], record, rule, options, alert)
 
 
 def _tune_parser() -> argparse.ArgumentParser:
@@ -211,7 +223,7 @@ def _try(plan: "Plan", as_json: bool) -> int:
 
 def _split(argv: Sequence[str]) -> tuple[list[str], list[str], bool]:
     """Cut a command line into our own options and the program's, and tell whether it is a module."""
-    takes_value = {"--out", "--every", "--clip", "--steps", "--seed", "--seeds", "--rule", "--record"}
+    takes_value = {"--on-finding", "--out", "--every", "--clip", "--steps", "--seed", "--seeds", "--rule", "--record"}
     i = 0
     while i < len(argv) and argv[i].startswith("-"):
         if argv[i] in ("-m", "--"):
@@ -242,7 +254,12 @@ def _recommended(path: Path) -> str:
 
 
 def _observe(
-    program, shown: list[str], record: Path | None, rule: "NamedRule | None", options: argparse.Namespace
+    program,
+    shown: list[str],
+    record: Path | None,
+    rule: "NamedRule | None",
+    options: argparse.Namespace,
+    alert: "AlertCommand | None",
 ) -> int:
     from gradguard.monitoring.observe.meta import program_facts
     from gradguard.monitoring.observe.observer import Observer, observe
@@ -252,7 +269,7 @@ def _observe(
     stop_watching()  # where the environment variable asks for a watch, this one is it
     clip = None if rule is None else _clip_by(rule)
     facts = program_facts(shown, None if rule is None else rule.text)
-    observer = Observer(record, facts, clip, options.every, last_step=options.steps)
+    observer = Observer(record, facts, clip, options.every, last_step=options.steps, on_finding=alert)
     code, process, here = 1, os.getpid(), Path.cwd()
     if options.seed is not None:
         seed_generators(options.seed)
@@ -265,6 +282,8 @@ def _observe(
             os.getpid() == process and observer.path is not None and not options.no_report
         ):  # not in a child that the script forked
             _show(observer.path, here)
+            if alert is not None and alert.failures:
+                print(f"gradguard: {alert.report()}", file=sys.stderr)
     return code
 
 
@@ -316,15 +335,19 @@ def _tail(parsed: argparse.Namespace) -> int:
     return tail(parsed.record, once=parsed.once, events=parsed.lines)
 
 
-def _report(paths: Sequence[Path], output: Path | None, text: bool, fail_on: str | None = None) -> int:
+def _report(paths: Sequence[Path], output: Path | None, form: str | None, fail_on: str | None = None) -> int:
     from gradguard.monitoring.judge.conditions import parse_conditions
     from gradguard.monitoring.record.file import read_record
-    from gradguard.monitoring.show.report import print_comparison, text_summary, write_report
+    from gradguard.monitoring.show.report import json_summary, print_comparison, text_summary, write_report
 
+    if form is not None and output is not None:
+        raise CommandError(f"--{form} prints: redirect it to a file instead of -o {output}.")
     conditions = parse_conditions(fail_on) if fail_on is not None else []
     records = [read_record(path) for path in paths]
-    if text:
+    if form == "text":
         print("\n\n".join(text_summary(record) for record in records))
+    elif form == "json":
+        print(json_summary(records))
     else:
         if len(records) > 1:
             print_comparison(records)

@@ -100,12 +100,17 @@ class EveryStep:
         def evaluate() -> Any:
             nonlocal evaluations, first
             result = closure()
-            ended = self._before(optimizer, evaluations)
+            ended = self._act(optimizer, evaluations)
             first = result if evaluations == 0 else first
             evaluations += 1
             return first if ended else result  # a line search cannot go on from a loss that is NaN
 
         return evaluate
+
+    @never_compiled
+    def _act(self, optimizer: Optimizer, evaluation: int) -> bool | None:
+        """Act after an evaluation: what the closure does may be compiled, what watches or clips it is not."""
+        return self._before(optimizer, evaluation)
 
     @never_compiled
     def _post(self, optimizer: Optimizer, args: tuple, kwargs: dict) -> None:

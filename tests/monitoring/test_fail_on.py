@@ -22,7 +22,8 @@ def steps(count=400, **more):
 
 
 def record_of(lines, **parts):
-    return make_record(steps=lines, **parts)
+    meta = {"t": "meta", "params": [{"name": name} for name in "abc"]}
+    return make_record(**({"meta": meta, "steps": lines} | parts))
 
 
 SICK = steps()
@@ -30,6 +31,8 @@ SICK[7] |= {"norm": None, "nonfinite": 2, "loss": None}
 SICK[9] |= {"skipped": True}
 MEDIAN = ["median_norm<2: median_norm is 0.9853", "median_norm!=1: median_norm is 0.9853"]
 LOCKED = steps_of([3.0] * 200, threshold=1.0, coefficient=1 / 3)
+ZEROS = [{"t": "tensors", "i": i, "norm": [0.0, 0.0 if i >= 20 else 1.0, 1.0]} for i in range(40)]
+DEAD = "the gradient of b was exactly 0 on 20 recorded steps in a row"
 END = {"t": "end", "steps": 400, "wall": 10.0, "overhead_ms": 200.0}
 
 
@@ -53,6 +56,14 @@ END = {"t": "end", "steps": 400, "wall": 10.0, "overhead_ms": 200.0}
         ("overhead>1%", record_of(steps(), end=END), ["overhead>0.01: overhead is 0.02"]),
         ("errors>0", record_of(SICK), ["errors>0: errors is 1"]),
         ("warnings>0", record_of(steps()), []),
+        ("errors, warnings", record_of(SICK), ["errors: gradients were not finite on 1 step, first on step 7"]),
+        ("nonfinite", record_of(SICK), ["nonfinite: gradients were not finite on 1 step, first on step 7"]),
+        ("exploding, vanishing,clipping_always_on", record_of(SICK), []),
+        ("exploding==0", record_of(SICK), ["exploding==0: exploding is 0"]),
+        ("dead_layer", record_of(steps(), tensors=ZEROS), [f"dead_layer: {DEAD} (and 1 more)"]),
+        ("dead_layer>1,dead_layer>2", record_of(steps(), tensors=ZEROS), ["dead_layer>1: dead_layer is 2"]),
+        ("lock_in", record_of(LOCKED), []),  # a fixed threshold: no finding so early, beside lock_in>0 above
+        ("amp_scale_collapse", record_of(steps()), []),
         ("errors>0,nonfinite>0", record_of(SICK), ["errors>0: errors is 1", "nonfinite>0: nonfinite is 1"]),
     ],
 )  # fmt: skip
@@ -73,6 +84,10 @@ def test_conditions_that_hold_are_said_with_what_was_measured(text, record, said
         ("drift", record_of(steps(50))),
         ("final_loss", record_of(steps_of(NORMS))),
         ("overhead", record_of(steps())),
+        ("exploding", record_of([{"t": "step", "i": i, "loss": 1.0} for i in range(50)])),
+        ("amp_scale_collapse", make_record()),
+        ("dead_layer", record_of(steps())),
+        ("dominating_layer", record_of(steps())),
     ],
 )
 @pytest.mark.parametrize("comparison", [">0", "<0"])
@@ -86,14 +101,18 @@ def test_what_was_not_measured_is_neither_true_nor_false(quantity, record, compa
     [
         (
             "",
-            "expected a quantity, one of > >= < <= == !=, and a number, as in nonfinite>0. Known quantities:",
+            "expected a finding, as in exploding, or a quantity, one of > >= < <= == !=, and a number, as in "
+            "nonfinite>0. Known quantities:",
         ),
-        ("nonfinite>0,", "'': expected a quantity"),
-        ("nonfinite", "'nonfinite': expected a quantity"),
-        ("nonfinite=0", "'nonfinite=0': expected a quantity"),
-        ("nonfinite>0>1", "'nonfinite>0>1': expected a quantity"),
-        ("clip_share>0", "unknown quantity 'clip_share'. Did you mean clip_fraction?"),
-        ("fly>0", "unknown quantity 'fly'. Known quantities"),
+        ("nonfinite>0,", "'': expected a finding"),
+        ("skipped", "'skipped': expected a number to compare it with, as in skipped>0."),
+        ("nonfinite=0", "'nonfinite=0': expected a finding"),
+        ("nonfinite>0>1", "'nonfinite>0>1': expected a finding"),
+        ("exploding>", "'exploding>': expected a finding"),
+        ("clip_share>0", "unknown quantity or finding 'clip_share'. Did you mean clip_fraction?"),
+        ("explodes", "unknown quantity or finding 'explodes'. Did you mean exploding? Known quantities: nonfinite, "),
+        ("fly>0", "unknown quantity or finding 'fly'. Known quantities"),
+        ("fly", "overhead, errors, warnings. Known findings: nonfinite, exploding,"),
         ("nonfinite>x", "expected a finite number, came 'x'"),
         ("final_loss>inf", "expected a finite number, came 'inf'"),
         ("final_loss<nan", "expected a finite number, came 'nan'"),

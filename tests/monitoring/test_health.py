@@ -142,6 +142,11 @@ FAULTS = [
                  "rule": "norm", "threshold": 5.0,
                  "clips": [["norm", 5.0, 1 - 0.1 * (i % 10 == 0)], ["AdaGC", None, 1 - 0.1 * (i % 5 == 0)]]}
                 for i in range(300)])),
+    ("clipped_twice", "warning", "the script's own norm=1.0 bound on 50 %, --clip norm=4.0 bound on 0 %; "
+     "--clip norm=4.0 had no effect; --clip norm=4.0 only saw what the script's own norm=1.0 had left",
+     make_record(meta={"t": "meta", "clip": "norm=4", "optimizers": ["SGD"]}, steps=[
+         {"t": "step", "i": i, "norm": 1.0, "coefficient": 1 - 0.5 * (i % 2), "rule": "norm", "threshold": 1.0,
+          "clips": [["norm", 1.0, 1 - 0.5 * (i % 2)], ["norm", 4.0, 1.0]]} for i in range(300)])),
     ("norm_drift", "info", "moved by 15x, from 5.56 to 0.374", clipped(DECAY, 8.5)),
 ]  # fmt: skip
 

@@ -18,6 +18,7 @@ NAN, INF = float("nan"), float("inf")
         ({"norm": None, "i": 0}, {"i": 0}),
         ({"norm": [1.234567, INF, None, 0.0]}, {"norm": [1.235, None, None, 0.0]}),
         ({"loss": 0.123456789}, {"loss": 0.1234568}),
+        ({"clips": [["norm", 0.123456789, 0.99997]]}, {"clips": [["norm", 0.1234568, 0.99997]]}),  # 1.0 would not bind
         ({"top": (3, 0.71)}, {"top": [3, 0.71]}),
         ({"skipped": True, "nonfinite": 2}, {"skipped": True, "nonfinite": 2}),
         ({"params": [{"name": "w", "scale": NAN}]}, {"params": [{"name": "w", "scale": None}]}),

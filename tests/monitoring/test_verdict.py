@@ -50,7 +50,7 @@ def test_spikes_are_counted_after_the_warm_up():
     norms = [100 * norm if i % 100 == 99 else norm for i, norm in enumerate(CALM)]
     judged = verdict(make_record(steps=steps_of(norms)))
     assert judged.spike_share == pytest.approx(6 / 540)
-    assert "1.1 % of steps were spikes. 0 non-finite." in judged.sentence
+    assert "1.1 % of 540 steps after the warm-up were spikes. 0 non-finite." in judged.sentence
     assert judged.max_norm == max(norms)
 
 
@@ -68,13 +68,82 @@ def test_nonfinite_and_skipped_steps_are_counted_and_kept_out_of_the_share():
     judged = verdict(record)
     assert (judged.nonfinite_steps, judged.skipped_steps) == (2, 1)
     assert judged.clip_share == 3 / 7
-    assert judged.sentence.endswith("1 skipped. 2 non-finite.")
+    assert "bound on 43 % of the 7 steps that were taken and finite" in judged.sentence
+    assert judged.sentence.endswith("Of 10 steps: 1 skipped. 2 non-finite.")
+    assert (judged.taken_steps, judged.steps) == (7, 10)
+
+
+def beside_its_own(own, applied, counts, *, named="norm=4"):
+    """A script that clips itself under --clip: on so many steps both bind, the script's alone, --clip's alone, none."""
+    kinds = [kind for kind, count in zip(("both", "own", "applied", "none"), counts, strict=True) for _ in range(count)]
+    steps = []
+    for i, kind in enumerate(kinds):
+        first, second = 0.5 if kind in ("both", "own") else 1.0, 0.5 if kind in ("both", "applied") else 1.0
+        strongest = own if first <= second else applied
+        steps.append({"t": "step", "i": i, "norm": 3.0, "coefficient": first * second, "rule": strongest[0]}
+                     | {"threshold": strongest[1], "clips": [[*own, first], [*applied, second]]})  # fmt: skip
+    return make_record(meta={"t": "meta", "clip": named, "optimizers": ["SGD"]}, steps=steps)
+
+
+@pytest.mark.parametrize(
+    ("record", "words", "threshold"),
+    [
+        (
+            beside_its_own(("norm", 1.0), ("norm", 4.0), (0, 77, 0, 23)),
+            "2 clips, on 100 steps: the script's own norm=1.0 bound on 77 %, --clip norm=4.0 bound on 0 %. Together "
+            "they bound on 77 %: it works as a learning-rate multiplier of 0.5, not as a guard.",
+            1.0,
+        ),
+        (
+            beside_its_own(("norm", 8.0), ("norm", 4.0), (1, 2, 17, 80)),
+            "2 clips, on 100 steps: the script's own norm=8.0 bound on 3 %, --clip norm=4.0 bound on 18 %. Together "
+            "they bound on 20 %: it shapes training, with a median coefficient of 0.5 where it binds.",
+            4.0,
+        ),
+        (
+            beside_its_own(("norm", 8.0), ("norm", 4.0), (0, 0, 0, 10)),
+            "2 clips, on 10 steps: the script's own norm=8.0 bound on 0 %, --clip norm=4.0 bound on 0 %: none of them "
+            "did anything.",
+            8.0,
+        ),
+        (
+            beside_its_own(("norm", 4.0), ("norm", 4.0), (0, 5, 0, 5)),
+            "the script's own norm=4.0 bound on 50 %, --clip norm=4.0 bound on 0 %.",
+            4.0,
+        ),
+        (
+            beside_its_own(("ClipByMedian", 2.0), ("ClipFraction", 3.0), (0, 1, 3, 6), named="clip_fraction=0.1"),
+            "the script's own ClipByMedian bound on 10 %, --clip ClipFraction bound on 30 %.",
+            3.0,
+        ),
+        (
+            beside_its_own(("norm", 1.0), ("value", 4.0), (0, 1, 0, 9), named="ClipByValue"),  # of a guard's monitor
+            "the first (norm at 1.0) bound on 10 %, the second (value at 4.0) bound on 0 %.",
+            1.0,
+        ),
+    ],
+)
+def test_two_clips_are_told_apart_and_the_threshold_is_of_the_one_that_bound_most(record, words, threshold):
+    judged = verdict(record)
+    assert words in judged.sentence
+    assert judged.threshold == threshold
+
+
+def test_a_clip_that_began_late_is_told_with_both_shares():
+    record = clipped([2.0] * 100, 1.0)
+    for step in record.steps[:60]:
+        for key in ("threshold", "coefficient", "rule"):
+            del step[key]
+    words = "Clipping at 1.0 bound on 40 % of 100 steps (100 % of the 40 that it acted on): it shapes"
+    assert words in verdict(record).sentence
 
 
 def test_all_norms_not_finite():
     judged = verdict(make_record(steps=steps_of([None] * 30)))
     assert (judged.nonfinite_steps, judged.median_norm, judged.spike_share) == (30, None, None)
-    assert judged.sentence == "No clipping in 30 steps. No finite gradient norm was recorded. 30 non-finite."
+    assert (
+        judged.sentence == "No clipping in 30 steps. No finite gradient norm was recorded. Of 30 steps: 30 non-finite."
+    )
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Conditions on a record, such as ``nonfinite>0``, that let a build fail on an unhealthy run."""
+"""Conditions on a record, such as ``exploding`` or ``nonfinite>0``, that let a build fail on an unhealthy run."""
 
 import difflib
 import math
@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from gradguard.errors import CommandError
-from gradguard.monitoring.judge.health import findings, lock_in_share
+from gradguard.monitoring.judge.health import KINDS, Finding, findings, lock_in_share
 from gradguard.monitoring.judge.norm_statistics import drift_ratio
 from gradguard.monitoring.judge.verdict import Verdict, verdict
 from gradguard.monitoring.record.file import Record
@@ -28,27 +28,41 @@ QUANTITIES = {
     "errors": "health findings of severity error",
     "warnings": "health findings of severity warning",
 }
-"""What a condition can be about, and what it is."""
+"""What a condition can compare with a number, and what it is; beside them the number of findings of each kind."""
+
+_SEVERITIES = {"errors": "error", "warnings": "warning"}
 
 _OPERATORS: dict[str, Callable[[float, float], bool]] = {
     ">": operator.gt, ">=": operator.ge, "<": operator.lt, "<=": operator.le, "==": operator.eq, "!=": operator.ne,
 }  # fmt: skip
-_CONDITION = re.compile(r"\s*(\w+)\s*(>=|<=|==|!=|>|<)\s*([^\s%<>=!]+)\s*(%?)\s*")
+_CONDITION = re.compile(r"\s*(\w+)\s*(?:(>=|<=|==|!=|>|<)\s*([^\s%<>=!]+)\s*(%?)\s*)?")
 
 
 @dataclass(frozen=True, slots=True)
 class Condition:
-    """One comparison, as in ``clip_fraction>0.5``.
+    """One comparison, as in ``clip_fraction>0.5``; or the name of a finding, which holds if there is one.
 
     Attributes:
-        quantity: A key of `QUANTITIES`.
+        quantity: A key of `QUANTITIES`, or a kind of findings.
         comparison: ``>``, ``>=``, ``<``, ``<=``, ``==`` or ``!=``.
         value: The number that it is compared with.
+        alone: Whether it was written without a comparison, which stands for ``>0``.
     """
 
     quantity: str
-    comparison: str
-    value: float
+    comparison: str = ">"
+    value: float = 0.0
+    alone: bool = False
+
+    @property
+    def kind(self) -> str | None:
+        """The kind of findings that it counts, if it does; `QUANTITIES` of the same name are compared with a number."""
+        return self.quantity if self.quantity in KINDS and (self.alone or self.quantity not in QUANTITIES) else None
+
+    @property
+    def severity(self) -> str | None:
+        """The severity of the findings that it counts, if it counts those of one."""
+        return _SEVERITIES.get(self.quantity)
 
     def holds(self, measured: float) -> bool:
         """Return whether it holds of a measured number.
@@ -59,24 +73,24 @@ class Condition:
         return _OPERATORS[self.comparison](measured, self.value)
 
     def __str__(self) -> str:
-        return f"{self.quantity}{self.comparison}{self.value:g}"
+        return self.quantity if self.alone else f"{self.quantity}{self.comparison}{self.value:g}"
 
 
 def parse_conditions(text: str) -> list[Condition]:
-    """Return the conditions in a text such as ``"nonfinite>0, clip_fraction>50%"``.
+    """Return the conditions in a text such as ``"exploding, dead_layer>2, clip_fraction>50%"``.
 
     Args:
-        text: Comparisons with commas between them; a number may be a percentage.
+        text: Kinds of findings, or comparisons, with commas between them; a number may be a percentage.
 
     Returns:
         At least one condition.
 
     Raises:
-        CommandError: If one is no comparison, or names a quantity that is not known.
+        CommandError: If one is neither, or names what is not known.
 
     Example:
-        >>> [str(condition) for condition in parse_conditions("nonfinite>0, clip_fraction > 50%")]
-        ['nonfinite>0', 'clip_fraction>0.5']
+        >>> [str(condition) for condition in parse_conditions("exploding, nonfinite>0, clip_fraction > 50%")]
+        ['exploding', 'nonfinite>0', 'clip_fraction>0.5']
     """
     return [_parse(part) for part in text.split(",")]
 
@@ -98,11 +112,15 @@ def holding(conditions: list[Condition], record: Record) -> list[str]:
     """
     parts, judged = by_optimizer(record), verdict(record)
     verdicts = [judged] if len(parts) == 1 else [one for _, one in judged.parts]
+    found = findings(record) if any(condition.kind or condition.severity for condition in conditions) else []
     said = []
     for condition in conditions:
+        if condition.kind or condition.severity:
+            said += _of_findings(condition, found, record)
+            continue
         measured = _measured(condition.quantity, record, judged, list(zip(parts, verdicts, strict=True)))
         if not measured:
-            raise CommandError(_not_measured(condition, record))
+            raise CommandError(_not_measured(condition, QUANTITIES[condition.quantity], record))
         for label, value in measured:
             if condition.holds(value):
                 of = f" of {label}" if label else ""
@@ -114,14 +132,18 @@ def _parse(text: str) -> Condition:
     found = _CONDITION.fullmatch(text)
     if found is None:
         raise CommandError(
-            f"--fail-on {text.strip()!r}: expected a quantity, one of {' '.join(_OPERATORS)}, and a number, as in "
-            f"nonfinite>0. {_KNOWN}"
+            f"--fail-on {text.strip()!r}: expected a finding, as in exploding, or a quantity, one of "
+            f"{' '.join(_OPERATORS)}, and a number, as in nonfinite>0. {_KNOWN}"
         )
     quantity, comparison, digits, percent = found.groups()
-    if quantity not in QUANTITIES:
-        near = difflib.get_close_matches(quantity, QUANTITIES, n=1, cutoff=0.5)
+    if quantity not in QUANTITIES and quantity not in KINDS:
+        near = difflib.get_close_matches(quantity, [*QUANTITIES, *KINDS], n=1, cutoff=0.5)
         meant = f" Did you mean {near[0]}?" if near else ""
-        raise CommandError(f"--fail-on {text.strip()!r}: unknown quantity {quantity!r}.{meant} {_KNOWN}")
+        raise CommandError(f"--fail-on {text.strip()!r}: unknown quantity or finding {quantity!r}.{meant} {_KNOWN}")
+    if comparison is None:
+        if quantity not in KINDS and quantity not in _SEVERITIES:
+            raise CommandError(f"--fail-on {text.strip()!r}: expected a number to compare it with, as in {quantity}>0.")
+        return Condition(quantity, alone=True)
     try:
         value = float(digits)
     except ValueError:
@@ -131,7 +153,36 @@ def _parse(text: str) -> Condition:
     return Condition(quantity, comparison, value / 100 if percent else value)
 
 
-_KNOWN = f"Known quantities: {', '.join(QUANTITIES)}."
+_KNOWN = f"Known quantities: {', '.join(QUANTITIES)}. Known findings: {', '.join(KINDS)}."
+
+
+def _of_findings(condition: Condition, findings: list[Finding], record: Record) -> list[str]:
+    """What to say where a condition on a number of findings holds."""
+    needed, measured = _NEEDED.get(condition.kind or "", _STEPS)
+    if not measured(record):  # no finding is no sign of health then
+        raise CommandError(_not_measured(condition, needed, record))
+    found = [one for one in findings if condition.kind == one.kind or condition.severity == one.severity]
+    if not condition.holds(len(found)):
+        return []
+    if not condition.alone:
+        return [f"{condition}: {condition.quantity} is {len(found)}"]
+    more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
+    return [f"{condition}: {found[0].message}{more}"]
+
+
+def _any_step(*keys: str) -> Callable[[Record], bool]:
+    return lambda record: any(key in step for step in record.steps for key in keys)
+
+
+_STEPS = ("steps", lambda record: bool(record.steps))
+_NORMS = ("norms to find it in", _any_step("norm", "nonfinite"))
+_NEEDED: dict[str, tuple[str, Callable[[Record], bool]]] = {
+    "dead_layer": ("norms of each parameter to find it in", lambda record: bool(record.tensors)),
+    "dominating_layer": ("norms of each parameter to find it in", _any_step("top")),
+    **dict.fromkeys(("exploding", "vanishing", "nonfinite", "norm_drift"), _NORMS),
+}
+"""Without what a finding of that kind cannot be made."""
+
 
 Judged = list[tuple[Part, Verdict]]
 
@@ -145,11 +196,10 @@ def _measured(quantity: str, record: Record, whole: Verdict, parts: Judged) -> l
     return [(label, float(value)) for label, value in each if value is not None]
 
 
-def _not_measured(condition: Condition, record: Record) -> str:
+def _not_measured(condition: Condition, what: str, record: Record) -> str:
     return (
-        f"--fail-on {condition}: {record.path} has no {condition.quantity} ({QUANTITIES[condition.quantity]}): it was "
-        "not measured, or the run was too short, so the condition is neither true nor false. Leave it out, or record "
-        "the run again."
+        f"--fail-on {condition}: {record.path} has no {condition.quantity} ({what}): it was not measured, or the run "
+        "was too short, so the condition is neither true nor false. Leave it out, or record the run again."
     )
 
 
@@ -170,21 +220,15 @@ def _with_steps(value: Callable[[Record, Verdict], float | None]) -> Callable[[R
     return lambda record, judged: value(record, judged) if record.steps else None
 
 
-def _severity(severity: str) -> Callable[[Record, Verdict], float | None]:
-    return _with_steps(lambda record, _: sum(found.severity == severity for found in findings(record)))
-
-
 _Measure = Callable[[Record, Verdict], float | None]
 _OF_WHOLE: dict[str, _Measure] = {
     "nonfinite": _with_steps(lambda _, judged: judged.nonfinite_steps),
     "skipped": _with_steps(lambda _, judged: judged.skipped_steps),
     "final_loss": _final_loss,
     "overhead": lambda _, judged: judged.overhead_share,
-    "errors": _severity("error"),
-    "warnings": _severity("warning"),
 }
 _OF_PART: dict[str, _Measure] = {
-    "clip_fraction": _with_steps(lambda _, judged: judged.clip_share),
+    "clip_fraction": lambda _, judged: judged.clip_share,
     "max_norm": _largest_norm,
     "median_norm": lambda _, judged: judged.median_norm,
     "spike_fraction": lambda _, judged: judged.spike_share,

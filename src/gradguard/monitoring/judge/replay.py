@@ -1,6 +1,5 @@
 """What other clipping rules would have done to the norms that a run recorded."""
 
-import math
 import statistics
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass

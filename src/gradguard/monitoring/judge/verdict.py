@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from gradguard.monitoring.judge.acting_clips import ActingClip, acting_clips, shares_in_words
 from gradguard.monitoring.judge.numbers import number, percent, plain_threshold
 from gradguard.monitoring.judge.scale_free import is_scale_free
 from gradguard.monitoring.judge.spikes import find_spikes
@@ -22,9 +23,9 @@ class Verdict:
     Attributes:
         sentence: The whole finding in words.
         regime: ``"never"``, ``"guard"`` (below 5 %), ``"shaping"`` (to 50 %) or ``"normalising"`` (above).
-        clip_share: The share of steps with finite gradients on which clipping bound.
+        clip_share: The share of the ``taken_steps`` on which clipping bound.
         clipping: Whether anything clipped or could have clipped in this run.
-        threshold: The last threshold in use.
+        threshold: The last threshold in use; of several clips, that of the one which bound most often.
         median_coefficient: The median coefficient of the steps on which clipping bound.
         median_norm: The median pre-clip norm.
         max_norm: The largest finite pre-clip norm.
@@ -35,7 +36,10 @@ class Verdict:
         best_loss: The lowest mean loss over any window of that length.
         diverged: Whether the loss was not finite at the end.
         overhead_share: Time spent on observing over the wall-clock time of the run.
-        steps: Recorded optimizer steps.
+        steps: Recorded optimizer steps, those that were skipped or not finite included.
+        taken_steps: Steps with finite gradients that the optimizer took.
+        usable_steps: Those of them after the warm-up, with a norm above 0.
+        clips: Each clip by itself, in the order in which they act.
         parts: The verdict on each optimizer with its label, where the record has several. Then ``sentence`` is theirs
             one after the other, ``threshold`` the one that all share, a spike one among its own optimizer's norms,
             and every other number is of all steps together.
@@ -43,7 +47,7 @@ class Verdict:
 
     sentence: str
     regime: str
-    clip_share: float
+    clip_share: float | None
     clipping: bool
     threshold: float | None
     median_coefficient: float | None
@@ -57,6 +61,9 @@ class Verdict:
     diverged: bool
     overhead_share: float | None
     steps: int
+    taken_steps: int
+    usable_steps: int
+    clips: tuple[ActingClip, ...] = ()
     parts: tuple[tuple[str, "Verdict"], ...] = ()
 
 
@@ -87,13 +94,14 @@ def _judge(record: Record) -> Verdict:
 
 def _together(whole: Verdict, parts: list[tuple[str, Verdict]]) -> Verdict:
     thresholds = {part.threshold for _, part in parts}
-    measured = [(part.spike_share, part.steps) for _, part in parts if part.spike_share is not None]
+    measured = [(part.spike_share, part.usable_steps) for _, part in parts if part.spike_share is not None]
     spikes = sum(share * steps for share, steps in measured) / sum(steps for _, steps in measured) if measured else None
     return replace(
         whole,
         sentence=" ".join(f"{label[:1].upper()}{label[1:]}: {part.sentence}" for label, part in parts),
         threshold=thresholds.pop() if len(thresholds) == 1 else None,
         spike_share=spikes,
+        usable_steps=sum(part.usable_steps for _, part in parts),
         diverged=any(part.diverged for _, part in parts),
         parts=tuple(parts),
     )
@@ -102,14 +110,20 @@ def _together(whole: Verdict, parts: list[tuple[str, Verdict]]) -> Verdict:
 def _clipping(record: Record) -> dict[str, Any]:
     real = taken_steps(record)
     bound = [step["coefficient"] for step in real if binds(step)]
-    share = len(bound) / len(real) if real else 0.0
-    thresholds = [step["threshold"] for step in record.steps if step.get("threshold") is not None]
+    share = len(bound) / len(real) if real else None
+    clips = acting_clips(record)
+    used = [step["threshold"] for step in record.steps if step.get("threshold") is not None]
+    threshold = used[-1] if used else None
+    if len(clips) > 1:
+        threshold = max(clips, key=lambda clip: clip.bound or 0).threshold
     ruled = any(step.get("rule") for step in record.steps)  # a rule may have no one threshold, or none yet
     return {
         "clip_share": share,
-        "regime": regime_of(share),
-        "clipping": bool(thresholds or bound or ruled or record.meta.get("clip")),
-        "threshold": thresholds[-1] if thresholds else None,
+        "regime": regime_of(share or 0.0),
+        "clipping": bool(used or bound or ruled or record.meta.get("clip")),
+        "threshold": threshold,
+        "taken_steps": len(real),
+        "clips": tuple(clips),
         "median_coefficient": statistics.median(bound) if bound else None,
     }
 
@@ -124,6 +138,7 @@ def _norms(record: Record) -> dict[str, Any]:
         "median_norm": statistics.median(norms) if norms else None,
         "max_norm": max(norms, default=None),
         "spike_share": spikes,
+        "usable_steps": len(usable),
     }
 
 
@@ -210,13 +225,37 @@ def _sentence(record: Record, numbers: dict[str, Any]) -> str:
 
 
 def _clip_words(record: Record, numbers: dict[str, Any]) -> str:
-    steps, share = f"{numbers['steps']:,} step{'s' * (numbers['steps'] != 1)}", percent(numbers["clip_share"])
+    clips, share = numbers["clips"], percent(numbers["clip_share"] or 0.0)
     if not numbers["clipping"]:
-        return f"No clipping in {steps}."
+        return f"No clipping in {_steps(numbers['steps'])}."
+    steps = _taken(numbers)
+    if len(clips) > 1:
+        each = shares_in_words(clips, max(numbers["taken_steps"], 1))
+        each = f"{len(clips)} clips, on {steps}: {each}"
+        if numbers["regime"] == "never":
+            return f"{each}: none of them did anything."
+        return f"{each}. Together they bound on {share}: {_regime_words(record, numbers)}."
     where = _where(record, numbers["threshold"])
     if numbers["regime"] == "never":
         return f"Clipping{where} never bound in {steps}."
-    return f"Clipping{where} bound on {share} of {steps}: {_regime_words(record, numbers)}."
+    acted = clips[0].acted if clips else numbers["taken_steps"]
+    some = f" ({percent(clips[0].bound / acted)} of the {acted:,} that it acted on)" if _acted_on_some(numbers) else ""
+    return f"Clipping{where} bound on {share} of {steps}{some}: {_regime_words(record, numbers)}."
+
+
+def _acted_on_some(numbers: dict[str, Any]) -> bool:
+    clips = numbers["clips"]
+    return bool(clips) and bool(clips[0].bound) and clips[0].acted < numbers["taken_steps"]
+
+
+def _taken(numbers: dict[str, Any]) -> str:
+    """The steps that a share is of: not all of the run, where some were skipped or not finite."""
+    taken = numbers["taken_steps"]
+    return _steps(taken) if taken == numbers["steps"] else f"the {_steps(taken)} that were taken and finite"
+
+
+def _steps(count: int) -> str:
+    return f"{count:,} step{'s' * (count != 1)}"
 
 
 def _where(record: Record, threshold: float | None) -> str:
@@ -242,11 +281,14 @@ def _norm_words(numbers: dict[str, Any]) -> str:
         return "No finite gradient norm was recorded."
     times = f" ({number(largest / median)}x the median)" if median > 0 else ""
     share = numbers["spike_share"]
-    spikes = "" if share is None else f"; {percent(share)} of steps were spikes"
+    usable = _steps(numbers["usable_steps"])
+    spikes = "" if share is None else f"; {percent(share)} of {usable} after the warm-up were spikes"
     return f"Pre-clip gradient norms: median {number(median)}, largest {number(largest)}{times}{spikes}."
 
 
 def _fault_words(numbers: dict[str, Any]) -> str:
-    skipped = f"{numbers['skipped_steps']} skipped. " if numbers["skipped_steps"] else ""
+    skipped, lost = numbers["skipped_steps"], numbers["nonfinite_steps"]
+    first = f"{skipped:,} skipped. " if skipped else ""
+    of = f"Of {_steps(numbers['steps'])}: " if skipped or lost else ""
     diverged = " The loss was not finite at the end." if numbers["diverged"] else ""
-    return f"{skipped}{numbers['nonfinite_steps']} non-finite.{diverged}"
+    return f"{of}{first}{lost:,} non-finite.{diverged}"

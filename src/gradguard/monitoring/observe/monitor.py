@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from gradguard.clip_events import ClipEvent, listen, rule_of
 from gradguard.errors import InvalidTypeError, InvalidValueError
 from gradguard.grad_scaler import listen_to_steps
+from gradguard.monitoring.judge.health import Finding
 from gradguard.monitoring.observe.clips import note_guard
 from gradguard.monitoring.observe.measure import gradient_norms
 from gradguard.monitoring.observe.meta import (
@@ -30,7 +31,7 @@ from gradguard.monitoring.observe.meta import (
     rank_and_world,
 )
 from gradguard.monitoring.observe.record_buffer import RecordBuffer
-from gradguard.monitoring.observe.recorder import Ear, Recorder, safely
+from gradguard.monitoring.observe.recorder import Ear, Recorder, check_callable, safely
 from gradguard.monitoring.observe.schedule import Schedule
 from gradguard.monitoring.observe.shared_norms import Shared, are_spread
 from gradguard.monitoring.observe.step import ScaleUpdate, StepMeasurement, copied
@@ -85,9 +86,13 @@ class Monitor(Recorder):
         model: Names the parameters. Without it they are looked for in all modules that exist.
         scaler: The GradScaler, for its loss scale and the steps that it leaves out.
         every: Write the norm of each parameter every so many steps; by default so that a step takes some 200 bytes.
+        on_finding: Called with each health finding as it is told: an object with ``kind``, ``severity``, ``message``,
+            ``advice``, ``first_step``, ``last_step``, ``params``, ``optimizer`` and ``value``. It runs in a thread of
+            its own, on the process of rank 0; what it raises is an event in the record. `close` waits for it, up to
+            10 s.
 
     Raises:
-        InvalidTypeError: If it is no optimizer or guard, or a sink is none.
+        InvalidTypeError: If it is no optimizer or guard, a sink is none, or ``on_finding`` is no function.
         InvalidValueError: If ``every`` is below 1, ``model`` has none of the parameters, or a sink cannot be meant; if
             the gradients are sharded and the guard has stepped without a monitor, so that nobody sends what it needs.
         RecordError: If the file cannot be written.
@@ -115,7 +120,9 @@ class Monitor(Recorder):
         model: nn.Module | None = None,
         scaler: Any = None,
         every: int | None = None,
+        on_finding: Callable[[Finding], object] | None = None,
     ) -> None:
+        check_callable(on_finding)
         optimizer, self._guard = unwrap_optimizer(optimizer_or_guard)
         self._held = parameters_of(optimizer)  # alive, so that no other tensor gets one of their ids
         check_arguments(optimizer, self._held, model, scaler, every)
@@ -128,10 +135,14 @@ class Monitor(Recorder):
         self._logged, self._complained = Logged(self._tell), set[str]()
         clipper = getattr(self._guard, "clipper", None)
         facts = program_facts(clip=None if clipper is None else type(clipper).__name__)
-        sinks = Sinks(sink if rank_and_world()[0] == 0 else [])
+        writes = rank_and_world()[0] == 0
+        sinks = Sinks(sink if writes else [])
         if self._guard is not None and hasattr(self._guard, "tensor_norms"):
             self._guard.tensor_norms = True  # processes send each other the norm of each only if one of them asks
-        self._lines = RecordBuffer(sinks, every, arrived=self._arrived, failed=self._fail, keeps_rows=True)
+        self._lines = RecordBuffer(
+            sinks, every, arrived=self._arrived, failed=self._fail, keeps_rows=True,
+            on_finding=on_finding if writes else None,
+        )  # fmt: skip
         self._buffer = self._lines
         self._lines.begin(meta_line(facts, [optimizer], self._held, names))
         self._hooks = [EveryStep(self._before_step, self._after_step, optimizer=optimizer, first=self._guard is None)]

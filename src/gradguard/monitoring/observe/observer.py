@@ -15,6 +15,7 @@ from gradguard.clip_events import ClipEvent, listen
 from gradguard.distributed.placements import is_sharded, local_part, placement_of
 from gradguard.errors import GradguardError
 from gradguard.grad_scaler import listen_to_steps
+from gradguard.monitoring.judge.health import Finding
 from gradguard.monitoring.observe.clips import AppliedClip, CapturedNorms, note_applied
 from gradguard.monitoring.observe.intercept import ClipCall, patched
 from gradguard.monitoring.observe.meta import (
@@ -49,6 +50,7 @@ class Observer(Recorder):
         every: Write the norm of each parameter every so many steps; by default so that a step takes some 200 bytes.
         diagnostics_every: Steps between two measurements of what is too costly for each; 0 for none.
         last_step: After so many optimizer steps the program ends, as if it had called ``sys.exit()``.
+        on_finding: Called with each finding while the run goes on, where a record is written.
 
     Attributes:
         path: The record, once it is open.
@@ -62,9 +64,10 @@ class Observer(Recorder):
         every: int | None = None,
         diagnostics_every: int = EVERY,
         last_step: int | None = None,
+        on_finding: Callable[[Finding], object] | None = None,
     ) -> None:
         super().__init__(Schedule(diagnostics_every), clip)
-        self._meta, self._every, self._path = meta, every, path
+        self._meta, self._every, self._path, self._on_finding = meta, every, path, on_finding
         self._known: dict[int, tuple[weakref.ref, int]] | None = None  # identity -> parameter, its place in meta
         self._optimizers: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         self._count = 0  # optimizers but one
@@ -194,7 +197,10 @@ class Observer(Recorder):
                 self.path = path
         except GradguardError as error:
             on_stderr(f"{error} The program runs without a record.")
-        return RecordBuffer(sinks, self._every, arrived=self._arrived, failed=self._fail, in_background=True)
+        return RecordBuffer(
+            sinks, self._every, arrived=self._arrived, failed=self._fail, in_background=True,
+            on_finding=self._on_finding if path is not None else None,
+        )  # fmt: skip
 
     def _begin(self, optimizer: Optimizer) -> None:
         if self._buffer is None and callable(self._path):

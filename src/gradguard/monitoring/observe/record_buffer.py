@@ -8,10 +8,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any
 
+from gradguard.monitoring.judge.health import Finding
 from gradguard.monitoring.judge.live import Judge
 from gradguard.monitoring.observe.host_copy import AsyncHostCopy, Copy, NumberPlaces
 from gradguard.monitoring.observe.step import Latest, ScaleUpdate, StepMeasurement, lines_of
 from gradguard.monitoring.record.file import Line
+from gradguard.monitoring.show.alerts import Alerts
 from gradguard.monitoring.show.sinks import Sinks
 from gradguard.monitoring.show.sinks.base import plain
 
@@ -38,6 +40,7 @@ class RecordBuffer:
         failed: Called with what went wrong with a step; the others are written all the same.
         copy: How numbers come from a device, for tests.
         in_background: Whether steps that have waited long may be written by a thread of our own.
+        on_finding: A function that is called with each finding, in a thread of its own.
         keeps_rows: Whether `rows` are kept.
 
     Attributes:
@@ -57,9 +60,11 @@ class RecordBuffer:
         copy: Copy | None = None,
         in_background: bool = False,
         keeps_rows: bool = False,
+        on_finding: Callable[[Finding], object] | None = None,
     ) -> None:
         self.sinks, self._every, self._arrived, self._failed = sinks, every, arrived, failed
         self._copy, self._in_background, self._keeps_rows = copy, in_background, keeps_rows
+        self._alerts = None if on_finding is None else Alerts(on_finding, self.write)
         self._names: Sequence[str] = ()
         self._latest, self._judge = Latest(0), Judge({})
         self.has_begun = False
@@ -120,9 +125,11 @@ class RecordBuffer:
     def close(self, end: Line) -> None:
         """Write what is left, and the last line."""
         self._stop.set()
+        with self._lock, suppress(Exception):  # a device that failed must not take the last line with it
+            self.flush(wait=True)
+        if self._alerts is not None:  # it may still write an event, so not with the lock
+            self._alerts.close()
         with self._lock:
-            with suppress(Exception):  # a device that failed must not take the last line with it
-                self.flush(wait=True)
             self.write(end)
             self.sinks.close()
 
@@ -161,6 +168,9 @@ class RecordBuffer:
         if self._keeps_rows:
             self.rows += [plain(line) for line in lines if line["t"] == "step"]
         self.sinks.push(lines)
+        if self._alerts is not None:
+            for line in lines:
+                self._alerts.tell(line)
 
     def _lines_of(self, entry: Entry) -> list[Line]:
         lines: list[Line] = []

@@ -10,14 +10,15 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
 
 from gradguard.clip_events import ClipEvent
+from gradguard.errors import InvalidTypeError
 from gradguard.grad_scaler import ScalerStep
 from gradguard.monitoring.observe.clips import AppliedClip, HeardClips, note_guard
 from gradguard.monitoring.observe.measure import measure_diagnostics, measure_update
@@ -26,6 +27,7 @@ from gradguard.monitoring.observe.record_buffer import RecordBuffer
 from gradguard.monitoring.observe.schedule import Alarm, Schedule
 from gradguard.monitoring.observe.shared_norms import Shared, SharedNorms, are_spread, is_captured, refuse_lost
 from gradguard.monitoring.observe.step import StepMeasurement, copied, total_of
+from gradguard.torch_private import never_compiled
 
 
 def safely(method: Callable) -> Callable:
@@ -35,16 +37,14 @@ def safely(method: Callable) -> Callable:
     def safe(self: "Recorder", *args: Any) -> Any:
         if not self._active or os.getpid() != self._process:
             return None
-        started = time.perf_counter()
-        try:
-            return method(self, *args)
-        except Exception as error:
-            self._fail(error)
-            return None
-        finally:
-            self._overhead += time.perf_counter() - started
+        with self._timed():
+            try:
+                return method(self, *args)
+            except Exception as error:
+                self._fail(error)
+                return None
 
-    return safe
+    return never_compiled(safe)  # a script that compiles its step would wait for a compiler of our code, in our time
 
 
 class Recorder:
@@ -133,12 +133,24 @@ class Recorder:
             self._fail(error)
             return []
 
+    @never_compiled
     def _joined(self, parameters: Sequence[Tensor]) -> tuple[bool, Shared | None]:
         """Take part in what processes measure together, also where nothing is written, or watching has failed."""
-        started = time.perf_counter()
-        joined = self._shared.join(parameters, self._stop)
-        self._overhead += time.perf_counter() - started
-        return joined
+        with self._timed():
+            return self._shared.join(parameters, self._stop)
+
+    @contextmanager
+    def _timed(self) -> Iterator[None]:
+        """Add the time of a block to `overhead`, unless the block is within another one, whose time it is."""
+        if getattr(self._thread, "timed", False):
+            yield
+            return
+        self._thread.timed, started = True, time.perf_counter()
+        try:
+            yield
+        finally:
+            self._thread.timed = False
+            self._overhead += time.perf_counter() - started
 
     @safely
     def _measure_step(
@@ -328,6 +340,18 @@ class Ear:
         """A clip is done."""
         if (recorder := self._recorder()) is not None:
             recorder.after_clip(event)
+
+
+def check_callable(on_finding: Any) -> None:
+    """Refuse what cannot be called with a finding.
+
+    Raises:
+        InvalidTypeError: If so.
+    """
+    if on_finding is not None and not callable(on_finding):
+        raise InvalidTypeError(
+            f"on_finding is {type(on_finding).__name__}: expected a function of one argument, as in on_finding=print."
+        )
 
 
 def on_stderr(message: str) -> None:

@@ -17,6 +17,9 @@ from gradguard.monitoring.record.file import Line
 EPSILON = 1e-6
 """What PyTorch's norm clip adds to the norm before it divides."""
 
+ROUNDING = 1e-4
+"""How far two norms that were measured in different ways may be apart, with a margin: each is right to 2e-5."""
+
 FIXED = frozenset(["norm", "value", "adaptive"])
 """Rules with one threshold from the first step on."""
 
@@ -255,12 +258,17 @@ def _clips_of(step: StepMeasurement, total: float) -> tuple[list[_Clip], float |
     known = math.prod(clip.coefficient for clip in clips if clip.coefficient is not None)
     unknown = [k for k, clip in enumerate(clips) if clip.coefficient is None]
     coefficient = None
-    if clips and step.post is not None:
+    if clips and not unknown and known >= 1:  # two measured norms would differ by their rounding
+        coefficient = 1.0
+    elif clips and step.post is not None:
         coefficient = min(1.0, float(step.post) / total) if total > 0 else 1.0
     elif clips and not unknown:
         coefficient = known
     if coefficient is not None and len(unknown) == 1 and known > 0:
-        clips[unknown[0]] = clips[unknown[0]]._replace(coefficient=min(1.0, coefficient / known))
+        own = min(1.0, coefficient / known)
+        if len(clips) > 1 and own > 1 - ROUNDING:
+            own, coefficient = 1.0, known
+        clips[unknown[0]] = clips[unknown[0]]._replace(coefficient=own)
     within = 1.0
     for rule, threshold, told in (
         (step.applied_rule, step.applied_threshold, step.applied_coefficient),

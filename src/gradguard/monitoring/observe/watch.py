@@ -4,12 +4,15 @@ import atexit
 import os
 import sys
 import time
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from gradguard.errors import InvalidTypeError, InvalidValueError, RecordError
+from gradguard.monitoring.judge.health import Finding
 from gradguard.monitoring.observe.meta import program_facts, rank_and_world
 from gradguard.monitoring.observe.observer import Observer, observe
+from gradguard.monitoring.observe.recorder import check_callable
 from gradguard.monitoring.record.file import FILE_NAME, read_record
 
 # Those of `start_up`, which is no part of the package once that is installed.
@@ -81,7 +84,12 @@ class Watch:
         return f"Watch({str(self.path)!r}, steps={self.steps})"
 
 
-def watch(path: str | Path | None = None, *, every: int | None = None) -> Watch:
+def watch(
+    path: str | Path | None = None,
+    *,
+    every: int | None = None,
+    on_finding: Callable[[Finding], object] | None = None,
+) -> Watch:
     """Watch every optimizer step of this process from now on, until ``close()``: for notebooks.
 
     **Guarantees**: the training's numbers stay bit-identical; only one watch is on at a time.
@@ -100,13 +108,17 @@ def watch(path: str | Path | None = None, *, every: int | None = None) -> Watch:
     Args:
         path: The record, or a folder for it; by default a new folder ``runs/watch-<time>``.
         every: Write the norm of each parameter every so many steps; by default so that a step takes some 200 bytes.
+        on_finding: Called with each health finding as it is told: an object with ``kind``, ``severity``, ``message``,
+            ``advice``, ``first_step``, ``last_step``, ``params``, ``optimizer`` and ``value``. It runs in a thread of
+            its own, on the process of rank 0, at the latest 50 steps or 2 s after the step; what it raises is an event
+            in the record. `close` waits up to 10 s for it.
 
     Returns:
         The watch: ``close()``, ``report()``, and a context manager that closes it.
 
     Raises:
         InvalidValueError: If ``every`` is below 1.
-        InvalidTypeError: If ``path`` is not a path.
+        InvalidTypeError: If ``path`` is not a path, or ``on_finding`` no function.
 
     Example:
         >>> import gradguard as gg, tempfile, torch
@@ -122,11 +134,12 @@ def watch(path: str | Path | None = None, *, every: int | None = None) -> Watch:
         raise InvalidValueError(f"every={every}: expected a number of steps, at least 1, as in every=10.")
     if path is not None and not isinstance(path, str | os.PathLike):
         raise InvalidTypeError(f"path: expected a path such as 'run.jsonl', got {type(path).__name__}.")
+    check_callable(on_finding)
     if _active is not None:
         _active.close()
     rank, _ = rank_and_world()
     target = None if rank else _free(_record_path(path))
-    return _begin(Watch(Observer(target, program_facts(), every=every)))
+    return _begin(Watch(Observer(target, program_facts(), every=every, on_finding=on_finding)))
 
 
 def watch_process() -> None:

@@ -207,6 +207,8 @@ def _plain(value: Any, digits: int = SCALAR_DIGITS) -> Any:
     if isinstance(value, str):  # an argument that is not UTF-8 arrives with surrogates, which no file can hold
         return value.encode("utf-8", "backslashreplace").decode("utf-8")
     if isinstance(value, (list, tuple)):
+        if value and isinstance(value[0], (list, tuple)):  # a few rows, no array: what stands in them are scalars
+            return [[_plain(x) for x in row] for row in value]
         return [
             (float(f"{x:.4g}") + 0.0 if isfinite(x) else None) if type(x) is float else _plain(x, ARRAY_DIGITS)
             for x in value

@@ -123,8 +123,13 @@ class OptimizerState:
         """
         if not any("coefficient" in step or "threshold" in step for step in self.recent):
             return None
-        real = [step for step in self.recent if not is_nonfinite(step) and not step.get("skipped")]
-        return sum(map(binds, real)) / len(real) if real else None
+        taken = self.recent_taken
+        return sum(map(binds, taken)) / len(taken) if taken else None
+
+    @property
+    def recent_taken(self) -> list[dict[str, Any]]:
+        """The last steps, without those that were skipped or not finite."""
+        return [step for step in self.recent if not is_nonfinite(step) and not step.get("skipped")]
 
 
 @dataclass

@@ -86,7 +86,7 @@ def optimizer_facts(state: OptimizerState) -> list[Fact]:
     """Return what is known now of one optimizer."""
     step, share = state.last, state.clip_share
     regime = None if share is None else regime_of(share)
-    clipped = None if share is None else f"{percent(share)} of {len(state.recent)} ({regime})"
+    clipped = None if share is None else f"{percent(share)} of {len(state.recent_taken)} ({regime})"
     known = [
         ("norm", *_measured(step, "norm")),
         ("threshold", *_threshold(step)),

@@ -2,10 +2,11 @@
 
 import math
 import statistics
-from collections import defaultdict, deque
+from collections import deque
 from typing import Any
 
-from gradguard.monitoring.judge.findings import Episode, Finding, Kind, Log, Words, steps
+from gradguard.monitoring.judge.acting_clips import acting_clips, shares_in_words
+from gradguard.monitoring.judge.findings import Episode, Finding, Kind, Log, Words, named, steps
 from gradguard.monitoring.judge.norm_statistics import drift_ends
 from gradguard.monitoring.judge.numbers import number, percent, plain_threshold
 from gradguard.monitoring.judge.scale_free import cancels_scale, is_scale_free
@@ -121,19 +122,14 @@ def _clipped_twice(part: Part, taken: list[dict[str, Any]]) -> list[Episode]:
     twice = [step for step in taken if step.get("clips")]
     if not twice:
         return []
-    bound: dict[str, list[bool]] = defaultdict(list)
-    for step in twice:
-        for place, (rule, threshold, coefficient) in enumerate(step["clips"]):
-            fixed = rule in ("norm", "value", "adaptive") and threshold is not None
-            at = f" at {plain_threshold(threshold or 0.0)}" if fixed else ""
-            clip = f"{_ORDINALS[min(place, 2)]} ({rule}{at})"
-            bound[clip].append(coefficient is not None and coefficient < BINDS_BELOW)
-    said = [f"the {clip} bound on {percent(sum(each) / len(twice))}" for clip, each in bound.items()]
+    clips = acting_clips(part.record, twice)
+    words, *before, last_clip = shares_in_words(clips, len(twice)), *clips
+    idle = named([clip.name for clip in clips if clip.bound == 0])
+    words += f"; {idle} had no effect" if idle else ""
+    if any(clip.bound for clip in before) and all("threshold" in step for step in twice):  # one behind the other
+        words += f"; {last_clip.name} only saw what {named([clip.name for clip in before])} had left"
     first, last = twice[0]["i"], twice[-1]["i"]
-    return [Episode(TWICE, part.index, first, last, len(twice), text=", ".join(said[:4]))]
-
-
-_ORDINALS = ("first", "second", "third")
+    return [Episode(TWICE, part.index, first, last, len(twice), text=words)]
 
 
 def _drifted(part: Part, clipped: list[dict[str, Any]]) -> list[Episode]:

@@ -9,7 +9,7 @@ from gradguard.monitoring.judge.numbers import number, percent, plain_threshold
 from gradguard.monitoring.judge.recommend import Recommendation
 from gradguard.monitoring.judge.verdict import Verdict
 from gradguard.monitoring.record.file import Record
-from gradguard.monitoring.record.steps import binds, regime_of
+from gradguard.monitoring.record.steps import binds, regime_of, taken_steps
 from gradguard.monitoring.show.report import series
 from gradguard.monitoring.show.report.figure import (
     BLACK,
@@ -77,7 +77,8 @@ def coefficients(record: Record) -> Chart | None:
     Returns:
         The chart, or None where clipping never bound.
     """
-    bound = sorted(step["coefficient"] for step in record.steps if binds(step))
+    taken = taken_steps(record)
+    bound = sorted(step["coefficient"] for step in taken if binds(step))
     spread = series.log_histogram(bound, most=60)
     if spread is None:
         return None
@@ -89,9 +90,8 @@ def coefficients(record: Record) -> Chart | None:
     figure.update_xaxes(title={"text": "coefficient"}, **_log_ticks(spread.edges[0], max(spread.edges[-1], 0.0)))
     figure.update_yaxes(title={"text": "steps"})
     figure.update_layout(bargap=0)
-    measured = sum(step.get("coefficient") is not None for step in record.steps)
-    share = percent(len(bound) / measured)
-    summary = f"Where clipping bound, on {share} of steps, the median coefficient was {number(middle)}."
+    share = f"{percent(len(bound) / len(taken))} of {len(taken):,} steps that were taken and finite"
+    summary = f"Where clipping bound, on {share}, the median coefficient was {number(middle)}."
     return Chart("How hard clipping binds", _COEFFICIENTS, figure.to_json(), summary, _quantiles(bound))
 
 
@@ -122,7 +122,9 @@ def norm_histogram(record: Record, verdict: Verdict, advice: Recommendation) -> 
     figure.update_yaxes(title={"text": "steps (log scale)"}, type="log", range=[-0.3, top], dtick=1, tickformat=",d")
     figure.update_layout(bargap=0, margin={"t": 48})
     words = ", ".join(f"{name} {plain_threshold(threshold)}" for name, threshold, _ in marks)
-    summary = f"Half of the norms are below {number(norms[len(norms) // 2])}. Thresholds: {words or 'none'}."
+    summary = (
+        f"The median of {len(norms):,} norms is {number(statistics.median(norms))}. Thresholds: {words or 'none'}."
+    )
     return Chart("Distribution of norms", _HISTOGRAM, figure.to_json(), summary, _quantiles(norms))
 
 
@@ -181,8 +183,9 @@ def _add_bins(figure: Figure, spread: series.Histogram, colour: str, what: str) 
 
 
 def _quantiles(values: list[float]) -> Table:
-    found = [(name, values[int(share * (len(values) - 1))]) for name, share in _QUANTILES]
-    rows = [(name, number(value)) for name, value in [*found, ("largest", values[-1])]]
+    found = {name: values[int(share * (len(values) - 1))] for name, share in _QUANTILES}
+    found |= {"median": statistics.median(values), "largest": values[-1]}
+    rows = [(name, number(value)) for name, value in found.items()]
     return Table(("quantile", "value"), rows, f"{len(values):,} steps")
 
 

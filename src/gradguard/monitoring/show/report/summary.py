@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from gradguard.monitoring.judge.acting_clips import acting_clips
 from gradguard.monitoring.judge.numbers import number, percent, plain_threshold
 from gradguard.monitoring.judge.recommend import Recommendation, recommend
 from gradguard.monitoring.judge.verdict import Verdict, verdict
@@ -74,9 +75,10 @@ def _right(name: str) -> "Column":
 
 
 def clip_of(record: Record) -> str:
-    """Return what clipped in this run: gradguard, the script itself, or nothing."""
+    """Return what clipped in this run: gradguard, the script itself, both, or nothing."""
     if record.meta.get("clip"):
-        return str(record.meta["clip"])
+        others = [clip.name for clip in acting_clips(record) if clip.name.startswith("the script's own")]
+        return " and ".join([str(record.meta["clip"]), *others])
     own = {(str(step["rule"]), step.get("threshold")) for step in record.steps if "rule" in step}
     if not own:
         return "none"
