@@ -190,7 +190,9 @@ def _run_of(rule: str, seed: int, folder: Path, code: int, stopped: bool) -> Run
     record = _record(folder)
     if record is None:
         return Run(rule, seed, [], failed=True, stopped=stopped)
-    return Run(rule, seed, _losses(record.steps), bool(code) and not stopped, verdict(record).clip_share, stopped)
+    return Run(
+        rule, seed, _losses(record.steps), bool(code) and not stopped, verdict(record).clip_share or 0.0, stopped
+    )
 
 
 def _record(folder: Path) -> Record | None:

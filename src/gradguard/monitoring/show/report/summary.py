@@ -24,7 +24,7 @@ _REGIME_STYLES = {"never": "blue", "guard": "green", "shaping": "yellow", "norma
 
 
 def print_summary(record: Record, console: "Console | None" = None) -> None:
-    """Print the verdict, what is wrong, the recommended threshold, the command that uses it, and what observing cost.
+    """Print the verdict, what is wrong, the decision, the command that follows it, and what observing cost.
 
     Args:
         record: The record of a run.
@@ -168,10 +168,8 @@ def _body(judged: Verdict, recommendation: Recommendation, found: Sequence[Shown
     rest = [*grave[_MOST_FINDINGS:], *(item for item in found if item.severity == "info")]
     if grave and rest:
         body.append(f"\nand {counted(rest)}, see the report", style="dim")
-    body.append("\n\nRecommended threshold: ")
-    threshold = recommendation.threshold
-    body.append("none" if threshold is None else plain_threshold(threshold), style="bold")
-    return body.append(f"\n{recommendation.reason}")
+    body.append("\n\n").append(recommendation.headline, style="bold")
+    return body.append(f"\n{recommendation.reason}" if recommendation.reason else "")
 
 
 def _facts(record: Record, judged: Verdict) -> dict[str, Any]:
@@ -198,11 +196,12 @@ def _facts(record: Record, judged: Verdict) -> dict[str, Any]:
 
 def _advice(record: Record, recommendation: Recommendation, optimizer: str = "") -> dict[str, Any]:
     threshold = recommendation.threshold
-    candidates = {item.name: plain_threshold(item.threshold) for item in recommendation.candidates}
     return {
+        "decision": recommendation.kind,
         "recommended": "none" if threshold is None else plain_threshold(threshold),
+        "rule": recommendation.rule,
+        "headline": recommendation.headline,
         "reason": "several optimizers, see each" if recommendation.parts else recommendation.reason,
-        **candidates,
         "command": None if recommendation.rule is None else command(record, recommendation.rule, optimizer),
     }
 
