@@ -14,6 +14,7 @@ import argparse
 import json
 import math
 import statistics
+import sys
 import tempfile
 import warnings
 from collections.abc import Callable
@@ -113,7 +114,10 @@ def main() -> None:
     jobs = [(name, seed) for name in arguments.tasks for seed in range(arguments.seeds)]
     found = {}
     with ProcessPoolExecutor(arguments.processes) as pool:
-        rows = list(pool.map(one_seed, *zip(*jobs, strict=True)))
+        rows = []
+        for (name, seed), row in zip(jobs, pool.map(one_seed, *zip(*jobs, strict=True)), strict=True):
+            rows.append(row)
+            print(name, seed, row["said"], {k: float(f"{loss:.3g}") for k, loss in row["losses"].items()}, file=sys.stderr)
     for name in arguments.tasks:
         found[name] = judge([row for job, row in zip(jobs, rows, strict=True) if job[0] == name])
         one = found[name]
