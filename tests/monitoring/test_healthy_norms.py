@@ -59,7 +59,7 @@ RUNS: dict[str, tuple[Shape, Shape, Callable, Callable]] = {
         lambda s: 3.0 if s > 0.5 else 1.0, lambda s: 2 * falling(s) if s > 0.5 else falling(s), CALM, noise(0.1)),
     "a start at almost zero": (lambda s: min(1.0, 1e-9 * 10 ** (150 * s)), falling, CALM, noise(0.1)),
     "other data, learned anew": (
-        lambda s: 1.0, lambda s: 3 * math.exp(-20 * (s - 0.5)) if s > 0.5 else falling(s), CALM, noise(0.02)),
+        lambda s: 1.0, lambda s: 9 * math.exp(-20 * (s - 0.5)) if s > 0.5 else falling(s), CALM, noise(0.02)),
     "a floor of four times as much, near zero": (
         lambda s: 1.0, lambda s: 4e-3 if s > 0.7 else max(1e-3, 3 * math.exp(-20 * s)), CALM, noise(0.1)),
     "a fine-tuning that hardly gains": (lambda s: 1.0, lambda s: 1.0 - 0.01 * s, CALM, noise(0.1)),
