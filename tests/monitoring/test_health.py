@@ -234,6 +234,7 @@ def test_a_healthy_run_raises_no_alarm(kind, seed):
         run(CALM, meta={"t": "meta", "params": [{"name": f"b{i}", "shape": [9], "numel": 9} for i in range(12)]},
             tensors=lines_of(600, lambda i, norms: norms.__setitem__(2, 1e-9))),
         run([1e-3] * 20 + [1e-2] * 20 + [1.0] * 20 + [5.0] * 100),  # a warm-up: the first steps are not what is usual
+        run([20.0, 9.0, 4.0, 2.0] + [1.0] * 200),  # nor are the first norms a spike
         clipped([20.0] * 49),
         clipped([9e4 if i in (200, 230, 390) else 0.9 for i in range(400)]),
         clipped(CALM[:199], 9.0),

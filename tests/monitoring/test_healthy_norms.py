@@ -57,6 +57,11 @@ RUNS: dict[str, tuple[Shape, Shape, Callable, Callable]] = {
     "other data, of 12 times the norm": (lambda s: 12.0 if s > 0.5 else 1.0, falling, CALM, noise(0.1)),
     "harder data, of twice the loss": (
         lambda s: 3.0 if s > 0.5 else 1.0, lambda s: 2 * falling(s) if s > 0.5 else falling(s), CALM, noise(0.1)),
+    "a start at almost zero": (lambda s: min(1.0, 1e-9 * 10 ** (150 * s)), falling, CALM, noise(0.1)),
+    "other data, learned anew": (
+        lambda s: 1.0, lambda s: 9 * math.exp(-20 * (s - 0.5)) if s > 0.5 else falling(s), CALM, noise(0.02)),
+    "a floor of four times as much, near zero": (
+        lambda s: 1.0, lambda s: 4e-3 if s > 0.7 else max(1e-3, 3 * math.exp(-20 * s)), CALM, noise(0.1)),
     "a fine-tuning that hardly gains": (lambda s: 1.0, lambda s: 1.0 - 0.01 * s, CALM, noise(0.1)),
     "a loss around zero": (lambda s: 1.0, lambda s: 0.0, CALM, noise(0.1)),
     "a reward that rises": (lambda s: 1.0 + s, lambda s: -5 * s, CALM, noise(0.3)),
@@ -64,8 +69,8 @@ RUNS: dict[str, tuple[Shape, Shape, Callable, Callable]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("count", [300, 2000])
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("count", [300, 1200])
+@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("name", RUNS)
 def test_a_healthy_run_has_no_warning_and_no_error(name, seed, count):
     norm, loss, norm_noise, loss_noise = RUNS[name]
@@ -107,6 +112,8 @@ HARMLESS = {
     "a layer that comes to life": lines(
         1000, lambda i, rng: {"norm": [40.0 if k == 4 and i > 400 else 1.0 for k in range(12)]}),
     "a batch that moves all": lines(1000, lambda i, rng: {"norm": [40.0 if i == 500 else 1.0] * 12}),
+    "a batch that moves all, one of them most": lines(
+        1000, lambda i, rng: {"norm": [(40.0 if k == 4 else 8.0) if i == 500 else 1.0 for k in range(12)]}),
     "updates that are large at first": lines(
         1000, lambda i, rng: {"weight": [1.0] * 12, "update": [0.5 if i < 150 else 1e-3] * 12}, every=50),
     "updates as the learning rate goes to 0": lines(

@@ -189,17 +189,19 @@ class Level:
 
     def _is_explosion(self, norm: float) -> bool:
         """Norms may rise while a run goes well: slowly, or with the data, and then the loss does not rise with them."""
+        rose = statistics.median(self._run_losses) / best if (best := self._loss.best) and self._run_losses else None
+        if rose is not None and rose <= 1:  # better than ever
+            return False
         if norm > EXPLODING_ONCE_TIMES * self._usual:
             return True
         fast = norm > EXPLODING_TIMES * min(self._recent)
-        best = self._loss.best
-        if not self._run_losses or not best:
+        if rose is None:
             return fast or norm > EXPLODING_EARLY_TIMES * self._usual
-        return statistics.median(self._run_losses) > (ROSE_FAST if fast else ROSE_SLOWLY) * best
+        return rose > (ROSE_FAST if fast else ROSE_SLOWLY)
 
     def _jump(self, i: int, norm: float, clipped: bool) -> list[Finding]:
         least = (EXPLODING_CLIPPED_TIMES if clipped else EXPLODING_ONCE_TIMES) * self._usual
-        if norm <= least:
+        if norm <= max(least, EXPLODING_TIMES * max(self._recent)):  # a steep rise of all norms is no jump
             return []
         if (episode := self._log.goes_on("jump", i, norm)) is not None:
             episode.harmless = episode.harmless and clipped
