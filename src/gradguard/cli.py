@@ -154,7 +154,8 @@ def _run(argv: Sequence[str]) -> int:
     from gradguard.monitoring.observe.script import load_module, load_script
     from gradguard.monitoring.show.alerts import AlertCommand
 
-    alert = AlertCommand(options.on_finding) if options.on_finding is not None else None
+    command = options.on_finding if rank_and_world()[0] == 0 else None
+    alert = None if command is None else AlertCommand(command)
     program = (load_module if is_module else load_script)(target[0], target[1:])
     folder = options.out or Path("runs") / f"{Path(target[0]).stem}-{time.strftime('%Y%m%d-%H%M%S')}"
     restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")

@@ -16,6 +16,7 @@ from gradguard.monitoring.judge.health import Finding
 from gradguard.monitoring.record.file import read_record
 from gradguard.monitoring.show.alerts import AlertCommand, Alerts
 
+pytestmark = pytest.mark.usefixtures("others_unseen")
 LONG = 60.0
 
 
@@ -193,7 +194,7 @@ KEEP = (
 
 
 @pytest.fixture
-def run(tmp_path, monkeypatch, others_unseen):
+def run(tmp_path, monkeypatch):
     """Run the script with a command for its findings."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", sys.argv)

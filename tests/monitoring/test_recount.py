@@ -18,6 +18,7 @@ from gradguard.cli import main
 from gradguard.monitoring.record.file import read_record
 from gradguard.monitoring.show.report import json_summary
 
+pytestmark = pytest.mark.usefixtures("others_unseen")
 STEPS = 40
 
 
@@ -273,7 +274,6 @@ Path("diary.json").write_text(json.dumps([both, vars(diary) | dict(model=None, o
 """
 
 
-@pytest.mark.usefixtures("others_unseen")
 @pytest.mark.parametrize(("own", "applied", "last"), [(4.0, 9.0, 4.0), (6.0, 3.0, 3.0)])
 def test_the_clip_of_the_command_beside_the_scripts_own(own, applied, last, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)

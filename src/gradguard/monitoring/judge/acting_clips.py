@@ -1,8 +1,9 @@
 """The clips of a run told apart, where more than one acts: whose each is, and how often each of them bound."""
 
+import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from gradguard.monitoring.judge.numbers import percent, plain_threshold
@@ -51,17 +52,16 @@ def acting_clips(record: Record, steps: Sequence[dict[str, Any]] | None = None) 
         >>> [(clip.name, clip.bound) for clip in acting_clips(record)]
         [("the script's own norm=1.0", 1), ('--clip norm=4.0', 0)]
     """
-    own = _of_command(record)
-    found: dict[tuple, _Clip] = {}
+    found = _Found(_of_command(record))
     for step in taken_steps(record) if steps is None else steps:
-        clips = step.get("clips") or ([_only_clip(step)] if step.get("rule") else [])
-        applied, seen = _place_of(own, clips), Counter()
-        for place, (rule, threshold, coefficient, *_) in enumerate(clips):
-            seen[rule] += 1
-            key = (True,) if place == applied else (rule, seen[rule])
-            found.setdefault(key, _Clip(str(rule), place == applied)).add(place, threshold, coefficient)
-    ordered = sorted(found.values(), key=lambda clip: clip.place)
-    return [clip.told(place, bool(own)) for place, clip in enumerate(ordered)]
+        clips = step.get("clips")
+        if not clips:
+            if not step.get("rule"):
+                continue
+            clips = ((step["rule"], step.get("threshold"), step.get("coefficient")),)
+        for clip, (_, threshold, coefficient, *_) in zip(found.of(clips), clips, strict=True):
+            clip.add(threshold, coefficient)
+    return found.told()
 
 
 def shares_in_words(clips: Sequence[ActingClip], steps: int) -> str:
@@ -81,52 +81,89 @@ def shares_in_words(clips: Sequence[ActingClip], steps: int) -> str:
 
 @dataclass(slots=True)
 class _Clip:
-    """What is counted of a clip."""
+    """What is counted of a clip, over what may be millions of steps."""
 
     rule: str
     applied: bool
-    place: int = 0
+    place: int
     acted: int = 0
-    bound: int | None = None
-    thresholds: dict[float | None, None] = field(default_factory=dict)  # in the order in which they came
+    measured: int = 0
+    bound: int = 0
     last: float | None = None
+    least: float = math.inf
+    largest: float = -math.inf
 
-    def add(self, place: int, threshold: float | None, coefficient: float | None) -> None:
-        self.place, self.acted, self.last = max(place, self.place), self.acted + 1, threshold
-        self.thresholds[threshold] = None
+    def add(self, threshold: float | None, coefficient: float | None) -> None:
+        self.acted += 1
+        if threshold != self.last:
+            self.last = threshold
+            if threshold is not None:
+                self.least, self.largest = min(self.least, threshold), max(self.largest, threshold)
         if coefficient is not None:
-            self.bound = (self.bound or 0) + (coefficient < BINDS_BELOW)
+            self.measured += 1
+            self.bound += coefficient < BINDS_BELOW
 
     def told(self, place: int, beside_command: bool) -> ActingClip:
-        known = [threshold for threshold in self.thresholds if threshold is not None]
-        shown = [plain_threshold(threshold) for threshold in dict.fromkeys((min(known), max(known)))] if known else []
-        at = " to ".join(shown) if self.rule in _FIXED else ""
+        at = ""
+        if self.rule in _FIXED and self.largest >= self.least:
+            at = " to ".join(dict.fromkeys((plain_threshold(self.least), plain_threshold(self.largest))))
         if beside_command:
             whose = "--clip" if self.applied else "the script's own"
             name = f"{whose} {self.rule}{f'={at}' if at else ''}"
         else:
             name = f"the {_ORDINALS[min(place, 2)]} ({self.rule}{f' at {at}' if at else ''})"
-        return ActingClip(name, self.last, self.acted, self.bound)
+        return ActingClip(name, self.last, self.acted, self.bound if self.measured else None)
 
 
-def _only_clip(step: dict[str, Any]) -> list[Any]:
-    return [step["rule"], step.get("threshold"), step.get("coefficient")]
+class _Found:
+    """The clips that are known by now."""
+
+    def __init__(self, own: str | None) -> None:
+        self._own, self._number = own, own.partition("=")[2] if own else ""
+        self._clips: dict[tuple, _Clip] = {}
+        self._fitting: dict[tuple[str, ...], list[int]] = {}
+        self._of: dict[tuple, list[_Clip]] = {}  # by the rules of a step, and the place of the one of --clip
+
+    def of(self, clips: Sequence[Sequence[Any]]) -> list[_Clip]:
+        """Return the clips of a step, in their order."""
+        rules = tuple([clip[0] for clip in clips])
+        applied = self._applied(rules, clips)
+        if (known := self._of.get((rules, applied))) is None:
+            known = self._of[rules, applied] = self._new(rules, applied)
+        return known
+
+    def _applied(self, rules: tuple[str, ...], clips: Sequence[Sequence[Any]]) -> int | None:
+        """Which of them is the one of ``--clip``: the last that fits what it was given."""
+        if self._own is None:
+            return None
+        if (fitting := self._fitting.get(rules)) is None:
+            name = _plain(self._own.partition("=")[0])
+            fitting = self._fitting[rules] = [place for place, rule in enumerate(rules) if name in _plain(str(rule))]
+        if len(fitting) > 1:
+            exactly = [k for k in fitting if clips[k][1] is not None and f"{clips[k][1]:g}" == self._number]
+            return (exactly or fitting)[-1]
+        return fitting[0] if fitting else None
+
+    def _new(self, rules: tuple[str, ...], applied: int | None) -> list[_Clip]:
+        found, seen = [], Counter()
+        for place, rule in enumerate(rules):
+            seen[rule] += place != applied
+            key = ("--clip",) if place == applied else (rule, seen[rule])
+            clip = self._clips.setdefault(key, _Clip(str(rule), place == applied, place))
+            clip.place = max(clip.place, place)
+            found.append(clip)
+        return found
+
+    def told(self) -> list[ActingClip]:
+        """Return what was counted of each."""
+        ordered = sorted(self._clips.values(), key=lambda clip: clip.place)
+        return [clip.told(place, self._own is not None) for place, clip in enumerate(ordered)]
 
 
 def _of_command(record: Record) -> str | None:
     """What ``--clip`` was given; a `Monitor` writes the class of its guard's clipper there instead."""
     clip = record.meta.get("clip")
     return clip if isinstance(clip, str) and clip[:1].islower() else None
-
-
-def _place_of(own: str | None, clips: Sequence[Sequence[Any]]) -> int | None:
-    """Which of the clips of a step is the one of ``--clip``: the last that fits what it was given."""
-    if own is None:
-        return None
-    name, _, number = own.partition("=")
-    fitting = [k for k, (rule, *_) in enumerate(clips) if _plain(name) in _plain(str(rule))]
-    exactly = [k for k in fitting if clips[k][1] is not None and f"{clips[k][1]:g}" == number]
-    return (exactly or fitting or [None])[-1]
 
 
 def _plain(name: str) -> str:

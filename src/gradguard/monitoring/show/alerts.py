@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -97,7 +98,8 @@ class Alerts:
             return
         self._has_failed = True
         advice = "training goes on untouched, and so do the calls for later findings"
-        self._failed({"t": "event", "i": i, "kind": "on_finding_failed", "severity": "warning"}
+        with suppress(Exception):  # the function may have closed the record
+            self._failed({"t": "event", "i": i, "kind": "on_finding_failed", "severity": "warning"}
                      | {"message": message, "advice": advice})  # fmt: skip
 
 
@@ -162,7 +164,10 @@ class AlertCommand:
         arguments = [*self._words, words.encode("utf-8", "backslashreplace").decode("utf-8")]
         try:
             told = json.dumps(_plain(found)) + "\n"
-            done = subprocess.run(arguments, input=told, text=True, timeout=COMMAND_SECONDS, check=False)
+            done = subprocess.run(
+                arguments, input=told, text=True, timeout=COMMAND_SECONDS, check=False,
+                start_new_session=True,  # Ctrl-C is for the script, and an alert of its end shall still go out
+            )  # fmt: skip
         except subprocess.TimeoutExpired:
             return f"it was ended after {COMMAND_SECONDS:g} s"
         except (OSError, ValueError) as error:
