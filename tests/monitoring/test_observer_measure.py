@@ -120,7 +120,7 @@ def test_the_alarm_sees_spikes_and_follows_a_slow_drift():
 def due(schedule: Schedule, steps: range, seconds: float, cost: float) -> list[int]:
     found = []
     for step in steps:
-        if schedule.due(step, 1 + step * seconds):
+        if schedule.due(step, step, 1 + step * seconds):
             found.append(step)
             schedule.spent(cost)
     return found

@@ -308,12 +308,13 @@ class Layers:
             f"dominating {name}", "dominating_layer", i, i, params=[name], numbers={"share": count / LOCK_IN_WINDOW}
         )  # fmt: skip
 
-    def norms(self, i: int, norms: Sequence[float]) -> list[Finding]:
+    def norms(self, i: int, norms: Sequence[float], absent: Sequence[int] = ()) -> list[Finding]:
         """Return what is new after a line with the norm of each parameter.
 
         Args:
             i: The step.
-            norms: One finite norm for each; 0 for one without a gradient.
+            norms: One finite norm for each; 0 for one that was not measured.
+            absent: Those that had no gradient, which is not one of exact zeros.
         """
         if len(norms) != len(self.names) or not any(norms):
             return []  # where all of them are 0, the norm says so
@@ -324,6 +325,7 @@ class Layers:
                 self._alive[place] = True
         # With several optimizers, a parameter that never had a gradient on this one's steps is another's.
         zero = [place for place, norm in enumerate(norms) if not norm and (self._alive[place] or not self._several)]
+        zero = [place for place in zero if place not in absent] if absent else zero
         new, found = self._dead.follow(i, zero), []
         for alive in (True, False):
             places = [place for place in new if self._alive[place] is alive]

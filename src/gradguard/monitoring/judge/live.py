@@ -101,7 +101,7 @@ class _Track:
         i, norms = line.get("i", 0), line["norm"]
         bad = [place for place, norm in enumerate(norms) if not _is_finite(norm)]
         if not bad:
-            return self.layers.norms(i, norms)
+            return self.layers.norms(i, norms, line.get("absent") or ())
         names = self.layers.names
         self.level.blame(i, [names[place] for place in bad if place < len(names)])
         return []

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 import weakref
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
@@ -67,6 +68,7 @@ class Recorder:
         # .scaler_steps: whether it has reached the optimizer, and .loss_scale: what it has multiplied the loss by
         self._thread = threading.local()
         self._steps, self._active, self._lock = 0, True, threading.RLock()
+        self._turns = Counter[int]()  # steps of each optimizer: one that takes every second turn has its schedule too
 
     @property
     def steps(self) -> int:
@@ -160,7 +162,7 @@ class Recorder:
         if step is None or step.total is not None or not parameters:
             return
         started = time.perf_counter()
-        if self._schedule.due(self._steps, started - self._started):
+        if self._schedule.due(self._steps, self._turns[step.optimizer or 0], started - self._started):
             step.diagnostics = measure_diagnostics(parameters, getattr(optimizer, "grad_scale", None))
             self._thread.diagnosed, self._thread.spent = parameters, time.perf_counter() - started
 
@@ -185,8 +187,9 @@ class Recorder:
     def _add(self, buffer: RecordBuffer, step: StepMeasurement) -> None:
         with self._lock:  # several threads may train at once
             keep = self._complete(step)
-            step.index = self._steps
+            step.index, step.turn = self._steps, self._turns[step.optimizer or 0]
             self._steps += 1
+            self._turns[step.optimizer or 0] += 1
             buffer.add(step, keep=keep)
         self._active = self._active and not buffer.sinks.lost
 
