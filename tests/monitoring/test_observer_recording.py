@@ -204,11 +204,12 @@ def test_optimizers_that_take_turns_have_lines_and_extras_alike(tmp_path, monkey
     ]  # fmt: skip
 
 
-ARRAYS = ("norm", "max", "zeros", "weight", "update")
+ARRAYS = ("norm", "max", "zeros", "weight", "update")  # beside "zero_rows", which has null for what is missing
 
 
 @pytest.mark.parametrize("how", ["observer", "monitor", "guard"])
-def test_what_has_no_gradient_on_a_step_is_absent_and_never_its_last_number(how, tmp_path):
+def test_what_has_no_gradient_on_a_step_is_absent_and_never_its_last_number(how, tmp_path, monkeypatch):
+    monkeypatch.setattr(sys.modules["gradguard.monitoring.observe.schedule"], "SHARE", 1e9)
     torch.manual_seed(0)
     model = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 1)])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -234,6 +235,8 @@ def test_what_has_no_gradient_on_a_step_is_absent_and_never_its_last_number(how,
         gone = line.get("absent") or []
         assert all((line["norm"][place] == 0) is (place in gone) for place in range(4))
         assert all(line[key][place] == 0 for key in ARRAYS if key in line for place in gone)
+        if how == "observer":
+            assert line["zero_rows"] == [None if place in gone or place % 2 else 0.0 for place in range(4)]
 
 
 def test_exact_zeros_are_a_gradient(tmp_path):

@@ -147,12 +147,12 @@ class ParameterTable:
         for place, parameter in enumerate(params):
             self._of.setdefault(parameter.get("optimizer", 0), []).append(place)
 
-    def array(self, places: Sequence[int], values: Norms) -> list[float]:
-        """Return one number for each parameter: ``values`` at ``places`` (-1: nowhere), 0 where nothing was measured.
+    def array(self, places: Sequence[int], values: Norms, missing: float = 0.0) -> list[float]:
+        """Return one number for each parameter: ``values`` at ``places`` (-1: nowhere), ``missing`` elsewhere.
 
         A number of an earlier step would make a layer look alive that gets no gradient any more.
         """
-        array = [0.0] * len(self.names)
+        array = [missing] * len(self.names)
         for place, value in zip(places, _numbers(values), strict=True):
             if place >= 0:
                 array[place] = value
@@ -216,6 +216,8 @@ def _tensors_line(step: StepMeasurement, norms: list[float], table: ParameterTab
         scale = _number(found.scale) or 1.0
         line["max"] = table.array(step.places, [x / scale for x in _numbers(found.max)])
         line["zeros"] = table.array(step.places, found.zeros)
+        rows = table.array(step.places, found.zero_rows, math.nan)
+        line["zero_rows"] = [None if math.isnan(share) else share for share in rows]
         line["weight"] = table.array(step.places, found.weight)
         if found.update is not None:
             line["update"] = table.array(step.places, found.update)
