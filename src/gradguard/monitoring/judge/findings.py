@@ -1,5 +1,6 @@
 """The health findings: their thresholds, each with its reason, and the words in which a person is told."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -348,7 +349,7 @@ def _twice(found: Episode) -> Words:
     return "warning", message, advice
 
 
-_WORDS = {
+_WORDS: dict[str, Callable[[Episode], Words]] = {
     "nonfinite": _nonfinite,
     "exploding": _exploding,
     "vanishing": _vanishing,
@@ -372,3 +373,14 @@ _VALUES = {
     "norm_drift": "times",
 }
 KINDS = tuple(_WORDS)
+
+
+def register(words: dict[str, Callable[[Episode], Words]], values: dict[str, str]) -> None:
+    """Let episodes of further kinds be told.
+
+    Args:
+        words: What says each kind.
+        values: Which number of an episode says how bad it is.
+    """
+    _WORDS.update(words)
+    _VALUES.update(values)

@@ -10,7 +10,7 @@ from typing import Any
 
 from gradguard.monitoring.judge.live import Judge
 from gradguard.monitoring.observe.host_copy import AsyncHostCopy, Copy, NumberPlaces
-from gradguard.monitoring.observe.step import ParameterTable, ScaleUpdate, StepMeasurement, lines_of
+from gradguard.monitoring.observe.step import ParameterTable, ScaleUpdate, SetupEvent, StepMeasurement, lines_of
 from gradguard.monitoring.record.file import Line
 from gradguard.monitoring.show.sinks import Sinks
 from gradguard.monitoring.show.sinks.base import plain
@@ -19,7 +19,7 @@ FLUSH_ROWS = 50
 FLUSH_SECONDS = 2.0
 KEPT_ROWS = 1000
 
-Entry = StepMeasurement | ScaleUpdate
+Entry = StepMeasurement | ScaleUpdate | SetupEvent
 
 
 class RecordBuffer:

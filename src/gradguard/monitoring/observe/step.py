@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from gradguard.distributed.placements import is_sharded
+from gradguard.monitoring.judge.live import event_line
+from gradguard.monitoring.judge.setup_findings import setup_episode
 from gradguard.monitoring.observe.measure import Diagnostics, Norms, histogram_of
 from gradguard.monitoring.record.file import Line
 
@@ -79,6 +81,8 @@ class StepMeasurement:
         found_inf: GradScaler's flag for a fused optimizer: 1 means that the step was skipped.
         total: 2-norm of all gradients before any clip, where it does not follow from ``norms``.
         diagnostics: What is measured now and then.
+        scaled: Whether the gradients still had a GradScaler's loss scale when ``scaler.step`` began.
+        kept_gradients: Whether they contain those of the step before: nobody cleared them; None if not looked at.
         late: Whether it holds tensors on a device, so that its numbers are known only when they have come.
         lost: Where processes measured together: above 0 if one of them could not.
         logged_norm: The norm that the user's own clip returned, as the user logged it, and
@@ -109,6 +113,8 @@ class StepMeasurement:
     found_inf: Any = None
     total: Any = None
     diagnostics: Diagnostics | None = None
+    scaled: bool = False
+    kept_gradients: Any = None
     late: bool = False
     lost: Any = None
     logged_norm: Any = None
@@ -124,6 +130,31 @@ class ScaleUpdate:
     before: Any
     after: Any
     late: bool = True
+
+
+@dataclass(slots=True)
+class SetupEvent:
+    """Something about the set-up of the loop.
+
+    Attributes:
+        kind: Its kind, of `gradguard.monitoring.judge.setup_findings`.
+        params: The names of the parameters that it is about; None for all of ``optimizer``.
+        unchanged: Which of them have kept their values since they were first looked at: the others are left out.
+        optimizer: Which optimizer, where the script has several.
+        value: On how many steps it was seen.
+        harmless: Whether it may be meant.
+        index: Number of the last step.
+        late: Whether it holds tensors on a device.
+    """
+
+    kind: str
+    params: Sequence[str] | None = None
+    unchanged: Any = None
+    optimizer: int | None = None
+    value: float | None = None
+    harmless: bool = False
+    index: int = 0
+    late: bool = False
 
 
 class ParameterTable:
@@ -158,13 +189,17 @@ class ParameterTable:
                 array[place] = value
         return array
 
+    def names_of(self, optimizer: int | None) -> list[str]:
+        """Return the names of the parameters of an optimizer (None: the only one)."""
+        return [self.names[place] for place in self._of.get(optimizer or 0, ())]
+
     def absent(self, optimizer: int | None, places: Sequence[int]) -> list[int]:
         """Return the parameters of an optimizer (None: the only one) that are not among ``places``."""
         measured = set(places)
         return [place for place in self._of.get(optimizer or 0, ()) if place not in measured]
 
 
-def lines_of(step: StepMeasurement | ScaleUpdate, table: ParameterTable, every: int) -> Iterator[Line]:
+def lines_of(step: StepMeasurement | ScaleUpdate | SetupEvent, table: ParameterTable, every: int) -> Iterator[Line]:
     """Yield the ``step`` line, a ``tensors`` line every so many steps, and an ``event`` where one is due.
 
     Args:
@@ -172,7 +207,11 @@ def lines_of(step: StepMeasurement | ScaleUpdate, table: ParameterTable, every: 
         table: The parameters, in the order of ``meta``.
         every: A ``tensors`` line every so many steps of each optimizer.
     """
-    for line in _lines_of_update(step) if isinstance(step, ScaleUpdate) else _lines_of_step(step, table, every):
+    if isinstance(step, StepMeasurement):
+        lines = _lines_of_step(step, table, every)
+    else:
+        lines = _lines_of_update(step) if isinstance(step, ScaleUpdate) else _lines_of_setup(step, table)
+    for line in lines:
         yield {key: value for key, value in line.items() if value is not None}
 
 
@@ -249,6 +288,8 @@ def _step_line(step: StepMeasurement, norms: Sequence[float]) -> Line:
         "nonfinite": 0 if total < math.inf else sum(not math.isfinite(n) for n in norms) or 1,
         "top": _dominant(step, norms, total),
         "optimizer": step.optimizer,
+        "scaled_clip": True if step.scaled and any([clip.rule in FIXED for clip in step.clips]) else None,
+        "kept_gradients": True if step.kept_gradients is not None and bool(step.kept_gradients) else None,
         **{name: float(value) for name, value in step.scalars.items()},
     }
 
@@ -352,6 +393,16 @@ def _lines_of_update(update: ScaleUpdate) -> Iterator[Line]:
             "message": f"the loss scale fell from {before:g} to {after:g}: gradients overflowed, a step was skipped",
             "advice": "a few of these are normal; a scale that keeps falling is not",
         }
+
+
+def _lines_of_setup(event: SetupEvent, table: ParameterTable) -> Iterator[Line]:
+    names = table.names_of(event.optimizer) if event.params is None else event.params
+    if event.unchanged is not None:
+        names = [name for name, same in zip(names, _numbers(event.unchanged), strict=True) if same]
+    if names or event.params is None:
+        episode = setup_episode(event.kind, event.index, names, event.value, harmless=event.harmless)
+        episode.optimizer = event.optimizer
+        yield event_line(episode.finding(), event.index)
 
 
 def _numbers(values: Norms) -> list[float]:
