@@ -334,7 +334,7 @@ def two_backwards(watching):
         optimizer.step()
 
 
-def gan(detach=True, late=0):
+def gan(detach=True, late=0, waits=0):
     def loop(watching):
         generator, critic = mlp(), nn.Linear(2, 1)
         critics = torch.optim.Adam(critic.parameters(), lr=0.01)
@@ -350,6 +350,8 @@ def gan(detach=True, late=0):
             if generators is None:
                 generators = torch.optim.Adam(generator.parameters(), lr=0.01)
                 watching(generator, generators)
+            if step < waits:
+                continue
             generators.zero_grad()  # and the critic gets gradients that its own zero_grad clears later
             (-critic(generator(torch.randn(4, 6)))).mean().backward()
             generators.step()
@@ -369,6 +371,14 @@ def optimizers_in_phases(watching):
         loss_of(first if step < STEPS else second).backward()
         for optimizer in optimizers:
             optimizer.step()
+
+
+def optimizer_of_the_frozen(watching):
+    model = mlp()
+    model[0].requires_grad_(False)
+    optimizers = [torch.optim.SGD(part.parameters(), lr=0.01) for part in (model[0], model[2:])]
+    watching(model, *optimizers)
+    train(model, *optimizers)
 
 
 class Lora(nn.Module):
@@ -496,7 +506,7 @@ def updates_by_hand(watching):
 def master_copies(watching):
     model = mlp().bfloat16()
     masters = [p.detach().float().requires_grad_() for p in model.parameters()]
-    optimizer = torch.optim.SGD(masters, lr=0.01)
+    optimizer = torch.optim.SGD(masters, lr=0.0)  # a warm-up: nothing changes yet
     if watching.how == "watch":  # a monitor refuses: the model has none of these
         watching(model, optimizer)
     for _ in range(STEPS):
@@ -575,17 +585,31 @@ def decaying_gradients(watching):
             p.grad.mul_(0.5)
 
 
-def strong_clip(watching):
-    """A threshold far below the norms, as in private training."""
-    model = mlp()
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    watching(model, optimizer)
-    for _ in range(STEPS):
-        optimizer.zero_grad()
-        loss_of(model).backward()
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-4)
-        watching.log(norm=norm, max_norm=1e-4)
-        optimizer.step()
+def strong_clip(times):
+    """A threshold far below the norms."""
+
+    def loop(watching):
+        model = mlp()
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+        watching(model, optimizer)
+        for _ in range(STEPS):
+            optimizer.zero_grad()
+            (times * loss_of(model) + model[4].weight.sum()).backward()
+            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-4)
+            watching.log(norm=norm, max_norm=1e-4)
+            optimizer.step()
+
+    return loop
+
+
+def stale_gradients(watching):
+    """A layer had one backward before the loop began, and its gradient is still there."""
+    model, other = mlp(), mlp()
+    loss_of(other).backward()
+    both = nn.ModuleList([model, other])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    watching(both, optimizer)
+    train(model, optimizer)
 
 
 def ordinary(watching):
@@ -618,7 +642,9 @@ HEALTHY = {
     "GAN": gan(),
     "GAN without detach": gan(detach=False),
     "GAN whose second optimizer comes later": gan(detach=False, late=15),
+    "GAN whose second optimizer waits": gan(detach=False, late=5, waits=STEPS),
     "optimizers in phases": optimizers_in_phases,
+    "an optimizer of what is frozen": optimizer_of_the_frozen,
     "LoRA": lora(everything=False),
     "LoRA, frozen ones in the optimizer": lora(everything=True),
     "teacher": teacher,
@@ -640,7 +666,9 @@ HEALTHY = {
     "actor and critic": actor_and_critic,
     "higher order": higher_order,
     "decaying gradients": decaying_gradients,
-    "a strong clip": strong_clip,
+    "stale gradients": stale_gradients,
+    "a strong clip": strong_clip(times=1.0),
+    "a strong clip, and layers that were below eps without it": strong_clip(times=1e-9),
     "a norm far above the others for a moment": one_gradient_far_above_the_others(adam, times=100.0),
     "SGD has no eps": one_gradient_far_above_the_others(sgd),
 }

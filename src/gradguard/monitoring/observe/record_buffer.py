@@ -123,6 +123,8 @@ class RecordBuffer:
                 self.flush(wait=True)
             self.write(end)
             self.sinks.close()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(FLUSH_SECONDS)  # a thread within PyTorch while Python ends would abort the process
 
     # --- inside -------------------------------------------------------------------------------------------------------
 
