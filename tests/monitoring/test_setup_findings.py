@@ -1,5 +1,7 @@
 """Loops that are set up wrong, and loops that look like it: each is trained and watched as users do."""
 
+import subprocess
+import sys
 from contextlib import ExitStack
 
 import pytest
@@ -282,6 +284,33 @@ def test_a_loop_that_is_set_up_wrong(loop, how, kind, severity, words, tmp_path)
     assert [(one.kind, one.severity) for one in others] in ([], [(NO_OPTIMIZER, "info")])  # what is trained instead
     told = {(event["kind"], event["severity"]) for record in records for event in record.events}
     assert {(one.kind, one.severity) for one in (first, *others)} <= told
+
+
+def test_where_numbers_are_read_later(tmp_path, monkeypatch):
+    """As on an accelerator: nothing is looked at before it has been copied."""
+    for name in ("kept_gradients", "host_copy"):
+        module = sys.modules[f"gradguard.monitoring.observe.{name}"]
+        monkeypatch.setattr(module, "are_readable", lambda *tensors: False)
+    for loop, kinds in ((without_zero_grad(sgd), [KEPT]), (clearing(by_data), []), (forgotten_layer, [NO_OPTIMIZER])):
+        (record,) = watched(loop, "watch", tmp_path)
+        assert [found.kind for found in own(record)] == kinds
+
+
+@pytest.mark.slow
+def test_the_command_tells_it(tmp_path):
+    (tmp_path / "train.py").write_text(
+        "import torch\n"
+        "model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3), torch.nn.Linear(3, 1))\n"
+        "optimizer = torch.optim.SGD([*model[0].parameters(), *model[2].parameters()], lr=0.01)\n"
+        "for _ in range(20):\n"
+        "    model(torch.randn(4, 3)).square().mean().backward()\n"
+        "    optimizer.step()\n"
+    )
+    command = [sys.executable, "-m", "gradguard", "run", "--out", "out", "train.py"]
+    subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, timeout=120)
+    found = {one.kind: one for one in own(read_record(tmp_path / "out"))}
+    assert found.keys() == {NO_OPTIMIZER, KEPT}
+    assert found[NO_OPTIMIZER].params == ("1.weight", "1.bias")
 
 
 # -- loops that look like it and are healthy ---------------------------------------------------------------------------

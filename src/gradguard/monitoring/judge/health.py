@@ -54,6 +54,10 @@ def findings(record: Record) -> list[Finding]:
     clipped_twice       warning   two clips acted on the same steps
     ==================  ========  ======================================================================================
 
+    And what `setup_findings` says of how the loop is set up: ``gradient_without_optimizer``,
+    ``optimizer_without_gradient``, ``clip_before_unscale``, ``missing_zero_grad``, ``clip_below_eps`` and
+    ``unused_parameter``.
+
     **Guarantees**: a calm, a decaying or a short run, and one with a few spikes, has none, unless it clips: then the
     last four kinds may be told. The same record always gives the same findings. Each kind is told once for each
     optimizer, however often it came.

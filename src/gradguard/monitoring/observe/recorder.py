@@ -220,9 +220,9 @@ class Recorder:
     def _add(self, buffer: RecordBuffer, step: StepMeasurement) -> None:
         with self._lock:  # several threads may train at once
             keep = self._complete(step)
-            step.index, step.turn = self._steps, self._turns[step.optimizer or 0]
-            self._steps += 1
-            self._turns[step.optimizer or 0] += 1
+            optimizer = step.optimizer or 0
+            step.index, step.turn = self._steps, self._turns[optimizer]
+            self._steps, self._turns[optimizer] = step.index + 1, step.turn + 1
             buffer.add(step, keep=keep)
         self._active = self._active and not buffer.sinks.lost
 
