@@ -6,6 +6,7 @@ from contextlib import ExitStack
 
 import pytest
 import torch
+from synthetic import make_record
 from torch import nn
 
 import gradguard as gg
@@ -284,6 +285,28 @@ def test_a_loop_that_is_set_up_wrong(loop, how, kind, severity, words, tmp_path)
     assert [(one.kind, one.severity) for one in others] in ([], [(NO_OPTIMIZER, "info")])  # what is trained instead
     told = {(event["kind"], event["severity"]) for record in records for event in record.events}
     assert {(one.kind, one.severity) for one in (first, *others)} <= told
+    noticed = [event for record in records for event in record.events if event["kind"] in (NO_OPTIMIZER, NO_GRADIENT)]
+    said = [(one.message, one.advice) for one in (first, *others) if one.kind in (NO_OPTIMIZER, NO_GRADIENT)]
+    assert sorted(said) == sorted((event["message"], event["advice"]) for event in noticed)
+
+
+@pytest.mark.parametrize("kind", [NO_OPTIMIZER, NO_GRADIENT])
+@pytest.mark.parametrize(
+    "broken", [{}, {"params": 3}, {"params": [None]}, {"value": "x"}, {"value": True}, {"severity": 1}]
+)
+def test_an_event_that_somebody_broke_is_told_all_the_same(kind, broken):
+    event = {"t": "event", "i": 7, "kind": kind} | broken
+    (found,) = findings(make_record(meta={"t": "meta", "eps": 3}, events=[event]))
+    assert found.kind == kind
+
+
+@pytest.mark.parametrize("broken", [{"absent": [-1, 9, "x"]}, {"absent": []}, {"norm": [1.0]}])
+def test_arrays_that_do_not_fit_name_nothing(broken):
+    meta = {"t": "meta", "optimizers": ["Adam"], "eps": [1e-8], "params": [{"name": "a", "numel": 4}, {"name": "b"}]}
+    steps = [{"t": "step", "i": i, "norm": 1.0, "coefficient": 1e-9, "rule": "norm"} for i in range(30)]
+    lines = [{"t": "tensors", "i": i, "norm": [0.0, 1.0]} | broken for i in range(30)]
+    record = make_record(meta=meta, steps=steps, tensors=lines)
+    assert {found.kind for found in own(record)} <= {BELOW_EPS}
 
 
 def test_where_numbers_are_read_later(tmp_path, monkeypatch):

@@ -87,7 +87,8 @@ class Setup:
         self._lines += 1
         if self._lines > UNUSED_LINES:
             return found
-        gone = {place for place in absent if place < len(self._params) and not self._params[place].get("frozen")}
+        known = [place for place in absent if isinstance(place, int) and 0 <= place < len(self._params)]
+        gone = {place for place in known if not self._params[place].get("frozen")}
         self._unused = gone if self._lines == 1 else self._unused & gone
         if self._lines < UNUSED_LINES or not self._unused:
             return found
@@ -100,9 +101,10 @@ class Setup:
         Args:
             event: A line that `setup_episode` made.
         """
+        names, value, kind = event.get("params"), event.get("value"), event["kind"]
         episode = setup_episode(
-            event["kind"], event["i"], [str(name) for name in event.get("params") or []], event.get("value"),
-            harmless=event.get("severity") != _WORST[event["kind"]],
+            kind, event["i"], [str(name) for name in names] if isinstance(names, list) else [],
+            value if isinstance(value, int | float) else None, harmless=event.get("severity") != _WORST[kind],
         )  # fmt: skip
         episode.optimizer = self._log.optimizer
         self._log.episodes.append(episode)
@@ -175,7 +177,8 @@ def is_setup_event(line: Mapping[str, Any]) -> bool:
     Returns:
         True for an event of these kinds.
     """
-    return line.get("kind") in _WORST
+    kind = line.get("kind")
+    return isinstance(kind, str) and kind in _WORST
 
 
 _WORST = {NO_OPTIMIZER: "warning", NO_GRADIENT: "error"}
@@ -207,13 +210,14 @@ def _times(count: int) -> str:
 
 def _no_optimizer(found: Episode) -> Words:
     what = "receive gradients at every step and are in no optimizer, so that they never change"
-    if len(found.params) == 1:
+    if len(found.params) <= 1:
         what = "receives gradients at every step and is in no optimizer, so that it never changes"
     advice = (
         "give them to the optimizer; if they are meant to stay as they are, requires_grad_(False) saves the time and "
         "memory of their gradients, and keeps these out of the norm that a clip compares"
     )
-    return "info" if found.harmless else "warning", f"{named(found.params)} {what}", advice
+    names = named(found.params) if found.params else "a parameter"
+    return "info" if found.harmless else "warning", f"{names} {what}", advice
 
 
 def _no_gradient(found: Episode) -> Words:

@@ -29,7 +29,7 @@ PATIENCE = 200
 IDLE_STEPS = 10
 """Steps without any gradient after which an optimizer is told of."""
 
-_SAMPLE = 16
+_SAMPLE = 64
 
 
 @dataclass(slots=True)
@@ -93,7 +93,7 @@ class Unowned:
 
     def __init__(self, modules: Sequence[nn.Module], optimized: Sequence[Tensor]) -> None:
         self._candidates: dict[int, _Candidate] = {}
-        self._sizes: dict[int, int] = {}  # of each optimizer, by its identity: its parameters when they were looked at
+        self._sizes: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()  # those looked at
         self._looks = self._steps = 0
         if optimized and not are_spread(optimized):
             self._find(modules, {id(p): p for p in optimized})
@@ -105,8 +105,8 @@ class Unowned:
 
     def before_step(self, optimizer: Optimizer, parameters: Sequence[Tensor]) -> Iterator[SetupEvent]:
         """Look at the gradients of one step of any optimizer; say what is sure."""
-        if self._sizes.get(id(optimizer)) != len(parameters):
-            self._sizes[id(optimizer)] = len(parameters)
+        if self._sizes.get(optimizer) != len(parameters):
+            self._sizes[optimizer] = len(parameters)
             self._own(parameters)
         self._steps += 1
         if self._looks < LOOKS:
@@ -218,7 +218,7 @@ def _told(found: Sequence[_Candidate], harmless: bool) -> Iterator[SetupEvent]:
 
 
 def _sample(parameter: Tensor) -> Tensor:
-    return parameter.detach().reshape(-1)[:_SAMPLE]
+    return parameter.detach().reshape(-1)[:: max(1, parameter.numel() // _SAMPLE)]  # the first rows may be padding
 
 
 def _in_training(module: nn.Module) -> set[int]:
