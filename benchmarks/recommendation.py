@@ -117,7 +117,9 @@ def main() -> None:
         rows = []
         for (name, seed), row in zip(jobs, pool.map(one_seed, *zip(*jobs, strict=True)), strict=True):
             rows.append(row)
-            print(name, seed, row["said"], {k: float(f"{loss:.3g}") for k, loss in row["losses"].items()}, file=sys.stderr)
+            print(
+                name, seed, row["said"], {k: float(f"{loss:.3g}") for k, loss in row["losses"].items()}, file=sys.stderr
+            )
     for name in arguments.tasks:
         found[name] = judge([row for job, row in zip(jobs, rows, strict=True) if job[0] == name])
         one = found[name]

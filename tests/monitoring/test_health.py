@@ -221,6 +221,7 @@ def test_a_healthy_run_raises_no_alarm(kind, seed):
         run([0.5]),
         run(CALM, tensors=[{"t": "tensors", "i": 0, "norm": [1.0]}] * 20),
         run(CALM, tensors=lines_of(45, zero(4))),
+        run(CALM, tensors=[line | {"absent": [4] * (k % 2)} for k, line in enumerate(lines_of(600, zero(4)))]),
         run(CALM, tensors=lines_of(600, lambda i, norms: zero(i // 5 % 12)(i, norms))),
         run(steps=[{"t": "step", "i": i, "norm": 1.0, "loss": 1.0} for i in range(400)]
             + [{"t": "step", "i": i, "norm": 1e-6, "loss": 0.01} for i in range(400, 600)]),

@@ -72,6 +72,7 @@ def test_extras_of_a_step():
     measure_update(extras, parameters)
     assert extras.max == pytest.approx([0.02, 5.0])
     assert extras.zeros == [0.5, 0.0]
+    assert [math.isnan(share) or share for share in extras.zero_rows] == [True, 0.0]
     assert extras.weight == [5.0, 2.0]
     assert extras.update == [0.5, 0.0]
     assert extras.before is None
@@ -80,6 +81,39 @@ def test_extras_of_a_step():
     assert found["edges"][0] <= math.log10(0.02) < found["edges"][1]
     assert found["edges"][-2] <= math.log10(5) < found["edges"][-1]
     assert len(found["edges"]) == len(found["counts"]) + 1
+
+
+def sparse(rows: dict[int, float]) -> torch.Tensor:
+    values = torch.tensor(list(rows.values()))[:, None].expand(-1, 3)
+    return torch.sparse_coo_tensor(torch.tensor([list(rows)], dtype=torch.long), values, (8, 3))
+
+
+FILTERS = torch.zeros(4, 2, 3, 3).index_fill_(0, torch.tensor([1]), -1e-38)
+ZERO_ROWS = {
+    "a vector": (torch.zeros(4), None),
+    "nothing": (torch.zeros(0, 3), None),
+    "no zero": (torch.ones(4, 2), 0.0),
+    "zeros that fill no row": (torch.eye(4), 0.0),
+    "three of four": (torch.diag(torch.tensor([0.0, -2.0, 0.0, -0.0])), 0.75),
+    "all": (torch.zeros(4, 2), 1.0),
+    "filters": (FILTERS, 0.75),
+    "channels last": (FILTERS.to(memory_format=torch.channels_last), 0.75),
+    "not finite": (torch.tensor([[0.0, math.nan], [0.0, 0.0]]), 0.5),
+    "complex": (torch.tensor([[1j, 0], [0, 0]]), 0.5),
+    "sparse": (sparse({1: 2.0, 6: -3.0, 7: 0.0}), 0.75),
+    "sparse, of nothing": (sparse({}), 1.0),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ZERO_ROWS)
+def test_the_share_of_rows_of_zeros(name):
+    gradient, expected = ZERO_ROWS[name]
+    parameter = nn.Parameter(torch.ones(gradient.shape, dtype=gradient.dtype))
+    parameter.grad = gradient
+    extras = measure_diagnostics([parameter])
+    assert [None if math.isnan(share) else share for share in extras.zero_rows] == [expected]
+    largest = gradient.to_dense().abs().amax() if gradient.numel() else torch.zeros(())
+    torch.testing.assert_close(extras.max[0], float(largest), equal_nan=True)
 
 
 def test_extras_without_a_copy_of_weights_that_are_too_large(monkeypatch):
@@ -120,7 +154,7 @@ def test_the_alarm_sees_spikes_and_follows_a_slow_drift():
 def due(schedule: Schedule, steps: range, seconds: float, cost: float) -> list[int]:
     found = []
     for step in steps:
-        if schedule.due(step, 1 + step * seconds):
+        if schedule.due(step, step, 1 + step * seconds):
             found.append(step)
             schedule.spent(cost)
     return found

@@ -172,7 +172,7 @@ def test_extras_come_on_schedule_and_in_a_burst_after_a_spike(tmp_path, monkeypa
     assert all(line["update"] == [0.0, 0.0] for line in lines)
 
 
-def test_two_optimizers_take_turns_and_each_line_has_the_last_of_both(tmp_path):
+def test_two_optimizers_take_turns_and_each_line_is_of_one(tmp_path):
     first, second, observer = Training(), Training(), Observer(tmp_path / "run.jsonl", {}, every=1, diagnostics_every=0)
     with observe(observer):
         for _ in range(2):
@@ -182,8 +182,71 @@ def test_two_optimizers_take_turns_and_each_line_has_the_last_of_both(tmp_path):
     record = read_record(observer.path)
     assert [(s["optimizer"], s["threshold"]) for s in record.steps] == [(0, 0.5), (1, 0.25)] * 2
     assert [p["optimizer"] for p in record.meta["params"]] == [0, 0, 1, 1]
-    assert all(norm > 0 for norm in record.tensors[-1]["norm"])
-    assert record.tensors[2]["norm"][2:] == record.tensors[1]["norm"][2:]
+    assert [line["optimizer"] for line in record.tensors] == [0, 1, 0, 1]
+    assert [[norm > 0 for norm in line["norm"]] for line in record.tensors] == [
+        [True, True, False, False],
+        [False, False, True, True],
+    ] * 2
+    assert not any("absent" in line for line in record.tensors)  # what another optimizer steps is not missing
+
+
+def test_optimizers_that_take_turns_have_lines_and_extras_alike(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys.modules["gradguard.monitoring.observe.schedule"], "SHARE", 1e9)
+    first, second, observer = Training(), Training(), Observer(tmp_path / "run.jsonl", {}, every=2, diagnostics_every=4)
+    with observe(observer):
+        for _ in range(6):
+            first.steps(1)
+            second.steps(1)
+    observer.close(0, False)
+    lines = read_record(observer.path).tensors
+    assert [(line["i"], line["optimizer"], "max" in line) for line in lines] == [
+        (0, 0, True), (1, 1, True), (4, 0, False), (5, 1, False), (8, 0, True), (9, 1, True),
+    ]  # fmt: skip
+
+
+ARRAYS = ("norm", "max", "zeros", "weight", "update")  # beside "zero_rows", which has null for what is missing
+
+
+@pytest.mark.parametrize("how", ["observer", "monitor", "guard"])
+def test_what_has_no_gradient_on_a_step_is_absent_and_never_its_last_number(how, tmp_path, monkeypatch):
+    monkeypatch.setattr(sys.modules["gradguard.monitoring.observe.schedule"], "SHARE", 1e9)
+    torch.manual_seed(0)
+    model = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 1)])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    guard = gg.Guard(optimizer, gg.ClipByGlobalNorm(1.0), model=model) if how == "guard" else None
+    lines = []
+    if how == "observer":
+        observer = Observer(tmp_path / "run.jsonl", {}, every=1, diagnostics_every=1)
+        watching = observe(observer)
+    else:
+        watching = gg.Monitor(guard or optimizer, sink=lines.append, model=model, every=1)
+    with watching:
+        for step in range(4):
+            optimizer.zero_grad()
+            hidden = model[0](torch.randn(3, 4))
+            model[1](hidden.detach() if step >= 2 else hidden).square().sum().backward()
+            optimizer.step()
+    if how == "observer":
+        observer.close(0, False)
+        lines = [{"t": "tensors"} | line for line in read_record(observer.path).tensors]
+    arrays = [line for line in lines if line["t"] == "tensors"]
+    assert [line.get("absent") for line in arrays] == [None, None, [0, 1], [0, 1]]
+    for line in arrays:
+        gone = line.get("absent") or []
+        assert all((line["norm"][place] == 0) is (place in gone) for place in range(4))
+        assert all(line[key][place] == 0 for key in ARRAYS if key in line for place in gone)
+        if how == "observer":
+            assert line["zero_rows"] == [None if place in gone or place % 2 else 0.0 for place in range(4)]
+
+
+def test_exact_zeros_are_a_gradient(tmp_path):
+    training, observer = Training(), Observer(tmp_path / "run.jsonl", {}, every=1)
+    with observe(observer):
+        training.steps(1)
+        training.steps(1, scale=0.0)
+    observer.close(0, False)
+    last = read_record(observer.path).tensors[-1]
+    assert (last["norm"], "absent" in last) == ([0.0, 0.0], False)
 
 
 def test_an_optimizer_that_came_later_has_a_number_of_its_own(tmp_path):

@@ -9,6 +9,7 @@ from synthetic import make_record, steps_of, wide_meta, write_gan, write_sick
 
 from gradguard.monitoring.record.steps import by_optimizer
 from gradguard.monitoring.show.report import layers
+from gradguard.monitoring.show.report.layer_figures import layer_heat_map
 from gradguard.monitoring.show.report.series import band, clip_windows, decimate, log_histogram, loss_range, outline
 
 
@@ -102,6 +103,18 @@ def test_layer_norms_mark_zero_and_nonfinite():
     assert matrix.medians() == [1.0, 1.0]
     packed = array("h", base64.b64decode(matrix.packed()))
     assert list(packed) == [layers.ZERO, layers.NONFINITE, 0, 100, 0, -100]
+
+
+def test_what_had_no_gradient_is_a_gap_and_no_zero():
+    lines = tensors([[0.0, 1.0, 0.0]] * 3, absent=[0])
+    record = make_record(meta=params("gone", "alive", "dead"), tensors=[tensors([[2.0, 1.0, 0.0]])[0], *lines])
+    matrix = layers.layer_norms(record)
+    assert list(array("h", base64.b64decode(matrix.packed())))[:4] == [30, *[layers.GAP] * 3]
+    assert [row[-1] for row in matrix.cells[1:]] == [1.0, 0.0]
+    late = make_record(meta=record.meta, tensors=lines)
+    chart = layer_heat_map(late, late)
+    assert "1 zero throughout, 1 without a gradient throughout" in chart.summary
+    assert chart.figure["heat"]["norm"]["labels"] == ["gone (no gradient)", "alive", "dead (all zero)"]
 
 
 def test_layer_norms_keep_spikes_when_thinned():

@@ -56,6 +56,9 @@ def findings(record: Record) -> list[Finding]:
     clipped_twice       warning   two clips acted on the same steps
     ==================  ========  ======================================================================================
 
+    And how the loop is set up (`detectors.loop_setup`): ``gradient_without_optimizer``, ``optimizer_without_gradient``,
+    ``clip_before_unscale``, ``missing_zero_grad``, ``clip_below_eps`` and ``unused_parameter``.
+
     **Guarantees**: a calm, a decaying or a short run has none, unless it clips: then the last four kinds may be told.
     The same record always gives the same findings. Each kind is told once for each optimizer, with the steps of each
     time that it came. ``confidence`` is ``"medium"`` where something else could make the same numbers.

@@ -6,6 +6,7 @@ from typing import Any
 from gradguard.monitoring.judge.detectors.clipping import Clipping
 from gradguard.monitoring.judge.detectors.layers import Layers
 from gradguard.monitoring.judge.detectors.level import Level
+from gradguard.monitoring.judge.detectors.loop_setup import Setup, is_setup_event
 from gradguard.monitoring.judge.detectors.loss import Loss
 from gradguard.monitoring.judge.detectors.loss_scale import LossScale
 from gradguard.monitoring.judge.detectors.outliers import Outliers
@@ -42,9 +43,8 @@ class HealthMonitor:
     """
 
     def __init__(self, meta: dict[str, Any] | None = None) -> None:
-        meta = meta or {}
-        self._params = meta.get("params") or []
-        self._optimizers = [str(name) for name in meta.get("optimizers") or []]
+        self._meta = meta or {}
+        self._optimizers = [str(name) for name in self._meta.get("optimizers") or []]
         self._tracks: dict[int | None, _Track] = {}
         self._last: _Track | None = None
 
@@ -64,10 +64,15 @@ class HealthMonitor:
             track = self._tracks.get(line.get("optimizer"))
             self._last = track = track or self._new(line.get("optimizer"))
             return track.step(line)
-        track = self._last or self._new(None)
+        track = self._last or self._tracks.get(None) or self._new(None)
         if kind == "tensors":
             return track.tensors(line)
-        return track.event(line) if kind == "event" else []
+        if kind != "event":
+            return []
+        if is_setup_event(line):  # an optimizer without gradients has no step that it could belong to
+            track = self._tracks.get(line.get("optimizer")) or self._new(line.get("optimizer"))
+            return track.setup.event(line)
+        return track.event(line)
 
     def finish(self) -> list[Finding]:
         """Return what the last steps show, when there are no more; call it once."""
@@ -76,7 +81,7 @@ class HealthMonitor:
     def _new(self, optimizer: int | None) -> "_Track":
         place = optimizer or 0
         name = self._optimizers[place] if place < len(self._optimizers) else ""
-        track = _Track(optimizer, name, self._params, several=len(self._optimizers) > 1)
+        track = _Track(optimizer, name, self._meta, several=len(self._optimizers) > 1)
         self._tracks[optimizer] = track
         return track
 
@@ -84,8 +89,10 @@ class HealthMonitor:
 class _Track:
     """What watches the steps of one optimizer."""
 
-    def __init__(self, optimizer: int | None, name: str, params: list[dict[str, Any]], several: bool) -> None:
+    def __init__(self, optimizer: int | None, name: str, meta: dict[str, Any], several: bool) -> None:
+        params = meta.get("params") or []
         self.log = log = Log(optimizer)
+        self.setup = Setup(log, meta, optimizer or 0, name)
         self.layers = Layers(log, params, several)
         names = self.layers.names
         self.loss = Loss(log, several)
@@ -97,7 +104,8 @@ class _Track:
         """Return what is new after a step."""
         i, norm, skipped = step["i"], step.get("norm"), bool(step.get("skipped"))
         scale = step.get("amp_scale")
-        found = [] if scale is None else self.scale.step(i, scale, skipped)
+        found = self.setup.step(step)
+        found += [] if scale is None else self.scale.step(i, scale, skipped)
         if step.get("nonfinite") or ("norm" in step and not _is_finite(norm)):
             return found + self.level.nonfinite(i, skipped, scale is not None)
         if norm is None or skipped:
@@ -121,7 +129,8 @@ class _Track:
         if bad:
             self.level.blame(i, [names[place] for place in bad if place < len(names)])
             return []
-        found = self.layers.norms(i, norms, line.get("absent") or ())
+        absent = line.get("absent") or ()
+        found = self.layers.norms(i, norms, absent) + self.setup.tensors(i, norms, absent)
         if len(norms) == len(names):
             found += self.corruption.follow(i, norms)
         if line.get("weight") and line.get("update"):
@@ -190,7 +199,9 @@ class Judge:
         lines = [line] if news else []
         if not found:
             return lines
-        return lines + [_event(one, line["i"]) for one in found if one.kind != "nonfinite"]
+        if is_setup_event(line):  # which is told already
+            return lines
+        return lines + [event_line(one, line["i"]) for one in found if one.kind != "nonfinite"]
 
     def _is_news(self, event: Line) -> bool:
         """Whether it begins an episode, or names somebody new in it."""
@@ -203,7 +214,13 @@ class Judge:
         return begins or not names <= named
 
 
-def _event(found: Finding, i: int) -> Line:
+def event_line(found: Finding, i: int) -> Line:
+    """Return the ``event`` line that tells a finding.
+
+    Args:
+        found: What was found.
+        i: The step on which it is told.
+    """
     fields = {
         "t": "event",
         "i": i,

@@ -21,8 +21,8 @@ from gradguard.grad_scaler import listen_to_scale
 class Listener(Protocol):
     """What is told."""
 
-    def on_backward(self, loss: Tensor) -> None:
-        """``loss.backward()`` is about to run."""
+    def on_backward(self, loss: Tensor) -> Callable[[], None] | None:
+        """``loss.backward()`` is about to run; what this returns is called when it is done."""
 
     def on_clip(self, call: "ClipCall", parameters: list[Tensor]) -> AbstractContextManager | None:
         """The script is about to clip; the gradients are as they were. The clip runs inside what this returns."""
@@ -229,8 +229,10 @@ def _backward(original: Callable, look: Callable[[], None]) -> Callable:
             return original(self, *args, **kwargs)
         with _only_once(id(self)) as listeners:
             look()
-            for listener in listeners:
-                listener.on_backward(self)
-            return original(self, *args, **kwargs)
+            ends = [end for listener in listeners if (end := listener.on_backward(self)) is not None]
+            result = original(self, *args, **kwargs)
+        for end in ends:
+            end()
+        return result
 
     return backward

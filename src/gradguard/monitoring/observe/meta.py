@@ -106,6 +106,11 @@ def living_optimizers(first: Optimizer) -> list[Optimizer]:
     return found
 
 
+def all_optimizers() -> list[Optimizer]:
+    """Return every optimizer that exists."""
+    return [thing for thing in _living(Optimizer) if hasattr(thing, "param_groups")]
+
+
 def _living(base: type) -> list[Any]:
     """Every object of ``base`` or a class below."""
     kinds, new = {base}, [base]
@@ -175,6 +180,12 @@ def program_facts(argv: Sequence[str] | None = None, clip: str | None = None) ->
     return {"version": version, "argv": list(sys.argv if argv is None else argv), "clip": clip, "git": git_state()}
 
 
+def _eps_of(optimizer: Optimizer) -> float | None:
+    """What an Adam-like optimizer adds to the number that it divides by."""
+    eps = optimizer.param_groups[0].get("eps") if optimizer.param_groups else None
+    return float(eps) if isinstance(eps, int | float) else None
+
+
 def meta_line(
     program: Line, optimizers: Sequence[Optimizer], parameters: Sequence[Tensor], names: Sequence[str]
 ) -> Line:
@@ -193,6 +204,7 @@ def meta_line(
         "torch": torch.__version__,
         **describe(parameters),
         "optimizers": [type(optimizer).__name__ for optimizer in optimizers],
+        "eps": [_eps_of(optimizer) for optimizer in optimizers],
         "params": described(names, parameters, optimizers),
     }
     return {key: value for key, value in line.items() if value is not None}

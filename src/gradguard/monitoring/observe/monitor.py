@@ -21,6 +21,7 @@ from gradguard.errors import InvalidTypeError, InvalidValueError
 from gradguard.grad_scaler import listen_to_steps
 from gradguard.monitoring.judge.health import Finding
 from gradguard.monitoring.observe.clips import note_guard
+from gradguard.monitoring.observe.loop_setup import Unowned
 from gradguard.monitoring.observe.measure import gradient_norms
 from gradguard.monitoring.observe.meta import (
     living_modules,
@@ -145,6 +146,9 @@ class Monitor(Recorder):
         )  # fmt: skip
         self._buffer = self._lines
         self._lines.begin(meta_line(facts, [optimizer], self._held, names))
+        if model is not None:  # without it, it is not known which modules are trained here
+            with suppress(Exception):  # a half-built one must not end the watch
+                self._unowned = Unowned([model], self._held)
         self._hooks = [EveryStep(self._before_step, self._after_step, optimizer=optimizer, first=self._guard is None)]
         if self._guard is not None:
             self._hooks.append(EveryStep(self._before_guard, lambda _: None, optimizer=optimizer, first=True))
@@ -384,7 +388,7 @@ def _close_at_exit(monitor: "weakref.ref[Monitor]") -> None:
 
 OWN_NAMES = frozenset((
     "t", "i", "wall", "loss", "lr", "norm", "post_norm", "coefficient", "threshold", "rule", "user_max_norm",
-    "max_norm", "amp_scale", "skipped", "nonfinite", "top", "optimizer",
+    "max_norm", "amp_scale", "skipped", "nonfinite", "top", "optimizer", "scaled_clip", "kept_gradients",
 ))  # fmt: skip
 """The fields of a ``step`` line."""
 

@@ -18,6 +18,7 @@ from gradguard.grad_scaler import listen_to_steps
 from gradguard.monitoring.judge.health import Finding
 from gradguard.monitoring.observe.clips import AppliedClip, CapturedNorms, note_applied
 from gradguard.monitoring.observe.intercept import ClipCall, patched
+from gradguard.monitoring.observe.loop_setup import IDLE_STEPS, Unowned
 from gradguard.monitoring.observe.meta import (
     living_modules,
     living_optimizers,
@@ -90,10 +91,20 @@ class Observer(Recorder):
     # --- what the script does -----------------------------------------------------------------------------------------
 
     @safely
-    def on_backward(self, loss: Tensor) -> None:
-        """Keep the loss."""
+    def on_backward(self, loss: Tensor) -> Callable[[], None] | None:
+        """Keep the loss; on the first steps, look whether the gradients of the last one are still there."""
         with suppress(Exception):  # one that cannot be read is no reason to stop
             self._losses.add(loss)
+        if self._backwards < IDLE_STEPS:
+            self._backwards += 1
+        if not self._kept.looks:
+            return None
+        self._kept.before_backward()
+        return self._after_backward
+
+    @safely
+    def _after_backward(self) -> None:
+        self._kept.after_backward()
 
     def on_clip(self, call: ClipCall, parameters: list[Tensor]) -> CapturedNorms | None:
         """Measure before a foreign clip changes anything, or let the clip measure for both of us."""
@@ -216,6 +227,8 @@ class Observer(Recorder):
         self._known = {id(p): (weakref.ref(p), i) for i, p in enumerate(parameters)}
         if self._buffer is not None:
             self._buffer.begin(meta_line(self._meta, optimizers, parameters, names))
+        with suppress(Exception):  # somebody's half-built module must not end the watch
+            self._unowned = Unowned(modules, parameters)
 
     def _write_failure(self, buffer: RecordBuffer, message: str) -> None:
         if not buffer.has_begun:  # a record without its first line could not be read

@@ -11,7 +11,7 @@ from typing import Any
 from gradguard.monitoring.judge.health import Finding
 from gradguard.monitoring.judge.live import Judge
 from gradguard.monitoring.observe.host_copy import AsyncHostCopy, Copy, NumberPlaces
-from gradguard.monitoring.observe.step import Latest, ScaleUpdate, StepMeasurement, lines_of
+from gradguard.monitoring.observe.step import ParameterTable, ScaleUpdate, SetupEvent, StepMeasurement, lines_of
 from gradguard.monitoring.record.file import Line
 from gradguard.monitoring.show.alerts import Alerts
 from gradguard.monitoring.show.sinks import Sinks
@@ -21,7 +21,7 @@ FLUSH_ROWS = 50
 FLUSH_SECONDS = 2.0
 KEPT_ROWS = 1000
 
-Entry = StepMeasurement | ScaleUpdate
+Entry = StepMeasurement | ScaleUpdate | SetupEvent
 
 
 class RecordBuffer:
@@ -66,7 +66,7 @@ class RecordBuffer:
         self._copy, self._in_background, self._keeps_rows = copy, in_background, keeps_rows
         self._alerts = None if on_finding is None else Alerts(on_finding, self.write)
         self._names: Sequence[str] = ()
-        self._latest, self._judge = Latest(0), Judge({})
+        self._table, self._judge = ParameterTable(), Judge({})
         self.has_begun = False
         self.newest: StepMeasurement | None = None
         self.rows: deque[Line] = deque(maxlen=KEPT_ROWS)
@@ -80,8 +80,7 @@ class RecordBuffer:
     def begin(self, meta: Line) -> None:
         """Write the first line, whose ``params`` every later one follows."""
         with self._lock:
-            self._names = [parameter["name"] for parameter in meta["params"]]
-            self._latest, self._judge, self.has_begun = Latest(len(self._names)), Judge(meta), True
+            self._table, self._judge, self.has_begun = ParameterTable(meta["params"]), Judge(meta), True
             self.sinks.push([meta])
 
     def write(self, line: Line) -> None:
@@ -132,6 +131,8 @@ class RecordBuffer:
         with self._lock:
             self.write(end)
             self.sinks.close()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(FLUSH_SECONDS)  # a thread within PyTorch while Python ends would abort the process
 
     # --- inside -------------------------------------------------------------------------------------------------------
 
@@ -177,8 +178,8 @@ class RecordBuffer:
         try:
             if isinstance(entry, StepMeasurement):
                 self._arrived(entry)
-            every = self._every or max(1, len(self._names) // 20)
-            for line in lines_of(entry, self._names, every, self._latest):
+            every = self._every or max(1, len(self._table.names) // 20)
+            for line in lines_of(entry, self._table, every):
                 lines += self._judge.follow(line)
         except Exception as error:  # one bad step must not take the others, or the end, with it
             self._failed(error)

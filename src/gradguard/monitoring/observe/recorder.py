@@ -10,7 +10,8 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -21,12 +22,15 @@ from gradguard.clip_events import ClipEvent
 from gradguard.errors import InvalidTypeError
 from gradguard.grad_scaler import ScalerStep
 from gradguard.monitoring.observe.clips import AppliedClip, HeardClips, note_guard
+from gradguard.monitoring.observe.kept_gradients import STEPS as KEPT_STEPS
+from gradguard.monitoring.observe.kept_gradients import KeptGradients
+from gradguard.monitoring.observe.loop_setup import IDLE_STEPS, IdleOptimizers, Unowned
 from gradguard.monitoring.observe.measure import measure_diagnostics, measure_update
 from gradguard.monitoring.observe.meta import parameters_of
 from gradguard.monitoring.observe.record_buffer import RecordBuffer
 from gradguard.monitoring.observe.schedule import Alarm, Schedule
 from gradguard.monitoring.observe.shared_norms import Shared, SharedNorms, are_spread, is_captured, refuse_lost
-from gradguard.monitoring.observe.step import StepMeasurement, copied, total_of
+from gradguard.monitoring.observe.step import SetupEvent, StepMeasurement, copied, total_of
 from gradguard.torch_private import never_compiled
 
 
@@ -63,10 +67,15 @@ class Recorder:
         self._buffer: RecordBuffer | None = None  # once it is known where to write
         self._clips, self._shared, self._applied = HeardClips(), SharedNorms(), applied
         self._schedule, self._alarms = schedule, dict[int | None, Alarm]()
+        self._unowned: Unowned | None = None
+        self._idle, self._kept = IdleOptimizers(), KeptGradients()
         # .step: the one that is running, and its .optimizer; .diagnosed; of the ``scaler.step`` that is running,
-        # .scaler_steps: whether it has reached the optimizer, and .loss_scale: what it has multiplied the loss by
+        # .scaler_steps: whether it has reached the optimizer, .loss_scale: what it has multiplied the loss by, and
+        # .scaled: whether nobody had divided the gradients by it when it began
         self._thread = threading.local()
         self._steps, self._active, self._lock = 0, True, threading.RLock()
+        self._backwards = 0  # heard of, up to as many as matter
+        self._turns = Counter[int]()  # steps of each optimizer: one that takes every second turn has its schedule too
 
     @property
     def steps(self) -> int:
@@ -94,6 +103,10 @@ class Recorder:
         """Add what is known beside the norms."""
         raise NotImplementedError
 
+    def _place_of(self, optimizer: Optimizer) -> int | None:
+        """Which optimizer this is, where there are several."""
+        del optimizer
+
     def _complete(self, step: StepMeasurement) -> bool:
         """Add what is known after it, and tell whether more may come, so that it waits for the next one."""
         del step
@@ -120,6 +133,8 @@ class Recorder:
         with_grad = parameters if spread else [p for p in parameters if p.grad is not None]
         if first:
             self._measure_step(optimizer, with_grad, spread, shared)
+            if self._unowned is not None or id(optimizer) not in self._idle.alive:
+                self._look_at_setup(optimizer, parameters, bool(with_grad))
         else:
             self._forget(parameters)
         self._clip(optimizer, first)
@@ -163,7 +178,25 @@ class Recorder:
             elif (step := self._measured(optimizer, parameters, spread, shared)) is not None:
                 self._label(step, optimizer)
                 step.lr = copied(optimizer.param_groups[0].get("lr"))
+                step.scaled = getattr(self._thread, "scaled", False)
+                step.kept_gradients = self._kept.before_step(optimizer) if self._kept.looks else None
                 self._thread.step, self._thread.optimizer = step, weakref.ref(optimizer)
+
+    @safely
+    def _look_at_setup(self, optimizer: Optimizer, parameters: list[Tensor], has_gradients: bool) -> None:
+        if self._buffer is None or (parameters and is_captured(parameters[0])):
+            return
+        place, sure = self._place_of(optimizer), self._backwards >= IDLE_STEPS
+        events = list(self._idle.before_step(optimizer, place, parameters, has_gradients, sure))
+        if self._unowned is not None:
+            events += self._unowned.before_step(optimizer, parameters)
+            self._unowned = None if self._unowned.is_over else self._unowned
+        self._add_events(self._buffer, events)
+
+    def _add_events(self, buffer: RecordBuffer, events: Iterable[SetupEvent]) -> None:
+        for event in events:
+            event.index = max(self._steps - 1, 0)
+            buffer.add(event)
 
     @safely
     def _measure_diagnostics(self, optimizer: Optimizer, parameters: list[Tensor]) -> None:
@@ -172,7 +205,7 @@ class Recorder:
         if step is None or step.total is not None or not parameters:
             return
         started = time.perf_counter()
-        if self._schedule.due(self._steps, started - self._started):
+        if self._schedule.due(self._steps, self._turns[step.optimizer or 0], started - self._started):
             step.diagnostics = measure_diagnostics(parameters, getattr(optimizer, "grad_scale", None))
             self._thread.diagnosed, self._thread.spent = parameters, time.perf_counter() - started
 
@@ -193,12 +226,15 @@ class Recorder:
         self._add(self._buffer, step)
         if not step.late:
             self._watch_norm(step)
+        if self._backwards and step.turn < KEPT_STEPS:
+            self._kept.after_step(optimizer, [p for p in self._parameters(optimizer) if p.grad is not None])
 
     def _add(self, buffer: RecordBuffer, step: StepMeasurement) -> None:
         with self._lock:  # several threads may train at once
             keep = self._complete(step)
-            step.index = self._steps
-            self._steps += 1
+            optimizer = step.optimizer or 0
+            step.index, step.turn = self._steps, self._turns[optimizer]
+            self._steps, self._turns[optimizer] = step.index + 1, step.turn + 1
             buffer.add(step, keep=keep)
         self._active = self._active and not buffer.sinks.lost
 
@@ -206,6 +242,7 @@ class Recorder:
     def _scaler_begins(self, optimizer: Optimizer, scaler_step: ScalerStep) -> None:
         del optimizer
         self._thread.scaler_steps, self._thread.loss_scale = False, copied(scaler_step.loss_scale)
+        self._thread.scaled = scaler_step.scale is not None
 
     @safely
     def _scaler_ends(self, optimizer: Optimizer, scaler_step: ScalerStep) -> None:
@@ -213,7 +250,7 @@ class Recorder:
         skipped = None if getattr(self._thread, "scaler_steps", True) else scaler_step.skipped
         if skipped is not None and bool(skipped):  # the scaler has waited for it already
             self._add_left_out(optimizer)
-        self._thread.scaler_steps, self._thread.loss_scale = True, None
+        self._thread.scaler_steps, self._thread.loss_scale, self._thread.scaled = True, None, False
 
     def _add_left_out(self, optimizer: Optimizer) -> None:
         if self._is_open(optimizer) and self._buffer is not None:
@@ -290,9 +327,13 @@ class Recorder:
     def _end(self, exit_code: int | None, interrupted: bool) -> None:
         """Write what is left and the last line; harmless in a forked child and when repeated."""
         buffer, self._buffer = self._buffer, None
-        self._active = False
+        active, self._active = self._active, False
         if buffer is None or os.getpid() != self._process:
             return
+        with suppress(Exception):  # what cannot be told of the set-up must not take the last line with it
+            if active and buffer.has_begun:
+                left = () if self._unowned is None else self._unowned.end()
+                self._add_events(buffer, [*left, *self._idle.end()])
         with suppress(Exception):  # nothing here may change how the training ends
             buffer.close(
                 {

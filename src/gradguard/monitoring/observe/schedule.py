@@ -78,13 +78,19 @@ class Schedule:
         self._last = 0.0
         self._now = "schedule"
 
-    def due(self, step: int, elapsed: float) -> bool:
-        """Return whether ``step`` is measured in full; ``elapsed`` are the seconds since the run began."""
+    def due(self, step: int, turn: int, elapsed: float) -> bool:
+        """Return whether a step is measured in full.
+
+        Args:
+            step: Its number.
+            turn: Its number among those of its optimizer.
+            elapsed: Seconds since the run began.
+        """
         if step < self._burst_ends:
             self._now = "burst"
             return True
         self._now = "schedule"
-        on_schedule = self._every > 0 and step % self._every == 0
+        on_schedule = self._every > 0 and turn % self._every == 0
         return on_schedule and (step == 0 or self._spent["schedule"] + self._last <= SHARE * elapsed)
 
     def spent(self, seconds: float) -> None:

@@ -4,13 +4,16 @@ The one place where tensors become numbers.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from gradguard.distributed.placements import is_sharded
+from gradguard.monitoring.judge.detectors.loop_setup import setup_episode
+from gradguard.monitoring.judge.findings import Kind
+from gradguard.monitoring.judge.live import event_line
 from gradguard.monitoring.observe.measure import Diagnostics, Norms, histogram_of
 from gradguard.monitoring.record.file import Line
 
@@ -78,10 +81,13 @@ class StepMeasurement:
         norm_after: Whether ``norms`` are those after the clip, of which nobody knows what was before.
         amp_scale: Loss scale.
         optimizer: Which optimizer, where the script has several.
+        turn: Number of the step among those of its optimizer.
         wall: Seconds since the start.
         found_inf: GradScaler's flag for a fused optimizer: 1 means that the step was skipped.
         total: 2-norm of all gradients before any clip, where it does not follow from ``norms``.
         diagnostics: What is measured now and then.
+        scaled: Whether the gradients still had a GradScaler's loss scale when ``scaler.step`` began.
+        kept_gradients: Whether they contain those of the step before: nobody cleared them; None if not looked at.
         late: Whether it holds tensors on a device, so that its numbers are known only when they have come.
         lost: Where processes measured together: above 0 if one of them could not.
         logged_norm: The norm that the user's own clip returned, as the user logged it, and
@@ -108,10 +114,13 @@ class StepMeasurement:
     norm_after: bool = False
     amp_scale: Tensor | None = None
     optimizer: int | None = None
+    turn: int = 0
     wall: float = field(default=0.0)
     found_inf: Any = None
     total: Any = None
     diagnostics: Diagnostics | None = None
+    scaled: bool = False
+    kept_gradients: Any = None
     late: bool = False
     lost: Any = None
     logged_norm: Any = None
@@ -129,52 +138,103 @@ class ScaleUpdate:
     late: bool = True
 
 
-class Latest:
-    """The last number of each kind for each parameter: where several optimizers take turns, each line has all.
+@dataclass(slots=True)
+class SetupEvent:
+    """Something about the set-up of the loop.
 
-    Args:
-        count: Number of parameters.
+    Attributes:
+        kind: Its kind, of `loop_setup`.
+        params: The names of the parameters that it is about; None for all of ``optimizer``.
+        unchanged: Which of them have kept their values since they were first looked at: the others are left out.
+        optimizer: Which optimizer, where the script has several.
+        value: On how many steps it was seen.
+        harmless: Whether it may be meant.
+        index: Number of the last step.
+        late: Whether it holds tensors on a device.
     """
 
-    def __init__(self, count: int) -> None:
-        self.count = count
-        self._arrays: dict[str, list[float]] = {}
+    kind: Kind
+    params: Sequence[str] | None = None
+    unchanged: Any = None
+    optimizer: int | None = None
+    value: float | None = None
+    harmless: bool = False
+    index: int = 0
+    late: bool = False
 
-    def update(self, key: str, places: Sequence[int], values: Norms) -> list[float]:
-        """Put ``values`` at ``places`` (-1: nowhere) and return the array; what was never measured is 0."""
-        array = self._arrays.setdefault(key, [0.0] * self.count)
+
+class ParameterTable:
+    """The parameters of a record, in the order of every per-tensor array.
+
+    Args:
+        params: The ``params`` of ``meta``.
+
+    Attributes:
+        names: Their names.
+
+    Example:
+        >>> table = ParameterTable([{"name": "a"}, {"name": "b"}, {"name": "c", "optimizer": 1}])
+        >>> table.array([0], [2.5]), table.absent(0, [0])
+        ([2.5, 0.0, 0.0], [1])
+    """
+
+    def __init__(self, params: Sequence[Mapping[str, Any]] = ()) -> None:
+        self.names = [parameter["name"] for parameter in params]
+        self._of: dict[int, list[int]] = {}
+        for place, parameter in enumerate(params):
+            self._of.setdefault(parameter.get("optimizer", 0), []).append(place)
+
+    def array(self, places: Sequence[int], values: Norms, missing: float = 0.0) -> list[float]:
+        """Return one number for each parameter: ``values`` at ``places`` (-1: nowhere), ``missing`` elsewhere.
+
+        A number of an earlier step would make a layer look alive that gets no gradient any more.
+        """
+        array = [missing] * len(self.names)
         for place, value in zip(places, _numbers(values), strict=True):
             if place >= 0:
                 array[place] = value
-        return array.copy()
+        return array
+
+    def names_of(self, optimizer: int | None) -> list[str]:
+        """Return the names of the parameters of an optimizer (None: the only one)."""
+        return [self.names[place] for place in self._of.get(optimizer or 0, ())]
+
+    def absent(self, optimizer: int | None, places: Sequence[int]) -> list[int]:
+        """Return the parameters of an optimizer (None: the only one) that are not among ``places``."""
+        own = self._of.get(optimizer or 0, ())
+        if len(places) == len(own) and -1 not in places:  # as nearly always
+            return []
+        measured = set(places)
+        return [place for place in own if place not in measured]
 
 
-def lines_of(step: StepMeasurement | ScaleUpdate, names: Sequence[str], every: int, latest: Latest) -> Iterator[Line]:
+def lines_of(step: StepMeasurement | ScaleUpdate | SetupEvent, table: ParameterTable, every: int) -> Iterator[Line]:
     """Yield the ``step`` line, a ``tensors`` line every so many steps, and an ``event`` where one is due.
 
     Args:
         step: What was measured, its numbers on the host.
-        names: The parameters, in the order of ``meta``.
-        every: A ``tensors`` line every so many steps.
-        latest: The last numbers of each parameter.
+        table: The parameters, in the order of ``meta``.
+        every: A ``tensors`` line every so many steps of each optimizer.
     """
-    for line in _lines_of_update(step) if isinstance(step, ScaleUpdate) else _lines_of_step(step, names, every, latest):
+    if isinstance(step, StepMeasurement):
+        lines = _lines_of_step(step, table, every)
+    else:
+        lines = _lines_of_update(step) if isinstance(step, ScaleUpdate) else _lines_of_setup(step, table)
+    for line in lines:
         yield {key: value for key, value in line.items() if value is not None}
 
 
-def _lines_of_step(step: StepMeasurement, names: Sequence[str], every: int, latest: Latest) -> Iterator[Line]:
+def _lines_of_step(step: StepMeasurement, table: ParameterTable, every: int) -> Iterator[Line]:
     if not step.clips and step.guard_rule is None:  # which tell more
         _take_logged(step)
     norms = _numbers(step.norms)
     yield _step_line(step, norms)
-    if step.index % every == 0 or step.diagnostics is not None:
-        if norms or step.diagnostics is not None:
-            yield _tensors_line(step, norms, latest)
-    elif step.optimizer is not None:
-        latest.update("norm", step.places, norms)
+    due = step.turn % every == 0 or step.diagnostics is not None
+    if due and max(step.places, default=-1) >= 0:  # else it is not known whose norms they are
+        yield _tensors_line(step, norms, table)
     overflowed = step.found_inf is not None and float(step.found_inf)
     if not overflowed and not all(map(math.isfinite, norms)):  # a scaler's search for its scale is an amp_skip
-        yield _nonfinite_line(step, norms, names)
+        yield _nonfinite_line(step, norms, table.names)
 
 
 def _take_logged(step: StepMeasurement) -> None:
@@ -195,17 +255,20 @@ def total_of(step: StepMeasurement) -> float:
     return math.hypot(*_numbers(step.norms)) if step.total is None else float(step.total)
 
 
-def _tensors_line(step: StepMeasurement, norms: list[float], latest: Latest) -> Line:
-    line: Line = {"t": "tensors", "i": step.index}
-    line["norm"] = latest.update("norm", step.places, norms) if norms else None
+def _tensors_line(step: StepMeasurement, norms: list[float], table: ParameterTable) -> Line:
+    line: Line = {"t": "tensors", "i": step.index, "optimizer": step.optimizer}
+    line["norm"] = table.array(step.places, norms)
+    line["absent"] = table.absent(step.optimizer, step.places) or None
     found = step.diagnostics
     if found is not None:
         scale = _number(found.scale) or 1.0
-        line["max"] = latest.update("max", step.places, [x / scale for x in _numbers(found.max)])
-        line["zeros"] = latest.update("zeros", step.places, found.zeros)
-        line["weight"] = latest.update("weight", step.places, found.weight)
+        line["max"] = table.array(step.places, [x / scale for x in _numbers(found.max)])
+        line["zeros"] = table.array(step.places, found.zeros)
+        rows = table.array(step.places, found.zero_rows, math.nan)
+        line["zero_rows"] = [None if math.isnan(share) else share for share in rows]
+        line["weight"] = table.array(step.places, found.weight)
         if found.update is not None:
-            line["update"] = latest.update("update", step.places, found.update)
+            line["update"] = table.array(step.places, found.update)
         if found.counts is not None:
             line["histogram"] = histogram_of(_numbers(found.counts), scale)
     return line
@@ -234,6 +297,8 @@ def _step_line(step: StepMeasurement, norms: Sequence[float]) -> Line:
         "nonfinite": 0 if total < math.inf else sum(not math.isfinite(n) for n in norms) or 1,
         "top": _dominant(step, norms, total),
         "optimizer": step.optimizer,
+        "scaled_clip": True if step.scaled and any([clip.rule in FIXED for clip in step.clips]) else None,
+        "kept_gradients": True if step.kept_gradients is not None and bool(step.kept_gradients) else None,
         **{name: float(value) for name, value in step.scalars.items()},
     }
 
@@ -343,6 +408,16 @@ def _lines_of_update(update: ScaleUpdate) -> Iterator[Line]:
             "message": f"the loss scale fell from {before:g} to {after:g}: gradients overflowed, a step was skipped",
             "advice": "a few of these are normal; a scale that keeps falling is not",
         }
+
+
+def _lines_of_setup(event: SetupEvent, table: ParameterTable) -> Iterator[Line]:
+    names = table.names_of(event.optimizer) if event.params is None else event.params
+    if event.unchanged is not None:
+        names = [name for name, same in zip(names, _numbers(event.unchanged), strict=True) if same]
+    if names or event.params is None:
+        episode = setup_episode(event.kind, event.index, names, event.value, harmless=event.harmless)
+        episode.optimizer = event.optimizer
+        yield event_line(episode.finding(), event.index)
 
 
 def _numbers(values: Norms) -> list[float]:

@@ -140,7 +140,7 @@ class RunState:
         meta: The first line.
         last: The last step; empty before there is one.
         states: What each optimizer has done, by its place in ``meta.optimizers``, None where there is one.
-        layers: The last norms per parameter.
+        layers: The last norms per parameter; those of another optimizer are 0.
         events: The last events.
         severities: How many events of each severity there were.
         end: The closing line, once it is there.

@@ -3,7 +3,7 @@
 import html
 import math
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from gradguard.monitoring.judge.numbers import number, percent
@@ -104,16 +104,23 @@ def dominance(record: Record, whole: Record, spikes: Collection[int]) -> Chart |
 
 
 def _payload(matrix: layers.LayerMatrix) -> dict[str, Any]:
-    zero = [all(cell == 0 for cell in row) for row in matrix.cells]
     return {
         "rows": _unique(matrix.names),
-        "labels": [
-            short(name) + (" (all zero)" if dead else "") for name, dead in zip(matrix.names, zero, strict=True)
-        ],
+        "labels": [short(name) + _note(row) for name, row in zip(matrix.names, matrix.cells, strict=True)],
         "steps": matrix.steps,
         "medians": [None if median is None else round(100 * math.log10(median)) for median in matrix.medians()],
         "cells": matrix.packed(),
     }
+
+
+def _note(row: Sequence[float | None]) -> str:
+    if all(cell == 0 for cell in row):
+        return " (all zero)"
+    return " (no gradient)" if _is_empty(row) else ""
+
+
+def _is_empty(row: Sequence[float | None]) -> bool:
+    return all(cell is not None and math.isnan(cell) for cell in row)
 
 
 def _limit(matrix: layers.LayerMatrix) -> float:
@@ -131,6 +138,7 @@ def _limit(matrix: layers.LayerMatrix) -> float:
 def _summary(matrix: layers.LayerMatrix) -> str:
     faults = [
         (sum(all(cell == 0 for cell in row) for row in matrix.cells), "zero throughout"),
+        (sum(map(_is_empty, matrix.cells)), "without a gradient throughout"),
         (sum(None in row for row in matrix.cells), "with non-finite gradients"),
     ]
     words = ", ".join(f"{count} {what}" for count, what in faults if count)

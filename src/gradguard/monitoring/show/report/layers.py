@@ -60,7 +60,7 @@ def layer_norms(record: Record, most_cells: int = MOST_CELLS, rows: Sequence[int
     Returns:
         The matrix, or None where nothing was recorded per parameter.
     """
-    return _matrix(record, record.tensors, lambda line: line["norm"], most_cells, rows)
+    return _matrix(record, record.tensors, _norms, most_cells, rows)
 
 
 def update_ratios(
@@ -171,6 +171,14 @@ def _most_telling(columns: list[list[Number]], kept: list[int]) -> tuple[list[in
 
     chosen = sorted(sorted(kept, key=movement)[-MOST_ROWS:])
     return chosen, len(kept) - len(chosen)
+
+
+def _norms(line: dict[str, Any]) -> list[Number]:
+    absent = line.get("absent")
+    if not absent:
+        return line["norm"]
+    gaps = set(absent)  # no gradient is not a gradient of 0
+    return [math.nan if place in gaps else norm for place, norm in enumerate(line["norm"])]
 
 
 def _ratios(line: dict[str, Any]) -> list[Number]:

@@ -1,0 +1,264 @@
+"""How the loop is set up: what is wrong with it is wrong from the first step on, and no norm shows it.
+
+Thresholds, detection and words of these findings. What only the watched process can know (a gradient in no optimizer,
+an optimizer without gradients) comes as an event; the rest is read from the lines of the record.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from gradguard.monitoring.judge.findings import Episode, Finding, Kind, Log, Words, named, steps
+from gradguard.monitoring.judge.numbers import plain_threshold
+from gradguard.monitoring.record.steps import binds
+
+SCALED_CLIPS = 3
+"""So many bound clips of scaled gradients: a single one may be an experiment."""
+
+KEPT_STEPS = 5
+"""So many steps in a row: a loop may leave gradients where they are once, when it begins or resumes."""
+
+EPS_LINES = 10
+"""Per-tensor lines in a row: the clip of one spike may well leave little of everything else."""
+
+EPS_COEFFICIENT = 0.01
+"""Only a clip that takes a hundredth or less can be what pushed a gradient under the floor."""
+
+EPS_MARGIN = 10.0
+"""Above the floor by this factor before the clip, below it by this after: many elements may be 0."""
+
+UNUSED_LINES = 10
+"""Per-tensor lines from the first one on: an expert or a rare word may miss a few batches."""
+
+UNIFORM_RULES = frozenset(["norm", "ClipByMedian", "AutoClip", "ZClip", "ClipFraction"])
+"""Rules that multiply all gradients by one number."""
+
+ADAM_LIKE = frozenset(["Adam", "AdamW", "NAdam", "RAdam", "Adamax", "RMSprop"])
+"""Optimizers that divide by the root mean square of each element, plus ``eps``."""
+
+
+class Setup:
+    """Whether the loop does what it seems to do.
+
+    Args:
+        log: Where faults go.
+        meta: The first line of the record.
+        place: Which optimizer this is.
+        name: Its class.
+    """
+
+    def __init__(self, log: Log, meta: Mapping[str, Any], place: int, name: str) -> None:
+        self._log = log
+        self._params = meta.get("params") or []
+        self._floors = _floors(self._params, name, meta.get("eps"), place)
+        self._scaled, self._kept = list[int](), list[int]()  # the first steps of each
+        self._coefficient = 1.0
+        self._low: dict[int, int] = {}  # for how many lines in a row the clip has left less than the optimizer sees
+        self._lines, self._unused = 0, set[int]()
+
+    def step(self, step: dict[str, Any]) -> list[Finding]:
+        """Return what is new after a step.
+
+        Args:
+            step: Its line.
+        """
+        bound = binds(step)
+        self._coefficient = step["coefficient"] if bound and step.get("rule") in UNIFORM_RULES else 1.0
+        found = self._scaled_clip(step) if bound and step.get("scaled_clip") else []
+        return found + self._kept_gradients(step["i"]) if step.get("kept_gradients") else found
+
+    def tensors(self, i: int, norms: Sequence[float], absent: Sequence[int]) -> list[Finding]:
+        """Return what is new after a line with the norm of each parameter.
+
+        Args:
+            i: The step.
+            norms: One finite norm for each.
+            absent: Those that had no gradient.
+        """
+        found = self._below_eps(i, norms) if self._low or self._coefficient <= EPS_COEFFICIENT else []
+        self._lines += 1
+        if self._lines > UNUSED_LINES:
+            return found
+        known = [place for place in absent if isinstance(place, int) and 0 <= place < len(self._params)]
+        gone = {place for place in known if not self._params[place].get("frozen")}
+        self._unused = gone if self._lines == 1 else self._unused & gone
+        if self._lines < UNUSED_LINES or not self._unused:
+            return found
+        names = self._names(sorted(self._unused))
+        return found + self._log.begin(UNUSED.name, UNUSED, 0, i, count=UNUSED_LINES, params=names)
+
+    def event(self, event: Mapping[str, Any]) -> list[Finding]:
+        """Return what an event of these kinds says, the same as when it was told.
+
+        Args:
+            event: A line that `setup_episode` made.
+        """
+        names, value, (kind, worst) = event.get("params"), event.get("value"), _TOLD[event["kind"]]
+        episode = setup_episode(
+            kind, event["i"], [str(name) for name in names] if isinstance(names, list) else [],
+            value if isinstance(value, int | float) else None, harmless=event.get("severity") != worst,
+        )  # fmt: skip
+        episode.optimizer = self._log.optimizer
+        self._log.episodes.append(episode)
+        return [episode.finding()]
+
+    def _scaled_clip(self, step: Mapping[str, Any]) -> list[Finding]:
+        scale, threshold = step.get("amp_scale"), step.get("threshold")
+        if scale is None or scale <= 1 or threshold is None:  # a scale of 1 is none
+            return []
+        if self._log.goes_on(SCALED_CLIP.name, step["i"]):
+            return []
+        numbers = {"threshold": threshold, "scale": scale}
+        return self._begin(SCALED_CLIP, self._scaled, SCALED_CLIPS, step["i"], numbers)
+
+    def _kept_gradients(self, i: int) -> list[Finding]:
+        return [] if self._log.goes_on(KEPT.name, i) else self._begin(KEPT, self._kept, KEPT_STEPS, i, {})
+
+    def _begin(self, kind: Kind, seen: list[int], needed: int, i: int, numbers: dict[str, float]) -> list[Finding]:
+        seen.append(i)
+        if len(seen) < needed:
+            return []
+        first, count = seen[0], len(seen)
+        seen.clear()
+        return self._log.begin(kind.name, kind, first, i, count=count, numbers=numbers)
+
+    def _below_eps(self, i: int, norms: Sequence[float]) -> list[Finding]:
+        coefficient, counts = self._coefficient, self._low
+        low = [
+            place
+            for place, floor in self._floors.items()
+            if place < len(norms)
+            and norms[place] > EPS_MARGIN * floor
+            and norms[place] * coefficient * EPS_MARGIN < floor
+        ]
+        self._low = {place: counts.get(place, 0) + 1 for place in low} if coefficient <= EPS_COEFFICIENT else {}
+        new = [place for place, count in self._low.items() if count == EPS_LINES]
+        if not new:
+            return []
+        return self._log.begin(
+            f"{BELOW_EPS.name} {new}", BELOW_EPS, i, i, count=EPS_LINES, params=self._names(new),
+            numbers={"smallest": coefficient},
+        )  # fmt: skip
+
+    def _names(self, places: Sequence[int]) -> list[str]:
+        return [str(self._params[place].get("name", "?")) for place in places]
+
+
+def setup_episode(
+    kind: Kind, i: int, params: Sequence[str], value: float | None = None, *, harmless: bool = False
+) -> Episode:
+    """Return the episode of what the watched process has noticed.
+
+    Args:
+        kind: `NO_OPTIMIZER` or `NO_GRADIENT`.
+        i: The step on which it is told.
+        params: Of which parameters.
+        value: On how many steps it was seen.
+        harmless: Whether it may be meant.
+    """
+    count = 1 if value is None else round(value)
+    return Episode(kind, None, 0, i, count, params=list(params), numbers={"steps": count}, harmless=harmless)
+
+
+def is_setup_event(line: Mapping[str, Any]) -> bool:
+    """Tell whether an event says what only the watched process can know of the loop.
+
+    Args:
+        line: Any line.
+
+    Returns:
+        True for an event of these kinds.
+    """
+    kind = line.get("kind")
+    return isinstance(kind, str) and kind in _TOLD
+
+
+def _floors(params: Sequence[Mapping[str, Any]], name: str, eps: Any, place: int) -> dict[int, float]:
+    """The norm of each parameter's gradient below which the optimizer's ``eps`` decides its step, where it is known.
+
+    Adam and its like add ``eps`` to the root mean square of an element; Muon divides a matrix by its norm, or by
+    ``eps`` where that is larger.
+
+    Returns:
+        Norms by the place of the parameter.
+    """
+    known = eps[place] if isinstance(eps, list) and place < len(eps) else None
+    if not isinstance(known, int | float) or not (name in ADAM_LIKE or name == "Muon"):
+        return {}
+    floors = {}
+    for k, parameter in enumerate(params):
+        count = parameter.get("numel")
+        if isinstance(count, int) and count > 0 and parameter.get("optimizer", place) == place:
+            floors[k] = known * (1.0 if name == "Muon" else math.sqrt(count))
+    return floors
+
+
+def _no_optimizer(found: Episode) -> Words:
+    what = "receive gradients at every step and are in no optimizer, so that they never change"
+    if len(found.params) <= 1:
+        what = "receives gradients at every step and is in no optimizer, so that it never changes"
+    advice = (
+        "give them to the optimizer; if they are meant to stay as they are, requires_grad_(False) saves the time and "
+        "memory of their gradients, and keeps these out of the norm that a clip compares"
+    )
+    names = named(found.params) if found.params else "a parameter"
+    return "info" if found.harmless else "warning", f"{names} {what}", advice
+
+
+def _no_gradient(found: Episode) -> Words:
+    of = f" of {named(found.params)}" if found.params else ""
+    message = f"the optimizer{of} stepped {found.count:,} times and none of its parameters ever had a gradient"
+    advice = (
+        "check that it was given the parameters of the model that computes the loss (not of a copy, or of one that was "
+        "made anew since), that the loss depends on them, and that zero_grad() does not come between backward() and "
+        "step()"
+    )
+    return "warning" if found.harmless else "error", message, advice
+
+
+def _scaled_clip(found: Episode) -> Words:
+    threshold, scale = found.numbers["threshold"], found.numbers["scale"]
+    message = (
+        f"gradients were clipped while they were still multiplied by the loss scale, on {steps(found.count)} up to "
+        f"step {found.last}: at a scale of {scale:,g} a threshold of {plain_threshold(threshold)} acts like "
+        f"{threshold / scale:.2g}"
+    )
+    return "error", message, "call scaler.unscale_(optimizer) before the clip"
+
+
+def _kept(found: Episode) -> Words:
+    message = (
+        f"gradients were not cleared between one step and the next: on {found.count} steps in a row backward() added "
+        "to what the step before had left, so that each step follows the sum of all gradients so far"
+    )
+    return "error", message, "call optimizer.zero_grad() once for each step, before its first backward()"
+
+
+def _below_eps(found: Episode) -> Words:
+    coefficient = found.numbers["smallest"]
+    message = (
+        f"the clip multiplies gradients by {coefficient:.1g}, which leaves {named(found.params)} below the eps of the "
+        f"optimizer on {found.count} recorded steps in a row: it hardly moves there"
+    )
+    advice = (
+        "find what makes the norm so large, and clip that by itself (gg.Groups, or one optimizer for each), or raise "
+        "the threshold"
+    )
+    return "warning", message, advice
+
+
+def _unused(found: Episode) -> Words:
+    message = f"{named(found.params)} had no gradient on any of the first {found.count} recorded steps"
+    return "info", message, "nothing if unused on purpose; else check that it is part of the forward pass"
+
+
+NO_OPTIMIZER = Kind("gradient_without_optimizer", _no_optimizer, value="steps")
+NO_GRADIENT = Kind("optimizer_without_gradient", _no_gradient, value="steps")
+SCALED_CLIP = Kind("clip_before_unscale", _scaled_clip, value="scale")
+KEPT = Kind("missing_zero_grad", _kept)
+BELOW_EPS = Kind("clip_below_eps", _below_eps, value="smallest", of_layers=True)
+UNUSED = Kind("unused_parameter", _unused)
+KINDS = (NO_OPTIMIZER, NO_GRADIENT, SCALED_CLIP, KEPT, BELOW_EPS, UNUSED)
+
+_TOLD = {NO_OPTIMIZER.name: (NO_OPTIMIZER, "warning"), NO_GRADIENT.name: (NO_GRADIENT, "error")}
+"""What the watched process tells in events, and how grave it is at worst."""

@@ -1,0 +1,226 @@
+"""How the loop is set up, as only the watched process can see it: gradients in no optimizer, optimizers without any.
+
+Both are told once they are sure. Looking costs a few microseconds on the first steps, and one search for optimizers
+where a gradient was found outside those that are known.
+"""
+
+import weakref
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
+
+from gradguard.distributed.wrappers import named_parameters
+from gradguard.monitoring.judge.detectors.loop_setup import NO_GRADIENT, NO_OPTIMIZER
+from gradguard.monitoring.observe.meta import all_optimizers, parameters_of
+from gradguard.monitoring.observe.shared_norms import are_spread, is_captured
+from gradguard.monitoring.observe.step import SetupEvent
+from gradguard.torch_private import version_of
+
+LOOKS = 20
+"""Steps on which gradients are looked for; half of them must bring a new one."""
+
+PATIENCE = 200
+"""Steps after which a parameter that receives gradients should be in an optimizer; one may be made late."""
+
+IDLE_STEPS = 10
+"""Steps without any gradient after which an optimizer is told of."""
+
+_SAMPLE = 64
+
+
+@dataclass(slots=True)
+class _Candidate:
+    """A parameter in no optimizer.
+
+    Attributes:
+        name: Its name.
+        parameter: The parameter, not kept alive.
+        version: How often it had been written at the first look.
+        is_forgotten: Whether most of its model is in optimizers, and its module is in training mode.
+        gradient: The gradient of the last look, not kept alive.
+        gradient_version: How often that had been written.
+        fresh: On how many looks there was a new gradient.
+        sample: Some of its elements at the first gradient.
+        unchanged: Whether these are what they were, at the last look.
+    """
+
+    name: str
+    parameter: weakref.ref
+    version: int
+    is_forgotten: bool
+    gradient: weakref.ref | None = None
+    gradient_version: int = -1
+    fresh: int = 0
+    sample: Tensor | None = None
+    unchanged: Tensor | None = None
+
+    def look(self) -> None:
+        """See whether there is a new gradient."""
+        parameter = self.parameter()
+        gradient = None if parameter is None else parameter.grad
+        if parameter is None or gradient is None or is_captured(parameter):
+            return
+        last = None if self.gradient is None else self.gradient()
+        if last is not gradient or version_of(gradient) != self.gradient_version:
+            self.gradient, self.gradient_version = weakref.ref(gradient), version_of(gradient)
+            self.fresh += 1
+            if self.sample is None:
+                self.sample = _sample(parameter).clone()
+
+    def is_untouched(self) -> bool:
+        """Tell whether it received gradients and, as far as is known at no cost, was not written to; else compare."""
+        parameter = self.parameter()
+        if parameter is None or self.sample is None or 2 * self.fresh < LOOKS:
+            return False
+        self.unchanged = (_sample(parameter) == self.sample).all()
+        return version_of(parameter) == self.version
+
+
+class Unowned:
+    """Parameters that receive gradients step after step and are in no optimizer.
+
+    **Guarantees**: nothing is said of a parameter that somebody writes to, by whatever way, nor where an optimizer
+    holds as many elements that are in no module: master copies of these very parameters.
+
+    Args:
+        modules: The modules that are watched.
+        optimized: The parameters of all optimizers that are known.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module], optimized: Sequence[Tensor]) -> None:
+        self._candidates: dict[int, _Candidate] = {}
+        self._sizes: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()  # those looked at
+        self._looks = self._steps = 0
+        if optimized and not are_spread(optimized):
+            self._find(modules, {id(p): p for p in optimized})
+
+    @property
+    def is_over(self) -> bool:
+        """Whether there is nothing to look for any more."""
+        return not self._candidates
+
+    def before_step(self, optimizer: Optimizer, parameters: Sequence[Tensor]) -> Iterator[SetupEvent]:
+        """Look at the gradients of one step of any optimizer; say what is sure."""
+        if self._sizes.get(optimizer) != len(parameters):
+            self._sizes[optimizer] = len(parameters)
+            self._own(parameters)
+        self._steps += 1
+        if self._looks < LOOKS:
+            self._looks += 1
+            for candidate in self._candidates.values():
+                candidate.look()
+            if self._looks == LOOKS:
+                self._compare()
+        elif self._steps == PATIENCE:
+            yield from self.end()
+
+    def end(self) -> Iterator[SetupEvent]:
+        """Say what is left; by now the model may be gone."""
+        if self._looks < LOOKS:
+            self._compare()
+        left = self._candidates.values()
+        for forgotten in (True, False):
+            yield from _told([one for one in left if one.is_forgotten is forgotten], not forgotten)
+        self._candidates = {}
+
+    def _compare(self) -> None:
+        """Keep those that had gradients and have not been written to."""
+        if any(2 * candidate.fresh >= LOOKS for candidate in self._candidates.values()):
+            for optimizer in all_optimizers():
+                self._own(parameters_of(optimizer))
+        self._candidates = {key: one for key, one in self._candidates.items() if one.is_untouched()}
+
+    def _own(self, parameters: Sequence[Tensor]) -> None:
+        for parameter in parameters:
+            self._candidates.pop(id(parameter), None)
+
+    def _find(self, modules: Sequence[nn.Module], optimized: dict[int, Tensor]) -> None:
+        unnamed = dict(optimized)
+        for module in modules:
+            named = {name: p for name, p in named_parameters(module) if not is_lazy(p)}
+            trained = [p for p in named.values() if p.requires_grad]
+            others = {name: p for name, p in named.items() if p.requires_grad and id(p) not in optimized}
+            trains = _in_training(module) if others else set()
+            front = "" if len(others) < len(trained) else f"{type(module).__name__}."
+            for name, p in named.items():
+                unnamed.pop(id(p), None)
+                if name in others:
+                    forgotten = 2 * len(others) <= len(trained) and id(p) in trains
+                    new = _Candidate(front + name, weakref.ref(p), version_of(p), forgotten)
+                    its = self._candidates.setdefault(id(p), new)
+                    its.is_forgotten = its.is_forgotten and forgotten  # part of several modules
+        elements = sum(one.numel() for one in unnamed.values() if not is_lazy(one))
+        known = [p for candidate in self._candidates.values() if (p := candidate.parameter()) is not None]
+        if elements and elements >= sum(p.numel() for p in known):
+            self._candidates = {}
+
+
+class IdleOptimizers:
+    """Optimizers that step and never had a gradient.
+
+    Attributes:
+        alive: The identities of those that had one.
+    """
+
+    def __init__(self) -> None:
+        self.alive: set[int] = set()
+        self._idle: dict[int | None, _Idle] = {}  # by the place of the optimizer, which may be gone at the end
+
+    def before_step(
+        self, optimizer: Optimizer, place: int | None, parameters: Sequence[Tensor], has_gradients: bool, sure: bool
+    ) -> Iterator[SetupEvent]:
+        """Take note of a step; say what is sure.
+
+        Args:
+            optimizer: The optimizer.
+            place: Which one it is.
+            parameters: Its parameters.
+            has_gradients: Whether one of them has a gradient.
+            sure: Whether backward has run as often, so that gradients went elsewhere.
+
+        Yields:
+            An optimizer without gradients, where there is none with.
+        """
+        if has_gradients:
+            self.alive.add(id(optimizer))
+            self._idle.pop(place, None)
+        elif any(p.requires_grad for p in parameters):
+            idle = self._idle.setdefault(place, _Idle())
+            idle.steps += 1
+            if idle.steps >= IDLE_STEPS and sure and not idle.told and not self.alive:
+                idle.told = True  # nothing that is watched is trained
+                yield SetupEvent(NO_GRADIENT, optimizer=place, value=idle.steps)
+
+    def end(self) -> Iterator[SetupEvent]:
+        """Say what is left: while the run goes on, a later phase of it may bring gradients."""
+        for place, idle in self._idle.items():
+            if idle.steps >= IDLE_STEPS and not idle.told:
+                yield SetupEvent(NO_GRADIENT, optimizer=place, value=idle.steps, harmless=True)
+
+
+@dataclass(slots=True)
+class _Idle:
+    steps: int = 0
+    told: bool = False
+
+
+def _told(found: Sequence[_Candidate], harmless: bool) -> Iterator[SetupEvent]:
+    same = [one.unchanged for one in found if one.unchanged is not None]
+    if same:
+        unchanged = torch.stack([one.to(same[0].device, non_blocking=not same[0].is_cpu) for one in same])
+        names, count = [one.name for one in found], max(one.fresh for one in found)
+        late = not unchanged.is_cpu
+        yield SetupEvent(NO_OPTIMIZER, names, unchanged=unchanged, harmless=harmless, value=count, late=late)
+
+
+def _sample(parameter: Tensor) -> Tensor:
+    return parameter.detach().reshape(-1)[:: max(1, parameter.numel() // _SAMPLE)]  # the first rows may be padding
+
+
+def _in_training(module: nn.Module) -> set[int]:
+    """The parameters of the parts of ``module`` that are in training mode."""
+    return {id(p) for part in module.modules() if part.training for p in part.parameters(recurse=False)}
