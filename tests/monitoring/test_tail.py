@@ -75,14 +75,14 @@ def test_only_what_is_new_is_returned_and_a_torn_line_when_its_rest_comes(path):
     assert not follower.missing
     append(path, text_of(META)[:10])
     assert follower.poll() == []
-    whole = json.dumps(step(0, loss="ü"), ensure_ascii=False).encode()
+    whole = json.dumps(step(0, rule="ü"), ensure_ascii=False).encode()
     cut = whole.index("ü".encode()) + 1  # inside a character
     with path.open("ab") as file:
         file.write(text_of(META)[10:].encode() + whole[:cut])
     assert follower.poll() == [META]
     with path.open("ab") as file:
         file.write(whole[cut:] + b"\n" + text_of(step(1)).encode())
-    assert follower.poll() == [step(0, loss="ü"), step(1)]
+    assert follower.poll() == [step(0, rule="ü"), step(1)]
     assert follower.poll() == []
     assert (follower.restarts, follower.unreadable) == (0, 0)
 
