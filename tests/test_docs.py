@@ -112,7 +112,7 @@ def test_the_example_knows_nothing_of_gradguard_and_runs_under_it(tmp_path):
     assert outputs[0] is not None
     assert outputs[1] is not None
     assert outputs[0].group() == outputs[1].group()
-    assert (tmp_path / "out/report.html").exists()
+    assert (tmp_path / "out/run.html").exists()
 
 
 def test_the_functions_that_the_page_on_architecture_names_are_there():

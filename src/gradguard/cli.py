@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING
 
 from gradguard import __version__
 from gradguard.errors import CommandError, GradguardError
+from gradguard.monitoring.record.text import on_stderr, printable
 
 if TYPE_CHECKING:
     from gradguard.monitoring.judge.conditions import Condition
     from gradguard.monitoring.record.file import Record
 
-_RUN_USAGE = "gradguard run [--out DIR] [--force] [--every N] [--clip RULE] (script.py | -m module) [args ...]"
+_RUN_USAGE = "gradguard run [--out DIR] [--force] [--every N] [--clip RULE] [--argv] (script.py | -m module) [args ...]"
 _INPUT_HELP = (
     "an input of standard normal numbers (integers: 0 and 1), as in x=2,3:float32; float32 without a dtype, x= for a "
     "single number, 0=2,3 for the first by position"
@@ -28,6 +29,7 @@ _FAIL_ON_HELP = (
     "nonfinite, skipped, clip_fraction, max_norm, median_norm, spike_fraction, drift, lock_in, final_loss, overhead, "
     "errors, warnings"
 )
+_OUTPUT_HELP = "the HTML file; by default beside the record, with its name: run.html; report.html for several records"
 _REPLAY_HELP = (
     "norm=1.0, median, autoclip, zclip (zclip=inf without its ceiling of 1.0), clip_fraction=0.05, icefall or adagc; "
     "may be given several times. Default: a choice of them and the recommended threshold"
@@ -56,7 +58,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 return _replay(parsed)
             return _report(parsed.records, parsed.output, parsed.text, parsed.fail_on)
     except GradguardError as error:
-        print(f"gradguard: error: {error}", file=sys.stderr)
+        shown = "\n".join(map(printable, str(error).splitlines()))
+        print(f"gradguard: error: {shown}", file=sys.stderr)
         return 2
 
 
@@ -67,7 +70,7 @@ def _parser() -> argparse.ArgumentParser:
     commands.add_parser("run", usage=_RUN_USAGE, help="observe a training script without a change to it")
     report = commands.add_parser("report", help="draw the record of a run, or of several side by side")
     report.add_argument("records", nargs="+", type=Path, metavar="run.jsonl", help="a record, or the folder it is in")
-    report.add_argument("-o", "--output", type=Path, help="the HTML file; by default report.html beside the record")
+    report.add_argument("-o", "--output", type=Path, help=_OUTPUT_HELP)
     report.add_argument("--text", action="store_true", help="print a few lines of key: value instead of drawing")
     report.add_argument("--fail-on", metavar="CONDITIONS", help=_FAIL_ON_HELP)
     _add_replay(commands.add_parser("replay", help="show what other clipping rules would have done to a run"))
@@ -105,8 +108,9 @@ def _add_check(check: argparse.ArgumentParser) -> None:
 
 def _run_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="gradguard run", usage=_RUN_USAGE, allow_abbrev=False)
-    parser.add_argument("--out", type=Path, metavar="DIR", help="where run.jsonl and report.html go")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="where run.jsonl and run.html go")
     parser.add_argument("--force", action="store_true", help="replace the record that DIR already holds")
+    parser.add_argument("--argv", action="store_true", help="record the arguments as they are: secrets are not hidden")
     parser.add_argument("--every", type=int, metavar="N", help="record each parameter's norm every N steps")
     parser.add_argument("--clip", metavar="RULE", help=_CLIP_HELP)
     return parser
@@ -134,7 +138,11 @@ def _run(argv: Sequence[str]) -> int:
         record = None
     elif record.exists() and not options.force:
         raise CommandError(f"{record} exists: choose another --out, or add --force to replace it.")
-    return _observe(program, [*["-m"] * is_module, *target], record, rule, options.every)
+    from gradguard.monitoring.observe.meta import program_facts
+
+    clip = f"{rule[0]}={rule[1]:g}" if rule else None
+    facts = program_facts([*["-m"] * is_module, *target], clip, keep_arguments=options.argv)
+    return _observe(program, facts, record, rule, options.every, options.force)
 
 
 def _split(argv: Sequence[str]) -> tuple[list[str], list[str], bool]:
@@ -174,25 +182,52 @@ def _recommended(path: Path) -> float:
     return found.threshold
 
 
-def _observe(program, shown: list[str], record: Path | None, rule: tuple[str, float] | None, every: int | None) -> int:
-    from gradguard.monitoring.observe.meta import program_facts
+def _observe(
+    program, facts: dict, record: Path | None, rule: tuple[str, float] | None, every: int | None, force: bool
+) -> int:
     from gradguard.monitoring.observe.observer import AppliedClip, Observer, observe
-    from gradguard.monitoring.observe.script import INTERRUPTED, run
-    from gradguard.monitoring.observe.watch import stop_watching
+    from gradguard.monitoring.observe.script import BY_SIGNAL, run
+    from gradguard.monitoring.observe.watch import children_watched, records_beside, stop_watching
 
     stop_watching()  # where the environment variable asks for a watch, this one is it
+
+    def opened() -> Path | None:  # at the first step: a program without one leaves nothing behind
+        if record is not None and force:
+            record.unlink(missing_ok=True)
+        return record
+
     clip = AppliedClip(*rule, bind=_binder(*rule)) if rule else None
-    facts = program_facts(shown, f"{rule[0]}={rule[1]:g}" if rule else None)
-    observer = Observer(record, facts, clip, every)
+    observer = Observer(opened, facts, clip, every)
     code, process, here = 1, os.getpid(), Path.cwd()
+    before = set(records_beside(record))
     try:
-        with observe(observer):
-            code = run(program)
+        with observe(observer), children_watched(record):
+            code = run(program, in_order=record is not None)
     finally:
-        observer.close(code, interrupted=code == INTERRUPTED)
-        if os.getpid() == process and observer.path is not None:  # not in a child that the script forked
-            _show(observer.path, here)
+        observer.close(code, interrupted=code in BY_SIGNAL)
+        if os.getpid() == process and record is not None:  # not in a child that the script forked
+            new = [path for path in records_beside(record) if path not in before]
+            shown = observer.path or (record if record in new else None)  # a process of rank 0 has written it
+            others = [path for path in new if path != shown]
+            if shown is not None:
+                _show(shown, here)
+            else:
+                on_stderr(_no_step(code, observer.clip_calls, bool(others)))
+            for path in others:
+                print(f"record of a process that it started: {printable(_short(path, here))}")
     return code
+
+
+def _no_step(code: int, clip_calls: int, elsewhere: bool) -> str:
+    if elsewhere:
+        return "this process made no optimizer step, others did; draw one: gradguard report RECORD."
+    if code:
+        return "it ended before its first optimizer step, so there is no record."
+    seen = f"{clip_calls:,} clip calls were seen, but no optimizer step" if clip_calls else "no optimizer step was seen"
+    return (
+        f"{seen}, so there is no record. What is seen is step() of every torch.optim optimizer, and not weights that a "
+        "script or an engine changes by itself."
+    )
 
 
 def _binder(rule: str, threshold: float):
@@ -215,19 +250,23 @@ def _binder(rule: str, threshold: float):
 def _show(record: Path, here: Path) -> None:
     """Draw the report of a finished run and print its summary; a failure here must not hide the script's own."""
     from gradguard.monitoring.record.file import read_record
-    from gradguard.monitoring.show.report import print_summary, write_report
+    from gradguard.monitoring.show.report import page_beside, print_summary, write_report
     from gradguard.monitoring.show.tail import encodable
 
     if not record.exists():  # somebody deleted it, of which they have been warned
         return
     try:
         found = read_record(record)
-        page = write_report([found], record.with_name("report.html"))
+        if not found.steps:  # the page would say nothing
+            why = "".join(f" {event.get('message', '')}." for event in found.events[-1:])
+            on_stderr(f"no optimizer step was recorded, so there is no report.{why} See {_short(record, here)}")
+            return
+        page = write_report([found], page_beside(record))
         with encodable(sys.stdout):
             print_summary(found)
-            print(f"record: {_short(record, here)}\nreport: {_short(page, here)}")
+            print(f"record: {printable(_short(record, here))}\nreport: {printable(_short(page, here))}")
     except Exception as error:
-        print(f"gradguard: the record is in {record}, but its report failed: {error}", file=sys.stderr)
+        on_stderr(f"the record is in {record}, but its report failed: {error}")
 
 
 def _short(path: Path, here: Path) -> str:
@@ -254,7 +293,7 @@ def _tail(parsed: argparse.Namespace) -> int:
 def _report(paths: Sequence[Path], output: Path | None, text: bool, fail_on: str | None = None) -> int:
     from gradguard.monitoring.judge.conditions import parse_conditions
     from gradguard.monitoring.record.file import read_record
-    from gradguard.monitoring.show.report import print_comparison, text_summary, write_report
+    from gradguard.monitoring.show.report import page_beside, print_comparison, text_summary, write_report
 
     conditions = parse_conditions(fail_on) if fail_on is not None else []
     records = [read_record(path) for path in paths]
@@ -263,7 +302,9 @@ def _report(paths: Sequence[Path], output: Path | None, text: bool, fail_on: str
     else:
         if len(records) > 1:
             print_comparison(records)
-        print(f"report: {write_report(records, output or records[0].path.with_name('report.html'))}")
+        first = records[0].path
+        page = output or (page_beside(first) if len(records) == 1 else first.with_name("report.html"))
+        print(f"report: {printable(write_report(records, page))}")
     return _fails(records, conditions)  # after the report, which shows why
 
 
@@ -273,7 +314,7 @@ def _fails(records: Sequence["Record"], conditions: "list[Condition]") -> int:
 
     said = [f"{record.path}: {words}" for record in records for words in holding(conditions, record)]
     for words in said:
-        print(f"gradguard: failed: {words}", file=sys.stderr)
+        on_stderr(f"failed: {words}")
     return 1 if said else 0
 
 

@@ -38,12 +38,14 @@ def test_writer_writes_strict_json(tmp_path, fields, written):
     assert json.loads(path.read_text(encoding="utf-8"), parse_constant=pytest.fail) == {"t": "step"} | written
 
 
-def test_writer_makes_folders_replaces_the_file_and_closes_twice(tmp_path):
+def test_writer_makes_folders_and_closes_twice_and_a_second_one_gets_a_number(tmp_path):
     path = tmp_path / "a" / "b" / "run.jsonl"
-    for _ in range(2):
+    for number in ("", "-2", "-3"):
         writer = RecordWriter(str(path))
-        writer.write("meta", version="0.1.0")
+        assert writer.path.name == f"run{number}.jsonl"
+        writer.write("meta", version=f"0.1.0{number}")
         writer.flush()
+        assert writer.path.read_text(encoding="utf-8") == META.replace("0.1.0", f"0.1.0{number}")
         assert path.read_text(encoding="utf-8") == META
         writer.close()
         writer.close()

@@ -12,8 +12,9 @@ import operator
 import os
 from bisect import bisect_left
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
-from io import BufferedReader
+from io import BufferedReader, FileIO
 from math import isfinite
 from pathlib import Path
 from typing import Any
@@ -79,12 +80,16 @@ class Record:
 
 
 class RecordWriter:
-    """Append lines to a new record; an existing file at that path is replaced.
+    """Append lines to a new record. A file that exists is never replaced: the new one gets a number in its name.
 
-    **Guarantees**: every line is strict JSON; parent folders are made; closing twice is harmless.
+    **Guarantees**: every line is strict JSON; parent folders are made; closing twice is harmless; of several processes
+    that begin at once each has a file of its own.
 
     Args:
-        path: Where the record goes.
+        path: Where the record goes, if nothing is there.
+
+    Attributes:
+        path: Where it is.
 
     Raises:
         RecordError: The file cannot be opened for writing.
@@ -101,15 +106,14 @@ class RecordWriter:
     """
 
     def __init__(self, path: str | Path) -> None:
-        self.path = Path(path)
         self._lines: list[str] = []  # in no buffer of the file's, which a forked child would write once more
         self._size = 0
         try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = self.path.open("wb", buffering=0)
+            Path(path).parent.mkdir(parents=True, exist_ok=True)
+            self.path, self._file = _created(Path(path))
         except OSError as error:
             raise RecordError(
-                f"cannot write a record to {self.path}: {error.strerror or error}. "
+                f"cannot write a record to {path}: {error.strerror or error}. "
                 "Name a folder that you may write to, for example --out runs/first"
             ) from error
 
@@ -214,6 +218,17 @@ def read_record(path: str | Path) -> Record:
 
 
 _ADVICE = "Make one: gradguard run --out DIR train.py"
+
+
+def _created(path: Path) -> tuple[Path, FileIO]:
+    """Open a new file at ``path``, or with a number in its name where that is taken."""
+    if path.exists() and not path.is_file():  # a pipe, or a folder, which is an error
+        return path, path.open("wb", buffering=0)
+    for number in itertools.count(1):
+        free = path if number == 1 else path.with_name(f"{path.stem}-{number}{path.suffix}")
+        with suppress(FileExistsError):
+            return free, free.open("xb", buffering=0)
+    raise AssertionError  # numbers do not end
 
 
 def _plain(value: Any, digits: int = SCALAR_DIGITS) -> Any:

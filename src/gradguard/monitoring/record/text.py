@@ -1,5 +1,8 @@
 """Text from a record, a path or an exception as a terminal may show it: the one place where it is cleaned."""
 
+import sys
+from contextlib import suppress
+
 
 def printable(value: object) -> str:
     r"""Return ``value`` as text that cannot move the cursor, colour a terminal or turn the direction of a line.
@@ -15,6 +18,12 @@ def printable(value: object) -> str:
     if text.isprintable():
         return text
     return "".join(char if char.isprintable() else _escaped(char) for char in text)
+
+
+def on_stderr(message: object) -> None:
+    """Print one line on stderr, whatever became of stderr."""
+    with suppress(Exception):
+        print(f"gradguard: {printable(message)}", file=sys.stderr, flush=True)
 
 
 def _escaped(char: str) -> str:

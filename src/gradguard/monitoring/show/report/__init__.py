@@ -1,6 +1,6 @@
 """What a person reads after a run: one self-contained HTML page, a terminal summary, and plain text."""
 
-from gradguard.monitoring.show.report.page import write_report
+from gradguard.monitoring.show.report.page import page_beside, write_report
 from gradguard.monitoring.show.report.summary import print_comparison, print_summary, text_summary
 
-__all__ = ["print_comparison", "print_summary", "text_summary", "write_report"]
+__all__ = ["page_beside", "print_comparison", "print_summary", "text_summary", "write_report"]

@@ -9,6 +9,7 @@ from gradguard.monitoring.judge.numbers import number, percent, plain_threshold
 from gradguard.monitoring.judge.recommend import Recommendation, recommend
 from gradguard.monitoring.judge.verdict import Verdict, verdict
 from gradguard.monitoring.record.file import FILE_NAME, SCHEMA, Record
+from gradguard.monitoring.record.redaction import redacted
 from gradguard.monitoring.record.steps import by_optimizer
 from gradguard.monitoring.record.text import printable
 from gradguard.monitoring.show.report.advice import Shown, counted, findings_of
@@ -89,7 +90,8 @@ def clip_of(record: Record) -> str:
 def labelled(records: Sequence[Record]) -> list[tuple[Record, str]]:
     """Return each record with what to call it: its file, or its folder, or its path, whichever tells all apart."""
     stems = [record.path.stem for record in records]
-    folders, paths = [_with_folder(record.path) for record in records], [str(record.path) for record in records]
+    folders = [_with_folder(record.path) for record in records]
+    paths = [redacted(str(record.path)) for record in records]
     labels = next((names for names in (stems, folders) if len(set(names)) == len(names)), paths)
     return list(zip(records, labels, strict=True))
 
@@ -265,7 +267,7 @@ def environment(record: Record, judged: Verdict) -> list[tuple[str, str]]:
         ("Wall-clock time", f"{end['wall']:,.1f} s" if end.get("wall") is not None else ""),
         ("Observing cost", _cost(judged, end)),
         ("Ended", _ending(record)),
-        ("Record", str(record.path)),
+        ("Record", redacted(str(record.path))),
     ]
     return [(label, value) for label, value in rows if value]
 
