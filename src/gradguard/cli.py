@@ -213,6 +213,8 @@ def _observe(
                 _show(shown, here)
             else:
                 on_stderr(_no_step(code, observer.clip_calls, bool(others)))
+            if rule is not None and [path for path in new if path != observer.path]:
+                on_stderr("--clip acts in this process alone: the processes that it started were watched, not clipped.")
             for path in others:
                 print(f"record of a process that it started: {printable(_short(path, here))}")
     return code

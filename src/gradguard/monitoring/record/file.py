@@ -304,7 +304,7 @@ class _Run:
 
 
 def _read(path: Path, file: BufferedReader) -> Record:
-    _refuse_at_once(path, file.peek(64)[:64])
+    refuse_at_once(path, file.peek(64)[:64])
     run, last_is_bad = None, ""
     for number, raw in _lines_of(file):
         if run is not None and last_is_bad:  # it was not the last
@@ -328,8 +328,16 @@ def _read(path: Path, file: BufferedReader) -> Record:
     return run.record(path, torn=bool(last_is_bad))
 
 
-def _refuse_at_once(path: Path, head: bytes) -> None:
-    """Refuse what cannot be a record by its first bytes, however long it is."""
+def refuse_at_once(path: Path, head: bytes) -> None:
+    """Refuse what cannot be a record by its first bytes, however long it is.
+
+    Args:
+        path: The file.
+        head: Its first bytes, some dozens.
+
+    Raises:
+        RecordError: It is something else.
+    """
     if head.startswith(_GZIP):
         raise RecordError(f"{path} is compressed: gunzip it first.")
     start = head.removeprefix(_BOM).lstrip()

@@ -7,7 +7,7 @@ from typing import Any
 
 from gradguard.errors import RecordError
 from gradguard.monitoring.record.fields import LONGEST_LINE, begins_run, parse_line
-from gradguard.monitoring.record.file import FILE_NAME
+from gradguard.monitoring.record.file import FILE_NAME, refuse_at_once
 
 READ_AT_ONCE = 16 * 2**20
 """A longer record is not read whole when it is met: its first line and as much of its end as this are."""
@@ -99,6 +99,9 @@ class JsonlReader:
             self._forget()
             self.restarts += 1
         self._identity = identity
+        if not self._offset:
+            refuse_at_once(self.path, file.read(64))
+            file.seek(0)
         head = self._skip(file, found.st_size) if not self._offset else []
         file.seek(self._offset)
         content = file.read(max(0, min(found.st_size - self._offset, READ_AT_ONCE + LONGEST_LINE)))

@@ -7,16 +7,17 @@ from pathlib import Path
 
 HIDDEN = "***"
 
+# What may stand before a match keeps the search linear: an argument may have 100,000 characters.
 _NAME = r"(?:api[-_]?key|access[-_]?key|private[-_]?key|key|token|pass(?:word|wd|phrase)|pwd|secret|credentials?|auth)"
 _FIELD = rf"(?:[\w.+-]*[-_.])?{_NAME}"
 _OPTION = re.compile(rf"-{{0,2}}{_FIELD}", re.IGNORECASE)
 _ASSIGNED = re.compile(rf"(-{{0,2}}{_FIELD}=).+", re.IGNORECASE | re.DOTALL)
-_INSIDE = re.compile(rf"""(?<![\w-])({_FIELD}["']?\s*[=:]\s*)("[^"]*"|'[^']*'|[^\s"',;&}}]+)""", re.IGNORECASE)
+_INSIDE = re.compile(rf"""(?<![\w.+-])({_FIELD}["']?\s*[=:]\s*)("[^"]*"|'[^']*'|[^\s"',;&}}]+)""", re.IGNORECASE)
 _HEADER = re.compile(r"\b(bearer|basic)\s+[\w.~+/=-]{8,}", re.IGNORECASE)
-_PASSWORD_IN_URL = re.compile(r"([a-z][a-z0-9+.-]*://[^\s:/@]*):[^\s]*@", re.IGNORECASE)
-_USER_IN_URL = re.compile(r"([a-z][a-z0-9+.-]*://)[^\s:/@]{16,}@", re.IGNORECASE)
+_PASSWORD_IN_URL = re.compile(r"(?<![a-z0-9+.-])([a-z][a-z0-9+.-]*://[^\s:/@]*):[^\s]*@", re.IGNORECASE)
+_USER_IN_URL = re.compile(r"(?<![a-z0-9+.-])([a-z][a-z0-9+.-]*://)[^\s:/@]{16,}@", re.IGNORECASE)
 _TOKENS = re.compile(
-    r"\b(?:sk-[\w-]{16,}|hf_\w{16,}|gh[oprsu]_\w{16,}|github_pat_\w{16,}|glpat-[\w-]{16,}|xox[abeprs]-[\w-]{10,}"
+    r"(?<![\w-])(?:sk-[\w-]{16,}|hf_\w{16,}|gh[oprsu]_\w{16,}|github_pat_\w{16,}|glpat-[\w-]{16,}|xox[abeprs]-[\w-]{10,}"
     r"|(?:AKIA|ASIA)[A-Z0-9]{12,}|AIza[\w-]{30,}|eyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]*|npm_\w{30,}|pypi-[\w-]{16,})"
 )
 
