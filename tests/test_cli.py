@@ -324,6 +324,7 @@ def test_a_script_without_a_step_leaves_nothing_but_a_message(run, capfd, source
 def test_force_replaces_and_without_it_a_record_that_comes_in_between_is_kept(run, capfd):
     for _ in range(2):
         run(STEP)
+        assert "GRADGUARD" not in os.environ
     assert sorted(os.listdir("out")) == ["run.html", "run.jsonl"]
     Path("train.py").write_text(f"import pathlib; pathlib.Path('new/run.jsonl').write_text('precious')\n{STEP}")
     Path("new").mkdir()
@@ -501,6 +502,26 @@ def test_a_wrong_command_line_shows_usage(arguments, capsys):
     with pytest.raises(SystemExit, match="2"):
         main(arguments)
     assert "usage: gradguard" in capsys.readouterr().err
+
+
+def test_what_is_to_be_known_of_a_record_is_said_wherever_its_numbers_are_shown(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(report, "write_report", empty_page)
+    steps = "".join(f'{{"t": "step", "i": {i}, "norm": 1.0}}\n' for i in range(30))
+    Path("run.jsonl").write_text(f'{{"t": "meta"}}\n{steps}{{"t": "meta"}}\nbroken\n{steps}')
+    told = (
+        "run.jsonl: Left out of the record because they cannot be meant: 1 damaged line (the first: line 33: Expecting",
+        "run.jsonl: The file holds 2 runs one after the other: this is the last, and nothing of the others.",
+    )
+    for command in (["report", "run.jsonl"], ["replay", "run.jsonl"], ["run", "--clip", "from=run.jsonl", "none.py"]):
+        main(command)
+        err = capsys.readouterr().err
+        assert all(words in err for words in told), command
+    assert main(["report", "--text", "run.jsonl"]) == 0
+    captured = capsys.readouterr()
+    assert "warning_1: Left out of the record" in captured.out
+    assert "steps: 30\n" in captured.out
+    assert captured.err == ""
 
 
 def test_report_redraws_one_run_or_several_and_tolerates_a_torn_line(run, capfd):

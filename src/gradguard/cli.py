@@ -176,7 +176,9 @@ def _recommended(path: Path) -> float:
     from gradguard.monitoring.judge.recommend import recommend
     from gradguard.monitoring.record.file import read_record
 
-    found = recommend(read_record(path))
+    record = read_record(path)
+    _tell_notes([record])
+    found = recommend(record)
     if found.threshold is None:
         raise CommandError(f"--clip from={path}: that record recommends no threshold: {found.reason}")
     return found.threshold
@@ -302,6 +304,7 @@ def _report(paths: Sequence[Path], output: Path | None, text: bool, fail_on: str
     if text:
         print("\n\n".join(text_summary(record) for record in records))
     else:
+        _tell_notes(records)
         if len(records) > 1:
             print_comparison(records)
         first = records[0].path
@@ -320,11 +323,21 @@ def _fails(records: Sequence["Record"], conditions: "list[Condition]") -> int:
     return 1 if said else 0
 
 
+def _tell_notes(records: Sequence["Record"]) -> None:
+    """Say on stderr what is to be known before the numbers of a record are believed."""
+    from gradguard.monitoring.show.report.summary import notes
+
+    for record in records:
+        for note in notes(record):
+            on_stderr(f"{record.path}: {note}")
+
+
 def _replay(parsed: argparse.Namespace) -> int:
     from gradguard.monitoring.judge.replay import print_replay, what_if
     from gradguard.monitoring.record.file import read_record
 
     records = [read_record(path) for path in parsed.records]
+    _tell_notes(records)
     tables = [what_if(record, parsed.rule) for record in records]
     for record, rows in zip(records, tables, strict=True):
         print_replay(record, rows)
