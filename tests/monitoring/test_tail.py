@@ -206,9 +206,25 @@ def test_a_pipe_is_refused_rather_than_waited_for(path):
 
 def test_a_line_without_end_is_refused(path, monkeypatch):
     monkeypatch.setattr(follow, "LONGEST_LINE", 1000)
-    path.write_text("x" * 2000)
+    path.write_text("{" * 2000)
     with pytest.raises(RecordError, match=r"a line is longer than 1000 bytes"):
         JsonlReader(path).poll()
+
+
+@pytest.mark.parametrize(("head", "words"), [(b"\0\0", "line 1 is not"), (b"\x1f\x8b\x08", "is compressed: gunzip")])
+def test_what_is_no_record_is_refused_by_its_first_bytes(path, head, words):
+    path.write_bytes(head)
+    os.truncate(path, 2**31)  # a hole
+    with pytest.raises(RecordError, match=words):
+        JsonlReader(path).poll()
+
+
+def test_another_run_in_the_same_file_begins_anew(path):
+    path.write_text(text_of(META, step(0), step(1), event(1)) + '{"t": "step", "i"' + text_of(META, step(0)))
+    watched = Watched(path)
+    watched.look()
+    assert (watched.run.last, len(watched.run.events)) == (step(0), 0)
+    assert "a new run took the place of the one before" in watched.status(time.time())[0]
 
 
 # --- what is known ----------------------------------------------------------------------------------------------------
