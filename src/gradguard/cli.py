@@ -218,7 +218,7 @@ def _observe(
             if rule is not None and [path for path in new if path != observer.path]:
                 on_stderr("--clip acts in this process alone: the processes that it started were watched, not clipped.")
             for path in others:
-                print(f"record of a process that it started: {printable(_short(path, here))}")
+                on_stderr(f"a process that it started has the record {_short(path, here)}")
     return code
 
 

@@ -24,10 +24,11 @@ from gradguard.monitoring.show.tail import Watched
 from gradguard.monitoring.show.tail_view import event_line, fitting_view, line
 
 NASTY: tuple[Any, ...] = (
-    None, True, False, 0, -1, 1, 7, 10**6, 2**53, -(2**63), 10**30, 10**400, 0.0, -0.0, 0.5, 1e-320, 1e-300,
-    1.7e308, -1.7e308, math.nan, math.inf, -math.inf, "", "nan", "[bold]x[/bold]", "\x1b[2J\x9b\u202e\u2066\x00\r\n",
-    "\ud800", "é" * 300, [], [[]], [None], [1, 2], [3, 0.5], [-1, 0.5], [10**30, 0.5], ["norm", None, None],
-    [["norm", 1.0, 0.5]], [1e308] * 9, {}, {"t": "meta"}, {"name": {}}, {"a": [1]}, "</script><script>",
+    None, True, False, 0, -1, 1, 7, 10**6, 2**53, -(2**63), 10**30, 10**200, 10**400, 0.0, -0.0, 0.5, 1e-320,
+    1e-300, 1.7e308, -1.7e308, math.nan, math.inf, -math.inf, "", "nan", "[bold]x[/bold]", "\ud800",
+    "\x1b[2J\x9b\u202e\u2066\x00\r\n", "é" * 300, [], [[]], [None], [1, 2], [3, 0.5], [-1, 0.5], [10**30, 0.5],
+    ["norm", None, None], [["norm", 1.0, 0.5]], [1e308] * 9, [10**200] * 9, {}, {"t": "meta"}, {"name": {}}, {"a": [1]},
+    "</script><script>",
 )  # fmt: skip
 CONDITIONS = parse_conditions(
     "nonfinite>0,skipped>0,clip_fraction>0,max_norm>0,median_norm>0,spike_fraction>0,drift>0,lock_in>0,final_loss>0,"

@@ -293,7 +293,7 @@ def test_spawned_children_are_seen_by_the_command_too(python, tmp_path, main, ow
     names = records(tmp_path / "out")
     assert len(names) == 2 + len(own)
     assert sorted(len(read_record(tmp_path / "out" / name).steps) for name in names) == [*own, 3, 4]
-    assert done.stdout.count("record of a process that it started: out/run.") == 2
+    assert done.stderr.count("a process that it started has the record out/run.") == 2
     assert ("this process made no optimizer step, others did" in done.stderr) is not bool(own)
     assert ("report: out/run.html" in done.stdout) is bool(own)
     assert "--clip acts in this process alone: the processes that it started were watched, not clipped" in done.stderr

@@ -129,7 +129,7 @@ FIELDS = {
     "skipped": ["1", '"no"'],
     "nonfinite": ["-1", "0.5", "null", "true"],
     "optimizer": ['"0"', "-1", "1.0"],
-    "top": ["3", "[3]", "[3, null]", "[-1, 0.5]", "[0.5, 0.5]", '["w", 0.5]'],
+    "top": ["3", "[3]", "[3, null]", "[-1, 0.5]", "[0.5, 0.5]", '["w", 0.5]', "[3, -0.1]", "[3, true]"],
     "clips": ["{}", '["norm"]', '[["norm", 1.0]]', '[["norm", "1", null]]'],
     "noise_scale": ['"900"'],
 }
@@ -150,6 +150,7 @@ def test_a_field_that_cannot_be_meant_is_left_out_and_counted(tmp_path, key, val
         ('{"t": "step", "i": 0, "norm": NaN, "loss": -Infinity}', {"norm": None, "loss": None}),
         ('{"t": "step", "i": 0, "norm": 1e308, "later": {"a": ["x"]}}', {"norm": 1e308, "later": {"a": ["x"]}}),
         ('{"t": "step", "i": 0, "rule": "a\\u001b[1m\\u202e\\ud800"}', {"rule": r"a\x1b[1m\u202e\ud800"}),
+        (f'{{"t": "step", "i": 0, "norm": {10**200}, "loss": -3}}', {"norm": 1e200, "loss": -3}),
         ('{"t": "step", "i": 0, "clips": [["norm", 1.0, null]]}\r', {"clips": [["norm", 1.0, None]]}),
     ],
 )  # fmt: skip

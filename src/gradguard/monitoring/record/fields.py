@@ -9,6 +9,7 @@ import re
 import sys
 from collections.abc import Callable, Mapping
 from math import isfinite
+from operator import is_
 from typing import Any
 
 from gradguard.monitoring.record.text import printable
@@ -23,7 +24,7 @@ _BAD = object()
 _LARGEST = sys.float_info.max
 _MOST = 2**53
 _NUMBERS = (int, float)  # and not bool, which is an int
-_NUMBER_TYPES, _NUMBER_OR_NULL = {int, float}, {int, float, type(None)}
+_FLOATS = {float}
 
 
 def parse_line(raw: bytes) -> tuple[dict[str, Any], int]:
@@ -120,12 +121,19 @@ def _check_parameters(meta: dict[str, Any]) -> int:
 
 def _number(value: Any) -> Any:
     """A number; None for one that was not finite."""
-    return value if value is None or (type(value) in _NUMBERS and -_LARGEST <= value <= _LARGEST) else _BAD
+    if value is None or (type(value) is float and -_LARGEST <= value <= _LARGEST):
+        return value
+    if type(value) is not int or not -_LARGEST <= value <= _LARGEST:
+        return _BAD
+    return value if -_MOST < value < _MOST else float(value)  # what is computed with it overflows as floats do
 
 
 def _amount(value: Any) -> Any:
     """A number of at least 0; None for one that was not finite."""
-    return value if value is None or (type(value) in _NUMBERS and 0 <= value <= _LARGEST) else _BAD
+    if type(value) is float and 0 <= value <= _LARGEST:
+        return value
+    kept = _number(value)
+    return kept if kept is None or kept is _BAD or kept >= 0 else _BAD
 
 
 def _seconds(value: Any) -> Any:
@@ -154,27 +162,18 @@ def _list(value: Any) -> Any:
 
 def _numbers(value: Any) -> Any:
     """A list of numbers, with None for those that were not finite."""
-    return value if type(value) is list and _are_numbers(value) else _BAD
+    if type(value) is not list:
+        return _BAD
+    return value if set(map(type, value)) == _FLOATS and isfinite(sum(value)) else _each_number(value)
 
 
 def _amounts(value: Any) -> Any:
     """A list of numbers of at least 0, with None for those that were not finite."""
-    if type(value) is not list or not _are_numbers(value):
+    if type(value) is not list:
         return _BAD
-    try:
-        return value if not value or min(value) >= 0 else _BAD
-    except TypeError:  # there is a None
-        return value if all(number is None or number >= 0 for number in value) else _BAD
-
-
-def _are_numbers(values: list[Any]) -> bool:
-    kinds = set(map(type, values))
-    try:
-        if kinds <= _NUMBER_TYPES and isfinite(sum(values)):  # then each of them is: fast, for nearly every line
-            return True
-    except OverflowError:  # an integer beyond all floats
-        return False
-    return kinds <= _NUMBER_OR_NULL and all(number is None or -_LARGEST <= number <= _LARGEST for number in values)
+    if set(map(type, value)) == _FLOATS and isfinite(sum(value)) and min(value) >= 0:  # nearly every line, and fast
+        return value
+    return _each_amount(value)
 
 
 def _each(rule: Rule) -> Rule:
@@ -182,15 +181,19 @@ def _each(rule: Rule) -> Rule:
         if type(value) is not list:
             return _BAD
         kept = [rule(item) for item in value]
-        return _BAD if any(item is _BAD for item in kept) else value if kept == value else kept
+        return _BAD if any(item is _BAD for item in kept) else value if all(map(is_, kept, value)) else kept
 
     return check
 
 
+_each_number, _each_amount = _each(_number), _each(_amount)
+
+
 def _top(value: Any) -> Any:
     """A parameter, and its share of the squared norm."""
-    sound = type(value) is list and len(value) == 2 and _count(value[0]) is not _BAD
-    return value if sound and value[1] is not None and _amount(value[1]) is not _BAD else _BAD
+    if type(value) is not list or len(value) != 2 or _count(value[0]) is _BAD or type(value[1]) not in _NUMBERS:
+        return _BAD
+    return value if 0 <= value[1] <= _MOST else _BAD
 
 
 def _clip(value: Any) -> Any:
