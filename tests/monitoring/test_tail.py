@@ -230,6 +230,12 @@ def test_another_run_in_the_same_file_begins_anew(path):
 # --- what is known ----------------------------------------------------------------------------------------------------
 
 
+def test_norms_that_cannot_be_squared_have_no_shares():
+    run = RunState()
+    run.add({"t": "tensors", "i": 0, "norm": [1e200, 1.0]})
+    assert run.largest_layers(5) == []
+
+
 def test_memory_does_not_grow_with_the_run():
     run = RunState()
     for i in range(3 * MOST_BUCKETS):
