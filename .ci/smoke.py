@@ -32,5 +32,5 @@ Path("train.py").write_text(
 )
 command = [str(Path(sys.executable).with_name("gradguard")), "run", "--out", "out", "--clip", "norm=1", "train.py"]
 subprocess.run(command, check=True)
-assert Path("out/report.html").stat().st_size > 100_000
+assert Path("out/run.html").stat().st_size > 100_000
 print("the wheel works")

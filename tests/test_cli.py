@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from gradguard.cli import main
-from gradguard.errors import UnsupportedGradientError
+from gradguard.errors import RecordError, UnsupportedGradientError
 from gradguard.monitoring.record.file import Record, read_record
 from gradguard.monitoring.show import report
 
@@ -48,7 +48,7 @@ def empty_page(records: list[Record], path: Path) -> Path:
 
 @pytest.fixture
 def run(tmp_path, monkeypatch, capfd, others_unseen):
-    """Run a script under observation in a folder of its own; returns the exit code and the record."""
+    """Run a script under observation in a folder of its own; returns the exit code and the record, if need be empty."""
     monkeypatch.chdir(tmp_path)
     for name, value in (("argv", sys.argv), ("path", list(sys.path))):
         monkeypatch.setattr(sys, name, value)
@@ -59,9 +59,14 @@ def run(tmp_path, monkeypatch, capfd, others_unseen):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(report, "write_report", empty_page)  # drawing takes longer than all the rest
             code = main(["run", "--out", "out", "--force", *options, "train.py", *arguments])
-        return code, read_record("out")
+        return code, read_record("out") if Path("out").exists() else Record(
+            Path("out"), {}, [], [], [], None, torn=False
+        )
 
     return go
+
+
+STEP = "import torch; p = torch.nn.Parameter(torch.ones(1)); p.sum().backward(); torch.optim.SGD([p]).step()"
 
 
 def script(setup: str = "", clip: str = "pass", end: str = "pass") -> str:
@@ -371,12 +376,12 @@ def test_arguments_reach_the_script_even_those_that_look_like_ours(run):
     source = (
         "import sys, json, pathlib; pathlib.Path('norms.json').write_text(json.dumps([sys.argv, __name__, __file__]))"
     )
-    code, record = run(source, arguments=("--clip", "x", "-m", "--out=y"))
+    code, _ = run(source, arguments=("--clip", "x", "-m", "--out=y"))
     argv, name, file = saved()
     assert argv == ["train.py", "--clip", "x", "-m", "--out=y"]
     assert name == "__main__"
     assert Path(file) == Path("train.py").absolute()
-    assert record.steps == []
+    assert not Path("out").exists()
     assert code == 0
 
 
@@ -412,7 +417,102 @@ def test_how_a_script_ends_is_passed_on_and_what_was_seen_is_kept(run, capfd, en
     assert len(record.steps) == 4
     assert record.end["exit"] == code
     assert record.end["interrupted"] == (code == 130)
-    assert Path("out/report.html").exists()
+    assert Path("out/run.html").exists()
+
+
+NO_STEP = {
+    "no torch": ("print('hello')", 0, "no optimizer step was seen, so there is no record"),
+    "help": ("import argparse; argparse.ArgumentParser().parse_args(['-h'])", 0, "no optimizer step was seen"),
+    "a missing import": ("import torch, no_such_package", 1, "it ended before its first optimizer step"),
+    "only clips": (
+        "import torch; p = torch.ones(1, requires_grad=True); p.sum().backward(); "
+        "torch.nn.utils.clip_grad_norm_([p], 1.0)",
+        0,
+        "1 clip calls were seen, but no optimizer step, so there is no record",
+    ),
+}
+
+
+@pytest.mark.parametrize(("source", "code", "words"), NO_STEP.values(), ids=NO_STEP.keys())
+def test_a_script_without_a_step_leaves_nothing_but_a_message(run, capfd, source, code, words):
+    Path("out").mkdir()
+    Path("out/run.jsonl").write_text("precious")
+    with pytest.raises(RecordError, match="is not a gradguard record"):
+        run(source)  # with --force
+    assert os.listdir("out") == ["run.jsonl"]
+    assert Path("out/run.jsonl").read_text(encoding="utf-8") == "precious"
+    captured = capfd.readouterr()
+    assert words in captured.err
+    assert "report:" not in captured.out
+    assert main(["run", "--out", "other", "train.py"]) == code
+    assert not Path("other").exists()
+
+
+def test_force_replaces_and_without_it_a_record_that_comes_in_between_is_kept(run, capfd):
+    for _ in range(2):
+        run(STEP)
+        assert "GRADGUARD" not in os.environ
+    assert sorted(os.listdir("out")) == ["run.html", "run.jsonl"]
+    Path("train.py").write_text(f"import pathlib; pathlib.Path('new/run.jsonl').write_text('precious')\n{STEP}")
+    Path("new").mkdir()
+    assert main(["run", "--out", "new", "train.py"]) == 0
+    assert sorted(os.listdir("new")) == ["run-2.html", "run-2.jsonl", "run.jsonl"]
+    assert Path("new/run.jsonl").read_text(encoding="utf-8") == "precious"
+    captured = capfd.readouterr()
+    assert "new/run.jsonl exists and is kept: this run is recorded in run-2.jsonl" in captured.err
+    assert "report: new/run-2.html" in captured.out
+
+
+def test_secrets_of_the_command_line_are_recorded_only_where_that_is_asked_for(run, capfd):
+    arguments = ("--api-key", "sk-abc", f"--data={Path.cwd()}/here", "postgres://me:pw@host/db")
+    _, record = run(STEP, arguments=arguments)
+    assert record.meta["argv"] == ["train.py", "--api-key", "***", "--data=here", "postgres://me:***@host/db"]
+    _, record = run(STEP, "--argv", arguments=arguments)
+    assert record.meta["argv"] == ["train.py", *arguments]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("before", "code", "ended"),
+    [
+        ("", 143, {"exit": 143, "interrupted": True}),
+        ("signal.signal(signal.SIGTERM, lambda *_: sys.exit(7))", 7, {"exit": 7, "interrupted": False}),
+        ("signal.signal(signal.SIGTERM, signal.SIG_IGN)", 0, {"exit": 0, "interrupted": False}),
+        ("threading.Thread(target=lambda: time.sleep(1)).start()", 143, {"exit": 143, "interrupted": True}),
+    ],
+)
+def test_sigterm_ends_a_script_as_ctrl_c_does_unless_it_has_a_handler(tmp_path, before, code, ended):
+    end = "if step == 3: os.kill(os.getpid(), 15); os.path.exists('.')"
+    source = f"import os, signal, sys, threading, time\n{script(setup=before, end=end)}"
+    tmp_path.joinpath("train.py").write_text(source)
+    command = [sys.executable, "-m", "gradguard", "run", "--out", "out", "train.py"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=240)
+    assert done.returncode == code, done.stderr
+    assert "report: out/run.html" in done.stdout
+    assert "Traceback" not in done.stderr
+    record = read_record(tmp_path / "out")
+    assert len(record.steps) == (6 if code == 0 else 4)
+    assert {key: record.end[key] for key in ended} == ended
+
+
+@pytest.mark.slow
+def test_sigterm_ends_a_forked_child_as_it_would_without_us(tmp_path):
+    source = f"""
+import os, signal, time
+{STEP}
+child = os.fork()
+if not child:
+    try:
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(60)
+    finally:
+        os._exit(9)
+print("ended by", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+    tmp_path.joinpath("train.py").write_text(source)
+    command = [sys.executable, "-m", "gradguard", "run", "--out", "out", "train.py"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=240, check=True)
+    assert "ended by -15" in done.stdout
 
 
 INTERRUPTIBLE = """
@@ -459,7 +559,7 @@ def test_a_forked_child_writes_nothing(run):
     assert [step["i"] for step in record.steps] == list(range(6))
 
 
-def test_a_failure_of_the_observer_never_reaches_the_script(run, monkeypatch):
+def test_a_failure_of_the_observer_never_reaches_the_script(run, monkeypatch, capfd):
     def broken(gradients):
         raise ZeroDivisionError("inside the observer")
 
@@ -470,6 +570,8 @@ def test_a_failure_of_the_observer_never_reaches_the_script(run, monkeypatch):
     (event,) = record.events
     assert event["kind"] == "observer_failed"
     assert "ZeroDivisionError: inside the observer" in event["message"]
+    assert "so there is no report. gradguard stopped measuring: ZeroDivisionError" in capfd.readouterr().err
+    assert not Path("out/run.html").exists()
 
 
 def test_a_clip_that_cannot_be_made_stops_the_run(run, monkeypatch, capfd):
@@ -508,7 +610,6 @@ def test_a_clip_that_cannot_be_made_stops_the_run(run, monkeypatch, capfd):
         (["report", "none.jsonl"], "no record at none.jsonl"),
         (["report", "ok.py"], "not a gradguard record"),
         (["report", "empty.jsonl"], "is empty"),
-        (["report", "broken.jsonl"], "broken at line 2"),
     ],
 )
 def test_bad_input_gets_a_clear_error_and_exit_code_2(tmp_path, monkeypatch, capsys, arguments, words):
@@ -517,7 +618,6 @@ def test_bad_input_gets_a_clear_error_and_exit_code_2(tmp_path, monkeypatch, cap
     Path("broken.py").write_text("def (")
     Path("empty.jsonl").touch()
     Path("short.jsonl").write_text('{"t": "meta"}\n{"t": "step", "i": 0, "norm": 1.0}\n')
-    Path("broken.jsonl").write_text('{"t": "meta"}\n{"t": "st\n{"t": "end"}\n')
     Path("taken").mkdir()
     Path("taken/run.jsonl").write_text("precious")
     assert main(arguments) == 2
@@ -536,13 +636,33 @@ def test_a_wrong_command_line_shows_usage(arguments, capsys):
     assert "usage: gradguard" in capsys.readouterr().err
 
 
+def test_what_is_to_be_known_of_a_record_is_said_wherever_its_numbers_are_shown(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(report, "write_report", empty_page)
+    steps = "".join(f'{{"t": "step", "i": {i}, "norm": 1.0}}\n' for i in range(30))
+    Path("run.jsonl").write_text(f'{{"t": "meta"}}\n{steps}{{"t": "meta"}}\nbroken\n{steps}')
+    told = (
+        "run.jsonl: Left out of the record because they cannot be meant: 1 damaged line (the first: line 33: Expecting",
+        "run.jsonl: The file holds 2 runs one after the other: this is the last, and nothing of the others.",
+    )
+    for command in (["report", "run.jsonl"], ["replay", "run.jsonl"], ["run", "--clip", "from=run.jsonl", "none.py"]):
+        main(command)
+        err = capsys.readouterr().err
+        assert all(words in err for words in told), command
+    assert main(["report", "--text", "run.jsonl"]) == 0
+    captured = capsys.readouterr()
+    assert "warning_1: Left out of the record" in captured.out
+    assert "steps: 30\n" in captured.out
+    assert captured.err == ""
+
+
 def test_report_redraws_one_run_or_several_and_tolerates_a_torn_line(run, capfd):
     run(script())
     with open("out/run.jsonl", "a") as file:
         file.write('{"t": "step", "i": 6, "no')
-    Path("out/report.html").unlink()
+    Path("out/run.html").unlink()
     assert main(["report", "out/run.jsonl"]) == 0
-    assert Path("out/report.html").exists()
+    assert Path("out/run.html").exists()
     assert main(["report", "out", "out/run.jsonl", "-o", "both.html"]) == 0
     assert Path("both.html").exists()
     assert main(["report", "out", "--text"]) == 0
@@ -593,7 +713,7 @@ def test_an_output_without_unicode_gets_question_marks(tmp_path, monkeypatch, ot
         path.parent.mkdir(exist_ok=True)
         path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
     Path("wrong_kernel.py").write_text(WRONG, encoding="utf-8")
-    Path("train.py").write_text("import torch", encoding="utf-8")
+    Path("train.py").write_text(STEP, encoding="utf-8")
     output = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
     monkeypatch.setattr(sys, "stdout", output)
     assert main(arguments) == code
@@ -847,9 +967,9 @@ assert float(step()) == 5.0
 
 
 def test_a_script_that_changes_the_folder_keeps_its_report(tmp_path, run):
-    Path("train.py").write_text("import os; os.makedirs('elsewhere'); os.chdir('elsewhere')")
+    Path("train.py").write_text(f"import os; os.makedirs('elsewhere'); os.chdir('elsewhere')\n{STEP}")
     assert main(["run", "--out", "out", "train.py"]) == 0
-    assert (tmp_path / "out/report.html").exists()
+    assert (tmp_path / "out/run.html").exists()
 
 
 def test_a_module_without_init_and_threads(run):
@@ -999,9 +1119,9 @@ def test_the_command_for_a_module_names_the_module(run, capfd):
 
 
 def test_paths_are_shown_from_where_the_user_stands(run, capfd):
-    Path("train.py").write_text("import os; os.chdir('/')")
+    Path("train.py").write_text(f"import os; os.chdir('/')\n{STEP}")
     assert main(["run", "--out", "out", "train.py"]) == 0
-    assert "report: out/report.html" in capfd.readouterr().out
+    assert "report: out/run.html" in capfd.readouterr().out
 
 
 def test_several_optimizers_get_no_common_threshold(run):

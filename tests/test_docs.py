@@ -105,7 +105,7 @@ def test_links_and_pictures_exist(page):
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_option_that_is_shown_exists(page):
     shown = set(re.findall(r"^\$ gradguard \w+ .*$", page.read_text(encoding="utf-8"), flags=re.MULTILINE))
-    known = {"--out", "--force", "--every", "--clip", "-o", "--output", "--text", "-m"}
+    known = {"--out", "--force", "--every", "--clip", "--argv", "-o", "--output", "--text", "-m"}
     known |= {"--input", "--seed", "--exhaustive", "--order", "--reference"}
     known |= {"--fail-on", "--rule", "--once", "--lines"}
     known |= {"--steps", "--no-report", "--seeds", "--record", "--json", "--on-finding"}
@@ -134,7 +134,7 @@ def test_the_example_knows_nothing_of_gradguard_and_runs_under_it(tmp_path):
     assert outputs[0] is not None
     assert outputs[1] is not None
     assert outputs[0].group() == outputs[1].group()
-    assert (tmp_path / "out/report.html").exists()
+    assert (tmp_path / "out/run.html").exists()
 
 
 def test_the_functions_that_the_page_on_architecture_names_are_there():

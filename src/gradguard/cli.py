@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from gradguard import __version__
 from gradguard.errors import CommandError, GradguardError
+from gradguard.monitoring.record.text import on_stderr, printable
 
 if TYPE_CHECKING:
     from gradguard.clip.each_optimizer import ClipEachOptimizer
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
 _RUN_USAGE = (
     "gradguard run [--out DIR] [--force] [--every N] [--clip RULE] [--steps N] [--seed N] [--no-report] "
-    "[--on-finding COMMAND] (script.py | -m module) [args ...]"
+    "[--on-finding COMMAND] [--argv] (script.py | -m module) [args ...]"
 )
 _TUNE_USAGE = (
     "gradguard tune [--steps N] [--seeds K] [--rule RULE ...] [--record RECORD] [--out DIR] [--force] [--json] "
@@ -43,6 +44,7 @@ _ON_FINDING_HELP = (
 )
 _TEXT_HELP = "print a few lines of key: value instead of drawing"
 _JSON_HELP = "print the same as JSON: an object, of several records a list of them"
+_OUTPUT_HELP = "the HTML file; by default beside the record, with its name: run.html; report.html for several records"
 _REPLAY_HELP = (
     "norm=1.0, median, autoclip, zclip (zclip=inf without its ceiling of 1.0), clip_fraction=0.05, icefall or adagc; "
     "may be given several times. Default: a choice of them and the recommended threshold"
@@ -74,7 +76,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 return _replay(parsed)
             return _report(parsed.records, parsed.output, parsed.form, parsed.fail_on)
     except GradguardError as error:
-        print(f"gradguard: error: {error}", file=sys.stderr)
+        shown = "\n".join(map(printable, str(error).splitlines()))
+        print(f"gradguard: error: {shown}", file=sys.stderr)
         return 2
 
 
@@ -86,7 +89,7 @@ def _parser() -> argparse.ArgumentParser:
     commands.add_parser("tune", usage=_TUNE_USAGE, help="run a script briefly under several rules: which trains best?")
     report = commands.add_parser("report", help="draw the record of a run, or of several side by side")
     report.add_argument("records", nargs="+", type=Path, metavar="run.jsonl", help="a record, or the folder it is in")
-    report.add_argument("-o", "--output", type=Path, help="the HTML file; by default report.html beside the record")
+    report.add_argument("-o", "--output", type=Path, help=_OUTPUT_HELP)
     form = report.add_mutually_exclusive_group()
     form.add_argument("--text", dest="form", action="store_const", const="text", help=_TEXT_HELP)
     form.add_argument("--json", dest="form", action="store_const", const="json", help=_JSON_HELP)
@@ -126,8 +129,9 @@ def _add_check(check: argparse.ArgumentParser) -> None:
 
 def _run_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="gradguard run", usage=_RUN_USAGE, allow_abbrev=False)
-    parser.add_argument("--out", type=Path, metavar="DIR", help="where run.jsonl and report.html go")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="where run.jsonl and run.html go")
     parser.add_argument("--force", action="store_true", help="replace the record that DIR already holds")
+    parser.add_argument("--argv", action="store_true", help="record the arguments as they are: secrets are not hidden")
     parser.add_argument("--every", type=int, metavar="N", help="record each parameter's norm every N steps")
     parser.add_argument("--clip", metavar="RULE", help=_CLIP_HELP)
     parser.add_argument("--steps", type=int, metavar="N", help="end the script after N optimizer steps")
@@ -245,7 +249,9 @@ def _recommended(path: Path) -> str:
     from gradguard.monitoring.judge.recommend import recommend
     from gradguard.monitoring.record.file import read_record
 
-    found = recommend(read_record(path))
+    record = read_record(path)
+    _tell_notes([record])
+    found = recommend(record)
     if found.rule is None:
         raise CommandError(
             f"--clip from={path}: that record recommends no rule. {found.headline} {found.reason} Or name a rule "
@@ -264,28 +270,55 @@ def _observe(
 ) -> int:
     from gradguard.monitoring.observe.meta import program_facts
     from gradguard.monitoring.observe.observer import Observer, observe
-    from gradguard.monitoring.observe.script import INTERRUPTED, run, seed_generators
-    from gradguard.monitoring.observe.watch import stop_watching
+    from gradguard.monitoring.observe.script import BY_SIGNAL, run, seed_generators
+    from gradguard.monitoring.observe.watch import children_watched, records_beside, stop_watching
 
     stop_watching()  # where the environment variable asks for a watch, this one is it
+
+    def opened() -> Path | None:  # at the first step: a program without one leaves nothing behind
+        if record is not None and options.force:
+            record.unlink(missing_ok=True)
+        return record
+
     clip = None if rule is None else _clip_by(rule)
-    facts = program_facts(shown, None if rule is None else rule.text)
-    observer = Observer(record, facts, clip, options.every, last_step=options.steps, on_finding=alert)
+    facts = program_facts(shown, None if rule is None else rule.text, keep_arguments=options.argv)
+    observer = Observer(opened, facts, clip, options.every, last_step=options.steps, on_finding=alert)
     code, process, here = 1, os.getpid(), Path.cwd()
+    before = set(records_beside(record))
     if options.seed is not None:
         seed_generators(options.seed)
     try:
-        with observe(observer):
-            code = run(program)
+        with observe(observer), children_watched(record):
+            code = run(program, in_order=record is not None)
     finally:
-        observer.close(code, interrupted=code == INTERRUPTED)
-        if (
-            os.getpid() == process and observer.path is not None and not options.no_report
-        ):  # not in a child that the script forked
-            _show(observer.path, here)
+        observer.close(code, interrupted=code in BY_SIGNAL)
+        if os.getpid() == process and record is not None:  # not in a child that the script forked
+            new = [path for path in records_beside(record) if path not in before]
+            shown_record = observer.path or (record if record in new else None)  # a process of rank 0 has written it
+            others = [path for path in new if path != shown_record]
+            if shown_record is None:
+                on_stderr(_no_step(code, observer.clip_calls, bool(others)))
+            elif not options.no_report:
+                _show(shown_record, here)
+            if rule is not None and [path for path in new if path != observer.path]:
+                on_stderr("--clip acts in this process alone: the processes that it started were watched, not clipped.")
+            for path in others:
+                on_stderr(f"a process that it started has the record {_short(path, here)}")
             if alert is not None and alert.failures:
-                print(f"gradguard: {alert.report()}", file=sys.stderr)
+                on_stderr(alert.report())
     return code
+
+
+def _no_step(code: int, clip_calls: int, elsewhere: bool) -> str:
+    if elsewhere:
+        return "this process made no optimizer step, others did; draw one: gradguard report RECORD."
+    if code:
+        return "it ended before its first optimizer step, so there is no record."
+    seen = f"{clip_calls:,} clip calls were seen, but no optimizer step" if clip_calls else "no optimizer step was seen"
+    return (
+        f"{seen}, so there is no record. What is seen is step() of every torch.optim optimizer, and not weights that a "
+        "script or an engine changes by itself."
+    )
 
 
 def _clip_by(rule: "NamedRule") -> "ClipEachOptimizer":
@@ -300,19 +333,23 @@ def _clip_by(rule: "NamedRule") -> "ClipEachOptimizer":
 def _show(record: Path, here: Path) -> None:
     """Draw the report of a finished run and print its summary; a failure here must not hide the script's own."""
     from gradguard.monitoring.record.file import read_record
-    from gradguard.monitoring.show.report import print_summary, write_report
+    from gradguard.monitoring.show.report import page_beside, print_summary, write_report
     from gradguard.monitoring.show.tail import encodable
 
     if not record.exists():  # somebody deleted it, of which they have been warned
         return
     try:
         found = read_record(record)
-        page = write_report([found], record.with_name("report.html"))
+        if not found.steps:  # the page would say nothing
+            why = "".join(f" {event.get('message', '')}." for event in found.events[-1:])
+            on_stderr(f"no optimizer step was recorded, so there is no report.{why} See {_short(record, here)}")
+            return
+        page = write_report([found], page_beside(record))
         with encodable(sys.stdout):
             print_summary(found)
-            print(f"record: {_short(record, here)}\nreport: {_short(page, here)}")
+            print(f"record: {printable(_short(record, here))}\nreport: {printable(_short(page, here))}")
     except Exception as error:
-        print(f"gradguard: the record is in {record}, but its report failed: {error}", file=sys.stderr)
+        on_stderr(f"the record is in {record}, but its report failed: {error}")
 
 
 def _short(path: Path, here: Path) -> str:
@@ -339,7 +376,13 @@ def _tail(parsed: argparse.Namespace) -> int:
 def _report(paths: Sequence[Path], output: Path | None, form: str | None, fail_on: str | None = None) -> int:
     from gradguard.monitoring.judge.conditions import parse_conditions
     from gradguard.monitoring.record.file import read_record
-    from gradguard.monitoring.show.report import json_summary, print_comparison, text_summary, write_report
+    from gradguard.monitoring.show.report import (
+        json_summary,
+        page_beside,
+        print_comparison,
+        text_summary,
+        write_report,
+    )
 
     if form is not None and output is not None:
         raise CommandError(f"--{form} prints: redirect it to a file instead of -o {output}.")
@@ -350,9 +393,12 @@ def _report(paths: Sequence[Path], output: Path | None, form: str | None, fail_o
     elif form == "json":
         print(json_summary(records))
     else:
+        _tell_notes(records)
         if len(records) > 1:
             print_comparison(records)
-        print(f"report: {write_report(records, output or records[0].path.with_name('report.html'))}")
+        first = records[0].path
+        page = output or (page_beside(first) if len(records) == 1 else first.with_name("report.html"))
+        print(f"report: {printable(write_report(records, page))}")
     return _fails(records, conditions)  # after the report, which shows why
 
 
@@ -362,8 +408,17 @@ def _fails(records: Sequence["Record"], conditions: "list[Condition]") -> int:
 
     said = [f"{record.path}: {words}" for record in records for words in holding(conditions, record)]
     for words in said:
-        print(f"gradguard: failed: {words}", file=sys.stderr)
+        on_stderr(f"failed: {words}")
     return 1 if said else 0
+
+
+def _tell_notes(records: Sequence["Record"]) -> None:
+    """Say on stderr what is to be known before the numbers of a record are believed."""
+    from gradguard.monitoring.show.report.summary import notes
+
+    for record in records:
+        for note in notes(record):
+            on_stderr(f"{record.path}: {note}")
 
 
 def _replay(parsed: argparse.Namespace) -> int:
@@ -371,6 +426,7 @@ def _replay(parsed: argparse.Namespace) -> int:
     from gradguard.monitoring.record.file import read_record
 
     records = [read_record(path) for path in parsed.records]
+    _tell_notes(records)
     tables = [what_if(record, parsed.rule) for record in records]
     for record, rows in zip(records, tables, strict=True):
         print_replay(record, rows)

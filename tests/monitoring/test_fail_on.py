@@ -176,7 +176,7 @@ def test_the_exit_code_is_for_a_build(records, capsys, names, condition, code, w
 
 def test_the_page_is_written_before_the_build_fails(records, capsys):
     assert main(["report", str(records / "sick"), "--fail-on", "nonfinite>0"]) == 1
-    assert (records / "sick" / "report.html").exists()
+    assert (records / "sick" / "run.html").exists()
     capsys.readouterr()
 
 

@@ -649,7 +649,7 @@ def test_report_draws_the_record_so_far(tmp_path):
     with Monitor(optimizer, sink=tmp_path / "run.jsonl", model=model) as monitor:
         train(model, optimizer, 3, monitor.log)
         page = monitor.report()
-    assert page == tmp_path / "report.html"
+    assert page == tmp_path / "run.html"
     assert "<html" in page.read_text(encoding="utf-8")[:2000]
     assert monitor.report(tmp_path / "other.html") == tmp_path / "other.html"
 
@@ -698,16 +698,16 @@ def test_bad_arguments_raise_at_construction(case, tmp_path, monkeypatch):
     assert os.listdir(tmp_path) == []
 
 
-def test_two_monitors_never_write_to_one_file(tmp_path):
+def test_two_monitors_never_write_to_one_file(tmp_path, capsys):
     model, path = a_model(), tmp_path / "run.jsonl"
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     with Monitor(optimizer, sink=path, model=model):
         train(model, optimizer, 1)
-        with pytest.raises(InvalidValueError, match="is being written by another Monitor: give each a file of its own"):
-            Monitor(optimizer, sink=path, model=model)
-    assert len(read_record(path).steps) == 1
-    Monitor(optimizer, sink=path, model=model).close()
-    assert len(read_record(path).steps) == 0
+        with Monitor(optimizer, sink=path, model=model) as second:
+            train(model, optimizer, 2)
+    assert f"{path} exists and is kept: this run is recorded in run-2.jsonl" in capsys.readouterr().err
+    assert second.report() == tmp_path / "run-2.html"
+    assert [len(read_record(tmp_path / name).steps) for name in ("run.jsonl", "run-2.jsonl")] == [3, 2]
 
 
 def test_an_iteration_whose_step_was_left_out_says_nothing_about_the_step_before():

@@ -238,7 +238,6 @@ for _ in range(120):
     [
         ("os._exit(3)", 3),
         ("os.kill(os.getpid(), 9)", -9),
-        ("os.kill(os.getpid(), 15)", -15),
     ],
 )
 def test_a_script_that_ends_without_a_word_leaves_what_was_flushed(python, tmp_path, end, code):
@@ -248,6 +247,56 @@ def test_a_script_that_ends_without_a_word_leaves_what_was_flushed(python, tmp_p
     assert len(record.steps) >= 100
     assert record.end is None
     assert not record.torn
+
+
+def test_sigterm_leaves_an_end_in_a_record_that_the_variable_asked_for(python, tmp_path):
+    tmp_path.joinpath("train.py").write_text(KILLED.format(end="os.kill(os.getpid(), 15); time.sleep(60)"))
+    assert python("train.py", check=False, GRADGUARD="run.jsonl").returncode == 143
+    record = read_record(tmp_path / "run.jsonl")
+    assert (len(record.steps), record.end["exit"], record.end["interrupted"]) == (120, 143, True)
+
+
+def test_a_second_run_at_the_same_path_keeps_the_first(python, tmp_path):
+    write(tmp_path, "train(4)")
+    python("train.py", GRADGUARD="run.jsonl")
+    first = (tmp_path / "run.jsonl").read_bytes()
+    assert (
+        "run.jsonl exists and is kept: this run is recorded in run-2.jsonl"
+        in python("train.py", GRADGUARD="run.jsonl").stderr
+    )
+    assert records(tmp_path) == ["run-2.jsonl", "run.jsonl"]
+    assert (tmp_path / "run.jsonl").read_bytes() == first
+    assert len(read_record(tmp_path / "run-2.jsonl").steps) == 4
+
+
+SPAWNED = """
+import torch
+from train import train
+from torch.utils.data import DataLoader
+
+def work(rank):
+    train(3 + rank)
+
+if __name__ == "__main__":
+    for _ in DataLoader(torch.ones(4), num_workers=1, multiprocessing_context="spawn"):
+        pass
+    torch.multiprocessing.spawn(work, nprocs=2)
+    {main}
+"""
+
+
+@pytest.mark.parametrize(("main", "own"), [("train(2)", [2]), ("pass", [])])
+def test_spawned_children_are_seen_by_the_command_too(python, tmp_path, main, own):
+    write(tmp_path, "pass")
+    tmp_path.joinpath("spawn.py").write_text(SPAWNED.format(main=main))
+    done = python("-m", "gradguard", "run", "--out", "out", "--clip", "norm=1", "spawn.py")
+    names = records(tmp_path / "out")
+    assert len(names) == 2 + len(own)
+    assert sorted(len(read_record(tmp_path / "out" / name).steps) for name in names) == [*own, 3, 4]
+    assert done.stderr.count("a process that it started has the record out/run.") == 2
+    assert ("this process made no optimizer step, others did" in done.stderr) is not bool(own)
+    assert ("report: out/run.html" in done.stdout) is bool(own)
+    assert "--clip acts in this process alone: the processes that it started were watched, not clipped" in done.stderr
 
 
 def test_workers_of_a_data_loader_and_a_compiled_model(python, tmp_path):

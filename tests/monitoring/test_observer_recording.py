@@ -313,7 +313,7 @@ def test_watch_works_without_a_block(tmp_path):
     seen = watch(tmp_path)
     training.steps(4, clip=0.5)
     page = seen.report()
-    assert page == tmp_path / "report.html"
+    assert page == tmp_path / "run.html"
     assert page.exists()
     training.steps(1)
     seen.close()

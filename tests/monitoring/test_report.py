@@ -1,6 +1,7 @@
 import hashlib
 import html
 import io
+import os
 import re
 from pathlib import Path
 
@@ -11,10 +12,13 @@ from synthetic import log_normal, make_record, steps_of, wide_meta, write_char_r
 from gradguard.errors import InvalidValueError, RecordError
 from gradguard.monitoring.judge.health import findings
 from gradguard.monitoring.judge.recommend import recommend
+from gradguard.monitoring.judge.replay import print_replay, what_if
 from gradguard.monitoring.judge.verdict import verdict
+from gradguard.monitoring.record.file import RecordWriter, read_record
 from gradguard.monitoring.show.report import page as page_module
 from gradguard.monitoring.show.report import print_comparison, print_summary, text_summary, write_report
 from gradguard.monitoring.show.report.summary import command, labelled
+from gradguard.monitoring.show.tail import tail
 
 EVIL = "</script><img src=x onerror=alert(1)>&'\""
 EVENT = {"t": "event", "i": 0, "kind": "nonfinite", "severity": "error", "message": EVIL, "advice": EVIL}
@@ -128,6 +132,75 @@ def test_refusals(tmp_path):
         write_report([], tmp_path / "report.html")
     with pytest.raises(RecordError, match=r"cannot write .*Name another file with -o"):
         write_report([make_record()], tmp_path)
+
+
+def test_a_page_never_takes_the_place_of_its_record(tmp_path):
+    record = write_char_rnn(tmp_path / "run.jsonl", steps=20)
+    link = tmp_path / "link.html"
+    link.symlink_to(record.path)
+    before = record.path.read_bytes()
+    for path in (record.path, link):
+        with pytest.raises(InvalidValueError, match="is the record itself, and a page would replace it"):
+            write_report([record], path)
+    assert record.path.read_bytes() == before
+
+
+@pytest.mark.parametrize("before", [None, "the old page"])
+def test_a_full_disk_leaves_the_old_page_or_none(tmp_path, monkeypatch, before):
+    page, write = tmp_path / "run.html", Path.write_bytes
+    if before is not None:
+        page.write_text(before)
+
+    def full(self: Path, content: bytes) -> int:
+        write(self, content[:100])
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    with pytest.raises(RecordError, match=r"cannot write .*run\.html: No space left on device"):
+        write_report([make_record()], page)
+    assert [path.read_text(encoding="utf-8") for path in tmp_path.iterdir()] == ([] if before is None else [before])
+
+
+def test_a_page_goes_to_what_a_link_stands_for_and_through_a_pipe(tmp_path, monkeypatch):
+    monkeypatch.setattr(page_module, "render", lambda records: "page")
+    target, link = tmp_path / "target.html", tmp_path / "link.html"
+    link.symlink_to(target)
+    assert write_report([make_record()], link) == link
+    assert link.is_symlink()
+    assert target.read_text(encoding="utf-8") == "page"
+    pipe = tmp_path / "pipe.html"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        write_report([make_record()], pipe)
+        assert os.read(reader, 100) == b"page"
+    finally:
+        os.close(reader)
+    assert pipe.is_fifo()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["link.html", "pipe.html", "target.html"]
+
+
+def test_what_is_printed_moves_no_cursor_and_is_no_markup(tmp_path):
+    name = "[bold]x[/bold] :smile: \x1b[2J\u202e\r"
+    folder = tmp_path / "[red]a\x1b"
+    with RecordWriter(folder / "run.jsonl") as writer:
+        writer.write("meta", argv=[name], clip=name, optimizers=[name], params=[{"name": name}])
+        for i in range(300):
+            writer.write("step", i=i, norm=1.0 + i % 3, rule=name, threshold=2.0, coefficient=0.5)
+        writer.write("event", i=3, kind=name, severity="error", message=name, advice=name)
+    record, cleaned = read_record(folder), r"[bold]x[/bold] :smile: \x1b[2J\u202e\r"
+    printed = {
+        "summary": (cleaned, lambda console: print_summary(record, console)),
+        "comparison": (cleaned, lambda console: print_comparison([record, record], console)),
+        "replay": ("usable steps of", lambda console: print_replay(record, what_if(record, ["norm=1"]), console)),
+        "tail": (cleaned, lambda console: tail(folder, once=True, console=console)),
+        "text": (cleaned, lambda console: console.file.write(text_summary(record))),
+    }
+    for name, (words, show) in printed.items():
+        output = io.StringIO()
+        show(Console(file=output, width=400))
+        assert words in output.getvalue(), name
+        assert all(char.isprintable() or char == "\n" for char in output.getvalue()), name
 
 
 def test_terminal_summary_is_short_and_ends_in_the_command(tmp_path):

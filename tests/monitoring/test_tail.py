@@ -75,14 +75,14 @@ def test_only_what_is_new_is_returned_and_a_torn_line_when_its_rest_comes(path):
     assert not follower.missing
     append(path, text_of(META)[:10])
     assert follower.poll() == []
-    whole = json.dumps(step(0, loss="ü"), ensure_ascii=False).encode()
+    whole = json.dumps(step(0, rule="ü"), ensure_ascii=False).encode()
     cut = whole.index("ü".encode()) + 1  # inside a character
     with path.open("ab") as file:
         file.write(text_of(META)[10:].encode() + whole[:cut])
     assert follower.poll() == [META]
     with path.open("ab") as file:
         file.write(whole[cut:] + b"\n" + text_of(step(1)).encode())
-    assert follower.poll() == [step(0, loss="ü"), step(1)]
+    assert follower.poll() == [step(0, rule="ü"), step(1)]
     assert follower.poll() == []
     assert (follower.restarts, follower.unreadable) == (0, 0)
 
@@ -206,12 +206,34 @@ def test_a_pipe_is_refused_rather_than_waited_for(path):
 
 def test_a_line_without_end_is_refused(path, monkeypatch):
     monkeypatch.setattr(follow, "LONGEST_LINE", 1000)
-    path.write_text("x" * 2000)
+    path.write_text("{" * 2000)
     with pytest.raises(RecordError, match=r"a line is longer than 1000 bytes"):
         JsonlReader(path).poll()
 
 
+@pytest.mark.parametrize(("head", "words"), [(b"\0\0", "line 1 is not"), (b"\x1f\x8b\x08", "is compressed: gunzip")])
+def test_what_is_no_record_is_refused_by_its_first_bytes(path, head, words):
+    path.write_bytes(head)
+    os.truncate(path, 2**31)  # a hole
+    with pytest.raises(RecordError, match=words):
+        JsonlReader(path).poll()
+
+
+def test_another_run_in_the_same_file_begins_anew(path):
+    path.write_text(text_of(META, step(0), step(1), event(1)) + '{"t": "step", "i"' + text_of(META, step(0)))
+    watched = Watched(path)
+    watched.look()
+    assert (watched.run.last, len(watched.run.events)) == (step(0), 0)
+    assert "a new run took the place of the one before" in watched.status(time.time())[0]
+
+
 # --- what is known ----------------------------------------------------------------------------------------------------
+
+
+def test_norms_that_cannot_be_squared_have_no_shares():
+    run = RunState()
+    run.add({"t": "tensors", "i": 0, "norm": [1e200, 1.0]})
+    assert run.largest_layers(5) == []
 
 
 def test_memory_does_not_grow_with_the_run():

@@ -10,6 +10,7 @@ from gradguard.monitoring.judge.recommend import recommend
 from gradguard.monitoring.judge.spikes import find_spikes
 from gradguard.monitoring.record.file import Record
 from gradguard.monitoring.record.steps import BINDS_BELOW, Part, by_optimizer, label_of, taken_steps, usable_steps
+from gradguard.monitoring.record.text import printable
 from gradguard.named_rules import replayed_rule
 from gradguard.threshold_rules import LockInAlarm, PerTensor
 
@@ -95,6 +96,7 @@ def what_if(record: Record, rules: Iterable[str] | None = None) -> list[WhatIf]:
 
 
 _NO_STEPS = "no usable norm before a clip in this record"
+_TOO_LARGE = "the record has norms whose squares are no floats any more, so the rule cannot be replayed"
 _EVERY_STEP = "needs the norm of each tensor on every step: record the run with gradguard run --every 1"
 
 
@@ -125,7 +127,10 @@ def _row(part: Part, name: str, judged: dict[int, bool]) -> WhatIf:
         decisions = ((step, *rule.step(norms)) for step, norms in inputs)
     else:
         decisions = ((step, *rule.step(step["norm"])) for step in _with_norm(part.record))
-    return _tally(name, part.index, decisions, judged)
+    try:
+        return _tally(name, part.index, decisions, judged)
+    except OverflowError:
+        return WhatIf(name, 0, note=_TOO_LARGE, optimizer=part.index)
 
 
 def _tally(
@@ -194,7 +199,7 @@ def _print_table(console: "Console", record: Record, rows: Sequence[WhatIf]) -> 
     from rich.text import Text
 
     of = f"{label_of(record, rows[0].optimizer)}: " if rows[0].optimizer is not None else ""
-    title = Text(f"{of}{max(row.steps for row in rows):,} usable steps of {record.path}")
+    title = Text(f"{of}{max(row.steps for row in rows):,} usable steps of {printable(record.path)}")
     headings = ("binds on", "coefficient", "spikes cut", "largest", "locked in")
     columns = Column("rule", no_wrap=True), *(Column(text, justify="right", no_wrap=True) for text in headings)
     table = Table(*columns, title=title, title_justify="left")

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from gradguard.distributed.wrappers import named_parameters
 from gradguard.monitoring.record.file import SCHEMA, Line
+from gradguard.monitoring.record.redaction import redacted_arguments
 
 GIT_SECONDS = 1.0
 """Longer than this nobody waits for git."""
@@ -169,15 +170,18 @@ def described(names: Sequence[str], parameters: Sequence[Tensor], optimizers: Se
     ]
 
 
-def program_facts(argv: Sequence[str] | None = None, clip: str | None = None) -> Line:
+def program_facts(argv: Sequence[str] | None = None, clip: str | None = None, *, keep_arguments: bool = False) -> Line:
     """Return what a first line says of the program: its version of gradguard, its arguments, its commit.
 
     Args:
         argv: The arguments; those of this process by default.
         clip: What clips its gradients.
+        keep_arguments: Whether the arguments are written as they are, with the secrets that may be among them.
     """
+    given = sys.argv if argv is None else argv
+    shown = list(given) if keep_arguments else redacted_arguments(given)
     version = getattr(sys.modules.get("gradguard"), "__version__", None)  # not imported: this floor is below
-    return {"version": version, "argv": list(sys.argv if argv is None else argv), "clip": clip, "git": git_state()}
+    return {"version": version, "argv": shown, "clip": clip, "git": git_state()}
 
 
 def _eps_of(optimizer: Optimizer) -> float | None:

@@ -81,9 +81,9 @@ class Monitor(Recorder):
 
     Args:
         optimizer_or_guard: A `torch.optim.Optimizer`, or a `Guard`.
-        sink: Where lines go: a path of a JSON Lines file, which is replaced; a function that gets each line as a
-            dictionary; ``"tensorboard"``, ``"wandb"``, ``"mlflow"`` or ``"trackio"``, which join a run that is active
-            or make one; a ``SummaryWriter`` or ``Run`` of yours; or a list of several.
+        sink: Where lines go: a path of a JSON Lines file, which gets a number if that exists; a function that gets
+            each line as a dictionary; ``"tensorboard"``, ``"wandb"``, ``"mlflow"`` or ``"trackio"``, which join a run
+            that is active or make one; a ``SummaryWriter`` or ``Run`` of yours; or a list of several.
         model: Names the parameters. Without it they are looked for in all modules that exist.
         scaler: The GradScaler, for its loss scale and the steps that it leaves out.
         every: Write the norm of each parameter every so many steps; by default so that a step takes some 200 bytes.
@@ -204,7 +204,7 @@ class Monitor(Recorder):
         """Draw the record so far as one HTML page.
 
         Args:
-            path: Where the page goes; by default ``report.html`` beside the record.
+            path: Where the page goes; by default beside the record, with its name: ``run.html``.
 
         Returns:
             Where it is; None, with a warning, if it could not be drawn or there is no record in a file.
@@ -216,9 +216,9 @@ class Monitor(Recorder):
             return None
         try:
             from gradguard.monitoring.record.file import read_record
-            from gradguard.monitoring.show.report import write_report
+            from gradguard.monitoring.show.report import page_beside, write_report
 
-            target = record.with_name("report.html") if path is None else Path(path)
+            target = page_beside(record) if path is None else Path(path)
             return write_report([read_record(record)], target)
         except Exception as error:  # the training that is over must not be lost for a picture
             self._tell(f"Monitor.report() failed: {type(error).__name__}: {error}. The record is in {record}")

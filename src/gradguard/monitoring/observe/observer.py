@@ -27,11 +27,12 @@ from gradguard.monitoring.observe.meta import (
     parameters_of,
 )
 from gradguard.monitoring.observe.record_buffer import RecordBuffer
-from gradguard.monitoring.observe.recorder import Recorder, on_stderr, safely
+from gradguard.monitoring.observe.recorder import Recorder, safely
 from gradguard.monitoring.observe.schedule import EVERY, Schedule
 from gradguard.monitoring.observe.shared_norms import Shared
 from gradguard.monitoring.observe.step import ScaleUpdate, StepMeasurement
 from gradguard.monitoring.record.file import SCHEMA
+from gradguard.monitoring.record.text import on_stderr
 from gradguard.monitoring.show.sinks import Sinks
 from gradguard.optimizer_hooks import EveryStep
 from gradguard.tensors.layout import are_readable
@@ -205,7 +206,7 @@ class Observer(Recorder):
         try:
             if path is not None:
                 sinks = Sinks([path], on_stderr)
-                self.path = path
+                self.path = sinks.record
         except GradguardError as error:
             on_stderr(f"{error} The program runs without a record.")
         return RecordBuffer(

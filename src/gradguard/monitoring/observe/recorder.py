@@ -6,7 +6,6 @@ An `Observer` is told of every step of a process, a `Monitor` of those of one op
 import functools
 import math
 import os
-import sys
 import threading
 import time
 import weakref
@@ -31,6 +30,7 @@ from gradguard.monitoring.observe.record_buffer import RecordBuffer
 from gradguard.monitoring.observe.schedule import Alarm, Schedule
 from gradguard.monitoring.observe.shared_norms import Shared, SharedNorms, are_spread, is_captured, refuse_lost
 from gradguard.monitoring.observe.step import SetupEvent, StepMeasurement, copied, total_of
+from gradguard.monitoring.record.redaction import redacted
 from gradguard.torch_private import never_compiled
 
 
@@ -81,6 +81,11 @@ class Recorder:
     def steps(self) -> int:
         """Number of optimizer steps seen."""
         return self._steps
+
+    @property
+    def clip_calls(self) -> int:
+        """Number of clips of the script seen."""
+        return self._clips.count
 
     @property
     def overhead(self) -> float:
@@ -357,13 +362,16 @@ class Recorder:
         """Stop measuring, and say so in the record rather than in the training."""
         active, self._active = self._active, False
         with suppress(Exception):
+            words = f"{type(error).__name__}: {error}"
             if self._buffer is not None and active:
-                self._write_failure(self._buffer, f"gradguard stopped measuring: {type(error).__name__}: {error}")
+                self._write_failure(self._buffer, f"gradguard stopped measuring: {words}")
+            elif active:
+                self._tell(f"not watching: {words}. The program runs without a record.")
 
     def _write_failure(self, buffer: RecordBuffer, message: str) -> None:
         advice = "training itself goes on untouched; please report this with the script"
         event = {"t": "event", "i": self._steps, "kind": "observer_failed", "severity": "error"}
-        buffer.write(event | {"message": message, "advice": advice})
+        buffer.write(event | {"message": redacted(message), "advice": advice})
 
 
 class Ear:
@@ -393,9 +401,3 @@ def check_callable(on_finding: Any) -> None:
         raise InvalidTypeError(
             f"on_finding is {type(on_finding).__name__}: expected a function of one argument, as in on_finding=print."
         )
-
-
-def on_stderr(message: str) -> None:
-    """Print one line on stderr, whatever became of stderr."""
-    with suppress(Exception):
-        print(f"gradguard: {message}", file=sys.stderr, flush=True)

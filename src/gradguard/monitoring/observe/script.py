@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gradguard.errors import CommandError
+from gradguard.monitoring.observe.termination import TERMINATED, end_on_sigterm
 
 INTERRUPTED = 130
 """The exit code of a program that Ctrl-C ended, as shells count."""
@@ -106,18 +107,40 @@ def seed_generators(seed: int) -> None:
     torch.manual_seed(seed)
 
 
-def run(program: Program) -> int:
-    """Run ``program`` as ``__main__`` and return its exit code; an uncaught exception is shown as Python shows it."""
+BY_SIGNAL = (INTERRUPTED, TERMINATED)
+"""The exit codes of a program that a signal ended in order."""
+
+
+def run(program: Program, *, in_order: bool = True) -> int:
+    """Run ``program`` as ``__main__`` and return its exit code; an uncaught exception is shown as Python shows it.
+
+    Args:
+        program: What to run.
+        in_order: Whether SIGTERM ends it as Ctrl-C does.
+
+    Returns:
+        The exit code.
+    """
+    give_back = end_on_sigterm() if in_order else lambda: None
+    try:
+        return _run(program)
+    finally:
+        give_back()
+
+
+def _run(program: Program) -> int:
     sys.modules["__main__"] = program.main
     sys.argv = list(program.argv)
     sys.path.insert(0, program.path_entry)
     before = threading.enumerate()
     code = _executed(program)
-    if code != INTERRUPTED:
+    if code not in BY_SIGNAL:
         try:
             _end_threads(before)
         except KeyboardInterrupt:
             return INTERRUPTED
+        except SystemExit as stop:  # by a signal
+            return _exit_code(stop)
     return code
 
 

@@ -1,11 +1,13 @@
 """Watching from inside: a notebook, a script's own call, and `GRADGUARD=run.jsonl python train.py`."""
 
 import atexit
+import glob
 import os
 import sys
+import threading
 import time
-from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from gradguard.errors import InvalidTypeError, InvalidValueError, RecordError
@@ -13,6 +15,7 @@ from gradguard.monitoring.judge.health import Finding
 from gradguard.monitoring.observe.meta import program_facts, rank_and_world
 from gradguard.monitoring.observe.observer import Observer, observe
 from gradguard.monitoring.observe.recorder import check_callable
+from gradguard.monitoring.observe.termination import TERMINATED, end_on_sigterm
 from gradguard.monitoring.record.file import FILE_NAME, read_record
 
 # Those of `start_up`, which is no part of the package once that is installed.
@@ -59,7 +62,7 @@ class Watch:
         """Draw the record as it is now, whether or not the watch is still on.
 
         Args:
-            path: The page; by default ``report.html`` beside the record.
+            path: The page; by default beside the record, with its name: ``run.html``.
 
         Returns:
             The page.
@@ -67,12 +70,12 @@ class Watch:
         Raises:
             RecordError: There is no record: nothing has been trained yet, or this process writes none.
         """
-        from gradguard.monitoring.show.report import write_report
+        from gradguard.monitoring.show.report import page_beside, write_report
 
         if self.path is None:
             raise RecordError("this process writes no record: ask for the report on the process of rank 0.")
         self._observer.flush()
-        return write_report([read_record(self.path)], Path(path or self.path.with_name("report.html")))
+        return write_report([read_record(self.path)], page_beside(self.path) if path is None else Path(path))
 
     def __enter__(self) -> "Watch":
         return self
@@ -89,6 +92,7 @@ def watch(
     *,
     every: int | None = None,
     on_finding: Callable[[Finding], object] | None = None,
+    argv: bool = False,
 ) -> Watch:
     """Watch every optimizer step of this process from now on, until ``close()``: for notebooks.
 
@@ -112,6 +116,7 @@ def watch(
             ``advice``, ``first_step``, ``last_step``, ``params``, ``optimizer`` and ``value``. It runs in a thread of
             its own, on the process of rank 0, at the latest 50 steps or 2 s after the step; what it raises is an event
             in the record. `close` waits up to 10 s for it.
+        argv: Write the command line as it is; by default secrets in it are hidden.
 
     Returns:
         The watch: ``close()``, ``report()``, and a context manager that closes it.
@@ -138,8 +143,8 @@ def watch(
     if _active is not None:
         _active.close()
     rank, _ = rank_and_world()
-    target = None if rank else _free(_record_path(path))
-    return _begin(Watch(Observer(target, program_facts(), every=every, on_finding=on_finding)))
+    target = None if rank else _record_path(path)
+    return _begin(Watch(Observer(target, program_facts(keep_arguments=argv), every=every, on_finding=on_finding)))
 
 
 def watch_process() -> None:
@@ -150,7 +155,36 @@ def watch_process() -> None:
     """
     if _active is None:
         path = Path(os.environ[VARIABLE]).absolute()
-        _begin(Watch(Observer(lambda: _own_path(path), program_facts()), whole_process=True))
+        _begin(Watch(Observer(lambda: _opened(path), program_facts()), whole_process=True))
+
+
+@contextmanager
+def children_watched(path: Path | None) -> Iterator[None]:
+    """Let Python processes that begin inside the block watch themselves, as with the environment variable.
+
+    One that makes no optimizer step, such as a worker of a data loader, writes nothing.
+
+    Args:
+        path: The record of this process, beside which theirs go; None to leave them alone.
+    """
+    if path is None:
+        yield
+        return
+    kept = {name: os.environ.get(name) for name in (VARIABLE, OWNER)}
+    os.environ |= {VARIABLE: str(path), OWNER: f"{os.getpid()} {time.time()}"}
+    try:
+        yield
+    finally:
+        for name, value in kept.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+def records_beside(path: Path | None) -> list[Path]:
+    """Return the record at ``path`` and those of the processes that a program started, as far as they are there."""
+    return [] if path is None else sorted(path.parent.glob(f"{glob.escape(path.stem)}*{path.suffix}"))
 
 
 def stop_watching() -> None:
@@ -175,12 +209,15 @@ def _record_path(path: str | Path | None) -> Path:
     return (path if path.suffix in (".jsonl", ".json") else path / FILE_NAME).absolute()
 
 
-def _free(path: Path) -> Path:
-    number, found = 1, path
-    while found.exists():
-        number += 1
-        found = path.with_name(f"{path.stem}-{number}{path.suffix}")
-    return found
+def _opened(path: Path) -> Path | None:
+    """The record of this process, which from now on ends in order."""
+    own = _own_path(path)
+    if own is not None:
+        end_on_sigterm(_terminated.set)
+    return own
+
+
+_terminated = threading.Event()
 
 
 def _own_path(path: Path) -> Path | None:
@@ -198,7 +235,9 @@ def _own_path(path: Path) -> Path | None:
 
 
 def _how_it_ends() -> tuple[int | None, bool]:
-    """The exit code as far as it is known, and whether Ctrl-C ended the program."""
+    """The exit code as far as it is known, and whether Ctrl-C or SIGTERM ended the program."""
+    if _terminated.is_set():
+        return TERMINATED, True
     error = getattr(sys, "last_value", None)
     if error is None:
         return None, False

@@ -6,16 +6,22 @@ measured has no key, so that "not measured", "not finite" and 0 stay three diffe
 """
 
 import errno
+import itertools
 import json
-import math
+import operator
 import os
-import sys
+from bisect import bisect_left
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
+from io import BufferedReader, FileIO
 from math import isfinite
 from pathlib import Path
 from typing import Any
 
 from gradguard.errors import InvalidTypeError, RecordError
+from gradguard.monitoring.record.fields import LONGEST_LINE, begins_run, parse_line
+from gradguard.monitoring.record.text import printable
 
 FILE_NAME = "run.jsonl"
 
@@ -44,6 +50,10 @@ class Record:
         events: What the watcher wanted a person to know, with advice.
         end: The closing line, or None if the run was killed before it could write one.
         torn: Whether the last line was incomplete and was left out.
+        unreadable: How many lines were left out because they are damaged or out of order.
+        dropped: How many fields were left out because they held something else than they must.
+        first_fault: What is wrong with the first of these lines; empty without one.
+        earlier_runs: How many runs the file holds before this one.
     """
 
     path: Path
@@ -53,12 +63,15 @@ class Record:
     events: list[dict[str, Any]]
     end: dict[str, Any] | None
     torn: bool
+    unreadable: int = 0
+    dropped: int = 0
+    first_fault: str = ""
+    earlier_runs: int = 0
 
     @property
     def is_newer(self) -> bool:
         """Whether it was written by a later version, whose lines may mean more than is read here."""
-        schema = self.meta.get("schema", SCHEMA)
-        return isinstance(schema, int) and schema > SCHEMA
+        return self.meta.get("schema", SCHEMA) > SCHEMA
 
     @property
     def names(self) -> list[str]:
@@ -67,12 +80,16 @@ class Record:
 
 
 class RecordWriter:
-    """Append lines to a new record; an existing file at that path is replaced.
+    """Append lines to a new record. A file that exists is never replaced: the new one gets a number in its name.
 
-    **Guarantees**: every line is strict JSON; parent folders are made; closing twice is harmless.
+    **Guarantees**: every line is strict JSON; parent folders are made; closing twice is harmless; of several processes
+    that begin at once each has a file of its own.
 
     Args:
-        path: Where the record goes.
+        path: Where the record goes, if nothing is there.
+
+    Attributes:
+        path: Where it is.
 
     Raises:
         RecordError: The file cannot be opened for writing.
@@ -89,15 +106,14 @@ class RecordWriter:
     """
 
     def __init__(self, path: str | Path) -> None:
-        self.path = Path(path)
         self._lines: list[str] = []  # in no buffer of the file's, which a forked child would write once more
         self._size = 0
         try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = self.path.open("wb", buffering=0)
+            Path(path).parent.mkdir(parents=True, exist_ok=True)
+            self.path, self._file = _created(Path(path))
         except OSError as error:
             raise RecordError(
-                f"cannot write a record to {self.path}: {error.strerror or error}. "
+                f"cannot write a record to {path}: {error.strerror or error}. "
                 "Name a folder that you may write to, for example --out runs/first"
             ) from error
 
@@ -164,8 +180,20 @@ class RecordWriter:
 def read_record(path: str | Path) -> Record:
     """Read the record of one run; a folder stands for the ``run.jsonl`` in it.
 
-    A torn last line, which a killed run leaves behind, is left out and reported as ``torn``. Kinds of line
-    that this version does not know are passed over.
+    **Guarantees**: every field of the record is what its table says (`gradguard.monitoring.record.fields`), text is
+    printable, and steps ascend; what is read of a damaged file is what was written, and how much of it was left out is
+    counted. A file that is no record is refused by its first bytes or its first line, however long it is.
+
+    **Edge cases**:
+
+    ============================================  =====================================================================
+    a torn last line, as a killed run leaves it   left out; ``torn``
+    a line that cannot be read, a step number     left out and counted in ``unreadable``
+    that is not above the one before
+    a field of another type or range              left out and counted in ``dropped``
+    kinds of line and fields that are not known   passed over
+    a second ``meta`` line                        another run begins: the last one is read, the others are counted
+    ============================================  =====================================================================
 
     Args:
         path: A record, or a folder that holds ``run.jsonl``.
@@ -174,7 +202,7 @@ def read_record(path: str | Path) -> Record:
         The record; every number in it is finite.
 
     Raises:
-        RecordError: The file is missing, empty, broken inside, or no record at all.
+        RecordError: The file is missing, empty, cannot be read, or is no record.
 
     Example:
         >>> read_record("no/such/run.jsonl")
@@ -182,22 +210,25 @@ def read_record(path: str | Path) -> Record:
         gradguard.errors.RecordError: no record at no/such/run.jsonl. Make one: gradguard run ...
     """
     path = _locate(Path(path))
-    lines, torn = _parse(path, _lines_of(path))
-    if not lines or lines[0]["t"] != "meta":
-        raise RecordError(f'{path} is not a gradguard record: line 1 is not {{"t": "meta", ...}}. {_ADVICE}')
-    ends = _of_kind(lines, "end")
-    return Record(
-        path=path,
-        meta=lines[0],
-        steps=_of_kind(lines, "step"),
-        tensors=_of_kind(lines, "tensors"),
-        events=_of_kind(lines, "event"),
-        end=ends[-1] if ends else None,
-        torn=torn,
-    )
+    try:
+        with path.open("rb") as file:
+            return _read(path, file)
+    except OSError as error:
+        raise RecordError(f"cannot read {path}: {error.strerror or error}. {_ADVICE}") from error
 
 
 _ADVICE = "Make one: gradguard run --out DIR train.py"
+
+
+def _created(path: Path) -> tuple[Path, FileIO]:
+    """Open a new file at ``path``, or with a number in its name where that is taken."""
+    if path.exists() and not path.is_file():  # a pipe, or a folder, which is an error
+        return path, path.open("wb", buffering=0)
+    for number in itertools.count(1):
+        free = path if number == 1 else path.with_name(f"{path.stem}-{number}{path.suffix}")
+        with suppress(FileExistsError):
+            return free, free.open("xb", buffering=0)
+    raise AssertionError  # numbers do not end
 
 
 def _plain(value: Any, digits: int = SCALAR_DIGITS) -> Any:
@@ -238,74 +269,117 @@ def _locate(path: Path) -> Path:
     return path
 
 
-def _lines_of(path: Path) -> list[tuple[int, bytes]]:
-    # Undecoded, because a torn line may end inside a character.
-    try:
-        content = path.read_bytes()
-    except OSError as error:
-        raise RecordError(f"cannot read {path}: {error.strerror or error}. {_ADVICE}") from error
-    lines = [(number, line) for number, line in enumerate(content.split(b"\n"), start=1) if line.strip()]
-    if not lines:
-        raise RecordError(f"{path} is empty: the run wrote nothing. {_ADVICE}")
-    return lines
+class _Run:
+    """One run of a file, while its lines are read."""
+
+    def __init__(self, meta: Line, earlier: int) -> None:
+        self.meta, self.earlier, self.end = meta, earlier, None
+        self.steps: list[Line] = []
+        self.tensors: list[Line] = []
+        self.events: list[Line] = []
+        self.unreadable, self.dropped, self.first_fault = 0, 0, ""
+
+    def add(self, line: Line) -> None:
+        kind = line["t"]
+        if kind == "step":
+            self.steps.append(line)
+        elif kind == "tensors":
+            self.tensors.append(line)
+        elif kind == "event":
+            self.events.append(line)
+        elif kind == "end":
+            self.end = line
+
+    def fault(self, count: int, words: str) -> None:
+        self.unreadable += count
+        self.first_fault = self.first_fault or words
+
+    def record(self, path: Path, torn: bool) -> Record:
+        steps, tensors = _ascending(self.steps), _ascending(self.tensors)
+        lost = len(self.steps) - len(steps) + len(self.tensors) - len(tensors)
+        if lost:
+            self.fault(lost, "the number of a step is not above the one before")
+        return Record(
+            path, self.meta, steps, tensors, self.events, self.end, torn,
+            unreadable=self.unreadable, dropped=self.dropped, first_fault=self.first_fault, earlier_runs=self.earlier,
+        )  # fmt: skip
 
 
-def _parse(path: Path, lines: list[tuple[int, bytes]]) -> tuple[list[dict[str, Any]], bool]:
-    parsed = []
-    for number, line in lines:
+def _read(path: Path, file: BufferedReader) -> Record:
+    refuse_at_once(path, file.peek(64)[:64])
+    run, last_is_bad = None, ""
+    for number, raw in _lines_of(file):
+        if run is not None and last_is_bad:  # it was not the last
+            run.fault(1, last_is_bad)
+        last_is_bad = ""
         try:
-            parsed.append(_parse_line(line))
+            line, dropped = parse_line(raw)
         except (ValueError, RecursionError) as error:
-            if not parsed:
-                message = f"{path} is not a gradguard record: line {number}: {error}. {_ADVICE}"
-                raise RecordError(message) from error
-            if number == lines[-1][0]:
-                return parsed, True
-            raise RecordError(
-                f"{path} is broken at line {number}: {error}. "
-                f"Only the last line may be incomplete; delete line {number} or record the run again"
-            ) from error
-    return parsed, False
+            words = f"line {number}: {printable(error)}"
+            if run is None:
+                raise RecordError(f"{path} is not a gradguard record: {words}. {_ADVICE}") from error
+            last_is_bad, line, dropped = words, begins_run(raw) or {"t": ""}, 0
+        if line["t"] == "meta":
+            run, last_is_bad = _Run(line, 0 if run is None else run.earlier + 1), ""
+        if run is None:
+            raise RecordError(f'{path} is not a gradguard record: line {number} is not {{"t": "meta", ...}}. {_ADVICE}')
+        run.add(line)
+        run.dropped += dropped
+    if run is None:
+        raise RecordError(f"{path} is empty: the run wrote nothing. {_ADVICE}")
+    return run.record(path, torn=bool(last_is_bad))
 
 
-_NUMBERS = ("norm", "post_norm", "coefficient", "threshold", "loss", "lr", "wall")
-_PLAIN_NUMBERS, _LARGEST = (int, float), sys.float_info.max
-_REQUIRED = {"step": ("i", int), "tensors": ("norm", list), "event": ("i", int)}
+def refuse_at_once(path: Path, head: bytes) -> None:
+    """Refuse what cannot be a record by its first bytes, however long it is.
+
+    Args:
+        path: The file.
+        head: Its first bytes, some dozens.
+
+    Raises:
+        RecordError: It is something else.
+    """
+    if head.startswith(_GZIP):
+        raise RecordError(f"{path} is compressed: gunzip it first.")
+    start = head.removeprefix(_BOM).lstrip()
+    if start and not start.startswith(b"{"):
+        raise RecordError(f'{path} is not a gradguard record: line 1 is not {{"t": "meta", ...}}. {_ADVICE}')
 
 
-def _parse_line(line: bytes) -> dict[str, Any]:
-    found = json.loads(line.decode("utf-8"), parse_constant=_no_constant, parse_float=_finite)
-    if not isinstance(found, dict) or not isinstance(found.get("t"), str):
-        raise ValueError('expected an object like {"t": "step", ...}')
-    key, kind = _REQUIRED.get(found["t"], ("t", str))
-    if not isinstance(found.get(key), kind):
-        raise ValueError(f'a "{found["t"]}" line needs "{key}" of type {kind.__name__}')
-    if found["t"] == "step":
-        _check_step(found)
-    elif found["t"] == "meta" and not isinstance(found.get("params", []), list):
-        raise ValueError('"params" of a "meta" line is no list')
-    return found
+_GZIP, _BOM = b"\x1f\x8b", b"\xef\xbb\xbf"
 
 
-def _check_step(step: dict[str, Any]) -> None:
-    for key in _NUMBERS:
-        value = step.get(key)
-        if value is not None and not (type(value) in _PLAIN_NUMBERS and -_LARGEST <= value <= _LARGEST):
-            raise ValueError(f'"{key}" of a "step" line is no number')
-    if (step.get("norm") or 0) < 0:
-        raise ValueError('"norm" of a "step" line is below 0')
+def _lines_of(file: BufferedReader) -> Iterator[tuple[int, bytes]]:
+    """The lines that are not blank, with their numbers; nothing of one that is longer than any line may be."""
+    number = 0
+    while raw := file.readline(LONGEST_LINE):
+        number += 1
+        if number == 1:
+            raw = raw.removeprefix(_BOM)
+        if len(raw) == LONGEST_LINE and not raw.endswith(b"\n"):
+            raw = b"\0"
+            while (rest := file.readline(2**20)) and not rest.endswith(b"\n"):
+                pass
+        if not raw.isspace() and raw:
+            yield number, raw
 
 
-def _no_constant(name: str) -> None:
-    raise ValueError(f"{name} is not JSON, a record writes null instead")
-
-
-def _finite(text: str) -> float:
-    number = float(text)
-    if not math.isfinite(number):
-        raise ValueError(f"{text} is too large for a 64-bit float, a record writes null instead")
-    return number
-
-
-def _of_kind(lines: list[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
-    return [line for line in lines if line["t"] == kind]
+def _ascending(lines: list[Line]) -> list[Line]:
+    """As many of the lines as have ascending numbers: all of them, unless somebody has joined or edited records."""
+    numbers = [line["i"] for line in lines]
+    if all(map(operator.lt, numbers, itertools.islice(numbers, 1, None))):
+        return lines
+    # Of each length, the chain with the smallest last number; where two are as long, the later lines are taken.
+    ends: list[int] = []
+    places: list[int] = []
+    before: list[int] = []
+    for place, number in enumerate(numbers):
+        length = bisect_left(ends, number)
+        before.append(places[length - 1] if length else -1)
+        ends[length : length + 1], places[length : length + 1] = [number], [place]
+    chain, place = [], places[-1]
+    while place >= 0:
+        chain.append(lines[place])
+        place = before[place]
+    return chain[::-1]

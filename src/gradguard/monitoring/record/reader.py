@@ -1,18 +1,17 @@
 """Reading a record while it is being written: only what is new, however often one looks."""
 
-import json
 import os
 import stat
 from pathlib import Path
 from typing import Any
 
 from gradguard.errors import RecordError
-from gradguard.monitoring.record.file import FILE_NAME
+from gradguard.monitoring.record.fields import LONGEST_LINE, begins_run, parse_line
+from gradguard.monitoring.record.file import FILE_NAME, refuse_at_once
 
 READ_AT_ONCE = 16 * 2**20
 """A longer record is not read whole when it is met: its first line and as much of its end as this are."""
 
-LONGEST_LINE = 64 * 2**20
 _ANCHOR = 256
 
 
@@ -23,7 +22,7 @@ class JsonlReader:
     bounded by `READ_AT_ONCE` and the longest line; the file is open only while it is read, so that its writer may
     rename or delete it on every system.
 
-    **Edge cases**: no file yet gives no lines; a line that is no JSON object is counted in ``unreadable``; a file that
+    **Edge cases**: no file yet gives no lines; a line that cannot be read is counted in ``unreadable``; a file that
     was truncated or replaced is read from its start, and ``restarts`` grows, even if it has become longer than before.
 
     Args:
@@ -31,7 +30,8 @@ class JsonlReader:
 
     Attributes:
         restarts: How often another run took the place of the one before.
-        unreadable: Lines of the present run that could not be read.
+        unreadable: Lines of the present file that could not be read.
+        dropped: Fields of it that were left out because they held something else than they must.
         changed: When the file was last written, in seconds since the epoch; None before there was one.
         missing: Whether there was no file at the last look.
         skipped: Bytes of the present run that were passed over because the record was long when it was met.
@@ -81,13 +81,10 @@ class JsonlReader:
                 f"cannot read {path}: {error.strerror or error}. Name a record that you may read"
             ) from error
         self.missing = False
-        lines = [line for line in map(self._parsed, new) if line is not None]
-        if lines and not self._begun:
-            self._begin(path, lines[0])
-        return lines
+        return [line for raw in new if (line := self._parsed(path, raw)) is not None]
 
     def _forget(self) -> None:
-        self.unreadable = self.skipped = 0
+        self.unreadable = self.dropped = self.skipped = 0
         self._offset = 0
         self._anchor = b""  # the last bytes before the offset: a rewritten file has others there
         self._torn = b""  # a line whose end has not come
@@ -102,6 +99,9 @@ class JsonlReader:
             self._forget()
             self.restarts += 1
         self._identity = identity
+        if not self._offset:
+            refuse_at_once(self.path, file.read(64))
+            file.seek(0)
         head = self._skip(file, found.st_size) if not self._offset else []
         file.seek(self._offset)
         content = file.read(max(0, min(found.st_size - self._offset, READ_AT_ONCE + LONGEST_LINE)))
@@ -130,22 +130,19 @@ class JsonlReader:
         self.skipped = self._offset - len(head)
         return [head]
 
-    def _parsed(self, line: bytes) -> dict[str, Any] | None:
-        if not line.strip():
+    def _parsed(self, path: Path, raw: bytes) -> dict[str, Any] | None:
+        if not raw or raw.isspace():
             return None
         try:
-            found = json.loads(line.decode("utf-8"), parse_constant=lambda _: None)
+            line, dropped = parse_line(raw if self._begun else raw.removeprefix(b"\xef\xbb\xbf"))
         except (ValueError, RecursionError):
-            found = None
-        if isinstance(found, dict) and isinstance(found.get("t"), str):
-            return found
-        self.unreadable += 1
-        return {"t": "?"} if not self._begun else None
-
-    def _begin(self, path: Path, first: dict[str, Any]) -> None:
-        if first["t"] != "meta":
+            self.unreadable += 1
+            line, dropped = begins_run(raw) if self._begun else {"t": "?"}, 0
+        self.dropped += dropped
+        if not self._begun and line is not None and line["t"] != "meta":
             raise RecordError(
                 f'{path} is not a gradguard record: line 1 is not {{"t": "meta", ...}}. '
                 "Make one: gradguard run --out DIR train.py"
             )
         self._begun = True
+        return line

@@ -1,5 +1,6 @@
 """What is known of a run in progress, in memory that does not grow with the run."""
 
+import math
 from collections import Counter, deque
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -211,7 +212,7 @@ class RunState:
         """
         norms = [norm if isinstance(norm, int | float) else 0.0 for norm in self.layers]
         total = sum(norm * norm for norm in norms)
-        if not total:
+        if not 0 < total < math.inf:  # or too large to be squared
             return self._largest_of_last_step()[:count]
         order = sorted(range(len(norms)), key=lambda place: -norms[place])[:count]
         return [(self._name(place), norms[place] ** 2 / total) for place in order if norms[place]]

@@ -14,8 +14,9 @@ from typing import IO, TYPE_CHECKING, Any, NoReturn
 from gradguard.errors import InvalidValueError, RecordError
 from gradguard.monitoring.record.file import SCHEMA
 from gradguard.monitoring.record.reader import JsonlReader
+from gradguard.monitoring.record.text import printable
 from gradguard.monitoring.show.run_state import RunState
-from gradguard.monitoring.show.tail_view import clock, duration, ending, event_line, fitting_view, line, printable
+from gradguard.monitoring.show.tail_view import clock, duration, ending, event_line, fitting_view, line
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -113,6 +114,7 @@ class Watched:
         self._follower = JsonlReader(path)
         self.run = RunState()
         self.restarted = False
+        self._runs = 0
 
     def look(self) -> list[dict[str, Any]]:
         """Take in what is new; ``restarted`` says whether that is of another run than before.
@@ -129,6 +131,9 @@ class Watched:
         if self.restarted:
             self.run = RunState()
         for entry in lines:
+            if entry["t"] == "meta" and self.there:  # another run goes on in the same file
+                self.run, self.restarted = RunState(), True
+            self._runs += entry["t"] == "meta"
             self.run.add(entry)
         return lines
 
@@ -175,16 +180,18 @@ class Watched:
         return changed if changed is not None and self.run.end is None and now - changed > usual else None
 
     def _remarks(self) -> Iterator[str]:
-        schema, world = self.run.meta.get("schema"), self.run.meta.get("world")
-        if isinstance(schema, int) and schema > SCHEMA:
+        schema, world = self.run.meta.get("schema", SCHEMA), self.run.meta.get("world", 1)
+        if schema > SCHEMA:
             yield f"written by a newer gradguard (schema {schema}): parts may be missing here"
-        if isinstance(world, int) and world > 1:
+        if world > 1:
             yield f"rank {self.run.meta.get('rank', 0)} of {world}"
         if self._follower.skipped:
             yield f"a long record: {self._follower.skipped / 2**20:,.0f} MiB of its start were passed over"
         if self._follower.unreadable:
             yield f"{self._follower.unreadable} unreadable lines"
-        if self._follower.restarts:
+        if self._follower.dropped:
+            yield f"{self._follower.dropped} fields that cannot be meant"
+        if self._follower.restarts or self._runs > 1:
             yield "a new run took the place of the one before"
 
 

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from gradguard.monitoring.judge.numbers import number, percent, plain_threshold
 from gradguard.monitoring.record.steps import regime_of
+from gradguard.monitoring.record.text import printable
 from gradguard.monitoring.show.run_state import Bucket, OptimizerState, RunState, number_in
 
 if TYPE_CHECKING:
@@ -20,16 +21,6 @@ _AXIS = 9
 _MOST_FACTS, _GAP = 6, 3
 _DOTS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))  # of a braille character, by column, from the top
 _ASCII_LEVELS = " .:-=+*#%@"
-
-
-def printable(value: object) -> str:
-    r"""Return ``value`` as text that cannot move the cursor or colour a terminal.
-
-    Example:
-        >>> printable("layer\x1b[2J\n0")
-        'layer?[2J?0'
-    """
-    return "".join(char if char.isprintable() else "?" for char in str(value))
 
 
 def duration(seconds: float) -> str:

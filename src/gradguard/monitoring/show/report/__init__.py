@@ -1,7 +1,7 @@
 """What a person reads after a run: one self-contained HTML page, a terminal summary, and plain text."""
 
 from gradguard.monitoring.show.report.json_summary import json_summary
-from gradguard.monitoring.show.report.page import write_report
+from gradguard.monitoring.show.report.page import page_beside, write_report
 from gradguard.monitoring.show.report.summary import print_comparison, print_summary, text_summary
 
-__all__ = ["json_summary", "print_comparison", "print_summary", "text_summary", "write_report"]
+__all__ = ["json_summary", "page_beside", "print_comparison", "print_summary", "text_summary", "write_report"]

@@ -199,9 +199,9 @@ def _touched(record: Record) -> set[int]:
 def _hundredths(cell: Number) -> int:
     if cell is None:
         return NONFINITE
-    if math.isnan(cell):
-        return GAP
-    return round(100 * math.log10(cell)) if cell > 0 else ZERO
+    if not math.isfinite(cell):
+        return GAP if math.isnan(cell) else NONFINITE
+    return max(GAP + 1, min(32767, round(100 * math.log10(cell)))) if cell > 0 else ZERO
 
 
 def _squares(norms: list[Number], count: int) -> list[float] | None:

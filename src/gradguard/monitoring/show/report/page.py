@@ -1,6 +1,8 @@
 """One HTML page that needs no network: charts, styles and plotly.js are inside it."""
 
 import json
+import os
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -30,7 +32,8 @@ def write_report(records: list[Record], path: str | Path) -> Path:
 
     **Guarantees**: the page loads nothing from the network; every name that comes from user code is escaped; a
     record without steps, losses or per-parameter norms gives a page without those charts; a record of a million
-    steps, one of two thousand parameters, and a comparison of eight runs give a page below 7 MB.
+    steps, one of two thousand parameters, and a comparison of eight runs give a page below 7 MB; the page is written
+    whole or not at all.
 
     Args:
         records: One record, or several to compare; the first is the baseline.
@@ -40,18 +43,53 @@ def write_report(records: list[Record], path: str | Path) -> Path:
         The path of the page.
 
     Raises:
-        InvalidValueError: There is no record.
+        InvalidValueError: There is no record, or the page would replace one.
         RecordError: The page cannot be written.
     """
     if not records:
         raise InvalidValueError("write_report needs at least one record, got none; read_record(path) gives one")
-    path, page = Path(path), render(records)
+    path = Path(path)
+    if any(_is_same(path, record.path) for record in records):
+        raise InvalidValueError(f"{path} is the record itself, and a page would replace it: name another file with -o")
+    page = render(records).encode("utf-8", "replace")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(page, encoding="utf-8", errors="replace")
+        _replace(path, page)
     except OSError as error:
         raise RecordError(f"cannot write {path}: {error.strerror or error}. Name another file with -o") from error
     return path
+
+
+def page_beside(record: Path) -> Path:
+    """Return where the page of a record goes: beside it, with its name, so that several records keep theirs apart.
+
+    Args:
+        record: The file of the record.
+
+    Example:
+        >>> page_beside(Path("runs/run-2.jsonl")).name, page_beside(Path("odd.html")).name
+        ('run-2.html', 'odd.html.html')
+    """
+    page = record.with_suffix(".html")
+    return page if page != record else record.with_name(f"{record.name}.html")
+
+
+def _is_same(path: Path, record: Path) -> bool:
+    return path.exists() and record.exists() and path.samefile(record)
+
+
+def _replace(path: Path, content: bytes) -> None:
+    """Write a file at once or not at all: a full disk leaves what was there before, and nothing beside it."""
+    path = Path(os.path.realpath(path))  # what a link stands for, not the link
+    if path.exists() and not path.is_file():  # a pipe, or a device
+        path.write_bytes(content)
+        return
+    temporary = path.with_name(f".gradguard-{os.getpid()}-{threading.get_ident()}.html")
+    try:
+        temporary.write_bytes(content)
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def render(records: Sequence[Record]) -> str:

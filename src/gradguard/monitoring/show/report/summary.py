@@ -10,7 +10,9 @@ from gradguard.monitoring.judge.numbers import number, percent, plain_threshold
 from gradguard.monitoring.judge.recommend import Recommendation, recommend
 from gradguard.monitoring.judge.verdict import Verdict, verdict
 from gradguard.monitoring.record.file import FILE_NAME, SCHEMA, Record
+from gradguard.monitoring.record.redaction import redacted
 from gradguard.monitoring.record.steps import by_optimizer
+from gradguard.monitoring.record.text import printable
 from gradguard.monitoring.show.report.advice import Shown, counted, findings_of
 from gradguard.named_rules import clipping_rule
 
@@ -32,6 +34,7 @@ def print_summary(record: Record, console: "Console | None" = None) -> None:
     """
     from rich.console import Console
     from rich.panel import Panel
+    from rich.text import Text
 
     judged, recommendation = verdict(record), recommend(record)
     faulty = judged.nonfinite_steps or judged.diverged
@@ -41,7 +44,7 @@ def print_summary(record: Record, console: "Console | None" = None) -> None:
     console = console or Console()
     console.print(panel)
     if recommendation.rule is not None:  # outside the frame, in one piece, so that it can be copied
-        console.print(command(record, recommendation.rule), style="bold", markup=False, soft_wrap=True)
+        console.print(Text(command(record, recommendation.rule), style="bold"), soft_wrap=True)
     cost = _cost(judged, record.end or {})
     if cost:
         console.print(f"observing cost: {cost}", markup=False, highlight=False)
@@ -56,6 +59,7 @@ def print_comparison(records: Sequence[Record], console: "Console | None" = None
     """
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
     table = Table(
         "run", "clip", *(_right(name) for name in ("final loss", "best loss", "largest norm", "steps clipped"))
@@ -64,7 +68,7 @@ def print_comparison(records: Sequence[Record], console: "Console | None" = None
         judged = verdict(record)
         losses = [number(judged.final_loss), number(judged.best_loss)]
         bound = percent(judged.clip_share) if judged.clip_share is not None else "-"
-        table.add_row(label, clip_of(record), *losses, number(judged.max_norm), bound)
+        table.add_row(Text(printable(label)), Text(clip_of(record)), *losses, number(judged.max_norm), bound)
     (console or Console()).print(table)
 
 
@@ -89,7 +93,8 @@ def clip_of(record: Record) -> str:
 def labelled(records: Sequence[Record]) -> list[tuple[Record, str]]:
     """Return each record with what to call it: its file, or its folder, or its path, whichever tells all apart."""
     stems = [record.path.stem for record in records]
-    folders, paths = [_with_folder(record.path) for record in records], [str(record.path) for record in records]
+    folders = [_with_folder(record.path) for record in records]
+    paths = [redacted(str(record.path)) for record in records]
     labels = next((names for names in (stems, folders) if len(set(names)) == len(names)), paths)
     return list(zip(records, labels, strict=True))
 
@@ -123,7 +128,7 @@ def text_summary(record: Record) -> str:
     for part in by_optimizer(record):
         if part.label:
             facts |= _of_optimizer(part.index, part.label, part.record)
-    return "".join(f"{key}: {_one_line(value)}\n" for key, value in facts.items() if value is not None)
+    return "".join(f"{key}: {printable(value)}\n" for key, value in facts.items() if value is not None)
 
 
 def command(record: Record, rule: str, optimizer: str = "") -> str:
@@ -237,17 +242,23 @@ def notes(record: Record) -> list[str]:
     found = []
     if record.torn:
         found.append("The last line of the record is incomplete and was left out: the run was probably killed.")
-    schema = record.meta.get("schema")
-    if isinstance(schema, int) and schema > SCHEMA:
+    first = f" (the first: {record.first_fault})" if record.first_fault else ""
+    damage = [
+        f"{count:,} {what}{'s' * (count != 1)}"
+        for count, what in ((record.unreadable, "damaged line"), (record.dropped, "field"))
+        if count
+    ]
+    if damage:
+        found.append(f"Left out of the record because they cannot be meant: {' and '.join(damage)}{first}.")
+    if record.earlier_runs:
+        runs = record.earlier_runs + 1
+        found.append(f"The file holds {runs} runs one after the other: this is the last, and nothing of the others.")
+    if record.is_newer:
         found.append(
-            f"The record was written by a newer gradguard (schema {schema}, this one knows {SCHEMA}): fields that are "
-            "new in it are not shown. Upgrade gradguard to see them."
+            f"The record was written by a newer gradguard (schema {record.meta['schema']}, this one knows {SCHEMA}): "
+            "fields that are new in it are not shown. Upgrade gradguard to see them."
         )
     return found
-
-
-def _one_line(value: object) -> str:
-    return " ".join(str(value).splitlines())
 
 
 def environment(record: Record, judged: Verdict) -> list[tuple[str, str]]:
@@ -272,7 +283,7 @@ def environment(record: Record, judged: Verdict) -> list[tuple[str, str]]:
         ("Wall-clock time", f"{end['wall']:,.1f} s" if end.get("wall") is not None else ""),
         ("Observing cost", _cost(judged, end)),
         ("Ended", _ending(record)),
-        ("Record", str(record.path)),
+        ("Record", redacted(str(record.path))),
     ]
     return [(label, value) for label, value in rows if value]
 

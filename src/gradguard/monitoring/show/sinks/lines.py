@@ -1,13 +1,11 @@
 """The two sinks that get every line: a JSON Lines file and a function."""
 
-import gc
-import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from gradguard.errors import InvalidValueError
 from gradguard.monitoring.record.file import Line, RecordWriter
+from gradguard.monitoring.record.text import on_stderr
 from gradguard.monitoring.show.sinks.base import plain
 
 
@@ -15,22 +13,15 @@ class JsonLinesSink:
     """A record as ``gradguard run`` writes it.
 
     Args:
-        path: Where it goes; an existing file is replaced.
-
-    Raises:
-        InvalidValueError: If another monitor of this process is writing it.
+        path: Where it goes; where a file exists, a number is added to the name.
     """
 
     def __init__(self, path: Path) -> None:
-        self.path = path.absolute()  # training may change the working directory
-        if _is_written(self.path):
-            raise InvalidValueError(
-                f"sink={str(path)!r} is being written by another Monitor: give each a file of its own, or close() the "
-                "other first (`with gradguard.Monitor(...)` does)."
-            )
-        self._writer = RecordWriter(self.path)
-        self.name = str(path)
-        _being_written.add(self)
+        path = path.absolute()  # training may change the working directory
+        self._writer = RecordWriter(path)
+        self.path, self.name = self._writer.path, str(self._writer.path)
+        if self.path != path:
+            on_stderr(f"{path} exists and is kept: this run is recorded in {self.path.name}")
 
     def push(self, lines: Sequence[Line]) -> None:
         """Write ``lines`` and hand them to the operating system."""
@@ -40,18 +31,7 @@ class JsonLinesSink:
 
     def close(self) -> None:
         """Close the file."""
-        _being_written.discard(self)
         self._writer.close()
-
-
-_being_written: "weakref.WeakSet[JsonLinesSink]" = weakref.WeakSet()
-
-
-def _is_written(path: Path) -> bool:
-    """Tell whether a living sink writes to ``path``; one that only a cycle keeps alive does not count."""
-    if any(sink.path == path for sink in _being_written):
-        gc.collect()
-    return any(sink.path == path for sink in _being_written)
 
 
 class CallableSink:

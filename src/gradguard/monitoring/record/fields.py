@@ -1,0 +1,249 @@
+"""What each field of a record must be: one table, and the one place where lines are read.
+
+A record may have been cut, edited, joined from two, or damaged, and it may come from somebody else. Whoever reads a
+line that `parse_line` returned need not look at types again.
+"""
+
+import json
+import re
+import sys
+from collections.abc import Callable, Mapping
+from math import isfinite
+from operator import is_
+from typing import Any
+
+from gradguard.monitoring.record.text import printable
+
+LONGEST_LINE = 64 * 2**20
+"""No line of a record is as long; what is, is no line."""
+
+Rule = Callable[[Any], Any]
+"""Takes the value of a field and returns what to keep of it: the value itself, cleaned text, or `_BAD`."""
+
+_BAD = object()
+_LARGEST = sys.float_info.max
+_MOST = 2**53
+_NUMBERS = (int, float)  # and not bool, which is an int
+_FLOATS = {float}
+
+
+def parse_line(raw: bytes) -> tuple[dict[str, Any], int]:
+    """Read one line of a record.
+
+    A field that the table does not know is kept as it is, since a later version may have written it.
+
+    Args:
+        raw: The line, with or without its end.
+
+    Returns:
+        The line, its kind under ``"t"``, and how many of its fields were left out because they held something else
+        than they must. Text is printable; numbers are finite, or None for what was not finite.
+
+    Raises:
+        ValueError: It is no JSON object with a kind, or lacks a field without which it says nothing.
+        RecursionError: It is nested too deeply.
+
+    Example:
+        >>> parse_line(b'{"t": "step", "i": 7, "norm": null, "loss": "low"}')
+        ({'t': 'step', 'i': 7, 'norm': None}, 1)
+    """
+    line = _DECODER.decode(raw.decode("utf-8"))
+    if type(line) is not dict or type(kind := line.get("t")) is not str:
+        raise ValueError('expected an object like {"t": "step", ...}')
+    table = _TABLES.get(kind)
+    if table is None:
+        return line, 0
+    dropped = _check(line, table)
+    for key in _REQUIRED[kind]:
+        if key not in line:
+            raise ValueError(f'a "{kind}" line needs {_MEANT[key]} under "{key}"')
+    if kind == "meta":
+        dropped += _check_parameters(line)
+    return line, dropped
+
+
+def begins_run(raw: bytes) -> dict[str, Any] | None:
+    """Return the first line of another run that hides in a line that cannot be read, or None.
+
+    The line before it had no end, because its run was killed; or it is damaged itself, and then all that is known is
+    that another run begins.
+
+    Args:
+        raw: A line that `parse_line` refuses.
+    """
+    found = _BEGINNING.search(raw)
+    if found is None:
+        return None
+    try:
+        return parse_line(raw[found.start() :])[0]
+    except (ValueError, RecursionError):
+        return {"t": "meta"}
+
+
+_BEGINNING = re.compile(rb'\{\s*"t"\s*:\s*"meta"')
+_DECODER = json.JSONDecoder(parse_constant=lambda name: None)  # NaN is no JSON, and says what null does
+
+
+def _check(fields: dict[str, Any], table: Mapping[str, Rule]) -> int:
+    """Clean ``fields`` in place; return how many were left out."""
+    changed = None
+    for key, value in fields.items():
+        rule = table.get(key)
+        if rule is not None and (kept := rule(value)) is not value:
+            changed = changed or []
+            changed.append((key, kept))
+    if changed is None:
+        return 0
+    dropped = 0
+    for key, kept in changed:
+        if kept is _BAD:
+            del fields[key]
+            dropped += 1
+        else:
+            fields[key] = kept
+    return dropped
+
+
+def _check_parameters(meta: dict[str, Any]) -> int:
+    """Clean what is said of each parameter; each keeps its place, because later arrays count on it."""
+    parameters, dropped = meta.get("params", []), 0
+    for place, parameter in enumerate(parameters):
+        if type(parameter) is dict:
+            dropped += _check(parameter, _PARAMETER)
+        else:
+            parameters[place] = {}
+            dropped += 1
+    return dropped
+
+
+# --- what a field may be ----------------------------------------------------------------------------------------------
+
+
+def _number(value: Any) -> Any:
+    """A number; None for one that was not finite."""
+    if value is None or (type(value) is float and -_LARGEST <= value <= _LARGEST):
+        return value
+    if type(value) is not int or not -_LARGEST <= value <= _LARGEST:
+        return _BAD
+    return value if -_MOST < value < _MOST else float(value)  # what is computed with it overflows as floats do
+
+
+def _amount(value: Any) -> Any:
+    """A number of at least 0; None for one that was not finite."""
+    if type(value) is float and 0 <= value <= _LARGEST:
+        return value
+    kept = _number(value)
+    return kept if kept is None or kept is _BAD or kept >= 0 else _BAD
+
+
+def _seconds(value: Any) -> Any:
+    return value if type(value) in _NUMBERS and 0 <= value <= _MOST else _BAD
+
+
+def _whole(value: Any) -> Any:
+    return value if type(value) is int and -_MOST < value < _MOST else _BAD
+
+
+def _count(value: Any) -> Any:
+    return value if type(value) is int and 0 <= value < _MOST else _BAD
+
+
+def _truth(value: Any) -> Any:
+    return value if type(value) is bool else _BAD
+
+
+def _text(value: Any) -> Any:
+    return _BAD if type(value) is not str else value if value.isprintable() else printable(value)
+
+
+def _list(value: Any) -> Any:
+    return value if type(value) is list else _BAD
+
+
+def _numbers(value: Any) -> Any:
+    """A list of numbers, with None for those that were not finite."""
+    if type(value) is not list:
+        return _BAD
+    return value if set(map(type, value)) == _FLOATS and isfinite(sum(value)) else _each_number(value)
+
+
+def _amounts(value: Any) -> Any:
+    """A list of numbers of at least 0, with None for those that were not finite."""
+    if type(value) is not list:
+        return _BAD
+    if set(map(type, value)) == _FLOATS and isfinite(sum(value)) and min(value) >= 0:  # nearly every line, and fast
+        return value
+    return _each_amount(value)
+
+
+def _each(rule: Rule) -> Rule:
+    def check(value: Any) -> Any:
+        if type(value) is not list:
+            return _BAD
+        kept = [rule(item) for item in value]
+        return _BAD if any(item is _BAD for item in kept) else value if all(map(is_, kept, value)) else kept
+
+    return check
+
+
+_each_number, _each_amount = _each(_number), _each(_amount)
+
+
+def _top(value: Any) -> Any:
+    """A parameter, and its share of the squared norm."""
+    if type(value) is not list or len(value) != 2 or _count(value[0]) is _BAD or type(value[1]) not in _NUMBERS:
+        return _BAD
+    return value if 0 <= value[1] <= _MOST else _BAD
+
+
+def _clip(value: Any) -> Any:
+    """Rule, threshold and coefficient."""
+    if type(value) is not list or len(value) != 3:
+        return _BAD
+    kept = [_text(value[0]), _number(value[1]), _amount(value[2])]
+    return _BAD if any(item is _BAD for item in kept) else kept
+
+
+def _mesh(value: Any) -> Any:
+    if type(value) is not dict or any(_count(size) is _BAD for size in value.values()):
+        return _BAD
+    return {printable(name): size for name, size in value.items()}
+
+
+def _severity(value: Any) -> Any:
+    return value if value in ("info", "warning", "error") else _BAD
+
+
+_PARAMETER: Mapping[str, Rule] = {
+    "name": _text, "shape": _each(_count), "numel": _count, "dtype": _text, "group": _count, "optimizer": _count,
+    "frozen": _truth,
+}  # fmt: skip
+
+_TABLES: Mapping[str, Mapping[str, Rule]] = {
+    "meta": {
+        "version": _text, "schema": _count, "argv": _each(_text), "clip": _text, "torch": _text, "python": _text,
+        "host_platform": _text, "git": _text, "device": _text, "world": _count, "rank": _count, "mesh": _mesh,
+        "optimizers": _each(_text), "params": _list,
+    },
+    "step": {
+        "i": _count, "wall": _seconds, "loss": _number, "lr": _number, "norm": _amount, "post_norm": _amount,
+        "coefficient": _amount, "threshold": _number, "rule": _text, "clips": _each(_clip), "user_max_norm": _number,
+        "amp_scale": _amount, "skipped": _truth, "nonfinite": _count, "top": _top, "optimizer": _count,
+        "noise_scale": _number, "noise_scale_low": _number, "noise_scale_high": _number, "batch_size": _number,
+    },
+    "tensors": {
+        "i": _count, "norm": _amounts, "max": _amounts, "zeros": _amounts, "weight": _amounts, "update": _amounts,
+        "absent": _each(_count), "zero_rows": _numbers,
+    },
+    "event": {
+        "i": _count, "kind": _text, "severity": _severity, "message": _text, "advice": _text, "params": _each(_text),
+        "value": _number, "optimizer": _count,
+    },
+    "end": {
+        "steps": _count, "wall": _seconds, "overhead_ms": _seconds, "exit": _whole, "interrupted": _truth,
+        "clips": _count,
+    },
+}  # fmt: skip
+
+_REQUIRED = {"meta": (), "step": ("i",), "tensors": ("i", "norm"), "event": ("i",), "end": ()}
+_MEANT = {"i": "the number of a step", "norm": "a list of norms"}

@@ -1,0 +1,30 @@
+"""Text from a record, a path or an exception as a terminal may show it: the one place where it is cleaned."""
+
+import sys
+from contextlib import suppress
+
+
+def printable(value: object) -> str:
+    r"""Return ``value`` as text that cannot move the cursor, colour a terminal or turn the direction of a line.
+
+    What is not printable (control characters, those for bidirectional text, lone surrogates) is written as Python
+    writes it.
+
+    Example:
+        >>> print(printable("layer\x1b[2J\n0"), printable("größe 模型"))
+        layer\x1b[2J\n0 größe 模型
+    """
+    text = str(value)
+    if text.isprintable():
+        return text
+    return "".join(char if char.isprintable() else _escaped(char) for char in text)
+
+
+def on_stderr(message: object) -> None:
+    """Print one line on stderr, whatever became of stderr."""
+    with suppress(Exception):
+        print(f"gradguard: {printable(message)}", file=sys.stderr, flush=True)
+
+
+def _escaped(char: str) -> str:
+    return char.encode("unicode_escape").decode("ascii")
