@@ -8,8 +8,10 @@ import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
+from gradguard.monitoring.judge.health import findings
 from gradguard.monitoring.judge.norm_statistics import drift_ends, local_spread
 from gradguard.monitoring.judge.numbers import number, percent, plain_threshold
 from gradguard.monitoring.judge.scale_free import is_scale_free
@@ -31,26 +33,41 @@ ENOUGH_STEPS = 200
 GUARD_SHARE = 0.05
 """A clip that binds on no more steps is a guard, and right as it is."""
 
+NORMALISING_SHARE = 0.5
+"""Above it a clip sets the size of the steps, unless the optimizer cancels it."""
+
+FIX_FIRST = ("clip_before_unscale", "missing_zero_grad", "optimizer_without_gradient")
+"""Findings that make norms and losses say nothing about a threshold."""
+
 HEAVY_SPREAD = 0.4
 """Norms with a larger local spread, in units of the logarithm, are heavy-tailed: one in 40 is twice the median."""
 
-START_TIMES = 3.0
-"""First norms so many times above the usual fill the second moment of an Adam for hundreds of steps."""
-
-CONVERGED = 1 / 3
+CONVERGED = 0.2
 """A median norm that fell below this share: training converges, and a constant would bind at one end only."""
 
-BLOWN_UP_LOSS = 1.5
-"""A loss that rose to so many times its first value, and stayed: the weights are lost, not a batch."""
+JUMPED_LOSS = 1.2
+"""A loss above so many times its first value has jumped."""
+
+JUMPED_NORM = 3.0
+"""So has a norm; both on one step, and nothing learned in the end: the learning rate was too high."""
+
+NORMALISING, GUARDING, GUARDING_HEAVY = 0.1, 0.9, 0.75
+"""The quantile of the norms that a constant is: where a scale cancels, where it does not, and of heavy tails there."""
 
 LEARNED_LOSS = 0.9
 """A loss that came below this share of its first value has learned something."""
 
-TRY_LESS = 0.1
-"""Of the learning rate, and of the norms before: what to try first in a run that blew up."""
+OVERSHOT_LOSS = 5.0
+"""A loss so many times the first one within the first 10 steps: the first steps themselves were too large."""
+
+SPOILED_LOSS = 10.0
+"""Single losses so many times the first one, late in a run, are of bad batches: that comes from the data."""
+
+LESS_RATE, LESS_NORM = 0.1, 0.3
+"""Of the learning rate, and of the first norms as a threshold: what to try first in a run that blew up."""
 
 _FIRST = 5  # losses and norms that say how a run began
-_BEFORE = 10  # norms before it blew up
+_NEAR_JUMP = 10  # a second jump within so many steps: a single one is a batch
 _NEAR = 10  # losses before and after a spike
 
 
@@ -91,21 +108,27 @@ def recommend(record: Record) -> Recommendation:
     The first row that holds decides; *usable* are the finite norms of taken steps without the warm-up, and the *local
     spread* s is the robust standard deviation of their logarithms within a tenth of the run.
 
-    ========================================================= ==========  ==============================================
-    the record                                                kind        threshold or rule
-    ========================================================= ==========  ==============================================
-    several optimizers                                        unknown     none, and a recommendation for each
-    no pre-clip norm                                          unknown     none
-    the loss rose 1.5x, and it ends not finite or unlearned   fix         a tenth of the learning rate, and of the norms
-                                                                          before as a threshold
-    fewer than 200 usable steps                               unknown     none
-    a fixed norm clip bound on at most 5 %; or on more, with  keep        that one
-    an optimizer that cancels a scale
-    no spikes, s at most 0.4, no large first norms            nothing     none
-    the median norm drifts by more than 2x                    rule        ``median``
-    an optimizer that cancels a scale                         constant    10th percentile of the usable norms
-    any other                                                 constant    90th percentile, 75th where s is above 0.4
-    ========================================================= ==========  ==============================================
+    ========================================================= ========  ================================================
+    the record                                                kind      threshold or rule
+    ========================================================= ========  ================================================
+    gradients clipped before ``unscale_``, never cleared, or  fix       none
+    an optimizer of another model (see `findings`)
+    several optimizers                                        unknown   none, and a decision for each
+    no pre-clip norm                                          unknown   none
+    it ends not finite; or loss and norm jumped (1.2 and 3    fix       a tenth of the learning rate, and as a threshold
+    times the first, and not just on single steps up to the             0.3 times the first norms
+    end) and the last losses are above 0.9 times the first
+    fewer than 200 usable steps                               unknown   none
+    a norm clip bound on more than half of the steps, with    fix       that one; the learning rate is what it sets
+    an optimizer that does not cancel a scale
+    a clip bound all along                                    keep      that one
+    no spikes, and: s at most 0.4 with another optimizer, or  nothing   none
+    the median norm drifts by more than 2x (5x down, with an
+    optimizer that cancels a scale)
+    the median norm drifts as much                            rule      ``median``
+    an optimizer that cancels a scale                         constant  10th percentile of the usable norms
+    any other                                                 constant  90th percentile, 75th where s is above 0.4
+    ========================================================= ========  ================================================
 
     Spikes are found against their neighbourhood (`find_spikes`). With an optimizer that cancels a scale (Adam), a low
     threshold costs nothing, and neither a spike nor the first norms can fill its second moment: only where training
@@ -128,10 +151,14 @@ def recommend(record: Record) -> Recommendation:
         >>> found.kind, found.rule, found.headline
         ('constant', 'norm=1.6', 'Clip at 1.6.')
     """
+    urgent = next((one for one in findings(record) if one.kind in FIX_FIRST and one.severity == "error"), None)
+    if urgent is not None:
+        first = f"Fix this first: {urgent.advice.partition(';')[0].partition(' (')[0]}."
+        return Recommendation("fix", first, f"{urgent.message[:1].upper()}{urgent.message[1:]}.")
     parts = by_optimizer(record)
     if len(parts) > 1:
-        return _for_each([(part.label, _decide(part.record)) for part in parts])
-    return _decide(record)
+        return _for_each([(part.label, _decide(part.record, several=True)) for part in parts])
+    return _decide(parts[0].record)
 
 
 def _for_each(parts: list[tuple[str, Recommendation]]) -> Recommendation:
@@ -143,17 +170,17 @@ def _for_each(parts: list[tuple[str, Recommendation]]) -> Recommendation:
 _SEVERAL = "Several optimizers step in this run, and each has a decision of its own."
 
 
-def _decide(record: Record) -> Recommendation:
+def _decide(record: Record, several: bool = False) -> Recommendation:
     if not any("norm" in step for step in record.steps):
         return Recommendation("unknown", "The record has no norms to judge by.", _no_norms(record))
-    blown = _blown_up(record)
+    blown = _blown_up(record, several)
     if blown is not None:
         return blown
     norms = usable_norms(record)
     if len(norms) < ENOUGH_STEPS:
         missing = f"There are {len(norms)} usable steps, and {ENOUGH_STEPS} are needed to know how rare spikes are."
         return Recommendation("unknown", "Record a longer run.", missing, usable_steps=len(norms))
-    found = _keep(record) or _choose(record, norms)
+    found = _of_clip_in_use(record) or _choose(record, norms)
     reason = " ".join(filter(None, [found.reason, _drift_words(norms), _harm(record)]))
     return replace(found, reason=reason, usable_steps=len(norms), drift=drift_ends(norms))
 
@@ -161,48 +188,72 @@ def _decide(record: Record) -> Recommendation:
 # A run that is lost.
 
 
-def _blown_up(record: Record) -> Recommendation | None:
-    """The decision on a run whose loss rose and that ended not finite, or without having learned anything."""
+def _blown_up(record: Record, several: bool) -> Recommendation | None:
+    """The decision on a run that ended not finite, or whose loss jumped and then learned nothing any more."""
     steps = [step for step in record.steps if not step.get("skipped")]
-    place = _first_loss_of_control(steps)
+    place = _end_of_numbers(steps)
+    if place is None and not several:  # networks that work against each other have losses that rise
+        place = _end_of_learning(steps)
     if place is None:
         return None
-    at, finite = steps[place]["i"], not _is_broken(steps[place])
-    norms = [step["norm"] for step in steps[: max(place, 1)] if step.get("norm")][-_BEFORE:]
+    at, finite = steps[place]["i"], not (is_nonfinite(steps[place]) or _has_no_loss(steps[place]))
+    norms = [step["norm"] for step in steps[: min(max(place, 1), _FIRST)] if step.get("norm")]
     what = "rose and did not come back" if finite else "or the gradients were not finite"
-    where = f", where the norms had been about {number(statistics.median(norms))}" if norms else ""
+    where = f"; the first norms were about {number(statistics.median(norms))}" if norms else ""
     reason = (
         f"The loss {what} from step {at} on{where}. No rule that follows such norms can help, because none of them was "
-        f"ever usual. A tenth is where to begin; what is best, an experiment tells: {_tune(record)}."
+        f"ever usual. A tenth of the rate, and a third of the first norms as a threshold, are where to begin; what is "
+        f"best, an experiment tells: {_tune(record)}."
     )
     headline = f"Lower the learning rate to a tenth: the run blew up at step {at}."
-    fix = Recommendation("fix", headline, reason, rate_factor=TRY_LESS, usable_steps=len(norms))
+    fix = Recommendation("fix", headline, reason, rate_factor=LESS_RATE, usable_steps=len(norms))
     if not norms:
         return fix
-    threshold = _two_digits(TRY_LESS * statistics.median(norms))
+    threshold = _two_digits(LESS_NORM * statistics.median(norms))
     text = plain_threshold(threshold)
     return replace(fix, headline=f"{headline} Clip at {text} as well.", threshold=threshold, rule=f"norm={text}")
 
 
-def _first_loss_of_control(steps: list[dict[str, Any]]) -> int | None:
-    broken = [place for place, step in enumerate(steps) if _is_broken(step)]
+def _end_of_numbers(steps: list[dict[str, Any]]) -> int | None:
+    """Where the gradients or losses stopped being finite, if most of the last ones are not."""
+    broken = [place for place, step in enumerate(steps) if is_nonfinite(step) or _has_no_loss(step)]
     last = len(steps) - max(1, len(steps) // 20)
-    losses = [step["loss"] for step in steps if step.get("loss") is not None]
-    rose = None
-    if losses and min(losses[:_FIRST]) > 0:  # else "times as much" has no meaning
-        first = statistics.median(losses[:_FIRST])
-        above = (place for place, step in enumerate(steps) if (step.get("loss") or 0.0) > BLOWN_UP_LOSS * first)
-        rose = next(above, None)
-        learned = statistics.fmean(losses[-max(_FIRST, len(losses) // 10) :]) <= LEARNED_LOSS * first
-        if rose is not None and not learned:
-            return min([rose, *broken])
-    if 2 * sum(place >= last for place in broken) <= len(steps) - last:
+    return broken[0] if 2 * sum(place >= last for place in broken) > len(steps) - last else None
+
+
+def _end_of_learning(steps: list[dict[str, Any]]) -> int | None:
+    """Where the loss first jumped together with the norm, if the run learned nothing in the end."""
+    known = [step["loss"] for step in steps if step.get("loss") is not None]
+    norms = [step["norm"] for step in steps if step.get("norm")]
+    if len(steps) < ENOUGH_STEPS or len(known) < _FIRST or not norms:
         return None
-    return min([place for place in (rose, broken[0]) if place is not None])
+    if min(known[:_FIRST]) <= 0:  # "times as much" has no meaning
+        return None
+    first, usual = _beginning(known), _beginning(norms)
+    jumps = [
+        place
+        for place, step in enumerate(steps)
+        if place and (step.get("loss") or 0) > JUMPED_LOSS * first and (step.get("norm") or 0) > JUMPED_NORM * usual
+    ]
+    if jumps and max(known[: jumps[0] + 1]) > OVERSHOT_LOSS * first and jumps[0] < _NEAR_JUMP:
+        return jumps[0]
+    late = known[len(known) // 2 :]
+    if statistics.fmean(known[-max(_FIRST, len(known) // 10) :]) <= LEARNED_LOSS * first:
+        return None
+    if 0 < sum(loss > SPOILED_LOSS * first for loss in late) <= len(late) // 20:
+        return None  # batches that spoil the run, and not its learning rate
+    if jumps and jumps[-1] < len(steps) // 2:  # and then nothing was learned any more
+        return jumps[0]
+    return next((place for place, other in pairwise(jumps) if other - place <= _NEAR_JUMP), None)
 
 
-def _is_broken(step: dict[str, Any]) -> bool:
-    return is_nonfinite(step) or ("loss" in step and step["loss"] is None)
+def _beginning(values: Sequence[float]) -> float:
+    """What a run began with: a run may explode within the first steps, and a first batch may be an odd one."""
+    return min(values[0], statistics.median(values[:_FIRST]))
+
+
+def _has_no_loss(step: dict[str, Any]) -> bool:
+    return "loss" in step and step["loss"] is None
 
 
 def _tune(record: Record) -> str:
@@ -217,67 +268,77 @@ def _script(record: Record) -> str:
 # A run that can be judged.
 
 
-def _keep(record: Record) -> Recommendation | None:
-    """The decision to keep the norm clip that was in force all along, if it is one to keep."""
-    used = {step.get("threshold") if step.get("rule") == "norm" else None for step in record.steps}
-    threshold, share = used.pop() if len(used) == 1 else None, _bound_share(record)
-    normalises = bool(is_scale_free(record)) and share > GUARD_SHARE
-    if threshold is None or not (0 < share <= GUARD_SHARE or normalises):
+def _of_clip_in_use(record: Record) -> Recommendation | None:
+    """The decision on a clip that was in force all along and bound on some steps."""
+    rules, share = {step.get("rule") for step in record.steps}, _bound_share(record)
+    rule = rules.pop() if len(rules) == 1 else None
+    if rule is None or share == 0:
         return None
+    threshold, text = _fixed_threshold(record, rule)
     bound = f"It bound on {percent(share)} of {len(taken_steps(record)):,} steps"
-    why = " and left the others alone." if not normalises else f"; {_NO_COST}"
-    text = plain_threshold(threshold)
-    return Recommendation("keep", f"Keep {text}.", bound + why, threshold, f"norm={text}", clip_share=share)
+    if share <= GUARD_SHARE:
+        why = f"{bound} and left the others alone."
+    elif is_scale_free(record):
+        why = f"{bound}; {_NO_COST}"
+    elif share <= NORMALISING_SHARE or rule != "norm":
+        why = f"{bound}, and the run came through."
+    else:
+        coefficient = statistics.median(step["coefficient"] for step in taken_steps(record) if binds(step))
+        headline = f"Choose the learning rate first: the clip at {text} multiplies it by {number(coefficient)}."
+        reason = (
+            f"{bound}, so that it sets the size of the steps and guards against nothing. A learning rate so many times "
+            f"as large, and a threshold that binds seldom, is the same training; what is best, an experiment tells: "
+            f"{_tune(record)}."
+        )
+        return Recommendation("fix", headline, reason, threshold, rate_factor=None, clip_share=share)
+    spelled = f"norm={text}" if threshold is not None else None
+    return Recommendation("keep", f"Keep {text}.", why, threshold, spelled, clip_share=share)
+
+
+def _fixed_threshold(record: Record, rule: str) -> tuple[float | None, str]:
+    """The threshold of a norm clip that never changed, and what to call the clip."""
+    used = {step.get("threshold") for step in record.steps}
+    threshold = used.pop() if len(used) == 1 else None
+    if rule == "norm" and threshold is not None:
+        return threshold, plain_threshold(threshold)
+    return None, rule if threshold is None else f"{rule}={plain_threshold(threshold)}"
 
 
 _NO_COST = "with an optimizer that cancels a constant scale this costs nothing."
 
 
 def _choose(record: Record, norms: list[float]) -> Recommendation:
-    spikes, spread = find_spikes(norms), local_spread(norms)
-    first = _middle([step["norm"] for step in taken_steps(record) if step.get("norm")][:_FIRST]) or 0.0
-    large_start = bool(is_scale_free(record)) and first > START_TIMES * statistics.median(norms)
-    unusual = _unusual(norms, spikes, spread, first if large_start else None)
-    if not unusual:
+    spread, ends, unusual = local_spread(norms), drift_ends(norms), _unusual(norms)
+    cancels = bool(is_scale_free(record))
+    converges = ends is not None and ends[1] < CONVERGED * ends[0]
+    follows = converges or (ends is not None and not cancels)
+    spikes = find_spikes(norms)
+    if (follows and not spikes) or not (unusual or cancels):
         largest = f"the largest norm was {number(max(norms) / statistics.median(norms))} times the median"
         return Recommendation("nothing", "Nothing to clip.", f"No norm stood out from those around it: {largest}.")
-    ends = drift_ends(norms)
-    if ends is not None and (not is_scale_free(record) or ends[1] < CONVERGED * ends[0]):
-        follows = "a constant would bind at one end of the run only; this rule follows the norms."
+    if follows:
         headline = "Clip by a rule that follows the norms: gg.ClipByMedian()."
-        return Recommendation("rule", headline, f"{unusual}, and the norms drift: {follows}", rule="median")
-    if is_scale_free(record):
-        share, why = 0.1, f"It normalises most steps; {_NO_COST} Neither a spike nor the first norms fill its moments."
-    else:
-        share = 0.75 if spread > HEAVY_SPREAD else 0.9
-        why = "It cuts what is large and leaves the size of ordinary steps alone."
+        reason = f"{unusual}, and the norms drift: a constant would bind at one end of the run only."
+        return Recommendation("rule", headline, reason, rule="median")
+    share = NORMALISING if cancels else GUARDING_HEAVY if spread > HEAVY_SPREAD else GUARDING
     threshold = min(_two_digits(_quantile(norms, share)), max(norms))
-    clipped = sum(norm > threshold for norm in norms) / len(norms)
-    text = plain_threshold(threshold)
-    reason = f"{unusual}. It would have bound on {percent(clipped)} of {len(norms):,} usable steps. {why}"
-    return Recommendation(
-        "constant",
-        f"Clip at {text}.",
-        f"{reason} {_present(record)}".strip(),
-        threshold,
-        f"norm={text}",
-        clip_share=clipped,
-    )
+    clipped, text = sum(norm > threshold for norm in norms) / len(norms), plain_threshold(threshold)
+    bound = f"It would have bound on {percent(clipped)} of {len(norms):,} usable steps"
+    why = f"{bound}: it cuts what is large and leaves the size of ordinary steps alone."
+    if cancels:
+        why = f"{bound}, so that all steps weigh the same; {_NO_COST} Neither spikes nor first norms fill its moments."
+    reason = " ".join(filter(None, [f"{unusual or 'No norm stood out from those around it'}.", why, _present(record)]))
+    return Recommendation("constant", f"Clip at {text}.", reason, threshold, f"norm={text}", clip_share=clipped)
 
 
-def _unusual(norms: list[float], spikes: Sequence[int], spread: float, first: float | None) -> str:
+def _unusual(norms: list[float]) -> str:
     """What there is to clip, in words without a full stop; empty if nothing."""
-    median = statistics.median(norms)
-    said = []
+    spikes, spread, said = find_spikes(norms), local_spread(norms), []
     if spikes:
-        largest = max(norms[place] for place in spikes)
-        said.append(
-            f"{len(spikes):,} of {len(norms):,} norms are spikes, up to {number(largest / median)} times the median"
-        )
+        times = number(max(norms[place] for place in spikes) / statistics.median(norms))
+        said.append(f"{len(spikes):,} of {len(norms):,} norms are spikes, up to {times} times the median")
     if spread > HEAVY_SPREAD:
         said.append(f"the norms are heavy-tailed (robust spread {spread:.2g} of their logarithms)")
-    if first is not None:
-        said.append(f"the first norms are {number(first / median)} times the later ones")
     text = "; ".join(said)
     return f"{text[:1].upper()}{text[1:]}"
 
