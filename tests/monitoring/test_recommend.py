@@ -1,62 +1,156 @@
+"""What a record says to do, for records of every kind. That it is good to do: benchmarks/recommendation.py."""
+
 import math
 import re
 
 import pytest
 from synthetic import log_normal, make_record, steps_of, write_char_rnn
 
-from gradguard.monitoring.judge.recommend import (
-    centre_and_spread,
-    drift_ends,
-    drift_ratio,
-    guard_threshold,
-    has_drifted,
-    recommend,
-    usable_norms,
-)
+from gradguard.monitoring.judge.numbers import plain_threshold
+from gradguard.monitoring.judge.recommend import recommend
+from gradguard.monitoring.record.steps import usable_norms
+
+CALM = log_normal(600, spread=0.2)
+SPIKED = [50 * norm if i % 100 == 80 else norm for i, norm in enumerate(CALM)]
+HEAVY = log_normal(600, spread=0.9)
 
 
-def run(norms, optimizer="SGD", **more):
-    return make_record(
+def falling(norms, times):
+    return [norm * times ** (-i / len(norms)) for i, norm in enumerate(norms)]
+
+
+def run(norms, optimizer="SGD", losses=None, **more):
+    record = make_record(
         meta={"t": "meta", "optimizers": [optimizer] if optimizer else []}, steps=steps_of(norms, **more)
     )
+    for step, loss in zip(record.steps, losses or (), strict=False):
+        step["loss"] = loss
+    return record
 
 
-def test_the_three_candidates_by_hand():
-    # 90 % of the norms are 1 or 2 by turns; the log-median lies between them and the MAD is half of log 2.
-    norms = [1.0, 2.0] * 250
-    guard, shaping, reference = recommend(run(norms)).candidates
-    assert guard.threshold == float(f"{math.exp(math.log(2) / 2 + 6 * 1.4826 * math.log(2) / 2):.1e}")
-    assert (shaping.threshold, reference.threshold) == (2.0, 7.5)
-    assert (guard.clip_share, guard.interval) == (0.0, (0.0, 0.0))
+def clipped(norms, threshold, optimizer="SGD", rule="norm"):
+    record = run(norms, optimizer, threshold=threshold, rule=rule)
+    for step in record.steps:
+        step["coefficient"] = min(1.0, threshold / step["norm"])
+    return record
 
 
-def test_spikes_do_not_move_the_guard_and_are_what_it_clips():
-    calm = log_normal(1000)
-    spiked = [50 * norm if i % 100 == 50 else norm for i, norm in enumerate(calm)]
-    recommendation = recommend(run(spiked))
-    guard = recommendation.candidates[0]
-    assert recommendation.threshold == guard.threshold == pytest.approx(guard_threshold(calm), rel=0.1)
-    assert guard.clip_share == 0.01
-    low, high = guard.interval
-    assert 0 <= low < 0.01 < high < 0.03
-    assert "would have clipped 1 % of 900 steps" in recommendation.reason
-    assert "With SGD" in recommendation.reason
+def blown(count=300, at=20, late=2.4, peak=9.0):
+    """A run whose loss and norms jump at a step, and that learns nothing any more."""
+    norms = [1.0 if i < at else 20.0 if i < at + 3 else 0.9 for i in range(count)]
+    return norms, [2.3 if i < at else peak if i < at + 3 else late for i in range(count)]
 
 
-@pytest.mark.parametrize(
-    ("norms", "more", "reason"),
-    [
-        ([], {}, "no gradient norms"),
-        ([1.0] * 100, {}, r"not enough steps (90 of 200)"),
-        ([None] * 500, {}, "not enough steps (0 of 200)"),
-        ([1.0] * 500, {"skipped": True}, "not enough steps (0 of 200)"),
-    ],
-)
-def test_no_threshold_without_data(norms, more, reason):
-    recommendation = recommend(run(norms, **more))
-    assert recommendation.threshold is None
-    assert recommendation.candidates == ()
-    assert reason in recommendation.reason
+NAN = [2.0**i for i in range(19)] + [None] * 200
+DECISIONS = {
+    # name: record, kind, rule, a part of headline and reason
+    "nothing recorded": (run([]), "unknown", None, "no gradient norms"),
+    "too short": (run(CALM[:100]), "unknown", None, r"90 usable steps, and 200 are needed"),
+    "all skipped": (run(CALM, skipped=True), "unknown", None, "0 usable steps"),
+    "calm": (run(CALM), "nothing", None, "Nothing to clip. No norm stood out"),
+    "calm, unknown optimizer": (run(CALM, optimizer=None), "nothing", None, "Nothing to clip"),
+    "calm, Adam": (run(CALM, "Adam"), "constant", "norm=0.78", "No norm stood out.*cancels a constant scale"),
+    "converging": (run(falling(CALM, 1e6)), "nothing", None, "Nothing to clip.*moved from"),
+    "converging, Adam": (run(falling(CALM, 1e6), "AdamW"), "nothing", None, "Nothing to clip"),
+    "rising": (run(falling(CALM, 1e-3)), "nothing", None, "Nothing to clip"),
+    "heavy and falling": (run(falling(HEAVY, 100)), "nothing", None, "Nothing to clip"),
+    "spikes": (run(SPIKED), "constant", "norm=1.3", r"6 of 540 norms are spikes, up to 71.7 times the median"),
+    "spikes, Adam": (run(SPIKED, "Adam"), "constant", "norm=0.78", "spikes.*all steps weigh the same"),
+    "spikes and drift": (run(falling(SPIKED, 20)), "rule", "median", r"gg.ClipByMedian\(\).*one end of the run only"),
+    "spikes and convergence, Adam": (run(falling(SPIKED, 1e3), "Adam"), "rule", "median", "the norms drift"),
+    "spikes and a little drift, Adam": (run(falling(SPIKED, 3), "Adam"), "constant", "norm=0.35", "weigh the same"),
+    "heavy tails": (run(HEAVY), "constant", "norm=1.7", "heavy-tailed"),
+    "NaN at step 19": (run(NAN), "fix", "norm=1.2", r"the run blew up at step 19. Clip at 1.2 as well.*gradguard tune"),
+    "NaN at once": (run([None] * 50), "fix", None, "the run blew up at step 0"),
+    "a scaler's search": (run([None] * 5 + CALM), "nothing", None, "Nothing to clip"),
+    "jumped, learned nothing": (run(blown()[0], losses=blown()[1]), "fix", "norm=0.3", "blew up at step 20"),
+    "jumped, learned": (run(blown(at=150)[0], losses=blown(at=150, late=1.0)[1]), "constant", "norm=1.0", "3 of 270 norms"),
+    "overshot, learned": (run(blown(at=2)[0], losses=blown(at=2, late=0.1, peak=80.0)[1]), "fix", "norm=0.3", "step 2"),
+    "losses below 0": (run(CALM, losses=[-1.0] * 600), "nothing", None, "Nothing to clip"),
+    "losses never fall": (run(CALM, losses=[2.3] * 600), "nothing", None, "Nothing to clip"),
+    "spoiled batches": (
+        run(SPIKED, losses=[90.0 if i % 100 == 80 else 2.3 for i in range(600)]), "constant", "norm=1.3", "spikes"),
+    "a guard": (clipped(SPIKED, 20.0), "keep", "norm=20", "Keep 20.*bound on 1 % of 600 steps and left the others"),
+    "a clip that never bound": (clipped(CALM, 20.0), "nothing", None, "Nothing to clip"),
+    "a clip above the spikes": (clipped(SPIKED, 1e4), "constant", "norm=1.3", "At present clipping binds on 0 %"),
+    "a shaping clip": (clipped(CALM, 1.0), "keep", "norm=1.0", "the run came through"),
+    "always on, Adam": (clipped(CALM, 0.1, "Adam"), "keep", "norm=0.1", "this costs nothing"),
+    "always on, SGD": (
+        clipped(CALM, 0.1), "fix", None, r"Choose the learning rate first: the clip at 0.1 multiplies it by 0.\d+"),
+    "a guard under drift": (clipped(falling(SPIKED, 5), 20.0), "keep", "norm=20", "moved from"),
+    "a rule in force": (clipped(SPIKED, 3.0, rule="ClipByMedian"), "keep", None, "Keep ClipByMedian"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("record", "kind", "rule", "words"), DECISIONS.values(), ids=DECISIONS)
+def test_decisions(record, kind, rule, words):
+    found = recommend(record)
+    said = f"{found.headline} {found.reason}"
+    assert (found.kind, found.rule) == (kind, rule), said
+    assert re.search(words, said), said
+    assert recommend(record) == found
+
+
+@pytest.mark.parametrize(("record", "kind"), [(one[0], one[1]) for one in DECISIONS.values()], ids=DECISIONS)
+def test_every_decision_can_be_followed(record, kind):
+    found = recommend(record)
+    assert found.headline.endswith(".")
+    assert found.reason.endswith(".")
+    assert "  " not in found.headline + found.reason
+    if found.kind == "constant":
+        norms = usable_norms(record)
+        assert found.threshold is not None
+        assert min(norms) <= found.threshold <= max(norms)
+        assert found.clip_share == sum(norm > found.threshold for norm in norms) / len(norms)
+        assert found.rule == f"norm={plain_threshold(found.threshold)}"
+        assert found.drift is None or "Adam" in str(record.meta)  # a constant under drift only where a scale cancels
+    assert (found.rate_factor is not None) <= (found.kind == "fix")
+    if found.kind in ("nothing", "unknown"):
+        assert (found.threshold, found.rule) == (None, None)
+    if found.kind == "rule":
+        assert found.threshold is None
+        assert not re.search(r"\d", found.headline)
+
+
+@pytest.mark.parametrize("norms", [CALM, SPIKED, HEAVY, falling(SPIKED, 20)])
+@pytest.mark.parametrize("optimizer", ["SGD", "Adam"])
+def test_scaling_every_norm_scales_the_threshold(norms, optimizer):
+    one, large = (recommend(run([scale * norm for norm in norms], optimizer)) for scale in (1, 1024))
+    assert one.kind == large.kind
+    if one.threshold is not None:
+        assert large.threshold == pytest.approx(1024 * one.threshold, rel=0.06)
+
+
+def test_drift_never_makes_a_number_beyond_the_norms():
+    """In the first version the threshold of such a run was 1.6e14."""
+    norms = [math.exp(-i / 150) * norm for i, norm in enumerate(log_normal(5000, spread=0.3))]
+    for optimizer in ("SGD", "Adam"):
+        found = recommend(run(norms, optimizer))
+        assert found.threshold is None
+        assert found.drift is not None
+
+
+def test_whether_spikes_hurt_is_told():
+    losses = [3.0 if i % 100 in range(80, 87) else 2.0 for i in range(600)]
+    assert "After 6 of 6 spikes the loss was higher than before, and came back within 6 steps." in (
+        recommend(run(SPIKED, losses=losses)).reason
+    )
+    assert "After none of 6 spikes the loss was higher" in recommend(run(SPIKED, losses=[2.0] * 600)).reason
+    for_ever = [2.0 - i / 1000 + (i > 190) for i in range(600)]
+    once = [50 * norm if i == 190 else norm for i, norm in enumerate(CALM)]
+    assert "mostly did not come back" in recommend(run(once, losses=for_ever)).reason
+    assert "spikes the loss" not in recommend(run(SPIKED)).reason
+
+
+@pytest.mark.parametrize("field", ["scaled_clip", "kept_gradients"])
+def test_what_makes_norms_say_nothing_comes_first(field):
+    record = clipped([300.0 * norm for norm in CALM], 1.0)
+    for step in record.steps:
+        step |= {"amp_scale": 256.0, field: True}
+    found = recommend(record)
+    assert found.kind == "fix"
+    assert found.rule is None
+    assert found.headline.startswith("Fix this first: call ")
 
 
 def test_post_clip_norms_are_refused():
@@ -64,26 +158,10 @@ def test_post_clip_norms_are_refused():
     assert "Only norms after clipping" in recommend(record).reason
 
 
-def test_a_guard_above_every_norm_is_insurance():
-    recommendation = recommend(run(log_normal(500), optimizer="AdamW"))
-    assert recommendation.threshold is not None
-    assert "would not have clipped any step of this run: insurance, not a cure" in recommendation.reason
-    assert "With AdamW a constant scaling nearly cancels" in recommendation.reason
-
-
-def test_a_heavy_tail_is_called_one():
-    norms = [1000.0 if i % 10 == 0 else norm for i, norm in enumerate(log_normal(500))]
-    assert "heavy-tailed" in recommend(run(norms)).reason
-
-
-def test_drift_shows_both_ends():
-    norms = [norm * math.exp(-3 * i / 1000) for i, norm in enumerate(log_normal(1000))]
-    recommendation = recommend(run(norms))
-    assert recommendation.drift is not None
-    early, late = recommendation.drift
-    assert early > 4 * late
-    assert f"the first tenth asks for {early:g}, the last for {late:g}" in recommendation.reason
-    assert recommend(run(log_normal(1000))).drift is None
+def test_huge_spread():
+    norms = [10.0 ** ((i * 37) % 300 - 150) for i in range(500)]
+    found = recommend(run(norms, optimizer=None))
+    assert found.threshold is None or math.isfinite(found.threshold)
 
 
 @pytest.mark.parametrize(("count", "kept"), [(0, 0), (100, 90), (999, 900), (1000, 900), (5000, 4900), (10000, 9800)])
@@ -95,132 +173,40 @@ def test_what_has_no_logarithm_is_left_out():
     assert usable_norms(run([1.0, 0.0, None, 2.0])) == [1.0, 2.0]
 
 
-def test_constant_norms_have_the_least_spread():
-    assert centre_and_spread([2.0] * 10) == (math.log(2.0), 0.05)
+def test_a_made_up_language_model_gets_the_rule_and_keeps_a_guard(tmp_path):
+    found = recommend(write_char_rnn(tmp_path / "run.jsonl"))
+    assert found.kind in ("rule", "constant")
+    kept = recommend(write_char_rnn(tmp_path / "clipped.jsonl", threshold=4.0))
+    assert (kept.kind, kept.threshold) == ("keep", 4.0)
 
 
-def test_scaling_every_norm_scales_every_threshold():
-    norms = log_normal(500)
-    small, large = (recommend(run([scale * norm for norm in norms])).candidates for scale in (1, 1024))
-    for a, b in zip(small, large, strict=True):
-        assert b.threshold == pytest.approx(1024 * a.threshold, rel=0.1)
-        assert b.clip_share == pytest.approx(a.clip_share, abs=0.03)
-
-
-def test_huge_spread_and_mixed_optimizers():
-    norms = [10.0 ** ((i * 37) % 300 - 150) for i in range(500)]
-    recommendation = recommend(run(norms, optimizer=None))
-    assert recommendation.threshold is not None
-    assert math.isfinite(recommendation.threshold)
-    assert "With" not in recommendation.reason
-
-
-def test_the_same_record_gives_the_same_answer():
-    record = run(log_normal(500, spread=2.0))
-    assert recommend(record) == recommend(record)
-
-
-def test_a_clip_that_already_guards_is_kept(tmp_path):
-    record = write_char_rnn(tmp_path / "run.jsonl", threshold=4.0)
-    found = recommend(record)
-    assert found.threshold == 4.0
-    assert found.reason.startswith("Keep it: 4 bound on ")
-    assert len(found.candidates) == 3
-
-
-def test_drift_recommends_the_rule_that_follows():
-    norms = [norm * math.exp(-3 * i / 1000) for i, norm in enumerate(log_normal(1000))]
-    assert "A threshold that follows the norms fits both: gg.ClipByMedian()." in recommend(run(norms)).reason
-
-
-def test_drift_is_told_of_a_threshold_that_is_kept():
-    norms = [(1.0 if i < 500 else 0.2) * norm for i, norm in enumerate(log_normal(1000, spread=0.1))]
-    norms[300] = norms[700] = 40.0
-    found = recommend(run_clipped(norms, 10.0))
-    assert found.reason.startswith("Keep it: 10 bound on 0.2 % of 1,000 steps")
-    assert "drift by more than 2x" in found.reason
-    assert found.drift is not None
-
-
-def run_clipped(norms, threshold):
-    record = run(norms, threshold=threshold, rule="norm")
-    for step in record.steps:
-        step["coefficient"] = min(1.0, threshold / step["norm"]) if step["norm"] else None
-    return record
-
-
-def test_a_hump_in_the_middle_shows_its_own_two_ends():
-    norms = [(9.0 if 400 <= i < 600 else 1.0) * norm for i, norm in enumerate(log_normal(1000, spread=0.1))]
-    found = recommend(run(norms))
-    assert found.drift is not None
-    assert max(found.drift) > 5 * min(found.drift)
-    assert re.search(r"tenth [456] of 10 (asks )?for", found.reason)
-
-
-@pytest.mark.parametrize("seed", range(20))
-@pytest.mark.parametrize("spread", [0.1, 0.5, 1.0, 1.5])
-def test_noise_is_no_drift(spread, seed):
-    for count in (200, 1000):
-        assert not has_drifted(log_normal(count, spread=spread, seed=seed))
-
-
-@pytest.mark.parametrize(
-    ("norms", "ratio", "ends"),
-    [
-        ([1.0] * 99, None, None),
-        ([1.0] * 100, 1.0, None),
-        ([1.0] * 50 + [2.0] * 50, 2.0, None),
-        ([1.0] * 50 + [2.1] * 50, 2.1, (1.0, 2.1)),
-        ([4.0] * 50 + [1.0] * 50, 4.0, (4.0, 1.0)),
-        ([1.0] * 40 + [4.0] * 20 + [1.0] * 40, 4.0, (1.0, 4.0)),
-    ],
-)
-def test_drift_by_hand(norms, ratio, ends):
-    assert (drift_ratio(norms), drift_ends(norms)) == (ratio, ends)
-
-
-def test_the_present_regime_and_the_number_of_steps_are_stated():
-    found = recommend(run_clipped(log_normal(500), 1.0))
-    assert "At present clipping binds on 49 % of the steps (regime: shaping)." in found.reason
-    assert "insurance, not a cure (counted on 450 usable steps)" in recommend(run(log_normal(500))).reason
-    assert "At present" not in recommend(run(log_normal(500))).reason
-
-
-def test_a_share_is_labelled_as_counterfactual():
-    norms = [50 * norm if i % 50 == 20 else norm for i, norm in enumerate(log_normal(500))]
-    assert "counted on the recorded norms, without feedback" in recommend(run(norms)).reason
-
-
-def test_steps_that_were_not_finite_or_skipped_do_not_count_in_the_present_share():
-    record = run_clipped([2.0 if i == 50 else 0.5 for i in range(400)], 1.0)
-    for step in record.steps[100:]:
-        step |= {"skipped": True, "coefficient": 0.1}
-    for step in record.steps[:200]:
-        step.pop("skipped", None)
-    record.steps[120] |= {"norm": None, "nonfinite": 3}
-    assert len(usable_norms(record)) == 159
-    record = run_clipped([2.0 if i == 250 else 0.5 for i in range(400)], 1.0)
+def test_steps_that_were_not_finite_or_skipped_do_not_count_in_the_share():
+    record = clipped([2.0 if i == 250 else 0.5 for i in range(400)], 1.0)
     for step in record.steps[380:]:
         step |= {"skipped": True, "coefficient": 0.1}
-    assert recommend(record).reason.startswith("Keep it: 1 bound on 0.26 % of 380 steps")
+    assert recommend(record).reason.startswith("It bound on 0.26 % of 380 steps")
 
 
-def test_each_of_several_optimizers_has_a_recommendation():
-    steps = [{"t": "step", "i": i, "norm": (1.0 if i % 3 else 100.0), "optimizer": int(i % 3 > 0)} for i in range(900)]
-    found = recommend(make_record(meta={"t": "meta", "optimizers": ["SGD", "Adam"]}, steps=steps[:700]))
-    assert (found.threshold, found.candidates) == (None, ())
+def test_each_of_several_optimizers_has_a_decision():
+    """The losses of networks that work against each other are no sign of a learning rate that is too high."""
+    norms = [(60.0 if i % 90 == 60 else 1.0 + i % 7 / 10) for i in range(900)]
+    steps = [
+        {"t": "step", "i": i, "norm": norm * (1.0 if i % 3 else 100.0), "optimizer": int(i % 3 > 0), "loss": 1.0 + i}
+        for i, norm in enumerate(norms)
+    ]
+    found = recommend(make_record(meta={"t": "meta", "optimizers": ["SGD", "Adam"]}, steps=steps))
+    assert (found.kind, found.threshold, found.rule) == ("unknown", None, None)
     (first, sgd), (second, adam) = found.parts
     assert (first, second) == ("optimizer 0 (SGD)", "optimizer 1 (Adam)")
-    assert (sgd.threshold, sgd.usable_steps) == (130.0, 211)
-    assert adam.threshold == 1.3
-    assert found.usable_steps == 211 + adam.usable_steps
-    for words in (
-        "one threshold cannot fit",
-        "optimizer 0 (SGD): 130. It is six",
-        "optimizer 1 (Adam): 1.3. It is six",
-    ):
-        assert words in found.reason
-    assert "With SGD" in sgd.reason
-    assert "With Adam a constant scaling nearly cancels" in adam.reason
-    short = recommend(make_record(meta={"t": "meta", "optimizers": ["SGD", "Adam"]}, steps=steps[:450]))
-    assert "optimizer 0 (SGD): none. not enough steps (135 of 200)" in short.reason
+    assert (sgd.kind, adam.kind) == ("constant", "constant")
+    assert sgd.threshold is not None
+    assert adam.threshold is not None
+    assert sgd.threshold > 50 * adam.threshold
+    assert found.usable_steps == sgd.usable_steps + adam.usable_steps
+    assert f"Optimizer 0 (SGD): {sgd.headline}" in found.reason
+
+
+def test_one_of_several_optimizers_that_live_is_judged_by_its_own_name():
+    steps = steps_of(SPIKED, optimizer=1)
+    record = make_record(meta={"t": "meta", "optimizers": ["SGD", "Adam"]}, steps=steps)
+    assert recommend(record) == recommend(run(SPIKED, "Adam"))

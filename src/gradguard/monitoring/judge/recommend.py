@@ -314,8 +314,9 @@ def _choose(record: Record, norms: list[float]) -> Recommendation:
     follows = converges or (ends is not None and not cancels)
     spikes = find_spikes(norms)
     if (follows and not spikes) or not (unusual or cancels):
-        largest = f"the largest norm was {number(max(norms) / statistics.median(norms))} times the median"
-        return Recommendation("nothing", "Nothing to clip.", f"No norm stood out from those around it: {largest}.")
+        times = number(max(norms) / statistics.median(norms))
+        largest = f"; the largest was {times} times the median" if ends is None else ""
+        return Recommendation("nothing", "Nothing to clip.", f"No norm stood out from those around it{largest}.")
     if follows:
         headline = "Clip by a rule that follows the norms: gg.ClipByMedian()."
         reason = f"{unusual}, and the norms drift: a constant would bind at one end of the run only."
