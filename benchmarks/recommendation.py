@@ -7,7 +7,7 @@ again from the same seed under what `recommend` decides for that record, and und
 try: none, 0.1, 1, 5 and the 90th percentile of the recorded norms. Of a decision to fix the learning rate, both are
 followed: the rate and the threshold. The numbers are held-out losses; one that is not finite counts as the worst finite
 one of the task. A task is lost where the mean over the seeds is more than 5 % above that of the best constant, or above
-it with p < 0.05 in a paired t-test.
+it with p < 0.05 in a paired t-test. Fresh tasks are those for which nothing in `recommend` was chosen.
 """
 
 import argparse
@@ -26,15 +26,16 @@ from rich.console import Console
 from rich.table import Table
 
 import gradguard as gg
+from gradguard.clip.clipper import Clipper
 from gradguard.monitoring.judge.recommend import Recommendation, recommend
 from gradguard.monitoring.record.file import read_record
-from recommendation_tasks import TASKS, Task, make_task
+from recommendation_tasks import FRESH, TASKS, Task, make_task
 
 FIXED = ("none", "0.1", "1", "5", "p90")
 MARGIN = 1.05
 T_TWO_SIDED = {2: 12.71, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 8: 2.365, 10: 2.262}  # p = 0.05, by seeds
 
-ClipperOf = Callable[[int], "gg.types.Clipper | None"]
+ClipperOf = Callable[[int], Clipper | None]
 
 
 def train(task: Task, clipper_of: ClipperOf) -> float:
@@ -52,7 +53,7 @@ def train(task: Task, clipper_of: ClipperOf) -> float:
     return max(loss, task.floor) if math.isfinite(loss) else math.inf
 
 
-def clipper_of_rule(rule: str | None) -> "gg.types.Clipper | None":
+def clipper_of_rule(rule: str | None) -> Clipper | None:
     name, _, value = (rule or "").partition("=")
     if name == "median":
         return gg.ClipByMedian()
@@ -125,7 +126,8 @@ def main() -> None:
         one = found[name]
         lost = "*" * one["significant"] + "!" * (one["ratio"] > MARGIN)
         cells = [f"{one['means'][label]:.3g}" for label in [*FIXED, "page"]]
-        table.add_row(name, *cells, f"{one['ratio']:.2f}{lost}", "; ".join(sorted(set(one["said"]))))
+        label = f"{name} (fresh)" if name in FRESH else name
+        table.add_row(label, *cells, f"{one['ratio']:.2f}{lost}", "; ".join(sorted(set(one["said"]))))
     Console(width=160).print(table)
     print("* significantly worse than the best constant (p < 0.05)   ! more than 5 % above it")
     if arguments.json:

@@ -64,8 +64,10 @@ DECISIONS = {
     "NaN at once": (run([None] * 50), "fix", None, "the run blew up at step 0"),
     "a scaler's search": (run([None] * 5 + CALM), "nothing", None, "Nothing to clip"),
     "jumped, learned nothing": (run(blown()[0], losses=blown()[1]), "fix", "norm=0.3", "blew up at step 20"),
-    "jumped, learned": (run(blown(at=150)[0], losses=blown(at=150, late=1.0)[1]), "constant", "norm=1.0", "3 of 270 norms"),
-    "overshot, learned": (run(blown(at=2)[0], losses=blown(at=2, late=0.1, peak=80.0)[1]), "fix", "norm=0.3", "step 2"),
+    "jumped, learned": (
+        run(blown(at=150)[0], losses=blown(at=150, late=1.0)[1]), "constant", "norm=1.0", "3 of 270 norms"),
+    "overshot, learned": (
+        run(blown(at=2)[0], losses=blown(at=2, late=0.1, peak=80.0)[1]), "fix", "norm=0.3", "step 2"),
     "losses below 0": (run(CALM, losses=[-1.0] * 600), "nothing", None, "Nothing to clip"),
     "losses never fall": (run(CALM, losses=[2.3] * 600), "nothing", None, "Nothing to clip"),
     "spoiled batches": (
