@@ -56,7 +56,7 @@ def train(task: Task, clipper_of: ClipperOf) -> float:
 def clipper_of_rule(rule: str | None) -> Clipper | None:
     name, _, value = (rule or "").partition("=")
     if name == "median":
-        return gg.ClipByMedian()
+        return gg.ClipByMedian(k=float(value))
     return gg.ClipByGlobalNorm(float(value)) if name == "norm" else None
 
 

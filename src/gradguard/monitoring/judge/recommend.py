@@ -33,6 +33,9 @@ ENOUGH_STEPS = 200
 GUARD_SHARE = 0.05
 """A clip that binds on no more steps is a guard, and right as it is."""
 
+OUTLIER_TIMES = 8.0
+"""A norm so many times the median of its tenth of the run: light-tailed noise as wild as 0.8 gets there once in 200."""
+
 NORMALISING_SHARE = 0.5
 """Above it a clip sets the size of the steps, unless the optimizer cancels it."""
 
@@ -51,14 +54,18 @@ JUMPED_LOSS = 1.2
 JUMPED_NORM = 3.0
 """So has a norm; both on one step, and nothing learned in the end: the learning rate was too high."""
 
-NORMALISING, GUARDING, GUARDING_HEAVY = 0.1, 0.9, 0.75
-"""The quantile of the norms that a constant is: where a scale cancels, where it does not, and of heavy tails there."""
+NORMALISING, GUARDING, HEAVY, WILD = 0.1, 0.9, 0.75, 0.25
+"""The quantile of the norms that a constant is: where a scale cancels; where it does not, of light and heavy tails, and
+of heavy tails with outliers besides, whose steps make ordinary norms larger than they need be."""
 
 LEARNED_LOSS = 0.9
 """A loss that came below this share of its first value has learned something."""
 
 OVERSHOT_LOSS = 5.0
 """A loss so many times the first one within the first 10 steps: the first steps themselves were too large."""
+
+OVERCOME_LOSS = 0.15
+"""Below this share of the first loss that was overcome."""
 
 SPOILED_LOSS = 10.0
 """Single losses so many times the first one, late in a run, are of bad batches: that comes from the data."""
@@ -122,15 +129,16 @@ def recommend(record: Record) -> Recommendation:
     a norm clip bound on more than half of the steps, with    fix       that one; the learning rate is what it sets
     an optimizer that does not cancel a scale
     a clip bound all along                                    keep      that one
-    no spikes, and: s at most 0.4 with another optimizer, or  nothing   none
+    no outliers, and: s at most 0.4 with another optimizer, or  nothing   none
     the median norm drifts by more than 2x (5x down, with an
     optimizer that cancels a scale)
-    the median norm drifts as much                            rule      ``median``
+    the median norm drifts as much                            rule      ``median=1``
     an optimizer that cancels a scale                         constant  10th percentile of the usable norms
-    any other                                                 constant  90th percentile, 75th where s is above 0.4
+    any other                                                 constant  90th percentile, 75th where s is above 0.4, 25th
+                                                                        with outliers besides
     ========================================================= ========  ================================================
 
-    Spikes are found against their neighbourhood (`find_spikes`). With an optimizer that cancels a scale (Adam), a low
+    Outliers are spikes (`find_spikes`), or norms of more than 8 times the median of their tenth of the run. With an optimizer that cancels a scale (Adam), a low
     threshold costs nothing, and neither a spike nor the first norms can fill its second moment: only where training
     converges it would keep the last steps large, and a rule that follows is better.
 
@@ -199,17 +207,17 @@ def _blown_up(record: Record, several: bool) -> Recommendation | None:
     at, finite = steps[place]["i"], not (is_nonfinite(steps[place]) or _has_no_loss(steps[place]))
     norms = [step["norm"] for step in steps[: min(max(place, 1), _FIRST)] if step.get("norm")]
     what = "rose and did not come back" if finite else "or the gradients were not finite"
-    where = f"; the first norms were about {number(statistics.median(norms))}" if norms else ""
+    where = f"; the first norms were {number(min(norms))} and more" if norms else ""
     reason = (
         f"The loss {what} from step {at} on{where}. No rule that follows such norms can help, because none of them was "
-        f"ever usual. A tenth of the rate, and a third of the first norms as a threshold, are where to begin; what is "
+        f"ever usual. A tenth of the rate, and 0.3 times the smallest of them as a threshold, are where to begin; what is "
         f"best, an experiment tells: {_tune(record)}."
     )
     headline = f"Lower the learning rate to a tenth: the run blew up at step {at}."
     fix = Recommendation("fix", headline, reason, rate_factor=LESS_RATE, usable_steps=len(norms))
     if not norms:
         return fix
-    threshold = _two_digits(LESS_NORM * statistics.median(norms))
+    threshold = _two_digits(LESS_NORM * min(norms))  # the others may have exploded already
     text = plain_threshold(threshold)
     return replace(fix, headline=f"{headline} Clip at {text} as well.", threshold=threshold, rule=f"norm={text}")
 
@@ -235,10 +243,10 @@ def _end_of_learning(steps: list[dict[str, Any]]) -> int | None:
         for place, step in enumerate(steps)
         if place and (step.get("loss") or 0) > JUMPED_LOSS * first and (step.get("norm") or 0) > JUMPED_NORM * usual
     ]
-    if jumps and max(known[: jumps[0] + 1]) > OVERSHOT_LOSS * first and jumps[0] < _NEAR_JUMP:
-        return jumps[0]
-    late = known[len(known) // 2 :]
-    if statistics.fmean(known[-max(_FIRST, len(known) // 10) :]) <= LEARNED_LOSS * first:
+    late, end = known[len(known) // 2 :], statistics.median(known[-max(_FIRST, len(known) // 10) :])
+    if jumps and jumps[0] < _NEAR_JUMP and max(known[: jumps[0] + 1]) > OVERSHOT_LOSS * first:
+        return jumps[0] if end > OVERCOME_LOSS * first else None
+    if end <= LEARNED_LOSS * first:
         return None
     if 0 < sum(loss > SPOILED_LOSS * first for loss in late) <= len(late) // 20:
         return None  # batches that spoil the run, and not its learning rate
@@ -312,24 +320,35 @@ def _choose(record: Record, norms: list[float]) -> Recommendation:
     cancels = bool(is_scale_free(record))
     converges = ends is not None and ends[1] < CONVERGED * ends[0]
     follows = converges or (ends is not None and not cancels)
-    spikes = find_spikes(norms)
-    if (follows and not spikes) or not (unusual or cancels):
+    outliers = find_spikes(norms) or _has_outliers(norms)
+    if (follows and not outliers) or not (unusual or cancels):
         times = number(max(norms) / statistics.median(norms))
         largest = f"; the largest was {times} times the median" if ends is None else ""
         return Recommendation("nothing", "Nothing to clip.", f"No norm stood out from those around it{largest}.")
     if follows:
-        headline = "Clip by a rule that follows the norms: gg.ClipByMedian()."
+        headline = "Clip by a rule that follows the norms: gg.ClipByMedian(k=1)."
         reason = f"{unusual}, and the norms drift: a constant would bind at one end of the run only."
-        return Recommendation("rule", headline, reason, rule="median")
-    share = NORMALISING if cancels else GUARDING_HEAVY if spread > HEAVY_SPREAD else GUARDING
+        return Recommendation("rule", headline, reason, rule="median=1")
+    heavy = spread > HEAVY_SPREAD
+    wild = heavy and outliers
+    share = NORMALISING if cancels else WILD if wild else HEAVY if heavy else GUARDING
     threshold = min(_two_digits(_quantile(norms, share)), max(norms))
     clipped, text = sum(norm > threshold for norm in norms) / len(norms), plain_threshold(threshold)
     bound = f"It would have bound on {percent(clipped)} of {len(norms):,} usable steps"
     why = f"{bound}: it cuts what is large and leaves the size of ordinary steps alone."
+    if wild:
+        why = f"{bound}, since few steps are ordinary here; what is best, an experiment tells: {_tune(record)}."
     if cancels:
         why = f"{bound}, so that all steps weigh the same; {_NO_COST} Neither spikes nor first norms fill its moments."
     reason = " ".join(filter(None, [f"{unusual or 'No norm stood out from those around it'}.", why, _present(record)]))
     return Recommendation("constant", f"Clip at {text}.", reason, threshold, f"norm={text}", clip_share=clipped)
+
+
+def _has_outliers(norms: list[float]) -> bool:
+    """Whether there are norms far above their neighbourhood, where it is too wild for single ones to be spikes."""
+    size = max(len(norms) // 10, 1)
+    parts = (norms[begin : begin + size] for begin in range(0, len(norms), size))
+    return any(max(part) > OUTLIER_TIMES * statistics.median(part) for part in parts)
 
 
 def _unusual(norms: list[float]) -> str:
@@ -338,6 +357,8 @@ def _unusual(norms: list[float]) -> str:
     if spikes:
         times = number(max(norms[place] for place in spikes) / statistics.median(norms))
         said.append(f"{len(spikes):,} of {len(norms):,} norms are spikes, up to {times} times the median")
+    elif _has_outliers(norms):
+        said.append(f"single norms are more than {OUTLIER_TIMES:g} times those around them")
     if spread > HEAVY_SPREAD:
         said.append(f"the norms are heavy-tailed (robust spread {spread:.2g} of their logarithms)")
     text = "; ".join(said)
