@@ -38,7 +38,7 @@ def test_importing_gradguard_loads_nothing_else():
 @pytest.mark.slow
 def test_a_clip_loads_clipping_alone():
     after = modules_after("import torch, gradguard as gg; gg.clip_grad_norm_" + LOADED)
-    rooms = {"clip", "clip_events", "distributed", "tensors", "threshold_rules"}
+    rooms = {"clip", "clip_events", "distributed", "tensors", "threshold_formulas"}
     floors = {"arguments", "errors", "policies", "torch_private"}
     assert of_gradguard(after) <= {f"gradguard.{name}" for name in rooms | floors}
     assert not {"rich", "jinja2", "plotly", "dp_accounting"} & after
@@ -71,7 +71,7 @@ def test_a_command_about_records_does_without_torch(tmp_path, command):
     run = code + "from gradguard.cli import main; sys.exit(main())"
     after = modules_after(run, *(path if word == "RECORD" else word for word in command))
     assert not {"torch", "numpy", "plotly"} & after
-    known = ("cli", "errors", "named_rules", "threshold_rules", "monitoring")
+    known = ("cli", "errors", "named_rules", "threshold_formulas", "threshold_rules", "monitoring")
     assert of_gradguard(after) <= {f"gradguard.{name}" for name in known}
 
 

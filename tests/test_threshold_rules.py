@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 import gradguard as gg
-from gradguard import threshold_rules
+from gradguard import threshold_formulas
 from gradguard.clip.thresholds.base import TENSORS
 from gradguard.clip.thresholds.zclip import Mode
-from gradguard.threshold_rules import PLAIN, Fraction, Median, Percentile, PerTensor, ZScore
+from gradguard.threshold_formulas import PLAIN
+from gradguard.threshold_rules import Fraction, Median, Percentile, PerTensor, ZScore
 
 NORMS = (0.0, 1e-30, 0.3, 1.0, 2.5, 1e30, math.inf)
 POSITIVE = NORMS[1:-1]
@@ -25,6 +26,7 @@ FORMULAS = {
     "coefficient_of": (NORMS, NORMS),
     "pytorch_coefficient": (NORMS, POSITIVE),
     "median_threshold": ((-3.0, 0.0, 700.0, 1e5), (0.0, 0.2), [6.0], [0.05]),
+    "median_start": (POSITIVE, (-3.0, 0.0), (0.0, 0.5), [0.1]),
     "interpolated": (POSITIVE, POSITIVE, (0.0, 0.25, 0.5, 0.9)),
     "z_score_bounds": (NORMS[:-1], POSITIVE, (0.0, 0.01, 4.0), [2.5], [1.0, 0.5], MODES),
     "z_score_threshold": (POSITIVE, POSITIVE, POSITIVE, TRUTHS, TRUTHS, [1.0, math.inf]),
@@ -45,7 +47,7 @@ def as_tensor(value) -> Tensor:
 
 @pytest.mark.parametrize("name", FORMULAS)
 def test_a_formula_gives_the_same_for_numbers_and_tensors(name):
-    formula, values = getattr(threshold_rules, name), FORMULAS[name]
+    formula, values = getattr(threshold_formulas, name), FORMULAS[name]
     count = sum(not isinstance(v, list) for v in values)
     for given in itertools.product(*values):
         numbers, plain = given[:count], given[count:]
@@ -54,7 +56,7 @@ def test_a_formula_gives_the_same_for_numbers_and_tensors(name):
 
 
 def test_moving_moments_by_hand():
-    assert threshold_rules.moving_moments(1.0, 4.0, 3.0, 0.5) == (2.0, 2.5)
+    assert threshold_formulas.moving_moments(1.0, 4.0, 3.0, 0.5) == (2.0, 2.5)
 
 
 @pytest.mark.parametrize(
@@ -68,9 +70,9 @@ def test_moving_moments_by_hand():
     ],
 )
 def test_locked_in(seen, bound, least, most, expected):
-    assert threshold_rules.locked_in(seen, bound, least, most, 100) is expected
+    assert threshold_formulas.locked_in(seen, bound, least, most, 100) is expected
     tensors = torch.tensor(seen), torch.tensor(bound), torch.tensor(least), torch.tensor(most)
-    assert bool(threshold_rules.locked_in(*tensors, 100)) is expected
+    assert bool(threshold_formulas.locked_in(*tensors, 100)) is expected
 
 
 @pytest.mark.parametrize(

@@ -1,12 +1,8 @@
-"""The arithmetic of the rules that choose a threshold, once: for tensors on a device and for plain numbers.
+"""The rules that choose a threshold, on plain numbers: for records.
 
-The first half is the formulas. They take the operations that differ between the two as ``ops``: `PLAIN` for floats, and
-what `gradguard.clip.thresholds.base` has for tensors, with which nothing is read by the host. What a rule remembers is
-the caller's: tensors of fixed length there, lists here.
-
-The second half is the rules on plain numbers, for records: each is told the finite norms of the steps that were taken,
-one after the other, and answers with the coefficient of that step and the threshold that it compared with. A norm of 0
-tells nothing of the scale and enters no state. The defaults are those of the clippers.
+Each is told the finite norms of the steps that were taken, one after the other, and answers with the coefficient of
+that step and the threshold that it compared with. A norm of 0 tells nothing of the scale and enters no state. The
+defaults are those of the clippers, and so are the formulas (`gradguard.threshold_formulas`).
 """
 
 import heapq
@@ -15,276 +11,24 @@ from abc import ABC, abstractmethod
 from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Sequence
-from typing import Any, Protocol
 
-Number = Any
-"""A float, or a tensor: 0-dim, or with one entry for each gradient where a rule treats each by itself."""
-
-Truth = Any
-"""A bool, or a tensor of them."""
-
-
-class Operations(Protocol):
-    """What is written differently for floats and for tensors."""
-
-    def where(self, condition: Truth, yes: Number, no: Number, /) -> Number:
-        """Return ``yes`` where ``condition`` holds, else ``no``."""
-
-    def within(self, x: Number, low: float, high: float, /) -> Number:
-        """Return ``x``, or the bound that it exceeds."""
-
-    def ratio(self, x: Number, y: Number, /) -> Number:
-        """Return x / y; of a zero y infinity, or NaN if x is zero too."""
-
-    def number(self, condition: Truth, like: Number, /) -> Number:
-        """Return 1 where ``condition`` holds, else 0, of the type of ``like``."""
-
-    def is_infinite(self, x: Number, /) -> Truth:
-        """Tell whether ``x`` is positive infinity."""
-
-    def exp(self, x: Number, /) -> Number:
-        """Return e to the power of ``x``."""
-
-    def sqrt(self, x: Number, /) -> Number:
-        """Return the square root of ``x``."""
-
-
-class _Plain:
-    """The operations on floats."""
-
-    @staticmethod
-    def where(condition: bool, yes: float, no: float) -> float:
-        return yes if condition else no
-
-    @staticmethod
-    def within(x: float, low: float, high: float) -> float:
-        return low if x < low else high if x > high else x
-
-    @staticmethod
-    def ratio(x: float, y: float) -> float:
-        if y:
-            return x / y
-        return math.nan if x == 0 else math.copysign(math.inf, x)
-
-    @staticmethod
-    def number(condition: bool, like: float) -> float:
-        del like
-        return float(condition)
-
-    @staticmethod
-    def is_infinite(x: float) -> bool:
-        return x == math.inf
-
-    @staticmethod
-    def exp(x: float) -> float:
-        try:
-            return math.exp(x)
-        except OverflowError:
-            return math.inf
-
-    @staticmethod
-    def sqrt(x: float) -> float:
-        return math.sqrt(x)
-
-
-PLAIN: Operations = _Plain()
-
-
-# The formulas.
-
-_TO_STANDARD_DEVIATION = 1.4826  # of a normal distribution: standard deviation over median absolute deviation
-_EPSILON = 1e-6
-
-LOCK_IN_WINDOW = 100
-"""Steps that the lock-in alarm looks back upon."""
-
-LOCK_IN_TOLERANCE = 0.01
-"""A threshold that has moved by less than this fraction over the window counts as one threshold."""
-
-
-def coefficient_of(ops: Operations, norm: Number, threshold: Number) -> Number:
-    """Return what gradients of ``norm`` are multiplied by: 1 up to the threshold, and then what makes it their norm."""
-    # NaN fails both tests, so that it spreads, as PyTorch's does.
-    return ops.where((norm <= threshold) | ops.is_infinite(threshold), 1.0, ops.ratio(threshold, norm))
-
-
-def pytorch_coefficient(ops: Operations, norm: Number, threshold: Number) -> Number:
-    """Return what `torch.nn.utils.clip_grad_norm_` multiplies by."""
-    return ops.within(ops.ratio(threshold, norm + _EPSILON), -math.inf, 1.0)
-
-
-def locked_in(seen: Number, bound: Number, least: Number, most: Number, window: int) -> Truth:
-    r"""Tell whether a clip has bound on more than half of the last steps at one threshold.
-
-    .. math:: \text{seen} \ge N \quad\text{and}\quad \text{bound} > N/2 \quad\text{and}\quad
-              \max_t c_t \le 1.01 \, \min_t c_t
-
-    Args:
-        seen: How many steps there were.
-        bound: On how many of the last N the clip has bound.
-        least: The smallest threshold of these.
-        most: The largest.
-        window: N.
-
-    Returns:
-        The verdict.
-    """
-    return (seen >= window) & (bound * 2 > window) & (most <= least * (1 + LOCK_IN_TOLERANCE))
-
-
-def median_threshold(ops: Operations, middle: Number, deviation: Number, k: float, floor: float) -> Number:
-    """Return `ClipByMedian`'s threshold: k robust deviations above the median of the logarithms.
-
-    Args:
-        ops: The operations.
-        middle: Their median.
-        deviation: The median of their distances from it.
-        k: How many.
-        floor: The least robust deviation.
-    """
-    return ops.exp(middle + k * ops.within(_TO_STANDARD_DEVIATION * deviation, floor, math.inf))
-
-
-MEDIAN_START = 0.1
-"""The share of the first norm that `ClipByMedian` lets through at the first step."""
-
-MEDIAN_START_TIMES = 1.5
-"""Within its start, so many times the median is what a norm is remembered as at most."""
-
-
-def median_start(
-    ops: Operations, norm: Number, middle: Number, progress: Number, start: float
-) -> tuple[Number, Number]:
-    r"""Return `ClipByMedian`'s threshold within its start, and as what this norm is remembered.
-
-    Args:
-        ops: The operations.
-        norm: The norm of this step, above 0.
-        middle: The median of the logarithms so far.
-        progress: The share of the start that is over, from 0 to 1.
-        start: The share of the first norm that passes.
-    """
-    most = ops.where(progress == 0, norm, MEDIAN_START_TIMES * ops.exp(middle))
-    return most * ops.exp((1 - progress) * math.log(start)), ops.where(norm < most, norm, most)
-
-
-def interpolated(ops: Operations, low: Number, high: Number, fraction: Number) -> Number:
-    """Return what lies between two neighbours of a percentile, to the last digit as NumPy has it: from the nearer."""
-    return ops.where(fraction < 0.5, low + (high - low) * fraction, high - (high - low) * (1 - fraction))
-
-
-def z_score_bounds(
-    ops: Operations, norm: Number, mean: Number, variance: Number, limit: float, factor: float, mode: str
-) -> tuple[Number, Number, Truth]:
-    """Return `ZClip`'s norm from which on it binds, what it cuts ``norm`` back to, and whether it does.
-
-    Args:
-        ops: The operations.
-        norm: The norm of this step.
-        mean: Of the norms before.
-        variance: Of the norms before.
-        limit: The z-score that is too high.
-        factor: What ``"adaptive_scaling"`` multiplies its bound by.
-        mode: As `ZClip` has it.
-    """
-    deviation = ops.sqrt(variance)
-    if mode == "percentile":
-        bound = mean + limit * deviation
-        return bound, bound, norm > bound
-    z = (norm - mean) / (deviation + _EPSILON)
-    passes = mean + limit * (deviation + _EPSILON)
-    if mode == "mean":
-        return passes, mean, z > limit
-    bound = mean + ops.ratio(limit * deviation, z / limit)
-    return passes, bound * factor, z > limit
-
-
-def z_score_threshold(
-    ops: Operations, norm: Number, passes: Number, bound: Number, spike: Truth, warm: Truth, ceiling: float
-) -> Number:
-    """Return `ZClip`'s threshold: what a spike is cut back to, else the norm from which on one would be.
-
-    Args:
-        ops: The operations.
-        norm: The norm of this step.
-        passes: What `z_score_bounds` returned first.
-        bound: What it returned second.
-        spike: What it returned third.
-        warm: Whether there are a mean and a variance yet.
-        ceiling: A threshold that always holds.
-    """
-    threshold = ops.where(spike, bound, ops.where(warm & (norm <= passes), passes, math.inf))
-    return ops.within(threshold, -math.inf, ceiling)
-
-
-def moving_moments(mean: Number, variance: Number, norm: Number, decay: float) -> tuple[Number, Number]:
-    """Return mean and variance after one more norm."""
-    mean = decay * mean + (1 - decay) * norm
-    return mean, decay * variance + (1 - decay) * (norm - mean) ** 2
-
-
-def fraction_threshold(
-    ops: Operations,
-    norm: Number,
-    threshold: Number,
-    target: float,
-    rate: float,
-    floor: float,
-    ceiling: float,
-) -> tuple[Number, Number]:
-    """Return `ClipFraction`'s threshold of this step and that of the next.
-
-    Args:
-        ops: The operations.
-        norm: The norm of this step.
-        threshold: What was returned for it; infinite where there was no step.
-        target: The share of steps to clip.
-        rate: How fast the threshold moves.
-        floor: The least threshold.
-        ceiling: The largest.
-    """
-    now = ops.within(threshold, floor, ceiling)
-    within = ops.number(norm <= now, norm)
-    moved = now * ops.exp(-rate * (within - (1 - target)))
-    return now, ops.within(ops.where(ops.is_infinite(threshold), norm, moved), floor, ceiling)
-
-
-def per_tensor_factor(
-    ops: Operations, norm: Number, average: Number, warm: Truth, together: Number, relative: float
-) -> Number:
-    """Return `AdaGC`'s factor of one gradient: together with all others in its warm-up, later by its own average.
-
-    Args:
-        ops: The operations.
-        norm: Its norm.
-        average: The moving average of its norms.
-        warm: Whether it is in its warm-up.
-        together: The factor of all gradients.
-        relative: How many times its average a norm may be.
-    """
-    own = ops.ratio(relative * average, norm)
-    return ops.where(norm == 0, 1.0, ops.within(ops.where(warm, together, own), -math.inf, 1.0))
-
-
-def per_tensor_average(
-    ops: Operations, scaled: Number, average: Number, seen: Number, warm: Truth, decay: float
-) -> Number:
-    """Return `AdaGC`'s average after one more norm: the smallest in the warm-up, then a moving one.
-
-    Args:
-        ops: The operations.
-        scaled: The norm after the clip.
-        average: The average before.
-        seen: How many norms are in it.
-        warm: Whether it is in its warm-up.
-        decay: Of the average.
-    """
-    least = ops.where(scaled < average, scaled, average)  # not a minimum, which NaN would spoil
-    later = decay * average + (1 - decay) * scaled
-    return ops.where(seen == 0, scaled, ops.where(warm, least, later))
-
-
-# The rules on plain numbers.
+from gradguard.threshold_formulas import (
+    LOCK_IN_WINDOW,
+    MEDIAN_START,
+    PLAIN,
+    coefficient_of,
+    fraction_threshold,
+    interpolated,
+    locked_in,
+    median_start,
+    median_threshold,
+    moving_moments,
+    per_tensor_average,
+    per_tensor_factor,
+    pytorch_coefficient,
+    z_score_bounds,
+    z_score_threshold,
+)
 
 
 class Rule(ABC):

@@ -127,14 +127,22 @@ class ClipByMedian:
         self.threshold = math.inf
 
     def step(self, norm: float) -> float:
-        if len(self.logarithms) >= self.warmup:
-            last = self.logarithms[-self.window :]
+        count = len(self.logarithms)
+        last, usable = self.logarithms[-self.window :], math.isfinite(norm) and norm > 0
+        remembered = norm
+        if count >= self.warmup:
             middle = statistics.median(last)
             spread = max(1.4826 * statistics.median(abs(x - middle) for x in last), self.floor)
-            self.threshold = math.exp(middle + self.k * spread)
-        threshold = self.threshold
-        if math.isfinite(norm) and norm > 0:
-            self.logarithms.append(math.log(norm))
+            threshold = math.exp(middle + self.k * spread)
+        elif count or usable:  # the start: at most 1.5 times what is usual, and of that a tenth, growing
+            most = 1.5 * math.exp(statistics.median(last)) if count else norm
+            threshold = most * 0.1 ** (1 - count / self.warmup)
+            remembered = min(norm, most)
+        else:
+            threshold = math.inf
+        if usable:
+            self.logarithms.append(math.log(remembered))
+        self.threshold = threshold
         return min(1.0, threshold / norm) if norm else 1.0
 
 

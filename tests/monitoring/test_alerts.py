@@ -214,7 +214,7 @@ def test_the_command_gets_json_and_words_that_no_shell_sees(run, tmp_path, capfd
     assert arguments == ["$HOME; touch hazard", "--level=3", f"error nonfinite: {line['message']}"]
     assert told == {
         "kind": "nonfinite", "severity": "error", "message": line["message"], "advice": line["advice"], "first_step": 2,
-        "last_step": 2, "params": ["parameter 0"], "optimizer": None, "value": None,
+        "last_step": 2, "params": ["parameter 0"], "optimizer": None, "value": None, "confidence": "high",
     }  # fmt: skip
     assert not tmp_path.joinpath("hazard").exists()
     assert "on-finding" not in capfd.readouterr().err

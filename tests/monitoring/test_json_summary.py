@@ -21,8 +21,10 @@ OF_EACH = [
     "overhead_share", "clips",
 ]  # fmt: skip
 KEYS = ["schema", "record", *OF_EACH, "findings", "events", "notes", "optimizers"]
-OF_DECISION = ["kind", "threshold", "rule", "headline", "reason"]
-OF_FINDING = ["kind", "severity", "first_step", "last_step", "params", "message", "advice", "value", "optimizer"]
+OF_DECISION = ["kind", "threshold", "rule", "rate_factor", "headline", "reason"]
+OF_FINDING = [
+    "kind", "severity", "confidence", "first_step", "last_step", "params", "message", "advice", "value", "optimizer",
+]  # fmt: skip
 MEASURED = [key for key in OF_EACH if key.endswith(("share", "loss", "norm", "coefficient", "threshold"))]
 
 RECORDS = {

@@ -11,12 +11,13 @@ from synthetic import log_normal, make_record, steps_of, wide_meta, write_char_r
 
 from gradguard.errors import InvalidValueError, RecordError
 from gradguard.monitoring.judge.health import findings
-from gradguard.monitoring.judge.recommend import recommend
+from gradguard.monitoring.judge.recommend import Recommendation, recommend
 from gradguard.monitoring.judge.replay import print_replay, what_if
 from gradguard.monitoring.judge.verdict import verdict
 from gradguard.monitoring.record.file import RecordWriter, read_record
 from gradguard.monitoring.show.report import page as page_module
 from gradguard.monitoring.show.report import print_comparison, print_summary, text_summary, write_report
+from gradguard.monitoring.show.report import summary as summary_module
 from gradguard.monitoring.show.report.summary import command, labelled
 from gradguard.monitoring.show.tail import tail
 
@@ -43,6 +44,11 @@ def params(*names):
 
 def tensors(rows):
     return [{"t": "tensors", "i": i, "norm": row} for i, row in enumerate(rows)]
+
+
+def constant(threshold):
+    """A decision for a constant, so that a test needs no record that leads to one."""
+    return Recommendation("constant", f"Clip at {threshold}.", "Because.", threshold, f"norm={threshold}")
 
 
 CASES = {
@@ -95,7 +101,7 @@ def test_one_run_has_every_figure(tmp_path):
     record = write_char_rnn(tmp_path / "run.jsonl", threshold=1.0)
     page = page_of(record)
     assert re.findall(r"<h3.*?>(.*?)</h3>", page) == [
-        "Recommended threshold",
+        "What to do",
         "Norms over time",
         "How often clipping binds",
         "How hard clipping binds",
@@ -108,10 +114,11 @@ def test_one_run_has_every_figure(tmp_path):
         "Environment and cost",
     ]
     assert "0.5 % of the run" in page
-    assert "gradguard run --clip norm=2.2 examples/char_rnn.py --steps 600" in page
+    assert command(record, recommend(record).rule) in html.unescape(page)
 
 
-def test_an_unclipped_run_is_told_what_would_have_happened(tmp_path):
+def test_an_unclipped_run_is_told_what_would_have_happened(tmp_path, monkeypatch):
+    monkeypatch.setattr(page_module, "recommend", lambda record: constant(2.2))
     page = page_of(write_char_rnn(tmp_path / "run.jsonl"))
     assert "How often 2.2 would have bound" in page
     assert "This run was not clipped." in page
@@ -204,12 +211,13 @@ def test_what_is_printed_moves_no_cursor_and_is_no_markup(tmp_path):
 
 
 def test_terminal_summary_is_short_and_ends_in_the_command(tmp_path):
-    out = io.StringIO()
-    print_summary(write_char_rnn(tmp_path / "run.jsonl", threshold=1.0), Console(file=out, width=80))
+    out, record = io.StringIO(), write_char_rnn(tmp_path / "run.jsonl", threshold=1.0)
+    print_summary(record, Console(file=out, width=80))
     lines = out.getvalue().splitlines()
     assert len(lines) <= 20
     assert "Clipping at 1.0 bound on 9.7 %" in lines[1]
-    assert lines[-2] == "gradguard run --clip norm=2.2 examples/char_rnn.py --steps 600"
+    assert lines[-2] == command(record, recommend(record).rule)
+    assert recommend(record).headline in " ".join(line.strip("│ ") for line in lines)
     assert lines[-1].startswith("observing cost: ")
 
 
@@ -257,7 +265,8 @@ def test_terminal_summary_names_the_errors_first(tmp_path):
 
 def test_terminal_summary_of_nothing_and_without_a_console(capsys):
     print_summary(make_record(meta={"t": "meta", "argv": ["[bold]x[/]"]}))
-    assert "Recommended threshold: none" in capsys.readouterr().out
+    assert "No optimizer step was recorded." in (printed := capsys.readouterr().out)
+    assert "The record has no norms to judge by." in printed
 
 
 @pytest.mark.parametrize("parts", CASES.values(), ids=CASES.keys())
@@ -277,7 +286,8 @@ def test_the_template_ships_with_the_package():
     assert Path(page.__file__).with_name("template.html.jinja").is_file()
 
 
-def test_two_optimizers_of_one_run_are_told_apart(tmp_path):
+def test_two_optimizers_of_one_run_are_told_apart(tmp_path, monkeypatch):
+    monkeypatch.setattr(page_module, "recommend", lambda record: constant(0.59))
     page = page_of(write_gan(tmp_path / "run.jsonl"))
     assert page.index('id="overlay"') < page.index("optimizer 0 (Adam)</h2>") < page.index("optimizer 1 (SGD)</h2>")
     first, second = page.split('<h2 id="run-')[1:]
@@ -357,13 +367,21 @@ def test_a_page_stays_below_seven_megabytes(tmp_path, runs, rows, lines):
     assert 1.5e6 < path.stat().st_size < 7e6
 
 
-def test_text_numbers_the_findings_and_the_optimizers(tmp_path):
+def test_text_numbers_the_findings_and_the_optimizers(tmp_path, monkeypatch):
     sick, gan = write_sick(tmp_path / "sick.jsonl"), write_gan(tmp_path / "gan.jsonl")
     pairs = dict(line.split(": ", 1) for line in text_summary(sick).splitlines())
     assert int(pairs["findings"]) == len(findings(sick))
     assert pairs["finding_1"].startswith("error exploding (steps 321 to 397): The gradient norm stayed more than 10")
     assert "lower the learning rate" in pairs["finding_1_advice"]
     assert "finding_1_confidence" not in pairs
+    whole, first = recommend(gan), gan.steps[0]["optimizer"]
+
+    def decide(record):
+        if record is gan:
+            return whole
+        return constant(20.0 if record.steps[0]["optimizer"] == first else 0.59)
+
+    monkeypatch.setattr(summary_module, "recommend", decide)
     pairs = dict(line.split(": ", 1) for line in text_summary(gan).splitlines())
     assert pairs["recommended"] == "none"
     assert [pairs[f"optimizer_{place}_recommended"] for place in (0, 1)] == ["20", "0.59"]

@@ -157,11 +157,11 @@ def test_rows_belong_to_the_optimizer_that_steps_them(tmp_path):
 def test_dominance_by_hand():
     rows = [[3.0, 4.0]] * 8 + [[0.0, 10.0]]
     record = make_record(meta=params("a", "b"), tensors=tensors(rows))
-    shares = layers.dominance(record, 9.0)
+    shares = layers.dominance(record, {8})
     assert (shares["names"], shares["label"], shares["count"]) == (["a", "b"], "spike steps", 1)
     assert shares["ordinary"] == pytest.approx([0.36, 0.64])
     assert shares["spikes"] == pytest.approx([0.0, 1.0])
-    assert layers.dominance(record, 99.0)["label"] == "largest 5 % of steps"
+    assert layers.dominance(record, {99})["label"] == "largest 5 % of steps"
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from gradguard.errors import InvalidValueError
 from gradguard.tensors.layout import move, wide_dtype
-from gradguard.threshold_rules import LOCK_IN_WINDOW, locked_in
+from gradguard.threshold_formulas import LOCK_IN_WINDOW, locked_in
 
 
 class LockIn:

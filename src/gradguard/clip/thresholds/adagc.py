@@ -15,7 +15,7 @@ from gradguard.distributed.wrappers import refuse_flat_parameters
 from gradguard.errors import InvalidValueError
 from gradguard.tensors.layout import move
 from gradguard.tensors.scaling import scale_
-from gradguard.threshold_rules import per_tensor_average, per_tensor_factor
+from gradguard.threshold_formulas import per_tensor_average, per_tensor_factor
 
 _EPSILON = 1e-8
 

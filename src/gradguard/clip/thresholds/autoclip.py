@@ -16,7 +16,7 @@ from gradguard.clip.thresholds.base import (
     whole,
 )
 from gradguard.errors import InvalidValueError
-from gradguard.threshold_rules import pytorch_coefficient
+from gradguard.threshold_formulas import pytorch_coefficient
 
 _FIRST_ROOM = 1024
 

@@ -16,7 +16,7 @@ from gradguard.clip.gradients import Gradients, global_norm
 from gradguard.clip.lock_in import LockIn
 from gradguard.errors import InvalidTypeError, InvalidValueError
 from gradguard.tensors.layout import wide_dtype
-from gradguard.threshold_rules import Operations, coefficient_of, interpolated
+from gradguard.threshold_formulas import Operations, coefficient_of, interpolated
 
 
 class _Tensors:

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from gradguard.arguments import check_number, check_threshold
 from gradguard.clip.thresholds.base import TENSORS, ThresholdClipper, check, scalar
-from gradguard.threshold_rules import fraction_threshold
+from gradguard.threshold_formulas import fraction_threshold
 
 
 class ClipFraction(ThresholdClipper):

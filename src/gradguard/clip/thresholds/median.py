@@ -14,7 +14,7 @@ from gradguard.clip.thresholds.base import (
     push_norm,
     whole,
 )
-from gradguard.threshold_rules import MEDIAN_START, median_start, median_threshold
+from gradguard.threshold_formulas import MEDIAN_START, median_start, median_threshold
 
 
 class ClipByMedian(ThresholdClipper):

@@ -17,7 +17,7 @@ from gradguard.clip.thresholds.base import (
     scalar,
     whole,
 )
-from gradguard.threshold_rules import moving_moments, pytorch_coefficient, z_score_bounds, z_score_threshold
+from gradguard.threshold_formulas import moving_moments, pytorch_coefficient, z_score_bounds, z_score_threshold
 
 Mode = Literal["adaptive_scaling", "mean", "percentile"]
 

@@ -1,1 +1,1 @@
-"""Judgements of a run: findings, verdict, recommended threshold, replay. Plain numbers, without torch."""
+"""Judgements of a run: findings, verdict, recommendation, replay. Plain numbers, without torch."""

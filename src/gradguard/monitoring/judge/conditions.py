@@ -20,7 +20,7 @@ QUANTITIES = {
     "clip_fraction": "share of the steps on which clipping bound",
     "max_norm": "largest norm before clipping, infinite where one was not finite",
     "median_norm": "median norm before clipping",
-    "spike_fraction": "share of the steps above the median times exp(6 robust deviations)",
+    "spike_fraction": "share of the steps whose norm stands out from those around it",
     "drift": "largest over smallest median norm of ten windows",
     "lock_in": "share of the steps in lock-in: bound on more than half of 100 steps at one threshold",
     "final_loss": "mean loss of the last steps, infinite where it was not finite",

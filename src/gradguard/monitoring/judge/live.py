@@ -129,7 +129,7 @@ class _Track:
         if bad:
             self.level.blame(i, [names[place] for place in bad if place < len(names)])
             return []
-        absent = line.get("absent") or ()
+        absent = [place for place in line.get("absent") or () if isinstance(place, int)]
         found = self.layers.norms(i, norms, absent) + self.setup.tensors(i, norms, absent)
         if len(norms) == len(names):
             found += self.corruption.follow(i, norms)

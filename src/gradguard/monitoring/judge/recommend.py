@@ -33,8 +33,8 @@ ENOUGH_STEPS = 200
 GUARD_SHARE = 0.05
 """A clip that binds on no more steps is a guard, and right as it is."""
 
-OUTLIER_TIMES = 8.0
-"""A norm so many times the median of its tenth of the run: light-tailed noise as wild as 0.8 gets there once in 200."""
+OUTLIER_TIMES = 12.0
+"""A norm so many times the median of its tenth of the run: log-normal noise of 0.8 gets there once in a thousand."""
 
 NORMALISING_SHARE = 0.5
 """Above it a clip sets the size of the steps, unless the optimizer cancels it."""
@@ -138,9 +138,10 @@ def recommend(record: Record) -> Recommendation:
                                                                         with outliers besides
     ========================================================= ========  ================================================
 
-    Outliers are spikes (`find_spikes`), or norms of more than 8 times the median of their tenth of the run. With an optimizer that cancels a scale (Adam), a low
-    threshold costs nothing, and neither a spike nor the first norms can fill its second moment: only where training
-    converges it would keep the last steps large, and a rule that follows is better.
+    Outliers are spikes (`find_spikes`), or norms of more than 12 times the median of their tenth of the run. With an
+    optimizer that cancels a scale (Adam), a low threshold costs nothing, and neither a spike nor the first norms can
+    fill its second moment: only where training converges it would keep the last steps large, and a rule that follows
+    is better.
 
     **Guarantees**: a constant is never above the largest norm of the run, nor printed where the norms drift;
     multiplying every norm by a constant multiplies it by that (to two digits); the same record always gives the same
@@ -210,8 +211,8 @@ def _blown_up(record: Record, several: bool) -> Recommendation | None:
     where = f"; the first norms were {number(min(norms))} and more" if norms else ""
     reason = (
         f"The loss {what} from step {at} on{where}. No rule that follows such norms can help, because none of them was "
-        f"ever usual. A tenth of the rate, and 0.3 times the smallest of them as a threshold, are where to begin; what is "
-        f"best, an experiment tells: {_tune(record)}."
+        "ever usual. A tenth of the rate, and 0.3 times the smallest of them as a threshold, are where to begin; what "
+        f"is best, an experiment tells: {_tune(record)}."
     )
     headline = f"Lower the learning rate to a tenth: the run blew up at step {at}."
     fix = Recommendation("fix", headline, reason, rate_factor=LESS_RATE, usable_steps=len(norms))

@@ -17,7 +17,7 @@ WINDOW = 128
 """Norms that an alert compares with."""
 
 DEVIATIONS = 6.0
-"""An alert is a norm so many robust deviations above the median, in logarithms: the guard threshold of the report."""
+"""An alert is a norm so many robust deviations above the median, in logarithms."""
 
 _FEWEST = 32
 _LEAST_DEVIATION = 0.05

@@ -11,7 +11,8 @@ from gradguard.monitoring.judge.norm_statistics import drift_ends
 from gradguard.monitoring.judge.numbers import number, percent, plain_threshold
 from gradguard.monitoring.judge.scale_free import cancels_scale, is_scale_free
 from gradguard.monitoring.record.steps import BINDS_BELOW, Part, binds, taken_steps, usable_norms
-from gradguard.threshold_rules import LOCK_IN_TOLERANCE, LOCK_IN_WINDOW, LockInAlarm
+from gradguard.threshold_formulas import LOCK_IN_TOLERANCE, LOCK_IN_WINDOW
+from gradguard.threshold_rules import LockInAlarm
 
 FIXED_PATIENCE = 400
 """Further steps in lock-in before a *fixed* threshold is told of: many healthy warm-ups bind for some hundred."""
@@ -172,7 +173,7 @@ def _inactive(found: Episode) -> Words:
     message = f"clipping at {plain_threshold(found.numbers['threshold'])} never bound in {steps(found.count)}"
     if "largest" in found.numbers:
         message += f": the largest norm was {number(found.numbers['largest'])}"
-    return "info", message, "fine as insurance; to catch spikes take the recommended threshold"
+    return "info", message, "fine as insurance; what would catch spikes, the report's decision says"
 
 
 def _drift(found: Episode) -> Words:

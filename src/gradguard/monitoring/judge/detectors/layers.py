@@ -8,7 +8,7 @@ from typing import Any
 
 from gradguard.monitoring.judge.findings import Episode, Finding, Kind, Log, Words, named
 from gradguard.monitoring.judge.numbers import percent
-from gradguard.threshold_rules import LOCK_IN_WINDOW
+from gradguard.threshold_formulas import LOCK_IN_WINDOW
 
 WEAK_LAYER_SHARE = 1e-6
 """A weight whose gradient's elements are a millionth of the usual weight's: float32 resolves 1e-7 of a value."""

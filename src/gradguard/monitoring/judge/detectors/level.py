@@ -276,7 +276,7 @@ def _jump(found: Episode) -> Words:
         return "warning", f"{message}; a clip bound, which left nothing of the other gradients", (
             "find what such a step has computed: an overflow, a division by almost 0, or damaged data"
         )  # fmt: skip
-    advice = "clip: the recommended threshold, or gg.ClipByMedian(), which needs no number"
+    advice = "clip as the report advises, or by gg.ClipByMedian(), which needs no number"
     return "warning", f"{message}, and nothing clipped it", advice
 
 

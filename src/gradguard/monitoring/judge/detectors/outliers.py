@@ -135,7 +135,7 @@ def _spike(found: Episode) -> Words:
         f"the gradient norm was {number(found.numbers['largest'])} times that of the steps around it on step "
         f"{found.first}{_where(found)}"
     )
-    return "info", message, "look at its batch; a clip at the recommended threshold would have bound on it"
+    return "info", message, "look at its batch; what to clip by, the report's decision says"
 
 
 def _recurring(found: Episode) -> Words:
@@ -152,7 +152,7 @@ def _recurring(found: Episode) -> Words:
         )
     if found.harmless:
         return "info", f"{message}; a clip bound on all of them", cause
-    return "warning", message, f"{cause}; clip at the recommended threshold, or by gg.ClipByMedian()"
+    return "warning", message, f"{cause}; clip as the report advises, or by gg.ClipByMedian()"
 
 
 SPIKE = Kind("spike", _spike, value="largest")

@@ -93,6 +93,7 @@ def _decision(made: Recommendation) -> dict[str, Any]:
         "kind": made.kind,
         "threshold": made.threshold,
         "rule": made.rule,
+        "rate_factor": made.rate_factor,
         "headline": made.headline,
         "reason": made.reason,
     }
@@ -102,6 +103,7 @@ def _finding(found: Finding) -> dict[str, Any]:
     return {
         "kind": found.kind,
         "severity": found.severity,
+        "confidence": found.confidence,
         "first_step": found.first_step,
         "last_step": found.last_step,
         "params": list(found.params),
