@@ -58,7 +58,7 @@ NORMALISING, GUARDING, HEAVY, WILD = 0.1, 0.9, 0.75, 0.25
 """The quantile of the norms that a constant is: where a scale cancels; where it does not, of light and heavy tails, and
 of heavy tails with outliers besides, whose steps make ordinary norms larger than they need be."""
 
-LEARNED_LOSS = 0.9
+LEARNED_LOSS = 0.8
 """A loss that came below this share of its first value has learned something."""
 
 OVERSHOT_LOSS = 5.0
@@ -124,7 +124,7 @@ def recommend(record: Record) -> Recommendation:
     no pre-clip norm                                          unknown   none
     it ends not finite; or loss and norm jumped (1.2 and 3    fix       a tenth of the learning rate, and as a threshold
     times the first, and not just on single steps up to the             0.3 times the first norms
-    end) and the last losses are above 0.9 times the first
+    end) and the last losses are above 0.8 times the first
     fewer than 200 usable steps                               unknown   none
     a norm clip bound on more than half of the steps, with    fix       that one; the learning rate is what it sets
     an optimizer that does not cancel a scale
@@ -246,7 +246,9 @@ def _end_of_learning(steps: list[dict[str, Any]]) -> int | None:
     ]
     late, end = known[len(known) // 2 :], statistics.median(known[-max(_FIRST, len(known) // 10) :])
     if jumps and jumps[0] < _NEAR_JUMP and max(known[: jumps[0] + 1]) > OVERSHOT_LOSS * first:
-        return jumps[0] if end > OVERCOME_LOSS * first else None
+        after = statistics.median(known[jumps[0] + 1 : jumps[0] + 4] or known)
+        if after > JUMPED_LOSS * first and end > OVERCOME_LOSS * first:  # else it was a batch, or did not matter
+            return jumps[0]
     if end <= LEARNED_LOSS * first:
         return None
     if 0 < sum(loss > SPOILED_LOSS * first for loss in late) <= len(late) // 20:

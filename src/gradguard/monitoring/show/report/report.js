@@ -180,7 +180,11 @@
     plot.dataset.mode = input.value;
     draw(plot);
   }));
-  addEventListener("beforeprint", () => { printing = root.dataset.theme; show("light"); });
+  addEventListener("beforeprint", () => {
+    printing = root.dataset.theme;
+    document.querySelectorAll(".advice details").forEach((reason) => { reason.open = true; });
+    show("light");
+  });
   addEventListener("afterprint", () => { if (printing) show(printing); printing = null; });
   show(root.dataset.theme);
   root.dataset.ready = "yes";
