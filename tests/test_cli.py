@@ -670,7 +670,7 @@ def test_report_redraws_one_run_or_several_and_tolerates_a_torn_line(run, capfd)
 
 
 def test_clip_from_a_record_uses_its_recommendation(run):
-    source = script().replace("range(6)", "range(260)").replace("lr=0.1", "lr=0.001")
+    source = script().replace("range(6)", "range(260)").replace("lr=0.1", "lr=0.001").replace("SGD", "Adam")
     run(source)
     Path("first.jsonl").write_bytes(Path("out/run.jsonl").read_bytes())
     code, record = run(source, "--clip", "from=first.jsonl")

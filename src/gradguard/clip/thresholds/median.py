@@ -73,7 +73,7 @@ class ClipByMedian(ThresholdClipper):
         >>> for size in [1.0] * 10 + [200.0, 1.0]:
         ...     p.grad = torch.tensor([size])
         ...     result = clipper([p])
-        ...     if bool(result.clipped):
+        ...     if size > 1:
         ...         print(f"{float(result.norm):.0f} became {p.grad.item():.2f}")
         200 became 1.35
 

@@ -87,7 +87,7 @@ def what_if(record: Record, rules: Iterable[str] | None = None) -> list[WhatIf]:
         >>> for row in what_if(record, ["norm=0.5", "median"]):
         ...     print(row.rule, row.clip_share, f"{row.caught} of {row.spikes}", round(row.largest_passed, 2))
         norm=0.5 1.0 1 of 1 0.5
-        median 0.011111111111111112 1 of 1 1.35
+        median 0.2 1 of 1 1.35
     """
     asked = None if rules is None else list(rules)
     for rule in asked or ():

@@ -271,7 +271,7 @@ def _corrupt(found: Episode) -> Words:
     message = f"the gradient of {named(found.params)} alone was {times} times its usual on step {found.first}"
     advice = (
         "a bad batch moves other layers too: suspect a flipped bit, a custom backward or kernel, or a hook that writes "
-        "to this gradient"
+        "to this gradient; a recurrent layer whose own gradients explode does the same"
     )
     return "warning", f"{message}, while the other layers were calm", advice
 
