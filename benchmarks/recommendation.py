@@ -7,7 +7,7 @@ again from the same seed under what `recommend` decides for that record, and und
 try: none, 0.1, 1, 5 and the 90th percentile of the recorded norms. Of a decision to fix the learning rate, both are
 followed: the rate and the threshold. The numbers are held-out losses; one that is not finite counts as the worst finite
 one of the task. A task is lost where the mean over the seeds is more than 5 % above that of the best constant, or above
-it with p < 0.05 in a paired t-test. Fresh tasks are those for which nothing in `recommend` was chosen.
+it with p < 0.05 in a paired t-test. Fresh tasks were written after the rules.
 """
 
 import argparse

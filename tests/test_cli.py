@@ -15,7 +15,7 @@ import torch
 
 from gradguard.cli import main
 from gradguard.errors import RecordError, UnsupportedGradientError
-from gradguard.monitoring.record.file import Record, read_record
+from gradguard.monitoring.record.file import Record, RecordWriter, read_record
 from gradguard.monitoring.show import report
 
 TRAIN = """
@@ -670,9 +670,11 @@ def test_report_redraws_one_run_or_several_and_tolerates_a_torn_line(run, capfd)
 
 
 def test_clip_from_a_record_uses_its_recommendation(run):
-    source = script().replace("range(6)", "range(260)").replace("lr=0.1", "lr=0.001").replace("SGD", "Adam")
-    run(source)
-    Path("first.jsonl").write_bytes(Path("out/run.jsonl").read_bytes())
+    source = script().replace("range(6)", "range(260)").replace("lr=0.1", "lr=0.001")
+    with RecordWriter(Path("first.jsonl")) as writer:
+        writer.write("meta", optimizers=["SGD"])
+        for i in range(260):
+            writer.write("step", i=i, norm=60.0 if i % 90 == 60 else 1.0 + i % 7 / 10)
     code, record = run(source, "--clip", "from=first.jsonl")
     assert code == 0
     from gradguard.monitoring.judge.recommend import recommend

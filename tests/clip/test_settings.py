@@ -23,8 +23,8 @@ OTHER = {
         "warmup": (10, 5),
         "floor": (0.05, 0.1),
         "ceiling": (None, 9.0),
-        "start": (0.1, 0.5),
         "norm_type": (2.0, 1.0),
+        "start": (0.1, 0.5),
     },
     "AutoClip": {"percentile": (10.0, 20.0), "window": (None, 7), "strict_paper": (False, True)},
     "ZClip": {
