@@ -1,7 +1,10 @@
 """Text from a record, a path or an exception as a terminal may show it: the one place where it is cleaned."""
 
 import sys
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from io import TextIOWrapper
+from typing import IO
 
 
 def printable(value: object) -> str:
@@ -24,6 +27,21 @@ def on_stderr(message: object) -> None:
     """Print one line on stderr, whatever became of stderr."""
     with suppress(Exception):
         print(f"gradguard: {printable(message)}", file=sys.stderr, flush=True)
+
+
+@contextmanager
+def encodable(file: IO[str]) -> Iterator[None]:
+    """Let a question mark stand for a character that the output has not, rather than an exception."""
+    if not isinstance(file, TextIOWrapper):
+        yield
+        return
+    before = file.errors
+    file.reconfigure(errors="replace")
+    try:
+        yield
+    finally:
+        with suppress(BrokenPipeError):  # it flushes, and we are on the way out
+            file.reconfigure(errors=before)
 
 
 def _escaped(char: str) -> str:

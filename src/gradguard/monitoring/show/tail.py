@@ -6,15 +6,14 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from io import TextIOWrapper
+from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from gradguard.errors import InvalidValueError, RecordError
 from gradguard.monitoring.record.file import SCHEMA
 from gradguard.monitoring.record.reader import JsonlReader
-from gradguard.monitoring.record.text import printable
+from gradguard.monitoring.record.text import encodable, printable
 from gradguard.monitoring.show.run_state import RunState
 from gradguard.monitoring.show.tail_view import clock, duration, ending, event_line, fitting_view, line
 
@@ -278,21 +277,6 @@ def _write(console: "Console", text: str) -> None:
     """A whole line at once, unwrapped, and out of the buffer."""
     console.file.write(text + "\n")
     console.file.flush()
-
-
-@contextmanager
-def encodable(file: IO[str]) -> Iterator[None]:
-    """Let a question mark stand for a character that the output has not, rather than an exception."""
-    if not isinstance(file, TextIOWrapper):
-        yield
-        return
-    before = file.errors
-    file.reconfigure(errors="replace")
-    try:
-        yield
-    finally:
-        with suppress(BrokenPipeError):  # it flushes, and we are on the way out
-            file.reconfigure(errors=before)
 
 
 @contextmanager

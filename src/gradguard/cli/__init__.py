@@ -1,0 +1,39 @@
+"""The command line, a file for each command: parse, call, print, exit code; nothing else."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from gradguard import __version__
+from gradguard.cli import check, replay, report, run, tail, tune
+from gradguard.cli.program import cut
+from gradguard.errors import GradguardError
+from gradguard.monitoring.record.text import encodable, printable
+
+_COMMANDS = (run, tune, report, replay, tail, check)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command ``argv`` and return its exit code: 2 for what cannot be carried out, with no traceback."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        if arguments[:1] in (["run"], ["tune"]):  # what follows the script's name belongs to the script
+            own, program = cut(arguments)
+            parsed = _parser().parse_args(own)
+            return parsed.call(parsed, program)
+        parsed = _parser().parse_args(arguments)
+        with encodable(sys.stdout):
+            return parsed.call(parsed)
+    except GradguardError as error:
+        shown = "\n".join(map(printable, str(error).splitlines()))
+        print(f"gradguard: error: {shown}", file=sys.stderr)
+        return 2
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="gradguard", description="Gradients you can trust.")
+    parser.add_argument("--version", action="version", version=f"gradguard {__version__}")
+    commands = parser.add_subparsers(required=True, dest="command", metavar="command")
+    for command in _COMMANDS:
+        command.add_to(commands)
+    return parser

@@ -1,0 +1,74 @@
+"""`gradguard report`: draw or print the record of a run, or of several, and say which conditions hold of it."""
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from gradguard.cli.records import tell_notes
+from gradguard.errors import CommandError
+from gradguard.monitoring.record.text import on_stderr, printable
+
+if TYPE_CHECKING:
+    from gradguard.monitoring.judge.conditions import Condition
+    from gradguard.monitoring.record.file import Record
+
+_FAIL_ON_HELP = (
+    'exit code 1 if one of these holds, as in "exploding,nonfinite>0,clip_fraction>0.5"; 2 if one is not measured. The '
+    "name of a finding holds if there is one. To compare with a number: nonfinite, skipped, clip_fraction, max_norm, "
+    "median_norm, spike_fraction, drift, lock_in, final_loss, overhead, errors, warnings, or findings of a kind"
+)
+_TEXT_HELP = "print a few lines of key: value instead of drawing"
+_JSON_HELP = "print the same as JSON: an object, of several records a list of them"
+_OUTPUT_HELP = "the HTML file; by default beside the record, with its name: run.html; report.html for several records"
+
+
+def add_to(commands) -> None:
+    """Add the command to those of the parser."""
+    report = commands.add_parser("report", help="draw the record of a run, or of several side by side")
+    report.add_argument("records", nargs="+", type=Path, metavar="run.jsonl", help="a record, or the folder it is in")
+    report.add_argument("-o", "--output", type=Path, help=_OUTPUT_HELP)
+    form = report.add_mutually_exclusive_group()
+    form.add_argument("--text", dest="form", action="store_const", const="text", help=_TEXT_HELP)
+    form.add_argument("--json", dest="form", action="store_const", const="json", help=_JSON_HELP)
+    report.add_argument("--fail-on", metavar="CONDITIONS", help=_FAIL_ON_HELP)
+    report.set_defaults(call=_report)
+
+
+def _report(parsed: argparse.Namespace) -> int:
+    from gradguard.monitoring.judge.conditions import parse_conditions
+    from gradguard.monitoring.record.file import read_record
+    from gradguard.monitoring.show.report import (
+        json_summary,
+        page_beside,
+        print_comparison,
+        text_summary,
+        write_report,
+    )
+
+    if parsed.form is not None and parsed.output is not None:
+        raise CommandError(f"--{parsed.form} prints: redirect it to a file instead of -o {parsed.output}.")
+    conditions = parse_conditions(parsed.fail_on) if parsed.fail_on is not None else []
+    records = [read_record(path) for path in parsed.records]
+    if parsed.form == "text":
+        print("\n\n".join(text_summary(record) for record in records))
+    elif parsed.form == "json":
+        print(json_summary(records))
+    else:
+        tell_notes(records)
+        if len(records) > 1:
+            print_comparison(records)
+        first = records[0].path
+        page = parsed.output or (page_beside(first) if len(records) == 1 else first.with_name("report.html"))
+        print(f"report: {printable(write_report(records, page))}")
+    return _fails(records, conditions)  # after the report, which shows why
+
+
+def _fails(records: Sequence["Record"], conditions: "list[Condition]") -> int:
+    """Say which conditions hold of which record; 1 if one does."""
+    from gradguard.monitoring.judge.conditions import holding
+
+    said = [f"{record.path}: {words}" for record in records for words in holding(conditions, record)]
+    for words in said:
+        on_stderr(f"failed: {words}")
+    return 1 if said else 0

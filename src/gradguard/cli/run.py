@@ -1,0 +1,196 @@
+"""`gradguard run`: observe a training script without a change to it, and draw what was seen."""
+
+import argparse
+import os
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from gradguard.cli.program import ProgramLine
+from gradguard.cli.records import tell_notes
+from gradguard.errors import CommandError
+from gradguard.monitoring.record.text import encodable, on_stderr, printable
+
+if TYPE_CHECKING:
+    from gradguard.clip.each_optimizer import ClipEachOptimizer
+    from gradguard.monitoring.observe.script import Program
+    from gradguard.monitoring.show.alerts import AlertCommand
+    from gradguard.named_rules import NamedRule
+
+_USAGE = (
+    "gradguard run [--out DIR] [--force] [--every N] [--clip RULE] [--steps N] [--seed N] [--no-report] "
+    "[--on-finding COMMAND] [--argv] (script.py | -m module) [args ...]"
+)
+_ON_FINDING_HELP = (
+    "run this in the background for each health finding: the finding as JSON on its stdin, and in words as its last "
+    "argument. No shell sees it"
+)
+_CLIP_HELP = (
+    "clip before each step: by a threshold (norm=1.0, value=0.5, adaptive=0.01), by a rule that follows the norms of "
+    "each optimizer (median, autoclip, zclip=inf, clip_fraction=0.05, adagc=inf), or from=RECORD, as RECORD's report "
+    "recommends. Default: observe only, the weights come out bit-identical"
+)
+
+
+def add_to(commands) -> None:
+    """Add the command to those of the parser."""
+    text = "observe a training script without a change to it"
+    parser = commands.add_parser("run", usage=_USAGE, help=text, allow_abbrev=False)
+    parser.add_argument("--out", type=Path, metavar="DIR", help="where run.jsonl and run.html go")
+    parser.add_argument("--force", action="store_true", help="replace the record that DIR already holds")
+    parser.add_argument("--argv", action="store_true", help="record the arguments as they are: secrets are not hidden")
+    parser.add_argument("--every", type=int, metavar="N", help="record each parameter's norm every N steps")
+    parser.add_argument("--clip", metavar="RULE", help=_CLIP_HELP)
+    parser.add_argument("--steps", type=int, metavar="N", help="end the script after N optimizer steps")
+    parser.add_argument("--seed", type=int, metavar="N", help="seed random, numpy and torch before the script starts")
+    parser.add_argument("--no-report", action="store_true", help="write the record and nothing else")
+    parser.add_argument("--on-finding", metavar="COMMAND", help=_ON_FINDING_HELP)
+    parser.set_defaults(call=_run)
+
+
+def _run(options: argparse.Namespace, program: ProgramLine) -> int:
+    if not program.words:
+        raise CommandError(f"nothing to run. Usage: {_USAGE}")
+    for name in ("every", "steps"):
+        if (number := getattr(options, name)) is not None and number < 1:
+            raise CommandError(f"--{name} {number}: expected a number of steps, at least 1.")
+    if options.seed is not None and not 0 <= options.seed < 2**32:
+        raise CommandError(f"--seed {options.seed}: expected a number from 0 to 4294967295.")
+    rule = _rule(options.clip) if options.clip is not None else None
+
+    from gradguard.monitoring.observe.meta import rank_and_world
+    from gradguard.monitoring.observe.script import load_module, load_script
+    from gradguard.monitoring.show.alerts import AlertCommand
+
+    command = options.on_finding if rank_and_world()[0] == 0 else None
+    alert = None if command is None else AlertCommand(command)
+    loaded = (load_module if program.is_module else load_script)(program.words[0], program.words[1:])
+    folder = options.out or Path("runs") / f"{Path(program.words[0]).stem}-{time.strftime('%Y%m%d-%H%M%S')}"
+    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    name = "run.jsonl" if restarts == "0" else f"run.restart-{restarts}.jsonl"
+    record = (folder / name).absolute()  # the script may change the working directory
+    if rank_and_world()[0] > 0:  # another process writes
+        record = None
+    elif record.exists() and not options.force:
+        raise CommandError(f"{record} exists: choose another --out, or add --force to replace it.")
+    return _observe(loaded, program.typed, record, rule, options, alert)
+
+
+def _rule(text: str) -> "NamedRule":
+    """The rule in ``norm=1.0``, or that which the record in ``from=run.jsonl`` recommends."""
+    from gradguard.named_rules import clipping_rule
+
+    name, _, path = text.partition("=")
+    return clipping_rule(_recommended(Path(path)) if name == "from" and path else text)
+
+
+def _recommended(path: Path) -> str:
+    from gradguard.monitoring.judge.recommend import recommend
+    from gradguard.monitoring.record.file import read_record
+
+    record = read_record(path)
+    tell_notes([record])
+    found = recommend(record)
+    if found.rule is None:
+        raise CommandError(
+            f"--clip from={path}: that record recommends no rule. {found.headline} {found.reason} Or name a rule "
+            "yourself, as in --clip median."
+        )
+    return found.rule
+
+
+def _observe(
+    program: "Program",
+    shown: list[str],
+    record: Path | None,
+    rule: "NamedRule | None",
+    options: argparse.Namespace,
+    alert: "AlertCommand | None",
+) -> int:
+    from gradguard.monitoring.observe.meta import program_facts
+    from gradguard.monitoring.observe.observer import Observer, observe
+    from gradguard.monitoring.observe.script import BY_SIGNAL, run, seed_generators
+    from gradguard.monitoring.observe.watch import children_watched, records_beside, stop_watching
+
+    stop_watching()  # where the environment variable asks for a watch, this one is it
+
+    def opened() -> Path | None:  # at the first step: a program without one leaves nothing behind
+        if record is not None and options.force:
+            record.unlink(missing_ok=True)
+        return record
+
+    clip = None if rule is None else _clip_by(rule)
+    facts = program_facts(shown, None if rule is None else rule.text, keep_arguments=options.argv)
+    observer = Observer(opened, facts, clip, options.every, last_step=options.steps, on_finding=alert)
+    code, process, here = 1, os.getpid(), Path.cwd()
+    before = set(records_beside(record))
+    if options.seed is not None:
+        seed_generators(options.seed)
+    try:
+        with observe(observer), children_watched(record):
+            code = run(program, in_order=record is not None)
+    finally:
+        observer.close(code, interrupted=code in BY_SIGNAL)
+        if os.getpid() == process and record is not None:  # not in a child that the script forked
+            new = [path for path in records_beside(record) if path not in before]
+            shown_record = observer.path or (record if record in new else None)  # a process of rank 0 has written it
+            others = [path for path in new if path != shown_record]
+            if shown_record is None:
+                on_stderr(_no_step(code, observer.clip_calls, bool(others)))
+            elif not options.no_report:
+                _show(shown_record, here)
+            if rule is not None and [path for path in new if path != observer.path]:
+                on_stderr("--clip acts in this process alone: the processes that it started were watched, not clipped.")
+            for path in others:
+                on_stderr(f"a process that it started has the record {_short(path, here)}")
+            if alert is not None and alert.failures:
+                on_stderr(alert.report())
+    return code
+
+
+def _no_step(code: int, clip_calls: int, elsewhere: bool) -> str:
+    if elsewhere:
+        return "this process made no optimizer step, others did; draw one: gradguard report RECORD."
+    if code:
+        return "it ended before its first optimizer step, so there is no record."
+    seen = f"{clip_calls:,} clip calls were seen, but no optimizer step" if clip_calls else "no optimizer step was seen"
+    return (
+        f"{seen}, so there is no record. What is seen is step() of every torch.optim optimizer, and not weights that a "
+        "script or an engine changes by itself."
+    )
+
+
+def _clip_by(rule: "NamedRule") -> "ClipEachOptimizer":
+    """What applies the rule to the gradients of each optimizer."""
+    import gradguard
+    from gradguard.clip.each_optimizer import ClipEachOptimizer
+
+    name, arguments = rule.clipper
+    return ClipEachOptimizer(lambda: getattr(gradguard, name)(**arguments))
+
+
+def _show(record: Path, here: Path) -> None:
+    """Draw the report of a finished run and print its summary; a failure here must not hide the script's own."""
+    from gradguard.monitoring.record.file import read_record
+    from gradguard.monitoring.show.report import page_beside, print_summary, write_report
+
+    if not record.exists():  # somebody deleted it, of which they have been warned
+        return
+    try:
+        found = read_record(record)
+        if not found.steps:  # the page would say nothing
+            why = "".join(f" {event.get('message', '')}." for event in found.events[-1:])
+            on_stderr(f"no optimizer step was recorded, so there is no report.{why} See {_short(record, here)}")
+            return
+        page = write_report([found], page_beside(record))
+        with encodable(sys.stdout):
+            print_summary(found)
+            print(f"record: {printable(_short(record, here))}\nreport: {printable(_short(page, here))}")
+    except Exception as error:
+        on_stderr(f"the record is in {record}, but its report failed: {error}")
+
+
+def _short(path: Path, here: Path) -> str:
+    """The path from ``here``, if it is below."""
+    return str(path.relative_to(here)) if path.is_relative_to(here) else str(path)

@@ -1,0 +1,20 @@
+"""`gradguard tail`: follow a run in progress."""
+
+import argparse
+from pathlib import Path
+
+
+def add_to(commands) -> None:
+    """Add the command to those of the parser."""
+    tail = commands.add_parser("tail", help="follow a run in progress in the terminal")
+    tail.description = "Exit code: 0 when the run has ended or with --once, 130 after Ctrl-C."
+    tail.add_argument("record", type=Path, metavar="run.jsonl", help="a record, or its folder; waited for if not there")
+    tail.add_argument("--once", action="store_true", help="show what is there now and return")
+    tail.add_argument("--lines", type=int, default=5, metavar="N", help="how many of the last events to show, 5")
+    tail.set_defaults(call=_tail)
+
+
+def _tail(parsed: argparse.Namespace) -> int:
+    from gradguard.monitoring.show.tail import tail
+
+    return tail(parsed.record, once=parsed.once, events=parsed.lines)

@@ -1,0 +1,74 @@
+"""`gradguard tune`: run a script briefly under several rules, and compare."""
+
+import argparse
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from gradguard.cli.program import ProgramLine
+from gradguard.errors import CommandError
+from gradguard.monitoring.record.text import encodable
+
+if TYPE_CHECKING:
+    from gradguard.monitoring.tune.trials import Plan
+
+_USAGE = (
+    "gradguard tune [--steps N] [--seeds K] [--rule RULE ...] [--record RECORD] [--out DIR] [--force] [--json] "
+    "(script.py | -m module) [args ...]"
+)
+
+
+def add_to(commands) -> None:
+    """Add the command to those of the parser."""
+    text = "run a script briefly under several rules: which trains best?"
+    parser = commands.add_parser("tune", usage=_USAGE, help=text, allow_abbrev=False)
+    parser.description = (
+        "Runs the script as it is, by the rule that its record recommends and by two constants, with the same seeds, "
+        "and compares their training losses. {seed} in an argument of the script stands for the seed."
+    )
+    parser.add_argument("--steps", type=int, default=250, metavar="N", help="optimizer steps of a run, 250")
+    parser.add_argument("--seeds", type=int, default=3, metavar="K", help="runs of each rule, 3")
+    parser.add_argument("--rule", action="append", metavar="RULE", help="a rule as for run --clip, in place of ours")
+    parser.add_argument("--record", type=Path, metavar="RECORD", help="take the rules from this record")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="where the records of all runs go")
+    parser.add_argument("--force", action="store_true", help="replace the records that DIR already holds")
+    parser.add_argument("--json", action="store_true", help="print one line of JSON instead of a table")
+    parser.set_defaults(call=_tune)
+
+
+def _tune(options: argparse.Namespace, program: ProgramLine) -> int:
+    if not program.words:
+        raise CommandError(f"nothing to run. Usage: {_USAGE}")
+    for name in ("steps", "seeds"):
+        if getattr(options, name) < 1:
+            raise CommandError(f"--{name} {getattr(options, name)}: expected a whole number, at least 1.")
+    folder = options.out or Path("runs") / f"tune-{Path(program.words[0]).stem}-{time.strftime('%Y%m%d-%H%M%S')}"
+    if not options.force and folder.exists() and any(folder.iterdir()):
+        raise CommandError(f"{folder} is not empty: choose another --out, or add --force to replace its records.")
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise CommandError("tune starts its runs itself: start it once, without torchrun or another launcher.")
+    from gradguard.monitoring.tune.trials import Plan
+
+    plan = Plan(program.typed, folder, options.steps, options.seeds, options.rule, options.record)
+    return _try(plan, options.json)
+
+
+def _try(plan: "Plan", as_json: bool) -> int:
+    from gradguard.monitoring.tune.show import print_summary, summary
+    from gradguard.monitoring.tune.trials import Trials
+
+    trials, code = Trials(plan, lambda line: print(line, file=sys.stderr, flush=True)), 0
+    try:
+        trials.run()
+    except KeyboardInterrupt:
+        code = 130
+    if trials.runs:
+        with encodable(sys.stdout):
+            if as_json:
+                print(json.dumps(summary(trials), allow_nan=False))
+            else:
+                print_summary(trials)
+    return code
