@@ -1,4 +1,5 @@
 import random
+from dataclasses import replace
 from fractions import Fraction
 
 import pytest
@@ -202,8 +203,14 @@ def test_one_of_several_that_diverged_is_enough():
     record = gan()
     record.steps[-1]["loss"] = None
     assert verdict(record).diverged
-    record.steps.append(record.steps[0] | {"i": 400})
-    assert verdict(record).diverged
+    assert verdict(make_record(meta=record.meta, steps=[*record.steps, record.steps[0] | {"i": 400}])).diverged
+
+
+def test_a_record_is_judged_once():
+    record = gan()
+    assert verdict(record) is verdict(record)
+    assert verdict(replace(record)) is not verdict(record)
+    assert verdict(replace(record, steps=[])).steps == 0
 
 
 def test_one_optimizer_among_several_that_steps_alone_is_no_part():

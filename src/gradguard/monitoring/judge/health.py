@@ -13,13 +13,14 @@ from gradguard.monitoring.judge.detectors.rhythm import OSCILLATION, REPEATED, r
 from gradguard.monitoring.judge.detectors.tensors import CORRUPT
 from gradguard.monitoring.judge.findings import RECOVERED_STEPS, SEVERITIES, Episode, Finding
 from gradguard.monitoring.judge.live import HealthMonitor
-from gradguard.monitoring.record.file import Record
+from gradguard.monitoring.record.file import Record, once
 from gradguard.monitoring.record.steps import binds, by_optimizer, taken_steps, threshold_of
 from gradguard.threshold_rules import LockInAlarm
 
 __all__ = ["KINDS", "Finding", "HealthMonitor", "findings", "lock_in_share"]
 
 
+@once
 def findings(record: Record) -> list[Finding]:
     """Judge the health of a run.
 

@@ -16,7 +16,7 @@ from gradguard.monitoring.judge.norm_statistics import drift_ends, local_spread
 from gradguard.monitoring.judge.numbers import number, percent, plain_threshold
 from gradguard.monitoring.judge.scale_free import is_scale_free
 from gradguard.monitoring.judge.spikes import find_spikes
-from gradguard.monitoring.record.file import Record
+from gradguard.monitoring.record.file import Record, once
 from gradguard.monitoring.record.steps import (
     binds,
     by_optimizer,
@@ -109,6 +109,7 @@ class Recommendation:
     parts: tuple[tuple[str, "Recommendation"], ...] = ()
 
 
+@once
 def recommend(record: Record) -> Recommendation:
     r"""Decide what to do about clipping, from the pre-clip norms and the losses of a run.
 

@@ -10,7 +10,7 @@ from gradguard.monitoring.judge.acting_clips import ActingClip, acting_clips, sh
 from gradguard.monitoring.judge.numbers import number, percent, plain_threshold
 from gradguard.monitoring.judge.scale_free import is_scale_free
 from gradguard.monitoring.judge.spikes import find_spikes
-from gradguard.monitoring.record.file import Record
+from gradguard.monitoring.record.file import Record, once
 from gradguard.monitoring.record.steps import binds, by_optimizer, is_nonfinite, regime_of, taken_steps, usable_norms
 
 _FEWEST_FOR_SPIKES = 20
@@ -67,6 +67,7 @@ class Verdict:
     parts: tuple[tuple[str, "Verdict"], ...] = ()
 
 
+@once
 def verdict(record: Record) -> Verdict:
     """Judge a run by its record.
 

@@ -6,18 +6,19 @@ measured has no key, so that "not measured", "not finite" and 0 stay three diffe
 """
 
 import errno
+import functools
 import itertools
 import json
 import operator
 import os
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from io import BufferedReader, FileIO
 from math import isfinite
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from gradguard.errors import InvalidTypeError, RecordError
 from gradguard.monitoring.record.fields import LONGEST_LINE, begins_run, parse_line
@@ -67,16 +68,41 @@ class Record:
     dropped: int = 0
     first_fault: str = ""
     earlier_runs: int = 0
+    _answers: dict[Callable, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property
     def is_newer(self) -> bool:
         """Whether it was written by a later version, whose lines may mean more than is read here."""
         return self.meta.get("schema", SCHEMA) > SCHEMA
 
-    @property
+    @functools.cached_property
     def names(self) -> list[str]:
         """The parameter names, in the order of every per-tensor array."""
         return [str(parameter.get("name", "?")) for parameter in self.meta.get("params", [])]
+
+
+Answer = TypeVar("Answer")
+
+
+def once(function: Callable[[Record], Answer]) -> Callable[[Record], Answer]:
+    """Let a function of a record work once for each record: a report asks for its verdict in many places.
+
+    Nobody may change the answer, nor the record after the first one.
+
+    Args:
+        function: What looks at a whole record.
+
+    Returns:
+        The same function, with a memory.
+    """
+
+    @functools.wraps(function)
+    def remembered(record: Record) -> Answer:
+        if function not in record._answers:
+            record._answers[function] = function(record)
+        return record._answers[function]
+
+    return remembered
 
 
 class RecordWriter:

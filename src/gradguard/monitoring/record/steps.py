@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any
 
-from gradguard.monitoring.record.file import Record
+from gradguard.monitoring.record.file import Record, once
 
 BINDS_BELOW = 1 - 1e-9
 _GUARD_BELOW, _NORMALISING_ABOVE = 0.05, 0.5
@@ -49,6 +49,7 @@ def is_nonfinite(step: dict[str, Any]) -> bool:
     return bool(step.get("nonfinite")) or ("norm" in step and step["norm"] is None)
 
 
+@once
 def taken_steps(record: Record) -> list[dict[str, Any]]:
     """Steps with finite gradients that the optimizer took: what a clip share is a share of.
 
@@ -61,6 +62,7 @@ def taken_steps(record: Record) -> list[dict[str, Any]]:
     return [step for step in record.steps if not step.get("skipped") and not is_nonfinite(step)]
 
 
+@once
 def usable_steps(record: Record) -> list[dict[str, Any]]:
     """Steps whose pre-clip norm says something about ordinary training.
 
@@ -79,6 +81,7 @@ def usable_steps(record: Record) -> list[dict[str, Any]]:
     return [step for step in later if step.get("norm") and not step.get("skipped") and not step.get("nonfinite")]
 
 
+@once
 def usable_norms(record: Record) -> list[float]:
     """Pre-clip norms of the `usable_steps`.
 
@@ -126,6 +129,7 @@ class Part:
     record: Record
 
 
+@once
 def by_optimizer(record: Record) -> list[Part]:
     """Return one part for each optimizer that stepped, in their order; the record itself where it was one.
 
