@@ -15,8 +15,9 @@ from synthetic import write_char_rnn, write_gan, write_sick
 
 from gradguard.errors import CommandError, RecordError
 from gradguard.monitoring.judge.conditions import holding, parse_conditions
-from gradguard.monitoring.judge.replay import print_replay, what_if
+from gradguard.monitoring.judge.replay import what_if
 from gradguard.monitoring.record.file import RecordWriter, read_record
+from gradguard.monitoring.show.replay import print_replay
 from gradguard.monitoring.show.report import page
 from gradguard.monitoring.show.report.figures import overlay
 from gradguard.monitoring.show.report.summary import print_comparison, print_summary, text_summary

@@ -13,8 +13,9 @@ import gradguard as gg
 from gradguard.cli import main
 from gradguard.errors import InvalidValueError
 from gradguard.monitoring.judge.recommend import Recommendation
-from gradguard.monitoring.judge.replay import COUNTERFACTUAL, DEFAULT_RULES, print_replay, what_if
+from gradguard.monitoring.judge.replay import COUNTERFACTUAL, DEFAULT_RULES, what_if
 from gradguard.monitoring.record.file import RecordWriter
+from gradguard.monitoring.show.replay import print_replay
 from gradguard.named_rules import replayed_rule
 from gradguard.threshold_rules import LockInAlarm, PerTensor, TwiceTheMedian, median_distance
 

@@ -12,9 +12,10 @@ from synthetic import log_normal, make_record, steps_of, wide_meta, write_char_r
 from gradguard.errors import InvalidValueError, RecordError
 from gradguard.monitoring.judge.health import findings
 from gradguard.monitoring.judge.recommend import Recommendation, recommend
-from gradguard.monitoring.judge.replay import print_replay, what_if
+from gradguard.monitoring.judge.replay import what_if
 from gradguard.monitoring.judge.verdict import verdict
 from gradguard.monitoring.record.file import RecordWriter, read_record
+from gradguard.monitoring.show.replay import print_replay
 from gradguard.monitoring.show.report import page as page_module
 from gradguard.monitoring.show.report import print_comparison, print_summary, text_summary, write_report
 from gradguard.monitoring.show.report import summary as summary_module

@@ -1,7 +1,11 @@
 """The command line of somebody's script or module, behind our own options: what `run` and `tune` take."""
 
+import re
+import shutil
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 _TAKES_VALUE = {"--on-finding", "--out", "--every", "--clip", "--steps", "--seed", "--seeds", "--rule", "--record"}
 
@@ -17,6 +21,11 @@ class ProgramLine:
 
     words: list[str]
     is_module: bool
+
+    @property
+    def name(self) -> str:
+        """What to call its runs: the script without its suffix, or the whole name of the module."""
+        return self.words[0] if self.is_module else Path(self.words[0]).stem
 
     @property
     def typed(self) -> list[str]:
@@ -43,3 +52,21 @@ def cut(argv: Sequence[str]) -> tuple[list[str], ProgramLine]:
             return list(argv[:i]), ProgramLine(list(argv[i + 1 :]), argv[i] == "-m")
         i += 2 if argv[i] in _TAKES_VALUE else 1
     return list(argv[:i]), ProgramLine(list(argv[i:]), False)
+
+
+def in_lines(usage: str) -> str:
+    """Break a usage into lines that fit the terminal, each option with its value in one piece.
+
+    Args:
+        usage: One long line.
+
+    Returns:
+        The lines, all but the first one below the first option.
+    """
+    margin = " " * len("usage: ")
+    whole = re.sub(r"\[[^]]*\]|\([^)]*\)", lambda option: option[0].replace(" ", "\N{NO-BREAK SPACE}"), usage)
+    width = max(20, shutil.get_terminal_size().columns - 2)
+    lines = textwrap.wrap(
+        whole, width, initial_indent=margin, subsequent_indent=margin, break_long_words=False, break_on_hyphens=False
+    )
+    return "\n".join(lines).replace("\N{NO-BREAK SPACE}", " ").lstrip()

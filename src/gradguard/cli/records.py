@@ -1,15 +1,67 @@
-"""What the commands that read records say of them first."""
+"""What the commands that read records share: how far a long one is, and what to know before it is believed."""
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gradguard.monitoring.record.text import on_stderr
+from gradguard.monitoring.record.text import on_stderr, printable
 
 if TYPE_CHECKING:
     from gradguard.monitoring.record.file import Record
 
+LONG = 16 * 2**20
+"""Records with more bytes than that keep somebody waiting."""
 
-def tell_notes(records: Sequence["Record"]) -> None:
+
+@contextmanager
+def progress(paths: Sequence[Path]) -> Iterator[Callable[[str], object]]:
+    """Let a line on stderr say what is being done about long records, if stderr is a terminal.
+
+    Nothing may be printed inside: a terminal has one line for it.
+
+    Args:
+        paths: The records, or their folders.
+
+    Yields:
+        What says it.
+    """
+    if not sys.stderr.isatty() or sum(map(_size, paths)) <= LONG:
+        yield lambda words: None
+        return
+    from rich.console import Console
+    from rich.text import Text
+
+    with Console(stderr=True).status("", spinner="line") as status:
+        yield lambda words: status.update(Text(printable(words), overflow="ellipsis", no_wrap=True))
+
+
+def read(paths: Sequence[Path], say: Callable[[str], object]) -> "list[Record]":
+    """Read records, and say how far it is.
+
+    Args:
+        paths: The records, or their folders.
+        say: From `progress`.
+
+    Returns:
+        The records, in the order of their paths.
+    """
+    from gradguard.monitoring.record.file import read_record
+
+    return [read_record(path, lambda share, name=path: say(f"reading {share:.0%} of {name}")) for path in paths]
+
+
+def _size(path: Path) -> int:
+    from gradguard.monitoring.record.file import FILE_NAME
+
+    try:
+        return (path / FILE_NAME if path.is_dir() else path).stat().st_size
+    except OSError:  # reading it says what is wrong
+        return 0
+
+
+def tell_notes(records: "Sequence[Record]") -> None:
     """Say on stderr what is to be known before the numbers of a record are believed."""
     from gradguard.monitoring.show.report.summary import notes
 

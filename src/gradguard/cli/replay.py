@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from gradguard.cli.records import tell_notes
+from gradguard.cli.records import progress, read, tell_notes
 
 _REPLAY_HELP = (
     "norm=1.0, median, autoclip, zclip (zclip=inf without its ceiling of 1.0), clip_fraction=0.05, icefall or adagc; "
@@ -21,12 +21,14 @@ def add_to(commands) -> None:
 
 
 def _replay(parsed: argparse.Namespace) -> int:
-    from gradguard.monitoring.judge.replay import print_replay, what_if
-    from gradguard.monitoring.record.file import read_record
+    from gradguard.monitoring.judge.replay import what_if
+    from gradguard.monitoring.show.replay import print_replay
 
-    records = [read_record(path) for path in parsed.records]
+    with progress(parsed.records) as say:
+        records = read(parsed.records, say)
+        say(f"replaying {sum(len(record.steps) for record in records):,} steps")
+        tables = [what_if(record, parsed.rule) for record in records]
     tell_notes(records)
-    tables = [what_if(record, parsed.rule) for record in records]
     for record, rows in zip(records, tables, strict=True):
         print_replay(record, rows)
     return 0

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gradguard.cli.records import tell_notes
+from gradguard.cli.records import progress, read, tell_notes
 from gradguard.errors import CommandError
 from gradguard.monitoring.record.text import on_stderr, printable
 
@@ -37,7 +37,6 @@ def add_to(commands) -> None:
 
 def _report(parsed: argparse.Namespace) -> int:
     from gradguard.monitoring.judge.conditions import parse_conditions
-    from gradguard.monitoring.record.file import read_record
     from gradguard.monitoring.show.report import (
         json_summary,
         page_beside,
@@ -49,18 +48,22 @@ def _report(parsed: argparse.Namespace) -> int:
     if parsed.form is not None and parsed.output is not None:
         raise CommandError(f"--{parsed.form} prints: redirect it to a file instead of -o {parsed.output}.")
     conditions = parse_conditions(parsed.fail_on) if parsed.fail_on is not None else []
-    records = [read_record(path) for path in parsed.records]
-    if parsed.form == "text":
-        print("\n\n".join(text_summary(record) for record in records))
-    elif parsed.form == "json":
-        print(json_summary(records))
-    else:
+    with progress(parsed.records) as say:
+        records = read(parsed.records, say)
+        say(f"judging {sum(len(record.steps) for record in records):,} steps")
+        if parsed.form == "text":
+            text = "\n\n".join(text_summary(record) for record in records)
+        elif parsed.form == "json":
+            text = json_summary(records)
+        else:
+            first = records[0].path
+            page = parsed.output or (page_beside(first) if len(records) == 1 else first.with_name("report.html"))
+            text = f"report: {printable(write_report(records, page))}"
+    if parsed.form is None:
         tell_notes(records)
         if len(records) > 1:
             print_comparison(records)
-        first = records[0].path
-        page = parsed.output or (page_beside(first) if len(records) == 1 else first.with_name("report.html"))
-        print(f"report: {printable(write_report(records, page))}")
+    print(text)
     return _fails(records, conditions)  # after the report, which shows why
 
 

@@ -7,8 +7,8 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gradguard.cli.program import ProgramLine
-from gradguard.cli.records import tell_notes
+from gradguard.cli.program import ProgramLine, in_lines
+from gradguard.cli.records import progress, read, tell_notes
 from gradguard.errors import CommandError
 from gradguard.monitoring.record.text import encodable, on_stderr, printable
 
@@ -36,7 +36,7 @@ _CLIP_HELP = (
 def add_to(commands) -> None:
     """Add the command to those of the parser."""
     text = "observe a training script without a change to it"
-    parser = commands.add_parser("run", usage=_USAGE, help=text, allow_abbrev=False)
+    parser = commands.add_parser("run", usage=in_lines(_USAGE), help=text, allow_abbrev=False)
     parser.add_argument("--out", type=Path, metavar="DIR", help="where run.jsonl and run.html go")
     parser.add_argument("--force", action="store_true", help="replace the record that DIR already holds")
     parser.add_argument("--argv", action="store_true", help="record the arguments as they are: secrets are not hidden")
@@ -66,7 +66,7 @@ def _run(options: argparse.Namespace, program: ProgramLine) -> int:
     command = options.on_finding if rank_and_world()[0] == 0 else None
     alert = None if command is None else AlertCommand(command)
     loaded = (load_module if program.is_module else load_script)(program.words[0], program.words[1:])
-    folder = options.out or Path("runs") / f"{Path(program.words[0]).stem}-{time.strftime('%Y%m%d-%H%M%S')}"
+    folder = options.out or Path("runs") / f"{program.name}-{time.strftime('%Y%m%d-%H%M%S')}"
     restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     name = "run.jsonl" if restarts == "0" else f"run.restart-{restarts}.jsonl"
     record = (folder / name).absolute()  # the script may change the working directory
@@ -127,6 +127,8 @@ def _observe(
     before = set(records_beside(record))
     if options.seed is not None:
         seed_generators(options.seed)
+    if record is not None:
+        on_stderr(f"recording to {_short(record, here)}")
     try:
         with observe(observer), children_watched(record):
             code = run(program, in_order=record is not None)
@@ -172,18 +174,19 @@ def _clip_by(rule: "NamedRule") -> "ClipEachOptimizer":
 
 def _show(record: Path, here: Path) -> None:
     """Draw the report of a finished run and print its summary; a failure here must not hide the script's own."""
-    from gradguard.monitoring.record.file import read_record
     from gradguard.monitoring.show.report import page_beside, print_summary, write_report
 
     if not record.exists():  # somebody deleted it, of which they have been warned
         return
     try:
-        found = read_record(record)
-        if not found.steps:  # the page would say nothing
+        with progress([record]) as say:
+            (found,) = read([record], say)
+            say(f"judging {len(found.steps):,} steps")
+            page = write_report([found], page_beside(record)) if found.steps else None
+        if page is None:  # the page would say nothing
             why = "".join(f" {event.get('message', '')}." for event in found.events[-1:])
             on_stderr(f"no optimizer step was recorded, so there is no report.{why} See {_short(record, here)}")
             return
-        page = write_report([found], page_beside(record))
         with encodable(sys.stdout):
             print_summary(found)
             print(f"record: {printable(_short(record, here))}\nreport: {printable(_short(page, here))}")

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gradguard.cli.program import ProgramLine
+from gradguard.cli.program import ProgramLine, in_lines
 from gradguard.errors import CommandError
 from gradguard.monitoring.record.text import encodable
 
@@ -24,7 +24,7 @@ _USAGE = (
 def add_to(commands) -> None:
     """Add the command to those of the parser."""
     text = "run a script briefly under several rules: which trains best?"
-    parser = commands.add_parser("tune", usage=_USAGE, help=text, allow_abbrev=False)
+    parser = commands.add_parser("tune", usage=in_lines(_USAGE), help=text, allow_abbrev=False)
     parser.description = (
         "Runs the script as it is, by the rule that its record recommends and by two constants, with the same seeds, "
         "and compares their training losses. {seed} in an argument of the script stands for the seed."
@@ -45,7 +45,7 @@ def _tune(options: argparse.Namespace, program: ProgramLine) -> int:
     for name in ("steps", "seeds"):
         if getattr(options, name) < 1:
             raise CommandError(f"--{name} {getattr(options, name)}: expected a whole number, at least 1.")
-    folder = options.out or Path("runs") / f"tune-{Path(program.words[0]).stem}-{time.strftime('%Y%m%d-%H%M%S')}"
+    folder = options.out or Path("runs") / f"tune-{program.name}-{time.strftime('%Y%m%d-%H%M%S')}"
     if not options.force and folder.exists() and any(folder.iterdir()):
         raise CommandError(f"{folder} is not empty: choose another --out, or add --force to replace its records.")
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:

@@ -3,19 +3,13 @@
 import statistics
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from gradguard.monitoring.judge.numbers import number, percent, plain_threshold
 from gradguard.monitoring.judge.recommend import recommend
 from gradguard.monitoring.judge.spikes import find_spikes
 from gradguard.monitoring.record.file import Record
-from gradguard.monitoring.record.steps import BINDS_BELOW, Part, by_optimizer, label_of, taken_steps, usable_steps
-from gradguard.monitoring.record.text import printable
+from gradguard.monitoring.record.steps import BINDS_BELOW, Part, by_optimizer, taken_steps, usable_steps
 from gradguard.named_rules import replayed_rule
 from gradguard.threshold_rules import LockInAlarm, PerTensor
-
-if TYPE_CHECKING:
-    from rich.console import Console
 
 COUNTERFACTUAL = (
     "Counterfactual without feedback: each rule is shown the norms that were recorded. A run under that rule would "
@@ -176,44 +170,3 @@ def _tensor_norms(record: Record) -> list[tuple[dict, list[float]]] | None:
     found = [(step, by_step.get(step["i"])) for step in _with_norm(record)]
     complete = [(step, norms) for step, norms in found if norms and None not in norms]
     return complete if len(complete) == len(found) else None
-
-
-def print_replay(record: Record, rows: Sequence[WhatIf], console: "Console | None" = None) -> None:
-    """Print rows of `what_if` as a table, one for each optimizer, with the words that they are counterfactual.
-
-    Args:
-        record: The record that they are of.
-        rows: What `what_if` returned.
-        console: Where to print; standard output if None.
-    """
-    from rich.console import Console
-
-    console = console or Console()
-    for optimizer in dict.fromkeys(row.optimizer for row in rows):
-        _print_table(console, record, [row for row in rows if row.optimizer == optimizer])
-    console.print(COUNTERFACTUAL, markup=False, highlight=False)
-
-
-def _print_table(console: "Console", record: Record, rows: Sequence[WhatIf]) -> None:
-    from rich.table import Column, Table
-    from rich.text import Text
-
-    of = f"{label_of(record, rows[0].optimizer)}: " if rows[0].optimizer is not None else ""
-    title = Text(f"{of}{max(row.steps for row in rows):,} usable steps of {printable(record.path)}")
-    headings = ("binds on", "coefficient", "spikes cut", "largest", "locked in")
-    columns = Column("rule", no_wrap=True), *(Column(text, justify="right", no_wrap=True) for text in headings)
-    table = Table(*columns, title=title, title_justify="left")
-    for row in rows:
-        table.add_row(Text(row.rule), *_cells(row))
-    console.print(table)
-    for row in rows:
-        if row.note:
-            console.print(f"{row.rule}: {row.note}.", markup=False, highlight=False)
-
-
-def _cells(row: WhatIf) -> list[str]:
-    if row.clip_share is None or row.lock_in is None:
-        return ["–"] * 5
-    coefficient = "–" if row.median_coefficient is None else plain_threshold(float(f"{row.median_coefficient:.2g}"))
-    caught = f"{row.caught:,} of {row.spikes:,}" if row.spikes else "no spikes"
-    return [percent(row.clip_share), coefficient, caught, number(row.largest_passed), percent(row.lock_in)]

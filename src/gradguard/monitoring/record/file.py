@@ -203,7 +203,7 @@ class RecordWriter:
         self.close()
 
 
-def read_record(path: str | Path) -> Record:
+def read_record(path: str | Path, told: Callable[[float], object] | None = None) -> Record:
     """Read the record of one run; a folder stands for the ``run.jsonl`` in it.
 
     **Guarantees**: every field of the record is what its table says (`gradguard.monitoring.record.fields`), text is
@@ -223,6 +223,7 @@ def read_record(path: str | Path) -> Record:
 
     Args:
         path: A record, or a folder that holds ``run.jsonl``.
+        told: Called now and then with the share of the file that has been read.
 
     Returns:
         The record; every number in it is finite.
@@ -238,11 +239,12 @@ def read_record(path: str | Path) -> Record:
     path = _locate(Path(path))
     try:
         with path.open("rb") as file:
-            return _read(path, file)
+            return _read(path, file, told)
     except OSError as error:
         raise RecordError(f"cannot read {path}: {error.strerror or error}. {_ADVICE}") from error
 
 
+_LINES_BETWEEN = 5_000
 _ADVICE = "Make one: gradguard run --out DIR train.py"
 
 
@@ -331,10 +333,12 @@ class _Run:
         )  # fmt: skip
 
 
-def _read(path: Path, file: BufferedReader) -> Record:
+def _read(path: Path, file: BufferedReader, told: Callable[[float], object] | None) -> Record:
     refuse_at_once(path, file.peek(64)[:64])
     run, last_is_bad = None, ""
     for number, raw in _lines_of(file):
+        if told is not None and number % _LINES_BETWEEN == 0:
+            told(file.tell() / max(1, os.fstat(file.fileno()).st_size))
         if run is not None and last_is_bad:  # it was not the last
             run.fault(1, last_is_bad)
         last_is_bad = ""

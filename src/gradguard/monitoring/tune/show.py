@@ -6,6 +6,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from gradguard.monitoring.judge.numbers import number, percent
+from gradguard.monitoring.show.table import print_table
 from gradguard.monitoring.tune.candidates import NONE
 from gradguard.monitoring.tune.score import Mean, Score, scores
 from gradguard.monitoring.tune.trials import OUTPUT, Trials
@@ -34,26 +35,22 @@ def summary(trials: Trials) -> dict[str, Any]:
 
 
 def print_summary(trials: Trials, console: "Console | None" = None) -> None:
-    """Print what is said, at most 80 columns wide.
+    """Print what is said.
 
     Args:
         trials: The trials, with at least one run.
         console: Where to print; standard output if None.
     """
     from rich.console import Console
-    from rich.table import Column, Table
 
-    ranked = scores(trials.runs)
-    headings = ("last loss", "against the best", "diverged", "clipped")
-    table = Table(Column("clip", no_wrap=True), *(Column(text, justify="right", no_wrap=True) for text in headings))
+    ranked, rows = scores(trials.runs), []
     for score in ranked:
         against = "" if score.difference is None else _difference(score.difference)
         lost = f"{score.diverged + score.failed} of {len(score.losses)}"
-        clipped = percent(score.clip_share)
-        table.add_row(score.rule, _with_margin(score.loss), against, lost, clipped)
+        rows.append([score.rule, _with_margin(score.loss), against, lost, percent(score.clip_share)])
     console = console or Console()
     console.print(sentence(ranked), markup=False, highlight=False)
-    console.print(table)
+    print_table(console, ("clip", "last loss", "against the best", "diverged", "clipped"), rows)
     for note in notes(trials, ranked):
         console.print(note, markup=False, highlight=False)
     console.print(command(trials, ranked), style="bold", markup=False, highlight=False, soft_wrap=True)

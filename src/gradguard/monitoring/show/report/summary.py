@@ -14,14 +14,15 @@ from gradguard.monitoring.record.redaction import redacted
 from gradguard.monitoring.record.steps import by_optimizer
 from gradguard.monitoring.record.text import printable
 from gradguard.monitoring.show.report.advice import Shown, counted, findings_of
+from gradguard.monitoring.show.table import print_table
 from gradguard.named_rules import clipping_rule
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from rich.table import Column
     from rich.text import Text
 
 _MOST_FINDINGS = 4
+_COMPARED = ("run", "clip", "final loss", "best loss", "largest norm", "steps clipped")
 _REGIME_STYLES = {"never": "blue", "guard": "green", "shaping": "yellow", "normalising": "red"}
 
 
@@ -58,24 +59,14 @@ def print_comparison(records: Sequence[Record], console: "Console | None" = None
         console: Where to print; standard output if None.
     """
     from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
 
-    table = Table(
-        "run", "clip", *(_right(name) for name in ("final loss", "best loss", "largest norm", "steps clipped"))
-    )
+    rows = []
     for record, label in labelled(records):
         judged = verdict(record)
-        losses = [number(judged.final_loss), number(judged.best_loss)]
         bound = percent(judged.clip_share) if judged.clip_share is not None else "-"
-        table.add_row(Text(printable(label)), Text(clip_of(record)), *losses, number(judged.max_norm), bound)
-    (console or Console()).print(table)
-
-
-def _right(name: str) -> "Column":
-    from rich.table import Column
-
-    return Column(name, justify="right")
+        losses = number(judged.final_loss), number(judged.best_loss)
+        rows.append([label, clip_of(record), *losses, number(judged.max_norm), bound])
+    print_table(console or Console(), _COMPARED, rows, texts=2)
 
 
 def clip_of(record: Record) -> str:

@@ -1,0 +1,48 @@
+"""What other rules would have done, as a table in a terminal."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from gradguard.monitoring.judge.numbers import number, percent, plain_threshold
+from gradguard.monitoring.judge.replay import COUNTERFACTUAL, WhatIf
+from gradguard.monitoring.record.file import Record
+from gradguard.monitoring.record.steps import label_of
+from gradguard.monitoring.show.table import print_table
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+_HEADINGS = ("rule", "binds on", "coefficient", "spikes cut", "largest", "locked in")
+
+
+def print_replay(record: Record, rows: Sequence[WhatIf], console: "Console | None" = None) -> None:
+    """Print rows of `what_if` as a table, one for each optimizer, with the words that they are counterfactual.
+
+    Args:
+        record: The record that they are of.
+        rows: What `what_if` returned.
+        console: Where to print; standard output if None.
+    """
+    from rich.console import Console
+
+    console = console or Console()
+    for optimizer in dict.fromkeys(row.optimizer for row in rows):
+        _print_table(console, record, [row for row in rows if row.optimizer == optimizer])
+    console.print(COUNTERFACTUAL, markup=False, highlight=False)
+
+
+def _print_table(console: "Console", record: Record, rows: Sequence[WhatIf]) -> None:
+    of = f"{label_of(record, rows[0].optimizer)}: " if rows[0].optimizer is not None else ""
+    title = f"{of}{max(row.steps for row in rows):,} usable steps of {record.path}"
+    print_table(console, _HEADINGS, [[row.rule, *_cells(row)] for row in rows], title=title)
+    for row in rows:
+        if row.note:
+            console.print(f"{row.rule}: {row.note}.", markup=False, highlight=False)
+
+
+def _cells(row: WhatIf) -> list[str]:
+    if row.clip_share is None or row.lock_in is None:
+        return ["–"] * 5
+    coefficient = "–" if row.median_coefficient is None else plain_threshold(float(f"{row.median_coefficient:.2g}"))
+    caught = f"{row.caught:,} of {row.spikes:,}" if row.spikes else "no spikes"
+    return [percent(row.clip_share), coefficient, caught, number(row.largest_passed), percent(row.lock_in)]
