@@ -177,6 +177,11 @@ FOLLOWING = {
         ("norm=0.5", "torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)"),
         ("value=0.05", "torch.nn.utils.clip_grad_value_(model.parameters(), 0.05)"),
         ("adaptive=0.01", "import gradguard; gradguard.clip_grad_adaptive_(model, 0.01)"),
+        ("adaptive=0.01,exclude=3", "import gradguard; gradguard.clip_grad_adaptive_(model, 0.01, exclude=model[3])"),
+        (
+            "adaptive=0.01,exclude=0,exclude=3.b*",
+            "import gradguard; gradguard.clip_grad_adaptive_(model, 0.01, exclude=[model[0], model[3].bias])",
+        ),
         *[(option, f"clipper(model)  # {call}") for option, call in FOLLOWING.items()],
     ],
 )
@@ -193,6 +198,13 @@ def test_clip_does_what_the_call_in_the_script_would(run, option, call):
         assert {key: ours[key] for key in KEYS if ours.get(key) is not None} == pytest.approx(
             {key: theirs[key] for key in KEYS if theirs.get(key) is not None}, rel=1e-3
         )
+
+
+def test_an_exclusion_that_fits_nothing_ends_the_run(run, capfd):
+    assert run(script(), "--clip", "adaptive=0.01,exclude=head")[0] == 1
+    assert (
+        "exclude has 'head', which matches no parameter; the parameters are 0.weight, 0.bias" in capfd.readouterr().err
+    )
 
 
 EACH_ITS_OWN = """
@@ -594,6 +606,9 @@ def test_a_clip_that_cannot_be_made_stops_the_run(run, monkeypatch, capfd):
         (["run", "-m", "no_such_module"], "no module no_such_module"),
         (["run", "-m", "no_such.module"], "cannot import no_such.module"),
         (["run", "--clip", "agc=1", "ok.py"], "unknown rule 'agc'; expected one of norm="),
+        (["run", "--clip", "norm=1,exclude=fc", "ok.py"], "only adaptive takes more than a number"),
+        (["run", "--clip", "adaptive=1,exclude=", "ok.py"], "as in adaptive=0.01,exclude=fc"),
+        (["run", "--clip", "adaptive=1,eps=2", "ok.py"], "as in adaptive=0.01,exclude=fc"),
         (["run", "--clip", "norm=0", "ok.py"], "expected a number above 0 after norm="),
         (["run", "--clip", "norm=-1", "ok.py"], "expected a number above 0"),
         (["run", "--clip", "norm=nan", "ok.py"], "expected a number above 0"),

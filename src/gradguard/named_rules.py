@@ -36,6 +36,7 @@ class _Name:
         argument: Which of its arguments the number is.
         on_numbers: The rule on plain numbers; None if a record does not hold what it looks at.
         needs_number: Whether it has no default.
+        excludes: Whether its clipper can leave parameters alone.
     """
 
     example: str
@@ -45,12 +46,13 @@ class _Name:
     argument: str = ""
     on_numbers: Callable[..., Rule | PerTensor] | None = None
     needs_number: bool = False
+    excludes: bool = False
 
 
 _NAMES = {
     "norm": _Name("norm=1.0", _LEAST, math.inf, "ClipByGlobalNorm", "max_norm", FixedNorm, needs_number=True),
     "value": _Name("value=0.5", _LEAST, math.inf, "ClipByValue", "max", needs_number=True),
-    "adaptive": _Name("adaptive=0.01", _LEAST, math.inf, "ClipAdaptive", "threshold", needs_number=True),
+    "adaptive": _Name("adaptive=0.01", _LEAST, math.inf, "ClipAdaptive", "threshold", needs_number=True, excludes=True),
     "median": _Name("median", 0.0, 1e6, "ClipByMedian", "k", Median),
     "autoclip": _Name("autoclip", 0.0, 100.0, "AutoClip", "percentile", Percentile),
     "zclip": _Name("zclip", _LEAST, math.inf, "ZClip", "ceiling", ZScore),
@@ -79,11 +81,13 @@ class NamedRule:
         text: What was typed, such as ``"median=6"``.
         name: The rule, ``"median"``.
         number: Its number; None for the default.
+        exclude: The parameters that it leaves alone: names, modules or patterns.
     """
 
     text: str
     name: str
     number: float | None
+    exclude: tuple[str, ...] = ()
 
     @property
     def clipper(self) -> tuple[str, dict[str, float]]:
@@ -100,7 +104,9 @@ class NamedRule:
             ('gg.ClipByMedian()', "gg.ZClip(ceiling=float('inf'))")
         """
         name, arguments = self.clipper
-        shown = (f"{key}={f'{x:g}' if math.isfinite(x) else f'float({str(x)!r})'}" for key, x in arguments.items())
+        shown = [f"{key}={f'{x:g}' if math.isfinite(x) else f'float({str(x)!r})'}" for key, x in arguments.items()]
+        if self.exclude:
+            shown.append(f"exclude={repr(self.exclude[0]) if len(self.exclude) == 1 else self.exclude!r}")
         return f"gg.{name}({', '.join(shown)})"
 
 
@@ -108,7 +114,8 @@ def clipping_rule(text: str) -> NamedRule:
     """Return the rule that ``text`` names, to clip by.
 
     Args:
-        text: As for `replayed_rule`, or ``value=0.5`` (`ClipByValue`), ``adaptive=0.01`` (`ClipAdaptive`).
+        text: As for `replayed_rule`, or ``value=0.5`` (`ClipByValue`), ``adaptive=0.01`` (`ClipAdaptive`), which may
+            leave parameters alone, as in ``adaptive=0.01,exclude=fc,exclude=embed*``.
 
     Raises:
         InvalidValueError: If there is no such rule, it has no clipper, or the number is not one that it takes.
@@ -119,6 +126,8 @@ def clipping_rule(text: str) -> NamedRule:
     Example:
         >>> clipping_rule("norm=1.0").clipper
         ('ClipByGlobalNorm', {'max_norm': 1.0})
+        >>> clipping_rule("adaptive=0.01,exclude=fc").call
+        "gg.ClipAdaptive(threshold=0.01, exclude='fc')"
     """
     rule = _parse(text, CLIPPERS)
     kind = _NAMES[rule.name]
@@ -167,10 +176,17 @@ def replayed_rule(text: str) -> Callable[[], Rule | PerTensor]:
 
 
 def _parse(text: str, examples: tuple[str, ...]) -> NamedRule:
-    name, equals, given = text.strip().partition("=")
+    first, *others = text.strip().split(",")
+    name, equals, given = first.partition("=")
     kind = _NAMES.get(name)
     if kind is None:
         raise InvalidValueError(f"rule {text}: unknown rule {name!r}; expected one of {', '.join(examples)}.")
+    exclude = tuple(other.strip().removeprefix("exclude=") for other in others)
+    if others and not (kind.excludes and all(exclude) and all(o.strip().startswith("exclude=") for o in others)):
+        raise InvalidValueError(
+            f"rule {text}: only adaptive takes more than a number, as in adaptive=0.01,exclude=fc or, for two, "
+            "adaptive=0.01,exclude=fc,exclude=embed*."
+        )
     if not equals and not kind.needs_number:
         return NamedRule(text.strip(), name, None)
     try:
@@ -182,4 +198,4 @@ def _parse(text: str, examples: tuple[str, ...]) -> NamedRule:
         bounds = f"a number {least}" if kind.high == math.inf else f"a number {least} to {kind.high:g}"
         example = kind.example if "=" in kind.example else f"{name}=1.0"
         raise InvalidValueError(f"rule {text}: expected {bounds} after {name}=, as in {example}.")
-    return NamedRule(text.strip(), name, number)
+    return NamedRule(text.strip(), name, number, exclude)

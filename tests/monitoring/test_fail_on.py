@@ -30,6 +30,11 @@ SICK = steps()
 SICK[7] |= {"norm": None, "nonfinite": 2, "loss": None}
 SICK[9] |= {"skipped": True}
 MEDIAN = ["median_norm<2: median_norm is 0.9853", "median_norm!=1: median_norm is 0.9853"]
+SCALED = steps()  # a GradScaler that finds its scale: two overflows, both left out
+for place in (0, 40):
+    SCALED[place] |= {"norm": None, "nonfinite": 3, "amp_scale": 65536.0, "skipped": True}
+GUARDED = steps()
+GUARDED[7] |= {"norm": None, "nonfinite": 2, "skipped": True}  # by a guard, without a loss scale
 LOCKED = steps_of([3.0] * 200, threshold=1.0, coefficient=1 / 3)
 ZEROS = [{"t": "tensors", "i": i, "norm": [0.0, 0.0 if i >= 20 else 1.0, 1.0]} for i in range(40)]
 DEAD = "the gradient of b was exactly 0 on 20 recorded steps in a row"
@@ -41,6 +46,9 @@ END = {"t": "end", "steps": 400, "wall": 10.0, "overhead_ms": 200.0}
     [
         ("nonfinite>0", record_of(SICK), ["nonfinite>0: nonfinite is 1"]),
         ("nonfinite>1", record_of(SICK), []),
+        ("nonfinite>0,nonfinite,errors>0,warnings>0", record_of(SCALED), []),
+        ("nonfinite>0,skipped==2", record_of(SCALED), ["skipped==2: skipped is 2"]),
+        ("nonfinite>0", record_of(GUARDED), ["nonfinite>0: nonfinite is 1"]),
         ("skipped==1", record_of(SICK), ["skipped==1: skipped is 1"]),
         ("clip_fraction > 40%, clip_fraction<=0.4", record_of(steps()), ["clip_fraction>0.4: clip_fraction is 0.485"]),
         ("clip_fraction>0", record_of(steps_of(NORMS)), []),

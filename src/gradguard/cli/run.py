@@ -1,6 +1,7 @@
 """`gradguard run`: observe a training script without a change to it, and draw what was seen."""
 
 import argparse
+import functools
 import os
 import sys
 import time
@@ -27,7 +28,8 @@ _ON_FINDING_HELP = (
     "argument. No shell sees it"
 )
 _CLIP_HELP = (
-    "clip before each step: by a threshold (norm=1.0, value=0.5, adaptive=0.01), by a rule that follows the norms of "
+    "clip before each step: by a threshold (norm=1.0, value=0.5, adaptive=0.01, or adaptive=0.01,exclude=fc to leave "
+    "the module or parameter fc alone), by a rule that follows the norms of "
     "each optimizer (median, autoclip, zclip=inf, clip_fraction=0.05, adagc=inf), or from=RECORD, as RECORD's report "
     "recommends. Default: observe only, the weights come out bit-identical"
 )
@@ -169,7 +171,7 @@ def _clip_by(rule: "NamedRule") -> "ClipEachOptimizer":
     from gradguard.clip.each_optimizer import ClipEachOptimizer
 
     name, arguments = rule.clipper
-    return ClipEachOptimizer(lambda: getattr(gradguard, name)(**arguments))
+    return ClipEachOptimizer(functools.partial(getattr(gradguard, name), **arguments), rule.exclude)
 
 
 def _show(record: Path, here: Path) -> None:

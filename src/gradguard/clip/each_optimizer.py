@@ -10,7 +10,9 @@ from torch.optim import Optimizer
 from gradguard.clip.clipper import Clipper
 from gradguard.clip.gradients import ONE_STAGE, gradients_of
 from gradguard.clip.guard import is_in_backward, names_of, refuse_in_backward
+from gradguard.clip.selection import Selector
 from gradguard.clip_events import ClipEvent
+from gradguard.distributed.wrappers import named_parameters
 
 
 class ClipEachOptimizer:
@@ -21,11 +23,12 @@ class ClipEachOptimizer:
     step that a GradScaler leaves out never comes here.
 
     Args:
-        make: Makes a clipper.
+        make: Makes a clipper; takes ``exclude=`` if there is one.
+        exclude: Name patterns of parameters to leave alone, as they are called in the modules of the script.
     """
 
-    def __init__(self, make: Callable[[], Clipper]) -> None:
-        self._make = make
+    def __init__(self, make: Callable[..., Clipper], exclude: Sequence[str] = ()) -> None:
+        self._make, self._exclude = make, exclude
         self._clippers: WeakKeyDictionary[Optimizer, tuple[Clipper, list[int], list[str]]] = WeakKeyDictionary()
 
     @torch.no_grad()
@@ -53,9 +56,18 @@ class ClipEachOptimizer:
     def _clipper_of(
         self, optimizer: Optimizer, parameters: Sequence[Tensor], modules: Callable[[], Sequence[nn.Module]]
     ) -> tuple[Clipper, list[str]]:
-        clipper, known, names = self._clippers.get(optimizer) or (self._make(), [], [])
-        if list(map(id, parameters)) != known:
-            names = names_of(optimizer, {})
-            clipper.learn(nn.ModuleList(modules()))  # which is gone after this line, and leaves no trace on them
+        clipper, known, names = self._clippers.get(optimizer) or (None, [], [])
+        if clipper is None or list(map(id, parameters)) != known:
+            living, names = modules(), names_of(optimizer, {})
+            if self._exclude:
+                clipper = self._make(exclude=self._excluded(living))
+            clipper = clipper or self._make()
+            clipper.learn(nn.ModuleList(living))  # which is gone after this line, and leaves no trace on them
             self._clippers[optimizer] = clipper, list(map(id, parameters)), names
         return clipper, names
+
+    def _excluded(self, modules: Sequence[nn.Module]) -> list[Tensor]:
+        selector = Selector(self._exclude, "exclude")
+        named = [entry for module in modules for entry in named_parameters(module, remove_duplicate=False)]
+        selector.require_match([p for _, p in named], [name for name, _ in named], complete=True)
+        return [p for name, p in named if selector.fits([name])]

@@ -15,7 +15,7 @@ from gradguard.monitoring.record.file import Record
 from gradguard.monitoring.record.steps import Part, by_optimizer, is_nonfinite, usable_norms
 
 QUANTITIES = {
-    "nonfinite": "steps whose gradients held NaN or infinity",
+    "nonfinite": "steps whose gradients held NaN or infinity, but for those that a GradScaler left out",
     "skipped": "steps that a loss scaler or a guard left out",
     "clip_fraction": "share of the steps on which clipping bound",
     "max_norm": "largest norm before clipping, infinite where one was not finite",
@@ -222,7 +222,7 @@ def _with_steps(value: Callable[[Record, Verdict], float | None]) -> Callable[[R
 
 _Measure = Callable[[Record, Verdict], float | None]
 _OF_WHOLE: dict[str, _Measure] = {
-    "nonfinite": _with_steps(lambda _, judged: judged.nonfinite_steps),
+    "nonfinite": _with_steps(lambda _, judged: judged.faulty_steps),
     "skipped": _with_steps(lambda _, judged: judged.skipped_steps),
     "final_loss": _final_loss,
     "overhead": lambda _, judged: judged.overhead_share,

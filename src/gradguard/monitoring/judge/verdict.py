@@ -11,7 +11,15 @@ from gradguard.monitoring.judge.numbers import number, percent, plain_threshold
 from gradguard.monitoring.judge.scale_free import is_scale_free
 from gradguard.monitoring.judge.spikes import find_spikes
 from gradguard.monitoring.record.file import Record, once
-from gradguard.monitoring.record.steps import binds, by_optimizer, is_nonfinite, regime_of, taken_steps, usable_norms
+from gradguard.monitoring.record.steps import (
+    binds,
+    by_optimizer,
+    is_nonfinite,
+    is_search_of_scale,
+    regime_of,
+    taken_steps,
+    usable_norms,
+)
 
 _FEWEST_FOR_SPIKES = 20
 
@@ -31,6 +39,7 @@ class Verdict:
         max_norm: The largest finite pre-clip norm.
         spike_share: The share of steps after the warm-up that stand out from their neighbourhood (`find_spikes`).
         nonfinite_steps: Steps whose gradients held NaN or infinity.
+        faulty_steps: Those of them that no GradScaler left out, whose search for its scale they are.
         skipped_steps: Optimizer steps that a loss scaler left out.
         final_loss: The mean loss of the last 5 % of steps, at least 10; None if that window is not finite.
         best_loss: The lowest mean loss over any window of that length.
@@ -55,6 +64,7 @@ class Verdict:
     max_norm: float | None
     spike_share: float | None
     nonfinite_steps: int
+    faulty_steps: int
     skipped_steps: int
     final_loss: float | None
     best_loss: float | None
@@ -87,6 +97,7 @@ def verdict(record: Record) -> Verdict:
 def _judge(record: Record) -> Verdict:
     numbers = _clipping(record) | _norms(record) | _losses(record)
     numbers["nonfinite_steps"] = sum(map(is_nonfinite, record.steps))
+    numbers["faulty_steps"] = sum(is_nonfinite(step) and not is_search_of_scale(step) for step in record.steps)
     numbers["skipped_steps"] = sum(bool(step.get("skipped")) for step in record.steps)
     numbers["overhead_share"] = _overhead_share(record)
     numbers["steps"] = len(record.steps)

@@ -49,6 +49,18 @@ def is_nonfinite(step: dict[str, Any]) -> bool:
     return bool(step.get("nonfinite")) or ("norm" in step and step["norm"] is None)
 
 
+def is_search_of_scale(step: dict[str, Any]) -> bool:
+    """Whether a GradScaler left this step out: an overflow now and then is how it finds its scale.
+
+    Args:
+        step: A step of a record.
+
+    Returns:
+        True where a step with a loss scale was skipped.
+    """
+    return bool(step.get("skipped")) and "amp_scale" in step
+
+
 @once
 def taken_steps(record: Record) -> list[dict[str, Any]]:
     """Steps with finite gradients that the optimizer took: what a clip share is a share of.

@@ -167,7 +167,7 @@ def _events(record: Record, whole: Record, index: int | None) -> list[dict[str, 
 
 
 def _tone(judged: Verdict, findings: Sequence[advice.Shown]) -> str:
-    bad = judged.nonfinite_steps or judged.diverged or any(finding.severity == "error" for finding in findings)
+    bad = judged.faulty_steps or judged.diverged or any(finding.severity == "error" for finding in findings)
     return "bad" if bad else judged.regime
 
 

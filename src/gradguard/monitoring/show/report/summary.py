@@ -38,7 +38,7 @@ def print_summary(record: Record, console: "Console | None" = None) -> None:
     from rich.text import Text
 
     judged, recommendation = verdict(record), recommend(record)
-    faulty = judged.nonfinite_steps or judged.diverged
+    faulty = judged.faulty_steps or judged.diverged
     style = "red" if faulty else _REGIME_STYLES[judged.regime]
     body = _body(judged, recommendation, findings_of(record))
     panel = Panel(body, title="gradguard", title_align="left", border_style=style, padding=(0, 1))
