@@ -177,10 +177,10 @@ FOLLOWING = {
         ("norm=0.5", "torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)"),
         ("value=0.05", "torch.nn.utils.clip_grad_value_(model.parameters(), 0.05)"),
         ("adaptive=0.01", "import gradguard; gradguard.clip_grad_adaptive_(model, 0.01)"),
-        ("adaptive=0.01,exclude=3", "import gradguard; gradguard.clip_grad_adaptive_(model, 0.01, exclude=model[3])"),
+        ("adaptive=0.01,exclude=3", "clipper(model)  # gg.ClipAdaptive(0.01, exclude=model[3])"),
         (
-            "adaptive=0.01,exclude=0,exclude=3.b*",
-            "import gradguard; gradguard.clip_grad_adaptive_(model, 0.01, exclude=[model[0], model[3].bias])",
+            "adaptive=1,exclude=0,exclude=3.b*",
+            "clipper(model)  # gg.ClipAdaptive(1, exclude=[model[0], model[3].bias])",
         ),
         *[(option, f"clipper(model)  # {call}") for option, call in FOLLOWING.items()],
     ],
