@@ -72,6 +72,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 return _check(parsed)
             if parsed.command == "tail":
                 return _tail(parsed)
+            if parsed.command == "serve":
+                return _serve(parsed)
             if parsed.command == "replay":
                 return _replay(parsed)
             return _report(parsed.records, parsed.output, parsed.form, parsed.fail_on)
@@ -96,6 +98,12 @@ def _parser() -> argparse.ArgumentParser:
     report.add_argument("--fail-on", metavar="CONDITIONS", help=_FAIL_ON_HELP)
     _add_replay(commands.add_parser("replay", help="show what other clipping rules would have done to a run"))
     _add_tail(commands.add_parser("tail", help="follow a run in progress in the terminal"))
+    serve = commands.add_parser("serve", help="show runs in the browser, on a page that follows them")
+    serve.description = "The report as a page on 127.0.0.1, which follows runs in progress until Ctrl-C."
+    serve.add_argument(
+        "records", nargs="+", type=Path, metavar="run.jsonl", help="a record, or its folder; waited for if not there"
+    )
+    serve.add_argument("--port", type=int, default=0, metavar="N", help="where to listen; by default a free port")
     _add_check(commands.add_parser("check", help="check the backward of a function against numerical differences"))
     return parser
 
@@ -371,6 +379,13 @@ def _tail(parsed: argparse.Namespace) -> int:
     from gradguard.monitoring.show.tail import tail
 
     return tail(parsed.record, once=parsed.once, events=parsed.lines)
+
+
+def _serve(parsed: argparse.Namespace) -> int:
+    from gradguard.monitoring.show.serve import serve
+
+    serve(parsed.records, parsed.port)
+    return 0
 
 
 def _report(paths: Sequence[Path], output: Path | None, form: str | None, fail_on: str | None = None) -> int:
