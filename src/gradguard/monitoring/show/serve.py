@@ -6,7 +6,7 @@ import os
 import re
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from http import HTTPStatus
@@ -92,14 +92,14 @@ class LivePage:
             Whether one had.
         """
         files = [path / FILE_NAME if path.is_dir() else path for path in self._paths]
-        seen = [_state(file) for file in files]
+        seen = {file: _state(file) for file in files}
         if seen == self._seen:
             return False
         self._seen, self.fault = seen, None
         self._count += 1
         version = f"{os.getpid()}-{self._count}"  # another server on the same port has other versions
         try:
-            self.view = _view(version, files, [state is not None for state in seen])
+            self.view = _view(version, seen)
         except Exception as error:  # the next lines of the record may mend it, so the server goes on
             self.fault, words = error, f"This page cannot be drawn: {printable(error)}"
             self.view = _View(version, _message(version, words), words)
@@ -195,9 +195,9 @@ def _read(file: Path) -> Record:
     return replace(record, torn=False) if record.torn and record.end is None and recent else record
 
 
-def _view(version: str, files: Sequence[Path], there: Sequence[bool]) -> _View:
-    records = [_read(file) for file, exists in zip(files, there, strict=True) if exists]
-    missing = [printable(file) for file, exists in zip(files, there, strict=True) if not exists]
+def _view(version: str, seen: Mapping[Path, object]) -> _View:
+    records = [_read(file) for file, state in seen.items() if state]
+    missing = [printable(file) for file, state in seen.items() if not state]
     words = "The page follows the run." if any(record.end is None for record in records) else "The run has ended."
     if len(records) > 1:
         words = words.replace("run", "runs").replace("has", "have")

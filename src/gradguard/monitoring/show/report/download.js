@@ -48,7 +48,9 @@
   function layer(plot, row, column) {
     const [main, ...marks] = plot.data;
     const mark = marks.find((trace) => trace.type === "heatmap" && trace.z[row][column]);
-    return mark ? (mark.meta === "zero" ? 0 : mark.meta) : digits(main.customdata[row][column]);
+    if (mark) return mark.meta === "zero" ? 0 : mark.meta;
+    const value = main.customdata[row][column];
+    return value === null ? null : Number(value.toPrecision(2)); // the page has no more digits of it
   }
 
   function saveTable(plot) {

@@ -45,7 +45,7 @@ def layer_heat_map(record: Record, whole: Record, most_cells: int = layers.MOST_
     matrix = layers.layer_norms(record, most_cells, rows)
     if matrix is None:
         return None
-    ratios = layers.update_ratios(record, most_cells, rows)
+    ratios = layers.update_ratios(record, most_cells, matrix.rows)
     pixels = max(2.5, min(26, 1000 / len(matrix.names)))
     figure = subplots([1.0], height=round(120 + pixels * len(matrix.names)))
     figure.update_yaxes(type="category", autorange="reversed", showgrid=False, ticks="")
@@ -53,7 +53,7 @@ def layer_heat_map(record: Record, whole: Record, most_cells: int = layers.MOST_
     figure.update_layout(margin={"r": 10})
     heat = {
         "norm": _payload(matrix),
-        "ratio": _payload(ratios) if ratios else None,
+        "ratio": ratios and _payload(ratios, matrix.names),
         "colours": {"scale": DEVIATION_SCALE, "zero": GREY, "nonfinite": BLACK},
         "limit": _limit(matrix),
         "bar": max(80, min(280, round(pixels * len(matrix.names)))),
@@ -105,12 +105,10 @@ def dominance(record: Record, whole: Record, spikes: Collection[int]) -> Chart |
     return Chart("dominance", "Who dominates", _DOMINANCE, figure.to_json(), summary, table)
 
 
-def _payload(matrix: layers.LayerMatrix) -> dict[str, Any]:
-    rows = list(zip(matrix.names, matrix.cells, strict=True))
-    return {
-        "rows": _unique(matrix.names),
-        "labels": [short(name) + _note(row) for name, row in rows],
-        "narrow": [short(name, NARROW_LABEL) for name, _ in rows],
+def _payload(matrix: layers.LayerMatrix, known: list[str] | None = None) -> dict[str, Any]:
+    names = {"rows": _unique(matrix.names), "narrow": [short(name, NARROW_LABEL) for name in matrix.names]}
+    return ({} if matrix.names == known else names) | {
+        "labels": [short(name) + _note(row) for name, row in zip(matrix.names, matrix.cells, strict=True)],
         "steps": matrix.steps,
         "medians": [None if median is None else round(100 * math.log10(median)) for median in matrix.medians()],
         "cells": matrix.packed(),

@@ -39,7 +39,7 @@
   }
 
   function cellsOf(source, mode) {
-    const packed = (source.unpacked ??= unpack(source.cells));
+    const packed = unpack(source.cells);
     const columns = source.steps.length;
     return source.rows.map((_, row) => {
       const shift = mode === "deviation" ? source.medians[row] ?? 0 : 0;
@@ -101,7 +101,7 @@
 
   function heatMap(plot, spec) {
     const heat = spec.heat, mode = plot.dataset.mode;
-    const source = mode === "ratio" ? heat.ratio : heat.norm, cells = cellsOf(source, mode);
+    const source = { ...heat.norm, ...(mode === "ratio" ? heat.ratio : {}) }, cells = cellsOf(source, mode);
     const last = source.steps.at(-1), width = Math.max(1, last - (source.steps.at(-2) ?? last - 1));
     const axes = { x: [...source.steps, last + width], y: source.rows }, what = mode === "ratio" ? "update / weight" : "norm";
     const main = {
