@@ -263,7 +263,7 @@ def saved(page, name, kind, folder):
     [
         ("histograms", "norms", "series,step,value,smallest around it,largest around it", "gradient norm,0,"),
         ("histograms", "layers", "step,transformer.h.0.attention.in_proj_weight,", "10,1,2,4,7.9"),
-        ("histograms", "elements", "from step,from 0.001,from 0.003162,from 0.01", "0,0.00%,50.00%,50.00%"),
+        ("histograms", "elements", "from step,from 0.001,from 0.003162,from 0.01", "0,0,0.5,0.5"),
         ("histograms", "distribution", "norm from,to,steps", None),
         ("histograms", "dominance", "parameter,steps,share of the squared norm", "transformer.h.0.mlp.0.weight,"),
         ("a sick run", "clip-share", "first step,last step,steps,share,regime", "0,9,10,1,normalising"),
@@ -375,7 +375,7 @@ def test_a_live_page_follows_its_record_and_keeps_what_the_reader_did(browser, t
             page, said = context.new_page(), []
             page.on("console", lambda message: said.append(message.text))
             page.on("pageerror", lambda error: said.append(str(error)))
-            page.goto(f"http://127.0.0.1:{server.server_address[1]}/")
+            page.goto(f"http://127.0.0.1:{server.server_port}/")
             assert page.inner_text("#live").startswith("Waiting for")
             with RecordWriter(tmp_path / "run.jsonl") as writer:
                 write_steps(writer, 0, 300)

@@ -1,6 +1,7 @@
 import http.client
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -10,6 +11,7 @@ import threading
 import pytest
 from synthetic import log_normal
 
+from gradguard.cli import main
 from gradguard.errors import InvalidValueError, RecordError
 from gradguard.monitoring.record.file import RecordWriter
 from gradguard.monitoring.show import serve as serve_module
@@ -41,10 +43,10 @@ def answers(writer, tmp_path):
         thread.start()
 
         def ask(path="/", host="127.0.0.1:{port}", method="GET"):
-            connection = http.client.HTTPConnection(*server.server_address, timeout=60)
+            connection = http.client.HTTPConnection(ADDRESS, server.server_port, timeout=60)
             connection.putrequest(method, path, skip_host=True)
             if host is not None:
-                connection.putheader("Host", host.format(port=server.server_address[1]))
+                connection.putheader("Host", host.format(port=server.server_port))
             connection.endheaders()
             response = connection.getresponse()
             content = response.read()
@@ -173,6 +175,13 @@ def test_what_is_no_record_is_refused_at_once(tmp_path):
     (tmp_path / "run.jsonl").write_text("a letter\n")
     with pytest.raises(RecordError, match="is not a gradguard record"):
         serve([tmp_path])
+
+
+def test_the_command_says_what_is_wrong_in_one_line(tmp_path, capsys):
+    (tmp_path / "run.jsonl").write_text("a letter\n")
+    assert main(["serve", str(tmp_path)]) == 2
+    assert re.fullmatch(r"gradguard: error: .* is not a gradguard record.*\n", capsys.readouterr().err)
+    assert main(["serve", str(tmp_path), "--port", "70000"]) == 2
 
 
 @pytest.mark.parametrize("port", [-1, 65536])

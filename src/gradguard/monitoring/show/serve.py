@@ -53,7 +53,7 @@ def serve(paths: Sequence[str | Path], port: int = 0) -> None:
         if page.fault is not None:
             raise page.fault
         shown = ", ".join(printable(path) for path in paths)
-        print(f"http://{ADDRESS}:{server.server_address[1]}/ shows {shown}; Ctrl-C ends it", flush=True)
+        print(f"http://{ADDRESS}:{server.server_port}/ shows {shown}; Ctrl-C ends it", flush=True)
         threading.Thread(target=page.follow, daemon=True).start()
         server.serve_forever()
 

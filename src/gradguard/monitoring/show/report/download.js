@@ -38,7 +38,7 @@
       return [["step", ...first.y], ...first.x.slice(0, -1).map((step, column) => [step, ...first.y.map((_, row) => layer(plot, row, column))])];
     if (first?.type === "heatmap") // magnitudes: a column for each bin
       return [["from step", ...first.y.slice(0, -1).map((low) => `from ${digits(10 ** low)}`)],
-        ...first.x.slice(0, -1).map((step, column) => [step, ...first.text.map((row) => row[column])])];
+        ...first.x.slice(0, -1).map((step, column) => [step, ...first.text.map((row) => Number((parseFloat(row[column]) / 100).toFixed(4)))])];
     if (columns) return [columns, ...plot.data.flatMap((trace) => trace.meta ?? [])];
     const lines = plot.data.filter((trace) => trace.name && trace.fill !== "toself");
     const rows = lines.flatMap((trace) => trace.x.map((x, index) => [trace.name, x, trace.y[index], ...(trace.customdata?.[index] ?? [])]));
