@@ -1,4 +1,5 @@
 import json
+from dataclasses import replace
 
 import pytest
 from synthetic import make_record, steps_of
@@ -21,20 +22,25 @@ def counts(low, *numbers):
 
 @pytest.mark.parametrize(
     "histograms",
-    [[], [None, None], [counts(0.0, 0, 0)]],
-    ids=["no lines", "not recorded", "all empty"],
+    [[], [None, None], [counts(0.0, 0, 0)] * 2, [counts(0.0, 1), None]],
+    ids=["no lines", "not recorded", "all empty", "only one"],
 )
-def test_no_chart_without_a_histogram(histograms):
+def test_no_chart_without_two_histograms(histograms):
     assert element_magnitudes(record_of(histograms)) is None
 
 
 def test_shares_by_hand():
     chart = element_magnitudes(record_of([counts(-3.0, 1, 3), None, counts(-2.5, 9, 1)]))
     (drawn,) = chart.figure["data"]
-    assert drawn["x"] == [0, 20, 21]
+    assert drawn["x"] == [0, 20, 30]
     assert drawn["y"] == [-3.0, -2.5, -2.0, -1.5]
     assert drawn["text"] == [["25.00%", "0.00%"], ["75.00%", "90.00%"], ["0.00%", "10.00%"]]
     assert drawn["z"] == [[-0.6, None], [-0.12, -0.05], [None, -1.0]]
+
+
+def test_lines_without_a_step_are_drawn():
+    record = replace(record_of([counts(0.0, 1), counts(0.0, 1)]), steps=[])
+    assert element_magnitudes(record).figure["data"][0]["x"] == [0, 10, 11]
 
 
 def test_quantiles_and_words_by_hand():
@@ -48,7 +54,7 @@ def test_quantiles_and_words_by_hand():
 def test_a_loss_scale_moves_the_edges_and_not_the_elements():
     shift = 4.816  # log10 of 65536
     moved = {"edges": [-3.0 + 5 - shift, -2.5 + 5 - shift], "counts": [7]}
-    chart = element_magnitudes(record_of([moved]))
+    chart = element_magnitudes(record_of([moved, moved]))
     assert chart.figure["data"][0]["y"] == [-3.0, -2.5]
 
 

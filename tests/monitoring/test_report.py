@@ -527,7 +527,7 @@ def test_contents_name_every_part(tmp_path):
         ("transformer.encoder.layers.8.attention.query.weight", 38, "transformer…8.attention.query.weight"),
         ("transformer.encoder.layers.11.attention.query_projection.bias", 16, "…11…query_p…bias"),
         ("a" * 40, 16, "a" * 7 + "…" + "a" * 8),
-        ("first.middle.", 8, "first…"),
+        ("first.middle.", 8, "…middle."),
         ("a.<b>", 9, "a.&lt;b&gt;"),
     ],
 )

@@ -28,18 +28,20 @@ def element_magnitudes(record: Record, most: int = _MOST_COLUMNS) -> Chart | Non
         most: How many columns at most.
 
     Returns:
-        The chart, or None where no histogram was recorded.
+        The chart, or None where fewer than two histograms were recorded.
     """
     columns = _columns(record, most)
-    if not columns:
+    if len(columns) < 2:
         return None
     places = [place for column in columns for place in column.shares]
     bins = range(min(places), max(places) + 1)
-    figure, width = subplots([1.0], height=340), max(1, columns[-1].last - columns[-1].first)
+    figure = subplots([1.0], height=340)
+    ends = [columns[-1].last, *(step["i"] for step in record.steps[-1:])]
+    end = min(2 * columns[-1].last - columns[-2].last, max(ends) + 1)
     shown = [[column.shares.get(place, 0.0) for column in columns] for place in bins]
     figure.add_trace(
         "heatmap",
-        x=[*(column.first for column in columns), columns[-1].last + width],
+        x=[*(column.first for column in columns), end],
         y=[place / _BINS_A_DECADE for place in (*bins, bins.stop)],
         z=[[round(math.log10(share), 2) if share > _LOWEST_SHARE else None for share in row] for row in shown],
         text=[[f"{share:.2%}" for share in row] for row in shown],

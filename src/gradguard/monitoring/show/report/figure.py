@@ -162,7 +162,7 @@ NARROW_LABEL = 16
 BLUE, ORANGE, GREEN, VERMILION, PURPLE, BLACK = (
     "#0072B2",
     "#A87400",
-    "#00805E",
+    "#007A58",
     "#D55E00",
     "#A0528C",
     "#1F2933",
