@@ -55,6 +55,7 @@ def test_a_clip_loads_clipping_alone():
         ["report", "--text", "--fail-on", "nonfinite>1e9", "RECORD"],
         ["replay", "RECORD"],
         ["tail", "--once", "RECORD"],
+        ["serve", "-h"],
         ["tune", "-h"],
     ],
     ids=" ".join,

@@ -62,7 +62,7 @@ def write_everything(path: Path) -> None:
             norms = [generator.random() for _ in params]
             writer.write(
                 "tensors", i=i, norm=norms, max=norms, zeros=norms, weight=norms, update=norms, absent=[3],
-                zero_rows=[0.5, None], histogram={"low": [1], "counts": [[1, 2]]},
+                zero_rows=[0.5, None], histogram={"edges": [-3.0, -2.5, -2.0], "counts": [2, 1]},
             )  # fmt: skip
             writer.write(
                 "event",

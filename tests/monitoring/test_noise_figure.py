@@ -75,5 +75,5 @@ def test_from_the_clipper_to_the_page(tmp_path):
     assert record.steps[0]["noise_scale_high"] is None
     assert math.isfinite(record.steps[-1]["noise_scale_high"])
     page = write_report([record], tmp_path / "report.html").read_text(encoding="utf-8")
-    assert ">Gradient noise scale</h3>" in page
+    assert ">Gradient noise scale <a" in page
     assert "The noise scale is about" in page

@@ -3,6 +3,7 @@ import html
 import io
 import os
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,11 +16,14 @@ from gradguard.monitoring.judge.recommend import Recommendation, recommend
 from gradguard.monitoring.judge.replay import what_if
 from gradguard.monitoring.judge.verdict import verdict
 from gradguard.monitoring.record.file import RecordWriter, read_record
+from gradguard.monitoring.record.steps import by_optimizer
 from gradguard.monitoring.show.replay import print_replay
+from gradguard.monitoring.show.report import figure as figure_module
 from gradguard.monitoring.show.report import page as page_module
 from gradguard.monitoring.show.report import print_comparison, print_summary, text_summary, write_report
 from gradguard.monitoring.show.report import summary as summary_module
-from gradguard.monitoring.show.report.summary import command, labelled
+from gradguard.monitoring.show.report.glossary import TERMS, explained
+from gradguard.monitoring.show.report.summary import command, compared, labelled
 from gradguard.monitoring.show.tail import tail
 
 EVIL = "</script><img src=x onerror=alert(1)>&'\""
@@ -37,6 +41,12 @@ def own_text(page: str) -> str:
 def page_of(*records) -> str:
     path = write_report(list(records), records[0].path.with_suffix(".html"))
     return path.read_text(encoding="utf-8")
+
+
+def words_of(page: str) -> str:
+    """The page without the links to what words mean and to its own parts."""
+    page = re.sub(r' <a class="permalink".*?</a>', "", page)
+    return html.unescape(re.sub(r'<a class="term".*?>(.*?)</a>', r"\1", page))
 
 
 def params(*names):
@@ -76,13 +86,13 @@ def test_every_shape_of_record_gives_a_page_without_network(tmp_path, parts):
     more = {"meta": params("weight", EVIL), "events": [EVENT] * 60} | parts
     record = make_record(path=tmp_path / "run.jsonl", **more)
     page = page_of(record)
-    assert verdict(record).sentence in html.unescape(page)
+    assert verdict(record).sentence in words_of(page)
     assert not NETWORK.search(own_text(page))  # plotly.js itself holds links for map credits, which load nothing
     assert not re.search(r"<script[^>]+src|<link[^>]+href=\"(?!data:)", page)
     assert EVIL not in own_text(page)
     assert "<img" not in own_text(page)
     assert page.count("* plotly.js (") == 1
-    assert recommend(record).reason.split(";")[0] in html.unescape(page)
+    assert recommend(record).reason.split(";")[0] in words_of(page)
 
 
 def test_the_drawing_library_in_the_page_is_the_published_one():
@@ -100,9 +110,8 @@ def test_the_network_pattern_can_find_something():
 
 def test_one_run_has_every_figure(tmp_path):
     record = write_char_rnn(tmp_path / "run.jsonl", threshold=1.0)
-    page = page_of(record)
-    assert re.findall(r"<h3.*?>(.*?)</h3>", page) == [
-        "What to do",
+    page = words_of(page_of(record))
+    assert [title.strip() for title in re.findall(r"<h3.*?>(.*?)</h3>", page)] == [
         "Norms over time",
         "How often clipping binds",
         "How hard clipping binds",
@@ -113,23 +122,24 @@ def test_one_run_has_every_figure(tmp_path):
         "Findings",
         "Events",
         "Environment and cost",
+        "Words",
     ]
     assert "0.5 % of the run" in page
-    assert command(record, recommend(record).rule) in html.unescape(page)
+    assert command(record, recommend(record).rule) in page
 
 
 def test_an_unclipped_run_is_told_what_would_have_happened(tmp_path, monkeypatch):
     monkeypatch.setattr(page_module, "recommend", lambda record: constant(2.2))
     page = page_of(write_char_rnn(tmp_path / "run.jsonl"))
     assert "How often 2.2 would have bound" in page
-    assert "This run was not clipped." in page
+    assert "This run was not clipped." in words_of(page)
 
 
 def test_several_runs_stand_side_by_side(tmp_path):
     plain = write_char_rnn(tmp_path / "plain" / "run.jsonl", steps=300)
     clipped = write_char_rnn(tmp_path / "clipped" / "run.jsonl", steps=300, threshold=1.0)
-    page = page_of(plain, clipped)
-    assert page.index("Runs compared") < page.index('id="overlay"') < page.index('<h2 id="run-0">plain</h2>')
+    page = words_of(page_of(plain, clipped))
+    assert page.index("2 runs compared") < page.index('id="overlay"') < page.index('<h2 id="run-0">plain</h2>')
     assert '<h2 id="run-1">clipped</h2>' in page
     assert "<td>norm=1</td>" in page
     assert page.count("* plotly.js (") == 1
@@ -289,12 +299,12 @@ def test_the_template_ships_with_the_package():
 
 def test_two_optimizers_of_one_run_are_told_apart(tmp_path, monkeypatch):
     monkeypatch.setattr(page_module, "recommend", lambda record: constant(0.59))
-    page = page_of(write_gan(tmp_path / "run.jsonl"))
+    page = words_of(page_of(write_gan(tmp_path / "run.jsonl")))
     assert page.index('id="overlay"') < page.index("optimizer 0 (Adam)</h2>") < page.index("optimizer 1 (SGD)</h2>")
     first, second = page.split('<h2 id="run-')[1:]
     rows = [re.search(r'"rows":(\[.*?\])', part)[1] for part in (first, second)]
     assert rows == ['["generator.0.weight","generator.2.weight"]', '["critic.0.weight"]']
-    assert "in gan.py, before the step of optimizer 1 (SGD): max_norm=0.59" in html.unescape(second)
+    assert "in gan.py, before the step of optimizer 1 (SGD): max_norm=0.59" in page
     assert "gradguard run --clip" not in page
 
 
@@ -329,12 +339,12 @@ def test_odd_numbers_draw_something(tmp_path, odd):
 
 def test_findings_stand_on_the_page_with_advice(tmp_path):
     record = write_sick(tmp_path / "run.jsonl")
-    page, found = html.unescape(page_of(record)), findings(record)
+    page, found = words_of(page_of(record)), findings(record)
     assert len(found) > 3
     for finding in found:
         assert finding.message[1:] in page
         assert finding.advice[1:] in page
-    assert '<a href="#findings-run-0">2 errors, ' in page
+    assert '<a href="#findings">2 errors, ' in page
 
 
 def test_a_newer_record_is_shown_with_a_warning(tmp_path):
@@ -343,29 +353,201 @@ def test_a_newer_record_is_shown_with_a_warning(tmp_path):
     assert "warning_1: The record was written by a newer gradguard" in text_summary(record)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("runs", "rows", "lines"), [(1, 2000, 120), (8, 40, 30)], ids=["one very wide model", "eight runs"]
-)
-def test_a_page_stays_below_seven_megabytes(tmp_path, runs, rows, lines):
-    noise = log_normal(rows * lines)
+def long_record(path, steps, rows, lines):
+    """As much of everything as a record may have."""
+    noise = log_normal(1000)
+    spread = {"edges": [-9.0 + 0.5 * place for place in range(21)], "counts": [17] * 20}
     tensors = [
         {
             "t": "tensors",
-            "i": i,
-            "norm": noise[i * rows : (i + 1) * rows],
+            "i": i * (steps // lines),
+            "norm": [noise[(i * 7 + row) % 1000] for row in range(rows)],
             "weight": [1.0] * rows,
             "update": [0.1] * rows,
+            "histogram": spread,
         }
         for i in range(lines)
     ]
-    steps = steps_of(log_normal(500), loss=1.2345, post_norm=0.1, threshold=0.1, coefficient=0.1, rule="norm")
-    records = [
-        make_record(path=tmp_path / str(run) / "run.jsonl", meta=wide_meta(rows), steps=steps, tensors=tensors)
-        for run in range(runs)
-    ]
+    numbers = steps_of(log_normal(steps), post_norm=0.1, threshold=0.1, coefficient=0.1, rule="norm")
+    for step in numbers:
+        step["loss"] = 1.2345 * step["norm"]
+    return make_record(path=path, meta=wide_meta(rows), steps=numbers, tensors=tensors)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("runs", "steps", "rows", "lines", "limit"),
+    [(1, 3000, 2000, 150, 2.6e6), (8, 2500, 200, 100, 3.6e6), (1, 20_000, 40, 2000, 2.6e6)],
+    ids=["a very wide model", "eight runs", "a long run"],
+)
+def test_a_page_stays_below_its_limit(tmp_path, runs, steps, rows, lines, limit):
+    record = long_record(tmp_path / "run.jsonl", steps, rows, lines)
+    records = [replace(record, path=tmp_path / str(run) / "run.jsonl") for run in range(runs)]
     path = write_report(records, tmp_path / "report.html")
-    assert 1.5e6 < path.stat().st_size < 7e6
+    assert 0.7 * limit < path.stat().st_size < limit
+
+
+@pytest.mark.parametrize("ground", ["light", "dark"])
+def test_lines_and_text_are_seen_on_their_grounds(ground):
+    """3:1 for lines and marks, 4.5:1 for text, as WCAG 2.2 has it."""
+    exchanged = figure_module.DARK if ground == "dark" else {}
+
+    def shown(colour):
+        return exchanged.get(colour, colour)
+
+    page, shades = shown(figure_module.PAGE), [shown(shade) for shade, _ in figure_module.REGIMES.values()]
+    for shade, bar in figure_module.REGIMES.values():
+        assert contrast(shown(bar), shown(shade)) >= 3
+    for line in (*LINES, figure_module.GREY):
+        assert contrast(shown(line), page) >= 3, line
+    for text in (figure_module.INK, figure_module.GREEN, figure_module.BLACK):
+        assert all(contrast(shown(text), behind) >= 4.5 for behind in (page, *shades[:1])), text
+    style = styles(ground)
+    assert style["page"].upper() == page.upper()
+    for text in ("ink", "soft", "link", "note"):
+        assert all(contrast(style[text], style[behind]) >= 4.5 for behind in ("page", "wash")), text
+    for edge in ("rule", "blue", "green", "orange", "red", "focus"):
+        assert all(contrast(style[edge], style[behind]) >= 3 for behind in ("page", "wash")), edge
+
+
+LINES = (
+    figure_module.BLUE, figure_module.ORANGE, figure_module.GREEN, figure_module.VERMILION, figure_module.PURPLE,
+    figure_module.BLACK,
+)  # fmt: skip
+
+
+def styles(ground):
+    """The colours of report.css by their names."""
+    text = (Path(page_module.__file__).parent / "report.css").read_text(encoding="utf-8")
+    block = re.search(r":root%s \{(.*?)\}" % ("" if ground == "light" else r'\[data-theme="dark"\]'), text, re.DOTALL)
+    return dict(re.findall(r"--(\w+): (#[0-9a-f]{6})", block[1]))
+
+
+def contrast(one, other):
+    """The contrast ratio of two colours by WCAG 2.2."""
+    low, high = sorted(map(luminance, (one, other)))
+    return (high + 0.05) / (low + 0.05)
+
+
+def luminance(colour):
+    shares = (int(colour[place : place + 2], 16) / 255 for place in (1, 3, 5))
+    red, green, blue = (share / 12.92 if share <= 0.04045 else ((share + 0.055) / 1.055) ** 2.4 for share in shares)
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+
+def test_the_contrast_of_known_colours():
+    assert contrast("#000000", "#ffffff") == pytest.approx(21)
+    assert contrast("#777777", "#ffffff") == pytest.approx(4.48, abs=0.01)
+
+
+def test_every_run_of_a_comparison_has_a_line_of_its_own():
+    assert len(set(figure_module.RUN_LINES)) == len(figure_module.RUN_LINES) >= 12
+
+
+@pytest.mark.parametrize("optimizer", [0, 1])
+def test_a_part_is_judged_as_it_is_beside_the_others(optimizer):
+    """The losses of networks that work against each other rise: that is no explosion of either."""
+    steps = [
+        {"t": "step", "i": i, "norm": 4.0 if i > 100 else 1.0, "loss": 2.0 if i > 100 else 1.0, "optimizer": i % 2}
+        for i in range(600)
+    ]
+    record = make_record(meta=wide_meta(2) | {"optimizers": ["SGD", "SGD"]}, steps=steps)
+    alone = make_record(meta=wide_meta(2), steps=[step | {"i": place} for place, step in enumerate(steps[::2])])
+    for step in alone.steps:
+        del step["optimizer"]
+    assert recommend(alone).kind == "fix"
+    part = by_optimizer(record)[optimizer].record
+    assert recommend(part).kind == recommend(record).parts[optimizer][1].kind != "fix"
+
+
+@pytest.mark.parametrize(
+    ("losses", "words"),
+    [
+        ({}, ""),
+        ({"a": 1.0}, ""),
+        ({"a": None, "b": None}, "No run ended with a finite loss."),
+        ({"a": 2.0, "b": 1.0}, "b has the lowest final loss, 1.00; a ends at 2.00. With one run of each"),
+        ({"a": 2.0, "b": None}, "a has the lowest final loss, 2.00; b at one that is not finite. With one"),
+        (dict(zip("abcdef", range(1, 7), strict=True)), "a has the lowest final loss, 1.00; b ends at 2.00, c ends at"),
+    ],
+)
+def test_a_comparison_begins_with_the_lowest_loss(losses, words):
+    runs = [(name, verdict(make_record(steps=steps_of([1.0] * 20, loss=loss)))) for name, loss in losses.items()]
+    assert compared(runs).startswith(words)
+    assert bool(compared(runs)) == bool(words)
+
+
+def test_runs_of_different_length_are_said_to_be():
+    runs = [
+        (name, verdict(make_record(steps=steps_of([1.0] * count, loss=1.0)))) for name, count in (("a", 9), ("b", 20))
+    ]
+    assert "They have different numbers of steps." in compared(runs)
+
+
+@pytest.mark.parametrize(
+    ("argv", "title"),
+    [
+        (["examples/train.py", "--lr", "1"], "train.py: gradient report of out"),
+        (["-m", "package.train"], "package.train: gradient report of out"),
+        (["<b>.py"], "&lt;b&gt;.py: gradient report of out"),
+        ([], "Gradient report: gradient report of out"),
+    ],
+)
+def test_a_page_has_the_name_of_the_script_in_its_title(tmp_path, argv, title):
+    (tmp_path / "out").mkdir()
+    record = make_record(path=tmp_path / "out" / "run.jsonl", meta={"t": "meta", "argv": argv})
+    assert f"<title>{title} · gradguard</title>" in page_of(record)
+
+
+def test_the_decision_comes_first_and_its_reason_is_folded(tmp_path):
+    record = write_char_rnn(tmp_path / "run.jsonl")
+    page, made = words_of(page_of(record)), recommend(record)
+    body = page[page.index("<main") :]
+    assert body.index(made.headline) < body.index(verdict(record).sentence) < body.index('<nav class="contents"')
+    assert re.search(r"<details[^>]*><summary>Why</summary><p>" + re.escape(made.reason), body)
+
+
+def test_every_link_within_a_page_leads_somewhere(tmp_path):
+    for record in (write_sick(tmp_path / "sick.jsonl"), write_gan(tmp_path / "gan.jsonl")):
+        page = own_text(page_of(record))
+        names = re.findall(r' id="([^"]+)"', page)
+        assert len(names) == len(set(names))
+        assert set(re.findall(r'href="#([^"]+)"', page)) <= set(names)
+
+
+def test_contents_name_every_part(tmp_path):
+    page = words_of(page_of(write_sick(tmp_path / "run.jsonl")))
+    listed = re.findall(r'<li><a href="#(.*?)">', page[page.index('<nav class="contents"') : page.index("</nav>")])
+    assert listed == re.findall(r'<h3 id="(.*?)">', page)
+
+
+@pytest.mark.parametrize(
+    ("name", "width", "label"),
+    [
+        ("head.bias", 16, "head.bias"),
+        ("transformer.encoder.layers.8.attention.query.weight", 38, "transformer…8.attention.query.weight"),
+        ("transformer.encoder.layers.11.attention.query_projection.bias", 16, "…11…query_p…bias"),
+        ("a" * 40, 16, "a" * 7 + "…" + "a" * 8),
+        ("first.middle.", 8, "…middle."),
+        ("a.<b>", 9, "a.&lt;b&gt;"),
+    ],
+)
+def test_long_names_lose_their_middle(name, width, label):
+    assert figure_module.short(name, width) == label
+    assert len(html.unescape(label)) <= width
+
+
+def test_what_a_word_means_is_linked_once_in_a_text_and_never_in_a_name():
+    text = "A spike is a norm; spikes in norm.weight and encoder.norm, by --clip norm=1 <norm>"
+    linked = re.findall(r'href="#(.*?)">(.*?)<', explained(text))
+    assert linked == [("term-spike", "spike"), ("term-norm", "norm")]
+    assert "&lt;norm&gt;" in explained(text)
+
+
+def test_the_words_of_the_list_explain_each_other():
+    assert len({term.id for term in TERMS}) == len(TERMS)
+    for term in TERMS:
+        assert f'href="#{term.id}"' in explained(f"The {term.name} here.")
 
 
 def test_text_numbers_the_findings_and_the_optimizers(tmp_path, monkeypatch):

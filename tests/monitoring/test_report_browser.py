@@ -1,12 +1,18 @@
 """The report in a real Chromium: drawn, quiet, offline, usable by keyboard."""
 
+import base64
+import csv
 import shutil
+import struct
+import threading
 
 import pytest
 from playwright.sync_api import sync_playwright
 from synthetic import log_normal, make_record, steps_of, wide_meta, write_char_rnn, write_gan, write_sick
 
+from gradguard.monitoring.record.file import RecordWriter
 from gradguard.monitoring.show.report import write_report
+from gradguard.monitoring.show.serve import LivePage, page_server
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
 EVIL = "</script><img src=x onerror=alert(1)>&'\""
@@ -24,6 +30,21 @@ def evil_run(folder):
     tensors = [{"t": "tensors", "i": i, "norm": [0.0, 1.0, None]} for i in range(250)]
     steps = steps_of([1.0] * 250, loss=1.0, rule=EVIL, threshold=0.5, coefficient=0.5)
     return [make_record(path=folder / "evil.jsonl", meta=meta, steps=steps, tensors=tensors, events=[event] * 60)]
+
+
+def run_with_histograms(folder):
+    """Long names, and elements of which half sink by a decade in the middle of the run."""
+    lines = [
+        {
+            "t": "tensors",
+            "i": i,
+            "norm": [1.0, 2.0, 4.0, 8.0],
+            "histogram": {"edges": [-3.0, -2.5, -2.0, -1.5], "counts": [0, 1, 1] if i < 100 else [1, 0, 1]},
+        }
+        for i in range(0, 200, 10)
+    ]
+    steps = steps_of(log_normal(200), loss=1.0)
+    return [make_record(path=folder / "run.jsonl", meta=wide_meta(4), steps=steps, tensors=lines)]
 
 
 def long_run(folder):
@@ -50,15 +71,16 @@ def noisy_run(folder):
 PAGES = {
     "a long run": (long_run, 6),
     "a sick run": (lambda folder: [write_sick(folder / "run.jsonl")], 6),
-    "two optimizers": (lambda folder: [write_gan(folder / "run.jsonl")], 11),
-    "two runs": (two_runs, 12),
+    "two optimizers": (lambda folder: [write_gan(folder / "run.jsonl")], 10),
+    "two runs": (two_runs, 11),
     "evil names": (evil_run, 5),
-    "a noise scale": (noisy_run, 4),
+    "a noise scale": (noisy_run, 3),
+    "histograms": (run_with_histograms, 5),
     "nothing": (lambda folder: [make_record(path=folder / "run.jsonl")], 0),
 }
 
 
-WIDTHS = [*((name, 360 if name == "two runs" else 1200) for name in PAGES), ("a sick run", 360)]
+WIDTHS = [*((name, 360 if name == "two runs" else 1200) for name in PAGES), ("a sick run", 360), ("histograms", 390)]
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +109,8 @@ def open_page(browser, files):
     contexts = []
 
     def open_page(name, *, scheme="light", width=1200):
-        context = browser.new_context(color_scheme=scheme, viewport={"width": width, "height": 900}, offline=True)
+        view = {"width": width, "height": 900}
+        context = browser.new_context(color_scheme=scheme, viewport=view, offline=True, accept_downloads=True)
         context.set_default_timeout(200_000)
         contexts.append(context)
         page = context.new_page()
@@ -224,3 +247,171 @@ def test_a_page_prints_in_light_without_its_controls(open_page):
     assert page.evaluate(f"dispatchEvent(new Event('afterprint')), {theme}") == "dark"
     assert page.pdf(prefer_css_page_size=True).startswith(b"%PDF")
     assert page.said == []
+
+
+def saved(page, name, kind, folder):
+    """What the button of a chart saves."""
+    with page.expect_download() as download:
+        page.click(f"[data-save={kind}][data-plot={name}-plot]")
+    path = folder / download.value.suggested_filename
+    download.value.save_as(path)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("page_name", "chart", "head", "row"),
+    [
+        ("histograms", "norms", "series,step,value,smallest around it,largest around it", "gradient norm,0,"),
+        ("histograms", "layers", "step,transformer.h.0.attention.in_proj_weight,", "10,1,2,4,7.9"),
+        ("histograms", "elements", "from step,from 0.001,from 0.003162,from 0.01", "0,0,0.5,0.5"),
+        ("histograms", "distribution", "norm from,to,steps", None),
+        ("histograms", "dominance", "parameter,steps,share of the squared norm", "transformer.h.0.mlp.0.weight,"),
+        ("a sick run", "clip-share", "first step,last step,steps,share,regime", "0,9,10,1,normalising"),
+        ("evil names", "layers", "step,transformer.h.0.attention.in_proj_weight,", "0,0,1,non-finite"),
+    ],
+)
+def test_a_chart_is_saved_as_a_table(open_page, tmp_path, page_name, chart, head, row):
+    page = open_page(page_name)
+    path = saved(page, chart, "csv", tmp_path)
+    lines = path.read_text(encoding="utf-8").splitlines()
+    assert lines[0].startswith(head)
+    assert path.suffix == ".csv"
+    assert row is None or any(line.startswith(row) for line in lines), lines[:5]
+    assert len({len(fields) for fields in csv.reader(lines)}) <= 2  # a line without the numbers around it
+    assert page.said == []
+
+
+def test_no_name_is_a_formula_in_a_table(open_page, tmp_path):
+    page = open_page("evil names")
+    page.evaluate("document.querySelector('#layers-plot').data[0].y[0] = '=1+1'")
+    head = next(csv.reader(saved(page, "layers", "csv", tmp_path).read_text(encoding="utf-8").splitlines()))
+    assert head[:3] == ["step", "'=1+1", EVIL]
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_a_chart_is_saved_as_a_picture_on_its_ground(open_page, tmp_path, scheme):
+    page = open_page("a sick run", scheme=scheme)
+    content = saved(page, "layers", "png", tmp_path).read_bytes()
+    assert content.startswith(b"\x89PNG")
+    width, height = struct.unpack(">II", content[16:24])
+    assert width == 2 * round(page.evaluate("document.querySelector('#layers-plot').clientWidth"))
+    assert height > 400
+    corner = page.evaluate(
+        """async (data) => {
+            const picture = new Image();
+            picture.src = `data:image/png;base64,${data}`;
+            await picture.decode();
+            const canvas = document.createElement("canvas"), brush = canvas.getContext("2d");
+            [canvas.width, canvas.height] = [picture.width, picture.height];
+            brush.drawImage(picture, 0, 0);
+            return [...brush.getImageData(1, picture.height - 2, 1, 1).data];
+        }""",
+        base64.b64encode(content).decode(),
+    )
+    assert corner == ([255, 255, 255, 255] if scheme == "light" else [18, 23, 28, 255])
+    assert page.said == []
+
+
+def test_a_word_is_explained_on_hover_and_on_focus(open_page):
+    page = open_page("a sick run")
+    term = page.locator(".term", has_text="coefficient").first
+    meaning = page.inner_text("#term-coefficient dd")
+    assert page.is_hidden("#tip")
+    term.hover()
+    assert page.inner_text("#tip") == meaning
+    page.mouse.move(0, 0)
+    assert page.is_hidden("#tip")
+    term.focus()
+    assert page.inner_text("#tip") == meaning
+    assert term.get_attribute("aria-describedby") == "tip"
+    page.keyboard.press("Escape")
+    assert page.is_hidden("#tip")
+    page.keyboard.press("Enter")  # where there is nothing to hover with
+    assert page.url.endswith("#term-coefficient")
+    assert page.said == []
+
+
+def test_a_link_to_a_part_goes_there(open_page):
+    page = open_page("a sick run")
+    page.click(".contents a[href='#dominance']")
+    page.wait_for_function("Math.abs(document.getElementById('dominance').getBoundingClientRect().top) < 80")
+    page.focus("#layers .permalink")
+    page.keyboard.press("Enter")
+    assert page.url.endswith("#layers")
+
+
+def test_the_sizes_of_elements_are_drawn_step_by_step(open_page):
+    page = open_page("histograms")
+    z, steps = page.evaluate("(({z, x}) => [z, x])(document.querySelector('#elements-plot').data[0])")
+    assert steps[0] == 0
+    assert [[row[place] for place in (0, -1)] for row in z] == [[None, -0.3], [-0.3, None], [-0.3, -0.3]]
+
+
+def test_names_are_told_apart_on_a_telephone(open_page):
+    page = open_page("histograms", width=390)
+    for name in ("layers", "dominance"):
+        labels = page.evaluate(f"document.querySelector('#{name}-plot').layout.yaxis.ticktext")
+        assert len(set(labels)) == 4
+        assert max(map(len, labels)) <= 16
+
+
+def until(page, condition):
+    """Wait for it; Playwright's own would evaluate a text, which the policy of the page forbids."""
+    for _ in range(2000):
+        if page.evaluate(condition):
+            return
+        page.wait_for_timeout(100)
+    raise AssertionError(condition)
+
+
+def test_a_live_page_follows_its_record_and_keeps_what_the_reader_did(browser, tmp_path):
+    live = LivePage([tmp_path])
+    with page_server(live, 0) as server, browser.new_context(viewport={"width": 1200, "height": 900}) as context:
+        live.look()
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        try:
+            context.set_default_timeout(200_000)
+            page, said = context.new_page(), []
+            page.on("console", lambda message: said.append(message.text))
+            page.on("pageerror", lambda error: said.append(str(error)))
+            page.goto(f"http://127.0.0.1:{server.server_port}/")
+            assert page.inner_text("#live").startswith("Waiting for")
+            with RecordWriter(tmp_path / "run.jsonl") as writer:
+                write_steps(writer, 0, 300)
+                live.look()
+                page.wait_for_selector("html[data-ready=yes]")
+                page.click("#why-run-0 summary")
+                page.get_by_label("norm", exact=True).click()
+                page.focus("#layers-plot")
+                page.evaluate("document.querySelector('#layers-plot').mark = 'the same drawing'")
+                write_steps(writer, 300, 900)
+                live.look()
+                until(page, "document.querySelector('#norms-plot').layout.xaxis.range[1] > 800")
+                assert page.evaluate("document.activeElement.mark") == "the same drawing"
+                assert page.evaluate("document.querySelector('#layers-plot').layout.xaxis.range[1]") > 800
+                assert page.is_checked("input[value=absolute]")
+                assert page.evaluate("document.getElementById('why-run-0').open")
+                page.keyboard.press("+")  # what is zoomed stays where it is
+                until(page, "document.querySelector('#norms-plot').layout.xaxis.range[0] > 100")
+                zoomed = ranges(page)
+                write_steps(writer, 900, 1500)
+                writer.write("end", steps=1500, wall=1.0, exit=0)
+            live.look()
+            until(page, "document.getElementById('live').textContent === 'The run has ended.'")
+            assert "1,500 steps" in page.inner_text(".verdict")
+            assert ranges(page) == [pytest.approx(one) for one in zoomed]
+            assert said == []
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def write_steps(writer, first, last):
+    if not first:
+        writer.write("meta", **{key: value for key, value in wide_meta(4).items() if key != "t"})
+    for i in range(first, last):
+        writer.write("step", i=i, norm=1.0 + i % 7, loss=2.0)
+        if i % 10 == 0:
+            writer.write("tensors", i=i, norm=[1.0, 2.0, 3.0, 4.0 + i % 3])
+    writer.flush()

@@ -129,11 +129,11 @@ def test_a_model_too_wide_for_a_page_keeps_what_moved():
     rows = [[1.0] * 2000 for _ in range(50)]
     rows[7][1234] = 900.0
     rows[8][55] = None
-    matrix = layers.layer_norms(make_record(meta=wide_meta(2000), tensors=tensors(rows)), most_cells=60_000)
+    matrix = layers.layer_norms(make_record(meta=wide_meta(2000), tensors=tensors(rows)))
     assert (len(matrix.names), matrix.left_out) == (layers.MOST_ROWS, 500)
     assert wide_meta(2000)["params"][1234]["name"] in matrix.names
     assert any(None in row for row in matrix.cells)
-    assert len(matrix.names) * len(matrix.steps) <= 60_000
+    assert len(matrix.names) * len(matrix.steps) <= layers.MOST_CELLS
 
 
 def test_update_ratios_only_where_they_were_recorded():

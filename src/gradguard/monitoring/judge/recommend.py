@@ -168,7 +168,12 @@ def recommend(record: Record) -> Recommendation:
     parts = by_optimizer(record)
     if len(parts) > 1:
         return _for_each([(part.label, _decide(part.record, several=True)) for part in parts])
-    return _decide(parts[0].record)
+    return _decide(parts[0].record, several=_is_part(record))
+
+
+def _is_part(record: Record) -> bool:
+    """Whether these are the steps of one of several optimizers: they say which, and the record names no other."""
+    return len(record.meta.get("optimizers") or []) <= 1 and any("optimizer" in step for step in record.steps)
 
 
 def _for_each(parts: list[tuple[str, Recommendation]]) -> Recommendation:

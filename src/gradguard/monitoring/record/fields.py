@@ -8,6 +8,7 @@ import json
 import re
 import sys
 from collections.abc import Callable, Mapping
+from itertools import pairwise
 from math import isfinite
 from operator import is_
 from typing import Any
@@ -23,6 +24,7 @@ Rule = Callable[[Any], Any]
 _BAD = object()
 _LARGEST = sys.float_info.max
 _MOST = 2**53
+_DECADES = 60  # of magnitudes that a histogram counts: 30 as it is measured, moved by a loss scale
 _NUMBERS = (int, float)  # and not bool, which is an int
 _FLOATS = {float}
 
@@ -204,6 +206,19 @@ def _clip(value: Any) -> Any:
     return _BAD if any(item is _BAD for item in kept) else kept
 
 
+def _histogram(value: Any) -> Any:
+    """Ascending edges, as log10, and a count for each bin between two of them."""
+    if type(value) is not dict or value.keys() != {"edges", "counts"}:
+        return _BAD
+    edges, counts = value["edges"], value["counts"]
+    if type(edges) is not list or type(counts) is not list or len(edges) != len(counts) + 1:
+        return _BAD
+    if any(type(edge) not in _NUMBERS or not -_DECADES < edge < _DECADES for edge in edges):
+        return _BAD
+    rises = all(low < high for low, high in pairwise(edges))
+    return value if rises and all(_count(count) is not _BAD for count in counts) else _BAD
+
+
 def _mesh(value: Any) -> Any:
     if type(value) is not dict or any(_count(size) is _BAD for size in value.values()):
         return _BAD
@@ -233,7 +248,7 @@ _TABLES: Mapping[str, Mapping[str, Rule]] = {
     },
     "tensors": {
         "i": _count, "norm": _amounts, "max": _amounts, "zeros": _amounts, "weight": _amounts, "update": _amounts,
-        "absent": _each(_count), "zero_rows": _numbers,
+        "absent": _each(_count), "zero_rows": _numbers, "histogram": _histogram,
     },
     "event": {
         "i": _count, "kind": _text, "severity": _severity, "message": _text, "advice": _text, "params": _each(_text),

@@ -54,6 +54,7 @@ def clip_share(record: Record, verdict: Verdict, advice: Recommendation) -> Char
     figure.update_yaxes(title={"text": verb}, tickformat=".0%", range=[0, top], nticks=6)
     figure.update_xaxes(title={"text": "optimizer step"}, range=step_range([record]))
     figure.update_layout(barmode="overlay", showlegend=False, margin={"t": 12})
+    figure.set_columns("first step", "last step", "steps", "share", "regime")
     words = ", ".join(f"{count} {regime}" for regime, count in _counts(windows).items() if count)
     title = (
         "How often clipping binds" if threshold is None else f"How often {plain_threshold(threshold)} would have bound"
@@ -65,7 +66,7 @@ def clip_share(record: Record, verdict: Verdict, advice: Recommendation) -> Char
     )
     caption = _BINDS if threshold is None else _WOULD_HAVE
     summary = f"{len(windows)} windows of the run by regime: {words}."
-    return Chart(title, caption, figure.to_json(), summary, table, over_steps=True)
+    return Chart("clip-share", title, caption, figure.to_json(), summary, table, over_steps=True)
 
 
 def coefficients(record: Record) -> Chart | None:
@@ -92,7 +93,7 @@ def coefficients(record: Record) -> Chart | None:
     figure.update_layout(bargap=0)
     share = f"{percent(len(bound) / len(taken))} of {len(taken):,} steps that were taken and finite"
     summary = f"Where clipping bound, on {share}, the median coefficient was {number(middle)}."
-    return Chart("How hard clipping binds", _COEFFICIENTS, figure.to_json(), summary, _quantiles(bound))
+    return Chart("coefficients", "How hard clipping binds", _COEFFICIENTS, figure.to_json(), summary, _quantiles(bound))
 
 
 def norm_histogram(record: Record, verdict: Verdict, advice: Recommendation) -> Chart | None:
@@ -125,7 +126,7 @@ def norm_histogram(record: Record, verdict: Verdict, advice: Recommendation) -> 
     summary = (
         f"The median of {len(norms):,} norms is {number(statistics.median(norms))}. Thresholds: {words or 'none'}."
     )
-    return Chart("Distribution of norms", _HISTOGRAM, figure.to_json(), summary, _quantiles(norms))
+    return Chart("distribution", "Distribution of norms", _HISTOGRAM, figure.to_json(), summary, _quantiles(norms))
 
 
 def _counts(windows: list[series.Window]) -> dict[str, int]:
@@ -142,6 +143,7 @@ def _add_windows(figure: Figure, windows: list[series.Window], regime: str, colo
         y=[max(window.share, 0.006 * top) for window in windows],
         width=[window.last - window.first + 1 for window in windows],
         customdata=[[window.count, percent(window.share)] for window in windows],
+        meta=[[window.first, window.last, window.count, round(window.share, 4), regime] for window in windows],
         offset=0, marker={"color": colour, "line": {"width": 0}}, hovertemplate=hover, name=regime,
     )  # fmt: skip
 
@@ -172,14 +174,20 @@ def _label_regime(figure: Figure, name: str, height: float, down: int = 0) -> No
 
 
 def _add_bins(figure: Figure, spread: series.Histogram, colour: str, what: str) -> None:
+    figure.set_columns(f"{what} from", "to", "steps")
     pairs = list(itertools.pairwise(spread.edges))
     figure.add_trace(
         "bar",
         x=[round((low + high) / 2, 5) for low, high in pairs], y=spread.counts, width=pairs[0][1] - pairs[0][0],
-        marker={"color": colour, "opacity": 0.8, "line": {"width": 0}}, showlegend=False,
+        meta=[[*map(_four, pair), count] for pair, count in zip(pairs, spread.counts, strict=True)],
+        marker={"color": colour, "line": {"width": 0}}, showlegend=False,
         customdata=[f"{number(10**low)} to {number(10**high)}" for low, high in pairs],
         hovertemplate=what + " %{customdata}: %{y:,} steps<extra></extra>",
     )  # fmt: skip
+
+
+def _four(logarithm: float) -> float:
+    return float(f"{10**logarithm:.4g}")
 
 
 def _quantiles(values: list[float]) -> Table:

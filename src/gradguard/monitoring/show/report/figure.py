@@ -4,7 +4,8 @@ A drawing is what plotly.js takes, in plain dictionaries: plotly's Python packag
 """
 
 import html
-from collections.abc import Sequence
+import re
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,6 +30,7 @@ class Chart:
     """One figure of the page.
 
     Attributes:
+        name: What links and downloads call it, such as ``"norms"``.
         title: Its heading.
         caption: How to read it.
         figure: ``data`` and ``layout`` of plotly.js; ``heat`` for the heat map, which the page draws itself.
@@ -37,6 +39,7 @@ class Chart:
         over_steps: Whether its horizontal axis is the optimizer step; the page zooms all these together.
     """
 
+    name: str
     title: str
     caption: str
     figure: dict[str, Any]
@@ -110,6 +113,15 @@ class Figure:
         """Write a text without an arrow."""
         self.layout.setdefault("annotations", []).append({"showarrow": False, **annotation})
 
+    def set_columns(self, *names: str) -> None:
+        """Name the columns of the table that the page saves, whose rows are the ``meta`` of each trace."""
+        self.update_layout(meta={"columns": list(names)})
+
+    def set_rows(self, names: Sequence[str]) -> None:
+        """Label the rows of a bar chart, whose places are 0, 1, 2 ..., with shorter labels where the page is narrow."""
+        self.update_yaxes(tickvals=list(range(len(names))), ticktext=[short(name) for name in names])
+        self.update_layout(meta={"narrow": [short(name, NARROW_LABEL) for name in names]})
+
     def update_xaxes(self, row: int | None = None, **keys: Any) -> None:
         """Set keys of the horizontal axis of one row, or of all."""
         self._update_axes("xaxis", row, keys)
@@ -143,16 +155,20 @@ def _merge(into: dict[str, Any], keys: dict[str, Any]) -> None:
             into[key] = value
 
 
-# Okabe and Ito's colours, which colour-blind readers tell apart.
+NARROW_LABEL = 16
+"""Characters of a label that a telephone has room for."""
+
+# Okabe and Ito's colours, which colour-blind readers tell apart; orange and green are darker, to be seen on white.
 BLUE, ORANGE, GREEN, VERMILION, PURPLE, BLACK = (
     "#0072B2",
-    "#E69F00",
-    "#009E73",
+    "#A87400",
+    "#007A58",
     "#D55E00",
     "#A0528C",
     "#1F2933",
 )
-GREY, GRID, INK = "#8D99A6", "#E9EDF1", "#3E4C59"
+GREY, GRID, INK = "#7A8794", "#E9EDF1", "#3E4C59"
+PAGE, FAINT = "#FFFFFF", "#F7F7F7"
 REGIMES = {
     "never": ("#F1F3F5", GREY),
     "guard": ("#E3F4EE", GREEN),
@@ -160,8 +176,10 @@ REGIMES = {
     "normalising": ("#FBE6DC", VERMILION),
 }
 """Shade and bar of each regime."""
-DEVIATION_SCALE = ("#2166AC", "#92C5DE", "#F7F7F7", "#F4A582", "#B2182B")
-RUN_COLOURS = (VERMILION, BLUE, GREEN, PURPLE, ORANGE, BLACK)
+DEVIATION_SCALE = ("#2166AC", "#92C5DE", FAINT, "#F4A582", "#B2182B")
+_RUN_COLOURS = (VERMILION, BLUE, GREEN, PURPLE, BLACK)
+RUN_LINES = tuple((colour, dash) for dash in ("solid", "dash", "dot") for colour in _RUN_COLOURS)
+"""Colour and dash of each of several runs."""
 
 DARK = {
     BLUE: "#5AB4E8",
@@ -173,13 +191,14 @@ DARK = {
     GREY: "#788592",
     GRID: "#2A343E",
     INK: "#B6C2CD",
+    PAGE: "#12171C",
     "#F1F3F5": "#1C242C",
     "#E3F4EE": "#10302A",
     "#FDF3DC": "#352C13",
     "#FBE6DC": "#3B2117",
     "#2166AC": "#8FD0FF",
     "#92C5DE": "#2D6A99",
-    "#F7F7F7": "#1C242C",
+    FAINT: "#1C242C",
     "#F4A582": "#A34A2C",
     "#B2182B": "#FF9E80",
 }
@@ -214,25 +233,40 @@ def subplots(heights: list[float], height: int) -> Figure:
 
 
 def short(name: str, width: int = 38) -> str:
-    """Keep the end of a long name, which tells layers apart, and escape it: plotly draws some HTML tags in labels.
+    """Leave out the middle of a long name, but no number, and not the layer, which tell rows apart.
 
     Args:
         name: A parameter name.
         width: Characters to keep.
 
     Returns:
-        Text for a tick label.
+        Text for a tick label, escaped: plotly draws some HTML tags in labels.
 
     Example:
-        >>> short("transformer.encoder.layers.8.self_attention.in_proj_weight")
-        '…8.self_attention.in_proj_weight'
+        >>> short("transformer.encoder.layers.8.self_attention.in_proj.weight")
+        'transformer…8…in_proj.weight'
+        >>> short("transformer.encoder.layers.8.self_attention.in_projection.weight", width=16)
+        '…8…in_pro…weight'
         >>> short("<b>")
         '&lt;b&gt;'
     """
-    if len(name) > width:
-        end = name[-width:]
-        name = f"…{end[end.find('.') + 1 :]}"
-    return html.escape(name)
+    parts = name.split(".")
+    left_out: set[int] = set()
+    words = [place for place, part in enumerate(parts[:-2]) if not part.isdigit()]
+    for place in (*words[1:], *words[:1]):  # the first word goes last
+        if len(_joined(parts, left_out)) <= width:
+            break
+        left_out.add(place)
+    text = _joined(parts, left_out)
+    if len(text) > width:
+        end = min(len(parts[-1]), width // 2)
+        text = f"{text[: width - end - 1]}…{text[len(text) - end :]}"
+    return html.escape(text)
+
+
+def _joined(parts: Sequence[str], left_out: Collection[int]) -> str:
+    kept = ".".join("…" if place in left_out else part for place, part in enumerate(parts))
+    return re.sub(r"[.…]*…[.…]*", "…", kept)
 
 
 def see_through(colour: str) -> str:

@@ -17,7 +17,7 @@ from gradguard.monitoring.show.report.figure import (
     GREEN,
     ORANGE,
     PURPLE,
-    RUN_COLOURS,
+    RUN_LINES,
     VERMILION,
     Chart,
     Figure,
@@ -30,7 +30,7 @@ from gradguard.monitoring.show.report.figure import (
 _MOST_MARKERS = 200
 _TABLE_ROWS = 12
 _WHOLE = 3  # so many steps for each point are still drawn one by one: a lone spike is easier to see in a line
-_SEVERITIES = (("error", "triangle-down", VERMILION), ("warning", "triangle-down", ORANGE))
+_SEVERITIES = (("error", "triangle-down", VERMILION), ("warning", "diamond", ORANGE))
 
 
 def norms_over_time(record: Record, verdict: Verdict, advice: Recommendation, most: int) -> Chart | None:
@@ -61,7 +61,7 @@ def norms_over_time(record: Record, verdict: Verdict, advice: Recommendation, mo
         f"median {number(verdict.median_norm)}, largest {number(verdict.max_norm)}; final loss "
         f"{number(verdict.final_loss)}."
     )
-    return Chart("Norms over time", _NORMS, figure.to_json(), summary, _windows_table(record), over_steps=True)
+    return Chart("norms", "Norms over time", _NORMS, figure.to_json(), summary, _windows_table(record), over_steps=True)
 
 
 def overlay(records: Sequence[Record], labels: Sequence[str], most: int) -> Chart | None:
@@ -83,8 +83,8 @@ def overlay(records: Sequence[Record], labels: Sequence[str], most: int) -> Char
     figure = subplots([1 / len(rows)] * len(rows), height=300 * len(rows))
     for row, key in enumerate(rows, start=1):
         for index, (record, label) in enumerate(zip(records, labels, strict=True)):
-            colour = RUN_COLOURS[index % len(RUN_COLOURS)]
-            _add_line(figure, record, key, label, colour, most, row=row, in_legend=row == 1)
+            look = RUN_LINES[index % len(RUN_LINES)]
+            _add_line(figure, record, key, label, look, most, row=row, in_legend=row == 1)
     if "norm" in rows:
         _finish_norm_axis(figure, records)
     if "loss" in rows:
@@ -94,7 +94,13 @@ def overlay(records: Sequence[Record], labels: Sequence[str], most: int) -> Char
     figure.update_layout(legend={"groupclick": "togglegroup"})
     summary = f"Pre-clip gradient norms and losses of {', '.join(labels)}, on one time axis."
     return Chart(
-        "Norms and losses", _OVERLAY, figure.to_json(), summary, _overlay_table(records, labels), over_steps=True
+        "overlay",
+        "Norms and losses",
+        _OVERLAY,
+        figure.to_json(),
+        summary,
+        _overlay_table(records, labels),
+        over_steps=True,
     )
 
 
@@ -175,14 +181,14 @@ def _add_band(
 
 
 def _add_line(
-    figure: Figure, record: Record, key: str, label: str, colour: str, most: int, *, row: int, in_legend: bool
+    figure: Figure, record: Record, key: str, label: str, look: tuple[str, str], most: int, *, row: int, in_legend: bool
 ) -> None:
     x, y = series.line(record, key, most)
     if not any(value is not None for value in y):
         x, y = [None], [None]  # the run keeps its place in the legend
-    name = html.escape(label)
+    name, (colour, dash) = html.escape(label), look
     figure.add_trace(
-        "scatter", row, x=x, y=y, name=name, line={"color": colour, "width": 1.3},
+        "scatter", row, x=x, y=y, name=name, line={"color": colour, "width": 1.3, "dash": dash},
         marker={"color": colour, "size": 7}, mode="lines" if len(x) > 1 else "markers",
         legendgroup=label, showlegend=in_legend,
         hovertemplate=f"{name}<br>step %{{x:,}}: {key} %{{y:.4g}}<extra></extra>",
@@ -214,7 +220,7 @@ def _add_marks(figure: Figure, record: Record, verdict: Verdict) -> None:
     ]
     _add_markers(figure, nonfinite, "non-finite step", "x", VERMILION, above)
     known = {severity for severity, _, _ in _SEVERITIES}
-    for severity, symbol, colour in (*_SEVERITIES, ("info", "triangle-down-open", PURPLE)):
+    for severity, symbol, colour in (*_SEVERITIES, ("info", "circle-open", PURPLE)):
         found = [
             (event["i"], f"step {event['i']:,}: {_event_text(event)}")
             for event in record.events

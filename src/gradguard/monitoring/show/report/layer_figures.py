@@ -13,6 +13,7 @@ from gradguard.monitoring.show.report.figure import (
     BLACK,
     DEVIATION_SCALE,
     GREY,
+    NARROW_LABEL,
     VERMILION,
     Chart,
     Figure,
@@ -44,7 +45,7 @@ def layer_heat_map(record: Record, whole: Record, most_cells: int = layers.MOST_
     matrix = layers.layer_norms(record, most_cells, rows)
     if matrix is None:
         return None
-    ratios = layers.update_ratios(record, most_cells, rows)
+    ratios = layers.update_ratios(record, most_cells, matrix.rows)
     pixels = max(2.5, min(26, 1000 / len(matrix.names)))
     figure = subplots([1.0], height=round(120 + pixels * len(matrix.names)))
     figure.update_yaxes(type="category", autorange="reversed", showgrid=False, ticks="")
@@ -52,7 +53,7 @@ def layer_heat_map(record: Record, whole: Record, most_cells: int = layers.MOST_
     figure.update_layout(margin={"r": 10})
     heat = {
         "norm": _payload(matrix),
-        "ratio": _payload(ratios) if ratios else None,
+        "ratio": ratios and _payload(ratios, matrix.names),
         "colours": {"scale": DEVIATION_SCALE, "zero": GREY, "nonfinite": BLACK},
         "limit": _limit(matrix),
         "bar": max(80, min(280, round(pixels * len(matrix.names)))),
@@ -61,7 +62,7 @@ def layer_heat_map(record: Record, whole: Record, most_cells: int = layers.MOST_
     }
     caption = _LAYERS + (f" {matrix.left_out:,} parameters that moved less are left out." if matrix.left_out else "")
     shown = figure.to_json() | {"heat": heat}
-    return Chart("Layers", caption, shown, _summary(matrix), _rows_table(matrix), over_steps=True)
+    return Chart("layers", "Layers", caption, shown, _summary(matrix), _rows_table(matrix), over_steps=True)
 
 
 def dominance(record: Record, whole: Record, spikes: Collection[int]) -> Chart | None:
@@ -89,8 +90,9 @@ def dominance(record: Record, whole: Record, spikes: Collection[int]) -> Chart |
         range=[0, 1.15 * top],
         nticks=6,
     )
-    labels = [short(name) for name in shares["names"]]
-    figure.update_yaxes(tickvals=list(range(len(labels))), ticktext=labels, showgrid=False, ticks="")
+    figure.set_rows(shares["names"])
+    figure.update_yaxes(showgrid=False, ticks="")
+    figure.set_columns("parameter", "steps", "share of the squared norm")
     figure.update_layout(barmode="group", bargap=0.3, bargroupgap=0.05, legend={"traceorder": "reversed"})
     triples = list(zip(shares["names"], shares["ordinary"], shares["spikes"], strict=True))[::-1]
     table = Table(
@@ -100,12 +102,12 @@ def dominance(record: Record, whole: Record, spikes: Collection[int]) -> Chart |
     name, ordinary, spike = triples[0]
     shown = f"{percent(spike)} of the squared norm at the {shares['label']}, {percent(ordinary)} at median steps"
     summary = f"{name} makes {shown}."
-    return Chart("Who dominates", _DOMINANCE, figure.to_json(), summary, table)
+    return Chart("dominance", "Who dominates", _DOMINANCE, figure.to_json(), summary, table)
 
 
-def _payload(matrix: layers.LayerMatrix) -> dict[str, Any]:
-    return {
-        "rows": _unique(matrix.names),
+def _payload(matrix: layers.LayerMatrix, known: list[str] | None = None) -> dict[str, Any]:
+    names = {"rows": _unique(matrix.names), "narrow": [short(name, NARROW_LABEL) for name in matrix.names]}
+    return ({} if matrix.names == known else names) | {
         "labels": [short(name) + _note(row) for name, row in zip(matrix.names, matrix.cells, strict=True)],
         "steps": matrix.steps,
         "medians": [None if median is None else round(100 * math.log10(median)) for median in matrix.medians()],
@@ -182,6 +184,7 @@ def _add_share_bars(figure: Figure, names: list[str], shares: list[float], label
         x=[round(share, 4) for share in shares], y=list(range(len(names))), orientation="h", name=label,
         marker={"color": colour}, text=[percent(share) for share in shares], textposition="outside", cliponaxis=False,
         customdata=[html.escape(name) for name in names], hovertemplate=hover,
+        meta=[[html.escape(name), label, round(share, 4)] for name, share in zip(names, shares, strict=True)],
     )  # fmt: skip
 
 

@@ -14,7 +14,7 @@ from gradguard.monitoring.show.report.series import Number, buckets
 
 MOST_COLUMNS = 600
 MOST_ROWS = 1500
-MOST_CELLS = 180_000
+MOST_CELLS = 90_000
 NONFINITE, ZERO, GAP = -32768, -32767, -32766
 """What stands in a packed matrix for a cell without a logarithm; a gap was not measured."""
 _MOST_LINES = 1000
@@ -29,12 +29,14 @@ class LayerMatrix:
         steps: The first step of each column.
         cells: Rows of the largest value in each cell: None where one was not finite, NaN where none was measured.
         left_out: How many rows there were too many; those whose norm moved least.
+        rows: The places of the rows in the names of the record.
     """
 
     names: list[str]
     steps: list[int]
     cells: list[list[Number]]
     left_out: int = 0
+    rows: Sequence[int] = ()
 
     def medians(self) -> list[Number]:
         """The median of the positive cells of each row, None for a row without one."""
@@ -54,7 +56,8 @@ def layer_norms(record: Record, most_cells: int = MOST_CELLS, rows: Sequence[int
 
     Args:
         record: The record of a run.
-        most_cells: How many cells a page can carry; the columns are as wide as they must be.
+        most_cells: How many cells a page can carry; the columns are as wide as they must be, and fewer rows are shown
+            where there are few.
         rows: The parameters to show; all of them if None.
 
     Returns:
@@ -137,14 +140,16 @@ def _matrix(
     kept = [row for row in (range(count) if rows is None else rows) if row < count]
     if not lines or not kept:
         return None
-    places = buckets(len(lines), max(40, min(MOST_COLUMNS, most_cells // min(len(kept), MOST_ROWS))))
+    most_rows = MOST_ROWS * most_cells // MOST_CELLS
+    places = buckets(len(lines), max(40, min(MOST_COLUMNS, most_cells // min(len(kept), most_rows))))
     columns = [_largest([values(lines[index]) for index in place], count) for place in places]
-    kept, left_out = _most_telling(columns, kept)
+    kept, left_out = _most_telling(columns, kept, most_rows)
     return LayerMatrix(
         names=[record.names[row] for row in kept],
         steps=[lines[place[0]].get("i", place[0]) for place in places],
         cells=[[column[row] for column in columns] for row in kept],
         left_out=left_out,
+        rows=kept,
     )
 
 
@@ -160,16 +165,16 @@ def _largest_known(cells: Sequence[Any]) -> float:
     return max((cell for cell in cells if cell == cell), default=math.nan)
 
 
-def _most_telling(columns: list[list[Number]], kept: list[int]) -> tuple[list[int], int]:
+def _most_telling(columns: list[list[Number]], kept: list[int], most: int) -> tuple[list[int], int]:
     # Where a page cannot hold all rows, those whose values move most tell most.
-    if len(kept) <= MOST_ROWS:
+    if len(kept) <= most:
         return kept, 0
 
     def movement(row: int) -> float:
         known = [cell for column in columns if (cell := column[row]) is not None and cell > 0]
         return math.log10(max(known)) - math.log10(min(known)) if len(known) == len(columns) else math.inf
 
-    chosen = sorted(sorted(kept, key=movement)[-MOST_ROWS:])
+    chosen = sorted(sorted(kept, key=movement)[-most:])
     return chosen, len(kept) - len(chosen)
 
 

@@ -53,7 +53,10 @@ def noise_scale(record: Record, most: int) -> Chart | None:
     figure.update_yaxes(title={"text": "samples"}, type="log", tickformat="~g", dtick=log_ticks(values))
     figure.update_xaxes(title={"text": "optimizer step"}, range=step_range([record]))
     words = suggestion(*(_positive(steps[-1], key) for key in _FIELDS))
-    return Chart("Gradient noise scale", f"{words} {_CAPTION}", figure.to_json(), words, _table(steps), over_steps=True)
+    caption = f"{words} {_CAPTION}"
+    return Chart(
+        "noise-scale", "Gradient noise scale", caption, figure.to_json(), words, _table(steps), over_steps=True
+    )
 
 
 def suggestion(scale: float | None, low: float | None, high: float | None, batch: float | None) -> str:

@@ -8,32 +8,49 @@ from pathlib import Path
 from typing import Any
 
 from gradguard.errors import InvalidValueError, RecordError
-from gradguard.monitoring.judge.numbers import number, percent, plain_threshold
+from gradguard.monitoring.judge.numbers import listed, number, percent, plain_threshold
 from gradguard.monitoring.judge.recommend import Recommendation, recommend
 from gradguard.monitoring.judge.spikes import find_spikes
 from gradguard.monitoring.judge.verdict import Verdict, verdict
 from gradguard.monitoring.record.file import Record
 from gradguard.monitoring.record.steps import Part, by_optimizer, usable_steps
-from gradguard.monitoring.show.report import advice, clip_figures, figures, layer_figures, layers, noise_figure, series
+from gradguard.monitoring.show.report import (
+    advice,
+    clip_figures,
+    element_figure,
+    figures,
+    layer_figures,
+    layers,
+    noise_figure,
+    series,
+)
 from gradguard.monitoring.show.report.figure import Chart, palette
-from gradguard.monitoring.show.report.summary import clip_of, command, environment, labelled, notes
+from gradguard.monitoring.show.report.glossary import TERMS, explained
+from gradguard.monitoring.show.report.summary import clip_of, command, compared, environment, labelled, notes, script_of
 
 _FOLDER = Path(__file__).parent
 _PLOTLY_JS = "plotly-cartesian.min.js"
 """The npm package plotly.js-cartesian-dist-min 4.1.1 as it is, under its own licence in the file beside it. It draws
 scatters, bars and heat maps at a third of the size of the whole plotly.js."""
-_ALL_POINTS = 4 * series.MOST_POINTS
+_ALL_POINTS = 2 * series.MOST_POINTS
 _FEWEST_POINTS = 60
-_FEWEST_CELLS = 10_000
+_COLUMNS_OF_ELEMENTS = 200
+_MOST_SCRIPTS = 3
+_FEWEST_CELLS = 4_000
+_COLUMNS = (
+    ("clip", False), ("final loss", True), ("best loss", True), ("median norm", True), ("largest norm", True),
+    ("clipping bound", True), ("regime", False), ("spikes", True), ("non-finite steps", True),
+)  # fmt: skip
+"""Of the table of several runs: heading, and whether its cells are numbers."""
 
 
 def write_report(records: list[Record], path: str | Path) -> Path:
     """Write one self-contained HTML report about one run, or about several side by side.
 
     **Guarantees**: the page loads nothing from the network; every name that comes from user code is escaped; a
-    record without steps, losses or per-parameter norms gives a page without those charts; a record of a million
-    steps, one of two thousand parameters, and a comparison of eight runs give a page below 7 MB; the page is written
-    whole or not at all.
+    record without steps, losses or per-parameter norms gives a page without those charts; the page of a million steps
+    or of thousands of parameters is below 2.6 MB, and that of eight such runs below 3.6 MB; the page is written whole
+    or not at all.
 
     Args:
         records: One record, or several to compare; the first is the baseline.
@@ -92,11 +109,13 @@ def _replace(path: Path, content: bytes) -> None:
         temporary.unlink(missing_ok=True)
 
 
-def render(records: Sequence[Record]) -> str:
+def render(records: Sequence[Record], version: str = "", words: str = "") -> str:
     """Render the page: a part for each run, and for each optimizer of a run that has several.
 
     Args:
         records: At least one record.
+        version: Of a page that follows its records: what the server calls its present state.
+        words: What such a page says about that.
 
     Returns:
         HTML.
@@ -113,18 +132,32 @@ def render(records: Sequence[Record]) -> str:
         labels = [subject["label"] for subject in subjects]
         overlay = figures.overlay([part.record for part, _, _ in parts], labels, _points(len(parts)))
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
-    environment.filters |= {"number": number, "percent": percent, "threshold": plain_threshold}
+    environment.filters |= {"number": number, "percent": percent, "threshold": plain_threshold, "explained": explained}
+    scripts = list(dict.fromkeys(filter(None, map(script_of, records))))
     return environment.from_string(_text("template.html.jinja")).render(
-        title="Gradient report" if len(records) == 1 else "Runs compared",
+        title=listed(scripts, _MOST_SCRIPTS) if scripts else "Gradient report",
+        kind="Gradient report" if len(records) == 1 else f"{len(records)} runs compared",
         several_records=len(records) > 1,
+        columns=[("run" if len(records) > 1 else "optimizer", False), *_COLUMNS],
         names=[label for _, label in labelled(records)],
+        lead=_lead(records, subjects),
         subjects=subjects,
-        overlay=overlay and _drawn(overlay, "overlay", "overlay"),
+        overlay=overlay and _drawn(overlay, "", "overlay"),
+        terms=sorted(TERMS, key=lambda term: term.name),
+        version=version,
+        words=words,
         plotlyjs=_text(_PLOTLY_JS),
         palette=_json(palette()),
         css=_text("report.css"),
-        js=_text("report.js"),
+        scripts=[_text(name) for name in ("report.js", "terms.js", "download.js", *(["live.js"] if version else []))],
     )
+
+
+def _lead(records: Sequence[Record], subjects: Sequence[dict[str, Any]]) -> str:
+    """The first sentence of a page about several runs or optimizers."""
+    if len(records) > 1:
+        return compared([(label, verdict(record)) for record, label in labelled(records)])
+    return recommend(records[0]).headline if len(subjects) > 1 else ""
 
 
 def _label(part: Part, label: str, records: int) -> str:
@@ -135,8 +168,10 @@ def _subject(part: Part, whole: Record, label: str, identity: str, among: int) -
     record = part.record
     judged, recommendation = verdict(record), recommend(record)
     findings = advice.findings_of(whole, part.index)
+    prefix = f"{identity}-" if among > 1 else ""
     return {
         "id": identity,
+        "prefix": prefix,
         "label": label,
         "clip": clip_of(record),
         "verdict": judged,
@@ -144,8 +179,8 @@ def _subject(part: Part, whole: Record, label: str, identity: str, among: int) -
         "recommendation": recommendation,
         "command": recommendation.rule and command(record, recommendation.rule, part.label),
         "figures": [
-            _drawn(chart, f"{identity}-{place}", identity)
-            for place, chart in enumerate(_charts(record, whole, judged, recommendation, among))
+            _drawn(chart, prefix, identity)
+            for chart in _charts(record, whole, judged, recommendation, among)
             if chart is not None
         ],
         "what_if": advice.replayed(record, recommendation),
@@ -182,6 +217,7 @@ def _charts(
         clip_figures.coefficients(record),
         layer_figures.layer_heat_map(record, whole, max(_FEWEST_CELLS, layers.MOST_CELLS // among)),
         layer_figures.dominance(record, whole, spikes),
+        element_figure.element_magnitudes(record, max(_FEWEST_POINTS // 2, _COLUMNS_OF_ELEMENTS // among)),
         clip_figures.norm_histogram(record, judged, recommendation),
         noise_figure.noise_scale(record, _points(among)),
     ]
@@ -192,7 +228,7 @@ def _points(among: int) -> int:
     return max(_FEWEST_POINTS, min(series.MOST_POINTS, _ALL_POINTS // among))
 
 
-def _drawn(chart: Chart, identity: str, steps: str) -> dict[str, Any]:
+def _drawn(chart: Chart, prefix: str, steps: str) -> dict[str, Any]:
     heat = chart.figure.get("heat")
     modes = [
         ("deviation", "against its own median", True),
@@ -200,7 +236,7 @@ def _drawn(chart: Chart, identity: str, steps: str) -> dict[str, Any]:
         ("ratio", "update / weight", bool(heat and heat["ratio"])),
     ]
     return {
-        "id": identity,
+        "id": prefix + chart.name,
         "chart": chart,
         "json": _json(chart.figure),
         "height": chart.figure["layout"]["height"],

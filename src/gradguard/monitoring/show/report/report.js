@@ -6,7 +6,7 @@
   const config = { responsive: true, displayModeBar: false, doubleClick: "reset" };
   const NONFINITE = -32768, ZERO = -32767, GAP = -32766; // as in layers.py
   const NARROW = 620; // pixels
-  const plots = [...document.querySelectorAll(".plot")];
+  const plots = () => [...document.querySelectorAll(".plot")];
 
   // ------------------------------------------------------------------ theme
   function inTheme(text) {
@@ -28,7 +28,7 @@
     const button = document.getElementById("theme");
     button.textContent = theme === "dark" ? "Light" : "Dark";
     button.setAttribute("aria-label", `${button.textContent} theme`);
-    plots.forEach(draw);
+    plots().forEach(draw);
   }
 
   // ------------------------------------------------------------------ heat map
@@ -39,7 +39,7 @@
   }
 
   function cellsOf(source, mode) {
-    const packed = (source.unpacked ??= unpack(source.cells));
+    const packed = unpack(source.cells);
     const columns = source.steps.length;
     return source.rows.map((_, row) => {
       const shift = mode === "deviation" ? source.medians[row] ?? 0 : 0;
@@ -80,7 +80,7 @@
     const z = cells.map((row) => row.map((cell) => (cell.mark === mark ? 1 : null)));
     const flat = { type: "heatmap", ...axes, z, showscale: false, hoverongaps: false, colorscale: [[0, colour], [1, colour]] };
     const key = { x: [null], y: [null], mode: "markers", name: label, marker: { symbol: "square", color: colour, size: 11 } };
-    return [{ ...flat, hovertemplate: `%{y}<br>step %{x:,.0f}: ${label}<extra></extra>` }, { ...key, showlegend: true }];
+    return [{ ...flat, meta: label, hovertemplate: `%{y}<br>step %{x:,.0f}: ${label}<extra></extra>` }, { ...key, showlegend: true }];
   }
 
   function barBelow(bar, layout) { // beside a narrow heat map it would take the place of the cells
@@ -101,7 +101,7 @@
 
   function heatMap(plot, spec) {
     const heat = spec.heat, mode = plot.dataset.mode;
-    const source = mode === "ratio" ? heat.ratio : heat.norm, cells = cellsOf(source, mode);
+    const source = { ...heat.norm, ...(mode === "ratio" ? heat.ratio : {}) }, cells = cellsOf(source, mode);
     const last = source.steps.at(-1), width = Math.max(1, last - (source.steps.at(-2) ?? last - 1));
     const axes = { x: [...source.steps, last + width], y: source.rows }, what = mode === "ratio" ? "update / weight" : "norm";
     const main = {
@@ -112,11 +112,11 @@
     };
     const zero = marked(cells, ZERO, "zero", heat.colours.zero, axes);
     const lost = marked(cells, NONFINITE, "non-finite", heat.colours.nonfinite, axes);
-    const narrow = plot.clientWidth < NARROW, cut = (label) => (narrow && label.length > 16 ? `…${label.slice(-15)}` : label);
+    const narrow = plot.clientWidth < NARROW, labels = narrow ? source.narrow : source.labels;
     if (narrow && main.colorbar) barBelow(main.colorbar, spec.layout);
     Object.assign(spec.layout.yaxis, {
       tickvals: source.rows.filter((_, row) => row % heat.every === 0),
-      ticktext: source.labels.filter((_, row) => row % heat.every === 0).map(cut),
+      ticktext: labels.filter((_, row) => row % heat.every === 0),
       tickfont: { size: heat.font },
     });
     return [main, ...zero, ...lost];
@@ -129,16 +129,18 @@
       const named = spec.data.filter((trace) => trace.name && trace.showlegend !== false).length;
       if (spec.layout.showlegend !== false) spec.layout.height += 18 * Math.max(0, named - 2); // the legend takes rows
       spreadMarks(spec.layout);
+      if (spec.layout.meta?.narrow) spec.layout.yaxis.ticktext = spec.layout.meta.narrow;
     }
     if (spec.heat) spec.data = heatMap(plot, spec);
     plot.style.height = `${spec.layout.height}px`;
     // What was zoomed stays zoomed when the theme or the mode changes.
-    for (const [name, axis] of Object.entries(plot.layout ?? {}))
-      if (/^xaxis/.test(name) && plot.dataset.steps && spec.layout[name]) spec.layout[name].range = axis.range;
+    const home = spec.layout.xaxis.range, now = plot.layout?.xaxis.range;
+    const zoomed = plot.dataset.steps && plot.home && now && now.some((end, index) => end !== plot.home[index]);
+    for (const name of Object.keys(spec.layout)) if (/^xaxis/.test(name) && zoomed) spec.layout[name].range = [...now];
     Plotly.react(plot, spec.data, spec.layout, config);
+    plot.home = [...(home ?? plot.layout.xaxis.range)];
     if (!plot.dataset.drawn) {
       plot.dataset.drawn = "yes";
-      plot.home = [...(plot.layout.xaxis.range ?? [])];
       if (plot.dataset.steps) plot.on("plotly_relayout", () => follow(plot));
       plot.addEventListener("keydown", (event) => key(plot, event));
     }
@@ -149,7 +151,7 @@
     if (following) return;
     following = true;
     const range = [...plot.layout.xaxis.range];
-    const others = plots.filter((other) => other !== plot && other.dataset.steps === plot.dataset.steps && other.dataset.drawn);
+    const others = plots().filter((other) => other !== plot && other.dataset.steps === plot.dataset.steps && other.dataset.drawn);
     Promise.all(others.map((other) => Plotly.relayout(other, { "xaxis.range": range }))).finally(() => { following = false; });
   }
 
@@ -175,14 +177,16 @@
     show(theme);
   });
   system.addEventListener("change", () => { if (!remembered()) show(system.matches ? "dark" : "light"); });
-  document.querySelectorAll(".modes input").forEach((input) => input.addEventListener("change", () => {
-    const plot = document.getElementById(input.dataset.plot);
-    plot.dataset.mode = input.value;
+  addEventListener("change", ({ target }) => {
+    if (!target.matches(".modes input")) return;
+    const plot = document.getElementById(target.dataset.plot);
+    plot.dataset.mode = target.value;
     draw(plot);
-  }));
+  });
+  addEventListener("page-changed", () => plots().forEach(draw)); // by live.js
   addEventListener("beforeprint", () => {
     printing = root.dataset.theme;
-    document.querySelectorAll(".advice details").forEach((reason) => { reason.open = true; });
+    document.querySelectorAll(".decision details").forEach((reason) => { reason.open = true; });
     show("light");
   });
   addEventListener("afterprint", () => { if (printing) show(printing); printing = null; });

@@ -1,5 +1,6 @@
 """The summary in a terminal, and the same as ``key: value`` lines for logs and scripts."""
 
+import re
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
 _MOST_FINDINGS = 4
 _COMPARED = ("run", "clip", "final loss", "best loss", "largest norm", "steps clipped")
+_MOST_COMPARED = 3
 _REGIME_STYLES = {"never": "blue", "guard": "green", "shaping": "yellow", "normalising": "red"}
 
 
@@ -81,12 +83,56 @@ def clip_of(record: Record) -> str:
     return f"script: {' and '.join(rules)}" + (f"={threshold:g}" if threshold is not None and len(own) == 1 else "")
 
 
+def script_of(record: Record) -> str:
+    """Return the name of the script or module that ran, empty where the record does not say.
+
+    Args:
+        record: The record of a run.
+
+    Example:
+        >>> for argv in (["examples/train.py", "--lr", "1"], ["-m", "package.train"], []):
+        ...     print(script_of(Record(Path("run.jsonl"), {"t": "meta", "argv": argv}, [], [], [], None, False)))
+        train.py
+        package.train
+        <BLANKLINE>
+    """
+    argv = record.meta.get("argv") or [""]
+    return argv[1] if argv[0] == "-m" and len(argv) > 1 else re.split(r"[/\\]", argv[0])[-1]
+
+
+def compared(runs: Sequence[tuple[str, Verdict]]) -> str:
+    """Say which of several runs ended with the lowest loss.
+
+    Args:
+        runs: What to call each run, and its verdict.
+
+    Returns:
+        One or two sentences, empty where fewer than two runs have a loss.
+    """
+    known = sorted((judged.final_loss, label) for label, judged in runs if judged.final_loss is not None)
+    lost = [label for label, judged in runs if judged.diverged]
+    if len(known) + len(lost) < 2:
+        return ""
+    if not known:
+        return "No run ended with a finite loss."
+    (lowest, best), rest = known[0], [f"{label} ends at {number(loss)}" for loss, label in known[1:]]
+    others = [*rest[:_MOST_COMPARED], *([f"{len(rest) - _MOST_COMPARED} more above"] if rest[_MOST_COMPARED:] else ())]
+    others += [f"{label} at one that is not finite" for label in lost]
+    different = len({judged.steps for _, judged in runs}) > 1
+    caution = "They have different numbers of steps. " if different else ""
+    return (
+        f"{best} has the lowest final loss, {number(lowest)}; {', '.join(others)}. {caution}With one run of each, a "
+        "small difference may be chance."
+    )
+
+
 def labelled(records: Sequence[Record]) -> list[tuple[Record, str]]:
     """Return each record with what to call it: its file, or its folder, or its path, whichever tells all apart."""
     stems = [record.path.stem for record in records]
     folders = [_with_folder(record.path) for record in records]
     paths = [redacted(str(record.path)) for record in records]
-    labels = next((names for names in (stems, folders) if len(set(names)) == len(names)), paths)
+    telling = (folders, stems) if stems == [Path(FILE_NAME).stem] else (stems, folders)
+    labels = next((names for names in telling if all(names) and len(set(names)) == len(names)), paths)
     return list(zip(records, labels, strict=True))
 
 
