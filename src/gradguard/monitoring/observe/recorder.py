@@ -10,8 +10,8 @@ import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from typing import Any
 
 from torch import Tensor
@@ -41,12 +41,15 @@ def safely(method: Callable) -> Callable:
     def safe(self: "Recorder", *args: Any) -> Any:
         if not self._active or os.getpid() != self._process:
             return None
-        with self._timed():
-            try:
-                return method(self, *args)
-            except Exception as error:
-                self._fail(error)
-                return None
+        outermost = self._begin_time()
+        try:
+            return method(self, *args)
+        except Exception as error:
+            self._fail(error)
+            return None
+        finally:
+            if outermost:
+                self._end_time()
 
     return never_compiled(safe)  # a script that compiles its step would wait for a compiler of our code, in our time
 
@@ -148,7 +151,10 @@ class Recorder:
 
     def _parameters(self, optimizer: Optimizer) -> list[Tensor]:
         try:
-            return [p for p in parameters_of(optimizer) if isinstance(p, Tensor)]
+            parameters = parameters_of(optimizer)
+            if all(issubclass(kind, Tensor) for kind in set(map(type, parameters))):  # one by one it takes longer
+                return parameters
+            return [p for p in parameters if isinstance(p, Tensor)]
         except Exception as error:  # an optimizer without the usual groups
             self._fail(error)
             return []
@@ -156,21 +162,23 @@ class Recorder:
     @never_compiled
     def _joined(self, parameters: Sequence[Tensor]) -> tuple[bool, Shared | None]:
         """Take part in what processes measure together, also where nothing is written, or watching has failed."""
-        with self._timed():
-            return self._shared.join(parameters, self._stop)
-
-    @contextmanager
-    def _timed(self) -> Iterator[None]:
-        """Add the time of a block to `overhead`, unless the block is within another one, whose time it is."""
-        if getattr(self._thread, "timed", False):
-            yield
-            return
-        self._thread.timed, started = True, time.perf_counter()
+        outermost = self._begin_time()
         try:
-            yield
+            return self._shared.join(parameters, self._stop)
         finally:
-            self._thread.timed = False
-            self._overhead += time.perf_counter() - started
+            if outermost:
+                self._end_time()
+
+    def _begin_time(self) -> bool:
+        """Tell whether this is within nothing else of ours, so that its time is to be added to `overhead`."""
+        if getattr(self._thread, "began", None) is not None:
+            return False
+        self._thread.began = time.perf_counter()
+        return True
+
+    def _end_time(self) -> None:
+        self._overhead += time.perf_counter() - self._thread.began
+        self._thread.began = None
 
     @safely
     def _measure_step(
