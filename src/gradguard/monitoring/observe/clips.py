@@ -109,9 +109,9 @@ class StepClips:
 
         None if one of them is not known.
         """
-        if len(self.parts) == 1 and len(self.parts[0][1]) == self.count:  # as nearly always, and then in their order
+        if len(self.parts) == 1:
             part, places = self.parts[0]
-            if list(places) == list(range(self.count)):
+            if places == range(self.count) or list(places) == list(range(self.count)):  # as nearly always
                 return part.norms
         found: list[Any] = [None] * self.count if now is None else list(now)
         for part, places in self.parts:
@@ -154,21 +154,18 @@ class PendingClips:
 
     def add(self, clip: ScriptClip, gradients: Sequence[Tensor], norms: Norms | None) -> None:
         """Note that ``clip`` has acted on ``gradients``, which had ``norms``."""
-        new = list(range(len(gradients)))
-        if self._parts:
-            own = {id(gradient): k for k, gradient in enumerate(gradients)}
-            for part in self._parts:
-                places = [own.get(id(g), -1) if g is not None else -1 for g in part.living()]
-                new = sorted(set(new).difference(places))
-                self._clip_again(part, places, clip, norms)
-        if new:
-            refs = [weakref.ref(gradients[k]) for k in new]
-            versions = versions_of([gradients[k] for k in new])
-            norms = norms if len(new) == len(gradients) else _some(norms, new)
-            self._parts = [
-                *self._parts[-MOST_PENDING:],
-                ClippedGradients(refs, versions, norms, len(gradients), [clip]),
-            ]
+        whole, own = len(gradients), {id(g): k for k, g in enumerate(gradients)} if self._parts else {}
+        new = set(own.values())
+        for part in self._parts:
+            places = [own.get(id(g), -1) if g is not None else -1 for g in part.living()]
+            new.difference_update(places)
+            self._clip_again(part, places, clip, norms)
+        if len(new) < len(own):  # some have been clipped before
+            gradients, norms = [gradients[k] for k in sorted(new)], _some(norms, sorted(new))
+        if gradients:
+            refs = list(map(weakref.ref, gradients))
+            own_part = ClippedGradients(refs, versions_of(gradients), norms, whole, [clip])
+            self._parts = [*self._parts[-MOST_PENDING:], own_part]
 
     def _clip_again(self, part: ClippedGradients, places: Sequence[int], clip: ScriptClip, norms: Norms | None) -> None:
         """Gradients of ``part`` that are at ``places`` (-1: nowhere) among those that ``clip`` has acted on."""
@@ -312,6 +309,23 @@ class RunningClip:
     captured: CapturedNorms | None = None
 
 
+@dataclass(slots=True)
+class StepGradients:
+    """What a step is made of.
+
+    Attributes:
+        parameters: Those that have gradients; all where processes hold parts.
+        gradients: Their gradients, which are kept alive: for no longer than the step begins.
+        spread: Whether processes hold parts of them.
+        shared: What these have measured together.
+    """
+
+    parameters: list[Tensor]
+    gradients: Sequence[Tensor | None]
+    spread: bool = False
+    shared: Shared | None = None
+
+
 AppliedClip = Callable[[Optimizer, Callable[[], Sequence[nn.Module]]], ClipEvent]
 """A clip that the observer applies before each step, where the user asked for one.
 
@@ -365,7 +379,7 @@ class HeardClips:
             running.norms = shared.norms
         elif not spread and not tells_norms:
             running.parameters = [p for p in parameters if p.grad is not None]
-            running.norms = _measured(running.parameters)
+            running.norms = _norms_at([p.grad for p in running.parameters])
         if call is not None and call.norm is None and call.norm_type == 2 and running.norms is not None:
             running.clip.norm = None if call.whole else total(running.norms)
         return None, replaced
@@ -440,21 +454,20 @@ class HeardClips:
         return self._pending.take(gradients)
 
     def step(
-        self, index: int, optimizer: Optimizer, parameters: Sequence[Tensor], shared: Shared | None,
-        now: Norms | None = None, clipped: StepClips | None = None,
+        self, index: int, optimizer: Optimizer, given: StepGradients, now: Norms | None = None,
+        clipped: StepClips | None = None,
     ) -> StepMeasurement:  # fmt: skip
         """Return what is known of a step that begins: the norms before every clip, and what clipped.
 
         Args:
             index: Number of the step.
             optimizer: The optimizer.
-            parameters: Its parameters that have gradients; all where processes hold parts.
-            shared: What processes have measured together.
+            given: Its gradients.
             now: The norm of each gradient as it is now, if that has been measured.
             clipped: What `take` returned, if it has been called for this step.
         """
-        gradients = [p.grad for p in parameters] if clipped is None or (now is None and shared is None) else []
-        clipped, scale = self._take(gradients) if clipped is None else clipped, getattr(optimizer, "grad_scale", None)
+        parameters, shared, scale = given.parameters, given.shared, getattr(optimizer, "grad_scale", None)
+        clipped = self._take(given.gradients) if clipped is None else clipped
         clips, apart = clipped.clips, clipped.are_apart
         alone = clipped.single_known if shared is None and len(clips) <= 1 else None
         norms = clipped.norms(None) if alone is not None else None
@@ -464,7 +477,7 @@ class HeardClips:
             norms, told = [], unscaled(alone.norm, scale)  # the clip told the norm, and nothing else
         elif norms is None:
             if now is None:
-                now = gradient_norms([g for g in gradients if g is not None]) if shared is None else shared.norms
+                now = _norms_at(given.gradients) if shared is None else shared.norms
             before = clipped.norms(now) if clips else now
             norms, norm_after = (now, True) if before is None else (before, False)
             post = unscaled(total(now), scale) if clips and not norm_after else None
@@ -517,5 +530,5 @@ def _norms_told(parameters: Sequence[Tensor], event: ClipEvent) -> Norms | None:
     return norms.clone() if places == list(range(len(norms))) else norms[places]
 
 
-def _measured(parameters: Sequence[Tensor]) -> Norms:
-    return gradient_norms([p.grad for p in parameters if p.grad is not None])
+def _norms_at(gradients: Sequence[Tensor | None]) -> Norms:
+    return gradient_norms([gradient for gradient in gradients if gradient is not None])

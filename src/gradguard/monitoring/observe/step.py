@@ -377,7 +377,11 @@ def _dominant(step: StepMeasurement, norms: Sequence[float], total: float) -> li
     """The parameter with the largest share of the squared norm, and that share."""
     if not norms or not 0 < total < math.inf:
         return None
-    norm, place = max(zip(norms, step.places, strict=True))
+    norm = max(norms)
+    if norms.count(norm) == 1:
+        place = step.places[norms.index(norm)]
+    else:
+        place = max([p for n, p in zip(norms, step.places, strict=True) if n == norm])
     return [place, (norm / total) ** 2] if place >= 0 else None
 
 

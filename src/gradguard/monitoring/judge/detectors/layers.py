@@ -132,6 +132,9 @@ class Layers:
         sizes = {place: norms[place] / root for place, root in self._roots.items() if norms[place]}
         if len(sizes) < _FEWEST_WEIGHTS:
             return []
+        if min(sizes.values()) >= WEAK_LAYER_SHARE * max(sizes.values()):  # as nearly always, whatever the median is
+            self._weak.follow(i, [])
+            return []
         usual = statistics.median(sizes.values())
         new = self._weak.follow(i, [place for place, size in sizes.items() if size < WEAK_LAYER_SHARE * usual])
         share = min((sizes[place] / usual for place in new), default=0.0)
