@@ -182,7 +182,10 @@ class PendingClips:
         self._replace(part, both, part.part([k for k, place in enumerate(places) if place < 0]))
 
     def take(self, gradients: Sequence[Tensor | None]) -> StepClips:
-        """Return what was clipped of ``gradients`` and is still so, and forget it: their step is here."""
+        """Return what was clipped of ``gradients`` and is still so, and forget it: their step is here.
+
+        With it goes all that has changed: what backward passes without a step brought, the step has taken.
+        """
         if len(self._parts) == 1:  # as nearly always: one clip of exactly these
             (part,) = self._parts
             living = part.living()
@@ -199,13 +202,11 @@ class PendingClips:
         own = {id(gradient): k for k, gradient in enumerate(gradients) if gradient is not None}
         found = []
         for part in self._parts:
-            living = part.living()
-            here = {k: own[id(g)] for k, g in enumerate(living) if g is not None and id(g) in own}
-            if here:
-                unchanged = [k for k in part.unchanged() if k in here]
-                if unchanged:
-                    found.append((part.part(unchanged), [here[k] for k in unchanged]))
-                self._replace(part, part.part([k for k in range(len(living)) if k not in here]))
+            places = [own.get(id(g), -1) if g is not None else -1 for g in part.living()]
+            unchanged = part.unchanged()
+            if here := [k for k in unchanged if places[k] >= 0]:
+                found.append((part.part(here), [places[k] for k in here]))
+            self._replace(part, part.part([k for k in unchanged if places[k] < 0]))
         return StepClips(len(gradients), found)
 
     def clear(self) -> None:
