@@ -45,7 +45,7 @@ def without(monkeypatch, *names):
 # Each name that belongs to a module or a class, so that it can be taken away.
 NAMES = {
     "foreach_norm": ["torch._foreach_norm"],
-    "replace_foreach_norm": ["torch._foreach_norm"],
+    "replace_norms": ["torch._foreach_norm"],
     "foreach_mul_": ["torch._foreach_mul_"],
     "foreach_clamp_": ["torch._foreach_clamp_min_", "torch._foreach_clamp_max_"],
     "assert_async": ["torch._assert_async"],
@@ -86,17 +86,20 @@ def test_foreach_norm(monkeypatch, gone):
     assert [(n.item(), n.dtype) for n in norms] == [(5.0, torch.float64), (2.0, torch.float64)]
 
 
-def test_replace_foreach_norm(monkeypatch):
-    original, given, parameter = torch._foreach_norm, [], nn.Parameter(torch.ones(2))
+def test_replace_norms(monkeypatch):
+    foreach, vector, given, parameter = torch._foreach_norm, torch.linalg.vector_norm, [], nn.Parameter(torch.ones(2))
     parameter.grad = torch.tensor([3.0, 4.0])
-    torch_private.replace_foreach_norm(lambda *args: given.append(args) or original(*args))
+    torch_private.replace_norms(
+        lambda *args: given.append(args) or foreach(*args), lambda *args: given.append(args) or vector(*args)
+    )
     try:
         nn.utils.clip_grad_norm_([parameter], 1.0, foreach=True)
     finally:
-        torch_private.replace_foreach_norm(None)
-    assert len(given) == 1
-    assert torch._foreach_norm is original
-    without(monkeypatch, *NAMES["replace_foreach_norm"]).replace_foreach_norm(print)
+        torch_private.replace_norms(None, None)
+    assert [len(args[0]) for args in given] == [1, 1]
+    assert given[1][0].tolist() == [5.0]
+    assert (torch._foreach_norm, torch.linalg.vector_norm) == (foreach, vector)
+    without(monkeypatch, *NAMES["replace_norms"]).replace_norms(print, None)
     assert not hasattr(torch, "_foreach_norm")
 
 
@@ -142,6 +145,14 @@ def test_version_of():
     assert torch_private.version_of(tensor) == before + 1
     with pytest.raises(UnsupportedVersionError, match=r"changed in place needs torch\.Tensor\._version, which torch 2"):
         torch_private.version_of(SimpleNamespace())
+
+
+def test_versions_of():
+    tensors = [torch.zeros(2), torch.zeros(())]
+    tensors[1].add_(1)
+    assert torch_private.versions_of(tensors) == [0, 1]
+    with pytest.raises(UnsupportedVersionError, match="noticing that a tensor was changed in place"):
+        torch_private.versions_of([SimpleNamespace()])
 
 
 def test_base_of():

@@ -11,6 +11,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
+from operator import attrgetter
 from types import FrameType
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
@@ -39,6 +40,7 @@ def _bound(holder: Any, name: str, feature: str) -> Callable[..., Any]:
 # Arithmetic over many tensors at once: a public function for each tensor does the same, in more kernels.
 
 _foreach_norm = getattr(torch, "_foreach_norm", None)
+vector_norm = torch.linalg.vector_norm
 
 
 def foreach_norm(
@@ -50,13 +52,15 @@ def foreach_norm(
     return _foreach_norm(tensors, ord, dtype)
 
 
-def replace_foreach_norm(function: Callable[..., Any] | None) -> None:
-    """Let torch's own clip take its norms with ``function``; None: as it did. Where it is gone, torch calls it no more.
+def replace_norms(foreach: Callable[..., Any] | None, vector: Callable[..., Any] | None) -> None:
+    """Let torch's own clip take the norms of gradients with ``foreach``, and the norm of these with ``vector``.
 
-    Not `foreach_norm`, which stays what it is.
+    None: as it did. Where one is gone, torch calls it no more. Not `foreach_norm` and `vector_norm`, which stay what
+    they are.
     """
     if _foreach_norm is not None:
-        torch._foreach_norm = _foreach_norm if function is None else function
+        torch._foreach_norm = _foreach_norm if foreach is None else foreach
+    torch.linalg.vector_norm = vector_norm if vector is None else vector
 
 
 def foreach_mul_(tensors: Sequence[Tensor], factor: Tensor) -> None:
@@ -110,6 +114,17 @@ def version_of(tensor: Tensor) -> int:
         return tensor._version
     except AttributeError:
         _refuse("noticing that a tensor was changed in place", "torch.Tensor._version")
+
+
+def versions_of(tensors: Sequence[Tensor]) -> list[int]:
+    """Return `version_of` each of ``tensors``."""
+    try:
+        return list(map(_version, tensors))
+    except AttributeError:
+        _refuse("noticing that a tensor was changed in place", "torch.Tensor._version")
+
+
+_version = attrgetter("_version")
 
 
 def base_of(tensor: Tensor) -> Tensor | None:

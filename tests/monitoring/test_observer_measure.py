@@ -9,9 +9,11 @@ from torch import nn
 
 from gradguard.monitoring.observe.measure import (
     BINS,
+    BLOCK,
     LOWEST,
     MEDIUM,
     SHORT,
+    STACKED,
     gradient_norms,
     histogram_of,
     measure_diagnostics,
@@ -47,6 +49,46 @@ def exact(tensor: torch.Tensor) -> float:
 def test_norms_are_right_to_the_digits_of_a_record(name):
     tensors = [TENSORS[name](), TENSORS["short"]()]
     assert gradient_norms(tensors) == pytest.approx([exact(t) for t in tensors], rel=3e-5)
+
+
+ALIKE = {
+    "as most models": [(16, 16), (16,), (16, 16), (16,), (300, 70)],
+    "more than one copy holds": [(64, 64)] * (BLOCK // 64**2 + 3),
+    "0-dim": [(), (), ()],
+    "nothing": [(0, 3), (0, 3), (2,), (2,)],
+    "too long to be copied": [(STACKED + 1,), (STACKED + 1,)],
+}
+
+
+@pytest.mark.parametrize("name", ALIKE)
+def test_norms_of_tensors_of_one_shape(name):
+    tensors = [torch.randn(shape) * 10.0 ** (k % 7) for k, shape in enumerate(ALIKE[name])]
+    assert gradient_norms(tensors) == pytest.approx([exact(t) for t in tensors], rel=3e-5)
+
+
+CHANGES = {
+    "another shape in the middle": lambda t: t.reshape(2, 8),
+    "another number of elements": lambda t: torch.ones(5),
+    "half precision": lambda t: torch.full((16,), 60000.0).half(),
+    "all that is in the middle in half precision": None,
+    "float64": lambda t: t.double() * 1e100,
+    "squares overflow": lambda t: t * 1e30,
+    "squares underflow": lambda t: t * 1e-30,
+    "sparse": lambda t: t.to_sparse(),
+    "complex": lambda t: t * 1j,
+    "not contiguous": lambda t: torch.randn(16, 2)[:, 1],
+    "not a number": lambda t: t * math.nan,
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_list_of_tensors_that_has_changed_since(name):
+    tensors = [torch.randn(16) for _ in range(6)]
+    gradient_norms(tensors)
+    change = CHANGES[name]
+    for k in (2,) if change else (1, 2, 3, 4):
+        tensors[k] = change(tensors[k]) if change else torch.full((16,), 60000.0).half()
+    assert gradient_norms(tensors) == pytest.approx([exact(t) for t in tensors], rel=3e-5, nan_ok=True)
 
 
 @pytest.mark.parametrize(("bad", "shown"), [(math.nan, "nan"), (math.inf, "inf"), (-math.inf, "inf")])

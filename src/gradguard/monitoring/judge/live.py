@@ -125,8 +125,8 @@ class _Track:
     def tensors(self, line: dict[str, Any]) -> list[Finding]:
         """Return what is new after a line of per-tensor numbers."""
         i, norms, names = line.get("i", 0), line["norm"], self.layers.names
-        bad = [place for place, norm in enumerate(norms) if not _is_finite(norm)]
-        if bad:
+        if None in norms or not all(map(math.isfinite, norms)):
+            bad = [place for place, norm in enumerate(norms) if not _is_finite(norm)]
             self.level.blame(i, [names[place] for place in bad if place < len(names)])
             return []
         absent = [place for place in line.get("absent") or () if isinstance(place, int)]

@@ -4,8 +4,9 @@ import math
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import repeat
+from operator import is_, is_not
 from typing import Any
 
 import torch
@@ -18,136 +19,206 @@ from gradguard.monitoring.observe.measure import Norms, gradient_norms, total, u
 from gradguard.monitoring.observe.shared_norms import Shared
 from gradguard.monitoring.observe.step import EPSILON, FIXED, ScriptClip, StepMeasurement, copied
 from gradguard.tensors.layout import are_readable
-from gradguard.torch_private import foreach_norm, replace_foreach_norm, version_of
+from gradguard.torch_private import foreach_norm, replace_norms, vector_norm, version_of, versions_of
 
 
 @dataclass(slots=True)
-class Clipped:
-    """A parameter whose gradient was clipped: its norm before the first clip, and all clips since.
+class ClippedGradients:
+    """Gradients that the same clips acted on.
 
     Attributes:
-        norms: 2-norms of the gradients before, of all parameters of the first clip; None where they are not known.
-        place: Where this parameter's is.
-        clips: What was done to it.
-        parameter: The parameter, not kept alive.
-        gradient: Its gradient as the last clip left it, not kept alive, and
-        version: how often that had been written by then: more writes mean that it is no longer what it was.
+        gradients: They, not kept alive.
+        versions: How often each had been written when the last clip was done: more writes mean that it is no longer
+            what it was.
+        norms: Their 2-norms before the first clip; None where these are not known.
+        whole: On how many gradients the first clip acted.
+        clips: The clips, in their order.
     """
 
+    gradients: list[weakref.ref]
+    versions: list[int]
     norms: Norms | None
-    place: int
+    whole: int
     clips: list[ScriptClip]
-    parameter: weakref.ref
-    gradient: weakref.ref | None = None
-    version: int = -1
 
-    def holds(self, parameter: Tensor) -> bool:
-        """Tell whether the gradient of ``parameter`` is still the one that was clipped."""
-        gradient = parameter.grad
-        if gradient is None or self.gradient is None or self.gradient() is not gradient:
-            return False
-        return self.parameter() is parameter and version_of(gradient) == self.version
+    def unchanged(self) -> list[int]:
+        """Return the places of those that are still what the last clip left."""
+        living = self.living()
+        if all(map(is_not, living, repeat(None))) and versions_of(living) == self.versions:
+            return list(range(len(living)))
+        pairs = zip(living, self.versions, strict=True)
+        return [k for k, (g, version) in enumerate(pairs) if g is not None and version_of(g) == version]
+
+    def living(self) -> list[Any]:
+        """Return the gradients, None for one that is gone."""
+        return [gradient() for gradient in self.gradients]
+
+    def part(self, places: Sequence[int]) -> "ClippedGradients":
+        """Return some of them."""
+        if len(places) == len(self.gradients):
+            return self
+        gradients, versions = [self.gradients[k] for k in places], [self.versions[k] for k in places]
+        return ClippedGradients(gradients, versions, _some(self.norms, places), self.whole, list(self.clips))
 
 
-@dataclass(slots=True)
-class RunningClip:
-    """A clip that has begun.
+def _some(norms: Norms | None, places: Sequence[int]) -> Norms | None:
+    if norms is None or isinstance(norms, Tensor):
+        return None if norms is None else norms[list(places)]
+    return [norms[k] for k in places]
+
+
+@dataclass(frozen=True, slots=True)
+class StepClips:
+    """What was clipped of the gradients of one step.
 
     Attributes:
-        clip: What is known of it.
-        parameters: Those that it acts on.
-        new: The entries whose norms before it are not known yet.
-        replaced: Whether it replaced clips that no step followed: the script skipped one, or clips each micro-batch.
+        count: Number of its gradients.
+        parts: Those of them that were clipped, and the place of each in the step.
     """
 
-    clip: ScriptClip
-    parameters: list[Tensor]
-    new: list[Clipped]
-    replaced: bool
+    count: int
+    parts: Sequence[tuple[ClippedGradients, Sequence[int]]] = ()
+
+    @property
+    def clips(self) -> list[ScriptClip]:
+        """The clips, each once, in their order.
+
+        Without those that raised, and without those that only measure (``max_norm=inf``).
+        """
+        return [clip for clip in self._calls() if clip.rule and not _only_measures(clip)]
+
+    @property
+    def are_apart(self) -> bool:
+        """Whether some were clipped by other clips than others."""
+        return len({tuple(map(id, part.clips)) for part, _ in self.parts}) > 1
+
+    @property
+    def single_known(self) -> ScriptClip | None:
+        """The one clip that acted on all of them and was alone, if what it did follows from what it told."""
+        calls = self._calls()
+        if len(calls) != 1 or sum(len(places) for _, places in self.parts) != self.count:
+            return None
+        if calls[0].rule == "norm":
+            return calls[0]
+        first, _ = self.parts[0]
+        exactly = first.norms is None or first.whole == self.count
+        return calls[0] if exactly and calls[0].coefficient is not None else None  # of more it says nothing of these
+
+    def norms(self, now: Norms | None) -> Norms | None:
+        """Return the norm of each gradient before its first clip, or ``now`` where it was not clipped.
+
+        None if one of them is not known.
+        """
+        if len(self.parts) == 1:
+            part, places = self.parts[0]
+            if places == range(self.count) or list(places) == list(range(self.count)):  # as nearly always
+                return part.norms
+        found: list[Any] = [None] * self.count if now is None else list(now)
+        for part, places in self.parts:
+            if part.norms is None:
+                return None
+            for k, norm in zip(places, part.norms, strict=True):
+                found[k] = norm
+        if any(norm is None for norm in found):
+            return None
+        if any(isinstance(norm, Tensor) for norm in found):
+            return torch.stack([torch.as_tensor(norm, dtype=torch.float32) for norm in found])
+        return found
+
+    def _calls(self) -> list[ScriptClip]:
+        return list({id(clip): clip for part, _ in self.parts for clip in part.clips}.values())
+
+
+MOST_PENDING = 64
+"""Clips of other gradients each, whose steps do not come, are kept up to so many."""
 
 
 class PendingClips:
-    """What was clipped and not yet stepped."""
+    """What was clipped and not yet stepped: gradients by the clips that acted on them."""
 
     def __init__(self) -> None:
-        self._clipped: dict[int, Clipped] = {}
+        self._parts: list[ClippedGradients] = []
 
-    def add(self, clip: ScriptClip, parameters: Sequence[Tensor], norms: Norms | None) -> RunningClip:
-        """Note that ``clip`` is about to act on ``parameters``, whose gradients have ``norms``."""
-        running = RunningClip(clip, list(parameters), [], False)
-        for place, parameter in enumerate(parameters):
-            key = id(parameter)
-            old = self._clipped.get(key)
-            if old is not None and old.holds(parameter):
-                old.clips.append(clip)
-                if old.norms is None:  # the first clip did not tell them
-                    old.norms, old.place = norms, place
-                    running.new.append(old)
-                continue
-            if old is not None and old.parameter() is parameter:  # its weak reference serves again
-                running.replaced, reference = True, old.parameter
-            else:
-                reference = weakref.ref(parameter, lambda _, key=key: self._clipped.pop(key, None))
-            self._clipped[key] = entry = Clipped(norms, place, [clip], reference)
-            running.new.append(entry)
-        return running
+    def drop_changed(self) -> bool:
+        """Forget gradients that were written or replaced since their clip.
 
-    def finish(self, running: RunningClip, returned: Any, norms: Norms | None = None) -> None:
-        """A clip is done and returned ``returned``; it measured ``norms``, if it was asked to."""
-        for parameter in running.parameters:
-            entry = self._clipped.get(id(parameter))
-            gradient = parameter.grad
-            if entry is not None and gradient is not None:
-                entry.gradient, entry.version = weakref.ref(gradient), version_of(gradient)
-        if running.clip.norm is None:
-            running.clip.norm = copied(returned)
-        for entry in running.new:
-            entry.norms = norms if entry.norms is None else entry.norms
+        Returns:
+            Whether there were any: the script skipped the step of their clip, or clips each micro-batch.
+        """
+        dropped = False
+        for part in self._parts:
+            unchanged = part.unchanged()
+            dropped = dropped or len(unchanged) < len(part.gradients)
+            self._replace(part, part.part(unchanged))
+        return dropped
 
-    def take(self, parameters: Sequence[Tensor]) -> list[Clipped | None]:
-        """Return what was clipped of ``parameters`` and is still so, and forget it: their step is here."""
-        if not self._clipped:
-            return [None] * len(parameters)
-        taken = [self._clipped.pop(id(parameter), None) for parameter in parameters]
-        return [
-            entry if entry is not None and entry.holds(parameter) else None
-            for entry, parameter in zip(taken, parameters, strict=True)
-        ]
+    def add(self, clip: ScriptClip, gradients: Sequence[Tensor], norms: Norms | None) -> None:
+        """Note that ``clip`` has acted on ``gradients``, which had ``norms``."""
+        whole, own = len(gradients), {id(g): k for k, g in enumerate(gradients)} if self._parts else {}
+        new = set(own.values())
+        for part in self._parts:
+            places = [own.get(id(g), -1) if g is not None else -1 for g in part.living()]
+            new.difference_update(places)
+            self._clip_again(part, places, clip, norms)
+        if len(new) < len(own):  # some have been clipped before
+            gradients, norms = [gradients[k] for k in sorted(new)], _some(norms, sorted(new))
+        if gradients:
+            refs = list(map(weakref.ref, gradients))
+            own_part = ClippedGradients(refs, versions_of(gradients), norms, whole, [clip])
+            self._parts = [*self._parts[-MOST_PENDING:], own_part]
+
+    def _clip_again(self, part: ClippedGradients, places: Sequence[int], clip: ScriptClip, norms: Norms | None) -> None:
+        """Gradients of ``part`` that are at ``places`` (-1: nowhere) among those that ``clip`` has acted on."""
+        again = [k for k, place in enumerate(places) if place >= 0]
+        if not again:
+            return
+        both = part.part(again)
+        if both is part:
+            both = replace(part, clips=list(part.clips))
+        both.clips.append(clip)
+        both.versions = versions_of(both.living())
+        if both.norms is None:  # the first clip did not tell them
+            both.norms = _some(norms, [places[k] for k in again])
+        self._replace(part, both, part.part([k for k, place in enumerate(places) if place < 0]))
+
+    def take(self, gradients: Sequence[Tensor | None]) -> StepClips:
+        """Return what was clipped of ``gradients`` and is still so, and forget it: their step is here.
+
+        With it goes all that has changed: what backward passes without a step brought, the step has taken.
+        """
+        if len(self._parts) == 1:  # as nearly always: one clip of exactly these
+            (part,) = self._parts
+            living = part.living()
+            alike = (
+                len(living) == len(gradients)
+                and all(map(is_, living, gradients))
+                and all(map(is_not, living, repeat(None)))
+            )
+            if alike and versions_of(living) == part.versions:
+                self._parts = []
+                return StepClips(len(living), [(part, range(len(living)))])
+        if not self._parts:
+            return StepClips(len(gradients))
+        own = {id(gradient): k for k, gradient in enumerate(gradients) if gradient is not None}
+        found = []
+        for part in self._parts:
+            places = [own.get(id(g), -1) if g is not None else -1 for g in part.living()]
+            unchanged = part.unchanged()
+            if here := [k for k in unchanged if places[k] >= 0]:
+                found.append((part.part(here), [places[k] for k in here]))
+            self._replace(part, part.part([k for k in unchanged if places[k] < 0]))
+        return StepClips(len(gradients), found)
 
     def clear(self) -> None:
         """Forget everything."""
-        self._clipped.clear()
+        self._parts = []
 
-
-def norms_of(clipped: Sequence[Clipped | None], now: Norms | None) -> Norms | None:
-    """Return the norm of each gradient before its first clip, or ``now`` where it was not clipped.
-
-    None if one of them is not known.
-    """
-    first = clipped[0] if clipped else None
-    norms = first.norms if first is not None else None
-    if norms is not None and len(norms) == len(clipped):  # as nearly always: one clip of exactly these
-        alike = [entry is not None and entry.norms is norms and entry.place == k for k, entry in enumerate(clipped)]
-        if all(alike):
-            return norms
-    found: list[Any] = []
-    for k, entry in enumerate(clipped):
-        source, place = (now, k) if entry is None else (entry.norms, entry.place)
-        if source is None:
-            return None
-        found.append(source[place])
-    if any(isinstance(norm, Tensor) for norm in found):
-        return torch.stack([torch.as_tensor(norm, dtype=torch.float32) for norm in found])
-    return found
-
-
-def clips_in(clipped: Sequence[Clipped | None]) -> list[ScriptClip]:
-    """Return the clips that acted on ``clipped``, each once, in their order.
-
-    Without those that raised, and without those that only measure (``max_norm=inf``).
-    """
-    calls = {id(clip): clip for entry in clipped if entry is not None for clip in entry.clips}
-    return [clip for clip in calls.values() if clip.rule and not _only_measures(clip)]
+    def _replace(self, part: ClippedGradients, *others: ClippedGradients) -> None:
+        """Put others in the place of one; those without gradients are left out."""
+        parts: list[ClippedGradients] = []
+        for one in self._parts:
+            parts += [other for other in others if other.gradients] if one is part else [one]
+        self._parts = parts
 
 
 def _only_measures(clip: ScriptClip) -> bool:
@@ -155,53 +226,53 @@ def _only_measures(clip: ScriptClip) -> bool:
     return clip.rule in FIXED and isinstance(threshold, int | float) and math.isinf(threshold)
 
 
-def single_known_clip(clipped: Sequence[Clipped | None]) -> ScriptClip | None:
-    """Return the one clip that acted on all of ``clipped`` and was alone, if what it did follows from what it told."""
-    calls = {id(clip): clip for entry in clipped if entry is not None for clip in entry.clips}
-    first = clipped[0] if clipped else None
-    if len(calls) != 1 or first is None or not all([entry is not None for entry in clipped]):
-        return None
-    (clip,) = calls.values()
-    if clip.rule == "norm":
-        return clip
-    exactly = first.norms is None or len(first.norms) == len(clipped)
-    return clip if exactly and clip.coefficient is not None else None  # of more gradients it says nothing of these
-
-
 class CapturedNorms:
     """The norms that PyTorch's own `clip_grad_norm_` takes of each gradient: measured once for the clip and for us.
 
-    Inside the block `torch._foreach_norm` is the original that also keeps its results.
+    Inside the block `torch._foreach_norm` and `torch.linalg.vector_norm` are the originals that also keep what they
+    are given: the gradients, and the norm of each in one vector.
     """
 
     def __init__(self) -> None:
-        self._found: list[tuple[list[Tensor], Sequence[Tensor]]] = []
+        self.gradients: list[Tensor] = []
+        self._norms: Sequence[Tensor] | None = None
+        self._vector: Tensor | None = None
+        self._calls, self._thread = 0, threading.get_ident()
 
     def __enter__(self) -> "CapturedNorms":
-        replace_foreach_norm(self._call)
+        replace_norms(self._foreach_norm, self._vector_norm)
         return self
 
     def __exit__(self, *exception: object) -> None:
-        replace_foreach_norm(None)  # not what it was: two threads may be in here
+        replace_norms(None, None)  # not what it was: two threads may be in here
 
-    def _call(self, tensors: Any, *args: Any, **kwargs: Any) -> Any:
+    def _foreach_norm(self, tensors: Any, *args: Any, **kwargs: Any) -> Any:
         result = foreach_norm(tensors, *args, **kwargs)
-        with suppress(TypeError):  # a call that is none of the clip's
-            self._found.append((list(tensors), result))
+        if threading.get_ident() == self._thread:
+            self.gradients, self._norms, self._vector = tensors, result, None
+            self._calls += 1
         return result
 
-    def of(self, parameters: Sequence[Tensor], clip: ScriptClip, returned: Any) -> Norms | None:
-        """Return the norm of the gradient of each of ``parameters`` before the clip that was watched."""
-        found = {id(g): n for tensors, norms in self._found for g, n in zip(tensors, norms, strict=True)}
-        gradients = [p.grad for p in parameters if p.grad is not None]
-        try:
-            stacked = torch.stack([found[id(gradient)] for gradient in gradients])
-            return stacked.tolist() if stacked.is_cpu else stacked
-        except (KeyError, RuntimeError):  # it went another way, or over several devices
-            return _before(gradients, clip, returned)
+    def _vector_norm(self, x: Any, *args: Any, **kwargs: Any) -> Any:
+        if self._vector is None and threading.get_ident() == self._thread:
+            self._vector = x
+        return vector_norm(x, *args, **kwargs)
+
+    def norms(self, count: int) -> Norms | None:
+        """Return the norm of each of ``count`` gradients; None if the clip took them another way, or too coarsely.
+
+        One call of `torch._foreach_norm` is for one device and one dtype, which is that of the results.
+        """
+        norms, vector = self._norms, self._vector
+        if self._calls != 1 or norms is None or len(norms) != count or norms[0].dtype not in _PRECISE:
+            return None
+        if vector is None or vector.shape != (count,) or vector.dtype is not norms[0].dtype:
+            vector = torch.stack(list(norms))
+        return vector.tolist() if vector.is_cpu else vector
 
 
-_ORDINARY = [(Tensor, dtype, torch.strided) for dtype in (torch.float32, torch.float64)]
+_PRECISE = (torch.float32, torch.float64)
+_ORDINARY = [(Tensor, dtype, torch.strided) for dtype in _PRECISE]
 
 
 def _before(gradients: Sequence[Tensor], clip: ScriptClip, returned: Any) -> Norms | None:
@@ -222,6 +293,40 @@ def can_capture(gradients: Sequence[Tensor]) -> bool:
     return tuple(kind) in _ORDINARY and device.type in ("cpu", "cuda")
 
 
+@dataclass(slots=True)
+class RunningClip:
+    """A clip that has begun.
+
+    Attributes:
+        clip: What is known of it.
+        parameters: Those that it acts on.
+        norms: The 2-norms of their gradients before it, where these were measured.
+        captured: What it measures itself.
+    """
+
+    clip: ScriptClip
+    parameters: list[Tensor]
+    norms: Norms | None = None
+    captured: CapturedNorms | None = None
+
+
+@dataclass(slots=True)
+class StepGradients:
+    """What a step is made of.
+
+    Attributes:
+        parameters: Those that have gradients; all where processes hold parts.
+        gradients: Their gradients, which are kept alive: for no longer than the step begins.
+        spread: Whether processes hold parts of them.
+        shared: What these have measured together.
+    """
+
+    parameters: list[Tensor]
+    gradients: Sequence[Tensor | None]
+    spread: bool = False
+    shared: Shared | None = None
+
+
 AppliedClip = Callable[[Optimizer, Callable[[], Sequence[nn.Module]]], ClipEvent]
 """A clip that the observer applies before each step, where the user asked for one.
 
@@ -239,6 +344,7 @@ class HeardClips:
     def __init__(self) -> None:
         self.count = 0
         self._pending = PendingClips()
+        self._capturable: dict[tuple[int, ...], bool] = {}  # by lists of parameters
         self._thread = threading.local()  # .clips: those that are running, a clip within another one behind it
 
     def begin(
@@ -262,91 +368,121 @@ class HeardClips:
             What the clip has to run in, if anything; and whether it replaces clips that no step followed.
         """
         self.count += 1
-        with_grad = list(parameters) if spread else [p for p in parameters if p.grad is not None]
-        known, norm = spread or tells_norms, None
-        capture = False
+        replaced = self._pending.drop_changed()
+        running = RunningClip(ScriptClip("", None, None), list(parameters))
+        self._running().append(running)
         if call is not None:
-            gradients = [p.grad for p in with_grad if p.grad is not None]
-            capture = not spread and call.norm_type == 2 and call.measures and can_capture(gradients)
-            norm = copied(call.norm)
-        norms = shared.norms if shared is not None else None if capture or known else _measured(with_grad)
-        if call is not None and norm is None and call.norm_type == 2 and norms is not None and not call.whole:
-            norm = total(norms)
-        clip = ScriptClip("", None, None) if call is None else ScriptClip(call.rule, copied(call.threshold), norm)
-        running = self._pending.add(clip, with_grad, norms)
-        captured = CapturedNorms() if capture else None
-        self._running().append((captured, running))
-        return captured, running.replaced
+            running.clip = ScriptClip(call.rule, copied(call.threshold), copied(call.norm))
+            if not spread and call.norm_type == 2 and call.measures and self._can_capture(parameters):
+                running.captured = CapturedNorms()
+                return running.captured, replaced
+        if shared is not None:
+            running.norms = shared.norms
+        elif not spread and not tells_norms:
+            running.parameters = [p for p in parameters if p.grad is not None]
+            running.norms = _norms_at([p.grad for p in running.parameters])
+        if call is not None and call.norm is None and call.norm_type == 2 and running.norms is not None:
+            running.clip.norm = None if call.whole else total(running.norms)
+        return None, replaced
 
     def end_foreign(self, returned: Any) -> None:
         """The clip of the last `begin` is done and returned this."""
-        captured, running = self._taken()
-        if running is not None:
-            norms = captured.of(running.parameters, running.clip, returned) if captured is not None else None
-            self._pending.finish(running, returned, norms)
+        running = self._taken()
+        if running is None:
+            return
+        if running.clip.norm is None:
+            running.clip.norm = copied(returned)
+        captured = running.captured
+        if captured is None:
+            self._finish(running)
+            return
+        norms, gradients = captured.norms(len(captured.gradients)), captured.gradients
+        if norms is None:  # it went another way, or over several devices
+            self._capturable.clear()
+            gradients = [p.grad for p in running.parameters if p.grad is not None]
+            norms = _before(gradients, running.clip, returned)
+        self._pending.add(running.clip, gradients, norms)
 
     def end(self, event: ClipEvent) -> None:
         """The clip of the last `begin` is done and tells this."""
         if event.elements is not None:  # an error clip, of gradients on their way: none that was begun here
             return
-        _, running = self._taken()
-        if running is not None:
+        if (running := self._taken()) is not None:
             clip = running.clip
             clip.rule, clip.threshold, clip.coefficient = event.rule, copied(event.threshold), copied(event.coefficient)
             clip.norm = copied(event.norm) if event.norm_type == 2 else None
-            self._pending.finish(running, None, _norms_told(running.parameters, event))
+            told = _norms_told(running.parameters, event)
+            running.norms = told if running.norms is None else running.norms
+            self._finish(running)
 
-    def _running(self) -> list[tuple[CapturedNorms | None, RunningClip]]:
+    def _finish(self, running: RunningClip) -> None:
+        gradients = [p.grad for p in running.parameters]
+        there = [k for k, gradient in enumerate(gradients) if gradient is not None]
+        norms = running.norms if len(there) == len(gradients) else _some(running.norms, there)
+        self._pending.add(running.clip, [gradient for gradient in gradients if gradient is not None], norms)
+
+    def _can_capture(self, parameters: Sequence[Tensor]) -> bool:
+        """Remembers `can_capture` of lists that come again; what has been captured shows whether it is still so."""
+        key = len(parameters), *map(id, [*parameters[:1], *parameters[-1:]])
+        if (known := self._capturable.get(key)) is None:
+            if len(self._capturable) >= MOST_PENDING:
+                self._capturable.clear()
+            known = self._capturable[key] = can_capture([p.grad for p in parameters if p.grad is not None])
+        return known
+
+    def _running(self) -> list[RunningClip]:
         if not hasattr(self._thread, "clips"):
             self._thread.clips = []
         return self._thread.clips
 
-    def _taken(self) -> tuple[CapturedNorms | None, RunningClip | None]:
+    def _taken(self) -> RunningClip | None:
         running = self._running()
-        return running.pop() if running else (None, None)
+        return running.pop() if running else None
 
     def forget(self, parameters: Sequence[Tensor] | None = None) -> None:
         """Forget what clipped ``parameters``, or everything."""
         if parameters is None:
             self._pending.clear()
         else:
-            self._pending.take(parameters)
+            self._pending.take([p.grad for p in parameters])
 
-    def take(self, parameters: Sequence[Tensor]) -> list[Clipped | None]:
+    def take(self, parameters: Sequence[Tensor]) -> StepClips:
         """Return what was clipped of ``parameters``, for `step`, and forget it: their step is here."""
+        return self._take([p.grad for p in parameters])
+
+    def _take(self, gradients: Sequence[Tensor | None]) -> StepClips:
         self._running().clear()  # what raised
-        return self._pending.take(parameters)
+        return self._pending.take(gradients)
 
     def step(
-        self, index: int, optimizer: Optimizer, parameters: Sequence[Tensor], shared: Shared | None,
-        now: Norms | None = None, clipped: Sequence[Clipped | None] | None = None,
+        self, index: int, optimizer: Optimizer, given: StepGradients, now: Norms | None = None,
+        clipped: StepClips | None = None,
     ) -> StepMeasurement:  # fmt: skip
         """Return what is known of a step that begins: the norms before every clip, and what clipped.
 
         Args:
             index: Number of the step.
             optimizer: The optimizer.
-            parameters: Its parameters that have gradients; all where processes hold parts.
-            shared: What processes have measured together.
+            given: Its gradients.
             now: The norm of each gradient as it is now, if that has been measured.
             clipped: What `take` returned, if it has been called for this step.
         """
-        clipped, scale = self.take(parameters) if clipped is None else clipped, getattr(optimizer, "grad_scale", None)
-        clips = clips_in(clipped)
-        alone = single_known_clip(clipped) if shared is None and len(clips) <= 1 else None
-        norms = norms_of(clipped, None) if alone is not None else None
+        parameters, shared, scale = given.parameters, given.shared, getattr(optimizer, "grad_scale", None)
+        clipped = self._take(given.gradients) if clipped is None else clipped
+        clips, apart = clipped.clips, clipped.are_apart
+        alone = clipped.single_known if shared is None and len(clips) <= 1 else None
+        norms = clipped.norms(None) if alone is not None else None
         post = told = None
         norm_after, unmeasured = False, now is None
         if alone is not None and norms is None and alone.rule == "norm" and alone.norm is not None:
             norms, told = [], unscaled(alone.norm, scale)  # the clip told the norm, and nothing else
         elif norms is None:
             if now is None:
-                now = _measured(parameters) if shared is None else shared.norms
-            before = norms_of(clipped, now) if clips else now
+                now = _norms_at(given.gradients) if shared is None else shared.norms
+            before = clipped.norms(now) if clips else now
             norms, norm_after = (now, True) if before is None else (before, False)
             post = unscaled(total(now), scale) if clips and not norm_after else None
             alone = alone if norm_after else None
-        apart = len({tuple(map(id, entry.clips)) for entry in clipped if entry is not None}) > 1
         last = clips[-1] if clips and not apart else None
         return StepMeasurement(
             index=index,
@@ -395,5 +531,5 @@ def _norms_told(parameters: Sequence[Tensor], event: ClipEvent) -> Norms | None:
     return norms.clone() if places == list(range(len(norms))) else norms[places]
 
 
-def _measured(parameters: Sequence[Tensor]) -> Norms:
-    return gradient_norms([p.grad for p in parameters if p.grad is not None])
+def _norms_at(gradients: Sequence[Tensor | None]) -> Norms:
+    return gradient_norms([gradient for gradient in gradients if gradient is not None])

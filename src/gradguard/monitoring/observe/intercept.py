@@ -218,6 +218,9 @@ def tensors_of(parameters: Any) -> list[Tensor]:
     entries = parameters.values() if isinstance(parameters, Mapping) else parameters
     if not isinstance(entries, Iterable):
         return []
+    entries = list(entries)
+    if all(issubclass(kind, Tensor) for kind in set(map(type, entries))):  # one by one it takes longer
+        return entries
     plain = [entry[-1] if isinstance(entry, tuple) and entry else entry for entry in entries]
     return [entry for entry in plain if isinstance(entry, Tensor)]
 

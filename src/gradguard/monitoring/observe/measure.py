@@ -9,8 +9,9 @@ optimizer gets them, after any clip, without a loss scale.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -30,10 +31,20 @@ SHORT = 1 << 14
 MEDIUM = 1 << 20
 """Tensors up to this length are measured by a dot product: more accumulators, and several threads."""
 
+STACKED = 1 << 12
+"""Tensors up to this length and of one shape are copied next to one another, and measured by one kernel."""
+
+BLOCK = 1 << 18
+"""Elements of one such copy: it stays in the cache."""
+
 _TRUSTED_ABOVE = 1e-12
 """A float32 norm below may have lost squares to underflow; it is measured again."""
 
 _PLAIN = {torch.float32, torch.float64}
+_ONLY_TENSORS = {Tensor}
+_Stacks = tuple[list[tuple[Callable[[Sequence[Tensor]], tuple[Tensor, ...]], list[int]]], list[int]]
+_alike: dict[tuple, _Stacks] = {}
+_MOST_REMEMBERED = 64
 
 
 def total(norms: Norms) -> Tensor | float:
@@ -59,16 +70,79 @@ def gradient_norms(tensors: Sequence[Tensor]) -> Norms:
         >>> gradient_norms([torch.tensor([3.0, 4.0]), torch.zeros(2)])
         [5.0, 0.0]
     """
-    if not are_readable(*tensors):
+    norms = _norms_of_stacks(tensors)
+    if norms is None:
         refuse_sharded(tensors)
-        return tensor_norms(tensors)
-    if not all([t.dtype in _PLAIN and t.layout is torch.strided and t.is_contiguous() for t in tensors]):
-        refuse_sharded(tensors)
-        return tensor_norms(tensors).tolist()
-    return _readable_norms(tensors)
+        norms = tensor_norms(tensors)
+        return norms.tolist() if are_readable(*tensors) else norms
+    again = [i for i, norm in enumerate(norms) if not _TRUSTED_ABOVE < norm < 1e300]
+    again = [i for i in again if tensors[i].numel()]
+    if again:
+        for i, norm in zip(again, tensor_norms([tensors[i] for i in again]).tolist(), strict=True):
+            norms[i] = abs(norm)  # 0 may come as -0.0
+    return norms
 
 
-def _readable_norms(tensors: Sequence[Tensor]) -> list[float]:
+def _norms_of_stacks(tensors: Sequence[Tensor]) -> list[float] | None:
+    """Measure the short way, which can overflow and underflow.
+
+    Which tensors have one shape is remembered: thousands of small ones are common, and a look at each of them takes
+    longer than its norm. Where the shapes are others by now, `torch.stack` fails.
+
+    Returns:
+        The norms; None for tensors that this is not for.
+    """
+    if not tensors or set(map(type, tensors)) != _ONLY_TENSORS or not tensors[0].is_cpu:
+        return None
+    key = len(tensors), tensors[0].shape, tensors[-1].shape
+    for _ in range(2):
+        if (known := _alike.get(key)) is None:
+            if len(_alike) >= _MOST_REMEMBERED:
+                _alike.clear()
+            known = _alike[key] = _of_one_shape(tensors)
+        stacks, rest = known
+        try:
+            joined = [torch.stack(members(tensors)) for members, _ in stacks]
+        except RuntimeError:  # also of several devices
+            del _alike[key]
+            continue
+        others = [tensors[i] for i in rest]
+        if not _are_plain(joined) or not _are_plain(others):
+            return None
+        norms = [0.0] * len(tensors)
+        for (_, places), stack in zip(stacks, joined, strict=True):
+            found = torch.linalg.vector_norm(stack.view(len(places), -1), dim=1).tolist()
+            for i, norm in zip(places, found, strict=True):
+                norms[i] = norm
+        for i, norm in zip(rest, _norms_one_by_one(others), strict=True):
+            norms[i] = norm
+        return norms
+    return None
+
+
+def _of_one_shape(tensors: Sequence[Tensor]) -> _Stacks:
+    """Put together tensors that are cheaper to copy than to look at: where they are, and the places of all others."""
+    by_shape: dict[torch.Size, list[int]] = {}
+    for i, t in enumerate(tensors):
+        by_shape.setdefault(t.shape, []).append(i)
+    stacks, rest = [], []
+    for shape, places in by_shape.items():
+        size, most = shape.numel(), BLOCK // max(1, shape.numel())
+        pieces = [places[k : k + most] for k in range(0, len(places), most)] if 0 < size <= STACKED else [places]
+        for piece in pieces:
+            if 0 < size <= STACKED and len(piece) > 1:
+                stacks.append((itemgetter(*piece), piece))
+            else:
+                rest += piece
+    return stacks, rest
+
+
+def _are_plain(tensors: Sequence[Tensor]) -> bool:
+    kinds = all([t.dtype in _PLAIN and t.layout is torch.strided and t.is_contiguous() for t in tensors])
+    return kinds and are_readable(*tensors)
+
+
+def _norms_one_by_one(tensors: Sequence[Tensor]) -> list[float]:
     norms = [0.0] * len(tensors)
     sizes = [t.numel() for t in tensors]
     short = [i for i, size in enumerate(sizes) if 0 < size <= SHORT]
@@ -81,11 +155,7 @@ def _readable_norms(tensors: Sequence[Tensor]) -> list[float]:
         flat = [tensors[i].view(-1) for i in medium]
         for i, square in zip(medium, torch.stack([torch.dot(x, x) for x in flat]).tolist(), strict=True):
             norms[i] = square**0.5
-    again = [i for i, norm in enumerate(norms) if sizes[i] and not _TRUSTED_ABOVE < norm < 1e300]
-    if again:
-        for i, norm in zip(again, tensor_norms([tensors[i] for i in again]).tolist(), strict=True):
-            norms[i] = abs(norm)  # 0 may come as -0.0
-    return norms
+    return norms  # 0 of a long one, as of one that underflowed: both are measured again
 
 
 MOST_BYTES = 256 * 2**20

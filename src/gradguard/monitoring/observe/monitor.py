@@ -20,7 +20,7 @@ from gradguard.clip_events import ClipEvent, listen, rule_of
 from gradguard.errors import InvalidTypeError, InvalidValueError
 from gradguard.grad_scaler import listen_to_steps
 from gradguard.monitoring.judge.health import Finding
-from gradguard.monitoring.observe.clips import note_guard
+from gradguard.monitoring.observe.clips import StepGradients, note_guard
 from gradguard.monitoring.observe.loop_setup import Unowned
 from gradguard.monitoring.observe.measure import gradient_norms
 from gradguard.monitoring.observe.meta import (
@@ -38,7 +38,7 @@ from gradguard.monitoring.observe.shared_norms import Shared, are_spread
 from gradguard.monitoring.observe.step import ScaleUpdate, StepMeasurement, copied
 from gradguard.monitoring.show.sinks import Sinks
 from gradguard.optimizer_hooks import EveryStep, runs_hooks
-from gradguard.torch_private import loss_scale_of
+from gradguard.torch_private import grads_of, loss_scale_of
 
 
 class Monitor(Recorder):
@@ -284,18 +284,17 @@ class Monitor(Recorder):
         orders = getattr(getattr(self._guard, "clipper", None), "orders", None)
         return orders is None or orders() == {2.0}
 
-    def _measured(
-        self, optimizer: Optimizer, parameters: list[Tensor], spread: bool, shared: Shared | None
-    ) -> StepMeasurement | None:
+    def _measured(self, optimizer: Optimizer, given: StepGradients) -> StepMeasurement | None:
         clipped = None
         if self._guard is not None:
             if (step := self._guarded(optimizer)) is not None:
                 return step
             parameters, clipped, _, shared = self._thread.before_guard
-        if spread and shared is None:  # nobody has measured
+            given = StepGradients(parameters, grads_of(parameters), given.spread, shared)
+        if given.spread and given.shared is None:  # nobody has measured
             return None
-        step = self._clips.step(self._steps, optimizer, parameters, shared, clipped=clipped)
-        step.places = self._places_of(parameters) if len(step.norms) else []
+        step = self._clips.step(self._steps, optimizer, given, clipped=clipped)
+        step.places = self._places_of(given.parameters) if len(step.norms) else []
         return step
 
     def _is_open(self, optimizer: Optimizer) -> bool:
@@ -328,7 +327,8 @@ class Monitor(Recorder):
         if now is None:
             return None
         if not told or len(parameters) == len(names):
-            step = self._clips.step(self._steps, optimizer, parameters, shared, now=now, clipped=clipped)
+            given = StepGradients(parameters, [], shared=shared)
+            step = self._clips.step(self._steps, optimizer, given, now=now, clipped=clipped)
             step.places = self._places_of(parameters)
         else:
             late = not result.tensor_norms.is_cpu

@@ -2,9 +2,11 @@
 
 import os
 import weakref
+from array import array
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from operator import is_
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ from gradguard.distributed.placements import is_sharded, local_part, placement_o
 from gradguard.errors import GradguardError
 from gradguard.grad_scaler import listen_to_steps
 from gradguard.monitoring.judge.health import Finding
-from gradguard.monitoring.observe.clips import AppliedClip, CapturedNorms, note_applied
+from gradguard.monitoring.observe.clips import AppliedClip, CapturedNorms, StepGradients, note_applied
 from gradguard.monitoring.observe.intercept import ClipCall, patched
 from gradguard.monitoring.observe.loop_setup import IDLE_STEPS, Unowned
 from gradguard.monitoring.observe.meta import (
@@ -29,7 +31,6 @@ from gradguard.monitoring.observe.meta import (
 from gradguard.monitoring.observe.record_buffer import RecordBuffer
 from gradguard.monitoring.observe.recorder import Recorder, safely
 from gradguard.monitoring.observe.schedule import EVERY, Schedule
-from gradguard.monitoring.observe.shared_norms import Shared
 from gradguard.monitoring.observe.step import ScaleUpdate, StepMeasurement
 from gradguard.monitoring.record.file import SCHEMA
 from gradguard.monitoring.record.text import on_stderr
@@ -72,6 +73,9 @@ class Observer(Recorder):
         self._meta, self._every, self._path, self._on_finding = meta, every, path, on_finding
         self._known: dict[int, tuple[weakref.ref, int]] | None = None  # identity -> parameter, its place in meta
         self._optimizers: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+        self._places: weakref.WeakKeyDictionary[Optimizer, tuple[list[weakref.ref], array]] = (
+            weakref.WeakKeyDictionary()
+        )
         self._count = 0  # optimizers but one
         self._losses, self._left = Losses(), last_step
         self._steps_at_update = -1
@@ -140,14 +144,11 @@ class Observer(Recorder):
 
     # --- what differs from other recorders ----------------------------------------------------------------------------
 
-    def _measured(
-        self, optimizer: Optimizer, parameters: list[Tensor], spread: bool, shared: Shared | None
-    ) -> StepMeasurement | None:
-        del spread
-        if not parameters:  # an optimizer that has nothing to do yet
+    def _measured(self, optimizer: Optimizer, given: StepGradients) -> StepMeasurement | None:
+        if not given.parameters:  # an optimizer that has nothing to do yet
             return None
-        step = self._clips.step(self._steps, optimizer, parameters, shared)
-        step.places = [self._place(p) for p in parameters] if len(step.norms) else []
+        step = self._clips.step(self._steps, optimizer, given)
+        step.places = self._places_of(optimizer, given.parameters) if len(step.norms) else []
         return step
 
     def _is_open(self, optimizer: Optimizer) -> bool:
@@ -187,6 +188,14 @@ class Observer(Recorder):
 
     def _tell(self, message: str) -> None:
         on_stderr(message)
+
+    def _places_of(self, optimizer: Optimizer, parameters: list[Tensor]) -> array:
+        """The places of ``parameters`` in meta; those of the last step, where they are the same."""
+        last, places = self._places.get(optimizer, ([], array("q")))
+        if len(last) != len(parameters) or not all(map(is_, [parameter() for parameter in last], parameters)):
+            places = array("q", [self._place(p) for p in parameters])
+            self._places[optimizer] = [weakref.ref(p) for p in parameters], places
+        return places
 
     def _place(self, parameter: Tensor) -> int:
         """The place of ``parameter`` in meta, or -1 for one that came later."""

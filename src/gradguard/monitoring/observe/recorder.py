@@ -10,8 +10,10 @@ import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from itertools import repeat
+from operator import is_not
 from typing import Any
 
 from torch import Tensor
@@ -20,7 +22,7 @@ from torch.optim import Optimizer
 from gradguard.clip_events import ClipEvent
 from gradguard.errors import InvalidTypeError
 from gradguard.grad_scaler import ScalerStep
-from gradguard.monitoring.observe.clips import AppliedClip, HeardClips, note_guard
+from gradguard.monitoring.observe.clips import AppliedClip, HeardClips, StepGradients, note_guard
 from gradguard.monitoring.observe.kept_gradients import STEPS as KEPT_STEPS
 from gradguard.monitoring.observe.kept_gradients import KeptGradients
 from gradguard.monitoring.observe.loop_setup import IDLE_STEPS, IdleOptimizers, Unowned
@@ -31,7 +33,7 @@ from gradguard.monitoring.observe.schedule import Alarm, Schedule
 from gradguard.monitoring.observe.shared_norms import Shared, SharedNorms, are_spread, is_captured, refuse_lost
 from gradguard.monitoring.observe.step import SetupEvent, StepMeasurement, copied, total_of
 from gradguard.monitoring.record.redaction import redacted
-from gradguard.torch_private import never_compiled
+from gradguard.torch_private import grads_of, never_compiled
 
 
 def safely(method: Callable) -> Callable:
@@ -41,12 +43,15 @@ def safely(method: Callable) -> Callable:
     def safe(self: "Recorder", *args: Any) -> Any:
         if not self._active or os.getpid() != self._process:
             return None
-        with self._timed():
-            try:
-                return method(self, *args)
-            except Exception as error:
-                self._fail(error)
-                return None
+        outermost = self._begin_time()
+        try:
+            return method(self, *args)
+        except Exception as error:
+            self._fail(error)
+            return None
+        finally:
+            if outermost:
+                self._end_time()
 
     return never_compiled(safe)  # a script that compiles its step would wait for a compiler of our code, in our time
 
@@ -94,9 +99,7 @@ class Recorder:
 
     # --- what differs -------------------------------------------------------------------------------------------------
 
-    def _measured(
-        self, optimizer: Optimizer, parameters: list[Tensor], spread: bool, shared: Shared | None
-    ) -> StepMeasurement | None:
+    def _measured(self, optimizer: Optimizer, given: StepGradients) -> StepMeasurement | None:
         """What is known of a step before it; None if it is not to be recorded."""
         raise NotImplementedError
 
@@ -135,9 +138,13 @@ class Recorder:
         first = evaluation == 0  # a closure is evaluated several times: the first has the weights of this step
         parameters = self._parameters(optimizer)
         spread, shared = self._joined(parameters) if first else (are_spread(parameters), None)
-        with_grad = parameters if spread else [p for p in parameters if p.grad is not None]
+        gradients = grads_of(parameters)
+        with_grad = parameters
+        if not spread and not all(map(is_not, gradients, repeat(None))):
+            with_grad = [p for p, gradient in zip(parameters, gradients, strict=True) if gradient is not None]
+            gradients = grads_of(with_grad)
         if first:
-            self._measure_step(optimizer, with_grad, spread, shared)
+            self._measure_step(optimizer, StepGradients(with_grad, gradients, spread, shared))
             if self._unowned is not None or id(optimizer) not in self._idle.alive:
                 self._look_at_setup(optimizer, parameters, bool(with_grad))
         else:
@@ -148,7 +155,10 @@ class Recorder:
 
     def _parameters(self, optimizer: Optimizer) -> list[Tensor]:
         try:
-            return [p for p in parameters_of(optimizer) if isinstance(p, Tensor)]
+            parameters = parameters_of(optimizer)
+            if all(issubclass(kind, Tensor) for kind in set(map(type, parameters))):  # one by one it takes longer
+                return parameters
+            return [p for p in parameters if isinstance(p, Tensor)]
         except Exception as error:  # an optimizer without the usual groups
             self._fail(error)
             return []
@@ -156,31 +166,31 @@ class Recorder:
     @never_compiled
     def _joined(self, parameters: Sequence[Tensor]) -> tuple[bool, Shared | None]:
         """Take part in what processes measure together, also where nothing is written, or watching has failed."""
-        with self._timed():
-            return self._shared.join(parameters, self._stop)
-
-    @contextmanager
-    def _timed(self) -> Iterator[None]:
-        """Add the time of a block to `overhead`, unless the block is within another one, whose time it is."""
-        if getattr(self._thread, "timed", False):
-            yield
-            return
-        self._thread.timed, started = True, time.perf_counter()
+        outermost = self._begin_time()
         try:
-            yield
+            return self._shared.join(parameters, self._stop)
         finally:
-            self._thread.timed = False
-            self._overhead += time.perf_counter() - started
+            if outermost:
+                self._end_time()
+
+    def _begin_time(self) -> bool:
+        """Tell whether this is within nothing else of ours, so that its time is to be added to `overhead`."""
+        if getattr(self._thread, "began", None) is not None:
+            return False
+        self._thread.began = time.perf_counter()
+        return True
+
+    def _end_time(self) -> None:
+        self._overhead += time.perf_counter() - self._thread.began
+        self._thread.began = None
 
     @safely
-    def _measure_step(
-        self, optimizer: Optimizer, parameters: list[Tensor], spread: bool, shared: Shared | None
-    ) -> None:
+    def _measure_step(self, optimizer: Optimizer, given: StepGradients) -> None:
         self._thread.step = None  # of a step that raised
-        if not (parameters and is_captured(parameters[0])):
+        if not (given.parameters and is_captured(given.parameters[0])):
             if not self._is_open(optimizer):
-                self._forget(parameters)
-            elif (step := self._measured(optimizer, parameters, spread, shared)) is not None:
+                self._forget(given.parameters)
+            elif (step := self._measured(optimizer, given)) is not None:
                 self._label(step, optimizer)
                 step.lr = copied(optimizer.param_groups[0].get("lr"))
                 step.scaled = getattr(self._thread, "scaled", False)

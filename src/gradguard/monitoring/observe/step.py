@@ -228,12 +228,14 @@ def _lines_of_step(step: StepMeasurement, table: ParameterTable, every: int) -> 
     if not step.clips and step.guard_rule is None:  # which tell more
         _take_logged(step)
     norms = _numbers(step.norms)
-    yield _step_line(step, norms)
+    line = _step_line(step, norms)
+    yield line
     due = step.turn % every == 0 or step.diagnostics is not None
     if due and max(step.places, default=-1) >= 0:  # else it is not known whose norms they are
         yield _tensors_line(step, norms, table)
     overflowed = step.found_inf is not None and float(step.found_inf)
-    if not overflowed and not all(map(math.isfinite, norms)):  # a scaler's search for its scale is an amp_skip
+    finite = (step.total is None and math.isfinite(line["norm"])) or all(map(math.isfinite, norms))
+    if not overflowed and not finite:  # a scaler's search for its scale is an amp_skip
         yield _nonfinite_line(step, norms, table.names)
 
 
@@ -377,7 +379,11 @@ def _dominant(step: StepMeasurement, norms: Sequence[float], total: float) -> li
     """The parameter with the largest share of the squared norm, and that share."""
     if not norms or not 0 < total < math.inf:
         return None
-    norm, place = max(zip(norms, step.places, strict=True))
+    norm = max(norms)
+    if norms.count(norm) == 1:
+        place = step.places[norms.index(norm)]
+    else:
+        place = max([p for n, p in zip(norms, step.places, strict=True) if n == norm])
     return [place, (norm / total) ** 2] if place >= 0 else None
 
 

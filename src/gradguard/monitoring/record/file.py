@@ -8,7 +8,6 @@ measured has no key, so that "not measured", "not finite" and 0 stay three diffe
 import errno
 import functools
 import itertools
-import json
 import operator
 import os
 from bisect import bisect_left
@@ -16,7 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from io import BufferedReader, FileIO
-from math import isfinite
+from json.encoder import encode_basestring
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -29,8 +28,8 @@ FILE_NAME = "run.jsonl"
 Line = dict[str, Any]
 """One line: its kind under ``"t"``; before it is written, floats may be NaN or infinite."""
 
-ARRAY_DIGITS = 4
-SCALAR_DIGITS = 7
+ARRAY, SCALAR = "%.4g", "%.7g"
+"""How many digits of a number are written: in an array of one for each parameter, and elsewhere."""
 
 SCHEMA = 1
 """The version of the lines' meaning; a reader of another version takes what it knows and says so."""
@@ -149,17 +148,22 @@ class RecordWriter:
         Args:
             kind: ``"meta"``, ``"step"``, ``"tensors"``, ``"event"`` or ``"end"``.
             **fields: Numbers, strings, booleans, and lists or dictionaries of them.
+        """
+        self.write_line({"t": kind, **fields})
+
+    def write_line(self, line: Line) -> None:
+        """Write one line, as `write` does.
+
+        Args:
+            line: Its kind under ``"t"``, and its fields.
 
         Raises:
             RecordError: The writer is closed.
         """
         if self._file.closed:
             raise RecordError(f"the record {self.path} is closed; write before close(), or open a new one")
-        line = {"t": kind}
-        for key, value in fields.items():
-            if value is not None:
-                line[key] = _plain(value)
-        text = _ENCODER.encode(line)
+        fields = [f"{_string(key)}: {_json(value)}" for key, value in line.items() if value is not None]
+        text = f"{{{', '.join(fields)}}}"
         self._lines.append(text)
         self._size += len(text)
         if self._size > MOST_BUFFERED:
@@ -259,32 +263,54 @@ def _created(path: Path) -> tuple[Path, FileIO]:
     raise AssertionError  # numbers do not end
 
 
-def _plain(value: Any, digits: int = SCALAR_DIGITS) -> Any:
-    # Round floats, turn non-finite ones into None, and go down into lists and dictionaries.
-    if isinstance(value, float):
-        return float(f"{value:.{digits}g}") + 0.0 if isfinite(value) else None  # no -0.0
-    if isinstance(value, str):  # an argument that is not UTF-8 arrives with surrogates, which no file can hold
-        return value.encode("utf-8", "backslashreplace").decode("utf-8")
-    if isinstance(value, (list, tuple)):
-        if value and isinstance(value[0], (list, tuple)):  # a few rows, no array: what stands in them are scalars
-            return [[_plain(x) for x in row] for row in value]
-        return [
-            (float(f"{x:.4g}") + 0.0 if isfinite(x) else None) if type(x) is float else _plain(x, ARRAY_DIGITS)
-            for x in value
-        ]
+def _json(value: Any, form: str = SCALAR) -> str:
+    """Write ``value`` as JSON, floats in ``form``: rounding and writing in one is three times as fast."""
+    kind = type(value)
+    if kind is float:
+        text = form % value
+        return text if "." in text or "e" in text else _whole(text)
+    if kind is str:
+        return _string(value)
+    if kind is int:
+        return str(value)
+    if value is None or kind is bool:
+        return "null" if value is None else "true" if value else "false"
+    if isinstance(value, list | tuple):
+        if value and set(map(type, value)) == {float}:
+            texts = (f"{ARRAY} " * len(value) % tuple(value)).split()
+            return f"[{', '.join([text if '.' in text or 'e' in text else _whole(text) for text in texts])}]"
+        rows = bool(value) and isinstance(value[0], list | tuple)  # no array: what stands in them are scalars
+        return f"[{', '.join([_row(item) if rows else _json(item, ARRAY) for item in value])}]"
     if isinstance(value, dict):
-        return {str(key): _plain(item) for key, item in value.items()}
-    return value
+        return f"{{{', '.join([f'{_string(str(key))}: {_json(item)}' for key, item in value.items()])}}}"
+    for plain in (float, int, str):  # of a class of its own, such as NumPy's
+        if isinstance(value, plain):
+            return _json(plain(value), form)
+    raise _refusal(value)
 
 
-def _refuse(value: object) -> None:
-    raise InvalidTypeError(
+@functools.lru_cache(maxsize=256)
+def _string(text: str) -> str:
+    """Write a string: an argument that is not UTF-8 arrives with surrogates, which no file can hold."""
+    return encode_basestring(text.encode("utf-8", "backslashreplace").decode("utf-8"))
+
+
+def _row(row: Any) -> str:
+    return f"[{', '.join(map(_json, row))}]"
+
+
+def _whole(text: str) -> str:
+    """What a float that was written without a point or an exponent is in JSON."""
+    if text in ("nan", "inf", "-inf"):
+        return "null"
+    return "0.0" if text == "-0" else f"{text}.0"
+
+
+def _refusal(value: object) -> InvalidTypeError:
+    return InvalidTypeError(
         f"a record holds plain numbers, strings, lists and dictionaries, got {type(value).__name__}; "
         "turn a tensor into numbers first, with .item() or .tolist()"
     )
-
-
-_ENCODER = json.JSONEncoder(allow_nan=False, ensure_ascii=False, default=_refuse)  # json.dumps would make one a line
 
 
 def _locate(path: Path) -> Path:

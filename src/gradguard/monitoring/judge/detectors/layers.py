@@ -94,11 +94,11 @@ class Layers:
             return []  # where all of them are 0, the norm says so
         if self._several:
             self._tensors = sum(norm > 0 for norm in norms)
-        for place, norm in enumerate(norms):
-            if norm:
-                self._alive[place] = True
-        # With several optimizers, a parameter that never had a gradient on this one's steps is another's.
-        zero = [place for place, norm in enumerate(norms) if not norm and (self._alive[place] or not self._several)]
+        if not all(self._alive):
+            self._alive = [alive or norm > 0 for alive, norm in zip(self._alive, norms, strict=True)]
+        zero = []
+        if 0.0 in norms:  # with several optimizers, one that never had a gradient on this one's steps is another's
+            zero = [place for place, norm in enumerate(norms) if not norm and (self._alive[place] or not self._several)]
         found = self._detach(i, absent) if absent or self._absences else []
         if absent:
             zero = [place for place in zero if place not in absent]
@@ -132,6 +132,9 @@ class Layers:
         sizes = {place: norms[place] / root for place, root in self._roots.items() if norms[place]}
         if len(sizes) < _FEWEST_WEIGHTS:
             return []
+        if min(sizes.values()) >= WEAK_LAYER_SHARE * max(sizes.values()):  # as nearly always, whatever the median is
+            self._weak.follow(i, [])
+            return []
         usual = statistics.median(sizes.values())
         new = self._weak.follow(i, [place for place, size in sizes.items() if size < WEAK_LAYER_SHARE * usual])
         share = min((sizes[place] / usual for place in new), default=0.0)
@@ -161,6 +164,8 @@ class _Runs:
 
     def follow(self, i: int, faulty: Sequence[int]) -> list[int]:
         """Return the parameters on which the fault has lasted long enough just now; let open episodes go on."""
+        if not faulty and not self._counts:  # as nearly always
+            return []
         self._counts = {place: self._counts.get(place, 0) + 1 for place in faulty}
         self.since = {place: self.since.get(place, i) for place in faulty}
         self.episodes = {place: its for place in faulty if (its := self.episodes.get(place)) is not None}

@@ -26,7 +26,7 @@ class JsonLinesSink:
     def push(self, lines: Sequence[Line]) -> None:
         """Write ``lines`` and hand them to the operating system."""
         for line in lines:
-            self._writer.write(line["t"], **{key: value for key, value in line.items() if key != "t"})
+            self._writer.write_line(line)
         self._writer.flush()
 
     def close(self) -> None:

@@ -1,0 +1,89 @@
+"""What was clipped and not yet stepped, against a dictionary with an entry for each gradient."""
+
+import random
+import weakref
+
+import pytest
+import torch
+
+from gradguard.monitoring.observe.clips import PendingClips
+from gradguard.monitoring.observe.step import ScriptClip
+
+
+class EachByItself:
+    """The slow twin: of each gradient its norm before the first clip, and the clips since."""
+
+    def __init__(self):
+        self.entries = {}
+
+    def drop_changed(self, changed):
+        dropped = [k for k in self.entries if k in changed]
+        for k in dropped:
+            del self.entries[k]
+        return bool(dropped)
+
+    def add(self, clip, places, norms):
+        for k, norm in zip(places, norms or [None] * len(places), strict=True):
+            before, clips = self.entries.get(k, (None, []))
+            self.entries[k] = (norm if before is None else before, [*clips, clip.threshold])
+
+    def take(self, places, changed):
+        self.drop_changed(changed)
+        return [self.entries.pop(k, None) for k in places]
+
+
+def shown(found):
+    entries = [None] * found.count
+    for part, places in found.parts:
+        norms = [None] * len(places) if part.norms is None else [float(norm) for norm in part.norms]
+        for k, norm in zip(places, norms, strict=True):
+            entries[k] = (norm, [clip.threshold for clip in part.clips])
+    return entries
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_clips_of_any_gradients_in_any_order(seed):
+    draw = random.Random(seed)
+    gradients = [torch.zeros(2) for _ in range(5)]
+    pending, twin, changed = PendingClips(), EachByItself(), set()
+    for number in range(60):
+        places = draw.sample(range(5), draw.randint(1, 5)) if draw.random() < 0.5 else list(range(5))
+        chosen = [gradients[k] for k in places]
+        act = draw.choice(["clip", "clip", "take", "write", "replace"])
+        if act == "clip":
+            assert pending.drop_changed() == twin.drop_changed(changed)
+            clip = ScriptClip("norm", float(number), None)
+            norms = draw.choice([None, [number + k / 10 for k in places]])
+            told = torch.tensor(norms, dtype=torch.float64) if norms and draw.random() < 0.5 else norms
+            torch._foreach_mul_(chosen, 0.5)
+            pending.add(clip, chosen, told)
+            twin.add(clip, places, norms)
+            changed.clear()
+        elif act == "take":
+            found = pending.take(chosen)
+            assert shown(found) == twin.take(places, changed)
+            changed.clear()
+        elif act == "write":
+            gradients[places[0]].add_(1)
+            changed.add(places[0])
+        else:
+            del chosen
+            gradients[places[0]] = torch.zeros(2)
+            changed.add(places[0])
+
+
+def test_gradients_are_not_kept_alive():
+    pending, gradient = PendingClips(), torch.zeros(2)
+    pending.add(ScriptClip("norm", 1.0, None), [gradient], [2.0])
+    ref = weakref.ref(gradient)
+    del gradient
+    assert ref() is None
+    assert pending.take([torch.zeros(2)]).parts == []
+
+
+def test_clips_whose_steps_do_not_come_are_not_kept_for_ever(monkeypatch):
+    monkeypatch.setattr("gradguard.monitoring.observe.clips.MOST_PENDING", 3)
+    pending, gradients = PendingClips(), [torch.zeros(1) for _ in range(6)]
+    for k, gradient in enumerate(gradients):
+        pending.add(ScriptClip("norm", float(k), None), [gradient], None)
+    assert [entry is not None for entry in shown(pending.take(gradients))] == [False, False, True, True, True, True]
