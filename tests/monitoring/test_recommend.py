@@ -61,14 +61,18 @@ DECISIONS = {
     "spikes and a little drift, Adam": (run(falling(SPIKED, 3), "Adam"), "constant", "norm=0.35", "weigh the same"),
     "heavy tails": (run(log_normal(600, spread=0.6)), "constant", "norm=1.4", "heavy-tailed"),
     "wild": (run(HEAVY), "constant", "norm=0.53", "more than 12 times those around.*heavy-tailed.*tune"),
-    "NaN at step 19": (run(NAN), "fix", "norm=0.3", r"blew up at step 19. Clip at 0.3 as well.*gradguard tune"),
+    "NaN at step 19": (run(NAN), "fix", "norm=0.1", r"rate by 0.3: the run blew up at step 19. Clip at 0.1 as well.*tune"),
+    "NaN at step 19, Adam": (run(NAN, "Adam"), "fix", "norm=0.3", r"rate by 0.1: .* Clip at 0.3 as well"),
     "NaN at once": (run([None] * 50), "fix", None, "the run blew up at step 0"),
     "a scaler's search": (run([None] * 5 + CALM), "nothing", None, "Nothing to clip"),
-    "jumped, learned nothing": (run(blown()[0], losses=blown()[1]), "fix", "norm=0.3", "blew up at step 20"),
+    "jumped, learned nothing": (run(blown()[0], losses=blown()[1]), "fix", "norm=0.1", "blew up at step 20"),
     "jumped, learned": (
         run(blown(at=150)[0], losses=blown(at=150, late=1.0)[1]), "constant", "norm=1.0", "3 of 270 norms"),
     "overshot, learned": (
-        run(blown(at=2)[0], losses=blown(at=2, late=1.0, peak=80.0)[1]), "fix", "norm=0.3", "step 2"),
+        run(blown(at=2)[0], losses=blown(at=2, late=1.0, peak=80.0)[1]), "fix", "norm=0.1", "step 2"),
+    "noisy losses": (run(HEAVY, losses=log_normal(600, spread=1.0)), "constant", "norm=0.53", "heavy-tailed"),
+    "noisy losses that end higher": (
+        run(falling(HEAVY, 1e-2), losses=falling(log_normal(600, spread=1.0), 0.3)), "fix", "norm=0.029", "rose"),
     "losses below 0": (run(CALM, losses=[-1.0] * 600), "nothing", None, "Nothing to clip"),
     "losses never fall": (run(CALM, losses=[2.3] * 600), "nothing", None, "Nothing to clip"),
     "spoiled batches": (

@@ -61,8 +61,12 @@ of heavy tails with outliers besides, whose steps make ordinary norms larger tha
 LEARNED_LOSS = 0.8
 """A loss that came below this share of its first value has learned something."""
 
+NOISY_LOSS = 0.4
+"""Losses with a larger local spread tell little: lost is a run whose loss and norm both end above where they began."""
+
 OVERSHOT_LOSS = 5.0
-"""A loss so many times the first one within the first 10 steps: the first steps themselves were too large."""
+"""A loss so many times the first one within the first 10 steps: the first steps themselves were too large. Noisy losses
+that end so high are no noise."""
 
 OVERCOME_LOSS = 0.15
 """Below this share of the first loss that was overcome."""
@@ -70,8 +74,12 @@ OVERCOME_LOSS = 0.15
 SPOILED_LOSS = 10.0
 """Single losses so many times the first one, late in a run, are of bad batches: that comes from the data."""
 
-LESS_RATE, LESS_NORM = 0.1, 0.3
-"""Of the learning rate, and of the first norms as a threshold: what to try first in a run that blew up."""
+LESS_RATE, LESS_NORM = 0.3, 0.1
+"""Of the learning rate, and of the first norms as a threshold: what to try first in a run that blew up. Their product
+bounds a step; small gradients move more by a higher rate and a lower threshold."""
+
+LESS_RATE_SCALE_FREE, LESS_NORM_SCALE_FREE = 0.1, 0.3
+"""With an optimizer that cancels a scale only the rate makes steps shorter."""
 
 _FIRST = 5  # losses and norms that say how a run began
 _NEAR_JUMP = 10  # a second jump within so many steps: a single one is a batch
@@ -122,9 +130,10 @@ def recommend(record: Record) -> Recommendation:
     an optimizer of another model (see `findings`)
     several optimizers                                        unknown   none, and a decision for each
     no pre-clip norm                                          unknown   none
-    it ends not finite; or loss and norm jumped (1.2 and 3    fix       a tenth of the learning rate, and as a threshold
-    times the first, and not just on single steps up to the             0.3 times the first norms
-    end) and the last losses are above 0.8 times the first
+    it ends not finite; or loss and norm jumped (1.2 and 3    fix       0.3 times the learning rate, and as a threshold
+    times the first, and not just on single steps up to the             0.1 times the smallest of the first norms; 0.1
+    end) and the last losses are above 0.8 times the first              and 0.3 with an optimizer that cancels a scale
+    (where losses are noisy: both stay so high)
     fewer than 200 usable steps                               unknown   none
     a norm clip bound on more than half of the steps, with    fix       that one; the learning rate is what it sets
     an optimizer that does not cancel a scale
@@ -207,18 +216,20 @@ def _blown_up(record: Record, several: bool) -> Recommendation | None:
         return None
     at, finite = steps[place]["i"], not (is_nonfinite(steps[place]) or _has_no_loss(steps[place]))
     norms = [step["norm"] for step in steps[: min(max(place, 1), _FIRST)] if step.get("norm")]
+    cancels = is_scale_free(record)
+    rate, share = (LESS_RATE_SCALE_FREE, LESS_NORM_SCALE_FREE) if cancels else (LESS_RATE, LESS_NORM)
     what = "rose and did not come back" if finite else "or the gradients were not finite"
     where = f"; the first norms were {number(min(norms))} and more" if norms else ""
     reason = (
         f"The loss {what} from step {at} on{where}. No rule that follows such norms can help, because none of them was "
-        "ever usual. A tenth of the rate, and 0.3 times the smallest of them as a threshold, are where to begin; what "
-        f"is best, an experiment tells: {_tune(record)}."
+        f"ever usual. {rate:g} times the rate, and {share:g} times the smallest of them as a threshold, are "
+        f"where to begin; what is best, an experiment tells: {_tune(record)}."
     )
-    headline = f"Lower the learning rate to a tenth: the run blew up at step {at}."
-    fix = Recommendation("fix", headline, reason, rate_factor=LESS_RATE, usable_steps=len(norms))
+    headline = f"Multiply the learning rate by {rate:g}: the run blew up at step {at}."
+    fix = Recommendation("fix", headline, reason, rate_factor=rate, usable_steps=len(norms))
     if not norms:
         return fix
-    threshold = _two_digits(LESS_NORM * min(norms))  # the others may have exploded already
+    threshold = _two_digits(share * min(norms))  # the others may have exploded already
     text = plain_threshold(threshold)
     return replace(fix, headline=f"{headline} Clip at {text} as well.", threshold=threshold, rule=f"norm={text}")
 
@@ -244,7 +255,11 @@ def _end_of_learning(steps: list[dict[str, Any]]) -> int | None:
         for place, step in enumerate(steps)
         if place and (step.get("loss") or 0) > JUMPED_LOSS * first and (step.get("norm") or 0) > JUMPED_NORM * usual
     ]
-    late, end = known[len(known) // 2 :], statistics.median(known[-max(_FIRST, len(known) // 10) :])
+    late, end = known[len(known) // 2 :], _ending(known)
+    if local_spread([loss for loss in known if loss > 0]) > NOISY_LOSS:
+        higher = end > OVERSHOT_LOSS * first or _ending(norms) > JUMPED_NORM * usual
+        lost = end > JUMPED_LOSS * first and higher
+        return jumps[0] if jumps and lost else None
     if jumps and jumps[0] < _NEAR_JUMP and max(known[: jumps[0] + 1]) > OVERSHOT_LOSS * first:
         after = statistics.median(known[jumps[0] + 1 : jumps[0] + 4] or known)
         if after > JUMPED_LOSS * first and end > OVERCOME_LOSS * first:  # else it was a batch, or did not matter
@@ -263,17 +278,16 @@ def _beginning(values: Sequence[float]) -> float:
     return min(values[0], statistics.median(values[:_FIRST]))
 
 
+def _ending(values: Sequence[float]) -> float:
+    return statistics.median(values[-max(_FIRST, len(values) // 10) :])
+
+
 def _has_no_loss(step: dict[str, Any]) -> bool:
     return "loss" in step and step["loss"] is None
 
 
 def _tune(record: Record) -> str:
-    return f"gradguard tune {_script(record)}"
-
-
-def _script(record: Record) -> str:
-    argv = record.meta.get("argv") or ["train.py"]
-    return " ".join(map(str, argv))
+    return f"gradguard tune {record.script}"
 
 
 # A run that can be judged.
@@ -405,10 +419,6 @@ def _quantile(norms: Sequence[float], share: float) -> float:
 
 def _two_digits(value: float) -> float:
     return float(f"{value:.1e}")
-
-
-def _middle(values: Sequence[float]) -> float | None:
-    return statistics.median(values) if values else None
 
 
 def _bound_share(record: Record) -> float:
