@@ -61,7 +61,8 @@ DECISIONS = {
     "spikes and a little drift, Adam": (run(falling(SPIKED, 3), "Adam"), "constant", "norm=0.35", "weigh the same"),
     "heavy tails": (run(log_normal(600, spread=0.6)), "constant", "norm=1.4", "heavy-tailed"),
     "wild": (run(HEAVY), "constant", "norm=0.53", "more than 12 times those around.*heavy-tailed.*tune"),
-    "NaN at step 19": (run(NAN), "fix", "norm=0.1", r"rate by 0.3: the run blew up at step 19. Clip at 0.1 as well.*tune"),
+    "NaN at step 19": (
+        run(NAN), "fix", "norm=0.1", r"rate by 0.3: the run blew up at step 19. Clip at 0.1 as well.*tune"),
     "NaN at step 19, Adam": (run(NAN, "Adam"), "fix", "norm=0.3", r"rate by 0.1: .* Clip at 0.3 as well"),
     "NaN at once": (run([None] * 50), "fix", None, "the run blew up at step 0"),
     "a scaler's search": (run([None] * 5 + CALM), "nothing", None, "Nothing to clip"),
