@@ -138,10 +138,11 @@ def recommend(record: Record) -> Recommendation:
     a norm clip bound on more than half of the steps, with    fix       that one; the learning rate is what it sets
     an optimizer that does not cancel a scale
     a clip bound all along                                    keep      that one
-    no outliers, and: s at most 0.4 with another optimizer, or  nothing   none
-    the median norm drifts by more than 2x (5x down, with an
-    optimizer that cancels a scale)
-    the median norm drifts as much                            rule      ``median=1``
+    outliers, and the median norm drifts by more than 2x (5x  rule      ``median=1``
+    down, with an optimizer that cancels a scale)
+    it falls by 2x to 5x, and s is above 0.4                  constant  90th percentile of the usable norms
+    it drifts otherwise; or there are no outliers, and s is   nothing   none
+    at most 0.4 with another optimizer
     an optimizer that cancels a scale                         constant  10th percentile of the usable norms
     any other                                                 constant  90th percentile, 75th where s is above 0.4, 25th
                                                                         with outliers besides
@@ -152,9 +153,9 @@ def recommend(record: Record) -> Recommendation:
     fill its second moment: only where training converges it would keep the last steps large, and a rule that follows
     is better.
 
-    **Guarantees**: a constant is never above the largest norm of the run, nor printed where the norms drift;
-    multiplying every norm by a constant multiplies it by that (to two digits); the same record always gives the same
-    answer.
+    **Guarantees**: a constant is never above the largest norm of the run, nor given where the norms rise or converge,
+    but to an optimizer that cancels a scale; multiplying every norm by a constant multiplies it by that (to two
+    digits); the same record always gives the same answer.
 
     Args:
         record: The record of a run, clipped or not.
@@ -333,31 +334,40 @@ _NO_COST = "with an optimizer that cancels a constant scale this costs nothing."
 
 
 def _choose(record: Record, norms: list[float]) -> Recommendation:
-    spread, ends, unusual = local_spread(norms), drift_ends(norms), _unusual(norms)
-    cancels = bool(is_scale_free(record))
+    ends, unusual = drift_ends(norms), _unusual(norms)
+    cancels, heavy = bool(is_scale_free(record)), local_spread(norms) > HEAVY_SPREAD
     converges = ends is not None and ends[1] < CONVERGED * ends[0]
     follows = converges or (ends is not None and not cancels)
-    outliers = find_spikes(norms) or _has_outliers(norms)
-    if (follows and not outliers) or not (unusual or cancels):
-        times = number(max(norms) / statistics.median(norms))
-        largest = f"; the largest was {times} times the median" if ends is None else ""
-        return Recommendation("nothing", "Nothing to clip.", f"No norm stood out from those around it{largest}.")
-    if follows:
+    outliers = bool(find_spikes(norms)) or _has_outliers(norms)
+    if follows and outliers:
         headline = "Clip by a rule that follows the norms: gg.ClipByMedian(k=1)."
         reason = f"{unusual}, and the norms drift: a constant would bind at one end of the run only."
         return Recommendation("rule", headline, reason, rule="median=1")
-    heavy = spread > HEAVY_SPREAD
-    wild = heavy and outliers
-    share = NORMALISING if cancels else WILD if wild else HEAVY if heavy else GUARDING
+    if follows and heavy and not converges and ends is not None and ends[1] < ends[0]:
+        why = ", mostly while the norms were largest; it leaves the steps at the end alone."
+        return _constant(record, norms, GUARDING, unusual, why)
+    if follows or not (unusual or cancels):
+        times = number(max(norms) / statistics.median(norms))
+        largest = f"; the largest was {times} times the median" if ends is None else ""
+        return Recommendation("nothing", "Nothing to clip.", f"No norm stood out from those around it{largest}.")
+    if cancels:
+        why = f", so that all steps weigh the same; {_NO_COST} Neither spikes nor first norms fill its moments."
+        return _constant(record, norms, NORMALISING, unusual, why)
+    if heavy and outliers:
+        why = f", since few steps are ordinary here; what is best, an experiment tells: {_tune(record)}."
+        return _constant(record, norms, WILD, unusual, why)
+    why = ": it cuts what is large and leaves the size of ordinary steps alone."
+    return _constant(record, norms, HEAVY if heavy else GUARDING, unusual, why)
+
+
+def _constant(record: Record, norms: list[float], share: float, unusual: str, why: str) -> Recommendation:
+    """The decision on a quantile of the norms; ``why`` goes on after how often it would have bound."""
     threshold = min(_two_digits(_quantile(norms, share)), max(norms))
     clipped, text = sum(norm > threshold for norm in norms) / len(norms), plain_threshold(threshold)
-    bound = f"It would have bound on {percent(clipped)} of {len(norms):,} usable steps"
-    why = f"{bound}: it cuts what is large and leaves the size of ordinary steps alone."
-    if wild:
-        why = f"{bound}, since few steps are ordinary here; what is best, an experiment tells: {_tune(record)}."
-    if cancels:
-        why = f"{bound}, so that all steps weigh the same; {_NO_COST} Neither spikes nor first norms fill its moments."
-    reason = " ".join(filter(None, [f"{unusual or 'No norm stood out from those around it'}.", why, _present(record)]))
+    bound = f"It would have bound on {percent(clipped)} of {len(norms):,} usable steps{why}"
+    reason = " ".join(
+        filter(None, [f"{unusual or 'No norm stood out from those around it'}.", bound, _present(record)])
+    )
     return Recommendation("constant", f"Clip at {text}.", reason, threshold, f"norm={text}", clip_share=clipped)
 
 
