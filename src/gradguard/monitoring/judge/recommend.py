@@ -344,7 +344,7 @@ def _choose(record: Record, norms: list[float]) -> Recommendation:
         reason = f"{unusual}, and the norms drift: a constant would bind at one end of the run only."
         return Recommendation("rule", headline, reason, rule="median=1")
     if follows and heavy and not converges and ends is not None and ends[1] < ends[0]:
-        why = ", mostly while the norms were largest; it leaves the steps at the end alone."
+        why = ", mostly while the norms were largest, and heavy tails do most harm."
         return _constant(record, norms, GUARDING, unusual, why)
     if follows or not (unusual or cancels):
         times = number(max(norms) / statistics.median(norms))
