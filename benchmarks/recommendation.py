@@ -1,13 +1,14 @@
 """Is what a record recommends, followed blindly, as good as the best constant? Prints a table.
 
-python benchmarks/recommendation.py [--seeds 5] [--tasks "gpt spiky" gan] [--processes 2]
+python benchmarks/recommendation.py [--seeds 5] [--most-seeds 20] [--tasks "gpt spiky" gan] [--processes 2]
 
 Each task of `recommendation_tasks.py` is run once without a clip, while `gradguard.watch` records it. Then it is run
 again from the same seed under what `recommend` decides for that record, and under each of the constants that people
 try: none, 0.1, 1, 5 and the 90th percentile of the recorded norms. Of a decision to fix the learning rate, both are
 followed: the rate and the threshold. The numbers are held-out losses; one that is not finite counts as the worst finite
 one of the task. A task is lost where the mean over the seeds is more than 5 % above that of the best constant, or above
-it with p < 0.05 in a paired t-test. Fresh tasks were written after the rules.
+it with p < 0.05 in a paired t-test. Where runs scatter so much that the standard error of the difference is above 2.5 %
+of the loss, more seeds are run, up to `--most-seeds`. Fresh tasks were written after the rules.
 """
 
 import argparse
@@ -33,7 +34,8 @@ from recommendation_tasks import FRESH, TASKS, Task, make_task
 
 FIXED = ("none", "0.1", "1", "5", "p90")
 MARGIN = 1.05
-T_TWO_SIDED = {2: 12.71, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 8: 2.365, 10: 2.262}  # p = 0.05, by seeds
+SURE = 0.025  # of the best loss: the standard error of the difference from it
+T_TWO_SIDED = {2: 12.71, 3: 4.303, 4: 3.182, 5: 2.776, 10: 2.262, 15: 2.145, 20: 2.093}  # p = 0.05, by seeds
 
 ClipperOf = Callable[[int], Clipper | None]
 
@@ -94,12 +96,14 @@ def judge(rows: list[dict]) -> dict:
     best = min(FIXED, key=lambda label: means[label])
     gaps = [mine - other for mine, other in zip(table["page"], table[best], strict=True)]
     spread = statistics.stdev(gaps) if len(gaps) > 1 else math.inf
-    limit = T_TWO_SIDED.get(len(gaps), 2.0) * spread / math.sqrt(len(gaps))
+    error = spread / math.sqrt(len(gaps))
+    limit = T_TWO_SIDED.get(len(gaps), 2.0) * error
     return {
         "means": means,
         "best": best,
         "ratio": means["page"] / means[best] if means[best] else 1.0,
         "significant": statistics.fmean(gaps) > limit and statistics.fmean(gaps) > 1e-3 * means[best],
+        "error": error / means[best] if means[best] else 0.0,
         "said": [row["said"] for row in rows],
     }
 
@@ -107,27 +111,34 @@ def judge(rows: list[dict]) -> dict:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--most-seeds", type=int, default=20)
     parser.add_argument("--tasks", nargs="*", default=list(TASKS))
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--json", type=Path, help="where all numbers go")
     arguments = parser.parse_args()
-    table = Table("task", *FIXED, "page", "page ÷ best", "decisions", title="held-out loss, mean over the seeds")
-    jobs = [(name, seed) for name in arguments.tasks for seed in range(arguments.seeds)]
-    found = {}
+    columns = ("task", "seeds", *FIXED, "page", "page ÷ best", "decisions")
+    table = Table(*columns, title="held-out loss, mean over the seeds")
+    rows: dict[str, list[dict]] = {name: [] for name in arguments.tasks}
+    found, open_tasks = {}, list(arguments.tasks)
     with ProcessPoolExecutor(arguments.processes) as pool:
-        rows = []
-        for (name, seed), row in zip(jobs, pool.map(one_seed, *zip(*jobs, strict=True)), strict=True):
-            rows.append(row)
-            print(
-                name, seed, row["said"], {k: float(f"{loss:.3g}") for k, loss in row["losses"].items()}, file=sys.stderr
-            )
+        while open_tasks:
+            begun = len(rows[open_tasks[0]])
+            jobs = [(name, seed) for name in open_tasks for seed in range(begun, begun + arguments.seeds)]
+            for (name, seed), row in zip(jobs, pool.map(one_seed, *zip(*jobs, strict=True)), strict=True):
+                rows[name].append(row)
+                losses = {label: float(f"{loss:.3g}") for label, loss in row["losses"].items()}
+                print(name, seed, row["said"], losses, file=sys.stderr)
+            found |= {name: judge(rows[name]) for name in open_tasks}
+            more = begun + 2 * arguments.seeds <= arguments.most_seeds
+            open_tasks = [name for name in open_tasks if more and found[name]["error"] > SURE]
     for name in arguments.tasks:
-        found[name] = judge([row for job, row in zip(jobs, rows, strict=True) if job[0] == name])
         one = found[name]
         lost = "*" * one["significant"] + "!" * (one["ratio"] > MARGIN)
         cells = [f"{one['means'][label]:.3g}" for label in [*FIXED, "page"]]
         label = f"{name} (fresh)" if name in FRESH else name
-        table.add_row(label, *cells, f"{one['ratio']:.2f}{lost}", "; ".join(sorted(set(one["said"]))))
+        table.add_row(
+            label, str(len(rows[name])), *cells, f"{one['ratio']:.2f}{lost}", "; ".join(sorted(set(one["said"])))
+        )
     Console(width=160).print(table)
     print("* significantly worse than the best constant (p < 0.05)   ! more than 5 % above it")
     if arguments.json:

@@ -102,6 +102,9 @@ FAULTS = [
         for step in steps_of(CALM)])),
     ("corrupt_gradient", "warning", "layers.3.weight alone was", run(CALM, tensors=lines_of(
         600, lambda i, norms: norms.__setitem__(3, norms[3] * (40 if i == 300 else 1))))),
+    ("corrupt_gradient", "info", "lstm.weight_hh_l0 alone was", run(
+        CALM, meta={"t": "meta", "params": [*PARAMS[:3], {"name": "lstm.weight_hh_l0"}, *PARAMS[4:]]},
+        tensors=lines_of(600, lambda i, norms: norms.__setitem__(3, norms[3] * (40 if i == 300 else 1))))),
     ("detached_layer", "warning", "layers.4.weight has had no gradient at all since step 300", run(
         CALM, tensors=[line | ({"absent": [4]} if line["i"] >= 300 else {})
                        for line in lines_of(600, zero(4, since=300))])),

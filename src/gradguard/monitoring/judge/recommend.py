@@ -61,8 +61,12 @@ of heavy tails with outliers besides, whose steps make ordinary norms larger tha
 LEARNED_LOSS = 0.8
 """A loss that came below this share of its first value has learned something."""
 
+NOISY_LOSS = 0.4
+"""Losses with a larger local spread tell little: lost is a run whose loss and norm both end above where they began."""
+
 OVERSHOT_LOSS = 5.0
-"""A loss so many times the first one within the first 10 steps: the first steps themselves were too large."""
+"""A loss so many times the first one within the first 10 steps: the first steps themselves were too large. Noisy losses
+that end so high are no noise."""
 
 OVERCOME_LOSS = 0.15
 """Below this share of the first loss that was overcome."""
@@ -70,8 +74,12 @@ OVERCOME_LOSS = 0.15
 SPOILED_LOSS = 10.0
 """Single losses so many times the first one, late in a run, are of bad batches: that comes from the data."""
 
-LESS_RATE, LESS_NORM = 0.1, 0.3
-"""Of the learning rate, and of the first norms as a threshold: what to try first in a run that blew up."""
+LESS_RATE, LESS_NORM = 0.3, 0.1
+"""Of the learning rate, and of the first norms as a threshold: what to try first in a run that blew up. Their product
+bounds a step; small gradients move more by a higher rate and a lower threshold."""
+
+LESS_RATE_SCALE_FREE, LESS_NORM_SCALE_FREE = 0.1, 0.3
+"""With an optimizer that cancels a scale only the rate makes steps shorter."""
 
 _FIRST = 5  # losses and norms that say how a run began
 _NEAR_JUMP = 10  # a second jump within so many steps: a single one is a batch
@@ -123,17 +131,19 @@ def recommend(record: Record) -> Recommendation:
     an optimizer of another model (see `findings`)
     several optimizers                                        unknown   none, and a decision for each
     no pre-clip norm                                          unknown   none
-    it ends not finite; or loss and norm jumped (1.2 and 3    fix       a tenth of the learning rate, and as a threshold
-    times the first, and not just on single steps up to the             0.3 times the first norms
-    end) and the last losses are above 0.8 times the first
+    it ends not finite; or loss and norm jumped (1.2 and 3    fix       0.3 times the learning rate, and as a threshold
+    times the first, and not just on single steps up to the             0.1 times the smallest of the first norms; 0.1
+    end) and the last losses are above 0.8 times the first              and 0.3 with an optimizer that cancels a scale
+    (where losses are noisy: both stay so high)
     fewer than 200 usable steps                               unknown   none
     a norm clip bound on more than half of the steps, with    fix       that one; the learning rate is what it sets
     an optimizer that does not cancel a scale
     a clip bound all along                                    keep      that one
-    no outliers, and: s at most 0.4 with another optimizer, or  nothing   none
-    the median norm drifts by more than 2x (5x down, with an
-    optimizer that cancels a scale)
-    the median norm drifts as much                            rule      ``median=1``
+    outliers, and the median norm drifts by more than 2x (5x  rule      ``median=1``
+    down, with an optimizer that cancels a scale)
+    it falls by 2x to 5x, and s is above 0.4                  constant  90th percentile of the usable norms
+    it drifts otherwise; or there are no outliers, and s is   nothing   none
+    at most 0.4 with another optimizer
     an optimizer that cancels a scale                         constant  10th percentile of the usable norms
     any other                                                 constant  90th percentile, 75th where s is above 0.4, 25th
                                                                         with outliers besides
@@ -144,9 +154,9 @@ def recommend(record: Record) -> Recommendation:
     fill its second moment: only where training converges it would keep the last steps large, and a rule that follows
     is better.
 
-    **Guarantees**: a constant is never above the largest norm of the run, nor printed where the norms drift;
-    multiplying every norm by a constant multiplies it by that (to two digits); the same record always gives the same
-    answer.
+    **Guarantees**: a constant is never above the largest norm of the run, nor given where the norms rise or converge,
+    but to an optimizer that cancels a scale; multiplying every norm by a constant multiplies it by that (to two
+    digits); the same record always gives the same answer.
 
     Args:
         record: The record of a run, clipped or not.
@@ -213,18 +223,20 @@ def _blown_up(record: Record, several: bool) -> Recommendation | None:
         return None
     at, finite = steps[place]["i"], not (is_nonfinite(steps[place]) or _has_no_loss(steps[place]))
     norms = [step["norm"] for step in steps[: min(max(place, 1), _FIRST)] if step.get("norm")]
+    cancels = is_scale_free(record)
+    rate, share = (LESS_RATE_SCALE_FREE, LESS_NORM_SCALE_FREE) if cancels else (LESS_RATE, LESS_NORM)
     what = "rose and did not come back" if finite else "or the gradients were not finite"
     where = f"; the first norms were {number(min(norms))} and more" if norms else ""
     reason = (
         f"The loss {what} from step {at} on{where}. No rule that follows such norms can help, because none of them was "
-        "ever usual. A tenth of the rate, and 0.3 times the smallest of them as a threshold, are where to begin; what "
-        f"is best, an experiment tells: {_tune(record)}."
+        f"ever usual. {rate:g} times the rate, and {share:g} times the smallest of them as a threshold, are "
+        f"where to begin; what is best, an experiment tells: {_tune(record)}."
     )
-    headline = f"Lower the learning rate to a tenth: the run blew up at step {at}."
-    fix = Recommendation("fix", headline, reason, rate_factor=LESS_RATE, usable_steps=len(norms))
+    headline = f"Multiply the learning rate by {rate:g}: the run blew up at step {at}."
+    fix = Recommendation("fix", headline, reason, rate_factor=rate, usable_steps=len(norms))
     if not norms:
         return fix
-    threshold = _two_digits(LESS_NORM * min(norms))  # the others may have exploded already
+    threshold = _two_digits(share * min(norms))  # the others may have exploded already
     text = plain_threshold(threshold)
     return replace(fix, headline=f"{headline} Clip at {text} as well.", threshold=threshold, rule=f"norm={text}")
 
@@ -250,7 +262,11 @@ def _end_of_learning(steps: list[dict[str, Any]]) -> int | None:
         for place, step in enumerate(steps)
         if place and (step.get("loss") or 0) > JUMPED_LOSS * first and (step.get("norm") or 0) > JUMPED_NORM * usual
     ]
-    late, end = known[len(known) // 2 :], statistics.median(known[-max(_FIRST, len(known) // 10) :])
+    late, end = known[len(known) // 2 :], _ending(known)
+    if local_spread([loss for loss in known if loss > 0]) > NOISY_LOSS:
+        higher = end > OVERSHOT_LOSS * first or _ending(norms) > JUMPED_NORM * usual
+        lost = end > JUMPED_LOSS * first and higher
+        return jumps[0] if jumps and lost else None
     if jumps and jumps[0] < _NEAR_JUMP and max(known[: jumps[0] + 1]) > OVERSHOT_LOSS * first:
         after = statistics.median(known[jumps[0] + 1 : jumps[0] + 4] or known)
         if after > JUMPED_LOSS * first and end > OVERCOME_LOSS * first:  # else it was a batch, or did not matter
@@ -269,17 +285,16 @@ def _beginning(values: Sequence[float]) -> float:
     return min(values[0], statistics.median(values[:_FIRST]))
 
 
+def _ending(values: Sequence[float]) -> float:
+    return statistics.median(values[-max(_FIRST, len(values) // 10) :])
+
+
 def _has_no_loss(step: dict[str, Any]) -> bool:
     return "loss" in step and step["loss"] is None
 
 
 def _tune(record: Record) -> str:
-    return f"gradguard tune {_script(record)}"
-
-
-def _script(record: Record) -> str:
-    argv = record.meta.get("argv") or ["train.py"]
-    return " ".join(map(str, argv))
+    return f"gradguard tune {record.script}"
 
 
 # A run that can be judged.
@@ -325,31 +340,40 @@ _NO_COST = "with an optimizer that cancels a constant scale this costs nothing."
 
 
 def _choose(record: Record, norms: list[float]) -> Recommendation:
-    spread, ends, unusual = local_spread(norms), drift_ends(norms), _unusual(norms)
-    cancels = bool(is_scale_free(record))
+    ends, unusual = drift_ends(norms), _unusual(norms)
+    cancels, heavy = bool(is_scale_free(record)), local_spread(norms) > HEAVY_SPREAD
     converges = ends is not None and ends[1] < CONVERGED * ends[0]
     follows = converges or (ends is not None and not cancels)
-    outliers = find_spikes(norms) or _has_outliers(norms)
-    if (follows and not outliers) or not (unusual or cancels):
-        times = number(max(norms) / statistics.median(norms))
-        largest = f"; the largest was {times} times the median" if ends is None else ""
-        return Recommendation("nothing", "Nothing to clip.", f"No norm stood out from those around it{largest}.")
-    if follows:
+    outliers = bool(find_spikes(norms)) or _has_outliers(norms)
+    if follows and outliers:
         headline = "Clip by a rule that follows the norms: gg.ClipByMedian(k=1)."
         reason = f"{unusual}, and the norms drift: a constant would bind at one end of the run only."
         return Recommendation("rule", headline, reason, rule="median=1")
-    heavy = spread > HEAVY_SPREAD
-    wild = heavy and outliers
-    share = NORMALISING if cancels else WILD if wild else HEAVY if heavy else GUARDING
+    if follows and heavy and not converges and ends is not None and ends[1] < ends[0]:
+        why = ", mostly while the norms were largest, and heavy tails do most harm."
+        return _constant(record, norms, GUARDING, unusual, why)
+    if follows or not (unusual or cancels):
+        times = number(max(norms) / statistics.median(norms))
+        largest = f"; the largest was {times} times the median" if ends is None else ""
+        return Recommendation("nothing", "Nothing to clip.", f"No norm stood out from those around it{largest}.")
+    if cancels:
+        why = f", so that all steps weigh the same; {_NO_COST} Neither spikes nor first norms fill its moments."
+        return _constant(record, norms, NORMALISING, unusual, why)
+    if heavy and outliers:
+        why = f", since few steps are ordinary here; what is best, an experiment tells: {_tune(record)}."
+        return _constant(record, norms, WILD, unusual, why)
+    why = ": it cuts what is large and leaves the size of ordinary steps alone."
+    return _constant(record, norms, HEAVY if heavy else GUARDING, unusual, why)
+
+
+def _constant(record: Record, norms: list[float], share: float, unusual: str, why: str) -> Recommendation:
+    """The decision on a quantile of the norms; ``why`` goes on after how often it would have bound."""
     threshold = min(_two_digits(_quantile(norms, share)), max(norms))
     clipped, text = sum(norm > threshold for norm in norms) / len(norms), plain_threshold(threshold)
-    bound = f"It would have bound on {percent(clipped)} of {len(norms):,} usable steps"
-    why = f"{bound}: it cuts what is large and leaves the size of ordinary steps alone."
-    if wild:
-        why = f"{bound}, since few steps are ordinary here; what is best, an experiment tells: {_tune(record)}."
-    if cancels:
-        why = f"{bound}, so that all steps weigh the same; {_NO_COST} Neither spikes nor first norms fill its moments."
-    reason = " ".join(filter(None, [f"{unusual or 'No norm stood out from those around it'}.", why, _present(record)]))
+    bound = f"It would have bound on {percent(clipped)} of {len(norms):,} usable steps{why}"
+    reason = " ".join(
+        filter(None, [f"{unusual or 'No norm stood out from those around it'}.", bound, _present(record)])
+    )
     return Recommendation("constant", f"Clip at {text}.", reason, threshold, f"norm={text}", clip_share=clipped)
 
 
@@ -411,10 +435,6 @@ def _quantile(norms: Sequence[float], share: float) -> float:
 
 def _two_digits(value: float) -> float:
     return float(f"{value:.1e}")
-
-
-def _middle(values: Sequence[float]) -> float | None:
-    return statistics.median(values) if values else None
 
 
 def _bound_share(record: Record) -> float:

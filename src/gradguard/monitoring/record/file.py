@@ -10,6 +10,7 @@ import functools
 import itertools
 import operator
 import os
+import shlex
 from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -73,6 +74,11 @@ class Record:
     def is_newer(self) -> bool:
         """Whether it was written by a later version, whose lines may mean more than is read here."""
         return self.meta.get("schema", SCHEMA) > SCHEMA
+
+    @property
+    def script(self) -> str:
+        """The script and its arguments, as a shell takes them; ``train.py`` where it is not known."""
+        return shlex.join(map(str, self.meta.get("argv") or ["train.py"]))
 
     @functools.cached_property
     def names(self) -> list[str]:

@@ -266,14 +266,24 @@ def _at(values: Sequence[float | None] | None, place: int) -> float | None:
     return values[place] if values is not None and place < len(values) else None
 
 
+_EXPLODED = (
+    "most likely what this layer hands back through time has exploded, and a clip helps; else suspect a flipped bit"
+)
+
+
 def _corrupt(found: Episode) -> Words:
     times = number(found.numbers["largest"])
-    message = f"the gradient of {named(found.params)} alone was {times} times its usual on step {found.first}"
+    message = (
+        f"the gradient of {named(found.params)} alone was {times} times its usual on step {found.first}, while the "
+        "other layers were calm"
+    )
+    if all("weight_hh" in name for name in found.params):  # PyTorch's name for what a recurrent layer multiplies by
+        return "info", message, _EXPLODED
     advice = (
         "a bad batch moves other layers too: suspect a flipped bit, a custom backward or kernel, or a hook that writes "
         "to this gradient; a recurrent layer whose own gradients explode does the same"
     )
-    return "warning", f"{message}, while the other layers were calm", advice
+    return "warning", message, advice
 
 
 def _large_updates(found: Episode) -> Words:

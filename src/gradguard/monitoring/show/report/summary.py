@@ -1,7 +1,6 @@
 """The summary in a terminal, and the same as ``key: value`` lines for logs and scripts."""
 
 import re
-import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -186,7 +185,7 @@ def command(record: Record, rule: str, optimizer: str = "") -> str:
         >>> command(record, "median", "optimizer 1 (SGD)")
         'in train.py, for optimizer 1 (SGD): gg.Guard(optimizer, gg.ClipByMedian())'
     """
-    script = shlex.join(map(str, record.meta.get("argv") or ["train.py"]))
+    script = record.script
     named = clipping_rule(rule)
     threshold = "" if named.name != "norm" or named.number is None else plain_threshold(named.number)
     by_norm = f"max_norm={threshold}" if threshold else ""
@@ -312,7 +311,7 @@ def environment(record: Record, judged: Verdict) -> list[tuple[str, str]]:
     parameters = meta.get("params") or []
     elements = sum(parameter.get("numel") or 0 for parameter in parameters)
     rows = [
-        ("Script", shlex.join(map(str, meta.get("argv") or []))),
+        ("Script", record.script if meta.get("argv") else ""),
         ("Optimizer", ", ".join(map(str, meta.get("optimizers") or []))),
         ("Parameters", f"{len(parameters):,} tensors, {elements:,} elements" if parameters else ""),
         ("Device", _device(meta)),
