@@ -444,6 +444,18 @@ def test_every_run_of_a_comparison_has_a_line_of_its_own():
     assert len(set(figure_module.RUN_LINES)) == len(figure_module.RUN_LINES) >= 12
 
 
+def test_the_command_of_a_lost_run_comes_with_its_learning_rate(tmp_path):
+    steps = [{"t": "step", "i": i, "norm": 2.0**i if i < 19 else None, "loss": 2.0} for i in range(300)]
+    record = make_record(meta=wide_meta(2) | {"optimizers": ["SGD"], "argv": ["train.py"]}, steps=steps)
+    out = io.StringIO()
+    print_summary(record, Console(file=out, width=80))
+    said = "multiplied by 0.3 in the script:"
+    assert out.getvalue().index(said) < out.getvalue().index("gradguard run --clip norm=0.1 train.py")
+    page = write_report([record], tmp_path / "page.html").read_text(encoding="utf-8")
+    assert page.index(said) < page.index("gradguard run --clip norm=0.1 train.py")
+    assert "rate_factor: 0.3\n" in text_summary(record)
+
+
 @pytest.mark.parametrize("optimizer", [0, 1])
 def test_a_part_is_judged_as_it_is_beside_the_others(optimizer):
     """The losses of networks that work against each other rise: that is no explosion of either."""

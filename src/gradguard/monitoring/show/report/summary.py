@@ -46,6 +46,8 @@ def print_summary(record: Record, console: "Console | None" = None) -> None:
     console = console or Console()
     console.print(panel)
     if recommendation.rule is not None:  # outside the frame, in one piece, so that it can be copied
+        if recommendation.rate_factor is not None:
+            console.print(f"with the learning rate multiplied by {recommendation.rate_factor:g} in the script:")
         console.print(Text(command(record, recommendation.rule), style="bold"), soft_wrap=True)
     cost = _cost(judged, record.end or {})
     if cost:
@@ -241,6 +243,7 @@ def _advice(record: Record, recommendation: Recommendation, optimizer: str = "")
         "decision": recommendation.kind,
         "recommended": "none" if threshold is None else plain_threshold(threshold),
         "rule": recommendation.rule,
+        "rate_factor": recommendation.rate_factor,
         "headline": recommendation.headline,
         "reason": "several optimizers, see each" if recommendation.parts else recommendation.reason,
         "command": None if recommendation.rule is None else command(record, recommendation.rule, optimizer),
