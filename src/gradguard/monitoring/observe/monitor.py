@@ -36,6 +36,7 @@ from gradguard.monitoring.observe.recorder import Ear, Recorder, check_callable,
 from gradguard.monitoring.observe.schedule import Schedule
 from gradguard.monitoring.observe.shared_norms import Shared, are_spread
 from gradguard.monitoring.observe.step import ScaleUpdate, StepMeasurement, copied
+from gradguard.monitoring.observe.termination import TERMINATED, before_sigterm
 from gradguard.monitoring.show.sinks import Sinks
 from gradguard.optimizer_hooks import EveryStep, runs_hooks
 from gradguard.torch_private import loss_scale_of
@@ -157,6 +158,8 @@ class Monitor(Recorder):
         self._leave_scaler = listen_to_steps(self._scaler_begins, self._scaler_ends, optimizer=optimizer)
         self._at_exit = functools.partial(_close_at_exit, weakref.ref(self))
         atexit.register(self._at_exit)
+        me: weakref.ref[Monitor] = weakref.ref(self)
+        self._give_back = before_sigterm(functools.partial(_terminated, me), functools.partial(_flushed, me))
 
     # -- for the user -----------------------------------------------------------------------------------------------
 
@@ -237,6 +240,7 @@ class Monitor(Recorder):
         self._leave_scaler()
         if os.getpid() == self._process:
             atexit.unregister(self._at_exit)
+            self._give_back()
         self._end(exit_code, interrupted)
 
     def __del__(self) -> None:
@@ -384,6 +388,18 @@ def _close_at_exit(monitor: "weakref.ref[Monitor]") -> None:
     living = monitor()
     if living is not None:
         living.close()
+
+
+def _terminated(monitor: "weakref.ref[Monitor]") -> None:
+    living = monitor()
+    if living is not None:
+        living._end(TERMINATED, interrupted=True)
+
+
+def _flushed(monitor: "weakref.ref[Monitor]") -> None:
+    living = monitor()
+    if living is not None:
+        living.flush()
 
 
 OWN_NAMES = frozenset((
