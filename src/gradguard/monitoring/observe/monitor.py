@@ -77,7 +77,8 @@ class Monitor(Recorder):
     sharded gradients (DTensor,       measured by all processes together at each step: make the monitor on every one
     FSDP1)                            of them; without max, weights, updates and histogram
     the program ends without          what is there is written at exit and on SIGTERM, after which the signal does what
-    ``close()``                       it would have done; a program that is killed keeps what was flushed. The same where the optimizer goes before the program does
+    ``close()``                       it would have done; a program that is killed keeps what was flushed. The same
+                                      where the optimizer goes before the program does
     ================================  ==========================================================================
 
     Args:
