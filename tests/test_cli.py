@@ -554,7 +554,7 @@ def test_ctrl_c_keeps_the_record(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_forked_child_writes_nothing(run):
+def test_a_forked_child_writes_nothing_to_the_record_of_its_parent(run):
     code, record = run(
         script(
             end="""
@@ -569,6 +569,19 @@ def test_a_forked_child_writes_nothing(run):
     )
     assert code == 0
     assert [step["i"] for step in record.steps] == list(range(6))
+    (of_child,) = Path("out").glob("run.*.jsonl")
+    assert not read_record(of_child).steps  # os._exit() ends a process before it can write
+
+
+@pytest.mark.parametrize("by_another", [False, True], ids=["old", "in progress"])
+def test_force_replaces_the_record_that_was_there_and_none_that_is_being_written(run, by_another):
+    Path("out").mkdir()
+    Path("out/run.jsonl").write_text('{"t": "meta", "git": "old"}\n')
+    writes = "import pathlib; p = pathlib.Path('out/run.jsonl'); p.write_text(p.read_text() * 2)" if by_another else ""
+    assert run(f"{writes}\n{STEP}")[0] == 0
+    kept = read_record("out/run.jsonl")
+    assert (kept.meta.get("git") == "old") is by_another
+    assert Path("out/run-2.jsonl").exists() is by_another
 
 
 def test_a_failure_of_the_observer_never_reaches_the_script(run, monkeypatch, capfd):

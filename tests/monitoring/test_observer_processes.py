@@ -2,13 +2,16 @@
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
-from gradguard.monitoring.observe import start_up
+import gradguard as gg
+from gradguard.monitoring.observe import start_up, termination
 from gradguard.monitoring.observe import watch as process
 from gradguard.monitoring.record.file import read_record
 
@@ -313,6 +316,139 @@ def test_workers_of_a_data_loader_and_a_compiled_model(python, tmp_path):
     record = read_record(tmp_path / "out")
     assert [step["i"] for step in record.steps] == [0, 1, 2]
     assert record.events == []
+
+
+FORKED = """
+import multiprocessing, os, time, torch
+from train import train
+from torch.utils.data import DataLoader
+
+def killed(pipe):
+    train(5)
+    pipe.send("trained")
+    time.sleep(60)
+
+if __name__ == "__main__":
+    train(2)
+    for _ in DataLoader(torch.ones(4), num_workers=2, multiprocessing_context="fork"):
+        pass
+    context = multiprocessing.get_context("fork")
+    process = context.Process(target=train, args=(7,))
+    process.start()
+    process.join()
+    ours, theirs = context.Pipe()
+    process = context.Process(target=killed, args=(theirs,))
+    process.start()
+    ours.recv()
+    process.terminate()
+    process.join()
+    print("ended by", process.exitcode)
+    train(1)
+"""
+
+
+@pytest.mark.parametrize("command", [True, False], ids=["run", "GRADGUARD"])
+def test_a_forked_child_that_trains_has_a_record_of_its_own(python, tmp_path, command):
+    write(tmp_path, "pass")
+    tmp_path.joinpath("fork.py").write_text(FORKED)
+    if command:
+        done = python("-m", "gradguard", "run", "--no-report", "--out", ".", "fork.py")
+    else:
+        done = python("fork.py", GRADGUARD="run.jsonl")
+    assert "ended by -15" in done.stdout  # as without us
+    assert len(read_record(tmp_path / "run.jsonl").steps) == 3
+    assert read_record(tmp_path / "run.jsonl").end is not None
+    children = [read_record(tmp_path / name) for name in records(tmp_path) if name != "run.jsonl"]
+    ended = {len(record.steps): record.end for record in children}
+    assert sorted(ended) == [5, 7]
+    assert [ended[7].get(key) for key in ("exit", "interrupted")] == [None, False]
+    assert [ended[5].get(key) for key in ("exit", "interrupted")] == [143, True]
+
+
+FORCED = """
+import torch
+from train import train
+
+def work(rank, size):
+    import os
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(size))
+    train(3)
+
+if __name__ == "__main__":
+    torch.multiprocessing.spawn(work, args=(2,), nprocs=2)
+    {main}
+"""
+
+
+@pytest.mark.parametrize(("main", "names"), [("pass", ["run.jsonl"]), ("train(2)", ["run-2.jsonl", "run.jsonl"])])
+def test_force_lets_a_child_of_rank_0_replace_the_record_and_then_keeps_it(python, tmp_path, main, names):
+    write(tmp_path, "pass")
+    tmp_path.joinpath("spawn.py").write_text(FORCED.format(main=main))
+    tmp_path.joinpath("run.jsonl").write_text('{"t": "meta"}\n')
+    done = python("-m", "gradguard", "run", "--force", "--no-report", "--out", ".", "spawn.py")
+    assert records(tmp_path) == names
+    assert len(read_record(tmp_path / "run.jsonl").steps) == 3
+    assert "no record" not in done.stderr
+
+
+GUESTS = {
+    "watch": "watching = gg.watch('run.jsonl')",
+    "Monitor": "watching = gg.Monitor(optimizer, sink='run.jsonl'); other = gg.Monitor(twin, sink='other.jsonl')",
+}
+TERMINATED = """
+import os, signal, sys, time, torch
+import gradguard as gg
+optimizer, twin = (torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=0.1) for _ in range(2))
+{handler}
+{guest}
+for step in range(5):
+    for one in (optimizer, twin):
+        one.param_groups[0]["params"][0].sum().backward()
+        one.step()
+os.kill(os.getpid(), signal.SIGTERM)
+time.sleep(0.01)
+"""
+
+
+@pytest.mark.parametrize("guest", GUESTS)
+@pytest.mark.parametrize(
+    ("handler", "code", "ended"),
+    [
+        ("", -15, {"exit": 143, "interrupted": True}),
+        ("signal.signal(signal.SIGTERM, lambda *_: os._exit(7))", 7, None),
+        ("signal.signal(signal.SIGTERM, lambda *_: print('saved', flush=True))", 0, {"interrupted": False}),
+        ("signal.signal(signal.SIGTERM, signal.SIG_IGN)", 0, {"interrupted": False}),
+    ],
+)
+def test_sigterm_completes_a_record_and_ends_the_process_as_without_it(python, tmp_path, guest, handler, code, ended):
+    source = TERMINATED.format(guest=GUESTS[guest], handler=handler)
+    done = python("-c", source, check=False)
+    assert done.returncode == code, done.stderr
+    assert ("saved" in done.stdout) == ("saved" in handler)
+    for name, steps in {"run.jsonl": 5 if guest == "Monitor" else 10, "other.jsonl": 5}.items():
+        if guest == "Monitor" or name == "run.jsonl":
+            record = read_record(tmp_path / name)
+            assert len(record.steps) == steps
+            assert (record.end and {key: record.end.get(key) for key in ended or {}}) == ended
+
+
+def test_the_signal_is_given_back_with_the_last_watcher(monkeypatch):
+    optimizers = [torch.optim.SGD([torch.nn.Parameter(torch.ones(2))]) for _ in range(2)]
+
+    def mine(number, frame):
+        raise AssertionError
+
+    monkeypatch.setattr(termination, "_guests", None)
+    before = signal.signal(signal.SIGTERM, mine)
+    try:
+        monitors = [gg.Monitor(optimizer, sink=[]) for optimizer in optimizers]
+        assert signal.getsignal(signal.SIGTERM) is not mine
+        monitors[0].close()
+        assert signal.getsignal(signal.SIGTERM) is not mine
+        monitors[1].close()
+        assert signal.getsignal(signal.SIGTERM) is mine
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 POOL = """

@@ -1,6 +1,7 @@
 """What the commands print in terminals of several widths, and what they say before a long run."""
 
 import io
+import os
 import re
 import sys
 from contextlib import suppress
@@ -139,3 +140,24 @@ def test_a_long_record_in_a_terminal_has_a_line_of_progress(terminal, size, says
     with progress([tmp_path]) as say:
         say("judging 7 steps")
     assert ("judging 7 steps" in stderr.getvalue()) == says
+
+
+@pytest.mark.parametrize("form", ["--text", "--json"])
+def test_a_full_disk_below_the_output_is_said_in_one_line(form, tmp_path, monkeypatch, capsys):
+    if not Path("/dev/full").exists():
+        pytest.skip("no /dev/full here")
+    write_char_rnn(tmp_path / "run.jsonl", steps=20)
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        assert main(["report", form, str(tmp_path)]) == 2
+    assert re.fullmatch(r"gradguard: error: .*No space left on device\n", capsys.readouterr().err)
+
+
+def test_who_reads_no_further_is_no_error(tmp_path, monkeypatch, capsys):
+    write_char_rnn(tmp_path / "run.jsonl", steps=20)
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "w") as pipe:
+        monkeypatch.setattr(sys, "stdout", pipe)
+        assert main(["report", "--text", str(tmp_path)]) == 141
+    assert capsys.readouterr().err == ""

@@ -8,7 +8,7 @@ from gradguard import __version__
 from gradguard.cli import check, env, replay, report, run, serve, tail, tune
 from gradguard.cli.program import cut
 from gradguard.errors import GradguardError
-from gradguard.monitoring.record.text import encodable, printable
+from gradguard.monitoring.record.text import drop_output, encodable, printable
 
 _COMMANDS = (run, tune, report, serve, replay, tail, check, env)
 
@@ -23,10 +23,19 @@ def main(argv: Sequence[str] | None = None) -> int:
             return parsed.call(parsed, program)
         parsed = _parser().parse_args(arguments)
         with encodable(sys.stdout):
-            return parsed.call(parsed)
+            code = parsed.call(parsed)
+            sys.stdout.flush()
+            return code
     except GradguardError as error:
         shown = "\n".join(map(printable, str(error).splitlines()))
         print(f"gradguard: error: {shown}", file=sys.stderr)
+        return 2
+    except BrokenPipeError:  # `gradguard replay run.jsonl | head -3`
+        drop_output()
+        return 141
+    except OSError as error:  # such as a full disk below what is printed
+        drop_output()
+        print(f"gradguard: error: {printable(error)}", file=sys.stderr)
         return 2
 
 

@@ -113,18 +113,30 @@ def _observe(
     from gradguard.monitoring.observe.meta import program_facts
     from gradguard.monitoring.observe.observer import Observer, observe
     from gradguard.monitoring.observe.script import BY_SIGNAL, run, seed_generators
-    from gradguard.monitoring.observe.watch import children_watched, records_beside, stop_watching
+    from gradguard.monitoring.observe.watch import (
+        children_watched,
+        identity,
+        record_of_fork,
+        records_beside,
+        remove_replaced,
+        stop_watching,
+    )
 
     stop_watching()  # where the environment variable asks for a watch, this one is it
 
+    replaced = identity(record) if options.force else ""
+
     def opened() -> Path | None:  # at the first step: a program without one leaves nothing behind
-        if record is not None and options.force:
-            record.unlink(missing_ok=True)
+        if record is not None:
+            remove_replaced(record, replaced)
         return record
 
     clip = None if rule is None else _clip_by(rule)
     facts = program_facts(shown, None if rule is None else rule.text, keep_arguments=options.argv)
-    observer = Observer(opened, facts, clip, options.every, last_step=options.steps, on_finding=alert)
+    in_child = None if record is None else functools.partial(record_of_fork, record)
+    observer = Observer(
+        opened, facts, clip, options.every, last_step=options.steps, on_finding=alert, in_child=in_child
+    )
     code, process, here = 1, os.getpid(), Path.cwd()
     before = set(records_beside(record))
     if options.seed is not None:
@@ -132,11 +144,13 @@ def _observe(
     if record is not None:
         on_stderr(f"recording to {_short(record, here)}")
     try:
-        with observe(observer), children_watched(record):
+        with observe(observer), children_watched(record, replaced):
             code = run(program, in_order=record is not None)
     finally:
         observer.close(code, interrupted=code in BY_SIGNAL)
         if os.getpid() == process and record is not None:  # not in a child that the script forked
+            if observer.path is None and replaced and identity(record) != replaced:
+                before.discard(record)  # a process of rank 0 has replaced it
             new = [path for path in records_beside(record) if path not in before]
             shown_record = observer.path or (record if record in new else None)  # a process of rank 0 has written it
             others = [path for path in new if path != shown_record]

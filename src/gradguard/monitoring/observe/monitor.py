@@ -36,6 +36,7 @@ from gradguard.monitoring.observe.recorder import Ear, Recorder, check_callable,
 from gradguard.monitoring.observe.schedule import Schedule
 from gradguard.monitoring.observe.shared_norms import Shared, are_spread
 from gradguard.monitoring.observe.step import ScaleUpdate, StepMeasurement, copied
+from gradguard.monitoring.observe.termination import TERMINATED, before_sigterm
 from gradguard.monitoring.show.sinks import Sinks
 from gradguard.optimizer_hooks import EveryStep, runs_hooks
 from gradguard.torch_private import grads_of, loss_scale_of
@@ -75,8 +76,9 @@ class Monitor(Recorder):
     a forked child (DataLoader)       writes nothing
     sharded gradients (DTensor,       measured by all processes together at each step: make the monitor on every one
     FSDP1)                            of them; without max, weights, updates and histogram
-    the program ends without          what is there is written at exit; a program that is killed keeps what was
-    ``close()``                       flushed. The same where the optimizer goes before the program does
+    the program ends without          what is there is written at exit and on SIGTERM, after which the signal does what
+    ``close()``                       it would have done; a program that is killed keeps what was flushed. The same
+                                      where the optimizer goes before the program does
     ================================  ==========================================================================
 
     Args:
@@ -157,6 +159,8 @@ class Monitor(Recorder):
         self._leave_scaler = listen_to_steps(self._scaler_begins, self._scaler_ends, optimizer=optimizer)
         self._at_exit = functools.partial(_close_at_exit, weakref.ref(self))
         atexit.register(self._at_exit)
+        me: weakref.ref[Monitor] = weakref.ref(self)
+        self._give_back = before_sigterm(functools.partial(_terminated, me), functools.partial(_flushed, me))
 
     # -- for the user -----------------------------------------------------------------------------------------------
 
@@ -237,6 +241,7 @@ class Monitor(Recorder):
         self._leave_scaler()
         if os.getpid() == self._process:
             atexit.unregister(self._at_exit)
+            self._give_back()
         self._end(exit_code, interrupted)
 
     def __del__(self) -> None:
@@ -384,6 +389,18 @@ def _close_at_exit(monitor: "weakref.ref[Monitor]") -> None:
     living = monitor()
     if living is not None:
         living.close()
+
+
+def _terminated(monitor: "weakref.ref[Monitor]") -> None:
+    living = monitor()
+    if living is not None:
+        living._end(TERMINATED, interrupted=True)
+
+
+def _flushed(monitor: "weakref.ref[Monitor]") -> None:
+    living = monitor()
+    if living is not None:
+        living.flush()
 
 
 OWN_NAMES = frozenset((

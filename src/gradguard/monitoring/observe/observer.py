@@ -1,5 +1,6 @@
 """The observer: one row for each optimizer step of a process, without a change in the script or in its numbers."""
 
+import functools
 import os
 import weakref
 from array import array
@@ -54,6 +55,8 @@ class Observer(Recorder):
         diagnostics_every: Steps between two measurements of what is too costly for each; 0 for none.
         last_step: After so many optimizer steps the program ends, as if it had called ``sys.exit()``.
         on_finding: Called with each finding while the run goes on, where a record is written.
+        in_child: Called with this observer at the first step of a forked child, gives the record of that; without it,
+            forked children are not watched.
 
     Attributes:
         path: The record, once it is open.
@@ -68,8 +71,10 @@ class Observer(Recorder):
         diagnostics_every: int = EVERY,
         last_step: int | None = None,
         on_finding: Callable[[Finding], object] | None = None,
+        in_child: Callable[["Observer"], Path | None] | None = None,
     ) -> None:
         super().__init__(Schedule(diagnostics_every), clip)
+        self._diagnostics_every, self._in_child = diagnostics_every, in_child
         self._meta, self._every, self._path, self._on_finding = meta, every, path, on_finding
         self._known: dict[int, tuple[weakref.ref, int]] | None = None  # identity -> parameter, its place in meta
         self._optimizers: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
@@ -150,6 +155,14 @@ class Observer(Recorder):
         step = self._clips.step(self._steps, optimizer, given)
         step.places = self._places_of(optimizer, given.parameters) if len(step.norms) else []
         return step
+
+    def _begins_in_child(self) -> bool:
+        """Begin anew: hooks and patches are there, and lead to this object; all else was the parent's."""
+        if self._in_child is None:
+            return False
+        path = functools.partial(self._in_child, self)
+        self.__init__(path, self._meta, self._applied, self._every, self._diagnostics_every, in_child=self._in_child)
+        return True
 
     def _is_open(self, optimizer: Optimizer) -> bool:
         if self._known is None:

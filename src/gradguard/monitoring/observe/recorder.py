@@ -37,11 +37,11 @@ from gradguard.torch_private import grads_of, never_compiled
 
 
 def safely(method: Callable) -> Callable:
-    """Time what a recorder does, keep its failures away from training, and do nothing in a forked child."""
+    """Time what a recorder does, keep its failures away from training; in a forked child do nothing, or begin anew."""
 
     @functools.wraps(method)
     def safe(self: "Recorder", *args: Any) -> Any:
-        if not self._active or os.getpid() != self._process:
+        if not self._active or (os.getpid() != self._process and not self._begins_in_child()):
             return None
         outermost = self._begin_time()
         try:
@@ -118,6 +118,10 @@ class Recorder:
     def _complete(self, step: StepMeasurement) -> bool:
         """Add what is known after it, and tell whether more may come, so that it waits for the next one."""
         del step
+        return False
+
+    def _begins_in_child(self) -> bool:
+        """Whether it begins anew in this forked child, with a record of its own."""
         return False
 
     def _clip(self, optimizer: Optimizer, first: bool) -> None:

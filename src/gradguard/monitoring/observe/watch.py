@@ -1,7 +1,9 @@
 """Watching from inside: a notebook, a script's own call, and `GRADGUARD=run.jsonl python train.py`."""
 
 import atexit
+import functools
 import glob
+import multiprocessing.util
 import os
 import sys
 import threading
@@ -15,12 +17,15 @@ from gradguard.monitoring.judge.health import Finding
 from gradguard.monitoring.observe.meta import program_facts, rank_and_world
 from gradguard.monitoring.observe.observer import Observer, observe
 from gradguard.monitoring.observe.recorder import check_callable
-from gradguard.monitoring.observe.termination import TERMINATED, end_on_sigterm
+from gradguard.monitoring.observe.termination import TERMINATED, before_sigterm, end_on_sigterm
 from gradguard.monitoring.record.file import FILE_NAME, read_record
 
 # Those of `start_up`, which is no part of the package once that is installed.
 VARIABLE = "GRADGUARD"
 OWNER = "GRADGUARD_PROCESS"
+
+REPLACED = "GRADGUARD_REPLACED"
+"""The environment variable that says which file `gradguard run --force` was asked to replace."""
 
 
 class Watch:
@@ -38,6 +43,7 @@ class Watch:
         self._observer, self._stack, self._whole_process = observer, ExitStack(), whole_process
         self._stack.enter_context(observe(observer))
         atexit.register(self.close)
+        self._give_back = (lambda: None) if whole_process else before_sigterm(self._terminated, observer.flush)
 
     @property
     def path(self) -> Path | None:
@@ -55,8 +61,12 @@ class Watch:
         if _active is self:
             _active = None
         atexit.unregister(self.close)
+        self._give_back()
         self._stack.close()
         self._observer.close(*(_how_it_ends() if self._whole_process else (None, False)))
+
+    def _terminated(self) -> None:
+        self._observer.close(TERMINATED, interrupted=True)
 
     def report(self, path: str | Path | None = None) -> Path:
         """Draw the record as it is now, whether or not the watch is still on.
@@ -107,6 +117,8 @@ def watch(
     the record exists                      a number is added to its name; a record is never replaced
     several processes                      only that of rank 0 writes
     the folder cannot be written to        one warning, and no record; the training goes on
+    SIGTERM                                last rows and end are written, then it does what it would have done
+    a forked child                         writes nothing
     =====================================  ====================================================================
 
     Args:
@@ -155,23 +167,25 @@ def watch_process() -> None:
     """
     if _active is None:
         path = Path(os.environ[VARIABLE]).absolute()
-        _begin(Watch(Observer(lambda: _opened(path), program_facts()), whole_process=True))
+        in_child = functools.partial(record_of_fork, path)
+        _begin(Watch(Observer(lambda: _opened(path), program_facts(), in_child=in_child), whole_process=True))
 
 
 @contextmanager
-def children_watched(path: Path | None) -> Iterator[None]:
+def children_watched(path: Path | None, replaced: str = "") -> Iterator[None]:
     """Let Python processes that begin inside the block watch themselves, as with the environment variable.
 
     One that makes no optimizer step, such as a worker of a data loader, writes nothing.
 
     Args:
         path: The record of this process, beside which theirs go; None to leave them alone.
+        replaced: From `identity`: which file may be replaced, by whichever process writes the record.
     """
     if path is None:
         yield
         return
-    kept = {name: os.environ.get(name) for name in (VARIABLE, OWNER)}
-    os.environ |= {VARIABLE: str(path), OWNER: f"{os.getpid()} {time.time()}"}
+    kept = {name: os.environ.get(name) for name in (VARIABLE, OWNER, REPLACED)}
+    os.environ |= {VARIABLE: str(path), OWNER: f"{os.getpid()} {time.time()}", REPLACED: replaced}
     try:
         yield
     finally:
@@ -180,6 +194,49 @@ def children_watched(path: Path | None) -> Iterator[None]:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
+
+
+def record_of_fork(path: Path, observer: Observer) -> Path | None:
+    """Return the record of a forked child, and let it have an end.
+
+    Args:
+        path: The record of the parent.
+        observer: The one of the child.
+
+    Returns:
+        The record; None where another process writes.
+    """
+    # The children of multiprocessing end without a word to atexit; one that calls os._exit() leaves what was flushed.
+    multiprocessing.util.Finalize(None, functools.partial(observer.close, None, False), exitpriority=0)
+    before_sigterm(lambda: observer.close(TERMINATED, interrupted=True), observer.flush)
+    return _own_path(path)
+
+
+def identity(path: Path | None) -> str:
+    """Return what tells this file, as it is now, from another one, and from itself once somebody writes to it.
+
+    Args:
+        path: A file.
+
+    Returns:
+        The words; empty where there is no file.
+    """
+    try:
+        found = path.stat() if path is not None else None
+    except OSError:
+        return ""
+    return "" if found is None else f"{found.st_dev} {found.st_ino} {found.st_mtime_ns} {found.st_size}"
+
+
+def remove_replaced(path: Path, replaced: str) -> None:
+    """Delete the record that is to be replaced; not one that another run, or a child of this one, writes by now.
+
+    Args:
+        path: Where the record is.
+        replaced: Its `identity` when it was asked to be replaced.
+    """
+    if replaced and identity(path) == replaced:
+        path.unlink(missing_ok=True)
 
 
 def records_beside(path: Path | None) -> list[Path]:
@@ -221,6 +278,13 @@ _terminated = threading.Event()
 
 
 def _own_path(path: Path) -> Path | None:
+    own = _path_of_process(path)
+    if own == path:
+        remove_replaced(path, os.environ.get(REPLACED, ""))
+    return own
+
+
+def _path_of_process(path: Path) -> Path | None:
     """The record of this process: None where another one writes, never a file that another process writes."""
     rank, world = rank_and_world()
     if rank:

@@ -1,5 +1,6 @@
 """Text from a record, a path or an exception as a terminal may show it: the one place where it is cleaned."""
 
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -42,6 +43,15 @@ def encodable(file: IO[str]) -> Iterator[None]:
     finally:
         with suppress(BrokenPipeError):  # it flushes, and we are on the way out
             file.reconfigure(errors=before)
+
+
+def drop_output() -> None:
+    """Send what is still buffered nowhere, or Python would complain about it when it ends."""
+    try:
+        number = sys.stdout.fileno()
+    except (OSError, ValueError):
+        return
+    os.dup2(os.open(os.devnull, os.O_WRONLY), number)
 
 
 def _escaped(char: str) -> str:

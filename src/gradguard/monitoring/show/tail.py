@@ -1,8 +1,6 @@
 """Following a run in progress in the terminal."""
 
-import os
 import signal
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -13,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from gradguard.errors import InvalidValueError, RecordError
 from gradguard.monitoring.record.file import SCHEMA
 from gradguard.monitoring.record.reader import JsonlReader
-from gradguard.monitoring.record.text import encodable, printable
+from gradguard.monitoring.record.text import drop_output, encodable, printable
 from gradguard.monitoring.show.run_state import RunState
 from gradguard.monitoring.show.tail_view import clock, duration, ending, event_line, fitting_view, line
 
@@ -97,7 +95,7 @@ def tail(
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:
-        _drop_output()
+        drop_output()
         return BROKEN_PIPE
 
 
@@ -294,12 +292,3 @@ def _ended_in_order() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
-
-
-def _drop_output() -> None:
-    """Send what is still buffered nowhere, or Python would complain about it when it ends."""
-    try:
-        number = sys.stdout.fileno()
-    except (OSError, ValueError):
-        return
-    os.dup2(os.open(os.devnull, os.O_WRONLY), number)
