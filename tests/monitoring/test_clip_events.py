@@ -66,6 +66,8 @@ CLIPS = {
     "function: norm, names": ("norm", 0.5, a_function(lambda m: gg.clip_grad_norm_(m.named_parameters(), 0.5))),
     "function: value": ("value", 0.01, a_function(lambda m: gg.clip_grad_value_(m.parameters(), 0.01))),
     "function: adaptive": ("adaptive", 0.01, a_function(lambda m: gg.clip_grad_adaptive_(m, 0.01))),
+    "function: adaptive, exclude": (
+        "adaptive", 0.01, a_function(lambda m: gg.clip_grad_adaptive_(m, 0.01, exclude="2"))),
     "apply_gradient_clipping": ("value", 0.01, a_function(lambda m: gg.apply_gradient_clipping(m, "value", 0.01))),
     "dispatch: norm": ("norm", 0.5, a_function(lambda m: dispatch_clip_grad(m.parameters(), 0.5))),
     "dispatch: agc": ("adaptive", 0.01, a_function(lambda m: dispatch_clip_grad(m.parameters(), 0.01, mode="agc"))),
@@ -74,6 +76,7 @@ CLIPS = {
     "object: each norm": ("ClipByNorm", 0.5, an_object(lambda: gg.ClipByNorm(0.5))),
     "object: value": ("value", 0.01, an_object(lambda: gg.ClipByValue(0.01))),
     "object: adaptive": ("adaptive", 0.01, an_object(lambda: gg.ClipAdaptive(0.01))),
+    "object: adaptive, exclude": ("adaptive", 0.01, an_object(lambda: gg.ClipAdaptive(0.01, exclude="2"))),
     "object: median": ("ClipByMedian", None, an_object(lambda: gg.ClipByMedian(warmup=1))),
     "object: groups": ("Groups", None, an_object(lambda: gg.Groups({"0.*": gg.ClipByNorm(0.1)}, rest=None))),
     "object: chain": ("Chain", None, an_object(lambda: gg.Chain(gg.ClipByValue(0.1), gg.ClipByGlobalNorm(0.1)))),

@@ -144,13 +144,20 @@ def clip_adaptive(
     names, tensors = named_tensors(parameters, "parameters")
     grads = _without_excluded(exclude, names, tensors, stages, module)
     heard = is_heard()
+    acted_on = _acted_on(grads) if heard else []
     if heard:
-        announce(tensors)
+        announce(acted_on)
     clip = _clip(to_clip_by(grads, "clip_grad_adaptive_", threshold, eps, policy), layouts, threshold, eps, policy)
     if heard:
         result = clip.result()
-        tell(ClipEvent("adaptive", grads.parameters, threshold, result.norm, result.coefficient, result.norms))
+        norms = result.norms if len(acted_on) == len(grads.parameters) else None
+        tell(ClipEvent("adaptive", acted_on, threshold, result.norm, result.coefficient, norms))
     return clip
+
+
+def _acted_on(grads: Gradients) -> list[Tensor]:
+    """Leave out parameters that are excluded: among those of all stages they have their places, and empty gradients."""
+    return [p for p, g in zip(grads.parameters, grads.gradients, strict=True) if g.numel() or not p.numel()]
 
 
 @dataclass(frozen=True, slots=True)
