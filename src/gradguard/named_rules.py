@@ -106,7 +106,8 @@ class NamedRule:
         name, arguments = self.clipper
         shown = [f"{key}={f'{x:g}' if math.isfinite(x) else f'float({str(x)!r})'}" for key, x in arguments.items()]
         if self.exclude:
-            shown.append(f"exclude={repr(self.exclude[0]) if len(self.exclude) == 1 else self.exclude!r}")
+            exclude = self.exclude[0] if len(self.exclude) == 1 else self.exclude
+            shown.append(f"exclude={exclude!r}")
         return f"gg.{name}({', '.join(shown)})"
 
 

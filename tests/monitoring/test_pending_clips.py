@@ -81,9 +81,32 @@ def test_gradients_are_not_kept_alive():
     assert pending.take([torch.zeros(2)]).parts == []
 
 
-def test_clips_whose_steps_do_not_come_are_not_kept_for_ever(monkeypatch):
-    monkeypatch.setattr("gradguard.monitoring.observe.clips.MOST_PENDING", 3)
+def test_clips_whose_gradients_are_gone_are_not_kept():
     pending, gradients = PendingClips(), [torch.zeros(1) for _ in range(6)]
     for k, gradient in enumerate(gradients):
         pending.add(ScriptClip("norm", float(k), None), [gradient], None)
-    assert [entry is not None for entry in shown(pending.take(gradients))] == [False, False, True, True, True, True]
+    del gradients[:4], gradient
+    assert pending.drop_changed()
+    assert len(pending._parts) == 2
+    assert not pending.drop_changed()
+
+
+@pytest.mark.parametrize("count", [2, 66, 200])
+def test_a_clip_for_each_gradient_is_known_at_the_step(count):
+    pending, gradients = PendingClips(), [torch.zeros(1) for _ in range(count)]
+    for k, gradient in enumerate(gradients):
+        assert not pending.drop_changed()
+        pending.add(ScriptClip("norm", float(k), None), [gradient], [float(k)])
+    assert shown(pending.take(gradients)) == [(float(k), [float(k)]) for k in range(count)]
+
+
+def test_a_clip_of_one_view_of_a_buffer_is_no_write_to_the_others():
+    pending, views = PendingClips(), list(torch.zeros(6).view(3, 2).unbind())
+    for k, view in enumerate(views):
+        pending.drop_changed()
+        view.mul_(0.5)
+        pending.add(ScriptClip("norm", float(k), None), [view], [float(k)])
+    assert shown(pending.take(views)) == [(float(k), [float(k)]) for k in range(3)]
+    pending.add(ScriptClip("norm", 1.0, None), views[:1], [2.0])
+    views[1].add_(1)
+    assert pending.drop_changed()  # nobody can tell which one was written

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from gradguard.clip_events import ClipEvent
 from gradguard.monitoring.observe.intercept import ClipCall
-from gradguard.monitoring.observe.measure import Norms, gradient_norms, total, unscaled
+from gradguard.monitoring.observe.measure import Norms, gradient_norms, look_again, total, unscaled
 from gradguard.monitoring.observe.shared_norms import Shared
 from gradguard.monitoring.observe.step import EPSILON, FIXED, ScriptClip, StepMeasurement, copied
 from gradguard.tensors.layout import are_readable
@@ -52,6 +52,10 @@ class ClippedGradients:
     def living(self) -> list[Any]:
         """Return the gradients, None for one that is gone."""
         return [gradient() for gradient in self.gradients]
+
+    def is_precise(self) -> bool:
+        """Tell whether none of them is in half precision."""
+        return {g.dtype for g in self.living() if g is not None} <= set(_PRECISE)
 
     def part(self, places: Sequence[int]) -> "ClippedGradients":
         """Return some of them."""
@@ -98,9 +102,10 @@ class StepClips:
         calls = self._calls()
         if len(calls) != 1 or sum(len(places) for _, places in self.parts) != self.count:
             return None
-        if calls[0].rule == "norm":
-            return calls[0]
         first, _ = self.parts[0]
+        if calls[0].rule == "norm":
+            told = calls[0].coefficient is not None or all(part.is_precise() for part, _ in self.parts)
+            return calls[0] if told else None  # in half precision PyTorch's own clip does something else than it says
         exactly = first.norms is None or first.whole == self.count
         return calls[0] if exactly and calls[0].coefficient is not None else None  # of more it says nothing of these
 
@@ -129,8 +134,7 @@ class StepClips:
         return list({id(clip): clip for part, _ in self.parts for clip in part.clips}.values())
 
 
-MOST_PENDING = 64
-"""Clips of other gradients each, whose steps do not come, are kept up to so many."""
+_MOST_LISTS = 64  # of parameters that clips are called with, remembered
 
 
 class PendingClips:
@@ -145,27 +149,42 @@ class PendingClips:
         Returns:
             Whether there were any: the script skipped the step of their clip, or clips each micro-batch.
         """
-        dropped = False
-        for part in self._parts:
-            unchanged = part.unchanged()
-            dropped = dropped or len(unchanged) < len(part.gradients)
-            self._replace(part, part.part(unchanged))
-        return dropped
+        if self._are_unchanged():
+            return False
+        kept = [part.part(part.unchanged()) for part in self._parts]
+        self._parts = [part for part in kept if part.gradients]
+        return True
+
+    def _are_unchanged(self) -> bool:
+        living: list[Any] = [gradient() for part in self._parts for gradient in part.gradients]
+        known = [version for part in self._parts for version in part.versions]
+        return all(map(is_not, living, repeat(None))) and versions_of(living) == known
 
     def add(self, clip: ScriptClip, gradients: Sequence[Tensor], norms: Norms | None) -> None:
         """Note that ``clip`` has acted on ``gradients``, which had ``norms``."""
         whole, own = len(gradients), {id(g): k for k, g in enumerate(gradients)} if self._parts else {}
-        new = set(own.values())
-        for part in self._parts:
-            places = [own.get(id(g), -1) if g is not None else -1 for g in part.living()]
-            new.difference_update(places)
-            self._clip_again(part, places, clip, norms)
-        if len(new) < len(own):  # some have been clipped before
+        if own and own.keys().isdisjoint(id(g()) for part in self._parts for g in part.gradients):
+            self._count_anew()
+        elif own:
+            new = set(own.values())
+            for part in self._parts:
+                places = [own.get(id(g), -1) if g is not None else -1 for g in part.living()]
+                new.difference_update(places)
+                self._clip_again(part, places, clip, norms)
+            self._count_anew()
             gradients, norms = [gradients[k] for k in sorted(new)], _some(norms, sorted(new))
         if gradients:
             refs = list(map(weakref.ref, gradients))
-            own_part = ClippedGradients(refs, versions_of(gradients), norms, whole, [clip])
-            self._parts = [*self._parts[-MOST_PENDING:], own_part]
+            self._parts.append(ClippedGradients(refs, versions_of(gradients), norms, whole, [clip]))
+
+    def _count_anew(self) -> None:
+        """Views of one buffer count their writes together: what a clip has written next to them is no change."""
+        if self._are_unchanged():
+            return
+        for part in self._parts:
+            living = part.living()
+            pairs = zip(living, part.versions, strict=True)
+            part.versions = [version if g is None else version_of(g) for g, version in pairs]
 
     def _clip_again(self, part: ClippedGradients, places: Sequence[int], clip: ScriptClip, norms: Norms | None) -> None:
         """Gradients of ``part`` that are at ``places`` (-1: nowhere) among those that ``clip`` has acted on."""
@@ -177,7 +196,7 @@ class PendingClips:
             both = replace(part, clips=list(part.clips))
         both.clips.append(clip)
         both.versions = versions_of(both.living())
-        if both.norms is None:  # the first clip did not tell them
+        if both.norms is None:  # the first clip did not tell them, as one for each sample does not
             both.norms = _some(norms, [places[k] for k in again])
         self._replace(part, both, part.part([k for k, place in enumerate(places) if place < 0]))
 
@@ -200,13 +219,14 @@ class PendingClips:
         if not self._parts:
             return StepClips(len(gradients))
         own = {id(gradient): k for k, gradient in enumerate(gradients) if gradient is not None}
-        found = []
+        found, kept = [], []
         for part in self._parts:
             places = [own.get(id(g), -1) if g is not None else -1 for g in part.living()]
             unchanged = part.unchanged()
             if here := [k for k in unchanged if places[k] >= 0]:
                 found.append((part.part(here), [places[k] for k in here]))
-            self._replace(part, part.part([k for k in unchanged if places[k] < 0]))
+            kept.append(part.part([k for k in unchanged if places[k] < 0]))
+        self._parts = [part for part in kept if part.gradients]
         return StepClips(len(gradients), found)
 
     def clear(self) -> None:
@@ -237,6 +257,7 @@ class CapturedNorms:
         self.gradients: list[Tensor] = []
         self._norms: Sequence[Tensor] | None = None
         self._vector: Tensor | None = None
+        self._listed: list[float] | None = None
         self._calls, self._thread = 0, threading.get_ident()
 
     def __enter__(self) -> "CapturedNorms":
@@ -249,13 +270,16 @@ class CapturedNorms:
     def _foreach_norm(self, tensors: Any, *args: Any, **kwargs: Any) -> Any:
         result = foreach_norm(tensors, *args, **kwargs)
         if threading.get_ident() == self._thread:
-            self.gradients, self._norms, self._vector = tensors, result, None
+            self.gradients, self._norms, self._vector, self._listed = tensors, result, None, None
             self._calls += 1
         return result
 
     def _vector_norm(self, x: Any, *args: Any, **kwargs: Any) -> Any:
         if self._vector is None and threading.get_ident() == self._thread:
             self._vector = x
+            if isinstance(x, Tensor) and x.is_cpu and x.shape == (len(self.gradients),):
+                self._listed = x.tolist()
+                look_again(self._listed, self.gradients)  # while these are what they were
         return vector_norm(x, *args, **kwargs)
 
     def norms(self, count: int) -> Norms | None:
@@ -268,6 +292,8 @@ class CapturedNorms:
             return None
         if vector is None or vector.shape != (count,) or vector.dtype is not norms[0].dtype:
             vector = torch.stack(list(norms))
+        elif self._listed is not None:
+            return self._listed
         return vector.tolist() if vector.is_cpu else vector
 
 
@@ -378,9 +404,9 @@ class HeardClips:
                 return running.captured, replaced
         if shared is not None:
             running.norms = shared.norms
-        elif not spread and not tells_norms:
+        elif not spread:
             running.parameters = [p for p in parameters if p.grad is not None]
-            running.norms = _norms_at([p.grad for p in running.parameters])
+            running.norms = None if tells_norms else _norms_at([p.grad for p in running.parameters])
         if call is not None and call.norm is None and call.norm_type == 2 and running.norms is not None:
             running.clip.norm = None if call.whole else total(running.norms)
         return None, replaced
@@ -425,7 +451,7 @@ class HeardClips:
         """Remembers `can_capture` of lists that come again; what has been captured shows whether it is still so."""
         key = len(parameters), *map(id, [*parameters[:1], *parameters[-1:]])
         if (known := self._capturable.get(key)) is None:
-            if len(self._capturable) >= MOST_PENDING:
+            if len(self._capturable) >= _MOST_LISTS:
                 self._capturable.clear()
             known = self._capturable[key] = can_capture([p.grad for p in parameters if p.grad is not None])
         return known

@@ -75,12 +75,22 @@ def gradient_norms(tensors: Sequence[Tensor]) -> Norms:
         refuse_sharded(tensors)
         norms = tensor_norms(tensors)
         return norms.tolist() if are_readable(*tensors) else norms
+    look_again(norms, tensors)
+    return norms
+
+
+def look_again(norms: list[float], tensors: Sequence[Tensor]) -> None:
+    """Measure those again, with care, whose squares may have overflowed or underflowed.
+
+    Args:
+        norms: The norms as they were taken, which are corrected.
+        tensors: What they are of.
+    """
     again = [i for i, norm in enumerate(norms) if not _TRUSTED_ABOVE < norm < 1e300]
     again = [i for i in again if tensors[i].numel()]
     if again:
         for i, norm in zip(again, tensor_norms([tensors[i] for i in again]).tolist(), strict=True):
             norms[i] = abs(norm)  # 0 may come as -0.0
-    return norms
 
 
 def _norms_of_stacks(tensors: Sequence[Tensor]) -> list[float] | None:
@@ -101,6 +111,9 @@ def _norms_of_stacks(tensors: Sequence[Tensor]) -> list[float] | None:
                 _alike.clear()
             known = _alike[key] = _of_one_shape(tensors)
         stacks, rest = known
+        if any(tensors[places[0]].numel() > STACKED for _, places in stacks):  # others of one shape, and large
+            del _alike[key]
+            continue
         try:
             joined = [torch.stack(members(tensors)) for members, _ in stacks]
         except RuntimeError:  # also of several devices

@@ -334,7 +334,7 @@ def _clips_of(step: StepMeasurement, total: float) -> tuple[list[_Clip], float |
     if coefficient is not None and len(unknown) == 1 and known > 0:
         own = min(1.0, coefficient / known)
         if len(clips) > 1 and own > 1 - ROUNDING:
-            own, coefficient = 1.0, known
+            own, coefficient = 1.0, coefficient if step.clips_apart else known
         clips[unknown[0]] = clips[unknown[0]]._replace(coefficient=own)
     within = 1.0
     for rule, threshold, told in (
