@@ -2,6 +2,7 @@
 
 import base64
 import csv
+import os
 import shutil
 import struct
 import threading
@@ -86,7 +87,10 @@ WIDTHS = [*((name, 360 if name == "two runs" else 1200) for name in PAGES), ("a 
 @pytest.fixture(scope="module")
 def browser():
     with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"], timeout=200_000)
+        # In the C locale it cannot save below a temporary folder whose name is not ASCII.
+        browser = playwright.chromium.launch(
+            executable_path=CHROMIUM, args=["--no-sandbox"], timeout=200_000, env=os.environ | {"LC_ALL": "C.UTF-8"}
+        )
         yield browser
         browser.close()
 
