@@ -5,10 +5,13 @@ python benchmarks/recommendation.py [--seeds 5] [--most-seeds 20] [--tasks "gpt 
 Each task of `recommendation_tasks.py` is run once without a clip, while `gradguard.watch` records it. Then it is run
 again from the same seed under what `recommend` decides for that record, and under each of the constants that people
 try: none, 0.1, 1, 5 and the 90th percentile of the recorded norms. Of a decision to fix the learning rate, both are
-followed: the rate and the threshold. The numbers are held-out losses; one that is not finite counts as the worst finite
-one of the task. A task is lost where the mean over the seeds is more than 5 % above that of the best constant, or above
-it with p < 0.05 in a paired t-test. Where runs scatter so much that the standard error of the difference is above 2.5 %
-of the loss, more seeds are run, up to `--most-seeds`. Fresh tasks were written after the rules.
+followed: the rate and the threshold. Where the decision leaves it to an experiment, *tuned* is what won it: of the
+rules that `gradguard tune --metric` tries and the page's own decision, the one with the lowest mean held-out loss with
+three other seeds; elsewhere it is the page's decision. The numbers are held-out losses; one that is not finite counts
+as the worst finite one of the task. A task is lost where the mean over the seeds is more than 5 % above that of the
+best constant, or above it with p < 0.05 in a paired t-test. Where runs scatter so much that the standard error of the
+difference is above 2.5 % of the loss, more seeds are run, up to `--most-seeds`. Fresh tasks were written after the
+rules.
 """
 
 import argparse
@@ -18,8 +21,9 @@ import statistics
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -29,10 +33,16 @@ from rich.table import Table
 import gradguard as gg
 from gradguard.clip.clipper import Clipper
 from gradguard.monitoring.judge.recommend import Recommendation, recommend
-from gradguard.monitoring.record.file import read_record
+from gradguard.monitoring.record.file import Record, read_record
+from gradguard.monitoring.tune.candidates import candidates
+from gradguard.monitoring.tune.score import got_worse
 from recommendation_tasks import FRESH, TASKS, Task, make_task
 
 FIXED = ("none", "0.1", "1", "5", "p90")
+FOLLOWED = ("page", "tuned")
+TUNING = (1001, 1002, 1003)
+"""The seeds of experiments."""
+
 MARGIN = 1.05
 SURE = 0.025  # of the best loss: the standard error of the difference from it
 T_TWO_SIDED = {2: 12.71, 3: 4.303, 4: 3.182, 5: 2.776, 10: 2.262, 15: 2.145, 20: 2.093}  # p = 0.05, by seeds
@@ -58,53 +68,85 @@ def train(task: Task, clipper_of: ClipperOf) -> float:
 def clipper_of_rule(rule: str | None) -> Clipper | None:
     name, _, value = (rule or "").partition("=")
     if name == "median":
-        return gg.ClipByMedian(k=float(value))
+        return gg.ClipByMedian(k=float(value)) if value else gg.ClipByMedian()
     return gg.ClipByGlobalNorm(float(value)) if name == "norm" else None
 
 
-def one_seed(name: str, seed: int) -> dict:
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
+def watched(name: str, seed: int) -> tuple[float, Record]:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "run.jsonl"
         task = make_task(name, seed)
         with gg.watch(path):
-            losses = {"none": train(task, lambda place: None)}
-        record = read_record(path)
+            loss = train(task, lambda place: None)
+        return loss, read_record(path)
+
+
+def train_by(name: str, seed: int, parts: Sequence[Recommendation]) -> float:
+    """The held-out loss of a run under a decision, or one for each optimizer."""
+    task = make_task(name, seed)
+    task.rate = min((one.rate_factor for one in parts if one.rate_factor), default=1.0)
+    return train(task, lambda place: clipper_of_rule(parts[min(place, len(parts) - 1)].rule))
+
+
+def experiment(name: str) -> tuple[str, list[Recommendation]]:
+    """The winner of what `gradguard tune --metric` tries, with seeds of its own, and of the page's own decision."""
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    for seed in TUNING:
+        _, record = watched(name, seed)
+        decision = recommend(record)
+        if decision.experiment:
+            break
+    else:
+        return "", []
+    rules = ["none", *candidates(record, got_worse([step["loss"] for step in record.steps if "loss" in step]))]
+    tried = {rule: [replace(decision, rule=rule, rate_factor=None)] for rule in rules} | {"page": _parts(decision)}
+    losses = {rule: [train_by(name, seed, one) for seed in TUNING] for rule, one in tried.items()}
+    best = min(tried, key=lambda rule: statistics.fmean(losses[rule]))
+    return best, tried[best]
+
+
+def _parts(decision: Recommendation) -> list[Recommendation]:
+    return [one for _, one in decision.parts] or [decision]
+
+
+def one_seed(name: str, seed: int, winner: tuple[str, list[Recommendation]]) -> dict:
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    unclipped, record = watched(name, seed)
+    losses = {"none": unclipped}
     decision = recommend(record)
-    parts = [one for _, one in decision.parts] or [decision]
+    parts = _parts(decision)
     norms = sorted(step["norm"] for step in record.steps if step.get("norm"))
     p90 = norms[int(0.9 * len(norms))]
     for label, threshold in (("0.1", 0.1), ("1", 1.0), ("5", 5.0), ("p90", p90)):
         losses[label] = train(make_task(name, seed), lambda place, c=threshold: gg.ClipByGlobalNorm(c))
-    task = make_task(name, seed)
-    task.rate = min((one.rate_factor for one in parts if one.rate_factor), default=1.0)
-    losses["page"] = train(task, lambda place: clipper_of_rule(_part(parts, place).rule))
+    losses["page"] = train_by(name, seed, parts)
     said = [f"{one.kind} {one.rule or ''}".strip() for one in parts]
+    rule, tuned = winner
+    losses["tuned"] = losses["page"] if rule in ("", "page") else train_by(name, seed, tuned)
     return {"losses": losses, "said": " / ".join(dict.fromkeys(said))}
 
 
-def _part(parts: list[Recommendation], place: int) -> Recommendation:
-    return parts[min(place, len(parts) - 1)]
-
-
 def judge(rows: list[dict]) -> dict:
-    labels = [*FIXED, "page"]
+    labels = [*FIXED, *FOLLOWED]
     worst = max((loss for row in rows for loss in row["losses"].values() if math.isfinite(loss)), default=1.0)
     table = {k: [row["losses"][k] if math.isfinite(row["losses"][k]) else worst for row in rows] for k in labels}
     means = {label: statistics.fmean(values) for label, values in table.items()}
     best = min(FIXED, key=lambda label: means[label])
-    gaps = [mine - other for mine, other in zip(table["page"], table[best], strict=True)]
-    spread = statistics.stdev(gaps) if len(gaps) > 1 else math.inf
-    error = spread / math.sqrt(len(gaps))
-    limit = T_TWO_SIDED.get(len(gaps), 2.0) * error
+    followed = {label: against(table[label], table[best]) for label in FOLLOWED}
+    return {"means": means, "best": best, "said": [row["said"] for row in rows], **followed}
+
+
+def against(mine: list[float], best: list[float]) -> dict:
+    """Of the losses of the same seeds: the ratio of the means, whether it is surely above 1, and its standard error."""
+    gaps = [one - other for one, other in zip(mine, best, strict=True)]
+    error = (statistics.stdev(gaps) if len(gaps) > 1 else math.inf) / math.sqrt(len(gaps))
+    gap, usual = statistics.fmean(gaps), statistics.fmean(best)
     return {
-        "means": means,
-        "best": best,
-        "ratio": means["page"] / means[best] if means[best] else 1.0,
-        "significant": statistics.fmean(gaps) > limit and statistics.fmean(gaps) > 1e-3 * means[best],
-        "error": error / means[best] if means[best] else 0.0,
-        "said": [row["said"] for row in rows],
+        "ratio": 1 + gap / usual if usual else 1.0,
+        "significant": gap > T_TWO_SIDED.get(len(gaps), 2.0) * error and gap > 1e-3 * usual,
+        "error": error / usual if usual else 0.0,
     }
 
 
@@ -116,33 +158,40 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--json", type=Path, help="where all numbers go")
     arguments = parser.parse_args()
-    columns = ("task", "seeds", *FIXED, "page", "page ÷ best", "decisions")
+    columns = ("task", "seeds", *FIXED, *FOLLOWED, "page ÷ best", "tuned ÷ best", "decisions", "winner")
     table = Table(*columns, title="held-out loss, mean over the seeds")
     rows: dict[str, list[dict]] = {name: [] for name in arguments.tasks}
     found, open_tasks = {}, list(arguments.tasks)
     with ProcessPoolExecutor(arguments.processes) as pool:
+        winners = dict(zip(open_tasks, pool.map(experiment, open_tasks), strict=True))
+        for name, (rule, _) in winners.items():
+            print(name, "winner:", rule, file=sys.stderr)
         while open_tasks:
             begun = len(rows[open_tasks[0]])
-            jobs = [(name, seed) for name in open_tasks for seed in range(begun, begun + arguments.seeds)]
-            for (name, seed), row in zip(jobs, pool.map(one_seed, *zip(*jobs, strict=True)), strict=True):
+            seeds = range(begun, begun + arguments.seeds)
+            jobs = [(name, seed, winners[name]) for name in open_tasks for seed in seeds]
+            for (name, seed, _), row in zip(jobs, pool.map(one_seed, *zip(*jobs, strict=True)), strict=True):
                 rows[name].append(row)
                 losses = {label: float(f"{loss:.3g}") for label, loss in row["losses"].items()}
                 print(name, seed, row["said"], losses, file=sys.stderr)
             found |= {name: judge(rows[name]) for name in open_tasks}
             more = begun + 2 * arguments.seeds <= arguments.most_seeds
-            open_tasks = [name for name in open_tasks if more and found[name]["error"] > SURE]
+            unsure = [name for name in open_tasks if max(found[name][label]["error"] for label in FOLLOWED) > SURE]
+            open_tasks = unsure if more else []
     for name in arguments.tasks:
         one = found[name]
-        lost = "*" * one["significant"] + "!" * (one["ratio"] > MARGIN)
-        cells = [f"{one['means'][label]:.3g}" for label in [*FIXED, "page"]]
+        ratios = [
+            f"{one[k]['ratio']:.2f}{'*' * one[k]['significant']}{'!' * (one[k]['ratio'] > MARGIN)}" for k in FOLLOWED
+        ]
+        cells = [f"{one['means'][label]:.3g}" for label in [*FIXED, *FOLLOWED]]
         label = f"{name} (fresh)" if name in FRESH else name
-        table.add_row(
-            label, str(len(rows[name])), *cells, f"{one['ratio']:.2f}{lost}", "; ".join(sorted(set(one["said"])))
-        )
-    Console(width=160).print(table)
+        said = "; ".join(sorted(set(one["said"])))
+        table.add_row(label, str(len(rows[name])), *cells, *ratios, said, winners[name][0])
+    Console(width=180).print(table)
     print("* significantly worse than the best constant (p < 0.05)   ! more than 5 % above it")
     if arguments.json:
-        arguments.json.write_text(json.dumps(found, indent=1))
+        winning = {name: {"winner": rule} for name, (rule, _) in winners.items()}
+        arguments.json.write_text(json.dumps({name: found[name] | winning[name] for name in found}, indent=1))
 
 
 if __name__ == "__main__":

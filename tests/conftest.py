@@ -39,6 +39,7 @@ SAMPLED = {
     "distributed/test_edges_of_stages.py": 2,
     "backward_clip/test_compiled.py": 12,
     "backward_clip/test_compiled_code.py": 12,
+    "backward_clip/test_compiled_statistics.py": 4,
     "backward_clip/test_distributed_training.py": 4,
     "backward_clip/test_pruning.py": 3,
     "gradient_check/test_gradcheck.py": 2,
@@ -65,6 +66,7 @@ SAMPLED = {
     "private/test_accounting.py": 4,
     "private/test_private_training.py": 2,
     "test_cli.py::test_observing_leaves_the_weights_bit_identical": 6,
+    "test_cli.py::test_sigterm_ends_a_script_as_ctrl_c_does_unless_it_has_a_handler": 2,
     "monitoring/test_observer_processes.py": 6,
     "monitoring/test_observer_recording.py": 4,
     "monitoring/test_observer_sharded.py": 3,
@@ -105,6 +107,15 @@ LONG = {
     "monitoring/test_report_browser.py::test_what_was_not_recorded_cannot_be_chosen",
     "monitoring/test_report_browser.py::test_zero_and_non_finite_cells_are_marked",
     "monitoring/test_sinks.py::test_wandb_by_name",
+    "backward_clip/test_compiled_statistics.py::test_compiled_counts_are_those_of_eager_code[lstm-inductor]",
+    "backward_clip/test_compiled_statistics.py::test_compiled_for_several_sizes",
+    "monitoring/test_observer_processes.py::test_a_second_run_at_the_same_path_keeps_the_first",
+    "monitoring/test_observer_processes.py::test_the_wheel_holds_all_that_the_package_imports",
+    "monitoring/test_report_browser.py::test_names_are_told_apart_on_a_telephone",
+    "monitoring/test_report_browser.py::test_a_link_to_a_part_goes_there",
+    "monitoring/test_report_browser.py::test_the_sizes_of_elements_are_drawn_step_by_step",
+    "test_cli.py::test_ctrl_c_keeps_the_record",
+    "test_docs.py::test_the_script_that_is_tuned_ends_as_the_page_says",
 }
 """Tests of half a minute and more, or beside one that sees nearly the same: in ``make exhaustive`` alone."""
 
@@ -137,6 +148,13 @@ def pytest_collection_finish():
 @pytest.fixture(autouse=True)
 def _fixed_seed():
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _same_program(monkeypatch):
+    """Scripts that a test runs leave their module, which processes that are spawned later would run once more."""
+    monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])
+    monkeypatch.setattr(sys, "argv", sys.argv)
 
 
 @pytest.fixture(autouse=True)

@@ -50,9 +50,7 @@ def empty_page(records: list[Record], path: Path) -> Path:
 def run(tmp_path, monkeypatch, capfd, others_unseen):
     """Run a script under observation in a folder of its own; returns the exit code and the record, if need be empty."""
     monkeypatch.chdir(tmp_path)
-    for name, value in (("argv", sys.argv), ("path", list(sys.path))):
-        monkeypatch.setattr(sys, name, value)
-    monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])
+    monkeypatch.setattr(sys, "path", list(sys.path))
 
     def go(source: str, *options: str, arguments: tuple[str, ...] = ()) -> tuple[int, Record]:
         Path("train.py").write_text(source)
@@ -736,7 +734,6 @@ class Wrong(torch.autograd.Function):
 def test_an_output_without_unicode_gets_question_marks(tmp_path, monkeypatch, others_unseen, arguments, code, words):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])
     monkeypatch.setattr(report, "write_report", empty_page)
     lines = [{"t": "meta", "argv": ["größe.py"]}, *({"t": "step", "i": i, "norm": 1.0} for i in range(30))]
     for path in (Path("größe/run.jsonl"), Path("other/run.jsonl")):

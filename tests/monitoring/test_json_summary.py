@@ -21,7 +21,7 @@ OF_EACH = [
     "overhead_share", "clips",
 ]  # fmt: skip
 KEYS = ["schema", "record", *OF_EACH, "findings", "events", "notes", "optimizers"]
-OF_DECISION = ["kind", "threshold", "rule", "rate_factor", "headline", "reason"]
+OF_DECISION = ["kind", "threshold", "rule", "rate_factor", "experiment", "headline", "reason"]
 OF_FINDING = [
     "kind", "severity", "confidence", "first_step", "last_step", "params", "message", "advice", "value", "optimizer",
 ]  # fmt: skip

@@ -171,16 +171,20 @@ def test_the_last_loss(losses, expected):
 
 
 CANDIDATES = {
-    "steady": (steps_of([1.0 + i / 100 for i in range(100)]), False, ["norm=1.5", "norm=1.9"]),
-    "clips itself": ([s | {"post_norm": 0.25} for s in steps_of([1.0] * 50)], False, ["norm=0.25"]),
-    "diverged": (steps_of([30.0 * 5**i for i in range(19)]), True, ["norm=30", "norm=3"]),
+    "steady": (steps_of([1.0 + i / 100 for i in range(100)]), False, ["norm=1.9", "norm=0.15", "norm=1"]),
+    "clips itself": (
+        [s | {"post_norm": 0.25} for s in steps_of([1.0] * 50)],
+        False,
+        ["norm=0.25", "norm=0.025", "norm=1"],
+    ),
+    "diverged": (steps_of([30.0 * 5**i for i in range(19)]), True, ["norm=30", "norm=3", "norm=1"]),
     "diverged, skipped first": (
         [{"t": "step", "i": 0, "norm": None, "skipped": True}, *steps_of([3.0, 3.0, 3e9])],
         True,
         ["norm=1", "norm=0.1"],
     ),
-    "diverged at once": ([{"t": "step", "i": 0, "norm": None}], True, []),
-    "no norms": ([], False, []),
+    "diverged at once": ([{"t": "step", "i": 0, "norm": None}], True, ["norm=1"]),
+    "no norms": ([], False, ["norm=1"]),
 }
 
 
@@ -226,6 +230,11 @@ for i in range(steps if script != "short.py" else 7):
     if script == "no_loss.py":
         del line["loss"]
     write(**line)
+if script == "no_loss.py":
+    print("score 3")
+if script == "prints.py":  # the losses are lowest with a clip, what counts without
+    print("error 9.5")
+    print("error", "inf" if clip == "norm=1" and seed == 1 else 0.25 if clip == "none" else 0.5, "after", steps)
 if script in ("hangs.py", "waits.py") and (clip == "none") == (script == "hangs.py"):
     print("waiting", flush=True)
     time.sleep(600)
@@ -283,7 +292,7 @@ def test_rules_take_turns_under_the_same_seeds(tune):
 def test_without_rules_those_of_the_first_record_are_tried(tune):
     code, out, err = tune("--steps", "20", "--seeds", "1", "train.py")
     assert code == 0
-    assert [line.split(",")[0] for line in err.splitlines()] == ["none", "median", "norm=1.1", "norm=1.2"]
+    assert [line.split(",")[0] for line in err.splitlines()] == ["none", "median", "norm=1.2", "norm=0.11", "norm=1"]
     assert "recommends no rule: median was tried in its place" in flat(out)
 
 
@@ -292,7 +301,13 @@ def test_the_recommended_rule_is_tried_first(tune, monkeypatch):
     monkeypatch.setattr("gradguard.monitoring.tune.candidates.recommend", lambda record: made)
     code, out, err = tune("--steps", "20", "--seeds", "1", "train.py")
     assert code == 0
-    assert [line.split(",")[0] for line in err.splitlines()] == ["none", "autoclip=50", "norm=1.1", "norm=1.2"]
+    assert [line.split(",")[0] for line in err.splitlines()] == [
+        "none",
+        "autoclip=50",
+        "norm=1.2",
+        "norm=0.11",
+        "norm=1",
+    ]
     assert "autoclip=50 is what the record of the script as it is recommends" in flat(out)
 
 
@@ -300,7 +315,7 @@ def test_rules_may_come_from_another_record(tune):
     tune("--steps", "20", "--seeds", "1", "--rule", "median", "clips.py")
     code, _, err = tune("--force", "--steps", "20", "--seeds", "1", "--record", "out/none-seed1", "train.py")
     assert code == 0
-    assert [line.split(",")[0] for line in err.splitlines()] == ["none", "median", "norm=0.5"]
+    assert [line.split(",")[0] for line in err.splitlines()] == ["none", "median", "norm=0.5", "norm=0.05", "norm=1"]
 
 
 WORDS = {
@@ -344,6 +359,11 @@ def test_a_run_that_has_diverged_is_ended(tune):
         (["--rule", "icefall", "train.py"], "has no clipper"),
         (["--record", "none.jsonl", "train.py"], "no record at none.jsonl"),
         (["breaks.py"], r"breaks.py ended with an error in its first run[^$]*no data"),
+        (["--metric", "(", "train.py"], r"--metric '\(' is no regular expression: "),
+        (["--metric", "loss", "train.py"], "has 0 groups: put what stands for the number into one pair"),
+        (["--maximize", "train.py"], "--maximize goes with --metric"),
+        (["--metric", "(hello)", "train.py"], r"'\(hello\)' found no finite number in what .* printed"),
+        (["--metric", "loss (.*)", "no_loss.py"], r"'loss \(\.\*\)' found no finite number"),
         (["no_loss.py"], "nothing to compare: 250 steps .* and no loss"),
     ],
 )
@@ -351,6 +371,47 @@ def test_what_cannot_be_carried_out(tune, arguments, words):
     code, out, err = tune(*arguments)
     assert (code, out) == (2, "")
     assert re.search(words, err)
+
+
+METRICS = {
+    "lowest": ([], "no clip wins: 0.250 ± 0 against 0.500 ± 0 with median.", "none", "gradguard run prints.py"),
+    "highest": (["--maximize"], "median wins: 0.500 ± 0 against 0.250 ± 0 without a clip.", "median", "--clip median"),
+}
+
+
+@pytest.mark.parametrize("name", METRICS)
+def test_rules_are_judged_by_what_the_script_prints(tune, name):
+    options, words, winner, command = METRICS[name]
+    arguments = ["--seeds", "2", "--steps", "20", "--rule", "median", "--metric", r"error (\S+)", *options, "prints.py"]
+    code, out, err = tune(*arguments)
+    assert (code, out.splitlines()[0]) == (0, words)
+    assert "none, seed 1: metric 0.25" in err
+    assert "training loss" not in out
+    assert command in out.splitlines()[-1]
+    found = json.loads(tune("--force", "--json", *arguments)[1])
+    assert (found["winner"], found["metric"]) == (winner, r"error (\S+)")
+
+
+def test_a_run_whose_metric_is_not_finite_is_lost(tune):
+    code, out, err = tune(
+        "--seeds", "2", "--steps", "20", "--rule", "norm=1", "--rule", "median", "--metric", r"error (\S+)", "prints.py"
+    )
+    assert code == 0
+    assert "norm=1, seed 1: no finite metric" in err
+    assert "norm=1 with seed 1 printed no finite metric and counts as diverged: see" in flat(out)
+    [line] = [line for line in out.splitlines() if " norm=1 " in line and "of 2" in line]
+    assert "1 of 2" in line
+
+
+def test_a_script_without_losses_may_print_a_metric(tune):
+    code, out, err = tune(
+        "--steps", "9", "--seeds", "1", "--rule", "median", "--metric", r"from no_(.)oss", "no_loss.py"
+    )
+    assert (code, out) == (2, "")  # a letter is no number
+    code, out, _ = tune(
+        "--force", "--steps", "9", "--seeds", "1", "--rule", "median", "--metric", r"score (\d+)", "no_loss.py"
+    )
+    assert (code, out.splitlines()[0]) == (0, "One seed tells no difference: no clip has the lowest loss, 3.00.")
 
 
 def test_records_are_not_replaced_unasked(tune):

@@ -7,7 +7,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-_TAKES_VALUE = {"--on-finding", "--out", "--every", "--clip", "--steps", "--seed", "--seeds", "--rule", "--record"}
+_TAKES_VALUE = {
+    "--on-finding",
+    "--out",
+    "--every",
+    "--clip",
+    "--steps",
+    "--seed",
+    "--seeds",
+    "--rule",
+    "--record",
+    "--metric",
+}
 
 
 @dataclass(frozen=True, slots=True)

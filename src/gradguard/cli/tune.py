@@ -3,6 +3,7 @@
 import argparse
 import json
 import os
+import re
 import sys
 import time
 from pathlib import Path
@@ -16,8 +17,8 @@ if TYPE_CHECKING:
     from gradguard.monitoring.tune.trials import Plan
 
 _USAGE = (
-    "gradguard tune [--steps N] [--seeds K] [--rule RULE ...] [--record RECORD] [--out DIR] [--force] [--json] "
-    "(script.py | -m module) [args ...]"
+    "gradguard tune [--steps N] [--seeds K] [--rule RULE ...] [--record RECORD] [--metric REGEX] [--maximize] "
+    "[--out DIR] [--force] [--json] (script.py | -m module) [args ...]"
 )
 
 
@@ -26,13 +27,17 @@ def add_to(commands) -> None:
     text = "run a script briefly under several rules: which trains best?"
     parser = commands.add_parser("tune", usage=in_lines(_USAGE), help=text, allow_abbrev=False)
     parser.description = (
-        "Runs the script as it is, by the rule that its record recommends and by two constants, with the same seeds, "
-        "and compares their training losses. {seed} in an argument of the script stands for the seed."
+        "Runs the script as it is, by the rule that its record recommends and by three constants, with the same seeds, "
+        "and compares their training losses, or a metric that they print. {seed} in an argument of the script stands for the seed."
     )
     parser.add_argument("--steps", type=int, default=250, metavar="N", help="optimizer steps of a run, 250")
     parser.add_argument("--seeds", type=int, default=3, metavar="K", help="runs of each rule, 3")
     parser.add_argument("--rule", action="append", metavar="RULE", help="a rule as for run --clip, in place of ours")
     parser.add_argument("--record", type=Path, metavar="RECORD", help="take the rules from this record")
+    parser.add_argument(
+        "--metric", metavar="REGEX", help="judge by the last number that it finds in what the script prints"
+    )
+    parser.add_argument("--maximize", action="store_true", help="the highest metric is the best, not the lowest")
     parser.add_argument("--out", type=Path, metavar="DIR", help="where the records of all runs go")
     parser.add_argument("--force", action="store_true", help="replace the records that DIR already holds")
     parser.add_argument("--json", action="store_true", help="print one line of JSON instead of a table")
@@ -45,6 +50,7 @@ def _tune(options: argparse.Namespace, program: ProgramLine) -> int:
     for name in ("steps", "seeds"):
         if getattr(options, name) < 1:
             raise CommandError(f"--{name} {getattr(options, name)}: expected a whole number, at least 1.")
+    metric = _pattern(options)
     folder = options.out or Path("runs") / f"tune-{program.name}-{time.strftime('%Y%m%d-%H%M%S')}"
     if not options.force and folder.exists() and any(folder.iterdir()):
         raise CommandError(f"{folder} is not empty: choose another --out, or add --force to replace its records.")
@@ -52,8 +58,27 @@ def _tune(options: argparse.Namespace, program: ProgramLine) -> int:
         raise CommandError("tune starts its runs itself: start it once, without torchrun or another launcher.")
     from gradguard.monitoring.tune.trials import Plan
 
-    plan = Plan(program.typed, folder, options.steps, options.seeds, options.rule, options.record)
+    plan = Plan(
+        program.typed, folder, options.steps, options.seeds, options.rule, options.record, metric, options.maximize
+    )
     return _try(plan, options.json)
+
+
+def _pattern(options: argparse.Namespace) -> re.Pattern[str] | None:
+    if options.metric is None:
+        if options.maximize:
+            raise CommandError("--maximize goes with --metric: a training loss is minimized.")
+        return None
+    try:
+        found = re.compile(options.metric)
+    except re.error as error:
+        raise CommandError(f"--metric {options.metric!r} is no regular expression: {error}.") from error
+    if found.groups != 1:
+        raise CommandError(
+            f"--metric {options.metric!r} has {found.groups} groups: put what stands for the number into one pair of "
+            r"parentheses, as in --metric 'val_loss=(\S+)'."
+        )
+    return found
 
 
 def _try(plan: "Plan", as_json: bool) -> int:

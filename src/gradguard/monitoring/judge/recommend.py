@@ -99,6 +99,7 @@ class Recommendation:
         rule: What ``gradguard run --clip`` takes, such as ``"norm=1.3"`` or ``"median"``; None where there is no rule
             to try.
         rate_factor: What to multiply the learning rate by, of ``"fix"``.
+        experiment: Whether the record cannot say which clip is best, and ``gradguard tune`` can.
         clip_share: On which share of the usable steps the threshold would have bound.
         usable_steps: How many steps the numbers rest on.
         drift: The median norms between which the run drifted, in the order of time, if it did.
@@ -111,6 +112,7 @@ class Recommendation:
     threshold: float | None = None
     rule: str | None = None
     rate_factor: float | None = None
+    experiment: bool = False
     clip_share: float | None = None
     usable_steps: int = 0
     drift: tuple[float, float] | None = None
@@ -176,9 +178,10 @@ def recommend(record: Record) -> Recommendation:
         first = f"Fix this first: {urgent.advice.partition(';')[0].partition(' (')[0]}."
         return Recommendation("fix", first, f"{urgent.message[:1].upper()}{urgent.message[1:]}.")
     parts = by_optimizer(record)
-    if len(parts) > 1:
-        return _for_each([(part.label, _decide(part.record, several=True)) for part in parts])
-    return _decide(parts[0].record, several=_is_part(record))
+    if len(parts) == 1:
+        return _decide(parts[0].record, several=_is_part(record))
+    made = [(part.label, _decide(part.record, several=True)) for part in parts]
+    return _for_each(record, made, _have_own_losses([part.record for part in parts]))
 
 
 def _is_part(record: Record) -> bool:
@@ -186,13 +189,24 @@ def _is_part(record: Record) -> bool:
     return len(record.meta.get("optimizers") or []) <= 1 and any("optimizer" in step for step in record.steps)
 
 
-def _for_each(parts: list[tuple[str, Recommendation]]) -> Recommendation:
+def _for_each(record: Record, parts: list[tuple[str, Recommendation]], own_losses: bool) -> Recommendation:
     said = [f"{label[:1].upper()}{label[1:]}: {one.headline} {one.reason}".strip() for label, one in parts]
-    usable = sum(one.usable_steps for _, one in parts)
-    return Recommendation("unknown", _SEVERAL, " ".join(said), usable_steps=usable, parts=tuple(parts))
+    usable, experiment = sum(one.usable_steps for _, one in parts), any(one.experiment for _, one in parts)
+    if own_losses and not experiment:
+        experiment = True
+        said.append(f"Their losses differ and tell little of what comes out; {_tune(record)} --metric REGEX does.")
+    return Recommendation(
+        "unknown", _SEVERAL, " ".join(said), experiment=experiment, usable_steps=usable, parts=tuple(parts)
+    )
 
 
 _SEVERAL = "Several optimizers step in this run, and each has a decision of its own."
+
+
+def _have_own_losses(parts: Sequence[Record]) -> bool:
+    """Whether the optimizers step on losses of their own, as those of networks that work against each other do."""
+    losses = [{step["loss"] for step in part.steps if step.get("loss") is not None} for part in parts]
+    return any(one and other and len(one & other) < 0.5 * min(len(one), len(other)) for one, other in pairwise(losses))
 
 
 def _decide(record: Record, several: bool = False) -> Recommendation:
@@ -206,8 +220,20 @@ def _decide(record: Record, several: bool = False) -> Recommendation:
         missing = f"There are {len(norms)} usable steps, and {ENOUGH_STEPS} are needed to know how rare spikes are."
         return Recommendation("unknown", "Record a longer run.", missing, usable_steps=len(norms))
     found = _of_clip_in_use(record) or _choose(record, norms)
-    reason = " ".join(filter(None, [found.reason, _drift_words(norms), _harm(record)]))
-    return replace(found, reason=reason, usable_steps=len(norms), drift=drift_ends(norms))
+    found = replace(found, experiment=found.kind != "keep" and (found.experiment or _is_unclear(record, norms)))
+    said = [found.reason, _drift_words(norms), _harm(record), _EXPERIMENT.format(_tune(record)) * found.experiment]
+    return replace(found, reason=" ".join(filter(None, said)), usable_steps=len(norms), drift=drift_ends(norms))
+
+
+_EXPERIMENT = "What is best for such a run no record can tell, and an experiment can: {}."
+
+
+def _is_unclear(record: Record, norms: list[float]) -> bool:
+    """Whether norms like these were followed by this and that: they are wild, or drift, or nothing was learned."""
+    if _unusual(norms) or (drift_ends(norms) is not None and not is_scale_free(record)):
+        return True
+    losses = [step["loss"] for step in record.steps if step.get("loss") is not None]
+    return len(losses) >= _FIRST and 0 < _beginning(losses) * LEARNED_LOSS < _ending(losses)
 
 
 # A run that is lost.
@@ -230,10 +256,10 @@ def _blown_up(record: Record, several: bool) -> Recommendation | None:
     reason = (
         f"The loss {what} from step {at} on{where}. No rule that follows such norms can help, because none of them was "
         f"ever usual. {rate:g} times the rate, and {share:g} times the smallest of them as a threshold, are "
-        f"where to begin; what is best, an experiment tells: {_tune(record)}."
+        f"where to begin. {_EXPERIMENT.format(_tune(record))}"
     )
     headline = f"Multiply the learning rate by {rate:g}: the run blew up at step {at}."
-    fix = Recommendation("fix", headline, reason, rate_factor=rate, usable_steps=len(norms))
+    fix = Recommendation("fix", headline, reason, rate_factor=rate, experiment=True, usable_steps=len(norms))
     if not norms:
         return fix
     threshold = _two_digits(share * min(norms))  # the others may have exploded already
@@ -319,10 +345,9 @@ def _of_clip_in_use(record: Record) -> Recommendation | None:
         headline = f"Choose the learning rate first: the clip at {text} multiplies it by {number(coefficient)}."
         reason = (
             f"{bound}, so that it sets the size of the steps and guards against nothing. A learning rate so many times "
-            f"as large, and a threshold that binds seldom, is the same training; what is best, an experiment tells: "
-            f"{_tune(record)}."
+            "as large, and a threshold that binds seldom, is the same training."
         )
-        return Recommendation("fix", headline, reason, threshold, rate_factor=None, clip_share=share)
+        return Recommendation("fix", headline, reason, threshold, experiment=True, clip_share=share)
     spelled = f"norm={text}" if threshold is not None else None
     return Recommendation("keep", f"Keep {text}.", why, threshold, spelled, clip_share=share)
 
@@ -360,7 +385,7 @@ def _choose(record: Record, norms: list[float]) -> Recommendation:
         why = f", so that all steps weigh the same; {_NO_COST} Neither spikes nor first norms fill its moments."
         return _constant(record, norms, NORMALISING, unusual, why)
     if heavy and outliers:
-        why = f", since few steps are ordinary here; what is best, an experiment tells: {_tune(record)}."
+        why = ", since few steps are ordinary here."
         return _constant(record, norms, WILD, unusual, why)
     why = ": it cuts what is large and leaves the size of ordinary steps alone."
     return _constant(record, norms, HEAVY if heavy else GUARDING, unusual, why)

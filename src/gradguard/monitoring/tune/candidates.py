@@ -1,4 +1,4 @@
-"""Which rules are tried on a script, where nobody named them: what its record recommends, and two constants."""
+"""Which rules are tried on a script, where nobody named them: what its record recommends, and three constants."""
 
 import statistics
 
@@ -12,14 +12,18 @@ NONE = "none"
 OTHERWISE = "median"
 """What is tried where a record recommends nothing."""
 
+HABIT = "norm=1"
+"""The constant of most published recipes, which a rule has to beat."""
+
 _TROUBLE = 10.0  # norms of a run that diverges, from where one is so many times the smallest before
 
 
 def candidates(record: Record, diverged: bool) -> list[str]:
     """Return the rules to try beside the script as it is.
 
-    They are the recommended one (`median` where there is none) and two constants: the median and the 90th percentile of
-    the norms. Where the run diverged, these are a third and a thirtieth of the median norm before it did.
+    They are the recommended one (`median` where there is none) and three constants: the 90th percentile of the norms,
+    which cuts what is large; a tenth of their median, which makes all steps equally long; and 1, the habit. Where the
+    run diverged, the first two are a third and a thirtieth of the median norm before it did.
 
     Args:
         record: The record of the script as it is.
@@ -32,9 +36,9 @@ def candidates(record: Record, diverged: bool) -> list[str]:
         >>> from pathlib import Path
         >>> steps = [{"t": "step", "i": i, "norm": 1.0 + i / 100} for i in range(101)]
         >>> candidates(Record(Path("run.jsonl"), {"t": "meta"}, steps, [], [], None, False), False)
-        ['median', 'norm=1.6', 'norm=1.9']
+        ['median', 'norm=1.9', 'norm=0.15', 'norm=1']
     """
-    return list(dict.fromkeys([recommended(record) or OTHERWISE, *_constants(record, diverged)]))
+    return list(dict.fromkeys([recommended(record) or OTHERWISE, *_constants(record, diverged), HABIT]))
 
 
 def recommended(record: Record) -> str | None:
@@ -52,7 +56,7 @@ def _constants(record: Record, diverged: bool) -> list[str]:
     if diverged:
         return [_spelled(middle / 3), _spelled(middle / 30)]
     ninth = statistics.quantiles(norms, n=10, method="inclusive")[-1] if len(norms) > 1 else middle
-    return [_spelled(middle), _spelled(ninth)]
+    return [_spelled(ninth), _spelled(middle / 10)]
 
 
 def _before_trouble(record: Record) -> list[float]:

@@ -1,4 +1,4 @@
-"""Which of several rules trained best: from the losses of their runs to a ranking with error bars. Numbers only."""
+"""Which of several rules trained best: from the losses or metrics of their runs to a ranking with error bars."""
 
 import math
 import statistics
@@ -33,6 +33,7 @@ class Run:
         failed: Whether it ended with an error.
         clip_share: The share of its steps that were clipped.
         stopped: Whether it was ended early, because it had diverged.
+        metric: What it is judged by in place of its last losses, NaN where it has none; None for these losses.
     """
 
     rule: str
@@ -41,6 +42,7 @@ class Run:
     failed: bool = False
     clip_share: float = 0.0
     stopped: bool = False
+    metric: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,15 +68,15 @@ class Score:
 
     Attributes:
         rule: The rule.
-        loss: The mean of its runs' last losses, of those that did not diverge; None if all did.
-        losses: The last loss of each seed, None of one that diverged or failed.
+        loss: The mean of its runs' last losses or metrics, of those that did not diverge; None if all did.
+        losses: The last loss or the metric of each seed, None of one that diverged or failed.
         diverged: How many runs diverged.
         failed: How many ended with an error and had not diverged.
         clip_share: The mean share of steps that were clipped.
         difference: Its loss minus that of the best rule, over the seeds that both finished; None for the best itself,
             and where there is no such seed.
         worse: Whether it is known to be worse than the best: it diverged or failed on more seeds, or the interval of
-            the difference is above 0.
+            the difference is on the wrong side of 0.
         seeds_needed: With how many seeds in all a difference of this size would be told; None where it is told
             already, where more than 1,000 would be needed, or where nothing is known of its spread.
     """
@@ -90,14 +92,15 @@ class Score:
     seeds_needed: int | None = None
 
 
-def scores(runs: Sequence[Run]) -> list[Score]:
-    """Rank the rules: the fewest runs lost come first, then the lowest mean loss.
+def scores(runs: Sequence[Run], maximize: bool = False) -> list[Score]:
+    """Rank the rules: the fewest runs lost come first, then the lowest mean loss or the best metric.
 
     **Edge cases**: rules of which all runs were lost come last, with ``loss`` None; with one seed nothing is told
     apart but who diverged; rules with the same losses to the last digit are never told apart.
 
     Args:
         runs: The runs; of each rule and seed at most one.
+        maximize: Whether the highest is the best.
 
     Returns:
         One score for each rule, the best first.
@@ -112,8 +115,9 @@ def scores(runs: Sequence[Run]) -> list[Score]:
     """
     lost = {(run.rule, run.seed): _diverged(run, runs) for run in runs}
     rules = list(dict.fromkeys(run.rule for run in runs))
-    ranked = sorted((_score(rule, runs, lost) for rule in rules), key=_rank)
-    return [_against(ranked[0], score) for score in ranked]
+    sign = -1 if maximize else 1
+    ranked = sorted((_score(rule, runs, lost) for rule in rules), key=lambda score: _rank(score, sign))
+    return [_against(ranked[0], score, sign) for score in ranked]
 
 
 def diverged_at(losses: Losses, others: Sequence[Losses], since: int = 0) -> int | None:
@@ -286,26 +290,32 @@ def _diverged(run: Run, runs: Sequence[Run]) -> bool:
 def _score(rule: str, runs: Sequence[Run], lost: dict[tuple[str, int], bool]) -> Score:
     own = [run for run in runs if run.rule == rule]
     diverged = [run for run in own if lost[rule, run.seed]]
-    failed = [run for run in own if (run.failed or not run.losses) and run not in diverged]
-    losses = {run.seed: None if run in diverged or run in failed else last_loss(run.losses) for run in own}
+    failed = [run for run in own if (run.failed or _value(run) is None) and run not in diverged]
+    losses = {run.seed: None if run in diverged or run in failed else _value(run) for run in own}
     finite = [loss for loss in losses.values() if loss is not None]
     shares = [run.clip_share for run in own]
     mean = mean_of(finite) if finite else None
     return Score(rule, mean, losses, len(diverged), len(failed), math.fsum(shares) / len(shares))
 
 
-def _rank(score: Score) -> tuple[float, float]:
+def _value(run: Run) -> float | None:
+    if run.metric is None:
+        return last_loss(run.losses)
+    return None if math.isnan(run.metric) else run.metric
+
+
+def _rank(score: Score, sign: int) -> tuple[float, float]:
     lost = (score.diverged + score.failed) / len(score.losses)
-    return lost, math.inf if score.loss is None else score.loss.value
+    return lost, math.inf if score.loss is None else sign * score.loss.value
 
 
-def _against(best: Score, score: Score) -> Score:
+def _against(best: Score, score: Score, sign: int) -> Score:
     if score.rule == best.rule:
         return score
     both = [(score.losses[seed], best.losses.get(seed)) for seed in score.losses]
     differences = [ours - theirs for ours, theirs in both if ours is not None and theirs is not None]
     difference = mean_of(differences) if differences else None
-    lost_more = _rank(score)[0] > _rank(best)[0]
-    told = difference is not None and difference.margin is not None and difference.value > difference.margin
+    lost_more = _rank(score, sign)[0] > _rank(best, sign)[0]
+    told = difference is not None and difference.margin is not None and sign * difference.value > difference.margin
     needed = None if told or lost_more or difference is None else seeds_to_tell(difference)
     return replace(score, difference=difference, worse=lost_more or told, seeds_needed=needed)

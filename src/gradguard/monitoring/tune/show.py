@@ -1,5 +1,6 @@
 """What is said of the runs: one sentence, a table, what to know before believing it, and the command to type next."""
 
+import math
 import shlex
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -22,13 +23,14 @@ def summary(trials: Trials) -> dict[str, Any]:
     Args:
         trials: The trials, with at least one run.
     """
-    ranked = scores(trials.runs)
+    ranked = scores(trials.runs, trials.plan.maximize)
     return {
         "sentence": sentence(ranked),
         "winner": ranked[0].rule if is_told(ranked) else None,
         "rules": [asdict(score) for score in ranked],
         "notes": notes(trials, ranked),
         "command": command(trials, ranked),
+        "metric": None if trials.plan.metric is None else trials.plan.metric.pattern,
         "steps": trials.plan.steps,
         "folder": str(trials.plan.folder),
     }
@@ -43,14 +45,18 @@ def print_summary(trials: Trials, console: "Console | None" = None) -> None:
     """
     from rich.console import Console
 
-    ranked, rows = scores(trials.runs), []
+    ranked, rows = scores(trials.runs, trials.plan.maximize), []
     for score in ranked:
         against = "" if score.difference is None else _difference(score.difference)
         lost = f"{score.diverged + score.failed} of {len(score.losses)}"
         rows.append([score.rule, _with_margin(score.loss), against, lost, percent(score.clip_share)])
     console = console or Console()
     console.print(sentence(ranked), markup=False, highlight=False)
-    print_table(console, ("clip", "last loss", "against the best", "diverged", "clipped"), rows)
+    print_table(
+        console,
+        ("clip", "last loss" if trials.plan.metric is None else "metric", "against the best", "diverged", "clipped"),
+        rows,
+    )
     for note in notes(trials, ranked):
         console.print(note, markup=False, highlight=False)
     console.print(command(trials, ranked), style="bold", markup=False, highlight=False, soft_wrap=True)
@@ -100,6 +106,13 @@ def sentence(ranked: Sequence[Score]) -> str:
     return f"{_called(best.rule)} {how}: {_with_margin(best.loss)} against {_in_words(against)}{same}."
 
 
+_TRAINING_LOSS = (
+    "The loss is the training loss, the mean of the last tenth of the steps, with 95 % intervals over seeds. A clipped "
+    "run may fall behind at first and end lower: what counts is the held-out loss of a full run, and --metric takes it "
+    "from what the script prints."
+)
+
+
 def notes(trials: Trials, ranked: Sequence[Score]) -> list[str]:
     """Return what to know before believing the numbers.
 
@@ -107,10 +120,7 @@ def notes(trials: Trials, ranked: Sequence[Score]) -> list[str]:
         trials: The trials.
         ranked: What `scores` returned of them.
     """
-    found = [
-        "The loss is the training loss, the mean of the last tenth of the steps, with 95 % intervals over seeds. A "
-        "clipped run may fall behind at first and end lower: what counts is the held-out loss of a full run."
-    ]
+    found = [_TRAINING_LOSS if trials.plan.metric is None else "The metric has 95 % intervals over seeds."]
     script = next((word for word in trials.plan.target if not word.startswith("-")), "the script")
     if trials.suggested:
         found.append(trials.suggested)
@@ -125,7 +135,8 @@ def notes(trials: Trials, ranked: Sequence[Score]) -> list[str]:
         )
     if trials.optimizers > 1:
         found.append(
-            f"{trials.optimizers} optimizers step: each has its own clipper, and the losses of all are pooled."
+            f"{trials.optimizers} optimizers step: each has its own clipper, and the losses of all are pooled; where "
+            "networks work against each other, these say little: let the script print what counts, for --metric."
         )
     lengths = {len(run.losses) for run in trials.runs if not run.stopped}
     if len(lengths) > 1:
@@ -137,6 +148,12 @@ def notes(trials: Trials, ranked: Sequence[Score]) -> list[str]:
         f"An error ended {run.rule} with seed {run.seed}, which counts as diverged: see "
         f"{trials.folder_of(run.rule, run.seed) / OUTPUT}."
         for run in failed
+    ]
+    found += [
+        f"{run.rule} with seed {run.seed} printed no finite metric and counts as diverged: see "
+        f"{trials.folder_of(run.rule, run.seed) / OUTPUT}."
+        for run in trials.runs
+        if run.metric is not None and math.isnan(run.metric) and not run.failed and not run.stopped
     ]
     needed = [score for score in ranked if score.seeds_needed]
     if needed and not trials.seeds_itself:
@@ -162,7 +179,9 @@ def command(trials: Trials, ranked: Sequence[Score]) -> str:
         if best.loss is None or needed is None:
             return f"gradguard report {trials.plan.folder}/*"
         tried = " ".join(f"--rule {score.rule}" for score in ranked if score.rule != NONE)
-        return f"gradguard tune --seeds {needed} {tried} {shlex.join(trials.plan.target)}"
+        judged = "" if trials.plan.metric is None else f"--metric {shlex.quote(trials.plan.metric.pattern)} "
+        judged += "--maximize " * trials.plan.maximize
+        return f"gradguard tune --seeds {needed} {judged}{tried} {shlex.join(trials.plan.target)}"
     if best.rule == NONE:
         return f"gradguard run {target}"
     if trials.clips_itself:

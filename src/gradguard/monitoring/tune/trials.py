@@ -1,10 +1,13 @@
 """The runs: each one `gradguard run` in a process of its own, one after the other, and what their records say."""
 
+import math
 import os
+import re
 import shlex
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,6 +39,8 @@ class Plan:
         seeds: How many seeds.
         rules: The rules beside the script as it is; None for those that fit it.
         record: The record that these are taken from; None for that of the first run.
+        metric: Finds in what the script prints the number to judge it by, in its one group; None for the losses.
+        maximize: Whether the highest metric is the best.
     """
 
     target: Sequence[str]
@@ -44,6 +49,8 @@ class Plan:
     seeds: int
     rules: Sequence[str] | None = None
     record: Path | None = None
+    metric: re.Pattern[str] | None = None
+    maximize: bool = False
 
 
 class Trials:
@@ -111,7 +118,12 @@ class Trials:
                 f"{_tail(folder / OUTPUT)}\nAll that it printed is in {folder / OUTPUT}."
             )
         record = read_record(folder)
-        if not done.losses:
+        if self.plan.metric is not None and done.metric is not None and math.isnan(done.metric):
+            raise CommandError(
+                f"{self.plan.metric.pattern!r} found no finite number in what the script printed in its first run, "
+                f"which is in {folder / OUTPUT}."
+            )
+        if not done.losses and self.plan.metric is None:
             raise CommandError(
                 f"nothing to compare: {len(record.steps)} steps of torch.optim optimizers were seen, and no loss that "
                 "backward() was called on. A script without them cannot be tuned."
@@ -145,7 +157,7 @@ class Trials:
             )
             with process:
                 stopped = self._wait(process, folder / FILE_NAME)
-        return _run_of(rule, seed, folder, process.returncode, stopped)
+        return _run_of(rule, seed, folder, process.returncode, stopped, self.plan.metric)
 
     def _wait(self, process: subprocess.Popen, path: Path) -> bool:
         """Wait until a run ends; end it where it has diverged, and tell whether that was so."""
@@ -186,13 +198,21 @@ def _losses(steps: Sequence[dict]) -> list[float | None]:
     return [step["loss"] for step in steps if "loss" in step]
 
 
-def _run_of(rule: str, seed: int, folder: Path, code: int, stopped: bool) -> Run:
+def _run_of(rule: str, seed: int, folder: Path, code: int, stopped: bool, metric: re.Pattern[str] | None) -> Run:
     record = _record(folder)
     if record is None:
         return Run(rule, seed, [], failed=True, stopped=stopped)
-    return Run(
-        rule, seed, _losses(record.steps), bool(code) and not stopped, verdict(record).clip_share or 0.0, stopped
-    )
+    value = None if metric is None else _last_number(metric, folder / OUTPUT)
+    failed = bool(code) and not stopped
+    return Run(rule, seed, _losses(record.steps), failed, verdict(record).clip_share or 0.0, stopped, value)
+
+
+def _last_number(metric: re.Pattern[str], output: Path) -> float:
+    """The last number that was printed; NaN if it is not finite, or there is none."""
+    found = metric.findall(output.read_text(encoding="utf-8", errors="replace"))
+    with suppress(ValueError, IndexError):
+        return value if math.isfinite(value := float(found[-1])) else math.nan
+    return math.nan
 
 
 def _record(folder: Path) -> Record | None:
@@ -207,6 +227,8 @@ def _outcome(run: Run) -> str:
         return f"diverged, ended after {len(run.losses)} losses"
     if run.failed:
         return "ended with an error"
+    if run.metric is not None:
+        return "no finite metric" if math.isnan(run.metric) else f"metric {run.metric:.4g}"
     if not run.losses:
         return "no loss"
     loss = last_loss(run.losses)

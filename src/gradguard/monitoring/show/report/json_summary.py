@@ -94,6 +94,7 @@ def _decision(made: Recommendation) -> dict[str, Any]:
         "threshold": made.threshold,
         "rule": made.rule,
         "rate_factor": made.rate_factor,
+        "experiment": made.experiment,
         "headline": made.headline,
         "reason": made.reason,
     }
