@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo test exhaustive quick lint benchmark versions clean
+.PHONY: demo test exhaustive quick lint benchmark versions release clean
 
 # gradguard and what the demo imports. PyTorch warns where NumPy is missing. Bytecode of all of PyTorch would take a
 # half of the time; Python writes that of the modules that it imports.
@@ -43,10 +43,18 @@ lint: .venv/ready
 	$(BIN)/ruff format --check
 	$(BIN)/pyright
 	$(BIN)/lint-imports --no-cache
+	$(BIN)/check-jsonschema --quiet --builtin-schema vendor.github-workflows .github/workflows/*.yml
+	$(BIN)/check-jsonschema --quiet --builtin-schema vendor.github-issue-forms .github/ISSUE_TEMPLATE/[!c]*.yml
+	$(BIN)/check-jsonschema --quiet --builtin-schema vendor.citation-file-format CITATION.cff
+	$(BIN)/zizmor --offline --quiet .github/workflows
 
 # The suite on the oldest torch that pyproject.toml allows and on the newest, each in an environment of some 5 GB.
 versions:
 	$(PYTHON) tests/versions.py
+
+# The wheel and the source archive, built reproducibly into dist/ and checked. OPTIONS='--torch 2.11.0' checks more.
+release: .venv/ready
+	$(BIN)/python .ci/release.py $(OPTIONS)
 
 benchmark: .venv/ready
 	$(BIN)/python benchmarks/batch_clipping.py

@@ -723,7 +723,7 @@ def test_importing_needs_no_private_name():
     names = sorted({name for gone in NAMES.values() for name in gone} | {"torch.utils._pytree"})
     code = f"""
         import sys
-        import gradguard.torch_private, torch, torch.distributed.fsdp  # what gradguard takes of torch is there from now on
+        import gradguard.torch_private, torch, torch.distributed.fsdp  # what we take of torch is there from now on
         for path in {names}:
             holder, _, name = path.rpartition(".")
             holder = eval(holder)

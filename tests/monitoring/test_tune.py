@@ -404,9 +404,7 @@ def test_a_run_whose_metric_is_not_finite_is_lost(tune):
 
 
 def test_a_script_without_losses_may_print_a_metric(tune):
-    code, out, err = tune(
-        "--steps", "9", "--seeds", "1", "--rule", "median", "--metric", r"from no_(.)oss", "no_loss.py"
-    )
+    code, out, _ = tune("--steps", "9", "--seeds", "1", "--rule", "median", "--metric", r"from no_(.)oss", "no_loss.py")
     assert (code, out) == (2, "")  # a letter is no number
     code, out, _ = tune(
         "--force", "--steps", "9", "--seeds", "1", "--rule", "median", "--metric", r"score (\d+)", "no_loss.py"

@@ -28,8 +28,8 @@ def add_to(commands) -> None:
     parser = commands.add_parser("tune", usage=in_lines(_USAGE), help=text, allow_abbrev=False)
     parser.description = (
         "Runs the script as it is, by the rule that its record recommends and by three constants, with the same seeds, "
-        "and compares their training losses, or a metric that they print. {seed} in an argument of the script stands for "
-        "the seed."
+        "and compares their training losses, or a metric that they print. {seed} in an argument of the script stands "
+        "for the seed."
     )
     parser.add_argument("--steps", type=int, default=250, metavar="N", help="optimizer steps of a run, 250")
     parser.add_argument("--seeds", type=int, default=3, metavar="K", help="runs of each rule, 3")
