@@ -12,7 +12,7 @@ import importlib, os, pkgutil, signal, sys
 import torch, torch.distributed.fsdp, torch.multiprocessing, rich.console, jinja2
 for name in ("fcntl", "grp", "posix", "pty", "pwd", "resource", "syslog", "termios", "tty"):
     sys.modules[name] = None
-for name in ("fork", "forkpty", "getpgid", "getuid", "geteuid", "killpg", "register_at_fork", "setsid", "uname", "fchmod"):
+for name in ("fork", "forkpty", "getpgid", "getuid", "geteuid", "killpg", "register_at_fork", "setsid", "fchmod"):
     if hasattr(os, name):
         delattr(os, name)
 for name in ("SIGALRM", "SIGCHLD", "SIGHUP", "SIGKILL", "SIGPIPE", "SIGQUIT", "SIGUSR1", "SIGUSR2", "SIGWINCH"):
