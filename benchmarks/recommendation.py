@@ -7,7 +7,7 @@ again from the same seed under what `recommend` decides for that record, and und
 try: none, 0.1, 1, 5 and the 90th percentile of the recorded norms. Of a decision to fix the learning rate, both are
 followed: the rate and the threshold. Where the decision leaves it to an experiment, *tuned* is what won it: of the
 rules that `gradguard tune --metric` tries and the page's own decision, the one with the lowest mean held-out loss with
-three other seeds; elsewhere it is the page's decision. The numbers are held-out losses; one that is not finite counts
+five other seeds; elsewhere it is the page's decision. The numbers are held-out losses; one that is not finite counts
 as the worst finite one of the task. A task is lost where the mean over the seeds is more than 5 % above that of the
 best constant, or above it with p < 0.05 in a paired t-test. Where runs scatter so much that the standard error of the
 difference is above 2.5 % of the loss, more seeds are run, up to `--most-seeds`. Fresh tasks were written after the
@@ -40,7 +40,7 @@ from recommendation_tasks import FRESH, TASKS, Task, make_task
 
 FIXED = ("none", "0.1", "1", "5", "p90")
 FOLLOWED = ("page", "tuned")
-TUNING = (1001, 1002, 1003)
+TUNING = (1001, 1002, 1003, 1004, 1005)
 """The seeds of experiments."""
 
 MARGIN = 1.05
