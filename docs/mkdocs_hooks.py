@@ -58,7 +58,8 @@ def to_markdown(text: str) -> str:
     """Return a docstring with its formulas and tables in Markdown."""
     text = _TABLE.sub(lambda m: _pipes(m[0].splitlines(), m[1]), text)
     text = _DISPLAYED.sub(lambda m: f"\n{m[1]}$${' '.join(m[2].split())}$$\n", text)
-    return re.sub(r":math:`([^`]*)`", r"$\1$", text)
+    text = re.sub(r":math:`([^`]*)`", r"$\1$", text)
+    return re.sub(r"^Example:$", "Examples:", text, flags=re.MULTILINE)  # or mkdocstrings takes `>>>` for a quotation
 
 
 def _pipes(lines: list[str], indent: str) -> str:
