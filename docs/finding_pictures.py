@@ -134,7 +134,7 @@ def sgd(lr: float, **more: Any) -> dict[str, Any]:
 ONE_LAYER = {"model": lambda: nn.Sequential(nn.Linear(8, 4))}
 SLOW = sgd(1e-3)
 ONE_BATCH = {"data": lambda: same_order(1, rows=16)}
-CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {  # what is drawn, the sick run, the healthy one
+CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any] | None]] = {  # what is drawn, the sick run, the healthy one
     "nonfinite": ("overlay", {"data": lambda: scaled(lambda i: i == 200, float("inf"))}, {"seed": 8}),
     "exploding": ("overlay", ONE_LAYER | sgd(0.02) | {"before": at(150, set_rate(5.0)), "steps": 200},
                   ONE_LAYER | sgd(0.02) | {"steps": 200}),
@@ -148,8 +148,8 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {  # what is draw
     "vanishing": ("overlay", {"model": lambda: net(nn.Tanh()), "before": at(200, saturate)},
                   {"model": lambda: net(nn.Tanh())}),
     "dead_layer": ("layers", {"before": at(150, kill_units)}, {}),
-    "detached_layer": ("layers", {"after_backward": since(150, detach)}, {}),
-    "corrupt_gradient": ("layers", SLOW | {"after_backward": at(200, spoil)}, SLOW),
+    "detached_layer": ("layers", {"after_backward": since(150, detach)}, None),
+    "corrupt_gradient": ("layers", SLOW | {"after_backward": at(200, spoil)}, None),
     "clipping_always_on": ("norms", sgd(0.02) | at_norm(0.05), sgd(0.02) | {"clip": gg.ClipByMedian}),
     "norm_drift": ("norms", sgd(5e-3) | at_norm(4.0) | {"steps": 600},
                    sgd(5e-3) | {"clip": gg.ClipByMedian, "steps": 600}),
@@ -163,8 +163,11 @@ def picture(page: Any, report: Path, drawn: str, path: Path) -> None:
     page.goto(report.as_uri())
     section = page.locator(f"section[aria-labelledby$='{drawn}'] figure").first
     section.wait_for()
+    page.add_style_tag(content="button { visibility: hidden }")  # those below the drawing
     page.wait_for_timeout(500)
-    Image.open(io.BytesIO(section.screenshot())).convert("RGB").quantize(64, dither=Image.Dither.NONE).save(path, optimize=True)
+    Image.open(io.BytesIO(section.screenshot())).convert("RGB").quantize(64, dither=Image.Dither.NONE).save(
+        path, optimize=True
+    )
 
 
 def main() -> None:
@@ -177,15 +180,15 @@ def main() -> None:
         page = browser.new_page(viewport={"width": 760, "height": 900})
         for name in sys.argv[1:] or CASES:
             drawn, sick, healthy = CASES[name]
-            runs = [train(Path(folder, name, label, "run.jsonl"), **how)
-                    for label, how in (("sick", sick), ("healthy", healthy))]  # fmt: skip
+            cases = {"sick": sick} if healthy is None else {"sick": sick, "healthy": healthy}
+            runs = {label: train(Path(folder, name, label, "run.jsonl"), **how) for label, how in cases.items()}
             if drawn == "overlay":
-                report = write_report(runs, Path(folder, name, "report.html"))
+                report = write_report([*runs.values()], Path(folder, name, "report.html"))
                 picture(page, report, drawn, FOLDER / f"{name}.png")
-            else:
-                for label, run in zip(("sick", "healthy"), runs, strict=True):
-                    report = write_report([run], Path(folder, name, f"{label}.html"))
-                    picture(page, report, drawn, FOLDER / f"{name}_{label}.png")
+                continue
+            for label, run in runs.items():
+                report = write_report([run], Path(folder, name, f"{label}.html"))
+                picture(page, report, drawn, FOLDER / f"{name}_{label}.png")
         browser.close()
 
 

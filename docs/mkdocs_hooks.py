@@ -5,6 +5,7 @@ docs/ laid over the root, and the links are changed here to fit.
 """
 
 import re
+from html import unescape
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,8 @@ FROM_ROOT = ("benchmarks/LOG.md", "CHANGELOG.md", "CODE_OF_CONDUCT.md", "CONTRIB
 EXAMPLES = sorted(path.relative_to(ROOT).as_posix() for path in ROOT.glob("examples/*.py"))
 
 _DISPLAYED = re.compile(r"^( *)\.\. math::(.*(?:\n+\1 +.*)*)", flags=re.MULTILINE)
+_INLINE = re.compile(r'<span class="arithmatex">\\\((.*?)\\\)</span>', flags=re.DOTALL)
+_BLOCK = re.compile(r'<div class="arithmatex">\s*\\\[(.*?)\\\]\s*</div>', flags=re.DOTALL)
 _TABLE = re.compile(r"^( *)=+(?: +=+)+ *\n(?:\1.*\S.*\n)+?\1=+(?: +=+)+ *(?=\n *\n|\n*\Z)", flags=re.MULTILINE)
 
 
@@ -39,10 +42,9 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
 
 def on_page_content(html: str, **_: Any) -> str:
-    r"""Turn formulas into MathML, which browsers draw without a script."""
-    html = re.sub(r'<span class="arithmatex">\\\((.*?)\\\)</span>', lambda m: _mathml(m[1], "inline"), html)
-    displayed = r'<div class="arithmatex">\s*\\\[(.*?)\\\]\s*</div>'
-    return re.sub(displayed, lambda m: _mathml(m[1], "block"), html, flags=re.DOTALL)
+    """Turn formulas into MathML, which browsers draw without a script."""
+    html = _INLINE.sub(lambda m: _mathml(m[1], "inline"), html)
+    return _BLOCK.sub(lambda m: _mathml(m[1], "block"), html)
 
 
 class RestructuredText(griffe.Extension):
@@ -72,6 +74,4 @@ def _pipes(lines: list[str], indent: str) -> str:
 
 
 def _mathml(latex: str, display: str) -> str:
-    import html
-
-    return convert(html.unescape(latex).strip(), display=display)
+    return convert(unescape(latex), display=display).replace(r"\_", "_")  # of \text{max\_norm}
