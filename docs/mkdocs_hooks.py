@@ -19,6 +19,11 @@ ROOT = Path(__file__).parents[1]
 FROM_ROOT = ("benchmarks/LOG.md", "CHANGELOG.md", "CODE_OF_CONDUCT.md", "CONTRIBUTING.md", "SECURITY.md")
 EXAMPLES = sorted(path.relative_to(ROOT).as_posix() for path in ROOT.glob("examples/*.py"))
 
+# What the reference has: a name in backticks leads there. Of the trainers some have one name in common.
+_SHOWN = "\n".join(page.read_text(encoding="utf-8") for page in ROOT.glob("docs/reference/*.md"))
+_PUBLIC = {name.rpartition(".")[2]: name for name in re.findall(r"^::: (gradguard\.(?!integrations).*)$", _SHOWN, re.M)}
+
+_NAME = re.compile(r"(?<!`)`(?:gradguard\.|gg\.)?(\w+)`(?!`)")
 _DISPLAYED = re.compile(r"^( *)\.\. math::(.*(?:\n+\1 +.*)*)", flags=re.MULTILINE)
 _INLINE = re.compile(r'<span class="arithmatex">\\\((.*?)\\\)</span>', flags=re.DOTALL)
 _BLOCK = re.compile(r'<div class="arithmatex">\s*\\\[(.*?)\\\]\s*</div>', flags=re.DOTALL)
@@ -61,6 +66,7 @@ def to_markdown(text: str) -> str:
     text = _TABLE.sub(lambda m: _pipes(m[0].splitlines(), m[1]), text)
     text = _DISPLAYED.sub(lambda m: f"\n{m[1]}$${' '.join(m[2].split())}$$\n", text)
     text = re.sub(r":math:`([^`]*)`", r"$\1$", text)
+    text = _NAME.sub(lambda m: f"[{m[0]}][{_PUBLIC[m[1]]}]" if m[1] in _PUBLIC else m[0], text)
     return re.sub(r"^Example:$", "Examples:", text, flags=re.MULTILINE)  # or mkdocstrings takes `>>>` for a quotation
 
 

@@ -68,6 +68,10 @@ TABLE = """\
         ("A.\n\n.. math::\n\n    a = 1\n\nB.", "A.\n\n\n$$a = 1$$\n\n\nB."),
         (TABLE, "    | input | result |\n    | --- | --- |\n    | one | a \\| b |\n    | two | goes on |\n"),
         ("====  =====\na     b\n====  =====", "|  |  |\n| --- | --- |\n| a | b |"),
+        (
+            "Of `Guard` and `gradguard.gradcheck`, ``Guard``, `Guardian`.",
+            "Of [`Guard`][gradguard.Guard] and [`gradguard.gradcheck`][gradguard.gradcheck], ``Guard``, `Guardian`.",
+        ),
         ("Example:\n    >>> 1\n    1", "Examples:\n    >>> 1\n    1"),
         ("    a = 1  # == 2", "    a = 1  # == 2"),
     ],
