@@ -65,6 +65,7 @@ SAMPLED = {
     "private/test_accounting.py": 4,
     "private/test_private_training.py": 2,
     "test_cli.py::test_observing_leaves_the_weights_bit_identical": 6,
+    "monitoring/test_findings_page.py::test_the_sick_run_has_the_finding_and_the_healthy_one_has_none": 3,
     "monitoring/test_observer_processes.py": 6,
     "monitoring/test_observer_recording.py": 4,
     "monitoring/test_observer_sharded.py": 3,
