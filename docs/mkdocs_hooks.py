@@ -67,6 +67,7 @@ def to_markdown(text: str) -> str:
     text = _DISPLAYED.sub(lambda m: f"\n{m[1]}$${' '.join(m[2].split())}$$\n", text)
     text = re.sub(r":math:`([^`]*)`", r"$\1$", text)
     text = _NAME.sub(lambda m: f"[{m[0]}][{_PUBLIC[m[1]]}]" if m[1] in _PUBLIC else m[0], text)
+    text = re.sub(r"(?<=\w)::$", ":", text, flags=re.MULTILINE)
     return re.sub(r"^Example:$", "Examples:", text, flags=re.MULTILINE)  # or mkdocstrings takes `>>>` for a quotation
 
 

@@ -72,6 +72,7 @@ TABLE = """\
             "Of `Guard` and `gradguard.gradcheck`, ``Guard``, `Guardian`.",
             "Of [`Guard`][gradguard.Guard] and [`gradguard.gradcheck`][gradguard.gradcheck], ``Guard``, `Guardian`.",
         ),
+        ("So::\n\n    a = 1", "So:\n\n    a = 1"),
         ("Example:\n    >>> 1\n    1", "Examples:\n    >>> 1\n    1"),
         ("    a = 1  # == 2", "    a = 1  # == 2"),
     ],
