@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo test exhaustive quick lint benchmark versions release clean
+.PHONY: demo test exhaustive quick lint docs benchmark versions release clean
 
 # gradguard and what the demo imports. PyTorch warns where NumPy is missing. Bytecode of all of PyTorch would take a
 # half of the time; Python writes that of the modules that it imports.
@@ -48,6 +48,15 @@ lint: .venv/ready
 	$(BIN)/check-jsonschema --quiet --builtin-schema vendor.citation-file-format CITATION.cff
 	$(BIN)/zizmor --offline --quiet .github/workflows
 
+.venv/docs-ready: .venv/demo-ready
+	$(PIP) --editable '.[docs]'
+	@touch $@
+
+# The site, in site/. What is printed there about the end of Material for MkDocs in 2027 is for who maintains it.
+docs: .venv/docs-ready
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
+	@echo 'Open site/index.html; for the search: $(BIN)/mkdocs serve'
+
 # The suite on the oldest torch that pyproject.toml allows and on the newest, each in an environment of some 5 GB.
 versions:
 	$(PYTHON) tests/versions.py
@@ -60,4 +69,4 @@ benchmark: .venv/ready
 	$(BIN)/python benchmarks/batch_clipping.py
 
 clean:
-	rm -rf .venv .versions runs dist build
+	rm -rf .venv .versions runs site dist build

@@ -1,14 +1,19 @@
 """The public surface is a list: each name exists, has types, and says what it does with an example that runs."""
 
+import ast
 import inspect
+import re
 from pathlib import Path
 
 import pytest
 
 import gradguard as gg
-from gradguard import errors, rules, types
+from gradguard import errors, private, rules, testing, types
 from gradguard.errors import GradguardError
 
+ROOT = Path(__file__).parents[1]
+SOURCE, REFERENCE = ROOT / "src/gradguard", ROOT / "docs/reference"
+AGAIN = (private, "MissingPackageError")  # that of gradguard.errors
 MODULES = {"gradguard": gg, "types": types, "rules": rules, "errors": errors}
 ERRORS = [name for name, value in vars(errors).items() if inspect.isclass(value) and value is not GradguardError]
 NAMES = [
@@ -54,8 +59,23 @@ def test_every_error_is_a_gradguard_error(name):
     assert issubclass(getattr(errors, name), GradguardError)
 
 
-@pytest.mark.parametrize(("module", "name"), NAMES, ids=named(NAMES))
-def test_every_name_stands_in_the_docs(module, name):
-    text = Path(__file__).parents[1].joinpath("docs/api.md").read_text(encoding="utf-8")
-    prefix = "" if module is gg else module.__name__.removeprefix("gradguard.") + "."
-    assert f"`{prefix}{name}" in text
+def of_trainers():
+    """What a file of an integration names as its public list, or defines without an underscore."""
+    trainers = ("accelerate", "composer", "deepspeed", "keras", "lightning", "timm", "torchtitan", "transformers")
+    for trainer in trainers:
+        body = ast.parse((SOURCE / f"integrations/{trainer}.py").read_text(encoding="utf-8")).body
+        lists = [
+            node.value for node in body if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
+        ]
+        defined = [node.name for node in body if isinstance(node, ast.ClassDef | ast.FunctionDef)]
+        names = ast.literal_eval(lists[0]) if lists else [name for name in defined if not name.startswith("_")]
+        yield from (f"gradguard.integrations.{trainer}.{name}" for name in names)
+
+
+def test_the_reference_has_every_public_name_and_no_other():
+    modules = (gg, types, rules, errors, testing, private)
+    public = [(module, name) for module in modules for name in module.__all__]
+    public = [(m, name) for m, name in public if not inspect.ismodule(getattr(m, name)) and (m, name) != AGAIN]
+    pages = [page.read_text(encoding="utf-8") for page in REFERENCE.glob("*.md")]
+    shown = [name for page in pages for name in re.findall(r"^::: (\S+)$", page, flags=re.MULTILINE)]
+    assert sorted(shown) == sorted([*named(public), *of_trainers()])

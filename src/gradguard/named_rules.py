@@ -142,17 +142,17 @@ def clipping_rule(text: str) -> NamedRule:
 def replayed_rule(text: str) -> Callable[[], Rule | PerTensor]:
     """Return what makes the rule on plain numbers that ``text`` names, without a state.
 
-    ============================  ====================================================================================
-    text                          rule
-    ============================  ====================================================================================
-    ``norm=1.0``                  one threshold for the global norm (`ClipByGlobalNorm`)
-    ``median``, ``median=6``      robust deviations above the running median (`ClipByMedian`)
-    ``autoclip``, ``autoclip=10`` percentile of all norms so far (`AutoClip`)
-    ``zclip``, ``zclip=inf``      z-score with the published ceiling of 1.0, or another, or none (`ZClip`)
-    ``clip_fraction=0.05``        the threshold that clips this share of the steps (`ClipFraction`)
-    ``icefall``, ``icefall=2``    so many times the median of the last 100 norms
-    ``adagc``, ``adagc=inf``      moving averages of each tensor; λ_abs of 1.0, or another, or none (`AdaGC`)
-    ============================  ====================================================================================
+    =============================  =====================================================================================
+    text                           rule
+    =============================  =====================================================================================
+    ``norm=1.0``                   one threshold for the global norm (`ClipByGlobalNorm`)
+    ``median``, ``median=6``       robust deviations above the running median (`ClipByMedian`)
+    ``autoclip``, ``autoclip=10``  percentile of all norms so far (`AutoClip`)
+    ``zclip``, ``zclip=inf``       z-score with the published ceiling of 1.0, or another, or none (`ZClip`)
+    ``clip_fraction=0.05``         the threshold that clips this share of the steps (`ClipFraction`)
+    ``icefall``, ``icefall=2``     so many times the median of the last 100 norms
+    ``adagc``, ``adagc=inf``       moving averages of each tensor; λ_abs of 1.0, or another, or none (`AdaGC`)
+    =============================  =====================================================================================
 
     Args:
         text: A name, with a number after ``=`` where the rule takes one.

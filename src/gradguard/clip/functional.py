@@ -60,22 +60,25 @@ def clip_grad_norm_(
 
     **Edge cases.**
 
-    ================================  ==========================================================================
-    input                             result
-    ================================  ==========================================================================
-    no gradients, or all empty        0, nothing changed; an exhausted generator also warns
-    the same parameter twice, tied    counted and scaled once
-    ``max_norm=inf``                  the norm is returned and nothing is written, even if it is not finite
-    ``max_norm=0``                    gradients become 0
-    NaN or inf among the gradients    as ``nonfinite`` says
-    float16 norm beyond 65,504        right: the norm is float32, the coefficient is applied in float32
-    sparse (COO)                      the norm is that of the coalesced gradient
-    complex                           moduli
-    several devices                   one partial norm for each, then one hop
-    DTensors, also on several meshes, one true norm, in one all-reduce, which every process of the meshes must
-    beside ordinary tensors           join, also one without gradients; ordinary tensors are the same on all of them
-    Partial gradients                 added up first, in place (one more collective for each)
-    ================================  ==========================================================================
+    =========================================================  =========================================================
+    input                                                      result
+    =========================================================  =========================================================
+    no gradients, or all empty                                 0, nothing changed; an exhausted generator also warns
+    the same parameter twice, tied                             counted and scaled once
+    ``max_norm=inf``                                           the norm is returned and nothing is written, even if it
+                                                               is not finite
+    ``max_norm=0``                                             gradients become 0
+    NaN or inf among the gradients                             as ``nonfinite`` says
+    float16 norm beyond 65,504                                 right: the norm is float32, the coefficient is applied in
+                                                               float32
+    sparse (COO)                                               the norm is that of the coalesced gradient
+    complex                                                    moduli
+    several devices                                            one partial norm for each, then one hop
+    DTensors, also on several meshes, beside ordinary tensors  one true norm, in one all-reduce, which every process of
+                                                               the meshes must join, also one without gradients;
+                                                               ordinary tensors are the same on all of them
+    Partial gradients                                          added up first, in place (one more collective for each)
+    =========================================================  =========================================================
 
     Args:
         parameters: A module, a tensor, an iterable of tensors or of ``(name, tensor)`` pairs, or a mapping from name

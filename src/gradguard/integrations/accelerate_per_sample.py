@@ -86,18 +86,18 @@ def clip_per_sample(
     ``optimizer.step`` fills in the gradients first, where it takes a real step. What the norm clipper and the noise
     scale learn is saved and loaded by ``accelerator.save_state`` and ``load_state``.
 
-    ==============================================  ============================================================
-    Edge case                                       What happens
-    ==============================================  ============================================================
-    ``accelerator.clip_grad_norm_`` beside it, or   an error: two clips
-    a `guard`
-    ``mixed_precision``                             an error: it begins inside the model's forward, where the
-                                                    clipper cannot know of it; use ``torch.autocast`` in the loop
-    several processes                               the average is over the samples of all of them
-    DeepSpeed, FSDP and other engines               an error
-    processes with `QuantileNormClipper`            an error: thresholds would differ between them
-    a second one for the same accelerator           an error; call ``detach()`` on the first
-    ==============================================  ============================================================
+    =======================================================  ===========================================================
+    Edge case                                                What happens
+    =======================================================  ===========================================================
+    ``accelerator.clip_grad_norm_`` beside it, or a `guard`  an error: two clips
+    ``mixed_precision``                                      an error: it begins inside the model's forward, where the
+                                                             clipper cannot know of it; use ``torch.autocast`` in the
+                                                             loop
+    several processes                                        the average is over the samples of all of them
+    DeepSpeed, FSDP and other engines                        an error
+    processes with `QuantileNormClipper`                     an error: thresholds would differ between them
+    a second one for the same accelerator                    an error; call ``detach()`` on the first
+    =======================================================  ===========================================================
 
     Args:
         accelerator: The accelerator.

@@ -41,11 +41,12 @@ class PerSampleCallback(Callback, OnlyClip):
     a sample whose gradient is not finite         adds zero; the step goes on
     ``training_step`` returns None                the batch adds nothing
     training stops within a step                  what was accumulated is dropped
-    ``gradient_clip_val``, a module's own         an error: two clips
-    ``configure_gradient_clipping``,
-    `GradGuardCallback` beside it
+    ``gradient_clip_val``                         an error: two clips
+    `GradGuardCallback` beside it                 an error: two clips
+    a module's ``configure_gradient_clipping``    an error: two clips
     16-mixed                                      an error: Lightning unscales before the gradients are there
-    manual optimization, LBFGS, ``torch.compile`` an error
+    manual optimization, LBFGS                    an error
+    ``torch.compile``                             an error
     DDP                                           the average is over the samples of all processes
     DeepSpeed, FSDP, other strategies             an error
     DDP with `QuantileNormClipper`                an error: thresholds would differ between processes

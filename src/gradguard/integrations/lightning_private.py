@@ -43,12 +43,12 @@ class PrivateCallback(PerSampleCallback):
     DDP                                                  one Poisson sample, in equal parts; one process adds noise
     a checkpoint within an accumulation                  an error: the sums have no noise yet
     resuming from a checkpoint without this callback     an error: what its steps have cost is not known
-    several training loaders, an ``IterableDataset``,    an error
-    a batch sampler of one's own
-    ``limit_train_batches`` that leaves a part of        an error
-    an accumulation, ``overfit_batches``,
-    ``reload_dataloaders_every_n_epochs``,
-    `GradientAccumulationScheduler`
+    several training loaders, an ``IterableDataset``     an error
+    a batch sampler of one's own                         an error
+    ``limit_train_batches``                              an error where it leaves a part of an accumulation
+    ``overfit_batches``                                  an error
+    ``reload_dataloaders_every_n_epochs``                an error
+    `GradientAccumulationScheduler`                      an error
     several optimizers                                   an error
     a ``training_step`` that returns None                an error: every batch that is drawn must be used
     16-mixed, and what `PerSampleCallback` refuses       an error

@@ -55,14 +55,14 @@ class GradGuardCallback(TrainerCallback, OnlyClip):
 
     **What the Trainer logs.**
 
-    ============================  ==============================================================================
-    ``grad_norm``                 the norm before the clip, of the step that is logged
-    ``grad_norm_min``, ``_mean``  over all steps since the last log that were finite; only where there were several
-    and ``_max``
-    ``clip_coefficient``          norm after over norm before, the mean of these steps
-    ``clip_binding_share``        the share of these steps on which the clip bound
-    ``grad_nonfinite_steps``      the number of steps since the last log with NaN or inf in a gradient
-    ============================  ==============================================================================
+    =========================================  =========================================================================
+    ``grad_norm``                              the norm before the clip, of the step that is logged
+    ``grad_norm_min``, ``_mean`` and ``_max``  over all steps since the last log that were finite; only where there were
+                                               several
+    ``clip_coefficient``                       norm after over norm before, the mean of these steps
+    ``clip_binding_share``                     the share of these steps on which the clip bound
+    ``grad_nonfinite_steps``                   the number of steps since the last log with NaN or inf in a gradient
+    =========================================  =========================================================================
 
     **Edge cases.**
 

@@ -64,15 +64,15 @@ class PerSampleCallback(TrainerCallback, OnlyClip):
     a `GradGuardCallback` beside it         an error: two clips
     a sample all of whose labels are -100   adds zero, and counts as a sample
     a sample whose gradient is not finite   adds zero; the step goes on
-    ``label_smoothing_factor``,             an error: another loss than the one that is clipped
-    ``compute_loss_func``, a Trainer with
-    its own ``compute_loss`` or
-    ``training_step``
+    ``label_smoothing_factor``              an error: another loss than the one that is clipped
+    ``compute_loss_func``                   the same
+    a Trainer's own ``compute_loss``        the same
+    a Trainer's own ``training_step``       the same
     training stops within a step            what was accumulated is dropped
     removed within a step                   an error
-    several processes or GPUs, DeepSpeed,   an error
-    FSDP, ``torch_compile``, optimizers
-    that step inside backward
+    several processes or GPUs               an error
+    DeepSpeed, FSDP, ``torch_compile``      an error
+    optimizers that step inside backward    an error
     ======================================  ====================================================================
 
     Args:

@@ -49,9 +49,9 @@ class PrivateCallback(PerSampleCallback):
     evaluation within an epoch                          the same steps
     resuming from a checkpoint without this callback    an error: what its steps have cost is not known
     ``fp16``                                            an error: a scale that follows overflows tells of samples
-    a Trainer with its own ``get_train_dataloader``,    an error
-    an ``IterableDataset``, ``group_by_length``,
-    ``auto_find_batch_size``
+    a Trainer with its own ``get_train_dataloader``     an error
+    an ``IterableDataset``, ``group_by_length``         an error
+    ``auto_find_batch_size``                            an error
     what `PerSampleCallback` refuses                    an error
     a second ``train``                                  an error: its cost would add up
     ==================================================  ==========================================================

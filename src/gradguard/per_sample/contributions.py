@@ -3,14 +3,14 @@ r"""What one use of a parameter contributes to the per-sample gradients of it, i
 A layer's rule (``layers/``) returns one of these forms for each of its parameters; no form but `Materialized` holds the
 ``[B, *shape]`` per-sample gradients:
 
-=========  =====================================================  ===========================
-form       per-sample gradient :math:`g_i`                        of
-=========  =====================================================  ===========================
-`Outer`    :math:`\sum_t l_{it} \otimes r_{it}`                   weights of linear maps
-`Rows`     row ``ids[i, t]`` gets :math:`\sum_t v_{it}`           embeddings
-`Recomputed`   computed for some samples at a time, when asked        convolutions
-`Materialized`     held                                                   biases, scales, anything else
-=========  =====================================================  ===========================
+==============  ===============================================  =============================
+form            per-sample gradient :math:`g_i`                  of
+==============  ===============================================  =============================
+`Outer`         :math:`\sum_t l_{it} \otimes r_{it}`             weights of linear maps
+`Rows`          row ``ids[i, t]`` gets :math:`\sum_t v_{it}`     embeddings
+`Recomputed`    computed for some samples at a time, when asked  convolutions
+`Materialized`  held                                             biases, scales, anything else
+==============  ===============================================  =============================
 
 Each gives squared norms (float64, ``[B]``), the weighted sum :math:`\sum_i c_i g_i` (at least float32), and rows.
 """

@@ -46,19 +46,20 @@ class AdaGC(StatefulClipper):
 
     **Edge cases.**
 
-    ================================  ==========================================================================
-    input                             result
-    ================================  ==========================================================================
-    no gradients                      norm 0, coefficient 1; the state stays
-    a tensor's gradient is 0          stays 0; its average stays
-    a new tensor in mid-run           starts its own warm-up
-    NaN or inf in a tensor            as ``nonfinite`` says; under ``"propagate"`` the warm-up spreads NaN to all
-                                      tensors, and later it stays in its own
-    ``strict_paper=True``: 0 in the   γ is 0, so that the tensor is frozen for ever; 0 again after the warm-up is
-    warm-up                           0/0, NaN
-    ``strict_paper=True``: a tensor   the paper does not say; its average begins as its first norm
-    whose first gradient comes later
-    ================================  ==========================================================================
+    ================================================================  ==================================================
+    input                                                             result
+    ================================================================  ==================================================
+    no gradients                                                      norm 0, coefficient 1; the state stays
+    a tensor's gradient is 0                                          stays 0; its average stays
+    a new tensor in mid-run                                           starts its own warm-up
+    NaN or inf in a tensor                                            as ``nonfinite`` says; under ``"propagate"`` the
+                                                                      warm-up spreads NaN to all tensors, and later it
+                                                                      stays in its own
+    ``strict_paper=True``: 0 in the warm-up                           γ is 0, so that the tensor is frozen for ever; 0
+                                                                      again after the warm-up is 0/0, NaN
+    ``strict_paper=True``: a tensor whose first gradient comes later  the paper does not say; its average begins as its
+                                                                      first norm
+    ================================================================  ==================================================
 
     Args:
         absolute: λ_abs, above 0; ``float("inf")`` for none.

@@ -61,25 +61,29 @@ class Monitor(Recorder):
 
     **Edge cases.**
 
-    ================================  ==========================================================================
-    case                              what happens
-    ================================  ==========================================================================
-    PyTorch's ``clip_grad_norm_``     the gradients seen are clipped ones: ``log(norm=..., max_norm=...)`` what it
-    before ``step()``                 returned and got, and the record has both. Clips of gradguard's are seen
-    ``log`` after ``step()``          belongs to the step before it; the first call tells which way you do it
-    ``log`` twice before a step       the mean of the losses, the last of everything else
-    ``log`` after a loss for a step   belongs to an iteration without a step (a GradScaler's, say): it is left out
-    a step that a guard skipped       a line with ``skipped``
-    GradScaler                        pass ``scaler=``; a step that it leaves out is an event
-    several optimizers                one monitor for each, each with a file of its own
-    several processes                 only rank 0 writes
-    a forked child (DataLoader)       writes nothing
-    sharded gradients (DTensor,       measured by all processes together at each step: make the monitor on every one
-    FSDP1)                            of them; without max, weights, updates and histogram
-    the program ends without          what is there is written at exit and on SIGTERM, after which the signal does what
-    ``close()``                       it would have done; a program that is killed keeps what was flushed. The same
-                                      where the optimizer goes before the program does
-    ================================  ==========================================================================
+    ===============================================  ===================================================================
+    case                                             what happens
+    ===============================================  ===================================================================
+    PyTorch's ``clip_grad_norm_`` before ``step()``  the gradients seen are clipped ones: ``log(norm=...,
+                                                     max_norm=...)`` what it returned and got, and the record has both.
+                                                     Clips of gradguard's are seen
+    ``log`` after ``step()``                         belongs to the step before it; the first call tells which way you
+                                                     do it
+    ``log`` twice before a step                      the mean of the losses, the last of everything else
+    ``log`` after a loss for a step                  belongs to an iteration without a step (a GradScaler's, say): it is
+                                                     left out
+    a step that a guard skipped                      a line with ``skipped``
+    GradScaler                                       pass ``scaler=``; a step that it leaves out is an event
+    several optimizers                               one monitor for each, each with a file of its own
+    several processes                                only rank 0 writes
+    a forked child (DataLoader)                      writes nothing
+    sharded gradients (DTensor, FSDP1)               measured by all processes together at each step: make the monitor
+                                                     on every one of them; without max, weights, updates and histogram
+    the program ends without ``close()``             what is there is written at exit and on SIGTERM, after which the
+                                                     signal does what it would have done; a program that is killed keeps
+                                                     what was flushed. The same where the optimizer goes before the
+                                                     program does
+    ===============================================  ===================================================================
 
     Args:
         optimizer_or_guard: A `torch.optim.Optimizer`, or a `Guard`.
