@@ -1,6 +1,7 @@
 """What the README and the docs show is run, and what it prints is what they say."""
 
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -52,7 +53,6 @@ def test_the_page_on_the_gradient_check_runs_and_prints_what_it_says(capsys):
         "architecture",
         "clippers",
         "coming_from",
-        "distributed",
         pytest.param("integrations", marks=pytest.mark.filterwarnings(OF_KERAS, *OF_LIGHTNING)),
         "per_sample",
         "private_training",
@@ -157,3 +157,21 @@ def test_the_page_on_architecture_has_every_room():
     rooms = [p for p in source.iterdir() if (p / "__init__.py").exists()]
     missing = [room.name for room in rooms if f"{room.name}/" not in page]
     assert not missing
+
+
+def test_the_glossary_says_what_reports_say():
+    from gradguard.monitoring.show.report.glossary import TERMS
+
+    table = rows_below("In reports and here")
+    assert table == [f"| {term.name} | {term.meaning} |" for term in sorted(TERMS, key=lambda term: term.name)]
+
+
+def rows_below(heading: str) -> list[str]:
+    section = (ROOT / "docs/glossary.md").read_text(encoding="utf-8").split(f"## {heading}\n")[1].split("\n## ")[0]
+    return [line for line in section.splitlines() if line.startswith("| ")][1:]
+
+
+def test_the_pictures_are_what_their_script_draws():
+    pictures = runpy.run_path(str(ROOT / "docs/pictures.py"))["PICTURES"]
+    for name, draw in pictures.items():
+        assert (ROOT / "docs" / name).read_text(encoding="utf-8") == draw(), f"run docs/pictures.py: {name}"
