@@ -54,8 +54,10 @@ def test_the_page_on_the_gradient_check_runs_and_prints_what_it_says(capsys):
         "clippers",
         "coming_from",
         pytest.param("integrations", marks=pytest.mark.filterwarnings(OF_KERAS, *OF_LIGHTNING)),
+        "monitor",
         "per_sample",
         "private_training",
+        "recommendation",
         "watching",
     ],
 )
@@ -73,7 +75,7 @@ def test_the_script_that_is_tuned_ends_as_the_page_says(tmp_path, monkeypatch, c
     """One seed of it: without a clip it diverges, and either clip cures it."""
     from gradguard.cli import main
 
-    page = ROOT / "docs/watching.md"
+    page = ROOT / "docs/recommendation.md"
     (source,) = [block for block in blocks(page, "python") if "one batch in 50" in block]
     (shown,) = [block for block in blocks(page, "console") if block.startswith("$ gradguard tune --rule")]
     monkeypatch.chdir(tmp_path)
