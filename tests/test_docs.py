@@ -1,6 +1,7 @@
 """What the README and the docs show is run, and what it prints is what they say."""
 
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -75,7 +76,7 @@ def test_the_script_that_is_tuned_ends_as_the_page_says(tmp_path, monkeypatch, c
     """One seed of it: without a clip it diverges, and either clip cures it."""
     from gradguard.cli import main
 
-    page = ROOT / "docs/watching.md"
+    page = ROOT / "docs/recommendation.md"
     (source,) = [block for block in blocks(page, "python") if "one batch in 50" in block]
     (shown,) = [block for block in blocks(page, "console") if block.startswith("$ gradguard tune --rule")]
     monkeypatch.chdir(tmp_path)
@@ -160,3 +161,21 @@ def test_the_page_on_architecture_has_every_room():
     rooms = [p for p in source.iterdir() if (p / "__init__.py").exists()]
     missing = [room.name for room in rooms if f"{room.name}/" not in page]
     assert not missing
+
+
+def test_the_glossary_says_what_reports_say():
+    from gradguard.monitoring.show.report.glossary import TERMS
+
+    table = rows_below("In reports and here")
+    assert table == [f"| {term.name} | {term.meaning} |" for term in sorted(TERMS, key=lambda term: term.name)]
+
+
+def rows_below(heading: str) -> list[str]:
+    section = (ROOT / "docs/glossary.md").read_text(encoding="utf-8").split(f"## {heading}\n")[1].split("\n## ")[0]
+    return [line for line in section.splitlines() if line.startswith("| ")][1:]
+
+
+def test_the_pictures_are_what_their_script_draws():
+    pictures = runpy.run_path(str(ROOT / "docs/pictures.py"))["PICTURES"]
+    for name, draw in pictures.items():
+        assert (ROOT / "docs" / name).read_text(encoding="utf-8") == draw(), f"run docs/pictures.py: {name}"

@@ -312,6 +312,15 @@ def test_saved_value():
         torch_private.saved_value(y.grad_fn, "dim")
 
 
+def test_recorded_stack():
+    x = torch.ones(2, requires_grad=True)
+    with torch.autograd.set_detect_anomaly(True, check_nan=False):
+        y = x.exp()
+    assert f'File "{__file__}", line ' in torch_private.recorded_stack(y.grad_fn)[-1]
+    assert "y = x.exp()" in torch_private.recorded_stack(y.grad_fn)[-1]
+    assert not torch_private.recorded_stack(x.exp().grad_fn)
+
+
 def test_is_freed():
     x = torch.ones(2, requires_grad=True)
     y = x.exp()

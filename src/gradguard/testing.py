@@ -43,6 +43,7 @@ def assert_grad(
     Reference:
         PaddlePaddle, Auto Gradient Check Design, 2017.
     """
+    __tracebackhide__ = True  # pytest shows the line of the test, not this function with all of its docstring
     report = gradcheck(fn, *inputs, **options)
     accepted = ("PASS", "INCONCLUSIVE") if allow_inconclusive else ("PASS",)
     if report.verdict not in accepted:

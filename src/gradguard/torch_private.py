@@ -300,6 +300,12 @@ def input_metadata_of(node: Node) -> Sequence[Any]:
         _refuse("reading the graph of a backward", "torch.autograd.graph.Node._input_metadata")
 
 
+def recorded_stack(node: Node) -> Sequence[str]:
+    """Return the frames that recorded ``node``, outermost first, if that was under anomaly detection; else nothing."""
+    metadata: Any = node.metadata  # a property, which torch annotates as a method
+    return metadata.get("traceback_", ())
+
+
 def saved_constant(node: Node, name: str) -> Any:
     """Return the constant ``name`` that ``node`` saved. Where it is not told: NaN, which fulfils no condition."""
     return getattr(node, f"_saved_{name}", math.nan)

@@ -1,5 +1,8 @@
 """`ErrorClipStats` with `attach_error_clip`: counts in eager code as in a block, in compiled code as in eager code."""
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
 from compiled_cases import CLIP, MODELS, RULES, assert_equal, compiled, gradients, graphs
@@ -133,6 +136,11 @@ def test_compiled_code_names_the_first_non_finite_gradient(dynamic):
         lines.append(str(stats))
         stats.detach()
     assert "the gradient of the output of AbsBackward0, made by the backward of SqrtBackward0 (16 " in lines[0]
+    # Tracing a backward has PyTorch remember source lines.
+    lines[1], with_line = re.subn(
+        rf"SqrtBackward0 \({Path(__file__).name}, line .*\) \(16 ", "SqrtBackward0 (16 ", lines[1]
+    )
+    assert with_line == 1
     assert lines[1] == (lines[0].replace("(16 of 16 elements)", "(16 elements)") if dynamic else lines[0])
 
 

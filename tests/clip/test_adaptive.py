@@ -1,6 +1,7 @@
 """AGC: the slow twin over every kind of layer, and what the published copies get wrong."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from torch import nn
 import gradguard as gg
 from cases import DTYPES, parameter, random
 from gradguard.errors import InvalidTypeError, InvalidValueError, NonFiniteGradientError, UnsupportedGradientError
+from gradguard.integrations import composer
 from reference import clip_adaptive as slow_agc
 
 
@@ -188,6 +190,64 @@ def test_exclude_by_module_parameter_or_pattern(exclude):
     assert model.fc.weight.grad.unique().tolist() == [100.0]
     assert model.fc.bias.grad.unique().tolist() == [100.0]
     assert float(model.body.weight.grad.max()) < 1
+
+
+class Wrapper(nn.Module):
+    """Holds a model as DistributedDataParallel and Composer's classifier do."""
+
+    def __init__(self, module):
+        super().__init__()
+        self.module = module
+
+
+WITH_EXCLUDE = {
+    "clip_grad_adaptive_": lambda model, exclude: gg.clip_grad_adaptive_(model, 0.01, exclude=exclude),
+    "ClipAdaptive": lambda model, exclude: gg.ClipAdaptive(0.01, exclude=exclude)(model),
+    "apply_gradient_clipping": lambda model, exclude: gg.apply_gradient_clipping(
+        model, "adaptive", 0.01, exclude=exclude
+    ),
+    "Composer's function": lambda model, exclude: composer.apply_gradient_clipping(
+        model, "adaptive", 0.01, exclude=exclude
+    ),
+    "GradientClipping": lambda model, exclude: composer.GradientClipping("adaptive", 0.01, exclude=exclude).apply(
+        "after_train_batch", SimpleNamespace(model=model), None
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ["fc", "module.fc", "fc.*", "*fc*", ("fc.weight", "module.fc.bias")], ids=str)
+@pytest.mark.parametrize("call", WITH_EXCLUDE)
+def test_a_wrapped_layer_is_excluded_by_its_name_with_and_without_module(call, name):
+    model = Wrapper(model_with_head())
+    WITH_EXCLUDE[call](model, name)
+    assert model.module.fc.weight.grad.unique().tolist() == [100.0]
+    assert model.module.fc.bias.grad.unique().tolist() == [100.0]
+    assert float(model.module.body.weight.grad.max()) < 1
+
+
+def test_a_name_that_means_two_layers_is_refused():
+    model = model_with_head()
+    model.module = model_with_head()
+    with pytest.raises(InvalidValueError, match=r"'fc', which matches fc.weight and, .* module.fc.weight: pass the mo"):
+        gg.clip_grad_adaptive_(model, 0.01, exclude="fc")
+    gg.clip_grad_adaptive_(model, 0.01, exclude=model.fc)
+    assert model.fc.weight.grad.unique().tolist() == [100.0]
+    assert float(model.module.fc.weight.grad.max()) < 100
+
+
+@pytest.mark.parametrize("kind", ["norm", "value"])
+def test_only_adaptive_clipping_takes_an_exclusion(kind):
+    model, words = model_with_head(), "exclude= goes with clipping_type='adaptive', and this is"
+    with pytest.raises(InvalidValueError, match=words):
+        gg.apply_gradient_clipping(model, kind, 1.0, exclude="fc")
+    with pytest.raises(InvalidValueError, match=words):
+        composer.GradientClipping(kind, 1.0, exclude=model.fc)
+    assert float(model.fc.weight.grad.max()) == 100
+
+
+def test_composers_algorithm_says_what_it_excludes():
+    shown = repr(composer.GradientClipping("adaptive", 0.01, exclude=["fc", "embed*"]))
+    assert shown == "GradientClipping(clipping_type='adaptive', clipping_threshold=0.01, exclude='fc, embed*')"
 
 
 @pytest.mark.parametrize("entry", ["head", nn.Linear(1, 1), torch.ones(1)])

@@ -53,6 +53,12 @@ def test_a_wrong_gradient_raises_the_report():
     assert str(caught.value).splitlines()[-1].startswith("FAIL")
 
 
+def test_pytest_shows_the_line_of_the_test_and_not_this_function():
+    with pytest.raises(GradientCheckError, match="FAIL") as caught:
+        assert_grad(Halved.apply, POINT)
+    assert [entry.name for entry in caught.traceback if not entry.ishidden(caught)] == [caught.traceback[0].name]
+
+
 def test_a_wrong_gradient_raises_also_where_undecided_ones_are_allowed():
     with pytest.raises(GradientCheckError, match="FAIL"):
         assert_grad(Halved.apply, POINT, allow_inconclusive=True)

@@ -124,7 +124,7 @@ def write_sick(path: Path, *, steps: int = 400, threshold: float = 0.1, seed: in
             if lost:
                 writer.write(
                     "event", i=i, kind="nonfinite", severity="error", message="gradients of head.weight are not finite",
-                    advice="find the operation with torch.autograd.set_detect_anomaly(True)", params=["head.weight"],
+                    advice="find the operation (docs/nan.md says how)", params=["head.weight"],
                 )  # fmt: skip
         writer.write("end", steps=steps, wall=0.1 * steps, overhead_ms=20.0 * steps, exit=1, interrupted=False)
     return read_record(path)

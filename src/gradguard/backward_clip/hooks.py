@@ -14,7 +14,8 @@ from torch.utils.hooks import RemovableHandle
 
 from gradguard.backward_clip.graph import NO_INPUTS, Graph, Inputs, Slot, holds_a_leaf, is_leaf, root_of, walk
 from gradguard.backward_clip.plan import Choice, Plan, RootsToo, Step, plan_for
-from gradguard.backward_clip.rules import BaseErrorClip, apply_rule, clamp_bounds, is_trusted
+from gradguard.backward_clip.rules import BaseErrorClip, ErrorClipNonfinite, apply_rule, clamp_bounds, is_trusted
+from gradguard.backward_clip.source_lines import makers_with_lines
 from gradguard.errors import InvalidTypeError, NonFiniteGradientError, UnsupportedGradientError
 from gradguard.torch_private import register_prehooks, tree_leaves
 
@@ -139,8 +140,9 @@ class Clipping:
             self.pruned_steps.append((graph, plan.pruned))
             self.handles.append(roots[0][0].register_prehook(self._backward_begins))
         hooks, kept = [], {}
-        for position, numbers, pruned, name, sources in plan.hooks if tally is None else plan.steps:
-            node = graph.nodes[position]
+        makers = makers_with_lines(graph) if isinstance(self.unscaled_rule, ErrorClipNonfinite) else {}
+        for position, numbers, pruned, name, made_by in plan.hooks if tally is None else plan.steps:
+            node, sources = graph.nodes[position], makers.get(position, made_by)
             if tally is not None and pruned:
                 tally.add(node, name, pruned)
             if numbers and claimed is None and self.bounds is not None:  # nothing in it is of this node alone
@@ -350,7 +352,7 @@ def explained(
     error: Exception, rule: BaseErrorClip, name: str, place: str, grads: Gradients, sources: str = ""
 ) -> Exception:
     """Return ``error`` with the operation and the module at which it happened."""
-    made = f" (made by the backward of {sources})" if sources else ""
+    made = f"; made by the backward of {sources}" if sources else ""
     where = f"the gradient of the output of {name}" + (f" in {place}" if place else "")
     if any(grad is not None and grad.is_sparse for grad in grads):
         return UnsupportedGradientError(f"{where} is sparse, and {rule} is for dense gradients: leave that value out.")

@@ -471,8 +471,9 @@ class Groups(Clipper):
             places.append(fitting[0] if fitting else len(self._selectors))
         if doubled:
             raise InvalidValueError(
-                f"{_count(doubled)} in two groups: {listed(list(doubled.values()))}. Make the groups disjoint, or put "
-                "one Groups after another in a Chain."
+                f"{_count(doubled)} in two groups: {listed(list(doubled.values()))}. Make the groups disjoint, as "
+                "'body.*weight' and '*.bias' are where 'body' and '*.bias' are not, or put one Groups after another in "
+                "a Chain."
             )
         if left_out:
             raise InvalidValueError(

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from gradguard.arguments import check_bounds, check_order, check_threshold
-from gradguard.clip.adaptive import clip_adaptive
+from gradguard.clip.adaptive import clip_adaptive, selector_of
 from gradguard.clip.clipper import ClipResult
 from gradguard.clip.gradients import (
     Gradients,
@@ -25,6 +25,7 @@ from gradguard.clip.gradients import (
     to_clip_by,
 )
 from gradguard.clip.rules import ClipByGlobalNorm, ClipByValue
+from gradguard.clip.selection import Selection
 from gradguard.clip_events import ClipEvent, announce, is_heard, tell
 from gradguard.errors import InvalidValueError
 from gradguard.policies import NonFinitePolicy, check_policy
@@ -258,6 +259,7 @@ def apply_gradient_clipping(
     clipping_type: Literal["norm", "value", "adaptive"],
     clipping_threshold: float,
     *,
+    exclude: Selection = (),
     nonfinite: NonFinitePolicy = "propagate",
 ) -> ClipResult:
     """Clip all gradients of ``model`` by one of the three rules, in place, and tell what happened.
@@ -267,6 +269,7 @@ def apply_gradient_clipping(
         clipping_type: ``"norm"`` (`clip_grad_norm_` with the 2-norm), ``"value"`` (`clip_grad_value_`) or
             ``"adaptive"`` (`clip_grad_adaptive_`).
         clipping_threshold: The threshold of that rule, at least 0.
+        exclude: What ``"adaptive"`` leaves alone, as for `clip_grad_adaptive_`; refused with the others.
         nonfinite: ``"propagate"``, ``"raise"`` or ``"zero"``, as for `clip_grad_norm_`.
 
     Returns:
@@ -295,7 +298,12 @@ def apply_gradient_clipping(
     policy = check_policy(nonfinite)
     threshold = check_threshold("clipping_threshold", clipping_threshold)
     if clipping_type == "adaptive":
-        return clip_adaptive(model, threshold, nonfinite=policy).result()
+        return clip_adaptive(model, threshold, exclude=exclude, nonfinite=policy).result()
+    if selector_of(exclude) is not None:
+        raise InvalidValueError(
+            f"exclude= goes with clipping_type='adaptive', and this is {clipping_type!r}: gradguard.Groups leaves "
+            "parameters out of the other rules."
+        )
     clipper = ClipByGlobalNorm(threshold) if clipping_type == "norm" else ClipByValue(threshold)
     return replace(clipper(model, nonfinite=policy), locked_in=None)  # nobody counts
 

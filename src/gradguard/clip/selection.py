@@ -65,7 +65,7 @@ class Selector:
 
     def fits(self, names: Iterable[str]) -> bool:
         """Tell whether a pattern fits one of ``names``: the name itself, a glob, or a module that it is in."""
-        return any(fnmatchcase(n, p) or fnmatchcase(n, f"{p}.*") for p in self.patterns for n in names)
+        return any(_fits(name, pattern) for pattern in self.patterns for name in names)
 
     def chosen(self, tensors: Sequence[Tensor], names: Sequence[str] | None) -> set[int]:
         """Return the identities of what is selected: of ``tensors`` by their names, and all that was given itself."""
@@ -85,7 +85,14 @@ class Selector:
             InvalidValueError: Listing the names.
         """
         for pattern in self.patterns:
-            if not any(fnmatchcase(n, pattern) or fnmatchcase(n, f"{pattern}.*") for n in names or ()):
+            fitting = [name for name in names or () if _fits(name, pattern)]
+            literal = [name for name in fitting if _fits_literally(name, pattern)]
+            if literal and len(literal) < len(fitting):
+                raise InvalidValueError(
+                    f"{self.what} has {pattern!r}, which matches {literal[0]} and, in a module called module, "
+                    f"{next(name for name in fitting if name not in literal)}: pass the module itself."
+                )
+            if not fitting:
                 raise InvalidValueError(f"{self.what} has {pattern!r}, which matches no parameter; {_advice(names)}")
         present = {id(t) for t in tensors}
         for entry in (*self._tensors, *self._modules):
@@ -138,6 +145,15 @@ class KnownNames:
         known = [self._names.get(id(p), ()) for p in grads.parameters]
         # An identity may have been used again since: then its names do not hold the one that came now.
         return [all_of if first in all_of else (first,) for first, all_of in zip(firsts, known, strict=True)]
+
+
+def _fits(name: str, pattern: str) -> bool:
+    """Wrappers such as DistributedDataParallel hold the model as ``module``: a pattern may leave that out."""
+    return _fits_literally(name, pattern) or _fits_literally(name.removeprefix("module."), pattern)
+
+
+def _fits_literally(name: str, pattern: str) -> bool:
+    return fnmatchcase(name, pattern) or fnmatchcase(name, f"{pattern}.*")
 
 
 def listed(names: Sequence[str]) -> str:

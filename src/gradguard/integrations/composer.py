@@ -15,7 +15,7 @@ from gradguard.policies import NonFinitePolicy, check_policy
 
 ClippingType = Literal["norm", "value", "adaptive"]
 
-_CLIPPERS: dict[str, Callable[[float], gg.rules.Clipper]] = {
+_CLIPPERS: dict[str, Callable[..., gg.rules.Clipper]] = {
     "norm": gg.ClipByGlobalNorm,
     "value": gg.ClipByValue,
     "adaptive": gg.ClipAdaptive,
@@ -27,6 +27,8 @@ def apply_gradient_clipping(
     clipping_type: ClippingType,
     clipping_threshold: float,
     fsdp_enabled: bool = False,
+    *,
+    exclude: Any = (),
 ) -> gg.types.ClipResult:
     """Clip all gradients of ``model``, in place, with the arguments of Composer's function of this name.
 
@@ -42,6 +44,7 @@ def apply_gradient_clipping(
         clipping_type: ``"norm"``, ``"value"`` or ``"adaptive"``.
         clipping_threshold: The threshold of that rule, at least 0.
         fsdp_enabled: Accepted, so that calls written for Composer keep working; it changes nothing.
+        exclude: What ``"adaptive"`` leaves alone, as for `gradguard.clip_grad_adaptive_`.
 
     Returns:
         What the clip did. (Composer returns nothing.)
@@ -65,7 +68,7 @@ def apply_gradient_clipping(
         MosaicML Composer (2021), the GradientClipping algorithm.
     """
     del fsdp_enabled
-    return gg.apply_gradient_clipping(model, clipping_type, clipping_threshold)
+    return gg.apply_gradient_clipping(model, clipping_type, clipping_threshold, exclude=exclude)
 
 
 class ClipGradients:
@@ -200,6 +203,8 @@ class GradientClipping(ClipGradients):
     Args:
         clipping_type: ``"norm"``, ``"value"`` or ``"adaptive"``.
         clipping_threshold: The threshold of that rule, at least 0.
+        exclude: What ``"adaptive"`` leaves alone, as for `gradguard.clip_grad_adaptive_`: ``"fc"`` for the last layer,
+            also where Composer calls it ``module.fc``.
         nonfinite: As for `ClipGradients`.
         log: As for `ClipGradients`.
 
@@ -228,17 +233,29 @@ class GradientClipping(ClipGradients):
         clipping_type: ClippingType,
         clipping_threshold: float,
         *,
+        exclude: Any = (),
         nonfinite: NonFinitePolicy = "propagate",
         log: bool = False,
     ) -> None:
         if clipping_type not in _CLIPPERS:
             raise InvalidValueError(f"clipping_type={clipping_type!r}: expected 'norm', 'value' or 'adaptive'.")
-        super().__init__(_CLIPPERS[clipping_type](clipping_threshold), nonfinite=nonfinite, log=log)
+        options = {} if isinstance(exclude, tuple | list) and not exclude else {"exclude": exclude}
+        if options and clipping_type != "adaptive":
+            raise InvalidValueError(
+                f"exclude= goes with clipping_type='adaptive', and this is {clipping_type!r}: "
+                "ClipGradients(gradguard.Groups(...)) leaves parameters out of the other rules."
+            )
+        super().__init__(_CLIPPERS[clipping_type](clipping_threshold, **options), nonfinite=nonfinite, log=log)
         self.clipping_type, self.clipping_threshold = clipping_type, clipping_threshold
 
     def __repr__(self) -> str:
         """Write the call; Composer writes this into its checkpoints and traces."""
-        return f"GradientClipping(clipping_type={self.clipping_type!r}, clipping_threshold={self.clipping_threshold!r})"
+        chosen = getattr(self.clipper, "exclude", "")  # in words, of modules and parameters too
+        shown = f", exclude={chosen!r}" if chosen else ""
+        return (
+            f"GradientClipping(clipping_type={self.clipping_type!r}, clipping_threshold={self.clipping_threshold!r}"
+            f"{shown})"
+        )
 
 
 def _name(event: Any) -> str:

@@ -44,7 +44,7 @@ def refuse_nonfinite(
     lines = "\n  ".join(bad)
     raise NonFiniteGradientError(
         f"gradients are not finite, and nothing was changed:\n  {lines}\n"
-        'Find the operation with torch.autograd.set_detect_anomaly(True), or go on with nonfinite="zero".'
+        'docs/nan.md says how to find the operation and the batch; nonfinite="zero" goes on without such steps.'
     )
 
 

@@ -397,7 +397,7 @@ def _nonfinite_line(step: StepMeasurement, norms: Sequence[float], names: Sequen
         "kind": "nonfinite",
         "severity": "error",
         "message": f"gradients of {shown}{more} are not finite",
-        "advice": "find the operation with torch.autograd.set_detect_anomaly(True), or lower the learning rate",
+        "advice": "find the operation (docs/nan.md says how), or lower the learning rate",
         "params": [names[place] for place in bad if place >= 0],
         "optimizer": step.optimizer,
     }

@@ -1,6 +1,6 @@
 """The summary of a run for machines: one JSON object, whose keys are always there and mean the same in every release.
 
-``docs/watching.md`` has the table of its keys. One may be added; `SCHEMA` grows where one goes or changes its meaning.
+``docs/report.md`` has the table of its keys. One may be added; `SCHEMA` grows where one goes or changes its meaning.
 """
 
 import json

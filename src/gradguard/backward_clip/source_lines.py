@@ -1,0 +1,41 @@
+"""Where in the source the operations stand whose backward makes a gradient, if PyTorch was asked to remember that."""
+
+import re
+from pathlib import Path
+
+import torch
+from torch.autograd.graph import Node
+
+from gradguard.backward_clip.graph import Graph
+from gradguard.torch_private import recorded_stack
+
+_FRAME = re.compile(r'File "(?P<file>.+)", line (?P<line>\d+), in (?P<function>.+)\n\s*(?P<code>.*)')
+_LIBRARIES = (Path(torch.__file__).parent, Path(__file__).parents[1])
+
+
+def makers_with_lines(graph: Graph) -> dict[int, str]:
+    """Find the source line of each operation of ``graph``, where the forward ran under anomaly detection.
+
+    Returns:
+        For the position of each node the operations whose backward makes its gradient, with their lines; empty where
+        no lines were remembered.
+    """
+    if not any(recorded_stack(graph.nodes[position]) for position, _ in graph.roots):
+        return {}
+    makers: dict[int, dict[str, None]] = {}
+    for node in graph.nodes:
+        told = f"{node.name()}{_place(node)}"
+        for child, _ in node.next_functions:
+            if child in graph.index:
+                makers.setdefault(graph.index[child], {})[told] = None
+    return {position: ", ".join(names) for position, names in makers.items()}
+
+
+def _place(node: Node) -> str:
+    """The innermost line that is neither PyTorch's nor ours."""
+    frames = [found for entry in recorded_stack(node) if (found := _FRAME.search(entry))]
+    own = [frame for frame in frames if not any(Path(frame["file"]).is_relative_to(folder) for folder in _LIBRARIES)]
+    if not frames:
+        return ""
+    frame = (own or frames)[-1]
+    return f" ({Path(frame['file']).name}, line {frame['line']}, in {frame['function']}: {frame['code'].strip()})"

@@ -1,0 +1,58 @@
+"""The tutorials, and other pages that are one script: its blocks, one after the other, print what the page says."""
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from test_docs import blocks
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "docs/distributed.md", ROOT / "docs/nan.md", *sorted((ROOT / "docs/tutorials").glob("*.md"))]
+LINE = re.compile(
+    r"^\$ (?:(?P<name>\w+)=(?P<value>\w+) )?(?P<program>python|torchrun (?P<options>.+)) train\.py$", re.M
+)
+
+
+def printed_by(page: Path, folder: Path) -> str:
+    """Run the blocks as ``train.py`` by the line that the page shows, or plainly."""
+    (folder / "train.py").write_text("".join(blocks(page, "python")), encoding="utf-8")
+    command, environment = [sys.executable], os.environ | {"OMP_NUM_THREADS": "1"}
+    shown = LINE.search("".join(blocks(page, "console")))
+    if shown is None:
+        command += ["-W", "error"]
+    elif shown["name"]:
+        environment[shown["name"]] = shown["value"]
+    if shown is not None and shown["options"]:
+        command += ["-m", "torch.distributed.run", "--standalone", *shown["options"].split()]
+    done = subprocess.run(
+        [*command, "train.py"],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        check=False,
+        text=True,
+        encoding="utf-8",
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_the_page_runs_and_prints_what_it_says(page, tmp_path):
+    if "import triton\n" in page.read_text(encoding="utf-8") and importlib.util.find_spec("triton") is None:
+        pytest.skip("triton is not installed")
+    assert printed_by(page, tmp_path) == "".join(blocks(page, "text"))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_links_and_pictures_exist(page):
+    prose = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    for target in re.findall(r"\]\(([^)#]+)[^)]*\)", prose):
+        if "://" not in target:
+            assert (page.parent / target).exists(), target
