@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from gradguard.monitoring.judge.recommend import recommend
-from gradguard.monitoring.judge.spikes import find_spikes
+from gradguard.monitoring.judge.spikes import spikes_of
 from gradguard.monitoring.record.file import Record
 from gradguard.monitoring.record.steps import BINDS_BELOW, Part, by_optimizer, taken_steps, usable_steps
 from gradguard.named_rules import replayed_rule
@@ -96,9 +96,9 @@ _EVERY_STEP = "needs the norm of each tensor on every step: record the run with 
 
 def _rows(part: Part, rules: Sequence[str] | None) -> list[WhatIf]:
     chosen = _default_rules(part.record) if rules is None else rules
-    usable = usable_steps(part.record)
-    spikes = set(find_spikes([step["norm"] for step in usable]))
-    judged = {id(step): place in spikes for place, step in enumerate(usable)}
+    usable = usable_steps(part.record).column("i")
+    spikes = {usable[place] for place in spikes_of(part.record)}
+    judged = {number: number in spikes for number in usable}
     return [_row(part, rule, judged) for rule in chosen]
 
 
@@ -118,9 +118,9 @@ def _row(part: Part, name: str, judged: dict[int, bool]) -> WhatIf:
         inputs = _tensor_norms(part.record)
         if inputs is None:
             return WhatIf(name, 0, note=_EVERY_STEP, optimizer=part.index)
-        decisions = ((step, *rule.step(norms)) for step, norms in inputs)
+        decisions = ((number, norm, *rule.step(norms)) for number, norm, norms in inputs)
     else:
-        decisions = ((step, *rule.step(step["norm"])) for step in _with_norm(part.record))
+        decisions = ((number, norm, *rule.step(norm)) for number, norm in _with_norm(part.record))
     try:
         return _tally(name, part.index, decisions, judged)
     except OverflowError:
@@ -130,18 +130,17 @@ def _row(part: Part, name: str, judged: dict[int, bool]) -> WhatIf:
 def _tally(
     name: str,
     optimizer: int | None,
-    decisions: Iterator[tuple[dict, float, float]],
+    decisions: Iterator[tuple[int, float, float, float]],
     judged: dict[int, bool],
 ) -> WhatIf:
     alarm, steps, spikes, caught, locked, largest = LockInAlarm(), 0, 0, 0, 0, 0.0
     coefficients: list[float] = []
-    for step, coefficient, threshold in decisions:
+    for number, norm, coefficient, threshold in decisions:
         binds = coefficient < BINDS_BELOW
         on = alarm.follow(binds, threshold)
-        spike = judged.get(id(step))
+        spike = judged.get(number)
         if spike is None:
             continue
-        norm = step["norm"]
         steps, locked = steps + 1, locked + on
         spikes, caught = spikes + spike, caught + (spike and binds)
         largest = max(largest, norm * coefficient)
@@ -160,13 +159,18 @@ def _tally(
     )
 
 
-def _with_norm(record: Record) -> list[dict]:
-    return [step for step in taken_steps(record) if step.get("norm") is not None]
+def _with_norm(record: Record) -> list[tuple[int, float]]:
+    """The number and the norm of each finite step that was taken."""
+    taken = taken_steps(record)
+    pairs = zip(taken.column("i"), taken.column("norm"), strict=True)
+    return [(number, norm) for number, norm in pairs if norm is not None]
 
 
-def _tensor_norms(record: Record) -> list[tuple[dict, list[float]]] | None:
-    """The finite steps with the norm of each tensor, or None where one of them has none."""
-    by_step = {line.get("i"): line["norm"] for line in record.tensors}
-    found = [(step, by_step.get(step["i"])) for step in _with_norm(record)]
-    complete = [(step, norms) for step, norms in found if norms and None not in norms]
-    return complete if len(complete) == len(found) else None
+def _tensor_norms(record: Record) -> Iterator[tuple[int, float, list[float]]] | None:
+    """The number and the norm of these steps with the norm of each tensor, or None where one of them has none."""
+    norms, steps = record.tensors.column("norm"), _with_norm(record)
+    wanted = {number for number, _ in steps}
+    places = {number: place for place, number in enumerate(record.tensors.column("i")) if number in wanted}
+    if len(places) < len(wanted) or any(not norms[place] or None in norms[place] for place in places.values()):
+        return None
+    return ((number, norm, norms[places[number]]) for number, norm in steps)
