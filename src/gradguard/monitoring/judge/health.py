@@ -15,7 +15,7 @@ from gradguard.monitoring.judge.live import HealthMonitor
 from gradguard.monitoring.judge.whole_run import see_all
 from gradguard.monitoring.record.file import Record, once
 from gradguard.monitoring.record.steps import bound_on, by_optimizer, taken_steps, thresholds_of
-from gradguard.threshold_rules import LockInAlarm
+from gradguard.threshold_rules import lock_in_on
 
 __all__ = ["KINDS", "Finding", "HealthMonitor", "findings", "lock_in_share"]
 
@@ -110,10 +110,10 @@ def lock_in_share(record: Record) -> float | None:
     taken = taken_steps(record)
     if not taken:
         return None
-    alarm = LockInAlarm()
-    pairs = zip(bound_on(taken), thresholds_of(taken), strict=True)
-    clipped = [(bound, threshold) for bound, threshold in pairs if threshold is not None]
-    return sum(alarm.follow(*each) for each in clipped) / len(taken)
+    bound, thresholds = bound_on(taken), thresholds_of(taken)
+    known = [threshold for threshold in thresholds if threshold is not None]
+    bound = [binds for binds, threshold in zip(bound, thresholds, strict=True) if threshold is not None]
+    return sum(lock_in_on(bound, known)) / len(taken)
 
 
 _OF_WHOLE = (clipping_of_whole, loss_of_whole, rhythm_of_whole)
