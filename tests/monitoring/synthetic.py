@@ -2,6 +2,8 @@
 
 import math
 import random
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,14 @@ def make_record(**parts: Any) -> Record:
     """A record straight from its parts, for tests that need only some of them."""
     empty = {"path": Path("run.jsonl"), "meta": {"t": "meta"}, "steps": [], "tensors": [], "events": []}
     return Record(**(empty | {"end": None, "torn": False} | parts))
+
+
+def changed(record: Record, change: Callable[[dict[str, Any]], object], places: slice = slice(None)) -> Record:
+    """The record with other steps: ``change`` has been called with some of them."""
+    steps = list(record.steps)
+    for step in steps[places]:
+        change(step)
+    return replace(record, steps=steps)
 
 
 def steps_of(norms: list[float | None], **more: Any) -> list[dict[str, Any]]:

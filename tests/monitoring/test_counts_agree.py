@@ -10,6 +10,7 @@ import json
 import re
 import statistics
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 from rich.console import Console
@@ -34,30 +35,33 @@ def clipped(norms, threshold=1.0, rule="norm", **meta):
 
 
 def with_lost(record, *, skipped=(), nonfinite=()):
+    steps = list(record.steps)
     for i in skipped:
-        record.steps[i]["skipped"] = True
+        steps[i]["skipped"] = True
     for i in nonfinite:
-        record.steps[i] |= {"norm": None, "nonfinite": 1}
-        record.steps[i].pop("coefficient", None)
-    return record
+        steps[i] |= {"norm": None, "nonfinite": 1}
+        steps[i].pop("coefficient", None)
+    return replace(record, steps=steps)
 
 
 def late(record, since):
-    for step in record.steps[:since]:
+    steps = list(record.steps)
+    for step in steps[:since]:
         for key in ("threshold", "rule", "coefficient"):
             del step[key]
-    return record
+    return replace(record, steps=steps)
 
 
 def two_clips(own, applied, count=300):
     """A script that clips at ``own`` under ``--clip norm=applied``, some of whose steps are skipped or not finite."""
     record = clipped([3.0 + 2 * (i % 3) for i in range(count)], own, clip=f"norm={applied:g}")
-    for step in record.steps:
+    steps = list(record.steps)
+    for step in steps:
         first = min(1.0, own / step["norm"])
         second = min(1.0, applied / (step["norm"] * first))
         step["coefficient"], step["clips"] = first * second, [["norm", own, first], ["norm", applied, second]]
         step["threshold"] = own if first <= second else applied
-    return with_lost(record, skipped=[5, 6], nonfinite=[9])
+    return with_lost(replace(record, steps=steps), skipped=[5, 6], nonfinite=[9])
 
 
 def without_threshold(count=120):

@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 import torch
-from synthetic import log_normal, make_record, steps_of
+from synthetic import changed, log_normal, make_record, steps_of
 
 from gradguard.clip.lock_in import LockIn
 from gradguard.monitoring.judge.detectors import KINDS, loop_setup
@@ -350,8 +350,7 @@ def test_a_step_costs_the_same_few_calls_however_long_the_run_is():
 
 def test_one_optimizer_of_several_that_steps_alone_is_named_by_none():
     record = clipped([2.0] * 600 + [0.9] * 1000)
-    for step in record.steps:
-        step["optimizer"] = 1
+    record = changed(record, lambda step: step.update(optimizer=1))
     alone = make_record(meta=record.meta | {"optimizers": ["SGD", "Adam"]}, steps=record.steps)
     assert [(one.kind, one.optimizer) for one in findings(alone)] == [("norm_drift", None)]
     steps = [step | {"norm": 20.0, "coefficient": 0.05} for step in record.steps]

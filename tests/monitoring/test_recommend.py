@@ -2,9 +2,10 @@
 
 import math
 import re
+from dataclasses import replace
 
 import pytest
-from synthetic import log_normal, make_record, steps_of, write_char_rnn
+from synthetic import changed, log_normal, make_record, steps_of, write_char_rnn
 
 from gradguard.monitoring.judge.numbers import plain_threshold
 from gradguard.monitoring.judge.recommend import recommend
@@ -23,16 +24,15 @@ def run(norms, optimizer: str | None = "SGD", losses=None, **more):
     record = make_record(
         meta={"t": "meta", "optimizers": [optimizer] if optimizer else []}, steps=steps_of(list(norms), **more)
     )
-    for step, loss in zip(record.steps, losses or (), strict=False):
+    steps = list(record.steps)
+    for step, loss in zip(steps, losses or (), strict=False):
         step["loss"] = loss
-    return record
+    return replace(record, steps=steps)
 
 
 def clipped(norms, threshold, optimizer="SGD", rule="norm"):
     record = run(norms, optimizer, threshold=threshold, rule=rule)
-    for step in record.steps:
-        step["coefficient"] = min(1.0, threshold / step["norm"])
-    return record
+    return changed(record, lambda step: step.update(coefficient=min(1.0, threshold / step["norm"])))
 
 
 def blown(count=300, at=20, late=2.4, peak=9.0):
@@ -158,9 +158,7 @@ def test_whether_spikes_hurt_is_told():
 @pytest.mark.parametrize("field", ["scaled_clip", "kept_gradients"])
 def test_what_makes_norms_say_nothing_comes_first(field):
     record = clipped([300.0 * norm for norm in CALM], 1.0)
-    for step in record.steps:
-        step |= {"amp_scale": 256.0, field: True}
-    found = recommend(record)
+    found = recommend(changed(record, lambda step: step.update({"amp_scale": 256.0, field: True})))
     assert found.kind == "fix"
     assert found.rule is None
     assert found.headline.startswith("Fix this first: call ")
@@ -195,8 +193,7 @@ def test_a_made_up_language_model_gets_the_rule_and_keeps_a_guard(tmp_path):
 
 def test_steps_that_were_not_finite_or_skipped_do_not_count_in_the_share():
     record = clipped([2.0 if i == 250 else 0.5 for i in range(400)], 1.0)
-    for step in record.steps[380:]:
-        step |= {"skipped": True, "coefficient": 0.1}
+    record = changed(record, lambda step: step.update(skipped=True, coefficient=0.1), slice(380, None))
     assert recommend(record).reason.startswith("It bound on 0.26 % of 380 steps")
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
-from synthetic import log_normal, make_record, steps_of, wide_meta, write_char_rnn, write_gan, write_sick
+from synthetic import changed, log_normal, make_record, steps_of, wide_meta, write_char_rnn, write_gan, write_sick
 
 from gradguard.errors import InvalidValueError, RecordError
 from gradguard.monitoring.judge.health import findings
@@ -333,8 +333,7 @@ def test_runs_of_one_name_are_told_apart_by_their_paths():
 @pytest.mark.parametrize("odd", [{"threshold": -1.0, "rule": "norm"}, {"norm": 0.0}, {"coefficient": 0.0}])
 def test_odd_numbers_draw_something(tmp_path, odd):
     record = make_record(path=tmp_path / "run.jsonl", steps=steps_of(log_normal(300), loss=1.0))
-    record.steps[-1].update(odd)
-    assert "Norms over time" in page_of(record)
+    assert "Norms over time" in page_of(changed(record, lambda step: step.update(odd), slice(-1, None)))
 
 
 def test_findings_stand_on_the_page_with_advice(tmp_path):
@@ -465,8 +464,7 @@ def test_a_part_is_judged_as_it_is_beside_the_others(optimizer):
     ]
     record = make_record(meta=wide_meta(2) | {"optimizers": ["SGD", "SGD"]}, steps=steps)
     alone = make_record(meta=wide_meta(2), steps=[step | {"i": place} for place, step in enumerate(steps[::2])])
-    for step in alone.steps:
-        del step["optimizer"]
+    alone = changed(alone, lambda step: step.pop("optimizer"))
     assert recommend(alone).kind == "fix"
     part = by_optimizer(record)[optimizer].record
     assert recommend(part).kind == recommend(record).parts[optimizer][1].kind != "fix"

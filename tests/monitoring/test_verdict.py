@@ -3,7 +3,7 @@ from dataclasses import replace
 from fractions import Fraction
 
 import pytest
-from synthetic import log_normal, make_record, steps_of
+from synthetic import changed, log_normal, make_record, steps_of
 
 from gradguard.monitoring.judge.verdict import verdict, window_means
 from gradguard.monitoring.record.steps import by_optimizer
@@ -57,15 +57,14 @@ def test_spikes_are_counted_after_the_warm_up():
 
 def test_a_coefficient_of_one_to_rounding_does_not_bind():
     record = clipped([1.0] * 100, 1.0)
-    record.steps[3]["coefficient"] = 1 - 1e-12
+    record = changed(record, lambda step: step.update(coefficient=1 - 1e-12), slice(3, 4))
     assert verdict(record).clip_share == 0
 
 
 def test_nonfinite_and_skipped_steps_are_counted_and_kept_out_of_the_share():
     record = clipped(share_of(0.5, count=10), 1.0)
-    record.steps[0] |= {"norm": None}
-    record.steps[1] |= {"nonfinite": 7}
-    record.steps[9] |= {"skipped": True}
+    for place, odd in ((0, {"norm": None}), (1, {"nonfinite": 7}), (9, {"skipped": True})):
+        record = changed(record, lambda step, odd=odd: step.update(odd), slice(place, place + 1))
     judged = verdict(record)
     assert (judged.nonfinite_steps, judged.skipped_steps) == (2, 1)
     assert judged.clip_share == 3 / 7
@@ -132,9 +131,8 @@ def test_two_clips_are_told_apart_and_the_threshold_is_of_the_one_that_bound_mos
 
 def test_a_clip_that_began_late_is_told_with_both_shares():
     record = clipped([2.0] * 100, 1.0)
-    for step in record.steps[:60]:
-        for key in ("threshold", "coefficient", "rule"):
-            del step[key]
+    for key in ("threshold", "coefficient", "rule"):
+        record = changed(record, lambda step, key=key: step.pop(key), slice(60))
     words = "Clipping at 1.0 bound on 40 % of 100 steps (100 % of the 40 that it acted on): it shapes"
     assert words in verdict(record).sentence
 
@@ -201,7 +199,7 @@ def test_several_optimizers_are_judged_one_by_one():
 
 def test_one_of_several_that_diverged_is_enough():
     record = gan()
-    record.steps[-1]["loss"] = None
+    record = changed(record, lambda step: step.update(loss=None), slice(-1, None))
     assert verdict(record).diverged
     assert verdict(make_record(meta=record.meta, steps=[*record.steps, record.steps[0] | {"i": 400}])).diverged
 

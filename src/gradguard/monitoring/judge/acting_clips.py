@@ -8,6 +8,7 @@ from typing import Any
 
 from gradguard.monitoring.judge.numbers import percent, plain_threshold
 from gradguard.monitoring.record.file import Record
+from gradguard.monitoring.record.lines import Lines
 from gradguard.monitoring.record.steps import BINDS_BELOW, taken_steps
 
 _FIXED = ("norm", "value", "adaptive")
@@ -32,7 +33,7 @@ class ActingClip:
     bound: int | None
 
 
-def acting_clips(record: Record, steps: Sequence[dict[str, Any]] | None = None) -> list[ActingClip]:
+def acting_clips(record: Record, steps: Lines | None = None) -> list[ActingClip]:
     """Return the clips of a run in the order in which they act within a step.
 
     ``gradguard run --clip`` acts behind what the script clips before its step, and before a guard's.
@@ -53,13 +54,15 @@ def acting_clips(record: Record, steps: Sequence[dict[str, Any]] | None = None) 
         [("the script's own norm=1.0", 1), ('--clip norm=4.0', 0)]
     """
     found = _Found(_of_command(record))
-    for step in taken_steps(record) if steps is None else steps:
-        clips = step.get("clips")
-        if not clips:
-            if not step.get("rule"):
-                continue
-            clips = ((step["rule"], step.get("threshold"), step.get("coefficient")),)
-        for clip, (_, threshold, coefficient, *_) in zip(found.of(clips), clips, strict=True):
+    steps = taken_steps(record) if steps is None else steps
+    rules, thresholds, coefficients = (steps.column(key) for key in ("rule", "threshold", "coefficient"))
+    if len(set(rules)) == 1 and not any(steps.column("clips")):  # one clip, whose steps need not be told apart
+        if rules[0]:
+            found.of([(rules[0], None, None)])[0].add_all(thresholds, coefficients)
+        return found.told()
+    for clips, rule, *numbers in zip(steps.column("clips"), rules, thresholds, coefficients, strict=True):
+        clips = clips or ([(rule, *numbers)] if rule else [])
+        for clip, (_, threshold, coefficient, *_) in zip(found.of(clips) if clips else [], clips, strict=True):
             clip.add(threshold, coefficient)
     return found.told()
 
@@ -102,6 +105,13 @@ class _Clip:
         if coefficient is not None:
             self.measured += 1
             self.bound += coefficient < BINDS_BELOW
+
+    def add_all(self, thresholds: Sequence[float | None], coefficients: Sequence[float | None]) -> None:
+        known = [threshold for threshold in thresholds if threshold is not None]
+        measured = [coefficient for coefficient in coefficients if coefficient is not None]
+        self.acted, self.measured, self.last = len(thresholds), len(measured), thresholds[-1]
+        self.bound = sum(coefficient < BINDS_BELOW for coefficient in measured)
+        self.least, self.largest = min(known, default=math.inf), max(known, default=-math.inf)
 
     def told(self, place: int, beside_command: bool) -> ActingClip:
         at = ""

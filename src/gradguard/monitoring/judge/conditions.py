@@ -12,7 +12,7 @@ from gradguard.monitoring.judge.health import KINDS, Finding, findings, lock_in_
 from gradguard.monitoring.judge.norm_statistics import drift_ratio
 from gradguard.monitoring.judge.verdict import Verdict, verdict
 from gradguard.monitoring.record.file import Record
-from gradguard.monitoring.record.steps import Part, by_optimizer, is_nonfinite, usable_norms
+from gradguard.monitoring.record.steps import Part, by_optimizer, nonfinite_on, skipped_on, usable_norms
 
 QUANTITIES = {
     "nonfinite": "steps whose gradients held NaN or infinity, but for those that a GradScaler left out",
@@ -171,7 +171,7 @@ def _of_findings(condition: Condition, findings: list[Finding], record: Record) 
 
 
 def _any_step(*keys: str) -> Callable[[Record], bool]:
-    return lambda record: any(key in step for step in record.steps for key in keys)
+    return lambda record: any(map(record.steps.has_any, keys))
 
 
 _STEPS = ("steps", lambda record: bool(record.steps))
@@ -204,13 +204,13 @@ def _not_measured(condition: Condition, what: str, record: Record) -> str:
 
 
 def _largest_norm(record: Record, judged: Verdict) -> float | None:
-    if any(is_nonfinite(step) and not step.get("skipped") for step in record.steps):
+    if any(map(operator.gt, nonfinite_on(record.steps), skipped_on(record.steps))):  # and not skipped
         return math.inf
     return judged.max_norm
 
 
 def _final_loss(record: Record, judged: Verdict) -> float | None:
-    if judged.final_loss is None and any("loss" in step for step in record.steps):
+    if judged.final_loss is None and record.steps.has_any("loss"):
         return math.inf
     return judged.final_loss
 

@@ -1,8 +1,7 @@
 """What is wrong with a run, in words that a person can act on, from the plain numbers of its record."""
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from gradguard.monitoring.judge.detectors import KINDS
 from gradguard.monitoring.judge.detectors.clipping import ALWAYS_ON, LOCK_IN, clipping_of_whole
@@ -13,9 +12,10 @@ from gradguard.monitoring.judge.detectors.rhythm import OSCILLATION, REPEATED, r
 from gradguard.monitoring.judge.detectors.tensors import CORRUPT
 from gradguard.monitoring.judge.findings import RECOVERED_STEPS, SEVERITIES, Episode, Finding
 from gradguard.monitoring.judge.live import HealthMonitor
+from gradguard.monitoring.judge.whole_run import see_all
 from gradguard.monitoring.record.file import Record, once
-from gradguard.monitoring.record.steps import binds, by_optimizer, taken_steps, threshold_of
-from gradguard.threshold_rules import LockInAlarm
+from gradguard.monitoring.record.steps import bound_on, by_optimizer, taken_steps, thresholds_of
+from gradguard.threshold_rules import lock_in_on
 
 __all__ = ["KINDS", "Finding", "HealthMonitor", "findings", "lock_in_share"]
 
@@ -81,8 +81,7 @@ def findings(record: Record) -> list[Finding]:
         clipping_inactive: info: clipping at 5.0 never bound in 300 steps: the largest norm was 0.500
     """
     monitor = HealthMonitor(record.meta)
-    for line in _in_order(record):
-        monitor.see(line)
+    see_all(monitor, record)
     monitor.finish()
     parts = by_optimizer(record)
     if len(parts) == 1:  # however many the script has: one stepped
@@ -111,24 +110,13 @@ def lock_in_share(record: Record) -> float | None:
     taken = taken_steps(record)
     if not taken:
         return None
-    alarm = LockInAlarm()
-    clipped = [(binds(step), threshold) for step in taken if (threshold := threshold_of(step)) is not None]
-    return sum(alarm.follow(*each) for each in clipped) / len(taken)
+    bound, thresholds = bound_on(taken), thresholds_of(taken)
+    known = [threshold for threshold in thresholds if threshold is not None]
+    bound = [binds for binds, threshold in zip(bound, thresholds, strict=True) if threshold is not None]
+    return sum(lock_in_on(bound, known)) / len(taken)
 
 
 _OF_WHOLE = (clipping_of_whole, loss_of_whole, rhythm_of_whole)
-
-
-def _in_order(record: Record) -> Iterator[dict[str, Any]]:
-    """The lines as they were written: each step, then what belongs to it."""
-    following: dict[int, list[dict[str, Any]]] = defaultdict(list)
-    for line in (*record.tensors, *record.events):
-        following[line.get("i", 0)].append(line)
-    for step in record.steps:
-        yield step
-        yield from following.pop(step["i"], ())
-    for lines in following.values():  # skips before the step that never came
-        yield from lines
 
 
 _SAY_MORE = (NONFINITE, EXPLODING, JUMP, RECURRING_SPIKES, CORRUPT)

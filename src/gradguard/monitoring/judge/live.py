@@ -45,8 +45,8 @@ class HealthMonitor:
     def __init__(self, meta: dict[str, Any] | None = None) -> None:
         self._meta = meta or {}
         self._optimizers = [str(name) for name in self._meta.get("optimizers") or []]
-        self._tracks: dict[int | None, _Track] = {}
-        self._last: _Track | None = None
+        self._tracks: dict[int | None, Track] = {}
+        self.last: Track | None = None  # of the step before this line
 
     @property
     def episodes(self) -> list[Episode]:
@@ -61,37 +61,41 @@ class HealthMonitor:
         """
         kind = line.get("t", "step")
         if kind == "step":
-            track = self._tracks.get(line.get("optimizer"))
-            self._last = track = track or self._new(line.get("optimizer"))
-            return track.step(line)
-        track = self._last or self._tracks.get(None) or self._new(None)
+            self.last = self.track(line.get("optimizer"))
+            return self.last.step(line)
+        track = self.last or self.track(None)
         if kind == "tensors":
             return track.tensors(line)
         if kind != "event":
             return []
         if is_setup_event(line):  # an optimizer without gradients has no step that it could belong to
-            track = self._tracks.get(line.get("optimizer")) or self._new(line.get("optimizer"))
-            return track.setup.event(line)
+            return self.track(line.get("optimizer")).setup.event(line)
         return track.event(line)
 
     def finish(self) -> list[Finding]:
         """Return what the last steps show, when there are no more; call it once."""
         return [found for track in self._tracks.values() for found in track.outliers.finish()]
 
-    def _new(self, optimizer: int | None) -> "_Track":
-        place = optimizer or 0
-        name = self._optimizers[place] if place < len(self._optimizers) else ""
-        track = _Track(optimizer, name, self._meta, several=len(self._optimizers) > 1)
-        self._tracks[optimizer] = track
-        return track
+    def track(self, optimizer: int | None) -> "Track":
+        """Return what watches the steps of an optimizer.
+
+        Args:
+            optimizer: The ``optimizer`` of a step.
+        """
+        if optimizer not in self._tracks:
+            place = optimizer or 0
+            name = self._optimizers[place] if place < len(self._optimizers) else ""
+            self._tracks[optimizer] = Track(optimizer, name, self._meta, several=len(self._optimizers) > 1)
+        return self._tracks[optimizer]
 
 
-class _Track:
+class Track:
     """What watches the steps of one optimizer."""
 
     def __init__(self, optimizer: int | None, name: str, meta: dict[str, Any], several: bool) -> None:
         params = meta.get("params") or []
-        self.log = log = Log(optimizer)
+        self.log, self.several = Log(optimizer), several
+        log = self.log
         self.setup = Setup(log, meta, optimizer or 0, name)
         self.layers = Layers(log, params, several)
         names = self.layers.names
@@ -133,6 +137,11 @@ class _Track:
         found = self.layers.norms(i, norms, absent) + self.setup.tensors(i, norms, absent)
         if len(norms) == len(names):
             found += self.corruption.follow(i, norms)
+        return found + self.diagnose(i, line)
+
+    def diagnose(self, i: int, line: dict[str, Any]) -> list[Finding]:
+        """Return what is new after what a line says beside norms."""
+        found = []
         if line.get("weight") and line.get("update"):
             found += self.diagnostics.updates(i, line["weight"], line["update"])
         if line.get("zero_rows") or line.get("zeros"):

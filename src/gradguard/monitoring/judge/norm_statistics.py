@@ -9,6 +9,9 @@ import statistics
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from gradguard.monitoring.record.file import Record, once
+from gradguard.monitoring.record.steps import usable_norms
+
 SPREAD_FLOOR = 0.05
 DRIFT = 2.0
 _MAD_TO_SIGMA = 1.4826
@@ -87,6 +90,32 @@ def drift_ends(norms: Sequence[float]) -> tuple[float, float] | None:
         extremes = (f(windows, key=lambda window: window.median) for f in (min, max))
         ends = tuple(sorted(extremes, key=lambda window: window.place))
     return ends[0].median, ends[1].median
+
+
+@once
+def drift_of(record: Record) -> tuple[float, float] | None:
+    """The `drift_ends` of the usable norms of a record.
+
+    Args:
+        record: The record of a run.
+
+    Returns:
+        Two norms, or None.
+    """
+    return drift_ends(usable_norms(record))
+
+
+@once
+def spread_of(record: Record) -> float:
+    """The `local_spread` of the usable norms of a record.
+
+    Args:
+        record: The record of a run, with at least one usable norm.
+
+    Returns:
+        A standard deviation of logarithms.
+    """
+    return local_spread(usable_norms(record))
 
 
 def local_spread(norms: Sequence[float]) -> float:

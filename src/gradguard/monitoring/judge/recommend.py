@@ -8,20 +8,24 @@ import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import compress, pairwise
+from operator import not_, or_
 from typing import Any
 
 from gradguard.monitoring.judge.health import findings
-from gradguard.monitoring.judge.norm_statistics import drift_ends, local_spread
+from gradguard.monitoring.judge.norm_statistics import drift_of, local_spread, spread_of
 from gradguard.monitoring.judge.numbers import number, percent, plain_threshold
 from gradguard.monitoring.judge.scale_free import is_scale_free
-from gradguard.monitoring.judge.spikes import find_spikes
+from gradguard.monitoring.judge.spikes import spikes_of
 from gradguard.monitoring.record.file import Record, once
+from gradguard.monitoring.record.lines import Lines
 from gradguard.monitoring.record.steps import (
-    binds,
+    bound_on,
     by_optimizer,
     is_nonfinite,
+    nonfinite_on,
     regime_of,
+    skipped_on,
     taken_steps,
     usable_norms,
     usable_steps,
@@ -186,7 +190,7 @@ def recommend(record: Record) -> Recommendation:
 
 def _is_part(record: Record) -> bool:
     """Whether these are the steps of one of several optimizers: they say which, and the record names no other."""
-    return len(record.meta.get("optimizers") or []) <= 1 and any("optimizer" in step for step in record.steps)
+    return len(record.meta.get("optimizers") or []) <= 1 and record.steps.has_any("optimizer")
 
 
 def _for_each(record: Record, parts: list[tuple[str, Recommendation]], own_losses: bool) -> Recommendation:
@@ -205,12 +209,12 @@ _SEVERAL = "Several optimizers step in this run, and each has a decision of its 
 
 def _have_own_losses(parts: Sequence[Record]) -> bool:
     """Whether the optimizers step on losses of their own, as those of networks that work against each other do."""
-    losses = [{step["loss"] for step in part.steps if step.get("loss") is not None} for part in parts]
+    losses = [set(part.steps.column("loss")) - {None} for part in parts]
     return any(one and other and len(one & other) < 0.5 * min(len(one), len(other)) for one, other in pairwise(losses))
 
 
 def _decide(record: Record, several: bool = False) -> Recommendation:
-    if not any("norm" in step for step in record.steps):
+    if not record.steps.has_any("norm"):
         return Recommendation("unknown", "The record has no norms to judge by.", _no_norms(record))
     blown = _blown_up(record, several)
     if blown is not None:
@@ -221,18 +225,18 @@ def _decide(record: Record, several: bool = False) -> Recommendation:
         return Recommendation("unknown", "Record a longer run.", missing, usable_steps=len(norms))
     found = _of_clip_in_use(record) or _choose(record, norms)
     found = replace(found, experiment=found.kind != "keep" and (found.experiment or _is_unclear(record, norms)))
-    said = [found.reason, _drift_words(norms), _harm(record), _EXPERIMENT.format(_tune(record)) * found.experiment]
-    return replace(found, reason=" ".join(filter(None, said)), usable_steps=len(norms), drift=drift_ends(norms))
+    said = [found.reason, _drift_words(record), _harm(record), _EXPERIMENT.format(_tune(record)) * found.experiment]
+    return replace(found, reason=" ".join(filter(None, said)), usable_steps=len(norms), drift=drift_of(record))
 
 
 _EXPERIMENT = "What is best for such a run no record can tell, and an experiment can: {}."
 
 
-def _is_unclear(record: Record, norms: list[float]) -> bool:
+def _is_unclear(record: Record, norms: Sequence[float]) -> bool:
     """Whether norms like these were followed by this and that: they are wild, or drift, or nothing was learned."""
-    if _unusual(norms) or (drift_ends(norms) is not None and not is_scale_free(record)):
+    if _unusual(record, norms) or (drift_of(record) is not None and not is_scale_free(record)):
         return True
-    losses = [step["loss"] for step in record.steps if step.get("loss") is not None]
+    losses = [loss for loss in record.steps.column("loss") if loss is not None]
     return len(losses) >= _FIRST and 0 < _beginning(losses) * LEARNED_LOSS < _ending(losses)
 
 
@@ -241,14 +245,14 @@ def _is_unclear(record: Record, norms: list[float]) -> bool:
 
 def _blown_up(record: Record, several: bool) -> Recommendation | None:
     """The decision on a run that ended not finite, or whose loss jumped and then learned nothing any more."""
-    steps = [step for step in record.steps if not step.get("skipped")]
+    steps = record.steps.where(list(map(not_, skipped_on(record.steps))))
     place = _end_of_numbers(steps)
     if place is None and not several:  # networks that work against each other have losses that rise
         place = _end_of_learning(steps)
     if place is None:
         return None
     at, finite = steps[place]["i"], not (is_nonfinite(steps[place]) or _has_no_loss(steps[place]))
-    norms = [step["norm"] for step in steps[: min(max(place, 1), _FIRST)] if step.get("norm")]
+    norms = [norm for norm in steps.column("norm")[: min(max(place, 1), _FIRST)] if norm]
     cancels = is_scale_free(record)
     rate, share = (LESS_RATE_SCALE_FREE, LESS_NORM_SCALE_FREE) if cancels else (LESS_RATE, LESS_NORM)
     what = "rose and did not come back" if finite else "or the gradients were not finite"
@@ -267,17 +271,18 @@ def _blown_up(record: Record, several: bool) -> Recommendation | None:
     return replace(fix, headline=f"{headline} Clip at {text} as well.", threshold=threshold, rule=f"norm={text}")
 
 
-def _end_of_numbers(steps: list[dict[str, Any]]) -> int | None:
+def _end_of_numbers(steps: Lines) -> int | None:
     """Where the gradients or losses stopped being finite, if most of the last ones are not."""
-    broken = [place for place, step in enumerate(steps) if is_nonfinite(step) or _has_no_loss(step)]
+    lost = (there and loss is None for loss, there in zip(steps.column("loss"), steps.has("loss"), strict=True))
+    broken = list(compress(range(len(steps)), map(or_, nonfinite_on(steps), lost)))
     last = len(steps) - max(1, len(steps) // 20)
     return broken[0] if 2 * sum(place >= last for place in broken) > len(steps) - last else None
 
 
-def _end_of_learning(steps: list[dict[str, Any]]) -> int | None:
+def _end_of_learning(steps: Lines) -> int | None:
     """Where the loss first jumped together with the norm, if the run learned nothing in the end."""
-    known = [step["loss"] for step in steps if step.get("loss") is not None]
-    norms = [step["norm"] for step in steps if step.get("norm")]
+    known = [loss for loss in steps.column("loss") if loss is not None]
+    norms = [norm for norm in steps.column("norm") if norm]
     if len(steps) < ENOUGH_STEPS or len(known) < _FIRST or not norms:
         return None
     if min(known[:_FIRST]) <= 0:  # "times as much" has no meaning
@@ -285,8 +290,8 @@ def _end_of_learning(steps: list[dict[str, Any]]) -> int | None:
     first, usual = _beginning(known), _beginning(norms)
     jumps = [
         place
-        for place, step in enumerate(steps)
-        if place and (step.get("loss") or 0) > JUMPED_LOSS * first and (step.get("norm") or 0) > JUMPED_NORM * usual
+        for place, (loss, norm) in enumerate(zip(steps.column("loss"), steps.column("norm"), strict=True))
+        if place and (loss or 0) > JUMPED_LOSS * first and (norm or 0) > JUMPED_NORM * usual
     ]
     late, end = known[len(known) // 2 :], _ending(known)
     if local_spread([loss for loss in known if loss > 0]) > NOISY_LOSS:
@@ -328,7 +333,7 @@ def _tune(record: Record) -> str:
 
 def _of_clip_in_use(record: Record) -> Recommendation | None:
     """The decision on a clip that was in force all along and bound on some steps."""
-    rules, share = {step.get("rule") for step in record.steps}, _bound_share(record)
+    rules, share = set(record.steps.column("rule")), _bound_share(record)
     rule = rules.pop() if len(rules) == 1 else None
     if rule is None or share == 0:
         return None
@@ -341,7 +346,8 @@ def _of_clip_in_use(record: Record) -> Recommendation | None:
     elif share <= NORMALISING_SHARE or rule != "norm":
         why = f"{bound}, and the run came through."
     else:
-        coefficient = statistics.median(step["coefficient"] for step in taken_steps(record) if binds(step))
+        taken = taken_steps(record)
+        coefficient = statistics.median(compress(taken.column("coefficient"), bound_on(taken)))
         headline = f"Choose the learning rate first: the clip at {text} multiplies it by {number(coefficient)}."
         reason = (
             f"{bound}, so that it sets the size of the steps and guards against nothing. A learning rate so many times "
@@ -354,7 +360,7 @@ def _of_clip_in_use(record: Record) -> Recommendation | None:
 
 def _fixed_threshold(record: Record, rule: str) -> tuple[float | None, str]:
     """The threshold of a norm clip that never changed, and what to call the clip."""
-    used = {step.get("threshold") for step in record.steps}
+    used = set(record.steps.column("threshold"))
     threshold = used.pop() if len(used) == 1 else None
     if rule == "norm" and threshold is not None:
         return threshold, plain_threshold(threshold)
@@ -364,12 +370,12 @@ def _fixed_threshold(record: Record, rule: str) -> tuple[float | None, str]:
 _NO_COST = "with an optimizer that cancels a constant scale this costs nothing."
 
 
-def _choose(record: Record, norms: list[float]) -> Recommendation:
-    ends, unusual = drift_ends(norms), _unusual(norms)
-    cancels, heavy = bool(is_scale_free(record)), local_spread(norms) > HEAVY_SPREAD
+def _choose(record: Record, norms: Sequence[float]) -> Recommendation:
+    ends, unusual = drift_of(record), _unusual(record, norms)
+    cancels, heavy = bool(is_scale_free(record)), spread_of(record) > HEAVY_SPREAD
     converges = ends is not None and ends[1] < CONVERGED * ends[0]
     follows = converges or (ends is not None and not cancels)
-    outliers = bool(find_spikes(norms)) or _has_outliers(norms)
+    outliers = bool(spikes_of(record)) or _has_outliers(norms)
     if follows and outliers:
         headline = "Clip by a rule that follows the norms: gg.ClipByMedian(k=1)."
         reason = f"{unusual}, and the norms drift: a constant would bind at one end of the run only."
@@ -391,7 +397,7 @@ def _choose(record: Record, norms: list[float]) -> Recommendation:
     return _constant(record, norms, HEAVY if heavy else GUARDING, unusual, why)
 
 
-def _constant(record: Record, norms: list[float], share: float, unusual: str, why: str) -> Recommendation:
+def _constant(record: Record, norms: Sequence[float], share: float, unusual: str, why: str) -> Recommendation:
     """The decision on a quantile of the norms; ``why`` goes on after how often it would have bound."""
     threshold = min(_two_digits(_quantile(norms, share)), max(norms))
     clipped, text = sum(norm > threshold for norm in norms) / len(norms), plain_threshold(threshold)
@@ -402,16 +408,16 @@ def _constant(record: Record, norms: list[float], share: float, unusual: str, wh
     return Recommendation("constant", f"Clip at {text}.", reason, threshold, f"norm={text}", clip_share=clipped)
 
 
-def _has_outliers(norms: list[float]) -> bool:
+def _has_outliers(norms: Sequence[float]) -> bool:
     """Whether there are norms far above their neighbourhood, where it is too wild for single ones to be spikes."""
     size = max(len(norms) // 10, 1)
     parts = (norms[begin : begin + size] for begin in range(0, len(norms), size))
     return any(max(part) > OUTLIER_TIMES * statistics.median(part) for part in parts)
 
 
-def _unusual(norms: list[float]) -> str:
+def _unusual(record: Record, norms: Sequence[float]) -> str:
     """What there is to clip, in words without a full stop; empty if nothing."""
-    spikes, spread, said = find_spikes(norms), local_spread(norms), []
+    spikes, spread, said = spikes_of(record), spread_of(record), []
     if spikes:
         times = number(max(norms[place] for place in spikes) / statistics.median(norms))
         said.append(f"{len(spikes):,} of {len(norms):,} norms are spikes, up to {times} times the median")
@@ -423,17 +429,16 @@ def _unusual(norms: list[float]) -> str:
     return f"{text[:1].upper()}{text[1:]}"
 
 
-def _drift_words(norms: list[float]) -> str:
-    ends = drift_ends(norms)
+def _drift_words(record: Record) -> str:
+    ends = drift_of(record)
     return "" if ends is None else f"The median norm moved from {number(ends[0])} to {number(ends[1])}."
 
 
 def _harm(record: Record) -> str:
     """Whether the loss was higher after spikes than before them, and for how long."""
-    steps = usable_steps(record)
-    losses = [step.get("loss") for step in steps]
+    losses = usable_steps(record).column("loss")
     harmed, judged, recovery = 0, 0, []
-    for place in find_spikes([step["norm"] for step in steps]):
+    for place in spikes_of(record):
         before = [loss for loss in losses[max(0, place - _NEAR) : place] if loss is not None]
         after = [loss for loss in losses[place + 1 : place + 1 + _NEAR] if loss is not None]
         if len(before) < _FIRST or len(after) < _FIRST:
@@ -442,7 +447,8 @@ def _harm(record: Record) -> str:
         usual = statistics.median(before)
         if statistics.median(after) > max(before):
             harmed += 1
-            back = (n for n, loss in enumerate(losses[place + 1 :]) if loss is not None and loss <= usual)
+            later = (losses[at] for at in range(place + 1, len(losses)))
+            back = (n for n, loss in enumerate(later) if loss is not None and loss <= usual)
             recovery.append(next(back, math.inf))
     if not judged:
         return ""
@@ -464,12 +470,12 @@ def _two_digits(value: float) -> float:
 
 def _bound_share(record: Record) -> float:
     taken = taken_steps(record)
-    return sum(map(binds, taken)) / len(taken) if taken else 0.0
+    return sum(bound_on(taken)) / len(taken) if taken else 0.0
 
 
 def _present(record: Record) -> str:
     # What clipping does now, so that a reader can tell whether the number changes anything.
-    if not any("coefficient" in step for step in record.steps):
+    if not record.steps.has_any("coefficient"):
         return ""
     share = _bound_share(record)
     return f"At present clipping binds on {percent(share)} of the steps (regime: {regime_of(share)})."
@@ -483,7 +489,7 @@ def _no_norms(record: Record) -> str:
             f"{seen} of a torch.optim optimizer{'' if clips else ' was seen'}, so no norm was recorded: gradguard "
             "measures at optimizer.step(), which a script that changes its weights by hand does not call."
         )
-    if any("post_norm" in step for step in record.steps):
+    if record.steps.has_any("post_norm"):
         return (
             "Only norms after clipping were recorded; a threshold read from those would repeat the old one; "
             "record the run again with gradguard run, which sees the norms before clipping."

@@ -3,13 +3,15 @@
 import statistics
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import compress
+from operator import and_
 
 from gradguard.monitoring.judge.recommend import recommend
-from gradguard.monitoring.judge.spikes import find_spikes
+from gradguard.monitoring.judge.spikes import spikes_of
 from gradguard.monitoring.record.file import Record
 from gradguard.monitoring.record.steps import BINDS_BELOW, Part, by_optimizer, taken_steps, usable_steps
 from gradguard.named_rules import replayed_rule
-from gradguard.threshold_rules import LockInAlarm, PerTensor
+from gradguard.threshold_rules import PerTensor, lock_in_on
 
 COUNTERFACTUAL = (
     "Counterfactual without feedback: each rule is shown the norms that were recorded. A run under that rule would "
@@ -96,9 +98,9 @@ _EVERY_STEP = "needs the norm of each tensor on every step: record the run with 
 
 def _rows(part: Part, rules: Sequence[str] | None) -> list[WhatIf]:
     chosen = _default_rules(part.record) if rules is None else rules
-    usable = usable_steps(part.record)
-    spikes = set(find_spikes([step["norm"] for step in usable]))
-    judged = {id(step): place in spikes for place, step in enumerate(usable)}
+    usable = usable_steps(part.record).column("i")
+    spikes = {usable[place] for place in spikes_of(part.record)}
+    judged = {number: number in spikes for number in usable}
     return [_row(part, rule, judged) for rule in chosen]
 
 
@@ -111,18 +113,18 @@ def _default_rules(record: Record) -> list[str]:
 
 
 def _row(part: Part, name: str, judged: dict[int, bool]) -> WhatIf:
-    rule = replayed_rule(name)()
+    rule, inputs = replayed_rule(name)(), None
     if not judged:
         return WhatIf(name, 0, note=_NO_STEPS, optimizer=part.index)
     if isinstance(rule, PerTensor):
         inputs = _tensor_norms(part.record)
         if inputs is None:
             return WhatIf(name, 0, note=_EVERY_STEP, optimizer=part.index)
-        decisions = ((step, *rule.step(norms)) for step, norms in inputs)
-    else:
-        decisions = ((step, *rule.step(step["norm"])) for step in _with_norm(part.record))
+    steps = _with_norm(part.record)
+    given = [norm for _, norm in steps] if inputs is None else inputs
     try:
-        return _tally(name, part.index, decisions, judged)
+        decisions = [rule.step(norm) for norm in given]
+        return _tally(name, part.index, steps, decisions, judged)
     except OverflowError:
         return WhatIf(name, 0, note=_TOO_LARGE, optimizer=part.index)
 
@@ -130,43 +132,42 @@ def _row(part: Part, name: str, judged: dict[int, bool]) -> WhatIf:
 def _tally(
     name: str,
     optimizer: int | None,
-    decisions: Iterator[tuple[dict, float, float]],
+    steps: Sequence[tuple[int, float]],
+    decisions: Sequence[tuple[float, float]],
     judged: dict[int, bool],
 ) -> WhatIf:
-    alarm, steps, spikes, caught, locked, largest = LockInAlarm(), 0, 0, 0, 0, 0.0
-    coefficients: list[float] = []
-    for step, coefficient, threshold in decisions:
-        binds = coefficient < BINDS_BELOW
-        on = alarm.follow(binds, threshold)
-        spike = judged.get(id(step))
-        if spike is None:
-            continue
-        norm = step["norm"]
-        steps, locked = steps + 1, locked + on
-        spikes, caught = spikes + spike, caught + (spike and binds)
-        largest = max(largest, norm * coefficient)
-        if binds:
-            coefficients.append(coefficient)
+    coefficients, thresholds = ([decision[place] for decision in decisions] for place in (0, 1))
+    binds = [coefficient < BINDS_BELOW for coefficient in coefficients]
+    on = lock_in_on(binds, thresholds)
+    spikes = [judged.get(number) for number, _ in steps]
+    known = [spike is not None for spike in spikes]
+    count, bound = sum(known), list(compress(coefficients, map(and_, known, binds)))
+    passed = (norm * coefficient for (_, norm), coefficient in zip(steps, coefficients, strict=True))
     return WhatIf(
         rule=name,
-        steps=steps,
-        clip_share=len(coefficients) / steps,
-        median_coefficient=statistics.median(coefficients) if coefficients else None,
-        spikes=spikes,
-        caught=caught,
-        largest_passed=largest,
-        lock_in=locked / steps,
+        steps=count,
+        clip_share=len(bound) / count,
+        median_coefficient=statistics.median(bound) if bound else None,
+        spikes=sum(filter(None, spikes)),
+        caught=sum(compress(binds, spikes)),
+        largest_passed=max(0.0, max(compress(passed, known), default=0.0)),
+        lock_in=sum(compress(on, known)) / count,
         optimizer=optimizer,
     )
 
 
-def _with_norm(record: Record) -> list[dict]:
-    return [step for step in taken_steps(record) if step.get("norm") is not None]
+def _with_norm(record: Record) -> list[tuple[int, float]]:
+    """The number and the norm of each finite step that was taken."""
+    taken = taken_steps(record)
+    pairs = zip(taken.column("i"), taken.column("norm"), strict=True)
+    return [(number, norm) for number, norm in pairs if norm is not None]
 
 
-def _tensor_norms(record: Record) -> list[tuple[dict, list[float]]] | None:
-    """The finite steps with the norm of each tensor, or None where one of them has none."""
-    by_step = {line.get("i"): line["norm"] for line in record.tensors}
-    found = [(step, by_step.get(step["i"])) for step in _with_norm(record)]
-    complete = [(step, norms) for step, norms in found if norms and None not in norms]
-    return complete if len(complete) == len(found) else None
+def _tensor_norms(record: Record) -> Iterator[list[float]] | None:
+    """The norm of each tensor on these steps, or None where one of them has none."""
+    norms, numbers = record.tensors.column("norm"), [number for number, _ in _with_norm(record)]
+    wanted = set(numbers)
+    places = {number: place for place, number in enumerate(record.tensors.column("i")) if number in wanted}
+    if len(places) < len(wanted) or any(not norms[place] or None in norms[place] for place in places.values()):
+        return None
+    return (norms[places[number]] for number in numbers)

@@ -5,6 +5,9 @@ from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Sequence
 
+from gradguard.monitoring.record.file import Record, once
+from gradguard.monitoring.record.steps import usable_norms
+
 NEIGHBOURS = 50
 """On each side: more than half of them would have to be spikes before one goes unseen."""
 
@@ -63,6 +66,35 @@ class SpikeFinder:
             return self._spikes(NEIGHBOURS, NEIGHBOURS + 1)
         return self._spikes(0, NEIGHBOURS + 1)  # the first ones have no others before them
 
+    def follow_until(self, norms: Sequence[float], begin: int = 0) -> tuple[int, list[int]]:
+        """Follow norms up to the first one that makes others known to be spikes.
+
+        Args:
+            norms: The next norms.
+            begin: The place of the first of them.
+
+        Returns:
+            The place behind the last norm that was followed, and what `follow` returned for that.
+        """
+        window, ordered, log = self._window, self._sorted, math.log
+        for place in range(begin, len(norms)):
+            norm = norms[place]
+            if len(window) < _WIDTH or not 0 < norm < math.inf:
+                positions = self.follow(norm)
+                if positions:
+                    return place + 1, positions
+                continue
+            self._position += 1  # as in `follow`, without its call
+            logarithm = log(norm)
+            window.append((self._position, logarithm))
+            insort(ordered, logarithm)
+            del ordered[bisect_left(ordered, window.popleft()[1])]
+            if window[NEIGHBOURS][1] > ordered[NEIGHBOURS] + _LEAST:
+                positions = self._spikes(NEIGHBOURS, NEIGHBOURS + 1)
+                if positions:
+                    return place + 1, positions
+        return len(norms), []
+
     def finish(self) -> list[int]:
         """Return the spikes among the last norms, which have no others after them; call it once, at the end."""
         if len(self._window) < _FEWEST:
@@ -103,8 +135,24 @@ def find_spikes(norms: Sequence[float]) -> list[int]:
         >>> find_spikes([16.0 if i in (40, 90) else 1.0 + 0.01 * (i % 7) for i in range(200)])
         [40, 90]
     """
-    finder = SpikeFinder()
-    return [*(position for norm in norms for position in finder.follow(norm)), *finder.finish()]
+    finder, found, place = SpikeFinder(), list[int](), 0
+    while place < len(norms):
+        place, positions = finder.follow_until(norms, place)
+        found += positions
+    return found + finder.finish()
+
+
+@once
+def spikes_of(record: Record) -> list[int]:
+    """The spikes among the usable norms of a record.
+
+    Args:
+        record: The record of a run.
+
+    Returns:
+        Positions in its `usable_norms`.
+    """
+    return find_spikes(usable_norms(record))
 
 
 def _limit(ordered: Sequence[float]) -> float:

@@ -4,19 +4,21 @@ import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate, compress, repeat
+from operator import eq, mul, sub
 from typing import Any
 
 from gradguard.monitoring.judge.acting_clips import ActingClip, acting_clips, shares_in_words
 from gradguard.monitoring.judge.numbers import number, percent, plain_threshold
 from gradguard.monitoring.judge.scale_free import is_scale_free
-from gradguard.monitoring.judge.spikes import find_spikes
+from gradguard.monitoring.judge.spikes import spikes_of
 from gradguard.monitoring.record.file import Record, once
 from gradguard.monitoring.record.steps import (
-    binds,
+    bound_on,
     by_optimizer,
-    is_nonfinite,
-    is_search_of_scale,
+    nonfinite_on,
     regime_of,
+    skipped_on,
     taken_steps,
     usable_norms,
 )
@@ -96,9 +98,9 @@ def verdict(record: Record) -> Verdict:
 
 def _judge(record: Record) -> Verdict:
     numbers = _clipping(record) | _norms(record) | _losses(record)
-    numbers["nonfinite_steps"] = sum(map(is_nonfinite, record.steps))
-    numbers["faulty_steps"] = sum(is_nonfinite(step) and not is_search_of_scale(step) for step in record.steps)
-    numbers["skipped_steps"] = sum(bool(step.get("skipped")) for step in record.steps)
+    lost, skipped, scaled = nonfinite_on(record.steps), skipped_on(record.steps), record.steps.has("amp_scale")
+    numbers["nonfinite_steps"], numbers["skipped_steps"] = sum(lost), sum(skipped)
+    numbers["faulty_steps"] = sum(lost) - sum(map(all, zip(lost, skipped, scaled, strict=True)))
     numbers["overhead_share"] = _overhead_share(record)
     numbers["steps"] = len(record.steps)
     return Verdict(sentence=_sentence(record, numbers), **numbers)
@@ -121,14 +123,14 @@ def _together(whole: Verdict, parts: list[tuple[str, Verdict]]) -> Verdict:
 
 def _clipping(record: Record) -> dict[str, Any]:
     real = taken_steps(record)
-    bound = [step["coefficient"] for step in real if binds(step)]
+    bound = list(compress(real.column("coefficient"), bound_on(real)))
     share = len(bound) / len(real) if real else None
     clips = acting_clips(record)
-    used = [step["threshold"] for step in record.steps if step.get("threshold") is not None]
+    used = [threshold for threshold in record.steps.column("threshold") if threshold is not None]
     threshold = used[-1] if used else None
     if len(clips) > 1:
         threshold = max(clips, key=lambda clip: clip.bound or 0).threshold
-    ruled = any(step.get("rule") for step in record.steps)  # a rule may have no one threshold, or none yet
+    ruled = any(record.steps.column("rule"))  # a rule may have no one threshold, or none yet
     return {
         "clip_share": share,
         "regime": regime_of(share or 0.0),
@@ -141,11 +143,11 @@ def _clipping(record: Record) -> dict[str, Any]:
 
 
 def _norms(record: Record) -> dict[str, Any]:
-    norms = [step["norm"] for step in record.steps if step.get("norm") is not None]
+    norms = [norm for norm in record.steps.column("norm") if norm is not None]
     usable = usable_norms(record)
     spikes = None
     if len(usable) >= _FEWEST_FOR_SPIKES:
-        spikes = len(find_spikes(usable)) / len(usable)
+        spikes = len(spikes_of(record)) / len(usable)
     return {
         "median_norm": statistics.median(norms) if norms else None,
         "max_norm": max(norms, default=None),
@@ -155,15 +157,49 @@ def _norms(record: Record) -> dict[str, Any]:
 
 
 def _losses(record: Record) -> dict[str, Any]:
-    losses = [step["loss"] for step in record.steps if "loss" in step]
-    width = max(10, len(losses) // 20)
-    means = window_means(losses, width)
-    finite = [mean for mean in means if mean is not None]
+    losses = list(compress(record.steps.column("loss"), record.steps.has("loss")))
+    final, best = last_and_best_mean(losses, max(10, len(losses) // 20))
     return {
-        "final_loss": means[-1] if means else None,
-        "best_loss": min(finite, default=None),
+        "final_loss": final,
+        "best_loss": best,
         "diverged": bool(losses) and losses[-1] is None,
     }
+
+
+def last_and_best_mean(values: Sequence[float | None], width: int) -> tuple[float | None, float | None]:
+    """The last and the smallest of the `window_means`, in a tenth of the time.
+
+    Args:
+        values: Numbers, None for a value that was not finite.
+        width: The window; a shorter sequence is one window.
+
+    Returns:
+        The mean of the last window, None where it holds None; the smallest of all means, None if there is none.
+
+    Example:
+        >>> last_and_best_mean([1.0, 3.0, None, 5.0, 7.0], 2)
+        (6.0, 2.0)
+    """
+    width = min(width, len(values))
+    known = [abs(value) for value in values if value]
+    # As whole multiples of a power of two all values have exact sums, of which the smallest has the smallest mean.
+    shift = 53 - min(math.frexp(min(known, default=1.0))[1], 53)
+    if not width or shift + max(math.frexp(max(known, default=0.0))[1], 0) > _MOST_BITS:
+        means = window_means(values, width)
+        return means[-1] if means else None, min((mean for mean in means if mean is not None), default=None)
+    whole = map(int, map(mul, (value or 0.0 for value in values), repeat(2.0**shift)))
+    totals = list(accumulate(whole, initial=0))
+    gaps = list(accumulate((value is None for value in values), initial=0))
+    sums = list(map(sub, totals[width:], totals))
+    full = list(map(eq, gaps[width:], gaps))
+    unit = 2**shift * 2**20  # as `window_means` rounds
+    last, best = sums[-1] if full[-1] else None, min(compress(sums, full), default=None)
+    final, smallest = (None if total is None else total / unit / width / _SMALLER for total in (last, best))
+    return final, smallest
+
+
+_MOST_BITS = 500
+"""Of a value as a whole number: losses are further apart in no run, and a power of two has to be a float."""
 
 
 def window_means(values: Sequence[float | None], width: int) -> list[float | None]:
@@ -271,7 +307,7 @@ def _steps(count: int) -> str:
 
 
 def _where(record: Record, threshold: float | None) -> str:
-    rules = [step["rule"] for step in record.steps if step.get("rule")]
+    rules = [rule for rule in record.steps.column("rule") if rule]
     how = f" by {rules[-1]}" if rules and rules[-1] != "norm" else ""
     return how if threshold is None else f"{how} at {plain_threshold(threshold)}"
 

@@ -21,7 +21,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from gradguard.errors import InvalidTypeError, RecordError
-from gradguard.monitoring.record.fields import LONGEST_LINE, begins_run, parse_line
+from gradguard.monitoring.record.fields import LONGEST_LINE, ManyLines, begins_run, parse_line, parse_lines
+from gradguard.monitoring.record.lines import Lines
 from gradguard.monitoring.record.text import printable
 
 FILE_NAME = "run.jsonl"
@@ -46,8 +47,8 @@ class Record:
     Attributes:
         path: The file that was read.
         meta: Versions, device, arguments and the parameters, whose order every ``tensors`` line follows.
-        steps: One dictionary per optimizer step.
-        tensors: Pre-clip norms per parameter, every few steps.
+        steps: One line per optimizer step, each read as a dictionary; lists of dictionaries become `Lines` too.
+        tensors: Pre-clip norms per parameter, every few steps, in the same form.
         events: What the watcher wanted a person to know, with advice.
         end: The closing line, or None if the run was killed before it could write one.
         torn: Whether the last line was incomplete and was left out.
@@ -59,8 +60,8 @@ class Record:
 
     path: Path
     meta: dict[str, Any]
-    steps: list[dict[str, Any]]
-    tensors: list[dict[str, Any]]
+    steps: Lines
+    tensors: Lines
     events: list[dict[str, Any]]
     end: dict[str, Any] | None
     torn: bool
@@ -69,6 +70,10 @@ class Record:
     first_fault: str = ""
     earlier_runs: int = 0
     _answers: dict[Callable, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "tensors"):
+            object.__setattr__(self, name, Lines.of(getattr(self, name)))
 
     @property
     def is_newer(self) -> bool:
@@ -254,7 +259,7 @@ def read_record(path: str | Path, told: Callable[[float], object] | None = None)
         raise RecordError(f"cannot read {path}: {error.strerror or error}. {_ADVICE}") from error
 
 
-_LINES_BETWEEN = 5_000
+_BYTES_AT_ONCE = 2**18
 _ADVICE = "Make one: gradguard run --out DIR train.py"
 
 
@@ -334,29 +339,45 @@ class _Run:
 
     def __init__(self, meta: Line, earlier: int) -> None:
         self.meta, self.earlier, self.end = meta, earlier, None
-        self.steps: list[Line] = []
-        self.tensors: list[Line] = []
+        self.lines = {"step": Lines(), "tensors": Lines()}
+        self._waiting: dict[str, list[Line]] = {"step": [], "tensors": []}  # columns take many at once
         self.events: list[Line] = []
         self.unreadable, self.dropped, self.first_fault = 0, 0, ""
 
     def add(self, line: Line) -> None:
         kind = line["t"]
-        if kind == "step":
-            self.steps.append(line)
-        elif kind == "tensors":
-            self.tensors.append(line)
+        if kind in self._waiting:
+            self._waiting[kind].append(line)
         elif kind == "event":
             self.events.append(line)
         elif kind == "end":
             self.end = line
 
+    def add_many(self, many: ManyLines) -> None:
+        self.settle()
+        for kind, (shapes, columns) in many.columns.items():
+            self.lines[kind].extend_columns(shapes, columns)
+        for line in many.others:
+            self.add(line)
+
+    def settle(self) -> None:
+        for kind, lines in self._waiting.items():
+            self.lines[kind].extend(lines)
+            lines.clear()
+
     def fault(self, count: int, words: str) -> None:
         self.unreadable += count
         self.first_fault = self.first_fault or words
 
+    def fault_before(self, words: str) -> None:
+        """Count a line that could not be read, if ``words`` say so: another one has come, so that it is not torn."""
+        if words:
+            self.fault(1, words)
+
     def record(self, path: Path, torn: bool) -> Record:
-        steps, tensors = _ascending(self.steps), _ascending(self.tensors)
-        lost = len(self.steps) - len(steps) + len(self.tensors) - len(tensors)
+        self.settle()
+        steps, tensors = (_ascending(lines) for lines in self.lines.values())
+        lost = sum(map(len, self.lines.values())) - len(steps) - len(tensors)
         if lost:
             self.fault(lost, "the number of a step is not above the one before")
         return Record(
@@ -367,26 +388,39 @@ class _Run:
 
 def _read(path: Path, file: BufferedReader, told: Callable[[float], object] | None) -> Record:
     refuse_at_once(path, file.peek(64)[:64])
-    run, last_is_bad = None, ""
-    for number, raw in _lines_of(file):
-        if told is not None and number % _LINES_BETWEEN == 0:
+    run, last_is_bad, number = None, "", 0
+    for content in _parts_of(file):
+        if told is not None and number:
             told(file.tell() / max(1, os.fstat(file.fileno()).st_size))
-        if run is not None and last_is_bad:  # it was not the last
-            run.fault(1, last_is_bad)
-        last_is_bad = ""
-        try:
-            line, dropped = parse_line(raw)
-        except (ValueError, RecursionError) as error:
-            words = f"line {number}: {printable(error)}"
+        many = None if run is None else parse_lines(content)
+        if run is not None and many is not None:
+            run.fault_before(last_is_bad)
+            last_is_bad = ""
+            run.add_many(many)
+            number += content.count(b"\n") + (not content.endswith(b"\n"))
+            continue
+        for raw in content.removesuffix(b"\n").split(b"\n"):
+            number += 1
+            if not raw or raw.isspace():
+                continue
+            if run is not None:
+                run.fault_before(last_is_bad)
+            last_is_bad = ""
+            try:
+                line, dropped = parse_line(raw + b"\n")
+            except (ValueError, RecursionError) as error:
+                words = f"line {number}: {printable(error)}"
+                if run is None:
+                    raise RecordError(f"{path} is not a gradguard record: {words}. {_ADVICE}") from error
+                last_is_bad, line, dropped = words, begins_run(raw) or {"t": ""}, 0
+            if line["t"] == "meta":
+                run, last_is_bad = _Run(line, 0 if run is None else run.earlier + 1), ""
             if run is None:
-                raise RecordError(f"{path} is not a gradguard record: {words}. {_ADVICE}") from error
-            last_is_bad, line, dropped = words, begins_run(raw) or {"t": ""}, 0
-        if line["t"] == "meta":
-            run, last_is_bad = _Run(line, 0 if run is None else run.earlier + 1), ""
-        if run is None:
-            raise RecordError(f'{path} is not a gradguard record: line {number} is not {{"t": "meta", ...}}. {_ADVICE}')
-        run.add(line)
-        run.dropped += dropped
+                raise RecordError(
+                    f'{path} is not a gradguard record: line {number} is not {{"t": "meta", ...}}. {_ADVICE}'
+                )
+            run.add(line)
+            run.dropped += dropped
     if run is None:
         raise RecordError(f"{path} is empty: the run wrote nothing. {_ADVICE}")
     return run.record(path, torn=bool(last_is_bad))
@@ -412,24 +446,26 @@ def refuse_at_once(path: Path, head: bytes) -> None:
 _GZIP, _BOM = b"\x1f\x8b", b"\xef\xbb\xbf"
 
 
-def _lines_of(file: BufferedReader) -> Iterator[tuple[int, bytes]]:
-    """The lines that are not blank, with their numbers; nothing of one that is longer than any line may be."""
-    number = 0
-    while raw := file.readline(LONGEST_LINE):
-        number += 1
-        if number == 1:
-            raw = raw.removeprefix(_BOM)
-        if len(raw) == LONGEST_LINE and not raw.endswith(b"\n"):
-            raw = b"\0"
-            while (rest := file.readline(2**20)) and not rest.endswith(b"\n"):
-                pass
-        if not raw.isspace() and raw:
-            yield number, raw
+def _parts_of(file: BufferedReader) -> Iterator[bytes]:
+    """Whole lines, many at a time; nothing of one that is longer than any line may be."""
+    content = file.read(_BYTES_AT_ONCE).removeprefix(_BOM)
+    while content:
+        begin = content.rfind(b"\n") + 1  # of a line that has not been read to its end
+        if begin < len(content):
+            content += file.readline(LONGEST_LINE - (len(content) - begin))
+            if len(content) - begin == LONGEST_LINE and not content.endswith(b"\n"):
+                content = content[:begin] + b"\0"
+                while rest := file.readline(2**20):
+                    if rest.endswith(b"\n"):
+                        content += b"\n"
+                        break
+        yield content
+        content = file.read(_BYTES_AT_ONCE)
 
 
-def _ascending(lines: list[Line]) -> list[Line]:
+def _ascending(lines: Lines) -> Lines:
     """As many of the lines as have ascending numbers: all of them, unless somebody has joined or edited records."""
-    numbers = [line["i"] for line in lines]
+    numbers = lines.column("i")
     if all(map(operator.lt, numbers, itertools.islice(numbers, 1, None))):
         return lines
     # Of each length, the chain with the smallest last number; where two are as long, the later lines are taken.
@@ -440,8 +476,8 @@ def _ascending(lines: list[Line]) -> list[Line]:
         length = bisect_left(ends, number)
         before.append(places[length - 1] if length else -1)
         ends[length : length + 1], places[length : length + 1] = [number], [place]
-    chain, place = [], places[-1]
+    kept, place = bytearray(len(lines)), places[-1]
     while place >= 0:
-        chain.append(lines[place])
+        kept[place] = True
         place = before[place]
-    return chain[::-1]
+    return lines.where(kept)

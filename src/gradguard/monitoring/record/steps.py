@@ -1,10 +1,14 @@
 """What the steps of a record say: whether clipping bound, what counts, and which optimizer each is of."""
 
 import math
+from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from operator import not_, or_
 from typing import Any
 
 from gradguard.monitoring.record.file import Record, once
+from gradguard.monitoring.record.lines import Lines
 
 BINDS_BELOW = 1 - 1e-9
 _GUARD_BELOW, _NORMALISING_ABOVE = 0.05, 0.5
@@ -61,8 +65,62 @@ def is_search_of_scale(step: dict[str, Any]) -> bool:
     return bool(step.get("skipped")) and "amp_scale" in step
 
 
+def bound_on(steps: Lines) -> list[bool]:
+    """Return for each step whether it `binds`.
+
+    Args:
+        steps: Steps of a record.
+    """
+    return [value is not None and value < BINDS_BELOW for value in steps.column("coefficient")]
+
+
+def thresholds_of(steps: Lines) -> Sequence[float | None]:
+    """Return for each step its `threshold_of`.
+
+    Args:
+        steps: Steps of a record.
+    """
+    thresholds = steps.column("threshold")
+    if type(thresholds) is array:
+        return thresholds
+    has = steps.has("threshold")
+    return [math.inf if value is None and there else value for value, there in zip(thresholds, has, strict=True)]
+
+
+def rules_on(steps: Lines) -> list[Any]:
+    """Return the rule of each step; ``"norm"`` where it does not say.
+
+    Args:
+        steps: Steps of a record.
+    """
+    pairs = zip(steps.column("rule"), steps.has("rule"), strict=True)
+    return [rule if there else "norm" for rule, there in pairs]
+
+
+def nonfinite_on(steps: Lines) -> list[bool]:
+    """Return for each step whether it `is_nonfinite`.
+
+    Args:
+        steps: Steps of a record.
+    """
+    counts, norms = map(bool, steps.column("nonfinite")), steps.column("norm")
+    if type(norms) is array:
+        return list(counts)
+    lost = (there and norm is None for norm, there in zip(norms, steps.has("norm"), strict=True))
+    return list(map(or_, counts, lost))
+
+
+def skipped_on(steps: Lines) -> list[bool]:
+    """Return for each step whether the optimizer left it out.
+
+    Args:
+        steps: Steps of a record.
+    """
+    return list(map(bool, steps.column("skipped")))
+
+
 @once
-def taken_steps(record: Record) -> list[dict[str, Any]]:
+def taken_steps(record: Record) -> Lines:
     """Steps with finite gradients that the optimizer took: what a clip share is a share of.
 
     Args:
@@ -71,11 +129,12 @@ def taken_steps(record: Record) -> list[dict[str, Any]]:
     Returns:
         The steps in their order.
     """
-    return [step for step in record.steps if not step.get("skipped") and not is_nonfinite(step)]
+    left_out = map(or_, skipped_on(record.steps), nonfinite_on(record.steps))
+    return record.steps.where(list(map(not_, left_out)))
 
 
 @once
-def usable_steps(record: Record) -> list[dict[str, Any]]:
+def usable_steps(record: Record) -> Lines:
     """Steps whose pre-clip norm says something about ordinary training.
 
     Left out: the warm-up (the first 10 % of a run below 1,000 steps, else the larger of 2 % and 100 steps),
@@ -90,11 +149,12 @@ def usable_steps(record: Record) -> list[dict[str, Any]]:
     count = len(record.steps)
     warm_up = count // 10 if count < 1000 else max(count // 50, 100)
     later = record.steps[warm_up:]
-    return [step for step in later if step.get("norm") and not step.get("skipped") and not step.get("nonfinite")]
+    left_out = map(or_, skipped_on(later), map(bool, later.column("nonfinite")))
+    return later.where([bool(norm) and not out for norm, out in zip(later.column("norm"), left_out, strict=True)])
 
 
 @once
-def usable_norms(record: Record) -> list[float]:
+def usable_norms(record: Record) -> Sequence[float]:
     """Pre-clip norms of the `usable_steps`.
 
     Args:
@@ -103,7 +163,7 @@ def usable_norms(record: Record) -> list[float]:
     Returns:
         The norms in the order of the steps, all above 0.
     """
-    return [step["norm"] for step in usable_steps(record)]
+    return usable_steps(record).column("norm")
 
 
 def regime_of(clip_share: float) -> str:
@@ -162,10 +222,11 @@ def by_optimizer(record: Record) -> list[Part]:
         >>> [(part.label, len(part.record.steps)) for part in by_optimizer(record)]
         [('optimizer 0 (Adam)', 2), ('optimizer 1 (SGD)', 1)]
     """
-    found = {step.get("optimizer") for step in record.steps}
+    found = set(record.steps.column("optimizer"))
     if len(found) <= 1:
         alone = _name_of(record, next(iter(found), None))
-        return [Part(None, "", record if alone is None else replace(record, meta=_meta_of(record, alone)))]
+        same = alone is None or record.meta.get("optimizers") == [alone]
+        return [Part(None, "", record if same else replace(record, meta=_meta_of(record, alone)))]
     order = sorted(found, key=lambda index: (index is None, index or 0))
     return [Part(index, label_of(record, index), _only(record, index)) for index in order]
 
@@ -193,12 +254,12 @@ def _meta_of(record: Record, name: str | None) -> dict[str, Any]:
 
 
 def _only(record: Record, index: int | None) -> Record:
-    steps = [step for step in record.steps if step.get("optimizer") == index]
-    numbers, name = {step["i"] for step in steps}, _name_of(record, index)
+    steps = record.steps.where([optimizer == index for optimizer in record.steps.column("optimizer")])
+    numbers, name = set(steps.column("i")), _name_of(record, index)
     return replace(
         record,
         meta=_meta_of(record, name),
         steps=steps,
-        tensors=[line for line in record.tensors if line.get("i") in numbers],
+        tensors=record.tensors.where([number in numbers for number in record.tensors.column("i")]),
         events=[event for event in record.events if event["i"] in numbers],
     )

@@ -128,8 +128,8 @@ class Trials:
                 f"nothing to compare: {len(record.steps)} steps of torch.optim optimizers were seen, and no loss that "
                 "backward() was called on. A script without them cannot be tuned."
             )
-        self.clips_itself = any(step.get("rule") for step in record.steps)
-        self.optimizers = len({step.get("optimizer") for step in record.steps})
+        self.clips_itself = any(record.steps.column("rule"))
+        self.optimizers = len(set(record.steps.column("optimizer")))
         if self.plan.rules:
             self.rules += dict.fromkeys(self.plan.rules)
         else:

@@ -3,14 +3,17 @@
 import math
 import statistics
 from collections import deque
-from typing import Any
+from collections.abc import Sequence
+from itertools import compress
+from operator import or_
 
 from gradguard.monitoring.judge.acting_clips import acting_clips, shares_in_words
 from gradguard.monitoring.judge.findings import Episode, Finding, Kind, Log, Words, named, steps
-from gradguard.monitoring.judge.norm_statistics import drift_ends
+from gradguard.monitoring.judge.norm_statistics import drift_of
 from gradguard.monitoring.judge.numbers import number, percent, plain_threshold
 from gradguard.monitoring.judge.scale_free import cancels_scale, is_scale_free
-from gradguard.monitoring.record.steps import BINDS_BELOW, Part, binds, taken_steps, usable_norms
+from gradguard.monitoring.record.lines import Lines
+from gradguard.monitoring.record.steps import BINDS_BELOW, Part, bound_on, rules_on, taken_steps
 from gradguard.threshold_formulas import LOCK_IN_TOLERANCE, LOCK_IN_WINDOW
 from gradguard.threshold_rules import LockInAlarm
 
@@ -75,6 +78,25 @@ class Clipping:
             return []
         return self._locked_in(i, threshold)
 
+    def follow_all(
+        self, numbers: Sequence[int], thresholds: Sequence[float], coefficients: Sequence[float | None]
+    ) -> None:
+        """Follow many steps, as `follow` does each.
+
+        Args:
+            numbers: The steps.
+            thresholds: What the clip compared with.
+            coefficients: What it multiplied by, where that is known.
+        """
+        bound_on = [coefficient is not None and coefficient < BINDS_BELOW for coefficient in coefficients]
+        if not self._alarm.pass_over(bound_on, thresholds):
+            for i, threshold, coefficient in zip(numbers, thresholds, coefficients, strict=True):
+                self.follow(i, threshold, coefficient)
+            return
+        bound = [coefficient for coefficient in coefficients if coefficient is not None and coefficient < BINDS_BELOW]
+        self._steps, self._bound, self._held = self._steps + len(thresholds), self._bound + len(bound), 0
+        self._coefficients.extend(bound)
+
     def _locked_in(self, i: int, threshold: float) -> list[Finding]:
         share = self._bound / self._steps
         kind = ALWAYS_ON if self.fixed and share > ALWAYS_ON_SHARE else LOCK_IN
@@ -98,46 +120,46 @@ def clipping_of_whole(part: Part) -> list[Episode]:
         part: The steps of one optimizer.
     """
     taken = taken_steps(part.record)
-    clipped = [step for step in taken if "threshold" in step or "coefficient" in step]
+    clipped = taken.where(list(map(or_, taken.has("threshold"), taken.has("coefficient"))))
     if not clipped:
         return []
-    bound = [step["coefficient"] for step in clipped if binds(step)]
+    bound = list(compress(clipped.column("coefficient"), bound_on(clipped)))
     first, last, count = clipped[0]["i"], clipped[-1]["i"], len(clipped)
     found = []
     if len(bound) > ALWAYS_ON_SHARE * count and count >= ALWAYS_ON_STEPS:
         numbers = {"share": len(bound) / count, "coefficient": statistics.median(bound)}
         harmless = bool(is_scale_free(part.record))
         found.append(Episode(ALWAYS_ON, part.index, first, last, count, numbers=numbers, harmless=harmless))
-    thresholds = {step.get("threshold") for step in clipped}
+    thresholds = set(clipped.column("threshold"))
     if not bound and count >= INACTIVE_STEPS and len(thresholds) == 1 and None not in thresholds:
         numbers = {"threshold": clipped[-1]["threshold"]}
-        norms = [step["norm"] for step in clipped if step.get("norm") and step.get("rule", "norm") == "norm"]
+        of_norms = zip(clipped.column("norm"), rules_on(clipped), strict=True)
+        norms = [norm for norm, rule in of_norms if norm and rule == "norm"]
         if norms:  # a threshold of another kind compares with something else
             numbers["largest"] = max(norms)
         found.append(Episode(INACTIVE, part.index, first, last, count, numbers=numbers))
     return found + _clipped_twice(part, taken) + _drifted(part, clipped)
 
 
-def _clipped_twice(part: Part, taken: list[dict[str, Any]]) -> list[Episode]:
+def _clipped_twice(part: Part, taken: Lines) -> list[Episode]:
     """Which of several clips bound how often, where more than one acted."""
-    twice = [step for step in taken if step.get("clips")]
+    twice = taken.where(list(map(bool, taken.column("clips"))))
     if not twice:
         return []
     clips = acting_clips(part.record, twice)
     words, *before, last_clip = shares_in_words(clips, len(twice)), *clips
     idle = named([clip.name for clip in clips if clip.bound == 0])
     words += f"; {idle} had no effect" if idle else ""
-    if any(clip.bound for clip in before) and all("threshold" in step for step in twice):  # one behind the other
+    if any(clip.bound for clip in before) and all(twice.has("threshold")):  # one behind the other
         words += f"; {last_clip.name} only saw what {named([clip.name for clip in before])} had left"
     first, last = twice[0]["i"], twice[-1]["i"]
     return [Episode(TWICE, part.index, first, last, len(twice), text=words)]
 
 
-def _drifted(part: Part, clipped: list[dict[str, Any]]) -> list[Episode]:
+def _drifted(part: Part, clipped: Lines) -> list[Episode]:
     """Drift matters where a fixed number is in use; a recommendation tells of it in any run."""
-    norms = usable_norms(part.record)
-    moved = drift_ends(norms)
-    rules = {(step.get("rule", "norm"), step.get("threshold")) for step in clipped}
+    moved = drift_of(part.record)
+    rules = set(zip(rules_on(clipped), clipped.column("threshold"), strict=True))
     if moved is None or len(rules) > 1 or clipped[-1].get("rule", "norm") != "norm":
         return []
     first, last = moved

@@ -3,6 +3,7 @@
 import math
 import statistics
 from collections import deque
+from collections.abc import Sequence
 
 from gradguard.monitoring.judge.findings import Episode, Finding, Kind, Log, Words, steps
 from gradguard.monitoring.judge.numbers import number
@@ -73,6 +74,27 @@ class Loss:
         self._block.append(loss)
         return self._close_block(i) if len(self._block) == BLOCK else []
 
+    def follow_all(self, numbers: Sequence[int], losses: Sequence[float]) -> None:
+        """Follow many steps, as `follow` does each.
+
+        Args:
+            numbers: The steps.
+            losses: Their losses.
+        """
+        if not self._judged or not losses:
+            return
+        if min(losses) <= 0:
+            for i, loss in zip(numbers, losses, strict=True):
+                self.follow(i, loss)
+            return
+        begin = 0
+        while begin < len(losses):
+            end = begin + BLOCK - len(self._block)
+            self._block += losses[begin:end]
+            if len(self._block) == BLOCK:
+                self._close_block(numbers[end - 1])
+            begin = end
+
     def _close_block(self, i: int) -> list[Finding]:
         level, self._block = statistics.median(self._block), []
         self._recent.append(level)
@@ -106,21 +128,18 @@ def loss_of_whole(part: Part) -> list[Episode]:
     Args:
         part: The steps of one optimizer.
     """
-    taken = [step for step in taken_steps(part.record) if _is_judged(step)]
+    taken = taken_steps(part.record)
+    pairs = zip(taken.column("loss"), taken.column("lr"), strict=True)
+    taken = taken.where([loss is not None and math.isfinite(loss) and lr != 0 for loss, lr in pairs])
     if len(taken) < NOT_LEARNING_STEPS:
         return []
-    losses = [step["loss"] for step in taken]
+    losses = taken.column("loss")
     first = statistics.median(losses[BLOCK : BLOCK + _LONG])  # the first few fall, whatever the labels are
     best = min(statistics.median(losses[k : k + _LONG]) for k in range(BLOCK, len(losses) - _LONG, _LONG))
     if min(losses) <= 0 or best < NOT_FALLEN * first or first < statistics.median(losses[:_START]) / 2:
         return []
     numbers = {"first": first, "best": best}
     return [Episode(NOT_LEARNING, part.index, taken[0]["i"], taken[-1]["i"], len(taken), numbers=numbers)]
-
-
-def _is_judged(step: dict) -> bool:
-    loss, lr = step.get("loss"), step.get("lr")
-    return loss is not None and math.isfinite(loss) and lr != 0
 
 
 def _diverging(found: Episode) -> Words:

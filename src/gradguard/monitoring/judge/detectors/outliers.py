@@ -3,6 +3,7 @@
 import math
 import statistics
 from collections import Counter, deque
+from collections.abc import Sequence
 from itertools import pairwise
 
 from gradguard.monitoring.judge.findings import Episode, Finding, Kind, Log, Words
@@ -51,7 +52,8 @@ class Outliers:
 
     def __init__(self, log: Log, names: list[str]) -> None:
         self._log, self._names, self._finder = log, names, SpikeFinder()
-        self._steps: deque[tuple[int, float, Top, bool]] = deque(maxlen=_REMEMBERED)
+        # Position, step, norm, top and whether a clip bound: of the norms that the finder remembers, zeros are none.
+        self._steps: deque[tuple[int, int, float, Top, bool]] = deque(maxlen=_REMEMBERED)
         self._seen = 0
         self._spikes: deque[tuple[int, float, str, bool]] = deque(maxlen=_KEPT_SPIKES)  # step, times, layer, clipped
         self._last = -math.inf
@@ -65,10 +67,31 @@ class Outliers:
             top: The place of the parameter with the largest gradient, and its share of the squared norm, if known.
             clipped: Whether a clip bound on it.
         """
-        self._steps.append((i, norm, top, clipped))
+        if norm > 0:
+            self._steps.append((self._seen, i, norm, top, clipped))
         self._seen += 1
         positions = self._finder.follow(norm)
         return self._told(positions) if positions else []
+
+    def follow_all(
+        self, numbers: Sequence[int], norms: Sequence[float], tops: Sequence[Top], clipped: Sequence[bool]
+    ) -> None:
+        """Follow many steps, as `follow` does each.
+
+        Args:
+            numbers: The steps, a few dozen at most.
+            norms: Their norms.
+            tops: Their largest gradients.
+            clipped: On which a clip bound.
+        """
+        steps = zip(range(self._seen, self._seen + len(norms)), numbers, norms, tops, clipped, strict=True)
+        self._steps.extend(steps if min(norms) > 0 else [step for step in steps if step[2] > 0])
+        self._seen += len(norms)
+        place = 0
+        while place < len(norms):
+            place, positions = self._finder.follow_until(norms, place)
+            if positions:
+                self._told(positions)
 
     def finish(self) -> list[Finding]:
         """Return what the last norms show, at the end of a run."""
@@ -76,8 +99,9 @@ class Outliers:
 
     def _told(self, positions: list[int]) -> list[Finding]:
         found, usual = [], self._finder.level
+        steps = {step[0]: step for step in self._steps}
         for position in positions:
-            i, norm, top, clipped = self._steps[position - self._seen]
+            _, i, norm, top, clipped = steps[position]
             times = norm / usual
             if times < SPIKE_TIMES or position < SETTLING:
                 continue

@@ -9,7 +9,7 @@ from gradguard.monitoring.judge.numbers import number, percent, plain_threshold
 from gradguard.monitoring.judge.recommend import Recommendation
 from gradguard.monitoring.judge.verdict import Verdict
 from gradguard.monitoring.record.file import Record
-from gradguard.monitoring.record.steps import binds, regime_of, taken_steps
+from gradguard.monitoring.record.steps import bound_on, regime_of, taken_steps
 from gradguard.monitoring.show.report import series
 from gradguard.monitoring.show.report.figure import (
     BLACK,
@@ -79,7 +79,7 @@ def coefficients(record: Record) -> Chart | None:
         The chart, or None where clipping never bound.
     """
     taken = taken_steps(record)
-    bound = sorted(step["coefficient"] for step in taken if binds(step))
+    bound = sorted(itertools.compress(taken.column("coefficient"), bound_on(taken)))
     spread = series.log_histogram(bound, most=60)
     if spread is None:
         return None
@@ -107,7 +107,7 @@ def norm_histogram(record: Record, verdict: Verdict, advice: Recommendation) -> 
     Returns:
         The chart, or None without a positive norm.
     """
-    norms = sorted(norm for step in record.steps if (norm := step.get("norm") or 0.0) > 0)
+    norms = sorted(norm for norm in record.steps.column("norm") if (norm or 0.0) > 0)
     spread = series.log_histogram(norms)
     if spread is None:
         return None

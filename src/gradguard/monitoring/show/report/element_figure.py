@@ -36,7 +36,7 @@ def element_magnitudes(record: Record, most: int = _MOST_COLUMNS) -> Chart | Non
     places = [place for column in columns for place in column.shares]
     bins = range(min(places), max(places) + 1)
     figure = subplots([1.0], height=340)
-    ends = [columns[-1].last, *(step["i"] for step in record.steps[-1:])]
+    ends = [columns[-1].last, *record.steps.column("i")[-1:]]
     end = min(2 * columns[-1].last - columns[-2].last, max(ends) + 1)
     shown = [[column.shares.get(place, 0.0) for column in columns] for place in bins]
     figure.add_trace(
@@ -73,7 +73,8 @@ class _Column:
 
 
 def _columns(record: Record, most: int) -> list[_Column]:
-    lines = [line for line in record.tensors if sum(line.get("histogram", {}).get("counts", ()))]
+    histograms = record.tensors.column("histogram")
+    lines = list(record.tensors.where([bool(found and sum(found["counts"])) for found in histograms]))
     return [_column(lines[place.start : place.stop]) for place in series.buckets(len(lines), most)]
 
 

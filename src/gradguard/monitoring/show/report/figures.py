@@ -3,13 +3,15 @@
 import html
 import math
 from collections.abc import Sequence
+from itertools import compress
 from typing import Any
 
 from gradguard.monitoring.judge.numbers import number, plain_threshold
 from gradguard.monitoring.judge.recommend import Recommendation
 from gradguard.monitoring.judge.verdict import Verdict
 from gradguard.monitoring.record.file import Record
-from gradguard.monitoring.record.steps import is_nonfinite
+from gradguard.monitoring.record.lines import Lines
+from gradguard.monitoring.record.steps import nonfinite_on, rules_on
 from gradguard.monitoring.show.report import series
 from gradguard.monitoring.show.report.figure import (
     BLACK,
@@ -45,7 +47,7 @@ def norms_over_time(record: Record, verdict: Verdict, advice: Recommendation, mo
     Returns:
         The chart, or None where neither a finite norm nor a loss was recorded.
     """
-    rows = [key for key in ("norm", "loss") if any(step.get(key) is not None for step in record.steps)]
+    rows = [key for key in ("norm", "loss") if _is_known([record], key)]
     if not rows:
         return None
     figure = subplots([0.66, 0.34] if len(rows) == 2 else [1.0], height=540 if len(rows) == 2 else 340)
@@ -75,9 +77,7 @@ def overlay(records: Sequence[Record], labels: Sequence[str], most: int) -> Char
     Returns:
         The chart, or None where no run has a norm or a loss.
     """
-    rows = [
-        key for key in ("norm", "loss") if any(step.get(key) is not None for record in records for step in record.steps)
-    ]
+    rows = [key for key in ("norm", "loss") if _is_known(records, key)]
     if not rows:
         return None
     figure = subplots([1 / len(rows)] * len(rows), height=300 * len(rows))
@@ -140,8 +140,8 @@ def clips_norms(record: Record) -> bool:
     Returns:
         True where every threshold is one.
     """
-    clipping = [step for step in record.steps if step.get("threshold") is not None]
-    return bool(clipping) and all(step.get("rule", "norm") == "norm" for step in clipping)
+    thresholds = [threshold is not None for threshold in record.steps.column("threshold")]
+    return any(thresholds) and all(rule == "norm" for rule in compress(rules_on(record.steps), thresholds))
 
 
 def _add_norms(figure: Figure, record: Record, verdict: Verdict, advice: Recommendation, most: int) -> None:
@@ -161,7 +161,7 @@ def _add_band(
     figure: Figure, record: Record, key: str, label: str, colour: str, most: int, *, row: int = 1, width: float = 1.3
 ) -> None:
     """The median of each bucket as a line, and from the smallest to the largest as a band where it was thinned."""
-    count = sum(key in step for step in record.steps)
+    count = sum(record.steps.has(key))
     band = series.band(record, key, count if count <= _WHOLE * most else most, positive=key != "loss")
     if not any(value is not None for value in band.middle):
         return
@@ -216,7 +216,7 @@ def _add_recommended(figure: Figure, record: Record, threshold: float) -> None:
 def _add_marks(figure: Figure, record: Record, verdict: Verdict) -> None:
     above = 1.6 * (verdict.max_norm or 1.0)
     nonfinite = [
-        (step["i"], f"step {step['i']:,}: non-finite gradients") for step in record.steps if is_nonfinite(step)
+        (i, f"step {i:,}: non-finite gradients") for i in compress(record.steps.column("i"), nonfinite_on(record.steps))
     ]
     _add_markers(figure, nonfinite, "non-finite step", "x", VERMILION, above)
     known = {severity for severity, _, _ in _SEVERITIES}
@@ -250,7 +250,7 @@ def _event_text(event: dict[str, Any]) -> str:
 
 
 def _finish_norm_axis(figure: Figure, records: Sequence[Record]) -> None:
-    norms = [norm for record in records for step in record.steps if (norm := step.get("norm") or 0.0) > 0]
+    norms = [norm for record in records for norm in record.steps.column("norm") if (norm or 0.0) > 0]
     figure.update_yaxes(row=1, title={"text": "gradient norm"}, type="log", tickformat="~g", dtick=log_ticks(norms))
 
 
@@ -266,10 +266,10 @@ def _windows_table(record: Record) -> Table:
     return Table(head, [_window_row(record.steps[place.start : place.stop]) for place in places])
 
 
-def _window_row(steps: list[dict[str, Any]]) -> tuple[str, ...]:
-    norms = sorted(norm for step in steps if (norm := step.get("norm")) is not None)
-    losses = sorted(loss for step in steps if (loss := step.get("loss")) is not None)
-    after = max((norm for step in steps if (norm := step.get("post_norm")) is not None), default=None)
+def _window_row(steps: Lines) -> tuple[str, ...]:
+    norms = sorted(norm for norm in steps.column("norm") if norm is not None)
+    losses = sorted(loss for loss in steps.column("loss") if loss is not None)
+    after = max((norm for norm in steps.column("post_norm") if norm is not None), default=None)
     middle = norms[len(norms) // 2] if norms else None
     loss = losses[len(losses) // 2] if losses else None
     return (
@@ -279,7 +279,7 @@ def _window_row(steps: list[dict[str, Any]]) -> tuple[str, ...]:
         number(norms[-1] if norms else None),
         number(after),
         number(loss),
-        f"{sum(map(is_nonfinite, steps)):,}",
+        f"{sum(nonfinite_on(steps)):,}",
     )
 
 
@@ -293,8 +293,12 @@ def _overlay_table(records: Sequence[Record], labels: Sequence[str]) -> Table:
     return Table(head, rows)
 
 
-def _median(steps: list[dict[str, Any]], key: str) -> float | None:
-    known = sorted(value for step in steps if (value := step.get(key)) is not None)
+def _is_known(records: Sequence[Record], key: str) -> bool:
+    return any(value is not None for record in records for value in record.steps.column(key))
+
+
+def _median(steps: Lines, key: str) -> float | None:
+    known = sorted(value for value in steps.column(key) if value is not None)
     return known[len(known) // 2] if known else None
 
 

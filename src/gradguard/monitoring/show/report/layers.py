@@ -5,11 +5,13 @@ import math
 import statistics
 import sys
 from array import array
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from operator import mul
 from typing import Any
 
 from gradguard.monitoring.record.file import Record
+from gradguard.monitoring.record.lines import Vectors
 from gradguard.monitoring.show.report.series import Number, buckets
 
 MOST_COLUMNS = 600
@@ -63,7 +65,12 @@ def layer_norms(record: Record, most_cells: int = MOST_CELLS, rows: Sequence[int
     Returns:
         The matrix, or None where nothing was recorded per parameter.
     """
-    return _matrix(record, record.tensors, _norms, most_cells, rows)
+    lines = record.tensors
+    gaps = lines.column("absent")
+    norms = (
+        [_norms(*each) for each in zip(lines.column("norm"), gaps, strict=True)] if any(gaps) else lines.column("norm")
+    )
+    return _matrix(record, lines.column("i"), norms, most_cells, rows)
 
 
 def update_ratios(
@@ -79,8 +86,10 @@ def update_ratios(
     Returns:
         The matrix, or None where weights and updates were not recorded.
     """
-    lines = [line for line in record.tensors if _is_list(line, "update") and _is_list(line, "weight")]
-    return _matrix(record, lines, _ratios, most_cells, rows)
+    pairs = zip(record.tensors.column("update"), record.tensors.column("weight"), strict=True)
+    lines = record.tensors.where([bool(update and weight) for update, weight in pairs])
+    ratios = list(map(_ratios, lines.column("update"), lines.column("weight")))
+    return _matrix(record, lines.column("i"), ratios, most_cells, rows)
 
 
 def rows_of(part: Record, whole: Record) -> list[int] | None:
@@ -114,15 +123,17 @@ def dominance(record: Record, spikes: Collection[int], rows: Sequence[int] | Non
         ``names``, ``ordinary``, ``spikes`` (both shares), ``label`` and ``count`` of the spike steps, ten rows at
         most; None where nothing was recorded per parameter.
     """
-    lines = [(line, _squares(line["norm"], len(record.names))) for line in record.tensors]
-    squares = sorted((row for _, row in lines if row), key=sum)
-    if not squares:
+    norms, count = record.tensors.column("norm"), len(record.names)
+    totals = _totals(norms, count)
+    known = [place for place, total in enumerate(totals) if 0 < total < math.inf]
+    if not known:
         return None
-    at = [row for line, row in lines if row and line.get("i") in spikes]
-    label, count = ("spike steps", len(at)) if at else ("largest 5 % of steps", max(1, len(squares) // 20))
-    at = at or squares[-count:]
-    ordinary = squares[len(squares) // 4 : -(-3 * len(squares) // 4)] or squares
-    shares = list(zip(record.names, _mean_shares(ordinary), _mean_shares(at), strict=False))
+    numbers, order = record.tensors.column("i"), sorted(known, key=totals.__getitem__)
+    at = [place for place in known if numbers[place] in spikes]
+    label, count = ("spike steps", len(at)) if at else ("largest 5 % of steps", max(1, len(order) // 20))
+    at = at or order[-count:]
+    ordinary = order[len(order) // 4 : -(-3 * len(order) // 4)] or order
+    shares = list(zip(record.names, _mean_shares(norms, ordinary), _mean_shares(norms, at), strict=False))
     shares = [share for row, share in enumerate(shares) if rows is None or row in rows] or shares
     top = sorted(shares, key=lambda share: -max(share[1:]))[:10]
     names, at_ordinary, at_spikes = map(list, zip(*sorted(top, key=lambda share: share[2]), strict=True))
@@ -131,30 +142,38 @@ def dominance(record: Record, spikes: Collection[int], rows: Sequence[int] | Non
 
 def _matrix(
     record: Record,
-    lines: list[dict[str, Any]],
-    values: Callable[[dict[str, Any]], list[Number]],
+    numbers: Sequence[int],
+    values: Sequence[list[Number]],
     most_cells: int,
     rows: Sequence[int] | None,
 ) -> LayerMatrix | None:
-    count = min([len(record.names), *(len(values(line)) for line in lines)])
+    count = min([len(record.names), *_lengths(values)])
     kept = [row for row in (range(count) if rows is None else rows) if row < count]
-    if not lines or not kept:
+    if not len(values) or not kept:
         return None
     most_rows = MOST_ROWS * most_cells // MOST_CELLS
-    places = buckets(len(lines), max(40, min(MOST_COLUMNS, most_cells // min(len(kept), most_rows))))
-    columns = [_largest([values(lines[index]) for index in place], count) for place in places]
+    places = buckets(len(values), max(40, min(MOST_COLUMNS, most_cells // min(len(kept), most_rows))))
+    columns = [_largest(values[place.start : place.stop], count) for place in places]
     kept, left_out = _most_telling(columns, kept, most_rows)
     return LayerMatrix(
         names=[record.names[row] for row in kept],
-        steps=[lines[place[0]].get("i", place[0]) for place in places],
+        steps=[numbers[place[0]] for place in places],
         cells=[[column[row] for column in columns] for row in kept],
         left_out=left_out,
         rows=kept,
     )
 
 
-def _largest(rows: list[list[Number]], count: int) -> list[Number]:
+def _lengths(values: Sequence[list[Number]]) -> set[int]:
+    if isinstance(values, Vectors) and not values.other:
+        return {values.width} if len(values) else set()
+    return set(map(len, values))
+
+
+def _largest(rows: Sequence[list[Number]], count: int) -> list[Number]:
     # One column of the matrix: the largest value of each parameter in a bucket of lines.
+    if isinstance(rows, Vectors) and not rows.other and len(rows) > 1:
+        return [*map(max, rows.columns(0, len(rows)))][:count]
     if len(rows) == 1:
         return rows[0][:count]
     short = [row[:count] for row in rows]
@@ -178,27 +197,20 @@ def _most_telling(columns: list[list[Number]], kept: list[int], most: int) -> tu
     return chosen, len(kept) - len(chosen)
 
 
-def _norms(line: dict[str, Any]) -> list[Number]:
-    absent = line.get("absent")
-    if not absent:
-        return line["norm"]
-    gaps = set(absent)  # no gradient is not a gradient of 0
-    return [math.nan if place in gaps else norm for place, norm in enumerate(line["norm"])]
+def _norms(norms: list[Number], absent: Sequence[int] | None) -> list[Number]:
+    gaps = set(absent or ())  # no gradient is not a gradient of 0
+    return [math.nan if place in gaps else norm for place, norm in enumerate(norms)]
 
 
-def _ratios(line: dict[str, Any]) -> list[Number]:
+def _ratios(updates: list[Number], weights: list[Number]) -> list[Number]:
     return [
         None if update is None or weight is None else update / weight if weight else math.nan
-        for update, weight in zip(line["update"], line["weight"], strict=False)
+        for update, weight in zip(updates, weights, strict=False)
     ]
 
 
-def _is_list(line: dict[str, Any], key: str) -> bool:
-    return isinstance(line.get(key), list) and bool(line[key])
-
-
 def _touched(record: Record) -> set[int]:
-    return {row for line in record.tensors for row, norm in enumerate(line["norm"]) if norm != 0}
+    return {row for norms in record.tensors.column("norm") for row, norm in enumerate(norms) if norm != 0}
 
 
 def _hundredths(cell: Number) -> int:
@@ -209,15 +221,20 @@ def _hundredths(cell: Number) -> int:
     return max(GAP + 1, min(32767, round(100 * math.log10(cell)))) if cell > 0 else ZERO
 
 
-def _squares(norms: list[Number], count: int) -> list[float] | None:
-    # A row with a hole in it has no shares; a product overflows to infinity where a power would raise.
-    known = [norm * norm for norm in norms if norm is not None]
-    return known if len(known) == len(norms) == count and 0 < sum(known) < math.inf else None
+def _totals(norms: Sequence[list[Number]], count: int) -> Sequence[float]:
+    # The sum of the squares of each row; 0 for one with a hole in it, which has no shares. A product overflows to
+    # infinity where a power would raise.
+    if isinstance(norms, Vectors) and not norms.other and norms.width == count:
+        return array(
+            "d", map(sum, zip(*[map(mul, column, column) for column in norms.columns(0, len(norms))], strict=True))
+        )
+    whole = [row if len(row) == count and None not in row else [] for row in norms]
+    return [float(sum([norm * norm for norm in row if norm is not None])) for row in whole]
 
 
-def _mean_shares(rows: list[list[float]]) -> list[float]:
+def _mean_shares(norms: Sequence[list[Any]], places: Sequence[int]) -> list[float]:
     # An even selection of many rows has the same mean to the digits that are shown.
-    rows = rows[:: -(-len(rows) // _MOST_LINES)]
+    rows = [[norm * norm for norm in norms[place]] for place in places[:: -(-len(places) // _MOST_LINES)]]
     totals = [sum(row) for row in rows]
     return [
         statistics.fmean(square / total for square, total in zip(column, totals, strict=True))

@@ -24,7 +24,7 @@ def noise_scale(record: Record, most: int) -> Chart | None:
     Returns:
         The chart, or None where it was never measured.
     """
-    steps = [step for step in record.steps if "noise_scale" in step]
+    steps = list(record.steps.where(record.steps.has("noise_scale")))
     if not any(_positive(step, "noise_scale") or _positive(step, "noise_scale_low") for step in steps):
         return None
     drawn = [steps[place[-1]] for place in series.buckets(len(steps), most)]

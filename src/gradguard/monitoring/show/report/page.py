@@ -10,7 +10,7 @@ from typing import Any
 from gradguard.errors import InvalidValueError, RecordError
 from gradguard.monitoring.judge.numbers import listed, number, percent, plain_threshold
 from gradguard.monitoring.judge.recommend import Recommendation, recommend
-from gradguard.monitoring.judge.spikes import find_spikes
+from gradguard.monitoring.judge.spikes import spikes_of
 from gradguard.monitoring.judge.verdict import Verdict, verdict
 from gradguard.monitoring.record.file import Record
 from gradguard.monitoring.record.steps import Part, by_optimizer, usable_steps
@@ -196,7 +196,7 @@ def _events(record: Record, whole: Record, index: int | None) -> list[dict[str, 
     # What belongs to no step of any optimizer is told with the first of them, rather than nowhere.
     if record is whole:
         return whole.events
-    known = {step["i"] for step in whole.steps}
+    known = set(whole.steps.column("i"))
     lost = [event for event in whole.events if event["i"] not in known]
     return [*(lost if index == by_optimizer(whole)[0].index else ()), *record.events]
 
@@ -209,8 +209,8 @@ def _tone(judged: Verdict, findings: Sequence[advice.Shown]) -> str:
 def _charts(
     record: Record, whole: Record, judged: Verdict, recommendation: Recommendation, among: int
 ) -> list[Chart | None]:
-    usable = usable_steps(record)
-    spikes = {usable[place]["i"] for place in find_spikes([step["norm"] for step in usable])}
+    usable = usable_steps(record).column("i")
+    spikes = {usable[place] for place in spikes_of(record)}
     return [
         figures.norms_over_time(record, judged, recommendation, _points(among)),
         clip_figures.clip_share(record, judged, recommendation),

@@ -5,9 +5,10 @@ import math
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import compress
 
 from gradguard.monitoring.record.file import Record
-from gradguard.monitoring.record.steps import binds, taken_steps
+from gradguard.monitoring.record.steps import bound_on, taken_steps
 
 MOST_POINTS = 1200
 _WINDOWS = 60
@@ -48,16 +49,31 @@ def band(record: Record, key: str, most: int = MOST_POINTS, *, positive: bool = 
     Returns:
         The band.
     """
-    steps = [step for step in record.steps if key in step]
-    places = buckets(len(steps), most)
-    found = [_known((steps[index][key] for index in place), positive) for place in places]
+    numbers, values = known_values(record, key)
+    places = buckets(len(numbers), most)
+    found = [_known(values[place.start : place.stop], positive) for place in places]
     return Band(
-        steps=[steps[place[len(place) // 2]]["i"] for place in places],
+        steps=[numbers[place[len(place) // 2]] for place in places],
         low=[_rounded(min(values, default=None)) for values in found],
         middle=[_rounded(statistics.median(values)) if values else None for values in found],
         high=[_rounded(max(values, default=None)) for values in found],
-        thinned=len(steps) > len(places),
+        thinned=len(numbers) > len(places),
     )
+
+
+def known_values(record: Record, key: str) -> tuple[Sequence[int], Sequence[Number]]:
+    """The steps that have a field, and its values.
+
+    Args:
+        record: The record of a run.
+        key: The field.
+
+    Returns:
+        Step numbers and values, None for one that was not finite.
+    """
+    steps = record.steps
+    numbers, values, has = steps.column("i"), steps.column(key), steps.has(key)
+    return (numbers, values) if all(has) else (list(compress(numbers, has)), list(compress(values, has)))
 
 
 def outline(drawn: Band) -> tuple[list[Number], list[Number]]:
@@ -135,8 +151,7 @@ def line(record: Record, key: str, most: int = MOST_POINTS) -> tuple[list[int], 
     Returns:
         Step numbers and values.
     """
-    steps = [step for step in record.steps if key in step]
-    x, y = decimate([step["i"] for step in steps], [step[key] for step in steps], most)
+    x, y = decimate(*known_values(record, key), most)
     return x, [_rounded(value) for value in y]
 
 
@@ -150,7 +165,7 @@ def loss_range(records: Sequence[Record]) -> tuple[float, float] | None:
         The ends of the axis, or None where all losses fit: the largest is no more than three times as far above
         the smallest as 98 % of them are.
     """
-    losses = sorted(loss for record in records for step in record.steps if (loss := step.get("loss")) is not None)
+    losses = sorted(loss for record in records for loss in record.steps.column("loss") if loss is not None)
     if not losses:
         return None
     low, most, high = losses[0], losses[int(0.98 * (len(losses) - 1))], losses[-1]
@@ -188,12 +203,11 @@ def clip_windows(record: Record, threshold: Number, most: int = _WINDOWS) -> lis
         The windows, none of them empty.
     """
     steps = taken_steps(record)
-    acted = [binds(step) if threshold is None else (step.get("norm") or 0.0) > threshold for step in steps]
+    acted = bound_on(steps) if threshold is None else [(norm or 0.0) > threshold for norm in steps.column("norm")]
+    numbers = steps.column("i")
     places = buckets(len(steps), min(most, max(len(steps) // 10, 1)))
     return [
-        Window(
-            steps[place[0]]["i"], steps[place[-1]]["i"], len(place), sum(acted[place.start : place.stop]) / len(place)
-        )
+        Window(numbers[place[0]], numbers[place[-1]], len(place), sum(acted[place.start : place.stop]) / len(place))
         for place in places
     ]
 

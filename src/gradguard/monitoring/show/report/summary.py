@@ -77,7 +77,11 @@ def clip_of(record: Record) -> str:
     if record.meta.get("clip"):
         others = [clip.name for clip in acting_clips(record) if clip.name.startswith("the script's own")]
         return " and ".join([str(record.meta["clip"]), *others])
-    own = {(str(step["rule"]), step.get("threshold")) for step in record.steps if "rule" in step}
+    steps = record.steps.where(record.steps.has("rule"))
+    own = {
+        (str(rule), threshold)
+        for rule, threshold in set(zip(steps.column("rule"), steps.column("threshold"), strict=True))
+    }
     if not own:
         return "none"
     rules, (_, threshold) = sorted({rule for rule, _ in own}), next(iter(own))
@@ -194,7 +198,7 @@ def command(record: Record, rule: str, optimizer: str = "") -> str:
     if optimizer:  # --clip would use it for all of them
         where = f"in {script}, before the step of {optimizer}: " if by_norm else f"in {script}, for {optimizer}: "
         return where + (by_norm or f"gg.Guard(optimizer, {named.call})")
-    if not record.meta.get("clip") and any("user_max_norm" in step or step.get("rule") for step in record.steps):
+    if not record.meta.get("clip") and (record.steps.has_any("user_max_norm") or any(record.steps.column("rule"))):
         own = by_norm or f"gg.Guard(optimizer, {named.call}) in place of its clip"
         return f"in {script}, which clips itself: {own}"
     return f"gradguard run --clip {f'norm={threshold}' if threshold else rule} {script}"
