@@ -52,9 +52,10 @@ def test_the_page_on_the_gradient_check_runs_and_prints_what_it_says(capsys):
 
 def other_pages():
     of_themselves = {"README.md", "docs/error_clip.md", "docs/gradient_check.md"}  # tests of their own, above
+    of_themselves |= {"docs/distributed.md", "docs/nan.md"}  # and in test_tutorials.py
     warnings = {"keras": (OF_KERAS,), "lightning": OF_LIGHTNING}
     for page in PAGES:
-        if name_of(page) not in of_themselves and blocks(page, "python"):
+        if name_of(page) not in of_themselves and page.parent.name != "tutorials" and blocks(page, "python"):
             marks = pytest.mark.filterwarnings(*warnings.get(page.stem, ()))
             yield pytest.param(page, id=name_of(page), marks=marks)
 

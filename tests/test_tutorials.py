@@ -18,6 +18,9 @@ LINE = re.compile(
 )
 
 
+DIFFERS_BY_PROCESSOR = {"language_model": r"\d\.\d\d", "private": r"accuracy \S+"}  # the end of a training
+
+
 def printed_by(page: Path, folder: Path) -> str:
     """Run the blocks as ``train.py`` by the line that the page shows, or plainly."""
     (folder / "train.py").write_text("".join(blocks(page, "python")), encoding="utf-8")
@@ -47,7 +50,8 @@ def printed_by(page: Path, folder: Path) -> str:
 def test_the_page_runs_and_prints_what_it_says(page, tmp_path):
     if "import triton\n" in page.read_text(encoding="utf-8") and importlib.util.find_spec("triton") is None:
         pytest.skip("triton is not installed")
-    assert printed_by(page, tmp_path) == "".join(blocks(page, "text"))
+    varying = DIFFERS_BY_PROCESSOR.get(page.stem, r"(?!)")
+    assert re.sub(varying, "#", printed_by(page, tmp_path)) == re.sub(varying, "#", "".join(blocks(page, "text")))
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
