@@ -76,7 +76,7 @@ def test_every_key_is_there_and_every_number_is_the_one_of_the_text(name, tmp_pa
 
 def test_the_page_of_the_documentation_has_every_key():
     page = (Path(__file__).parents[2] / "docs/report.md").read_text(encoding="utf-8")
-    table = page.split("### For machines")[1].split("## ")[0]
+    table = page.split("## For machines")[1].split("## ")[0]
     rows = [row.split("|")[1:3] for row in table.splitlines() if row.startswith("| `")]
     assert [key for head, _ in rows for key in re.findall(r"`(\w+)`", head)] == KEYS
     cells = {head.strip(" `"): value for head, value in rows}
