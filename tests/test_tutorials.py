@@ -46,7 +46,7 @@ def printed_by(page: Path, folder: Path) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: f"{page.parent.name}-{page.stem}")
 def test_the_page_runs_and_prints_what_it_says(page, tmp_path):
     if "import triton\n" in page.read_text(encoding="utf-8") and importlib.util.find_spec("triton") is None:
         pytest.skip("triton is not installed")
@@ -54,7 +54,7 @@ def test_the_page_runs_and_prints_what_it_says(page, tmp_path):
     assert re.sub(varying, "#", printed_by(page, tmp_path)) == re.sub(varying, "#", "".join(blocks(page, "text")))
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: f"{page.parent.name}-{page.stem}")
 def test_links_and_pictures_exist(page):
     prose = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
     for target in re.findall(r"\]\(([^)#]+)[^)]*\)", prose):
