@@ -124,7 +124,7 @@ def one_seed(name: str, seed: int, winner: tuple[str, list[Recommendation]]) -> 
     losses["page"] = train_by(name, seed, parts)
     said = [f"{one.kind} {one.rule or ''}".strip() for one in parts]
     rule, tuned = winner
-    losses["tuned"] = losses["page"] if rule in ("", "page") else train_by(name, seed, tuned)
+    losses["tuned"] = train_by(name, seed, tuned) if rule else losses["page"]
     return {"losses": losses, "said": " / ".join(dict.fromkeys(said))}
 
 
