@@ -66,6 +66,7 @@ SAMPLED = {
     "private/test_accounting.py": 4,
     "private/test_private_training.py": 2,
     "test_cli.py::test_observing_leaves_the_weights_bit_identical": 6,
+    "test_tutorials.py::test_the_page_runs_and_prints_what_it_says": 2,
     "test_cli.py::test_sigterm_ends_a_script_as_ctrl_c_does_unless_it_has_a_handler": 2,
     "monitoring/test_findings_page.py::test_the_sick_run_has_the_finding_and_the_healthy_one_has_none": 3,
     "monitoring/test_observer_processes.py": 6,
