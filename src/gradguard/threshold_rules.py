@@ -12,6 +12,7 @@ from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Sequence
 from itertools import accumulate, repeat
+from operator import sub
 
 from gradguard.threshold_formulas import (
     LOCK_IN_WINDOW,
@@ -336,7 +337,7 @@ def median_distance(ordered: Sequence[float], middle: float) -> float:
     return (max(left, right) + within) / 2
 
 
-def lock_in_on(clipped: Sequence[bool], thresholds: Sequence[float]) -> list[bool]:
+def lock_in_on(clipped: Sequence[bool], thresholds: list[float]) -> list[bool]:
     """Return what a new `LockInAlarm` says on each of many steps, in a fraction of the time.
 
     Args:
@@ -347,11 +348,13 @@ def lock_in_on(clipped: Sequence[bool], thresholds: Sequence[float]) -> list[boo
         >>> sum(lock_in_on([True] * 150, [1.0] * 150))
         51
     """
-    window, bound, on, same = LOCK_IN_WINDOW, list(accumulate(clipped, initial=0)), [False] * len(clipped), 0
-    for last, before in enumerate(bound[: len(bound) - window]):
-        count, last = bound[last + window] - before, last + window - 1
+    window, bound, on, same = LOCK_IN_WINDOW, list(accumulate(clipped, initial=0)), [False] * len(clipped), False
+    counts = list(map(sub, bound[window:], bound))  # of the windows that end at the 100th step and those after it
+    if not counts or not locked_in(window, max(counts), 1.0, 1.0, window):
+        return on
+    for last, count in enumerate(counts, start=window - 1):
         if not locked_in(window, count, 1.0, 1.0, window):
-            same = 0
+            same = False
             continue
         # Thresholds that are the same as those of the window before need not be looked through.
         same = same and thresholds[last] == thresholds[last - 1]

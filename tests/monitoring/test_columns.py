@@ -73,7 +73,7 @@ def made_up(seed):
                 line |= {"weight": [1.0] * width, "update": [draw.choice((0.3, 1e-9))] * width, "zeros": [0.75] * width}
             yield line
         if draw.random() < 0.01:
-            kind = draw.choice(("nonfinite", "amp_skip", "missing_zero_grad"))
+            kind = draw.choice(("nonfinite", "amp_skip", "optimizer_without_gradient"))
             yield {
                 "t": "event",
                 "i": i + draw.choice((0, 0, 5000)),
@@ -305,3 +305,54 @@ def test_the_rule_for_each_tensor_has_its_formulas():
         clipped = any(factor < 1 for factor in factors)
         expected = math.hypot(*after) / math.hypot(*norms) if clipped else 1.0
         assert rule.step(norms) == (expected, math.hypot(*averages))
+
+
+def calm_run(odd=None, events=(), width=6):
+    """A run on which every detector finds what is usual, but for ``odd``: what to do with the norms of some lines."""
+    draw = random.Random(0)
+    shapes = [[4, 4]] * (width - 1) + [[4]]
+    params = [{"name": f"p{k}", "shape": shape, "numel": math.prod(shape)} for k, shape in enumerate(shapes)]
+    rows = [[math.exp(draw.gauss(0, 0.1)) for _ in params] for _ in range(500)]
+    for i, row in enumerate(rows):
+        if odd is not None:
+            odd(i, row)
+    steps = [{"t": "step", "i": i, "norm": math.hypot(*row), "loss": 9 - i / 100} for i, row in enumerate(rows)]
+    tensors = [{"t": "tensors", "i": i, "norm": row} for i, row in enumerate(rows)]
+    return make_record(meta={"t": "meta", "params": params}, steps=steps, tensors=tensors, events=list(events))
+
+
+def one_jumps(i, row):
+    row[0] *= 30 if i == 270 else 1
+
+
+def a_vector_dies(i, row):
+    row[-1] = 0.0 if i >= 333 else row[-1]
+
+
+def event(i, kind):
+    return {"t": "event", "i": i, "kind": kind, "severity": "warning", "message": "m", "optimizer": None}
+
+
+ODD = {
+    "nothing": (calm_run(), set()),
+    "one tensor on one line": (calm_run(one_jumps), {"corrupt_gradient"}),
+    "a vector": (calm_run(a_vector_dies), {"dead_layer"}),
+    "skips of a scaler": (calm_run(events=[event(300, "amp_skip")] * 12), {"amp_scale_collapse"}),
+    "what the watcher told": (
+        calm_run(events=[event(300, "optimizer_without_gradient")]),
+        {"optimizer_without_gradient"},
+    ),
+    "before the first step": (
+        calm_run(events=[event(0, "optimizer_without_gradient")]),
+        {"optimizer_without_gradient"},
+    ),
+    "behind the last": (calm_run(events=[event(900, "optimizer_without_gradient")]), {"optimizer_without_gradient"}),
+}
+
+
+@pytest.mark.parametrize(("record", "kinds"), ODD.values(), ids=ODD)
+def test_a_fault_within_a_calm_run_is_found(monkeypatch, record, kinds):
+    fast = findings(record)
+    assert {one.kind for one in fast} == kinds
+    monkeypatch.setattr(health, "see_all", slowly)
+    assert findings(replace(record)) == fast

@@ -76,10 +76,10 @@ class SpikeFinder:
         Returns:
             The place behind the last norm that was followed, and what `follow` returned for that.
         """
-        window, ordered, log = self._window, self._sorted, math.log
+        window, ordered, log, inf, least = self._window, self._sorted, math.log, math.inf, _LEAST
         for place in range(begin, len(norms)):
             norm = norms[place]
-            if len(window) < _WIDTH or not 0 < norm < math.inf:
+            if len(window) < _WIDTH or not 0 < norm < inf:
                 positions = self.follow(norm)
                 if positions:
                     return place + 1, positions
@@ -89,7 +89,7 @@ class SpikeFinder:
             window.append((self._position, logarithm))
             insort(ordered, logarithm)
             del ordered[bisect_left(ordered, window.popleft()[1])]
-            if window[NEIGHBOURS][1] > ordered[NEIGHBOURS] + _LEAST:
+            if window[NEIGHBOURS][1] > ordered[NEIGHBOURS] + least:
                 positions = self._spikes(NEIGHBOURS, NEIGHBOURS + 1)
                 if positions:
                     return place + 1, positions

@@ -15,7 +15,7 @@ from math import isfinite
 from operator import is_
 from typing import Any
 
-from gradguard.monitoring.record.lines import ABSENT, Vectors, as_columns
+from gradguard.monitoring.record.lines import ABSENT, Tops, Vectors, as_columns
 from gradguard.monitoring.record.text import printable
 
 LONGEST_LINE = 64 * 2**20
@@ -187,15 +187,23 @@ def _checked_column(rule: Rule, values: list[Any]) -> Sequence[Any]:
         return array("q", values)
     elif types == {str} and values.count(values[0]) == len(values):
         values = values[:1] * len(values)  # one text, however often it was read
-    elif types == {list} and rule is _amounts and Vectors(len(values[0])).fits(values):
-        packed = Vectors(len(values[0]))
-        packed.extend(values)
-        if isfinite(sum(packed.flat)) and min(packed.flat) >= 0:
-            return packed
+    elif types == {list} and rule is _amounts:
+        rows = Vectors(len(values[0]))
+        if rows.packed(values) and isfinite(sum(rows.flat)) and min(rows.flat) >= 0:
+            return rows
+    elif types == {list} and rule is _top:
+        tops = Tops()
+        if tops.packed(values) and _within(tops.places, _MOST - 1) and _within(tops.shares, _MOST):
+            return tops
     kept = [value if value is ABSENT else rule(value) for value in values]
     if any(value is _BAD for value in kept):
         raise ValueError("a field is not what it must be")
     return kept
+
+
+def _within(values: Sequence[float], largest: float) -> bool:
+    """Whether all are numbers from 0 to there; an infinite one is not, and a sum with NaN is not finite."""
+    return isfinite(sum(values)) and min(values) >= 0 and max(values) <= largest
 
 
 _BREAK = object()

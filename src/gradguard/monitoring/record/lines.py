@@ -276,6 +276,20 @@ class Packed(Sequence[Any], ABC):
     def _gap(self) -> list[Any]:
         """What fills the place of a value of another form."""
 
+    def packed(self, values: Sequence[Any]) -> bool:
+        """Add values, if all have the form.
+
+        Args:
+            values: Lists of the form, or others.
+
+        Returns:
+            Whether they have been added.
+        """
+        fits = self.fits(values)
+        if fits:
+            self._pack(values)
+        return fits
+
     def extend(self, values: Sequence[Any]) -> None:
         """Add values.
 
@@ -284,8 +298,7 @@ class Packed(Sequence[Any], ABC):
         """
         if type(values) is type(self) and not values.other and self._join(values):
             return
-        if self.fits(values):
-            self._pack(values)
+        if self.packed(values):
             return
         for value in values:
             if not self.fits([value]):
