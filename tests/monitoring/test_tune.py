@@ -446,7 +446,8 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
-def test_ctrl_c_keeps_what_was_done(tmp_path):
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_ctrl_c_and_sigterm_keep_what_was_done(tmp_path, number, code):
     tmp_path.joinpath("stand_in.py").write_text(STAND_IN)
     arguments = ["tune", "--out", "out", "--seeds", "1", "--steps", "20", "--rule", "median", "waits.py"]
     command = [sys.executable, "-c", INTERRUPTIBLE, *arguments]
@@ -456,9 +457,9 @@ def test_ctrl_c_keeps_what_was_done(tmp_path):
         assert "none, seed 1" in process.stderr.readline()
         while not (waiting.exists() and "waiting" in waiting.read_text(encoding="utf-8")):
             assert process.poll() is None
-        process.send_signal(signal.SIGINT)
+        process.send_signal(number)
         out, _ = process.communicate(timeout=60)
-    assert process.returncode == 130
+    assert process.returncode == code
     assert "Only no clip was tried" in out
 
 

@@ -87,6 +87,8 @@ class Search:
             self._examine_kinks_together()
         self._propose_a_tolerance()
         self._rate()
+        if len(self.findings) >= _MOST_FINDINGS:
+            self.notes.insert(0, Finding("stopped", f"after {_MOST_FINDINGS} findings: more elements may be wrong"))
 
     def _first_suspect(self, jointly: bool) -> Tensor | None:
         """Return the first direction that disagrees or says nothing, None if enough of them agree.

@@ -4,6 +4,7 @@ import argparse
 import json
 import os
 import re
+import signal
 import sys
 import time
 from pathlib import Path
@@ -84,13 +85,19 @@ def _pattern(options: argparse.Namespace) -> re.Pattern[str] | None:
 
 def _try(plan: "Plan", as_json: bool) -> int:
     from gradguard.monitoring.tune.show import print_summary, summary
-    from gradguard.monitoring.tune.trials import Trials
+    from gradguard.monitoring.tune.trials import Terminated, Trials
+
+    def _terminate(number: int, frame: object) -> None:
+        raise Terminated
 
     trials, code = Trials(plan, lambda line: print(line, file=sys.stderr, flush=True)), 0
+    before = signal.signal(signal.SIGTERM, _terminate)
     try:
         trials.run()
-    except KeyboardInterrupt:
-        code = 130
+    except KeyboardInterrupt as interrupt:
+        code = 143 if isinstance(interrupt, Terminated) else 130
+    finally:
+        signal.signal(signal.SIGTERM, before)
     if trials.runs:
         with encodable(sys.stdout):
             if as_json:

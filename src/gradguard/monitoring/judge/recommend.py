@@ -62,6 +62,9 @@ NORMALISING, GUARDING, HEAVY, WILD = 0.1, 0.9, 0.75, 0.25
 """The quantile of the norms that a constant is: where a scale cancels; where it does not, of light and heavy tails, and
 of heavy tails with outliers besides, whose steps make ordinary norms larger than they need be."""
 
+GROWN_LOSS = 2.0
+"""So has a loss before numbers stopped being finite; with less, what came was no growth."""
+
 LEARNED_LOSS = 0.8
 """A loss that came below this share of its first value has learned something."""
 
@@ -87,6 +90,7 @@ LESS_RATE_SCALE_FREE, LESS_NORM_SCALE_FREE = 0.1, 0.3
 
 _FIRST = 5  # losses and norms that say how a run began
 _NEAR_JUMP = 10  # a second jump within so many steps: a single one is a batch
+_RECENT = 100  # steps that say what was usual when a run stopped being finite
 _NEAR = 10  # losses before and after a spike
 
 
@@ -137,6 +141,8 @@ def recommend(record: Record) -> Recommendation:
     an optimizer of another model (see `findings`)
     several optimizers                                        unknown   none, and a decision for each
     no pre-clip norm                                          unknown   none
+    it ends not finite, and within 10 steps before neither    fix       none
+    norms (3 times) nor losses (2 times) had grown
     it ends not finite; or loss and norm jumped (1.2 and 3    fix       0.3 times the learning rate, and as a threshold
     times the first, and not just on single steps up to the             0.1 times the smallest of the first norms; 0.1
     end) and the last losses are above 0.8 times the first              and 0.3 with an optimizer that cancels a scale
@@ -252,6 +258,8 @@ def _blown_up(record: Record, several: bool) -> Recommendation | None:
     if place is None:
         return None
     at, finite = steps[place]["i"], not (is_nonfinite(steps[place]) or _has_no_loss(steps[place]))
+    if not finite and place != 1 and not _grew_before(steps, place):  # a first update alone may blow up
+        return Recommendation("fix", f"Find what was not finite at step {at} first: nothing had grown before.", _NAN)
     norms = [norm for norm in steps.column("norm")[: min(max(place, 1), _FIRST)] if norm]
     cancels = is_scale_free(record)
     rate, share = (LESS_RATE_SCALE_FREE, LESS_NORM_SCALE_FREE) if cancels else (LESS_RATE, LESS_NORM)
@@ -269,6 +277,22 @@ def _blown_up(record: Record, several: bool) -> Recommendation | None:
     threshold = _two_digits(share * min(norms))  # the others may have exploded already
     text = plain_threshold(threshold)
     return replace(fix, headline=f"{headline} Clip at {text} as well.", threshold=threshold, rule=f"norm={text}")
+
+
+_NAN = (
+    "The norms and losses before it were as they had been, so that neither a lower rate nor a clip would have kept it "
+    "away: look for an empty or corrupt sample, a division by 0, a logarithm or a root of 0, a mask that leaves "
+    "nothing. docs/nan.md finds the batch, the operation and its line."
+)
+
+
+def _grew_before(steps: Lines, place: int) -> bool:
+    """Whether norms or losses had grown when a run stopped being finite."""
+    for key, times in (("norm", JUMPED_NORM), ("loss", GROWN_LOSS)):
+        before = [value for value in steps.column(key)[:place] if value is not None and value > 0]
+        if before and max(before[-_NEAR:]) > times * min(_beginning(before), statistics.median(before[-_RECENT:])):
+            return True
+    return False
 
 
 def _end_of_numbers(steps: Lines) -> int | None:

@@ -95,16 +95,24 @@ def _is_set_up(module: nn.Module) -> bool:
 
 
 def living_optimizers(first: Optimizer) -> list[Optimizer]:
-    """Return ``first`` and every other optimizer that exists and holds other parameters."""
+    """Return ``first`` and every other optimizer that exists and holds other parameters.
+
+    The others are in the order of their parameters' shapes, since nothing says who was made first: the same program has
+    the same order each time, unless two of them hold parameters of the same shapes.
+    """
     seen = {id(p) for p in parameters_of(first)}
     found = [first]
-    for thing in _living(Optimizer):
-        if thing is not first and hasattr(thing, "param_groups"):
+    for thing in sorted(all_optimizers(), key=_shapes):
+        if thing is not first:
             own = {id(p) for p in parameters_of(thing)}
             if not own & seen:
                 found.append(thing)
                 seen |= own
     return found
+
+
+def _shapes(optimizer: Optimizer) -> list[tuple[int, ...]]:
+    return [() if is_lazy(p) else tuple(p.shape) for p in parameters_of(optimizer)]
 
 
 def all_optimizers() -> list[Optimizer]:
@@ -130,16 +138,22 @@ def parameters_of(optimizer: Optimizer) -> list[Tensor]:
 def name_parameters(parameters: list[Tensor], modules: list[nn.Module]) -> list[str]:
     """Return a name for each parameter: its dotted name in the root module that holds it, else its place.
 
-    Where several root modules hold some of the parameters, names that occur twice start with the module's class, and
-    a number if that occurs twice too.
+    Where several root modules hold some of the parameters, names that occur twice start with the module's class and its
+    number, in the order of ``parameters``.
     """
-    wanted = {id(p) for p in parameters}
+    wanted = {id(p): place for place, p in reversed([*enumerate(parameters)])}
     held = [(module, {name: p for name, p in _named(module).items() if id(p) in wanted}) for module in modules]
     held = sorted((pair for pair in held if pair[1]), key=lambda pair: -len(pair[1]))
-    found: dict[int, tuple[str, str]] = {}
-    for number, (module, named) in enumerate(held):
+    owners: dict[int, tuple[nn.Module, str]] = {}
+    for module, named in held:
         for name, p in named.items():
-            found.setdefault(id(p), (name, f"{type(module).__name__}#{number}.{name}"))
+            owners.setdefault(id(p), (module, name))
+    numbers: dict[nn.Module, int] = {}
+    for key in sorted(owners, key=wanted.__getitem__):
+        numbers.setdefault(owners[key][0], len(numbers))
+    found = {
+        key: (name, f"{type(module).__name__}#{numbers[module]}.{name}") for key, (module, name) in owners.items()
+    }
     shared = Counter(name for name, _ in found.values())
     names = {key: full if shared[name] > 1 else name for key, (name, full) in found.items()}
     return [names.get(id(p), f"parameter {i}") for i, p in enumerate(parameters)]

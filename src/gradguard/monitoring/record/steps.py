@@ -1,9 +1,11 @@
 """What the steps of a record say: whether clipping bound, what counts, and which optimizer each is of."""
 
 import math
+import os
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import compress
 from operator import not_, or_
 from typing import Any
 
@@ -232,16 +234,31 @@ def by_optimizer(record: Record) -> list[Part]:
 
 
 def label_of(record: Record, index: int | None) -> str:
-    """Return what to call an optimizer: its place and its class.
+    """Return what to call an optimizer: its place, its class, and the module or the parameter that it trains.
 
     Args:
         record: The record of a run.
         index: The ``optimizer`` of a step.
+
+    Example:
+        >>> from pathlib import Path
+        >>> params = [{"name": f"actor.{name}", "optimizer": 1} for name in ("weight", "bias")]
+        >>> meta = {"t": "meta", "optimizers": ["SGD", "Adam"], "params": params}
+        >>> label_of(Record(Path("run.jsonl"), meta, [], [], [], None, False), 1)
+        'optimizer 1 (Adam, actor)'
     """
-    name = _name_of(record, index)
     if index is None:
         return "an optimizer that came later"
-    return f"optimizer {index} ({name})" if name else f"optimizer {index}"
+    said = ", ".join(filter(None, [_name_of(record, index), _trains(record, index)]))
+    return f"optimizer {index} ({said})" if said else f"optimizer {index}"
+
+
+def _trains(record: Record, index: int) -> str:
+    """The deepest module that holds all parameters of an optimizer; the first parameter, where there is none."""
+    own = (parameter.get("optimizer") == index for parameter in record.meta.get("params", []))
+    names = list(compress(record.names, own))
+    shared = os.path.commonprefix([name.split(".")[:-1] for name in names])  # of lists too
+    return ".".join(shared) or (names[0] if len(names) == 1 else f"{names[0]} ..." if names else "")
 
 
 def _name_of(record: Record, index: int | None) -> str | None:
