@@ -5,6 +5,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import compress
 from operator import and_
+from typing import Any
 
 from gradguard.monitoring.judge.recommend import recommend
 from gradguard.monitoring.judge.spikes import spikes_of
@@ -121,9 +122,9 @@ def _row(part: Part, name: str, judged: dict[int, bool]) -> WhatIf:
         if inputs is None:
             return WhatIf(name, 0, note=_EVERY_STEP, optimizer=part.index)
     steps = _with_norm(part.record)
-    given = [norm for _, norm in steps] if inputs is None else inputs
+    norms: Any = [norm for _, norm in steps] if inputs is None else inputs
     try:
-        decisions = [rule.step(norm) for norm in given]
+        decisions = [rule.step(norm) for norm in norms]
         return _tally(name, part.index, steps, decisions, judged)
     except OverflowError:
         return WhatIf(name, 0, note=_TOO_LARGE, optimizer=part.index)
