@@ -113,7 +113,17 @@ def test_every_option_that_is_shown_exists(page):
     known = {"--out", "--force", "--every", "--clip", "--argv", "-o", "--output", "--text", "-m"}
     known |= {"--input", "--seed", "--exhaustive", "--order", "--reference"}
     known |= {"--fail-on", "--rule", "--once", "--lines"}
-    known |= {"--steps", "--no-report", "--seeds", "--record", "--json", "--on-finding", "--port", "--metric", "--maximize"}
+    known |= {
+        "--steps",
+        "--no-report",
+        "--seeds",
+        "--record",
+        "--json",
+        "--on-finding",
+        "--port",
+        "--metric",
+        "--maximize",
+    }
     for line in shown:
         command = line.split(" #")[0].replace("[", " ").replace("]", " ").split(" train.py ")[0]
         options = {word for word in command.split() if word.startswith("-")}

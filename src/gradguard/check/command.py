@@ -95,8 +95,9 @@ def load_callable(target: str, seed: int = 0) -> Callable[..., Any]:
     except AttributeError as error:
         raise CommandError(f"{target}: {error}.") from error
     except Exception as error:  # a module may do anything when it is imported
-        nowhere = isinstance(error, ModuleNotFoundError) and error.name == module_name.partition(".")[0]
-        advice = f" Type this in the folder of {error.name}.py, or name that folder in PYTHONPATH." if nowhere else ""
+        root = module_name.partition(".")[0]
+        nowhere = isinstance(error, ModuleNotFoundError) and error.name == root
+        advice = f" Type this in the folder of {root}.py, or name that folder in PYTHONPATH." if nowhere else ""
         raise CommandError(f"cannot load {target}: {type(error).__name__}: {error}.{advice}") from error
     if isinstance(found, type) and issubclass(found, torch.autograd.Function):
         found = found.apply

@@ -151,9 +151,7 @@ def name_parameters(parameters: list[Tensor], modules: list[nn.Module]) -> list[
     numbers: dict[nn.Module, int] = {}
     for key in sorted(owners, key=wanted.__getitem__):
         numbers.setdefault(owners[key][0], len(numbers))
-    found = {
-        key: (name, f"{type(module).__name__}#{numbers[module]}.{name}") for key, (module, name) in owners.items()
-    }
+    found = {key: (name, f"{type(module).__name__}#{numbers[module]}.{name}") for key, (module, name) in owners.items()}
     shared = Counter(name for name, _ in found.values())
     names = {key: full if shared[name] > 1 else name for key, (name, full) in found.items()}
     return [names.get(id(p), f"parameter {i}") for i, p in enumerate(parameters)]

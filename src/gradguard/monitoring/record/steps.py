@@ -1,11 +1,10 @@
 """What the steps of a record say: whether clipping bound, what counts, and which optimizer each is of."""
 
 import math
-import os
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import compress
+from itertools import compress, takewhile
 from operator import not_, or_
 from typing import Any
 
@@ -257,8 +256,9 @@ def _trains(record: Record, index: int) -> str:
     """The deepest module that holds all parameters of an optimizer; the first parameter, where there is none."""
     own = (parameter.get("optimizer") == index for parameter in record.meta.get("params", []))
     names = list(compress(record.names, own))
-    shared = os.path.commonprefix([name.split(".")[:-1] for name in names])  # of lists too
-    return ".".join(shared) or (names[0] if len(names) == 1 else f"{names[0]} ..." if names else "")
+    modules = zip(*(name.split(".")[:-1] for name in names), strict=False)
+    shared = ".".join(level[0] for level in takewhile(lambda level: len(set(level)) == 1, modules))
+    return shared or (names[0] if len(names) == 1 else f"{names[0]} ..." if names else "")
 
 
 def _name_of(record: Record, index: int | None) -> str | None:
