@@ -69,7 +69,16 @@ DECISIONS = {
     "NaN at step 19": (
         run(NAN), "fix", "norm=0.1", r"rate by 0.3: the run blew up at step 19. Clip at 0.1 as well.*tune"),
     "NaN at step 19, Adam": (run(NAN, "Adam"), "fix", "norm=0.3", r"rate by 0.1: .* Clip at 0.3 as well"),
-    "NaN at once": (run([None] * 50), "fix", None, "the run blew up at step 0"),
+    "NaN at once": (run([None] * 50), "fix", None, "not finite at step 0 first.*No update had been made.*docs/nan.md"),
+    "NaN after one step": (run([2.0] + [None] * 50), "fix", "norm=0.2", "the run blew up at step 1"),
+    "NaN out of calm": (
+        run(CALM + [None] * 50), "fix", None, r"not finite at step 600 first: nothing had grown.*docs/nan.md"),
+    "NaN out of calm, norms had fallen": (
+        run([50.0 - i / 10 for i in range(490)] + [None] * 50), "fix", None, "nothing had grown"),
+    "NaN after norms had fallen and grown": (
+        run([50.0] * 50 + [1.0] * 200 + [1.3**i for i in range(6)] + [None] * 50), "fix", "norm=5.0", "at step 256"),
+    "NaN after losses had grown": (
+        run(CALM + [None] * 50, losses=[1.0] * 598 + [2.5, 6.0] + [None] * 50), "fix", "norm=0.076", "at step 600"),
     "a scaler's search": (run([None] * 5 + CALM), "nothing", None, "Nothing to clip"),
     "jumped, learned nothing": (run(blown()[0], losses=blown()[1]), "fix", "norm=0.1", "blew up at step 20"),
     "jumped, learned": (

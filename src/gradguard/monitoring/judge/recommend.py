@@ -259,7 +259,9 @@ def _blown_up(record: Record, several: bool) -> Recommendation | None:
         return None
     at, finite = steps[place]["i"], not (is_nonfinite(steps[place]) or _has_no_loss(steps[place]))
     if not finite and place != 1 and not _grew_before(steps, place):  # a first update alone may blow up
-        return Recommendation("fix", f"Find what was not finite at step {at} first: nothing had grown before.", _NAN)
+        return Recommendation(
+            "fix", f"Find what was not finite at step {at} first: nothing had grown before.", _NAN[place == 0]
+        )
     norms = [norm for norm in steps.column("norm")[: min(max(place, 1), _FIRST)] if norm]
     cancels = is_scale_free(record)
     rate, share = (LESS_RATE_SCALE_FREE, LESS_NORM_SCALE_FREE) if cancels else (LESS_RATE, LESS_NORM)
@@ -279,10 +281,13 @@ def _blown_up(record: Record, several: bool) -> Recommendation | None:
     return replace(fix, headline=f"{headline} Clip at {text} as well.", threshold=threshold, rule=f"norm={text}")
 
 
+_LOOK = (
+    " Look for an empty or corrupt sample, a division by 0, a logarithm or a root of 0, a mask that leaves nothing: "
+    "docs/nan.md finds the batch, the operation and its line."
+)
 _NAN = (
-    "The norms and losses before it were as they had been, so that neither a lower rate nor a clip would have kept it "
-    "away: look for an empty or corrupt sample, a division by 0, a logarithm or a root of 0, a mask that leaves "
-    "nothing. docs/nan.md finds the batch, the operation and its line."
+    "Norms and losses were as they had been, so that neither a lower rate nor a clip would have kept it away." + _LOOK,
+    "No update had been made, so that neither the rate nor a clip had a part in it." + _LOOK,
 )
 
 
