@@ -88,7 +88,7 @@ class Search:
         self._propose_a_tolerance()
         self._rate()
         if len(self.findings) >= _MOST_FINDINGS:
-            self.notes.insert(0, Finding("stopped", f"after {_MOST_FINDINGS} findings: more elements may be wrong"))
+            self.notes.insert(0, Finding("stopped", f"after {_MOST_FINDINGS} wrong elements, and there may be more"))
 
     def _first_suspect(self, jointly: bool) -> Tensor | None:
         """Return the first direction that disagrees or says nothing, None if enough of them agree.
