@@ -4,7 +4,6 @@ import argparse
 import json
 import os
 import re
-import signal
 import sys
 import time
 from pathlib import Path
@@ -84,20 +83,20 @@ def _pattern(options: argparse.Namespace) -> re.Pattern[str] | None:
 
 
 def _try(plan: "Plan", as_json: bool) -> int:
+    from gradguard.monitoring.observe.termination import TERMINATED, end_on_sigterm
     from gradguard.monitoring.tune.show import print_summary, summary
-    from gradguard.monitoring.tune.trials import Terminated, Trials
-
-    def _terminate(number: int, frame: object) -> None:
-        raise Terminated
+    from gradguard.monitoring.tune.trials import Trials
 
     trials, code = Trials(plan, lambda line: print(line, file=sys.stderr, flush=True)), 0
-    before = signal.signal(signal.SIGTERM, _terminate)
+    give_back = end_on_sigterm()
     try:
         trials.run()
-    except KeyboardInterrupt as interrupt:
-        code = 143 if isinstance(interrupt, Terminated) else 130
+    except KeyboardInterrupt:
+        code = 130
+    except SystemExit:
+        code = TERMINATED
     finally:
-        signal.signal(signal.SIGTERM, before)
+        give_back()
     if trials.runs:
         with encodable(sys.stdout):
             if as_json:

@@ -28,10 +28,6 @@ OUTPUT = "output.txt"
 """What a run printed."""
 
 
-class Terminated(KeyboardInterrupt):
-    """SIGTERM came, as from ``timeout`` or a batch system: what was done is judged, as after Ctrl-C."""
-
-
 @dataclass(frozen=True, slots=True)
 class Plan:
     """What to try.
@@ -179,9 +175,11 @@ class Trials:
                     process.terminate()
                     _end(process)
                     return True
-        except KeyboardInterrupt as interrupt:  # which the run has got too, and which it may use to save its work
-            if isinstance(interrupt, Terminated):  # which it may not have got
-                process.terminate()
+        except KeyboardInterrupt:  # which the run has got too, and which it may use to save its work
+            _end(process)
+            raise
+        except SystemExit:  # from SIGTERM, which it may not have got
+            process.terminate()
             _end(process)
             raise
 
