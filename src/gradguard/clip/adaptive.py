@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from gradguard.arguments import check_threshold
-from gradguard.clip.adaptive_units import UnitDecision, decide_units, unit_layouts
+from gradguard.clip.adaptive_units import UnitDecision, clip_units_at_once, decide_units, unit_layouts
 from gradguard.clip.clipper import ClipResult, Decision, ListedParameters, choice, describe
 from gradguard.clip.gradients import (
     ONE_STAGE,
@@ -192,14 +192,16 @@ class AdaptiveClip:
 def _clip(
     grads: Gradients, layouts: Mapping[int, UnitLayout], threshold: float | Tensor, eps: float, policy: NonFinitePolicy
 ) -> AdaptiveClip:
-    decision = decide_units(grads, layouts, range(len(grads.gradients)), threshold, eps, grads.wants_each)
+    at_once = clip_units_at_once(grads, layouts, threshold, eps) if policy != "raise" else None
+    kept = range(len(grads.gradients))
+    decision = at_once or decide_units(grads, layouts, kept, threshold, eps, grads.wants_each)
     norm = decision.norm
     if policy == "raise":
         refuse_nonfinite_in(grads, norm, _norms_of_each(decision) if grads.reduction is not None else None)
     bad = None
     if grads.reduction is not None and host_sees_norms(grads) and _norms_of_each(decision) is None:
         bad = None if bool(norm.isfinite()) else nonfinite_in(grads)
-    written = decision.write()
+    written = decision.write() if at_once is None else list(decision.units.rows.values())
     if policy == "zero":
         zero_if_nonfinite_(norm, written)
     return AdaptiveClip(grads, decision, ~torch.isfinite(norm) & (policy == "zero"), bad)

@@ -19,7 +19,7 @@ from gradguard.distributed.units import UnitPlan, unit_plan_for
 from gradguard.errors import UnsupportedGradientError
 from gradguard.tensors.layout import coalesce_, meeting_device, move
 from gradguard.tensors.norms import norm_of_norms, tensor_norms
-from gradguard.tensors.units import UnitLayout, layout_of, scale_units_, unit_norms
+from gradguard.tensors.units import UnitLayout, clip_units_, layout_of, scale_units_, unit_norms
 from gradguard.torch_private import sparse_indices, sparse_values, transposed_convolutions
 
 _WEIGHTS = ("weight", "parametrizations.weight.original", "parametrizations.weight.original1", "weight_v")
@@ -180,6 +180,32 @@ def decide_units(
         spread, split = _outcome_everywhere(grads, plan, units, factors, threshold, eps, each)
         norm, outcome, factors = norm_of_norms(spread.norms), lambda: spread, factors | split
     return UnitDecision(norm, outcome, units, factors)
+
+
+@torch.no_grad()
+def clip_units_at_once(
+    grads: Gradients, layouts: Mapping[int, UnitLayout], threshold: float | Tensor, eps: float
+) -> UnitDecision | None:
+    """Clip in one pass over memory, where nobody needs to know the decision before; None if that cannot be.
+
+    Args:
+        grads: The gradients, which this process holds whole, all of which are clipped.
+        layouts: By identity, the units of parameters that are not what the shape tells.
+        threshold: λ, at least 0.
+        eps: ε, at least 0.
+    """
+    if grads.reduction is not None or isinstance(threshold, Tensor):
+        return None
+    places = [i for i, g in enumerate(grads.gradients) if g.numel()]
+    parameters, rows = [grads.parameters[i] for i in places], [grads.gradients[i] for i in places]
+    units = [layouts.get(id(p)) or layout_of(p) for p in parameters]
+    done = clip_units_(rows, parameters, units, threshold, eps) if rows else None
+    if done is None:
+        return None
+    norm, norms, factors = done
+    each, known, measured, multiplied = (dict(zip(places, x, strict=True)) for x in (rows, units, norms, factors))
+    held = Units(grads.parameters, each, known, measured, {})
+    return UnitDecision(norm, lambda: _outcome_here(grads, held, multiplied)[1](), held, {})  # nothing is left to write
 
 
 def _measured(

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from gradguard.errors import NonFiniteGradientError
+from gradguard.tensors.kernels import Blocks
 from gradguard.tensors.layout import are_readable, move, readable_values, writable_values
 
 _NAMED_AT_MOST = 20
@@ -61,6 +62,9 @@ def zero_if_nonfinite_(norm: Tensor, tensors: Sequence[Tensor]) -> None:
 @torch.no_grad()
 def count_nonfinite(tensor: Tensor) -> tuple[int, int]:
     """Return how many elements of ``tensor`` are NaN and how many are infinite."""
+    if (blocks := Blocks.of([tensor])) is not None:
+        (nan,), (inf,) = blocks.nonfinite()
+        return nan, inf
     values = readable_values(tensor, modulus=True)
     return int(values.isnan().sum()), int(values.isinf().sum())
 

@@ -18,6 +18,7 @@ from itertools import chain
 import torch
 from torch import Tensor
 
+from gradguard.tensors.kernels import Blocks
 from gradguard.tensors.layout import (
     HALVES,
     LONGEST,
@@ -57,6 +58,8 @@ def total_norm(tensors: Sequence[Tensor], p: float = 2.0) -> Tensor:
     Returns:
         A 0-dim float64 tensor (float32 on MPS): NaN if any element is NaN, else inf if any is infinite.
     """
+    if (blocks := _blocks_of(tensors, p)) is not None:
+        return torch.tensor(blocks.norm(p), dtype=torch.float64, device="cpu")
     values = each_plain(tensors, partial(readable_values, modulus=p != 2))
     sizes = [x.numel() for x in values]
     if 0 in sizes:
@@ -79,6 +82,8 @@ def tensor_norms(tensors: Sequence[Tensor], p: float = 2.0) -> Tensor:
 
     Arguments, dtype and accuracy are those of `total_norm`, whose result is the p-norm of this vector.
     """
+    if (blocks := _blocks_of(tensors, p)) is not None:
+        return blocks.norms(p)
     values = each_plain(tensors, partial(readable_values, modulus=p != 2))
     if are_readable(*values):
         return _host_tensor_norms(values, p)
@@ -110,7 +115,13 @@ def _device_norms(tensors: Sequence[Tensor], p: float, device: torch.device) -> 
     return torch.stack(norms) if norms else torch.zeros(0, dtype=wide_dtype(device), device=device)
 
 
+def _blocks_of(tensors: Sequence[Tensor], p: float) -> Blocks | None:
+    return Blocks.of(tensors) if Blocks.measures(p) else None
+
+
 def _host_tensor_norms(tensors: Sequence[Tensor], p: float) -> Tensor:
+    if (blocks := _blocks_of(tensors, p)) is not None:  # what was sparse or complex is a block by now
+        return blocks.norms(p)
     norms = [torch.zeros((), dtype=torch.float64, device="cpu")] * len(tensors)
     dtypes = {t.dtype for t in tensors}
     for dtype in dtypes:
@@ -135,6 +146,8 @@ def _host_tensor_norms(tensors: Sequence[Tensor], p: float) -> Tensor:
 def _host_norm(tensors: Sequence[Tensor], sizes: Sequence[int], p: float) -> float:
     if not tensors:
         return 0.0
+    if (blocks := _blocks_of(tensors, p)) is not None:
+        return blocks.norm(p)
     dtypes = {t.dtype for t in tensors}
     norm = float(_unchecked_norm(tensors, sizes, dtypes, p))
     if max(_trusted_above(sum(sizes), p, dtype) for dtype in dtypes) < norm < math.inf:

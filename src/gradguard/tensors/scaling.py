@@ -6,6 +6,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from gradguard.tensors.kernels import Blocks, representable
 from gradguard.tensors.layout import (
     HALVES,
     are_readable,
@@ -50,7 +51,10 @@ def scale_(tensors: Sequence[Tensor], coefficient: Tensor) -> None:
     lost. A coefficient of 1 that Python can read writes nothing.
     """
     if are_readable(coefficient) and float(coefficient) == 1.0:
-        return
+        return None
+    blocks = Blocks.of(tensors) if are_readable(coefficient) else None
+    if blocks is not None:
+        return blocks.scale_(float(coefficient))
     values = each_plain(tensors, writable_values)
     values.reverse()  # what the norm read last is still in the cache
     for (device, dtype), group in grouped(values).items():
@@ -71,16 +75,19 @@ def clamp_(tensors: Sequence[Tensor], low: float | Tensor, high: float | Tensor)
     On the CPU nothing is written where nothing exceeds the bounds. Real and imaginary parts of a complex tensor are
     clamped each by itself. Sparse tensors must be coalesced, since only then is a stored value an element.
     """
+    is_fixed = not isinstance(low, Tensor) and not isinstance(high, Tensor)
+    if is_fixed and (blocks := Blocks.of(tensors)) is not None and blocks.clamp_(low, high):
+        return
     values = [x for x in each_plain(tensors, writable_values) if x.numel()]
     binds = False
     for (device, dtype), group in grouped(values).items():
         alike = values if len(group) == len(values) else [values[i] for i in group]
-        if isinstance(low, Tensor) or isinstance(high, Tensor):
+        if not is_fixed:
             limits = [_bound_tensor(x, device, dtype) for x in (low, high)]
             for tensor in alike:
                 tensor.clamp_(*limits)
         else:
-            binds = _clamp_alike(alike, _representable(low, dtype), _representable(high, dtype), binds)
+            binds = _clamp_alike(alike, representable(low, dtype), representable(high, dtype), binds)
 
 
 def _clamp_alike(tensors: Sequence[Tensor], low: float, high: float, binds: bool) -> bool:
@@ -105,23 +112,19 @@ def exceeds(tensors: Sequence[Tensor], low: float | Tensor, high: float | Tensor
 
     Sparse tensors must be coalesced.
     """
+    if not isinstance(low, Tensor) and not isinstance(high, Tensor) and (blocks := Blocks.of(tensors)) is not None:
+        found = blocks.exceed(low, high)
+        if found is not None:
+            return torch.tensor(found, device="cpu")
     values = [x for x in each_plain(tensors, writable_values) if x.numel()]
     device = meeting_device(values)
     outside = [(smallest < low) | (largest > high) for smallest, largest in map(torch.aminmax, values)]
     return torch.stack([move(x, device) for x in outside]).any() if outside else torch.zeros((), dtype=torch.bool)
 
 
-def _representable(bound: float, dtype: torch.dtype) -> float:
-    """The bound as ``dtype`` holds it, rounded; a finite number beyond its range becomes its largest, not infinity."""
-    largest = torch.finfo(dtype).max
-    if not math.isinf(bound):
-        bound = min(max(bound, -largest), largest)
-    return torch.tensor(bound, dtype=dtype, device="cpu").item()
-
-
 def _bound_tensor(bound: float | Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
     if not isinstance(bound, Tensor):
-        return torch.full((), _representable(bound, dtype), dtype=dtype, device=device)
+        return torch.full((), representable(bound, dtype), dtype=dtype, device=device)
     bound, largest = bound.detach(), torch.finfo(dtype).max
     if torch.finfo(bound.dtype).max > largest:
         bound = torch.where(bound.isinf(), bound, bound.clamp(-largest, largest))

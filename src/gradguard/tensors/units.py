@@ -3,10 +3,13 @@ r"""Unit-wise norms: one norm for each row of a linear weight, each filter of a 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import compress
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
+from gradguard.tensors.kernels import UnitBlocks
 from gradguard.tensors.layout import HALVES, are_readable, each_plain, grouped, readable_values, wide_dtype
 from gradguard.tensors.norms import ROW
 from gradguard.tensors.scratch import BLOCK, in_float32
@@ -36,6 +39,12 @@ class UnitLayout:
 
     dim: int | None = 0
     groups: int = 1
+
+    def units(self, tensor: Tensor) -> int:
+        """Return how many units ``tensor`` has."""
+        if self.dim is None or tensor.dim() == 0:
+            return 1
+        return tensor.shape[0] if self.dim == 0 else self.groups * tensor.shape[self.dim]
 
     def rows(self, tensor: Tensor) -> Tensor:
         """Return ``tensor`` as ``[units, elements of a unit]``: a view wherever its strides allow one."""
@@ -89,6 +98,9 @@ def unit_norms(tensors: Sequence[Tensor], layouts: Sequence[UnitLayout], floor: 
     """
     if not tensors:
         return []
+    if (blocks := _blocks_of(tensors, layouts)) is not None:
+        counts = [layout.units(x) for x, layout in zip(tensors, layouts, strict=True)]
+        return list(blocks.norms(sum(counts)).split(counts))
     rows = [layout.rows(x) for x, layout in zip(each_plain(tensors, _as_real), layouts, strict=True)]
     if not are_readable(*rows):
         return [_wide_row_norms(x) for x in rows]
@@ -98,6 +110,10 @@ def unit_norms(tensors: Sequence[Tensor], layouts: Sequence[UnitLayout], floor: 
     if norms.numel() and not _trusted(norms, floor):
         return [n if _trusted(n, floor) else _scaled_row_norms(x) for n, x in zip(found, rows, strict=True)]
     return found
+
+
+def _blocks_of(tensors: Sequence[Tensor], layouts: Sequence[UnitLayout]) -> UnitBlocks | None:
+    return UnitBlocks.of(tensors, [layout.dim for layout in layouts], [layout.groups for layout in layouts])
 
 
 def _wide_row_norms(rows: Tensor) -> Tensor:
@@ -179,15 +195,49 @@ def scale_units_(tensors: Sequence[Tensor], layouts: Sequence[UnitLayout], facto
             all 1 is not written.
     """
     if not tensors:
-        return
+        return None
     together = torch.cat(list(factors))
     sizes = [f.shape[0] for f in factors]
     binding = _any_below_one(together, sizes) if are_readable(together) else [True] * len(tensors)
+    if are_readable(together) and (blocks := _blocks_of(tensors, layouts)) is not None:
+        blocks.scale_(together)
+        return increment_version(list(compress(tensors, binding)))
     narrow, wide = together.float().split(sizes), together.split(sizes)
     for tensor, layout, binds, short, long in zip(tensors, layouts, binding, narrow, wide, strict=True):
         if binds:
             view, factor = layout.spread(tensor, long if tensor.dtype in _WIDE else short)
             view.mul_(factor)  # a factor of one dimension or more makes half precision promote
+
+
+@torch.no_grad()
+def clip_units_(
+    grads: Sequence[Tensor], weights: Sequence[Tensor], layouts: Sequence[UnitLayout], threshold: float, eps: float
+) -> tuple[Tensor, list[Tensor], list[Tensor]] | None:
+    r"""Hold each unit's norm to ``threshold * max(norm of its weight, eps)``, in place and in one pass over memory.
+
+    What it writes is what `unit_norms`, the factors :math:`\min(1, \text{bound} / \text{norm})` and `scale_units_` do.
+
+    Args:
+        grads: As for `scale_units_`.
+        weights: One for each, of the same shape.
+        layouts: The units of each.
+        threshold: At least 0.
+        eps: At least 0.
+
+    Returns:
+        The norm of all before (0-dim float64), those of the units of each tensor, and their factors; None, and nothing
+        done, where no kernel takes all of these tensors.
+    """
+    if any([g.shape != w.shape for g, w in zip(grads, weights, strict=True)]):
+        return None
+    blocks, limits = _blocks_of(grads, layouts), _blocks_of(weights, layouts)
+    if blocks is None or limits is None:
+        return None
+    counts = [layout.units(x) for x, layout in zip(grads, layouts, strict=True)]
+    norm, norms, factors = blocks.clip_(limits, sum(counts), threshold, eps)
+    written = compress(grads, _any_below_one(factors, counts))
+    increment_version(list(written))
+    return torch.tensor(norm, dtype=torch.float64, device="cpu"), list(norms.split(counts)), list(factors.split(counts))
 
 
 def _any_below_one(factors: Tensor, sizes: Sequence[int]) -> list[bool]:

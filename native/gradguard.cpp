@@ -1,0 +1,584 @@
+// A plain C interface: lists of addresses in, numbers out. No torch, no Python, no C++ runtime, no threads of its own.
+//
+// Work is cut into chunks, none of which spans two tensors; chunks next to one another make a task; threads take tasks
+// from a counter. Every chunk has a sum of its own and these are put together in order, so the number of threads does
+// not change the bits.
+#include <math.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "kernels.h"
+
+#define API extern "C" __attribute__((visibility("default")))
+
+// ---- the instruction set ----
+#if defined(__x86_64__)
+extern "C" const Kernels kernels_1, kernels_3, kernels_4;  // x86-64, x86-64-v3 and x86-64-v4
+static const Kernels* kernels_at(int level) {
+  __builtin_cpu_init();
+  bool v3 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("bmi2");
+  bool v4 = v3 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+            __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+  if (level >= 4 && v4) return &kernels_4;
+  if (level >= 3 && v3) return &kernels_3;  // every processor with AVX2 has F16C
+  return &kernels_1;
+}
+static int level_of(const Kernels* k) { return k == &kernels_4 ? 4 : k == &kernels_3 ? 3 : 1; }
+#else
+extern "C" const Kernels kernels_1;
+static const Kernels* kernels_at(int) { return &kernels_1; }
+static int level_of(const Kernels*) { return 1; }
+#endif
+static const Kernels* use = kernels_at(4);
+
+// Use the best instruction set of the machine up to `level`; returns which that is. For tests.
+API int gg_use_level(int level) {
+  use = kernels_at(level);
+  return level_of(use);
+}
+API int gg_interface() { return 1; }
+
+// ---- threads ----
+typedef void (*Body)(int64_t begin, int64_t end, void* context);
+// torch's own pool: the function `torch_parallel_for` that libtorch_cpu exports is handed in, not linked.
+typedef int32_t (*ParallelFor)(int64_t begin, int64_t end, int64_t grain, Body body, void* context);
+struct Threads {
+  int64_t count;
+  ParallelFor parallel;
+};
+
+static const int64_t SIZE[DTYPES] = {4, 2, 2, 8};
+static const int64_t CHUNK = 1 << 15;  // elements
+static const int64_t TASK = 1 << 17;   // elements: 512 kB of float32
+static const int64_t ALONE = 1 << 16;  // elements below which one thread is faster
+
+static int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
+
+template <class F> static void for_tasks(int64_t tasks, int64_t elements, const Threads* threads, const F& each) {
+  int64_t count = smaller(threads->count, tasks);
+  if (count <= 1 || elements < ALONE || !threads->parallel) {
+    for (int64_t i = 0; i < tasks; ++i) each(i);
+    return;
+  }
+  struct Job {
+    const F* each;
+    int64_t tasks, next;
+  } job = {&each, tasks, 0};
+  threads->parallel(0, count, 1, [](int64_t, int64_t, void* context) {
+    Job& job = *(Job*)context;
+    for (int64_t i; (i = __atomic_fetch_add(&job.next, 1, __ATOMIC_RELAXED)) < job.tasks;) (*job.each)(i);
+  }, &job);
+}
+
+// ---- memory: freed at the end of a call ----
+template <class T> struct Room {
+  T* at = nullptr;
+  int64_t size = 0;
+  explicit Room(int64_t n) : at((T*)calloc(n > 0 ? n : 1, sizeof(T))), size(n) {}
+  Room(const Room&) = delete;
+  ~Room() { free(at); }
+  T& operator[](int64_t i) const { return at[i]; }
+};
+enum Status { DONE = 0, NO_MEMORY = 1 };
+
+// ---- lists of tensors ----
+struct List {
+  const uint64_t* at;      // addresses
+  const int64_t* numel;
+  const uint8_t* dtype;
+  int64_t count;
+};
+struct Chunk {
+  char* at;
+  int64_t n, tensor;
+};
+struct Work {
+  Room<Chunk> chunks;
+  Room<int64_t> tasks;  // the first chunk of each, and the end
+  int64_t chunk_count = 0, task_count = 0, elements = 0;
+
+  static int64_t most(const List* list) {
+    int64_t n = 0;
+    for (int64_t t = 0; t < list->count; ++t) n += (list->numel[t] + CHUNK - 1) / CHUNK;
+    return n;
+  }
+  explicit Work(const List* list) : chunks(most(list)), tasks(chunks.size + 1) {
+    if (!is_there()) return;
+    int64_t in_task = TASK;
+    for (int64_t t = 0; t < list->count; ++t)
+      for (int64_t start = 0; start < list->numel[t]; start += CHUNK) {
+        int64_t n = smaller(CHUNK, list->numel[t] - start);
+        if (in_task >= TASK) tasks[task_count++] = chunk_count, in_task = 0;
+        chunks[chunk_count++] = {(char*)list->at[t] + start * SIZE[list->dtype[t]], n, t};
+        in_task += n, elements += n;
+      }
+    tasks[task_count] = chunk_count;
+  }
+  bool is_there() const { return chunks.at && tasks.at; }
+  template <class F> void for_chunks(const Threads* threads, const F& each) const {
+    for_tasks(task_count, elements, threads, [&](int64_t i) {
+      for (int64_t c = tasks[i]; c < tasks[i + 1]; ++c) each(c);
+    });
+  }
+};
+
+// ---- norms ----
+enum Order { ONE = 1, TWO = 2, INFINITE = 3 };
+
+static const double DOWN = 0x1p-600;
+static double root(const Sum& s) {
+  if (s.middle != s.middle || s.large != s.large) return NAN;
+  if (s.large > 0) return __builtin_sqrt(s.large + s.middle * DOWN * DOWN) * 0x1p600;
+  if (s.middle > 0 && s.small > 0) return __builtin_sqrt(s.middle + s.small * DOWN * DOWN);
+  return s.middle > 0 ? __builtin_sqrt(s.middle) : __builtin_sqrt(s.small) * 0x1p-600;
+}
+static double norm_of(const Sum& s, Order order) { return order == TWO ? root(s) : s.middle; }
+static void join(Sum& a, const Sum& b, Order order) {
+  if (order != INFINITE) a.middle += b.middle, a.large += b.large, a.small += b.small;
+  else if (!(b.middle <= a.middle) && a.middle == a.middle) a.middle = b.middle;
+}
+
+// The norm of all tensors; of each too, where `norms` is given.
+API int gg_norm(const List* list, int order_code, double* norm, double* norms, const Threads* threads) {
+  Order order = (Order)order_code;
+  Work w(list);
+  Room<Sum> sums(w.chunks.size);
+  if (!w.is_there() || !sums.at) return NO_MEMORY;
+  auto measure = order == ONE ? use->absolutes : order == TWO ? use->squares : use->largest;
+  w.for_chunks(threads, [&](int64_t c) {
+    measure[list->dtype[w.chunks[c].tensor]](w.chunks[c].at, w.chunks[c].n, &sums[c]);
+  });
+  Sum all = {};
+  if (norms) memset(norms, 0, list->count * sizeof(double));
+  for (int64_t c = 0; c < w.chunk_count;) {
+    Sum one = {};
+    int64_t tensor = w.chunks[c].tensor;
+    for (; c < w.chunk_count && w.chunks[c].tensor == tensor; ++c) join(one, sums[c], order);
+    if (norms) norms[tensor] = norm_of(one, order);
+    join(all, one, order);
+  }
+  *norm = norm_of(all, order);
+  return DONE;
+}
+
+// ---- writes ----
+// Whether two tensors share memory: two threads must not multiply one element. Addresses are sorted, a digit at a time.
+template <class F> static bool overlap(const uint64_t* at, int64_t count, const F& bytes) {
+  const int DIGIT = 11, PLACES = 1 << DIGIT;
+  Room<int64_t> order(2 * count);
+  if (!order.at) return true;
+  uint64_t same = ~(uint64_t)0;  // bits in which no two addresses differ
+  for (int64_t i = 1; i < count; ++i) same &= ~(at[i] ^ at[0]);
+  int64_t *from = order.at, *to = order.at + count, kept = 0;
+  for (int64_t i = 0; i < count; ++i)
+    if (bytes(i) > 0) from[kept++] = i;
+  for (int shift = 0; shift < 64; shift += DIGIT) {
+    if (!(~same >> shift & (PLACES - 1))) continue;
+    int64_t start[PLACES + 1] = {};
+    for (int64_t i = 0; i < kept; ++i) ++start[(at[from[i]] >> shift & (PLACES - 1)) + 1];
+    for (int k = 0; k < PLACES; ++k) start[k + 1] += start[k];
+    for (int64_t i = 0; i < kept; ++i) to[start[at[from[i]] >> shift & (PLACES - 1)]++] = from[i];
+    int64_t* other = from;
+    from = to, to = other;
+  }
+  for (int64_t i = 1; i < kept; ++i)
+    if (at[from[i - 1]] + bytes(from[i - 1]) > at[from[i]]) return true;
+  return false;
+}
+
+// The last task comes first: what a norm has just read is still in the cache.
+API int gg_scale(const List* list, double factor, const Threads* threads) {
+  Work w(list);
+  if (!w.is_there()) return NO_MEMORY;
+  Threads alone = {1, nullptr};
+  if (overlap(list->at, list->count, [&](int64_t t) { return list->numel[t] * SIZE[list->dtype[t]]; })) threads = &alone;
+  for_tasks(w.task_count, w.elements, threads, [&](int64_t i) {
+    int64_t task = w.task_count - 1 - i;
+    for (int64_t c = w.tasks[task + 1]; c-- > w.tasks[task];)
+      use->scale[list->dtype[w.chunks[c].tensor]](w.chunks[c].at, w.chunks[c].n, factor);
+  });
+  return DONE;
+}
+
+// `low` and `high` have a bound for each dtype, which it can hold; `written` becomes 1 where a tensor was.
+API int gg_clamp(const List* list, const double* low, const double* high, uint8_t* written, const Threads* threads) {
+  Work w(list);
+  if (!w.is_there()) return NO_MEMORY;
+  memset(written, 0, list->count);
+  w.for_chunks(threads, [&](int64_t c) {
+    int64_t t = w.chunks[c].tensor;
+    uint8_t d = list->dtype[t];
+    if (use->clamp[d](w.chunks[c].at, w.chunks[c].n, low[d], high[d])) __atomic_store_n(&written[t], 1, __ATOMIC_RELAXED);
+  });
+  return DONE;
+}
+API int gg_exceeds(const List* list, const double* low, const double* high, int* found, const Threads* threads) {
+  Work w(list);
+  if (!w.is_there()) return NO_MEMORY;
+  int any = 0;
+  w.for_chunks(threads, [&](int64_t c) {
+    if (__atomic_load_n(&any, __ATOMIC_RELAXED)) return;
+    uint8_t d = list->dtype[w.chunks[c].tensor];
+    if (use->exceeds[d](w.chunks[c].at, w.chunks[c].n, low[d], high[d])) __atomic_store_n(&any, 1, __ATOMIC_RELAXED);
+  });
+  *found = any;
+  return DONE;
+}
+
+// ---- what is not finite, in each tensor ----
+API int gg_nonfinite(const List* list, int64_t* nan, int64_t* inf, const Threads* threads) {
+  Work w(list);
+  Room<int64_t> counts(2 * w.chunks.size);
+  if (!w.is_there() || !counts.at) return NO_MEMORY;
+  w.for_chunks(threads, [&](int64_t c) {
+    use->nonfinite[list->dtype[w.chunks[c].tensor]](w.chunks[c].at, w.chunks[c].n, &counts[2 * c], &counts[2 * c + 1]);
+  });
+  memset(nan, 0, list->count * sizeof(int64_t));
+  memset(inf, 0, list->count * sizeof(int64_t));
+  for (int64_t c = 0; c < w.chunk_count; ++c) {
+    nan[w.chunks[c].tensor] += counts[2 * c];
+    inf[w.chunks[c].tensor] += counts[2 * c + 1];
+  }
+  return DONE;
+}
+
+// ---- units: a tensor is [groups, before, units, after] in memory, one unit for each group and each of `units` ----
+struct Shape {
+  int64_t groups, before, units, after;
+};
+struct UnitList {
+  const uint64_t* at;
+  const Shape* shape;
+  const uint8_t* dtype;
+  int64_t count;
+};
+// Where nothing stands before the units, each is one stretch of memory (a row); else they lie side by side (columns).
+static bool are_rows(const Shape& s) { return s.before == 1; }
+
+static const int64_t SPAN = 1 << 11;  // elements of a row of columns that are summed at a time: 16 kB of float64
+
+// A piece of work. Rows: units [first, first + count), or a part of one long unit. Columns: elements [start, start + n)
+// of each of the rows of one group, where `first` is that group.
+struct Piece {
+  int64_t tensor, first, count, start, n, unit;
+};
+struct UnitWork {
+  Room<Piece> pieces;
+  Room<int64_t> tasks;
+  int64_t piece_count = 0, task_count = 0, elements = 0, units = 0;
+
+  template <class F> static void cut(const UnitList* list, const F& each) {
+    int64_t unit = 0;
+    for (int64_t t = 0; t < list->count; ++t) {
+      const Shape& s = list->shape[t];
+      int64_t all = s.groups * s.units;
+      if (s.after && s.before && are_rows(s) && s.after <= CHUNK) {
+        int64_t together = CHUNK / s.after;
+        for (int64_t u = 0; u < all; u += together) {
+          int64_t count = smaller(together, all - u);
+          each(Piece{t, u, count, 0, s.after, unit + u}, count * s.after);
+        }
+      } else if (s.after && s.before && are_rows(s)) {
+        for (int64_t u = 0; u < all; ++u)
+          for (int64_t start = 0; start < s.after; start += CHUNK)
+            each(Piece{t, u, 1, start, smaller(CHUNK, s.after - start), unit + u}, smaller(CHUNK, s.after - start));
+      } else if (s.after && s.before) {
+        int64_t together = s.after < SPAN ? SPAN / s.after : 1;
+        for (int64_t g = 0; g < s.groups; ++g)
+          for (int64_t u = 0; u < s.units; u += together) {
+            int64_t count = smaller(together, s.units - u);
+            each(Piece{t, g, count, u * s.after, count * s.after, unit + g * s.units + u}, count * s.after * s.before);
+          }
+      }
+      unit += all;
+    }
+  }
+  static int64_t most(const UnitList* list) {
+    int64_t n = 0;
+    cut(list, [&](const Piece&, int64_t) { ++n; });
+    return n;
+  }
+  explicit UnitWork(const UnitList* list) : pieces(most(list)), tasks(pieces.size + 1) {
+    if (!is_there()) return;
+    int64_t in_task = TASK;
+    cut(list, [&](const Piece& piece, int64_t size) {
+      if (in_task >= TASK) tasks[task_count++] = piece_count, in_task = 0;
+      pieces[piece_count++] = piece;
+      in_task += size, elements += size;
+    });
+    tasks[task_count] = piece_count;
+    for (int64_t t = 0; t < list->count; ++t) units += list->shape[t].groups * list->shape[t].units;
+  }
+  bool is_there() const { return pieces.at && tasks.at; }
+};
+
+static char* row_of(const UnitList* list, const Piece& p, int64_t unit) {
+  return (char*)list->at[p.tensor] + ((p.first + unit) * list->shape[p.tensor].after + p.start) * SIZE[list->dtype[p.tensor]];
+}
+static char* line_of(const UnitList* list, const Piece& p, int64_t before) {
+  const Shape& s = list->shape[p.tensor];
+  return (char*)list->at[p.tensor] + ((p.first * s.before + before) * s.units * s.after + p.start) * SIZE[list->dtype[p.tensor]];
+}
+
+static void measure_rows(const UnitList* list, const Piece& p, Sum* sums) {
+  for (int64_t u = 0; u < p.count; ++u) use->squares[list->dtype[p.tensor]](row_of(list, p, u), p.n, &sums[u]);
+}
+// Columns of units longer than SPAN are taken a stretch at a time.
+static void measure_columns(const UnitList* list, const Piece& p, Sum* sums) {
+  const Shape& s = list->shape[p.tensor];
+  uint8_t d = list->dtype[p.tensor];
+  double square[SPAN];
+  for (int64_t start = 0; start < p.n; start += SPAN) {
+    int64_t n = smaller(SPAN, p.n - start);
+    memset(square, 0, n * sizeof(double));
+    for (int64_t b = 0; b < s.before; ++b) use->column_squares[d](line_of(list, p, b) + start * SIZE[d], n, square);
+    for (int64_t i = 0; i < n; ++i) sums[(start + i) / s.after].middle += square[i];
+  }
+}
+
+// The 2-norm of each unit of each tensor, one after the other. Columns of float64 are not for this: their squares may
+// leave its range.
+API int gg_unit_norms(const UnitList* list, double* norms, const Threads* threads) {
+  UnitWork w(list);
+  int64_t slots = 0;
+  for (int64_t i = 0; w.is_there() && i < w.piece_count; ++i) slots += w.pieces[i].count;
+  Room<Sum> sums(slots);
+  Room<int64_t> slot(w.piece_count);
+  if (!w.is_there() || !sums.at || !slot.at) return NO_MEMORY;
+  for (int64_t i = 1; i < w.piece_count; ++i) slot[i] = slot[i - 1] + w.pieces[i - 1].count;
+  for_tasks(w.task_count, w.elements, threads, [&](int64_t task) {
+    for (int64_t i = w.tasks[task]; i < w.tasks[task + 1]; ++i) {
+      const Piece& p = w.pieces[i];
+      (are_rows(list->shape[p.tensor]) ? measure_rows : measure_columns)(list, p, &sums[slot[i]]);
+    }
+  });
+  memset(norms, 0, w.units * sizeof(double));
+  for (int64_t i = 0; i < w.piece_count;) {
+    const Piece& p = w.pieces[i];
+    if (p.count > 1 || !are_rows(list->shape[p.tensor])) {
+      for (int64_t u = 0; u < p.count; ++u) norms[p.unit + u] = root(sums[slot[i] + u]);
+      ++i;
+      continue;
+    }
+    Sum one = {};  // the parts of a long unit
+    int64_t unit = p.unit;
+    for (; i < w.piece_count && w.pieces[i].unit == unit && w.pieces[i].count == 1; ++i) join(one, sums[slot[i]], TWO);
+    norms[unit] = root(one);
+  }
+  return DONE;
+}
+
+static bool units_overlap(const UnitList* list) {
+  return overlap(list->at, list->count, [&](int64_t t) {
+    const Shape& s = list->shape[t];
+    return s.groups * s.before * s.units * s.after * SIZE[list->dtype[t]];
+  });
+}
+static void scale_rows(const UnitList* list, const Piece& p, const double* factors) {
+  for (int64_t u = 0; u < p.count; ++u)
+    if (factors[u] != 1) use->scale[list->dtype[p.tensor]](row_of(list, p, u), p.n, factors[u]);
+}
+static void scale_columns(const UnitList* list, const Piece& p, const double* factors) {
+  const Shape& s = list->shape[p.tensor];
+  uint8_t d = list->dtype[p.tensor];
+  double each[SPAN];
+  for (int64_t start = 0; start < p.n; start += SPAN) {
+    int64_t n = smaller(SPAN, p.n - start);
+    bool binds = false;
+    for (int64_t i = 0; i < n; ++i) each[i] = factors[(start + i) / s.after], binds |= each[i] != 1;
+    for (int64_t b = 0; binds && b < s.before; ++b) use->column_scale[d](line_of(list, p, b) + start * SIZE[d], n, each);
+  }
+}
+
+// Multiply each unit by its own factor; one whose factor is 1 is not written, but beside another in a column.
+API int gg_unit_scale(const UnitList* list, const double* factors, const Threads* threads) {
+  UnitWork w(list);
+  if (!w.is_there()) return NO_MEMORY;
+  Threads alone = {1, nullptr};
+  if (units_overlap(list)) threads = &alone;
+  for_tasks(w.task_count, w.elements, threads, [&](int64_t i) {
+    int64_t task = w.task_count - 1 - i;  // the last first, as gg_scale
+    for (int64_t k = w.tasks[task + 1]; k-- > w.tasks[task];) {
+      const Piece& p = w.pieces[k];
+      (are_rows(list->shape[p.tensor]) ? scale_rows : scale_columns)(list, p, factors + p.unit);
+    }
+  });
+  return DONE;
+}
+
+// ---- adaptive clipping: the units of a gradient against those of its weight ----
+static double factor_for(double norm, double weight, double threshold, double eps) {
+  double bound = (weight < eps ? eps : weight) * threshold;  // NaN stays
+  return norm > bound ? bound / norm : 1;
+}
+
+// Measure the units of weights and gradients and scale the latter while they are in the cache. `norms` gets those of
+// the gradients, `factors` what they were multiplied by, `norm` that of all.
+API int gg_unit_clip(const UnitList* weights, const UnitList* grads, double threshold, double eps, double* norms,
+                     double* factors, double* norm, const Threads* threads) {
+  UnitWork w(grads);
+  Room<Sum> parts(2 * w.pieces.size);  // of the pieces of long units: gradient, weight
+  if (!w.is_there() || !parts.at) return NO_MEMORY;
+  Threads alone = {1, nullptr};
+  if (units_overlap(grads)) threads = &alone;
+  memset(norms, 0, w.units * sizeof(double));
+  for (int64_t u = 0; u < w.units; ++u) factors[u] = 1;
+  auto is_part = [&](const Piece& p) { return are_rows(grads->shape[p.tensor]) && p.n < grads->shape[p.tensor].after; };
+  for_tasks(w.task_count, w.elements, threads, [&](int64_t task) {
+    for (int64_t i = w.tasks[task]; i < w.tasks[task + 1]; ++i) {
+      const Piece& p = w.pieces[i];
+      if (is_part(p)) {
+        measure_rows(grads, p, &parts[2 * i]);
+        measure_rows(weights, p, &parts[2 * i + 1]);
+      } else if (are_rows(grads->shape[p.tensor])) {
+        Piece row = p;
+        row.count = 1;
+        for (int64_t u = 0; u < p.count; ++u, ++row.first, ++row.unit) {
+          Sum g = {}, v = {};
+          measure_rows(grads, row, &g);
+          measure_rows(weights, row, &v);
+          norms[row.unit] = root(g);
+          factors[row.unit] = factor_for(norms[row.unit], root(v), threshold, eps);
+          scale_rows(grads, row, &factors[row.unit]);
+        }
+      } else {
+        Sum g[SPAN] = {}, v[SPAN] = {};
+        measure_columns(grads, p, g);
+        measure_columns(weights, p, v);
+        for (int64_t u = 0; u < p.count; ++u) {
+          norms[p.unit + u] = root(g[u]);
+          factors[p.unit + u] = factor_for(norms[p.unit + u], root(v[u]), threshold, eps);
+        }
+        scale_columns(grads, p, &factors[p.unit]);
+      }
+    }
+  });
+  for (int64_t i = 0; i < w.piece_count;) {
+    if (!is_part(w.pieces[i])) {
+      ++i;
+      continue;
+    }
+    Sum g = {}, v = {};
+    int64_t unit = w.pieces[i].unit;
+    for (; i < w.piece_count && w.pieces[i].unit == unit; ++i) join(g, parts[2 * i], TWO), join(v, parts[2 * i + 1], TWO);
+    norms[unit] = root(g);
+    factors[unit] = factor_for(norms[unit], root(v), threshold, eps);
+  }
+  for_tasks(w.task_count, w.elements, threads, [&](int64_t i) {
+    int64_t task = w.task_count - 1 - i;
+    for (int64_t k = w.tasks[task + 1]; k-- > w.tasks[task];)
+      if (is_part(w.pieces[k])) scale_rows(grads, w.pieces[k], &factors[w.pieces[k].unit]);
+  });
+  Sum all = {};
+  use->squares[F64](norms, w.units, &all);
+  *norm = root(all);
+  return DONE;
+}
+
+// ---- a Python list of tensors, through the exchange table of DLPack: no libtorch, no Python.h ----
+// Called with the GIL held (ctypes.PyDLL). The two functions of Python are handed in, so that nothing is linked.
+namespace dlpack {
+struct DataType { uint8_t code, bits; uint16_t lanes; };
+struct Tensor {
+  void* data;
+  int32_t device_type, device_id, ndim;
+  DataType dtype;
+  int64_t *shape, *strides;
+  uint64_t byte_offset;
+};
+struct Exchange {
+  struct { uint32_t major, minor; } version;
+  void* previous;
+  void *allocate, *managed_from, *managed_to;
+  int (*from_py_object)(void* object, Tensor* out);
+  void* stream;
+};
+enum { CPU = 1, FLOAT = 2, BFLOAT = 4 };
+}  // namespace dlpack
+
+struct Python {
+  const dlpack::Exchange* exchange;
+  void* (*list_item)(void* list, intptr_t i);  // PyList_GetItem: borrowed
+  void (*clear_error)();                       // PyErr_Clear
+};
+
+static int dtype_of(dlpack::DataType d) {
+  if (d.lanes != 1) return -1;
+  if (d.code == dlpack::FLOAT) return d.bits == 32 ? F32 : d.bits == 16 ? F16 : d.bits == 64 ? F64 : -1;
+  return d.code == dlpack::BFLOAT && d.bits == 16 ? BF16 : -1;
+}
+// Whether dimensions [from, ndim) fill a block of memory, in whatever order; `in_order` asks for the usual one.
+static bool is_block(const dlpack::Tensor& t, int from, int64_t numel, bool in_order) {
+  if (numel <= 1 || !t.strides) return true;
+  int64_t expected = 1;
+  bool usual = true;
+  for (int d = t.ndim - 1; usual && d >= from; --d) {
+    if (t.shape[d] != 1 && t.strides[d] != expected) usual = false;
+    expected *= t.shape[d];
+  }
+  if (usual || in_order) return usual;
+  expected = 1;
+  uint64_t used = 0;
+  if (t.ndim > 64) return false;
+  for (int k = from; k < t.ndim; ++k) {  // the next dimension is the one whose stride is what lies below it
+    int found = -1;
+    for (int d = from; d < t.ndim && found < 0; ++d)
+      if (!(used >> d & 1) && (t.shape[d] == 1 || t.strides[d] == expected)) found = d;
+    if (found < 0) return false;
+    used |= (uint64_t)1 << found;
+    expected *= t.shape[found];
+  }
+  return true;
+}
+static bool look(const Python* py, void* list, int64_t i, dlpack::Tensor* t, int64_t* numel, uint8_t* dtype) {
+  if (py->exchange->from_py_object(py->list_item(list, i), t) != 0) {
+    py->clear_error();
+    return false;
+  }
+  int code = dtype_of(t->dtype);
+  if (t->device_type != dlpack::CPU || code < 0) return false;
+  *numel = 1, *dtype = (uint8_t)code;
+  for (int d = 0; d < t->ndim; ++d) *numel *= t->shape[d];
+  return t->data || !*numel;
+}
+
+// Returns n if every tensor is a block of memory on the CPU of one of the four dtypes, else the place of the first that
+// is not. `single` becomes 1 if one has a single element.
+API int64_t gg_collect(const Python* py, void* list, int64_t n, uint64_t* at, int64_t* numel, uint8_t* dtype, int* single) {
+  *single = 0;
+  for (int64_t i = 0; i < n; ++i) {
+    dlpack::Tensor t;
+    if (!look(py, list, i, &t, &numel[i], &dtype[i]) || !is_block(t, 0, numel[i], false)) return i;
+    at[i] = (uint64_t)t.data + t.byte_offset;
+    *single |= numel[i] == 1;
+  }
+  return n;
+}
+
+// The same for tensors with units along dimension `dims[i]` (-1: the whole tensor is one) in `groups[i]` groups.
+API int64_t gg_collect_units(const Python* py, void* list, int64_t n, const int32_t* dims, const int32_t* groups,
+                             uint64_t* at, Shape* shape, uint8_t* dtype) {
+  for (int64_t i = 0; i < n; ++i) {
+    dlpack::Tensor t;
+    int64_t numel;
+    if (!look(py, list, i, &t, &numel, &dtype[i])) return i;
+    at[i] = (uint64_t)t.data + t.byte_offset;
+    int d = dims[i];
+    if (d < 0 || t.ndim == 0) {
+      if (!is_block(t, 0, numel, false)) return i;
+      shape[i] = {1, 1, 1, numel};
+      continue;
+    }
+    if (d >= t.ndim || groups[i] < 1 || t.shape[0] % groups[i]) return i;
+    Shape s = {groups[i], 1, 0, 1};
+    if (d == 0) s.units = t.shape[0] / s.groups;
+    else s.units = t.shape[d], s.before = t.shape[0] / s.groups;
+    for (int k = 1; k < d; ++k) s.before *= t.shape[k];
+    for (int k = d + 1; k < t.ndim; ++k) s.after *= t.shape[k];
+    bool rows = d == 0 && (t.shape[0] == 1 || t.strides[0] == s.after) && is_block(t, 1, s.after, false);
+    if (numel && !rows && !is_block(t, 0, numel, true)) return i;
+    if (dtype[i] == F64 && !are_rows(s)) return i;
+    shape[i] = s;
+  }
+  return n;
+}

@@ -1,0 +1,22 @@
+// What one instruction set offers: a function for each dtype.
+#pragma once
+#include <stdint.h>
+
+enum DType : uint8_t { F32, BF16, F16, F64, DTYPES };
+
+// A sum of powers: middle + large * 2^1200 + small * 2^-1200. The last two are only for squares of float64.
+struct Sum {
+  double middle, large, small;
+};
+
+struct Kernels {
+  void (*squares[DTYPES])(const void* x, int64_t n, Sum* sum);     // adds
+  void (*absolutes[DTYPES])(const void* x, int64_t n, Sum* sum);   // adds
+  void (*largest[DTYPES])(const void* x, int64_t n, Sum* sum);     // the larger of |x| and sum->middle; NaN wins
+  void (*nonfinite[DTYPES])(const void* x, int64_t n, int64_t* nan, int64_t* inf);  // adds
+  bool (*exceeds[DTYPES])(const void* x, int64_t n, double low, double high);       // NaN does not
+  void (*scale[DTYPES])(void* x, int64_t n, double factor);
+  bool (*clamp[DTYPES])(void* x, int64_t n, double low, double high);               // whether it wrote
+  void (*column_squares[DTYPES])(const void* x, int64_t n, double* sums);    // sums[i] += x[i]^2
+  void (*column_scale[DTYPES])(void* x, int64_t n, const double* factors);   // x[i] *= factors[i]
+};

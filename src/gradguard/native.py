@@ -1,0 +1,169 @@
+"""The compiled kernels for the CPU: in use, or why not.
+
+They are one shared library, built from ``native/`` in the source: wheels for Linux bring it, an installation from
+source builds it where there is a C++ compiler. Without it all results are right too, to the same bounds, from torch's
+own kernels, and take longer. ``GRADGUARD_NATIVE=0`` in the environment turns it off, when it is first asked for.
+"""
+
+import ctypes
+import os
+import threading
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from gradguard.torch_private import exchange_table, parallel_for
+
+__all__ = ["NativeStatus", "status"]
+
+LIBRARY = Path(__file__).parent / "_native.so"
+INTERFACE = 1
+"""The version of the functions below; the library says which one it has."""
+
+_LEVELS = {
+    "x86_64": {1: "x86-64", 3: "x86-64-v3 (AVX2)", 4: "x86-64-v4 (AVX-512)"},
+    "aarch64": {1: "aarch64 (NEON)"},
+}
+
+
+@dataclass(frozen=True, slots=True)
+class NativeStatus:
+    """Whether the compiled kernels are in use.
+
+    Attributes:
+        in_use: Whether they are.
+        why: Which instruction set they use, or why they are not in use.
+    """
+
+    in_use: bool
+    why: str
+
+    def __str__(self) -> str:
+        return f"{'in use' if self.in_use else 'not in use'}: {self.why}"
+
+
+def status() -> NativeStatus:
+    """Return whether the compiled kernels are in use in this process, or why not.
+
+    **Guarantees.** Never raises. The answer stays the same for the life of the process. It tells what is there for
+    dense float32, float64, bfloat16 and float16 tensors on the CPU; all others take torch's own kernels anyway.
+
+    Returns:
+        The answer, to be printed or asked for ``.in_use``.
+
+    Example:
+        >>> import gradguard as gg
+        >>> gg.native.status().in_use in (True, False)
+        True
+    """
+    found = _loaded()
+    return NativeStatus(False, found) if isinstance(found, str) else NativeStatus(True, found.instruction_set())
+
+
+class List(ctypes.Structure):
+    """Blocks of memory: ``List`` of native/gradguard.cpp."""
+
+    _fields_ = (
+        ("at", ctypes.c_void_p),
+        ("numel", ctypes.c_void_p),
+        ("dtype", ctypes.c_void_p),
+        ("count", ctypes.c_int64),
+    )
+
+
+class _Threads(ctypes.Structure):
+    _fields_ = (("count", ctypes.c_int64), ("parallel", ctypes.c_void_p))
+
+
+class _Python(ctypes.Structure):
+    _fields_ = (("exchange", ctypes.c_void_p), ("list_item", ctypes.c_void_p), ("clear_error", ctypes.c_void_p))
+
+
+_P, _L, _D, _I = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double, ctypes.c_int
+_SIGNATURES = {
+    "gg_norm": [_P, _I, _P, _P, _P],
+    "gg_scale": [_P, _D, _P],
+    "gg_clamp": [_P, _P, _P, _P, _P],
+    "gg_exceeds": [_P, _P, _P, _P, _P],
+    "gg_nonfinite": [_P, _P, _P, _P],
+    "gg_unit_norms": [_P, _P, _P],
+    "gg_unit_scale": [_P, _P, _P],
+    "gg_unit_clip": [_P, _P, _D, _D, _P, _P, _P, _P],
+    "gg_use_level": [_I],
+    "gg_interface": [],
+}
+
+
+class Library:
+    """The loaded library: its functions, and what they need of torch and of Python."""
+
+    def __init__(self, path: Path, exchange: int, parallel: int) -> None:
+        self._free, held = ctypes.CDLL(str(path)), ctypes.PyDLL(str(path))  # one without the GIL, one with it
+        if self._free.gg_interface() != INTERFACE:
+            raise OSError("it was built from other sources")
+        for name, arguments in _SIGNATURES.items():
+            function = getattr(self._free, name)
+            function.restype, function.argtypes = _I, arguments
+        self._parallel = parallel
+        self._threads = threading.local()
+        api = ctypes.pythonapi
+        address = [ctypes.cast(f, _P).value for f in (api.PyList_GetItem, api.PyErr_Clear)]
+        self._python = _Python(exchange, *address)
+        self._where = ctypes.addressof(self._python)
+        self._collect, self._collect_units = held.gg_collect, held.gg_collect_units
+        self._collect.restype = self._collect_units.restype = _L
+        self._collect.argtypes = [_P, ctypes.py_object, _L, _P, _P, _P, _P]
+        self._collect_units.argtypes = [_P, ctypes.py_object, _L, _P, _P, _P, _P, _P]
+
+    def call(self, name: str, *arguments: object) -> None:
+        """Call a function on the threads that torch would use.
+
+        Raises:
+            MemoryError: If there is none for its list of work.
+        """
+        threads = _Threads(torch.get_num_threads(), self._parallel)
+        if getattr(self._free, name)(*arguments, ctypes.addressof(threads)):
+            raise MemoryError("the compiled kernels have no memory for their list of work")
+
+    def collect(self, tensors: list, *room: int) -> bool:
+        """Fill ``room`` with addresses, lengths, dtypes and a mark; False if one is no block of memory on the CPU."""
+        return self._collect(self._where, tensors, len(tensors), *room) == len(tensors)
+
+    def collect_units(self, tensors: list, *room: int) -> bool:
+        """The same for tensors with units: dimensions and groups in; addresses, shapes and dtypes out."""
+        return self._collect_units(self._where, tensors, len(tensors), *room) == len(tensors)
+
+    def use_level(self, level: int) -> int:
+        """Use the best instruction set of this machine up to ``level``; return which that is. For tests."""
+        return self._free.gg_use_level(level)
+
+    def instruction_set(self) -> str:
+        """Return what the kernels are compiled for."""
+        machine = os.uname().machine
+        return _LEVELS.get(machine, {}).get(self.use_level(4), machine)
+
+
+def library() -> Library | None:
+    """Return the library; None where it is not in use."""
+    found = _loaded()
+    return None if isinstance(found, str) else found
+
+
+@cache
+def _loaded() -> Library | str:
+    if os.environ.get("GRADGUARD_NATIVE") == "0":
+        return "GRADGUARD_NATIVE=0 is set"
+    if not LIBRARY.exists():
+        return "this installation has no compiled library (a wheel for Linux has; from source, it takes a C++ compiler)"
+    exchange, parallel = exchange_table(), parallel_for()
+    if exchange is None or parallel is None:
+        return (
+            f"torch {torch.__version__} does not offer what they need: DLPack's exchange table and torch_parallel_for"
+        )
+    try:
+        found = Library(LIBRARY, exchange, parallel)
+    except (OSError, AttributeError) as error:
+        return f"{LIBRARY.name} cannot be used: {error}"
+    return found

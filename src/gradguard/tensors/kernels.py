@@ -1,0 +1,184 @@
+"""The one way to the compiled kernels: lists of tensors that they can take, and what they do with them.
+
+`Blocks.of` and `UnitBlocks.of` return None for everything else, and callers then take torch's own kernels, which are
+right for all: that is the whole dispatch. What is taken: dense float32, float64, bfloat16 and float16 tensors on the
+CPU, of any shape and order of dimensions, each a block of memory. The kernels give the same bits whatever the number
+of threads and the instruction set; how they add up is told in ``native/kernels.cpp``.
+"""
+
+import ctypes
+import math
+from array import array
+from collections.abc import Sequence
+from functools import lru_cache
+from itertools import compress
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import increment_version
+
+from gradguard import native
+from gradguard.torch_private import are_operations_watched
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+"""In the order of ``DType`` in native/kernels.h."""
+
+_ORDERS = {1.0: 1, 2.0: 2, math.inf: 3}
+_ORDINARY = Tensor.__torch_dispatch__  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _library_for(tensors: Sequence[Tensor]) -> native.Library | None:
+    """The library, if it may look at the memory of ``tensors``: they are no stand-ins, and nobody watches operations."""
+    library = native.library()
+    if library is None or torch.compiler.is_compiling() or are_operations_watched():
+        return None
+    return library if all([kind.__torch_dispatch__ is _ORDINARY for kind in set(map(type, tensors))]) else None
+
+
+def _address(room: bytearray) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(room))
+
+
+class Blocks:
+    """A list of tensors each of which is a block of memory. It holds them while the kernels work."""
+
+    def __init__(self, library: native.Library, tensors: list[Tensor], room: bytearray, single: bool) -> None:
+        self._library, self._tensors, self._room, self._single = library, tensors, room, single
+        start, n = _address(room), len(tensors)
+        self._list = native.List(start, start + 8 * n, start + 16 * n, n)
+        self._where = ctypes.addressof(self._list)
+
+    @staticmethod
+    def of(tensors: Sequence[Tensor]) -> "Blocks | None":
+        """Return ``tensors`` for the kernels, or None if these cannot take all of them."""
+        library = _library_for(tensors)
+        if library is None:
+            return None
+        tensors, n = tensors if isinstance(tensors, list) else list(tensors), len(tensors)
+        room = bytearray(17 * n + 8)
+        start, single = _address(room), ctypes.c_int()
+        if not library.collect(tensors, start, start + 8 * n, start + 16 * n, ctypes.addressof(single)):
+            return None
+        return Blocks(library, tensors, room, bool(single))
+
+    @staticmethod
+    def measures(p: float) -> bool:
+        """Tell whether there is a kernel for the norm of order ``p``."""
+        return p in _ORDERS
+
+    def norm(self, p: float) -> float:
+        """Return the norm of all elements of all tensors."""
+        norm = ctypes.c_double()
+        self._library.call("gg_norm", self._where, _ORDERS[p], ctypes.addressof(norm), None)
+        return norm.value
+
+    def norms(self, p: float) -> Tensor:
+        """Return the norm of each tensor: float64."""
+        norm, norms = ctypes.c_double(), torch.empty(len(self._tensors), dtype=torch.float64, device="cpu")
+        self._library.call("gg_norm", self._where, _ORDERS[p], ctypes.addressof(norm), norms.data_ptr())
+        return norms
+
+    def scale_(self, factor: float) -> None:
+        """Multiply every element, in float64 or float32, rounding once to the tensor's dtype."""
+        self._library.call("gg_scale", self._where, factor)
+        increment_version(self._tensors)
+
+    def clamp_(self, low: float, high: float) -> bool:
+        """Clamp every element to the bounds as its dtype holds them; False, and nothing done, if these cannot."""
+        if self._is_negated():
+            return False
+        (lows, highs), written = _bounds(low, high), bytearray(len(self._tensors) + 1)
+        addresses = lows.buffer_info()[0], highs.buffer_info()[0], _address(written)
+        self._library.call("gg_clamp", self._where, *addresses)
+        if any(written):
+            increment_version(list(compress(self._tensors, written)))
+        return True
+
+    def exceed(self, low: float, high: float) -> bool | None:
+        """Tell whether any element lies outside the bounds as its dtype holds them; None if these cannot tell."""
+        if self._is_negated():
+            return None
+        (lows, highs), found = _bounds(low, high), ctypes.c_int()
+        addresses = lows.buffer_info()[0], highs.buffer_info()[0], ctypes.addressof(found)
+        self._library.call("gg_exceeds", self._where, *addresses)
+        return bool(found)
+
+    def nonfinite(self) -> tuple[Sequence[int], Sequence[int]]:
+        """Return how many elements of each tensor are NaN, and how many are infinite."""
+        nan, inf = (array("q", bytes(8 * len(self._tensors))) for _ in range(2))
+        self._library.call("gg_nonfinite", self._where, nan.buffer_info()[0], inf.buffer_info()[0])
+        return nan, inf
+
+    def _is_negated(self) -> bool:
+        """Whether memory holds the negative of an element; only a view of one complex number is also a block."""
+        return self._single and any([t.is_neg() for t in self._tensors])
+
+
+class UnitBlocks:
+    """The same for tensors that are cut into units, each a stretch of memory or a column of one."""
+
+    def __init__(self, library: native.Library, tensors: list[Tensor], room: bytearray) -> None:
+        self._library, self._tensors, self._room = library, tensors, room
+        start, n = _address(room), len(tensors)
+        self._list = native.List(start, start + 8 * n, start + 40 * n, n)  # addresses, four sizes each, dtypes
+        self._where = ctypes.addressof(self._list)
+
+    @staticmethod
+    def of(tensors: Sequence[Tensor], dims: Sequence[int | None], groups: Sequence[int]) -> "UnitBlocks | None":
+        """Return ``tensors`` for the kernels, or None if these cannot take all of them.
+
+        Args:
+            tensors: Any tensors.
+            dims: Along which dimension of each its units are; None for one that is one unit.
+            groups: Into how many groups of units its dimension 0 is cut first.
+        """
+        library = _library_for(tensors)
+        if library is None:
+            return None
+        tensors, n = tensors if isinstance(tensors, list) else list(tensors), len(tensors)
+        room = bytearray(41 * n + 8)
+        start, wanted = _address(room), array("i", [-1 if dim is None else dim for dim in dims])
+        cut = array("i", groups)
+        given = wanted.buffer_info()[0], cut.buffer_info()[0]
+        if not library.collect_units(tensors, *given, start, start + 8 * n, start + 40 * n):
+            return None
+        return UnitBlocks(library, tensors, room)
+
+    def norms(self, units: int) -> Tensor:
+        """Return the 2-norm of every unit of every tensor, ``units`` in all: float64."""
+        norms = torch.empty(units, dtype=torch.float64, device="cpu")
+        self._library.call("gg_unit_norms", self._where, norms.data_ptr())
+        return norms
+
+    def scale_(self, factors: Tensor) -> None:
+        """Multiply every unit by its factor, a float64 each; those that are 1 write nothing. Versions are not told."""
+        self._library.call("gg_unit_scale", self._where, factors.data_ptr())
+
+    def clip_(self, weights: "UnitBlocks", units: int, threshold: float, eps: float) -> tuple[float, Tensor, Tensor]:
+        """Hold the norm of each unit to ``threshold * max(eps, norm of the unit of the weights)``, reading it once.
+
+        Versions are not told.
+
+        Returns:
+            The norm of all before, that of each unit before, and what each was multiplied by.
+        """
+        norm, norms = ctypes.c_double(), torch.empty(2, units, dtype=torch.float64, device="cpu")
+        rows = norms.data_ptr(), norms[1].data_ptr(), ctypes.addressof(norm)
+        self._library.call("gg_unit_clip", weights._where, self._where, threshold, eps, *rows)
+        return norm.value, norms[0], norms[1]
+
+
+@lru_cache(maxsize=64)
+def _bounds(low: float, high: float) -> tuple[array, array]:
+    """Both bounds in each dtype of the kernels."""
+    lows, highs = ([representable(bound, dtype) for dtype in DTYPES] for bound in (low, high))
+    return array("d", lows), array("d", highs)
+
+
+@lru_cache(maxsize=256)
+def representable(bound: float, dtype: torch.dtype) -> float:
+    """Return a bound as ``dtype`` holds it, rounded; a finite number beyond its range becomes its largest one."""
+    largest = torch.finfo(dtype).max
+    if not math.isinf(bound):
+        bound = min(max(bound, -largest), largest)
+    return torch.tensor(bound, dtype=dtype, device="cpu").item()
