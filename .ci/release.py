@@ -1,14 +1,17 @@
 """Build a release and check it: `make release`. Nothing is uploaded.
 
-The source archive and the wheel are built twice, each time from a fresh copy of the last commit, and must be the same
-to the last byte; the wheel that is built from the source archive must be that wheel too. `twine` checks what an index
-would show. Then the wheel is installed into an empty environment of each Python that is found, with the pinned torch,
-and into one with each of --torch, and `smoke.py` uses it there. What is released is left in dist/.
+The source archive and the wheels (one with the compiled kernels for this kind of machine, one for every machine) are
+built twice, each time from a fresh copy of the last commit, and must be the same to the last byte; the wheels that are
+built from the source archive must be those too. `twine` checks what an index would show, `auditwheel` that the compiled
+one runs on every Linux that its name promises. Then it is installed into an empty environment of each Python that is
+found, with the pinned torch, and into one with each of --torch, and the other wheel into one more; `smoke.py` uses them
+there. What is released is left in dist/.
 """
 
 import argparse
 import hashlib
 import os
+import platform
 import re
 import shutil
 import subprocess
@@ -20,6 +23,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 PYTHONS = ("python3.11", "python3.12", "python3.13", "python3.14")
+PLATFORM = f"manylinux_2_17_{platform.machine()}"  # glibc 2.17 is from 2012; torch itself wants a newer one
 
 
 def main() -> None:
@@ -43,12 +47,14 @@ def main() -> None:
         for path in built:
             shutil.copy(path, ROOT / "dist")
             print(hashlib.sha256(path.read_bytes()).hexdigest(), path.name, flush=True)
-        [wheel] = [path for path in built if path.suffix == ".whl"]
+        pure, wheel = sorted((path for path in built if path.suffix == ".whl"), key=lambda path: PLATFORM in path.name)
+        audit(wheel)
         found = [python for python in arguments.python or PYTHONS if shutil.which(python)]
         for place, (python, torch) in enumerate(
             [(python, None) for python in found] + [(sys.executable, v) for v in arguments.torch]
         ):
             install_and_use(wheel, Path(folder, f"venv{place}"), python, torch)
+        install_and_use(pure, Path(folder, "venv of the pure one"), sys.executable, None)
         missing = sorted({*(arguments.python or PYTHONS)} - {*found})
         print("dist/ is ready" + (f"; not found, and so not tried: {', '.join(missing)}" if missing else ""))
 
@@ -75,7 +81,7 @@ def unready(root: Path) -> list[str]:
 
 
 def build_twice(folder: Path) -> list[Path]:
-    """Return the source archive and the wheel, which two builds and the archive itself give to the last byte."""
+    """Return the source archive and the wheels, which two builds and the archive itself give to the last byte."""
     os.environ["SOURCE_DATE_EPOCH"] = git(ROOT, "log", "-1", "--format=%ct")
     builds = []
     for name, mask in (("first", 0o022), ("again", 0o077)):
@@ -103,9 +109,21 @@ def build_twice(folder: Path) -> list[Path]:
 
 
 def build(source: Path, out: Path) -> list[Path]:
-    """Return the source archive and the wheel of a tree."""
-    run(sys.executable, "-m", "build", "--no-isolation", "--outdir", out, source, stdout=subprocess.DEVNULL)
-    return sorted(out.iterdir())
+    """Return the source archive and the two wheels of a tree."""
+    command = (sys.executable, "-m", "build", "--no-isolation", "--outdir", out, source)
+    run(*command, stdout=subprocess.DEVNULL, env=os.environ | {"GRADGUARD_PLATFORM": PLATFORM})
+    run(*command, "--wheel", stdout=subprocess.DEVNULL, env=os.environ | {"GRADGUARD_NATIVE": "0"})
+    built = sorted(out.iterdir())
+    if not any(PLATFORM in path.name for path in built):
+        raise SystemExit("release: the compiled kernels were not built; `python native/build.py` tells why.")
+    return built
+
+
+def audit(wheel: Path) -> None:
+    """See that a wheel needs nothing of a system but what its name says."""
+    shown = subprocess.run([sys.executable, "-m", "auditwheel", "show", str(wheel)], check=True, capture_output=True)
+    if f'"{PLATFORM}"' not in " ".join(shown.stdout.decode().split()):
+        raise SystemExit(f"release: {wheel.name} needs more than its name says:\n{shown.stdout.decode()}")
 
 
 def install_and_use(wheel: Path, folder: Path, python: str, torch: str | None) -> None:

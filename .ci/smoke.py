@@ -3,6 +3,7 @@
 import subprocess
 import sys
 import warnings
+from importlib.metadata import distribution
 from importlib.resources import files
 from pathlib import Path
 
@@ -14,6 +15,9 @@ import gradguard as gg  # noqa: E402
 
 assert "site-packages" in gg.__file__, gg.__file__
 assert files("gradguard").joinpath("py.typed").is_file()
+
+is_for_all = "py3-none-any" in distribution("gradguard").read_text("WHEEL")
+assert gg.native.status().in_use != is_for_all, gg.native.status()
 
 layer = torch.nn.Linear(2, 1, bias=False)
 layer.weight.grad = torch.tensor([[3.0, 4.0]])

@@ -38,39 +38,34 @@ def build(target: Path = LIBRARY, *, strict: bool = False, machine: str | None =
     machine = machine or platform.machine()
     compiler = os.environ.get("CXX") or next(filter(shutil.which, ("g++", "c++", "clang++")), None)
     if sys.platform != "linux" or machine not in LEVELS:
-        raise RuntimeError(
-            f"the kernels are written for Linux on {' and '.join(LEVELS)}, not {sys.platform} on {machine}"
-        )
+        raise RuntimeError(f"they are written for Linux on {' and '.join(LEVELS)}, not {sys.platform} on {machine}")
     if compiler is None:
         raise RuntimeError("there is no C++ compiler (g++, c++ or clang++ on the path, or CXX)")
-    flags = [*FLAGS, "-Werror"] if strict else FLAGS
     with tempfile.TemporaryDirectory() as folder:
-        objects: list[str] = []
-        commands: list[list[str]] = []
-        for level, options in LEVELS[machine].items():
-            objects.append(str(Path(folder, f"kernels_{level}.o")))
-            commands.append([*flags, *options, f"-DISA={level}", "-c", str(HERE / "kernels.cpp"), "-o", objects[-1]])
         library = Path(folder, "library.so")
-        commands.append(
-            [
-                *flags,
-                str(HERE / "gradguard.cpp"),
-                *objects,
-                "-shared",
-                "-nodefaultlibs",
-                "-lgcc",
-                "-lc",
-                "-Wl,-z,defs",
-                "-s",
-                "-o",
-                str(library),
-            ]
-        )
-        for command in commands:
-            _run([*compiler.split(), *command])
+        linked = ["-shared", "-nodefaultlibs", "-lgcc", "-lc", "-Wl,-z,defs", "-s"]  # no C++ runtime
+        for arguments in commands(library, machine, "gradguard.cpp", linked):
+            _run([*compiler.split(), *arguments, *(["-Werror"] if strict else [])])
         made = target.with_suffix(f".{os.getpid()}")
         shutil.copyfile(library, made)
         os.replace(made, target)  # a process that has loaded the old one keeps it
+
+
+def commands(target: Path, machine: str, source: str, linked: list[str]) -> list[list[str]]:
+    """Return the arguments of each call of a compiler that makes ``target`` of ``source`` and the kernels."""
+    objects = {level: str(target.with_name(f"kernels_{level}.o")) for level in LEVELS[machine]}
+    kernels = [
+        [*FLAGS, *options, f"-DISA={level}", "-c", str(HERE / "kernels.cpp"), "-o", objects[level]]
+        for level, options in LEVELS[machine].items()
+    ]
+    return [*kernels, [*FLAGS, str(HERE / source), *objects.values(), *linked, "-o", str(target)]]
+
+
+def build_if_older() -> None:
+    """Build the library of the source tree, unless it is newer than all that it is built from."""
+    sources = [HERE / name for name in ("build.py", "gradguard.cpp", "kernels.cpp", "kernels.h")]
+    if not LIBRARY.exists() or LIBRARY.stat().st_mtime < max(source.stat().st_mtime for source in sources):
+        build()
 
 
 def _run(command: list[str]) -> None:

@@ -18,7 +18,7 @@ static const Kernels* kernels_at(int level) {
   __builtin_cpu_init();
   bool v3 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("bmi2");
   bool v4 = v3 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-            __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+            __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512cd");
   if (level >= 4 && v4) return &kernels_4;
   if (level >= 3 && v3) return &kernels_3;  // every processor with AVX2 has F16C
   return &kernels_1;
@@ -474,6 +474,66 @@ API int gg_unit_clip(const UnitList* weights, const UnitList* grads, double thre
   *norm = root(all);
   return DONE;
 }
+
+// ---- each instruction set against the plain one, on this machine: the library is used only if they agree ----
+static uint32_t random_bits(uint64_t& state) {
+  state = state * 6364136223846793005u + 1442695040888963407u;
+  return (uint32_t)(state >> 32);
+}
+template <class T> static bool same(const T* a, const T* b, int64_t n) { return memcmp(a, b, n * sizeof(T)) == 0; }
+
+// 0 if `better` gives the bits of `plain` for every kernel and dtype, else 1 + the dtype. Takes a millisecond.
+static int differs(const Kernels* plain, const Kernels* better) {
+  const int64_t N = 4500;  // two blocks, and what is left
+  Room<double> given(N), one(N), two(N), sums(2 * N), factors(N);
+  if (!given.at || !one.at || !two.at || !sums.at || !factors.at) return 1;
+  uint64_t state = 1;
+  for (int d = 0; d < DTYPES; ++d)
+    for (int round = 0; round < 4; ++round) {
+      int64_t n = round == 3 ? 77 : N, bytes = n * SIZE[d];
+      for (int64_t i = 0; i < n; ++i) {
+        factors[i] = (double)(random_bits(state) >> 8) * 0x1p-24;
+        double v = ((double)random_bits(state) * 0x1p-31 - 1) * (round == 1 ? 0x1p-70 : round == 2 ? 0x1p70 : 1);
+        float f = (float)v;
+        uint32_t bits;
+        memcpy(&bits, &f, 4);
+        uint16_t b = bits >> 16, h = random_bits(state) & (round == 2 ? 0xffff : 0xbbff);
+        if ((h & 0x7c00) == 0x7c00) h &= 0xfc00;  // no NaN, whose bits may differ
+        memcpy((char*)given.at + i * SIZE[d], d == F64 ? (void*)&v : d == F32 ? (void*)&f : d == BF16 ? (void*)&b : (void*)&h, SIZE[d]);
+      }
+      Sum a[3] = {}, b[3] = {};
+      plain->squares[d](given.at, n, &a[0]), better->squares[d](given.at, n, &b[0]);
+      plain->absolutes[d](given.at, n, &a[1]), better->absolutes[d](given.at, n, &b[1]);
+      plain->largest[d](given.at, n, &a[2]), better->largest[d](given.at, n, &b[2]);
+      if (!same(a, b, 3)) return 1 + d;
+      int64_t counts[4] = {};
+      plain->nonfinite[d](given.at, n, &counts[0], &counts[1]);
+      better->nonfinite[d](given.at, n, &counts[2], &counts[3]);
+      if (counts[0] != counts[2] || counts[1] != counts[3]) return 1 + d;
+      memset(sums.at, 0, 2 * n * sizeof(double));
+      plain->column_squares[d](given.at, n, sums.at);
+      better->column_squares[d](given.at, n, sums.at + n);
+      if (!same(sums.at, sums.at + n, n)) return 1 + d;
+      double limit = d == F16 ? 0.25 : round == 1 ? 0x1p-72 : round == 2 ? 0x1p68 : 0.25;
+      for (int write = 0; write < 3; ++write) {
+        memcpy(one.at, given.at, bytes), memcpy(two.at, given.at, bytes);
+        bool a = true, b = true;
+        if (write == 0) plain->scale[d](one.at, n, 0.3), better->scale[d](two.at, n, 0.3);
+        if (write == 1) plain->column_scale[d](one.at, n, factors.at), better->column_scale[d](two.at, n, factors.at);
+        if (write == 2) {
+          a = plain->exceeds[d](one.at, n, -limit, limit), b = better->exceeds[d](two.at, n, -limit, limit);
+          a ^= plain->clamp[d](one.at, n, -limit, limit), b ^= better->clamp[d](two.at, n, -limit, limit);
+        }
+        if (a != b) return 1 + d;
+        for (int64_t i = 0; i < n; ++i) {  // inf * 0 is NaN
+          const char *x = (char*)one.at + i * SIZE[d], *y = (char*)two.at + i * SIZE[d];
+          if (memcmp(x, y, SIZE[d]) && !(d == F16 && (x[1] & 0x7c) == 0x7c && (y[1] & 0x7c) == 0x7c)) return 1 + d;
+        }
+      }
+    }
+  return 0;
+}
+API int gg_check_level() { return use == kernels_at(1) ? 0 : differs(kernels_at(1), use); }
 
 // ---- a Python list of tensors, through the exchange table of DLPack: no libtorch, no Python.h ----
 // Called with the GIL held (ctypes.PyDLL). The two functions of Python are handed in, so that nothing is linked.

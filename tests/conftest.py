@@ -14,6 +14,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+from gradguard import native
 from gradguard.monitoring.observe import meta as names
 from gradguard.tensors import layout
 
@@ -168,9 +169,14 @@ def _same_terminal(monkeypatch):
         monkeypatch.delenv(name, raising=False)
 
 
-@pytest.fixture(params=["host", "device"])
+@pytest.fixture(params=["native", "host", "device"])
 def path(request, monkeypatch) -> str:
-    """Run a test twice: as on the CPU, and as on an accelerator, where Python may not look at values."""
+    """Run a test thrice: by the compiled kernels, by torch's on the CPU, and as on an accelerator, without a look."""
+    if request.param == "native":
+        if not native.status().in_use:
+            pytest.skip(str(native.status()))
+        return "host"
+    monkeypatch.setattr(native, "library", lambda: None)
     if request.param == "device":
         blind = lambda *tensors: False  # noqa: E731
         for name in ("norms", "scaling", "units", "nonfinite"):

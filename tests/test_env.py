@@ -17,7 +17,8 @@ def test_every_line_is_there_and_nothing_private(monkeypatch, capsys):
     assert main(["env"]) == 0
     out = capsys.readouterr().out
     lines = dict(line.split(": ", 1) for line in out.splitlines())
-    assert list(lines) == ["gradguard", "torch", "Python", "platform", "devices", "packages", "settings"]
+    named = ["gradguard", "torch", "Python", "platform", "compiled kernels", "devices", "packages", "settings"]
+    assert list(lines) == named
     assert all(lines.values())
     assert torch.__version__ in lines["torch"]
     assert platform.python_version() in lines["Python"]

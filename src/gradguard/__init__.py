@@ -8,7 +8,7 @@ import importlib
 
 TYPE_CHECKING = False  # as in `typing`, which would take half of the time of this file; type checkers know the name
 if TYPE_CHECKING:
-    from gradguard import errors, private, rules, testing, types
+    from gradguard import errors, native, private, rules, testing, types
     from gradguard.backward_clip.append_backward import append_backward, minimize
     from gradguard.backward_clip.block import error_clip
     from gradguard.backward_clip.calibration import calibrate
@@ -84,6 +84,7 @@ __all__ = [
     "get_total_norm",
     "gradcheck",
     "minimize",
+    "native",
     "private",
     "rules",
     "testing",
@@ -133,6 +134,7 @@ _MODULE_OF = {
     "Monitor": "gradguard.monitoring.observe.monitor",
     "watch": "gradguard.monitoring.observe.watch",
     "errors": "gradguard.errors",
+    "native": "gradguard.native",
     "private": "gradguard.private",
     "rules": "gradguard.rules",
     "testing": "gradguard.testing",

@@ -92,6 +92,7 @@ _SIGNATURES = {
     "gg_unit_scale": [_P, _P, _P],
     "gg_unit_clip": [_P, _P, _D, _D, _P, _P, _P, _P],
     "gg_use_level": [_I],
+    "gg_check_level": [],
     "gg_interface": [],
 }
 
@@ -106,6 +107,9 @@ class Library:
         for name, arguments in _SIGNATURES.items():
             function = getattr(self._free, name)
             function.restype, function.argtypes = _I, arguments
+        if dtype := self._free.gg_check_level():
+            name = ("float32", "bfloat16", "float16", "float64")[dtype - 1]
+            raise OSError(f"its {self.instruction_set()} kernels for {name} give other bits here than the plain ones")
         self._parallel = parallel
         self._threads = threading.local()
         api = ctypes.pythonapi
@@ -159,9 +163,7 @@ def _loaded() -> Library | str:
         return "this installation has no compiled library (a wheel for Linux has; from source, it takes a C++ compiler)"
     exchange, parallel = exchange_table(), parallel_for()
     if exchange is None or parallel is None:
-        return (
-            f"torch {torch.__version__} does not offer what they need: DLPack's exchange table and torch_parallel_for"
-        )
+        return f"torch {torch.__version__} lacks what they need: DLPack's exchange table and torch_parallel_for"
     try:
         found = Library(LIBRARY, exchange, parallel)
     except (OSError, AttributeError) as error:

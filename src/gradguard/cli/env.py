@@ -10,7 +10,14 @@ _NEIGHBOURS = (
     "numpy", "triton", "transformers", "accelerate", "trl", "lightning", "deepspeed", "keras", "torchtitan",
     "mosaicml", "opacus", "tensorboard", "wandb", "mlflow-skinny", "trackio",
 )  # fmt: skip
-_SETTINGS = ("GRADGUARD", "OMP_NUM_THREADS", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "TORCHDYNAMO_DISABLE")
+_SETTINGS = (
+    "GRADGUARD",
+    "GRADGUARD_NATIVE",
+    "OMP_NUM_THREADS",
+    "PYTORCH_CUDA_ALLOC_CONF",
+    "PYTORCH_ALLOC_CONF",
+    "TORCHDYNAMO_DISABLE",
+)
 
 
 def add_to(commands) -> None:
@@ -43,6 +50,7 @@ def _facts() -> dict[str, str]:
         "torch": f"{torch.__version__}, CUDA or ROCm: {cuda}, threads: {torch.get_num_threads()}",
         "Python": f"{platform.python_version()} ({sys.implementation.name})",
         "platform": f"{platform.platform(terse=True)} {platform.machine()}, {os.cpu_count()} cores",
+        "compiled kernels": str(gradguard.native.status()),
         "devices": ", ".join(f"{devices.count(name)} x {name}" for name in dict.fromkeys(devices)) or "cpu",
         "packages": ", ".join(packages) or "none of those that gradguard works with",
         "settings": ", ".join(name for name in _SETTINGS if name in os.environ) or "none",

@@ -186,13 +186,16 @@ def decide_units(
 def clip_units_at_once(
     grads: Gradients, layouts: Mapping[int, UnitLayout], threshold: float | Tensor, eps: float
 ) -> UnitDecision | None:
-    """Clip in one pass over memory, where nobody needs to know the decision before; None if that cannot be.
+    """Clip in one pass over memory, where nobody needs to know the decision before.
 
     Args:
         grads: The gradients, which this process holds whole, all of which are clipped.
         layouts: By identity, the units of parameters that are not what the shape tells.
         threshold: λ, at least 0.
         eps: ε, at least 0.
+
+    Returns:
+        What was done; None, and nothing done, where that takes more than one pass.
     """
     if grads.reduction is not None or isinstance(threshold, Tensor):
         return None
@@ -203,8 +206,11 @@ def clip_units_at_once(
     if done is None:
         return None
     norm, norms, factors = done
-    each, known, measured, multiplied = (dict(zip(places, x, strict=True)) for x in (rows, units, norms, factors))
-    held = Units(grads.parameters, each, known, measured, {})
+    multiplied = dict(zip(places, factors, strict=True))
+    layouts = dict(zip(places, units, strict=True))
+    held = Units(
+        grads.parameters, {i: grads.gradients[i] for i in places}, layouts, dict(zip(places, norms, strict=True)), {}
+    )
     return UnitDecision(norm, lambda: _outcome_here(grads, held, multiplied)[1](), held, {})  # nothing is left to write
 
 

@@ -28,7 +28,7 @@ _ORDINARY = Tensor.__torch_dispatch__  # pyright: ignore[reportAttributeAccessIs
 
 
 def _library_for(tensors: Sequence[Tensor]) -> native.Library | None:
-    """The library, if it may look at the memory of ``tensors``: they are no stand-ins, and nobody watches operations."""
+    """The library, if it may look at the memory of ``tensors``: no stand-ins, and nobody watches operations."""
     library = native.library()
     if library is None or torch.compiler.is_compiling() or are_operations_watched():
         return None

@@ -51,10 +51,11 @@ def scale_(tensors: Sequence[Tensor], coefficient: Tensor) -> None:
     lost. A coefficient of 1 that Python can read writes nothing.
     """
     if are_readable(coefficient) and float(coefficient) == 1.0:
-        return None
+        return
     blocks = Blocks.of(tensors) if are_readable(coefficient) else None
     if blocks is not None:
-        return blocks.scale_(float(coefficient))
+        blocks.scale_(float(coefficient))
+        return
     values = each_plain(tensors, writable_values)
     values.reverse()  # what the norm read last is still in the cache
     for (device, dtype), group in grouped(values).items():
@@ -75,19 +76,24 @@ def clamp_(tensors: Sequence[Tensor], low: float | Tensor, high: float | Tensor)
     On the CPU nothing is written where nothing exceeds the bounds. Real and imaginary parts of a complex tensor are
     clamped each by itself. Sparse tensors must be coalesced, since only then is a stored value an element.
     """
-    is_fixed = not isinstance(low, Tensor) and not isinstance(high, Tensor)
-    if is_fixed and (blocks := Blocks.of(tensors)) is not None and blocks.clamp_(low, high):
+    numbers = _numbers(low, high)
+    blocks = Blocks.of(tensors) if numbers is not None else None
+    if numbers is not None and blocks is not None and blocks.clamp_(*numbers):
         return
     values = [x for x in each_plain(tensors, writable_values) if x.numel()]
     binds = False
     for (device, dtype), group in grouped(values).items():
         alike = values if len(group) == len(values) else [values[i] for i in group]
-        if not is_fixed:
+        if numbers is None:
             limits = [_bound_tensor(x, device, dtype) for x in (low, high)]
             for tensor in alike:
                 tensor.clamp_(*limits)
         else:
-            binds = _clamp_alike(alike, representable(low, dtype), representable(high, dtype), binds)
+            binds = _clamp_alike(alike, representable(numbers[0], dtype), representable(numbers[1], dtype), binds)
+
+
+def _numbers(low: float | Tensor, high: float | Tensor) -> tuple[float, float] | None:
+    return None if isinstance(low, Tensor) or isinstance(high, Tensor) else (low, high)
 
 
 def _clamp_alike(tensors: Sequence[Tensor], low: float, high: float, binds: bool) -> bool:
@@ -112,8 +118,8 @@ def exceeds(tensors: Sequence[Tensor], low: float | Tensor, high: float | Tensor
 
     Sparse tensors must be coalesced.
     """
-    if not isinstance(low, Tensor) and not isinstance(high, Tensor) and (blocks := Blocks.of(tensors)) is not None:
-        found = blocks.exceed(low, high)
+    if (numbers := _numbers(low, high)) is not None and (blocks := Blocks.of(tensors)) is not None:
+        found = blocks.exceed(*numbers)
         if found is not None:
             return torch.tensor(found, device="cpu")
     values = [x for x in each_plain(tensors, writable_values) if x.numel()]

@@ -195,13 +195,14 @@ def scale_units_(tensors: Sequence[Tensor], layouts: Sequence[UnitLayout], facto
             all 1 is not written.
     """
     if not tensors:
-        return None
+        return
     together = torch.cat(list(factors))
     sizes = [f.shape[0] for f in factors]
     binding = _any_below_one(together, sizes) if are_readable(together) else [True] * len(tensors)
     if are_readable(together) and (blocks := _blocks_of(tensors, layouts)) is not None:
         blocks.scale_(together)
-        return increment_version(list(compress(tensors, binding)))
+        increment_version(list(compress(tensors, binding)))
+        return
     narrow, wide = together.float().split(sizes), together.split(sizes)
     for tensor, layout, binds, short, long in zip(tensors, layouts, binding, narrow, wide, strict=True):
         if binds:

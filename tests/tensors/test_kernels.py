@@ -1,0 +1,582 @@
+"""The compiled kernels against torch's own and the slow twin: values, bits, memory, and what they must leave alone."""
+
+import hashlib
+import math
+import platform
+import re
+import runpy
+import shutil
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import gradguard as gg
+from cases import DTYPES, random
+from gradguard import native
+from gradguard.clip.adaptive_units import clip_units_at_once, decide_units
+from gradguard.clip.gradients import gradients_of
+from gradguard.tensors.kernels import Blocks, UnitBlocks, representable
+from gradguard.tensors.nonfinite import count_nonfinite
+from gradguard.tensors.norms import tensor_norms, total_norm
+from gradguard.tensors.scaling import clamp_, exceeds, scale_
+from gradguard.tensors.units import ROWS, WHOLE, UnitLayout, scale_units_, unit_norms
+from reference import clip_adaptive
+from reference import total_norm as slow_norm
+
+ROOT = Path(__file__).parents[2]
+SIZES = [0, 1, 3, 15, 16, 17, 63, 64, 65, 1000, 2047, 2048, 2049, 4097, 32_767, 32_768, 32_769, 100_003]
+MAGNITUDES = {"usual": 1.0, "tiny": 1e-30, "huge": 1e30, "subnormal": 1e-42, "zero": 0.0}
+IN_FLOAT16 = {"tiny": 6e-8, "huge": 8e3, "subnormal": 3e-7}
+
+needs_kernels = pytest.mark.skipif(not native.status().in_use, reason=str(native.status()))
+pytestmark = needs_kernels
+
+
+def library() -> native.Library:
+    found = native.library()
+    assert found is not None
+    return found
+
+
+LEVELS = sorted({library().use_level(level) for level in (1, 3, 4)}) if native.status().in_use else []
+
+
+@pytest.fixture(params=LEVELS)
+def level(request):
+    found = library()
+    yield found.use_level(request.param)
+    found.use_level(4)
+
+
+@pytest.fixture
+def without_kernels(monkeypatch):
+    """What runs in this block is what runs without the library."""
+
+    def switch(off: bool) -> None:
+        monkeypatch.setattr(native, "library", (lambda: None) if off else library_of_all)
+
+    library_of_all = native.library
+    return switch
+
+
+def tensors(dtype: torch.dtype, magnitude: str = "usual") -> list[Tensor]:
+    scale = IN_FLOAT16.get(magnitude, 1.0) if dtype is torch.float16 else MAGNITUDES[magnitude]
+    if dtype is torch.float64 and magnitude in ("tiny", "huge", "subnormal"):
+        scale = {"tiny": 1e-300, "huge": 1e300, "subnormal": 1e-320}[magnitude]
+    return [(random(size, seed=size).double() * scale).to(dtype) for size in SIZES]
+
+
+def bits(tensor: Tensor) -> bytes:
+    return tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+
+
+# Norms.
+
+
+@pytest.mark.parametrize("p", [1.0, 2.0, math.inf])
+@pytest.mark.parametrize("magnitude", MAGNITUDES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_norms_are_those_of_the_slow_twin(dtype, magnitude, p, level):
+    gradients = tensors(dtype, magnitude)
+    before = [bits(g) for g in gradients]
+    each = tensor_norms(gradients, p).tolist()
+    for g, norm in zip(gradients, each, strict=True):
+        largest = float(g.double().abs().max()) if g.numel() else 0.0
+        exact = torch.linalg.vector_norm(g.double() / (largest or 1.0), p).item() * largest if g.numel() else 0.0
+        assert norm == pytest.approx(exact, rel=2e-7)
+    assert float(total_norm(gradients, p)) == pytest.approx(
+        slow_norm([torch.tensor(each, dtype=torch.float64)], p), rel=1e-12
+    )
+    assert [bits(g) for g in gradients] == before
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_constant_vector_the_worst_case_of_a_float32_sum(dtype):
+    x = torch.full((3_000_000,), 0.1).to(dtype)
+    for p in (1.0, 2.0):
+        assert float(total_norm([x], p)) == pytest.approx(float(x[0]) * 3e6 ** (1 / p), rel=5e-7)
+
+
+def test_a_chunk_of_all_magnitudes(level):
+    x = torch.cat([random(2000) * 1e20, random(60_000) * 1e-25, random(2000) * 3e38, torch.zeros(5000)])
+    assert float(total_norm([x])) == pytest.approx(slow_norm([x]), rel=2e-7)
+    rest = x[2000:62_000]
+    assert float(total_norm([rest])) == pytest.approx(slow_norm([rest]), rel=2e-7)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_what_is_not_finite_shows_wherever_it_is(dtype, value, level):
+    for size, place in [(1, 0), (5, 3), (64, 63), (2048, 0), (2049, 2048), (40_000, 39_999), (40_000, 32_768)]:
+        x = random(size, seed=place).to(dtype)
+        x[place] = value
+        for p in (1.0, 2.0, math.inf):
+            assert float(total_norm([x, x], p)) == pytest.approx(abs(value), nan_ok=True)
+        assert count_nonfinite(x) == ((1, 0) if math.isnan(value) else (0, 1))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_every_bit_pattern_of_half_precision(dtype, level):
+    x = torch.arange(-32768, 32768, dtype=torch.int32).to(torch.int16).view(dtype)
+    assert count_nonfinite(x) == (int(x.isnan().sum()), int(x.isinf().sum()))
+    for factor in (0.3, 1e-9, 0.99999):
+        y = x.clone()
+        scale_([y], torch.tensor(factor))
+        expected = (x.float() * torch.tensor(factor)).to(dtype)
+        assert torch.equal(y.nan_to_num(7, 9, -9), expected.nan_to_num(7, 9, -9))
+    y = x.clone()
+    clamp_([y], -0.5, 2.25)
+    assert torch.equal(y.nan_to_num(7), x.clamp(-0.5, 2.25).nan_to_num(7))
+    finite = x[x.isfinite()]
+    for value in finite[:: len(finite) // 500]:
+        assert float(total_norm([value.expand(3).clone()], math.inf)) == abs(float(value))
+
+
+def test_bits_depend_neither_on_threads_nor_on_the_instruction_set():
+    lists = [tensors(dtype) * 3 for dtype in DTYPES]
+    found = set()
+    before = torch.get_num_threads()
+    try:
+        for level in LEVELS:
+            library().use_level(level)
+            for threads in (1, 2, 5):
+                torch.set_num_threads(threads)
+                one = [tensor_norms(x, p) for x in lists for p in (1.0, 2.0, math.inf)]
+                rows = [random(7000, 31, seed=3), random(40, 31, 3, seed=4), random(2, 90_000)]
+                units = unit_norms(rows, [ROWS, UnitLayout(1), ROWS])
+                found.add(b"".join(bits(x) for x in [*one, *units, *[total_norm(x) for x in lists]]))
+    finally:
+        torch.set_num_threads(before)
+        library().use_level(4)
+    assert len(found) == 1
+
+
+# Writes.
+
+
+@pytest.mark.parametrize("magnitude", MAGNITUDES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_products_and_bounds_are_torchs_to_the_bit(dtype, magnitude, level):
+    wide = torch.float64 if dtype is torch.float64 else torch.float32
+    factor, limit = torch.tensor(0.123456789, dtype=torch.float64), 0.3 * MAGNITUDES[magnitude]
+    for x in tensors(dtype, magnitude):
+        y = x.clone()
+        scale_([y], factor)
+        assert bits(y) == bits((x.to(wide) * factor.to(wide)).to(dtype))
+        y = x.clone()
+        clamp_([y], -limit, 2 * limit)
+        assert torch.equal(y, x.clamp(representable(-limit, dtype), representable(2 * limit, dtype)))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_nothing_beside_a_tensor_is_touched(dtype, level):
+    room = torch.full((20_000,), 3.0, dtype=dtype)
+    at, expected, views = 1, room.clone(), []
+    for size in (0, 1, 2, 3, 7, 8, 9, 15, 16, 17, 31, 33, 63, 65, 127, 129, 2047, 2049, 4099):
+        views.append(room[at : at + size])
+        expected[at : at + size] = 1.5
+        at += size + 1
+    scale_(views, torch.tensor(0.5))
+    assert torch.equal(room, expected)
+    clamp_(views, -1.0, 1.0)
+    assert torch.equal(room, torch.where(expected == 1.5, 1.0, expected))
+    scale_units_(views, [WHOLE] * len(views), [torch.full((1,), 0.5, dtype=torch.float64)] * len(views))
+    assert torch.equal(room, torch.where(expected == 1.5, 0.5, expected))
+
+
+def test_versions_tell_what_was_written_and_only_that():
+    one, two = random(10), random(50_000)
+    scale_([one, two], torch.tensor(0.5))
+    assert (one._version, two._version) == (1, 1)
+    two[40_000] = 99.0
+    clamp_([one, two], -50.0, 50.0)
+    assert (one._version, two._version) == (1, 3)
+    assert (float(two.max()), bool(exceeds([one, two], -50.0, 50.0))) == (50.0, False)
+    scale_units_([one, two], [WHOLE, WHOLE], [torch.ones(1).double(), torch.full((1,), 0.5).double()])
+    assert (one._version, two._version) == (1, 4)
+
+
+def test_a_graph_that_needs_what_was_written_says_so():
+    x = random(5).requires_grad_()
+    y = x.exp()
+    scale_([y], torch.tensor(0.5))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_bounds_of_a_tensor_that_holds_the_negative_of_what_it_shows(dtype):
+    if dtype in (torch.float16, torch.bfloat16):
+        return
+    one = torch.complex(torch.zeros(1, dtype=dtype), torch.ones(1, dtype=dtype)).conj().imag
+    for view in (one, one[0]):
+        assert view.is_neg()
+        assert bool(exceeds([view], -0.5, 5.0))
+        assert not bool(exceeds([view], -5.0, 0.5))
+    with pytest.raises(RuntimeError, match="negation"):  # torch's own; the kernels would have bounded what it holds
+        clamp_([one], -0.5, 5.0)
+
+
+def test_memory_that_two_tensors_share_is_written_by_one_thread(without_kernels):
+    big = random(1_000_000)
+    overlapping = lambda x: [x, x[10:].view(-1), x[500_000:], x[:3]]  # noqa: E731
+    expected = big.clone()
+    without_kernels(True)
+    scale_(overlapping(expected), torch.tensor(0.5))
+    without_kernels(False)
+    for _ in range(5):
+        x = big.clone()
+        scale_(overlapping(x), torch.tensor(0.5))
+        assert torch.equal(x, expected)
+
+
+def test_a_copy_that_is_made_at_the_first_write_is_made():
+    x = random(100)
+    lazy, kept = torch._lazy_clone(x), x.clone()
+    scale_([lazy], torch.tensor(0.5))
+    assert torch.equal(x, kept)
+    assert torch.equal(lazy, kept * 0.5)
+
+
+def test_tensors_of_inference_mode():
+    with torch.inference_mode():
+        x = torch.full((4,), 3.0)
+        assert float(total_norm([x])) == 6.0
+        scale_([x], torch.tensor(0.5))
+        clamp_([x], -1.0, 1.0)
+    assert x.tolist() == [1.0] * 4
+
+
+def test_many_threads_of_python_at_once():
+    lists = [[random(300, 300, seed=k), random(17, seed=k)] for k in range(6)]
+    expected = [float(total_norm(x)) for x in lists]
+    wrong: list[int] = []
+
+    def work(k: int) -> None:
+        wrong.extend(k for _ in range(50) if float(total_norm(lists[k])) != expected[k])
+
+    threads = [threading.Thread(target=work, args=(k,)) for k in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+
+
+# What the kernels take.
+
+
+class Watched(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+class Stand(Tensor):
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        return NotImplemented
+
+
+TAKEN = {
+    "nothing": [],
+    "a parameter": [nn.Parameter(torch.ones(3))],
+    "four dtypes": [torch.ones(2, dtype=dtype) for dtype in DTYPES],
+    "transposed": [random(3, 4).t()],
+    "channels last": [random(2, 3, 4, 5).to(memory_format=torch.channels_last)],
+    "permuted": [random(2, 3, 4).permute(1, 2, 0)],
+    "dimensions of one": [random(6)[None, :, None].expand(1, 6, 1)],
+    "a number": [torch.tensor(3.0)],
+    "empty": [torch.ones(0, 3), torch.ones(3, 0)],
+    "inside a buffer": [random(9)[2:7]],
+}
+LEFT = {
+    "integers": [torch.ones(3, dtype=torch.int32)],
+    "complex": [torch.ones(3, dtype=torch.complex64)],
+    "float8": [torch.ones(3).to(torch.float8_e4m3fn)],
+    "sparse": [torch.eye(3).to_sparse()],
+    "MKL-DNN": [torch.ones(3, 4).to_mkldnn()],
+    "expanded": [torch.ones(1).expand(5)],
+    "every second": [random(6)[::2]],
+    "with a gap": [random(4, 4)[:, :3]],
+    "overlapping itself": [random(9).as_strided((2, 2, 3), (1, 1, 2))],
+    "no memory": [torch.ones(3, device="meta")],
+    "no memory, zeros": [torch._efficientzerotensor((4,))],
+    "a stand-in": [torch.ones(3).as_subclass(Stand)],
+    "one of several": [torch.ones(2), torch.ones(1).expand(5)],
+}
+
+
+@pytest.mark.parametrize("case", TAKEN)
+def test_blocks_of_memory_are_taken(case):
+    assert Blocks.of(TAKEN[case]) is not None
+
+
+@pytest.mark.parametrize("case", LEFT)
+def test_everything_else_is_left_to_torch(case):
+    assert Blocks.of(LEFT[case]) is None
+    assert Blocks.of(tuple(LEFT[case])) is None
+
+
+def test_nothing_is_taken_while_somebody_looks_or_compiles(monkeypatch):
+    x = [torch.ones(3)]
+    with FakeTensorMode():
+        assert Blocks.of([torch.ones(3)]) is None
+        assert Blocks.of(x) is None
+    with Watched():
+        assert Blocks.of(x) is None
+        assert UnitBlocks.of(x, [None], [1]) is None
+    assert Blocks.of(x) is not None
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    assert Blocks.of(x) is None
+
+
+def test_nothing_is_taken_inside_vmap():
+    seen = []
+    torch.vmap(lambda x: seen.append(Blocks.of([x])) or x)(torch.ones(2, 3))
+    assert seen == [None]
+
+
+@pytest.mark.parametrize("case", LEFT)
+def test_what_is_left_is_measured_and_scaled_all_the_same(case):
+    given = LEFT[case]
+    if case in ("integers", "float8", "MKL-DNN", "no memory", "a stand-in", "overlapping itself", "no memory, zeros"):
+        return
+    given = [g.clone() if g.layout is torch.sparse_coo else g.contiguous() if g.stride() == (0,) else g for g in given]
+    expected = slow_norm(given)
+    assert float(total_norm(given)) == pytest.approx(expected, rel=2e-6)
+    scale_(given, torch.tensor(0.5))
+    assert float(total_norm(given)) == pytest.approx(expected / 2, rel=2e-6)
+
+
+# Units.
+
+UNITS = {
+    "rows": ((700, 33), ROWS),
+    "one long row": ((1, 100_001), ROWS),
+    "two long rows": ((2, 70_000), ROWS),
+    "rows of one": ((5000, 1), ROWS),
+    "a whole": ((13,), WHOLE),
+    "a long whole": ((99_999,), WHOLE),
+    "a number": ((), WHOLE),
+    "filters": ((64, 3, 7, 7), ROWS),
+    "columns": ((33, 700), UnitLayout(1)),
+    "many columns": ((3, 5000), UnitLayout(1)),
+    "columns of several": ((6, 40, 3, 3), UnitLayout(1)),
+    "columns of many": ((3, 2, 2500), UnitLayout(1)),
+    "grouped columns": ((6, 4, 3), UnitLayout(1, groups=2)),
+    "grouped rows": ((6, 4), UnitLayout(0, groups=3)),
+    "the third dimension": ((4, 3, 5, 2), UnitLayout(2)),
+    "no rows": ((0, 4), ROWS),
+    "empty rows": ((4, 0), ROWS),
+}
+
+
+def weights_and_gradients(dtype: torch.dtype, weight_dtype: torch.dtype | None = None) -> list[nn.Parameter]:
+    made = []
+    for k, (shape, _) in enumerate(UNITS.values()):
+        p = nn.Parameter(random(shape, seed=k).mul(0.05).to(weight_dtype or dtype))
+        p.grad = random(shape, seed=100 + k).to(p.dtype)
+        made.append(p)
+    return made
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_units_are_measured_and_scaled_as_torch_does(dtype, level, without_kernels):
+    layouts = [layout for _, layout in UNITS.values()]
+    gradients = [p.grad for p in weights_and_gradients(dtype)]
+    if dtype is torch.float64:
+        kept = [i for i, layout in enumerate(layouts) if layout in (ROWS, WHOLE)]
+        gradients, layouts = [gradients[i] for i in kept], [layouts[i] for i in kept]
+    assert UnitBlocks.of(gradients, [x.dim for x in layouts], [x.groups for x in layouts]) is not None
+    norms = unit_norms(gradients, layouts)
+    factors = [torch.linspace(0, 1, len(n), dtype=torch.float64) for n in norms]
+    mine = [g.clone() for g in gradients]
+    scale_units_(mine, layouts, factors)
+    without_kernels(True)
+    theirs = [g.clone() for g in gradients]
+    scale_units_(theirs, layouts, factors)
+    for a, b in zip(norms, unit_norms(gradients, layouts), strict=True):
+        torch.testing.assert_close(a, b, rtol=2e-6, atol=0)
+    for a, b in zip(mine, theirs, strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("dtypes", [(d, None) for d in DTYPES] + [(torch.float32, torch.bfloat16)], ids=str)
+@pytest.mark.parametrize("threshold", [0.0, 0.01, 0.2, 1e6])
+def test_clipping_at_once_is_deciding_and_writing_to_the_bit(dtypes, threshold):
+    clipped = [weights_and_gradients(*dtypes) for _ in range(2)]
+    for params in clipped:
+        params[0].data[3], params[0].grad[5], params[9].grad[:, 1] = 0.0, 0.0, 0.0
+        params[7].grad[2, 1], params[0].grad[7, 3] = math.inf, math.nan
+    layouts = [{id(p): layout for p, (_, layout) in zip(ps, UNITS.values(), strict=True)} for ps in clipped]
+    lists = [gradients_of(None, params) for params in clipped]
+    at_once = clip_units_at_once(lists[0], layouts[0], threshold, 1e-3)
+    if dtypes[0] is torch.float64:
+        assert at_once is None  # columns of float64 are not for the kernels
+        return
+    assert at_once is not None
+    decided = decide_units(lists[1], layouts[1], range(len(clipped[1])), threshold, 1e-3)
+    decided.write()
+    assert bits(at_once.norm) == bits(decided.norm)
+    for p, q in zip(*clipped, strict=True):
+        assert bits(p.grad) == bits(q.grad)
+        assert p.grad._version == q.grad._version
+    one, two = at_once.outcome(), decided.outcome()
+    assert bits(one.norms) == bits(two.norms)
+    assert (bits(one.after), bool(one.clipped)) == (bits(two.after), bool(two.clipped))
+    after = [bits(p.grad) for p in clipped[0]]
+    at_once.write()  # nothing is left to do
+    assert [bits(p.grad) for p in clipped[0]] == after
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_adaptive_clip_is_that_of_the_slow_twin(dtype):
+    params = [
+        nn.Parameter(random(*shape, seed=k).mul(0.05).to(dtype))
+        for k, shape in enumerate([(9, 70), (4, 3, 3, 3), (21,), (2, 40_000)])
+    ]
+    for k, p in enumerate(params):
+        p.grad = random(*p.shape, seed=50 + k).to(dtype)
+    expected = []
+    for p in params:
+        units = [torch.ones_like(p, dtype=torch.bool)] if p.dim() == 1 else []
+        for row in range(len(p) if p.dim() > 1 else 0):
+            mask = torch.zeros_like(p, dtype=torch.bool)
+            mask[row] = True
+            units.append(mask)
+        expected.append(clip_adaptive(p.detach(), p.grad, units, 0.01).to(dtype))
+    gg.clip_grad_adaptive_(params, 0.01)
+    for p, wanted in zip(params, expected, strict=True):
+        torch.testing.assert_close(p.grad, wanted)
+
+
+def test_a_policy_that_must_look_before_it_writes_does():
+    p = nn.Parameter(torch.ones(3, 2))
+    p.grad = torch.tensor([[1.0, 1.0], [math.nan, 1.0], [1.0, 1.0]])
+    before = bits(p.grad)
+    with pytest.raises(gg.errors.NonFiniteGradientError, match="1 of 6 elements NaN"):
+        gg.clip_grad_adaptive_([p], 0.01, nonfinite="raise")
+    assert bits(p.grad) == before
+
+
+def test_gradients_laid_out_unlike_their_weights():
+    p = nn.Parameter(random(8, 3, 5, 5))
+    p.grad = random(8, 3, 5, 5, seed=1).to(memory_format=torch.channels_last)
+    q = nn.Parameter(p.detach().clone())
+    q.grad = p.grad.contiguous()
+    assert float(gg.clip_grad_adaptive_([p], 0.01)) == pytest.approx(float(gg.clip_grad_adaptive_([q], 0.01)))
+    torch.testing.assert_close(p.grad, q.grad)
+
+
+# The library: loaded, or why not.
+
+
+def status_in(code: str = "", **environment: str) -> str:
+    program = f"{code}\nimport gradguard as gg, torch\nprint(gg.native.status())\n"
+    program += "print(gg.get_total_norm([torch.tensor([3.0, 4.0])]))"
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", program], capture_output=True, text=True, env=environment, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    first, second = done.stdout.splitlines()
+    assert second == "tensor(5.)"
+    return first
+
+
+@pytest.mark.slow
+def test_it_can_be_turned_off():
+    assert status_in(GRADGUARD_NATIVE="0") == "not in use: GRADGUARD_NATIVE=0 is set"
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [(None, "has no compiled library"), (b"", "cannot be used: .*file too short"), (b"\x7fELF" * 99, "cannot be used")],
+    ids=["missing", "empty", "damaged"],
+)
+def test_a_library_that_cannot_be_used_is_told(monkeypatch, tmp_path, text, words):
+    file = tmp_path / "_native.so"
+    if text is not None:
+        file.write_bytes(text)
+    monkeypatch.setattr(native, "LIBRARY", file)
+    found = native._loaded.__wrapped__()
+    assert isinstance(found, str)
+    assert re.search(words, found)
+
+
+@pytest.mark.parametrize("name", ["exchange_table", "parallel_for"])
+def test_a_torch_that_lacks_what_they_need_is_told(monkeypatch, name):
+    monkeypatch.setattr(native, name, lambda: None)
+    assert "lacks what they need" in str(native._loaded.__wrapped__())
+
+
+def test_a_library_of_other_sources_is_told(monkeypatch):
+    monkeypatch.setattr(native, "INTERFACE", 99)
+    assert "it was built from other sources" in str(native._loaded.__wrapped__())
+
+
+def test_kernels_that_give_other_bits_on_this_machine_are_told(monkeypatch):
+    class Damaged:
+        def __init__(self, path):
+            self._whole = library()._free
+
+        def __getattr__(self, name):
+            return (lambda: 2) if name == "gg_check_level" else getattr(self._whole, name)
+
+    where = native.parallel_for()
+    monkeypatch.setattr(native, "parallel_for", lambda: where)
+    monkeypatch.setattr(native.ctypes, "CDLL", Damaged)
+    assert "for bfloat16 give other bits" in str(native._loaded.__wrapped__())
+
+
+def test_no_memory_is_an_error(monkeypatch):
+    class Full:
+        gg_norm = staticmethod(lambda *_: 1)
+
+    monkeypatch.setattr(library(), "_free", Full)
+    with pytest.raises(MemoryError, match="list of work"):
+        total_norm([torch.ones(3)])
+
+
+# The sources.
+
+BITS = "a02ab2ea9c2d738dd2be7e6ae3f64cd14d6ba56d630114b7d156b30b69a12ea3"
+"""Of what `native/print_bits.cpp` prints, the same for x86-64, x86-64-v3 and aarch64."""
+
+needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
+
+
+@pytest.mark.slow
+@needs_compiler
+def test_every_instruction_set_prints_the_same_bits(tmp_path):
+    build = runpy.run_path(str(ROOT / "native/build.py"))
+    for arguments in build["commands"](tmp_path / "bits", platform.machine(), "print_bits.cpp", ["-lm"]):
+        subprocess.run(["g++", *arguments], check=True)
+    lines = subprocess.run([tmp_path / "bits"], capture_output=True, text=True, check=True).stdout.splitlines()
+    by_level: dict[str, list[str]] = {}
+    for line in lines:
+        by_level.setdefault(line[0], []).append(line[2:] + "\n")
+    assert {hashlib.sha256("".join(x).encode()).hexdigest() for x in by_level.values()} == {BITS}
+
+
+def test_a_failed_build_says_why_and_leaves_what_was_there(monkeypatch, tmp_path):
+    build = runpy.run_path(str(ROOT / "native/build.py"))["build"]
+    file = tmp_path / "_native.so"
+    file.write_text("old", encoding="utf-8")
+    for compiler, words in [("false", "false failed"), ("/nowhere/g++", "cannot be run")]:
+        monkeypatch.setenv("CXX", compiler)
+        with pytest.raises(RuntimeError, match=words):
+            build(file)
+    monkeypatch.delenv("CXX")
+    with pytest.raises(RuntimeError, match="written for Linux on x86_64 and aarch64, not linux on riscv64"):
+        build(file, machine="riscv64")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(RuntimeError, match="no C\\+\\+ compiler"):
+        build(file)
+    assert file.read_text(encoding="utf-8") == "old"
