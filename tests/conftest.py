@@ -187,6 +187,20 @@ def path(request, monkeypatch) -> str:
 
 
 @pytest.fixture
+def without_kernels(monkeypatch) -> None:
+    """Run a test without the compiled kernels."""
+    monkeypatch.setattr(native, "library", lambda: None)
+
+
+@pytest.fixture(params=["native", "torch"])
+def kernels(request) -> str:
+    """Run a test twice: with the compiled kernels, where there are some, and without."""
+    if request.param == "torch":
+        request.getfixturevalue("without_kernels")
+    return request.param
+
+
+@pytest.fixture
 def others_unseen(monkeypatch):
     """Let a watch see none of what other tests have left alive: compiled code, for one, keeps its globals for ever."""
     living = names._living

@@ -46,7 +46,7 @@ def exact(tensor: torch.Tensor) -> float:
 
 
 @pytest.mark.parametrize("name", TENSORS)
-def test_norms_are_right_to_the_digits_of_a_record(name):
+def test_norms_are_right_to_the_digits_of_a_record(name, kernels):
     tensors = [TENSORS[name](), TENSORS["short"]()]
     assert gradient_norms(tensors) == pytest.approx([exact(t) for t in tensors], rel=3e-5)
 
@@ -61,7 +61,7 @@ ALIKE = {
 
 
 @pytest.mark.parametrize("name", ALIKE)
-def test_norms_of_tensors_of_one_shape(name):
+def test_norms_of_tensors_of_one_shape(name, kernels):
     tensors = [torch.randn(shape) * 10.0 ** (k % 7) for k, shape in enumerate(ALIKE[name])]
     assert gradient_norms(tensors) == pytest.approx([exact(t) for t in tensors], rel=3e-5)
 
@@ -82,7 +82,7 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_a_list_of_tensors_that_has_changed_since(name):
+def test_a_list_of_tensors_that_has_changed_since(name, kernels):
     tensors = [torch.randn(16) for _ in range(6)]
     gradient_norms(tensors)
     change = CHANGES[name]
@@ -92,7 +92,7 @@ def test_a_list_of_tensors_that_has_changed_since(name):
 
 
 @pytest.mark.parametrize(("bad", "shown"), [(math.nan, "nan"), (math.inf, "inf"), (-math.inf, "inf")])
-def test_a_bad_element_shows_in_its_own_norm_only(bad, shown):
+def test_a_bad_element_shows_in_its_own_norm_only(bad, shown, kernels):
     first, other = gradient_norms([torch.tensor([1.0, bad]), torch.tensor([3.0, 4.0])])
     assert (str(first), other) == (shown, 5.0)
 

@@ -56,8 +56,8 @@ def level(request):
 
 
 @pytest.fixture
-def without_kernels(monkeypatch):
-    """What runs in this block is what runs without the library."""
+def switch_kernels(monkeypatch):
+    """Turns the library off, and on again."""
 
     def switch(off: bool) -> None:
         monkeypatch.setattr(native, "library", (lambda: None) if off else library_of_all)
@@ -224,13 +224,13 @@ def test_bounds_of_a_tensor_that_holds_the_negative_of_what_it_shows(dtype):
         clamp_([one], -0.5, 5.0)
 
 
-def test_memory_that_two_tensors_share_is_written_by_one_thread(without_kernels):
+def test_memory_that_two_tensors_share_is_written_by_one_thread(switch_kernels):
     big = random(1_000_000)
     overlapping = lambda x: [x, x[10:].view(-1), x[500_000:], x[:3]]  # noqa: E731
     expected = big.clone()
-    without_kernels(True)
+    switch_kernels(True)
     scale_(overlapping(expected), torch.tensor(0.5))
-    without_kernels(False)
+    switch_kernels(False)
     for _ in range(5):
         x = big.clone()
         scale_(overlapping(x), torch.tensor(0.5))
@@ -388,7 +388,7 @@ def weights_and_gradients(dtype: torch.dtype, weight_dtype: torch.dtype | None =
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_units_are_measured_and_scaled_as_torch_does(dtype, level, without_kernels):
+def test_units_are_measured_and_scaled_as_torch_does(dtype, level, switch_kernels):
     layouts = [layout for _, layout in UNITS.values()]
     gradients = [p.grad for p in weights_and_gradients(dtype)]
     if dtype is torch.float64:
@@ -399,7 +399,7 @@ def test_units_are_measured_and_scaled_as_torch_does(dtype, level, without_kerne
     factors = [torch.linspace(0, 1, len(n), dtype=torch.float64) for n in norms]
     mine = [g.clone() for g in gradients]
     scale_units_(mine, layouts, factors)
-    without_kernels(True)
+    switch_kernels(True)
     theirs = [g.clone() for g in gradients]
     scale_units_(theirs, layouts, factors)
     for a, b in zip(norms, unit_norms(gradients, layouts), strict=True):

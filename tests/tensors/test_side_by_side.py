@@ -6,9 +6,12 @@ import pytest
 import torch
 
 from cases import GRADIENTS, ORDERS, random
+from gradguard import native
 from gradguard.tensors import side_by_side
 from gradguard.tensors.norms import total_norm
 from gradguard.tensors.side_by_side import SideBySide
+
+pytestmark = pytest.mark.usefixtures("without_kernels")
 
 
 def usual():
@@ -92,3 +95,12 @@ def test_gradients_are_not_kept_alive():
     join(tensors)
     tensors.clear()
     assert [t() for t in there] == [None] * len(there)
+
+
+def test_compiled_kernels_need_no_copies(monkeypatch):
+    monkeypatch.undo()
+    tensors = usual()
+    joined = SideBySide()(tensors)
+    if native.library() is None:
+        return
+    assert all(a is b for a, b in zip(joined, tensors, strict=True))

@@ -7,6 +7,7 @@ from operator import itemgetter
 import torch
 from torch import Tensor
 
+from gradguard import native
 from gradguard.tensors.layout import are_readable
 
 SHORT = 1 << 14
@@ -29,7 +30,12 @@ class SideBySide:
 
     @torch.no_grad()
     def __call__(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Return tensors that hold exactly the elements of ``tensors``: few, where these are many and short."""
+        """Return tensors that hold exactly the elements of ``tensors``: few, where these are many and short.
+
+        Where there are compiled kernels, ``tensors`` themselves: to those, many are as good as few.
+        """
+        if native.library() is not None:
+            return list(tensors)
         joined = self._joined(tensors) if self._count == len(tensors) else None
         if joined is None:
             self._look(tensors)
