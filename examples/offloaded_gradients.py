@@ -76,9 +76,8 @@ def main() -> None:
     if dist.get_rank() == 0:
         size = sum(p.numel() for p in model.parameters()) / 1e6
         print(f"compiled kernels {gg.native.status()}")
-        print(
-            f"one clip of {size:.1f} M gradients on {model[0][0].weight.grad.device}: {ours:.1f} ms, PyTorch {theirs:.1f}"
-        )
+        where = model[0][0].weight.grad.device
+        print(f"one clip of {size:.1f} M gradients on {where}: {ours:.1f} ms, PyTorch {theirs:.1f}")
     guard.detach()
     dist.destroy_process_group()
 
