@@ -17,7 +17,7 @@ NATIVE = Path(__file__).parent / "native"
 
 
 class NativeKernels(BuildHookInterface):
-    """Adds ``gradguard/_native.so`` to a wheel, or to the source tree that an editable installation uses."""
+    """Adds ``gradguard/lib/libgradguard.so`` to a wheel, or to the source tree that an editable installation uses."""
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         """Build the library; a failure is told and leaves it out."""
@@ -30,10 +30,10 @@ class NativeKernels(BuildHookInterface):
             else:
                 folder = tempfile.TemporaryDirectory()
                 self._folder = folder  # until `finalize`
-                library = Path(folder.name, "_native.so")
+                library = Path(folder.name, "libgradguard.so")
                 builder["build"](library)
                 platform = os.environ.get("GRADGUARD_PLATFORM") or sysconfig.get_platform().replace("-", "_")
-                build_data["force_include"][str(library)] = "gradguard/_native.so"
+                build_data["force_include"][str(library)] = "gradguard/lib/libgradguard.so"
                 build_data["pure_python"] = False
                 build_data["tag"] = f"py3-none-{platform.replace('.', '_')}"
         except (OSError, RuntimeError) as error:

@@ -12,7 +12,7 @@ import tempfile
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-LIBRARY = HERE.parent / "src" / "gradguard" / "_native.so"
+LIBRARY = HERE.parent / "src" / "gradguard" / "lib" / "libgradguard.so"
 
 FLAGS = ["-std=c++17", "-O3", "-fPIC", "-fno-exceptions", "-fno-rtti", "-fvisibility=hidden", "-fno-math-errno",
          "-fno-trapping-math", "-ffp-contract=off", "-Wall", "-Wextra", "-Wno-psabi",
@@ -46,6 +46,7 @@ def build(target: Path = LIBRARY, *, strict: bool = False, machine: str | None =
         linked = ["-shared", "-nodefaultlibs", "-lgcc", "-lc", "-Wl,-z,defs", "-s"]  # no C++ runtime
         for arguments in commands(library, machine, "gradguard.cpp", linked):
             _run([*compiler.split(), *arguments, *(["-Werror"] if strict else [])])
+        target.parent.mkdir(exist_ok=True)
         made = target.with_suffix(f".{os.getpid()}")
         shutil.copyfile(library, made)
         os.replace(made, target)  # a process that has loaded the old one keeps it

@@ -7,7 +7,7 @@ own kernels, and take longer. ``GRADGUARD_NATIVE=0`` in the environment turns it
 
 import ctypes
 import os
-import threading
+import platform
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -18,7 +18,7 @@ from gradguard.torch_private import exchange_table, parallel_for
 
 __all__ = ["NativeStatus", "status"]
 
-LIBRARY = Path(__file__).parent / "_native.so"
+LIBRARY = Path(__file__).parent / "lib" / "libgradguard.so"
 INTERFACE = 1
 """The version of the functions below; the library says which one it has."""
 
@@ -111,7 +111,6 @@ class Library:
             name = ("float32", "bfloat16", "float16", "float64")[dtype - 1]
             raise OSError(f"its {self.instruction_set()} kernels for {name} give other bits here than the plain ones")
         self._parallel = parallel
-        self._threads = threading.local()
         api = ctypes.pythonapi
         address = [ctypes.cast(f, _P).value for f in (api.PyList_GetItem, api.PyErr_Clear)]
         self._python = _Python(exchange, *address)
@@ -145,7 +144,7 @@ class Library:
 
     def instruction_set(self) -> str:
         """Return what the kernels are compiled for."""
-        machine = os.uname().machine
+        machine = platform.machine()
         return _LEVELS.get(machine, {}).get(self.use_level(4), machine)
 
 

@@ -501,7 +501,7 @@ def test_it_can_be_turned_off():
     ids=["missing", "empty", "damaged"],
 )
 def test_a_library_that_cannot_be_used_is_told(monkeypatch, tmp_path, text, words):
-    file = tmp_path / "_native.so"
+    file = tmp_path / "libgradguard.so"
     if text is not None:
         file.write_bytes(text)
     monkeypatch.setattr(native, "LIBRARY", file)
@@ -567,7 +567,7 @@ def test_every_instruction_set_prints_the_same_bits(tmp_path):
 
 def test_a_failed_build_says_why_and_leaves_what_was_there(monkeypatch, tmp_path):
     build = runpy.run_path(str(ROOT / "native/build.py"))["build"]
-    file = tmp_path / "_native.so"
+    file = tmp_path / "libgradguard.so"
     file.write_text("old", encoding="utf-8")
     for compiler, words in [("false", "false failed"), ("/nowhere/g++", "cannot be run")]:
         monkeypatch.setenv("CXX", compiler)

@@ -29,8 +29,10 @@ _ORDINARY = Tensor.__torch_dispatch__  # pyright: ignore[reportAttributeAccessIs
 
 def _library_for(tensors: Sequence[Tensor]) -> native.Library | None:
     """The library, if it may look at the memory of ``tensors``: no stand-ins, and nobody watches operations."""
+    if torch.compiler.is_compiling() or are_operations_watched():  # first: what follows is not for a compiler's eyes
+        return None
     library = native.library()
-    if library is None or torch.compiler.is_compiling() or are_operations_watched():
+    if library is None:
         return None
     return library if all([kind.__torch_dispatch__ is _ORDINARY for kind in set(map(type, tensors))]) else None
 
@@ -175,7 +177,6 @@ def _bounds(low: float, high: float) -> tuple[array, array]:
     return array("d", lows), array("d", highs)
 
 
-@lru_cache(maxsize=256)
 def representable(bound: float, dtype: torch.dtype) -> float:
     """Return a bound as ``dtype`` holds it, rounded; a finite number beyond its range becomes its largest one."""
     largest = torch.finfo(dtype).max

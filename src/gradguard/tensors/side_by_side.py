@@ -34,7 +34,7 @@ class SideBySide:
 
         Where there are compiled kernels, ``tensors`` themselves: to those, many are as good as few.
         """
-        if native.library() is not None:
+        if not torch.compiler.is_compiling() and native.library() is not None:
             return list(tensors)
         joined = self._joined(tensors) if self._count == len(tensors) else None
         if joined is None:
