@@ -73,7 +73,7 @@ def test_the_step_is_that_of_clip_then_step(name, folds):
 
 @pytest.mark.parametrize("name", FOLDING)
 def test_weights_below_a_tenth_are_within_2e_8(name):
-    """Dividing by 1/c rounds twice where multiplying by c rounds once: a weight differs by two of its last bits or less."""
+    """Dividing by 1/c rounds twice where multiplying by c rounds once: two of the last bits of a weight, or less."""
     ours, theirs = model(), model()
     a, b = FOLDING[name](ours.parameters()), FOLDING[name](theirs.parameters())
     Guard(a, clipper())
