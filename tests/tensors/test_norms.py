@@ -29,7 +29,7 @@ def test_total_norm_is_right_for_every_awkward_gradient(case, p, path):
     assert norm.shape == ()
     expected = slow_norm(gradients, p)
     if expected < 1.7e308:
-        assert float(norm) == pytest.approx(expected, rel=2e-6)
+        assert float(norm) == pytest.approx(expected, rel=2e-6, abs=0)
 
 
 @pytest.mark.parametrize("p", ORDERS)
@@ -40,7 +40,7 @@ def test_tensor_norms_are_right_and_make_the_total(case, p, path):
     gradients = GRADIENTS[case]
     norms = tensor_norms(gradients, p)
     assert norms.shape == (len(gradients),)
-    assert norms.tolist() == pytest.approx([slow_norm([g], p) for g in gradients], rel=2e-6)
+    assert norms.tolist() == pytest.approx([slow_norm([g], p) for g in gradients], rel=2e-6, abs=0)
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
@@ -73,7 +73,7 @@ def test_forty_million_elements_are_right_to_2e_6(fill, dtype):
     gradient = torch.full((n,), 0.1, dtype=dtype) if fill == "constant" else random(n).to(dtype)
     exact = math.sqrt(math.fsum(float(x.double().square().sum()) for x in gradient.split(1 << 20)))
     for found in (total_norm([gradient]), tensor_norms([gradient])[0]):
-        assert float(found) == pytest.approx(exact, rel=2e-6)
+        assert float(found) == pytest.approx(exact, rel=2e-6, abs=0)
 
 
 def test_a_constant_does_not_build_up_rounding():
@@ -81,8 +81,8 @@ def test_a_constant_does_not_build_up_rounding():
     for n in (1024, 4096, 16_384, 100_003):
         gradient = torch.full((n,), 0.1)
         exact = float(gradient[0].double()) * math.sqrt(n)
-        assert float(total_norm([gradient])) == pytest.approx(exact, rel=2e-6)
-        assert float(tensor_norms([gradient])) == pytest.approx(exact, rel=2e-6)
+        assert float(total_norm([gradient])) == pytest.approx(exact, rel=2e-6, abs=0)
+        assert float(tensor_norms([gradient])) == pytest.approx(exact, rel=2e-6, abs=0)
 
 
 finite = st.floats(-(2.0**100), 2.0**100, width=32)
@@ -92,20 +92,20 @@ finite = st.floats(-(2.0**100), 2.0**100, width=32)
 def test_any_lists_agree_with_the_slow_twin(rows, p):
     tensors = [torch.tensor(row, dtype=torch.float32) for row in rows]
     expected = slow_norm(tensors, p)
-    assert float(total_norm(tensors, p)) == pytest.approx(expected, rel=2e-6)
-    assert float(torch.linalg.vector_norm(tensor_norms(tensors, p), p)) == pytest.approx(expected, rel=2e-6)
+    assert float(total_norm(tensors, p)) == pytest.approx(expected, rel=2e-6, abs=0)
+    assert float(torch.linalg.vector_norm(tensor_norms(tensors, p), p)) == pytest.approx(expected, rel=2e-6, abs=0)
 
 
 @given(st.integers(0, 12_000), st.integers(0, 3))
 def test_how_a_vector_is_cut_does_not_matter(cut, seed):
     whole = random(12_000, seed=seed)
-    assert float(total_norm([whole[:cut], whole[cut:]])) == pytest.approx(float(total_norm([whole])), rel=1e-6)
+    assert float(total_norm([whole[:cut], whole[cut:]])) == pytest.approx(float(total_norm([whole])), rel=1e-6, abs=0)
 
 
 def test_a_tensor_too_long_for_one_kernel_is_split(monkeypatch, path):
     monkeypatch.setattr("gradguard.tensors.norms.LONGEST", 100)
     gradients = [random(30, 11), random(7)]
-    assert float(total_norm(gradients)) == pytest.approx(slow_norm(gradients), rel=2e-6)
+    assert float(total_norm(gradients)) == pytest.approx(slow_norm(gradients), rel=2e-6, abs=0)
     assert tensor_norms(gradients, math.inf).tolist() == pytest.approx([slow_norm([g], math.inf) for g in gradients])
 
 
@@ -117,7 +117,7 @@ def test_memory_kept_between_calls_serves_every_mode_and_dtype():
             with mode:
                 for dtype in (*DTYPES, *DTYPES):
                     gradients = [random(3000, seed=i).to(dtype) for i in range(3)]
-                    found.append(float(total_norm(gradients)) == pytest.approx(slow_norm(gradients), rel=2e-6))
+                    found.append(float(total_norm(gradients)) == pytest.approx(slow_norm(gradients), rel=2e-6, abs=0))
 
     found: list[bool] = []
     thread = threading.Thread(target=measure)  # a fresh thread has no buffers yet
@@ -131,7 +131,7 @@ def test_more_small_tensors_than_a_buffer_holds(monkeypatch):
     monkeypatch.setattr("gradguard.tensors.scratch._kept", threading.local())  # buffers are kept for each thread
     for dtype in DTYPES:
         gradients = [random(1000, seed=i).to(dtype) for i in range(7)]
-        assert float(total_norm(gradients)) == pytest.approx(slow_norm(gradients), rel=2e-6)
+        assert float(total_norm(gradients)) == pytest.approx(slow_norm(gradients), rel=2e-6, abs=0)
 
 
 @pytest.mark.parametrize("c", [0.1, 1.9831, 0.7, 3e-5])
@@ -141,5 +141,5 @@ def test_constants_do_not_build_up_rounding_in_any_layout(c, dtype):
     whole = torch.full((40_000,), c, dtype=dtype)
     for gradient in (whole, whole[:4096], whole[:20_000:2], whole[:1].expand(20_000), whole.view(200, 200).t()[::3]):
         exact = float(whole[0].double()) * math.sqrt(gradient.numel())
-        assert float(total_norm([gradient])) == pytest.approx(exact, rel=2e-6)
-        assert float(tensor_norms([gradient])) == pytest.approx(exact, rel=2e-6)
+        assert float(total_norm([gradient])) == pytest.approx(exact, rel=2e-6, abs=0)
+        assert float(tensor_norms([gradient])) == pytest.approx(exact, rel=2e-6, abs=0)

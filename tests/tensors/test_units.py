@@ -40,7 +40,7 @@ def test_norms_and_scaling_of_units(case, scale, path):
     tensor = (tensor * scale).clone(memory_format=torch.preserve_format)
     (norms,) = unit_norms([tensor], [layout])
     expected = [math.sqrt(math.fsum(x * x for x in u.double().reshape(-1).tolist())) for u in units(tensor)]
-    assert norms.tolist() == pytest.approx(expected, rel=2e-6)
+    assert norms.tolist() == pytest.approx(expected, rel=2e-6, abs=0)
 
     factors = torch.arange(1, len(expected) + 1, dtype=torch.float64) / 100
     scaled = [u.double() * f for u, f in zip(units(tensor), factors, strict=True)]
@@ -74,9 +74,9 @@ def test_constants_do_not_build_up_rounding(layout):
         tensor = torch.full(shape, 1.9831)
         (norms,) = unit_norms([tensor], [layout])
         exact = float(tensor[0, 0].double()) * math.sqrt(tensor.numel() / len(norms))
-        assert norms.tolist() == pytest.approx([exact] * len(norms), rel=2e-6)
+        assert norms.tolist() == pytest.approx([exact] * len(norms), rel=2e-6, abs=0)
 
 
 def test_tiny_gradients_are_not_nothing_even_below_the_floor():
     (norms,) = unit_norms([torch.full((2, 4), 1e-25)], [UnitLayout()], floor=1e-5)
-    assert norms.tolist() == pytest.approx([2e-25, 2e-25], rel=2e-6)
+    assert norms.tolist() == pytest.approx([2e-25, 2e-25], rel=2e-6, abs=0)
