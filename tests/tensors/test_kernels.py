@@ -226,6 +226,27 @@ def test_bounds_of_a_tensor_that_holds_the_negative_of_what_it_shows(dtype):
         clamp_([one], -0.5, 5.0)
 
 
+@pytest.mark.parametrize("value", [2.0, -2.0])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_one_element_beyond_a_bound_is_seen_wherever_it_is(dtype, value, level):
+    for place in [*range(140), 2047, 2048, 4099]:
+        x = torch.zeros(4100 if place > 140 else 140, dtype=dtype)
+        x[place] = value
+        assert bool(exceeds([x], -1.0, 1.0))
+        clamp_([x], -1.0, 1.0)
+        assert (float(x[place]), int(x.count_nonzero())) == (value / 2, 1)
+        assert not bool(exceeds([x], -1.0, 1.0))
+
+
+@pytest.fixture
+def two_threads():
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("two_threads")
 def test_memory_that_two_tensors_share_is_written_by_one_thread(switch_kernels):
     big = random(1_000_000)
     overlapping = lambda x: [x, x[10:].view(-1), x[500_000:], x[:3]]  # noqa: E731
@@ -233,7 +254,7 @@ def test_memory_that_two_tensors_share_is_written_by_one_thread(switch_kernels):
     switch_kernels(True)
     scale_(overlapping(expected), torch.tensor(0.5))
     switch_kernels(False)
-    for _ in range(5):
+    for _ in range(20):
         x = big.clone()
         scale_(overlapping(x), torch.tensor(0.5))
         assert torch.equal(x, expected)
