@@ -14,7 +14,14 @@ from gradguard.distributed.placements import added_up, is_sharded, local_part, p
 from gradguard.distributed.wrappers import named_parameters
 from gradguard.errors import InvalidValueError, UnsupportedGradientError
 from gradguard.parity.sketch import flat_chunks, hashed
-from gradguard.torch_private import FlatShard, flat_shards_of, flattened_by_fsdp1, is_fsdp1, wrapper_slots
+from gradguard.torch_private import (
+    FlatShard,
+    flat_shards_of,
+    flattened_by_fsdp1,
+    has_usual_shard_order,
+    is_fsdp1,
+    wrapper_slots,
+)
 
 Placed = tuple[str, Sequence[int], Sequence[int]]
 """The name and the shape of a whole parameter, and where in it this process' part begins."""
@@ -72,19 +79,30 @@ def part_of(tensor: Tensor) -> Part:
         return Part(shape, shape)
     along: list[Tensor | None] = [None] * len(shape)
     mesh: Any = tensor.device_mesh  # type: ignore[attr-defined]
-    for i, placement in enumerate(tensor.placements):  # type: ignore[attr-defined]
-        if not (placement.is_replicate() or placement.is_partial()):
-            d = placement.dim
-            here = torch.arange(shape[d]) if along[d] is None else along[d]
-            along[d] = _own_chunks(here, mesh.size(i), mesh.get_local_rank(i), getattr(placement, "split_factor", 1))  # type: ignore[arg-type]
+    for i, d, split_factor in _in_order(tensor.placements, mesh):  # type: ignore[attr-defined]
+        here = torch.arange(shape[d]) if along[d] is None else along[d]
+        along[d] = _own_chunks(here, mesh.size(i), mesh.get_local_rank(i), split_factor)  # type: ignore[arg-type]
     own = tuple(size if index is None else len(index) for size, index in zip(shape, along, strict=True))
-    if own != tuple(local_part(tensor).shape):
+    if own != tuple(local_part(tensor).shape) or not has_usual_shard_order(tensor):
         raise UnsupportedGradientError(
             f"this process holds {list(local_part(tensor).shape)} of a DTensor {list(shape)} laid out as "
             f"{list(tensor.placements)}, where {list(own)} was expected: its rows cannot be told. Say what it holds "  # type: ignore[attr-defined]
             "with shard_of=."
         )
     return Part(shape, own, tuple(along) if any(i is not None for i in along) else ())
+
+
+def _in_order(placements: Sequence[Any], mesh: Any) -> list[tuple[int, int, int]]:
+    """Return mesh dimension, tensor dimension and split factor of all that shards a tensor, as it was cut in order.
+
+    A `_StridedShard` says that later mesh dimensions have cut first, into as many parts as its split factor.
+    """
+    cuts = [(i, p.dim, getattr(p, "split_factor", 1)) for i, p in enumerate(placements) if hasattr(p, "dim")]
+    first, then = [cut for cut in cuts if cut[2] == 1], []
+    for i, d, split_factor in reversed([cut for cut in cuts if cut[2] > 1]):
+        before = math.prod(mesh.size(j) for j, other, _ in cuts if other == d and j > i)
+        then.append((i, d, 1 if before == split_factor else split_factor))
+    return [*first, *then]
 
 
 def _own_chunks(places: Tensor, ranks: int, rank: int, split_factor: int) -> Tensor:
