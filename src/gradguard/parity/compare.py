@@ -184,7 +184,7 @@ def _notes(
     notes = []
     if noise := [o.name for o in outcomes if o.is_noise]:
         notes.append(f"rounding makes more than a third of these, so that a wrong one might not show: {names(noise)}")
-    if faults and a.losses and b.losses:
+    if faults and a.losses and b.losses and all(map(math.isfinite, (*a.losses, *b.losses))):
         bar = max((abs(x - run.losses[0]) for run in (a, b) for x in run.losses[1:]), default=0.0)
         apart = abs(a.losses[0] - b.losses[0])
         same = apart <= BARS * max(bar, 1e-7 * abs(a.losses[0]))
