@@ -798,7 +798,7 @@ class FlatShard(NamedTuple):
         shape: Of the whole original parameter.
         tensor: What has weights and gradient: the flat parameter, or the original one with ``use_orig_params=True``.
         offset: Where in ``tensor`` it begins.
-        count: How many of its elements are here.
+        numel: How many of its elements are here.
         start: The first of them in the whole, flattened.
     """
 
@@ -806,7 +806,7 @@ class FlatShard(NamedTuple):
     shape: tuple[int, ...]
     tensor: Tensor
     offset: int
-    count: int
+    numel: int
     start: int
 
 
@@ -821,8 +821,8 @@ def flat_shards_of(module: nn.Module) -> list[FlatShard]:
         flat, found = handle.flat_param, []
         originals = flat._params if handle._use_orig_params else [None] * len(flat._fqns)
         for name, shape, at, own in zip(flat._fqns, flat._shapes, flat._shard_param_infos, originals, strict=True):
-            begin, count, start = at[1:4] if at[0] else (0, 0, 0)
-            found.append(FlatShard(name, tuple(shape), *((flat, begin) if own is None else (own, 0)), count, start))
+            begin, numel, start = at[1:4] if at[0] else (0, 0, 0)
+            found.append(FlatShard(name, tuple(shape), *((flat, begin) if own is None else (own, 0)), numel, start))
         return found
     except (AttributeError, TypeError):
         _refuse("the shards of FullyShardedDataParallel (FSDP1)", "FlatParamHandle.flat_param._shard_param_infos")

@@ -7,9 +7,11 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
+from threads import ranks
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.nn import functional as F
 from training import WAYS, Network, backward, batch, models, own_samples
 
@@ -52,11 +54,11 @@ def places_of_all_layouts():
 @pytest.mark.parametrize("world", [2, 4])
 def test_places_are_those_that_dtensor_itself_gives(pool, world):
     by_rank = pool(world).run(places_of_all_layouts)
-    for ranks in zip(*by_rank, strict=True):
-        for layout, shape, told, right, _ in ranks:
+    for same in zip(*by_rank, strict=True):
+        for layout, shape, told, right, _ in same:
             assert told == right, (layout, shape)
-        for _, _, told, _, key in ranks:  # one key for one part, and another for another
-            for _, _, other, _, key_of_other in ranks:
+        for _, _, told, _, key in same:  # one key for one part, and another for another
+            for _, _, other, _, key_of_other in same:
                 assert (told == other) == (key == key_of_other) or not (told or other)
 
 
@@ -317,3 +319,49 @@ def test_a_contrast_sees_every_pattern_of_copies_and_nothing_in_equal_ones():
         for period in range(2, world + 1):
             pattern = [float(rank % period == 0) for rank in range(world)]
             assert max(abs(sum(w * p for w, p in zip(row, pattern, strict=True))) for row in weights) > 0.01
+
+
+WORLD = 64
+
+
+class Sharded(nn.Module):
+    """A weight over all ranks, and a copy on each; its gradients are worked out by hand."""
+
+    def __init__(self, weight, rows):
+        super().__init__()
+        self.weight, self.rows = nn.Parameter(weight), nn.Parameter(rows)
+
+    def step(self, factor=1.0, of_rank=1.0):
+        cube = local(self.weight).detach() ** 3 * factor
+        if isinstance(self.weight, DTensor):
+            whole = {"shape": self.weight.shape, "stride": self.weight.stride()}
+            cube = DTensor.from_local(cube, self.weight.device_mesh, self.weight.placements, **whole)
+        self.weight.grad = cube
+        self.rows.grad = self.rows.detach() ** 3 * of_rank
+
+
+@pytest.mark.slow
+def test_64_ranks_add_up_to_one_process():
+    weight, rows = (torch.randn(n, 3, generator=torch.Generator().manual_seed(n)) for n in (150, 6))
+    alone = Sharded(weight.clone(), rows.clone())
+    reference = saved(alone, alone.step)
+
+    def on(rank, factor, of_one):
+        grid = init_device_mesh("cpu", (4, 16), mesh_dim_names=("replicate", "shard"))
+        mine = distribute_tensor(weight.clone(), grid, [Replicate(), Shard(0)], src_data_rank=None)
+        model = Sharded(mine, rows.clone())
+        return saved(model, lambda: model.step(factor, of_one if rank == 37 else 1.0))
+
+    with ranks(WORLD) as run:
+        right = run(lambda rank: on(rank, 1.0, 1.0))
+        many = run(lambda rank: on(rank, 16.0, 1.0))
+        apart = run(lambda rank: on(rank, 1.0, 1.001))
+    for one in (*right, *many, *apart):
+        assert not isinstance(one, BaseException), one
+    assert compare(reference, right[0]).verdict == "PASS"
+    assert [p.copies for p in right[5].parameters] == [4, 64]
+    assert right[0].sketches == right[63].sketches
+    (factor,) = compare(reference, many[0]).findings
+    assert factor.factor_name == "size of shard"
+    (of_ranks,) = compare(reference, apart[0]).findings
+    assert (of_ranks.kind, of_ranks.parameters) == ("ranks", ("rows",))

@@ -10,7 +10,7 @@ from runs import drawn, rounded, saved
 
 from gradguard.errors import RecordError
 from gradguard.parity.compare import compare, facts_of
-from gradguard.parity.judge import in_ranges, least_squares, name_of_factor, norm
+from gradguard.parity.judge import Measured, bar_of, in_ranges, least_squares, name_of_factor, norm
 from gradguard.parity.saved import read, write
 
 SHAPES = {"embed": (50, 8), "norm": (8,), "up": (8, 32), "down": (32, 8), "bias": (1,)}
@@ -45,6 +45,15 @@ def test_three_bars_are_the_limit(times, verdict):
         return g + times * 1.3e-6 * g.norm() * drawn((8, 32), 4) / 16
 
     assert compare(saved(GRADIENTS), saved(GRADIENTS | {"up": off(GRADIENTS["up"])}, seed=3)).verdict == verdict
+
+
+def test_the_bar_of_few_elements_is_wider():
+    def measured(shape):
+        return Measured(shape, 0.0, [1.0] * 32, [[1.001] * 32])
+
+    assert bar_of(measured(())) == pytest.approx(5e-3)
+    assert bar_of(measured((4,))) == pytest.approx(2e-3)
+    assert bar_of(measured((100, 400))) == pytest.approx(1.0001e-3)
 
 
 def test_single_numbers_raise_no_false_alarm():
@@ -159,6 +168,9 @@ def test_parts_that_are_nearly_one_are_not_told_apart():
     parts = {"a": GRADIENTS, "b": {n: g * (1 + 1e-9) for n, g in GRADIENTS.items()}}
     report = compare(run(parts=parts), run({"up": drawn((8, 32), 5)}, seed=2))
     assert only(report).kind == "different"
+    near = {n: rounded(g, 1e-6, i) for i, (n, g) in enumerate(GRADIENTS.items())}
+    fits = compare(saved({"up": drawn((8, 32), 5)}, parts={"a": GRADIENTS, "b": near}), saved({"up": GRADIENTS["up"]}))
+    assert only(fits).kind == "different"  # a mixture of both, of which the weights cannot be told
     assert least_squares([[1.0, 0.0], [1.0, 0.0]], [1.0, 1.0]) is None
 
 

@@ -146,7 +146,7 @@ def _bytes(runs: Sequence[Sequence[Vector]]) -> bytes:
     return _little(array("d", [x for run in runs for sketch in run for x in sketch])).tobytes()
 
 
-def _lists(info: Mapping[str, Any], data: bytes) -> list[list[Vector]]:
+def _lists(info: Mapping[str, Any], data: bytes) -> list[list["array[float]"]]:
     runs, parameters, sums = info["shape"]
     start, end = info["data_offsets"]
     if info["dtype"] != "F64" or not 0 <= start <= end <= len(data) or end - start != 8 * runs * parameters * sums:

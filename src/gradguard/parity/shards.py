@@ -137,7 +137,7 @@ class LocalParameter:
     def gradient(self) -> tuple[Part, Tensor] | None:
         """Return the part, and its gradient; None if there is none. A collective where it is a Partial DTensor."""
         gradient = self.parameter.grad
-        if gradient is None or (self.flat is not None and not self.flat.count):
+        if gradient is None or (self.flat is not None and not self.flat.numel):
             return None
         if gradient.layout is not torch.strided or gradient.is_complex() or gradient.is_quantized:
             raise UnsupportedGradientError(
@@ -148,8 +148,8 @@ class LocalParameter:
 
     def _of(self, tensor: Tensor) -> tuple[Part, Tensor]:
         if self.flat is not None:
-            own = tensor.reshape(-1)[self.flat.offset : self.flat.offset + self.flat.count]
-            return Part(self.shape, (self.flat.count,), start=self.flat.start), own
+            own = tensor.reshape(-1)[self.flat.offset : self.flat.offset + self.flat.numel]
+            return Part(self.shape, (self.flat.numel,), start=self.flat.start), own
         if self.placed is not None:
             return _placed_part(self.name, self.placed, local_part(tensor)), local_part(tensor)
         return part_of(tensor), local_part(tensor)
