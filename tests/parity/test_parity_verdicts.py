@@ -168,9 +168,19 @@ def test_parts_that_are_nearly_one_are_not_told_apart():
     parts = {"a": GRADIENTS, "b": {n: g * (1 + 1e-9) for n, g in GRADIENTS.items()}}
     report = compare(run(parts=parts), run({"up": drawn((8, 32), 5)}, seed=2))
     assert only(report).kind == "different"
-    near = {n: rounded(g, 1e-6, i) for i, (n, g) in enumerate(GRADIENTS.items())}
-    fits = compare(saved({"up": drawn((8, 32), 5)}, parts={"a": GRADIENTS, "b": near}), saved({"up": GRADIENTS["up"]}))
+    near = {n: rounded(g, 1e-3, i) for i, (n, g) in enumerate(GRADIENTS.items())}
+    parts, new = {"a": GRADIENTS, "b": near}, saved({"up": GRADIENTS["up"]}, bar=1e-3)
+    fits = compare(saved({"up": drawn((8, 32), 5)}, bar=1e-3, parts=parts), new)
     assert only(fits).kind == "different"  # a mixture of both, of which the weights cannot be told
+
+
+def test_what_is_no_mixture_is_different():
+    parts = {"a": GRADIENTS, "b": {n: drawn(s, 300 + i) for i, (n, s) in enumerate(SHAPES.items())}}
+    report = compare(run(parts=parts), run({"up": drawn((8, 32), 5)}, seed=2))
+    assert only(report).kind == "different"
+
+
+def test_parts_that_are_one_have_no_weights():
     assert least_squares([[1.0, 0.0], [1.0, 0.0]], [1.0, 1.0]) is None
 
 
