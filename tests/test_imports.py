@@ -57,6 +57,7 @@ def test_a_clip_loads_clipping_alone():
         ["tail", "--once", "RECORD"],
         ["serve", "-h"],
         ["tune", "-h"],
+        ["parity", "-h"],
     ],
     ids=" ".join,
 )

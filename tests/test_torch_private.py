@@ -739,6 +739,16 @@ def test_fsdp1(monkeypatch):
     flat = SimpleNamespace(_params=[plain.weight])
     wrapper.process_group, wrapper._handle = "group", SimpleNamespace(uses_sharded_strategy=True, flat_param=flat)
     assert torch_private.flat_part_of(wrapper) == ("group", True, (flat, plain.weight))
+    with pytest.raises(UnsupportedVersionError, match=r"shards of .*FSDP1.* needs .*_shard_param_infos"):
+        torch_private.flat_shards_of(wrapper)
+    flat._fqns, flat._shapes = ["weight", "bias"], [torch.Size([2, 3]), torch.Size([4])]
+    flat._shard_param_infos = [(True, 1, 5, 2, 6), (False, None, None, None, None)]
+    wrapper._handle._use_orig_params = False
+    assert [shard[:2] + shard[3:] for shard in torch_private.flat_shards_of(wrapper)] == [
+        ("weight", (2, 3), 1, 5, 2),
+        ("bias", (4,), 0, 0, 0),
+    ]
+    assert torch_private.flat_shards_of(plain) == []
     marked = SimpleNamespace(_fsdp_flattened=True)
     assert torch_private.flattened_by_fsdp1([plain.weight, marked, None]) == [False, True, False]
     with pytest.raises(UnsupportedVersionError, match=r"FSDP1 holds a parameter needs .*FSDP_FLATTENED"):
@@ -777,6 +787,7 @@ def test_importing_needs_no_private_name():
 
 OTHERS = {
     "monitoring/show/report/summary.py": {"_confidence"},  # the end of a key
+    "monitoring/record/lines.py": {"_shapes"},  # its own
     "check/named_call.py": {"_fields"},  # of namedtuples, documented
     "backward_clip/calibration.py": {"_scale"},  # Calibration's own
     "integrations/keras.py": {

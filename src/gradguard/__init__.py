@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from gradguard.clip.thresholds.zclip import ZClip
     from gradguard.monitoring.observe.monitor import Monitor
     from gradguard.monitoring.observe.watch import watch
+    from gradguard.parity.save import save_gradients
     from gradguard.per_sample.clipper import PerSampleGradientClipper
     from gradguard.per_sample.noise_scale import NoiseScale
     from gradguard.per_sample.norm_clippers import (
@@ -87,6 +88,7 @@ __all__ = [
     "native",
     "private",
     "rules",
+    "save_gradients",
     "testing",
     "types",
     "watch",
@@ -130,6 +132,7 @@ _MODULE_OF = {
     "PerLayerNormClipper": "gradguard.per_sample.norm_clippers",
     "PerParameterNormClipper": "gradguard.per_sample.norm_clippers",
     "QuantileNormClipper": "gradguard.per_sample.norm_clippers",
+    "save_gradients": "gradguard.parity.save",
     "NoiseScale": "gradguard.per_sample.noise_scale",
     "Monitor": "gradguard.monitoring.observe.monitor",
     "watch": "gradguard.monitoring.observe.watch",

@@ -13,6 +13,7 @@ __all__ = [
     "InvalidValueError",
     "MissingPackageError",
     "NonFiniteGradientError",
+    "ParityError",
     "RecordError",
     "UnsupportedGradientError",
 ]
@@ -48,6 +49,10 @@ class FreedGraphError(GradguardError, RuntimeError):
 
 class GradientCheckError(GradguardError, AssertionError):
     """A gradient is not the derivative that it should be, or it could not be told and that was not allowed."""
+
+
+class ParityError(GradguardError, AssertionError):
+    """Two runs do not have the same gradients, or it could not be told and that was not allowed."""
 
 
 class MissingPackageError(GradguardError, ImportError):

@@ -7,9 +7,11 @@ from typing import Any
 
 from gradguard.check.gradcheck import gradcheck
 from gradguard.check.report import GradientReport
-from gradguard.errors import GradientCheckError
+from gradguard.errors import GradientCheckError, ParityError
+from gradguard.parity.compare import Run, compare
+from gradguard.parity.report import ParityReport
 
-__all__ = ["assert_grad"]
+__all__ = ["assert_grad", "assert_parity"]
 
 
 def assert_grad(
@@ -48,4 +50,44 @@ def assert_grad(
     accepted = ("PASS", "INCONCLUSIVE") if allow_inconclusive else ("PASS",)
     if report.verdict not in accepted:
         raise GradientCheckError(str(report))
+    return report
+
+
+def assert_parity(reference: Run, new: Run, *, allow_inconclusive: bool = False) -> ParityReport:
+    r"""Raise unless two runs have the same gradients, but for what rounding does to each.
+
+    A parameter's gradients :math:`r` and :math:`c` are equal if :math:`\lVert c - r \rVert \le 3 b`, where the bar
+    :math:`b` is what runs that differ by rounding alone differ by, as `gradguard.save_gradients` has measured it in
+    both set-ups. There is no tolerance to choose.
+
+    **Edge cases.** What nobody can tell raises too, unless ``allow_inconclusive=True``: other weights, other dropout
+    masks, gradients that are mostly rounding, nothing to compare.
+
+    Args:
+        reference: What `gradguard.save_gradients` has returned, or the file that it has written, in the set-up that is
+            trusted.
+        new: The same in the other set-up.
+        allow_inconclusive: Accept the verdict ``"INCONCLUSIVE"``.
+
+    Returns:
+        The report of the comparison.
+
+    Raises:
+        ParityError: If a gradient is another, or nobody can tell.
+        RecordError: If a file cannot be read, or the two cannot be compared.
+
+    Example:
+        >>> import torch, gradguard as gg
+        >>> from gradguard.testing import assert_parity
+        >>> model, x = torch.nn.Linear(3, 2), torch.ones(4, 3)
+        >>> whole = gg.save_gradients(None, model, lambda: model(x).square().mean().backward())
+        >>> halves = lambda: [(model(half).square().mean() / 2).backward() for half in x.split(2)]
+        >>> assert_parity(whole, gg.save_gradients(None, model, halves)).verdict
+        'PASS'
+    """
+    __tracebackhide__ = True
+    report = compare(reference, new)
+    accepted = ("PASS", "INCONCLUSIVE") if allow_inconclusive else ("PASS",)
+    if report.verdict not in accepted:
+        raise ParityError(str(report))
     return report

@@ -823,6 +823,44 @@ def flat_part_of(module: nn.Module) -> FlatPart | None:
 # FSDP2.
 
 
+class FlatShard(NamedTuple):
+    """Where one original parameter lies in what this process holds of FSDP1's flat one.
+
+    Attributes:
+        name: Relative to the wrapped module.
+        shape: Of the whole original parameter.
+        tensor: What has weights and gradient: the flat parameter, or the original one with ``use_orig_params=True``.
+        offset: Where in ``tensor`` it begins.
+        numel: How many of its elements are here.
+        start: The first of them in the whole, flattened.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    tensor: Tensor
+    offset: int
+    numel: int
+    start: int
+
+
+def flat_shards_of(module: nn.Module) -> list[FlatShard]:
+    """Return the original parameters of a wrapper of FSDP1; none if it holds nothing itself."""
+    if not is_fsdp1(module):
+        return []
+    try:
+        handle: Any = module._handle
+        if handle is None:
+            return []
+        flat, found = handle.flat_param, []
+        originals = flat._params if handle._use_orig_params else [None] * len(flat._fqns)
+        for name, shape, at, own in zip(flat._fqns, flat._shapes, flat._shard_param_infos, originals, strict=True):
+            begin, numel, start = at[1:4] if at[0] else (0, 0, 0)
+            found.append(FlatShard(name, tuple(shape), *((flat, begin) if own is None else (own, 0)), numel, start))
+        return found
+    except (AttributeError, TypeError):
+        _refuse("the shards of FullyShardedDataParallel (FSDP1)", "FlatParamHandle.flat_param._shard_param_infos")
+
+
 def meshes_of_fsdp2(modules: Iterable[Any]) -> dict[int, Any]:
     """Return the mesh over which ``fully_shard`` has spread each parameter that it holds.
 

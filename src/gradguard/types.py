@@ -5,6 +5,8 @@ from gradguard.backward_clip.module_callback import ModuleCall
 from gradguard.backward_clip.statistics import FirstNonfinite, OpStatistics
 from gradguard.check.report import Finding, GradientReport
 from gradguard.clip.clipper import ClipResult
+from gradguard.parity.report import ParityFinding, ParityReport
+from gradguard.parity.saved import SavedGradients
 from gradguard.per_sample.noise_scale import NoiseEstimate
 from gradguard.per_sample.results import ClippedSums, PerSampleStatistics, PreStep
 
@@ -18,6 +20,9 @@ __all__ = [
     "ModuleCall",
     "NoiseEstimate",
     "OpStatistics",
+    "ParityFinding",
+    "ParityReport",
     "PerSampleStatistics",
     "PreStep",
+    "SavedGradients",
 ]

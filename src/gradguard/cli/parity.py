@@ -1,0 +1,26 @@
+"""`gradguard parity`: compare the gradients of two set-ups."""
+
+import argparse
+import json
+from pathlib import Path
+
+
+def add_to(commands) -> None:
+    """Add the command to those of the parser."""
+    parity = commands.add_parser("parity", help="compare the gradients of two set-ups, parameter by parameter")
+    parity.description = (
+        "Both files are written by gradguard.save_gradients(file, model, step). Exit code: 0 for PASS, 1 for FAIL, 3 "
+        "for INCONCLUSIVE, 2 for what cannot be carried out."
+    )
+    parity.add_argument("reference", type=Path, metavar="REFERENCE", help="of the set-up that is trusted")
+    parity.add_argument("new", type=Path, metavar="NEW", help="of the other")
+    parity.add_argument("--json", action="store_true", help="print the report as one line of JSON")
+    parity.set_defaults(call=_parity)
+
+
+def _parity(parsed: argparse.Namespace) -> int:
+    from gradguard.parity.compare import compare
+
+    report = compare(parsed.reference, parsed.new)
+    print(json.dumps(report.as_dict(), allow_nan=False) if parsed.json else report)
+    return {"PASS": 0, "FAIL": 1, "INCONCLUSIVE": 3}[report.verdict]

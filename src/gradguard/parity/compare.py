@@ -1,0 +1,196 @@
+"""Compare two saved runs: a verdict for each parameter, and what many of them share told once."""
+
+import math
+import os
+from collections.abc import Callable, Mapping, Sequence
+
+from gradguard.errors import RecordError
+from gradguard.parity.judge import BARS, Measured, Outcome, Vector, judge, name_of_factor, norm
+from gradguard.parity.report import ParityFinding, ParityReport, Verdict, names
+from gradguard.parity.saved import SavedGradients, read
+
+Run = SavedGradients | str | os.PathLike[str]
+
+_SAYS = {
+    "missing": "no gradient in the new run",
+    "extra": "a gradient in the new run alone",
+    "shape": "other shapes",
+    "nonfinite": "not finite",
+    "dead": "all zeros in one run",
+    "different": "different, and no factor",
+    "unknown": "not equal to the last bit, and nobody has measured what rounding does",
+}
+_NOTHING = ParityFinding("nothing", "no gradient of either run is other than zero, so nothing was compared")
+_MASKS_COUNT = ("different", "rows", "mixture", "ranks")  # what other dropout masks would look like, too
+
+
+def compare(reference: Run, new: Run) -> ParityReport:
+    """Compare the gradients of two runs, parameter by parameter.
+
+    Args:
+        reference: What `gradguard.save_gradients` has returned or written, in the set-up that is trusted.
+        new: The same in the other set-up.
+
+    Returns:
+        The report. FAIL if a gradient is wrong, INCONCLUSIVE if nobody can tell.
+
+    Raises:
+        RecordError: If a file cannot be read, or the two cannot be compared.
+    """
+    a, b = (run if isinstance(run, SavedGradients) else read(run) for run in (reference, new))
+    if a.hash_version != b.hash_version:
+        raise RecordError("the two runs were saved by versions of gradguard with other signs: save both with one.")
+    of_a = {p.name: i for i, p in enumerate(a.parameters)}
+    of_b = {p.name: i for i, p in enumerate(b.parameters)}
+    facts = facts_of(a, b)
+    outcomes = [
+        judge(name, _measured(a, of_a.get(name)), _measured(b, of_b.get(name)), facts)
+        for name in dict.fromkeys((*of_a, *of_b))
+    ]
+    faults = _findings(outcomes, facts)
+    doubts = [*_other_weights(a, b, of_a, of_b), *_other_masks(a, b, outcomes), *_mostly_noise(outcomes)]
+    doubts += [] if any(map(_is_there, (*a.sketches["gradient"][0], *b.sketches["gradient"][0]))) else [_NOTHING]
+    return ParityReport(_verdict(faults, doubts), (*faults, *doubts), _notes(a, b, outcomes, faults), tuple(outcomes))
+
+
+def facts_of(a: SavedGradients, b: SavedGradients) -> dict[str, float]:
+    """Return the numbers that a factor may be: those of either run, and the ratio where they differ."""
+    facts = {}
+    for name in dict.fromkeys((*a.facts, *b.facts)):
+        values = [run.facts[name] for run in (a, b) if name in run.facts]
+        if len(set(values)) == 1 or 1 in values:
+            facts[name] = max(values, key=lambda value: abs(math.log(value)))
+        else:
+            facts |= {f"{name} of the reference": values[0], f"{name} of the new run": values[1]}
+            facts[f"ratio of {name}"] = values[1] / values[0]
+    return facts
+
+
+def _is_there(sketch: Vector) -> bool:
+    return any(sketch)
+
+
+def _measured(run: SavedGradients, index: int | None) -> Measured | None:
+    return None if index is None else run.measured(index)
+
+
+def _verdict(faults: Sequence[ParityFinding], doubts: Sequence[ParityFinding]) -> Verdict:
+    kinds = {doubt.kind for doubt in doubts}
+    certain = [f for f in faults if f.kind in ("missing", "extra", "shape")]
+    certain += [] if "weights" in kinds else [f for f in faults if f.kind not in ("unknown", "noisy")]
+    if "random" in kinds:
+        certain = [f for f in certain if f.kind not in _MASKS_COUNT]
+    return "FAIL" if certain else "INCONCLUSIVE" if faults or doubts else "PASS"
+
+
+def _findings(outcomes: Sequence[Outcome], facts: Mapping[str, float]) -> list[ParityFinding]:
+    wrong = [outcome for outcome in outcomes if outcome.kind != "equal"]
+    found = [_factor_finding(group, len(outcomes), facts) for group in _same_factor(wrong)]
+    found += _grouped([o for o in wrong if o.kind == "mixture"], _mixture_key, lambda o: o.message)
+    found += [_finding(o.kind, o.message, [o]) for o in wrong if o.kind == "rows"]
+    others = [o for o in wrong if o.kind not in ("factor", "mixture", "rows")]
+    found += _grouped(others, lambda o: (o.kind, o.message), lambda o: o.message or _SAYS.get(o.kind, ""))
+    return sorted(found, key=lambda finding: (-len(finding.parameters), finding.kind))
+
+
+def _grouped(
+    outcomes: Sequence[Outcome], key: Callable[[Outcome], object], message: Callable[[Outcome], str]
+) -> list[ParityFinding]:
+    groups: dict[object, list[Outcome]] = {}
+    for outcome in outcomes:
+        groups.setdefault(key(outcome), []).append(outcome)
+    return [_finding(group[0].kind, message(group[0]), group) for group in groups.values()]
+
+
+def _finding(kind: str, message: str, group: Sequence[Outcome]) -> ParityFinding:
+    apart = [o.distance for o in group if o.distance is not None]
+    return ParityFinding(kind, message, tuple(o.name for o in group), max(apart, default=None))
+
+
+def _mixture_key(outcome: Outcome) -> object:
+    return tuple((name, round(weight, 2)) for name, (weight, _) in outcome.weights.items())
+
+
+def _same_factor(outcomes: Sequence[Outcome]) -> list[list[Outcome]]:
+    """Parameters with one factor, as far as its bars tell: the sharpest first, then all that agree with it."""
+    left = sorted((o for o in outcomes if o.kind == "factor"), key=lambda o: o.factor_bar or 0.0)
+    groups = []
+    while left:
+        first = left[0]
+        group = [o for o in left if abs(o.factor - first.factor) <= o.factor_bar + first.factor_bar]  # type: ignore[operator]
+        groups.append(group)
+        left = [o for o in left if o not in group]
+    return groups
+
+
+def _factor_finding(group: Sequence[Outcome], total: int, facts: Mapping[str, float]) -> ParityFinding:
+    """One finding for one factor; its name is that of the parameter that knows it best."""
+    factor, width = group[0].factor or 0.0, group[0].factor_bar or 0.0
+    name = name_of_factor(factor, width, facts)
+    digits = max(4, min(12, 1 - math.floor(math.log10(width / abs(factor))))) if width else 12
+    said = f"× {factor:.{digits}g} ± {width:.1g}" + (f" ({name})" if name else "")
+    how_many = f"{len(group):,} of {total:,} parameters" if len(group) > 1 else "one parameter"
+    return ParityFinding(
+        "factor",
+        f"{how_many} {said}",
+        tuple(o.name for o in group),
+        max(o.distance or 0.0 for o in group),
+        factor,
+        width,
+        name,
+    )
+
+
+def _other_weights(
+    a: SavedGradients, b: SavedGradients, of_a: Mapping[str, int], of_b: Mapping[str, int]
+) -> list[ParityFinding]:
+    """Weights that differ by more than the rounding of the coarser dtype: then gradients need not agree."""
+    wrong = []
+    for name, i in of_a.items():
+        j = of_b.get(name)
+        if j is None or a.parameters[i].shape != b.parameters[j].shape:
+            continue
+        x, y = a.sketches["weights"][0][i], b.sketches["weights"][0][j]
+        coarse = max(a.parameters[i].weight_rounding, b.parameters[j].weight_rounding)
+        if not norm([u - v for u, v in zip(x, y, strict=True)]) <= 2 * coarse * norm(x):
+            wrong.append(name)
+    if not wrong:
+        return []
+    said = "the two runs have other weights, so their gradients need not agree; load one checkpoint into both"
+    return [ParityFinding("weights", said, tuple(wrong))]
+
+
+def _other_masks(a: SavedGradients, b: SavedGradients, outcomes: Sequence[Outcome]) -> list[ParityFinding]:
+    if not (a.random or b.random) or not any(o.kind in _MASKS_COUNT for o in outcomes):
+        return []
+    said = (
+        "a run draws random numbers, and other dropout masks would look like this; compare with p=0 or model.eval(), "
+        "or with masks that are the same in both"
+    )
+    return [ParityFinding("random", said)]
+
+
+def _mostly_noise(outcomes: Sequence[Outcome]) -> list[ParityFinding]:
+    noise = [o.name for o in outcomes if o.is_noise]
+    if 2 * len(noise) <= sum(o.distance is not None for o in outcomes):
+        return []
+    said = "rounding makes more than a third of most gradients, so little can be told; compare in a higher precision"
+    return [ParityFinding("noise", said, tuple(noise))]
+
+
+def _notes(
+    a: SavedGradients, b: SavedGradients, outcomes: Sequence[Outcome], faults: Sequence[ParityFinding]
+) -> tuple[str, ...]:
+    notes = []
+    if noise := [o.name for o in outcomes if o.is_noise]:
+        notes.append(f"rounding makes more than a third of these, so that a wrong one might not show: {names(noise)}")
+    if faults and a.losses and b.losses and all(map(math.isfinite, (*a.losses, *b.losses))):
+        bar = max((abs(x - run.losses[0]) for run in (a, b) for x in run.losses[1:]), default=0.0)
+        apart = abs(a.losses[0] - b.losses[0])
+        same = apart <= BARS * max(bar, 1e-7 * abs(a.losses[0]))
+        says = "agree" if same else "differ by more than rounding: another batch, or another forward?"
+        notes.append(f"the losses, {a.losses[0]:.6g} and {b.losses[0]:.6g}, {says}")
+    if any(o.kind == "different" and o.name not in a.rows for o in outcomes):
+        wanted = names([o.name for o in outcomes if o.kind == "different" and o.name not in a.rows])
+        notes.append(f"to see which rows are wrong, save both again with rows=[...] of: {wanted}")
+    return tuple(notes)

@@ -1,0 +1,403 @@
+"""What a parameter's gradients in two runs are to each other: equal, off by a factor, or wrong in another way.
+
+Plain numbers: each gradient is a sketch, a few signed sums whose root mean square is the gradient's norm. All that the
+verdicts need is linear in the gradient, so it is the same of sketches.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+Vector = Sequence[float]
+
+BARS = 3.0
+"""Two gradients are equal if they are no further apart than so many bars; the largest in healthy runs is 1.2."""
+
+NOISE = 0.3
+"""A gradient whose bar is this part of its norm is rounding, of which neither death nor a factor is told."""
+
+UNEVEN = 100.0
+"""A run whose rounding is amplified so many times more than the other's is not compared by its own bar."""
+
+SKETCH_ROUNDING = 1e-12
+"""What the order of additions does to a sketch, relative: what float64 gradients can be told to."""
+
+MOST_PARTS = 16
+"""So many weights can be told from 32 sums, with as many left to see that they explain all."""
+
+_WIDEST_NAMED = 0.1  # a factor known less well than to a tenth has no name
+_ONE_NUMBER = 1e-9  # candidates closer than this are one number with two names
+
+Kind = Literal[
+    "equal",
+    "missing",
+    "extra",
+    "shape",
+    "nonfinite",
+    "dead",
+    "unknown",
+    "noisy",
+    "ranks",
+    "factor",
+    "rows",
+    "mixture",
+    "different",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What one run knows of one parameter's gradient.
+
+    Attributes:
+        shape: The whole parameter's.
+        rounding: Half a unit in the last place of the gradient's dtype, relative.
+        gradient: Its sketch.
+        repeated: Sketches of the same gradient from runs that differ from it by rounding; empty where nobody tried.
+        has_gradient: Whether any process has one.
+        contrasts: Weighted sums over the copies of different ranks, with weights that add up to 0.
+        copies: How many ranks hold the same part.
+        parts: Sketches of other gradients of which this one may be a mixture, by name.
+        rows: The same as ``gradient`` and ``repeated`` of each row, where a second pass has asked for it.
+        epsilon: By what part of themselves the weights were changed for ``repeated``; 0 where they were not.
+    """
+
+    shape: tuple[int, ...]
+    rounding: float
+    gradient: Vector
+    repeated: Sequence[Vector] = ()
+    has_gradient: bool = True
+    contrasts: Sequence[Vector] = ()
+    copies: int = 1
+    parts: Mapping[str, Vector] = field(default_factory=dict)
+    rows: Sequence[Sequence[Vector]] = ()
+    epsilon: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How one parameter's gradient compares.
+
+    Attributes:
+        name: The parameter.
+        kind: What it is.
+        distance: How far apart the two are, in bars; None where that is no number.
+        bar: What rounding does to the gradient, as a part of its norm; None where nobody has measured it.
+        factor: What the reference's gradient is multiplied by.
+        factor_bar: How well that is known.
+        factor_name: What is of that size, such as ``"world size"``.
+        rows: The wrong rows.
+        weights: The share of each part, with how well it is known.
+        message: The rest, in words.
+    """
+
+    name: str
+    kind: Kind
+    distance: float | None = None
+    bar: float | None = None
+    factor: float | None = None
+    factor_bar: float | None = None
+    factor_name: str = ""
+    rows: tuple[int, ...] = ()
+    weights: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    message: str = ""
+
+    @property
+    def is_noise(self) -> bool:
+        """Whether the gradient is so small that rounding makes most of it."""
+        return self.bar is not None and self.bar >= NOISE
+
+
+def norm(sketch: Vector) -> float:
+    """Return the norm of what ``sketch`` is of: exact for a single element, else to 13 % with 32 sums."""
+    return math.hypot(*sketch) / math.sqrt(len(sketch)) if sketch else 0.0
+
+
+def bar_of(run: Measured) -> float | None:
+    r"""Return what rounding does to the gradient; None where nobody has measured it.
+
+    .. math:: b = \max\bigl((1 + 4/n) \max_k \lVert g_k - g \rVert,\; u \lVert g \rVert\bigr)
+
+    where the :math:`g_k` are of runs that differ by rounding, :math:`u` is half a unit of the gradient's dtype, and
+    :math:`n` the number of elements: a single one may change little in all of a few runs, by luck.
+    """
+    if not run.repeated:
+        return None
+    few = 1 + 4 / max(1, math.prod(run.shape))
+    return max([_rounding_of(run), *(few * norm(_minus(other, run.gradient)) for other in run.repeated)])
+
+
+def judge(name: str, reference: Measured | None, new: Measured | None, facts: Mapping[str, float]) -> Outcome:
+    """Compare one parameter's gradient in two runs; the first verdict that applies is the one.
+
+    Args:
+        name: The parameter.
+        reference: What the first run knows; None if it has no such parameter.
+        new: What the second knows.
+        facts: Numbers that a factor may be, by name: the world size, the number of micro-batches ...
+
+    Returns:
+        The outcome.
+    """
+    if reference is None or not reference.has_gradient:
+        if new is None or not new.has_gradient:
+            return Outcome(name, "equal", message="neither has a gradient")
+        return Outcome(name, "extra", message=_no_gradient(reference, "the reference"))
+    if new is None or not new.has_gradient:
+        return Outcome(name, "missing", message=_no_gradient(new, "the new run"))
+    if reference.shape != new.shape:
+        return Outcome(name, "shape", message=f"{list(reference.shape)} in the reference, {list(new.shape)} now")
+    if bad := [who for who, run in _both(reference, new) if not all(map(math.isfinite, run.gradient))]:
+        return Outcome(name, "nonfinite", message=f"NaN or infinity in {' and in '.join(bad)}")
+    return _by_numbers(name, reference, new, facts)
+
+
+def _no_gradient(run: Measured | None, who: str) -> str:
+    return f"{who} has no such parameter" if run is None else f"no gradient (None) in {who}"
+
+
+def _both(reference: Measured, new: Measured) -> list[tuple[str, Measured]]:
+    return [("the reference", reference), ("the new run", new)]
+
+
+def _by_numbers(name: str, reference: Measured, new: Measured, facts: Mapping[str, float]) -> Outcome:
+    r, c = reference.gradient, new.gradient
+    bars = [bar for bar in (bar_of(reference), bar_of(new)) if bar is not None]
+    if any(not math.isfinite(bar) for bar in bars):
+        return Outcome(name, "unknown", message="runs that differ by rounding alone are not finite")
+    bar = max([*bars, _rounding_of(reference), _rounding_of(new)])
+    size, difference = max(norm(r), norm(c)), norm(_minus(c, r))
+    distance = difference / bar if bar else (math.inf if difference else 0.0)
+    shown = Outcome(name, "equal", distance, (bar / size if size else 0.0) if bars else None)
+    apart = [who for who, run in _both(reference, new) if _ranks_apart(run, bar)]
+    dead = [who for who, sketch in (("the reference", r), ("the new run", c)) if not any(sketch)]
+    if dead and not apart and distance > BARS and not shown.is_noise:
+        return _with(shown, "dead", message=f"all zeros in {dead[0]}")
+    if apart:
+        return _with(shown, "ranks", message=_about_ranks(reference, new, bar, apart))
+    if distance <= BARS:
+        return _noisy(shown, reference, new, difference) or shown
+    if not bars:
+        return _with(shown, "unknown", message="nobody has measured what rounding does")
+    found = None if shown.is_noise else _factor(shown, reference, new, bar, facts)
+    return (
+        found or _rows(shown, reference, new, bar) or _mixture(shown, reference, new, bar) or _with(shown, "different")
+    )
+
+
+def _noisy(shown: Outcome, reference: Measured, new: Measured, difference: float) -> Outcome | None:
+    """Gradients that are equal only because one run is not even equal to itself, and the other is."""
+    moves = {who: _amplified(run) for who, run in _both(reference, new)}
+    quiet, loud = sorted(moves, key=lambda who: moves[who])
+    if shown.bar is None or not 0 < UNEVEN * moves[quiet] < moves[loud]:
+        return None
+    of = dict(_both(reference, new))
+    expected = UNEVEN * moves[quiet] * max(reference.epsilon, new.epsilon) * norm(of[quiet].gradient)
+    if difference <= BARS * expected:
+        return None
+    said = f"rounding or chance moves it {moves[loud] / moves[quiet]:.0g} times as far in {loud} as in {quiet}"
+    return _with(shown, "noisy", message=f"{said}, and the two differ: is {loud} the same twice?")
+
+
+def _amplified(run: Measured) -> float:
+    """How much larger the relative change of the gradient is than that of the weights; 0 where nobody knows."""
+    size, bar = norm(run.gradient), bar_of(run)
+    return bar / size / run.epsilon if bar and size and run.epsilon else 0.0
+
+
+def _with(outcome: Outcome, kind: Kind, **found: object) -> Outcome:
+    return Outcome(outcome.name, kind, outcome.distance, outcome.bar, **found)  # type: ignore[arg-type]
+
+
+# Ranks that hold different copies.
+
+
+def _ranks_apart(run: Measured, bar: float) -> bool:
+    return any(not norm(contrast) <= BARS * bar for contrast in run.contrasts)
+
+
+def _about_ranks(reference: Measured, new: Measured, bar: float, apart: Sequence[str]) -> str:
+    said = f"ranks hold different gradients in {' and in '.join(apart)}"
+    if len(apart) > 1:
+        return said
+    of_ranks, one = (new, reference) if apart == ["the new run"] else (reference, new)
+    total = [x * of_ranks.copies for x in of_ranks.gradient]
+    if norm(_minus(total, one.gradient)) <= BARS * bar * of_ranks.copies:
+        return f"{said}, whose sum is right: a sum over {of_ranks.copies} ranks is missing"
+    if norm(_minus(of_ranks.gradient, one.gradient)) <= BARS * bar:
+        return f"{said}, whose mean is right: a mean over {of_ranks.copies} ranks is missing"
+    return said
+
+
+# A factor.
+
+
+def _factor(
+    shown: Outcome, reference: Measured, new: Measured, bar: float, facts: Mapping[str, float]
+) -> Outcome | None:
+    r, c = reference.gradient, new.gradient
+    if math.prod(reference.shape) < 2 or not any(r):  # one number is always a multiple of another
+        return None
+    factor = _along(c, r)
+    if (bar_of(new) or 0.0) >= NOISE * norm(c) or (bar_of(reference) or 0.0) >= NOISE * norm(r):
+        return None
+    own = max(abs(factor) * (bar_of(reference) or 0.0), bar_of(new) or 0.0, abs(factor) * _rounding_of(reference))
+    wrong = norm([x - factor * y for x, y in zip(c, r, strict=True)])
+    if not wrong <= BARS * own or not abs(factor - 1) * norm(r) > BARS * bar:
+        return None
+    spread = max(_spread_along(reference), _spread_along(new), reference.rounding, new.rounding)
+    width = BARS * abs(factor) * spread
+    if abs(factor - 1) <= width:
+        return None
+    return _with(shown, "factor", factor=factor, factor_bar=width, factor_name=name_of_factor(factor, width, facts))
+
+
+def _spread_along(run: Measured) -> float:
+    """How much rounding multiplies the gradient by, at most."""
+    g = run.gradient
+    return max((abs(_along(_minus(other, g), g)) for other in run.repeated), default=0.0) if any(g) else 0.0
+
+
+def _along(sketch: Vector, other: Vector) -> float:
+    """How often ``other`` is contained in ``sketch``; squares neither overflow nor vanish."""
+    size = norm(other)
+    unit = [x / size for x in other]
+    return _dot([x / size for x in sketch], unit) / _dot(unit, unit)
+
+
+def name_of_factor(factor: float, width: float, facts: Mapping[str, float]) -> str:
+    """Return what is as large as ``factor``: facts, their roots and inverses, and 2; empty unless one number fits.
+
+    Args:
+        factor: The number, known to ``width`` either way.
+        width: How well it is known.
+        facts: Numbers that it may be, by name.
+
+    Example:
+        >>> name_of_factor(4.0, 1e-6, {"world size": 4.0}), name_of_factor(4.0, 0.3, {"world size": 4.0, "tokens": 4.1})
+        ('world size', '')
+    """
+    if width > _WIDEST_NAMED * abs(factor):
+        return ""
+    near = [(value, name) for value, name in _candidates(facts) if abs(factor - value) <= width]
+    if not near or any(abs(value / near[0][0] - 1) > _ONE_NUMBER for value, _ in near):
+        return ""
+    return " or ".join(dict.fromkeys(name for _, name in near))
+
+
+def _candidates(facts: Mapping[str, float]) -> list[tuple[float, str]]:
+    found = []
+    for name, value in facts.items():
+        if value > 0 and value != 1:
+            found += [(value, name), (1 / value, f"1 / {name}")]
+            found += [(math.sqrt(value), f"√ {name}"), (1 / math.sqrt(value), f"1 / √ {name}")]
+    return [*found, (2.0, "counted twice"), (0.5, "half"), (-1.0, "the sign")]
+
+
+# Rows.
+
+
+def _rows(shown: Outcome, reference: Measured, new: Measured, bar: float) -> Outcome | None:
+    if not reference.rows or not new.rows or len(reference.rows[0]) < 2:
+        return None
+    (r, *of_reference), (c, *of_new) = reference.rows, new.rows
+    share = bar / math.sqrt(len(r))  # a row of few elements may have been lucky in all runs
+    wrong = []
+    for i, (x, y) in enumerate(zip(r, c, strict=True)):
+        apart = [norm(_minus(run[i], base)) for runs, base in ((of_reference, x), (of_new, y)) for run in runs]
+        if not norm(_minus(y, x)) <= BARS * max([share, *apart]):
+            wrong.append(i)
+    if not wrong or len(wrong) == len(r):
+        return None
+    return _with(shown, "rows", rows=tuple(wrong), message=f"rows {in_ranges(wrong)} of {len(r)}")
+
+
+def in_ranges(numbers: Sequence[int], most: int = 8) -> str:
+    """Return rising numbers in words, neighbours as a range.
+
+    Example:
+        >>> in_ranges([1, 2, 3, 7, 9, 10])
+        '1–3, 7, 9–10'
+    """
+    runs: list[list[int]] = []
+    for i in numbers:
+        if runs and runs[-1][1] == i - 1:
+            runs[-1][1] = i
+        else:
+            runs.append([i, i])
+    words = [f"{a}–{b}" if a < b else str(a) for a, b in runs[:most]]
+    return ", ".join(words) + (f" and {len(runs) - most} more ranges" if len(runs) > most else "")
+
+
+# Mixtures.
+
+
+def _mixture(shown: Outcome, reference: Measured, new: Measured, bar: float) -> Outcome | None:
+    parts = {**new.parts, **reference.parts}
+    if not 1 <= len(parts) <= min(MOST_PARTS, math.prod(reference.shape) - 1):
+        return None
+    solved = least_squares(list(parts.values()), new.gradient)
+    if solved is None:
+        return None
+    weights, spreads = solved
+    mixed = [math.fsum(w * x for w, x in zip(weights, one, strict=True)) for one in zip(*parts.values(), strict=True)]
+    left = norm(_minus(new.gradient, mixed))
+    widths = [BARS * bar * spread for spread in spreads]
+    largest = max(map(abs, weights))
+    if not left <= BARS * bar * max(1.0, largest) or not max(widths) <= _WIDEST_NAMED * largest:
+        return None
+    known = dict(zip(parts, zip(weights, widths, strict=True), strict=True))
+    return _with(shown, "mixture", weights=known, message=_about_mixture(known))
+
+
+def _about_mixture(weights: Mapping[str, tuple[float, float]]) -> str:
+    there = {name: weight for name, (weight, width) in weights.items() if abs(weight) > width}
+    words = " + ".join(f"{weight:.4g} × {name}" for name, weight in there.items())
+    return f"only {words} is left" if len(there) == 1 and len(weights) > 1 else f"it is {words}"
+
+
+def least_squares(parts: Sequence[Vector], of: Vector) -> tuple[list[float], list[float]] | None:
+    """Return the weights with which ``parts`` add up to ``of`` most nearly, and what an error of 1 does to each.
+
+    Returns:
+        None where the parts are not independent.
+    """
+    sizes = [norm(part) for part in parts]
+    if not all(sizes):
+        return None
+    scaled = [[x / size for x in part] for part, size in zip(parts, sizes, strict=True)]
+    inverse = _inverse([[_dot(a, b) / len(of) for b in scaled] for a in scaled])
+    if inverse is None:
+        return None
+    along = [_dot(a, of) / len(of) for a in scaled]
+    weights = [_dot(row, along) / size for row, size in zip(inverse, sizes, strict=True)]
+    return weights, [math.sqrt(max(0.0, inverse[i][i])) / size for i, size in enumerate(sizes)]
+
+
+def _inverse(matrix: list[list[float]]) -> list[list[float]] | None:
+    """Gauss and Jordan, with pivots; None where a pivot is lost in rounding."""
+    n = len(matrix)
+    rows = [[*row, *(float(i == j) for j in range(n))] for i, row in enumerate(matrix)]
+    for i in range(n):
+        pivot = max(range(i, n), key=lambda k: abs(rows[k][i]))
+        if abs(rows[pivot][i]) < 1e-8:
+            return None
+        rows[i], rows[pivot] = rows[pivot], rows[i]
+        rows[i] = [x / rows[i][i] for x in rows[i]]
+        for k in range(n):
+            if k != i and (times := rows[k][i]):
+                rows[k] = [x - times * y for x, y in zip(rows[k], rows[i], strict=True)]
+    return [row[n:] for row in rows]
+
+
+def _rounding_of(run: Measured) -> float:
+    return max(run.rounding, SKETCH_ROUNDING) * norm(run.gradient)
+
+
+def _minus(a: Vector, b: Vector) -> list[float]:
+    return [x - y for x, y in zip(a, b, strict=True)]
+
+
+def _dot(a: Vector, b: Vector) -> float:
+    return math.fsum(x * y for x, y in zip(a, b, strict=True))

@@ -1,0 +1,209 @@
+"""Run a step again as it was, or with weights that differ by rounding; then all is as before, to the last bit."""
+
+import random
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gradguard.errors import InvalidValueError
+from gradguard.parity.shards import LocalParameter, Part
+from gradguard.parity.sketch import CHUNK, hashed
+from gradguard.torch_private import is_compiled
+
+_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+# Weights.
+
+
+def flip_weights(parameters: Sequence[LocalParameter], epsilon: float, run: int, *, back: bool = False) -> None:
+    r"""Change each weight by up to 2 ``epsilon`` of itself, up or down by its place in the whole and by ``run``.
+
+    It is its own inverse, to the last bit and without a copy: of the number's bit pattern, two bits worth
+    ``epsilon`` and twice that are flipped, in blocks of four that lie around the powers of 2. Zeros stay zero.
+
+    Args:
+        parameters: What to change, in place.
+        epsilon: The relative size.
+        run: Which of several changes.
+        back: Undo the change of the same ``epsilon`` and ``run``.
+    """
+    for parameter in reversed(parameters) if back else parameters:  # two may share memory
+        part, weights = parameter.weights()
+        shift = _shift(weights.dtype, epsilon)
+        if shift is not None:
+            for at, chunk in _slices(weights):
+                places = part.places(at, chunk.numel(), weights.device)
+                chunk.copy_(_flipped(chunk, shift, (hashed(places) >> (32 + 2 * run)) & 3))
+
+
+def _shift(dtype: torch.dtype, epsilon: float) -> int | None:
+    """The lowest bit to flip, counted from the last; None where a dtype is left alone."""
+    if not dtype.is_floating_point or dtype.itemsize not in _INTEGERS:
+        return None
+    unit, shift = torch.finfo(dtype).eps, 0
+    while unit * 2 ** (shift + 1) <= epsilon and unit * 2 ** (shift + 3) <= 1:
+        shift += 1
+    return shift
+
+
+def _flipped(values: Tensor, shift: int, which: Tensor) -> Tensor:
+    kind = _INTEGERS[values.dtype.itemsize]
+    bits, low, high = values.reshape(-1).view(kind), torch.iinfo(kind).min, torch.iinfo(kind).max
+    size, half = bits & high, 2 << shift
+    infinity = int(torch.tensor(torch.inf, dtype=values.dtype).view(kind))
+    # Both bounds are borders of blocks, so that nothing leaves or enters: no zero becomes NaN, no number infinity.
+    inside = (size >= half) & (size < infinity - half)
+    new = ((size + half) ^ (which.to(kind) << shift)) - half
+    return (torch.where(inside, new, size) | (bits & low)).view(values.dtype).view(values.shape)
+
+
+def _slices(values: Tensor) -> Iterator[tuple[int, Tensor]]:
+    """Views of some 65,536 elements in order, each with where it begins."""
+    values = values.view(-1) if values.is_contiguous() else values
+    rows = CHUNK if values.dim() == 1 else max(1, CHUNK // max(1, values[:1].numel()))
+    at = 0
+    for part in values.split(rows) if values.dim() else [values]:
+        yield at, part
+        at += part.numel()
+
+
+def digest(parameters: Iterable[LocalParameter]) -> int:
+    """Return a number that changes if any weight does, in its last bit."""
+    total = 0
+    for parameter in parameters:
+        part, weights = parameter.weights()
+        total = total * 31 + _digest(part, weights)
+    return total
+
+
+def _digest(part: Part, weights: Tensor) -> int:
+    kind = _INTEGERS.get(weights.dtype.itemsize, torch.int8)
+    total = torch.zeros((), dtype=torch.int64, device=weights.device)
+    for values, places in part.pieces(weights):
+        total += (values.view(kind).long() * hashed(places)).sum()
+    return int(total)
+
+
+# Everything else that a step reads and changes.
+
+
+def generator_states() -> dict[str, Any]:
+    """Return the states of all generators that a step may draw from without being handed one."""
+    states: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        states["cuda"] = torch.cuda.get_rng_state_all()
+    if (numpy := sys.modules.get("numpy")) is not None:
+        states["numpy"] = numpy.random.get_state()
+    return states
+
+
+def set_generator_states(states: dict[str, Any]) -> None:
+    """Set the generators to what `generator_states` returned."""
+    random.setstate(states["python"])
+    torch.set_rng_state(states["torch"])
+    if "cuda" in states:
+        torch.cuda.set_rng_state_all(states["cuda"])
+    if "numpy" in states:
+        sys.modules["numpy"].random.set_state(states["numpy"])
+
+
+def has_drawn(before: dict[str, Any]) -> bool:
+    """Tell whether random numbers have been drawn since ``before``."""
+    now = generator_states()
+    return any(not _same(value, now[name]) for name, value in before.items())
+
+
+def _same(a: Any, b: Any) -> bool:
+    if isinstance(a, Tensor):
+        return torch.equal(a, b)
+    if isinstance(a, tuple | list):
+        return len(a) == len(b) and all(map(_same, a, b))
+    return bool((a == b).all()) if hasattr(a, "all") else a == b  # an array of numpy's
+
+
+class Replay:
+    """What a step reads besides its weights, so that it runs again as it did.
+
+    Args:
+        model: The model.
+        parameters: This process' parts of its parameters.
+    """
+
+    def __init__(self, model: nn.Module, parameters: Sequence[LocalParameter]) -> None:
+        self._tensors = [p for p in model.parameters() if p.requires_grad]
+        self._parameters = parameters
+        self._states = generator_states()
+        self._buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+
+    def run(self, step: Callable[[], Any]) -> Any:
+        """Return what ``step()`` returns, from the same state each time; its gradients stay."""
+        self.restore()
+        with torch.enable_grad():
+            return step()
+
+    def restore(self) -> None:
+        """Let buffers and generators be as they were, and gradients None."""
+        for tensor in self._tensors:
+            tensor.grad = None
+        with torch.no_grad():
+            for buffer, before in self._buffers:
+                buffer.copy_(before)
+        set_generator_states(self._states)
+
+    def has_drawn(self) -> bool:
+        """Tell whether the last run has drawn random numbers."""
+        return has_drawn(self._states)
+
+    @contextmanager
+    def perturbed(self, epsilon: float, run: int) -> Iterator[None]:
+        """Let the weights differ by rounding inside the block."""
+        flip_weights(self._parameters, epsilon, run)
+        try:
+            yield
+        finally:
+            flip_weights(self._parameters, epsilon, run, back=True)
+
+
+# The precision of the computation.
+
+
+@contextmanager
+def precision_of(model: nn.Module) -> Iterator[set[torch.dtype]]:
+    """Yield the set of floating dtypes that layers of ``model`` compute in inside the block, as it fills.
+
+    Layers inside compiled code cannot tell: there it is what the outermost module returns, and autocast.
+    """
+    seen: set[torch.dtype] = set()
+    compiled = any(is_compiled(module) for module in model.modules())
+    watched = [model] if compiled else list(model.modules())
+    hooks = [module.register_forward_hook(lambda _m, _i, output: _note(output, seen)) for module in watched]
+    try:
+        yield seen
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _note(output: Any, seen: set[torch.dtype]) -> None:
+    if torch.compiler.is_compiling():
+        return
+    for value in output if isinstance(output, tuple | list) else (output,):
+        if isinstance(value, Tensor) and value.is_floating_point():
+            seen.add(value.dtype)
+            if torch.is_autocast_enabled(value.device.type):
+                seen.add(torch.get_autocast_dtype(value.device.type))
+
+
+def epsilon_of(dtypes: Iterable[torch.dtype], device: torch.device) -> float:
+    """Return the distance from 1 to the next number in the coarsest of ``dtypes``, and of TF32 where it is on."""
+    known = [torch.finfo(dtype).eps for dtype in dtypes if dtype.is_floating_point]
+    if not known:
+        raise InvalidValueError("no trained parameter is of a floating dtype, so there is no gradient to save.")
+    shortcuts = {"highest": 0.0, "high": 2.0**-10, "medium": 2.0**-7}
+    shortcut = shortcuts[torch.get_float32_matmul_precision()] if device.type == "cuda" else 0.0
+    return max([*known, shortcut])

@@ -1,0 +1,87 @@
+"""What a comparison of two runs found, for people and for programs."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from gradguard.parity.judge import Outcome
+
+Verdict = Literal["PASS", "FAIL", "INCONCLUSIVE"]
+
+_MOST_NAMES = 6
+
+
+@dataclass(frozen=True)
+class ParityFinding:
+    """One thing that is wrong with the gradients of one or several parameters.
+
+    ``kind`` is ``"missing"``, ``"extra"``, ``"shape"``, ``"nonfinite"``, ``"dead"``, ``"ranks"``, ``"factor"``,
+    ``"rows"``, ``"mixture"``, ``"different"``, ``"noisy"`` or ``"unknown"``; or, of the runs themselves,
+    ``"weights"``, ``"random"``, ``"noise"`` or ``"nothing"``.
+    """
+
+    kind: str
+    message: str
+    parameters: tuple[str, ...] = ()
+    distance: float | None = None
+    factor: float | None = None
+    factor_bar: float | None = None
+    factor_name: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.kind}: {self.message}" + (f": {names(self.parameters)}" if self.parameters else "")
+
+
+@dataclass(frozen=True)
+class ParityReport:
+    """The outcome of a comparison of two runs: print it, or ask for its ``verdict`` and ``findings``."""
+
+    verdict: Verdict
+    findings: tuple[ParityFinding, ...] = ()
+    """Why the verdict is not PASS."""
+    notes: tuple[str, ...] = ()
+    """What is worth knowing and no fault."""
+    parameters: tuple[Outcome, ...] = ()
+    """What each parameter is."""
+
+    @property
+    def largest(self) -> float:
+        """How far apart the gradients of equal parameters are at most, in bars."""
+        return max((o.distance or 0.0 for o in self.parameters if o.kind == "equal"), default=0.0)
+
+    @property
+    def power(self) -> float:
+        """An error of this relative size would have shown in half of the parameters: 3 bars of the median one."""
+        bars = sorted(math.inf if o.bar is None else o.bar for o in self.parameters if o.distance is not None)
+        return 3 * bars[len(bars) // 2] if bars else math.inf
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return everything as JSON has it: what is not finite is None."""
+        return _jsonable({**asdict(self), "largest": self.largest, "power": self.power})
+
+    def __bool__(self) -> bool:
+        return self.verdict == "PASS"
+
+    def __str__(self) -> str:
+        lines = [f"{self.verdict:<13} {finding}" for finding in self.findings]
+        equal = sum(o.kind == "equal" for o in self.parameters)
+        told = f"{equal:,} of {len(self.parameters):,} parameters are equal, at most {self.largest:.2g} bars apart"
+        if self.power < 1:
+            told += f"; an error of {self.power:.1g} of a gradient would show in the median one"
+        lines.append(f"{self.verdict:<13} {told}")
+        return "\n".join([*lines, *(f"{'note':<13} {note}" for note in self.notes)])
+
+
+def names(parameters: Sequence[str]) -> str:
+    """Return the first few names, and how many more there are."""
+    more = len(parameters) - _MOST_NAMES
+    return ", ".join(parameters[:_MOST_NAMES]) + (f" and {more:,} more" if more > 0 else "")
+
+
+def _jsonable(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _jsonable(one) for key, one in value.items()}
+    if isinstance(value, tuple | list):
+        return [_jsonable(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

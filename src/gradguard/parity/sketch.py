@@ -1,0 +1,111 @@
+"""A gradient in 32 numbers: signed sums whose signs are hashed from each element's place in the whole tensor.
+
+A sketch is linear, so that sketches of shards and of partial sums add up to that of the whole, and a factor on the
+gradient is the same factor on its sketch. The root mean square of a sketch is the norm, to 13 %.
+"""
+
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import Tensor
+
+SUMS = 32
+"""How many sums there are: as many as a hash has bits that are used."""
+
+ROW_SUMS = 8
+"""How many there are of a single row."""
+
+HASH_VERSION = 1
+"""Changes with the signs: files of two versions cannot be compared."""
+
+CHUNK = 1 << 16
+"""Elements that are hashed at once: temporaries stay in the cache, and never have the size of a tensor."""
+
+_FIRST, _SECOND = 0xFF51AFD7ED558CCD - (1 << 64), 0xC4CEB9FE1A85EC53 - (1 << 64)
+_BELOW_SHIFT = (1 << 31) - 1
+
+
+def hashed(places: Tensor) -> Tensor:
+    """Return 64 bits for each place, an int64 tensor: MurmurHash3's finalizer; ``places`` is overwritten.
+
+    Integer arithmetic wraps alike on every device, so the bits are those of any layout and version of torch.
+    """
+    places += 1  # 0 would stay 0
+    for factor in (_FIRST, _SECOND):
+        places ^= (places >> 33) & _BELOW_SHIFT  # without the copies of the sign
+        places *= factor
+    places ^= (places >> 33) & _BELOW_SHIFT
+    return places
+
+
+def sketch_of(pieces: Iterable[tuple[Tensor, Tensor]], device: torch.device) -> Tensor:
+    r"""Return the sketch of a tensor that comes in pieces.
+
+    .. math:: s_j = \sum_i \sigma_j(i)\, g_i, \qquad \sigma_j(i) = 1 - 2\,\mathrm{bit}_j(\mathrm{hash}(i))
+
+    Elements with the same byte of the hash are added up first, which takes 4 additions for each element in place of 32.
+
+    Args:
+        pieces: Values, and the place of each in the whole tensor, as int64 which is overwritten.
+        device: Where they are.
+
+    Returns:
+        32 float64 numbers; NaN where a value is not finite.
+    """
+    bins = torch.zeros(SUMS // 8, 256, dtype=torch.float64, device=device)
+    for values, places in pieces:
+        bits, doubles = hashed(places), values.double()
+        for k in range(SUMS // 8):
+            _add_to_bins(bins[k], (bits >> (8 * k)) & 255, doubles)
+    return (bins @ _signs_of_bytes(device)).flatten()
+
+
+def _add_to_bins(bins: Tensor, which: Tensor, values: Tensor) -> None:
+    if torch.are_deterministic_algorithms_enabled():  # which bincount on a GPU is not
+        bins.index_add_(0, which, values)
+    else:
+        bins += torch.bincount(which, weights=values, minlength=len(bins))
+
+
+def _signs_of_bytes(device: torch.device) -> Tensor:
+    """The sign that each of 8 bits of each byte stands for."""
+    byte, bit = torch.arange(256, device=device), torch.arange(8, device=device)
+    return 1.0 - 2.0 * ((byte[:, None] >> bit) & 1).double()
+
+
+def row_sketches(pieces: Iterable[tuple[Tensor, Tensor]], rows: int, length: int, device: torch.device) -> Tensor:
+    """Return the sketch of each row: its first 8 signed sums.
+
+    Args:
+        pieces: As for `sketch_of`.
+        rows: Length of the first dimension of the whole tensor.
+        length: Elements in one row.
+        device: Where they are.
+
+    Returns:
+        A float64 tensor of shape ``[rows, 8]``.
+    """
+    sums = torch.zeros(rows, ROW_SUMS, dtype=torch.float64, device=device)
+    for values, places in pieces:
+        row = places // length
+        bits, doubles = hashed(places), values.double()
+        for j in range(ROW_SUMS):
+            sums[:, j].index_add_(0, row, torch.where((bits >> j) & 1 == 1, -doubles, doubles))
+    return sums
+
+
+def in_chunks(values: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Cut a tensor that is whole here into pieces; nothing is copied where it is contiguous."""
+    yield from ((part, torch.arange(at, at + len(part), device=part.device)) for at, part in flat_chunks(values))
+
+
+def flat_chunks(values: Tensor) -> Iterator[tuple[int, Tensor]]:
+    """Yield flat parts of up to 65,536 elements (or one row, where it is not contiguous) with where they begin."""
+    if values.is_contiguous():
+        flat = values.view(-1)
+        yield from ((at, flat[at : at + CHUNK]) for at in range(0, len(flat), CHUNK))
+        return
+    at, rows = 0, max(1, CHUNK // max(1, values[0].numel())) if len(values) else 1
+    for part in values.split(rows):
+        yield at, part.reshape(-1)
+        at += part.numel()

@@ -1,0 +1,308 @@
+"""Verdicts on gradients that are given: each fault is named, with its factor; what is healthy passes."""
+
+import json
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from runs import drawn, rounded, saved
+
+from gradguard.errors import RecordError
+from gradguard.parity.compare import compare, facts_of
+from gradguard.parity.judge import Measured, bar_of, in_ranges, least_squares, name_of_factor, norm
+from gradguard.parity.saved import read, write
+
+SHAPES = {"embed": (50, 8), "norm": (8,), "up": (8, 32), "down": (32, 8), "bias": (1,)}
+GRADIENTS = {name: drawn(shape, i) for i, (name, shape) in enumerate(SHAPES.items())}
+FACTS = {"world size": 4.0, "micro-batches": 8.0, "loss scale": 65536.0}
+
+
+def run(change=None, bar=1e-6, seed=1, **about):
+    """A run like the reference but for rounding, and for what ``change`` says of some parameters."""
+    gradients = {name: rounded(g, bar, 10_000 * seed + i) for i, (name, g) in enumerate(GRADIENTS.items())}
+    for name, new in (change or {}).items():
+        gradients[name] = new(gradients[name]) if callable(new) else new
+    return saved(gradients, bar=bar, seed=seed, facts=FACTS, **about)
+
+
+def only(report):
+    (finding,) = report.findings
+    return finding
+
+
+@pytest.mark.parametrize("seed", range(1, 30))
+@pytest.mark.parametrize("bar", [1e-7, 1e-3, 0.1])
+def test_what_differs_by_rounding_passes(seed, bar):
+    report = compare(run(bar=bar, seed=0), run(bar=bar, seed=seed))
+    assert report.verdict == "PASS", str(report)
+    assert 0 < report.largest < 3
+
+
+@pytest.mark.parametrize(("times", "verdict"), [(2, "PASS"), (5, "FAIL")])
+def test_three_bars_are_the_limit(times, verdict):
+    def off(g):
+        return g + times * 1.3e-6 * g.norm() * drawn((8, 32), 4) / 16
+
+    assert compare(saved(GRADIENTS), saved(GRADIENTS | {"up": off(GRADIENTS["up"])}, seed=3)).verdict == verdict
+
+
+def test_the_bar_of_few_elements_is_wider():
+    def measured(shape):
+        return Measured(shape, 0.0, [1.0] * 32, [[1.001] * 32])
+
+    assert bar_of(measured(())) == pytest.approx(5e-3)
+    assert bar_of(measured((4,))) == pytest.approx(2e-3)
+    assert bar_of(measured((100, 400))) == pytest.approx(1.0001e-3)
+
+
+def test_single_numbers_raise_no_false_alarm():
+    many = {str(i): drawn((), i) for i in range(300)}
+    report = compare(saved(many), saved({n: rounded(g, 1e-6, 500_000 + int(n)) for n, g in many.items()}, seed=700))
+    assert report.verdict == "PASS", str(report)
+
+
+FACTORS = [
+    (4.0, "world size"),
+    (0.25, "1 / world size"),
+    (2.0, "√ world size or counted twice"),
+    (8.0, "micro-batches"),
+    (1 / 8, "1 / micro-batches"),
+    (math.sqrt(8), "√ micro-batches"),
+    (65536.0, "loss scale"),
+    (1 / 65536, "1 / loss scale"),
+    (-1.0, "the sign"),
+    (1.00001, ""),
+    (3.0, ""),
+]
+
+
+@pytest.mark.parametrize(("factor", "name"), FACTORS)
+@pytest.mark.parametrize("which", [("up", "down"), ("embed",), tuple(SHAPES)], ids=["two", "one", "all"])
+def test_a_factor_is_one_finding_with_its_name(factor, name, which):
+    report = compare(run(bar=1e-7), run({n: lambda g: factor * g for n in which}, bar=1e-7, seed=2))
+    assert report.verdict == "FAIL"
+    of_factor = [f for f in report.findings if f.kind == "factor"]
+    assert len(of_factor) == 1
+    assert set(of_factor[0].parameters) == set(which) - {"bias"}  # one number is a multiple of any other
+    assert of_factor[0].factor_name == name
+    assert abs(of_factor[0].factor - factor) <= of_factor[0].factor_bar <= 1e-5 * abs(factor)
+    flagged = {p for f in report.findings for p in f.parameters}
+    assert flagged <= set(which)
+    if abs(factor - 1) > 0.01:
+        assert flagged == set(which)
+
+
+def test_two_factors_are_two_findings():
+    report = compare(run(), run({"up": lambda g: 4 * g, "down": lambda g: g / 8, "embed": lambda g: 4 * g}, seed=2))
+    assert [(f.factor_name, set(f.parameters)) for f in report.findings] == [
+        ("world size", {"up", "embed"}),
+        ("1 / micro-batches", {"down"}),
+    ]
+
+
+def test_a_factor_that_two_names_fit_has_none():
+    assert name_of_factor(4.0, 0.3, {"world size": 4.0, "tokens": 4.1}) == ""
+    assert name_of_factor(4.0, 0.01, {"world size": 4.0, "tokens": 4.1}) == "world size"
+    assert name_of_factor(4.0, 0.01, {"world size": 4.0, "accumulation": 4.0}) == "world size or accumulation"
+    assert name_of_factor(4.0, 0.5, {"world size": 4.0}) == ""  # known too badly
+    assert name_of_factor(1.0, 1e-9, {"world size": 1.0}) == ""
+
+
+OTHERS = {
+    "missing": ({"up": None}, "missing"),
+    "dead": ({"up": torch.zeros(8, 32, dtype=torch.float64)}, "dead"),
+    "other shape": ({"up": drawn((8, 31), 5)}, "shape"),
+    "NaN": ({"up": lambda g: g * math.nan}, "nonfinite"),
+    "infinity": ({"up": lambda g: g * math.inf}, "nonfinite"),
+    "other numbers": ({"up": drawn((8, 32), 77)}, "different"),
+    "some lost": ({"up": lambda g: g * (torch.arange(8) < 4)[:, None]}, "different"),
+    "one element": ({"up": lambda g: g + 1e-3 * (torch.arange(256) == 9).view(8, 32)}, "different"),
+    "transposed": ({"up": lambda g: g.T.reshape(8, 32)}, "different"),
+    "almost nothing is left": ({"up": drawn((8, 32), 77) * 1e-9}, "different"),
+}
+
+
+@pytest.mark.parametrize(("change", "kind"), OTHERS.values(), ids=OTHERS)
+def test_other_faults_are_named(change, kind):
+    report = compare(run(), run(change, seed=2))
+    assert (report.verdict, only(report).kind, only(report).parameters) == ("FAIL", kind, ("up",))
+    back = compare(run(change, seed=2), run())  # and the other way round
+    assert (back.verdict, only(back).kind) == ("FAIL", "extra" if kind == "missing" else kind)
+
+
+def test_a_parameter_that_one_run_has_alone():
+    new = saved({**GRADIENTS, "more": drawn((4,), 1)})
+    assert (only(compare(run(), new)).kind, only(compare(new, run())).kind) == ("extra", "missing")
+
+
+def test_wrong_rows_are_told():
+    def shard_lost(g):
+        return g * ((torch.arange(50) < 12) | (torch.arange(50) >= 25))[:, None]
+
+    report = compare(run(rows=["embed"]), run({"embed": shard_lost}, seed=2, rows=["embed"]))
+    assert only(report).message == "rows 12–24 of 50"
+    assert in_ranges(range(0, 40, 2), most=2) == "0, 2 and 18 more ranges"
+    without = compare(run(), run({"embed": shard_lost}, seed=2))
+    assert only(without).kind == "different"
+    assert "rows=" in str(without)
+
+
+def test_the_weights_of_micro_batches_are_told():
+    parts = {
+        f"micro-batch {j}": {n: drawn(s, 100 + 10 * j + i) for i, (n, s) in enumerate(SHAPES.items())} for j in range(4)
+    }
+    tokens = [17, 5, 3, 8]
+    by_token = {n: sum(t * p[n] for t, p in zip(tokens, parts.values(), strict=True)) / 33 for n in SHAPES}
+    means = {n: sum(p[n] for p in parts.values()) / 4 for n in SHAPES}
+    last = {n: parts["micro-batch 3"][n] * 8 / 33 for n in SHAPES}
+    reference = saved(by_token, parts=parts)
+    finding = compare(reference, saved(means, seed=2)).findings[0]
+    assert (finding.kind, set(finding.parameters)) == ("mixture", set(SHAPES) - {"bias"})
+    assert finding.message == "it is " + " + ".join(f"0.25 × micro-batch {j}" for j in range(4))
+    finding = compare(reference, saved(last, seed=2)).findings[0]
+    assert finding.message == f"only {8 / 33:.4g} × micro-batch 3 is left"
+
+
+def test_parts_that_are_nearly_one_are_not_told_apart():
+    parts = {"a": GRADIENTS, "b": {n: g * (1 + 1e-9) for n, g in GRADIENTS.items()}}
+    report = compare(run(parts=parts), run({"up": drawn((8, 32), 5)}, seed=2))
+    assert only(report).kind == "different"
+    near = {n: rounded(g, 1e-3, i) for i, (n, g) in enumerate(GRADIENTS.items())}
+    parts, new = {"a": GRADIENTS, "b": near}, saved({"up": GRADIENTS["up"]}, bar=1e-3)
+    fits = compare(saved({"up": drawn((8, 32), 5)}, bar=1e-3, parts=parts), new)
+    assert only(fits).kind == "different"  # a mixture of both, of which the weights cannot be told
+
+
+def test_what_is_no_mixture_is_different():
+    parts = {"a": GRADIENTS, "b": {n: drawn(s, 300 + i) for i, (n, s) in enumerate(SHAPES.items())}}
+    report = compare(run(parts=parts), run({"up": drawn((8, 32), 5)}, seed=2))
+    assert only(report).kind == "different"
+
+
+def test_parts_that_are_one_have_no_weights():
+    assert least_squares([[1.0, 0.0], [1.0, 0.0]], [1.0, 1.0]) is None
+
+
+@pytest.mark.parametrize(("scale", "said"), [(1 / 4, "whose sum is right"), (1.0, "whose mean is right"), (3.0, "")])
+def test_ranks_that_differ_are_told_with_what_is_missing(scale, said):
+    apart = {n: torch.zeros_like(g) for n, g in GRADIENTS.items()} | {"norm": drawn((8,), 3)}
+    new = run({"norm": lambda g: scale * g}, seed=2, contrasts=apart, copies=4)
+    finding = only(compare(run(), new))
+    assert (finding.kind, finding.parameters) == ("ranks", ("norm",))
+    assert said in finding.message
+    assert ("whose" in finding.message) == bool(said)
+
+
+# What nobody can tell is said.
+
+
+def test_without_bars_a_difference_is_unknown_and_none_passes():
+    bare = saved(GRADIENTS, runs=0)
+    assert compare(bare, bare).verdict == "PASS"
+    report = compare(bare, saved({n: rounded(g, 1e-5, 3) for n, g in GRADIENTS.items()}, runs=0))
+    assert (report.verdict, only(report).kind) == ("INCONCLUSIVE", "unknown")
+
+
+def test_nothing_to_compare_is_no_pass():
+    assert compare(saved({}), saved({})).verdict == "INCONCLUSIVE"
+    none = saved(dict.fromkeys(SHAPES))
+    assert only(compare(none, none)).kind == "nothing"
+    zeros = saved({"up": torch.zeros(3, dtype=torch.float64)})
+    assert only(compare(zeros, zeros)).kind == "nothing"
+
+
+def test_a_parameter_without_a_gradient_in_both_is_no_fault():
+    report = compare(run({"up": None}), run({"up": None}, seed=2))
+    assert report.verdict == "PASS"
+    assert report.power < 1e-4
+
+
+def test_other_weights_leave_the_gradients_open():
+    report = compare(run(), run({"up": drawn((8, 32), 7)}, seed=2, weights=drawn((4,), 6)))
+    assert report.verdict == "INCONCLUSIVE"
+    assert any("one checkpoint" in f.message for f in report.findings)
+    missing = compare(run(), run({"up": None}, seed=2, weights=drawn((4,), 6)))
+    assert missing.verdict == "FAIL"
+
+
+def test_dropout_leaves_differences_open_but_not_factors():
+    assert compare(run(random=True), run(seed=2, random=True)).verdict == "PASS"
+    differs = compare(run(), run({"up": drawn((8, 32), 7)}, seed=2, random=True))
+    assert (differs.verdict, {f.kind for f in differs.findings}) == ("INCONCLUSIVE", {"different", "random"})
+    assert compare(run(), run({"up": lambda g: 4 * g}, seed=2, random=True)).verdict == "FAIL"
+
+
+def test_mostly_noise_is_no_pass():
+    report = compare(run(bar=0.6), run(bar=0.6, seed=2))
+    assert (report.verdict, only(report).kind) == ("INCONCLUSIVE", "noise")
+
+
+def test_a_run_that_is_not_equal_to_itself_hides_nothing():
+    bars = dict.fromkeys(SHAPES, 1e-6) | {"up": 1.5}
+    wrong = GRADIENTS | {"up": drawn((8, 32), 7)}
+    report = compare(run(), saved(wrong, bar=bars, seed=3))
+    assert (report.verdict, only(report).kind, only(report).parameters) == ("INCONCLUSIVE", "noisy", ("up",))
+    both = compare(saved(GRADIENTS, bar=bars), saved(wrong, bar=bars, seed=3))
+    assert both.verdict == "PASS"  # its true gradient is zero, say; and the report says that it is noise
+    assert "up" in both.notes[0]
+
+
+def test_signs_of_another_version_are_refused():
+    with pytest.raises(RecordError, match="save both with one"):
+        compare(run(), replace(run(), hash_version=2))
+
+
+# Facts, files, output.
+
+
+def test_facts_of_two_runs_and_their_ratio():
+    assert facts_of(run(), run()) == FACTS
+    a, b = (replace(run(), facts={"world size": w}) for w in (2.0, 8.0))
+    assert facts_of(a, b)["ratio of world size"] == 4
+    assert facts_of(replace(run(), facts={"world size": 1.0}), b) == {"world size": 8.0}
+
+
+def test_a_file_is_safetensors_and_comes_back_as_it_was(tmp_path):
+    safetensors = pytest.importorskip("safetensors.torch")
+    before = run(rows=["embed"], parts={"last step": GRADIENTS}, losses=(1.5, 1.5))
+    write(tmp_path / "run.safetensors", before)
+    after = read(tmp_path / "run.safetensors")
+    assert after.parameters == before.parameters
+    assert [list(map(list, r)) for r in after.sketches["gradient"]] == before.sketches["gradient"]
+    assert [list(map(list, r)) for r in after.rows["embed"]] == before.rows["embed"]
+    assert compare(after, run(seed=2)).as_dict() == compare(before, run(seed=2)).as_dict()
+    tensors = safetensors.load_file(tmp_path / "run.safetensors")
+    assert tensors["gradient"].tolist() == before.sketches["gradient"]
+    assert [*tmp_path.iterdir()] == [tmp_path / "run.safetensors"]
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [lambda b: b"", lambda b: b[:40], lambda b: b[:-8], lambda b: b"x" + b[1:], lambda b: b'{"a": 1}\n' * 9],
+    ids=["empty", "in the header", "at the end", "other length", "a record"],
+)
+def test_a_damaged_file_is_refused(tmp_path, damage):
+    path = tmp_path / "run.safetensors"
+    write(path, run())
+    path.write_bytes(damage(path.read_bytes()))
+    with pytest.raises(RecordError, match=r"is not what gradguard\.save_gradients writes"):
+        read(path)
+
+
+def test_a_file_that_is_not_there(tmp_path):
+    with pytest.raises(RecordError, match=r"cannot read .*nowhere.*No such file"):
+        compare(tmp_path / "nowhere", run())
+
+
+def test_json_is_strict_and_has_all():
+    report = compare(run(), run({"up": lambda g: 4 * g, "norm": lambda g: g * math.nan}, seed=2))
+    told = json.loads(json.dumps(report.as_dict(), allow_nan=False))
+    assert told["verdict"] == "FAIL"
+    assert {p["name"]: p["kind"] for p in told["parameters"]}["up"] == "factor"
+    assert bool(report) is False
+
+
+def test_the_norm_of_a_sketch_of_one_number_is_exact():
+    assert norm([3.0, -3.0, 3.0, 3.0]) == pytest.approx(3.0)
+    assert norm([]) == 0.0
