@@ -19,7 +19,7 @@ from gradguard.tensors.layout import (
     writable_values,
 )
 from gradguard.tensors.scratch import BLOCK, gathered
-from gradguard.torch_private import foreach_clamp_, foreach_mul_
+from gradguard.torch_private import foreach_clamp_, foreach_mul_, foreach_norm
 
 EPSILON = 1e-6
 """Added to the norm before dividing, as PyTorch does."""
@@ -107,8 +107,27 @@ def exceeds(tensors: Sequence[Tensor], low: float | Tensor, high: float | Tensor
     """
     values = [x for x in each_plain(tensors, writable_values) if x.numel()]
     device = meeting_device(values)
-    outside = [(smallest < low) | (largest > high) for smallest, largest in map(torch.aminmax, values)]
-    return torch.stack([move(x, device) for x in outside]).any() if outside else torch.zeros((), dtype=torch.bool)
+    if not values:
+        return torch.zeros((), dtype=torch.bool, device="cpu")
+    outside: list[Tensor] = []
+    for (where, dtype), group in grouped(values).items():
+        smallest, largest = _extremes([values[i] for i in group], symmetric=_are_opposite(low, high))
+        limits = [_bound_tensor(x, where, dtype) if isinstance(x, Tensor) else x for x in (low, high)]
+        outside.append(move(((smallest < limits[0]) | (largest > limits[1])).any(), device))
+    return torch.stack(outside).any()
+
+
+def _extremes(tensors: Sequence[Tensor], symmetric: bool) -> tuple[Tensor, Tensor]:
+    """The smallest and the largest element of each tensor; if only the larger counts, in one kernel for all."""
+    if symmetric and not are_readable(*tensors):
+        largest = torch.stack(foreach_norm(tensors, math.inf))
+        return -largest, largest
+    smallest, largest = zip(*map(torch.aminmax, tensors), strict=True)
+    return torch.stack(smallest), torch.stack(largest)
+
+
+def _are_opposite(low: float | Tensor, high: float | Tensor) -> bool:
+    return not isinstance(low, Tensor) and not isinstance(high, Tensor) and low == -high
 
 
 def _representable(bound: float, dtype: torch.dtype) -> float:
