@@ -66,6 +66,8 @@ NAMES = {
     "gradients_are_scaled": ["torch.amp.grad_scaler.OptState"],
     "process_groups": ["torch.distributed.distributed_c10d._world"],
     "default_store": ["torch.distributed.distributed_c10d._get_default_store"],
+    "exchange_table": ["torch.Tensor.__dlpack_c_exchange_api__"],
+    "are_operations_watched": ["torch._C._len_torch_dispatch_stack"],
     "flattened_by_fsdp1": ["torch.distributed.fsdp._common_utils.FSDP_FLATTENED"],
 }
 
@@ -133,6 +135,27 @@ def test_largest_in_bags(monkeypatch):
     assert torch_private.largest_in_bags(table, ids, offsets, 2).tolist() == [[1, 0], [3, 3]]
     with pytest.raises(UnsupportedVersionError, match=r'mode="max"\) needs torch\._embedding_bag'):
         without(monkeypatch, *NAMES["largest_in_bags"]).largest_in_bags(table, ids, offsets, 2)
+
+
+# Addresses, for the compiled kernels.
+
+
+def test_exchange_table(monkeypatch):
+    assert torch_private.exchange_table()
+    assert without(monkeypatch, *NAMES["exchange_table"]).exchange_table() is None
+
+
+def test_parallel_for(monkeypatch, tmp_path):
+    assert torch_private.parallel_for()
+    monkeypatch.setattr(torch, "__file__", str(tmp_path / "__init__.py"))
+    assert torch_private.parallel_for() is None
+
+
+def test_are_operations_watched(monkeypatch):
+    assert not torch_private.are_operations_watched()
+    with torch_private.each_operation(lambda call, args, kwargs: call(*args, **kwargs)):
+        assert torch_private.are_operations_watched()
+    assert without(monkeypatch, *NAMES["are_operations_watched"]).are_operations_watched()
 
 
 # Tensors and nested arguments.

@@ -4,6 +4,7 @@ A name may go with any release of torch. Then the function falls back to public 
 slowly; else it raises, when it is called: importing gradguard never fails for want of a name.
 """
 
+import ctypes
 import functools
 import math
 import sys
@@ -12,6 +13,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from operator import attrgetter
+from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
@@ -146,6 +148,37 @@ def sparse_indices(tensor: Tensor) -> Tensor:
         return tensor._indices()
     except AttributeError:
         _refuse("clipping sparse gradients", "torch.Tensor._indices")
+
+
+# Addresses, for the compiled kernels.
+
+
+def exchange_table() -> int | None:
+    """Return where the table is by which C code looks at a tensor: DLPack's. None: look at each from Python."""
+    capsule = getattr(Tensor, "__dlpack_c_exchange_api__", None)
+    if capsule is None:
+        return None
+    open_ = ctypes.pythonapi.PyCapsule_GetPointer
+    open_.restype, open_.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
+    return open_(capsule, b"dlpack_exchange_api")
+
+
+def parallel_for() -> int | None:
+    """Return where the C function is that runs a loop on torch's own threads; None if torch has none."""
+    library = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
+    try:
+        found = ctypes.CDLL(str(library)).torch_parallel_for
+    except (OSError, AttributeError):
+        return None
+    return ctypes.cast(found, ctypes.c_void_p).value
+
+
+_modes = getattr(torch._C, "_len_torch_dispatch_stack", None)
+
+
+def are_operations_watched() -> bool:
+    """Tell whether somebody sees or replaces each operation of this thread (`TorchDispatchMode`): to be played safe."""
+    return _modes is None or _modes() > 0
 
 
 # Nested arguments and results: the containers that other packages have registered are known to torch only.

@@ -32,6 +32,7 @@ from gradguard.tensors.layout import (
     wide_dtype,
 )
 from gradguard.tensors.scratch import BLOCK, gathered, in_float32
+from gradguard.tensors.triton_plan import DeviceList
 from gradguard.torch_private import foreach_norm
 
 ROW = 1024
@@ -104,6 +105,8 @@ def norm_of_norms(norms: Tensor, p: float = 2.0) -> Tensor:
 
 def _device_norms(tensors: Sequence[Tensor], p: float, device: torch.device) -> Tensor:
     """One norm for each tensor, on ``device``, without a host read."""
+    if p == 2 and (listed := DeviceList.of(tensors)) is not None:
+        return listed.norms()
     norms: list[Tensor] = [torch.zeros((), dtype=wide_dtype(device), device=device)] * len(tensors)
     for (where, _), group in grouped(tensors).items():
         at_once = LONGEST if p in _FAST else CONVERTED

@@ -19,6 +19,7 @@ from gradguard.tensors.layout import (
     writable_values,
 )
 from gradguard.tensors.scratch import BLOCK, gathered
+from gradguard.tensors.triton_plan import DeviceList
 from gradguard.torch_private import foreach_clamp_, foreach_mul_, foreach_norm
 
 EPSILON = 1e-6
@@ -56,7 +57,9 @@ def scale_(tensors: Sequence[Tensor], coefficient: Tensor) -> None:
     for (device, dtype), group in grouped(values).items():
         factor = move(coefficient, device, torch.float64 if dtype is torch.float64 else torch.float32)
         alike = values if len(group) == len(values) else [values[i] for i in group]
-        if dtype in HALVES and not are_readable(*alike):
+        if (listed := DeviceList.of(alike, writes=True)) is not None:
+            listed.scale_(factor)
+        elif dtype in HALVES and not are_readable(*alike):
             # Accelerators round a 0-dim factor to the tensor's dtype first; one of shape [1] makes them promote.
             for tensor in alike:
                 (tensor if tensor.dim() else tensor[None]).mul_(factor.view(1))
@@ -79,6 +82,8 @@ def clamp_(tensors: Sequence[Tensor], low: float | Tensor, high: float | Tensor)
             limits = [_bound_tensor(x, device, dtype) for x in (low, high)]
             for tensor in alike:
                 tensor.clamp_(*limits)
+        elif (listed := DeviceList.of(alike, writes=True)) is not None:
+            listed.clamp_(_representable(low, dtype), _representable(high, dtype))
         else:
             binds = _clamp_alike(alike, _representable(low, dtype), _representable(high, dtype), binds)
 
