@@ -13,6 +13,9 @@ Loads are 16 bytes wide only if the compiler can prove alignment: hints come aft
 end at whole 16 bytes; what is left over is a second, short load.
 """
 
+# What follows is Triton's language, of which a type checker for Python understands little.
+# pyright: basic, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false, reportArgumentType=false
+
 import triton
 import triton.language as tl
 

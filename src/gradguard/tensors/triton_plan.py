@@ -89,8 +89,9 @@ class DeviceList:
         partial = torch.empty(max(count, 1), dtype=torch.float64, device=self._device)
         norms = torch.empty(len(sizes), dtype=torch.float64, device=self._device)
         self._launch(kernels.partial_squares, partial, advances=True)
+        finish: Any = kernels.finish
         with _on(self._device):
-            kernels.finish[(len(sizes),)](partial, begin, end, norms, BLOCK=1024)
+            finish[(len(sizes),)](partial, begin, end, norms, BLOCK=1024)
         return norms
 
     def scale_(self, factor: Tensor) -> None:
