@@ -13,10 +13,11 @@ from gradguard.backward_clip.hooks import Observer
 from gradguard.backward_clip.module_timeline import ModuleTimeline
 from gradguard.backward_clip.rules import BaseErrorClip, clamp_bounds
 from gradguard.clip_events import ClipEvent, is_heard, rule_of, tell
+from gradguard.tensors.host_copy import Event, copy_to_host
+from gradguard.tensors.layout import move
 from gradguard.torch_private import input_metadata_of
 
 Count = int | Tensor
-_UNREAD_BLOCKS = 16
 _SMALL = 4096
 _EXACT_IN_FLOAT32 = 2**24
 
@@ -97,7 +98,7 @@ class ErrorClipStats:
         """Forget all counts; go on naming modules."""
         self._rows: dict[tuple[str, str], _OpCounts] = {}
         self._first: FirstNonfinite | None = None
-        self._unread: list[tuple[int, list[tuple[_OpCounts, str, int]], Tensor]] = []
+        self._unread: list[tuple[int, list[tuple[_OpCounts, str, int]], Tensor, Event | None]] = []
         self._pending: list[tuple[_OpCounts, str, int, Tensor]] = []
         self._loss: Tensor | None = None
         self._blocks = 0
@@ -130,7 +131,7 @@ class ErrorClipStats:
     @property
     def first_nonfinite(self) -> FirstNonfinite | None:
         """The first gradient that was not finite, or None. Waits for the device."""
-        self._read(keep=0)
+        self._read(wait=True)
         found = self.compiled.first()
         return FirstNonfinite(*found) if self._first is None and found is not None else self._first
 
@@ -186,10 +187,11 @@ class ErrorClipStats:
     def end(self) -> None:
         """End a block: put counts that are still on a device in order, without a wait."""
         if self._pending:
-            counts = torch.stack([count.to(self._pending[0][3].device) for *_, count in self._pending])
-            self._unread.append((self._blocks, [(row, made, n) for row, made, n, _ in self._pending], counts))
+            home = self._pending[0][3].device
+            counts, landed = copy_to_host(torch.stack([move(count, home) for *_, count in self._pending]))
+            self._unread.append((self._blocks, [(row, made, n) for row, made, n, _ in self._pending], counts, landed))
             self._pending = []
-        self._read(keep=_UNREAD_BLOCKS)
+        self._read(wait=False)
 
     def note(self, row: "_OpCounts", made_by: str, elements: int, nonfinite: Count) -> None:
         """Remember who was first."""
@@ -198,10 +200,15 @@ class ErrorClipStats:
         elif nonfinite and self._first is None and not self._unread:
             self._first = FirstNonfinite(row.op, row.module, made_by, self._blocks, nonfinite, elements)
 
-    def _read(self, keep: int) -> None:
-        """Look at the oldest blocks, all but ``keep``: their counts were made long ago, so that nothing waits."""
-        while len(self._unread) > keep:
-            block, shown, counts = self._unread.pop(0)
+    def _read(self, wait: bool) -> None:
+        """Look at the oldest blocks, those whose counts have landed; all if the host may ``wait``."""
+        while self._unread:
+            block, shown, counts, landed = self._unread[0]
+            if landed is not None and not wait and not landed.query():
+                return
+            if landed is not None:
+                landed.synchronize()
+            self._unread.pop(0)
             if self._first is not None:
                 continue
             for (row, made_by, elements), nonfinite in zip(shown, counts.tolist(), strict=True):

@@ -14,7 +14,7 @@ from torch import Tensor
 from gradguard.check.branches import Branches
 from gradguard.check.contract import Contract
 from gradguard.check.custom_operators import registration_of
-from gradguard.check.devices import device_called, is_here, moved
+from gradguard.check.devices import device_called, full_float32, is_here, moved
 from gradguard.check.differences import Differences
 from gradguard.check.elementwise import check_every_element
 from gradguard.check.function import WIDE, Function, name_of
@@ -142,7 +142,7 @@ def gradcheck(
     randomness = generators()
     options = (inputs_to_check, rtol, seed)
     seen = Branches(fn) if branches else None
-    with Progress() as progress, seen or nullcontext():
+    with Progress() as progress, seen or nullcontext(), full_float32():
         check = _Check(fn, inputs, dict(kwargs or {}), *options, progress)
         try:
             check.run(reference, dict(backends or {}), exhaustive, order)

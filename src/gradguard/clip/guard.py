@@ -22,7 +22,7 @@ from gradguard.errors import InvalidTypeError, InvalidValueError, NonFiniteGradi
 from gradguard.grad_scaler import ScaledClipDetector, ScalerStep, listen_to_steps
 from gradguard.optimizer_hooks import EveryStep, runs_hooks
 from gradguard.policies import GuardPolicy, check_guard_options
-from gradguard.tensors.layout import are_readable
+from gradguard.tensors.layout import are_readable, move
 from gradguard.tensors.nonfinite import zero_if_nonfinite_
 from gradguard.torch_private import current_graph_task
 
@@ -222,17 +222,20 @@ class Guard:
             return
         self._skip_reason = "nonfinite" if overflow is None else "grad_scaler"
         scaled_norm = self._scaled_norm(decision.result)
-        bad = decision.result.nonfinite if overflow is None else decision.result.nonfinite | (overflow != 0)
+        bad = decision.result.nonfinite
+        if overflow is not None:
+            bad = bad | move(overflow != 0, bad.device)
         if folds is not None and not are_readable(bad) and folds.skips_safely():
             self._folded_skip, self._skipped = True, bad
             folds.skip_if(bad)
             self._clip(decision, folds, scale)
             self._late.push(torch.stack([self._counts.decided_on_device(bad).double(), scaled_norm]))
             return
+        skip, scaled = torch.stack([bad.double(), scaled_norm]).tolist()  # one look at the device
         if self._scaler_step is not None and self._scaler_step.scale is not None:
-            self._detector.saw(scaled_norm)
+            self._detector.saw(scaled)
         self._undecided = number == 0 or self._undecided
-        if bool(bad):
+        if skip:
             if self._never_folds():  # then the host of every process looks
                 self.last = with_culprits(decision, host_looks=True).result
                 self._counts.complete(self.last)
@@ -350,7 +353,7 @@ class Guard:
         """The norm of the gradients as they came to ``scaler.step``; NaN if they were not scaled any more."""
         scale = None if self._scaler_step is None else self._scaler_step.scale
         nan = torch.full_like(result.norm, torch.nan, dtype=torch.float64)
-        return nan if scale is None else scale.to(result.norm.device).double() * result.norm
+        return nan if scale is None else move(scale, result.norm.device, torch.float64) * result.norm
 
     def _read_late(self, numbers: list[float]) -> None:
         skips_in_a_row, scaled_norm = numbers

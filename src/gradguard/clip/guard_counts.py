@@ -9,6 +9,7 @@ from torch import Tensor
 
 from gradguard.clip.clipper import ClipResult
 from gradguard.errors import NonFiniteGradientError
+from gradguard.tensors.host_copy import refuse_capture
 
 _NAMED_AT_MOST = 5
 
@@ -62,6 +63,7 @@ class Counts:
     def decided_on_device(self, skip: Tensor) -> Tensor:
         """Note a decision that only the device knows; return the number of skips in a row, there."""
         if self._on_device is None:
+            refuse_capture(skip.device, "the count of skipped steps")
             self._on_device = torch.zeros(2, dtype=torch.int64, device=skip.device)
             self._on_device[0] += self._skipped
             self._on_device[1] += self._in_a_row

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from gradguard.errors import InvalidValueError
+from gradguard.tensors.host_copy import refuse_capture
 from gradguard.tensors.layout import move, wide_dtype
 from gradguard.threshold_formulas import LOCK_IN_WINDOW, locked_in
 
@@ -70,6 +71,7 @@ class LockIn:
     def to(self, device: torch.device | str) -> Self:
         """Move the state to ``device``."""
         place = torch.device(device)
+        refuse_capture(place, "the memory of the lock-in alarm")
         self._steps, self._seen = self._steps.to(place, wide_dtype(place)), self._seen.to(place)
         return self
 

@@ -13,12 +13,13 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
+from gradguard.tensors.layout import move
 from gradguard.torch_private import capturable_warning_mark
 
 FOLDING = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
 """Optimizers whose fused kernel divides the gradients itself."""
 
-_OWN = ("grad_scale", "found_inf", "param_groups", capturable_warning_mark())
+_OWN = ("grad_scale", "found_inf", "param_groups")
 
 _NOT_FOLDED = {torch.float64, torch.complex64, torch.complex128}
 
@@ -104,11 +105,15 @@ class OptimizerProxy:
     def skip(self) -> None:
         """Step on no parameter at all."""
         self._proxy.param_groups = []
-        setattr(self._proxy, capturable_warning_mark(), True)
+        mark = capturable_warning_mark()  # nothing is stepped, so there is nothing to warn of
+        setattr(self._proxy, mark, True)
+        self._entered[mark] = True
 
 
 def _divisor(coefficient: Tensor, scale: Tensor | None) -> Tensor:
-    divisor = coefficient.reciprocal() if scale is None else scale.to(coefficient.dtype) / coefficient
+    if scale is None:
+        return coefficient.reciprocal().to(torch.float32)
+    divisor = move(scale, coefficient.device, coefficient.dtype) / coefficient
     return divisor.to(torch.float32)
 
 

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from gradguard.tensors.layout import wide_dtype
+from gradguard.tensors.units import wide_row_norms
 
 # Arithmetic that loses nothing: at least float32 for every dtype, float64 where rows are long.
 
@@ -76,7 +76,7 @@ def row_squares(values: Tensor) -> Tensor:
     """
     rows = wide(values).reshape(len(values), -1) if values.numel() else values.new_zeros(len(values), 0)
     if not rows.is_cpu or rows.dtype is torch.float64:
-        return torch.linalg.vector_norm(rows, dim=1, dtype=wide_dtype(rows.device)).square()
+        return wide_row_norms(rows).square()
     squares = _row_squares_in_float32(rows)
     needs_recompute = ~((squares > rows.shape[1] * 1e-30) & squares.isfinite())
     if needs_recompute.any():

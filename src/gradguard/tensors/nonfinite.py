@@ -7,7 +7,8 @@ from torch import Tensor
 
 from gradguard.errors import NonFiniteGradientError
 from gradguard.tensors.kernels import Blocks
-from gradguard.tensors.layout import are_readable, move, readable_values, writable_values
+from gradguard.tensors.layout import are_readable, grouped, move, readable_values, writable_values
+from gradguard.tensors.triton_plan import DeviceList
 
 _NAMED_AT_MOST = 20
 
@@ -55,8 +56,14 @@ def zero_if_nonfinite_(norm: Tensor, tensors: Sequence[Tensor]) -> None:
     bad = ~torch.isfinite(norm)
     if are_readable(bad) and not bool(bad):
         return
-    for values in map(writable_values, tensors):
-        values.masked_fill_(move(bad, values.device), 0)
+    values = [writable_values(tensor) for tensor in tensors]
+    for (device, _), group in grouped(values).items():
+        flag, alike = move(bad, device), [values[i] for i in group]
+        if (listed := DeviceList.of(alike, writes=True)) is not None:
+            listed.zero_(flag)
+        else:
+            for tensor in alike:
+                tensor.masked_fill_(flag, 0)
 
 
 @torch.no_grad()

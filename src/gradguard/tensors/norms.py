@@ -26,12 +26,14 @@ from gradguard.tensors.layout import (
     each_plain,
     flat,
     grouped,
+    is_dense,
     meeting_device,
     move,
     readable_values,
     wide_dtype,
 )
 from gradguard.tensors.scratch import BLOCK, gathered, in_float32
+from gradguard.tensors.triton_plan import DeviceList
 from gradguard.torch_private import foreach_norm
 
 ROW = 1024
@@ -42,6 +44,12 @@ SMALL = 1 << 14
 
 SHORT = ROW
 """Tensors up to this length need no cutting into rows."""
+
+CONVERTED = 1 << 24
+"""Elements converted to float64 at a time on an accelerator."""
+
+_FAST = (1.0, 2.0, math.inf)
+"""Orders for which there is a multi-tensor kernel; for others torch copies what it converts."""
 
 _ROOM = 1e7
 """A sum of powers is trusted when it is this many times what its underflowed terms can add up to."""
@@ -109,14 +117,21 @@ def norm_of_norms(norms: Tensor, p: float = 2.0) -> Tensor:
 
 def _device_norms(tensors: Sequence[Tensor], p: float, device: torch.device) -> Tensor:
     """One norm for each tensor, on ``device``, without a host read."""
+    if p == 2 and (listed := DeviceList.of(tensors)) is not None:
+        return listed.norms()
     norms: list[Tensor] = [torch.zeros((), dtype=wide_dtype(device), device=device)] * len(tensors)
     for (where, _), group in grouped(tensors).items():
-        short = [i for i in group if 0 < tensors[i].numel() <= LONGEST]
-        results = foreach_norm([tensors[i] for i in short], p, wide_dtype(where)) if short else ()
+        at_once = LONGEST if p in _FAST else CONVERTED
+        short = [i for i in group if 0 < tensors[i].numel() <= at_once]
+        # One that is not a block of memory would send all of them down the slow route, which converts copies.
+        blocks = [tensors[i] if is_dense(tensors[i]) else flat(tensors[i]).contiguous() for i in short]
+        results = foreach_norm(blocks, p, wide_dtype(where)) if short else ()
+        if short and where != device:  # together, not one by one
+            results = move(torch.stack(results), device, wide_dtype(device)).unbind()
         for i, norm in zip(short, results, strict=True):
-            norms[i] = move(norm, device, wide_dtype(device))
-        for i in (i for i in group if tensors[i].numel() > LONGEST):
-            pieces = flat(tensors[i]).split(LONGEST)
+            norms[i] = norm
+        for i in (i for i in group if tensors[i].numel() > at_once):
+            pieces = flat(tensors[i]).split(at_once)
             parts = torch.stack(foreach_norm(pieces, p, wide_dtype(where)))
             norms[i] = move(torch.linalg.vector_norm(parts, p), device)
     return torch.stack(norms) if norms else torch.zeros(0, dtype=wide_dtype(device), device=device)

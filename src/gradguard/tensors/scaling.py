@@ -20,7 +20,8 @@ from gradguard.tensors.layout import (
     writable_values,
 )
 from gradguard.tensors.scratch import BLOCK, gathered
-from gradguard.torch_private import foreach_clamp_, foreach_mul_
+from gradguard.tensors.triton_plan import DeviceList
+from gradguard.torch_private import foreach_clamp_, foreach_mul_, foreach_norm
 
 EPSILON = 1e-6
 """Added to the norm before dividing, as PyTorch does."""
@@ -61,7 +62,9 @@ def scale_(tensors: Sequence[Tensor], coefficient: Tensor) -> None:
     for (device, dtype), group in grouped(values).items():
         factor = move(coefficient, device, torch.float64 if dtype is torch.float64 else torch.float32)
         alike = values if len(group) == len(values) else [values[i] for i in group]
-        if dtype in HALVES and not are_readable(*alike):
+        if (listed := DeviceList.of(alike, writes=True)) is not None:
+            listed.scale_(factor)
+        elif dtype in HALVES and not are_readable(*alike):
             # Accelerators round a 0-dim factor to the tensor's dtype first; one of shape [1] makes them promote.
             for tensor in alike:
                 (tensor if tensor.dim() else tensor[None]).mul_(factor.view(1))
@@ -88,6 +91,8 @@ def clamp_(tensors: Sequence[Tensor], low: float | Tensor, high: float | Tensor)
             limits = [_bound_tensor(x, device, dtype) for x in (low, high)]
             for tensor in alike:
                 tensor.clamp_(*limits)
+        elif (listed := DeviceList.of(alike, writes=True)) is not None:
+            listed.clamp_(representable(numbers[0], dtype), representable(numbers[1], dtype))
         else:
             binds = _clamp_alike(alike, representable(numbers[0], dtype), representable(numbers[1], dtype), binds)
 
@@ -124,8 +129,27 @@ def exceeds(tensors: Sequence[Tensor], low: float | Tensor, high: float | Tensor
             return torch.tensor(found, device="cpu")
     values = [x for x in each_plain(tensors, writable_values) if x.numel()]
     device = meeting_device(values)
-    outside = [(smallest < low) | (largest > high) for smallest, largest in map(torch.aminmax, values)]
-    return torch.stack([move(x, device) for x in outside]).any() if outside else torch.zeros((), dtype=torch.bool)
+    if not values:
+        return torch.zeros((), dtype=torch.bool, device="cpu")
+    outside: list[Tensor] = []
+    for (where, dtype), group in grouped(values).items():
+        smallest, largest = _extremes([values[i] for i in group], symmetric=_are_opposite(low, high))
+        limits = [_bound_tensor(x, where, dtype) if isinstance(x, Tensor) else x for x in (low, high)]
+        outside.append(move(((smallest < limits[0]) | (largest > limits[1])).any(), device))
+    return torch.stack(outside).any()
+
+
+def _extremes(tensors: Sequence[Tensor], symmetric: bool) -> tuple[Tensor, Tensor]:
+    """The smallest and the largest element of each tensor; if only the larger counts, in one kernel for all."""
+    if symmetric and not are_readable(*tensors):
+        largest = torch.stack(foreach_norm(tensors, math.inf))
+        return -largest, largest
+    smallest, largest = zip(*map(torch.aminmax, tensors), strict=True)
+    return torch.stack(smallest), torch.stack(largest)
+
+
+def _are_opposite(low: float | Tensor, high: float | Tensor) -> bool:
+    return not isinstance(low, Tensor) and not isinstance(high, Tensor) and low == -high
 
 
 def _bound_tensor(bound: float | Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:

@@ -11,12 +11,9 @@ from torch.autograd.graph import increment_version
 
 from gradguard.tensors.kernels import UnitBlocks
 from gradguard.tensors.layout import HALVES, are_readable, each_plain, grouped, readable_values, wide_dtype
-from gradguard.tensors.norms import ROW
+from gradguard.tensors.norms import CONVERTED, ROW
 from gradguard.tensors.scratch import BLOCK, in_float32
 from gradguard.torch_private import foreach_norm
-
-CONVERTED = 1 << 24
-"""Elements converted to float64 at a time on an accelerator."""
 
 _WIDE = (torch.float64, torch.complex128)
 
@@ -103,7 +100,7 @@ def unit_norms(tensors: Sequence[Tensor], layouts: Sequence[UnitLayout], floor: 
         return list(blocks.norms(sum(counts)).split(counts))
     rows = [layout.rows(x) for x, layout in zip(each_plain(tensors, _as_real), layouts, strict=True)]
     if not are_readable(*rows):
-        return [_wide_row_norms(x) for x in rows]
+        return [wide_row_norms(x) for x in rows]
     sizes = [x.shape[0] for x in rows]
     norms = torch.cat(_sums_in_float32(rows)).double()
     found = list(norms.split(sizes))
@@ -116,7 +113,7 @@ def _blocks_of(tensors: Sequence[Tensor], layouts: Sequence[UnitLayout]) -> Unit
     return UnitBlocks.of(tensors, [layout.dim for layout in layouts], [layout.groups for layout in layouts])
 
 
-def _wide_row_norms(rows: Tensor) -> Tensor:
+def wide_row_norms(rows: Tensor) -> Tensor:
     """Norms of rows in float64 without a host read; cut, because torch may copy what it converts."""
     at_once = max(1, CONVERTED // max(1, rows.shape[1]))
     parts = [torch.linalg.vector_norm(x, dim=1, dtype=wide_dtype(x.device)) for x in rows.split(at_once)]

@@ -15,6 +15,7 @@ from gradguard.clip.clipper import Clipper, Decision, describe
 from gradguard.clip.gradients import Gradients, global_norm
 from gradguard.clip.lock_in import LockIn
 from gradguard.errors import InvalidTypeError, InvalidValueError
+from gradguard.tensors.host_copy import refuse_capture
 from gradguard.tensors.layout import wide_dtype
 from gradguard.threshold_formulas import Operations, coefficient_of, interpolated
 
@@ -106,6 +107,7 @@ class StatefulClipper(Clipper):
 
     def _follow(self, device: torch.device) -> None:
         if self.state["counts"].device != device:
+            refuse_capture(device, f"the state of {type(self).__name__}")
             self.to(device)
 
     def _set(self, **values: Tensor) -> None:

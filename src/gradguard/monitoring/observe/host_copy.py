@@ -5,24 +5,13 @@ when the event behind the copy has completed, not earlier: a number that is read
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from gradguard.tensors.host_copy import Event, copy_to_host
 from gradguard.tensors.layout import are_readable, wide_dtype
-
-
-class Event(Protocol):
-    """Something that completes, such as a `torch.cuda.Event`."""
-
-    def query(self) -> bool:
-        """Return whether it has completed."""
-        ...
-
-    def synchronize(self) -> None:
-        """Wait until it has."""
-
 
 Copy = Callable[[Tensor], tuple[Tensor, Event | None]]
 """Starts the copy of a vector to the host; returns where it arrives and the event that says when (None: now)."""
@@ -63,18 +52,6 @@ class AsyncHostCopy:
             for i, piece in zip(places, pieces, strict=True):
                 found[i] = piece.view(self._shapes[i]).tolist()
         return found
-
-
-def copy_to_host(flat: Tensor) -> tuple[Tensor, Event | None]:
-    """Copy ``flat`` without a wait where the device can (CUDA); on others the copy itself waits."""
-    if not flat.is_cuda:
-        return flat.cpu(), None
-    with torch.cuda.device(flat.device):
-        host = torch.empty(flat.shape, dtype=flat.dtype, pin_memory=True)
-        host.copy_(flat, non_blocking=True)
-        event = torch.cuda.Event()
-        event.record()
-    return host, event
 
 
 class NumberPlaces:

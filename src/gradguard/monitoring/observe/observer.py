@@ -32,6 +32,7 @@ from gradguard.monitoring.observe.meta import (
 from gradguard.monitoring.observe.record_buffer import RecordBuffer
 from gradguard.monitoring.observe.recorder import Recorder, safely
 from gradguard.monitoring.observe.schedule import EVERY, Schedule
+from gradguard.monitoring.observe.shared_norms import is_captured
 from gradguard.monitoring.observe.step import ScaleUpdate, StepMeasurement
 from gradguard.monitoring.record.file import SCHEMA
 from gradguard.monitoring.record.text import on_stderr
@@ -103,6 +104,8 @@ class Observer(Recorder):
     @safely
     def on_backward(self, loss: Tensor) -> Callable[[], None] | None:
         """Keep the loss; on the first steps, look whether the gradients of the last one are still there."""
+        if is_captured(loss):  # what is copied later would be memory that only a replay writes
+            return None
         with suppress(Exception):  # one that cannot be read is no reason to stop
             self._losses.add(loss)
         if self._backwards < IDLE_STEPS:
@@ -118,6 +121,8 @@ class Observer(Recorder):
 
     def on_clip(self, call: ClipCall, parameters: list[Tensor]) -> CapturedNorms | None:
         """Measure before a foreign clip changes anything, or let the clip measure for both of us."""
+        if parameters and is_captured(parameters[0]):
+            return None
         return self._begin_clip(parameters, *self._joined(parameters), call)
 
     @safely

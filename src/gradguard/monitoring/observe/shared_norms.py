@@ -22,6 +22,7 @@ from gradguard.distributed.wrappers import flat_placements
 from gradguard.errors import DistributedError, UnsupportedGradientError
 from gradguard.monitoring.observe.measure import Norms
 from gradguard.monitoring.observe.meta import living_modules
+from gradguard.tensors import host_copy
 from gradguard.tensors.layout import are_readable
 from gradguard.tensors.norms import tensor_norms
 from gradguard.torch_private import flattened_by_fsdp1
@@ -40,7 +41,7 @@ def are_spread(parameters: Sequence[Tensor]) -> bool:
 
 def is_captured(parameter: Tensor) -> bool:
     """Return whether a CUDA graph is recorded: it would replay our own work without us."""
-    return parameter.is_cuda and torch.cuda.is_current_stream_capturing()
+    return host_copy.is_captured(parameter.device)
 
 
 @dataclass(frozen=True, slots=True)

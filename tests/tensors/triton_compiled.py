@@ -1,0 +1,84 @@
+"""Run by test_triton_kernels.py: compiles each kernel for NVIDIA GPUs without one; prints what the assembler says."""
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import triton
+import triton.language as tl
+from triton.backends import nvidia
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from gradguard.tensors import triton_kernels as kernels
+from gradguard.tensors.triton_plan import DTYPES
+
+TABLES = {"where": "*i64", "length": "*i64", "tensor": "*i32", "start": "*i64"}
+MORE = {
+    "partial_squares": {"partial": "*fp64"},
+    "scale": {"coefficient": "*fp32"},
+    "clamp": {"low": "*fp64", "high": "*fp64"},
+    "zero": {"flag": "*fp32"},
+}
+
+
+def compiled(kernel, signature, constants, capability):
+    """The kernel's PTX."""
+    addresses = [i for i, a in enumerate(kernel.arg_names) if signature.get(a, "")[:1] == "*"]
+    pointers = {(i,): [["tt.divisibility", 16]] for i in addresses}
+    source = ASTSource(
+        kernel,
+        signature={a: signature.get(a, "constexpr") for a in kernel.arg_names},
+        constexprs={(kernel.arg_names.index(name),): value for name, value in constants.items()},
+        attrs=pointers,
+    )
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": 8}).asm["ptx"]
+
+
+ACCESSES = {"partial_squares": ["ld"], "scale": ["ld", "st"], "clamp": ["ld", "st"], "zero": ["st"]}
+
+
+def width_of(ptx, kind):
+    """Bits of the widest load or store of several elements."""
+    found = re.findall(rf"{kind}\.global\S*\.v(\d)\.b(\d+)", ptx)
+    return max((int(n) * int(bits) for n, bits in found), default=0)
+
+
+def assembled(ptx, capability):
+    """Registers, and bytes spilled."""
+    name = "ptxas-blackwell" if capability >= 100 else "ptxas"
+    folder = Path(nvidia.__file__).parent / "bin"
+    target = re.search(r"\.target (sm_\w+)", ptx)[1]
+    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
+        file.write(ptx)
+        file.flush()
+        program = folder / name if (folder / name).exists() else folder / "ptxas"
+        ran = subprocess.run(
+            [program, "-v", f"-arch={target}", file.name, "-o", "/dev/null"], capture_output=True, text=True, check=True
+        )
+    return int(re.search(r"Used (\d+) registers", ran.stderr)[1]), int(re.search(r"(\d+) bytes spill", ran.stderr)[1])
+
+
+def main(capability):
+    rows = []
+    for name, more in MORE.items():
+        for dtype in DTYPES.values():
+            if name == "partial_squares" and dtype == "float64":
+                continue
+            for align in (16, 2):
+                sizes = {"CHUNK": kernels.CHUNK, "BLOCK": kernels.BLOCK}
+                constants = {"DTYPE": getattr(tl, dtype), "ALIGN": align} | sizes
+                ptx = compiled(getattr(kernels, name), TABLES | more, constants, capability)
+                widest = min(width_of(ptx, kind) for kind in ACCESSES[name])
+                rows.append([name, dtype, align, widest, *assembled(ptx, capability)])
+    signature = {"partial": "*fp64", "first": "*i64", "last": "*i64", "norms": "*fp64"}
+    ptx = compiled(kernels.finish, signature, {"BLOCK": 1024}, capability)
+    rows.append(["finish", "float64", 16, 128, *assembled(ptx, capability)])
+    print(json.dumps(rows))
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))
