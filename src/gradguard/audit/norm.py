@@ -168,9 +168,12 @@ class _Audit:
     def _called(self, norm: NormFunction) -> float:
         """What the norm function returns on this process, after all have come."""
         self._calls += 1
-        found, error = math.nan, None
+        found: float | None = None
+        error: Exception | None = None
         try:
             found = _number(norm(), "what norm() returned")
+            if found is None:
+                raise InvalidTypeError("norm() returned None: expected the norm, as clip_grad_norm_ returns it.")
         except Exception as raised:
             error = raised
         said = _all(None if error is None else f"{type(error).__name__}: {error}", self._setting.world)
@@ -280,12 +283,11 @@ class _Audit:
         return self._fitted(fits[0], classes, known)
 
     def _words_for_all(self, ratio: float) -> str:
-        s, g = self._setting, self._setting.accumulation
-        known = {float(w): [f"the {w} processes"] for w in (s.world,) if w > 1} | (
-            {float(g): [f"the {g} micro-batches"]} if g > 1 else {}
-        ) | ({s.loss_scale: ["the loss scale"]} if s.loss_scale != 1 else {})  # fmt: skip
+        one = self._setting
+        known = [(one.world, f"the {one.world} processes"), (one.accumulation, f"the {one.accumulation} micro-batches")]
+        known.append((one.loss_scale, "the loss scale"))
         for form, value in (("multiplied by", ratio), ("divided by", 1 / ratio if ratio else math.inf)):
-            words = [w for k, ws in known.items() if math.isclose(k, value, rel_tol=self._tolerance) for w in ws]
+            words = [word for k, word in known if k != 1 and math.isclose(k, value, rel_tol=self._tolerance)]
             if words:
                 return f", as if {form} {' or '.join(words)}"
         return ""

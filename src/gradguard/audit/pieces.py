@@ -77,8 +77,10 @@ class Piece:
                 setattr(p, self._attribute, self.grad)
 
     def applied(self) -> Applied | None:
-        """Return what it has been multiplied by since; None for one of zeros."""
+        """Return what it has been multiplied by since; None for one of zeros, and for one that is laid out anew."""
         now = getattr(self._parameters[0], self._attribute, None)
+        if now is not None and getattr(now, "placements", None) != getattr(self.grad, "placements", None):
+            return None
         before = _wide(self._before).flatten()
         square = float(before.abs().square().sum()) if before.numel() else 0.0
         if not square:
