@@ -716,6 +716,8 @@ def test_fsdp1(monkeypatch):
     flat = SimpleNamespace(_params=[plain.weight])
     wrapper.process_group, wrapper._handle = "group", SimpleNamespace(uses_sharded_strategy=True, flat_param=flat)
     assert torch_private.flat_part_of(wrapper) == ("group", True, (flat, plain.weight))
+    assert torch_private.padding_of_flat(plain.weight) == 0
+    assert torch_private.padding_of_flat(SimpleNamespace(_shard_numel_padded=3)) == 3
     marked = SimpleNamespace(_fsdp_flattened=True)
     assert torch_private.flattened_by_fsdp1([plain.weight, marked, None]) == [False, True, False]
     with pytest.raises(UnsupportedVersionError, match=r"FSDP1 holds a parameter needs .*FSDP_FLATTENED"):

@@ -93,15 +93,15 @@ def test_a_clip_before_the_loss_scale_is_taken_off():
         (1.0, 2.0, 2.0, 1.0, 0.5, None),
         (1.0, 0.5, 0.5, 1.0, 1.0, None),
         (1.0, 2.0, 4.0, 1.0, 0.25, "it is scaled twice"),
-        (1.0, 2.0, 3.0, 1.0, 1 / 3, "right for the norm 3 that was computed"),
+        (1.0, 2.0, 3.0, 1.0, 1 / 3, "right for the norm that was computed"),
         (1.0, 2.0, 2.0, 8.0, 1 / 16, "before the loss scale is taken off"),
         (1.0, 2.0, 2.0, 1.0, 1.0, "never scaled"),
-        (1.0, 0.5, 2.0, 1.0, 0.5, "right for the norm 2 that was computed"),
+        (1.0, 0.5, 2.0, 1.0, 0.5, "right for the norm that was computed"),
         (None, 2.0, 2.0, 1.0, 0.3, None),
     ],
 )
 def test_the_formula_of_coefficients(max_norm, true, computed, scale, coefficient, words):
-    found = coefficient_findings([Applied("w", coefficient, 0.0, 1e-4)], max_norm, true, computed, scale)
+    found = coefficient_findings([Applied("w", coefficient, 0.0, 1e-4, computed)], max_norm, true, scale)
     assert [words is not None] == [bool(found)]
     assert words is None or words in found[0].message
 
@@ -118,6 +118,15 @@ def test_reports():
     lost = reported(model, 0.77)
     assert [f.kind for f in lost.findings] == ["reported", "unfit"]
     assert lost.findings[0].factor == pytest.approx(0.77)
+
+
+def test_earlier_steps_tell_apart_what_one_does_not():
+    """Two tensors under two names each, one of which counts twice: with equal squares one step cannot tell which."""
+    steps = [[4.0, 4.0], [4.0, 9.0]]
+    known = [[1.0, 2.0], [1.0, 2.0]]
+    norms = [math.sqrt(a + 2 * b) for a, b in steps]
+    assert len(fit(steps[:1], norms[:1], known, 1e-4)) == 2
+    assert fit(steps, norms, known, 1e-4) == [(1.0, 2.0)]
 
 
 def brute_force(squares, norms, known, tolerance):

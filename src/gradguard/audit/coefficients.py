@@ -16,12 +16,14 @@ class Applied:
         coefficient: The number nearest to what was done to it.
         residual: How far from that its elements lie, relative to the gradient before.
         tolerance: The relative error of its dtype.
+        computed: The norm that its process computed.
     """
 
     name: str
     coefficient: float
     residual: float
     tolerance: float
+    computed: float
 
 
 def expected_coefficient(max_norm: float, norm: float) -> float:
@@ -30,7 +32,7 @@ def expected_coefficient(max_norm: float, norm: float) -> float:
 
 
 def coefficient_findings(
-    applied: Sequence[Applied], max_norm: float | None, true: float, computed: float | None, loss_scale: float
+    applied: Sequence[Applied], max_norm: float | None, true: float, loss_scale: float
 ) -> list[NormFinding]:
     """Return what is wrong with the coefficients of all processes' gradients.
 
@@ -38,7 +40,6 @@ def coefficient_findings(
         applied: What was done to each gradient that is not zero.
         max_norm: What is clipped to; None if that is not known: all should then be alike.
         true: The true norm, without the loss scale.
-        computed: What the norm function returned.
         loss_scale: What gradients are still multiplied by.
     """
     if not applied:
@@ -51,7 +52,7 @@ def coefficient_findings(
         right = precise[len(precise) // 2]
     wrong: dict[str, list[Applied]] = {}
     for one in applied:
-        why = _wrong(one, right, max_norm, true, computed, loss_scale)
+        why = _wrong(one, right, max_norm, true, loss_scale)
         if why is not None:
             wrong.setdefault(why, []).append(one)
     return [_finding(why, ones, right) for why, ones in wrong.items()]
@@ -66,9 +67,7 @@ def _finding(why: str, ones: Sequence[Applied], right: float) -> NormFinding:
     return NormFinding("coefficient", f"multiplied by {came}, expected {right:.6g}: {why}", names, factor)
 
 
-def _wrong(
-    one: Applied, right: float, max_norm: float | None, true: float, computed: float | None, loss_scale: float
-) -> str | None:
+def _wrong(one: Applied, right: float, max_norm: float | None, true: float, loss_scale: float) -> str | None:
     def is_close(value: float) -> bool:
         return math.isclose(one.coefficient, value, rel_tol=one.tolerance, abs_tol=one.tolerance * 1e-3)
 
@@ -84,6 +83,6 @@ def _wrong(
         return "most others are multiplied by another number"
     if loss_scale != 1 and is_close(expected_coefficient(max_norm, true * loss_scale)):
         return "it is clipped before the loss scale is taken off"
-    if computed is not None and is_close(expected_coefficient(max_norm, computed)):
-        return f"which is right for the norm {computed:.6g} that was computed, and not for the true one"
+    if is_close(expected_coefficient(max_norm, one.computed)):
+        return "it is right for the norm that was computed, and not for the true one"
     return "no known mistake makes this number"

@@ -226,12 +226,12 @@ class _Audit:
         return abs(norm - expected) <= self._tolerance * expected + 1e-6
 
     def _look_at_coefficients(self, max_norm: float | None, computed: float) -> None:
-        applied = [one for piece in self._pieces if (one := piece.applied()) is not None]
+        applied = [one for piece in self._pieces if (one := piece.applied(computed)) is not None]
         all_applied: list[Applied] = [one for of_rank in _all(applied, self._setting.world) for one in of_rank]
         if math.isnan(self._true) and max_norm is not None:
             self._notes.append("coefficients were not judged: the true norm is not known")
             return
-        found = coefficient_findings(all_applied, max_norm, self._true, computed, self._setting.loss_scale)
+        found = coefficient_findings(all_applied, max_norm, self._true, self._setting.loss_scale)
         self._findings += _all(found, self._setting.world)[0]
 
     def _compared(
@@ -284,7 +284,10 @@ class _Audit:
 
     def _words_for_all(self, ratio: float) -> str:
         one = self._setting
-        known = [(one.world, f"the {one.world} processes"), (one.accumulation, f"the {one.accumulation} micro-batches")]
+        known: list[tuple[float, str]] = [
+            (one.world, f"the {one.world} processes"),
+            (one.accumulation, f"the {one.accumulation} micro-batches"),
+        ]
         known.append((one.loss_scale, "the loss scale"))
         for form, value in (("multiplied by", ratio), ("divided by", 1 / ratio if ratio else math.inf)):
             words = [word for k, word in known if k != 1 and math.isclose(k, value, rel_tol=self._tolerance)]

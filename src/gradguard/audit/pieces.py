@@ -76,8 +76,15 @@ class Piece:
             if getattr(p, self._attribute, None) is not self.grad:
                 setattr(p, self._attribute, self.grad)
 
-    def applied(self) -> Applied | None:
-        """Return what it has been multiplied by since; None for one of zeros, and for one that is laid out anew."""
+    def applied(self, computed: float) -> Applied | None:
+        """Return what it has been multiplied by since; None for one of zeros, and for one that is laid out anew.
+
+        Args:
+            computed: The norm that was computed meanwhile.
+
+        Returns:
+            The coefficient, and how sure it is.
+        """
         now = getattr(self._parameters[0], self._attribute, None)
         if now is not None and getattr(now, "placements", None) != getattr(self.grad, "placements", None):
             return None
@@ -89,7 +96,7 @@ class Piece:
         coefficient = float(torch.vdot(before, after).real) / square
         residual = float(torch.linalg.vector_norm(after - coefficient * before)) / math.sqrt(square)
         tolerance = 2e-2 if self._before.dtype in (torch.float16, torch.bfloat16) else 1e-4
-        return Applied(self.names[0], coefficient, residual, tolerance)
+        return Applied(self.names[0], coefficient, residual, tolerance, computed)
 
     def _adds_up(self, value: float) -> bool:
         """Tell whether this process' summand is the value; of sums all but one are zero."""
@@ -190,7 +197,8 @@ def modules_of(model: nn.Module | Iterable[nn.Module]) -> list[nn.Module]:
     Raises:
         InvalidTypeError: If it is something else.
     """
-    models = [model] if isinstance(model, nn.Module) else list(model) if isinstance(model, Iterable) else [model]
+    several = model if isinstance(model, Iterable) and not isinstance(model, nn.Module) else [model]
+    models: list[nn.Module] = [*several]
     wrong = [m for m in models if not isinstance(m, nn.Module)]
     if wrong or not models:
         came = type(wrong[0]).__name__ if wrong else "an empty list"

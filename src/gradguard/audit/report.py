@@ -103,9 +103,8 @@ class NormAudit:
         said += [f"computed {self.norm:.6g}"] if self.norm is not None else []
         said += [f"reported {self.reported:.6g}"] if self.reported is not None else []
         tensors = sum(len(c.names) for c in self.classes)
-        said.append(
-            f"{tensors} tensors in {len(self.classes)} classes, {self.processes} processes, {self.probes} probes"
-        )
+        said.append(f"{_count(tensors, 'tensor')} in {_count(len(self.classes), 'class', 'classes')}")
+        said += [_count(self.processes, "process", "processes"), _count(self.probes, "probe")]
         lines = [f"{self.verdict:<13} {finding}" for finding in self.findings]
         lines.append(f"{self.verdict:<13} {', '.join(said)}")
         return "\n".join(lines + [f"{'note':<13} {note}" for note in self.notes])
@@ -122,6 +121,10 @@ def listed(names: Sequence[str], most: int = 3) -> str:
     """Return the names in one line; of many the first."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more
+
+
+def _count(number: int, one: str, several: str = "") -> str:
+    return f"{number} {one if number == 1 else several or one + 's'}"
 
 
 def _jsonable(value: Any) -> Any:
