@@ -127,3 +127,23 @@ def test_64_processes_with_a_mistake():
     _, findings, _ = probed(model, each_copy("expert"))
     assert {f.factor for f in findings} == {8.0}
     assert {n.partition(".")[0] for f in findings for n in f.names} == {"expert"}
+
+
+def test_values_differ_where_sizes_do_not():
+    """Of two equal squares one could count twice and the other not at all."""
+    for first in (0, 64, 640):
+        assert len({elements_value(place, 1000) for place in range(first, first + 64)}) == 64
+
+
+def test_a_coarse_norm_is_asked_for_few_tensors_at_a_time():
+    """One forgotten tensor of 400 is less than the rounding of 16 bits."""
+    asked = []
+    tensors = tensors_of(model_of(3, 1, 2, kinds=("replicated",) * 400).processes)
+    squares = [t.numel * elements_value(i, t.numel) ** 2 for i, t in enumerate(tensors)]
+
+    def ask(places, rank):
+        asked.append(len(places))
+        return [math.sqrt(sum(squares[i] for i in places))] * 2
+
+    assert Probe(tensors, ask, 2, Setting(2), 1e-2).counts(classes_of(tensors))
+    assert max(asked) == 1
