@@ -749,6 +749,8 @@ def test_fsdp1(monkeypatch):
         ("bias", (4,), 0, 0, 0),
     ]
     assert torch_private.flat_shards_of(plain) == []
+    assert torch_private.padding_of_flat(plain.weight) == 0
+    assert torch_private.padding_of_flat(SimpleNamespace(_shard_numel_padded=3)) == 3
     marked = SimpleNamespace(_fsdp_flattened=True)
     assert torch_private.flattened_by_fsdp1([plain.weight, marked, None]) == [False, True, False]
     with pytest.raises(UnsupportedVersionError, match=r"FSDP1 holds a parameter needs .*FSDP_FLATTENED"):

@@ -9,6 +9,7 @@ import importlib
 TYPE_CHECKING = False  # as in `typing`, which would take half of the time of this file; type checkers know the name
 if TYPE_CHECKING:
     from gradguard import errors, native, private, rules, testing, types
+    from gradguard.audit.norm import audit_norm
     from gradguard.backward_clip.append_backward import append_backward, minimize
     from gradguard.backward_clip.block import error_clip
     from gradguard.backward_clip.calibration import calibrate
@@ -74,6 +75,7 @@ __all__ = [
     "append_backward",
     "apply_gradient_clipping",
     "attach_error_clip",
+    "audit_norm",
     "calibrate",
     "check_grad",
     "clip_grad_adaptive_",
@@ -95,6 +97,7 @@ __all__ = [
 ]
 
 _MODULE_OF = {
+    "audit_norm": "gradguard.audit.norm",
     "gradcheck": "gradguard.check.gradcheck",
     "check_grad": "gradguard.check.seed_api",
     "get_numerical_gradient": "gradguard.check.seed_api",

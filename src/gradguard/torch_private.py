@@ -820,6 +820,14 @@ def flat_part_of(module: nn.Module) -> FlatPart | None:
         _refuse("the norm of what FSDP1 holds", "FullyShardedDataParallel._handle", "Use fully_shard(model). ")
 
 
+def padding_of_flat(parameter: Tensor) -> int:
+    """Return how many elements at the end of this process' part of an FSDP1 parameter are padding.
+
+    Where they are not told, there are none: of the parameters that a flat one stands for, and of one that is not split.
+    """
+    return getattr(parameter, "_shard_numel_padded", 0)
+
+
 # FSDP2.
 
 

@@ -1,5 +1,6 @@
 """What calls return: results, reports and statistics, for annotations and `isinstance`."""
 
+from gradguard.audit.report import NormAudit, NormClass, NormFinding
 from gradguard.backward_clip.calibration import Calibration
 from gradguard.backward_clip.module_callback import ModuleCall
 from gradguard.backward_clip.statistics import FirstNonfinite, OpStatistics
@@ -19,6 +20,9 @@ __all__ = [
     "GradientReport",
     "ModuleCall",
     "NoiseEstimate",
+    "NormAudit",
+    "NormClass",
+    "NormFinding",
     "OpStatistics",
     "ParityFinding",
     "ParityReport",

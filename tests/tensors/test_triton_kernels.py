@@ -93,7 +93,10 @@ class Cuda:
     is_cuda, device = True, torch.device("cuda:0")
 
 
-@pytest.mark.parametrize("obstacle", ["no triton", "an old GPU", "not CUDA", "a capture", "a wrong result", "an error"])
+OBSTACLES = ["not asked for", "no triton", "an old GPU", "not CUDA", "a capture", "a wrong result", "an error"]
+
+
+@pytest.mark.parametrize("obstacle", OBSTACLES)
 def test_torch_does_it_where_the_kernels_cannot(obstacle, monkeypatch):
     lookups = {
         "no triton": (triton_plan.importlib.util, "find_spec", lambda _: None),
@@ -104,6 +107,7 @@ def test_torch_does_it_where_the_kernels_cannot(obstacle, monkeypatch):
         "an error": (triton_plan, "differs_from_torch", fails),
     }
     monkeypatch.setattr(triton_plan, "_serves", triton_plan._serves.__wrapped__)
+    monkeypatch.setenv("GRADGUARD_TRITON", "1")
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     monkeypatch.setattr(triton_plan.importlib.util, "find_spec", lambda _: True)
@@ -112,7 +116,10 @@ def test_torch_does_it_where_the_kernels_cannot(obstacle, monkeypatch):
     monkeypatch.setattr(triton_plan, "are_blocks", lambda *_: True)
     monkeypatch.setattr(triton_plan.DeviceList, "__init__", lambda *_: None)
     assert DeviceList.of([Cuda()]) is not None
-    monkeypatch.setattr(*lookups[obstacle])
+    if obstacle == "not asked for":
+        monkeypatch.delenv("GRADGUARD_TRITON")
+    else:
+        monkeypatch.setattr(*lookups[obstacle])
     if obstacle in ("a wrong result", "an error"):
         with pytest.warns(UserWarning, match="are not used on cuda:0, where torch's do the same"):
             assert DeviceList.of([Cuda()]) is None

@@ -1,0 +1,88 @@
+"""What a clip did to each gradient, against min(1, max / norm)."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from gradguard.audit.report import NormFinding
+
+
+@dataclass(frozen=True, slots=True)
+class Applied:
+    """What one gradient was multiplied by.
+
+    Attributes:
+        name: The name of its parameter.
+        coefficient: The number nearest to what was done to it.
+        residual: How far from that its elements lie, relative to the gradient before.
+        tolerance: The relative error of its dtype.
+        computed: The norm that its process computed.
+    """
+
+    name: str
+    coefficient: float
+    residual: float
+    tolerance: float
+    computed: float
+
+
+def expected_coefficient(max_norm: float, norm: float) -> float:
+    """Return min(1, max / norm)."""
+    return min(1.0, max_norm / norm) if norm > 0 else 1.0
+
+
+def coefficient_findings(
+    applied: Sequence[Applied], max_norm: float | None, true: float, loss_scale: float
+) -> list[NormFinding]:
+    """Return what is wrong with the coefficients of all processes' gradients.
+
+    Args:
+        applied: What was done to each gradient that is not zero.
+        max_norm: What is clipped to; None if that is not known: all should then be alike.
+        true: The true norm, without the loss scale.
+        loss_scale: What gradients are still multiplied by.
+    """
+    if not applied:
+        return []
+    if max_norm is not None:
+        right = expected_coefficient(max_norm, true)
+    else:
+        finest = min(one.tolerance for one in applied)  # those of 16 bits are rounded
+        precise = sorted(one.coefficient for one in applied if one.tolerance == finest)
+        right = precise[len(precise) // 2]
+    wrong: dict[str, list[Applied]] = {}
+    for one in applied:
+        why = _wrong(one, right, max_norm, true, loss_scale)
+        if why is not None:
+            wrong.setdefault(why, []).append(one)
+    return [_finding(why, ones, right) for why, ones in wrong.items()]
+
+
+def _finding(why: str, ones: Sequence[Applied], right: float) -> NormFinding:
+    names = tuple(dict.fromkeys(one.name for one in ones))
+    low, high = min(one.coefficient for one in ones), max(one.coefficient for one in ones)
+    near = math.isclose(low, high, rel_tol=1e-3)
+    came = f"{low:.6g}" if near else f"{low:.6g} to {high:.6g}"
+    factor = low / right if near and right else None
+    return NormFinding("coefficient", f"multiplied by {came}, expected {right:.6g}: {why}", names, factor)
+
+
+def _wrong(one: Applied, right: float, max_norm: float | None, true: float, loss_scale: float) -> str | None:
+    def is_close(value: float) -> bool:
+        return math.isclose(one.coefficient, value, rel_tol=one.tolerance, abs_tol=one.tolerance * 1e-3)
+
+    if one.residual > 3 * one.tolerance:
+        return "its elements are not all multiplied by one number"
+    if is_close(right):
+        return None
+    if is_close(1.0):
+        return "the norm is computed, and this is never scaled"
+    if is_close(right * right):
+        return "it is scaled twice"
+    if max_norm is None:
+        return "most others are multiplied by another number"
+    if loss_scale != 1 and is_close(expected_coefficient(max_norm, true * loss_scale)):
+        return "it is clipped before the loss scale is taken off"
+    if is_close(expected_coefficient(max_norm, one.computed)):
+        return "it is right for the norm that was computed, and not for the true one"
+    return "no known mistake makes this number"

@@ -1,0 +1,264 @@
+"""What the processes hold together: which pieces are copies of one another, and the true norm of all, each once.
+
+Plain numbers and no processes, so that 64 of them fit into a test. Values are asked before attributes: a wrong
+attribute is a common reason of a wrong norm, and an audit that believes it inherits the error.
+"""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from itertools import combinations
+from typing import Literal
+
+Claim = Literal["sharded", "replicated"]
+Relation = Literal["same", "differ", "distinct", "unknown"]
+
+APART = 0.3
+"""Relative distance from which on two pieces have nothing in common; that of unrelated ones is about 1.4."""
+
+_TOLERANCES = {"float16": 2e-2, "bfloat16": 2e-2, "float32": 1e-3, "float64": 1e-6}
+
+
+@dataclass(frozen=True, slots=True)
+class Sketch:
+    """A tensor in a few numbers that tell whether it is another one.
+
+    Attributes:
+        mean: The mean of its elements.
+        spread: The norm of its elements without their mean.
+        sums: Sums of these, with signs: nearly as far from those of another tensor as the tensors are.
+    """
+
+    mean: float = 0.0
+    spread: float = 0.0
+    sums: tuple[float, ...] = ()
+
+    def distance(self, other: "Sketch") -> float:
+        """Return by how much two tensors differ without their means, relative to the larger."""
+        largest = max(self.spread, other.spread)
+        return math.dist(self.sums, other.sums) / largest if largest else 0.0
+
+    def is_close(self, other: "Sketch", tolerance: float) -> bool:
+        """Tell whether it can be the same tensor."""
+        size = max(abs(self.mean), abs(other.mean))
+        return self.distance(other) <= tolerance and abs(self.mean - other.mean) <= tolerance * size + 1e-30
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """What one process holds of one tensor.
+
+    Attributes:
+        names: The names of the parameter in the model; several if it is tied.
+        numel: Number of elements of this piece.
+        square: The sum of the squares of its gradient.
+        gradient: The gradient in short.
+        weight: The weight in short.
+        dtype: Of the gradient.
+        group: The processes that the tensor is spread over, as its layout says; empty for an ordinary tensor.
+        part: Which part of it this is, as its layout says.
+        claim: What attributes say an ordinary tensor is across processes; None if nothing.
+        index: The position among what this process holds.
+    """
+
+    names: tuple[str, ...]
+    numel: int
+    square: float
+    gradient: Sketch = field(default_factory=Sketch)
+    weight: Sketch = field(default_factory=Sketch)
+    dtype: str = "float32"
+    group: tuple[int, ...] = ()
+    part: tuple[int, ...] = ()
+    claim: Claim | None = None
+    index: int = 0
+
+    @property
+    def tolerance(self) -> float:
+        """By how much two copies may differ."""
+        return _TOLERANCES.get(self.dtype, 2e-2)
+
+
+@dataclass(slots=True)
+class Part:
+    """One part of a tensor, and who holds it.
+
+    Attributes:
+        holders: The rank and the piece of each copy.
+        differ: Whether these are not alike, though they are copies.
+    """
+
+    holders: list[tuple[int, Held]]
+    differ: bool = False
+
+    @property
+    def ranks(self) -> list[int]:
+        """Who holds it."""
+        return [rank for rank, _ in self.holders]
+
+    @property
+    def square(self) -> float:
+        """The sum of squares of its gradient; of copies that differ, their mean."""
+        return math.fsum(held.square for _, held in self.holders) / len(self.holders)
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return self.holders[0][1].numel
+
+
+@dataclass(slots=True)
+class Tensor:
+    """One tensor of the model, put together from all processes.
+
+    Attributes:
+        names: Its names.
+        parts: Its parts.
+        unknown: Whether values do not tell which pieces are copies.
+    """
+
+    names: tuple[str, ...]
+    parts: list[Part]
+    unknown: bool = False
+
+    @property
+    def square(self) -> float:
+        """The sum of squares of its gradient, each element once."""
+        return math.fsum(part.square for part in self.parts)
+
+    @property
+    def numel(self) -> int:
+        """Number of elements, each once."""
+        return sum(part.numel for part in self.parts)
+
+    @property
+    def copies(self) -> int:
+        """How many processes hold each part; of uneven ones, the most."""
+        return max(len(part.holders) for part in self.parts)
+
+    @property
+    def ranks(self) -> set[int]:
+        """Who holds any of it."""
+        return {rank for part in self.parts for rank in part.ranks}
+
+    @property
+    def layout(self) -> str:
+        """How it lies on the processes, in words; tensors of one class have the same."""
+        split = f"in {len(self.parts)} parts" if len(self.parts) > 1 else ""
+        copied = f"replicated on {self.copies} processes" if self.copies > 1 else ""
+        tied = f"tied under {len(self.names)} names" if len(self.names) > 1 else ""
+        return ", ".join(filter(None, [split, copied, tied])) or "held whole by one process"
+
+
+def tensors_of(processes: Sequence[Sequence[Held]], groups: Mapping[str, Claim] | None = None) -> list[Tensor]:
+    """Put together what all processes hold, copies found by their values.
+
+    Args:
+        processes: What each rank holds.
+        groups: What a user says of ordinary tensors, by a pattern of names: it is believed.
+
+    Returns:
+        The tensors of the model, in the order of the first process that holds each.
+    """
+    by_name: dict[tuple[str, ...], list[tuple[int, Held]]] = {}
+    for rank, pieces in enumerate(processes):
+        for held in pieces:
+            by_name.setdefault(held.names, []).append((rank, held))
+    return _tied([_together(names, pieces, _said(names, groups)) for names, pieces in by_name.items()])
+
+
+def _said(names: Iterable[str], groups: Mapping[str, Claim] | None) -> Claim | None:
+    return next((said for pattern, said in (groups or {}).items() for n in names if fnmatchcase(n, pattern)), None)
+
+
+def _together(names: tuple[str, ...], pieces: Sequence[tuple[int, Held]], said: Claim | None) -> Tensor:
+    """The tensor of these pieces: first copies by their layout, then by their values."""
+    claimed: dict[tuple, list[tuple[int, Held]]] = {}
+    for rank, held in pieces:
+        claimed.setdefault((held.group or (rank,), held.part), []).append((rank, held))
+    tensor, groups_of = Tensor(names, []), list[tuple]()
+    for (group, _), holders in claimed.items():
+        first = holders[0][1]
+        part = Part(holders, any(not h.gradient.is_close(first.gradient, first.tolerance) for _, h in holders[1:]))
+        for known, its_group in zip(tensor.parts, groups_of, strict=True):
+            # Parts of one layout are distinct, unless their values say that it shards nothing.
+            found = relation(known.holders[0][1], first, said) if its_group != group else "distinct"
+            tensor.unknown |= found == "unknown"
+            if found in ("same", "differ"):
+                known.holders += part.holders
+                known.differ |= part.differ or found == "differ"
+                break
+        else:
+            tensor.parts.append(part)
+            groups_of.append(group)
+    return tensor
+
+
+def relation(one: Held, other: Held, said: Claim | None = None) -> Relation:
+    """Tell what two pieces of one name are to each other, on different processes.
+
+    Weights decide where they are not constant: those of copies are equal, those of parts are not. Gradients decide
+    where weights are constant, as biases and norms are at first, and attributes only where neither does.
+
+    Args:
+        one: A piece.
+        other: Another one.
+        said: What a user says; it is believed.
+
+    Returns:
+        ``"same"`` or ``"differ"`` of copies that are alike or not, ``"distinct"`` of two parts, ``"unknown"``.
+    """
+    claims = {one.claim, other.claim}
+    alike = one.gradient.is_close(other.gradient, one.tolerance)
+    if said == "sharded" or one.numel != other.numel:
+        return "distinct"
+    if said == "replicated" or claims == {"replicated"}:
+        return "same" if alike else "differ"
+    if one.weight.distance(other.weight) >= APART or not one.weight.is_close(other.weight, APART):
+        return "distinct"
+    if one.weight.spread > 0 and one.weight.is_close(other.weight, 1e-6):
+        return _copies_of_a_weight(one, other, alike, "sharded" in claims)
+    if not alike:
+        return "distinct" if "sharded" in claims else "unknown"
+    scalar = one.numel == 1 and "sharded" not in claims
+    tells = one.square > 0 and (one.gradient.spread > 0 or scalar)
+    return "same" if tells else "unknown"
+
+
+def _copies_of_a_weight(one: Held, other: Held, alike: bool, claimed_sharded: bool) -> Relation:
+    if alike:
+        return "same"
+    return "unknown" if claimed_sharded else "differ"
+
+
+def _tied(tensors: list[Tensor]) -> list[Tensor]:
+    """Join tensors of two names that are one: no process holds both, and weights and gradients are equal."""
+    by_size: dict[tuple[int, ...], list[Tensor]] = {}
+    for tensor in tensors:
+        by_size.setdefault(tuple(part.numel for part in tensor.parts), []).append(tensor)
+    gone: set[int] = set()
+    for alike in by_size.values():
+        for one, other in combinations(alike, 2):
+            if not gone & {id(one), id(other)} and not one.ranks & other.ranks and _are_one(one, other):
+                one.names += other.names
+                for mine, theirs in zip(one.parts, other.parts, strict=True):
+                    mine.holders += theirs.holders
+                    mine.differ |= theirs.differ
+                gone.add(id(other))
+    return [tensor for tensor in tensors if id(tensor) not in gone]
+
+
+def _are_one(one: Tensor, other: Tensor) -> bool:
+    pairs = [(a.holders[0][1], b.holders[0][1]) for a, b in zip(one.parts, other.parts, strict=True)]
+    return not (one.unknown or other.unknown) and all(
+        a.numel > 1 and a.weight.spread > 0 and a.gradient.spread > 0
+        and a.weight.is_close(b.weight, 1e-6) and a.gradient.is_close(b.gradient, a.tolerance)
+        for a, b in pairs
+    )  # fmt: skip
+
+
+def true_norm(tensors: Sequence[Tensor]) -> float:
+    """Return the 2-norm of all gradients, each element once; NaN where it cannot be told which are copies."""
+    if any(tensor.unknown and tensor.square > 0 for tensor in tensors):
+        return math.nan
+    return math.sqrt(math.fsum(tensor.square for tensor in tensors))

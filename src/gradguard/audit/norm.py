@@ -1,0 +1,396 @@
+"""`audit_norm`: the norm that an engine computes, reports and applies, against that of what the processes hold."""
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from gradguard.audit.coefficients import Applied, coefficient_findings
+from gradguard.audit.factors import Setting, candidates, fit, named
+from gradguard.audit.held import Claim, Held, tensors_of, true_norm
+from gradguard.audit.held import Tensor as WholeTensor
+from gradguard.audit.pieces import Piece, modules_of, pieces_of
+from gradguard.audit.probe import Probe, classes_of, elements_value, finding_of, norm_classes
+from gradguard.audit.report import NormAudit, NormClass, NormFinding, verdict_of
+from gradguard.distributed.agreement import gather_objects
+from gradguard.distributed.reduction_group import ReductionGroup, several_processes
+from gradguard.errors import GradguardError, InvalidTypeError, InvalidValueError, UnsupportedGradientError
+
+NormFunction = Callable[[], float | Tensor]
+
+_HALVES = ("float16", "bfloat16")
+
+
+def audit_norm(
+    model: nn.Module | Iterable[nn.Module],
+    norm: NormFunction | None = None,
+    reported: float | Tensor | None = None,
+    groups: Mapping[str, Claim] | None = None,
+    *,
+    max_norm: float | None = None,
+    accumulation: int = 1,
+    loss_scale: float = 1.0,
+    earlier: Sequence[NormAudit] = (),
+) -> NormAudit:
+    r"""Tell whether a global gradient norm is the true one, and which tensors it counts wrongly.
+
+    The true norm is :math:`\sqrt{\sum_c s_c}`, with :math:`s_c` the sum of squares of class c of tensors, each element
+    once however many processes hold it. An engine answers :math:`R^2 = \sum_c m_c s_c`, and each :math:`m_c` should be
+    1. Where the norm function can be called, it is asked: all gradients are zero but those of some tensors of one
+    class, whose squares are known. Where a norm was only reported, all :math:`m_c` of known mistakes are tried, and one
+    is told only if no other explains the number.
+
+    Call it after backward and before the step, on all processes alike, with gradients as the norm function needs them.
+
+    Guarantees:
+        - Gradients are bit-identical afterwards and the same objects, also where the norm function clips or raises.
+        - All processes get the same verdict and findings.
+        - What is a copy of what is told by values: by weights, which are equal on copies and not on parts; where these
+          are constant, by gradients. Layouts of DTensor, FSDP1 and DistributedDataParallel name the parts and copies
+          that they make; Megatron's attributes are claims that count only where values do not tell.
+
+    Edge cases:
+
+        =====================================  ======================================================
+        no process has a gradient              `UnsupportedGradientError`
+        a gradient is sparse, or not finite    `UnsupportedGradientError`
+        values do not tell what is a copy      INCONCLUSIVE, with what to pass as ``groups``
+        the norm does not read ``.grad``       INCONCLUSIVE, judged by its one value as if it was reported
+        norms of 16 bits                       compared to 1 percent
+        =====================================  ======================================================
+
+    Args:
+        model: The module, or several, such as this process' pipeline stages; the root module of FSDP1.
+        norm: Called without arguments, returns the 2-norm that the engine would use; it may clip. A call that keeps a
+            history of norms gets those of the probes too.
+        reported: What the engine says the norm of these gradients is, on this process.
+        groups: What ordinary tensors are across processes, by a pattern of names: ``"sharded"`` or ``"replicated"``.
+            It is believed.
+        max_norm: What ``norm()`` clips to; then what it multiplies each gradient by is audited too.
+        accumulation: Number of micro-batches of a step, for the names of factors.
+        loss_scale: What gradients are still multiplied by; the true norm is without it.
+        earlier: Audits of earlier steps with ``reported``, which tell classes apart that one step does not.
+
+    Returns:
+        The audit.
+
+    Raises:
+        InvalidTypeError: If an argument has another type.
+        InvalidValueError: If a number is not positive and finite.
+        UnsupportedGradientError: If gradients cannot be audited, on any process.
+
+    Example:
+        >>> import gradguard as gg, torch
+        >>> model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Linear(2, 1))
+        >>> model(torch.ones(4, 3)).sum().backward()
+        >>> def forgets_biases():
+        ...     return torch.stack([p.grad.norm() for p in model.parameters() if p.ndim > 1]).norm()
+        >>> audit = gg.audit_norm(model, forgets_biases)
+        >>> print(audit.verdict, audit.findings[0])
+        FAIL factor: 2 tensors held whole by one process count 0 times: it is left out [0.bias, 1.bias]
+    """
+    _check(norm, reported, groups, max_norm, accumulation, loss_scale)
+    pieces, processes = _described(modules_of(model))
+    tensors = tensors_of(processes, groups)
+    setting = Setting(len(processes), accumulation, loss_scale)
+    audit = _Audit(pieces, tensors, setting, _number(reported, "reported"))
+    try:
+        return audit.run(norm, max_norm, earlier)
+    finally:
+        audit.put_back()
+
+
+class _Audit:
+    """One audit, with what its steps hand on."""
+
+    def __init__(
+        self, pieces: Sequence[Piece], tensors: list[WholeTensor], setting: Setting, reported: float | None
+    ) -> None:
+        self._pieces, self._tensors, self._setting = pieces, tensors, setting
+        self._me = dist.get_rank() if several_processes() else 0
+        self._reported = reported
+        self._true = true_norm(tensors) / setting.loss_scale
+        self._classes = classes_of(tensors)
+        self._place = {
+            held.index: i
+            for i, t in enumerate(tensors)
+            for part in t.parts
+            for r, held in part.holders
+            if r == self._me
+        }
+        self._findings, self._notes = list[NormFinding](), list[str]()
+        self._tolerance, self._calls = 1e-4, 0
+        if any(held.dtype in _HALVES for t in tensors for part in t.parts for _, held in part.holders):
+            self._tolerance = 1e-2
+
+    def run(self, norm: NormFunction | None, max_norm: float | None, earlier: Sequence[NormAudit]) -> NormAudit:
+        self._look_at_copies()
+        computed, classes = None, norm_classes(self._tensors, self._classes, ())
+        if norm is not None:
+            computed = self._called(norm)
+            self._look_at_coefficients(max_norm, computed)
+            self.put_back()
+            classes = self._probed(norm, computed)
+        if self._reported is not None:
+            classes = self._compared(self._reported, classes, earlier, norm is not None)
+        return NormAudit(
+            verdict_of(self._findings), tuple(self._findings), tuple(self._notes), self._true, computed, self._reported,
+            classes, self._calls, self._setting.world,
+        )  # fmt: skip
+
+    def put_back(self) -> None:
+        with torch.no_grad():
+            for piece in self._pieces:
+                piece.put_back()
+
+    def _look_at_copies(self) -> None:
+        differ = [t for t in self._tensors if any(part.differ for part in t.parts)]
+        if differ:
+            names = tuple(" = ".join(t.names) for t in differ)
+            what = (
+                "copies of one weight have different gradients: they were not added up over the processes that hold it"
+            )
+            self._findings.append(NormFinding("copies", what, names))
+        unknown = [t for t in self._tensors if t.unknown]
+        dead = tuple(" = ".join(t.names) for t in unknown if not t.square)
+        if dead:
+            self._notes.append(
+                f"without a gradient, so that nothing tells what is a copy; not probed: {', '.join(dead)}"
+            )
+        names = tuple(" = ".join(t.names) for t in unknown if t.square)
+        if names:
+            what = "values do not tell whether processes hold copies or parts: pass groups={" + repr(names[0])
+            self._findings.append(NormFinding("unknown", what + ": 'sharded'}, or 'replicated'", names))
+
+    def _called(self, norm: NormFunction) -> float:
+        """What the norm function returns on this process, after all have come."""
+        self._calls += 1
+        found: float | None = None
+        error: Exception | None = None
+        try:
+            found = _number(norm(), "what norm() returned")
+            if found is None:
+                raise InvalidTypeError("norm() returned None: expected the norm, as clip_grad_norm_ returns it.")
+        except Exception as raised:
+            error = raised
+        said = _all(None if error is None else f"{type(error).__name__}: {error}", self._setting.world)
+        if error is not None:
+            raise error
+        others = [(rank, one) for rank, one in enumerate(said) if one is not None]
+        if others:
+            raise UnsupportedGradientError(f"norm() raised on rank {others[0][0]}: {others[0][1]}")
+        assert found is not None
+        return found
+
+    def _ask(self, norm: NormFunction) -> Callable[[Sequence[int], int | None], list[float]]:
+        def ask(places: Sequence[int], rank: int | None) -> list[float]:
+            wanted = set(places) if rank in (None, self._me) else set()
+            with torch.no_grad():
+                for index, piece in enumerate(self._pieces):
+                    place = self._place[index]
+                    piece.fill(elements_value(place, self._tensors[place].numel) if place in wanted else 0.0)
+            try:
+                return _all(self._called(norm) * self._setting.loss_scale, self._setting.world)
+            finally:
+                self.put_back()
+
+        return ask
+
+    def _probed(self, norm: NormFunction, computed: float) -> tuple[NormClass, ...]:
+        ask = self._ask(norm)
+        probe = Probe(self._tensors, ask, self._setting.world, self._setting, self._tolerance)
+        if any(ask([], None)):
+            what = "norm() is not 0 where all gradients are: it does not read them, or adds something to their norm"
+            self._findings.append(NormFinding("unread", what))
+            self._judge("norm() returned", computed, norm_classes(self._tensors, self._classes, ()), ())
+            return norm_classes(self._tensors, self._classes, ())
+        counted = probe.counts(self._classes)
+        self._findings += [finding_of(one, self._tensors) for one in counted if one.kind]
+        everything = _all(computed, self._setting.world)
+        if not any(one.kind for one in counted) and not math.isnan(self._true):
+            self._check_total(everything)
+        return norm_classes(self._tensors, self._classes, counted)
+
+    def _check_total(self, everything: Sequence[float]) -> None:
+        """On the real gradients all classes together: a norm that is no sum of squares passes each alone."""
+        wrong = [x for x in everything if not self._is(x, self._true)]
+        if wrong:
+            what = f"each class counts once, and the norm of all is {wrong[0]:.6g} where {self._true:.6g} is true"
+            self._findings.append(NormFinding("total", what, (), wrong[0] / self._true if self._true else None))
+
+    def _is(self, norm: float, expected: float) -> bool:
+        # An epsilon within a root or beside a norm is no fault.
+        return abs(norm - expected) <= self._tolerance * expected + 1e-6
+
+    def _look_at_coefficients(self, max_norm: float | None, computed: float) -> None:
+        applied = [one for piece in self._pieces if (one := piece.applied(computed)) is not None]
+        all_applied: list[Applied] = [one for of_rank in _all(applied, self._setting.world) for one in of_rank]
+        if math.isnan(self._true) and max_norm is not None:
+            self._notes.append("coefficients were not judged: the true norm is not known")
+            return
+        found = coefficient_findings(all_applied, max_norm, self._true, self._setting.loss_scale)
+        self._findings += _all(found, self._setting.world)[0]
+
+    def _compared(
+        self, reported: float, classes: tuple[NormClass, ...], earlier: Sequence[NormAudit], was_probed: bool
+    ) -> tuple[NormClass, ...]:
+        everything = _all(reported, self._setting.world)
+        if not all(self._is(x, everything[0]) for x in everything):
+            came = ", ".join(f"{x:.6g}" for x in everything[:8])
+            own = [math.sqrt(sum(h.square for t in self._tensors for p in t.parts for r, h in p.holders if r == rank))
+                   for rank in range(len(everything))]  # fmt: skip
+            local = all(self._is(x * self._setting.loss_scale, o) for x, o in zip(everything, own, strict=True))
+            kind, why = ("local", ": each is that of what the rank holds itself") if local else ("disagree", "")
+            self._findings.append(NormFinding(kind, f"ranks report different norms, {came}{why}"))
+            return classes
+        if was_probed:
+            if not math.isnan(self._true) and not self._is(everything[0], self._true):
+                self._report_wrong(everything[0], "")
+            return classes
+        return self._judge("reported", everything[0], classes, earlier)
+
+    def _report_wrong(self, came: float, words: str) -> None:
+        ratio = came / self._true if self._true else math.inf
+        what = f"the reported norm is {came:.6g} where {self._true:.6g} is true, {ratio:.6g} times{words}"
+        self._findings.append(NormFinding("reported", what, (), ratio))
+
+    def _judge(
+        self, what: str, came: float, classes: tuple[NormClass, ...], earlier: Sequence[NormAudit]
+    ) -> tuple[NormClass, ...]:
+        """Judge one number by the mistakes that would make it."""
+        if math.isnan(self._true):
+            return classes
+        steps = [*earlier]
+        rows = [[c.square for c in e.classes] for e in steps] + [[c.square for c in classes]]
+        norms = [float(e.reported or math.nan) for e in steps] + [came]
+        scale = self._setting.loss_scale
+        if all(self._is(n, math.sqrt(math.fsum(row)) / scale) for n, row in zip(norms, rows, strict=True)):
+            self._note_blind(classes)
+            return classes
+        ratios = [
+            n * scale / math.sqrt(math.fsum(row)) if sum(row) else math.inf for n, row in zip(norms, rows, strict=True)
+        ]
+        self._report_wrong(came, self._words_for_all(ratios[-1]))
+        tensors = [self._tensors[places[0]] for places in self._classes]
+        known = [candidates(self._setting, t.copies, len(t.parts), len(t.names)) for t in tensors]
+        fits = fit(rows, [n * scale for n in norms], [list(k) for k in known], self._tolerance)
+        if len(fits) != 1:
+            self._say_unfit(len(fits), len(classes))
+            return classes
+        return self._fitted(fits[0], classes, known)
+
+    def _words_for_all(self, ratio: float) -> str:
+        one = self._setting
+        known: list[tuple[float, str]] = [
+            (one.world, f"the {one.world} processes"),
+            (one.accumulation, f"the {one.accumulation} micro-batches"),
+        ]
+        known.append((one.loss_scale, "the loss scale"))
+        for form, value in (("multiplied by", ratio), ("divided by", 1 / ratio if ratio else math.inf)):
+            words = [word for k, word in known if k != 1 and math.isclose(k, value, rel_tol=self._tolerance)]
+            if words:
+                return f", as if {form} {' or '.join(words)}"
+        return ""
+
+    def _say_unfit(self, count: int, classes: int) -> None:
+        what = (
+            "no known factor of one class or more explains it"
+            if not count
+            else f"{count} different factors of its {classes} classes explain it alike: pass audits of other steps as "
+            "earlier=, or the norm function as norm="
+        )
+        self._findings.append(NormFinding("unfit", what))
+
+    def _fitted(
+        self, counts: Sequence[float], classes: Sequence[NormClass], known: Sequence[Mapping[float, list[str]]]
+    ) -> tuple[NormClass, ...]:
+        found = []
+        for count, one, its in zip(counts, classes, known, strict=True):
+            found.append(NormClass(one.layout, one.names, one.square, count))
+            if count != 1:
+                words = named(count, its, self._tolerance)[1]
+                what = f"{len(one.names)} tensors {one.layout} count {count:.6g} times, the only explanation: {words}"
+                self._findings.append(NormFinding("factor", what, one.names, count))
+        return tuple(found)
+
+    def _note_blind(self, classes: Sequence[NormClass]) -> None:
+        total = math.fsum(c.square for c in classes)
+        for one in classes:
+            if one.square <= 10 * self._tolerance * total:
+                share = one.square / total if total else 0.0
+                what = f"{len(one.names)} tensors {one.layout} have {share:.1g} of the squares"
+                self._notes.append(f"{what}: one number cannot tell how they count")
+
+
+def _all(value: Any, world: int) -> list[Any]:
+    """The ``value`` of every process, by its rank."""
+    if world == 1:
+        return [value]
+    return gather_objects(ReductionGroup(dist.group.WORLD, frozenset(range(world))), value)
+
+
+def _described(models: Sequence[nn.Module]) -> tuple[list[Piece], list[list[Held]]]:
+    """What this process holds, and all processes do in short. Where one must refuse, all do."""
+    world = dist.get_world_size() if several_processes() else 1
+    pieces, mine, error = [], [], None
+    try:
+        pieces = pieces_of(models)
+    except GradguardError as raised:
+        error = raised
+    _raise_together(error, world)
+    mine = [piece.held(i) for i, piece in enumerate(pieces)]
+    bad = next((h.names[0] for h in mine if not math.isfinite(h.square)), None)
+    if bad is not None:
+        error = UnsupportedGradientError(
+            f"the gradient of {bad} is not finite, or its square leaves float64: audit a step with finite gradients."
+        )
+    _raise_together(error, world)
+    processes = _all(mine, world)
+    if not any(processes):
+        raise UnsupportedGradientError(
+            "no parameter has a gradient: expected .grad after backward and before the step, also on engines that keep "
+            "gradients elsewhere, such as DeepSpeed's ZeRO, whose report can be audited where .grad is still there."
+        )
+    return pieces, processes
+
+
+def _raise_together(error: GradguardError | None, world: int) -> None:
+    said = _all(None if error is None else str(error), world)
+    if error is not None:
+        raise error
+    for rank, text in enumerate(said):
+        if text is not None:
+            raise UnsupportedGradientError(f"on rank {rank}: {text}")
+
+
+def _number(value: Any, what: str) -> float | None:
+    """A norm as a number: of a DTensor the whole one."""
+    if value is None:
+        return None
+    if isinstance(value, Tensor):
+        value = value.full_tensor() if hasattr(value, "full_tensor") else value  # type: ignore[attr-defined]
+    try:
+        return float(value)
+    except (TypeError, ValueError, RuntimeError):
+        raise InvalidTypeError(
+            f"{what} is {type(value).__name__}: expected a number, or a tensor of one element."
+        ) from None
+
+
+def _check(norm: Any, reported: Any, groups: Any, max_norm: Any, accumulation: Any, loss_scale: Any) -> None:
+    if norm is not None and not callable(norm):
+        raise InvalidTypeError(
+            f"norm is {type(norm).__name__}: expected a function without arguments; a number goes to reported=."
+        )
+    if groups is not None:
+        wrong = {k: v for k, v in groups.items() if v not in ("sharded", "replicated")}
+        if wrong:
+            raise InvalidValueError(f"groups is {wrong}: expected 'sharded' or 'replicated' for each pattern of names.")
+    for name, value in (("max_norm", max_norm), ("accumulation", accumulation), ("loss_scale", loss_scale)):
+        if value is not None and not 0 < value < math.inf:
+            raise InvalidValueError(f"{name} is {value}: expected a positive, finite number.")
+    if max_norm is not None and norm is None:
+        raise InvalidValueError("max_norm is given without norm: expected the function that clips, norm=lambda: ...")

@@ -1,0 +1,236 @@
+"""The gradients that this process holds: told in a few numbers, filled for a probe, and put back to the last bit."""
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from gradguard.audit.coefficients import Applied
+from gradguard.audit.held import Claim, Held, Sketch
+from gradguard.distributed.placements import added_up, is_sharded, local_part, placement_of
+from gradguard.distributed.wrappers import flat_placements, named_parameters
+from gradguard.errors import InvalidTypeError, UnsupportedGradientError
+from gradguard.torch_private import padding_of_flat
+
+_BUCKETS = 16
+_ROWS = 1 << 16
+
+_KINDS = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128)
+
+
+class Piece:
+    """The gradient of one parameter on this process.
+
+    Args:
+        names: The names of the parameter; several if it is tied.
+        parameters: The parameters of this gradient.
+        group: Who else has a part or a copy, as the layout says.
+        part: Which part this is.
+        real: How many of its elements are no padding.
+
+    Attributes:
+        names: These names.
+        grad: The gradient.
+    """
+
+    def __init__(
+        self,
+        names: tuple[str, ...],
+        parameters: Sequence[nn.Parameter],
+        group: tuple[int, ...],
+        part: tuple[int, ...],
+        real: int,
+    ) -> None:
+        self.names, self._parameters, self._group, self._part, self.real = names, parameters, group, part, real
+        self._attribute = "grad" if parameters[0].grad is not None else "main_grad"
+        self.grad: Any = getattr(parameters[0], self._attribute)
+        self._local = local_part(self.grad)
+        self._before = self._local.detach().clone()
+
+    def held(self, index: int) -> Held:
+        """Return it in a few numbers; a collective if the gradient is Partial."""
+        p = self._parameters[0]
+        values = local_part(added_up(self.grad)).detach()
+        laid_out_alike = values.shape == local_part(p).shape
+        weight = sketch_of(local_part(p.detach())) if laid_out_alike else Sketch()
+        square = float(torch.linalg.vector_norm(_wide(values).flatten())) ** 2 if values.numel() else 0.0
+        dtype = str(self.grad.dtype).removeprefix("torch.")
+        return Held(
+            self.names, self.real, square, sketch_of(values), weight, dtype, self._group, self._part, claim_of(p), index
+        )
+
+    def fill(self, value: float) -> None:
+        """Let the whole gradient have this value in each element, summands added up."""
+        self._local.fill_(value if self._adds_up(value) else 0.0)
+        if self.real < self._local.numel():
+            self._local.flatten()[self.real :].zero_()
+
+    def put_back(self) -> None:
+        """Let it be what it was, to the last bit."""
+        self._local.copy_(self._before)
+        for p in self._parameters:
+            if getattr(p, self._attribute, None) is not self.grad:
+                setattr(p, self._attribute, self.grad)
+
+    def applied(self, computed: float) -> Applied | None:
+        """Return what it has been multiplied by since; None for one of zeros, and for one that is laid out anew.
+
+        Args:
+            computed: The norm that was computed meanwhile.
+
+        Returns:
+            The coefficient, and how sure it is.
+        """
+        now = getattr(self._parameters[0], self._attribute, None)
+        if now is not None and getattr(now, "placements", None) != getattr(self.grad, "placements", None):
+            return None
+        before = _wide(self._before).flatten()
+        square = float(before.abs().square().sum()) if before.numel() else 0.0
+        if not square:
+            return None
+        after = torch.zeros_like(before) if now is None else _wide(local_part(now)).flatten()
+        coefficient = float(torch.vdot(before, after).real) / square
+        residual = float(torch.linalg.vector_norm(after - coefficient * before)) / math.sqrt(square)
+        tolerance = 2e-2 if self._before.dtype in (torch.float16, torch.bfloat16) else 1e-4
+        return Applied(self.names[0], coefficient, residual, tolerance, computed)
+
+    def _adds_up(self, value: float) -> bool:
+        """Tell whether this process' summand is the value; of sums all but one are zero."""
+        if not is_sharded(self.grad):
+            return True
+        coordinate = self.grad.device_mesh.get_coordinate()
+        kinds = zip(self.grad.placements, coordinate, strict=True)
+        return not any(p.is_partial() and getattr(p, "reduce_op", "sum") == "sum" and at > 0 for p, at in kinds)
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    return tensor.detach().to(torch.complex128 if tensor.is_complex() else torch.float64)
+
+
+def pieces_of(models: Sequence[nn.Module]) -> list[Piece]:
+    """Return what this process holds of the gradients of ``models``.
+
+    Raises:
+        UnsupportedGradientError: If a gradient is sparse, of another dtype, or shares memory with itself.
+    """
+    found: dict[tuple, tuple[list[str], list[nn.Parameter], tuple]] = {}
+    for number, model in enumerate(models):
+        front = f"{number}." if len(models) > 1 else ""
+        named = named_parameters(model, remove_duplicate=False)
+        flat = flat_placements([p for _, p in named], model)
+        replicated = _replicated(model)
+        for name, p in named:
+            grad = gradient_of(p)
+            if grad is None:
+                continue
+            _check(grad, name)
+            local = local_part(grad)
+            key = (local.data_ptr(), local.numel()) if local.numel() else (id(p), 0)
+            names, parameters, _ = found.setdefault(key, ([], [], _layout(p, grad, flat, replicated)))
+            names.append(front + name)
+            parameters.append(p)
+    return [Piece(tuple(names), ps, *layout) for names, ps, layout in found.values()]
+
+
+def gradient_of(parameter: Any) -> Tensor | None:
+    """Return the gradient of a parameter: ``grad``, or Megatron's ``main_grad`` where there is none."""
+    return parameter.grad if parameter.grad is not None else getattr(parameter, "main_grad", None)
+
+
+def claim_of(parameter: Any) -> Claim | None:
+    """Return what Megatron's attributes say of a parameter; a claim to be tested."""
+    sharded = getattr(parameter, "tensor_model_parallel", False) or getattr(parameter, "allreduce", True) is False
+    return "sharded" if sharded else None
+
+
+def _layout(p: Any, grad: Any, flat: Any, replicated: dict[int, tuple[int, ...]]) -> tuple:
+    """The processes of a tensor, the part of this one, and how many of its elements are no padding."""
+    if id(p) in flat:
+        placement = flat[id(p)]
+        part = (dist.get_rank(),) if placement.replicas == 1 else ()
+        return tuple(sorted(placement.ranks)), part, grad.numel() - padding_of_flat(p)
+    local = local_part(grad)
+    if not is_sharded(grad):
+        return replicated.get(id(p), ()), (), local.numel()
+    placement, coordinate = placement_of(grad), grad.device_mesh.get_coordinate()
+    kinds = zip(placement.kinds, coordinate, strict=True)
+    part = tuple(at for kind, at in kinds if not (kind.is_replicate() or kind.is_partial()))
+    return tuple(sorted(placement.ranks)), part, local.numel()
+
+
+def _replicated(model: nn.Module) -> dict[int, tuple[int, ...]]:
+    """The processes over which DistributedDataParallel replicates each parameter."""
+    return {
+        id(p): tuple(sorted(dist.get_process_group_ranks(module.process_group)))
+        for module in model.modules()
+        if isinstance(module, DistributedDataParallel)
+        for p in module.parameters()
+    }
+
+
+def _check(grad: Tensor, name: str) -> None:
+    local = local_part(grad)
+    if local.layout is not torch.strided:
+        raise UnsupportedGradientError(
+            f"the gradient of {name} is sparse: expected dense ones, whose elements a probe can fill. Use "
+            "Embedding(sparse=False) while the norm is audited."
+        )
+    if local.dtype not in _KINDS:
+        raise UnsupportedGradientError(f"the gradient of {name} is {local.dtype}: expected one of 16 to 64 bits.")
+    if local.numel() and 0 in [s for s, n in zip(local.stride(), local.shape, strict=True) if n > 1]:
+        raise UnsupportedGradientError(
+            f"elements of the gradient of {name} share memory, so that it cannot be written: give it memory of its own "
+            "with p.grad = p.grad.contiguous()."
+        )
+    reduce_ops = {getattr(p, "reduce_op", "sum") for p in getattr(grad, "placements", ()) if p.is_partial()}
+    if not reduce_ops <= {"sum", "avg", "max", "min"}:
+        raise UnsupportedGradientError(f"the gradient of {name} is Partial({reduce_ops}): expected a sum.")
+
+
+def modules_of(model: nn.Module | Iterable[nn.Module]) -> list[nn.Module]:
+    """Return the modules that are audited.
+
+    Raises:
+        InvalidTypeError: If it is something else.
+    """
+    several = model if isinstance(model, Iterable) and not isinstance(model, nn.Module) else [model]
+    models: list[nn.Module] = [*several]
+    wrong = [m for m in models if not isinstance(m, nn.Module)]
+    if wrong or not models:
+        came = type(wrong[0]).__name__ if wrong else "an empty list"
+        raise InvalidTypeError(
+            f"model is {came}: expected a torch.nn.Module, or a list of them such as pipeline stages."
+        )
+    return models
+
+
+@torch.no_grad()
+def sketch_of(tensor: Tensor) -> Sketch:
+    """Return a tensor in a few numbers: columns of 16 elements, added up with the signs of their rows."""
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor.resolve_conj())
+    flat = tensor.detach().flatten()
+    if not flat.numel() or float(flat.min()) == float(flat.max()):
+        return Sketch(float(flat[0]) if flat.numel() else 0.0)
+    mean, square = float(flat.sum(dtype=torch.float64)) / flat.numel(), 0.0
+    sums = torch.zeros(_BUCKETS, dtype=torch.float64, device=flat.device)
+    for start, block in enumerate(flat.split(_ROWS * _BUCKETS)):
+        values = block.double() - mean
+        square += float(values.square().sum())
+        rows = -(-values.numel() // _BUCKETS)
+        padded = torch.nn.functional.pad(values, (0, rows * _BUCKETS - values.numel())).view(rows, _BUCKETS)
+        sums += _signs(start * _ROWS, rows, flat.device) @ padded
+    return Sketch(mean, math.sqrt(square), tuple(sums.tolist()))
+
+
+def _signs(first: int, count: int, device: torch.device) -> Tensor:
+    """Signs as good as random, of the row's number alone."""
+    rows = torch.arange(first, first + count, dtype=torch.int64, device=device)
+    mixed = (rows * 7919 + 12_345) % 2_147_483_647
+    for _ in range(3):
+        mixed = (mixed * mixed + mixed * 48_271 + 69_621) % 2_147_483_647
+    return ((mixed >> 20) % 2 * 2 - 1).double()

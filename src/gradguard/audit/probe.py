@@ -1,0 +1,232 @@
+r"""How often each tensor counts in a norm that can be called: gradients are zero but in a few, of known squares.
+
+A norm of the right kind answers :math:`R^2 = \sum_i m_i s_i`; each :math:`m_i` should be 1. Classes of tensors that lie
+alike are asked together, as many at a time as leave no room for one that is forgotten, and taken apart only where the
+answer is not the expected one. Nothing here knows of processes: `ask` does.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from gradguard.audit.factors import Setting, candidates, named
+from gradguard.audit.held import Tensor
+from gradguard.audit.report import NormClass, NormFinding
+
+Ask = Callable[[Sequence[int], int | None], list[float]]
+"""Fill the tensors at these positions, on one rank or on all, and return the norm that each rank computes."""
+
+_MOST_RANKS = 64
+"""Holders that are asked one by one."""
+
+
+@dataclass(frozen=True)
+class Counted:
+    """What the probes say of one tensor, or of several alike.
+
+    Attributes:
+        places: The positions of the tensors.
+        kind: As of a `NormFinding`; ``""`` where it counts once.
+        count: How often its squares count; None where ranks differ.
+        words: The reason, where it is known.
+    """
+
+    places: tuple[int, ...]
+    kind: str
+    count: float | None
+    words: str = ""
+
+
+def elements_value(place: int, numel: int) -> float:
+    """Return what every element of a tensor is filled with: exact in every dtype, another square for each tensor.
+
+    Seven bits and a power of two: norms lie between 1 and 4, as far as 16 bits allow, so that no square overflows and
+    none is lost; two tensors whose squares are equal could stand for each other.
+    """
+    exponent = min(12, max(0, math.floor(math.log2(max(1, numel)) / 2)))
+    return (64 + (place * 37 + 11) % 64) / 64 * 2.0**-exponent
+
+
+class Probe:
+    """Asks for all tensors, and keeps count.
+
+    Args:
+        tensors: The tensors.
+        ask: Who is asked.
+        world: Number of processes.
+        setting: Numbers that factors are named by.
+        tolerance: The relative error of a squared norm.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor], ask: Ask, world: int, setting: Setting, tolerance: float) -> None:
+        self._tensors, self._ask, self._world, self._setting = tensors, ask, world, setting
+        self._tolerance, self.calls = tolerance, 0
+
+    def counts(self, classes: Sequence[Sequence[int]]) -> list[Counted]:
+        """Return what each tensor of each class counts, those of one class and one answer together."""
+        found: list[Counted] = []
+        for places in classes:
+            alike: dict[tuple, list[int]] = {}
+            for one in self._of(places):
+                alike.setdefault((one.kind, one.count, one.words), []).extend(one.places)
+            found += [Counted(tuple(ps), *key) for key, ps in alike.items()]
+        return found
+
+    def answers(self, places: Sequence[int], rank: int | None = None) -> list[float]:
+        """Return the squares of the norms of all ranks."""
+        self.calls += 1
+        return [norm * norm for norm in self._ask(places, rank)]
+
+    def square(self, place: int) -> float:
+        """Return the square of one tensor as it is filled, each element once."""
+        return elements_value(place, self._tensors[place].numel) ** 2 * self._tensors[place].numel
+
+    def local_square(self, places: Sequence[int], rank: int) -> float:
+        """Return the square of what one rank holds of them."""
+        return math.fsum(
+            elements_value(i, self._tensors[i].numel) ** 2 * held.numel
+            for i in places for part in self._tensors[i].parts for r, held in part.holders if r == rank
+        )  # fmt: skip
+
+    def _of(self, places: Sequence[int]) -> list[Counted]:
+        room = max(1, round(0.01 / self._tolerance))  # a forgotten tensor must show: it has 1/16 of the largest or more
+        blocks: dict[int, list[int]] = {}
+        for place in places:  # of 64 in a row no two have one value
+            blocks.setdefault(place // 64, []).append(place)
+        few = [block[i : i + room] for block in blocks.values() for i in range(0, len(block), room)]
+        return [one for part in few for one in self._of_few(part)]
+
+    def _of_few(self, places: Sequence[int]) -> list[Counted]:
+        expected = math.fsum(map(self.square, places))
+        if not expected:  # without an element
+            return []
+        answers = self.answers(places)
+        if self._are(answers, [expected] * len(answers)):
+            return [Counted(tuple(places), "", 1.0)]
+        if len(places) > 1:
+            whole = self._diagnosed(places, answers, expected)
+            middle = len(places) // 2
+            if whole is not None and whole.kind == "factor" and whole.words and self._is_uniform(places, whole):
+                return [whole]
+            return [*self._of_few(places[:middle]), *self._of_few(places[middle:])]
+        one = self._diagnosed(places, answers, expected)
+        assert one is not None
+        return [one]
+
+    def _is_uniform(self, places: Sequence[int], whole: Counted) -> bool:
+        """Tell whether each half counts as the whole does; a factor that is met by chance does not stay."""
+        assert whole.count is not None
+        for half in (places[::2], places[1::2]):
+            expected = whole.count * math.fsum(map(self.square, half))
+            answers = self.answers(half)
+            if not self._are(answers, [expected] * len(answers), math.fsum(map(self.square, half))):
+                return False
+        return True
+
+    def _are(self, answers: Sequence[float], expected: Sequence[float], least: float = 0.0) -> bool:
+        return all(abs(a - e) <= self._tolerance * max(e, least) for a, e in zip(answers, expected, strict=True))
+
+    def _diagnosed(self, places: Sequence[int], answers: Sequence[float], expected: float) -> Counted | None:
+        tensor = self._tensors[places[0]]
+        if not all(map(math.isfinite, answers)):
+            return Counted(tuple(places), "factor", None, "the norm is not finite for finite gradients")
+        local = [self.local_square(places, rank) for rank in range(len(answers))]
+        if not self._are(answers, [answers[0]] * len(answers), expected * 1e-3):
+            if self._are(answers, local, expected):
+                return Counted(tuple(places), "local", None)
+            return Counted(tuple(places), "disagree", None, _ratios(answers, expected))
+        holders = sorted({r for i in places for r in self._tensors[i].ranks})
+        if len(holders) > 1 and self._are(answers, local, expected) and self._is_local(places, holders[-1]):
+            return Counted(tuple(places), "local", None)
+        mean = math.fsum(map(math.sqrt, local)) / len(local)
+        count = answers[0] / expected
+        if len(holders) > 1 and self._are(answers[:1], [mean * mean]) and self._mean_of_ranks(places, holders):
+            return Counted(tuple(places), "mean", count)
+        if len(places) == 1 and 1 < len(holders) <= _MOST_RANKS:
+            some = self._some_ranks(places, holders)
+            if some is not None:
+                return Counted(tuple(places), "ranks", count, some)
+        known = candidates(self._setting, tensor.copies, len(tensor.parts), len(tensor.names))
+        return Counted(tuple(places), "factor", *named(count, known, self._tolerance))
+
+    def _is_local(self, places: Sequence[int], rank: int) -> bool:
+        """Tell whether each rank's norm is of its own, where parts are of one size: of what one holds others know 0."""
+        own = self.local_square(places, rank)
+        expected = [own if r == rank else 0.0 for r in range(self._world)]
+        return own > 0 and self._are(self.answers(places, rank), expected, own)
+
+    def _mean_of_ranks(self, places: Sequence[int], holders: Sequence[int]) -> bool:
+        """Tell whether the norms of the ranks are averaged: what one rank holds then counts 1 / world squared."""
+        rank = holders[-1]
+        norm = math.sqrt(self.local_square(places, rank)) / self._world
+        return self._are(self.answers(places, rank)[:1], [norm * norm])
+
+    def _some_ranks(self, places: Sequence[int], holders: Sequence[int]) -> str | None:
+        """Return which ranks' parts count, where some do and some do not."""
+        tensor = self._tensors[places[0]]
+        if tensor.copies > 1 and len(tensor.parts) == 1:  # of copies one is enough
+            return None
+        counts = {}
+        for rank in holders:
+            local = self.local_square(places, rank)
+            if local:
+                counts[rank] = self.answers(places, rank)[0] / local
+        none = [rank for rank, count in counts.items() if count <= self._tolerance]
+        some = [rank for rank in counts if rank not in none]
+        return (
+            f"only what rank {_ranks(some)} holds counts" if none and some and not self._covers(some, tensor) else None
+        )
+
+    @staticmethod
+    def _covers(ranks: Sequence[int], tensor: Tensor) -> bool:
+        """Tell whether these hold every part, so that the others need not count."""
+        return all(set(ranks) & set(part.ranks) for part in tensor.parts)
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return ", ".join(map(str, ranks[:8])) + (" ..." if len(ranks) > 8 else "")
+
+
+def _ratios(answers: Sequence[float], expected: float) -> str:
+    return "it counts " + ", ".join(f"{a / expected:.4g}" for a in answers[:8]) + (" ..." if len(answers) > 8 else "")
+
+
+def classes_of(tensors: Sequence[Tensor]) -> list[list[int]]:
+    """Return the positions of tensors that lie alike, but for those of which that is not known."""
+    found: dict[tuple, list[int]] = {}
+    for i, tensor in enumerate(tensors):
+        if not tensor.unknown:
+            claim = tensor.parts[0].holders[0][1].claim
+            found.setdefault((tensor.layout, claim, tuple(sorted(tensor.ranks))), []).append(i)
+    return list(found.values())
+
+
+def finding_of(counted: Counted, tensors: Sequence[Tensor]) -> NormFinding:
+    """Return the finding that a wrong count is."""
+    names = tuple(" = ".join(tensors[i].names) for i in counted.places)
+    what = f"{len(names)} tensor{'s' * (len(names) > 1)} {tensors[counted.places[0]].layout}"
+    times = "" if counted.count is None else f"{'counts' if len(names) == 1 else 'count'} {counted.count:.6g} times"
+    words = f": {counted.words}" if counted.words else ""
+    messages = {
+        "factor": f"{what} {times}{words}",
+        "ranks": f"{what} {times}{words}",
+        "local": f"{what}: each rank's norm is that of what it holds itself, and is not added up over ranks",
+        "mean": f"{what} {times}: the norms of the ranks are averaged, where their squares should be added up",
+        "disagree": f"{what}: ranks compute different norms{words}",
+    }
+    return NormFinding(counted.kind, messages[counted.kind], names, counted.count)
+
+
+def norm_classes(
+    tensors: Sequence[Tensor], classes: Sequence[Sequence[int]], counted: Sequence[Counted]
+) -> tuple[NormClass, ...]:
+    """Return the classes for the report, each with its count where it has one."""
+    count_of = {i: c.count for c in counted for i in c.places}
+    found = []
+    for places in classes:
+        names = tuple(" = ".join(tensors[i].names) for i in places)
+        counts = {count_of.get(i) for i in places if tensors[i].numel}
+        square = math.fsum(tensors[i].square for i in places)
+        one = NormClass(tensors[places[0]].layout, names, square)
+        found.append(replace(one, counts=counts.pop()) if len(counts) == 1 else one)
+    return tuple(found)

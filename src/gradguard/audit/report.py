@@ -1,0 +1,135 @@
+"""What an audit of a norm found, for people and for programs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+Verdict = Literal["PASS", "FAIL", "INCONCLUSIVE"]
+
+UNDECIDED = ("unknown", "unfit", "unread", "blind")
+"""Kinds of findings that say that something cannot be told; every other one says that something is wrong."""
+
+
+@dataclass(frozen=True)
+class NormFinding:
+    """One thing that is wrong with a norm, or cannot be told.
+
+    Attributes:
+        kind: ``"factor"``: a class of tensors counts another number of times than once, ``"ranks"``: only what some
+            ranks hold counts, ``"local"``: each rank's norm is that of what it holds, ``"mean"``: the norms of the
+            ranks are averaged, ``"disagree"``: ranks have different norms, ``"copies"``: copies have different
+            gradients, ``"total"``: the norm is not the root of a sum over classes, ``"reported"``: the reported norm is
+            not the true one, ``"coefficient"``: gradients are multiplied by something else than min(1, max / norm);
+            ``"unknown"``, ``"unfit"``, ``"unread"``, ``"blind"``: it cannot be told.
+        message: What is wrong, in words.
+        names: The parameters that it is about.
+        factor: How often their squares count, where that is one number; of ``"reported"`` and ``"coefficient"`` the
+            quotient of what is and what should be.
+    """
+
+    kind: str
+    message: str
+    names: tuple[str, ...] = ()
+    factor: float | None = None
+
+    def __str__(self) -> str:
+        return f"{self.kind}: {self.message}" + (f" [{listed(self.names)}]" if self.names else "")
+
+
+@dataclass(frozen=True)
+class NormClass:
+    """Tensors that lie alike on the processes.
+
+    Attributes:
+        layout: How they lie, in words.
+        names: Their names.
+        square: The sum of squares of their gradients, each element once.
+        counts: How often the norm counts these squares, as probed or fitted; None where they do not count alike, or
+            nothing was probed.
+    """
+
+    layout: str
+    names: tuple[str, ...]
+    square: float
+    counts: float | None = None
+
+
+@dataclass(frozen=True)
+class NormAudit:
+    """The outcome of `audit_norm`: print it, or ask for its ``verdict`` and ``findings``.
+
+    Attributes:
+        verdict: PASS; FAIL if a finding says that something is wrong; INCONCLUSIVE if one says that it cannot be told.
+        findings: Why the verdict is not PASS.
+        notes: What is worth knowing and no fault.
+        true_norm: The 2-norm of all gradients, each element once; NaN where values do not tell what is a copy.
+        norm: What the norm function returned for these gradients on this process; None if there was none.
+        reported: What was reported on this process; None if nothing was.
+        classes: The classes of tensors, and how often each counts.
+        probes: How often the norm function was called.
+        processes: Over how many processes.
+
+    Example:
+        >>> import gradguard as gg, torch
+        >>> model = torch.nn.Linear(3, 2)
+        >>> model(torch.ones(1, 3)).sum().backward()
+        >>> audit = gg.audit_norm(model, lambda: torch.nn.utils.get_total_norm([p.grad for p in model.parameters()]))
+        >>> audit.verdict, audit.findings
+        ('PASS', ())
+    """
+
+    verdict: Verdict
+    findings: tuple[NormFinding, ...] = ()
+    notes: tuple[str, ...] = ()
+    true_norm: float = math.nan
+    norm: float | None = None
+    reported: float | None = None
+    classes: tuple[NormClass, ...] = ()
+    probes: int = 0
+    processes: int = 1
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return everything as JSON has it: what is not finite is None."""
+        return _jsonable(asdict(self))
+
+    def __bool__(self) -> bool:
+        return self.verdict == "PASS"
+
+    def __str__(self) -> str:
+        said = [f"true norm {self.true_norm:.6g}"]
+        said += [f"computed {self.norm:.6g}"] if self.norm is not None else []
+        said += [f"reported {self.reported:.6g}"] if self.reported is not None else []
+        tensors = sum(len(c.names) for c in self.classes)
+        said.append(f"{_count(tensors, 'tensor')} in {_count(len(self.classes), 'class', 'classes')}")
+        said += [_count(self.processes, "process", "processes"), _count(self.probes, "probe")]
+        lines = [f"{self.verdict:<13} {finding}" for finding in self.findings]
+        lines.append(f"{self.verdict:<13} {', '.join(said)}")
+        return "\n".join(lines + [f"{'note':<13} {note}" for note in self.notes])
+
+
+def verdict_of(findings: Sequence[NormFinding]) -> Verdict:
+    """Return FAIL if a finding is a fault, INCONCLUSIVE if one is not told, else PASS."""
+    if any(finding.kind not in UNDECIDED for finding in findings):
+        return "FAIL"
+    return "INCONCLUSIVE" if findings else "PASS"
+
+
+def listed(names: Sequence[str], most: int = 3) -> str:
+    """Return the names in one line; of many the first."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
+
+
+def _count(number: int, one: str, several: str = "") -> str:
+    return f"{number} {one if number == 1 else several or one + 's'}"
+
+
+def _jsonable(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _jsonable(one) for key, one in value.items()}
+    if isinstance(value, tuple | list):
+        return [_jsonable(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,229 @@
+"""`audit_norm` on one process: coefficients, reports, what is refused, and gradients that are as they were."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import clip_grad_norm_, get_total_norm
+
+import gradguard as gg
+from gradguard.audit.coefficients import Applied, coefficient_findings
+from gradguard.audit.factors import Setting, candidates, fit, named
+from gradguard.errors import InvalidTypeError, InvalidValueError, UnsupportedGradientError
+
+
+def model_with_gradients(dtype=torch.float32, seed=0):
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.Linear(8, 2)).to(dtype)
+    model(torch.randn(5, 6, dtype=dtype)).square().sum().backward()
+    return model
+
+
+def gradients(model):
+    return [p.grad for p in model.parameters()]
+
+
+def scaled(model, factor):
+    for g in gradients(model):
+        g.mul_(factor)
+
+
+def clipped(model, times=1, factor=None):
+    norm = get_total_norm(gradients(model))
+    for _ in range(times):
+        scaled(model, min(1.0, 0.5 / (float(norm) + 1e-12)) if factor is None else factor)
+    return norm
+
+
+CLIPS = {
+    "torch": (lambda m: clip_grad_norm_(m.parameters(), 0.5), None),
+    "gradguard": (lambda m: gg.clip_grad_norm_(m, 0.5), None),
+    "never scaled": (lambda m: get_total_norm(gradients(m)), "this is never scaled"),
+    "scaled twice": (lambda m: clipped(m, 2), "it is scaled twice"),
+    "another number": (lambda m: clipped(m, factor=0.123), "no known mistake makes this number"),
+    "each element": (lambda m: (get_total_norm(gradients(m)), nn.utils.clip_grad_value_(m.parameters(), 0.1))[0],
+                     "not all multiplied by one number"),
+    "gone": (lambda m: (get_total_norm(gradients(m)), m.zero_grad())[0], "no known mistake makes this number"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("clip", CLIPS)
+def test_coefficients(clip, dtype):
+    function, words = CLIPS[clip]
+    model = model_with_gradients(dtype)
+    before, objects = [g.clone() for g in gradients(model)], gradients(model)
+    audit = gg.audit_norm(model, lambda: function(model), max_norm=0.5)
+    assert [f.kind for f in audit.findings] == ([] if words is None else ["coefficient"] * len(audit.findings))
+    assert bool(audit) is (words is None)
+    assert words is None or words in str(audit)
+    assert all(torch.equal(a, b) for a, b in zip(before, gradients(model), strict=True))
+    assert all(a is b for a, b in zip(objects, gradients(model), strict=True))
+
+
+def test_one_gradient_that_is_not_scaled_is_named():
+    model = model_with_gradients()
+    audit = gg.audit_norm(model, lambda: clip_but_the_last(model), max_norm=0.5)
+    assert [(f.kind, f.names) for f in audit.findings] == [("coefficient", ("2.bias",))]
+    unknown = gg.audit_norm(model, lambda: clip_but_the_last(model))
+    assert [(f.kind, f.names) for f in unknown.findings] == [("coefficient", ("2.bias",))]
+
+
+def clip_but_the_last(model):
+    norm = get_total_norm(gradients(model))
+    for g in gradients(model)[:-1]:
+        g.mul_(0.5 / norm)
+    return norm
+
+
+def test_a_clip_before_the_loss_scale_is_taken_off():
+    """Fact 15."""
+    model = model_with_gradients()
+    scaled(model, 1024.0)
+    audit = gg.audit_norm(model, lambda: clip_grad_norm_(model.parameters(), 0.5), max_norm=0.5, loss_scale=1024.0)
+    assert {f.kind for f in audit.findings} == {"coefficient", "factor"}
+    assert "it is clipped before the loss scale is taken off" in str(audit)
+    assert "the loss scale of 1024 is still in it" in str(audit)
+
+
+@pytest.mark.parametrize(
+    ("max_norm", "true", "computed", "scale", "coefficient", "words"),
+    [
+        (1.0, 2.0, 2.0, 1.0, 0.5, None),
+        (1.0, 0.5, 0.5, 1.0, 1.0, None),
+        (1.0, 2.0, 4.0, 1.0, 0.25, "it is scaled twice"),
+        (1.0, 2.0, 3.0, 1.0, 1 / 3, "right for the norm that was computed"),
+        (1.0, 2.0, 2.0, 8.0, 1 / 16, "before the loss scale is taken off"),
+        (1.0, 2.0, 2.0, 1.0, 1.0, "never scaled"),
+        (1.0, 0.5, 2.0, 1.0, 0.5, "right for the norm that was computed"),
+        (None, 2.0, 2.0, 1.0, 0.3, None),
+    ],
+)
+def test_the_formula_of_coefficients(max_norm, true, computed, scale, coefficient, words):
+    found = coefficient_findings([Applied("w", coefficient, 0.0, 1e-4, computed)], max_norm, true, scale)
+    assert [words is not None] == [bool(found)]
+    assert words is None or words in found[0].message
+
+
+def reported(model, factor, **settings):
+    return gg.audit_norm(model, reported=gg.audit_norm(model, **settings).true_norm * factor, **settings)
+
+
+def test_reports():
+    model = model_with_gradients()
+    assert reported(model, 1.0)
+    assert "as if divided by the 5 micro-batches" in str(reported(model, 1 / 5, accumulation=5))
+    assert "as if multiplied by the loss scale" in str(reported(model, 64.0, loss_scale=64.0))
+    lost = reported(model, 0.77)
+    assert [f.kind for f in lost.findings] == ["reported", "unfit"]
+    assert lost.findings[0].factor == pytest.approx(0.77)
+
+
+def test_earlier_steps_tell_apart_what_one_does_not():
+    """Two tensors under two names each, one of which counts twice: with equal squares one step cannot tell which."""
+    steps = [[4.0, 4.0], [4.0, 9.0]]
+    known = [[1.0, 2.0], [1.0, 2.0]]
+    norms = [math.sqrt(a + 2 * b) for a, b in steps]
+    assert len(fit(steps[:1], norms[:1], known, 1e-4)) == 2
+    assert fit(steps, norms, known, 1e-4) == [(1.0, 2.0)]
+
+
+def brute_force(squares, norms, known, tolerance):
+    """The slow twin of `fit`: recursion over classes."""
+    if not known:
+        left = [n * n for n in norms]
+        return [()] if all(abs(x) <= 1e-12 for x in left) else []
+    *rest, last = known
+    found = []
+    for m in last:
+        left = [n * n - m * row[-1] for n, row in zip(norms, squares, strict=True)]
+        if min(left) >= -1e-9:
+            deeper = [math.sqrt(max(0.0, x)) if abs(x) > 1e-9 else 0.0 for x in left]
+            found += [(*m_rest, m) for m_rest in brute_force([row[:-1] for row in squares], deeper, rest, tolerance)]
+    return found
+
+
+@pytest.mark.parametrize("steps", [1, 2, 3])
+def test_the_fit_is_that_of_its_slow_twin(steps):
+    generator = torch.Generator().manual_seed(steps)
+    unique = 0
+    for _ in range(60):
+        rows = torch.randint(1, 9, (steps, 3), generator=generator).double().tolist()
+        known = [[0.0, 1.0, 2.0, 4.0]] * 3
+        counts = [known[0][k] for k in torch.randint(0, 4, (3,), generator=generator).tolist()]
+        norms = [math.sqrt(sum(m * s for m, s in zip(counts, row, strict=True))) for row in rows]
+        found = fit(rows, norms, known, 1e-9)
+        assert tuple(counts) in found
+        assert sorted(found) == sorted(brute_force(rows, norms, known, 1e-9))
+        unique += len(found) == 1
+    assert unique > 10 * steps
+
+
+def test_a_factor_has_a_name_only_where_it_is_one():
+    known = candidates(Setting(8, accumulation=4), copies=2, parts=4)
+    assert named(2.0, known, 1e-4) == (2.0, "once on each of the 2 processes that hold it or twice")
+    assert named(1.7, known, 1e-4) == (1.7, "")
+    assert named(2.0, {2.0: ["a"], 2.00001: ["b"]}, 1e-4) == (2.0, "")
+
+
+REFUSED = {
+    "no gradient": (lambda m: m.zero_grad(), {}, UnsupportedGradientError, "no parameter has a gradient"),
+    "not finite": (lambda m: scaled(m, math.inf), {}, UnsupportedGradientError, "0.weight is not finite"),
+    "shares memory": (lambda m: setattr(m[0].bias, "grad", torch.ones(()).expand(8)), {}, UnsupportedGradientError,
+                      "0.bias share memory"),
+    "sparse": (lambda m: setattr(m[0].weight, "grad", torch.ones(8, 6).to_sparse()), {}, UnsupportedGradientError,
+               "0.weight is sparse"),
+    "a number": (lambda m: None, {"norm": 1.0}, InvalidTypeError, "a number goes to reported="),
+    "no number": (lambda m: None, {"norm": lambda: "much"}, InvalidTypeError, r"what norm\(\) returned is str"),
+    "nothing": (lambda m: None, {"norm": lambda: None}, InvalidTypeError, r"norm\(\) returned None"),
+    "groups": (lambda m: None, {"groups": {"*": "split"}}, InvalidValueError, "'sharded' or 'replicated'"),
+    "max_norm": (lambda m: None, {"norm": float, "max_norm": -1.0}, InvalidValueError, "max_norm is -1.0"),
+    "alone": (lambda m: None, {"max_norm": 1.0}, InvalidValueError, "max_norm is given without norm"),
+    "scale": (lambda m: None, {"loss_scale": 0.0}, InvalidValueError, "loss_scale is 0.0"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_is_refused(case):
+    change, arguments, error, words = REFUSED[case]
+    model = model_with_gradients()
+    change(model)
+    with pytest.raises(error, match=words):
+        gg.audit_norm(model, **arguments)
+
+
+def test_what_is_no_module_is_refused():
+    with pytest.raises(InvalidTypeError, match=r"model is Parameter: expected a torch\.nn\.Module"):
+        gg.audit_norm(nn.Linear(2, 2).parameters())
+
+
+def test_a_norm_that_reads_something_else_is_not_called_right():
+    model = model_with_gradients()
+    true = gg.audit_norm(model).true_norm
+    same = gg.audit_norm(model, lambda: true)
+    assert (same.verdict, [f.kind for f in same.findings]) == ("INCONCLUSIVE", ["unread"])
+    other = gg.audit_norm(model, lambda: 2 * true + 0.1)
+    assert other.verdict == "FAIL"
+
+
+def test_a_norm_of_another_order_fails():
+    model = model_with_gradients()
+    for order in (1.0, math.inf):
+        assert gg.audit_norm(model, lambda order=order: get_total_norm(gradients(model), order)).verdict == "FAIL"
+
+
+def test_one_gradient_under_two_parameters_counts_twice():
+    """Fact 5."""
+    model = model_with_gradients()
+    model[2].bias = nn.Parameter(torch.zeros(8))
+    model[2].bias.grad = model[0].bias.grad
+    audit = gg.audit_norm(model, lambda: get_total_norm(gradients(model)))
+    assert [(f.names, f.factor) for f in audit.findings] == [(("0.bias = 2.bias",), pytest.approx(2.0))]
+    assert gg.audit_norm(model, lambda: gg.get_total_norm(gradients(model)))
+
+
+def test_an_audit_as_json():
+    audit = gg.audit_norm(model_with_gradients())
+    assert audit.as_dict()["verdict"] == "PASS"
+    assert audit.as_dict()["classes"][0]["layout"] == "held whole by one process"

@@ -1,0 +1,298 @@
+"""The audit of a norm on processes: DTensors in every layout, DDP, FSDP1, FSDP2, Megatron's parameters."""
+
+import math
+import random
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+from random_layouts import Item, Meshes, _spread, case_of
+from test_fsdp1 import wrapped
+from threads import ranks
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn import functional as F
+from training import Network, batch
+
+import gradguard as gg
+from gradguard.errors import UnsupportedGradientError
+
+
+@pytest.fixture(scope="module")
+def threads():
+    with ranks(4) as run:
+        yield run
+
+
+def listed(parameters):
+    """A module that has these parameters."""
+    model = nn.Module()
+    for i, p in enumerate(parameters):
+        model.register_parameter(f"p{i}", p)
+    return model
+
+
+def of_items(items, meshes):
+    found = []
+    for item in items:
+        p = nn.Parameter(_spread(item, meshes, False))
+        if item.placements == item.of_gradient:  # weights that are not constant, alike on copies
+            p = nn.Parameter(_spread(item, meshes, True))
+        p.grad = _spread(item, meshes, True)
+        found.append(p)
+    return listed(found)
+
+
+def bits(model):
+    return [(p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad).clone() for p in model.parameters()]
+
+
+def random_models(seeds, norm_of):
+    """The audits of models whose parameters lie in random ways over all processes."""
+    meshes = Meshes()
+    spanning = {i for i, mesh in enumerate(meshes.all) if mesh.size() == meshes.world}
+    found = []
+    for seed in seeds:
+        items = [i for i in case_of(seed, meshes).items if i.mesh in spanning and i.gradient_mesh == i.mesh]
+        items = [Item(**{**vars(i), "absent": frozenset(), "same_gradient_as": None}) for i in items]
+        items = [i for i in items if not any(getattr(p, "reduce_op", "") == "product" for p in i.of_gradient)]
+        items = [i for i in items if not any(p.is_partial() for p in i.placements) and math.prod(i.shape)]
+        if not items:
+            continue
+        model = of_items(items, meshes)
+        before, objects = bits(model), [p.grad for p in model.parameters()]
+        audit = gg.audit_norm(model, lambda model=model: norm_of(model))
+        same = all(torch.equal(a, b) for a, b in zip(before, bits(model), strict=True))
+        same &= all(a is p.grad for a, p in zip(objects, model.parameters(), strict=True))
+        whole = [p.grad.full_tensor().to(torch.complex128).flatten() for p in model.parameters()]
+        found.append((seed, audit, same, float(torch.linalg.vector_norm(torch.cat(whole)))))
+    return found
+
+
+def right(model):
+    return gg.clip_grad_norm_(model, 1.0)
+
+
+def own_part(model):
+    return math.sqrt(sum(float((g.to(torch.complex128)).abs().square().sum()) for g in bits(model)))
+
+
+@pytest.mark.parametrize("start", [0, 100])
+def test_healthy_dtensors_pass(threads, start):
+    for found in threads(lambda rank: random_models(range(start, start + 60), right)):
+        assert not isinstance(found, BaseException), found
+        assert len(found) > 15
+        for seed, audit, same, whole in found:
+            assert audit, (seed, str(audit))
+            assert same, seed
+            assert audit.true_norm == pytest.approx(whole, rel=1e-5), seed
+
+
+def test_local_norms_of_dtensors_fail_wherever_something_is_split(threads):
+    for found in threads(lambda rank: random_models(range(40), own_part)):
+        for seed, audit, same, _ in found:
+            split = any("parts" in c.layout for c in audit.classes)
+            assert audit.verdict == ("FAIL" if split else audit.verdict), seed
+            assert not split or {f.kind for f in audit.findings} & {"local", "disagree", "factor"}
+            assert same, seed
+
+
+def small(kind, seed=0):
+    """A network on this process, with its own samples; ``kind`` says how it lies."""
+    torch.manual_seed(seed)
+    model = Network()
+    if kind == "ddp":
+        model = nn.parallel.DistributedDataParallel(model)
+    elif kind == "fsdp2":
+        fully_shard(model.first)
+        fully_shard(model)
+    x, y = batch(0)
+    part = slice(dist.get_rank(), None, dist.get_world_size())
+    F.mse_loss(model(x[part]), y[part]).backward()
+    return model
+
+
+def grads(model):
+    return [p.grad for p in model.parameters() if p.grad is not None]
+
+
+NORMS = {
+    "gradguard": lambda model: gg.clip_grad_norm_(model, 0.1),
+    "torch": lambda model: nn.utils.clip_grad_norm_(model.parameters(), 0.1),
+    "fsdp1": lambda model: model.clip_grad_norm_(0.1),
+}
+
+
+def audited(kind, call):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # FSDP1 is deprecated
+        if kind.startswith("fsdp1"):
+            model, _ = wrapped("NO_SHARD" if "no shard" in kind else "FULL_SHARD", "original" in kind)
+        else:
+            model = small(kind)
+        before = bits(model) if "fsdp1" not in kind else [g.clone() for g in grads(model)]
+        audit = gg.audit_norm(model, lambda: NORMS[call](model), max_norm=0.1)
+        after = bits(model) if "fsdp1" not in kind else grads(model)
+    return audit, all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("kind", "call"),
+    [
+        ("ddp", "torch"), ("ddp", "gradguard"), ("fsdp2", "torch"), ("fsdp2", "gradguard"),
+        ("fsdp1", "gradguard"), ("fsdp1", "fsdp1"), ("fsdp1 original", "gradguard"), ("fsdp1 original", "fsdp1"),
+        ("fsdp1 no shard", "torch"), ("fsdp1 no shard original", "fsdp1"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("world", [2, 4])
+def test_healthy_norms_pass(pool, kind, call, world):
+    if world == 4 and kind != "fsdp2":
+        pytest.skip("the same as on two")
+    for audit, same in pool(world).run(audited, kind, call):
+        assert audit, str(audit)
+        assert same
+        assert audit.processes == world
+
+
+@pytest.mark.parametrize("kind", ["fsdp1", "fsdp1 original"])
+def test_torchs_clip_on_the_local_parts_of_fsdp1_fails(pool, kind):
+    """Fact 19: what the rank holds itself, and gradients multiplied by another number on each."""
+    for audit, same in pool(2).run(audited, kind, "torch"):
+        assert audit.verdict == "FAIL"
+        assert {f.kind for f in audit.findings} == {"local", "coefficient"}
+        assert same
+
+
+def inside_no_sync():
+    torch.manual_seed(0)
+    model = nn.parallel.DistributedDataParallel(Network())
+    x, y = batch(0)
+    with model.no_sync():
+        F.mse_loss(model(x + dist.get_rank()), y).backward()
+    return gg.audit_norm(model)
+
+
+def test_copies_that_were_not_added_up_fail(pool):
+    """Fact 11."""
+    for audit in pool(2).run(inside_no_sync):
+        assert [f.kind for f in audit.findings] == ["copies"]
+        assert len(audit.findings[0].names) == len(list(Network().parameters()))
+
+
+def raising(rank):
+    model = small("fsdp2")
+    before = bits(model)
+
+    def norm():
+        for g in grads(model):
+            g.mul_(0)
+        if dist.get_rank() == rank:
+            raise RuntimeError("no norm today")
+        return 1.0
+
+    with pytest.raises((RuntimeError, UnsupportedGradientError), match="no norm today"):
+        gg.audit_norm(model, norm)
+    return all(torch.equal(a, b) for a, b in zip(before, bits(model), strict=True))
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_gradients_are_as_before_where_the_norm_function_raises(pool, rank):
+    assert pool(2).run(raising, rank) == [True, True]
+
+
+def megatron(rank, world, attributes):
+    """Parameters of a tensor and expert parallel layer as Megatron keeps them: ordinary tensors, ``main_grad``."""
+    random.seed(1)
+    model = nn.Module()
+    generator = torch.Generator().manual_seed(7)
+    for name, split, weight in [
+        ("column", True, None), ("column_bias", True, 0.0), ("norm", False, 1.0), ("router", False, None),
+        ("expert", True, None),
+    ]:  # fmt: skip
+        both = torch.randn(2, world, 6, generator=generator)
+        part = rank if split else 0
+        p = nn.Parameter(both[0, part] if weight is None else torch.full((6,), weight))
+        p.main_grad = both[1, part].clone()
+        if attributes and name.startswith("column"):
+            p.tensor_model_parallel, p.partition_dim = True, 0
+        if attributes and name == "expert":
+            p.allreduce = False
+        model.register_parameter(name, p)
+    return model
+
+
+def megatron_norm(model, mistake):
+    """What Megatron does: squares of what is no duplicate, added up over the tensor parallel ranks."""
+    total = torch.zeros((), dtype=torch.float64)
+    for name, p in model.named_parameters():
+        split = name.startswith("column") or name == "expert"
+        counts = split or dist.get_rank() == 0
+        if mistake == "norm counted" and name == "norm":  # fact 1: the attribute says tensor_model_parallel
+            counts = True
+        if mistake == "replicated counted" and not split:
+            counts = True
+        if mistake == "experts on rank 0" and name == "expert":  # fact 2
+            counts = dist.get_rank() == 0
+        total += p.main_grad.double().square().sum() * counts
+    dist.all_reduce(total)
+    return total.sqrt()
+
+
+MEGATRON = {
+    "": set(),
+    "norm counted": {("factor", ("norm",), 4.0)},
+    "replicated counted": {("factor", ("norm", "router"), 4.0)},
+    "experts on rank 0": {("ranks", ("expert",), 0.25)},
+}
+
+
+@pytest.mark.parametrize("mistake", MEGATRON)
+def test_megatrons_parameters(threads, mistake):
+    def audit(rank):
+        model = megatron(rank, 4, True)
+        return gg.audit_norm(model, lambda: megatron_norm(model, mistake))
+
+    for found in threads(audit):
+        assert {(f.kind, f.names, f.factor and round(f.factor, 3)) for f in found.findings} == MEGATRON[mistake]
+
+
+def test_what_values_do_not_tell_is_asked_for(threads):
+    def audit(rank, groups=None):
+        model = megatron(rank, 4, False)
+        return gg.audit_norm(model, lambda: megatron_norm(model, ""), groups=groups)
+
+    for found in threads(audit):
+        assert found.verdict == "INCONCLUSIVE"
+        assert [(f.kind, f.names) for f in found.findings] == [("unknown", ("column_bias",))]
+        assert "groups={'column_bias': 'sharded'}" in found.findings[0].message
+    assert all(threads(lambda rank: audit(rank, {"column*": "sharded"})))
+    for found in threads(lambda rank: audit(rank, {"column*": "replicated"})):
+        assert found.findings[0].kind == "copies"
+
+
+def reports(rank, model, kind):
+    """Reports of one step: what `reported` alone tells."""
+    true = gg.audit_norm(model).true_norm
+    own = math.sqrt(sum(float(p.main_grad.double().square().sum()) for p in model.parameters()))
+    wrong, one_of_two = (float(megatron_norm(model, f"{which} counted")) for which in ("replicated", "norm"))
+    said = {"true": true, "own": own, "wrong": wrong, "one of two": one_of_two, "x4": 4 * true}
+    return gg.audit_norm(model, reported=said[kind], accumulation=4)
+
+
+@pytest.mark.parametrize(
+    ("kind", "kinds"),
+    [
+        ("true", []), ("own", ["local"]), ("wrong", ["reported", "factor"]),
+        ("one of two", ["reported", "unfit"]),  # of a class of two one counts wrongly: no class explains it
+        ("x4", ["reported", "factor", "factor"]),  # fact 18
+    ],
+)  # fmt: skip
+def test_reports(threads, kind, kinds):
+    for found in threads(lambda rank: reports(rank, megatron(rank, 4, True), kind)):
+        assert [f.kind for f in found.findings] == kinds, str(found)
+        if kind == "wrong":
+            assert (found.findings[-1].names, found.findings[-1].factor) == (("norm", "router"), 4.0)
+        if kind == "x4":
+            assert "4 times, as if multiplied by the 4 processes or the 4 micro-batches" in found.findings[0].message
