@@ -104,6 +104,13 @@ def test_a_constant_vector_the_worst_case_of_a_float32_sum(dtype):
         assert float(total_norm([x], p)) == pytest.approx(float(x[0]) * 3e6 ** (1 / p), rel=5e-7, abs=0)
 
 
+@pytest.mark.parametrize("ends", [(1e153, 1e152), (1e-142, 1e-141), (1e-142, 0.0), (1e-170, 1e170)], ids=str)
+def test_float64_squares_in_and_out_of_range_add_up(ends, level):
+    x = torch.cat([torch.full((2048,), value, dtype=torch.float64) for value in ends])
+    for given in ([x], list(x.split(2048))):
+        assert float(total_norm(given)) == pytest.approx(slow_norm(given), rel=1e-12, abs=0)
+
+
 @pytest.mark.parametrize("p", [1.0, 2.0, math.inf])
 def test_a_chunk_of_all_magnitudes(level, p):
     largest = random(2000).clamp(-1, 1) * 3.4e38
