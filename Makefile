@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo test exhaustive quick lint docs benchmark versions release clean
+.PHONY: demo test exhaustive quick lint docs benchmark gpu versions release clean
 
 # gradguard and what the demo imports. PyTorch warns where NumPy is missing. Bytecode of all of PyTorch would take a
 # half of the time; Python writes that of the modules that it imports.
@@ -67,6 +67,14 @@ release: .venv/ready
 
 benchmark: .venv/ready
 	$(BIN)/python benchmarks/batch_clipping.py
+
+# On a machine with a GPU, in an environment whose PyTorch was built for it: GPU_PYTHON=python make gpu. Not run on one yet.
+GPU_PYTHON ?= $(BIN)/python
+gpu:
+	$(GPU_PYTHON) -m pytest tests/test_gpu.py tests/test_fake_cuda.py tests/gradient_check/test_triton.py
+	GRADGUARD_TRITON=1 $(GPU_PYTHON) -m pytest tests/test_gpu.py
+	$(GPU_PYTHON) benchmarks/gpu.py
+	GRADGUARD_TRITON=1 $(GPU_PYTHON) benchmarks/gpu.py
 
 clean:
 	rm -rf .venv .versions runs site dist build

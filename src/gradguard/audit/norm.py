@@ -151,7 +151,10 @@ class _Audit:
         if differ:
             names = tuple(" = ".join(t.names) for t in differ)
             what = (
-                "copies of one weight have different gradients: they were not added up over the processes that hold it"
+                "copies of one weight have different gradients: they were not added up over the processes that hold "
+                "it. If they only began alike, as experts made of one layer do, pass groups={"
+                + repr(names[0])
+                + ": 'sharded'}"
             )
             self._findings.append(NormFinding("copies", what, names))
         unknown = [t for t in self._tensors if t.unknown]
