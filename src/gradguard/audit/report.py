@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
+from gradguard.json_values import jsonable
+
 Verdict = Literal["PASS", "FAIL", "INCONCLUSIVE"]
 
 UNDECIDED = ("unknown", "unfit", "unread", "blind")
@@ -93,7 +95,7 @@ class NormAudit:
 
     def as_dict(self) -> dict[str, Any]:
         """Return everything as JSON has it: what is not finite is None."""
-        return _jsonable(asdict(self))
+        return jsonable(asdict(self))
 
     def __bool__(self) -> bool:
         return self.verdict == "PASS"
@@ -125,11 +127,3 @@ def listed(names: Sequence[str], most: int = 3) -> str:
 
 def _count(number: int, one: str, several: str = "") -> str:
     return f"{number} {one if number == 1 else several or one + 's'}"
-
-
-def _jsonable(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _jsonable(one) for key, one in value.items()}
-    if isinstance(value, tuple | list):
-        return [_jsonable(one) for one in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

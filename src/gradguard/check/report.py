@@ -6,6 +6,8 @@ import math
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
+from gradguard.json_values import jsonable
+
 Verdict = Literal["PASS", "FAIL", "INCONCLUSIVE"]
 
 _MOST_NOTES = 12
@@ -99,7 +101,7 @@ class GradientReport:
 
     def as_dict(self) -> dict[str, Any]:
         """Return everything as JSON has it: what is not finite is None, an index is a list."""
-        return _jsonable(asdict(self))
+        return jsonable(asdict(self))
 
     def __bool__(self) -> bool:
         return self.verdict == "PASS"
@@ -115,14 +117,6 @@ class GradientReport:
         if len(self.notes) > _MOST_NOTES:
             lines.append(f"{'note':<13} and {len(self.notes) - _MOST_NOTES} more")
         return "\n".join(lines)
-
-
-def _jsonable(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _jsonable(one) for key, one in value.items()}
-    if isinstance(value, tuple | list):
-        return [_jsonable(one) for one in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def digits_apart(first: float, second: float, least: int) -> int:

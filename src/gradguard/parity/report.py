@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
+from gradguard.json_values import jsonable
 from gradguard.parity.judge import Outcome
 
 Verdict = Literal["PASS", "FAIL", "INCONCLUSIVE"]
@@ -58,7 +59,7 @@ class ParityReport:
 
     def as_dict(self) -> dict[str, Any]:
         """Return everything as JSON has it: what is not finite is None."""
-        return _jsonable({**asdict(self), "largest": self.largest, "power": self.power})
+        return jsonable({**asdict(self), "largest": self.largest, "power": self.power})
 
     def __bool__(self) -> bool:
         return self.verdict == "PASS"
@@ -77,11 +78,3 @@ def names(parameters: Sequence[str]) -> str:
     """Return the first few names, and how many more there are."""
     more = len(parameters) - _MOST_NAMES
     return ", ".join(parameters[:_MOST_NAMES]) + (f" and {more:,} more" if more > 0 else "")
-
-
-def _jsonable(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _jsonable(one) for key, one in value.items()}
-    if isinstance(value, tuple | list):
-        return [_jsonable(one) for one in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -89,7 +89,7 @@ def save_gradients(
         >>> wrong = gg.save_gradients(None, model, lambda: step(times=8.0), facts={"micro-batches": 8})
         >>> gg.testing.assert_parity(right, wrong)
         Traceback (most recent call last):
-        gradguard.errors.ParityError: FAIL factor: 2 of 2 parameters × 8... (micro-batches): weight, bias...
+        gradguard.errors.ParityError: FAIL factor: 2 of 2 parameters × 8... (micro-batches): ...
 
     Reference:
         Alon, Matias and Szegedy, The Space Complexity of Approximating the Frequency Moments, 1996 (the sketch).

@@ -1,0 +1,13 @@
+"""Values of a report as JSON has them."""
+
+import math
+from typing import Any
+
+
+def jsonable(value: Any) -> Any:
+    """Return ``value`` with tuples as lists, and what is not finite as None."""
+    if isinstance(value, dict):
+        return {key: jsonable(one) for key, one in value.items()}
+    if isinstance(value, tuple | list):
+        return [jsonable(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
