@@ -93,6 +93,7 @@ def test_norms_whose_squares_overflow_in_torch_s_clip_are_known(tmp_path):
     assert not record.events
 
 
+@pytest.mark.usefixtures("without_kernels")
 def test_long_gradients_are_not_put_next_to_one_another(monkeypatch):
     """Which places have one shape is remembered by the first and the last shape."""
     from gradguard.monitoring.observe import measure

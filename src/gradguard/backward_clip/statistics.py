@@ -186,11 +186,10 @@ class ErrorClipStats:
 
     def end(self) -> None:
         """End a block: put counts that are still on a device in order, without a wait."""
-        if self._pending:
-            home = self._pending[0][3].device
+        if self._pending and (home := self._pending[0][3].device).type != "meta":  # there is nothing to read
             counts, landed = copy_to_host(torch.stack([move(count, home) for *_, count in self._pending]))
             self._unread.append((self._blocks, [(row, made, n) for row, made, n, _ in self._pending], counts, landed))
-            self._pending = []
+        self._pending = []
         self._read(wait=False)
 
     def note(self, row: "_OpCounts", made_by: str, elements: int, nonfinite: Count) -> None:
