@@ -2,6 +2,7 @@
 
 import hashlib
 import math
+import os
 import platform
 import re
 import runpy
@@ -512,7 +513,11 @@ def status_in(code: str = "", **environment: str) -> str:
     program = f"{code}\nimport gradguard as gg, torch\nprint(gg.native.status())\n"
     program += "print(gg.get_total_norm([torch.tensor([3.0, 4.0])]))"
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", program], capture_output=True, text=True, env=environment, check=False
+        [sys.executable, "-W", "ignore", "-c", program],
+        capture_output=True,
+        text=True,
+        env=os.environ | environment,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     first, second = done.stdout.splitlines()
