@@ -266,6 +266,9 @@ def test_memory_that_two_tensors_share_is_written_by_one_thread(switch_kernels):
         x = big.clone()
         scale_(overlapping(x), torch.tensor(0.5))
         assert torch.equal(x, expected)
+        task = torch.ones(1 << 17)  # as much as one thread takes at a time
+        scale_([task.view(-1) for _ in range(8)], torch.tensor(0.5))
+        assert torch.equal(task, torch.full((1 << 17,), 0.5**8))
 
 
 def test_a_copy_that_is_made_at_the_first_write_is_made():
