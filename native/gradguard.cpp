@@ -36,7 +36,7 @@ API int gg_use_level(int level) {
   use = kernels_at(level);
   return level_of(use);
 }
-API int gg_interface() { return 1; }
+API int gg_interface() { return 2; }
 
 // ---- threads ----
 typedef void (*Body)(int64_t begin, int64_t end, void* context);
@@ -603,14 +603,12 @@ static bool look(const Python* py, void* list, int64_t i, dlpack::Tensor* t, int
 }
 
 // Returns n if every tensor is a block of memory on the CPU of one of the four dtypes, else the place of the first that
-// is not. `single` becomes 1 if one has a single element.
-API int64_t gg_collect(const Python* py, void* list, int64_t n, uint64_t* at, int64_t* numel, uint8_t* dtype, int* single) {
-  *single = 0;
+// is not.
+API int64_t gg_collect(const Python* py, void* list, int64_t n, uint64_t* at, int64_t* numel, uint8_t* dtype) {
   for (int64_t i = 0; i < n; ++i) {
     dlpack::Tensor t;
     if (!look(py, list, i, &t, &numel[i], &dtype[i]) || !is_block(t, 0, numel[i], false)) return i;
     at[i] = (uint64_t)t.data + t.byte_offset;
-    *single |= numel[i] == 1;
   }
   return n;
 }

@@ -19,7 +19,7 @@ from gradguard.torch_private import exchange_table, parallel_for
 __all__ = ["NativeStatus", "status"]
 
 LIBRARY = Path(__file__).parent / "lib" / "libgradguard.so"
-INTERFACE = 1
+INTERFACE = 2
 """The version of the functions below; the library says which one it has."""
 
 _LEVELS = {
@@ -117,7 +117,7 @@ class Library:
         self._where = ctypes.addressof(self._python)
         self._collect, self._collect_units = held.gg_collect, held.gg_collect_units
         self._collect.restype = self._collect_units.restype = _L
-        self._collect.argtypes = [_P, ctypes.py_object, _L, _P, _P, _P, _P]
+        self._collect.argtypes = [_P, ctypes.py_object, _L, _P, _P, _P]
         self._collect_units.argtypes = [_P, ctypes.py_object, _L, _P, _P, _P, _P, _P]
 
     def call(self, name: str, *arguments: object) -> None:
@@ -131,7 +131,7 @@ class Library:
             raise MemoryError("the compiled kernels have no memory for their list of work")
 
     def collect(self, tensors: list, *room: int) -> bool:
-        """Fill ``room`` with addresses, lengths, dtypes and a mark; False if one is no block of memory on the CPU."""
+        """Fill ``room`` with addresses, lengths and dtypes; False if one is no block of memory on the CPU."""
         return self._collect(self._where, tensors, len(tensors), *room) == len(tensors)
 
     def collect_units(self, tensors: list, *room: int) -> bool:

@@ -221,17 +221,22 @@ def test_a_graph_that_needs_what_was_written_says_so():
         y.sum().backward()
 
 
+@pytest.mark.parametrize("size", [1, 5, 1030, 40_000])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_bounds_of_a_tensor_that_holds_the_negative_of_what_it_shows(dtype):
-    if dtype in (torch.float16, torch.bfloat16):
-        return
-    one = torch.complex(torch.zeros(1, dtype=dtype), torch.ones(1, dtype=dtype)).conj().imag
-    for view in (one, one[0]):
-        assert view.is_neg()
-        assert bool(exceeds([view], -0.5, 5.0))
-        assert not bool(exceeds([view], -5.0, 0.5))
-    with pytest.raises(RuntimeError, match="negation"):  # torch's own; the kernels would have bounded what it holds
-        clamp_([one], -0.5, 5.0)
+def test_bounds_of_a_tensor_that_holds_the_negative_of_what_it_shows(dtype, size, path):
+    def negated():
+        return torch._neg_view(torch.linspace(1.0, 2.5, size, dtype=dtype))
+
+    x, beside = negated(), torch.full((3,), 2.5, dtype=dtype)
+    assert x.is_neg()
+    assert bool(exceeds([x, beside], -0.5, 5.0))
+    assert not bool(exceeds([x], -5.0, 0.5))
+    clamp_([x, beside], -1.5, 2.0)
+    assert torch.equal(x, negated().clamp(-1.5, 2.0))
+    assert beside.tolist() == [2.0] * 3
+    scale_([x, beside], torch.tensor(0.5, dtype=torch.float64))
+    assert torch.equal(x, negated().clamp(-1.5, 2.0) * 0.5)
+    assert beside.tolist() == [1.0] * 3
 
 
 @pytest.mark.parametrize("value", [2.0, -2.0])

@@ -44,8 +44,8 @@ def _address(room: bytearray) -> int:
 class Blocks:
     """A list of tensors each of which is a block of memory. It holds them while the kernels work."""
 
-    def __init__(self, library: native.Library, tensors: list[Tensor], room: bytearray, single: bool) -> None:
-        self._library, self._tensors, self._room, self._single = library, tensors, room, single
+    def __init__(self, library: native.Library, tensors: list[Tensor], room: bytearray) -> None:
+        self._library, self._tensors, self._room = library, tensors, room
         start, n = _address(room), len(tensors)
         self._list = native.List(start, start + 8 * n, start + 16 * n, n)
         self._where = ctypes.addressof(self._list)
@@ -58,10 +58,10 @@ class Blocks:
             return None
         tensors, n = tensors if isinstance(tensors, list) else list(tensors), len(tensors)
         room = bytearray(17 * n + 8)
-        start, single = _address(room), ctypes.c_int()
-        if not library.collect(tensors, start, start + 8 * n, start + 16 * n, ctypes.addressof(single)):
+        start = _address(room)
+        if not library.collect(tensors, start, start + 8 * n, start + 16 * n):
             return None
-        return Blocks(library, tensors, room, bool(single))
+        return Blocks(library, tensors, room)
 
     @staticmethod
     def measures(p: float) -> bool:
@@ -87,7 +87,7 @@ class Blocks:
 
     def clamp_(self, low: float, high: float) -> bool:
         """Clamp every element to the bounds as its dtype holds them; False, and nothing done, if these cannot."""
-        if self._is_negated():
+        if self._is_mirrored(low, high):
             return False
         (lows, highs), written = _bounds(low, high), bytearray(len(self._tensors) + 1)
         addresses = lows.buffer_info()[0], highs.buffer_info()[0], _address(written)
@@ -98,7 +98,7 @@ class Blocks:
 
     def exceed(self, low: float, high: float) -> bool | None:
         """Tell whether any element lies outside the bounds as its dtype holds them; None if these cannot tell."""
-        if self._is_negated():
+        if self._is_mirrored(low, high):
             return None
         (lows, highs), found = _bounds(low, high), ctypes.c_int()
         addresses = lows.buffer_info()[0], highs.buffer_info()[0], ctypes.addressof(found)
@@ -111,9 +111,9 @@ class Blocks:
         self._library.call("gg_nonfinite", self._where, nan.buffer_info()[0], inf.buffer_info()[0])
         return nan, inf
 
-    def _is_negated(self) -> bool:
-        """Whether memory holds the negative of an element; only a view of one complex number is also a block."""
-        return self._single and any([t.is_neg() for t in self._tensors])
+    def _is_mirrored(self, low: float, high: float) -> bool:
+        """Whether memory holds the negative of what a tensor shows, and the bounds are not alike for both."""
+        return low != -high and any([t.is_neg() for t in self._tensors])
 
 
 class UnitBlocks:

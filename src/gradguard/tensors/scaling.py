@@ -2,6 +2,7 @@ r"""Coefficients, and the two in-place writes: multiply and clamp."""
 
 import math
 from collections.abc import Sequence
+from itertools import compress
 
 import torch
 from torch import Tensor
@@ -69,7 +70,11 @@ def scale_(tensors: Sequence[Tensor], coefficient: Tensor) -> None:
             for tensor in alike:
                 (tensor if tensor.dim() else tensor[None]).mul_(factor.view(1))
         else:  # and the CPU rounds a Python number to float16, but not a 0-dim tensor
-            foreach_mul_(split_long(alike), factor)
+            together, alone = _for_kernels(alike)
+            if together:
+                foreach_mul_(split_long(together), factor)
+            for tensor in alone:
+                tensor.mul_(factor)
 
 
 @torch.no_grad()
@@ -97,12 +102,21 @@ def clamp_(tensors: Sequence[Tensor], low: float | Tensor, high: float | Tensor)
             binds = _clamp_alike(alike, representable(numbers[0], dtype), representable(numbers[1], dtype), binds)
 
 
+def _for_kernels(tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    """Those that multi-tensor kernels write, and those that show the negative of what they hold, which these refuse."""
+    negated = [t.is_neg() for t in tensors]
+    return [t for t, is_neg in zip(tensors, negated, strict=True) if not is_neg], list(compress(tensors, negated))
+
+
 def _numbers(low: float | Tensor, high: float | Tensor) -> tuple[float, float] | None:
     return None if isinstance(low, Tensor) or isinstance(high, Tensor) else (low, high)
 
 
 def _clamp_alike(tensors: Sequence[Tensor], low: float, high: float, binds: bool) -> bool:
     """Clamp, looking before writing until something exceeds the bounds: from then on the clip is known to bind."""
+    tensors, alone = _for_kernels(tensors)
+    for tensor in alone:
+        tensor.clamp_(low, high)
     short = [t for t in tensors if t.numel() <= SMALL]
     if short and not binds and are_readable(*short):
         binds = any(_exceeds(together, low, high) for _, together in gathered(short, [t.numel() for t in short]))
