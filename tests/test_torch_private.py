@@ -628,6 +628,37 @@ def test_is_of_the_compiler():
     assert not torch_private.is_of_the_compiler(frame("torch.optim"))
 
 
+def test_is_within_compiled_code_and_traced_inputs(monkeypatch):
+    seen = []
+
+    @torch_private.constant_when_traced
+    def look():
+        seen.append((torch_private.is_within_compiled_code(), torch_private.traced_inputs()))
+        return True
+
+    def broken(x):
+        look()
+        y = x * 2
+        torch._dynamo.graph_break()
+        look()
+        return y + 1
+
+    torch.compiler.reset()
+    given = torch.ones(2, requires_grad=True)
+    torch.compile(broken, backend="eager")(given)
+    assert not torch_private.is_within_compiled_code()
+    assert torch_private.traced_inputs() == []
+    (first, none), (second, held) = seen[0], seen[-1]
+    assert (first, second, none) == (False, True, [])
+    assert [(inside.grad_fn is not None, inside is not stand_in) for inside, stand_in in held] == [(True, True)]
+    monkeypatch.delattr("torch._dynamo.convert_frame.output_codes")
+    with pytest.raises(UnsupportedVersionError, match=r"a graph break needs torch\._dynamo\.convert_frame"):
+        torch_private.is_within_compiled_code()
+    monkeypatch.setattr("torch._dynamo.symbolic_convert.tls", SimpleNamespace(current_tx=SimpleNamespace()))
+    with pytest.raises(UnsupportedVersionError, match=r"a graph break needs torch\._dynamo\.symbolic"):
+        torch_private.traced_inputs()
+
+
 # DTensor, process groups and FSDP1, with one process.
 
 

@@ -660,6 +660,34 @@ def never_compiled(function: _F) -> _F:
     return function
 
 
+@never_compiled
+def is_within_compiled_code() -> bool:
+    """Tell whether code that the compiler made called the caller; while it traces: the code before a graph break."""
+    compiler = sys.modules.get("torch._dynamo.convert_frame")
+    if compiler is None:
+        return False
+    made, frame = getattr(compiler, "output_codes", None), sys._getframe()
+    if made is None:
+        _refuse("noticing a graph break", "torch._dynamo.convert_frame.output_codes")
+    while frame is not None and frame.f_code not in made:
+        frame = frame.f_back
+    return frame is not None
+
+
+@never_compiled
+def traced_inputs() -> list[tuple[Tensor, Tensor]]:
+    """Return the tensors that enter what the compiler traces now, each with the one that stands for it in the trace."""
+    compiler = sys.modules.get("torch._dynamo.symbolic_convert")
+    try:
+        tracer = None if compiler is None else getattr(compiler.tls, "current_tx", None)
+        if tracer is None:
+            return []
+        held = [(node.meta["grapharg"].example, node.meta["example_value"]) for node in tracer.output.placeholders]
+    except (AttributeError, KeyError):
+        _refuse("noticing a graph break", "torch._dynamo.symbolic_convert.tls.current_tx.output.placeholders")
+    return [(given, stand_in) for given, stand_in in held if isinstance(given, Tensor)]
+
+
 def is_of_the_compiler(frame: FrameType) -> bool:
     """Tell whether ``frame`` is one that the compiler puts between a call and the function that was called."""
     return frame.f_globals.get("__name__", "").startswith("torch._dynamo")

@@ -2,7 +2,19 @@
 
 import pytest
 import torch
-from compiled_cases import CLIP, MODELS, RULES, assert_equal, compiled, differ, distance, gradients, made, mean_square
+from compiled_cases import (
+    CLIP,
+    MODELS,
+    RULES,
+    Damp,
+    assert_equal,
+    compiled,
+    differ,
+    distance,
+    gradients,
+    made,
+    mean_square,
+)
 from torch import nn
 from torch._dynamo.utils import counters
 
@@ -97,13 +109,139 @@ def test_compiled_is_eager_bit_for_bit_under_bfloat16_autocast(name):
     assert_equal(gradients(model, compiled(loss), CLIP), gradients(model, loss, CLIP))
 
 
-@pytest.mark.skipif(torch.__version__.startswith("2.11"), reason="its compiler cannot trace the making of a rule")
 def test_infinite_gradients_become_zero_in_compiled_code_too():
     weight = nn.Parameter(torch.tensor([0.0, 4.0]))
     compiled(
         lambda: gg.attach_error_clip((weight * 1.0).sqrt().sum(), gg.rules.ErrorClipNonfinite("zero"))
     )().backward()
     assert weight.grad.tolist() == [0.0, 0.25]
+
+
+def rule_with_constants():
+    rule = Damp(0.05, k=0.25)
+    rule.bound = 0.1
+    rule.extra = None
+    return rule
+
+
+MADE_INSIDE = {
+    "by value": lambda: gg.ErrorClipByValue(0.05),
+    "asymmetric": lambda: gg.ErrorClipByValue(0.05, min=-0.01),
+    "by norm": lambda: gg.ErrorClipByNorm(0.05),
+    "with constants": rule_with_constants,
+}
+
+
+@pytest.mark.parametrize("make", MADE_INSIDE.values(), ids=MADE_INSIDE.keys())
+def test_a_rule_may_be_made_in_compiled_code(make):
+    """On torch 2.11, too, whose compiler cannot list the attributes of what is made there."""
+    model, loss = made("mlp")
+    eager = gradients(model, loss, make())
+    assert differ(eager, gradients(model, loss))
+    assert_equal(gradients(model, compiled(lambda: loss(make()))), eager)
+
+
+def test_a_threshold_may_be_assigned_in_compiled_code():
+    (model, loss), rule = made("mlp"), gg.ErrorClipByValue(9.0)
+
+    def step():
+        rule.max = 0.05
+        return loss(rule)
+
+    assert_equal(gradients(model, compiled(step)), gradients(model, loss, gg.ErrorClipByValue(0.05)))
+
+
+class Broken:
+    """Ways to break a graph: ``before`` the clip the weight is used, or it is not."""
+
+    weight, x = nn.Parameter(torch.linspace(-1.0, 1.0, 12).view(3, 4)), torch.linspace(0.1, 2.0, 8).view(2, 4)
+
+    def body(self):
+        return (self.x @ self.weight.t()).tanh() * 7
+
+    def clipped(self, y):
+        return gg.attach_error_clip(y.square().sum(), CLIP)
+
+    def between(self):
+        y = self.body()
+        torch._dynamo.graph_break()
+        return self.clipped(y)
+
+    def just_before(self):
+        y = self.body().square().sum()
+        torch._dynamo.graph_break()
+        return gg.attach_error_clip(y, CLIP)
+
+    def in_an_inner_call(self):
+        return self._breaks(self.body())
+
+    def after_the_clip_in_an_inner_call(self):
+        return self._breaks_after(self.body())
+
+    def in_eager_code(self):
+        return self._eager(self.body())
+
+    def before_anything(self):
+        torch._dynamo.graph_break()
+        return self.clipped(self.body())
+
+    def after_the_clip(self):
+        y = self.clipped(self.body())
+        torch._dynamo.graph_break()
+        return y * 1
+
+    def _breaks(self, y):
+        torch._dynamo.graph_break()
+        return self.clipped(y)
+
+    def _breaks_after(self, y):
+        z = self.clipped(y)
+        torch._dynamo.graph_break()
+        return z
+
+    @torch.compiler.disable
+    def _eager(self, y):
+        return self.clipped(y)
+
+
+HALF = ["between", "just_before", "in_an_inner_call", "after_the_clip_in_an_inner_call", "in_eager_code"]
+GRAD_OF_NON_LEAF = "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"  # torch's, where it traces
+
+
+@pytest.mark.filterwarnings(GRAD_OF_NON_LEAF, "ignore:Dynamo does not know how to trace the builtin:UserWarning")
+@pytest.mark.parametrize("way", HALF)
+def test_a_graph_break_that_leaves_a_part_unclipped_is_refused(way):
+    step = torch.compile(getattr(Broken(), way), backend="aot_eager")
+    for _ in range(2):
+        with pytest.raises(InvalidValueError, match=r"behind a graph break.*fullgraph=True"):
+            step()
+
+
+@pytest.mark.filterwarnings(GRAD_OF_NON_LEAF)
+@pytest.mark.parametrize("way", ["before_anything", "after_the_clip"])
+def test_a_graph_break_that_leaves_nothing_unclipped_is_none_of_our_business(way):
+    case = Broken()
+    step = getattr(case, way)
+    found = [torch.autograd.grad(call(), case.weight)[0] for call in (torch.compile(step, backend="aot_eager"), step)]
+    assert_equal(found[:1], found[1:])
+    assert not torch.equal(found[0], torch.autograd.grad(case.body().square().sum(), case.weight)[0])
+
+
+@pytest.mark.filterwarnings(GRAD_OF_NON_LEAF)
+@pytest.mark.parametrize("value", [torch.ones(3), torch.ones(())], ids=["dims", "0-dim"])
+def test_a_clip_on_an_input_of_compiled_code_is_refused(value):
+    """Nothing that is compiled lies behind it: it would clip nothing."""
+    step = torch.compile(lambda y: gg.attach_error_clip(y, CLIP), backend="aot_eager")
+    for given in (value.requires_grad_(), value * 2):
+        with pytest.raises(Exception, match="on inputs of the compiled code"):  # in the compiler's own error
+            step(given)
+
+
+def test_an_eager_clip_that_reaches_nothing_but_compiled_code_is_refused():
+    _, loss = made("mlp")
+    for value in (compiled(loss)(), compiled(loss)() * 2):
+        with pytest.raises(InvalidValueError, match="straight out of compiled code"):
+            gg.attach_error_clip(value, CLIP)
 
 
 @pytest.mark.slow

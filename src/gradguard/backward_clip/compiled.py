@@ -14,8 +14,8 @@ from torch import Tensor
 from gradguard.backward_clip.block import checked_rule, checked_stats
 from gradguard.backward_clip.calibration import Calibration
 from gradguard.backward_clip.compiled_counts import counts_of
-from gradguard.backward_clip.graph import root_of
-from gradguard.backward_clip.hooks import Clipping, Gradients, Observer
+from gradguard.backward_clip.graph import COMPILED, operation, root_of, walk
+from gradguard.backward_clip.hooks import Clipping, Gradients, Observer, Roots
 from gradguard.backward_clip.rules import BaseErrorClip, Kind, decode_rule, encode_rule
 from gradguard.backward_clip.scopes import LossScale, loss_scale
 from gradguard.backward_clip.statistics import ErrorClipStats
@@ -24,11 +24,26 @@ from gradguard.torch_private import (
     call_after_backward,
     constant_when_traced,
     current_graph_task,
+    is_within_compiled_code,
+    traced_inputs,
     tree_flatten,
     tree_unflatten,
 )
 
 Values = TypeVar("Values")
+
+_BROKEN = (
+    "attach_error_clip behind a graph break: what was compiled before it would not be clipped. Take the break out, "
+    "which torch.compile(..., fullgraph=True) names, or compile nothing that runs before the clip."
+)
+_ALL_COMPILED = (
+    "attach_error_clip in eager code, on values that come straight out of compiled code, whose inside it cannot reach: "
+    "call it there, before they are returned."
+)
+_NOTHING_BEHIND = (
+    "attach_error_clip on inputs of the compiled code: nothing that it computes lies behind them. Attach to what comes "
+    "out of it, such as the loss, or to these values before they go in."
+)
 
 
 def attach_error_clip(
@@ -54,7 +69,8 @@ def attach_error_clip(
     **Edge cases.** With gradients disabled nothing is attached. Two clips on one value apply one after the other. The
     compiler records some operations that do nothing, such as dropout in evaluation, as copies, and takes inputs of the
     compiled region for leaves: a rule that would change its own results, such as halving, meets the copy once more than
-    in eager code, and views of an input go unclipped.
+    in eager code, and views of an input go unclipped. Eager code takes a compiled region for one operation. A graph
+    break that would leave a part unclipped is refused.
 
     Args:
         values: A tensor, or tuples, lists and dicts of tensors: the loss, or a module's outputs.
@@ -66,7 +82,9 @@ def attach_error_clip(
         The same values.
 
     Raises:
-        InvalidValueError: If no value has a graph behind it, though gradients are enabled.
+        InvalidValueError: If no value has a graph behind it, though gradients are enabled; if a graph break leaves
+            what was compiled before it out of reach; in eager code, if all is compiled. If the values are inputs of the
+            compiled code, the compiler's own error has it.
         InvalidTypeError: If ``rule`` is no rule, ``scale`` no loss scale, or a dataclass is among the values.
 
     Example:
@@ -96,17 +114,35 @@ def attach_error_clip(
         _make_known_to_the_compiler()
         if not tensors:
             return values
+        if _is_behind_a_break():
+            raise InvalidValueError(_BROKEN)
     else:
         if not any(tensor.grad_fn is not None for tensor in tensors):
             raise InvalidValueError(
                 "no value has a graph behind it: expected the result of differentiable operations, such as a loss."
             )
+        _refuse_what_broke(tensors)
     rule = _attachable(rule)
     kind, thresholds = encode_rule(rule)
     factor = None if scale is None else loss_scale(scale, tensors[0].device)
     attached = iter(_attach(kind, thresholds, factor, *_counting(stats, rule, tensors[0].device), tensors))
     chosen = [isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves]
     return tree_unflatten([next(attached) if c else leaf for c, leaf in zip(chosen, leaves, strict=True)], structure)
+
+
+@constant_when_traced
+def _is_behind_a_break() -> bool:
+    return is_within_compiled_code() and any(given.grad_fn is not None for given, _ in traced_inputs())
+
+
+def _refuse_what_broke(tensors: list[Tensor]) -> None:
+    """Refuse a graph that was compiled in part, unless the user has put eager code around compiled code."""
+    if is_within_compiled_code() and _holds_compiled([root_of(t) for t in tensors if t.grad_fn is not None]):
+        raise InvalidValueError(_BROKEN)
+
+
+def _holds_compiled(roots: Roots) -> bool:
+    return any(operation(node) == COMPILED for node in walk(roots).nodes)
 
 
 def _attachable(rule: BaseErrorClip | None) -> BaseErrorClip:
@@ -147,8 +183,8 @@ def _attach(
     if scale is not None:
         clipping.set_scale(scale)
     roots = [root_of(value) for value in values if value.grad_fn is not None]
-    if not roots:
-        return values
+    if not roots or {id(value) for value in values} <= {id(stand_in) for _, stand_in in traced_inputs()}:
+        raise InvalidValueError(_NOTHING_BEHIND)
     if isinstance(counting, str) and table is not None:
         clipping.observer = counts_of(counting).observer(table)
     elif counting is not None and not isinstance(counting, str):
@@ -156,6 +192,8 @@ def _attach(
         for node in dict.fromkeys(node for node, _ in roots):
             node.register_prehook(begin)
     clipping.install(roots, roots_too="with dimensions")
+    if not clipping.reached and _holds_compiled(roots):
+        raise InvalidValueError(_ALL_COMPILED)
     return values
 
 

@@ -14,7 +14,7 @@ from gradguard.errors import InvalidTypeError, InvalidValueError, NonFiniteGradi
 
 _SERIAL = itertools.count()
 _CLASSES: dict[str, type["BaseErrorClip"]] = {}
-_ENCODING = ("_inputs", "_kind", "_references")
+_ENCODING = ("_inputs", "_kind", "_references", "_encoded")
 
 
 def _check_class(cls: type) -> None:
@@ -71,6 +71,8 @@ class BaseErrorClip:
     """The rest of the rule: compiled code is made anew when it changes."""
     _references: tuple[object, ...]
     """Keeps alive what `_kind` names but cannot spell out."""
+    _encoded: tuple[str, ...] = ()
+    """The attributes in both: the compiler of torch 2.11 can ask for one by its name, and cannot list them."""
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -89,7 +91,7 @@ class BaseErrorClip:
     def __setattr__(self, name: str, value: Any) -> None:
         named = name in (self.thresholds or ())
         object.__setattr__(self, name, self._checked(name, value) if named else value)
-        self._encode()
+        self._encode(name)
 
     def __delattr__(self, name: str) -> None:
         object.__delattr__(self, name)
@@ -140,10 +142,10 @@ class BaseErrorClip:
             raise InvalidValueError(f"{type(self).__name__}: {name} is NaN, expected a number.")
         return number
 
-    def _encode(self) -> None:
+    def _encode(self, assigned: str = "") -> None:
         """Bring `_inputs` and `_kind` up to date."""
         named = self.thresholds or ()
-        state = {k: v for k, v in self.__dict__.items() if k not in named and k not in _ENCODING}
+        state = self._state(assigned)
         tensors = [v for v in state.values() if isinstance(v, Tensor)]
         texts, held = encode_attributes(state)
         values = [getattr(self, name, None) for name in named]
@@ -153,6 +155,15 @@ class BaseErrorClip:
         object.__setattr__(self, "_inputs", inputs)
         object.__setattr__(self, "_kind", (self._class_serial, texts))
         object.__setattr__(self, "_references", held)
+        object.__setattr__(self, "_encoded", tuple(state))
+
+    def _state(self, assigned: str) -> dict[str, Any]:
+        """Return the attributes that are no thresholds; one may just have been ``assigned``."""
+        left_out = (*(self.thresholds or ()), *_ENCODING)
+        if not torch.compiler.is_compiling():
+            return {k: v for k, v in self.__dict__.items() if k not in left_out}
+        names = self._encoded if assigned in self._encoded else (*self._encoded, assigned)
+        return {k: self.__dict__.get(k) for k in names if k not in left_out and k in self.__dict__}
 
 
 class _OnUnscaled(BaseErrorClip):
