@@ -60,6 +60,7 @@ class Held:
         part: Which part of it this is, as its layout says.
         claim: What attributes say an ordinary tensor is across processes; None if nothing.
         index: The position among what this process holds.
+        whole: How many elements all parts have together, where the layout says so.
     """
 
     names: tuple[str, ...]
@@ -72,6 +73,7 @@ class Held:
     part: tuple[int, ...] = ()
     claim: Claim | None = None
     index: int = 0
+    whole: int | None = None
 
     @property
     def tolerance(self) -> float:

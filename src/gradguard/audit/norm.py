@@ -1,7 +1,7 @@
 """`audit_norm`: the norm that an engine computes, reports and applies, against that of what the processes hold."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -63,7 +63,8 @@ def audit_norm(
         =====================================  ======================================================
 
     Args:
-        model: The module, or several, such as this process' pipeline stages; the root module of FSDP1.
+        model: The module, or several, such as this process' pipeline stages; the root module of FSDP1; DeepSpeed's
+            engine.
         norm: Called without arguments, returns the 2-norm that the engine would use; it may clip. A call that keeps a
             history of norms gets those of the probes too.
         reported: What the engine says the norm of these gradients is, on this process.
@@ -79,7 +80,7 @@ def audit_norm(
 
     Raises:
         InvalidTypeError: If an argument has another type.
-        InvalidValueError: If a number is not positive and finite.
+        InvalidValueError: If a number is not positive and finite, or an earlier audit is of something else.
         UnsupportedGradientError: If gradients cannot be audited, on any process.
 
     Example:
@@ -97,10 +98,71 @@ def audit_norm(
     tensors = tensors_of(processes, groups)
     setting = Setting(len(processes), accumulation, loss_scale)
     audit = _Audit(pieces, tensors, setting, _number(reported, "reported"))
+    audit.check_earlier(earlier)
     try:
         return audit.run(norm, max_norm, earlier)
     finally:
         audit.put_back()
+
+
+class WatchedClip:
+    """A clip of a script, looked at before it acts and judged afterwards.
+
+    Args:
+        models: The modules that hold its parameters.
+        wanted: The identities of these parameters.
+        accumulation: Number of micro-batches of a step.
+        loss_scale: What gradients are multiplied by.
+
+    Raises:
+        UnsupportedGradientError: If gradients cannot be audited, on any process.
+    """
+
+    def __init__(
+        self, models: Sequence[nn.Module], wanted: Collection[int], accumulation: int = 1, loss_scale: float = 1.0
+    ) -> None:
+        self._pieces, processes = _described(models, wanted)
+        self._tensors, self._setting = tensors_of(processes), Setting(len(processes), accumulation, loss_scale)
+
+    def again(self, clip: NormFunction, max_norm: float | None) -> NormAudit:
+        """Audit a clip that can be called: it is, for each probe, and gradients are as before."""
+        return self._put_back(lambda audit: audit.run(clip, max_norm, ()))
+
+    def scaling(self, scale: Callable[[], Any], norm: Any, max_norm: float | None, earlier: Sequence[NormAudit] = ()):
+        """Audit a call that is told the norm and only scales; gradients are as before."""
+
+        def judged(audit: "_Audit") -> NormAudit:
+            scale()
+            return audit.run_after(max_norm, earlier)
+
+        return self._put_back(judged, norm)
+
+    def after(
+        self, norm: Any, max_norm: float | None, earlier: Sequence[NormAudit] = (), *, scales: bool = True
+    ) -> NormAudit:
+        """Audit a clip that is done and tells its norm; gradients are left as it made them.
+
+        Args:
+            norm: What it says.
+            max_norm: What it clipped to; None if that is not one number.
+            earlier: Audits of the same clip at earlier steps.
+            scales: Whether it multiplies all gradients by one number.
+        """
+        return self._audit(norm).run_after(max_norm, earlier, scales)
+
+    def alone(self) -> NormAudit:
+        """Audit the gradients without a norm: whether copies are alike, and the true norm."""
+        return self._audit(None).run(None, None, ())
+
+    def _audit(self, norm: Any) -> "_Audit":
+        return _Audit(self._pieces, self._tensors, self._setting, _number(norm, "the norm of the clip"))
+
+    def _put_back(self, judged: Callable[["_Audit"], NormAudit], norm: Any = None) -> NormAudit:
+        audit = self._audit(norm)
+        try:
+            return judged(audit)
+        finally:
+            audit.put_back()
 
 
 class _Audit:
@@ -136,15 +198,48 @@ class _Audit:
             classes = self._probed(norm, computed)
         if self._reported is not None:
             classes = self._compared(self._reported, classes, earlier, norm is not None)
-        return NormAudit(
-            verdict_of(self._findings), tuple(self._findings), tuple(self._notes), self._true, computed, self._reported,
-            classes, self._calls, self._setting.world,
-        )  # fmt: skip
+        return self._result(computed, classes)
+
+    def run_after(self, max_norm: float | None, earlier: Sequence[NormAudit], scales: bool = True) -> NormAudit:
+        """Audit what was done meanwhile, by a clip that tells its norm; earlier audits of other classes are left out."""
+        self._look_at_copies()
+        if scales:
+            self._look_at_coefficients(max_norm, self._reported or 0.0)
+        classes = norm_classes(self._tensors, self._classes, ())
+        if self._reported is not None:
+            same = [one for one in earlier if self._why_not_earlier(one) is None]
+            classes = self._compared(self._reported, classes, same, False)
+        return self._result(None, classes)
 
     def put_back(self) -> None:
         with torch.no_grad():
             for piece in self._pieces:
                 piece.put_back()
+
+    def check_earlier(self, earlier: Sequence[NormAudit]) -> None:
+        """Refuse audits that are not of the same tensors, lying alike."""
+        for place, one in enumerate(earlier):
+            if (why := self._why_not_earlier(one)) is not None:
+                raise InvalidValueError(
+                    f"earlier[{place}] {why}: expected audits of other steps of this run, with reported= and the same "
+                    "loss_scale."
+                )
+
+    def _why_not_earlier(self, one: NormAudit) -> str | None:
+        now = norm_classes(self._tensors, self._classes, ())
+        square = math.fsum(c.square for c in one.classes)
+        scaled = math.isclose(square, (one.true_norm * self._setting.loss_scale) ** 2, rel_tol=1e-6)
+        if one.reported is None:
+            return "has no reported norm"
+        if [(c.layout, c.names) for c in one.classes] != [(c.layout, c.names) for c in now]:
+            return "is of other tensors, or they lie in another way"
+        return None if scaled else "has another loss scale"
+
+    def _result(self, computed: float | None, classes: tuple[NormClass, ...]) -> NormAudit:
+        return NormAudit(
+            verdict_of(self._findings), tuple(self._findings), tuple(self._notes), self._true, computed, self._reported,
+            classes, self._calls, self._setting.world,
+        )  # fmt: skip
 
     def _look_at_copies(self) -> None:
         differ = [t for t in self._tensors if any(part.differ for part in t.parts)]
@@ -335,12 +430,14 @@ def _all(value: Any, world: int) -> list[Any]:
     return gather_objects(ReductionGroup(dist.group.WORLD, frozenset(range(world))), value)
 
 
-def _described(models: Sequence[nn.Module]) -> tuple[list[Piece], list[list[Held]]]:
+def _described(
+    models: Sequence[nn.Module], wanted: Collection[int] | None = None
+) -> tuple[list[Piece], list[list[Held]]]:
     """What this process holds, and all processes do in short. Where one must refuse, all do."""
     world = dist.get_world_size() if several_processes() else 1
     pieces, mine, error = [], [], None
     try:
-        pieces = pieces_of(models)
+        pieces = pieces_of(models, wanted)
     except GradguardError as raised:
         error = raised
     _raise_together(error, world)
@@ -354,10 +451,27 @@ def _described(models: Sequence[nn.Module]) -> tuple[list[Piece], list[list[Held
     processes = _all(mine, world)
     if not any(processes):
         raise UnsupportedGradientError(
-            "no parameter has a gradient: expected .grad after backward and before the step, also on engines that keep "
-            "gradients elsewhere, such as DeepSpeed's ZeRO, whose report can be audited where .grad is still there."
+            "no parameter has a gradient: expected .grad after backward and before the step. An engine that keeps "
+            "gradients elsewhere is audited itself, as in gg.audit_norm(engine) for DeepSpeed's ZeRO."
         )
+    _check_whole(processes)
     return pieces, processes
+
+
+def _check_whole(processes: Sequence[Sequence[Held]]) -> None:
+    """Where a layout says how many elements a tensor has, its parts must have them: a wrong layout is no truth."""
+    held: dict[tuple, int] = {}
+    for pieces in processes:
+        for one in pieces:
+            if one.whole is not None:
+                key = one.names, one.group, one.whole
+                held[key] = held.get(key, 0) + one.numel
+    for (names, _, whole), numel in held.items():
+        if numel != whole:
+            raise UnsupportedGradientError(
+                f"the parts of the gradient of {names[0]} have {numel} elements on all processes: expected {whole}, "
+                "each once. What the engine holds is not one gradient; no true norm can be told from it."
+            )
 
 
 def _raise_together(error: GradguardError | None, world: int) -> None:
