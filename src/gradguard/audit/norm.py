@@ -13,7 +13,7 @@ from gradguard.audit.factors import Setting, candidates, fit, named
 from gradguard.audit.held import Claim, Held, tensors_of, true_norm
 from gradguard.audit.held import Tensor as WholeTensor
 from gradguard.audit.pieces import Piece, modules_of, pieces_of
-from gradguard.audit.probe import Probe, classes_of, elements_value, finding_of, norm_classes
+from gradguard.audit.probe import Ask, Probe, classes_of, elements_value, finding_of, norm_classes
 from gradguard.audit.report import NormAudit, NormClass, NormFinding, verdict_of
 from gradguard.distributed.agreement import gather_objects
 from gradguard.distributed.reduction_group import ReductionGroup, several_processes
@@ -283,13 +283,13 @@ class _Audit:
         assert found is not None
         return found
 
-    def _ask(self, norm: NormFunction) -> Callable[[Sequence[int], int | None], list[float]]:
-        def ask(places: Sequence[int], rank: int | None) -> list[float]:
+    def _ask(self, norm: NormFunction) -> Ask:
+        def ask(places: Sequence[int], rank: int | None, again: bool) -> list[float]:
             wanted = set(places) if rank in (None, self._me) else set()
             with torch.no_grad():
                 for index, piece in enumerate(self._pieces):
                     place = self._place[index]
-                    piece.fill(elements_value(place, self._tensors[place].numel) if place in wanted else 0.0)
+                    piece.fill(elements_value(place, self._tensors[place].numel, again) if place in wanted else 0.0)
             try:
                 return _all(self._called(norm) * self._setting.loss_scale, self._setting.world)
             finally:
@@ -300,7 +300,7 @@ class _Audit:
     def _probed(self, norm: NormFunction, computed: float) -> tuple[NormClass, ...]:
         ask = self._ask(norm)
         probe = Probe(self._tensors, ask, self._setting.world, self._setting, self._tolerance)
-        if any(ask([], None)):
+        if any(ask([], None, False)):
             what = "norm() is not 0 where all gradients are: it does not read them, or adds something to their norm"
             self._findings.append(NormFinding("unread", what))
             self._judge("norm() returned", computed, norm_classes(self._tensors, self._classes, ()), ())
