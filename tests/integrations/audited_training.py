@@ -45,6 +45,7 @@ def tell_twin():
     if RANK == 0:
         whole = torch.cat([p.grad.flatten() for p in twin.parameters()])
         print(f"twin {float(whole.norm()):.6g}", flush=True)
+    return twin
 
 
 def by_hand(model, clip):
@@ -94,9 +95,24 @@ def torchtitan():
 
 
 def torchtitan_experts():
+    """Dense layers and one of experts on two meshes, with the gradients of the twin."""
+    from torch.distributed.tensor import Shard, distribute_tensor
     from torchtitan.distributed import utils
 
-    fsdp2(lambda model: utils.clip_grad_norm_(list(model.parameters()), MAX, ep_enabled=True))
+    dist.init_process_group("gloo")
+    dense = dist.device_mesh.init_device_mesh("cpu", (WORLD,), mesh_dim_names=("fsdp",))
+    experts = dist.device_mesh.init_device_mesh("cpu", (WORLD // 2, 2), mesh_dim_names=("efsdp", "ep"))
+    model, twin = network(), tell_twin()
+    for module in (model.first, model.norm, model.last):
+        mesh, shards = (experts, [Shard(0)] * 2) if module is model.last else (dense, [Shard(0)])
+        for name, p in list(module.named_parameters()):
+            module.register_parameter(name, nn.Parameter(distribute_tensor(p.detach(), mesh, shards)))
+    optimizer = torch.optim.SGD(model.parameters(), 1e-9)
+    for _ in range(STEPS):
+        for p, of_twin in zip(model.parameters(), twin.parameters(), strict=True):
+            p.grad = distribute_tensor(of_twin.grad.float(), p.device_mesh, p.placements)
+        utils.clip_grad_norm_(list(model.parameters()), MAX, ep_enabled=True)
+        optimizer.step()
 
 
 def accelerate(plugin=None):

@@ -319,7 +319,11 @@ class ScriptAudit:
         if not self.audits:
             return "INCONCLUSIVE", f"{'INCONCLUSIVE':<13} unseen: no clip and no optimizer step was seen: {_SEEN}"
         last = {key: place for place, (key, _) in enumerate(self.audits)}
-        shown = [a for place, (key, a) in enumerate(self.audits) if last[key] == place or a.verdict == "FAIL"]
+        still = {key for key, place in last.items() if self.audits[place][1].verdict == "FAIL"}
+        shown = [
+            audit for place, (key, audit) in enumerate(self.audits)
+            if last[key] == place or (audit.verdict == "FAIL" and key not in still)
+        ]  # fmt: skip
         verdicts = {audit.verdict for audit in shown}
         verdict: Verdict = "FAIL" if "FAIL" in verdicts else "INCONCLUSIVE" if verdicts != {"PASS"} else "PASS"
         count = f"{'note':<13} {len(self.audits)} audits of {len(last)} clip{'s' * (len(last) > 1)}"

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from gradguard.audit.coefficients import Applied, coefficient_findings
 from gradguard.audit.factors import Setting, candidates, fit, named
-from gradguard.audit.held import Claim, Held, tensors_of, true_norm
+from gradguard.audit.held import DRIFTED, Claim, Held, tensors_of, true_norm
 from gradguard.audit.held import Tensor as WholeTensor
 from gradguard.audit.pieces import Piece, modules_of, pieces_of
 from gradguard.audit.probe import Ask, Probe, classes_of, elements_value, finding_of, norm_classes
@@ -252,6 +252,14 @@ class _Audit:
                 + ": 'sharded'}"
             )
             self._findings.append(NormFinding("copies", what, names))
+        apart = [t for t in self._tensors if t.drift > DRIFTED and not t.unknown]
+        if apart:
+            names, most = tuple(" = ".join(t.names) for t in apart), max(t.drift for t in apart)
+            what = (
+                f"the weights of copies are {most:.2g} of their norm apart, where copies are equal: they were stepped "
+                "differently, or not made equal at first"
+            )
+            self._findings.append(NormFinding("drift", what, names))
         unknown = [t for t in self._tensors if t.unknown]
         dead = tuple(" = ".join(t.names) for t in unknown if not t.square)
         if dead:
@@ -261,6 +269,8 @@ class _Audit:
         names = tuple(" = ".join(t.names) for t in unknown if t.square)
         if names:
             what = "values do not tell whether processes hold copies or parts: pass groups={" + repr(names[0])
+            if any(t.drift > DRIFTED for t in unknown):
+                what = "weights are a little apart, of copies that drifted or of parts that began alike; " + what
             self._findings.append(NormFinding("unknown", what + ": 'sharded'}, or 'replicated'", names))
 
     def _called(self, norm: NormFunction) -> float:
@@ -326,6 +336,14 @@ class _Audit:
     def _look_at_coefficients(self, max_norm: float | None, computed: float) -> None:
         applied = [one for piece in self._pieces if (one := piece.applied(computed)) is not None]
         all_applied: list[Applied] = [one for of_rank in _all(applied, self._setting.world) for one in of_rank]
+        anew = tuple(dict.fromkeys(one.name for one in all_applied if math.isnan(one.coefficient)))
+        all_applied = [one for one in all_applied if not math.isnan(one.coefficient)]
+        if anew:
+            what = "gradients are laid out anew by the clip, so that it is not known what they are multiplied by"
+            if max_norm is None:
+                self._notes.append(f"{what}: {', '.join(anew)}")
+            else:
+                self._findings.append(NormFinding("unread", what, anew))
         if math.isnan(self._true) and max_norm is not None:
             self._notes.append("coefficients were not judged: the true norm is not known")
             return
@@ -415,6 +433,7 @@ class _Audit:
         return tuple(found)
 
     def _note_blind(self, classes: Sequence[NormClass]) -> None:
+        self._notes.append("judged by one number: errors that cancel in it are not seen. norm= asks for each tensor")
         total = math.fsum(c.square for c in classes)
         for one in classes:
             if one.square <= 10 * self._tolerance * total:

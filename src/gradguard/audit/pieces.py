@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from gradguard.audit.coefficients import Applied
 from gradguard.audit.engines import holds_gradients_itself, slices_of
 from gradguard.audit.held import Claim, Held, Sketch
-from gradguard.distributed.placements import added_up, is_sharded, local_part, placement_of
+from gradguard.distributed.placements import added_up, is_partial, is_sharded, local_part, placement_of
 from gradguard.distributed.wrappers import flat_placements, named_parameters
 from gradguard.errors import InvalidTypeError, UnsupportedGradientError
 from gradguard.torch_private import padding_of_flat
@@ -82,26 +82,40 @@ class Piece:
                 setattr(p, self._attribute, self.grad)
 
     def applied(self, computed: float) -> Applied | None:
-        """Return what it has been multiplied by since; None for one of zeros, and for one that is laid out anew.
+        """Return what it has been multiplied by since; None for one of zeros. A collective if Partial was added up.
 
         Args:
             computed: The norm that was computed meanwhile.
 
         Returns:
-            The coefficient, and how sure it is.
+            The coefficient, and how sure it is; NaN for a gradient that is laid out anew in another way.
         """
         now = getattr(self._parameters[0], self._attribute, None)
-        if now is not None and getattr(now, "placements", None) != getattr(self.grad, "placements", None):
-            return None
-        before = _wide(self._before).flatten()
+        before = self._before if now is None else self._before_as(now)
+        if before is None:
+            return Applied(self.names[0], math.nan, 0.0, 0.0, computed)
+        tolerance = 2e-2 if before.dtype in (torch.float16, torch.bfloat16) else 1e-4
+        before = _wide(before).flatten()
         square = float(before.abs().square().sum()) if before.numel() else 0.0
         if not square:
             return None
         after = torch.zeros_like(before) if now is None else _wide(local_part(now)).flatten()
         coefficient = float(torch.vdot(before, after).real) / square
         residual = float(torch.linalg.vector_norm(after - coefficient * before)) / math.sqrt(square)
-        tolerance = 2e-2 if self._before.dtype in (torch.float16, torch.bfloat16) else 1e-4
         return Applied(self.names[0], coefficient, residual, tolerance, computed)
+
+    def _before_as(self, now: Any) -> Tensor | None:
+        """What it was, laid out as it is now; None where these cannot be compared."""
+        laid_out, placements = getattr(self.grad, "placements", None), getattr(now, "placements", None)
+        if placements == laid_out:
+            return self._before
+        if None in (laid_out, placements) or now.device_mesh != self.grad.device_mesh or is_partial(now):
+            return None
+        from torch.distributed.tensor import DTensor
+
+        mesh, shape, stride = self.grad.device_mesh, self.grad.shape, self.grad.stride()
+        before = DTensor.from_local(self._before, mesh, laid_out, run_check=False, shape=shape, stride=stride)
+        return local_part(added_up(before).redistribute(mesh, placements))  # type: ignore[attr-defined]
 
     def _adds_up(self, value: float) -> bool:
         """Tell whether this process' summand is the value; of sums all but one are zero."""
