@@ -73,6 +73,10 @@ SCRIPTS = {
     "two lists, each its own": (train(TWO.format("get_total_norm(grads()[:2])", "get_total_norm(grads()[2:])")), 0,
                                 "6 audits of 2"),
     "two lists, one norm wrong": (train(TWO.format("get_total_norm(grads())", "get_total_norm(grads()) * 2")), 1, ""),
+    "a backward that is not heard": (train("clip_grad_norm_(model.parameters(), 0.1)", loss="torch.autograd.backward("
+                                           "model(torch.randn(6, 4)).square().mean())"), 0, "3 audits of 1 clip"),
+    "no clip, not heard": (train("pass", loss="torch.autograd.backward(model(torch.randn(6, 4)).sum())"), 3,
+                           "3 audits"),
     "before unscale_": (train("clip_grad_norm_(model.parameters(), 0.1)", **SCALED), 1, "the loss scale of 1024"),
     "after unscale_": (train("scaler.unscale_(optimizer); clip_grad_norm_(model.parameters(), 0.1)", **SCALED), 0, ""),
     "but the last layer": (train("clip_grad_norm_(model[0].parameters(), 0.1)"), 3, "[2.weight, 2.bias]"),

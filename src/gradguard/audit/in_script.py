@@ -70,7 +70,7 @@ class ScriptAudit:
         self._restore: list[Callable[[], None]] = []
 
     def _begin_round(self) -> None:
-        """From the first backward pass after a step to the last optimizer that steps."""
+        """From the first backward pass or clip after a step to the last optimizer that steps."""
         self._backwards, self._first = 0, len(self.audits)
         self._stepped: set[int] = set()
         self._clipped: set[int] = set()
@@ -93,15 +93,15 @@ class ScriptAudit:
     # --- what the script does -----------------------------------------------------------------------------------------
 
     def on_backward(self, loss: Tensor) -> None:
-        """A backward pass: the first one after a step begins the next, or ends the script."""
-        if self._stepped:
-            self._end_round()
+        """Count the micro-batches."""
+        self._may_end_round()
         self._backwards += 1
         self._wrap_engines()
 
     def on_clip(self, call: Any, parameters: list[Tensor]) -> contextlib.AbstractContextManager:
         """A call of a foreign function is about to clip: audit it, and let what it calls itself be."""
         if not self._silent:
+            self._may_end_round()
             self._call(call, parameters)
         return self._in_silence()
 
@@ -118,6 +118,7 @@ class ScriptAudit:
         """A clip of gradguard's is about to act."""
         del tells_norms
         if not self._silent:
+            self._may_end_round()
             self._own = None
             self._guarded(parameters, lambda: self._look(parameters))
 
@@ -263,6 +264,11 @@ class ScriptAudit:
         key = frozenset(map(id, parameters))
         return [audit for its, audit in self.audits if its == key and audit.reported is not None and audit.classes]
 
+    def _may_end_round(self) -> None:
+        """A backward pass or a clip after a step begins the next round: not each backward pass is heard of."""
+        if self._stepped:
+            self._end_round()
+
     def _end_round(self) -> None:
         if len(self.audits) > self._first:
             self._left -= 1
@@ -330,6 +336,7 @@ class ScriptAudit:
             again = functools.partial(original, listed, max_norm, *args, **kwargs)
             order = float(kwargs.get("norm_type", args[0] if args else 2.0))
             if not self._silent:
+                self._may_end_round()
                 self._clipped |= {id(p) for p in listed}
                 if order == 2:
                     self._guarded(listed, lambda: self._audited(again, listed, _number(max_norm), None))
@@ -344,6 +351,7 @@ class ScriptAudit:
         @functools.wraps(original)
         def step(engine: Any, *args: Any, **kwargs: Any) -> Any:
             if holds_gradients_itself(engine) and not self._silent:
+                self._may_end_round()
                 self._engine(engine)
             return original(engine, *args, **kwargs)
 
