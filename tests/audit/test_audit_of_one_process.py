@@ -129,6 +129,31 @@ def test_earlier_steps_tell_apart_what_one_does_not():
     assert fit(steps, norms, known, 1e-4) == [(1.0, 2.0)]
 
 
+EARLIER = {
+    "no report": (lambda m: gg.audit_norm(m), "has no reported norm"),
+    "another model": (lambda m: gg.audit_norm(m[0], reported=1.0), "is of other tensors"),
+    "another scale": (lambda m: gg.audit_norm(m, reported=1.0, loss_scale=8.0), "has another loss scale"),
+}
+
+
+@pytest.mark.parametrize("case", EARLIER)
+def test_earlier_audits_of_something_else_are_refused(case):
+    make, words = EARLIER[case]
+    model = model_with_gradients()
+    with pytest.raises(InvalidValueError, match=rf"earlier\[0\] {words}"):
+        gg.audit_norm(model, reported=1.0, earlier=[make(model)])
+
+
+def test_a_report_alone_says_what_it_does_not_see():
+    """Of two tensors with equal squares one could count twice and the other not at all."""
+    model = nn.Linear(2, 2)
+    model.weight.grad, model.bias.grad = torch.tensor([[3.0, 0.0], [0.0, 0.0]]), torch.tensor([0.0, 3.0])
+    audit = gg.audit_norm(model, reported=math.sqrt(2 * 9.0))  # of the weight twice
+    assert audit
+    assert "errors that cancel in it are not seen" in str(audit)
+    assert gg.audit_norm(model, lambda: model.weight.grad.norm() * math.sqrt(2)).verdict == "FAIL"
+
+
 def brute_force(squares, norms, known, tolerance):
     """The slow twin of `fit`: recursion over classes."""
     if not known:

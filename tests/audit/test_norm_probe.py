@@ -1,5 +1,6 @@
 """The probe against engines that are sums: healthy ones pass, each mistake is found, named, and its factor told."""
 
+import itertools
 import math
 
 import pytest
@@ -14,11 +15,11 @@ def probed(model, engine, setting=None):
     tensors = tensors_of(model.processes)
     place = {(r, h.index): i for i, t in enumerate(tensors) for p in t.parts for r, h in p.holders}
 
-    def ask(places, rank):
+    def ask(places, rank, again):
         def square(r, held):
             i = place[r, held.index]
             filled = i in places and rank in (None, r)
-            return held.numel * elements_value(i, tensors[i].numel) ** 2 if filled else 0.0
+            return held.numel * elements_value(i, tensors[i].numel, again) ** 2 if filled else 0.0
 
         return model.norms(engine, square)
 
@@ -114,8 +115,41 @@ def test_one_twice_and_another_not_at_all_do_not_cancel(other):
     assert {f.factor for f in findings} == {0.0, 2.0}
 
 
-@pytest.mark.parametrize(("kinds", "most"), [(("replicated", "sharded"), 4), (("expert", "stage", "tied"), 4)])
-def test_a_healthy_engine_of_64_processes_is_asked_once_a_class(kinds, most):
+def test_errors_that_cancel_in_one_question_are_found_by_the_second():
+    """Of 64 tensors with as many sizes the squares of some pairs are one in the first question, and not in both."""
+    model = model_of(3, 1, 2, kinds=("replicated",) * 64)
+    sizes = [held.numel for held in model.processes[0]]
+    squares = [[n * elements_value(i, n, again) ** 2 for i, n in enumerate(sizes)] for again in (False, True)]
+
+    def apart(pair, own):
+        return abs(own[pair[0]] - own[pair[1]]) / sum(own)
+
+    hidden = [pair for pair in itertools.combinations(range(64), 2) if apart(pair, squares[0]) < 5e-5]
+    assert hidden
+    assert all(apart(pair, squares[1]) > 2e-4 for pair in hidden)
+    for twice, lost in hidden[:5]:
+
+        def engine(model, squares, twice=twice, lost=lost):
+            own = squares[0]
+            return [math.sqrt(math.fsum(own) + own[twice] - own[lost])] * model.world
+
+        _, findings, _ = probed(model, engine)
+        assert {f.factor for f in findings} == {0.0, 2.0}
+
+
+@pytest.mark.parametrize(("engine", "kind"), [(mean_of_ranks, "mean"), (first_part_only("sharded"), "ranks")])
+@pytest.mark.parametrize("count", [1, 6])
+def test_the_mean_of_norms_is_not_what_rank_0_alone_holds(engine, kind, count):
+    """With equal parts both are half of the norm on four processes: one number does not tell them apart."""
+    model = model_of(2, 1, 4, kinds=("sharded",) * count)
+    _, findings, _ = probed(model, engine)
+    assert {f.kind for f in findings} == {kind}
+    assert {round(f.factor, 6) for f in findings} == {0.25}
+    assert kind == "mean" or "only what rank 0 holds counts" in str(findings[0])
+
+
+@pytest.mark.parametrize(("kinds", "most"), [(("replicated", "sharded"), 4), (("expert", "stage", "tied"), 6)])
+def test_a_healthy_engine_of_64_processes_is_asked_twice_a_class(kinds, most):
     model = model_of(5, 8, 8, kinds=kinds)
     _, findings, probe = probed(model, summed(once))
     assert findings == []
@@ -139,11 +173,10 @@ def test_a_coarse_norm_is_asked_for_few_tensors_at_a_time():
     """One forgotten tensor of 400 is less than the rounding of 16 bits."""
     asked = []
     tensors = tensors_of(model_of(3, 1, 2, kinds=("replicated",) * 400).processes)
-    squares = [t.numel * elements_value(i, t.numel) ** 2 for i, t in enumerate(tensors)]
 
-    def ask(places, rank):
+    def ask(places, rank, again):
         asked.append(len(places))
-        return [math.sqrt(sum(squares[i] for i in places))] * 2
+        return [math.sqrt(sum(tensors[i].numel * elements_value(i, tensors[i].numel, again) ** 2 for i in places))] * 2
 
     assert Probe(tensors, ask, 2, Setting(2), 1e-2).counts(classes_of(tensors))
     assert max(asked) == 1

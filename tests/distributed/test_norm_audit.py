@@ -11,8 +11,9 @@ from random_layouts import Item, Meshes, _spread, case_of
 from test_fsdp1 import wrapped
 from threads import ranks
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.nn import functional as F
 from training import Network, batch
 
@@ -296,3 +297,120 @@ def test_reports(threads, kind, kinds):
             assert (found.findings[-1].names, found.findings[-1].factor) == (("norm", "router"), 4.0)
         if kind == "x4":
             assert "4 times, as if multiplied by the 4 processes or the 4 micro-batches" in found.findings[0].message
+
+
+def scaled(model, factor):
+    for p in model.parameters():
+        p.grad = p.grad * factor
+
+
+def reduced_and_scaled(model, factor):
+    for p in model.parameters():
+        placements = [Replicate() if at.is_partial() else at for at in p.grad.placements]
+        p.grad = p.grad.redistribute(placements=placements) * factor
+
+
+PARTIAL = {
+    "kept": (lambda model, c: scaled(model, c), []),
+    "added up": (lambda model, c: reduced_and_scaled(model, c), []),
+    "added up and twice": (lambda model, c: reduced_and_scaled(model, c * c), ["coefficient"]),
+    "never scaled": (lambda model, c: None, ["coefficient"]),
+    "a part of each": (lambda model, c: sharded_anew(model, c), []),
+    "a part of each, twice": (lambda model, c: sharded_anew(model, c * c), ["coefficient"]),
+    "other sums": (lambda model, c: partial_anew(model, c), ["unread"]),
+}
+
+
+def sharded_anew(model, factor):
+    for p in model.parameters():
+        p.grad = p.grad.redistribute(placements=[Shard(0)]) * factor
+
+
+def partial_anew(model, factor):
+    for p in model.parameters():
+        p.grad = DTensor.from_local(p.grad.to_local() * factor, p.grad.device_mesh, [Partial("avg")], run_check=False)
+
+
+@pytest.mark.parametrize("case", PARTIAL)
+def test_coefficients_of_partial_gradients_are_judged_or_refused(threads, case):
+    change, kinds = PARTIAL[case]
+
+    def audit(rank):
+        mesh = init_device_mesh("cpu", (4,))
+        model = nn.Module()
+        for i in range(3):
+            whole = torch.randn(8, 4, generator=torch.Generator().manual_seed(i))
+            summand = whole * (rank + 1)
+            p = nn.Parameter(DTensor.from_local(whole, mesh, [Replicate()], run_check=False))
+            p.grad = DTensor.from_local(summand, mesh, [Partial()], run_check=False)
+            model.register_parameter(f"p{i}", p)
+
+        def norm():
+            found = torch.cat([p.grad.full_tensor().flatten() for p in model.parameters()]).norm()
+            change(model, 0.1 / float(found) if found else 1.0)
+            return found
+
+        return gg.audit_norm(model, norm, max_norm=0.1)
+
+    for found in threads(audit):
+        assert sorted({f.kind for f in found.findings}) == kinds, str(found)
+
+
+def replicas(rank, drifted, alike, constant):
+    """An ordinary replica on each process, whose weight or gradient is another one on the last."""
+    generator = torch.Generator().manual_seed(3)
+    weight, grad = torch.randn(2, 40, generator=generator)
+    other = torch.randn(2, 40, generator=torch.Generator().manual_seed(9))
+    weight = torch.ones(40) if constant else weight
+    model = nn.Module()
+    model.w = nn.Parameter(weight + drifted * other[0] * (rank == 3))
+    model.w.grad = grad if alike or rank < 3 else other[1]
+    return model
+
+
+REPLICAS = {
+    "healthy": ((0.0, True, False), "PASS", []),
+    "not added up": ((0.0, False, False), "FAIL", ["copies"]),
+    "drifted": ((1e-3, True, False), "FAIL", ["drift"]),
+    "drifted a little": ((5e-5, True, False), "FAIL", ["drift"]),
+    "drifted, not added up": ((1e-3, False, False), "INCONCLUSIVE", ["unknown"]),
+    "constant, not added up": ((0.0, False, True), "INCONCLUSIVE", ["unknown"]),
+    "constant": ((0.0, True, True), "PASS", []),
+    "experts of their own": ((3.0, False, False), "PASS", []),
+}
+
+
+@pytest.mark.parametrize("case", REPLICAS)
+def test_replicas_that_are_not(threads, case):
+    arguments, verdict, kinds = REPLICAS[case]
+    for found in threads(lambda rank: gg.audit_norm(replicas(rank, *arguments))):
+        assert (found.verdict, [f.kind for f in found.findings]) == (verdict, kinds), str(found)
+        assert math.isnan(found.true_norm) == (verdict == "INCONCLUSIVE")
+        assert "a little apart" in str(found) or case != "drifted, not added up"
+        assert "apart, where copies are equal" in str(found) or kinds != ["drift"]
+
+
+def tied_twice(rank, seed, equal):
+    """Two classes, tied under two names and not, of which an engine counts one twice; with equal squares or others."""
+    generator = torch.Generator().manual_seed(seed)
+    a, b = (torch.nn.functional.normalize(torch.randn(12, generator=generator), dim=0) for _ in range(2))
+    model = nn.Module()
+    model.split, model.whole = nn.Parameter(torch.randn(12, generator=generator) * (rank + 1)), nn.Parameter(a.clone())
+    model.split.grad, model.whole.grad = a / 2 * (1 if equal else seed), b  # four parts of a quarter each
+    return model
+
+
+def test_earlier_steps_tell_what_one_does_not(threads):
+    """Of two classes with equal squares one counts twice: a second step with others tells which."""
+
+    def steps(rank):
+        reported = lambda seed, equal: math.sqrt(2 * (1 if equal else seed**2) + 1)  # parts doubled  # noqa: E731
+        groups = {"split": "sharded"}
+        first = gg.audit_norm(tied_twice(rank, 1, True), reported=reported(1, True), groups=groups)
+        second = gg.audit_norm(tied_twice(rank, 3, False), reported=reported(3, False), groups=groups, earlier=[first])
+        return first, second
+
+    for first, second in threads(steps):
+        assert [f.kind for f in first.findings] == ["reported", "unfit"], str(first)
+        assert [(f.kind, f.names) for f in second.findings] == [("reported", ()), ("factor", ("split",))], str(second)
+        assert second.findings[1].factor == 2.0

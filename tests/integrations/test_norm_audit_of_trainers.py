@@ -59,7 +59,7 @@ def test_trainers_pass(trainer):
     model, norm = trainer()
     audit = gg.audit_norm(model, norm, max_norm=0.01)
     assert audit, str(audit)
-    assert audit.probes == 3
+    assert audit.probes == 4
 
 
 @pytest.mark.slow

@@ -107,6 +107,7 @@ def test_a_factor_that_two_names_fit_has_none():
     assert name_of_factor(4.0, 0.01, {"world size": 4.0, "accumulation": 4.0}) == "world size or accumulation"
     assert name_of_factor(4.0, 0.5, {"world size": 4.0}) == ""  # known too badly
     assert name_of_factor(1.0, 1e-9, {"world size": 1.0}) == ""
+    assert [name_of_factor(f, 0.399, {"world size": f}) for f in (4.0, 3.9)] == ["world size", ""]  # to a tenth
 
 
 OTHERS = {
@@ -172,6 +173,15 @@ def test_parts_that_are_nearly_one_are_not_told_apart():
     parts, new = {"a": GRADIENTS, "b": near}, saved({"up": GRADIENTS["up"]}, bar=1e-3)
     fits = compare(saved({"up": drawn((8, 32), 5)}, bar=1e-3, parts=parts), new)
     assert only(fits).kind == "different"  # a mixture of both, of which the weights cannot be told
+
+
+@pytest.mark.parametrize(("bar", "kind"), [(0.02, "mixture"), (0.12, "different")])
+def test_the_weights_of_a_mixture_are_told_where_they_are_known_to_a_tenth(bar, kind):
+    parts = {"a": {"up": drawn((8, 32), 5)}, "b": {"up": drawn((8, 32), 6)}}
+    of = {"up": 0.5 * parts["a"]["up"] + 0.5 * parts["b"]["up"]}
+    lost = {"up": rounded(1.5 * parts["a"]["up"], 1e-9, 3)}
+    finding = only(compare(saved(of, bar=bar, parts=parts), saved(lost, bar=bar, seed=2)))
+    assert finding.kind == kind
 
 
 def test_what_is_no_mixture_is_different():

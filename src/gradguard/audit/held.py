@@ -17,6 +17,9 @@ Relation = Literal["same", "differ", "distinct", "unknown"]
 APART = 0.3
 """Relative distance from which on two pieces have nothing in common; that of unrelated ones is about 1.4."""
 
+DRIFTED = 1e-5
+"""Relative distance from which on weights are not those of copies any more; these are equal to the last bit."""
+
 _TOLERANCES = {"float16": 2e-2, "bfloat16": 2e-2, "float32": 1e-3, "float64": 1e-6}
 
 
@@ -60,6 +63,7 @@ class Held:
         part: Which part of it this is, as its layout says.
         claim: What attributes say an ordinary tensor is across processes; None if nothing.
         index: The position among what this process holds.
+        whole: How many elements all parts have together, where the layout says so.
     """
 
     names: tuple[str, ...]
@@ -72,6 +76,7 @@ class Held:
     part: tuple[int, ...] = ()
     claim: Claim | None = None
     index: int = 0
+    whole: int | None = None
 
     @property
     def tolerance(self) -> float:
@@ -115,11 +120,13 @@ class Tensor:
         names: Its names.
         parts: Its parts.
         unknown: Whether values do not tell which pieces are copies.
+        drift: How far apart the weights of copies are, relative; those of pieces of which it is not known, too.
     """
 
     names: tuple[str, ...]
     parts: list[Part]
     unknown: bool = False
+    drift: float = 0.0
 
     @property
     def square(self) -> float:
@@ -180,10 +187,13 @@ def _together(names: tuple[str, ...], pieces: Sequence[tuple[int, Held]], said: 
     for (group, _), holders in claimed.items():
         first = holders[0][1]
         part = Part(holders, any(not h.gradient.is_close(first.gradient, first.tolerance) for _, h in holders[1:]))
+        tensor.drift = max(tensor.drift, *(drift(first, h) for _, h in holders))
         for known, its_group in zip(tensor.parts, groups_of, strict=True):
             # Parts of one layout are distinct, unless their values say that it shards nothing.
             found = relation(known.holders[0][1], first, said) if its_group != group else "distinct"
             tensor.unknown |= found == "unknown"
+            if found != "distinct":
+                tensor.drift = max(tensor.drift, drift(known.holders[0][1], first))
             if found in ("same", "differ"):
                 known.holders += part.holders
                 known.differ |= part.differ or found == "differ"
@@ -225,6 +235,14 @@ def relation(one: Held, other: Held, said: Claim | None = None) -> Relation:
     return "same" if tells else "unknown"
 
 
+def drift(one: Held, other: Held) -> float:
+    """Return how far apart two weights of one size are, relative to the larger: of copies 0."""
+    size = max(math.hypot(h.weight.spread, h.weight.mean * math.sqrt(h.numel)) for h in (one, other))
+    apart = one.weight.distance(other.weight) * max(one.weight.spread, other.weight.spread)
+    apart = math.hypot(apart, (one.weight.mean - other.weight.mean) * math.sqrt(one.numel))
+    return apart / size if size else 0.0
+
+
 def _copies_of_a_weight(one: Held, other: Held, alike: bool, claimed_sharded: bool) -> Relation:
     if alike:
         return "same"
@@ -244,6 +262,7 @@ def _tied(tensors: list[Tensor]) -> list[Tensor]:
                 for mine, theirs in zip(one.parts, other.parts, strict=True):
                     mine.holders += theirs.holders
                     mine.differ |= theirs.differ
+                one.drift = max(one.drift, other.drift)
                 gone.add(id(other))
     return [tensor for tensor in tensors if id(tensor) not in gone]
 

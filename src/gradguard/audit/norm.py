@@ -1,7 +1,8 @@
 """`audit_norm`: the norm that an engine computes, reports and applies, against that of what the processes hold."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,10 +11,10 @@ from torch import Tensor, nn
 
 from gradguard.audit.coefficients import Applied, coefficient_findings
 from gradguard.audit.factors import Setting, candidates, fit, named
-from gradguard.audit.held import Claim, Held, tensors_of, true_norm
+from gradguard.audit.held import DRIFTED, Claim, Held, tensors_of, true_norm
 from gradguard.audit.held import Tensor as WholeTensor
 from gradguard.audit.pieces import Piece, modules_of, pieces_of
-from gradguard.audit.probe import Probe, classes_of, elements_value, finding_of, norm_classes
+from gradguard.audit.probe import Ask, Probe, classes_of, elements_value, finding_of, norm_classes
 from gradguard.audit.report import NormAudit, NormClass, NormFinding, verdict_of
 from gradguard.distributed.agreement import gather_objects
 from gradguard.distributed.reduction_group import ReductionGroup, several_processes
@@ -63,7 +64,8 @@ def audit_norm(
         =====================================  ======================================================
 
     Args:
-        model: The module, or several, such as this process' pipeline stages; the root module of FSDP1.
+        model: The module, or several, such as this process' pipeline stages; the root module of FSDP1; DeepSpeed's
+            engine.
         norm: Called without arguments, returns the 2-norm that the engine would use; it may clip. A call that keeps a
             history of norms gets those of the probes too.
         reported: What the engine says the norm of these gradients is, on this process.
@@ -79,7 +81,7 @@ def audit_norm(
 
     Raises:
         InvalidTypeError: If an argument has another type.
-        InvalidValueError: If a number is not positive and finite.
+        InvalidValueError: If a number is not positive and finite, or an earlier audit is of something else.
         UnsupportedGradientError: If gradients cannot be audited, on any process.
 
     Example:
@@ -97,10 +99,87 @@ def audit_norm(
     tensors = tensors_of(processes, groups)
     setting = Setting(len(processes), accumulation, loss_scale)
     audit = _Audit(pieces, tensors, setting, _number(reported, "reported"))
+    audit.check_earlier(earlier)
     try:
         return audit.run(norm, max_norm, earlier)
     finally:
         audit.put_back()
+
+
+class WatchedClip:
+    """A clip of a script, looked at before it acts and judged afterwards.
+
+    Args:
+        models: The modules that hold its parameters.
+        wanted: The identities of these parameters.
+        accumulation: Number of micro-batches of a step.
+        loss_scale: What gradients are multiplied by.
+
+    Raises:
+        UnsupportedGradientError: If gradients cannot be audited, on any process.
+    """
+
+    def __init__(
+        self, models: Sequence[nn.Module], wanted: Collection[int], accumulation: int = 1, loss_scale: float = 1.0
+    ) -> None:
+        self._pieces, self._processes = _described(models, wanted)
+        self._tensors = tensors_of(self._processes)
+        self._setting = Setting(len(self._processes), accumulation, loss_scale)
+
+    def again(self, clip: NormFunction, max_norm: float | None) -> NormAudit:
+        """Audit a clip that can be called: it is, for each probe, and gradients are as before."""
+        audit = self._audit(None)
+        try:
+            return audit.run(clip, max_norm, ())
+        finally:
+            audit.put_back()
+
+    def tried(self, scale: Callable[[], Any], norm: Any) -> list[Applied]:
+        """Return what a call that is told the norm, and only scales, does to the gradients; these are as before."""
+        try:
+            scale()
+            return self.applied(norm)
+        finally:
+            self._audit(None).put_back()
+
+    def applied(self, norm: Any) -> list[Applied]:
+        """Return what this process' gradients have been multiplied by since."""
+        computed = _number(norm, "the norm of the clip") or 0.0
+        return [one for piece in self._pieces if (one := piece.applied(computed)) is not None]
+
+    def joined(self, others: Sequence["WatchedClip"]) -> "WatchedClip":
+        """Return the clip of all these gradients together, as where one norm is that of several lists."""
+        whole = WatchedClip.__new__(WatchedClip)
+        whole._pieces = [piece for clip in (self, *others) for piece in clip._pieces]
+        whole._processes = []
+        for of_clips in zip(*(clip._processes for clip in (self, *others)), strict=True):
+            held = [one for of_clip in of_clips for one in of_clip]
+            whole._processes.append([replace(one, index=i) for i, one in enumerate(held)])
+        whole._tensors, whole._setting = tensors_of(whole._processes), self._setting
+        return whole
+
+    def told(
+        self, norm: Any, max_norm: float | None, applied: Sequence[Applied] | None, earlier: Sequence[NormAudit] = ()
+    ) -> NormAudit:
+        """Audit a clip that tells its norm, or is told it.
+
+        Args:
+            norm: The norm.
+            max_norm: What it clips to; None if that is not one number.
+            applied: What it did; None where it does not multiply all gradients by one number.
+            earlier: Audits of the same clip at earlier steps.
+
+        Returns:
+            The audit.
+        """
+        return self._audit(norm).run_after(max_norm, earlier, applied)
+
+    def alone(self) -> NormAudit:
+        """Audit the gradients without a norm: whether copies are alike, and the true norm."""
+        return self._audit(None).run(None, None, ())
+
+    def _audit(self, norm: Any) -> "_Audit":
+        return _Audit(self._pieces, self._tensors, self._setting, _number(norm, "the norm of the clip"))
 
 
 class _Audit:
@@ -136,15 +215,50 @@ class _Audit:
             classes = self._probed(norm, computed)
         if self._reported is not None:
             classes = self._compared(self._reported, classes, earlier, norm is not None)
-        return NormAudit(
-            verdict_of(self._findings), tuple(self._findings), tuple(self._notes), self._true, computed, self._reported,
-            classes, self._calls, self._setting.world,
-        )  # fmt: skip
+        return self._result(computed, classes)
+
+    def run_after(
+        self, max_norm: float | None, earlier: Sequence[NormAudit], applied: Sequence[Applied] | None
+    ) -> NormAudit:
+        """Audit what a clip that tells its norm has done; earlier audits of other classes are left out."""
+        self._look_at_copies()
+        if applied is not None:
+            self._judge_coefficients(max_norm, applied)
+        classes = norm_classes(self._tensors, self._classes, ())
+        if self._reported is not None:
+            same = [one for one in earlier if self._why_not_earlier(one) is None]
+            classes = self._compared(self._reported, classes, same, False)
+        return self._result(None, classes)
 
     def put_back(self) -> None:
         with torch.no_grad():
             for piece in self._pieces:
                 piece.put_back()
+
+    def check_earlier(self, earlier: Sequence[NormAudit]) -> None:
+        """Refuse audits that are not of the same tensors, lying alike."""
+        for place, one in enumerate(earlier):
+            if (why := self._why_not_earlier(one)) is not None:
+                raise InvalidValueError(
+                    f"earlier[{place}] {why}: expected audits of other steps of this run, with reported= and the same "
+                    "loss_scale."
+                )
+
+    def _why_not_earlier(self, one: NormAudit) -> str | None:
+        now = norm_classes(self._tensors, self._classes, ())
+        square = math.fsum(c.square for c in one.classes)
+        scaled = math.isclose(square, (one.true_norm * self._setting.loss_scale) ** 2, rel_tol=1e-6)
+        if one.reported is None:
+            return "has no reported norm"
+        if [(c.layout, c.names) for c in one.classes] != [(c.layout, c.names) for c in now]:
+            return "is of other tensors, or they lie in another way"
+        return None if scaled else "has another loss scale"
+
+    def _result(self, computed: float | None, classes: tuple[NormClass, ...]) -> NormAudit:
+        return NormAudit(
+            verdict_of(self._findings), tuple(self._findings), tuple(self._notes), self._true, computed, self._reported,
+            classes, self._calls, self._setting.world,
+        )  # fmt: skip
 
     def _look_at_copies(self) -> None:
         differ = [t for t in self._tensors if any(part.differ for part in t.parts)]
@@ -157,6 +271,14 @@ class _Audit:
                 + ": 'sharded'}"
             )
             self._findings.append(NormFinding("copies", what, names))
+        apart = [t for t in self._tensors if t.drift > DRIFTED and not t.unknown]
+        if apart:
+            names, most = tuple(" = ".join(t.names) for t in apart), max(t.drift for t in apart)
+            what = (
+                f"the weights of copies are {most:.2g} of their norm apart, where copies are equal: they were stepped "
+                "differently, or not made equal at first"
+            )
+            self._findings.append(NormFinding("drift", what, names))
         unknown = [t for t in self._tensors if t.unknown]
         dead = tuple(" = ".join(t.names) for t in unknown if not t.square)
         if dead:
@@ -166,6 +288,8 @@ class _Audit:
         names = tuple(" = ".join(t.names) for t in unknown if t.square)
         if names:
             what = "values do not tell whether processes hold copies or parts: pass groups={" + repr(names[0])
+            if any(t.drift > DRIFTED for t in unknown):
+                what = "weights are a little apart, of copies that drifted or of parts that began alike; " + what
             self._findings.append(NormFinding("unknown", what + ": 'sharded'}, or 'replicated'", names))
 
     def _called(self, norm: NormFunction) -> float:
@@ -188,13 +312,13 @@ class _Audit:
         assert found is not None
         return found
 
-    def _ask(self, norm: NormFunction) -> Callable[[Sequence[int], int | None], list[float]]:
-        def ask(places: Sequence[int], rank: int | None) -> list[float]:
+    def _ask(self, norm: NormFunction) -> Ask:
+        def ask(places: Sequence[int], rank: int | None, again: bool) -> list[float]:
             wanted = set(places) if rank in (None, self._me) else set()
             with torch.no_grad():
                 for index, piece in enumerate(self._pieces):
                     place = self._place[index]
-                    piece.fill(elements_value(place, self._tensors[place].numel) if place in wanted else 0.0)
+                    piece.fill(elements_value(place, self._tensors[place].numel, again) if place in wanted else 0.0)
             try:
                 return _all(self._called(norm) * self._setting.loss_scale, self._setting.world)
             finally:
@@ -205,7 +329,7 @@ class _Audit:
     def _probed(self, norm: NormFunction, computed: float) -> tuple[NormClass, ...]:
         ask = self._ask(norm)
         probe = Probe(self._tensors, ask, self._setting.world, self._setting, self._tolerance)
-        if any(ask([], None)):
+        if any(ask([], None, False)):
             what = "norm() is not 0 where all gradients are: it does not read them, or adds something to their norm"
             self._findings.append(NormFinding("unread", what))
             self._judge("norm() returned", computed, norm_classes(self._tensors, self._classes, ()), ())
@@ -230,7 +354,18 @@ class _Audit:
 
     def _look_at_coefficients(self, max_norm: float | None, computed: float) -> None:
         applied = [one for piece in self._pieces if (one := piece.applied(computed)) is not None]
+        self._judge_coefficients(max_norm, applied)
+
+    def _judge_coefficients(self, max_norm: float | None, applied: Sequence[Applied]) -> None:
         all_applied: list[Applied] = [one for of_rank in _all(applied, self._setting.world) for one in of_rank]
+        anew = tuple(dict.fromkeys(one.name for one in all_applied if math.isnan(one.coefficient)))
+        all_applied = [one for one in all_applied if not math.isnan(one.coefficient)]
+        if anew:
+            what = "gradients are laid out anew by the clip, so that it is not known what they are multiplied by"
+            if max_norm is None:
+                self._notes.append(f"{what}: {', '.join(anew)}")
+            else:
+                self._findings.append(NormFinding("unread", what, anew))
         if math.isnan(self._true) and max_norm is not None:
             self._notes.append("coefficients were not judged: the true norm is not known")
             return
@@ -320,12 +455,18 @@ class _Audit:
         return tuple(found)
 
     def _note_blind(self, classes: Sequence[NormClass]) -> None:
+        self._notes.append("judged by one number: errors that cancel in it are not seen. norm= asks for each tensor")
         total = math.fsum(c.square for c in classes)
         for one in classes:
             if one.square <= 10 * self._tolerance * total:
                 share = one.square / total if total else 0.0
                 what = f"{len(one.names)} tensors {one.layout} have {share:.1g} of the squares"
                 self._notes.append(f"{what}: one number cannot tell how they count")
+
+
+def everywhere(value: Any) -> list[Any]:
+    """Return the ``value`` of every process, by its rank; a collective."""
+    return _all(value, dist.get_world_size() if several_processes() else 1)
 
 
 def _all(value: Any, world: int) -> list[Any]:
@@ -335,12 +476,14 @@ def _all(value: Any, world: int) -> list[Any]:
     return gather_objects(ReductionGroup(dist.group.WORLD, frozenset(range(world))), value)
 
 
-def _described(models: Sequence[nn.Module]) -> tuple[list[Piece], list[list[Held]]]:
+def _described(
+    models: Sequence[nn.Module], wanted: Collection[int] | None = None
+) -> tuple[list[Piece], list[list[Held]]]:
     """What this process holds, and all processes do in short. Where one must refuse, all do."""
     world = dist.get_world_size() if several_processes() else 1
     pieces, mine, error = [], [], None
     try:
-        pieces = pieces_of(models)
+        pieces = pieces_of(models, wanted)
     except GradguardError as raised:
         error = raised
     _raise_together(error, world)
@@ -354,10 +497,27 @@ def _described(models: Sequence[nn.Module]) -> tuple[list[Piece], list[list[Held
     processes = _all(mine, world)
     if not any(processes):
         raise UnsupportedGradientError(
-            "no parameter has a gradient: expected .grad after backward and before the step, also on engines that keep "
-            "gradients elsewhere, such as DeepSpeed's ZeRO, whose report can be audited where .grad is still there."
+            "no parameter has a gradient: expected .grad after backward and before the step. An engine that keeps "
+            "gradients elsewhere is audited itself, as in gg.audit_norm(engine) for DeepSpeed's ZeRO."
         )
+    _check_whole(processes)
     return pieces, processes
+
+
+def _check_whole(processes: Sequence[Sequence[Held]]) -> None:
+    """Where a layout says how many elements a tensor has, its parts must have them: a wrong layout is no truth."""
+    held: dict[tuple, int] = {}
+    for pieces in processes:
+        for one in pieces:
+            if one.whole is not None:
+                key = one.names, one.group, one.whole
+                held[key] = held.get(key, 0) + one.numel
+    for (names, _, whole), numel in held.items():
+        if numel != whole:
+            raise UnsupportedGradientError(
+                f"the parts of the gradient of {names[0]} have {numel} elements on all processes: expected {whole}, "
+                "each once. What the engine holds is not one gradient; no true norm can be told from it."
+            )
 
 
 def _raise_together(error: GradguardError | None, world: int) -> None:

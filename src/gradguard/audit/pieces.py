@@ -1,7 +1,7 @@
 """The gradients that this process holds: told in a few numbers, filled for a probe, and put back to the last bit."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -10,8 +10,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from gradguard.audit.coefficients import Applied
+from gradguard.audit.engines import holds_gradients_itself, slices_of
 from gradguard.audit.held import Claim, Held, Sketch
-from gradguard.distributed.placements import added_up, is_sharded, local_part, placement_of
+from gradguard.distributed.placements import added_up, is_partial, is_sharded, local_part, placement_of
 from gradguard.distributed.wrappers import flat_placements, named_parameters
 from gradguard.errors import InvalidTypeError, UnsupportedGradientError
 from gradguard.torch_private import padding_of_flat
@@ -31,6 +32,7 @@ class Piece:
         group: Who else has a part or a copy, as the layout says.
         part: Which part this is.
         real: How many of its elements are no padding.
+        whole: How many elements all parts have together, where the layout says so.
 
     Attributes:
         names: These names.
@@ -44,8 +46,10 @@ class Piece:
         group: tuple[int, ...],
         part: tuple[int, ...],
         real: int,
+        whole: int | None = None,
     ) -> None:
         self.names, self._parameters, self._group, self._part, self.real = names, parameters, group, part, real
+        self._whole = whole
         self._attribute = "grad" if parameters[0].grad is not None else "main_grad"
         self.grad: Any = getattr(parameters[0], self._attribute)
         self._local = local_part(self.grad)
@@ -60,8 +64,9 @@ class Piece:
         square = float(torch.linalg.vector_norm(_wide(values).flatten())) ** 2 if values.numel() else 0.0
         dtype = str(self.grad.dtype).removeprefix("torch.")
         return Held(
-            self.names, self.real, square, sketch_of(values), weight, dtype, self._group, self._part, claim_of(p), index
-        )
+            self.names, self.real, square, sketch_of(values), weight, dtype, self._group, self._part, claim_of(p),
+            index, self._whole,
+        )  # fmt: skip
 
     def fill(self, value: float) -> None:
         """Let the whole gradient have this value in each element, summands added up."""
@@ -77,26 +82,40 @@ class Piece:
                 setattr(p, self._attribute, self.grad)
 
     def applied(self, computed: float) -> Applied | None:
-        """Return what it has been multiplied by since; None for one of zeros, and for one that is laid out anew.
+        """Return what it has been multiplied by since; None for one of zeros. A collective if Partial was added up.
 
         Args:
             computed: The norm that was computed meanwhile.
 
         Returns:
-            The coefficient, and how sure it is.
+            The coefficient, and how sure it is; NaN for a gradient that is laid out anew in another way.
         """
         now = getattr(self._parameters[0], self._attribute, None)
-        if now is not None and getattr(now, "placements", None) != getattr(self.grad, "placements", None):
-            return None
-        before = _wide(self._before).flatten()
+        before = self._before if now is None else self._before_as(now)
+        if before is None:
+            return Applied(self.names[0], math.nan, 0.0, 0.0, computed)
+        tolerance = 2e-2 if before.dtype in (torch.float16, torch.bfloat16) else 1e-4
+        before = _wide(before).flatten()
         square = float(before.abs().square().sum()) if before.numel() else 0.0
         if not square:
             return None
         after = torch.zeros_like(before) if now is None else _wide(local_part(now)).flatten()
         coefficient = float(torch.vdot(before, after).real) / square
         residual = float(torch.linalg.vector_norm(after - coefficient * before)) / math.sqrt(square)
-        tolerance = 2e-2 if self._before.dtype in (torch.float16, torch.bfloat16) else 1e-4
         return Applied(self.names[0], coefficient, residual, tolerance, computed)
+
+    def _before_as(self, now: Any) -> Tensor | None:
+        """What it was, laid out as it is now; None where these cannot be compared."""
+        laid_out, placements = getattr(self.grad, "placements", None), getattr(now, "placements", None)
+        if placements == laid_out:
+            return self._before
+        if None in (laid_out, placements) or now.device_mesh != self.grad.device_mesh or is_partial(now):
+            return None
+        from torch.distributed.tensor import DTensor
+
+        mesh, shape, stride = self.grad.device_mesh, self.grad.shape, self.grad.stride()
+        before = DTensor.from_local(self._before, mesh, laid_out, run_check=False, shape=shape, stride=stride)
+        return local_part(added_up(before).redistribute(mesh, placements))  # type: ignore[attr-defined]
 
     def _adds_up(self, value: float) -> bool:
         """Tell whether this process' summand is the value; of sums all but one are zero."""
@@ -111,21 +130,32 @@ def _wide(tensor: Tensor) -> Tensor:
     return tensor.detach().to(torch.complex128 if tensor.is_complex() else torch.float64)
 
 
-def pieces_of(models: Sequence[nn.Module]) -> list[Piece]:
+def pieces_of(models: Sequence[nn.Module], wanted: Collection[int] | None = None) -> list[Piece]:
     """Return what this process holds of the gradients of ``models``.
+
+    Args:
+        models: The modules; of DeepSpeed the engine.
+        wanted: The identities of the parameters that are looked at; None for all.
 
     Raises:
         UnsupportedGradientError: If a gradient is sparse, of another dtype, or shares memory with itself.
     """
     found: dict[tuple, tuple[list[str], list[nn.Parameter], tuple]] = {}
+    of_engines = []
     for number, model in enumerate(models):
         front = f"{number}." if len(models) > 1 else ""
+        if holds_gradients_itself(model):
+            of_engines += [
+                Piece((front + s.name,), [s], s.group, (dist.get_rank(),), s.real, s.whole)  # type: ignore[list-item]
+                for s in slices_of(model)
+            ]
+            continue
         named = named_parameters(model, remove_duplicate=False)
         flat = flat_placements([p for _, p in named], model)
         replicated = _replicated(model)
         for name, p in named:
             grad = gradient_of(p)
-            if grad is None:
+            if grad is None or (wanted is not None and id(p) not in wanted):
                 continue
             _check(grad, name)
             local = local_part(grad)
@@ -133,7 +163,7 @@ def pieces_of(models: Sequence[nn.Module]) -> list[Piece]:
             names, parameters, _ = found.setdefault(key, ([], [], _layout(p, grad, flat, replicated)))
             names.append(front + name)
             parameters.append(p)
-    return [Piece(tuple(names), ps, *layout) for names, ps, layout in found.values()]
+    return [*(Piece(tuple(names), ps, *layout) for names, ps, layout in found.values()), *of_engines]
 
 
 def gradient_of(parameter: Any) -> Tensor | None:

@@ -13,8 +13,11 @@ from gradguard.audit.factors import Setting, candidates, named
 from gradguard.audit.held import Tensor
 from gradguard.audit.report import NormClass, NormFinding
 
-Ask = Callable[[Sequence[int], int | None], list[float]]
-"""Fill the tensors at these positions, on one rank or on all, and return the norm that each rank computes."""
+Ask = Callable[[Sequence[int], int | None, bool], list[float]]
+"""Fill the tensors at these positions, on one rank or on all, and return the norm that each rank computes.
+
+The last argument says whether with the values of the second question, see `elements_value`.
+"""
 
 _MOST_RANKS = 64
 """Holders that are asked one by one."""
@@ -37,14 +40,21 @@ class Counted:
     words: str = ""
 
 
-def elements_value(place: int, numel: int) -> float:
+def elements_value(place: int, numel: int, again: bool = False) -> float:
     """Return what every element of a tensor is filled with: exact in every dtype, another square for each tensor.
 
     Seven bits and a power of two: norms lie between 1 and 4, as far as 16 bits allow, so that no square overflows and
-    none is lost; two tensors whose squares are equal could stand for each other.
+    none is lost; two tensors whose squares are equal could stand for each other, one twice and one not at all. Their
+    numbers of elements may make them so; then they are not in a second question, where the larger value is the smaller.
+
+    Args:
+        place: The position of the tensor.
+        numel: Its number of elements.
+        again: Whether this is the second question.
     """
     exponent = min(12, max(0, math.floor(math.log2(max(1, numel)) / 2)))
-    return (64 + (place * 37 + 11) % 64) / 64 * 2.0**-exponent
+    bits = (place * 37 + 11) % 64
+    return (64 + (63 - bits if again else bits)) / 64 * 2.0**-exponent
 
 
 class Probe:
@@ -72,14 +82,14 @@ class Probe:
             found += [Counted(tuple(ps), *key) for key, ps in alike.items()]
         return found
 
-    def answers(self, places: Sequence[int], rank: int | None = None) -> list[float]:
+    def answers(self, places: Sequence[int], rank: int | None = None, again: bool = False) -> list[float]:
         """Return the squares of the norms of all ranks."""
         self.calls += 1
-        return [norm * norm for norm in self._ask(places, rank)]
+        return [norm * norm for norm in self._ask(places, rank, again)]
 
-    def square(self, place: int) -> float:
+    def square(self, place: int, again: bool = False) -> float:
         """Return the square of one tensor as it is filled, each element once."""
-        return elements_value(place, self._tensors[place].numel) ** 2 * self._tensors[place].numel
+        return elements_value(place, self._tensors[place].numel, again) ** 2 * self._tensors[place].numel
 
     def local_square(self, places: Sequence[int], rank: int) -> float:
         """Return the square of what one rank holds of them."""
@@ -101,17 +111,25 @@ class Probe:
         if not expected:  # without an element
             return []
         answers = self.answers(places)
-        if self._are(answers, [expected] * len(answers)):
+        right = self._are(answers, [expected] * len(answers))
+        if right and (len(places) == 1 or self._is_right_again(places)):
             return [Counted(tuple(places), "", 1.0)]
         if len(places) > 1:
-            whole = self._diagnosed(places, answers, expected)
+            whole = None if right else self._diagnosed(places, answers, expected)
             middle = len(places) // 2
-            if whole is not None and whole.kind == "factor" and whole.words and self._is_uniform(places, whole):
+            known = whole is not None and whole.kind in ("factor", "ranks") and whole.words
+            if whole is not None and known and self._is_uniform(places, whole):
                 return [whole]
             return [*self._of_few(places[:middle]), *self._of_few(places[middle:])]
         one = self._diagnosed(places, answers, expected)
         assert one is not None
         return [one]
+
+    def _is_right_again(self, places: Sequence[int]) -> bool:
+        """Tell whether tensors that count once together do so with other values: wrong ones may cancel."""
+        expected = math.fsum(self.square(place, True) for place in places)
+        answers = self.answers(places, again=True)
+        return self._are(answers, [expected] * len(answers))
 
     def _is_uniform(self, places: Sequence[int], whole: Counted) -> bool:
         """Tell whether each half counts as the whole does; a factor that is met by chance does not stay."""
@@ -142,7 +160,7 @@ class Probe:
         count = answers[0] / expected
         if len(holders) > 1 and self._are(answers[:1], [mean * mean]) and self._mean_of_ranks(places, holders):
             return Counted(tuple(places), "mean", count)
-        if len(places) == 1 and 1 < len(holders) <= _MOST_RANKS:
+        if count < 1 and 1 < len(holders) <= _MOST_RANKS:
             some = self._some_ranks(places, holders)
             if some is not None:
                 return Counted(tuple(places), "ranks", count, some)
@@ -163,8 +181,8 @@ class Probe:
 
     def _some_ranks(self, places: Sequence[int], holders: Sequence[int]) -> str | None:
         """Return which ranks' parts count, where some do and some do not."""
-        tensor = self._tensors[places[0]]
-        if tensor.copies > 1 and len(tensor.parts) == 1:  # of copies one is enough
+        tensors = [self._tensors[i] for i in places]
+        if all(len(tensor.parts) == 1 for tensor in tensors):  # of copies one is enough
             return None
         counts = {}
         for rank in holders:
@@ -174,7 +192,9 @@ class Probe:
         none = [rank for rank, count in counts.items() if count <= self._tolerance]
         some = [rank for rank in counts if rank not in none]
         return (
-            f"only what rank {_ranks(some)} holds counts" if none and some and not self._covers(some, tensor) else None
+            f"only what rank {_ranks(some)} holds counts"
+            if none and some and not all(self._covers(some, tensor) for tensor in tensors)
+            else None
         )
 
     @staticmethod

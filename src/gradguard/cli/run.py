@@ -21,7 +21,11 @@ if TYPE_CHECKING:
 
 _USAGE = (
     "gradguard run [--out DIR] [--force] [--every N] [--clip RULE] [--steps N] [--seed N] [--no-report] "
-    "[--on-finding COMMAND] [--argv] (script.py | -m module) [args ...]"
+    "[--on-finding COMMAND] [--argv] [--audit-norm] (script.py | -m module) [args ...]"
+)
+_AUDIT_HELP = (
+    "record nothing: compare the norm that the script clips by with the true one, for 3 steps or --steps, then end it. "
+    "Exit code: 0 for PASS, 1 for FAIL, 3 for INCONCLUSIVE, 2 if the script fails before"
 )
 _ON_FINDING_HELP = (
     "run this in the background for each health finding: the finding as JSON on its stdin, and in words as its last "
@@ -48,6 +52,7 @@ def add_to(commands) -> None:
     parser.add_argument("--seed", type=int, metavar="N", help="seed random, numpy and torch before the script starts")
     parser.add_argument("--no-report", action="store_true", help="write the record and nothing else")
     parser.add_argument("--on-finding", metavar="COMMAND", help=_ON_FINDING_HELP)
+    parser.add_argument("--audit-norm", action="store_true", help=_AUDIT_HELP)
     parser.set_defaults(call=_run)
 
 
@@ -59,6 +64,8 @@ def _run(options: argparse.Namespace, program: ProgramLine) -> int:
             raise CommandError(f"--{name} {number}: expected a number of steps, at least 1.")
     if options.seed is not None and not 0 <= options.seed < 2**32:
         raise CommandError(f"--seed {options.seed}: expected a number from 0 to 4294967295.")
+    if options.audit_norm:
+        return _audit_norm(options, program)
     rule = _rule(options.clip) if options.clip is not None else None
 
     from gradguard.monitoring.observe.meta import rank_and_world
@@ -77,6 +84,35 @@ def _run(options: argparse.Namespace, program: ProgramLine) -> int:
     elif record.exists() and not options.force:
         raise CommandError(f"{record} exists: choose another --out, or add --force to replace it.")
     return _observe(loaded, program.typed, record, rule, options, alert)
+
+
+def _audit_norm(options: argparse.Namespace, program: ProgramLine) -> int:
+    given = vars(options)
+    other = [n for n in ("out", "force", "every", "clip", "no_report", "on_finding", "argv") if given[n]]
+    if other:
+        raise CommandError(f"--{other[0].replace('_', '-')} with --audit-norm: an audit records and clips nothing.")
+
+    from gradguard.audit.in_script import ScriptAudit
+    from gradguard.monitoring.observe.intercept import patched
+    from gradguard.monitoring.observe.meta import living_modules, rank_and_world
+    from gradguard.monitoring.observe.script import load_module, load_script, run, seed_generators
+    from gradguard.monitoring.observe.watch import stop_watching
+
+    loaded = (load_module if program.is_module else load_script)(program.words[0], program.words[1:])
+    stop_watching()
+    if options.seed is not None:
+        seed_generators(options.seed)
+    audit = ScriptAudit(living_modules, options.steps or 3)
+    with audit.listening(), patched(audit):
+        code = run(loaded)
+    if code and not audit.done:
+        on_stderr(f"the script ended with exit code {code} before its norm was audited.")
+        return 2
+    verdict, text = audit.outcome()
+    if rank_and_world()[0] == 0:
+        with encodable(sys.stdout):
+            print("\n".join(map(printable, text.splitlines())))
+    return {"PASS": 0, "FAIL": 1, "INCONCLUSIVE": 3}[verdict]
 
 
 def _rule(text: str) -> "NamedRule":

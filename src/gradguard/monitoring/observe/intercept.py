@@ -9,7 +9,7 @@ import threading
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -147,6 +147,7 @@ class ClipCall:
         norm: The norm that it was given, if it does not take one itself.
         measures: Whether it takes the norm of each gradient by PyTorch's `torch._foreach_norm`.
         whole: Whether the gradients are shards, so that nobody but the call itself knows their norm.
+        again: Makes the call, untold of; None where nobody can.
     """
 
     rule: str
@@ -155,6 +156,7 @@ class ClipCall:
     norm: Any = None
     measures: bool = False
     whole: bool = False
+    again: Callable[[], Any] | None = None
 
 
 def _clip(original: Callable, read: Callable[..., ClipCall], name: str) -> Callable:
@@ -169,6 +171,8 @@ def _clip(original: Callable, read: Callable[..., ClipCall], name: str) -> Calla
         except Exception:  # a wrong call: the original says so
             return original(*args, **kwargs)
         parameters, seen = _reusable(parameters)
+        repeated = functools.partial(original, *rest, **{**kwargs, key: seen}) if key else None
+        call = replace(call, again=repeated or functools.partial(original, seen, *rest, **kwargs))
         tensors: list[Tensor] = []
         with suppress(Exception):  # of what the script passes anything may raise, at the second look
             tensors = tensors_of(seen)

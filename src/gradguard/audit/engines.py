@@ -1,0 +1,105 @@
+"""Engines that keep gradients elsewhere than in ``.grad``: DeepSpeed's ZeRO, stages 1 to 3, read and never imported."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from gradguard.errors import UnsupportedGradientError
+
+
+class Slice:
+    """This process' part of one gradient, in the place of its parameter.
+
+    Args:
+        name: The parameter's name.
+        grad: The part: the engine's own tensor.
+        group: The processes that have parts.
+        whole: Number of elements of all parts together.
+        real: How many elements of this one are no padding.
+
+    Attributes:
+        name: This name.
+        grad: This tensor.
+        group: These processes.
+        whole: This number.
+        real: This number.
+        shape: None: its weight lies in another way, so that it tells nothing.
+    """
+
+    def __init__(self, name: str, grad: Tensor, group: tuple[int, ...], whole: int, real: int) -> None:
+        self.name, self.grad, self.group, self.whole, self.real = name, grad, group, whole, real
+        self.shape = None
+
+
+def holds_gradients_itself(model: nn.Module) -> bool:
+    """Tell whether ``model`` is a DeepSpeed engine whose gradients are ZeRO's."""
+    return hasattr(getattr(model, "optimizer", None), "averaged_gradients")
+
+
+def norm_of_engine(model: nn.Module) -> Callable[[], Any]:
+    """Return the function by which ZeRO computes the norm that it clips by, with the loss scale in it."""
+    zero = model.optimizer
+    if not hasattr(zero, "_get_norm_groups"):
+        return zero.scaled_global_norm  # type: ignore[union-attr]
+    # Stage 3 has no function of its own for the norm of all groups: it takes the root of the sum of their squares.
+    return lambda: torch.stack([torch.as_tensor(n).double() for n in zero._get_norm_groups()]).norm()  # type: ignore[union-attr, operator]
+
+
+def clip_of_engine(engine: Any) -> tuple[Callable[[], Any], float | None, float]:
+    """Return ZeRO's clip as a function that returns its norm, its threshold where it is to be seen, the loss scale.
+
+    Stage 3, and a loss scale, are clipped in copies: there the function only measures.
+    """
+    zero, norm = engine.optimizer, norm_of_engine(engine)
+    scale, limit = float(zero.loss_scale), float(engine.gradient_clipping() or 0.0)
+    if hasattr(zero, "_get_norm_groups") or scale != 1.0 or not limit:
+        return (lambda: norm() / scale), None, scale
+
+    def clip() -> Any:
+        found = norm()
+        zero.unscale_and_clip_grads([one for tensors in zero.averaged_gradients.values() for one in tensors], found)
+        return found
+
+    return clip, limit, scale
+
+
+def slices_of(engine: Any) -> list[Slice]:
+    """Return this process' parts of the gradients, as ZeRO keeps them between backward and step.
+
+    Raises:
+        UnsupportedGradientError: If there are none, or they are on the host.
+    """
+    zero, names = engine.optimizer, {id(p): name for name, p in engine.module.named_parameters()}
+    offloaded = bool(getattr(zero, "cpu_offload", False) or getattr(zero, "offload_optimizer", False))
+    kept = [] if offloaded else [tensors for tensors in zero.averaged_gradients.values() if tensors is not None]
+    if not kept:
+        raise UnsupportedGradientError(
+            "ZeRO holds no gradients here: expected those of engine.backward(loss) before engine.step(), at a boundary "
+            "of accumulation, and not offloaded to the host."
+        )
+    return [one for group, tensors in zero.averaged_gradients.items() for one in _of_group(zero, group, tensors, names)]
+
+
+def _of_group(zero: Any, group: int, tensors: Sequence[Tensor], names: dict[int, str]) -> list[Slice]:
+    third = hasattr(zero, "_get_norm_groups")
+    params = zero.fp16_groups[group] if third else zero.params_in_partition[group]
+    ranks = _ranks(zero.dp_process_group if third else zero.real_dp_process_group[group])
+    real = [t for t in tensors if not getattr(t, "_zero_padding", False)]
+    if len(real) != len(params):
+        raise UnsupportedGradientError(
+            f"ZeRO holds {len(real)} gradients for {len(params)} parameters of group {group}: expected as many."
+        )
+    found = []
+    for p, tensor in zip(params, real, strict=True):
+        whole = int(p.ds_numel if third else p.numel())
+        before = ranks.index(dist.get_rank()) * tensor.numel() if third else 0  # equal parts, the last ones padded
+        ours = max(0, min(tensor.numel(), whole - before))
+        found.append(Slice(names.get(id(p), f"group {group}"), tensor, ranks, whole, ours))
+    return found
+
+
+def _ranks(group: Any) -> tuple[int, ...]:
+    return tuple(dist.get_process_group_ranks(group))

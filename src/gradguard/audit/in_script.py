@@ -1,0 +1,397 @@
+"""The audit of the clips that a script makes, in its first steps: who listens to a run of it, and sums up.
+
+What is seen: PyTorch's clipping functions, FSDP1's method, gradguard's own clips, torchtitan's function and the steps
+of DeepSpeed's engines. Whatever else clips is not, which is said.
+"""
+
+import contextlib
+import functools
+import math
+import sys
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from gradguard.audit.coefficients import Applied
+from gradguard.audit.engines import clip_of_engine, holds_gradients_itself
+from gradguard.audit.norm import WatchedClip, everywhere
+from gradguard.audit.report import NormAudit, NormFinding, Verdict, verdict_of
+from gradguard.clip_events import ClipEvent, listen
+from gradguard.errors import GradguardError
+from gradguard.grad_scaler import ScalerStep, listen_to_steps
+from gradguard.optimizer_hooks import EveryStep
+
+_SEEN = (
+    "what is seen is clip_grad_norm_ and clip_grads_with_norm_ of PyTorch, FSDP1's method, gradguard's clips, "
+    "torchtitan's and DeepSpeed's. Audit another norm in the script itself: gg.audit_norm(model, norm)"
+)
+
+_FUNCTIONS = (("torchtitan.distributed.utils", "clip_grad_norm_"), ("deepspeed.runtime.engine", "clip_grad_norm_"))
+"""Functions that clip and are looked up by their name in this module at each call."""
+
+
+class AuditDone(SystemExit):
+    """Ends a script whose norm has been audited: what cleans up on the way out does so."""
+
+
+@dataclass(slots=True)
+class _Scaled:
+    """A call that was told a norm."""
+
+    parameters: list[Tensor]
+    watched: WatchedClip
+    applied: list[Applied]
+    norm: Any
+    limit: float | None
+
+
+class ScriptAudit:
+    """Audits the clips of a script; a listener of its backward passes, clips and steps.
+
+    Args:
+        modules: Returns the root modules that exist.
+        steps: After so many optimizer steps the script ends.
+
+    Attributes:
+        done: Whether so many steps were seen.
+        audits: The audits, in their order, each with the parameters that it is of.
+    """
+
+    def __init__(self, modules: Callable[[], list[nn.Module]], steps: int) -> None:
+        self._modules, self._left = modules, steps
+        self.audits: list[tuple[frozenset[int], NormAudit]] = []
+        self.done = False
+        self._begin_round()
+        self._known: dict[frozenset[int], list[nn.Module]] = {}  # to find all modules takes a while
+        self._silent = 0  # within a call that has been told of
+        self._restore: list[Callable[[], None]] = []
+
+    def _begin_round(self) -> None:
+        """From the first backward pass or clip after a step to the last optimizer that steps."""
+        self._backwards, self._first = 0, len(self.audits)
+        self._stepped: set[int] = set()
+        self._clipped: set[int] = set()
+        self._scaled: list[_Scaled] = []  # calls that were told a norm
+        self._whole = False  # an engine has clipped everything
+        self._own: tuple[list[Tensor], WatchedClip] | None = None
+
+    @contextlib.contextmanager
+    def listening(self) -> Iterator["ScriptAudit"]:
+        """Hear of optimizer steps, loss scales and gradguard's own clips until the block ends."""
+        hooks = EveryStep(self._before_step, lambda optimizer: None)
+        ends = listen(self), listen_to_steps(self._scaler_begins, lambda optimizer, step: None)
+        try:
+            yield self
+        finally:
+            hooks.remove()
+            for end in (*ends, *self._restore):
+                end()
+
+    # --- what the script does -----------------------------------------------------------------------------------------
+
+    def on_backward(self, loss: Tensor) -> None:
+        """Count the micro-batches."""
+        self._may_end_round()
+        self._backwards += 1
+        self._wrap_engines()
+
+    def on_clip(self, call: Any, parameters: list[Tensor]) -> contextlib.AbstractContextManager:
+        """A call of a foreign function is about to clip: audit it, and let what it calls itself be."""
+        if not self._silent:
+            self._may_end_round()
+            self._call(call, parameters)
+        return self._in_silence()
+
+    def on_clipped(self, norm: Any) -> None:
+        """It was audited before."""
+
+    def on_scale(self, loss: Any, scaled: Any) -> None:
+        """Whether gradients are scaled when they are clipped is seen when the scaler steps."""
+
+    def on_scale_update(self, before: Any, after: Any) -> None:
+        """The same."""
+
+    def before_clip(self, parameters: Sequence[Tensor], tells_norms: bool) -> None:
+        """A clip of gradguard's is about to act."""
+        del tells_norms
+        if not self._silent:
+            self._may_end_round()
+            self._own = None
+            self._guarded(parameters, lambda: self._look(parameters))
+
+    def after_clip(self, event: ClipEvent) -> None:
+        """It is done, and tells its norm."""
+        seen, self._own = self._own, None
+        if self._silent or event.elements is not None:
+            return
+        if seen is None:
+            if event.optimizer is not None:
+                self._refuse(event.parameters, f"{event.rule} acts within the step, where it cannot be called again")
+            return
+        parameters, watched = seen
+        if event.norm is None or event.norm_type != 2:
+            self._refuse(parameters, f"the clip by {event.rule} tells no 2-norm of all gradients")
+            return
+        norm, limit = event.norm, _number(event.threshold)
+
+        def judged() -> None:
+            applied = watched.applied(norm) if event.rule == "norm" else None  # other rules have no one coefficient
+            self._keep(parameters, watched.told(norm, limit, applied, self._earlier(parameters)))
+
+        self._guarded(parameters, judged)
+
+    def _scaler_begins(self, optimizer: Optimizer, step: ScalerStep) -> None:
+        """A GradScaler is about to step: whoever clipped gradients that it has still to unscale clipped wrongly."""
+        scale = 1.0 if step.scale is None else float(step.scale)
+        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        if scale != 1.0 and held & self._clipped:
+            what = (
+                f"gradients are clipped while they are multiplied by the loss scale of {scale:g}: call unscale_ before"
+            )
+            self._add(self._first, NormFinding("coefficient", what))
+
+    def _before_step(self, optimizer: Optimizer, evaluation: int) -> None:
+        if evaluation or self._silent or self.done:
+            return
+        if id(optimizer) in self._stepped:  # without a backward that we hear of
+            self._end_round()
+        self._stepped.add(id(optimizer))
+        self._guarded([p for one in self._scaled for p in one.parameters], self._judge_scaled)
+        if self._whole:
+            return
+        grads = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        if not self._clipped:
+            self._guarded(grads, lambda: self._unclipped_step(grads))
+        elif forgotten := [p for p in grads if id(p) not in self._clipped]:
+            names = self._names(forgotten)
+            what = "no clip was given these, which the optimizer steps by: a norm that is meant to be of all lacks them"
+            self._add(self._first, NormFinding("unclipped", what, names))
+
+    def _unclipped_step(self, parameters: Sequence[Tensor]) -> None:
+        if not parameters:
+            return
+        models, wanted = self._holding(parameters)
+        audit = WatchedClip(models, wanted, self._backwards or 1).alone()
+        self._keep(parameters, audit)
+        self._add(len(self.audits) - 1, NormFinding("unseen", f"no clip was seen before this step: {_SEEN}"))
+
+    # --- a clip -------------------------------------------------------------------------------------------------------
+
+    def _call(self, call: Any, parameters: Sequence[Tensor]) -> None:
+        self._clipped |= {id(p) for p in parameters}
+        if call.rule != "norm" or call.norm_type != 2:
+            what = "a clip by value has no norm" if call.rule == "value" else f"a norm of order {call.norm_type:g}"
+            self._refuse(parameters, f"{what}: only 2-norms are audited")
+            return
+        self._guarded(parameters, lambda: self._audited(call.again, parameters, _number(call.threshold), call.norm))
+
+    def _audited(self, again: Callable[[], Any], parameters: Sequence[Tensor], limit: float | None, given: Any) -> None:
+        models, wanted = self._holding(parameters)
+        watched = WatchedClip(models, wanted, self._backwards or 1)
+        if given is None:
+            self._keep(parameters, watched.again(again, limit))
+        else:
+            # Its norm may be that of other lists too, which come before the step: then judged together.
+            self._scaled.append(_Scaled(list(parameters), watched, watched.tried(again, given), given, limit))
+
+    def _judge_scaled(self) -> None:
+        """Judge the calls that were told a norm, those with one norm as one clip."""
+        waiting, self._scaled = self._scaled, []
+        if not waiting:
+            return
+        given = everywhere([_number(one.norm) for one in waiting])  # grouped alike on all processes
+        groups: list[list[int]] = []
+        for i in range(len(waiting)):
+            group = next(
+                (g for g in groups if _is_same(given, g[0], i) and waiting[g[0]].limit == waiting[i].limit), []
+            )
+            group.append(i)
+            if len(group) == 1:
+                groups.append(group)
+        for group in groups:
+            ones = [waiting[i] for i in group]
+            parameters = [p for one in ones for p in one.parameters]
+            whole, applied = (
+                ones[0].watched.joined([one.watched for one in ones[1:]]),
+                [a for o in ones for a in o.applied],
+            )
+            self._keep(parameters, whole.told(ones[0].norm, ones[0].limit, applied, self._earlier(parameters)))
+
+    def _look(self, parameters: Sequence[Tensor]) -> None:
+        models, wanted = self._holding(parameters)
+        self._own = list(parameters), WatchedClip(models, wanted, self._backwards or 1)
+
+    def _engine(self, engine: Any) -> None:
+        """A step of a DeepSpeed engine whose gradients are ZeRO's."""
+        clip, limit, scale = clip_of_engine(engine)
+        self._whole = True
+        key = list(engine.module.parameters())
+
+        def audited() -> None:
+            self._keep(key, WatchedClip([engine], (), self._backwards or 1, scale).again(clip, limit))
+
+        self._guarded(key, audited)
+
+    def _guarded(self, parameters: Sequence[Tensor], audit: Callable[[], None]) -> None:
+        """Audit; what cannot be is said. All processes come here alike, and all refuse alike."""
+        if self.done:
+            return
+        try:
+            with self._in_silence():
+                audit()
+        except GradguardError as error:
+            self._refuse(parameters, str(error))
+
+    def _refuse(self, parameters: Sequence[Tensor], why: str) -> None:
+        self._keep(parameters, NormAudit("INCONCLUSIVE", (NormFinding("refused", why),)))
+
+    def _keep(self, parameters: Sequence[Tensor], audit: NormAudit) -> None:
+        self._clipped |= {id(p) for p in parameters}
+        self.audits.append((frozenset(map(id, parameters)), audit))
+
+    def _add(self, place: int, finding: NormFinding) -> None:
+        """Let an audit of this round have one finding more."""
+        if place < len(self.audits):
+            key, audit = self.audits[place]
+            findings = (*audit.findings, finding)
+            self.audits[place] = key, replace(audit, findings=findings, verdict=verdict_of(findings))
+
+    def _earlier(self, parameters: Sequence[Tensor]) -> list[NormAudit]:
+        """The audits of the same clip that have a report and classes as it has now; others tell nothing of it."""
+        key = frozenset(map(id, parameters))
+        return [audit for its, audit in self.audits if its == key and audit.reported is not None and audit.classes]
+
+    def _may_end_round(self) -> None:
+        """A backward pass or a clip after a step begins the next round: not each backward pass is heard of."""
+        if self._stepped:
+            self._end_round()
+
+    def _end_round(self) -> None:
+        if len(self.audits) > self._first:
+            self._left -= 1
+        self._begin_round()
+        if self._left <= 0:
+            self.done = True
+            raise AuditDone(0)
+
+    @contextlib.contextmanager
+    def _in_silence(self) -> Iterator[None]:
+        self._silent += 1
+        try:
+            yield
+        finally:
+            self._silent -= 1
+
+    # --- modules and engines ------------------------------------------------------------------------------------------
+
+    def _holding(self, parameters: Sequence[Tensor]) -> tuple[list[nn.Module], set[int]]:
+        """The modules that hold these parameters, the one with the most first; a stand-in for those in none."""
+        wanted = {id(p) for p in parameters if p.grad is not None or hasattr(p, "main_grad")}
+        key = frozenset(wanted)
+        if key not in self._known:
+            self._known[key] = self._found(parameters, wanted)
+        return self._known[key], wanted
+
+    def _found(self, parameters: Sequence[Tensor], wanted: set[int]) -> list[nn.Module]:
+        held = [(module, {id(p) for p in module.parameters()} & wanted) for module in self._modules()]
+        held.sort(key=lambda pair: (-len(pair[1]), type(pair[0]).__name__))
+        found, left = [], set(wanted)
+        for module, its in held:
+            if its & left:
+                found.append(module)
+                left -= its
+        if left:
+            found.append(_stand_in([p for p in parameters if id(p) in left]))
+        return found or [_stand_in([])]
+
+    def _names(self, parameters: Sequence[Tensor]) -> tuple[str, ...]:
+        wanted = {id(p) for p in parameters}
+        names = {id(p): name for m in self._modules() for name, p in m.named_parameters() if id(p) in wanted}
+        return tuple(names.get(id(p), "a parameter of no module") for p in parameters)
+
+    def _wrap_engines(self) -> None:
+        """Replace what engines clip by, as soon as the script has imported them."""
+        for module, name in _FUNCTIONS:
+            if module in sys.modules:
+                self._replace(sys.modules[module], name, self._function)
+        engine = getattr(sys.modules.get("deepspeed.runtime.engine"), "DeepSpeedEngine", None)
+        if engine is not None:
+            self._replace(engine, "_take_model_step", self._step_of_engine)
+
+    def _replace(self, owner: Any, name: str, wrap: Callable[[Callable], Callable]) -> None:
+        original = vars(owner).get(name)
+        if original is not None and not hasattr(original, "_audited_by_gradguard"):
+            wrapper: Any = wrap(original)
+            wrapper._audited_by_gradguard = True
+            setattr(owner, name, wrapper)
+            self._restore.append(lambda: setattr(owner, name, original))
+
+    def _function(self, original: Callable) -> Callable:
+        @functools.wraps(original)
+        def clip(parameters: Any, max_norm: Any, *args: Any, **kwargs: Any) -> Any:
+            listed = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+            again = functools.partial(original, listed, max_norm, *args, **kwargs)
+            order = float(kwargs.get("norm_type", args[0] if args else 2.0))
+            if not self._silent:
+                self._may_end_round()
+                self._clipped |= {id(p) for p in listed}
+                if order == 2:
+                    self._guarded(listed, lambda: self._audited(again, listed, _number(max_norm), None))
+                else:
+                    self._refuse(listed, f"a norm of order {order:g}: only 2-norms are audited")
+            with self._in_silence():
+                return again()
+
+        return clip
+
+    def _step_of_engine(self, original: Callable) -> Callable:
+        @functools.wraps(original)
+        def step(engine: Any, *args: Any, **kwargs: Any) -> Any:
+            if holds_gradients_itself(engine) and not self._silent:
+                self._may_end_round()
+                self._engine(engine)
+            return original(engine, *args, **kwargs)
+
+        return step
+
+    # --- what came out ------------------------------------------------------------------------------------------------
+
+    def outcome(self) -> tuple[Verdict, str]:
+        """Return the verdict on all clips, and why: of each clip the last audit, and those before it that failed."""
+        if not self.audits:
+            return "INCONCLUSIVE", f"{'INCONCLUSIVE':<13} unseen: no clip and no optimizer step was seen: {_SEEN}"
+        last = {key: place for place, (key, _) in enumerate(self.audits)}
+        still = {key for key, place in last.items() if self.audits[place][1].verdict == "FAIL"}
+        shown = [
+            audit for place, (key, audit) in enumerate(self.audits)
+            if last[key] == place or (audit.verdict == "FAIL" and key not in still)
+        ]  # fmt: skip
+        verdicts = {audit.verdict for audit in shown}
+        verdict: Verdict = "FAIL" if "FAIL" in verdicts else "INCONCLUSIVE" if verdicts != {"PASS"} else "PASS"
+        count = f"{'note':<13} {len(self.audits)} audits of {len(last)} clip{'s' * (len(last) > 1)}"
+        return verdict, "\n".join([*dict.fromkeys(map(str, shown)), count])
+
+
+def _is_same(given: Sequence[Sequence[float | None]], i: int, j: int) -> bool:
+    """Tell whether two calls were given one norm, on every process."""
+    pairs = [(of_rank[i], of_rank[j]) for of_rank in given]
+    return all(a is not None and b is not None and math.isclose(a, b, rel_tol=1e-6) for a, b in pairs)
+
+
+def _stand_in(parameters: Collection[Tensor]) -> nn.Module:
+    """A module of parameters that are in no module."""
+    module = nn.Module()
+    for i, p in enumerate(parameters):
+        vars(module)["_parameters"][f"parameter {i}"] = p
+    return module
+
+
+def _number(value: Any) -> float | None:
+    """A threshold or a norm; infinity only measures, and leaves gradients as they are."""
+    with contextlib.suppress(TypeError, ValueError, RuntimeError):
+        number = float(value.full_tensor() if hasattr(value, "full_tensor") else value)
+        return number if number > 0 else None
+    return None
