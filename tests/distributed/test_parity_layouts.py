@@ -18,8 +18,8 @@ from training import WAYS, Network, backward, batch, models, own_samples
 import gradguard as gg
 from gradguard.errors import InvalidValueError, UnsupportedGradientError
 from gradguard.parity.compare import compare
-from gradguard.parity.save import _contrast
 from gradguard.parity.shards import Whole, part_of
+from gradguard.parity.whole import _contrast
 from sharded import LAYOUTS, laid_out, local
 
 SHAPES = [(7, 5, 3), (16, 4, 8), (1, 2, 3), (9, 1, 1)]

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from gradguard.cli.program import ProgramLine, in_lines
 from gradguard.cli.records import progress, read, tell_notes
+from gradguard.cli.save_gradients import save_gradients_of
 from gradguard.errors import CommandError
 from gradguard.monitoring.record.text import encodable, on_stderr, printable
 
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
 _USAGE = (
     "gradguard run [--out DIR] [--force] [--every N] [--clip RULE] [--steps N] [--seed N] [--no-report] "
-    "[--on-finding COMMAND] [--argv] (script.py | -m module) [args ...]"
+    "[--on-finding COMMAND] [--argv] [--save-gradients FILE] [--perturbed N] (script.py | -m module) [args ...]"
 )
 _ON_FINDING_HELP = (
     "run this in the background for each health finding: the finding as JSON on its stdin, and in words as its last "
@@ -32,6 +33,11 @@ _CLIP_HELP = (
     "the module or parameter fc alone), by a rule that follows the norms of "
     "each optimizer (median, autoclip, zclip=inf, clip_fraction=0.05, adagc=inf), or from=RECORD, as RECORD's report "
     "recommends. Default: observe only, the weights come out bit-identical"
+)
+
+_SAVE_HELP = (
+    "save the gradients of the first optimizer step for `gradguard parity`, and nothing else: the script is run up to "
+    "that step, again, and with weights that differ by rounding, six times in all"
 )
 
 
@@ -48,6 +54,8 @@ def add_to(commands) -> None:
     parser.add_argument("--seed", type=int, metavar="N", help="seed random, numpy and torch before the script starts")
     parser.add_argument("--no-report", action="store_true", help="write the record and nothing else")
     parser.add_argument("--on-finding", metavar="COMMAND", help=_ON_FINDING_HELP)
+    parser.add_argument("--save-gradients", type=Path, metavar="FILE", help=_SAVE_HELP)
+    parser.add_argument("--perturbed", type=int, metavar="N", help="runs that differ by rounding (default: 4)")
     parser.set_defaults(call=_run)
 
 
@@ -59,6 +67,10 @@ def _run(options: argparse.Namespace, program: ProgramLine) -> int:
             raise CommandError(f"--{name} {number}: expected a number of steps, at least 1.")
     if options.seed is not None and not 0 <= options.seed < 2**32:
         raise CommandError(f"--seed {options.seed}: expected a number from 0 to 4294967295.")
+    if options.save_gradients is not None:
+        return save_gradients_of(options, program)
+    if options.perturbed is not None:
+        raise CommandError("--perturbed belongs to --save-gradients FILE, which is not there.")
     rule = _rule(options.clip) if options.clip is not None else None
 
     from gradguard.monitoring.observe.meta import rank_and_world
