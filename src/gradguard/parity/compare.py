@@ -18,7 +18,7 @@ _SAYS = {
     "nonfinite": "not finite",
     "dead": "all zeros in one run",
     "different": "different, and no factor",
-    "unknown": "not equal to the last bit, and nobody has measured what rounding does",
+    "unknown": "not equal, and nobody has measured what rounding does",
 }
 _NOTHING = ParityFinding("nothing", "no gradient of either run is other than zero, so nothing was compared")
 _AFTER_CLIP = ParityFinding(

@@ -28,7 +28,7 @@ MOST_PARTS = 16
 
 _WIDEST_NAMED = 0.1  # a factor known less well than to a tenth has no name
 _MANY = 16  # so many numbers are not a multiple of others by chance
-_NOT_MEASURED = "not equal to the last bit, and nobody has measured what rounding does"
+_NOT_MEASURED = "not equal, and nobody has measured what rounding does"
 _ONE_NUMBER = 1e-9  # candidates closer than this are one number with two names
 
 Kind = Literal[
@@ -259,7 +259,7 @@ def _plain_factor(
     shown: Outcome, shape: Sequence[int], r: Vector, c: Vector, facts: Mapping[str, float]
 ) -> Outcome | None:
     """A factor that no rounding makes: of 16 numbers or more, by half of itself or more, with a tenth left over."""
-    if math.prod(shape) < _MANY or not any(r):
+    if math.prod(shape) < _MANY or not any(r) or not any(c):
         return None
     factor = _along(c, r)
     width = norm([x - factor * y for x, y in zip(c, r, strict=True)]) / norm(r)

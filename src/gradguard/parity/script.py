@@ -1,5 +1,6 @@
 """The gradients of a script's first optimizer step, seen from outside: what one process of it writes down."""
 
+import math
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -131,8 +132,10 @@ class ScriptGradients:
 
     def on_scale(self, loss: Any, scaled: Any) -> None:
         """Keep the loss scale: a factor may be that."""
-        if isinstance(loss, Tensor) and isinstance(scaled, Tensor) and loss.numel() == 1 and float(loss):
-            self._facts["loss scale"] = float(scaled.detach().double() / loss.detach().double())
+        if isinstance(loss, Tensor) and isinstance(scaled, Tensor) and loss.numel() == 1:
+            before, after = float(loss.detach()), float(scaled.detach())
+            if before and math.isfinite(after / before):
+                self._facts["loss scale"] = after / before
 
     def on_scale_update(self, before: Tensor | None, after: Tensor | None) -> None:
         """A step was left out, or made: what follows is another one."""
