@@ -295,6 +295,23 @@ def test_passes_before_there_is_an_optimizer_are_no_first_pass(tmp_path):
     assert compare(saved_from(training(), tmp_path), saved_from(script, tmp_path)).verdict == "PASS"
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("is_root", [True, False])
+def test_a_compiled_model_is_the_model(tmp_path, is_root):
+    def script(world):
+        model = language_model(blocks=1)
+        compiled = torch.compile(model, backend="aot_eager")
+        world.modules = [compiled if is_root else model]
+        world.optimizers = [torch.optim.SGD(model.parameters(), 0.1)]
+        loss_of(compiled, *batch()).backward()
+        world.optimizers[0].step()
+
+    found = saved_from(script, tmp_path, 1)
+    report = compare(saved_from(training(), tmp_path), found)
+    assert report.verdict == "PASS", str(report)
+    assert found.epsilon == 2.0**-23
+
+
 def test_dropout_is_noticed(tmp_path):
     assert saved_from(training(dropout=0.2), tmp_path).random
 

@@ -84,8 +84,8 @@ def merged(runs: Sequence[SavedGradients]) -> SavedGradients:
     if len(runs) > 1 and (apart := _apart(first, runs[1])) > min(_MOST_CHANCE * first.epsilon, _FARTHEST):
         raise RecordError(
             f"the script is not the same twice: half of its gradients differ by {apart:.2g} or more of themselves from "
-            "run to run, with the same weights. Does it take other samples, or draw other random numbers? Seed it, as in "
-            "gradguard run --seed 0 --save-gradients ..., and its data loader."
+            "run to run, with the same weights. Does it take other samples, or draw other random numbers? Seed it, as "
+            "in gradguard run --seed 0 --save-gradients ..., and its data loader."
         )
     sketches = {**first.sketches, "gradient": [run.sketches["gradient"][0] for run in runs]}
     doubts = {"random": any(run.random for run in runs), "clipped": any(run.clipped for run in runs)}
