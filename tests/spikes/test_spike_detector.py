@@ -66,7 +66,7 @@ def assert_alike(ours, twin, rows):
 
 @pytest.mark.parametrize("zeros", [False, True], ids=["positive", "losses of any sign"])
 @pytest.mark.parametrize(
-    "options", [SMALL, {"window": 5, "warmup": 1, "cap": 5}, {"window": 40, "warmup": 9, "cap": 1}]
+    "options", [SMALL, {"window": 5, "warmup": 1, "cap": 5}, {"window": 40, "warmup": 9, "cap": 1, "recent": 12}]
 )
 @pytest.mark.parametrize("kind", [SpikeDetector, OnDevice])
 def test_it_decides_as_the_slow_twin(kind, options, zeros):
