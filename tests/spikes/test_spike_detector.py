@@ -117,6 +117,40 @@ def test_the_last_rejected_one_tells_that_it_is_adopted():
     assert found == [(1, False), (2, False), (3, True), (0, False)]
 
 
+@pytest.mark.parametrize("kind", [SpikeDetector, OnDevice])
+def test_an_adoption_can_be_undone(kind):
+    detector = usual(kind(**SMALL), 10, 1.0, 1.0)
+    detector.undo_adoption()  # there was none
+    history, count = detector.state["history"].clone(), detector.state["count"].clone()
+    assert run(detector, [[9.0, 1.0]] * 5) == [True] * 3 + [False] * 2
+    detector.undo_adoption()
+    assert torch.equal(detector.state["history"][0], history[0])
+    assert detector.state["count"].tolist() == [int(count[0]), 12]
+    assert run(detector, [[9.0, 1.0], [1.0, 1.0]]) == [True, False]
+    after = detector.state_dict()
+    detector.undo_adoption()  # it has been undone
+    for name, tensor in after.items():
+        assert torch.equal(detector.state[name], tensor), name
+
+
+def test_undoing_before_the_first_step_does_nothing():
+    detector = SpikeDetector(**SMALL)
+    detector.undo_adoption()
+    assert detector.state == {}
+
+
+def test_a_falling_loss_hides_no_spike():
+    """The trend of a long window is no deviation: a doubled loss is told."""
+    draw = random.Random(0)
+    losses = [4.0 * math.exp(-step / 200) * math.exp(draw.gauss(0, 0.02)) for step in range(150)]
+    detector = SpikeDetector()
+    assert not any(run(detector, [[loss] for loss in losses]))
+    assert see(detector, losses[-1] * 2)
+    wide = SpikeDetector(recent=128)
+    run(wide, [[loss] for loss in losses])
+    assert not see(wide, losses[-1] * 2)
+
+
 def test_a_healthy_step_ends_the_row():
     detector = usual(SpikeDetector(**SMALL), 10, 1.0)
     assert run(detector, [[9.0], [9.0], [1.0]] * 6) == [True, True, False] * 6

@@ -111,7 +111,23 @@ class SpikeDetector(Detector):
             "rejected": room(self.cap),
             "in_a_row": torch.zeros((), dtype=torch.int64, device="cpu"),
             "too_high": torch.zeros(signals, dtype=torch.bool, device="cpu"),  # in the row of spikes that goes on
+            "replaced": room(self.window),  # what the last adoption took the place of, and its count; -1 of none
+            "replaced_count": torch.full((signals,), -1, dtype=torch.int64, device="cpu"),
         }
+
+    @torch.no_grad()
+    def undo_adoption(self) -> None:
+        """Take the last adoption back: what was rejected was bad after all, and is no measure of anything.
+
+        The signals whose history it replaced have that history again, without what has entered since; the others keep
+        theirs. Without an adoption, or after it has been undone, nothing happens. The host does not wait.
+        """
+        state = self.state
+        if state:
+            back = state["replaced_count"] >= 0
+            state["history"].copy_(torch.where(back[:, None], state["replaced"], state["history"]))
+            state["count"].copy_(torch.where(back, state["replaced_count"], state["count"]))
+            state["replaced_count"].fill_(-1)
 
     def _judge(self, values: Tensor) -> SpikeVerdict:
         if are_readable(values, self.state["history"]):
@@ -223,6 +239,9 @@ class SpikeDetector(Detector):
         ahead = (~known).to(torch.uint8).sort(dim=1, stable=True).indices  # the known ones, in their order
         new = torch.full_like(history, torch.inf)
         new[:, : self.cap] = rejected.gather(1, ahead)
+        before = self.state["replaced"], self.state["replaced_count"]
+        before[0].copy_(torch.where(chosen[:, None], history, before[0]))
+        before[1].copy_(torch.where(chosen, count, before[1]))
         history.copy_(torch.where(chosen[:, None], new, history))
         count.copy_(torch.where(chosen, known.sum(1), count))
 
