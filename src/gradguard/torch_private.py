@@ -134,6 +134,11 @@ def base_of(tensor: Tensor) -> Tensor | None:
     return getattr(tensor, "_base", None)
 
 
+def loader_has_begun(loader: Any) -> bool:
+    """Tell whether a DataLoader holds workers or a place in its data; where that cannot be seen: no."""
+    return getattr(loader, "_iterator", None) is not None
+
+
 def sparse_values(tensor: Tensor) -> Tensor:
     """Return the values of a sparse COO tensor, coalesced or not, in its memory."""
     try:
