@@ -108,7 +108,7 @@ class Batches:
         Raises:
             InvalidTypeError: If ids are something else, or a loss is no single number.
         """
-        one = _Kept(None if ids is None else _checked_ids(ids), None if loss is None else _checked_loss(loss))
+        one = _Kept(None if ids is None else checked_ids(ids), None if loss is None else _checked_loss(loss))
         if self.keep:
             one.generators = generator_states()
             one.content, one.versions = batch, versions_of(tensors_in(batch))
@@ -164,7 +164,7 @@ class Batches:
         if versions_of(tensors_in(one.content)) != one.versions:
             raise InvalidValueError(
                 f"micro-batch {number} of step {step} was changed in place after it was yielded, so it is not the "
-                "batch that the loader gave. Change a copy of it: batch['x'] = batch['x'] / 255 and not batch['x'] /= 255."
+                "batch that the loader gave. Change a copy: batch['x'] = batch['x'] / 255 and not batch['x'] /= 255."
             )
         return one.content, one.generators
 
@@ -209,7 +209,12 @@ def _checked_loss(loss: Tensor | float) -> Tensor | float:
     raise InvalidTypeError(f"the loss of a micro-batch is {came}: expected one number, as loss.mean() is.")
 
 
-def _checked_ids(ids: Any) -> Tensor | tuple[SampleId, ...]:
+def checked_ids(ids: Any) -> Tensor | tuple[SampleId, ...]:
+    """Return the ids in whatever a caller has them, without a wait for a device.
+
+    Raises:
+        InvalidTypeError: If they are no whole numbers or strings.
+    """
     if isinstance(ids, Tensor) and not (ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool):
         return ids.detach().flatten().clone() if ids.dim() < 2 else _refuse_ids(f"of shape {tuple(ids.shape)}")
     if hasattr(ids, "tolist"):
@@ -245,7 +250,7 @@ class SampleIds:
 
     | loader | ids |
     |---|---|
-    | map-style dataset, with any sampler | the index that the sampler drew, of ``loader.dataset``: a Subset counts its own |
+    | map-style dataset, any sampler | the index that the sampler drew, of ``loader.dataset``: a Subset has its own |
     | with ``ids_of`` | what it returns for the batch, such as ``lambda batch: batch["id"]`` |
     | iterable dataset | only with ``ids_of``; else an error |
     | from `Accelerator.prepare` | yes: wrap what it returned |
@@ -355,7 +360,7 @@ def _with_indices(loader: Any) -> Any:
         )
     if loader_has_begun(loader):
         raise InvalidValueError("the loader has begun already: make SampleIds(loader, batches) before its first batch.")
-    return _with(loader, dataset=_indexed(loader.dataset), collate_fn=_Collate(loader.collate_fn))
+    return changed_copy(loader, dataset=_indexed(loader.dataset), collate_fn=_Collate(loader.collate_fn))
 
 
 def _indexed(dataset: Any) -> _Indexed:
@@ -363,7 +368,7 @@ def _indexed(dataset: Any) -> _Indexed:
     return _StatefulIndexed(dataset) if stateful else _Indexed(dataset)
 
 
-def _with(loader: Any, **changed: Any) -> Any:
+def changed_copy(loader: Any, **changed: Any) -> Any:
     """Return a copy of a loader, of whatever class it is, with other parts, which a DataLoader does not let one set."""
     copied = copy.copy(loader)
     vars(copied).update(changed)
