@@ -1,0 +1,1 @@
+"""What outlives a burst of bad steps: snapshots, and the ladder that goes back to them."""
