@@ -547,6 +547,13 @@ def scaled_step(scaler):
     return optimizer
 
 
+def test_has_scheduler():
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))])
+    assert not torch_private.has_scheduler(optimizer)
+    torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    assert torch_private.has_scheduler(optimizer)
+
+
 def test_gradients_are_scaled(monkeypatch):
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
     optimizer = scaled_step(scaler)

@@ -595,6 +595,11 @@ def capturable_warning_mark() -> str:
     return "_warned_capturable_if_run_uncaptured"
 
 
+def has_scheduler(optimizer: torch.optim.Optimizer) -> bool:
+    """Tell whether a scheduler of torch drives ``optimizer``; False where torch leaves no mark of it."""
+    return getattr(optimizer.step, "_wrapped_by_lr_sched", False)
+
+
 def gradients_are_scaled(scaler: Any, optimizer: torch.optim.Optimizer) -> bool:
     """Tell whether the gradients of ``optimizer`` are still multiplied by the scale of ``scaler``."""
     try:

@@ -1,4 +1,4 @@
-"""Surviving finite spikes: who was in the batch, the bad-batch list, and the step computed again."""
+"""Surviving bursts of bad steps: snapshots and the ladder that goes back to them; who was in the batch."""
 
 from gradguard.resilience.bad_samples import BadSample, BadSamples, exclude
 from gradguard.resilience.batches import Batches, MicroBatch, SampleIds
