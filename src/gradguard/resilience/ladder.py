@@ -274,7 +274,7 @@ class Resilience:
         if not now.spike:
             self._drop_if_trained_since(now)
             return None
-        if self._burst is None and now.in_a_row == 2 and self.steps - now.step < self._cap - 1:
+        if self._burst is None and now.in_a_row == 2 and self.steps - now.step + 2 < self._cap:  # not adopted yet
             self._held_at = self.steps
             self._shelf.take(now.step - 2)  # whose weights these are, if all steps since then were spikes
         if now.adopted and self._burst is None:
