@@ -1,5 +1,8 @@
 """The recommended rule: a loss or a norm far above the median of recent ones, by their median absolute deviation."""
 
+import math
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -95,6 +98,49 @@ class SpikeDetector(Detector):
         }
 
     def _judge(self, values: Tensor) -> SpikeVerdict:
+        if are_readable(values, self.state["history"]):
+            return self._judge_on_host(values.tolist())
+        return self._judge_on_device(values)
+
+    # On the CPU: the same rule in Python, which takes a third of the time that as many small operations of torch take.
+
+    def _judge_on_host(self, values: Sequence[float]) -> SpikeVerdict:
+        pasts = self.state["history"].tolist()
+        scores = [_score(past, value, self.warmup, self.floor) for past, value in zip(pasts, values, strict=True)]
+        over = [score > self.k for score in scores]
+        row, adopted = int(self.state["in_a_row"]), False
+        if any(over):
+            row += 1
+            adopted = row == self.cap
+            self._reject_on_host(values, over, row)
+        elif any([math.isfinite(value) for value in values]):
+            row = 0
+            self._accept_on_host(values)
+        self.state["in_a_row"].fill_(0 if adopted else row)
+        wide = torch.tensor(scores, dtype=torch.float64, device="cpu")
+        row_now = torch.tensor(row, dtype=torch.int64, device="cpu")
+        return SpikeVerdict(_boolean(any(over)), wide, row_now, _boolean(adopted))
+
+    def _accept_on_host(self, values: Sequence[float]) -> None:
+        counts = self.state["count"].tolist()
+        for signal, value in enumerate(values):
+            if math.isfinite(value):
+                self.state["history"][signal, counts[signal] % self.window] = value
+                counts[signal] += 1
+        self.state["count"].copy_(torch.tensor(counts, dtype=torch.int64, device="cpu"))
+        self.state["too_high"].fill_(False)
+
+    def _reject_on_host(self, values: Sequence[float], over: Sequence[bool], row: int) -> None:
+        for signal, value in enumerate(values):
+            self.state["rejected"][signal, row - 1] = value if math.isfinite(value) else math.inf
+        self.state["too_high"].logical_or_(torch.tensor(over, device="cpu"))
+        if row == self.cap:
+            self._adopt(self.state["too_high"])
+            self.state["too_high"].fill_(False)
+
+    # On an accelerator: nothing is read.
+
+    def _judge_on_device(self, values: Tensor) -> SpikeVerdict:
         known = values.isfinite()
         scores = torch.where(known, self._scores(values), torch.nan)
         over = scores > self.k
@@ -131,8 +177,7 @@ class SpikeDetector(Detector):
         row = torch.where(heard, (in_a_row + 1) * spike, in_a_row)
         blamed = torch.where(heard, (too_high | over) & spike, too_high)
         adopted = row == self.cap
-        if not are_readable(adopted) or bool(adopted):
-            self._adopt(adopted & blamed)
+        self._adopt(adopted & blamed)
         in_a_row.copy_(row * ~adopted)
         too_high.copy_(blamed & ~adopted)
         return row, adopted
@@ -144,6 +189,31 @@ class SpikeDetector(Detector):
         new[:, : self.cap] = self.state["rejected"]
         history.copy_(torch.where(chosen[:, None], new, history))
         count.copy_(torch.where(chosen, self.cap, count))
+
+
+def _score(past: Sequence[float], value: float, warmup: int, floor: float) -> float:
+    """Return how many deviations ``value`` is above the median of a signal's history; NaN where that does not tell."""
+    stored = [x for x in past if x < math.inf]
+    if len(stored) < warmup or not math.isfinite(value):
+        return math.nan
+    stored.sort()
+    in_logarithms = stored[0] > 0
+    if in_logarithms:
+        stored = [math.log(x) for x in stored]
+        value = math.log(value) if value > 0 else -math.inf
+    middle = _middle(stored)
+    spread = _middle(sorted([abs(x - middle) for x in stored]))
+    deviation = max(MAD_TO_SIGMA * spread, floor if in_logarithms else floor * abs(middle))
+    return (value - middle) / deviation if deviation > 0 else math.nan
+
+
+def _middle(ordered: Sequence[float]) -> float:
+    last = len(ordered) - 1
+    return (ordered[last // 2] + ordered[last - last // 2]) / 2
+
+
+def _boolean(value: bool) -> Tensor:
+    return torch.full((), value, dtype=torch.bool, device="cpu")
 
 
 def _median(rows: Tensor, stored: Tensor) -> Tensor:
