@@ -2,8 +2,10 @@
 
 import json
 import math
+import re
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -384,3 +386,23 @@ def test_the_verdict(name):
     found = judge(evidence(loss, others), results)
     assert found[:2] == (verdict, cause), found[2]
     assert found[2].endswith(".")
+
+
+# The page.
+
+
+@pytest.mark.slow
+def test_the_page_shows_what_the_command_prints(tmp_path, monkeypatch, capsys):
+    text = (Path(__file__).parents[2] / "docs/which_batch.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"^```python\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL)
+    (shown,) = re.findall(r"^```console\n\$ gradguard (.*?)\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    namespace = {}
+    for block in blocks[:3]:
+        exec(block, namespace)
+    (tmp_path / "spiky_page.py").write_text("import torch\n" + blocks[2], encoding="utf-8")
+    capsys.readouterr()
+    assert main(shown[0].replace("train:", "spiky_page:").split()) == 0
+    without_numbers = lambda words: re.sub(r"\d+\.\d+|\s+", " ", words)  # noqa: E731
+    assert without_numbers(capsys.readouterr().out) == without_numbers(shown[1])

@@ -258,9 +258,10 @@ def _plain(value: Any, where: str) -> Any:
     )
 
 
-def _base(value: Any) -> Any:
+def _base(value: Any) -> bool | int | float | str | bytes:
     """A subclass of a number or a string, such as an IntEnum's or NumPy's float64, as what it is at bottom."""
-    return next(kind(value) for kind in (bool, int, float, str, bytes) if isinstance(value, kind))
+    kinds: tuple[Any, ...] = (bool, int, float, str, bytes)
+    return next(kind(value) for kind in kinds if isinstance(value, kind))
 
 
 def _read_batch(written: dict[str, Any]) -> EvidenceBatch:
