@@ -42,6 +42,8 @@ if TYPE_CHECKING:
         PerParameterNormClipper,
         QuantileNormClipper,
     )
+    from gradguard.spikes.detector import SpikeDetector
+    from gradguard.spikes.skip import SkipSpikes
 
 __version__ = "0.1.0.dev0"
 
@@ -71,6 +73,8 @@ __all__ = [
     "PerParameterNormClipper",
     "PerSampleGradientClipper",
     "QuantileNormClipper",
+    "SkipSpikes",
+    "SpikeDetector",
     "ZClip",
     "append_backward",
     "apply_gradient_clipping",
@@ -135,6 +139,8 @@ _MODULE_OF = {
     "PerLayerNormClipper": "gradguard.per_sample.norm_clippers",
     "PerParameterNormClipper": "gradguard.per_sample.norm_clippers",
     "QuantileNormClipper": "gradguard.per_sample.norm_clippers",
+    "SkipSpikes": "gradguard.spikes.skip",
+    "SpikeDetector": "gradguard.spikes.detector",
     "save_gradients": "gradguard.parity.save",
     "NoiseScale": "gradguard.per_sample.noise_scale",
     "Monitor": "gradguard.monitoring.observe.monitor",

@@ -14,7 +14,7 @@ from torch import Tensor
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
-SkipReason = Literal["nonfinite", "grad_scaler"]
+SkipReason = Literal["nonfinite", "grad_scaler", "spike"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,10 +31,13 @@ class ClipEvent:
         optimizer: The optimizer whose step is running, for a clip that acts within it.
         skipped: Whether that step is left out: a bool, or a 0-dim tensor where only the device knows.
         skip_reason: Why, if it is left out: ``"grad_scaler"`` if a GradScaler found infinity or NaN, which lowers its
-            scale, ``"nonfinite"`` if the clip itself did. None where no step can be left out.
+            scale, ``"nonfinite"`` if the clip itself did, ``"spike"`` if it was finite and stood out. None
+            where no step can be left out.
         norm_type: The order of ``norm``.
         elements: Of an error clip, the number of elements of all gradients on their way that it looked at; it has no
             parameters, norm or coefficient. None for clips of parameters' gradients.
+        spike: Whether it is left out as a finite spike, whatever ``skip_reason`` says: a bool, or a 0-dim tensor where
+            only the device knows.
         clipped_elements: How many of these it changed: an int, or a 0-dim tensor where only the device knows.
     """
 
@@ -50,6 +53,7 @@ class ClipEvent:
     skip_reason: SkipReason | None = None
     elements: int | None = None
     clipped_elements: int | Tensor | None = None
+    spike: bool | Tensor = False
 
 
 class ClipListener(Protocol):

@@ -9,7 +9,8 @@ from torch.optim import Optimizer
 
 from gradguard.clip.clipper import Clipper
 from gradguard.clip.gradients import ONE_STAGE, gradients_of
-from gradguard.clip.guard import is_in_backward, names_of, refuse_in_backward
+from gradguard.clip.in_backward import is_in_backward, refuse_in_backward
+from gradguard.clip.optimizer_names import names_of
 from gradguard.clip.selection import Selector
 from gradguard.clip_events import ClipEvent
 from gradguard.distributed.wrappers import named_parameters

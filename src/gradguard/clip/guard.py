@@ -1,10 +1,9 @@
 """A clipper attached to an optimizer: it acts at each real step, and the training loop does not change."""
 
 import threading
-from collections import Counter
-from collections.abc import Sequence
+from dataclasses import replace
 from types import TracebackType
-from typing import Any, NoReturn, Self, cast
+from typing import Any, NoReturn, Self, TypeVar, cast
 from weakref import WeakKeyDictionary, ref
 
 import torch
@@ -14,20 +13,23 @@ from torch.optim.optimizer import Optimizer
 from gradguard.clip.clipper import Clipper, ClipResult, Decision, ListedParameters, with_culprits
 from gradguard.clip.gradients import Gradients, Stages, asking, gradients_of, refuse_nonfinite_in
 from gradguard.clip.guard_counts import Counts, LateReader
+from gradguard.clip.guard_spikes import SpikeWatch, check_spikes, refuse_other_state, refuse_shared
+from gradguard.clip.in_backward import is_in_backward, refuse_in_backward, tell_what_has_stepped
+from gradguard.clip.optimizer_names import names_in, names_of
 from gradguard.clip.optimizer_proxy import OptimizerProxy, Snapshot
 from gradguard.clip_events import SkipReason, is_heard, tell
 from gradguard.distributed.agreement import largest_of
-from gradguard.distributed.wrappers import named_parameters, refuse_wrapped_in_backward
-from gradguard.errors import InvalidTypeError, InvalidValueError, NonFiniteGradientError, UnsupportedGradientError
+from gradguard.errors import InvalidTypeError, InvalidValueError, NonFiniteGradientError
 from gradguard.grad_scaler import ScaledClipDetector, ScalerStep, listen_to_steps
 from gradguard.optimizer_hooks import EveryStep, runs_hooks
 from gradguard.policies import GuardPolicy, check_guard_options
+from gradguard.spikes.skip import SkipSpikes
 from gradguard.tensors.layout import are_readable, move
 from gradguard.tensors.nonfinite import zero_if_nonfinite_
-from gradguard.torch_private import current_graph_task
 
 _guards: "WeakKeyDictionary[Optimizer, ref[Guard]]" = WeakKeyDictionary()
 _registry = threading.Lock()
+LossT = TypeVar("LossT", Tensor, float)
 
 
 class Guard:
@@ -68,6 +70,8 @@ class Guard:
     too many skips in a row             an error with the history (on an accelerator some steps late)
     ``copy.deepcopy(optimizer)``        the copy has no guard; attach one and load this one's ``state_dict()``
     two guards on one optimizer         an error: use ``Chain`` or ``Groups``
+    a spike (``spikes=``)               the step does not happen, nor does the clipper's state see it; a GradScaler's
+                                        scale is as after any finite step; ``max_consecutive_skips`` ignores it
     a step inside a backward pass       right for rules that treat each tensor by itself and `ClipByPreviousNorm`,
                                         refused for others; ``"skip"`` skips this optimizer's step, others stay stepped
     parameters without a gradient       left out
@@ -87,11 +91,13 @@ class Guard:
         tensor_norms: Whether ``last.tensor_norms`` is wanted where processes hold parts of the gradients: they then
             send each other the norm of each tensor, not only what the clip needs. It is enough that one of them wants
             it: they agree at the first step. A `Monitor` of the guard asks for it by itself.
+        spikes: What to do about steps that are finite and stand far above the recent past; None for nothing.
 
     Attributes:
         last: What the last clip did; None before the first. ``last.culprits()`` names what was not finite.
         optimizer: The optimizer.
         clipper: The clipper.
+        spikes: As given.
 
     Raises:
         InvalidTypeError: If ``optimizer`` cannot be hooked or is a wrapper, or ``clipper`` is no clipper.
@@ -125,6 +131,7 @@ class Guard:
         mesh: Any = None,
         shared: Any = None,
         tensor_norms: bool = False,
+        spikes: SkipSpikes | None = None,
     ) -> None:
         self._stages = Stages.named(process_group, mesh, shared)
         _check(optimizer, clipper, nonfinite, max_consecutive_skips)
@@ -137,6 +144,9 @@ class Guard:
         self._agreed: tuple[Any, bool] | None = None  # for which reducer, and what
         self._names: list[str] = []
         self._counts = Counts(max_consecutive_skips)
+        self.spikes = check_spikes(spikes)
+        self._spike_watch = SpikeWatch(spikes, clipper)
+        self._spike: bool | Tensor = False  # whether the last step was skipped as one
         self._detector = ScaledClipDetector()
         self._late = LateReader(self._read_late)
         self._proxy = OptimizerProxy(optimizer) if OptimizerProxy.serves(optimizer) else None
@@ -160,6 +170,8 @@ class Guard:
             more["max_consecutive_skips"] = repr(self._counts.limit)
         if self._tensor_norms:
             more["tensor_norms"] = "True"
+        if self.spikes is not None:
+            more["spikes"] = repr(self.spikes)
         given = "".join(f", {name}={text}" for name, text in more.items())
         return f"Guard(optimizer, {self.clipper!r}{given})"
 
@@ -172,7 +184,9 @@ class Guard:
             return None
         if self._proxy is not None:
             return self._proxy.enter()
-        if closure and self._policy in ("skip", "raise"):  # it may be evaluated when weights have moved already
+        if closure and (
+            self._policy in ("skip", "raise") or self._spike_watch.acts
+        ):  # it may be evaluated when weights have moved already
             self._snapshot = Snapshot(optimizer, whole=True)
         return None
 
@@ -193,10 +207,11 @@ class Guard:
         in_backward = is_in_backward()
         if in_backward:
             refuse_in_backward(self.clipper, self._parameters, self._stages)
+        self._spike_watch.begin(in_backward)
         scale, overflow = getattr(optimizer, "grad_scale", None), getattr(optimizer, "found_inf", None)
         decision = with_culprits(self.clipper.decide(self._gradients(), 1.0 if scale is None else scale))
         self.last = decision.result
-        self._skipped, self._skip_reason = False, None
+        self._skipped, self._skip_reason, self._spike = False, None, False
         if number == 0:
             self._counts.begin(decision.result)
         try:
@@ -213,37 +228,58 @@ class Guard:
     def _tell(self, decision: Decision) -> None:
         if is_heard() and self.last is not None:
             outcome = self.optimizer, self._skipped, self._skip_reason
-            tell(self.clipper.event_of(decision.gradients, self.last, *outcome))
+            event = self.clipper.event_of(decision.gradients, self.last, *outcome)
+            tell(replace(event, spike=self._spike) if self.spikes is not None else event)
 
     def _act(self, decision: Decision, scale: Tensor | None, overflow: Tensor | None, number: int) -> None:
         folds = self._folds(decision)
-        if self._policy != "skip" and overflow is None:
+        bad, skips_bad = decision.result.nonfinite, self._policy == "skip" or overflow is not None
+        if overflow is not None:
+            bad = bad | move(overflow != 0, bad.device)
+        spike = self._spike_watch.judge(decision.result, bad, number)
+        if not skips_bad and spike is None:
             self._act_without_skip(decision, folds, scale)
             return
         self._skip_reason = "nonfinite" if overflow is None else "grad_scaler"
         scaled_norm = self._scaled_norm(decision.result)
-        bad = decision.result.nonfinite
-        if overflow is not None:
-            bad = bad | move(overflow != 0, bad.device)
+        bad = bad if skips_bad else torch.zeros_like(bad)
         if folds is not None and not are_readable(bad) and folds.skips_safely():
-            self._folded_skip, self._skipped = True, bad
-            folds.skip_if(bad)
-            self._clip(decision, folds, scale)
-            self._late.push(torch.stack([self._counts.decided_on_device(bad).double(), scaled_norm]))
+            self._folded_skip, self._skipped = True, bad if spike is None else bad | spike
+            folds.skip_if(self._skipped)
+            self._clip_or_not(decision, folds, scale, skips_bad)
+            if spike is not None:
+                self._spike = spike
+                self._spike_watch.undo_clipper(spike)
+            self._late.push(torch.stack([self._counts.decided_on_device(bad, spike).double(), scaled_norm]))
             return
-        skip, scaled = torch.stack([bad.double(), scaled_norm]).tolist()  # one look at the device
+        found = [bad, torch.zeros_like(bad) if spike is None else spike]
+        skip, spiked, scaled = torch.stack([*(one.double() for one in found), scaled_norm]).tolist()  # one look
         if self._scaler_step is not None and self._scaler_step.scale is not None:
             self._detector.saw(scaled)
         self._undecided = number == 0 or self._undecided
-        if skip:
+        if spiked:
+            self._spike, self._skip_reason = True, "spike"
+            self._spike_watch.undo_clipper()
+            self._skip_on_host(spike=True)
+        elif skip:
             if self._never_folds():  # then the host of every process looks
                 self.last = with_culprits(decision, host_looks=True).result
                 self._counts.complete(self.last)
-            self._skipping, self._skipped, self._undecided = True, True, False
-            self._cancel()
-            self._counts.decided(skip=True)
+            self._skip_on_host(spike=False)
         else:
+            self._clip_or_not(decision, folds, scale, skips_bad)
+
+    def _skip_on_host(self, *, spike: bool) -> None:
+        self._skipping, self._skipped, self._undecided = True, True, False
+        self._cancel()
+        self._counts.decided(skip=True, spike=spike)
+
+    def _clip_or_not(self, decision: Decision, folds: OptimizerProxy | None, scale: Tensor | None, good: bool) -> None:
+        """Clip, as the policy asks for where gradients that are not finite get this far."""
+        if good:
             self._clip(decision, folds, scale)
+        else:
+            self._act_without_skip(decision, folds, scale)
 
     def _act_without_skip(self, decision: Decision, folds: OptimizerProxy | None, scale: Tensor | None) -> None:
         bad, grads = decision.result.nonfinite, decision.gradients
@@ -300,6 +336,7 @@ class Guard:
         if self._folded_skip and self.last is not None and self.last.counter is not None:
             self.last.counter.gradients_are_unchanged()
         self._snapshot, self._skipping = None, False
+        self._spike_watch.forget_loss()
         del optimizer
 
     def _look_at_parameters(self) -> bool:
@@ -339,13 +376,14 @@ class Guard:
     def _scaler_ends(self, optimizer: Optimizer, step: ScalerStep) -> None:
         """A ``scaler.step`` that does not reach the optimizer has found an overflow: it counts as a skipped step."""
         self._scaler_step = None
+        self._spike_watch.forget_loss()
         if not self._attached or self._reached or step.skipped is None:
             return
         with torch.no_grad():
             decision = with_culprits(self.clipper.decide(self._gradients()))
         self.last = decision.result
         self._counts.begin(self.last)
-        self._skipped, self._skip_reason = True, "grad_scaler"
+        self._skipped, self._skip_reason, self._spike = True, "grad_scaler", False
         self._tell(decision)
         self._counts.decided(skip=True)
 
@@ -397,13 +435,40 @@ class Guard:
     def last_skip(self) -> SkipReason | None:
         """Why the last step was skipped, None if it was taken; the host waits where only the device knows.
 
-        ``"grad_scaler"``: a GradScaler found infinity or NaN. ``"nonfinite"``: the guard did.
+        ``"grad_scaler"``: a GradScaler found infinity or NaN. ``"nonfinite"``: the guard did. ``"spike"``: it was
+        finite, and what ``spikes=`` is there for.
         """
-        return self._skip_reason if bool(self._skipped) else None
+        if not bool(self._skipped):
+            return None
+        return "spike" if bool(self._spike) else self._skip_reason
+
+    def loss(self, loss: LossT, weight: float | Tensor = 1.0) -> LossT:
+        """Tell the loss of one micro-batch before its step, for ``spikes=``; return it as it came.
+
+        The step is judged by the weighted mean over its micro-batches and over all processes: see `SkipSpikes`.
+
+        Args:
+            loss: The mean loss without a loss scale; one number.
+            weight: What it counts, such as its number of tokens.
+
+        Returns:
+            ``loss``, so that ``guard.loss(loss).backward()`` is one line.
+
+        Raises:
+            InvalidValueError: If the guard has no ``spikes=``, or ``loss`` is not one number.
+        """
+        if self.spikes is None:
+            raise InvalidValueError(
+                "this Guard does not look for spikes, so it has no use for the loss: make it with "
+                "spikes=SkipSpikes(SpikeDetector()), or leave guard.loss away."
+            )
+        self.spikes.loss(loss, weight)
+        return loss
 
     def state_dict(self) -> dict[str, Any]:
         """Return the clipper's state and the counts; not the optimizer's, which has its own."""
-        return {"clipper": self.clipper.state_dict(), **self._counts.state_dict()}
+        spikes = {} if self.spikes is None else {"spikes": self.spikes.state_dict()}
+        return {"clipper": self.clipper.state_dict(), **self._counts.state_dict(), **spikes}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take back what `state_dict` returned, into a guard made like the one that returned it.
@@ -414,7 +479,8 @@ class Guard:
         Raises:
             InvalidValueError: If it is no state of a guard.
         """
-        expected = {"clipper", *self._counts.state_dict()}
+        refuse_other_state(self.spikes, state_dict)
+        expected = {"clipper", *self._counts.state_dict(), *(() if self.spikes is None else ("spikes",))}
         if set(state_dict) != expected:
             raise InvalidValueError(
                 f"this is not the state of a Guard: expected the keys {sorted(expected)}, got {sorted(state_dict)}. "
@@ -422,6 +488,8 @@ class Guard:
             )
         self.clipper.load_state_dict(state_dict["clipper"])
         self._counts.load_state_dict(state_dict)
+        if self.spikes is not None:
+            self.spikes.load_state_dict(state_dict["spikes"])
 
     def detach(self) -> None:
         """Stop acting, at once and for good; a step that runs in another thread ends as it began. May be repeated."""
@@ -450,6 +518,7 @@ class Guard:
                         f"this {type(leaf).__name__} belongs to the Guard of another optimizer, and it remembers: two "
                         "histories would mix. Make one clipper for each Guard, or pass copy.deepcopy(clipper)."
                     )
+            refuse_shared(self.spikes, [g.spikes for other in _guards.values() if (g := other()) is not None])
             _guards[self.optimizer] = ref(self)
             self._attached = True
             self._hooks = EveryStep(self._before, self._after, optimizer=self.optimizer, enter=self._enter)
@@ -492,75 +561,3 @@ def _check(optimizer: object, clipper: object, policy: str, limit: int | None) -
             f"clipper is {given}: expected a clipper, such as ClipByGlobalNorm(1.0) or ClipByMedian()."
         )
     check_guard_options(policy, limit)
-
-
-def names_in(model: nn.Module | None, optimizer: Optimizer) -> dict[int, str]:
-    """Return the names in ``model``, by identity; none without a model.
-
-    Raises:
-        InvalidValueError: If the model has none of the optimizer's parameters.
-    """
-    if model is None:
-        return {}
-    names = {id(p): name for name, p in named_parameters(model)}
-    if not any(id(p) in names for group in optimizer.param_groups for p in group["params"]):
-        raise InvalidValueError(
-            f"model ({type(model).__name__}) has none of the optimizer's parameters: expected the module that was "
-            "given to the optimizer, as it is now; wrapping or moving it may have made new parameters."
-        )
-    return names
-
-
-def names_of(optimizer: Optimizer, known: dict[int, str]) -> list[str]:
-    """Return what to call the parameters of ``optimizer``: by the model, by the optimizer, or by their place.
-
-    Two of one name (from two models, say) are called by their places: a clipper may keep something under each name.
-    """
-    places = [(i, k, p) for i, group in enumerate(optimizer.param_groups) for k, p in enumerate(group["params"])]
-    own = [name for i, group in enumerate(optimizer.param_groups) for name in _own_names(group, i)]
-    names = [known.get(id(p)) or name for (_, _, p), name in zip(places, own, strict=True)]
-    count = Counter(names)
-    return [
-        name if count[name] == 1 else f"param_groups[{i}]['params'][{k}]"
-        for name, (i, k, _) in zip(names, places, strict=True)
-    ]
-
-
-def _own_names(group: dict[str, Any], position: int) -> Sequence[str]:
-    numbered = [f"param_groups[{position}]['params'][{k}]" for k in range(len(group["params"]))]
-    return group.get("param_names") or numbered
-
-
-_ALONE = "ClipByNorm, ClipByValue, ClipAdaptive, AdaGC(absolute=float('inf'))"
-
-
-def is_in_backward() -> bool:
-    """Tell whether this thread is inside a backward pass: then other gradients may not be there yet."""
-    return current_graph_task() != -1
-
-
-def refuse_in_backward(clipper: Clipper, parameters: Sequence[Tensor], stages: Stages) -> None:
-    """Check that what ``clipper`` does to the gradients of one optimizer is right while others are still to come.
-
-    Raises:
-        UnsupportedGradientError: If not.
-    """
-    if not clipper.is_per_tensor():
-        raise UnsupportedGradientError(
-            f"the optimizer steps inside a backward pass, where {type(clipper).__name__} would see the gradients of "
-            "this optimizer and not those that are still to come: each tensor would be clipped by its own norm, and "
-            f"not by that of all. Use a rule for each tensor ({_ALONE}), ClipByPreviousNorm (the norm of the step "
-            "before), or step after backward()."
-        )
-    if stages.group is not None:
-        raise UnsupportedGradientError(
-            "the optimizer steps inside a backward pass, and pipeline stages run theirs at different times, so they "
-            "cannot clip together there: step after backward(), or leave process_group= and mesh= away and use a rule "
-            f"for each tensor ({_ALONE})."
-        )
-    refuse_wrapped_in_backward(parameters)
-
-
-def tell_what_has_stepped(error: NonFiniteGradientError) -> None:
-    """Say in an error from inside a backward what it cannot undo."""
-    error.add_note("This came from inside a backward pass: optimizers that have stepped before in it stay stepped.")

@@ -47,33 +47,46 @@ class Counts:
         """Note the same result with the names of what was not finite."""
         self._history[-1] = (self.steps, result)
 
-    def decided(self, skip: bool) -> None:
+    def decided(self, skip: bool, spike: bool = False) -> None:
         """Note a decision that the host knows.
+
+        Args:
+            skip: Whether the step is skipped.
+            spike: Whether that is for a finite spike, which neither lengthens nor ends a row of skips.
 
         Raises:
             NonFiniteGradientError: If there were too many skips in a row.
         """
         if self._on_device is not None:
-            self._follow(torch.full((), skip, device=self._on_device.device), self._on_device)
+            known = torch.full((), skip, device=self._on_device.device)
+            self._follow(known & (not spike), known, self._on_device)
         self._skipped += skip
-        self._in_a_row = self._in_a_row + 1 if skip else 0
-        if skip and self._on_device is None:
+        self._in_a_row = self._in_a_row + (not spike) if skip else 0
+        if skip and not spike and self._on_device is None:
             self.check(self._in_a_row)
 
-    def decided_on_device(self, skip: Tensor) -> Tensor:
-        """Note a decision that only the device knows; return the number of skips in a row, there."""
+    def decided_on_device(self, bad: Tensor, spike: Tensor | None = None) -> Tensor:
+        """Note a decision that only the device knows; return the number of skips in a row, there.
+
+        Args:
+            bad: Whether the step is skipped because it is not finite; 0-dim bool.
+            spike: Whether it is skipped as a spike instead; 0-dim bool, None where nobody looks for them.
+
+        Returns:
+            0-dim int64.
+        """
         if self._on_device is None:
-            refuse_capture(skip.device, "the count of skipped steps")
-            self._on_device = torch.zeros(2, dtype=torch.int64, device=skip.device)
+            refuse_capture(bad.device, "the count of skipped steps")
+            self._on_device = torch.zeros(2, dtype=torch.int64, device=bad.device)
             self._on_device[0] += self._skipped
             self._on_device[1] += self._in_a_row
-        self._follow(skip, self._on_device)
+        self._follow(bad, bad if spike is None else bad | spike, self._on_device)
         return self._on_device[1]
 
     @staticmethod
-    def _follow(skip: Tensor, counts: Tensor) -> None:
+    def _follow(bad: Tensor, skip: Tensor, counts: Tensor) -> None:
         counts[0].add_(skip)
-        counts[1].add_(1).mul_(skip)
+        counts[1].add_(bad).mul_(skip)
 
     def check(self, in_a_row: int) -> None:
         """Raise if ``in_a_row`` skips are too many.

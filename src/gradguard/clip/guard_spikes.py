@@ -1,0 +1,126 @@
+"""A guard's part in finite spikes: what it asks of `SkipSpikes` at a step, and how a clipper forgets a skipped one."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradguard.clip.clipper import Clipper, ClipResult
+from gradguard.errors import InvalidTypeError, InvalidValueError, UnsupportedGradientError
+from gradguard.spikes.skip import SkipSpikes
+
+
+class SpikeWatch:
+    """Judges each step of one guard once, and gives the clipper back the state that it had before a skipped one.
+
+    Args:
+        spikes: What the guard was given; None does nothing.
+        clipper: The guard's.
+    """
+
+    def __init__(self, spikes: SkipSpikes | None, clipper: Clipper) -> None:
+        self._spikes, self._clipper = spikes, clipper
+        self._state: dict[str, Any] = {}
+
+    @property
+    def acts(self) -> bool:
+        """Whether a spike is skipped."""
+        return self._spikes is not None and self._spikes.act
+
+    def begin(self, in_backward: bool) -> None:
+        """A clip is about to be decided.
+
+        Raises:
+            UnsupportedGradientError: If the step runs inside a backward pass.
+        """
+        if self._spikes is None:
+            return
+        if in_backward:
+            raise UnsupportedGradientError(
+                "the optimizer steps inside a backward pass, where neither the loss of the step nor the norm of all "
+                "gradients is known yet: a spike cannot be told there. Step after backward(), or leave spikes= away."
+            )
+        self._state = self._clipper.state_dict() if self._spikes.act else {}
+
+    def judge(self, result: ClipResult, bad: Tensor, evaluation: int) -> Tensor | None:
+        """Return whether the step is a spike to be skipped, 0-dim bool; None if nothing would be.
+
+        Args:
+            result: What the clipper has measured.
+            bad: Whether a gradient is not finite, or overflowed; 0-dim bool.
+            evaluation: The number of the closure's evaluation in this step: only the first is judged, later ones are
+                those of a line search.
+        """
+        if self._spikes is None:
+            return None
+        if evaluation > 0:
+            self._spikes.forget_loss()
+            return None
+        norms = [result.norm] if result.group_norms is None else list(result.group_norms.values())
+        spike = self._spikes.judge(torch.stack([norm.to(torch.float64) for norm in norms]), bad)
+        return spike if self._spikes.act else None
+
+    def forget_loss(self) -> None:
+        """The step is over, whatever became of it."""
+        if self._spikes is not None:
+            self._spikes.forget_loss()
+
+    def undo_clipper(self, spike: Tensor | None = None) -> None:
+        """Give the clipper the state back that it had before this step; where ``spike`` is true, if it is given."""
+        if not self._state:
+            return
+        state = self._state if spike is None else _chosen(spike, self._state, self._clipper.state_dict())
+        self._clipper.load_state_dict(state)
+
+
+def _chosen(old_one: Tensor, old: Any, new: Any) -> Any:
+    """Return ``old`` where ``old_one`` is true, else ``new``; the device decides."""
+    if isinstance(new, dict):
+        return {key: _chosen(old_one, old.get(key, value), value) for key, value in new.items()}
+    if not isinstance(new, Tensor) or old.shape != new.shape:  # room that was made on this step
+        return new
+    return torch.where(old_one.to(new.device), old.to(new.device, new.dtype), new)
+
+
+def check_spikes(spikes: object) -> SkipSpikes | None:
+    """Return ``spikes``, which is a `SkipSpikes` or None.
+
+    Raises:
+        InvalidTypeError: If it is not.
+    """
+    if spikes is None or isinstance(spikes, SkipSpikes):
+        return spikes
+    raise InvalidTypeError(
+        f"spikes is {type(spikes).__name__}: expected SkipSpikes(detector), such as SkipSpikes(SpikeDetector())."
+    )
+
+
+def refuse_shared(spikes: SkipSpikes | None, others: list[SkipSpikes | None]) -> None:
+    """Check that no other guard feeds the same detector.
+
+    Raises:
+        InvalidValueError: If one does.
+    """
+    if spikes is not None and any(other is not None and other.detector is spikes.detector for other in others):
+        raise InvalidValueError(
+            "this SkipSpikes belongs to the Guard of another optimizer, and its detector remembers: two histories "
+            "would mix. Make one SkipSpikes(SpikeDetector()) for each Guard."
+        )
+
+
+def refuse_other_state(spikes: SkipSpikes | None, state_dict: dict[str, Any]) -> None:
+    """Check that a guard's state has a part for ``spikes`` exactly if there are any.
+
+    Raises:
+        InvalidValueError: If not.
+    """
+    if spikes is None and "spikes" in state_dict:
+        raise InvalidValueError(
+            "this state is of a Guard with spikes=, and this one has none, so its history would be lost: make the "
+            "Guard with spikes=SkipSpikes(...), or say that it may go: state_dict.pop('spikes')."
+        )
+    if spikes is not None and "clipper" in state_dict and "spikes" not in state_dict:
+        raise InvalidValueError(
+            "this state is of a Guard without spikes=, so there is no history for this one's: make the Guard without, "
+            "or say that the detector starts anew: state_dict['spikes'] = guard.spikes.state_dict()."
+        )

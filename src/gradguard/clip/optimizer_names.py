@@ -1,0 +1,48 @@
+"""What the parameters of an optimizer are called."""
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+from torch.optim.optimizer import Optimizer
+
+from gradguard.distributed.wrappers import named_parameters
+from gradguard.errors import InvalidValueError
+
+
+def names_in(model: nn.Module | None, optimizer: Optimizer) -> dict[int, str]:
+    """Return the names in ``model``, by identity; none without a model.
+
+    Raises:
+        InvalidValueError: If the model has none of the optimizer's parameters.
+    """
+    if model is None:
+        return {}
+    names = {id(p): name for name, p in named_parameters(model)}
+    if not any(id(p) in names for group in optimizer.param_groups for p in group["params"]):
+        raise InvalidValueError(
+            f"model ({type(model).__name__}) has none of the optimizer's parameters: expected the module that was "
+            "given to the optimizer, as it is now; wrapping or moving it may have made new parameters."
+        )
+    return names
+
+
+def names_of(optimizer: Optimizer, known: dict[int, str]) -> list[str]:
+    """Return what to call the parameters of ``optimizer``: by the model, by the optimizer, or by their place.
+
+    Two of one name (from two models, say) are called by their places: a clipper may keep something under each name.
+    """
+    places = [(i, k, p) for i, group in enumerate(optimizer.param_groups) for k, p in enumerate(group["params"])]
+    own = [name for i, group in enumerate(optimizer.param_groups) for name in _own_names(group, i)]
+    names = [known.get(id(p)) or name for (_, _, p), name in zip(places, own, strict=True)]
+    count = Counter(names)
+    return [
+        name if count[name] == 1 else f"param_groups[{i}]['params'][{k}]"
+        for name, (i, k, _) in zip(names, places, strict=True)
+    ]
+
+
+def _own_names(group: dict[str, Any], position: int) -> Sequence[str]:
+    numbered = [f"param_groups[{position}]['params'][{k}]" for k in range(len(group["params"]))]
+    return group.get("param_names") or numbered

@@ -1,0 +1,1 @@
+"""Finite spikes: what tells one from the ordinary, and what a step does about it."""

@@ -1,0 +1,166 @@
+"""What all rules that call a step a spike have in common: signals in, a verdict out, state on the device."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from gradguard.arguments import check_number
+from gradguard.errors import InvalidTypeError, InvalidValueError
+from gradguard.tensors.host_copy import refuse_capture
+from gradguard.tensors.layout import wide_dtype
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SpikeVerdict:
+    """What a detector says of one step. Tensors on the detector's device: nothing waits until one is read.
+
+    Attributes:
+        spike: Whether the step is a spike; 0-dim bool.
+        scores: How far each signal is above what is usual, in the rule's deviations; ``[signals]``, NaN where a signal
+            was not judged.
+        in_a_row: How many spikes have come in a row, this one included; 0-dim int64.
+        adopted: Whether this spike was the last that is rejected: what was rejected is usual from now on; 0-dim bool.
+    """
+
+    spike: Tensor
+    scores: Tensor
+    in_a_row: Tensor
+    adopted: Tensor
+
+
+class Detector(ABC):
+    """A rule that tells spikes: `observe` it once a step. Subclasses write `_empty` and `_judge`.
+
+    **Guarantees.** All state is in tensors on one device, changed in place by a fixed sequence of operations without a
+    look from the host, so that a CUDA graph can hold it, and ranks that observe the same bits decide the same. The
+    state goes to the device of what is observed by itself. A run that is resumed from `state_dict` decides bit by bit
+    as the uninterrupted one.
+
+    Attributes:
+        last: What was said of the last step; None before the first.
+        state: What changes during training, by name; empty before the first step.
+    """
+
+    def __init__(self) -> None:
+        self.state: dict[str, Tensor] = {}
+        self.last: SpikeVerdict | None = None
+
+    @abstractmethod
+    def _empty(self, signals: int) -> dict[str, Tensor]:
+        """Return the state before the first step, on the CPU; the first dimension of ``history`` is ``signals``."""
+
+    @abstractmethod
+    def _judge(self, values: Tensor) -> SpikeVerdict:
+        """Judge ``values`` by the state, and let the state follow in place."""
+
+    @torch.no_grad()
+    def observe(self, values: Tensor) -> Tensor:
+        """Return whether this step is a spike, 0-dim bool on the device of ``values``; the history follows.
+
+        Args:
+            values: One number a signal, the same signals in the same order each step; ``[signals]``, floating-point.
+                NaN or infinite where it is not known: that signal is not judged on this step.
+
+        Raises:
+            InvalidTypeError: If ``values`` is no floating-point tensor.
+            InvalidValueError: If it has another shape than before.
+        """
+        self._check(values)
+        if not self.state:
+            refuse_capture(values.device, "the memory of the spike detector")
+            self.state = self._empty(len(values))
+        if self.state["history"].device != values.device:
+            self.to(values.device)
+        self.last = self._judge(values.detach().to(self.state["history"].dtype))
+        return self.last.spike
+
+    def _check(self, values: Tensor) -> None:
+        if not isinstance(values, Tensor) or not values.is_floating_point():
+            given = values.dtype if isinstance(values, Tensor) else type(values).__name__
+            raise InvalidTypeError(f"values is {given}: expected a floating-point tensor with one number a signal.")
+        known = len(self.state["history"]) if self.state else None
+        if values.dim() != 1 or len(values) == 0 or known not in (None, len(values)):
+            raise InvalidValueError(
+                f"values has the shape {list(values.shape)}: expected [{known or 'signals'}], one number a signal"
+                + (", as on the steps before. reset() forgets them." if known else ".")
+            )
+
+    def reset(self) -> None:
+        """Forget all history: what comes next is a new start, such as another data set or learning rate."""
+        self.last = None
+        if self.state:
+            fresh = self._empty(len(self.state["history"]))
+            for name, tensor in self.state.items():  # in place: a captured graph goes on using this memory
+                tensor.copy_(fresh[name])
+
+    def to(self, device: torch.device | str) -> Self:
+        """Move the state to ``device`` and return the detector; it also follows what is observed by itself."""
+        device = torch.device(device)
+        refuse_capture(device, "the memory of the spike detector")
+        for name, tensor in self.state.items():
+            self.state[name] = tensor.to(device, wide_dtype(device) if tensor.is_floating_point() else tensor.dtype)
+        return self
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return a copy of the state; empty before the first step."""
+        return {name: tensor.clone() for name, tensor in self.state.items()}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Take back what `state_dict` returned; decisions go on as if nothing had been interrupted.
+
+        Raises:
+            InvalidValueError: If it is not the state of such a detector, made with the same arguments.
+        """
+        self.last = None
+        if not state_dict:
+            self.reset()
+            return
+        expected = self._expected(state_dict)
+        given = {name: list(t.shape) for name, t in state_dict.items() if isinstance(t, Tensor)}
+        if given != {name: list(t.shape) for name, t in expected.items()} or len(given) != len(state_dict):
+            raise InvalidValueError(
+                f"the state is not of this {self!r}: expected tensors of shapes "
+                f"{ {name: list(t.shape) for name, t in expected.items()} }, came {given or sorted(state_dict)}. Make "
+                "the detector with the arguments it had when the state was saved."
+            )
+        if not self.state:
+            self.state = expected
+        for name, tensor in self.state.items():  # in place: a captured graph goes on using this memory
+            tensor.copy_(state_dict[name])
+
+    def _expected(self, state_dict: Mapping[str, Any]) -> dict[str, Tensor]:
+        if self.state:
+            return self.state
+        history = state_dict.get("history")
+        return self._empty(len(history) if isinstance(history, Tensor) and history.dim() else 1)
+
+
+def number_above_0(name: str, value: float) -> float:
+    """Return ``value``, a finite number > 0, as a float.
+
+    Raises:
+        InvalidValueError: If it is not.
+    """
+    number = check_number(name, value)
+    if not 0 < number < torch.inf:
+        raise InvalidValueError(f"{name}={value!r}: expected a finite number > 0.")
+    return number
+
+
+def whole_number(name: str, value: int, least: int, most: int | None = None) -> int:
+    """Return ``value``, a whole number from ``least`` to ``most``.
+
+    Raises:
+        InvalidTypeError: If it is no whole number.
+        InvalidValueError: If it is outside.
+    """
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise InvalidTypeError(f"{name}={value!r}: expected a whole number, got {type(value).__name__}.")
+    if value < least or (most is not None and value > most):
+        bound = f">= {least}" if most is None else f"from {least} to {most}"
+        raise InvalidValueError(f"{name}={value}: expected a whole number {bound}.")
+    return value

@@ -1,0 +1,166 @@
+"""What a guard does with a spike detector: it gathers the loss and the norms of a step, and leaves out a spike."""
+
+from collections.abc import Mapping
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from gradguard.arguments import check_number
+from gradguard.distributed.placements import is_sharded
+from gradguard.distributed.sums import number_of_processes, sum_over
+from gradguard.errors import InvalidTypeError, InvalidValueError
+from gradguard.spikes.base import Detector
+from gradguard.spikes.detector import SpikeDetector
+from gradguard.tensors.host_copy import refuse_capture
+from gradguard.tensors.layout import move, wide_dtype
+
+
+class SkipSpikes:
+    r"""Leave out an optimizer step whose loss or gradient norm is a spike: ``Guard(..., spikes=SkipSpikes())``.
+
+    The signals are the loss, where ``guard.loss(loss)`` tells it, and the norm of all gradients, unscaled and before
+    the clip; under `Groups` the norm of each group. Over all processes the loss is the weighted mean
+
+    .. math:: \bar L = \sum_{r, i} w_{r i} L_{r i} \Big/ \sum_{r, i} w_{r i}
+
+    over ranks r and micro-batches i, and each norm is the mean over the ranks, on which it is the same number already
+    up to rounding: one all-reduce of a few numbers, so that all ranks decide by the same bits.
+
+    **Guarantees.** Those of the detector; and a step that is not finite is none of its business: it leaves no trace.
+
+    Args:
+        detector: What tells a spike; None for ``SpikeDetector()``. It belongs to one guard.
+        act: Whether spikes are skipped; if not, they are only told, by ``detector.last`` and to who watches.
+        process_group: The processes that train this model together; None for all that `torch.distributed` joins.
+            Processes that train models of their own name a group of their own.
+
+    Attributes:
+        detector: The detector.
+        act: As given; it may be changed at any time, on all processes at once.
+
+    Raises:
+        InvalidTypeError: If ``detector`` is no detector.
+
+    Example:
+        >>> import gradguard as gg, torch
+        >>> model = torch.nn.Linear(1, 1, bias=False)
+        >>> optimizer = torch.optim.Adam(model.parameters())
+        >>> spikes = gg.SkipSpikes(gg.SpikeDetector(warmup=4))
+        >>> guard = gg.Guard(optimizer, gg.ClipByGlobalNorm(1.0), spikes=spikes)
+        >>> for size in [1.0, 1.0, 1.0, 1.0, 50.0]:
+        ...     optimizer.zero_grad()
+        ...     guard.loss(model(torch.full((1, 1), size)).square().mean()).backward()
+        ...     optimizer.step()
+        >>> guard.last_skip, guard.skipped_steps
+        ('spike', 1)
+    """
+
+    def __init__(self, detector: Detector | None = None, *, act: bool = True, process_group: Any = None) -> None:
+        self.detector = SpikeDetector() if detector is None else detector
+        if not isinstance(self.detector, Detector):
+            given = f"the class {detector.__name__}" if isinstance(detector, type) else type(detector).__name__
+            raise InvalidTypeError(f"detector is {given}: expected a detector, such as SpikeDetector().")
+        self.act = bool(act)
+        self._group = process_group
+        self._loss: Tensor | None = None  # [sum of weight * loss, sum of weight] of this step, on this process
+        self._counts = torch.zeros(2, dtype=torch.int64, device="cpu")  # spikes seen, and spikes skipped
+
+    def __repr__(self) -> str:
+        """Return the call that makes such an object; a process group has no text."""
+        return f"SkipSpikes({self.detector!r}{'' if self.act else ', act=False'})"
+
+    @torch.no_grad()
+    def loss(self, loss: Tensor | float, weight: float | Tensor = 1.0) -> None:
+        """Take the loss of one micro-batch of the step that comes.
+
+        Args:
+            loss: The mean loss, without a loss scale; one number.
+            weight: What it counts, such as its number of tokens.
+
+        Raises:
+            InvalidTypeError: If one is no number.
+            InvalidValueError: If ``loss`` has several elements, or ``weight`` is negative or not finite.
+        """
+        value = _one_number("loss", loss, torch.device("cpu"))
+        count = _one_number("weight", weight, value.device)
+        new = torch.stack([count * value, count])
+        self._loss = new if self._loss is None else move(self._loss, new.device) + new
+
+    def forget_loss(self) -> None:
+        """Drop the losses taken so far: their step is over."""
+        self._loss = None
+
+    @torch.no_grad()
+    def judge(self, norms: Tensor, bad: Tensor) -> Tensor:
+        """Return whether the step is a spike, 0-dim bool on the device of ``norms``; the detector follows.
+
+        Args:
+            norms: The unscaled norms before the clip, ``[n]``.
+            bad: Whether a gradient is not finite; 0-dim bool. Then the step leaves no trace.
+        """
+        spike = self.detector.observe(self._values(norms, bad))
+        if self._counts.device != spike.device:
+            refuse_capture(spike.device, "the count of spikes")
+            self._counts = move(self._counts, spike.device)
+        (self._counts if self.act else self._counts[:1]).add_(spike)
+        return spike
+
+    def _values(self, norms: Tensor, bad: Tensor) -> Tensor:
+        wide = norms.to(wide_dtype(norms.device))
+        wide = torch.where(wide == 0, torch.nan, wide)  # no gradients: that tells nothing of the scale
+        given = wide.new_zeros(2) if self._loss is None else move(self._loss, wide.device, wide.dtype)
+        added = torch.where(bad, torch.nan, torch.cat([given, wide]))
+        self._loss = None
+        added = sum_over(added, self._group)
+        return torch.cat([added[:1] / added[1:2], added[2:] / number_of_processes(self._group)])
+
+    @property
+    def seen(self) -> int:
+        """Number of spikes so far, skipped or not; the host waits for an accelerator."""
+        return int(self._counts[0])
+
+    @property
+    def skipped(self) -> int:
+        """Number of steps that were skipped as spikes; the host waits for an accelerator."""
+        return int(self._counts[1])
+
+    def to(self, device: torch.device | str) -> Self:
+        """Move the state to ``device``."""
+        self.detector.to(device)
+        return self
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return a copy of the detector's state, and the counts."""
+        return {"detector": self.detector.state_dict(), "seen": self.seen, "skipped": self.skipped}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Take back what `state_dict` returned.
+
+        Raises:
+            InvalidValueError: If it is not the state of such an object.
+        """
+        if set(state_dict) != {"detector", "seen", "skipped"}:
+            raise InvalidValueError(
+                f"this is not the state of a SkipSpikes: expected 'detector', 'seen' and 'skipped', got "
+                f"{sorted(state_dict)}. Pass what state_dict() returned."
+            )
+        self.detector.load_state_dict(state_dict["detector"])
+        self._counts.copy_(torch.tensor([int(state_dict["seen"]), int(state_dict["skipped"])], device="cpu"))
+        self._loss = None
+
+
+def _one_number(name: str, value: Tensor | float, device: torch.device) -> Tensor:
+    """Return ``value`` as a 0-dim tensor of a wide dtype, where it is; on ``device`` if it is a Python number."""
+    if not isinstance(value, Tensor):
+        number = check_number(name, value)
+        if name == "weight" and not 0 <= number < torch.inf:
+            raise InvalidValueError(f"weight={value!r}: expected a finite number >= 0, such as a number of tokens.")
+        return torch.full((), number, dtype=wide_dtype(device), device=device)
+    whole = value.detach().full_tensor() if is_sharded(value) else value.detach()  # type: ignore[attr-defined]
+    if whole.numel() != 1 or whole.is_complex():
+        raise InvalidValueError(
+            f"{name} is a tensor of shape {list(whole.shape)} and {whole.dtype}: expected one real number. Pass the "
+            "mean, loss.mean(), and what it counts as weight=."
+        )
+    return whole.reshape(()).to(wide_dtype(whole.device))
