@@ -164,7 +164,7 @@ class LogMedian:
     """
 
     def __init__(
-        self, k: float = 6.0, window: int = 128, warmup: int = 32, cap: int = 8, floor: float | Iterable[float] = 0.02
+        self, k: float = 6.0, window: int = 128, warmup: int = 32, cap: int = 8, floor: float | Iterable[float] = 0.05
     ) -> None:
         self.k, self.window, self.warmup, self.cap = k, window, warmup, cap
         self.floor = floor
@@ -191,10 +191,13 @@ class LogMedian:
 
     @staticmethod
     def _score(value: float, past: list[float], floor: float) -> float:
-        logs = [math.log(max(v, 1e-300)) for v in past]
-        middle = statistics.median(logs)
-        spread = 1.4826 * statistics.median(abs(v - middle) for v in logs)
-        return (math.log(max(value, 1e-300)) - middle) / max(spread, floor)
+        positive = min(past) > 0
+        values = [math.log(v) for v in past] if positive else past
+        middle = statistics.median(values)
+        spread = 1.4826 * statistics.median(abs(v - middle) for v in values)
+        least = floor if positive else floor * abs(middle)
+        value = math.log(max(value, 1e-300)) if positive else value
+        return (value - middle) / max(spread, least, 1e-300)
 
 
 class Twin(Rule):
@@ -212,41 +215,46 @@ class Twin(Rule):
         return bad
 
 
-class Rollback(Twin):
-    """Skips, and goes back to an older snapshot after ``after`` rejections within ``within`` steps. Data goes on."""
+class Trial(Twin):
+    """Skips; where ``cap`` in a row are adopted, keeps the weights from before, and later tries them for one batch.
+
+    A burst is over when the old weights find the batch of now as usual: then training goes on from them. Where the data
+    has changed for good they do not: the step is skipped, and the newer weights come back. Tried ``at`` so many steps
+    after the adoption; what is skipped for it is one batch each.
+    """
 
     def __init__(
-        self,
-        run: Run,
-        clip: float | None = None,
-        *,
-        every: int = 25,
-        after: int = 4,
-        within: int = 16,
-        budget: int = 3,
-        older: int = 1,
-        **options: Any,
+        self, run: Run, clip: float | None = None, *, cap: int = 5, at: tuple[int, ...] = (6, 16, 36), **options: Any
     ) -> None:
-        super().__init__(run, clip, **options)
-        self.every, self.after, self.within, self.budget, self.older = every, after, within, budget, older
-        self.snapshots: deque[Any] = deque(maxlen=2)
-        self.recent: deque[int] = deque(maxlen=after)
-        self.pending: int | None = None
+        super().__init__(run, clip, cap=cap, **options)
+        self.tries = at
+        self.doubt: tuple[int, Any, list[list[float]]] | None = None  # since when, the run, the detector's past
+        self.current: tuple[Any, LogMedian] | None = None  # while the old weights are tried
 
     def step(self, i: int, loss: Tensor) -> None:
-        before = len(self.skipped)
+        past, adoptions, skips = self.detector.past, self.detector.adoptions, len(self.skipped)
         super().step(i, loss)
-        if len(self.skipped) > before:
-            self.recent.append(i)
-        calm = not self.recent or i - self.recent[-1] > self.within
-        if calm and i % self.every == 0:
-            self.snapshots.append((i, _whole(self.run)))
-        if len(self.recent) == self.after and i - self.recent[0] < self.within and self.budget and self.snapshots:
-            self.budget -= 1
-            at, saved = self.snapshots[-1]
-            _restore(self.run, saved)
-            self.events.append((i, f"rollback to {at}"))
-            self.recent.clear()
+        if self.current is not None:
+            newer, detector = self.current
+            self.current = None
+            if len(self.skipped) > skips:
+                _restore(self.run, newer)
+                self.detector = detector
+            else:
+                self.events.append((i, "rolled back"))
+                self.doubt = None
+        elif self.detector.adoptions > adoptions:
+            self.doubt = i, _whole(self.run), past
+        elif self.doubt is not None and i - self.doubt[0] in self.tries:
+            self.current = _whole(self.run), self.detector
+            self._go_back(*self.doubt)
+
+    def _go_back(self, at: int, saved: Any, past: list[list[float]]) -> None:
+        del at
+        _restore(self.run, saved)
+        newer, self.detector = self.detector, copy.copy(self.detector)
+        self.detector.past, self.detector.rejected = past, []
+        self.detector.adoptions = newer.adoptions
 
 
 def _whole(run: Run) -> Any:
@@ -275,6 +283,6 @@ RULES: dict[str, Callable[[Run], Rule]] = {
     "Lightning": with_clip(Lightning),
     "twin cap 8": with_clip(Twin),
     "twin cap 32": with_clip(Twin, cap=32),
-    "rollback": with_clip(Rollback),
+    "trial": with_clip(Trial),
     "oracle": with_clip(Oracle),
 }
