@@ -185,6 +185,14 @@ def test_base_of():
     assert torch_private.base_of(SimpleNamespace()) is None
 
 
+def test_loader_has_begun():
+    loader = torch.utils.data.DataLoader([1, 2])
+    assert not torch_private.loader_has_begun(loader)
+    loader._iterator = iter(loader)
+    assert torch_private.loader_has_begun(loader)
+    assert not torch_private.loader_has_begun(SimpleNamespace())
+
+
 def test_sparse_values_and_indices():
     tensor = torch.sparse_coo_tensor([[1, 0, 1]], [1.0, 2.0, 3.0], check_invariants=True)  # not coalesced
     assert torch_private.sparse_values(tensor).tolist() == [1.0, 2.0, 3.0]
@@ -537,6 +545,13 @@ def scaled_step(scaler):
     optimizer = torch.optim.SGD([parameter], lr=1.0)
     scaler.scale(parameter.sum()).backward()
     return optimizer
+
+
+def test_has_scheduler():
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))])
+    assert not torch_private.has_scheduler(optimizer)
+    torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    assert torch_private.has_scheduler(optimizer)
 
 
 def test_gradients_are_scaled(monkeypatch):

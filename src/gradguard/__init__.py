@@ -42,6 +42,8 @@ if TYPE_CHECKING:
         PerParameterNormClipper,
         QuantileNormClipper,
     )
+    from gradguard.resilience.ladder import Resilience
+    from gradguard.resilience.snapshot import Snapshot
     from gradguard.spikes.detector import SpikeDetector
     from gradguard.spikes.skip import SkipSpikes
 
@@ -73,7 +75,9 @@ __all__ = [
     "PerParameterNormClipper",
     "PerSampleGradientClipper",
     "QuantileNormClipper",
+    "Resilience",
     "SkipSpikes",
+    "Snapshot",
     "SpikeDetector",
     "ZClip",
     "append_backward",
@@ -142,6 +146,8 @@ _MODULE_OF = {
     "SkipSpikes": "gradguard.spikes.skip",
     "SpikeDetector": "gradguard.spikes.detector",
     "save_gradients": "gradguard.parity.save",
+    "Resilience": "gradguard.resilience.ladder",
+    "Snapshot": "gradguard.resilience.snapshot",
     "NoiseScale": "gradguard.per_sample.noise_scale",
     "Monitor": "gradguard.monitoring.observe.monitor",
     "watch": "gradguard.monitoring.observe.watch",

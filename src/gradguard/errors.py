@@ -15,6 +15,7 @@ __all__ = [
     "NonFiniteGradientError",
     "ParityError",
     "RecordError",
+    "SpikeError",
     "UnsupportedGradientError",
 ]
 
@@ -65,6 +66,10 @@ class UnsupportedVersionError(GradguardError, ImportError):
 
 class RecordError(GradguardError):
     """A record of a run is missing, empty or unreadable."""
+
+
+class SpikeError(GradguardError, RuntimeError):
+    """A run spikes again and again, and going back to older weights does not cure it."""
 
 
 class CommandError(GradguardError):

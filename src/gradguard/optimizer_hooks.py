@@ -84,8 +84,9 @@ class EveryStep:
         self._thread.open = _caller()
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         closure = closure if callable(closure) else None  # some optimizers take something else there
-        if self._enter is not None:
-            args = (self._enter(optimizer, closure is not None) or optimizer, *args[1:])
+        entered = None if self._enter is None else self._enter(optimizer, closure is not None)
+        if entered is not None:
+            args = (entered, *args[1:])  # else whatever a hook before this one has put there
         if closure is None:
             self._before(optimizer, 0)
             return args, kwargs

@@ -134,6 +134,11 @@ def base_of(tensor: Tensor) -> Tensor | None:
     return getattr(tensor, "_base", None)
 
 
+def loader_has_begun(loader: Any) -> bool:
+    """Tell whether a DataLoader holds workers or a place in its data; where that cannot be seen: no."""
+    return getattr(loader, "_iterator", None) is not None
+
+
 def sparse_values(tensor: Tensor) -> Tensor:
     """Return the values of a sparse COO tensor, coalesced or not, in its memory."""
     try:
@@ -588,6 +593,11 @@ def wrapper_slots() -> tuple[str, ...]:
 def capturable_warning_mark() -> str:
     """Return the attribute that an optimizer reads before it warns that it is captured; where gone, it is not read."""
     return "_warned_capturable_if_run_uncaptured"
+
+
+def has_scheduler(optimizer: torch.optim.Optimizer) -> bool:
+    """Tell whether a scheduler of torch drives ``optimizer``; False where torch leaves no mark of it."""
+    return getattr(optimizer.step, "_wrapped_by_lr_sched", False)
 
 
 def gradients_are_scaled(scaler: Any, optimizer: torch.optim.Optimizer) -> bool:

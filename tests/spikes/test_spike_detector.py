@@ -58,7 +58,9 @@ def assert_alike(ours, twin, rows):
 
 
 @pytest.mark.parametrize("zeros", [False, True], ids=["positive", "losses of any sign"])
-@pytest.mark.parametrize("options", [SMALL, {"window": 5, "warmup": 1, "cap": 5}, {"window": 40, "warmup": 9, "cap": 1}])
+@pytest.mark.parametrize(
+    "options", [SMALL, {"window": 5, "warmup": 1, "cap": 5}, {"window": 40, "warmup": 9, "cap": 1}]
+)
 @pytest.mark.parametrize("seed", range(3))
 def test_it_decides_as_the_slow_twin(seed, options, zeros):
     rows = noisy(seed, 250, zeros=zeros)

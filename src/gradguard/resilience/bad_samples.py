@@ -1,0 +1,308 @@
+"""The bad-batch list: a file of sample ids, and samplers that draw another sample in the place of each."""
+
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
+
+from gradguard.errors import InvalidTypeError, InvalidValueError, RecordError
+from gradguard.resilience.batches import SampleId, changed_copy, checked_ids
+from gradguard.torch_private import loader_has_begun
+
+
+@dataclass(frozen=True)
+class BadSample:
+    """Why a sample is left out.
+
+    Attributes:
+        id: The sample.
+        reason: In words.
+        step: Of the spike.
+        rank: Process that had it.
+    """
+
+    id: SampleId
+    reason: str = ""
+    step: int | None = None
+    rank: int | None = None
+
+
+class BadSamples:
+    r"""A list of samples to leave out, in memory and, with ``file``, on disk: read at the start, appended to later.
+
+    The file has a line for each sample, ``{"id": 17, "step": 1204, "rank": 3, "reason": "..."}``, or just the id, for
+    a list by hand: ``17`` is the number, ``doc-17`` and ``017`` are strings. Empty lines and those with a ``#`` in
+    front are passed over.
+
+    **Guarantees.** 17 and ``"17"`` are two samples. A sample that is added twice is there once, with its first reason.
+    All processes call `add` alike; process 0 writes. A line that cannot be read is an error, never passed over.
+
+    Args:
+        file: Where the list is, or shall be; None for memory only.
+
+    Raises:
+        RecordError: If a line is no sample.
+
+    Example:
+        >>> from gradguard.resilience import BadSamples
+        >>> bad = BadSamples()
+        >>> bad.add([17, 4], reason="loss 9.1 deviations above the median", step=1204)
+        2
+        >>> 17 in bad, "17" in bad, [one.id for one in bad]
+        (True, False, [17, 4])
+    """
+
+    def __init__(self, file: str | Path | None = None) -> None:
+        self.file = None if file is None else Path(file)
+        self._of: dict[SampleId, BadSample] = {}
+        if self.file is not None and self.file.exists():
+            for number, line in enumerate(self.file.read_text(encoding="utf-8").splitlines(), 1):
+                if (one := _read(line, self.file, number)) is not None:
+                    self._of.setdefault(one.id, one)
+
+    def add(self, ids: Any, *, reason: str = "", step: int | None = None, rank: int | None = None) -> int:
+        """Add samples.
+
+        Returns:
+            How many of them are new.
+
+        Raises:
+            InvalidTypeError: If the ids are no whole numbers or strings.
+        """
+        listed = checked_ids(ids)
+        listed = listed.tolist() if isinstance(listed, Tensor) else listed
+        new = [BadSample(one, reason, step, rank) for one in dict.fromkeys(listed) if one not in self._of]
+        self._of.update((one.id, one) for one in new)
+        if new and self.file is not None and not (dist.is_available() and dist.is_initialized() and dist.get_rank()):
+            self._append(self.file, new)
+        return len(new)
+
+    def __contains__(self, id: object) -> bool:
+        return id in self._of
+
+    def __iter__(self) -> Iterator[BadSample]:
+        return iter([*self._of.values()])
+
+    def __len__(self) -> int:
+        return len(self._of)
+
+    @staticmethod
+    def _append(file: Path, new: Iterable[BadSample]) -> None:
+        told = [{k: v for k, v in asdict(one).items() if v not in (None, "")} for one in new]
+        with file.open("ab+") as out:
+            out.seek(max(0, out.seek(0, 2) - 1))
+            begin = "\n" if out.read(1) not in (b"", b"\n") else ""  # a list by hand may end without one
+            out.write((begin + "".join(f"{json.dumps(one)}\n" for one in told)).encode())
+
+
+def _read(line: str, file: Path, number: int) -> BadSample | None:
+    line = line.strip()
+    if not line or line.startswith("#"):
+        return None
+    if not line.startswith("{"):
+        return BadSample(int(line) if line.lstrip("-").isdecimal() and str(int(line)) == line else line)
+    try:
+        told = json.loads(line)
+        one = BadSample(**{k: v for k, v in told.items() if k in ("id", "reason", "step", "rank")})
+        checked_ids([one.id])
+    except (ValueError, TypeError) as error:
+        raise RecordError(
+            f"{file}, line {number}: {line[:60]!r} is no sample, or it is cut off: expected a line such as "
+            '{"id": 17, "step": 1204}, or the id alone. Mend or delete it.'
+        ) from error
+    return one
+
+
+def exclude(
+    source: Any,
+    bad: BadSamples,
+    *,
+    replacements: Sequence[Any] | None = None,
+    id_of: Callable[[Any], SampleId] | None = None,
+) -> Any:
+    r"""Return ``source`` drawing another sample in the place of each that is in ``bad``.
+
+    The other one is :math:`d_{h(i) \bmod n}`, with a hash :math:`h` of the index :math:`i` that is left out and
+    :math:`d_1, \ldots, d_n` the samples that ``source`` draws from; if that one is bad too, the next hash. It depends
+    on nothing else, so nothing moves: every other sample has the place that it would have had, on the same rank.
+
+    **Guarantees.** The number and the sizes of batches are those of ``source``, the same on all ranks as before. A
+    resumed StatefulDataLoader goes on exactly where it was, also if the list has grown meanwhile. Samples that
+    ``source`` does not draw from, such as those held out for validation, are never drawn. A sample that is added
+    while an epoch runs is left out from the next index on that the loader asks for: what workers have prefetched comes.
+
+    The price: for each that is left out, another one is seen once more in an epoch.
+
+    | source | result |
+    |---|---|
+    | a DataLoader, a StatefulDataLoader, not begun | a copy of it |
+    | a sampler or a batch sampler of `torch.utils.data`, torchdata or Accelerate, a list | a sampler |
+    | a sampler of one's own | with ``replacements``; else an error |
+    | an iterable dataset | an error: leave bad samples out where it reads |
+    | every sample is bad | an error, at the first that is drawn |
+
+    Args:
+        source: A loader, a sampler or a batch sampler.
+        bad: The list; it may grow.
+        replacements: The indices that others are drawn from; by default all that ``source`` draws from.
+        id_of: Returns the id of an index, where the list does not hold indices: ``lambda i: dataset.keys[i]``.
+
+    Returns:
+        What to use in the place of ``source``.
+
+    Raises:
+        InvalidTypeError: If it cannot be said what ``source`` draws from.
+        InvalidValueError: If a loader has begun, or ``replacements`` is empty.
+
+    Example:
+        >>> from torch.utils.data import DataLoader
+        >>> from gradguard.resilience import BadSamples, exclude
+        >>> bad = BadSamples()
+        >>> loader = exclude(DataLoader(list("abcdef"), batch_size=3), bad)
+        >>> list(loader)
+        [['a', 'b', 'c'], ['d', 'e', 'f']]
+        >>> bad.add([1, 5])
+        2
+        >>> list(loader)
+        [['a', 'a', 'c'], ['d', 'e', 'd']]
+    """
+    if not isinstance(source, DataLoader):
+        return _excluding(source, bad, replacements, id_of)
+    if isinstance(source.dataset, IterableDataset):
+        raise InvalidTypeError(
+            "the dataset is iterable, so its samples cannot be chosen from outside: pass over those in the list where "
+            "it reads them, as in `if key in bad: continue`."
+        )
+    if loader_has_begun(source):
+        raise InvalidValueError("the loader has begun already: call exclude(loader, bad) before its first batch.")
+    part = "sampler" if source.batch_sampler is None else "batch_sampler"
+    return changed_copy(source, **{part: _excluding(getattr(source, part), bad, replacements, id_of)})
+
+
+def _excluding(sampler: Any, bad: BadSamples, replacements: Any, id_of: Any) -> "_ExcludingSampler":
+    indices = _drawn_from(sampler) if replacements is None else replacements
+    if not len(indices):
+        raise InvalidValueError("there is no sample to draw in the place of a bad one: replacements is empty.")
+    kind = _StatefulExcludingSampler if _has_state(sampler) else _ExcludingSampler
+    return kind(sampler, bad, indices, id_of)
+
+
+class _ExcludingSampler(Sampler[Any]):
+    def __init__(self, inner: Any, bad: BadSamples, indices: Sequence[Any], id_of: Any) -> None:
+        self.inner, self.bad, self.indices, self.id_of = inner, bad, indices, id_of
+
+    def __iter__(self) -> Iterator[Any]:
+        inner = iter(self.inner)
+        return (_StatefulIterator if _has_state(inner) else _Iterator)(inner, self.replaced)
+
+    def __len__(self) -> int:
+        return len(self.inner)
+
+    def __getattr__(self, name: str) -> Any:  # batch_size, drop_last, set_epoch, ...
+        if name == "inner":  # while this is being copied or unpickled
+            raise AttributeError(name)
+        return getattr(self.inner, name)
+
+    def replaced(self, drawn: Any) -> Any:
+        """Return an index, or a list of them, without those that are bad."""
+        if isinstance(drawn, list | tuple):
+            return type(drawn)(map(self.replaced, drawn))
+        return self._another(drawn) if self._is_bad(drawn) else drawn
+
+    def _is_bad(self, index: Any) -> bool:
+        return (index if self.id_of is None else self.id_of(index)) in self.bad
+
+    def _another(self, index: Any) -> Any:
+        for attempt in range(64):
+            hashed = hashlib.sha256(f"{index}:{attempt}".encode()).digest()
+            other = self.indices[int.from_bytes(hashed[:8], "little") % len(self.indices)]
+            if not self._is_bad(other):
+                return other
+        for other in self.indices:
+            if not self._is_bad(other):
+                return other
+        raise InvalidValueError(
+            f"all {len(self.indices):,} samples are in the list of bad ones{_where(self.bad)}: nothing is left to "
+            "train on. Delete some of its lines."
+        )
+
+
+class _Iterator:
+    def __init__(self, inner: Iterator[Any], replaced: Callable[[Any], Any]) -> None:
+        self.inner, self.replaced = inner, replaced
+
+    def __iter__(self) -> "_Iterator":
+        return self
+
+    def __next__(self) -> Any:
+        return self.replaced(next(self.inner))
+
+
+# StatefulDataLoader looks in the class whether there is a state.
+
+
+class _WithState:
+    inner: Any
+
+    def state_dict(self) -> Any:
+        return self.inner.state_dict()
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        self.inner.load_state_dict(state_dict)
+
+
+class _StatefulExcludingSampler(_WithState, _ExcludingSampler):
+    pass
+
+
+class _StatefulIterator(_WithState, _Iterator):
+    def update_state_dict(self) -> None:
+        if hasattr(self.inner, "update_state_dict"):
+            self.inner.update_state_dict()
+
+
+def _has_state(one: Any) -> bool:
+    return hasattr(one, "state_dict") and hasattr(one, "load_state_dict")
+
+
+def _where(bad: BadSamples) -> str:
+    return "" if bad.file is None else f" in {bad.file}"
+
+
+def _drawn_from(sampler: Any) -> Sequence[Any]:
+    """The indices that a sampler may draw, if it is one that is known: a subclass may draw others."""
+    if isinstance(sampler, _ExcludingSampler):
+        return sampler.indices
+    if isinstance(sampler, list | tuple | range):
+        return list(dict.fromkeys(i for one in sampler for i in (one if isinstance(one, list | tuple) else [one])))
+    if type(sampler).__module__.partition(".")[0] in ("torch", "torchdata", "accelerate"):
+        if isinstance(sampler, BatchSampler):
+            return _drawn_from(getattr(sampler, "batch_sampler", None) or sampler.sampler)
+        if isinstance(sampler, SubsetRandomSampler):
+            return sampler.indices
+        if isinstance(sampler, WeightedRandomSampler):
+            return sampler.weights.nonzero().flatten().tolist()
+        if isinstance(sampler, DistributedSampler):
+            return range(len(sampler.dataset))  # type: ignore[arg-type]
+        if isinstance(sampler, SequentialSampler | RandomSampler) or type(sampler).__name__ == "RandomSampler":
+            return range(len(sampler.data_source))
+    raise InvalidTypeError(
+        f"from which samples {type(sampler).__name__} draws is not known, so none can be drawn in the place of a bad "
+        "one: say it with exclude(..., replacements=train_indices)."
+    )

@@ -1,0 +1,381 @@
+"""Which samples were in the batch of a step: a ring of the last steps, and a loader that says what it yields."""
+
+import copy
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset
+
+from gradguard.errors import InvalidTypeError, InvalidValueError
+from gradguard.parity.replay import generator_states
+from gradguard.torch_private import loader_has_begun, versions_of
+
+SampleId = int | str
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """One micro-batch of a step, as plain numbers.
+
+    Attributes:
+        step: Number of the step.
+        rank: Process that had it.
+        number: Its place among the micro-batches of that process' step, from 0.
+        ids: Its samples; None where nobody said.
+        loss: Its loss; None where nobody said.
+    """
+
+    step: int
+    rank: int
+    number: int
+    ids: tuple[SampleId, ...] | None
+    loss: float | None
+
+
+@dataclass
+class _Kept:
+    """A micro-batch as it was told: tensors stay on their device until somebody asks."""
+
+    ids: Tensor | tuple[SampleId, ...] | None
+    loss: Tensor | float | None
+    content: Any = None
+    generators: dict[str, Any] | None = None
+    versions: list[int] = field(default_factory=list)
+
+
+class Batches:
+    r"""Remembers, for the last steps, which samples each micro-batch held and what its loss was.
+
+    ``saw`` begins a micro-batch and ``end_step`` ends the step; a training loop that uses `SampleIds` calls only the
+    second. Losses are copied on their device, ids that are tensors too, so that no step waits; `of_step` waits.
+
+    **Guarantees.** A loss or ids that are changed in place later are remembered as they were. Of a step that has left
+    the ring nothing is said. With ``keep=True`` the batch itself is kept, not copied, and where it has been changed in
+    place `content` refuses it.
+
+    | case | result |
+    |---|---|
+    | a step without micro-batches | ``()`` |
+    | a loss before any ids | a micro-batch without ids |
+    | a number of a step that was not yet, or is no longer there | an error with those that are |
+    | ids that are floats, bools or tuples | an error: nothing could be excluded by them |
+
+    Args:
+        steps: How many steps to remember, the one under way included; at least 2.
+        keep: Whether to keep the batches too, with the states of the random generators before each: what
+            `StepEvidence` writes. Costs the memory of ``steps`` batches, and some 20 µs a batch.
+
+    Raises:
+        InvalidValueError: If ``steps`` is below 2.
+
+    Attributes:
+        step: Number of the step under way.
+
+    Example:
+        >>> import torch
+        >>> from gradguard.resilience import Batches
+        >>> batches = Batches()
+        >>> for ids in ([4, 7], [1, 3]):
+        ...     batches.saw(ids)
+        ...     batches.loss(torch.tensor(float(sum(ids))))
+        >>> batches.end_step()
+        0
+        >>> [(one.ids, one.loss) for one in batches.of_step(0)]
+        [((4, 7), 11.0), ((1, 3), 4.0)]
+    """
+
+    def __init__(self, steps: int = 64, *, keep: bool = False) -> None:
+        if isinstance(steps, bool) or not isinstance(steps, int) or steps < 2:
+            raise InvalidValueError(f"steps={steps!r}: expected at least 2, the step under way and the one before.")
+        self.keep, self.step = keep, 0
+        self._steps: deque[tuple[int, list[_Kept]]] = deque(maxlen=steps)
+        self._now: list[_Kept] = []
+        self._steps.append((0, self._now))
+
+    def saw(self, ids: Any = None, loss: Tensor | float | None = None, *, batch: Any = None) -> None:
+        """Begin a micro-batch.
+
+        Args:
+            ids: Its samples: whole numbers or strings, in a list, a tuple, an array or a 1-d tensor; or a single one.
+            loss: Its loss, if it is known already; else `loss` says it.
+            batch: The batch itself, kept where ``keep=True``.
+
+        Raises:
+            InvalidTypeError: If ids are something else, or a loss is no single number.
+        """
+        one = _Kept(None if ids is None else checked_ids(ids), None if loss is None else _checked_loss(loss))
+        if self.keep:
+            one.generators = generator_states()
+            one.content, one.versions = batch, versions_of(tensors_in(batch))
+        self._now.append(one)
+
+    def loss(self, loss: Tensor | float) -> None:
+        """Say the loss of the micro-batch under way; where there is none, or it has one, of another one without ids.
+
+        Raises:
+            InvalidTypeError: If it is no single number.
+        """
+        if not self._now or self._now[-1].loss is not None:
+            self.saw()
+        self._now[-1].loss = _checked_loss(loss)
+
+    def end_step(self) -> int:
+        """End the step, whether or not its update was skipped, and return its number."""
+        self.step += 1
+        self._now = []
+        self._steps.append((self.step, self._now))
+        return self.step - 1
+
+    @property
+    def known(self) -> range:
+        """The numbers of the steps that are remembered, the one under way last."""
+        return range(self._steps[0][0], self._steps[-1][0] + 1)
+
+    def of_step(self, step: int) -> tuple[MicroBatch, ...]:
+        """Return this process' micro-batches of a step. The host waits for their losses.
+
+        Raises:
+            InvalidValueError: If the step is not in the ring.
+        """
+        rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+        return tuple(
+            MicroBatch(step, rank, number, _listed(one.ids), None if one.loss is None else float(one.loss))
+            for number, one in enumerate(self._of(step))
+        )
+
+    def content(self, step: int, number: int) -> tuple[Any, dict[str, Any]]:
+        """Return a batch that was kept, and the states of the random generators before it.
+
+        Raises:
+            InvalidValueError: If it was not kept, or is not what it was.
+        """
+        kept = self._of(step)
+        one = kept[number] if 0 <= number < len(kept) else None
+        if one is None or one.content is None or one.generators is None:
+            raise InvalidValueError(
+                f"micro-batch {number} of step {step} was not kept. Make Batches(keep=True), and let SampleIds(loader, "
+                "batches) tell it, or say batches.saw(ids, batch=batch)."
+            )
+        if versions_of(tensors_in(one.content)) != one.versions:
+            raise InvalidValueError(
+                f"micro-batch {number} of step {step} was changed in place after it was yielded, so it is not the "
+                "batch that the loader gave. Change a copy: batch['x'] = batch['x'] / 255 and not batch['x'] /= 255."
+            )
+        return one.content, one.generators
+
+    def state_dict(self) -> dict[str, int]:
+        """Return the number of the step under way; what the ring holds is of this process alone."""
+        return {"step": self.step}
+
+    def load_state_dict(self, state_dict: dict[str, int]) -> None:
+        """Count on from there, with an empty ring."""
+        self.step = int(state_dict["step"])
+        self._steps.clear()
+        self._now = []
+        self._steps.append((self.step, self._now))
+
+    def _of(self, step: int) -> list[_Kept]:
+        for number, kept in self._steps:
+            if number == step:
+                return kept
+        raise InvalidValueError(
+            f"step {step} is not remembered: the ring holds {self.known[0]} to {self.known[-1]}. Make it longer: "
+            "Batches(steps=...)."
+        )
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    """Return the tensors in nested dicts, lists, tuples and mappings."""
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, str | bytes):
+        return []
+    if hasattr(value, "items") and hasattr(value, "keys"):
+        return [tensor for key in value for tensor in tensors_in(value[key])]
+    return [t for one in value for t in tensors_in(one)] if isinstance(value, list | tuple) else []
+
+
+def _checked_loss(loss: Tensor | float) -> Tensor | float:
+    if isinstance(loss, Tensor) and loss.numel() == 1 and not loss.is_complex():
+        return loss.detach().reshape(()).clone()
+    if isinstance(loss, int | float):
+        return float(loss)
+    came = f"of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+    raise InvalidTypeError(f"the loss of a micro-batch is {came}: expected one number, as loss.mean() is.")
+
+
+def checked_ids(ids: Any) -> Tensor | tuple[SampleId, ...]:
+    """Return the ids in whatever a caller has them, without a wait for a device.
+
+    Raises:
+        InvalidTypeError: If they are no whole numbers or strings.
+    """
+    if isinstance(ids, Tensor) and not (ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool):
+        return ids.detach().flatten().clone() if ids.dim() < 2 else _refuse_ids(f"of shape {tuple(ids.shape)}")
+    if hasattr(ids, "tolist"):
+        ids = ids.tolist()
+    listed = [ids] if isinstance(ids, int | str) else ids
+    if not isinstance(listed, Sequence):
+        _refuse_ids(type(ids).__name__)
+    listed = tuple(one.item() if hasattr(one, "item") else one for one in listed)  # numbers of NumPy, 0-dim tensors
+    wrong = [one for one in listed if not isinstance(one, int | str) or isinstance(one, bool)]
+    return _refuse_ids(f"such as {wrong[0]!r}") if wrong else listed
+
+
+def _refuse_ids(came: str) -> Any:
+    raise InvalidTypeError(
+        f"the ids of a batch are {came}: expected whole numbers or strings, one for each sample, as in [17, 4, 9]."
+    )
+
+
+def _listed(ids: Tensor | tuple[SampleId, ...] | None) -> tuple[SampleId, ...] | None:
+    return tuple(ids.tolist()) if isinstance(ids, Tensor) else ids
+
+
+# A loader that says which samples it yields.
+
+
+class SampleIds:
+    r"""Yields what ``loader`` yields, and tells ``batches`` which samples are in it.
+
+    The number of a sample travels with it: the dataset returns it beside the samples, and ``collate_fn`` takes it off
+    again. So it is right whatever draws the samples and in whatever order they come: workers, prefetching,
+    ``in_order=False``, shuffling, `DistributedSampler`, batch samplers of one's own, ``batch_size=None``, an epoch
+    that is left in the middle. ``loader`` itself is not changed: a copy of it is.
+
+    | loader | ids |
+    |---|---|
+    | map-style dataset, any sampler | the index that the sampler drew, of ``loader.dataset``: a Subset has its own |
+    | with ``ids_of`` | what it returns for the batch, such as ``lambda batch: batch["id"]`` |
+    | iterable dataset | only with ``ids_of``; else an error |
+    | from `Accelerator.prepare` | yes: wrap what it returned |
+    | ``dispatch_batches=True`` of Accelerate | only with ``ids_of``; else an error |
+
+    Everything else is the loader's: ``len``, ``state_dict``, ``sampler``, ``set_epoch``.
+
+    Args:
+        loader: A DataLoader of `torch.utils.data` or a StatefulDataLoader, that has not begun; with ``ids_of``
+            anything that yields batches.
+        batches: Who is told, before each batch is yielded.
+        ids_of: Returns the ids of a batch.
+
+    Raises:
+        InvalidTypeError: If ids cannot be found.
+        InvalidValueError: If the loader has begun.
+
+    Example:
+        >>> from torch.utils.data import DataLoader
+        >>> from gradguard.resilience import Batches, SampleIds
+        >>> batches = Batches()
+        >>> for letters in SampleIds(DataLoader(list("abcde"), batch_size=2), batches):
+        ...     step = batches.end_step()
+        >>> letters, batches.of_step(step)[0].ids
+        (['e'], (4,))
+    """
+
+    def __init__(self, loader: Iterable[Any], batches: Batches, ids_of: Callable[[Any], Any] | None = None) -> None:
+        self.loader = loader if ids_of is not None else _with_indices(loader)
+        self.batches, self.ids_of = batches, ids_of
+
+    def __iter__(self) -> Iterator[Any]:
+        for yielded in self.loader:
+            ids, batch = (self.ids_of(yielded), yielded) if self.ids_of is not None else _split(yielded)
+            self.batches.saw(ids, batch=batch)
+            yield batch
+
+    def __len__(self) -> int:
+        return len(self.loader)  # type: ignore[arg-type]
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "loader":  # while this is being copied or unpickled
+            raise AttributeError(name)
+        return getattr(self.loader, name)
+
+
+class _Indexed:
+    """A dataset that returns the index beside what is there."""
+
+    def __init__(self, dataset: Any) -> None:
+        self.__dict__["indexed_dataset"] = dataset
+
+    def __getitem__(self, index: Any) -> tuple[Any, Any]:
+        return index, self.indexed_dataset[index]
+
+    def __getitems__(self, indices: list[Any]) -> tuple[list[Any], Any]:
+        many = getattr(self.indexed_dataset, "__getitems__", None)
+        return indices, many(indices) if many else [self.indexed_dataset[i] for i in indices]
+
+    def __len__(self) -> int:
+        return len(self.indexed_dataset)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.indexed_dataset, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:  # as a worker_init_fn does
+        setattr(self.indexed_dataset, name, value)
+
+    def __reduce__(self) -> Any:
+        return type(self), (self.indexed_dataset,)
+
+
+class _StatefulIndexed(_Indexed):
+    """The same of a dataset with a state, which StatefulDataLoader looks for in the class."""
+
+    def state_dict(self) -> Any:
+        return self.indexed_dataset.state_dict()
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        self.indexed_dataset.load_state_dict(state_dict)
+
+
+class _Collate:
+    def __init__(self, collate_fn: Callable[[Any], Any]) -> None:
+        self.collate_fn = collate_fn
+
+    def __call__(self, indexed: tuple[Any, Any]) -> tuple[Any, Any]:
+        index, samples = indexed
+        return index, self.collate_fn(samples)
+
+
+def _with_indices(loader: Any) -> Any:
+    if not isinstance(loader, DataLoader):
+        raise InvalidTypeError(
+            f"the loader is {type(loader).__name__}: expected a torch.utils.data.DataLoader, or ids_of=, as in "
+            "SampleIds(loader, batches, ids_of=lambda batch: batch['id'])."
+        )
+    if isinstance(loader.dataset, IterableDataset):
+        raise InvalidTypeError(
+            "the dataset is iterable, so nobody but itself knows which samples it yields: let each say its id, and "
+            "give SampleIds(loader, batches, ids_of=lambda batch: batch['id'])."
+        )
+    if type(loader).__name__ == "DataLoaderDispatcher":
+        raise InvalidTypeError(
+            "with dispatch_batches=True process 0 reads for all and sends slices of batches, whose samples cannot be "
+            "told apart: leave it out, or give ids_of=lambda batch: batch['id']."
+        )
+    if loader_has_begun(loader):
+        raise InvalidValueError("the loader has begun already: make SampleIds(loader, batches) before its first batch.")
+    return changed_copy(loader, dataset=_indexed(loader.dataset), collate_fn=_Collate(loader.collate_fn))
+
+
+def _indexed(dataset: Any) -> _Indexed:
+    stateful = hasattr(dataset, "state_dict") and hasattr(dataset, "load_state_dict")
+    return _StatefulIndexed(dataset) if stateful else _Indexed(dataset)
+
+
+def changed_copy(loader: Any, **changed: Any) -> Any:
+    """Return a copy of a loader, of whatever class it is, with other parts, which a DataLoader does not let one set."""
+    copied = copy.copy(loader)
+    vars(copied).update(changed)
+    return copied
+
+
+def _split(yielded: Any) -> tuple[Any, Any]:
+    """Take the ids off. The thread that pins memory makes a list of the pair."""
+    ids, batch = yielded
+    return ids, batch

@@ -1,0 +1,287 @@
+"""Copies of whatever holds tensors, in memory of their own, that can be written back in place as often as wanted.
+
+Nothing is shared between a copy and what it was taken from, nor with what it is written back to: torch's own
+``load_state_dict`` keeps the tensors that it is given, so that the steps after a first restore would change what a
+second one finds.
+"""
+
+import copy
+from collections import defaultdict, deque
+from collections.abc import Callable, Mapping
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import Optimizer
+
+from gradguard.errors import UnsupportedGradientError
+
+PINNED = ("cuda", "xpu")
+"""Devices that copy to pinned memory while the host goes on."""
+
+_BY_REFERENCE = (type, ModuleType, nn.Module, Optimizer)
+"""What a state may point to and does not own."""
+
+
+class Copier:
+    """Takes copies into memory that earlier copies no longer need: the second snapshot allocates nothing."""
+
+    def __init__(self) -> None:
+        self._free: defaultdict[tuple[Any, ...], list[Tensor]] = defaultdict(list)
+        self._used: list[tuple[tuple[Any, ...], Tensor]] = []
+        self._seen: dict[int, tuple[Tensor, TensorCopy]] = {}
+
+    def begin(self) -> None:
+        """Give all memory free: what was copied before is lost."""
+        for key, memory in self._used:
+            self._free[key].append(memory)
+        self._used, self._seen = [], {}
+
+    def end(self) -> None:
+        """Let go of memory that nothing needed, and of the tensors that were copied."""
+        self._free.clear()
+        self._seen = {}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all copies."""
+        return sum(memory.numel() * memory.element_size() for _, memory in self._used)
+
+    def copy(self, value: Any) -> Any:
+        """Return ``value`` with a `TensorCopy` for each tensor and a copy of everything else.
+
+        A tensor that occurs twice is copied once. Functions, modules and optimizers are not copied.
+        """
+        if isinstance(value, Tensor):
+            return self.tensor(value)
+        if isinstance(value, dict):
+            return _Mapping(_empty(value), {key: self.copy(entry) for key, entry in value.items()})
+        if isinstance(value, list | tuple | deque):
+            return _Sequence(type(value), [self.copy(entry) for entry in value], value)
+        return _owned(value)
+
+    def tensor(self, tensor: Tensor) -> "TensorCopy":
+        """Return a copy of one tensor.
+
+        Raises:
+            UnsupportedGradientError: If it holds no numbers that could be copied: it is on the meta device.
+        """
+        if id(tensor) not in self._seen:
+            self._seen[id(tensor)] = tensor, self._copied(tensor)
+        return self._seen[id(tensor)][1]
+
+    def _copied(self, tensor: Tensor) -> "TensorCopy":
+        if isinstance(tensor, nn.parameter.UninitializedTensorMixin) or tensor.is_meta:
+            raise UnsupportedGradientError(
+                f"a snapshot needs the numbers of every tensor, and one ({type(tensor).__name__}, {tensor.device}) has "
+                "none yet: materialize the model, or run it once if it has lazy layers, before the snapshot."
+            )
+        inner = inner_tensors(tensor)
+        if inner:
+            parts = {name: self.tensor(part) for name, part in inner.items()}
+            return WrappedCopy(tensor, parts)
+        return PlainCopy(tensor, self._filled(tensor.detach()))
+
+    def _filled(self, tensor: Tensor) -> Tensor:
+        if tensor.layout is not torch.strided:
+            return tensor.clone()
+        pinned = tensor.device.type in PINNED
+        key = tuple(tensor.shape), tensor.stride(), tensor.dtype, pinned
+        memory = self._free[key].pop() if self._free[key] else torch.empty_like(tensor, device="cpu", pin_memory=pinned)
+        self._used.append((key, memory))
+        return memory.copy_(tensor, non_blocking=pinned)
+
+
+def inner_tensors(tensor: Tensor) -> dict[str, Tensor]:
+    """Return the tensors that a wrapper is made of, as a DTensor of its local one; none of a plain tensor."""
+    flatten = getattr(tensor, "__tensor_flatten__", None)
+    return {} if flatten is None else {name: getattr(tensor, name) for name in flatten()[0]}
+
+
+class TensorCopy:
+    """What one tensor held."""
+
+    def into(self, live: Tensor) -> None:
+        """Write it into ``live``, which `fits`."""
+        raise NotImplementedError
+
+    def fits(self, live: Any) -> bool:
+        """Tell whether ``live`` is a tensor that it can be written into."""
+        raise NotImplementedError
+
+    def fresh(self) -> Tensor:
+        """Return a new tensor that holds it, where the first one was."""
+        raise NotImplementedError
+
+
+class PlainCopy(TensorCopy):
+    """That of a tensor that wraps no other.
+
+    Args:
+        tensor: The tensor.
+        memory: What it held.
+    """
+
+    def __init__(self, tensor: Tensor, memory: Tensor) -> None:
+        self.memory = memory
+        self._device, self._layout = tensor.device, tensor.layout
+
+    def fits(self, live: Any) -> bool:
+        """Tell whether ``live`` is a tensor that it can be written into."""
+        return (
+            isinstance(live, Tensor)
+            and (live.shape, live.dtype) == (self.memory.shape, self.memory.dtype)
+            and (live.device, live.layout) == (self._device, self._layout)
+            and not live.is_inference()
+            and not _overlaps(live)
+        )
+
+    def into(self, live: Tensor) -> None:
+        """Write it into ``live``."""
+        live.detach().copy_(self.memory, non_blocking=True)
+
+    def fresh(self) -> Tensor:
+        """Return a new tensor that holds it."""
+        return self.memory.to(self._device, copy=True)
+
+
+class WrappedCopy(TensorCopy):
+    """That of a tensor made of others: a DTensor, a quantized state.
+
+    Args:
+        tensor: The tensor.
+        parts: Copies of those it is made of.
+    """
+
+    def __init__(self, tensor: Any, parts: Mapping[str, TensorCopy]) -> None:
+        self.parts = parts
+        self._kind, self._context = type(tensor), tensor.__tensor_flatten__()[1]
+        self._shape, self._stride = tensor.shape, tensor.stride()
+
+    def fits(self, live: Any) -> bool:
+        """Tell whether ``live`` is made of such tensors."""
+        if not isinstance(live, Tensor) or live.shape != self._shape:
+            return False
+        inner = inner_tensors(live)
+        return inner.keys() == self.parts.keys() and all(part.fits(inner[name]) for name, part in self.parts.items())
+
+    def into(self, live: Tensor) -> None:
+        """Write it into what ``live`` is made of."""
+        for name, inner in inner_tensors(live).items():
+            self.parts[name].into(inner)
+
+    def fresh(self) -> Tensor:
+        """Return a new tensor that holds it."""
+        parts = {name: part.fresh() for name, part in self.parts.items()}
+        return self._kind.__tensor_unflatten__(parts, self._context, self._shape, self._stride)
+
+
+class _Mapping:
+    """A dict; ``empty`` is one of its type."""
+
+    def __init__(self, empty: dict[Any, Any], entries: dict[Any, Any]) -> None:
+        self.empty, self.entries = empty, entries
+
+
+class _Sequence:
+    """A list, tuple or deque, whose type (named tuples too) must come back."""
+
+    def __init__(self, kind: type, entries: list[Any], like: Any) -> None:
+        self.kind, self.entries = kind, entries
+        self._limit = like.maxlen if isinstance(like, deque) else None
+
+    def made(self, entries: list[Any]) -> Any:
+        if issubclass(self.kind, deque):
+            return deque(entries, self._limit)
+        make = getattr(self.kind, "_make", self.kind)
+        return make(entries)
+
+
+class Restorer:
+    """Writes copies back, each into the tensor that is there if it can, else into a new one."""
+
+    def __init__(self) -> None:
+        self._places: set[int] = set()
+        self._given: dict[int, Tensor] = {}
+
+    def write(self, kept: TensorCopy, live: Tensor) -> None:
+        """Write into this tensor and no other, once."""
+        if self._given.get(id(kept)) is live:
+            return
+        kept.into(live)
+        self._places.add(_place(live))
+        self._given.setdefault(id(kept), live)
+
+    def restored(self, kept: Any, live: Any = None) -> Any:
+        """Return what `Copier.copy` copied, in the objects of ``live`` as far as they serve."""
+        if isinstance(kept, TensorCopy):
+            return self._tensor(kept, live)
+        if isinstance(kept, _Mapping):
+            return self._mapping(kept, live)
+        if isinstance(kept, _Sequence):
+            return self._sequence(kept, live)
+        return _owned(kept)
+
+    def _tensor(self, kept: TensorCopy, live: Any) -> Tensor:
+        if id(kept) in self._given:
+            return self._given[id(kept)]
+        # Two places may hold one tensor now that held two before: the second would overwrite the first.
+        if kept.fits(live) and _place(live) not in self._places:
+            self.write(kept, live)
+        else:
+            self._given[id(kept)] = kept.fresh()
+            self._places.add(_place(self._given[id(kept)]))
+        return self._given[id(kept)]
+
+    def _mapping(self, kept: _Mapping, live: Any) -> Any:
+        into = live if isinstance(live, dict) else copy.copy(kept.empty)
+        contents = {key: self.restored(entry, into.get(key)) for key, entry in kept.entries.items()}
+        into.clear()
+        into.update(contents)
+        return into
+
+    def _sequence(self, kept: _Sequence, live: Any) -> Any:
+        old = list(live) if isinstance(live, list | tuple | deque) else []
+        old += [None] * (len(kept.entries) - len(old))
+        entries = [self.restored(entry, before) for entry, before in zip(kept.entries, old, strict=False)]
+        if isinstance(live, list) and kept.kind is list:
+            live[:] = entries
+            return live
+        return kept.made(entries)
+
+
+def is_plain(value: Any) -> bool:
+    """Tell whether ``value`` is made of numbers, text, tensors and containers of these only."""
+    if isinstance(value, Mapping):
+        return all(isinstance(key, int | str) and is_plain(entry) for key, entry in value.items())
+    if isinstance(value, list | tuple | deque):
+        return all(map(is_plain, value))
+    return value is None or isinstance(value, bool | int | float | complex | str | Tensor)
+
+
+def _empty(value: dict[Any, Any]) -> dict[Any, Any]:
+    if type(value) is dict:
+        return {}
+    empty = copy.copy(value)
+    empty.clear()
+    return empty
+
+
+def _owned(value: Any) -> Any:
+    referred: Callable[[Any], bool] = lambda v: callable(v) or isinstance(v, _BY_REFERENCE)  # noqa: E731
+    return value if referred(value) else copy.deepcopy(value)
+
+
+def _place(tensor: Tensor) -> int:
+    inner = inner_tensors(tensor)
+    if inner:
+        return _place(next(iter(inner.values())))
+    strided = tensor.layout is torch.strided and tensor.numel() > 0
+    return tensor.data_ptr() if strided else -id(tensor)
+
+
+def _overlaps(tensor: Tensor) -> bool:
+    if tensor.layout is not torch.strided:
+        return False
+    return any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))

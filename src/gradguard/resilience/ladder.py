@@ -1,0 +1,509 @@
+"""From a skipped step to going back: what a run does about spikes that do not end by themselves."""
+
+import math
+from collections import deque
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import Optimizer
+
+from gradguard.clip.clipper import Clipper
+from gradguard.clip.guard import Guard
+from gradguard.clip.thresholds.median import ClipByMedian
+from gradguard.errors import InvalidTypeError, InvalidValueError, SpikeError
+from gradguard.resilience.bad_samples import BadSamples
+from gradguard.resilience.batches import Batches
+from gradguard.resilience.slow_down import SlowDown
+from gradguard.resilience.snapshot import Snapshot
+from gradguard.spikes.base import Detector, whole_number
+from gradguard.spikes.detector import SpikeDetector
+from gradguard.spikes.skip import SkipSpikes
+from gradguard.tensors.host_copy import Event as CopyEvent
+from gradguard.tensors.host_copy import copy_to_host
+
+LossT = TypeVar("LossT", Tensor, float)
+
+_FIRST_TRIAL = 4
+"""Steps from an adoption to the first trial of the older weights; each failed trial doubles the wait."""
+
+_GOOD = 2
+"""Steps in a row that older weights must take without a spike to be kept."""
+
+_NONFINITE = 18
+"""Steps in a row that are not finite after which to go back; a new GradScaler may need 17 to find its scale."""
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """Something that `Resilience` did, or saw.
+
+    Attributes:
+        step: The step at which it began, counted from 1; steps that are undone count on.
+        what: ``"spike"``, ``"burst"`` (spikes in a row, as many as the detector's cap), ``"shift"`` (a burst that turned
+            out to be what the data are like now) or ``"nonfinite"``.
+        action: ``"skipped"``, ``"slowed down"``, ``"rolled back"`` or ``"went on"``.
+        signal: What was too high: ``"loss"``, ``"norm"`` or the name of a group.
+        score: How far, in the detector's deviations.
+        ids: Which samples this process had on the steps in question, as far as `Resilience.batch` told.
+        to_step: After which step the weights are from that a roll-back went to.
+        recovery: Steps from the first spike until the action ended the matter; None where it goes on.
+    """
+
+    step: int
+    what: str
+    action: str
+    signal: str = ""
+    score: float = math.nan
+    ids: tuple[int | str, ...] = ()
+    to_step: int | None = None
+    recovery: int | None = None
+
+    def __str__(self) -> str:
+        """Return it as a line of a story."""
+        above = "" if math.isnan(self.score) else f" ({self.signal} {self.score:.1f} deviations above the median)"
+        back = "" if self.to_step is None else f" to the weights after step {self.to_step}"
+        return f"step {self.step}: {self.what}{above}, {self.action}{back}"
+
+
+@dataclass(frozen=True, slots=True)
+class _Measured:
+    """What the device said of one step."""
+
+    step: int
+    spike: bool
+    adopted: bool
+    nonfinite: bool
+    in_a_row: int
+    scores: list[float]
+
+
+class Resilience:
+    r"""Guard an optimizer against spikes: skip them, slow down, go back to a snapshot, leave the samples out.
+
+    Call `loss` for each micro-batch, and `step` once after each step of the optimizer. What happens:
+
+    1. A step that is a **spike** is skipped (`SkipSpikes`).
+    2. After ``detector.cap`` spikes in a row (a **burst**) the detector adopts the new level, and training goes on with
+       it, with the learning rate times ``slow``: the data may have changed for good. The weights from before the burst
+       are kept, untouched, in memory.
+    3. 4, 8, 16, ... steps later these older weights are **tried** on the data that come then. If two steps in a row are
+       no spike to them, the burst is over: they are kept, with their optimizer state, and what was learnt from the
+       burst is gone (**rolled back**). The data are not rewound, nor are schedules and generators. If they spike, it
+       was no burst yet: the newer weights come back bit by bit, and training goes on.
+    4. If after ``patience`` steps it still is none, the data have **shifted**: training goes on as usual.
+    5. Gradients that are not finite on 18 steps in a row are answered by going back at once.
+    6. More than ``budget`` roll-backs within 1,000 steps end the run with an error that tells the whole story. From the
+       second on the learning rate stays low for ``patience`` steps: it may be the weights, and not the data.
+
+    **Guarantees.**
+
+    * All processes do the same on the same step: they judge numbers that were added up over all of them, and read what
+      the device said of step t after step t + ``lag``, never earlier where it happens to be there. The host waits for
+      a step that is ``lag`` old.
+    * A skipped step changes nothing; a roll-back gives back weights, buffers, optimizer state, scaler, ``more``,
+      clipper and detector bit by bit (`Snapshot`).
+    * Never two snapshots of a suspicious time: one is older than the detection delay, and none is taken while spikes
+      are near.
+
+    **Memory.** Two snapshots, three while a burst goes on: 12 bytes a parameter each for AdamW in float32, on the host
+    where the model is on an accelerator.
+
+    **Edge cases.**
+
+    ===================================  ======================================================================
+    case                                 what happens
+    ===================================  ======================================================================
+    bursts up to ``detector.cap``        skipped whole; nothing to roll back
+    bursts longer than ``patience``      taken for a shift of the data, and learnt
+    the loss is not told                 judged by gradient norms alone
+    a scheduler                          pass it in ``more``; its schedule goes on, it is not rewound
+    a data loader in ``more``            refused: going back must not bring the same data again
+    several optimizers                   refused: one would skip a step that another takes
+    accumulation                         call `step` after the real steps, or after each micro-batch: no difference
+    resumed from `state_dict`            calm, with new snapshots: they are not saved
+    ===================================  ======================================================================
+
+    Args:
+        model: The module that is trained.
+        optimizer: Its optimizer.
+        clipper: The clipper; None for ``ClipByMedian()``.
+        detector: What tells a spike; None for ``SpikeDetector()``. Those without ``adopted`` only ever skip.
+        more: What else goes back, as for `Snapshot`: schedulers, a GradScaler, an averaged model.
+        bad: Where to note the samples of bursts and spikes; None for nowhere.
+        every: Steps between two snapshots.
+        lag: Steps from a measurement to what is done about it.
+        slow: What the learning rate is multiplied by while a burst is suspected; 1 leaves it.
+        patience: Steps after which a burst is a shift.
+        budget: Roll-backs within 1,000 steps that are no error.
+        process_group: The processes that train this model together, as for `SkipSpikes`.
+        guard_options: What `Guard` takes beside: ``nonfinite``, ``max_consecutive_skips``, ``mesh``, ...
+
+    Attributes:
+        guard: The `Guard` that it has made.
+        events: What happened, in order.
+        steps: Steps so far, skipped and undone ones included.
+        batches: Which samples the last steps had.
+
+    Raises:
+        InvalidTypeError: If an argument is of another type.
+        InvalidValueError: If a number is outside its range.
+
+    Example:
+        >>> import gradguard as gg, torch
+        >>> model = torch.nn.Linear(1, 1, bias=False)
+        >>> optimizer = torch.optim.Adam(model.parameters())
+        >>> resilience = gg.Resilience(model, optimizer, detector=gg.SpikeDetector(warmup=4))
+        >>> for size in [1.0, 1.0, 1.0, 1.0, 50.0, 1.0, 1.0]:
+        ...     optimizer.zero_grad()
+        ...     resilience.loss(model(torch.full((1, 1), size)).square().mean()).backward()
+        ...     optimizer.step()
+        ...     event = resilience.step()
+        >>> print(event.what, event.action, event.step)
+        spike skipped 5
+
+    Reference:
+        Chowdhery et al. (2022), PaLM, arXiv 2204.02311 (going back some 100 steps and leaving batches out).
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        clipper: Clipper | None = None,
+        *,
+        detector: Detector | None = None,
+        more: Iterable[Any] = (),
+        bad: BadSamples | None = None,
+        every: int = 50,
+        lag: int = 2,
+        slow: float = 0.5,
+        patience: int = 64,
+        budget: int = 3,
+        process_group: Any = None,
+        guard_options: Mapping[str, Any] | None = None,
+    ) -> None:
+        more = list(more)
+        _check_more(more)
+        self.every, self.lag = whole_number("every", every, 1), whole_number("lag", lag, 0)
+        self.patience, self.budget = whole_number("patience", patience, 1), whole_number("budget", budget, 0)
+        if not 0 < slow <= 1:
+            raise InvalidValueError(f"slow={slow!r}: expected a number above 0 and at most 1, such as 0.5.")
+        self.slow = slow
+        clipper = ClipByMedian() if clipper is None else clipper
+        self._detector = SpikeDetector() if detector is None else detector
+        self._spikes = SkipSpikes(self._detector, process_group=process_group)
+        self.guard = Guard(optimizer, clipper, model=model, spikes=self._spikes, **(guard_options or {}))
+        self._slow_down = SlowDown(optimizer)  # after the guard
+        everything = [self._detector, clipper, *more]
+        self._shelf = _Shelf(lambda: Snapshot(model, optimizer, more=everything), self._delay)
+        self._held_at = 0  # the step at which weights from before a row of spikes were taken, while it may be none
+        self.batches = Batches(steps=max(2, patience + self._cap + lag + 32))
+        self._first_number = self.batches.step
+        self.bad, self.events, self.steps = bad, list[Event](), 0
+        self._guarded, self._slow_until = self.guard.steps, 0
+        self._pending: deque[tuple[int, Tensor | None, CopyEvent | None]] = deque()
+        self._verdict: Any = None
+        self._calm_since, self._nonfinite = 0, 0
+        self._burst: _Burst | None = None
+
+    @property
+    def _cap(self) -> int:
+        return getattr(self._detector, "cap", 0)
+
+    @property
+    def _delay(self) -> int:
+        return self._cap + self.lag
+
+    # -- what the loop tells --------------------------------------------------------------------------------------
+
+    def loss(self, loss: LossT, weight: float | Tensor = 1.0) -> LossT:
+        """Tell the loss of one micro-batch before its step; return it as it came. See `Guard.loss`."""
+        self.batches.loss(loss)
+        return self.guard.loss(loss, weight)
+
+    def batch(self, ids: Any) -> None:
+        """Tell which samples the next micro-batch holds, before its `loss`: whole numbers or strings."""
+        self.batches.saw(ids)
+
+    def step(self) -> Event | None:
+        """Act on what the device has said of the step ``lag`` steps ago; call it after each ``optimizer.step()``.
+
+        Returns:
+            What was done; None for nothing.
+
+        Raises:
+            SpikeError: If there were more roll-backs than the budget allows.
+        """
+        if self.guard.steps == self._guarded:  # a micro-batch that was only accumulated
+            return None
+        self._guarded = self.guard.steps
+        self.steps += 1
+        self.batches.end_step()
+        self._pending.append((self.steps, *self._measured()))
+        event = None
+        if len(self._pending) > self.lag:
+            measured = _read(*self._pending.popleft())
+            event = None if measured is None else self._process(measured)
+        self._go_on()
+        if event is not None:
+            self.events.append(event)
+        return event
+
+    def _measured(self) -> tuple[Tensor | None, CopyEvent | None]:
+        verdict, result = self._detector.last, self.guard.last
+        if verdict is None or verdict is self._verdict or result is None:  # a GradScaler has not let it step
+            return None, None
+        self._verdict = verdict
+        flags = [verdict.spike, verdict.adopted, result.nonfinite, verdict.in_a_row]
+        device, kind = verdict.scores.device, verdict.scores.dtype
+        return copy_to_host(torch.cat([torch.stack([f.to(device, kind) for f in flags]), verdict.scores]))
+
+    # -- what is done ---------------------------------------------------------------------------------------------
+
+    def _process(self, now: _Measured) -> Event | None:
+        self._nonfinite = self._nonfinite + 1 if now.nonfinite else 0
+        if now.spike or now.nonfinite:
+            self._calm_since = self.steps
+        if self._burst is not None and self._burst.is_tried:
+            return self._judge_trial(self._burst, now)
+        if self._nonfinite >= _NONFINITE:
+            return self._leave_nonfinite(now)
+        if not now.spike:
+            self._drop_if_trained_since(now)
+            return None
+        if self._burst is None and now.in_a_row == 2 and self.steps - now.step + 2 < self._cap:  # not adopted yet
+            self._held_at = self.steps
+            self._shelf.take(now.step - 2)  # whose weights these are, if all steps since then were spikes
+        if now.adopted and self._burst is None:
+            return self._suspect(now)
+        return self._event(now.step, "spike", "skipped", now)
+
+    def _drop_if_trained_since(self, now: _Measured) -> None:
+        if not now.nonfinite and now.step <= self._held_at:
+            self._shelf.drop_newest()
+        if not now.nonfinite:
+            self._held_at = 0
+
+    def _suspect(self, now: _Measured) -> Event:
+        first = now.step - now.in_a_row + 1
+        base, self._held_at = self._shelf.before(first), 0
+        if base is None:
+            return self._event(first, "burst", "went on", now)
+        self._burst = _Burst(first, base, self.steps + _FIRST_TRIAL, now)
+        return self._event(first, "burst", "slowed down" if self.slow < 1 else "went on", now)
+
+    def _go_on(self) -> None:
+        """What is due at the end of a step: a trial, the end of a slow time, or a snapshot."""
+        burst = self._burst
+        if burst is not None and not burst.is_tried and self.steps >= burst.trial:
+            burst.begin_trial(self._shelf)
+            self._pending.clear()  # of weights that are gone
+        slow = self.steps < self._slow_until or (burst is not None and not burst.is_tried)
+        self._slow_down.factor = self.slow if slow else 1.0
+        quiet = self.steps - self._calm_since > self._delay or not self._shelf.steps
+        if burst is None and quiet and self._shelf.is_due(self.steps, self.every):
+            self._shelf.take(self.steps)
+
+    def _judge_trial(self, burst: "_Burst", now: _Measured) -> Event | None:
+        if not (now.spike or now.nonfinite):
+            burst.good += 1
+            return self._roll_back(burst, now) if burst.good == _GOOD else None
+        burst.end_trial(self.steps)
+        self._pending.clear()
+        if self.steps - burst.first < self.patience:
+            return None
+        self._burst = None
+        self._calm_since = self.steps
+        return self._event(burst.first, "shift", "went on", burst.seen, recovery=self.steps - burst.first)
+
+    def _roll_back(self, burst: "_Burst", now: _Measured) -> Event:
+        del now
+        self._burst, self._nonfinite = None, 0
+        self._calm_since = self.steps
+        event = self._event(
+            burst.first,
+            "burst",
+            "rolled back",
+            burst.seen,
+            to_step=burst.base[0],
+            recovery=self.steps - burst.first,
+            until=burst.tried_at,
+        )
+        self._spend(event)
+        return event
+
+    def _leave_nonfinite(self, now: _Measured) -> Event | None:
+        first = now.step - self._nonfinite + 1
+        self._nonfinite = 0
+        base = self._shelf.before(first)
+        if base is None:
+            return None
+        base[1].restore(rewind_generators=False, rewind_schedule=False)
+        self._shelf.drop_after(base[0])
+        self._pending.clear()
+        self._burst = None
+        event = self._event(first, "nonfinite", "rolled back", to_step=base[0], recovery=self.steps - first + 1)
+        self._spend(event)
+        return event
+
+    def _spend(self, event: Event) -> None:
+        recent = [e for e in self.events if e.action == "rolled back" and self.steps - e.step < 1000]
+        if recent:
+            self._slow_until = self.steps + self.patience
+        if len(recent) < self.budget:
+            return
+        self.events.append(event)
+        told = "\n  ".join(str(e) for e in self.events[-40:])
+        raise SpikeError(
+            f"{len(recent) + 1} roll-backs within 1,000 steps, and budget={self.budget}: going back does not cure this "
+            f"run. It is at step {self.steps}, with the weights after step {event.to_step}, which are good. What "
+            f"happened:\n  {told}\nLook at the samples that the events name, or lower the learning rate."
+        )
+
+    def _event(
+        self, step: int, what: str, action: str, seen: _Measured | None = None, *, until: int | None = None, **more: Any
+    ) -> Event:
+        signal, score = ("", math.nan) if seen is None else self._worst(seen)
+        ids = self._ids(range(step, (step if until is None else until) + 1))
+        if self.bad is not None and ids and action in ("skipped", "rolled back"):
+            self.bad.add(ids, reason=f"{what}: {signal} {score:.1f} deviations above the median", step=step)
+        return Event(step, what, action, signal, score, ids, **more)
+
+    def _worst(self, seen: _Measured) -> tuple[str, float]:
+        known = [(score, i) for i, score in enumerate(seen.scores) if not math.isnan(score)]
+        score, i = max(known, default=(math.nan, 0))
+        groups = getattr(self.guard.last, "group_norms", None)
+        names = ["loss", *(groups if groups else ["norm"])]
+        return (names[i] if i < len(names) else f"signal {i}"), score
+
+    def _ids(self, steps: range) -> tuple[int | str, ...]:
+        known = self.batches.known
+        numbers = [self._first_number + step - 1 for step in steps]
+        parts = [one.ids for n in numbers if n in known for one in self.batches.of_step(n) if one.ids]
+        return tuple(dict.fromkeys(one for part in parts for one in part))
+
+    # -- between runs ---------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a resumed run needs: the guard's state, counts and events. Snapshots stay in memory."""
+        events = [asdict(event) for event in self.events]
+        return {"guard": self.guard.state_dict(), "steps": self.steps, "slow_until": self._slow_until, "events": events}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Take back what `state_dict` returned; the next step takes a first snapshot.
+
+        Raises:
+            InvalidValueError: If it is no such state.
+        """
+        if set(state_dict) != {"guard", "steps", "slow_until", "events"}:
+            raise InvalidValueError(
+                "this is not the state of a Resilience: expected 'guard', 'steps', 'slow_until' and 'events', got "
+                f"{sorted(state_dict)}. Pass what state_dict() returned."
+            )
+        self.guard.load_state_dict(state_dict["guard"])
+        self.steps, self._slow_until = int(state_dict["steps"]), int(state_dict["slow_until"])
+        self.events = [Event(**{**event, "ids": tuple(event["ids"])}) for event in state_dict["events"]]
+        self._first_number = self.batches.step - self.steps
+        self._guarded, self._calm_since, self._nonfinite = self.guard.steps, self.steps, 0
+        self._pending.clear()
+        self._shelf.clear()
+        self._burst = None
+
+    def detach(self) -> None:
+        """Stop acting: the optimizer steps as it did before, and the snapshots are let go."""
+        self.guard.detach()
+        self._slow_down.remove()
+        self._shelf.clear()
+
+
+class _Burst:
+    """Spikes in a row that were adopted, and the weights from before them."""
+
+    def __init__(self, first: int, base: tuple[int, Snapshot], trial: int, seen: _Measured) -> None:
+        self.first, self.base, self.trial, self.seen = first, base, trial, seen
+        self.good, self.is_tried, self.tried_at = 0, False, 0
+        self._newer: Snapshot | None = None
+        self._wait = _FIRST_TRIAL
+
+    def begin_trial(self, shelf: "_Shelf") -> None:
+        self._newer = shelf.spare()
+        self._newer.take()
+        self.base[1].restore(rewind_generators=False, rewind_schedule=False)
+        self.is_tried, self.good, self.tried_at = True, 0, self.trial
+
+    def end_trial(self, step: int) -> None:
+        assert self._newer is not None
+        self._newer.restore(rewind_generators=False, rewind_schedule=False)
+        self._wait *= 2
+        self.is_tried, self.trial = False, step + self._wait
+
+
+class _Shelf:
+    """Two snapshots, of which one is older than the detection delay, and a spare one."""
+
+    def __init__(self, make: Any, delay: int) -> None:
+        self._make, self._delay = make, delay
+        self._kept: list[tuple[int, Snapshot]] = []
+        self._spare: Snapshot | None = None
+
+    @property
+    def steps(self) -> list[int]:
+        return [step for step, _ in self._kept]
+
+    def is_due(self, step: int, every: int) -> bool:
+        return not self._kept or step - self._kept[-1][0] >= max(every, self._delay)
+
+    def take(self, step: int) -> None:
+        """Keep the state as it is, which is that after ``step``."""
+        snapshot = self._make() if len(self._kept) < 2 else self._kept.pop(self._least_needed(step))[1]
+        snapshot.take()
+        self._kept = sorted([*self._kept, (step, snapshot)], key=lambda kept: kept[0])
+
+    def _least_needed(self, step: int) -> int:
+        """The older one, unless the newer is too young to be alone: it may hold what is not detected yet."""
+        return 0 if step - self._kept[1][0] >= self._delay else 1
+
+    def before(self, step: int) -> tuple[int, Snapshot] | None:
+        """Return the newest from before ``step``."""
+        fit = [kept for kept in self._kept if kept[0] < step]
+        return fit[-1] if fit else None
+
+    def drop_newest(self) -> None:
+        self._kept = self._kept[:-1]
+
+    def drop_after(self, step: int) -> None:
+        self._kept = [kept for kept in self._kept if kept[0] <= step]
+
+    def spare(self) -> Snapshot:
+        if self._spare is None:
+            self._spare = self._make()
+        return self._spare
+
+    def clear(self) -> None:
+        self._kept, self._spare = [], None
+
+
+def _read(step: int, numbers: Tensor | None, event: CopyEvent | None) -> _Measured | None:
+    if numbers is None:
+        return None
+    if event is not None:
+        event.synchronize()
+    spike, adopted, nonfinite, in_a_row, *scores = numbers.tolist()
+    return _Measured(step, bool(spike), bool(adopted), bool(nonfinite), int(in_a_row), scores)
+
+
+def _check_more(more: list[Any]) -> None:
+    for one in more:
+        if isinstance(one, Optimizer):
+            raise InvalidTypeError(
+                "more has an optimizer, and a spike would be skipped by one optimizer and taken by the other: put all "
+                "parameters into one optimizer, with groups."
+            )
+        if isinstance(one, torch.utils.data.DataLoader):
+            raise InvalidTypeError(
+                f"more has a {type(one).__name__}: going back must not bring back the data that did the harm, so the "
+                "loader goes on. Leave it out of more=."
+            )

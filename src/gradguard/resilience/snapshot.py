@@ -1,0 +1,431 @@
+"""A whole training state in memory, to which a run can go back again and again."""
+
+import random
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import Optimizer
+
+from gradguard.distributed.fully_sharded import is_fully_sharded
+from gradguard.errors import InvalidTypeError, InvalidValueError, UnsupportedGradientError
+from gradguard.resilience.copies import PINNED, Copier, Restorer, TensorCopy, is_plain
+from gradguard.tensors.host_copy import refuse_capture
+from gradguard.torch_private import buffer_slots, has_scheduler, is_fsdp1
+
+_SCHEDULED = ("lr", "momentum", "betas", "weight_decay", "initial_lr", "max_lr", "min_lr")
+_SCHEDULED += ("base_momentum", "max_momentum")
+"""Numbers of a group that schedulers write; what else it holds is the optimizer's own."""
+
+
+class Snapshot:
+    r"""Keep a copy of a training state in memory, and go back to it as often as wanted.
+
+    Weights, buffers, the optimizer's state and the numbers of its groups, the generators of Python, NumPy, the CPU
+    and the accelerators in use, and whatever ``more`` lists. `take` replaces what an earlier one has kept.
+
+    **Guarantees.**
+
+    * `restore` writes into the tensors that are there: data pointers stay, so CUDA graphs, compiled code, FSDP2's
+      buffers and other holders of a weight go on. Only state that has come since is dropped, and what has gone is made
+      anew.
+    * Nothing is shared with the run: training on after `restore` does not change the snapshot. Going back twice and
+      training on the same data gives the same bits.
+    * All or nothing: a `take` that fails leaves no snapshot, a `restore` that is refused has written nothing.
+    * Of sharded weights (FSDP2, tensor parallelism) each process keeps its own part; nothing is sent.
+    * The host does not wait for CUDA; copies go to pinned memory in the order of the stream, so no later step can
+      tear one. (A GradScaler in ``more`` reads one number.)
+
+    **Memory.** As much as the weights, buffers and optimizer state of this process: 12 bytes a parameter for AdamW in
+    float32. For a model on an accelerator it is on the host. `nbytes` tells it.
+
+    **Edge cases.**
+
+    ==================================  ========================================================================
+    case                                what happens
+    ==================================  ========================================================================
+    taken before the first step         there is no optimizer state yet, and going back leaves none
+    the same, ``capturable=True``       refused at `restore` on an accelerator: a CUDA graph may hold that state
+    tied weights                        kept once
+    frozen weights                      kept too: something else may write to them (a teacher, a projection)
+    gradients                           set to 0 by `restore`, in place: they were of other weights
+    parameters or groups come or go     an error at `restore`; take a new snapshot
+    a scheduler that is not in `more`   an error at `take`: it would go on from numbers that have gone back
+    StatefulDataLoader in `more`        goes back too, from its next ``iter()`` on; the data do not otherwise
+    LBFGS, SparseAdam, wrapped states   kept as they are, lists and all
+    FSDP1, meta tensors, lazy layers    refused
+    Python attributes of modules        not kept; ``get_extra_state`` is
+    ==================================  ========================================================================
+
+    Args:
+        model: The module that is trained; wrapped by DDP, FSDP2 or `torch.compile` or not.
+        optimizer: Its optimizer, of a wrapper the one inside.
+        more: What else belongs to the state: schedulers, a GradScaler, modules (an averaged model), further
+            optimizers, `torch.Generator`, clippers, anything with ``state_dict`` and ``load_state_dict``.
+
+    Attributes:
+        taken: Whether there is a snapshot to go back to.
+
+    Raises:
+        InvalidTypeError: If an argument is of another type.
+
+    Example:
+        >>> import gradguard as gg, torch
+        >>> model = torch.nn.Linear(2, 1)
+        >>> optimizer = torch.optim.AdamW(model.parameters())
+        >>> snapshot = gg.Snapshot(model, optimizer)
+        >>> snapshot.take()
+        >>> before = model.weight.clone()
+        >>> model(torch.ones(1, 2)).sum().backward()
+        >>> optimizer.step()
+        >>> snapshot.restore()
+        >>> torch.equal(model.weight, before), len(optimizer.state)
+        (True, 0)
+    """
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer, *, more: Iterable[Any] = ()) -> None:
+        more = list(more)
+        _check(model, optimizer, more)
+        modules = [model, *(one for one in more if isinstance(one, nn.Module))]
+        optimizers = [optimizer, *(one for one in more if isinstance(one, Optimizer))]
+        others = [one for one in more if not isinstance(one, nn.Module | Optimizer)]
+        self._optimizers = [_OptimizerState(one) for part in optimizers for one in _with_inner(part)]
+        self._others = [_OtherState(one) for one in others if _optimizer_of(one) is None]
+        self._schedulers = [_OtherState(one) for one in others if _optimizer_of(one) is not None]
+        self._modules = [_ModuleState(module) for module in modules]
+        self._generators = _Generators()
+        self._copier = Copier()
+        self._order = _StreamOrder()
+        self.taken = False
+
+    def __repr__(self) -> str:
+        """Return what it holds."""
+        return f"<Snapshot of {self.nbytes / 2**20:.1f} MiB>" if self.taken else "<Snapshot, not taken>"
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensors that it holds."""
+        return self._copier.nbytes if self.taken else 0
+
+    @torch.no_grad()
+    def take(self) -> None:
+        """Keep the state as it is now, between two steps.
+
+        Raises:
+            InvalidValueError: If a scheduler of the optimizer is not in ``more``.
+            UnsupportedGradientError: If there are weights that cannot be copied, or a CUDA graph is being recorded.
+        """
+        self._refuse_left_out_schedulers()
+        self._prepare()
+        self.taken = False
+        self._copier.begin()
+        for part in self._parts():
+            part.take(self._copier)
+        self._generators.take(self._order.devices)
+        self._copier.end()
+        self._order.done()
+        self.taken = True
+
+    @torch.no_grad()
+    def restore(self, *, rewind_generators: bool = True, rewind_schedule: bool = True) -> None:
+        """Make the state what it was when it was taken.
+
+        Args:
+            rewind_generators: Whether random numbers come again. A run that goes on with new data does without: data
+                loaders draw the order of the next epoch from the same generators.
+            rewind_schedule: Whether schedulers in ``more``, and the numbers of the groups that they write (learning
+                rate, momentum, weight decay), go back as well.
+
+        Raises:
+            InvalidValueError: If nothing was taken, or parameters or groups have come or gone since.
+            UnsupportedGradientError: If optimizer state would have to go that a CUDA graph may use.
+        """
+        if not self.taken:
+            raise InvalidValueError("there is no snapshot to restore: call take() first, and let it end.")
+        self._prepare()
+        for part in self._parts():
+            part.check()
+        restorer = Restorer()
+        for module in self._modules:
+            module.restore(restorer)
+        for optimizer in self._optimizers:
+            optimizer.restore(restorer, rewind_schedule)
+        for other in [*self._others, *(self._schedulers if rewind_schedule else [])]:
+            other.restore(restorer)
+        if rewind_generators:
+            self._generators.restore()
+        self._order.done()
+
+    def synchronize(self) -> None:
+        """Wait until all copies have arrived on the host."""
+        self._order.synchronize()
+
+    def _parts(self) -> Iterator[Any]:
+        yield from self._modules
+        yield from self._optimizers
+        yield from self._others
+        yield from self._schedulers
+
+    def _prepare(self) -> None:
+        for module in self._modules:
+            module.prepare()
+        of_modules = (tensor.device for module in self._modules for tensor in module.tensors())
+        self._order.begin([*of_modules, *(device for state in self._optimizers for device in state.devices())])
+
+    def _refuse_left_out_schedulers(self) -> None:
+        known = {id(_optimizer_of(one.thing)) for one in self._schedulers}
+        for state in self._optimizers:
+            if has_scheduler(state.optimizer) and id(state.optimizer) not in known:
+                raise InvalidValueError(
+                    f"a learning-rate scheduler drives this {type(state.optimizer).__name__} and is not in the "
+                    "snapshot: it would go on from a learning rate that has gone back. Pass it: "
+                    "Snapshot(model, optimizer, more=(scheduler,))."
+                )
+
+
+class _ModuleState:
+    """Weights, buffers and extra state of one module."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._parameters: list[tuple[str, Tensor, TensorCopy]] = []
+        self._buffers: list[tuple[str, nn.Module, str, TensorCopy | None]] = []
+        self._extra: list[tuple[nn.Module, Any]] = []
+
+    def tensors(self) -> Iterator[Tensor]:
+        yield from self._module.parameters()
+        yield from self._module.buffers()
+
+    def prepare(self) -> None:
+        for module in self._module.modules():
+            if is_fsdp1(module):
+                raise UnsupportedGradientError(
+                    "FullyShardedDataParallel (FSDP1) moves its weights between flat buffers, and a copy may miss "
+                    "them: use torch.distributed.fsdp.fully_shard(model), or save checkpoints with its own state_dict."
+                )
+            if is_fully_sharded(module):
+                module.reshard()  # type: ignore[operator]  # a layer that is gathered shows other parameters
+
+    def take(self, copier: Copier) -> None:
+        self._parameters = [(name, p, copier.tensor(p)) for name, p in self._module.named_parameters()]
+        self._buffers = [
+            (f"{prefix}.{slot}".lstrip("."), module, slot, None if buffer is None else copier.tensor(buffer))
+            for prefix, module in self._module.named_modules()
+            for slot, buffer in buffer_slots(module).items()
+        ]
+        self._extra = [
+            (module, copier.copy(module.get_extra_state()))
+            for module in self._module.modules()
+            if type(module).get_extra_state is not nn.Module.get_extra_state
+        ]
+
+    def check(self) -> None:
+        then = {name: p for name, p, _ in self._parameters}
+        now = dict(self._module.named_parameters())
+        names = [name for name in {**then, **now} if then.get(name) is not now.get(name)]
+        names += [name for name, p, kept in self._parameters if p is now.get(name) and not kept.fits(p)]
+        if names:
+            raise InvalidValueError(
+                f"these parameters are not those of the snapshot any more (added, removed, replaced or resized): "
+                f"{', '.join(names[:5])}{' and more' if len(names) > 5 else ''}. Nothing was restored; call take() "
+                "after such a change."
+            )
+
+    def restore(self, restorer: Restorer) -> None:
+        for _, parameter, kept in self._parameters:
+            restorer.write(kept, parameter)
+            if parameter.grad is not None:
+                parameter.grad.zero_()
+        for _, module, slot, kept in self._buffers:
+            slots = buffer_slots(module)
+            slots[slot] = None if kept is None else restorer.restored(kept, slots.get(slot))
+        for module, state in self._extra:
+            module.set_extra_state(restorer.restored(state))
+
+
+class _OptimizerState:
+    """The state of one optimizer, the numbers of its groups, and plain attributes that it counts with."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer = optimizer
+        self._parameters: list[list[tuple[Tensor, TensorCopy]]] = []
+        self._groups: list[Any] = []
+        self._state: list[tuple[Any, Any]] = []
+        self._attributes: Any = None
+
+    def devices(self) -> Iterator[torch.device]:
+        return (p.device for group in self.optimizer.param_groups for p in group["params"])
+
+    def take(self, copier: Copier) -> None:
+        groups = self.optimizer.param_groups
+        self._parameters = [[(p, copier.tensor(p)) for p in group["params"]] for group in groups]
+        self._groups = [copier.copy(_numbers(group)) for group in groups]
+        self._state = [(key, copier.copy(value)) for key, value in self.optimizer.state.items()]
+        self._attributes = copier.copy(_attributes(self.optimizer))
+
+    def check(self) -> None:
+        now = [[id(p) for p in group["params"]] for group in self.optimizer.param_groups]
+        if now != [[id(p) for p, _ in group] for group in self._parameters]:
+            raise InvalidValueError(
+                f"{type(self.optimizer).__name__} has other parameters or groups than when the snapshot was taken "
+                f"({sum(map(len, now))} in {len(now)} groups, and {sum(map(len, self._parameters))} in "
+                f"{len(self._parameters)} then). Nothing was restored; call take() after add_param_group."
+            )
+        self._refuse_to_drop_captured_state()
+
+    def _refuse_to_drop_captured_state(self) -> None:
+        kept = {id(key) for key, _ in self._state}
+        for group in self.optimizer.param_groups:
+            lost = [p for p in group["params"] if self.optimizer.state.get(p) and id(p) not in kept]
+            if group.get("capturable") and any(not p.is_cpu for p in lost):
+                raise UnsupportedGradientError(
+                    f"the snapshot was taken before {type(self.optimizer).__name__} had any state, and a CUDA graph "
+                    "may use the state that it has now (capturable=True). Nothing was restored; take the snapshot "
+                    "after the first step."
+                )
+
+    def restore(self, restorer: Restorer, rewind_schedule: bool) -> None:
+        for parameter, kept in (pair for group in self._parameters for pair in group):
+            restorer.write(kept, parameter)
+            if parameter.grad is not None:
+                parameter.grad.zero_()
+        self._restore_state(restorer)
+        for group, kept in zip(self.optimizer.param_groups, self._groups, strict=True):
+            _restore_group(group, kept, restorer, rewind_schedule)
+        for name, value in restorer.restored(self._attributes, _attributes(self.optimizer)).items():
+            setattr(self.optimizer, name, value)
+
+    def _restore_state(self, restorer: Restorer) -> None:
+        state = self.optimizer.state
+        contents = {key: restorer.restored(kept, state.get(key)) for key, kept in self._state}
+        state.clear()
+        state.update(contents)
+
+
+def _numbers(group: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key != "params"}
+
+
+def _restore_group(group: dict[str, Any], kept: Any, restorer: Restorer, rewind_schedule: bool) -> None:
+    stays = {"params", *(() if rewind_schedule else _SCHEDULED)}
+    for key in [key for key in group if key not in kept.entries and key not in (*stays, "initial_lr")]:
+        del group[key]
+    for key in kept.entries.keys() - stays:
+        group[key] = restorer.restored(kept.entries[key], group.get(key))
+
+
+def _attributes(optimizer: Optimizer) -> dict[str, Any]:
+    left_out = ("state", "param_groups", "defaults")
+    return {
+        name: value
+        for name, value in vars(optimizer).items()
+        if name not in left_out and not name.startswith("_optimizer_") and is_plain(value)
+    }
+
+
+class _OtherState:
+    """An object with ``state_dict`` and ``load_state_dict``, or a generator."""
+
+    def __init__(self, thing: Any) -> None:
+        self.thing, self._kept = thing, None
+
+    def take(self, copier: Copier) -> None:
+        generator = isinstance(self.thing, torch.Generator)
+        self._kept = copier.copy(self.thing.get_state() if generator else self.thing.state_dict())
+
+    def check(self) -> None:
+        """Nothing to compare: the object itself refuses a state that is not its own."""
+
+    def restore(self, restorer: Restorer) -> None:
+        del restorer  # its tensors are the run's; what is loaded may be kept by the object, so it is a copy
+        load = self.thing.set_state if isinstance(self.thing, torch.Generator) else self.thing.load_state_dict
+        load(Restorer().restored(self._kept))
+
+
+class _Generators:
+    """The states of the generators that code uses without naming one."""
+
+    def take(self, devices: Iterable[torch.device]) -> None:
+        self._python = random.getstate()
+        self._numpy = numpy.random.get_state() if (numpy := sys.modules.get("numpy")) is not None else None
+        self._cpu = torch.get_rng_state()
+        self._devices = [(device, torch.get_device_module(device).get_rng_state(*_index(device))) for device in devices]
+
+    def restore(self) -> None:
+        random.setstate(self._python)
+        if self._numpy is not None:
+            sys.modules["numpy"].random.set_state(self._numpy)
+        torch.set_rng_state(self._cpu)
+        for device, state in self._devices:
+            torch.get_device_module(device).set_rng_state(state, *_index(device))
+
+
+def _index(device: torch.device) -> tuple[torch.device, ...]:
+    return () if device.type == "mps" else (device,)  # which has one device, and functions that take none
+
+
+class _StreamOrder:
+    """Lets copies on an accelerator happen one after the other, whichever stream is current."""
+
+    def __init__(self) -> None:
+        self.devices: list[torch.device] = []
+        self._events: list[torch.Event] = []
+
+    def begin(self, devices: Iterable[torch.device]) -> None:
+        """Let the current streams wait for what `done` marked; the host does not."""
+        self.devices = [device for device in dict.fromkeys(devices) if device.type not in ("cpu", "meta")]
+        for device in self.devices:
+            refuse_capture(device, "a snapshot")
+        for event in self._events:
+            event.wait()
+
+    def done(self) -> None:
+        """Mark the copies that were asked for."""
+        self._events = []
+        for device in self.devices:
+            if device.type not in PINNED:
+                continue  # the copy itself waits
+            with torch.get_device_module(device).device(device):
+                event = torch.Event(device)
+                event.record()
+                self._events.append(event)
+
+    def synchronize(self) -> None:
+        """Let the host wait for them."""
+        for event in self._events:
+            event.synchronize()
+
+
+def _optimizer_of(thing: Any) -> Optimizer | None:
+    """Return which optimizer a scheduler drives; None of anything else."""
+    inner = getattr(thing, "scheduler", thing)  # of a trainer's wrapper
+    optimizer = getattr(inner, "optimizer", None)
+    is_scheduler = hasattr(inner, "get_last_lr") or isinstance(inner, torch.optim.lr_scheduler.LRScheduler)
+    return optimizer if is_scheduler and isinstance(optimizer, Optimizer) else None
+
+
+def _with_inner(optimizer: Optimizer) -> Sequence[Optimizer]:
+    """Return the optimizer and those that it steps, as ZeroRedundancyOptimizer does."""
+    return [optimizer, *(value for value in vars(optimizer).values() if isinstance(value, Optimizer))]
+
+
+def _check(model: object, optimizer: object, more: Sequence[Any]) -> None:
+    if not isinstance(model, nn.Module):
+        raise InvalidTypeError(f"model is {type(model).__name__}: expected the torch.nn.Module that is trained.")
+    for one in [optimizer, *(m for m in more if isinstance(m, Optimizer))]:
+        if not isinstance(one, Optimizer):
+            raise InvalidTypeError(f"optimizer is {type(one).__name__}: expected a torch.optim.Optimizer.")
+        if isinstance(getattr(one, "optimizer", None), Optimizer):
+            raise InvalidTypeError(
+                f"optimizer is {type(one).__name__}, which wraps another: pass the one inside, wrapper.optimizer."
+            )
+    for one in more:
+        if not isinstance(one, torch.Generator) and not (
+            hasattr(one, "state_dict") and hasattr(one, "load_state_dict")
+        ):
+            raise InvalidTypeError(
+                f"more has a {type(one).__name__}: expected objects with state_dict() and load_state_dict(), modules, "
+                "optimizers or torch.Generator."
+            )

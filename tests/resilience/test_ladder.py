@@ -1,0 +1,289 @@
+"""`Resilience`: what it does on which step, told by a table of runs, and what that leaves of the weights."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import gradguard as gg
+from gradguard.errors import InvalidTypeError, InvalidValueError, SpikeError
+from gradguard.resilience import BadSamples
+from gradguard.resilience.ladder import Resilience
+
+CAP, WARMUP, LAG = 6, 8, 2
+
+
+def network(**options):
+    """A layer of one weight whose loss is what the batch says: 1 is usual, 20 is a spike."""
+    model = nn.Linear(1, 1, bias=False)
+    nn.init.constant_(model.weight, 1.0)
+    optimizer = options.pop("optimizer", lambda p: torch.optim.AdamW(p, lr=1e-3))(model.parameters())
+    options.setdefault("detector", gg.SpikeDetector(warmup=WARMUP, window=16, cap=CAP))
+    options.setdefault("every", 10)
+    return model, optimizer, Resilience(model, optimizer, gg.ClipByGlobalNorm(1.0), lag=LAG, **options)
+
+
+def train(model, optimizer, resilience, sizes, first_id=0):
+    """Take a step for each size; return the weight after each."""
+    weights = []
+    for i, size in enumerate(sizes, first_id):
+        optimizer.zero_grad()
+        resilience.batch([i])
+        loss = size * (1 + model.weight.square().sum() * 0.1)
+        resilience.loss(loss).backward()
+        optimizer.step()
+        resilience.step()
+        weights.append(model.weight.item())
+    return weights
+
+
+def told(resilience):
+    return [(e.what, e.action, e.step) for e in resilience.events]
+
+
+USUAL = [1.0] * 20
+SPIKE = 20.0
+
+SKIPPED = [("spike", "skipped", step) for step in range(21, 20 + CAP)]
+
+RUNS = {
+    "nothing happens": (USUAL * 3, []),
+    "one spike": (USUAL + [SPIKE] + USUAL, [("spike", "skipped", 21)]),
+    "as many as the cap, less one": (
+        [*USUAL, *[SPIKE] * (CAP - 1), *USUAL],
+        SKIPPED,
+    ),
+    "a burst": (
+        [*USUAL, *[SPIKE] * 10, *USUAL],
+        [
+            *SKIPPED,
+            ("burst", "slowed down", 21),
+            ("burst", "rolled back", 21),
+        ],
+    ),
+    "a shift": (
+        [*USUAL, *[SPIKE] * 100],
+        [
+            *SKIPPED,
+            ("burst", "slowed down", 21),
+            ("shift", "went on", 21),
+        ],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_what_is_done_and_when(name):
+    sizes, expected = RUNS[name]
+    model, optimizer, resilience = network()
+    train(model, optimizer, resilience, sizes)
+    assert told(resilience) == expected
+
+
+def test_a_skipped_step_changes_no_bit():
+    model, optimizer, resilience = network()
+    train(model, optimizer, resilience, USUAL)
+    before = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    train(model, optimizer, resilience, [SPIKE] * (CAP - 1))
+    torch.testing.assert_close((model.state_dict(), optimizer.state_dict()), before, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_after_a_burst_the_run_is_the_one_without_it(fused):
+    """The weights of the twin that never saw the burst, nor the good steps that a trial took to be sure."""
+    make = lambda p: torch.optim.AdamW(p, lr=1e-3, fused=fused)  # noqa: E731
+    model, optimizer, resilience = network(optimizer=make)
+    train(model, optimizer, resilience, [*USUAL, *[SPIKE] * 10, *USUAL])
+    event = resilience.events[-1]
+    assert (event.action, event.to_step) == ("rolled back", 20)
+    lost = 6 + 4 + LAG  # the skipped ones, those until the trial, and what the lag adds before it
+    twin, twins, other = network(optimizer=make)
+    train(twin, twins, other, [1.0] * (50 - lost))
+    assert twin.weight.item() == model.weight.item()
+    torch.testing.assert_close(twins.state_dict()["state"], optimizer.state_dict()["state"], rtol=0, atol=0)
+
+
+def test_a_shift_leaves_the_newer_weights_in_spite_of_the_trials():
+    """Steps that a trial takes are lost; no other is."""
+    model, optimizer, resilience = network(slow=1.0)
+    weights = train(model, optimizer, resilience, [*USUAL, *[SPIKE] * 100])
+    assert resilience.events[-1].what == "shift"
+    assert model.weight.item() < weights[19] - 50 * 1e-3  # AdamW moves by some 1e-3 a step
+
+
+class TestTheLearningRate:
+    """Lower for a while, and no scheduler knows."""
+
+    @pytest.mark.parametrize("tensor", [False, True])
+    def test_it_is_lower_in_a_suspected_burst_only(self, tensor):
+        rates = []
+
+        class Noting(torch.optim.AdamW):
+            def step(self, closure=None):
+                rates.append(float(self.param_groups[0]["lr"]))
+                return super().step(closure)
+
+        rate = torch.tensor(1e-3, dtype=torch.float64) if tensor else 1e-3
+        model, optimizer, resilience = network(optimizer=lambda p: Noting(p, lr=rate, foreach=False))
+        train(model, optimizer, resilience, [*USUAL, *[SPIKE] * 7])
+        assert set(rates) == {1e-3}
+        train(model, optimizer, resilience, [SPIKE] * 3)
+        assert rates[-1] == 1e-3 * resilience.slow
+        assert optimizer.param_groups[0]["lr"] == 1e-3
+        train(model, optimizer, resilience, [SPIKE] * 8 + USUAL * 2)
+        assert resilience.events[-1].action == "rolled back"
+        assert rates[-1] == 1e-3
+
+    def test_a_schedule_ends_where_it_would(self):
+        model = nn.Linear(1, 1, bias=False)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+        detector = gg.SpikeDetector(warmup=WARMUP, window=16, cap=CAP)
+        resilience = Resilience(
+            model, optimizer, gg.ClipByGlobalNorm(1e-3), detector=detector, more=[scheduler], lag=LAG
+        )
+        sizes = [*USUAL, *[SPIKE] * 10, *USUAL]
+        for size in sizes:
+            train(model, optimizer, resilience, [size])
+            scheduler.step()
+        assert resilience.events[-1].action == "rolled back"
+        assert optimizer.param_groups[0]["lr"] == pytest.approx(0.9 ** len(sizes))
+
+    def test_a_step_that_raises_does_not_leave_it_low(self):
+        class Raising(torch.optim.SGD):
+            raises = False
+
+            def step(self, closure=None):
+                if self.raises:
+                    raise ValueError("no")
+                return super().step(closure)
+
+        model, optimizer, resilience = network(optimizer=lambda p: Raising(p, lr=0.5))
+        resilience._slow_down.factor = 0.5
+        optimizer.raises = True
+        with pytest.raises(ValueError, match="no"):
+            train(model, optimizer, resilience, [1.0])
+        optimizer.raises = False
+        train(model, optimizer, resilience, [1.0])
+        assert optimizer.param_groups[0]["lr"] == 0.5
+
+
+def test_burst_upon_burst_ends_with_the_story():
+    model, optimizer, resilience = network(budget=1)
+    train(model, optimizer, resilience, [*USUAL, *[SPIKE] * 10, *USUAL])
+    with pytest.raises(
+        SpikeError, match=r"2 roll-backs within 1,000 steps, and budget=1: [\s\S]* step 51: burst .*back"
+    ):
+        train(model, optimizer, resilience, [*[SPIKE] * 10, *USUAL])
+    assert [e.action for e in resilience.events].count("rolled back") == 2
+
+
+def test_gradients_that_stay_nan_are_answered_by_going_back():
+    model, optimizer, resilience = network()
+    train(model, optimizer, resilience, USUAL)
+    with torch.no_grad():
+        model.weight.fill_(torch.nan)
+    train(model, optimizer, resilience, USUAL[:19] * 2)
+    assert told(resilience) == [("nonfinite", "rolled back", 21)]
+    assert resilience.events[0].to_step == 11
+    assert model.weight.isfinite().all()
+
+
+def test_the_samples_of_what_was_left_out_are_named():
+    bad = BadSamples()
+    model, optimizer, resilience = network(bad=bad)
+    train(model, optimizer, resilience, [*USUAL, SPIKE, *USUAL, *[SPIKE] * 10, *USUAL])
+    assert resilience.events[0].ids == (20,)
+    assert {*range(41, 51)} <= {*resilience.events[-1].ids}
+    assert {20, *range(41, 51)} <= {one.id for one in bad}
+    assert not {*range(20), *range(21, 41)} & {one.id for one in bad}
+
+
+def test_micro_batches_are_one_step():
+    model, optimizer, resilience = network()
+    for _ in range(3):
+        resilience.loss(model.weight.square().sum()).backward()
+        assert resilience.step() is None
+    optimizer.step()
+    resilience.step()
+    assert (resilience.steps, resilience.batches.step) == (1, 1)
+
+
+def test_it_acts_at_the_same_lag_however_fast_the_device_is():
+    model, optimizer, resilience = network()
+    train(model, optimizer, resilience, [*USUAL, SPIKE])
+    for _ in range(LAG - 1):
+        train(model, optimizer, resilience, [1.0])
+        assert resilience.events == []
+    train(model, optimizer, resilience, [1.0])
+    assert told(resilience) == [("spike", "skipped", 21)]
+
+
+class TestSnapshots:
+    def steps(self, sizes):
+        model, optimizer, resilience = network()
+        kept = []
+        for i, size in enumerate(sizes):
+            train(model, optimizer, resilience, [size], i)
+            kept.append(resilience._shelf.steps)
+        return kept
+
+    def test_the_first_is_there_before_the_first_risk_and_two_are_kept(self):
+        kept = self.steps([1.0] * 60)
+        assert kept[0] == [1]
+        assert all(len(steps) == 2 for steps in kept[10:])
+        assert all(steps[-1] - steps[0] >= 10 for steps in kept[10:])
+
+    def test_none_is_taken_while_spikes_are_near(self):
+        kept = self.steps([*[1.0] * 20, *[1.0, 1.0, SPIKE] * 10])
+        assert all(steps == kept[25] for steps in kept[25:])
+        assert kept[25][-1] <= 22
+
+    def test_the_one_of_a_row_that_ends_is_dropped_if_a_step_was_taken_in_it(self):
+        kept = self.steps([*[1.0] * 20, SPIKE, SPIKE, *[1.0] * 3])
+        assert kept[-1] == [11]  # the row of two ended before the lag did
+        kept = self.steps([*[1.0] * 20, SPIKE, SPIKE, SPIKE, *[1.0] * 3])
+        assert kept[-1] == [11]
+
+
+def test_a_run_that_is_resumed_goes_on_counting():
+    model, optimizer, resilience = network()
+    train(model, optimizer, resilience, [*USUAL, SPIKE, *USUAL])
+    state = copy.deepcopy(resilience.state_dict())
+    other, its, again = network()
+    other.load_state_dict(model.state_dict())
+    its.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    again.load_state_dict(state)
+    assert (again.steps, again.events) == (resilience.steps, resilience.events)
+    rest = [*USUAL, *[SPIKE] * 10, *USUAL]
+    assert train(other, its, again, rest, 41) == train(model, optimizer, resilience, rest, 41)
+    assert again.events == resilience.events
+    with pytest.raises(InvalidValueError, match=r"not the state of a Resilience: expected .* got \['a'\]"):
+        again.load_state_dict({"a": 1})
+
+
+def test_what_is_detached_does_nothing_more():
+    model, optimizer, resilience = network()
+    train(model, optimizer, resilience, USUAL)
+    resilience.detach()
+    before = model.weight.clone()
+    model.weight.grad = torch.full_like(model.weight, 1e6)
+    optimizer.step()
+    assert not torch.equal(model.weight, before)
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "words"),
+    [
+        ({"slow": 0.0}, InvalidValueError, r"slow=0\.0: expected a number above 0"),
+        ({"lag": -1}, InvalidValueError, r"lag=-1"),
+        ({"every": 0}, InvalidValueError, r"every=0"),
+        ({"more": [torch.utils.data.DataLoader([1])]}, InvalidTypeError, r"more has a DataLoader: going back must not"),
+        ({"more": [torch.optim.SGD([torch.ones(1)])]}, InvalidTypeError, r"more has an optimizer, and a spike would"),
+    ],
+)
+def test_arguments_that_cannot_be_meant(options, kind, words):
+    model = nn.Linear(1, 1)
+    with pytest.raises(kind, match=words):
+        Resilience(model, torch.optim.SGD(model.parameters()), **options)
