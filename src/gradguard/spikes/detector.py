@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from itertools import pairwise
+from operator import sub
 
 import torch
 from torch import Tensor
@@ -164,7 +164,7 @@ class SpikeDetector(Detector):
         recent = past[-self.recent :]
         middle = _middle(recent)
         spread = MAD_TO_SIGMA * _middle([abs(x - middle) for x in recent])
-        jumps = JUMP_TO_SIGMA * _middle([abs(b - a) for a, b in pairwise(past)])
+        jumps = JUMP_TO_SIGMA * _middle(list(map(abs, map(sub, past[1:], past))))
         deviation = max(spread, jumps, self.floor if in_logarithms else self.floor * abs(middle))
         return (value - middle) / deviation if deviation > 0 else math.nan
 

@@ -1,5 +1,6 @@
 """What a guard does with a spike detector: it gathers the loss and the norms of a step, and leaves out a spike."""
 
+import math
 from collections.abc import Mapping
 from typing import Any, Self
 
@@ -13,7 +14,7 @@ from gradguard.errors import InvalidTypeError, InvalidValueError
 from gradguard.spikes.base import Detector
 from gradguard.spikes.detector import SpikeDetector
 from gradguard.tensors.host_copy import refuse_capture
-from gradguard.tensors.layout import move, wide_dtype
+from gradguard.tensors.layout import are_readable, move, wide_dtype
 
 
 class SkipSpikes:
@@ -70,7 +71,6 @@ class SkipSpikes:
         """Return the call that makes such an object; a process group has no text."""
         return f"SkipSpikes({self.detector!r}{'' if self.act else ', act=False'})"
 
-    @torch.no_grad()
     def loss(self, loss: Tensor | float, weight: float | Tensor = 1.0) -> None:
         """Take the loss of one micro-batch of the step that comes.
 
@@ -82,6 +82,8 @@ class SkipSpikes:
             InvalidTypeError: If one is no number.
             InvalidValueError: If ``loss`` has several elements, or ``weight`` is negative or not finite.
         """
+        if isinstance(loss, Tensor) and are_readable(loss) and loss.numel() == 1 and not loss.is_complex():
+            loss = loss.item()
         value = _one_number("loss", loss, torch.device("cpu"))
         count = _one_number("weight", weight, value.device)
         new = torch.stack([count * value, count])
@@ -107,6 +109,8 @@ class SkipSpikes:
         return spike
 
     def _values(self, norms: Tensor, bad: Tensor) -> Tensor:
+        if are_readable(norms, bad) and number_of_processes(self._group) == 1:
+            return self._values_on_host(norms.tolist(), bool(bad))
         wide = norms.to(wide_dtype(norms.device))
         wide = torch.where(wide == 0, torch.nan, wide)  # no gradients: that tells nothing of the scale
         given = wide.new_zeros(2) if self._loss is None else move(self._loss, wide.device, wide.dtype)
@@ -114,6 +118,13 @@ class SkipSpikes:
         self._loss = None
         added = sum_over(added, self._group)
         return torch.cat([added[:1] / added[1:2], added[2:] / number_of_processes(self._group)])
+
+    def _values_on_host(self, norms: list[float], bad: bool) -> Tensor:
+        """The same in Python, which on the CPU takes a fraction of the time."""
+        total, weight = (0.0, 0.0) if self._loss is None else self._loss.tolist()
+        self._loss = None
+        values = [total / weight if weight else math.nan, *(norm or math.nan for norm in norms)]
+        return torch.tensor([math.nan] * len(values) if bad else values, dtype=torch.float64, device="cpu")
 
     @property
     def seen(self) -> int:
