@@ -124,6 +124,7 @@ def test_every_option_that_is_shown_exists(page):
         "--metric",
         "--maximize",
         "--state",
+        "--resilient",
     }
     for line in shown:
         command = line.split(" #")[0].replace("[", " ").replace("]", " ").split(" train.py ")[0]
