@@ -2,7 +2,7 @@
 
 import math
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
 
@@ -454,7 +454,7 @@ class _Burst:
 class _Shelf:
     """Two snapshots, of which one is older than the detection delay, and a spare one."""
 
-    def __init__(self, make: Any, delay: int) -> None:
+    def __init__(self, make: Callable[[], Snapshot], delay: int) -> None:
         self._make, self._delay = make, delay
         self._kept: list[tuple[int, Snapshot]] = []
         self._spare: Snapshot | None = None
@@ -488,9 +488,8 @@ class _Shelf:
         self._kept = [kept for kept in self._kept if kept[0] <= step]
 
     def spare(self) -> Snapshot:
-        if self._spare is None:
-            self._spare = self._make()
-        return self._spare
+        spare = self._spare = self._spare or self._make()
+        return spare
 
     def clear(self) -> None:
         self._kept, self._spare = [], None
