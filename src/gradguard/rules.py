@@ -1,7 +1,7 @@
 """What a rule of one's own needs, and rules for rarer needs.
 
-Subclass `Clipper` (or `ThresholdClipper`) for a clipper, `NormClipper` for per-sample clipping, and
-`gradguard.BaseErrorClip` for the error clip. The common rules are in `gradguard` itself.
+Subclass `Clipper` (or `ThresholdClipper`) for a clipper, `NormClipper` for per-sample clipping, `Detector`
+for finite spikes, and `gradguard.BaseErrorClip` for the error clip. The common rules are in `gradguard` itself.
 """
 
 from gradguard.backward_clip.rules import ErrorClipBySampleNorm, ErrorClipNonfinite, ErrorClipZeroAbove
@@ -9,15 +9,20 @@ from gradguard.clip.clipper import Clipper, Decision, describe
 from gradguard.clip.gradients import Gradients, global_norm, norms_of
 from gradguard.clip.thresholds.base import ThresholdClipper
 from gradguard.per_sample.clipping_rule import NormClipper
+from gradguard.spikes.base import Detector
+from gradguard.spikes.presets import LightningRule, OlmoRule
 
 __all__ = [
     "Clipper",
     "Decision",
+    "Detector",
     "ErrorClipBySampleNorm",
     "ErrorClipNonfinite",
     "ErrorClipZeroAbove",
     "Gradients",
+    "LightningRule",
     "NormClipper",
+    "OlmoRule",
     "ThresholdClipper",
     "describe",
     "global_norm",

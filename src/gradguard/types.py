@@ -10,6 +10,7 @@ from gradguard.parity.report import ParityFinding, ParityReport
 from gradguard.parity.saved import SavedGradients
 from gradguard.per_sample.noise_scale import NoiseEstimate
 from gradguard.per_sample.results import ClippedSums, PerSampleStatistics, PreStep
+from gradguard.spikes.base import SpikeVerdict
 
 __all__ = [
     "Calibration",
@@ -29,4 +30,5 @@ __all__ = [
     "PerSampleStatistics",
     "PreStep",
     "SavedGradients",
+    "SpikeVerdict",
 ]
