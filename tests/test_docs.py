@@ -125,6 +125,7 @@ def test_every_option_that_is_shown_exists(page):
         "--maximize",
         "--audit-norm",
         "--state",
+        "--resilient",
     }
     for line in shown:
         command = line.split(" #")[0].replace("[", " ").replace("]", " ").split(" train.py ")[0]

@@ -129,6 +129,7 @@ def test_the_record_tells_it(run, tmp_path):
     run("--resilient", spikes=[50])
     lines = [json.loads(line) for line in (tmp_path / "out/run.jsonl").read_text(encoding="utf-8").splitlines()]
     assert [line["i"] for line in lines if line.get("skipped")] == [50]
+    assert not [line for line in lines if line.get("rule")]  # a guard that only measures is no clip
 
 
 def test_what_cannot_be_guarded_is_said(tmp_path, monkeypatch, capsys):

@@ -72,7 +72,7 @@ class Copier:
         return self._seen[id(tensor)][1]
 
     def _copied(self, tensor: Tensor) -> "TensorCopy":
-        if isinstance(tensor, nn.parameter.UninitializedTensorMixin) or tensor.is_meta:
+        if nn.parameter.is_lazy(tensor) or tensor.is_meta:
             raise UnsupportedGradientError(
                 f"a snapshot needs the numbers of every tensor, and one ({type(tensor).__name__}, {tensor.device}) has "
                 "none yet: materialize the model, or run it once if it has lazy layers, before the snapshot."
