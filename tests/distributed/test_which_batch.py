@@ -76,3 +76,17 @@ def forgotten(folder):
 @pytest.mark.slow
 def test_a_rank_that_has_forgotten_stops_all(pool, tmp_path):
     assert pool(2).run(forgotten, tmp_path) == [True, True]
+
+
+def own_samples(folder):
+    rank, bad = dist.get_rank(), BadSamples(f"{folder}/bad.jsonl")
+    bad.add([7, 7, 10 + rank] if rank else [], reason="spike", rank=rank, gather=True)
+    bad.add([7, 20 + rank], rank=rank, gather=True)
+    dist.barrier()
+    return [one.id for one in bad], [one.id for one in BadSamples(f"{folder}/bad.jsonl")]
+
+
+@pytest.mark.slow
+def test_samples_of_all_ranks_are_left_out_by_all(pool, tmp_path):
+    expected = [7, 11, 20, 21]
+    assert pool(2).run(own_samples, tmp_path) == [(expected, expected)] * 2

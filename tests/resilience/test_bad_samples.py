@@ -247,6 +247,12 @@ def test_the_file_is_read_back_and_appended_to(tmp_path):
     assert len(file.read_text(encoding="utf-8").splitlines()) == 4
 
 
+def test_samples_come_in_the_order_given_without_doubles():
+    bad = BadSamples()
+    assert bad.add([5, 3, 5, 9, 3], gather=True) == 3  # of one process
+    assert [one.id for one in bad] == [5, 3, 9]
+
+
 def test_a_list_by_hand(tmp_path):
     file = tmp_path / "bad.txt"
     file.write_text('# from the logs\n17\n\n017\n-3\ndoc-5\n{"id": "x", "who": "me"}\n1.5\nlast', encoding="utf-8")

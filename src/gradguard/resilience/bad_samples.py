@@ -51,7 +51,8 @@ class BadSamples:
     front are passed over.
 
     **Guarantees.** 17 and ``"17"`` are two samples. A sample that is added twice is there once, with its first reason.
-    All processes call `add` alike; process 0 writes. A line that cannot be read is an error, never passed over.
+    Process 0 writes; all processes call `add` alike, or each with its own samples and ``gather=True``. A line that
+    cannot be read is an error, never passed over.
 
     Args:
         file: Where the list is, or shall be; None for memory only.
@@ -76,8 +77,26 @@ class BadSamples:
                 if (one := _read(line, self.file, number)) is not None:
                     self._of.setdefault(one.id, one)
 
-    def add(self, ids: Any, *, reason: str = "", step: int | None = None, rank: int | None = None) -> int:
+    def add(
+        self,
+        ids: Any,
+        *,
+        reason: str = "",
+        step: int | None = None,
+        rank: int | None = None,
+        gather: bool = False,
+        group: Any = None,
+    ) -> int:
         """Add samples.
+
+        Args:
+            ids: Whole numbers or strings, in a list, a tuple, an array or a 1-d tensor; or a single one.
+            reason: In words.
+            step: Of the spike.
+            rank: Process that had them.
+            gather: Whether each process gives samples of its own, or none, which all of them are to leave out: all
+                processes must call.
+            group: The processes that call; None for all. The first of them writes.
 
         Returns:
             How many of them are new.
@@ -87,10 +106,19 @@ class BadSamples:
         """
         listed = checked_ids(ids)
         listed = listed.tolist() if isinstance(listed, Tensor) else listed
-        new = [BadSample(one, reason, step, rank) for one in dict.fromkeys(listed) if one not in self._of]
-        self._of.update((one.id, one) for one in new)
-        if new and self.file is not None and not (dist.is_available() and dist.is_initialized() and dist.get_rank()):
-            self._append(self.file, new)
+        given = [BadSample(one, reason, step, rank) for one in listed]
+        joined = dist.is_available() and dist.is_initialized()
+        if gather and joined:
+            told: list[Any] = [None] * dist.get_world_size(group)
+            dist.all_gather_object(told, given, group)
+            given = [one for part in told for one in part]
+        new: dict[SampleId, BadSample] = {}
+        for one in given:
+            if one.id not in self._of:
+                new.setdefault(one.id, one)
+        self._of.update(new)
+        if new and self.file is not None and not (joined and dist.get_rank(group)):
+            self._append(self.file, new.values())
         return len(new)
 
     def __contains__(self, id: object) -> bool:

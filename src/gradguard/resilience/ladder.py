@@ -201,6 +201,7 @@ class Resilience:
         self.slow = slow
         clipper = ClipByMedian() if clipper is None else clipper
         self._detector = SpikeDetector(cap=5) if detector is None else detector
+        self._group = process_group
         self._spikes = SkipSpikes(self._detector, process_group=process_group)
         self.guard = self._guard_type(optimizer, clipper, model=model, spikes=self._spikes, **(guard_options or {}))
         self._slow_down = SlowDown(optimizer)  # after the guard
@@ -380,8 +381,9 @@ class Resilience:
     ) -> Event:
         signal, score = ("", math.nan) if seen is None else self._worst(seen)
         ids = self._ids(range(step, (step if until is None else until) + 1))
-        if self.bad is not None and ids and action != "adopted" and what != "shift":
-            self.bad.add(ids, reason=f"{what}: {signal} {score:.1f} deviations above the median", step=step)
+        if self.bad is not None and action != "adopted" and what != "shift":  # on all processes, on the same step
+            reason = f"{what}: {signal} {score:.1f} deviations above the median"
+            self.bad.add(ids, reason=reason, step=step, gather=True, group=self._group)
         return Event(step, what, action, signal, score, ids, **more)
 
     def _worst(self, seen: _Measured) -> tuple[str, float]:
