@@ -16,9 +16,9 @@ from gradguard.monitoring.record.file import RecordWriter
 from gradguard.monitoring.show.report import json_summary, text_summary
 
 OF_EACH = [
-    "verdict", "decision", "regime", "steps", "taken_steps", "skipped_steps", "nonfinite_steps", "clip_share",
-    "threshold", "median_coefficient", "median_norm", "max_norm", "spike_share", "final_loss", "best_loss", "diverged",
-    "overhead_share", "clips",
+    "verdict", "decision", "regime", "steps", "taken_steps", "skipped_steps", "skipped_spikes", "nonfinite_steps",
+    "clip_share", "threshold", "median_coefficient", "median_norm", "max_norm", "spike_share", "final_loss",
+    "best_loss", "diverged", "overhead_share", "clips",
 ]  # fmt: skip
 KEYS = ["schema", "record", *OF_EACH, "findings", "events", "notes", "optimizers"]
 OF_DECISION = ["kind", "threshold", "rule", "rate_factor", "experiment", "headline", "reason"]

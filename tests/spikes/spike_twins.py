@@ -5,37 +5,35 @@ from statistics import median
 
 
 class TwinSignal:
-    def __init__(self, window, warmup, k, floor):
-        self.window, self.warmup, self.k, self.floor = window, warmup, k, floor
-        self.past = []  # as [slot -> value], None where empty
-        self.slots, self.written = [None] * window, 0
+    def __init__(self, window, warmup, floor, recent):
+        self.window, self.warmup, self.floor, self.recent = window, warmup, floor, recent
+        self.past = []  # the oldest first
 
     def score(self, value):
         """How many deviations above the median; NaN if that cannot be told."""
-        past = [x for x in self.slots if x is not None]
-        if len(past) < self.warmup or not math.isfinite(value):
+        if len(self.past) < self.warmup or not math.isfinite(value):
             return math.nan
-        if min(past) > 0:
-            logs = [math.log(x) for x in past]
-            m = median(logs)
-            d = max(1.4826 * median([abs(x - m) for x in logs]), self.floor)
-            return (math.log(value) - m) / d if value > 0 else -math.inf
-        m = median(past)
-        d = max(1.4826 * median([abs(x - m) for x in past]), self.floor * abs(m))
+        if all(x > 0 for x in self.past):
+            x, least = [math.log(x) for x in self.past], lambda _: self.floor
+            value = math.log(value) if value > 0 else -math.inf
+        else:
+            x, least = self.past, lambda m: self.floor * abs(m)
+        m = median(x[-self.recent :])
+        mad = median([abs(y - m) for y in x[-self.recent :]])
+        jump = median([abs(x[i] - x[i - 1]) for i in range(1, len(x))]) if len(x) > 1 else 0.0
+        d = max(1.4826 * mad, 1.4826 * jump / math.sqrt(2), least(m))
         return (value - m) / d if d > 0 else math.nan
 
     def put(self, value):
-        self.slots[self.written % self.window] = value
-        self.written += 1
+        self.past = [*self.past, value][-self.window :]
 
     def replace(self, values):
-        self.slots = [v if math.isfinite(v) else None for v in values] + [None] * (self.window - len(values))
-        self.written = len(values)
+        self.past = [value for value in values if math.isfinite(value)]
 
 
 class TwinDetector:
-    def __init__(self, signals, k=6.0, window=128, warmup=32, cap=8, floor=0.05):
-        self.signals = [TwinSignal(window, warmup, k, floor) for _ in range(signals)]
+    def __init__(self, signals, k=6.0, window=128, warmup=32, cap=8, floor=0.05, recent=32):
+        self.signals = [TwinSignal(window, warmup, floor, recent) for _ in range(signals)]
         self.k, self.cap = k, cap
         self.row = []  # (values, which were too high) of the spikes in a row
         self.scores, self.adopted = [], False

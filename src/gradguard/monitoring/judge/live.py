@@ -109,7 +109,7 @@ class Track:
         i, norm, skipped = step["i"], step.get("norm"), bool(step.get("skipped"))
         scale = step.get("amp_scale")
         found = self.setup.step(step)
-        found += [] if scale is None else self.scale.step(i, scale, skipped)
+        found += [] if scale is None else self.scale.step(i, scale, skipped and not step.get("spike"))
         if step.get("nonfinite") or ("norm" in step and not _is_finite(norm)):
             return found + self.level.nonfinite(i, skipped, scale is not None)
         if norm is None or skipped:

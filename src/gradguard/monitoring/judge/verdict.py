@@ -42,7 +42,7 @@ class Verdict:
         spike_share: The share of steps after the warm-up that stand out from their neighbourhood (`find_spikes`).
         nonfinite_steps: Steps whose gradients held NaN or infinity.
         faulty_steps: Those of them that no GradScaler left out, whose search for its scale they are.
-        skipped_steps: Optimizer steps that a loss scaler left out.
+        skipped_steps: Optimizer steps that a loss scaler or a guard left out.
         final_loss: The mean loss of the last 5 % of steps, at least 10; None if that window is not finite.
         best_loss: The lowest mean loss over any window of that length.
         diverged: Whether the loss was not finite at the end.
@@ -51,6 +51,7 @@ class Verdict:
         taken_steps: Steps with finite gradients that the optimizer took.
         usable_steps: Those of them after the warm-up, with a norm above 0.
         clips: Each clip by itself, in the order in which they act.
+        skipped_spikes: Those of the ``skipped_steps`` that a guard left out as finite spikes (`SkipSpikes`).
         parts: The verdict on each optimizer with its label, where the record has several. Then ``sentence`` is theirs
             one after the other, ``threshold`` the one that all share, a spike one among its own optimizer's norms,
             and every other number is of all steps together.
@@ -76,6 +77,7 @@ class Verdict:
     taken_steps: int
     usable_steps: int
     clips: tuple[ActingClip, ...] = ()
+    skipped_spikes: int = 0
     parts: tuple[tuple[str, "Verdict"], ...] = ()
 
 
@@ -101,6 +103,7 @@ def _judge(record: Record) -> Verdict:
     lost, skipped, scaled = nonfinite_on(record.steps), skipped_on(record.steps), record.steps.has("amp_scale")
     numbers["nonfinite_steps"], numbers["skipped_steps"] = sum(lost), sum(skipped)
     numbers["faulty_steps"] = sum(lost) - sum(map(all, zip(lost, skipped, scaled, strict=True)))
+    numbers["skipped_spikes"] = sum(map(bool, record.steps.column("spike")))
     numbers["overhead_share"] = _overhead_share(record)
     numbers["steps"] = len(record.steps)
     return Verdict(sentence=_sentence(record, numbers), **numbers)
@@ -336,7 +339,8 @@ def _norm_words(numbers: dict[str, Any]) -> str:
 
 def _fault_words(numbers: dict[str, Any]) -> str:
     skipped, lost = numbers["skipped_steps"], numbers["nonfinite_steps"]
-    first = f"{skipped:,} skipped. " if skipped else ""
+    spikes = numbers["skipped_spikes"]
+    first = f"{skipped:,} skipped{f' ({spikes:,} as finite spikes)' if spikes else ''}. " if skipped else ""
     of = f"Of {_steps(numbers['steps'])}: " if skipped or lost else ""
     diverged = " The loss was not finite at the end." if numbers["diverged"] else ""
     return f"{of}{first}{lost:,} non-finite.{diverged}"

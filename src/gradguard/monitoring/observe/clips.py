@@ -540,6 +540,8 @@ def note_guard(step: StepMeasurement, event: ClipEvent) -> None:
         step.skipped = copied(event.skipped) if step.skipped is None else step.skipped
     elif event.skipped:
         step.skipped = True
+    if event.spike is not False and step.spike is None:
+        step.spike = copied(event.spike) if isinstance(event.spike, Tensor) else True
 
 
 def _norms_told(parameters: Sequence[Tensor], event: ClipEvent) -> Norms | None:

@@ -409,7 +409,7 @@ def _flushed(monitor: "weakref.ref[Monitor]") -> None:
 
 OWN_NAMES = frozenset((
     "t", "i", "wall", "loss", "lr", "norm", "post_norm", "coefficient", "threshold", "rule", "user_max_norm",
-    "max_norm", "amp_scale", "skipped", "nonfinite", "top", "optimizer", "scaled_clip", "kept_gradients",
+    "max_norm", "amp_scale", "skipped", "spike", "nonfinite", "top", "optimizer", "scaled_clip", "kept_gradients",
 ))  # fmt: skip
 """The fields of a ``step`` line."""
 

@@ -78,6 +78,7 @@ class StepMeasurement:
         guard_threshold: Its threshold.
         guard_coefficient: What it multiplied the gradients by.
         skipped: Whether a guard left the step out.
+        spike: Whether it did because the step was a finite spike.
         norm_after: Whether ``norms`` are those after the clip, of which nobody knows what was before.
         amp_scale: Loss scale.
         optimizer: Which optimizer, where the script has several.
@@ -111,6 +112,7 @@ class StepMeasurement:
     guard_threshold: Any = None
     guard_coefficient: Any = None
     skipped: Any = None
+    spike: Any = None
     norm_after: bool = False
     amp_scale: Tensor | None = None
     optimizer: int | None = None
@@ -296,6 +298,7 @@ def _step_line(step: StepMeasurement, norms: Sequence[float]) -> Line:
         "user_max_norm": _number(step.user_threshold),
         "amp_scale": _number(step.amp_scale),
         "skipped": True if overflowed or _number(step.skipped) else None,
+        "spike": True if _number(step.spike) else None,
         "nonfinite": 0 if total < math.inf else sum(not math.isfinite(n) for n in norms) or 1,
         "top": _dominant(step, norms, total),
         "optimizer": step.optimizer,

@@ -370,7 +370,7 @@ _TABLES: Mapping[str, Mapping[str, Rule]] = {
     "step": {
         "i": _count, "wall": _seconds, "loss": _number, "lr": _number, "norm": _amount, "post_norm": _amount,
         "coefficient": _amount, "threshold": _number, "rule": _text, "clips": _each(_clip), "user_max_norm": _number,
-        "amp_scale": _amount, "skipped": _truth, "nonfinite": _count, "top": _top, "optimizer": _count,
+        "amp_scale": _amount, "skipped": _truth, "spike": _truth, "nonfinite": _count, "top": _top, "optimizer": _count,
         "noise_scale": _number, "noise_scale_low": _number, "noise_scale_high": _number, "batch_size": _number,
     },
     "tensors": {

@@ -61,9 +61,9 @@ def is_search_of_scale(step: dict[str, Any]) -> bool:
         step: A step of a record.
 
     Returns:
-        True where a step with a loss scale was skipped.
+        True where a step with a loss scale was skipped, and not as a finite spike.
     """
-    return bool(step.get("skipped")) and "amp_scale" in step
+    return bool(step.get("skipped")) and "amp_scale" in step and not step.get("spike")
 
 
 def bound_on(steps: Lines) -> list[bool]:

@@ -67,6 +67,7 @@ def _judged(record: Record) -> dict[str, Any]:
         "steps": judged.steps,
         "taken_steps": judged.taken_steps,
         "skipped_steps": judged.skipped_steps,
+        "skipped_spikes": judged.skipped_spikes,
         "nonfinite_steps": judged.nonfinite_steps,
         **_numbers(judged),
         "clips": [_clip(clip) for clip in judged.clips],

@@ -236,6 +236,7 @@ def _facts(record: Record, judged: Verdict) -> dict[str, Any]:
         "steps": judged.steps,
         "nonfinite_steps": judged.nonfinite_steps,
         "skipped_steps": judged.skipped_steps,
+        "skipped_spikes": judged.skipped_spikes,
         "events": len(record.events),
     }
     return {"verdict": judged.sentence, "regime": judged.regime} | counts | rounded

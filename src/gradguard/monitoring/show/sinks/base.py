@@ -73,7 +73,7 @@ class Window:
         self._values: dict[str, _Summary] = {}
         self._last: dict[str, float] = {}
         self._count, self._bound, self._clips = 0, 0, False
-        self._nonfinite, self._skipped = 0, 0
+        self._nonfinite, self._skipped, self._spikes = 0, 0, 0
 
     def add(self, line: Line) -> None:
         """Take one line; what is no step is passed over."""
@@ -82,6 +82,7 @@ class Window:
         self.step, self._count = line["i"], self._count + 1
         self._nonfinite += bool(line.get("nonfinite"))
         self._skipped += bool(line.get("skipped"))
+        self._spikes += bool(line.get("spike"))
         coefficient = line.get("coefficient")
         if coefficient is not None:
             self._clips = True
@@ -108,6 +109,8 @@ class Window:
         found |= self._last
         if self._clips:
             found["clip_fraction"] = self._bound / self._count
+        if self._spikes:
+            found["skipped_spikes"] = self._spikes
         return found | {"nonfinite_steps": self._nonfinite, "skipped_steps": self._skipped}
 
 

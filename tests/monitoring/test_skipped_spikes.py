@@ -1,0 +1,51 @@
+"""A step skipped as a finite spike is shown as such: in the record, the verdict, the findings and sinks."""
+
+import json
+
+import pytest
+import torch
+
+import gradguard as gg
+from gradguard.monitoring.judge.verdict import verdict
+from gradguard.monitoring.record.file import read_record
+from gradguard.monitoring.record.steps import is_search_of_scale
+from gradguard.monitoring.show.sinks.base import Window
+
+
+def recorded(path, blind=False):
+    layer = torch.nn.Linear(2, 1, bias=False)
+    optimizer = torch.optim.AdamW(layer.parameters(), fused=True)
+    spikes = gg.SkipSpikes(gg.SpikeDetector(window=16, warmup=5))
+    guard = gg.Guard(optimizer, gg.ClipByGlobalNorm(1.0), model=layer, spikes=spikes)
+    monitor = gg.Monitor(guard, path, model=layer)
+    for size in [1.0] * 8 + [90.0, 1.0, float("inf"), 1.0]:
+        layer.weight.grad = torch.full((1, 2), size)
+        optimizer.step()
+    monitor.close()
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+@pytest.mark.parametrize("blind", [False, True], ids=["host", "device"])
+def test_the_record_tells_a_spike_from_a_step_that_was_not_finite(tmp_path, blind, monkeypatch):
+    if blind:
+        monkeypatch.setattr("gradguard.clip.guard.are_readable", lambda *_: False)
+    lines = [line for line in recorded(tmp_path / "run.jsonl") if line["t"] == "step"]
+    assert [(line["i"], line.get("spike")) for line in lines if line.get("skipped")] == [(8, True), (10, None)]
+    assert lines[8]["norm"] == pytest.approx(90 * 2**0.5)
+    judged = verdict(read_record(tmp_path / "run.jsonl"))
+    assert (judged.skipped_steps, judged.skipped_spikes, judged.nonfinite_steps) == (2, 1, 1)
+    assert "2 skipped (1 as finite spikes). 1 non-finite." in judged.sentence
+
+
+def test_a_dashboard_gets_their_number():
+    window = Window()
+    window.add({"t": "step", "i": 0, "norm": 1.0, "skipped": True})
+    assert "skipped_spikes" not in window.scalars()
+    window.add({"t": "step", "i": 1, "norm": 90.0, "skipped": True, "spike": True})
+    assert (window.scalars()["skipped_steps"], window.scalars()["skipped_spikes"]) == (2, 1)
+
+
+def test_a_spike_is_no_search_for_the_loss_scale():
+    step = {"t": "step", "i": 0, "skipped": True, "amp_scale": 1024.0}
+    assert is_search_of_scale(step)
+    assert not is_search_of_scale(step | {"spike": True})
