@@ -49,7 +49,7 @@ SKIPPED = [("spike", "skipped", step) for step in range(21, 20 + CAP)]
 
 RUNS = {
     "nothing happens": (USUAL * 3, []),
-    "one spike": (USUAL + [SPIKE] + USUAL, [("spike", "skipped", 21)]),
+    "one spike": ([*USUAL, SPIKE, *USUAL], [("spike", "skipped", 21)]),
     "as many as the cap, less one": (
         [*USUAL, *[SPIKE] * (CAP - 1), *USUAL],
         SKIPPED,

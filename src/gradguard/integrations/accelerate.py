@@ -25,12 +25,14 @@ from gradguard.integrations.accelerate_private import PrivateClip, make_private 
 
 __all__ = [
     "AcceleratedGuard",
+    "AcceleratedResilience",
     "PerSampleClip",
     "PrivateClip",
     "clip_per_sample",
     "guard",
     "inner_optimizer",
     "make_private",
+    "resilience",
 ]
 
 
@@ -122,13 +124,7 @@ def guard(
         >>> float(guarded.last.norm), guarded.last.names
         (5.0, ('weight',))
     """
-    if not isinstance(accelerator, Accelerator):
-        raise InvalidTypeError(f"accelerator is {type(accelerator).__name__}: expected an accelerate.Accelerator.")
-    if not isinstance(optimizer, AcceleratedOptimizer):
-        raise InvalidTypeError(
-            f"optimizer is {type(optimizer).__name__}, which no accelerator has prepared: expected what "
-            "accelerator.prepare(model, optimizer) returned for it. Before that, parameters may still be replaced."
-        )
+    _check_prepared(accelerator, optimizer)
     made = AcceleratedGuard(
         inner_optimizer(optimizer),
         clipper,
@@ -138,6 +134,80 @@ def guard(
     )
     accelerator.register_for_checkpointing(made)
     return made
+
+
+class AcceleratedResilience(gg.Resilience):
+    """A `gradguard.Resilience` with an `AcceleratedGuard`; `resilience` makes it.
+
+    Example:
+        >>> from gradguard.integrations.accelerate import AcceleratedGuard, AcceleratedResilience
+        >>> AcceleratedResilience._guard_type is AcceleratedGuard
+        True
+    """
+
+    _guard_type = AcceleratedGuard
+
+
+def resilience(
+    accelerator: Accelerator,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    clipper: gg.rules.Clipper | None = None,
+    *,
+    more: Iterable[Any] = (),
+    **options: Any,
+) -> AcceleratedResilience:
+    """Skip the spikes of a run and undo its bursts: `gradguard.Resilience` after ``accelerator.prepare(...)``.
+
+    It finds the optimizer inside Accelerate's and the accelerator's GradScaler, is saved and loaded with
+    ``accelerator.save_state`` and ``load_state`` (snapshots stay in memory), and refuses
+    ``accelerator.clip_grad_norm_`` beside it. The loop calls ``loss`` before each backward, with the loss as it is
+    before Accelerate divides it, and ``step`` after each ``optimizer.step()``.
+
+    Args:
+        accelerator: The accelerator.
+        model: The prepared model.
+        optimizer: What ``accelerator.prepare`` returned for the optimizer.
+        clipper: What to do with the gradients; None for ``gg.ClipByMedian()``.
+        more: Schedulers, prepared or not, and what else goes back.
+        options: What `gradguard.Resilience` takes by name.
+
+    Returns:
+        The resilience, which the accelerator saves and loads.
+
+    Raises:
+        InvalidTypeError: If the optimizer is not prepared, or another argument is of another type.
+        UnsupportedGradientError: If DeepSpeed or Megatron-LM owns the gradients.
+
+    Example:
+        >>> import gradguard as gg, torch
+        >>> from accelerate import Accelerator
+        >>> from gradguard.integrations.accelerate import resilience
+        >>> accelerator, model = Accelerator(cpu=True), torch.nn.Linear(2, 1, bias=False)
+        >>> model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        >>> guarded = resilience(accelerator, model, optimizer, gg.ClipByGlobalNorm(1.0))
+        >>> accelerator.backward(guarded.loss(model(torch.tensor([[3.0, 4.0]])).sum()))
+        >>> optimizer.step()
+        >>> guarded.step(), guarded.steps
+        (None, 1)
+    """
+    _check_prepared(accelerator, optimizer)
+    scaler = getattr(accelerator, "scaler", None)
+    made = AcceleratedResilience(
+        model, inner_optimizer(optimizer), clipper, more=[*more, *([] if scaler is None else [scaler])], **options
+    )
+    accelerator.register_for_checkpointing(made)
+    return made
+
+
+def _check_prepared(accelerator: object, optimizer: object) -> None:
+    if not isinstance(accelerator, Accelerator):
+        raise InvalidTypeError(f"accelerator is {type(accelerator).__name__}: expected an accelerate.Accelerator.")
+    if not isinstance(optimizer, AcceleratedOptimizer):
+        raise InvalidTypeError(
+            f"optimizer is {type(optimizer).__name__}, which no accelerator has prepared: expected what "
+            "accelerator.prepare(model, optimizer) returned for it. Before that, parameters may still be replaced."
+        )
 
 
 def inner_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:

@@ -2,7 +2,7 @@
 
 import copy
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -26,12 +26,13 @@ from gradguard.integrations.lightning_private import PrivateCallback  # noqa: E4
 from gradguard.integrations.one_clip import (  # noqa: E402
     OnlyClip,
     OnlyGuard,
+    OnlyResilience,
     refuse_beside_a_guard,
     wrap_once,
 )
 from gradguard.policies import GuardPolicy, check_guard_options  # noqa: E402
 
-__all__ = ["GradGuardCallback", "PerSampleCallback", "PrivateCallback", "guard_fabric"]
+__all__ = ["GradGuardCallback", "PerSampleCallback", "PrivateCallback", "ResilienceCallback", "guard_fabric"]
 
 
 class GradGuardCallback(Callback, OnlyClip):
@@ -225,12 +226,16 @@ class GradGuardCallback(Callback, OnlyClip):
         model = _model_to_name(pl_module, trainer.strategy.model)
         for position, (optimizer, clipper) in enumerate(zip(self._optimizers, clippers, strict=True)):
             if clipper is not None:
-                self.guards[position] = OnlyGuard(optimizer, clipper, model=model, **self._options)
+                self.guards[position] = self._guard(trainer, model, optimizer, clipper)
                 self._shares[position] = BindingShare()
         if state:
             self.load_state_dict(state)
         self._precision = trainer.precision_plugin
         self._precision.clip_gradients = partial(_clip_of_the_module, self._precision.clip_gradients)
+
+    def _guard(self, trainer: Trainer, model: Any, optimizer: Optimizer, clipper: gg.rules.Clipper) -> gg.Guard:
+        del trainer
+        return OnlyGuard(optimizer, clipper, model=model, **self._options)
 
     def _detach(self) -> None:
         if self._precision is not None:
@@ -254,6 +259,89 @@ class GradGuardCallback(Callback, OnlyClip):
         }
         for key, value in values.items():
             pl_module.log(f"{name}/{key}", value, on_step=True, on_epoch=False)
+
+
+class ResilienceCallback(GradGuardCallback):
+    """A `GradGuardCallback` with `gradguard.Resilience`: spikes are skipped, bursts undone.
+
+    It hears the loss of each backward, and acts at the end of each batch; schedulers keep their place when weights go
+    back, and so does the data. The checkpoint holds clipper and detector; snapshots stay in memory. Under 16-mixed the
+    loss comes scaled, so that the gradient norms alone are judged. Modules with several optimizers are refused.
+
+    Args:
+        clipper: The rule; None for ``gg.ClipByMedian()``.
+        options: What `gradguard.Resilience` takes by name: ``detector``, ``more``, ``every``, ``slow``, ...
+        nonfinite: As for `Guard`.
+        max_consecutive_skips: As for `Guard`.
+        log: As for `GradGuardCallback`.
+
+    Attributes:
+        resilience: The `gradguard.Resilience` of the current or the last fit; None before the first.
+
+    Raises:
+        InvalidTypeError: If ``clipper`` is none.
+
+    Example:
+        >>> import gradguard as gg
+        >>> from lightning.pytorch import Trainer
+        >>> from gradguard.integrations.lightning import ResilienceCallback
+        >>> callback = ResilienceCallback(gg.ClipByGlobalNorm(1.0), {"every": 100})
+        >>> trainer = Trainer(max_epochs=1, callbacks=[callback])
+    """
+
+    def __init__(
+        self,
+        clipper: gg.rules.Clipper | None = None,
+        options: Mapping[str, Any] | None = None,
+        *,
+        nonfinite: GuardPolicy = "skip",
+        max_consecutive_skips: int | None = 20,
+        log: str | None = "gradients",
+    ) -> None:
+        clipper = gg.ClipByMedian() if clipper is None else clipper
+        super().__init__(clipper, nonfinite=nonfinite, max_consecutive_skips=max_consecutive_skips, log=log)
+        self.resilience: gg.Resilience | None = None
+        self._resilience_options = dict(options or {})
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy begins with: no guards, and no snapshots."""
+        return {**super().__getstate__(), "resilience": None}
+
+    def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
+        """Take the loss of a micro-batch."""
+        del pl_module
+        if self.resilience is not None and getattr(trainer.precision_plugin, "scaler", None) is None:
+            self.resilience.loss(loss.detach())
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Log, and act on what was measured some steps ago.
+
+        Raises:
+            SpikeError: If going back does not cure the run.
+        """
+        super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+        if self.resilience is not None:
+            self.resilience.step()
+
+    def _guard(self, trainer: Trainer, model: Any, optimizer: Optimizer, clipper: gg.rules.Clipper) -> gg.Guard:
+        if len(trainer.optimizers) > 1:
+            raise gg.errors.InvalidValueError(
+                f"configure_optimizers returned {len(trainer.optimizers)} optimizers, and a spike would be skipped by "
+                "one and taken by another: expected one. Put all parameters into one optimizer, with groups."
+            )
+        options = dict(self._resilience_options)
+        scaler = getattr(trainer.precision_plugin, "scaler", None)
+        found = [*(config.scheduler for config in trainer.lr_scheduler_configs), *([] if scaler is None else [scaler])]
+        more = [*found, *options.pop("more", ())]
+        self.resilience = OnlyResilience(model, optimizer, clipper, more=more, guard_options=self._options, **options)
+        return self.resilience.guard
+
+    def _detach(self) -> None:
+        super()._detach()
+        if self.resilience is not None:
+            self.resilience.detach()
 
 
 def guard_fabric(

@@ -39,6 +39,21 @@ class OnlyGuard(gg.Guard):
         super().detach()
 
 
+class OnlyResilience(gg.Resilience):
+    """A `gradguard.Resilience` whose guard is an `OnlyGuard`.
+
+    Example:
+        >>> import gradguard as gg, torch
+        >>> from gradguard.integrations.one_clip import OnlyGuard, OnlyResilience
+        >>> layer = torch.nn.Linear(2, 1)
+        >>> resilience = OnlyResilience(layer, torch.optim.SGD(layer.parameters(), lr=0.1))
+        >>> isinstance(resilience.guard, OnlyGuard)
+        True
+    """
+
+    _guard_type = OnlyGuard
+
+
 _guards: "WeakSet[OnlyGuard]" = WeakSet()
 
 

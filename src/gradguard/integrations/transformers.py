@@ -2,7 +2,7 @@
 
 import copy
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ from transformers.trainer_callback import CallbackHandler  # noqa: E402
 from gradguard.integrations.transformers_per_sample import PerSampleCallback  # noqa: E402
 from gradguard.integrations.transformers_private import PrivateCallback  # noqa: E402
 
-__all__ = ["GradGuardCallback", "PerSampleCallback", "PrivateCallback"]
+__all__ = ["GradGuardCallback", "PerSampleCallback", "PrivateCallback", "ResilienceCallback"]
 
 
 _STATE_FILE = "gradguard.pt"
@@ -129,11 +129,20 @@ class GradGuardCallback(TrainerCallback, OnlyClip):
         self._norm: Tensor | None = None  # what the Trainer will log, until the step has filled it in
         self._window, self._steps = _Window(), 0
         self._begun, self._acting = False, False
+        self._scheduler: Any = None
         _watch_trainers()
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what a copy begins with: no guard, which sits on this optimizer, and a history that begins anew."""
-        return {**vars(self), "guard": None, "_norm": None, "_window": _Window(), "_steps": 0, "_acting": False}
+        return {
+            **vars(self),
+            "guard": None,
+            "_norm": None,
+            "_window": _Window(),
+            "_steps": 0,
+            "_acting": False,
+            "_scheduler": None,
+        }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
@@ -165,6 +174,7 @@ class GradGuardCallback(TrainerCallback, OnlyClip):
         if state.global_step == 0:
             self._loaded = None  # left by a training that failed before it began
         self._norm, self._window = None, _Window()
+        self._scheduler = kwargs.get("lr_scheduler")
         self._begin(kwargs["model"], inner_optimizer(kwargs["optimizer"]))
 
     def on_pre_optimizer_step(
@@ -179,6 +189,7 @@ class GradGuardCallback(TrainerCallback, OnlyClip):
         del state, control
         if not self._acting:  # it was added while training
             _refuse(args)
+            self._scheduler = kwargs.get("lr_scheduler")
             self._begin(kwargs["model"], inner_optimizer(kwargs["optimizer"]))
         if self._norm is None:
             raise UnsupportedGradientError(
@@ -262,10 +273,83 @@ class GradGuardCallback(TrainerCallback, OnlyClip):
                 _warn_that_it_begins_anew(self.clipper, folder)
         if state is None and self._begun:
             self.clipper.load_state_dict(copy.deepcopy(self._at_first))
-        guard = gg.Guard(optimizer, self.clipper, model=model, **self._options)
+        guard = self._guard(model, optimizer)
         if state is not None:
             guard.load_state_dict(state)
         return guard
+
+    def _guard(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> gg.Guard:
+        return gg.Guard(optimizer, self.clipper, model=model, **self._options)
+
+
+class ResilienceCallback(GradGuardCallback):
+    """A `GradGuardCallback` with `gradguard.Resilience`: spikes are skipped, bursts undone.
+
+    The loss is what ``Trainer.training_step`` returns, for each micro-batch; the Trainer's scheduler keeps its place
+    when weights go back, and so does the data. A checkpoint holds the clipper and the detector, as `GradGuardCallback`
+    says; snapshots stay in memory.
+
+    Args:
+        clipper: What to do with the gradients; None for ``gg.ClipByMedian()``.
+        options: What `gradguard.Resilience` takes by name: ``detector``, ``more``, ``every``, ``slow``, ...
+        nonfinite: As for `gradguard.Guard`.
+        max_consecutive_skips: As for `gradguard.Guard`.
+
+    Attributes:
+        resilience: The `gradguard.Resilience` of the current or the last training; None before the first.
+
+    Raises:
+        InvalidTypeError: If ``clipper`` is no clipper.
+
+    Example:
+        >>> import gradguard as gg
+        >>> from gradguard.integrations.transformers import ResilienceCallback
+        >>> callback = ResilienceCallback(gg.ClipByGlobalNorm(1.0), {"every": 100})
+        >>> # Trainer(model, arguments, train_dataset=data, callbacks=[callback])
+    """
+
+    def __init__(
+        self,
+        clipper: gg.rules.Clipper | None = None,
+        options: Mapping[str, Any] | None = None,
+        *,
+        nonfinite: GuardPolicy = "skip",
+        max_consecutive_skips: int | None = 20,
+    ) -> None:
+        clipper = gg.ClipByMedian() if clipper is None else clipper
+        super().__init__(clipper, nonfinite=nonfinite, max_consecutive_skips=max_consecutive_skips)
+        self.resilience: gg.Resilience | None = None
+        self._resilience_options = dict(options or {})
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy begins with: no guard, and no snapshots."""
+        return {**super().__getstate__(), "resilience": None}
+
+    def on_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Act on what was measured some steps ago.
+
+        Raises:
+            SpikeError: If going back does not cure the run.
+        """
+        super().on_optimizer_step(args, state, control, **kwargs)
+        if self.resilience is not None:
+            self.resilience.step()
+
+    def _guard(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> gg.Guard:
+        options = dict(self._resilience_options)
+        scheduler = [] if self._scheduler is None else [self._scheduler]
+        more = [*scheduler, *options.pop("more", ())]
+        self.resilience = gg.Resilience(
+            model, optimizer, self.clipper, more=more, guard_options=self._options, **options
+        )
+        return self.resilience.guard
+
+    def _release(self) -> None:
+        super()._release()
+        if self.resilience is not None:
+            self.resilience.detach()
 
 
 class _Window:
@@ -330,6 +414,7 @@ def _refuse(args: TrainingArguments) -> None:
 def _watch_trainers() -> None:
     """Let every Trainer that has a `GradGuardCallback` ask it; the others do as before."""
     wrap_once(Trainer, "train", _train)
+    wrap_once(Trainer, "training_step", _training_step)
     wrap_once(Trainer, "_clip_grad_norm", _clip_grad_norm)
     wrap_once(Trainer, "_get_grad_norm", _get_grad_norm)
     wrap_once(Trainer, "log", _log)
@@ -365,6 +450,13 @@ def _train(original: Callable[..., Any], trainer: Trainer, *args: Any, **kwargs:
     finally:
         if callback is not None:  # on_train_end is not reached by a training that fails or is interrupted
             callback._release()
+
+
+def _training_step(original: Callable[..., Any], trainer: Trainer, *args: Any, **kwargs: Any) -> Any:
+    loss, callback = original(trainer, *args, **kwargs), _callback_of(trainer)
+    if isinstance(callback, ResilienceCallback) and callback.resilience is not None and callback._acting:
+        callback.resilience.loss(loss.detach())
+    return loss
 
 
 def _clip_grad_norm(original: Callable[..., Any], trainer: Trainer, *args: Any, **kwargs: Any) -> Any:

@@ -96,7 +96,8 @@ class Copier:
 def inner_tensors(tensor: Tensor) -> dict[str, Tensor]:
     """Return the tensors that a wrapper is made of, as a DTensor of its local one; none of a plain tensor."""
     flatten = getattr(tensor, "__tensor_flatten__", None)
-    return {} if flatten is None else {name: getattr(tensor, name) for name in flatten()[0]}
+    named = {} if flatten is None else {name: getattr(tensor, name) for name in flatten()[0]}
+    return {name: part for name, part in named.items() if isinstance(part, Tensor)}  # and not a DTensor's mesh
 
 
 class TensorCopy:
@@ -156,7 +157,9 @@ class WrappedCopy(TensorCopy):
 
     def __init__(self, tensor: Any, parts: Mapping[str, TensorCopy]) -> None:
         self.parts = parts
-        self._kind, self._context = type(tensor), tensor.__tensor_flatten__()[1]
+        names, self._context = tensor.__tensor_flatten__()
+        self._kind = type(tensor)
+        self._others = {name: getattr(tensor, name) for name in names if name not in parts}
         self._shape, self._stride = tensor.shape, tensor.stride()
 
     def fits(self, live: Any) -> bool:
@@ -174,7 +177,7 @@ class WrappedCopy(TensorCopy):
     def fresh(self) -> Tensor:
         """Return a new tensor that holds it."""
         parts = {name: part.fresh() for name, part in self.parts.items()}
-        return self._kind.__tensor_unflatten__(parts, self._context, self._shape, self._stride)
+        return self._kind.__tensor_unflatten__({**self._others, **parts}, self._context, self._shape, self._stride)
 
 
 class _Mapping:

@@ -42,8 +42,8 @@ class Event:
 
     Attributes:
         step: The step at which it began, counted from 1; steps that are undone count on.
-        what: ``"spike"``, ``"burst"`` (spikes in a row, as many as the detector's cap), ``"shift"`` (a burst that turned
-            out to be what the data are like now) or ``"nonfinite"``.
+        what: ``"spike"``, ``"burst"`` (spikes in a row, as many as the detector's cap), ``"shift"`` (a burst that
+            turned out to be what the data are like now) or ``"nonfinite"``.
         action: ``"skipped"``, ``"slowed down"``, ``"rolled back"`` or ``"went on"``.
         signal: What was too high: ``"loss"``, ``"norm"`` or the name of a group.
         score: How far, in the detector's deviations.
@@ -168,6 +168,8 @@ class Resilience:
         Chowdhery et al. (2022), PaLM, arXiv 2204.02311 (going back some 100 steps and leaving batches out).
     """
 
+    _guard_type: type[Guard] = Guard  # a trainer's refuses the trainer's own clip
+
     def __init__(
         self,
         model: nn.Module,
@@ -195,7 +197,7 @@ class Resilience:
         clipper = ClipByMedian() if clipper is None else clipper
         self._detector = SpikeDetector() if detector is None else detector
         self._spikes = SkipSpikes(self._detector, process_group=process_group)
-        self.guard = Guard(optimizer, clipper, model=model, spikes=self._spikes, **(guard_options or {}))
+        self.guard = self._guard_type(optimizer, clipper, model=model, spikes=self._spikes, **(guard_options or {}))
         self._slow_down = SlowDown(optimizer)  # after the guard
         everything = [self._detector, clipper, *more]
         self._shelf = _Shelf(lambda: Snapshot(model, optimizer, more=everything), self._delay)
