@@ -4,7 +4,7 @@ python benchmarks/spikes.py [--seeds 5] [--scenarios "LM: clean" GAN] [--rules p
 python benchmarks/spikes.py --cost
 
 Each scenario of `spikes_scenarios.py` is trained without its spike, under the clip that people would use (the twin),
-and with it under each rule of `spikes_rules.py`, from the same seed, with the same batches. Columns, means over the seeds:
+and with it under each rule of `spikes_rules.py`, from the same seed, with the same batches. Columns, means over seeds:
 the final held-out loss above the twin's, that of the worst seed, good batches from the first bad one until the mean of
 20 training losses is within 2 % of the twin's (the median), the sum of what training losses are above the twin's, good
 steps that were skipped (the most), bad ones that were not. The oracle skips the bad batches and no other: what no rule

@@ -9,6 +9,7 @@ import math
 import statistics
 from collections import deque
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -146,14 +147,23 @@ class Lightning(Rule):
 class LogMedian:
     """The slow twin of `SpikeDetector`: above the median and k deviations of the logarithms of the last values.
 
-    A step is rejected if any signal is above; it enters a second list, and after ``cap`` in a row that list takes the
-    place of the history of each signal that was above. ``floor`` is the least deviation.
+    The median is of the last ``recent``; the deviation the largest of theirs from it, of what values in turn differ by
+    in the whole window, and of ``floor``. A step is rejected if any signal is above; it enters a second list, and after
+    ``cap`` in a row that list takes the place of the history of each signal that was above.
     """
 
     def __init__(
-        self, k: float = 6.0, window: int = 128, warmup: int = 32, cap: int = 8, floor: float = 0.05, signals: int = 2
+        self,
+        k: float = 6.0,
+        window: int = 128,
+        warmup: int = 32,
+        cap: int = 8,
+        floor: float = 0.05,
+        recent: int = 32,
+        signals: int = 2,
     ) -> None:
         self.k, self.window, self.warmup, self.cap, self.floor = k, window, warmup, cap, floor
+        self.recent = recent
         self.past: list[list[float]] = [[] for _ in range(signals)]
         self.rejected: list[list[float]] = []
         self.blamed: set[int] = set()
@@ -180,9 +190,13 @@ class LogMedian:
             return 0.0
         positive = min(past) > 0
         values = [math.log(v) for v in past] if positive else past
-        middle = statistics.median(values)
+        near = values[-self.recent :]
+        middle = statistics.median(near)
         least = self.floor if positive else self.floor * abs(middle)
-        spread = max(1.4826 * statistics.median(abs(v - middle) for v in values), least)
+        spread = max(1.4826 * statistics.median(abs(v - middle) for v in near), least)
+        if len(values) > 1:
+            jumps = [abs(b - a) for a, b in pairwise(values)]
+            spread = max(spread, 1.4826 * statistics.median(jumps) / math.sqrt(2))
         if positive and value <= 0:
             return -math.inf
         above = (math.log(value) if positive else value) - middle

@@ -46,7 +46,9 @@ def sequence(rng, length):
     return values
 
 
-@pytest.mark.parametrize("options", [{}, {"k": 3.0, "window": 20, "warmup": 5, "cap": 3, "floor": 0.02}, {"cap": 32}])
+@pytest.mark.parametrize(
+    "options", [{}, {"k": 3.0, "window": 20, "warmup": 5, "cap": 3, "floor": 0.02, "recent": 8}, {"cap": 32}]
+)
 @pytest.mark.parametrize("shift", [0.0, 2.5], ids=["positive", "some below 0"])
 def test_the_detector_decides_as_its_slow_twin(bench, options, shift):
     adoptions = spikes = 0
