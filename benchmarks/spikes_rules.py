@@ -114,8 +114,7 @@ class Lightning(Rule):
     def __init__(self, run: Run, clip: float | None = None, *, every: int = 50, restarts: int = 20) -> None:
         super().__init__(run, clip)
         self.every, self.restarts = every, restarts
-        self.mean: float | None = None
-        self.last: float | None = None
+        self.past: deque[float] = deque(maxlen=10)
         self.seen = 0
         self.excluded: set[int] = set()
         self.checkpoint: tuple[int, Any] | None = None
@@ -134,14 +133,15 @@ class Lightning(Rule):
             self.events.append((i, "restart"))
             self.cursor = self.checkpoint[0]
             _restore(self.run, self.checkpoint[1])
-            self.mean = self.last = None
+            self.past.clear()
 
     def is_spike(self, i: int, loss: float, norm: float) -> bool:
         del i, norm
-        mean, last = self.mean, self.last
-        self.mean = loss if mean is None else mean + (loss - mean) / 10
-        self.last = loss
-        return mean is not None and last is not None and not loss < 3 * mean and loss > last
+        mean = statistics.fmean(self.past or [math.inf])
+        spike = abs(loss - mean) >= 2 * abs(mean) and loss > self.past[-1] if self.past else False
+        if not spike:
+            self.past.append(loss)
+        return spike
 
 
 class LogMedian:

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import gradguard as gg
+from gradguard.spikes.presets import LightningRule, OlmoRule
 
 FOLDER = Path(__file__).parents[1] / "benchmarks"
 
@@ -64,6 +65,19 @@ def test_the_detector_decides_as_its_slow_twin(bench, options, shift):
         adoptions += twin.adoptions
     assert spikes > 10
     assert adoptions > 0 or "cap" in options
+
+
+@pytest.mark.parametrize(("theirs", "preset"), [("OLMo", OlmoRule), ("Lightning", LightningRule)])
+def test_the_presets_decide_as_slow_twins_of_what_others_do(bench, theirs, preset):
+    spikes = 0
+    for seed in range(3):
+        rule, detector = getattr(bench[1], theirs)(small(bench[2])), preset()
+        for i, (loss, norm) in enumerate(sequence(random.Random(seed), 250)):
+            values = [loss, norm] if theirs == "OLMo" else [loss]
+            expected = rule.is_spike(i, loss, norm)
+            assert bool(detector.observe(torch.tensor(values, dtype=torch.float64))) == expected, (seed, i)
+            spikes += expected
+    assert spikes > 5
 
 
 def test_a_batch_is_the_same_whether_another_was_spoiled(bench):
