@@ -159,6 +159,24 @@ def test_what_enter_returns_is_stepped_instead(closure):
     hooks.remove()
 
 
+def test_who_replaces_nothing_leaves_what_another_has_put_there():
+    w, stepped = scalar(), []
+
+    class Noting(torch.optim.SGD):
+        def step(self, closure=None):
+            stepped.append(self)
+            return super().step(closure)
+
+    optimizer, other = Noting([w], lr=0.1), Noting([scalar()], lr=0.1)
+    w.grad = torch.ones(())
+    nothing = lambda *_: None  # noqa: E731
+    hooks = [EveryStep(nothing, nothing, optimizer=optimizer, enter=enter) for enter in (lambda *_: other, nothing)]
+    optimizer.step()
+    assert stepped == [other]
+    for hook in hooks:
+        hook.remove()
+
+
 def test_threads_do_not_hide_each_other_s_steps(seen):
     import threading
 

@@ -8,7 +8,7 @@ import importlib
 
 TYPE_CHECKING = False  # as in `typing`, which would take half of the time of this file; type checkers know the name
 if TYPE_CHECKING:
-    from gradguard import errors, native, private, rules, testing, types
+    from gradguard import errors, native, private, resilience, rules, testing, types
     from gradguard.audit.norm import audit_norm
     from gradguard.backward_clip.append_backward import append_backward, minimize
     from gradguard.backward_clip.block import error_clip
@@ -97,6 +97,7 @@ __all__ = [
     "minimize",
     "native",
     "private",
+    "resilience",
     "rules",
     "save_gradients",
     "testing",
@@ -154,6 +155,7 @@ _MODULE_OF = {
     "errors": "gradguard.errors",
     "native": "gradguard.native",
     "private": "gradguard.private",
+    "resilience": "gradguard.resilience",
     "rules": "gradguard.rules",
     "testing": "gradguard.testing",
     "types": "gradguard.types",

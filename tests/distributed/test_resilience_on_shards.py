@@ -93,7 +93,7 @@ def test_all_processes_act_on_the_same_step(pool, kind):
     found = pool(2).run(ladder, kind)
     told = [one[0] for one in found]
     assert told[0] == told[1]
-    assert [(one[0], one[1]) for one in told[0] if one][-2:] == [("burst", "slowed down"), ("burst", "rolled back")]
+    assert [(one[0], one[1]) for one in told[0] if one][-2:] == [("burst", "adopted"), ("burst", "rolled back")]
     if kind == "DDP":
         torch.testing.assert_close(found[0][1], found[1][1], rtol=0, atol=0)
     assert {*range(20, 32)} <= {*found[0][2]}  # each process names its own samples

@@ -15,7 +15,7 @@ SIZES = [1.0] * 20 + [30.0] * 10 + [1.0] * (STEPS - 30)
 
 EXPECTED = [
     *[("spike", "skipped", step) for step in range(21, 26)],
-    ("burst", "slowed down", 21),
+    ("burst", "adopted", 21),
     ("burst", "rolled back", 21),
 ]
 

@@ -5,6 +5,7 @@ import functools
 import os
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,9 +19,10 @@ if TYPE_CHECKING:
     from gradguard.monitoring.observe.script import Program
     from gradguard.monitoring.show.alerts import AlertCommand
     from gradguard.named_rules import NamedRule
+    from gradguard.resilience.each_optimizer import GuardEachOptimizer
 
 _USAGE = (
-    "gradguard run [--out DIR] [--force] [--every N] [--clip RULE] [--steps N] [--seed N] [--no-report] "
+    "gradguard run [--out DIR] [--force] [--every N] [--clip RULE] [--resilient] [--steps N] [--seed N] [--no-report] "
     "[--on-finding COMMAND] [--argv] (script.py | -m module) [args ...]"
 )
 _ON_FINDING_HELP = (
@@ -35,6 +37,12 @@ _CLIP_HELP = (
 )
 
 
+_RESILIENT_HELP = (
+    "skip the steps of each optimizer whose loss, or norm before any clip, stands far above its recent past, and those "
+    "that are not finite; all others come out bit-identical"
+)
+
+
 def add_to(commands) -> None:
     """Add the command to those of the parser."""
     text = "observe a training script without a change to it"
@@ -44,6 +52,7 @@ def add_to(commands) -> None:
     parser.add_argument("--argv", action="store_true", help="record the arguments as they are: secrets are not hidden")
     parser.add_argument("--every", type=int, metavar="N", help="record each parameter's norm every N steps")
     parser.add_argument("--clip", metavar="RULE", help=_CLIP_HELP)
+    parser.add_argument("--resilient", action="store_true", help=_RESILIENT_HELP)
     parser.add_argument("--steps", type=int, metavar="N", help="end the script after N optimizer steps")
     parser.add_argument("--seed", type=int, metavar="N", help="seed random, numpy and torch before the script starts")
     parser.add_argument("--no-report", action="store_true", help="write the record and nothing else")
@@ -132,10 +141,17 @@ def _observe(
         return record
 
     clip = None if rule is None else _clip_by(rule)
+    guards = _guards_of(clip) if options.resilient else None
     facts = program_facts(shown, None if rule is None else rule.text, keep_arguments=options.argv)
     in_child = None if record is None else functools.partial(record_of_fork, record)
     observer = Observer(
-        opened, facts, clip, options.every, last_step=options.steps, on_finding=alert, in_child=in_child
+        opened,
+        facts,
+        clip if guards is None or clip is None else guards.clip,
+        options.every,
+        last_step=options.steps,
+        on_finding=alert,
+        in_child=in_child,
     )
     code, process, here = 1, os.getpid(), Path.cwd()
     before = set(records_beside(record))
@@ -144,10 +160,16 @@ def _observe(
     if record is not None:
         on_stderr(f"recording to {_short(record, here)}")
     try:
-        with observe(observer), children_watched(record, replaced):
+        with (
+            observe(observer),
+            nullcontext() if guards is None else guards.acting(),
+            children_watched(record, replaced),
+        ):
             code = run(program, in_order=record is not None)
     finally:
         observer.close(code, interrupted=code in BY_SIGNAL)
+        if os.getpid() == process and guards is not None:
+            on_stderr(guards.report())
         if os.getpid() == process and record is not None:  # not in a child that the script forked
             if observer.path is None and replaced and identity(record) != replaced:
                 before.discard(record)  # a process of rank 0 has replaced it
@@ -186,6 +208,14 @@ def _clip_by(rule: "NamedRule") -> "ClipEachOptimizer":
 
     name, arguments = rule.clipper
     return ClipEachOptimizer(functools.partial(getattr(gradguard, name), **arguments), rule.exclude)
+
+
+def _guards_of(clip: "ClipEachOptimizer | None") -> "GuardEachOptimizer":
+    """What skips the spikes of each optimizer, beside a clip or without one."""
+    from gradguard.resilience.each_optimizer import NO_ROLL_BACK, GuardEachOptimizer
+
+    on_stderr(NO_ROLL_BACK)
+    return GuardEachOptimizer(clip)
 
 
 def _show(record: Path, here: Path) -> None:

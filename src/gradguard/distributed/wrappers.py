@@ -32,16 +32,23 @@ def named_parameters(module: nn.Module, *, remove_duplicate: bool = True) -> lis
     name, all keep their own.
     """
     named = list(module.named_parameters(remove_duplicate=remove_duplicate))
-    words = "\n".join(name for name, _ in named)
+    plain = plain_names(module, [name for name, _ in named])
+    found = [(plain[name], p) for name, p in named]
+    return found if len(dict(found)) == len(dict(named)) else named
+
+
+def plain_names(module: nn.Module, names: Sequence[str]) -> dict[str, str]:
+    """Return what each of ``names``, of parameters or buffers in ``module``, is in the model without its wrappers."""
+    words = "\n".join(names)
     if not any(part in words for part in (*_PUT_IN_NAMES, "module.")):
-        return named
+        return {name: name for name in names}
     inside = _names_inside(module)
-    plain = []
-    for name, p in named:
+    plain = {}
+    for name in names:
         holder, _, last = name.rpartition(".")
         front = inside.get(holder, holder)
-        plain.append((f"{front}.{last}" if front else last, p))
-    return plain if len(dict(plain)) == len(dict(named)) else named
+        plain[name] = f"{front}.{last}" if front else last
+    return plain
 
 
 def _names_inside(module: nn.Module) -> dict[str, str]:

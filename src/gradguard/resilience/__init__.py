@@ -2,5 +2,17 @@
 
 from gradguard.resilience.bad_samples import BadSample, BadSamples, exclude
 from gradguard.resilience.batches import Batches, MicroBatch, SampleIds
+from gradguard.resilience.culprit import Culprit, find_culprit
+from gradguard.resilience.evidence import write_evidence
 
-__all__ = ["BadSample", "BadSamples", "Batches", "MicroBatch", "SampleIds", "exclude"]
+__all__ = [
+    "BadSample",
+    "BadSamples",
+    "Batches",
+    "Culprit",
+    "MicroBatch",
+    "SampleIds",
+    "exclude",
+    "find_culprit",
+    "write_evidence",
+]

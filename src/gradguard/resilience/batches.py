@@ -219,12 +219,14 @@ def checked_ids(ids: Any) -> Tensor | tuple[SampleId, ...]:
         return ids.detach().flatten().clone() if ids.dim() < 2 else _refuse_ids(f"of shape {tuple(ids.shape)}")
     if hasattr(ids, "tolist"):
         ids = ids.tolist()
-    listed = [ids] if isinstance(ids, int | str) else ids
+    listed: Any = [ids] if isinstance(ids, int | str) else ids
     if not isinstance(listed, Sequence):
         _refuse_ids(type(ids).__name__)
-    listed = tuple(one.item() if hasattr(one, "item") else one for one in listed)  # numbers of NumPy, 0-dim tensors
-    wrong = [one for one in listed if not isinstance(one, int | str) or isinstance(one, bool)]
-    return _refuse_ids(f"such as {wrong[0]!r}") if wrong else listed
+    found: tuple[Any, ...] = tuple(
+        one.item() if hasattr(one, "item") else one for one in listed
+    )  # numbers of NumPy, 0-dim tensors
+    wrong = [one for one in found if not isinstance(one, int | str) or isinstance(one, bool)]
+    return _refuse_ids(f"such as {wrong[0]!r}") if wrong else found
 
 
 def _refuse_ids(came: str) -> Any:

@@ -2,7 +2,7 @@
 
 import math
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
 
@@ -26,8 +26,8 @@ from gradguard.tensors.host_copy import copy_to_host
 
 LossT = TypeVar("LossT", Tensor, float)
 
-_FIRST_TRIAL = 4
-"""Steps from an adoption to the first trial of the older weights; each failed trial doubles the wait."""
+_SLOW_STEPS = 64
+"""Steps for which the learning rate stays low after a roll-back that is not the first."""
 
 _GOOD = 2
 """Steps in a row that older weights must take without a spike to be kept."""
@@ -44,7 +44,7 @@ class Event:
         step: The step at which it began, counted from 1; steps that are undone count on.
         what: ``"spike"``, ``"burst"`` (spikes in a row, as many as the detector's cap), ``"shift"`` (a burst that
             turned out to be what the data are like now) or ``"nonfinite"``.
-        action: ``"skipped"``, ``"slowed down"``, ``"rolled back"`` or ``"went on"``.
+        action: ``"skipped"``, ``"adopted"``, ``"rolled back"``, ``"rolled back, slowed down"`` or ``"went on"``.
         signal: What was too high: ``"loss"``, ``"norm"`` or the name of a group.
         score: How far, in the detector's deviations.
         ids: Which samples this process had on the steps in question, as far as `Resilience.batch` told.
@@ -87,16 +87,18 @@ class Resilience:
 
     1. A step that is a **spike** is skipped (`SkipSpikes`).
     2. After ``detector.cap`` spikes in a row (a **burst**) the detector adopts the new level, and training goes on with
-       it, with the learning rate times ``slow``: the data may have changed for good. The weights from before the burst
-       are kept, untouched, in memory.
-    3. 4, 8, 16, ... steps later these older weights are **tried** on the data that come then. If two steps in a row are
-       no spike to them, the burst is over: they are kept, with their optimizer state, and what was learnt from the
-       burst is gone (**rolled back**). The data are not rewound, nor are schedules and generators. If they spike, it
-       was no burst yet: the newer weights come back bit by bit, and training goes on.
-    4. If after ``patience`` steps it still is none, the data have **shifted**: training goes on as usual.
+       it: the data may have changed for good. The weights from before the burst are kept, untouched, in memory.
+    3. At each of ``trials`` steps later these older weights are **tried** on the data that come then. If two steps in a
+       row are no spike to them, the burst is over: they are kept, with their optimizer state, and what was learnt from
+       the burst is gone (**rolled back**). The data are not rewound, nor are schedules and generators. At the first
+       step that spikes it was no end yet: the newer weights come back bit by bit, and training goes on.
+    4. If the last trial fails, the data have **shifted**: training goes on as usual.
     5. Gradients that are not finite on 18 steps in a row are answered by going back at once.
-    6. More than ``budget`` roll-backs within 1,000 steps end the run with an error that tells the whole story. From the
-       second on the learning rate stays low for ``patience`` steps: it may be the weights, and not the data.
+    6. From the second roll-back within 1,000 steps on the **learning rate** is ``slow`` times as high for 64 steps: it
+       may be the weights, and not the data. Schedulers do not see it.
+    7. More than ``budget`` roll-backs within 1,000 steps end the run with an error that tells the whole story.
+
+    A legitimate shift of the data so costs ``cap`` skipped steps, and ``lag`` + 1 steps a trial.
 
     **Guarantees.**
 
@@ -117,7 +119,7 @@ class Resilience:
     case                                 what happens
     ===================================  ======================================================================
     bursts up to ``detector.cap``        skipped whole; nothing to roll back
-    bursts longer than ``patience``      taken for a shift of the data, and learnt
+    bursts longer than the last trial    taken for a shift of the data, and learnt
     the loss is not told                 judged by gradient norms alone
     a scheduler                          pass it in ``more``; its schedule goes on, it is not rewound
     a data loader in ``more``            refused: going back must not bring the same data again
@@ -130,13 +132,15 @@ class Resilience:
         model: The module that is trained.
         optimizer: Its optimizer.
         clipper: The clipper; None for ``ClipByMedian()``.
-        detector: What tells a spike; None for ``SpikeDetector()``. Those without ``adopted`` only ever skip.
+        detector: What tells a spike; None for ``SpikeDetector(cap=5)``. Those without ``adopted`` only ever skip.
         more: What else goes back, as for `Snapshot`: schedulers, a GradScaler, an averaged model.
         bad: Where to note the samples of bursts and spikes; None for nowhere.
         every: Steps between two snapshots.
-        lag: Steps from a measurement to what is done about it.
-        slow: What the learning rate is multiplied by while a burst is suspected; 1 leaves it.
-        patience: Steps after which a burst is a shift.
+        lag: Steps from a measurement to what is done about it; None for 2 on an accelerator, so that the host does not
+            wait, and 0 on the CPU. Weights from just before a burst are there if it is below ``detector.cap`` - 2; else
+            those of the last snapshot.
+        slow: What the learning rate is multiplied by after a second roll-back; 1 leaves it.
+        trials: How many steps after an adoption the older weights are tried.
         budget: Roll-backs within 1,000 steps that are no error.
         process_group: The processes that train this model together, as for `SkipSpikes`.
         guard_options: What `Guard` takes beside: ``nonfinite``, ``max_consecutive_skips``, ``mesh``, ...
@@ -180,29 +184,30 @@ class Resilience:
         more: Iterable[Any] = (),
         bad: BadSamples | None = None,
         every: int = 50,
-        lag: int = 2,
+        lag: int | None = None,
         slow: float = 0.5,
-        patience: int = 64,
+        trials: Sequence[int] = (6, 16, 36),
         budget: int = 3,
         process_group: Any = None,
         guard_options: Mapping[str, Any] | None = None,
     ) -> None:
         more = list(more)
         _check_more(more)
+        lag = (0 if _is_on_cpu(model) else 2) if lag is None else lag
         self.every, self.lag = whole_number("every", every, 1), whole_number("lag", lag, 0)
-        self.patience, self.budget = whole_number("patience", patience, 1), whole_number("budget", budget, 0)
+        self.trials, self.budget = _checked_trials(trials), whole_number("budget", budget, 0)
         if not 0 < slow <= 1:
             raise InvalidValueError(f"slow={slow!r}: expected a number above 0 and at most 1, such as 0.5.")
         self.slow = slow
         clipper = ClipByMedian() if clipper is None else clipper
-        self._detector = SpikeDetector() if detector is None else detector
+        self._detector = SpikeDetector(cap=5) if detector is None else detector
         self._spikes = SkipSpikes(self._detector, process_group=process_group)
         self.guard = self._guard_type(optimizer, clipper, model=model, spikes=self._spikes, **(guard_options or {}))
         self._slow_down = SlowDown(optimizer)  # after the guard
         everything = [self._detector, clipper, *more]
         self._shelf = _Shelf(lambda: Snapshot(model, optimizer, more=everything), self._delay)
         self._held_at = 0  # the step at which weights from before a row of spikes were taken, while it may be none
-        self.batches = Batches(steps=max(2, patience + self._cap + lag + 32))
+        self.batches = Batches(steps=self.trials[-1] + self._cap + self.lag + 32)
         self._first_number = self.batches.step
         self.bad, self.events, self.steps = bad, list[Event](), 0
         self._guarded, self._slow_until = self.guard.steps, 0
@@ -294,17 +299,16 @@ class Resilience:
         base, self._held_at = self._shelf.before(first), 0
         if base is None:
             return self._event(first, "burst", "went on", now)
-        self._burst = _Burst(first, base, self.steps + _FIRST_TRIAL, now)
-        return self._event(first, "burst", "slowed down" if self.slow < 1 else "went on", now)
+        self._burst = _Burst(first, base, [self.steps + wait for wait in self.trials], now)
+        return self._event(first, "burst", "adopted", now)
 
     def _go_on(self) -> None:
         """What is due at the end of a step: a trial, the end of a slow time, or a snapshot."""
         burst = self._burst
-        if burst is not None and not burst.is_tried and self.steps >= burst.trial:
+        if burst is not None and not burst.is_tried and self.steps >= burst.trials[0]:
             burst.begin_trial(self._shelf)
             self._pending.clear()  # of weights that are gone
-        slow = self.steps < self._slow_until or (burst is not None and not burst.is_tried)
-        self._slow_down.factor = self.slow if slow else 1.0
+        self._slow_down.factor = self.slow if self.steps < self._slow_until else 1.0
         quiet = self.steps - self._calm_since > self._delay or not self._shelf.steps
         if burst is None and quiet and self._shelf.is_due(self.steps, self.every):
             self._shelf.take(self.steps)
@@ -312,23 +316,22 @@ class Resilience:
     def _judge_trial(self, burst: "_Burst", now: _Measured) -> Event | None:
         if not (now.spike or now.nonfinite):
             burst.good += 1
-            return self._roll_back(burst, now) if burst.good == _GOOD else None
-        burst.end_trial(self.steps)
+            return self._roll_back(burst) if burst.good == _GOOD else None
+        burst.end_trial()
         self._pending.clear()
-        if self.steps - burst.first < self.patience:
+        if burst.trials:
             return None
         self._burst = None
         self._calm_since = self.steps
         return self._event(burst.first, "shift", "went on", burst.seen, recovery=self.steps - burst.first)
 
-    def _roll_back(self, burst: "_Burst", now: _Measured) -> Event:
-        del now
+    def _roll_back(self, burst: "_Burst") -> Event:
         self._burst, self._nonfinite = None, 0
         self._calm_since = self.steps
         event = self._event(
             burst.first,
             "burst",
-            "rolled back",
+            self._going_back(),
             burst.seen,
             to_step=burst.base[0],
             recovery=self.steps - burst.first,
@@ -347,20 +350,27 @@ class Resilience:
         self._shelf.drop_after(base[0])
         self._pending.clear()
         self._burst = None
-        event = self._event(first, "nonfinite", "rolled back", to_step=base[0], recovery=self.steps - first + 1)
+        event = self._event(first, "nonfinite", self._going_back(), to_step=base[0], recovery=self.steps - first + 1)
         self._spend(event)
         return event
 
+    def _recent(self) -> int:
+        """Roll-backs in the last 1,000 steps."""
+        return sum(e.to_step is not None and self.steps - e.step < 1000 for e in self.events)
+
+    def _going_back(self) -> str:
+        return "rolled back" if self.slow == 1 or not self._recent() else "rolled back, slowed down"
+
     def _spend(self, event: Event) -> None:
-        recent = [e for e in self.events if e.action == "rolled back" and self.steps - e.step < 1000]
+        recent = self._recent()
         if recent:
-            self._slow_until = self.steps + self.patience
-        if len(recent) < self.budget:
+            self._slow_until = self.steps + _SLOW_STEPS
+        if recent < self.budget:
             return
         self.events.append(event)
         told = "\n  ".join(str(e) for e in self.events[-40:])
         raise SpikeError(
-            f"{len(recent) + 1} roll-backs within 1,000 steps, and budget={self.budget}: going back does not cure this "
+            f"{recent + 1} roll-backs within 1,000 steps, and budget={self.budget}: going back does not cure this "
             f"run. It is at step {self.steps}, with the weights after step {event.to_step}, which are good. What "
             f"happened:\n  {told}\nLook at the samples that the events name, or lower the learning rate."
         )
@@ -370,7 +380,7 @@ class Resilience:
     ) -> Event:
         signal, score = ("", math.nan) if seen is None else self._worst(seen)
         ids = self._ids(range(step, (step if until is None else until) + 1))
-        if self.bad is not None and ids and action in ("skipped", "rolled back"):
+        if self.bad is not None and ids and action != "adopted" and what != "shift":
             self.bad.add(ids, reason=f"{what}: {signal} {score:.1f} deviations above the median", step=step)
         return Event(step, what, action, signal, score, ids, **more)
 
@@ -422,25 +432,23 @@ class Resilience:
 
 
 class _Burst:
-    """Spikes in a row that were adopted, and the weights from before them."""
+    """Spikes in a row that were adopted, the weights from before them, and the steps at which to try these."""
 
-    def __init__(self, first: int, base: tuple[int, Snapshot], trial: int, seen: _Measured) -> None:
-        self.first, self.base, self.trial, self.seen = first, base, trial, seen
+    def __init__(self, first: int, base: tuple[int, Snapshot], trials: list[int], seen: _Measured) -> None:
+        self.first, self.base, self.trials, self.seen = first, base, trials, seen
         self.good, self.is_tried, self.tried_at = 0, False, 0
         self._newer: Snapshot | None = None
-        self._wait = _FIRST_TRIAL
 
     def begin_trial(self, shelf: "_Shelf") -> None:
         self._newer = shelf.spare()
         self._newer.take()
         self.base[1].restore(rewind_generators=False, rewind_schedule=False)
-        self.is_tried, self.good, self.tried_at = True, 0, self.trial
+        self.is_tried, self.good, self.tried_at = True, 0, self.trials.pop(0)
 
-    def end_trial(self, step: int) -> None:
+    def end_trial(self) -> None:
         assert self._newer is not None
         self._newer.restore(rewind_generators=False, rewind_schedule=False)
-        self._wait *= 2
-        self.is_tried, self.trial = False, step + self._wait
+        self.is_tried = False
 
 
 class _Shelf:
@@ -495,6 +503,17 @@ def _read(step: int, numbers: Tensor | None, event: CopyEvent | None) -> _Measur
         event.synchronize()
     spike, adopted, nonfinite, in_a_row, *scores = numbers.tolist()
     return _Measured(step, bool(spike), bool(adopted), bool(nonfinite), int(in_a_row), scores)
+
+
+def _is_on_cpu(model: nn.Module) -> bool:
+    return all(p.device.type == "cpu" for p in model.parameters())
+
+
+def _checked_trials(trials: Sequence[int]) -> tuple[int, ...]:
+    steps = tuple(whole_number("trials", step, 1) for step in trials)
+    if not steps or list(steps) != sorted(set(steps)):
+        raise InvalidValueError(f"trials={trials!r}: expected numbers of steps that rise, such as (6, 16, 36).")
+    return steps
 
 
 def _check_more(more: list[Any]) -> None:

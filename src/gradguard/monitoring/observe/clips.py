@@ -533,7 +533,8 @@ def note_applied(step: StepMeasurement, event: ClipEvent) -> None:
 
 def note_guard(step: StepMeasurement, event: ClipEvent) -> None:
     """Let a step say what a guard did within it; of a closure, at its first evaluation."""
-    if step.guard_rule is None:
+    only_measures = event.rule == "norm" and _is_infinite(event.threshold)
+    if step.guard_rule is None and not only_measures:
         step.guard_rule, step.guard_threshold = event.rule, copied(event.threshold)
         step.guard_coefficient = copied(event.coefficient)
     if isinstance(event.skipped, Tensor):
@@ -542,6 +543,13 @@ def note_guard(step: StepMeasurement, event: ClipEvent) -> None:
         step.skipped = True
     if event.spike is not False and step.spike is None:
         step.spike = copied(event.spike) if isinstance(event.spike, Tensor) else True
+
+
+def _is_infinite(threshold: float | Tensor | None) -> bool:
+    """Tell whether no norm is above it, where the host may look: then a clip is none."""
+    if isinstance(threshold, Tensor):
+        return are_readable(threshold) and threshold.numel() == 1 and math.isinf(float(threshold))
+    return threshold is not None and math.isinf(threshold)
 
 
 def _norms_told(parameters: Sequence[Tensor], event: ClipEvent) -> Norms | None:

@@ -1,0 +1,34 @@
+"""`gradguard replay-step`: compute a spike again, and say whether the data or the weights made it."""
+
+import argparse
+import json
+from pathlib import Path
+
+_TARGET_HELP = (
+    "a function without arguments that returns (model, step): the model as it is built, and step(batch), which returns "
+    "the loss as in training"
+)
+
+
+def add_to(commands) -> None:
+    """Add the command to those of the parser."""
+    replay = commands.add_parser("replay-step", help="compute a spike again: was it the data or the weights?")
+    replay.description = (
+        "FILE is written by gradguard.resilience.write_evidence. Exit code: 0 if the spike comes back and its cause is "
+        "told, 1 if it does not come back on the same weights, 3 if that cannot be told, 2 for what cannot be done."
+    )
+    replay.add_argument("file", type=Path, metavar="FILE", help="the batch, the random generators and the weights")
+    replay.add_argument("target", metavar="package.module:name", help=_TARGET_HELP)
+    replay.add_argument(
+        "--state", type=Path, action="append", default=[], metavar="FILE", help="weights of an earlier time to compare"
+    )
+    replay.add_argument("--json", action="store_true", help="print the report as one line of JSON")
+    replay.set_defaults(call=_replay_step)
+
+
+def _replay_step(parsed: argparse.Namespace) -> int:
+    from gradguard.resilience.replay_step import replay_step
+
+    report = replay_step(parsed.file, parsed.target, parsed.state)
+    print(json.dumps(report.as_dict(), allow_nan=False) if parsed.json else report)
+    return {"PASS": 0, "FAIL": 1, "INCONCLUSIVE": 3}[report.verdict]

@@ -1,0 +1,181 @@
+"""Who made a spike: the rank, the micro-batch and its samples by their loss, the parameters by their norm."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from statistics import median
+from typing import Any
+
+import torch.distributed as dist
+
+from gradguard.errors import GradguardError, InvalidValueError
+from gradguard.json_values import jsonable
+from gradguard.resilience.batches import Batches, MicroBatch, SampleId
+from gradguard.types import ClipResult
+
+ENOUGH = 8
+"""So many losses tell what is usual."""
+
+
+@dataclass(frozen=True)
+class Culprit:
+    """What `find_culprit` found, the same on all processes, as plain numbers.
+
+    Attributes:
+        step: Of the spike.
+        blamed: The micro-batches whose loss stands out, the highest first; empty where nobody can be blamed.
+        scores: How far the loss of each of ``micro_batches`` stands above the usual ones, in deviations.
+        micro_batches: Those of the step, of all ranks.
+        parameters: Those with the largest gradient norm, each with its share of the squared norm of all.
+        reason: Why these, or why nobody, in a sentence.
+    """
+
+    step: int
+    blamed: tuple[MicroBatch, ...]
+    scores: tuple[float | None, ...]
+    micro_batches: tuple[MicroBatch, ...]
+    parameters: tuple[tuple[str, float], ...]
+    reason: str
+
+    @property
+    def ids(self) -> tuple[SampleId, ...]:
+        """The samples of the blamed micro-batches: some or all of them are suspect, which ones the loss cannot tell."""
+        return tuple(dict.fromkeys(one for batch in self.blamed for one in batch.ids or ()))
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return everything as values that JSON has."""
+        return jsonable({**asdict(self), "ids": list(self.ids)})
+
+
+def find_culprit(
+    batches: Batches, step: int, result: ClipResult | None = None, *, k: float = 6.0, group: Any = None
+) -> Culprit:
+    r"""Say which micro-batches made a step a spike, by their loss. All processes call it for the same step.
+
+    With x the logarithms of the micro-batches' losses of the earlier steps in the ring, on all ranks, a micro-batch is
+    blamed if
+
+    .. math:: \log L - \operatorname{median}(x) > k \max(1.4826 \operatorname{MAD}(x), 0.05)
+
+    (by the losses themselves, with a floor of 5 % of the median, where one is not positive). It costs one gather of
+    plain numbers, so call it only after a spike.
+
+    **Guarantees.** Nobody is blamed by being the largest: only by standing out. Where most of a step's micro-batches
+    stand out it is not the data of one of them, and nobody is blamed.
+
+    | case | blamed |
+    |---|---|
+    | one loss of several stands out | its micro-batch |
+    | a step of one micro-batch, which stands out | that one: the data or the weights, `gradguard replay-step` tells |
+    | most stand out, of several | nobody: bad weights, or a change in the data of all |
+    | none stands out | nobody: the norm rose without the loss; see ``parameters`` |
+    | a loss that is NaN or infinite | its micro-batch |
+    | fewer than 8 losses to compare with | nobody |
+
+    Args:
+        batches: What has watched the batches.
+        step: Number of the step, still in the ring.
+        result: The clip of that step, such as ``guard.last``: of these gradients the norms are told, which are those
+            after the reduction between processes.
+        k: How many deviations.
+        group: The processes that take part; None for all.
+
+    Returns:
+        Who is blamed, the same on all processes.
+
+    Raises:
+        InvalidValueError: If the step is no longer in the ring, on any process.
+
+    Example:
+        >>> import torch
+        >>> from gradguard.resilience import Batches, find_culprit
+        >>> batches = Batches()
+        >>> for step in range(9):
+        ...     for micro_batch in range(2):
+        ...         batches.saw([4 * step + 2 * micro_batch, 4 * step + 2 * micro_batch + 1])
+        ...         batches.loss(9.0 if (step, micro_batch) == (8, 1) else 1.0)
+        ...     number = batches.end_step()
+        >>> find_culprit(batches, 8).ids
+        (34, 35)
+    """
+    told = _gathered(_own(batches, step), group)
+    if errors := [one for one in told if isinstance(one, str)]:
+        raise InvalidValueError(errors[0])
+    here = tuple(one for micro_batches, _ in told for one in micro_batches)
+    usual = [loss for _, losses in told for loss in losses]
+    if len(usual) < ENOUGH:
+        usual += [one.loss for one in here if one.loss is not None and math.isfinite(one.loss)]
+    scores = tuple(None if one.loss is None or len(usual) < ENOUGH else deviations(one.loss, usual) for one in here)
+    blamed, reason = _judge(here, scores, k, len(usual))
+    return Culprit(step, blamed, scores, here, largest_parameters(result), reason)
+
+
+def deviations(value: float, usual: Sequence[float], floor: float = 0.05) -> float:
+    """Return how far ``value`` is above the median of ``usual``, in deviations, as `SpikeDetector` counts them.
+
+    Args:
+        value: NaN and infinity are infinitely far above.
+        usual: Finite numbers, at least one.
+        floor: The least deviation, relative.
+    """
+    if not math.isfinite(value):
+        return math.inf
+    if min(usual) > 0:
+        value, usual, least = math.log(value) if value > 0 else -math.inf, [*map(math.log, usual)], floor
+    else:
+        least = floor * abs(median(usual))
+    middle = median(usual)
+    spread = max(1.4826 * median(abs(x - middle) for x in usual), least)
+    if value == middle:
+        return 0.0
+    return (value - middle) / spread if spread else math.copysign(math.inf, value - middle)
+
+
+def largest_parameters(result: ClipResult | None, count: int = 5) -> tuple[tuple[str, float], ...]:
+    """Return the parameters with the largest norms, with their share of the squared norm; none where nobody knows."""
+    if result is None or result.norms is None:
+        return ()
+    norms = dict(zip(result.names, result.norms.tolist(), strict=True))
+    top = max(norms.values(), default=0.0)
+    if not (math.isfinite(top) and top > 0):
+        return tuple((name, math.nan) for name, norm in norms.items() if not math.isfinite(norm))[:count]
+    total = math.fsum((norm / top) ** 2 for norm in norms.values())
+    ordered = sorted(norms.items(), key=lambda one: -one[1])[:count]
+    return tuple((name, (norm / top) ** 2 / total) for name, norm in ordered)
+
+
+def _own(batches: Batches, step: int) -> Any:
+    """This process' micro-batches of the step, and the finite losses of those before; words where it has none."""
+    try:
+        earlier = [one.loss for s in batches.known if s < step for one in batches.of_step(s)]
+        return batches.of_step(step), [loss for loss in earlier if loss is not None and math.isfinite(loss)]
+    except GradguardError as error:
+        return str(error)
+
+
+def _gathered(own: Any, group: Any) -> list[Any]:
+    if not (dist.is_available() and dist.is_initialized()):
+        return [own]
+    told: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(told, own, group)
+    return told
+
+
+def _judge(
+    here: Sequence[MicroBatch], scores: Sequence[float | None], k: float, losses: int
+) -> tuple[tuple[MicroBatch, ...], str]:
+    known = [(score, one) for score, one in zip(scores, here, strict=True) if score is not None]
+    out = sorted((pair for pair in known if pair[0] > k), key=lambda pair: -pair[0])
+    if not known:
+        why = f"only {losses} losses are known" if any(one.loss is not None for one in here) else "no loss is known"
+        return (), f"{why}, and {ENOUGH} tell what is usual: say each with guard.loss(loss) or batches.loss(loss)."
+    if not out:
+        highest = max(score for score, _ in known)
+        return (), f"the loss of no micro-batch stands out (the highest by {highest:.1f} deviations)."
+    if len(known) > 1 and 2 * len(out) > len(known):
+        return (), f"{len(out)} of {len(known)} micro-batches stand out: the weights, or a change in the data of all."
+    blamed = tuple(one for _, one in out)
+    first = blamed[0]
+    far = f"a loss of {first.loss:.4g}, {out[0][0]:.1f} deviations above the usual ones"
+    alone = " It is the only one of the step: the data or the weights." if len(here) == 1 else ""
+    return blamed, f"micro-batch {first.number} of rank {first.rank} has {far}.{alone}"

@@ -1,0 +1,195 @@
+"""Spikes skipped in a script that was not written for it: what ``gradguard run --resilient`` does."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any
+from weakref import WeakKeyDictionary, ref
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from gradguard.clip.guard import Guard
+from gradguard.clip.rules import ClipByGlobalNorm
+from gradguard.clip_events import ClipEvent
+from gradguard.errors import GradguardError
+from gradguard.monitoring.observe.intercept import ClipCall, patched
+from gradguard.monitoring.observe.observer import Losses
+from gradguard.optimizer_hooks import EveryStep
+from gradguard.spikes.skip import SkipSpikes
+
+NO_ROLL_BACK = (
+    "--resilient skips spikes and steps that are not finite. It does not go back to older weights: where the schedule, "
+    "an averaged model or the data stand cannot be known from outside. For that use gradguard.Resilience in the script."
+)
+
+
+class GuardEachOptimizer:
+    """Attaches a `Guard` that skips spikes to each optimizer of a script, after its first step.
+
+    The signals are the loss, which ``backward`` is called on, and the norm before any clip of the script. Where there
+    are several optimizers nobody knows whose loss it is, so each is judged by its norm alone; where a GradScaler is at
+    work a norm that the script's clip returned may be scaled, so that only the loss is judged there.
+
+    **Guarantees.** Steps that are no spikes are as without it, to the last bit. Where an optimizer cannot be guarded,
+    or several processes train together, `refused` says so and nothing is done.
+
+    Args:
+        applied: A clip that acts before each step, whose norm is that before it; None for no clip.
+
+    Attributes:
+        refused: Why optimizers were left alone, by the name of their class.
+    """
+
+    def __init__(self, applied: Callable[..., ClipEvent] | None = None) -> None:
+        self._applied = applied
+        self._guards: WeakKeyDictionary[Optimizer, ref[Guard]] = WeakKeyDictionary()  # a guard keeps its optimizer
+        self._spikes: list[_ScriptSpikes] = []
+        self._known: WeakKeyDictionary[Optimizer, bool] = WeakKeyDictionary()
+        self._losses, self._scales = Losses(), False
+        self._clipped: list[Tensor] = []
+        self._steps = self._nonfinite = 0
+        self.refused: dict[str, str] = {}
+
+    @contextmanager
+    def acting(self) -> Iterator[None]:
+        """Act on every step until the block ends."""
+        hooks = EveryStep(self._before, self._after)
+        try:
+            with patched(self):
+                yield
+        finally:
+            hooks.remove()
+            for one in list(self._guards.values()):
+                if (guard := one()) is not None:
+                    guard.detach()
+
+    def clip(self, optimizer: Optimizer, modules: Callable[[], Sequence[nn.Module]]) -> ClipEvent:
+        """Apply the clip that was given, and remember the norm before it."""
+        assert self._applied is not None
+        event = self._applied(optimizer, modules)
+        if (guard := self._guard_of(optimizer)) is not None and event.norm is not None:
+            _spikes_of(guard).hear(event.norm)
+        return event
+
+    def report(self) -> str:
+        """Return what was done, in words."""
+        skipped = sum(spikes.skipped for spikes in self._spikes)
+        nonfinite = f", {self._nonfinite:,} more were not finite" if self._nonfinite else ""
+        why = "".join(f" {name} was left alone: {reason}" for name, reason in self.refused.items())
+        return f"--resilient skipped {skipped:,} of {self._steps:,} steps as spikes{nonfinite}.{why}"
+
+    # What the script does.
+
+    def on_backward(self, loss: Tensor) -> None:
+        """Keep the loss for the step that comes."""
+        if not _is_recorded_in_a_graph(loss):
+            with suppress(Exception):  # one that cannot be read is no reason to stop
+                self._losses.add(loss)
+
+    def on_clip(self, call: ClipCall, parameters: list[Tensor]) -> None:
+        """The script clips: after it, the norm of the gradients tells nothing."""
+        self._clipped = parameters if call.rule == "norm" else []
+
+    def on_clipped(self, norm: Any) -> None:
+        """Remember the norm before the clip."""
+        parameters, self._clipped = self._clipped, []
+        if not isinstance(norm, Tensor) or norm.numel() != 1 or type(norm) is not Tensor:
+            return
+        clipped = _trained(parameters)
+        for optimizer in list(self._guards):
+            guard = self._guard_of(optimizer)
+            if guard is not None and clipped == _trained(
+                p for group in optimizer.param_groups for p in group["params"]
+            ):
+                _spikes_of(guard).hear(None if self._scales else norm.detach().reshape(()))
+
+    def on_scale(self, loss: Any, scaled: Any) -> None:
+        """A GradScaler scales losses: the loss is what it was before."""
+        if scaled is not loss:  # a scaler that is disabled gives it back
+            self._scales = True
+            self._losses.scaled(loss, scaled)
+
+    def on_scale_update(self, before: Tensor | None, after: Tensor | None) -> None:
+        """Nothing that matters here."""
+
+    def _before(self, optimizer: Optimizer, number: int) -> None:
+        if number:
+            return
+        self._steps += 1
+        losses, guard = self._losses.take(), self._guard_of(optimizer)
+        if guard is None:
+            return
+        if len(self._known) == 1:
+            for loss in losses:
+                guard.loss(loss)
+        elif _spikes_of(guard).norm_is_hidden:
+            self.refused[type(optimizer).__name__] = (
+                "a GradScaler and the script's clip hide its norm, and of several optimizers nobody knows whose loss "
+                "it is. Put gradguard.Guard(optimizer, clipper, spikes=gradguard.SkipSpikes()) into the script."
+            )
+
+    def _after(self, optimizer: Optimizer) -> None:
+        if optimizer not in self._known:
+            self._known[optimizer] = True
+            self._attach(optimizer)
+        elif (guard := self._guard_of(optimizer)) is not None and guard.last_skip not in (None, "spike"):
+            self._nonfinite += 1
+
+    def _guard_of(self, optimizer: Optimizer) -> Guard | None:
+        one = self._guards.get(optimizer)
+        return None if one is None else one()
+
+    def _attach(self, optimizer: Optimizer) -> None:
+        name = type(optimizer).__name__
+        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+            self.refused[name] = (
+                "several processes train together, and whether all of them are guarded cannot be known from outside. "
+                "Put gradguard.Guard(optimizer, clipper, spikes=gradguard.SkipSpikes()) into the script."
+            )
+            return
+        spikes = _ScriptSpikes()
+        try:
+            guard = Guard(optimizer, ClipByGlobalNorm(float("inf")), spikes=spikes)
+        except GradguardError as error:
+            self.refused[name] = str(error)
+            return
+        self._guards[optimizer] = ref(guard)
+        self._spikes.append(spikes)
+
+
+class _ScriptSpikes(SkipSpikes):
+    """Judges by the norm before the script's own clip, where there was one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._heard: Tensor | None = None
+        self.norm_is_hidden = False
+
+    def hear(self, norm: Tensor | None) -> None:
+        """Take the norm before a clip of the step that comes, None if it is not known; the first clip is the one."""
+        if self._heard is None and not self.norm_is_hidden:
+            self._heard, self.norm_is_hidden = None if norm is None else norm.clone(), norm is None
+
+    def judge(self, norms: Tensor, bad: Tensor) -> Tensor:
+        heard = torch.full_like(norms, torch.nan) if self.norm_is_hidden else self._heard
+        self._heard, self.norm_is_hidden = None, False
+        return super().judge(norms if heard is None else heard.reshape(1).to(norms), bad)
+
+    def forget_loss(self) -> None:
+        super().forget_loss()
+        self._heard, self.norm_is_hidden = None, False
+
+
+def _spikes_of(guard: Guard) -> _ScriptSpikes:
+    assert isinstance(guard.spikes, _ScriptSpikes)
+    return guard.spikes
+
+
+def _trained(parameters: Any) -> set[int]:
+    return {id(p) for p in parameters if p.requires_grad}
+
+
+def _is_recorded_in_a_graph(loss: Tensor) -> bool:
+    return loss.is_cuda and torch.cuda.is_current_stream_capturing()

@@ -1,0 +1,288 @@
+"""The file from which a step can be computed again: its batch, random generators, weights, and batches to compare."""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from gradguard.distributed.wrappers import plain_names
+from gradguard.errors import GradguardError, InvalidTypeError, InvalidValueError, RecordError, UnsupportedGradientError
+from gradguard.resilience.batches import Batches, SampleId
+from gradguard.resilience.culprit import Culprit
+from gradguard.torch_private import is_fsdp1
+
+FORMAT = 1
+_KEY = "gradguard_step"
+_ARRAY = "gradguard_array"
+
+
+@dataclass(frozen=True)
+class EvidenceBatch:
+    """A batch of the file, with the states of the random generators before it.
+
+    Attributes:
+        step: Number of its step.
+        number: Its place among the micro-batches of the step.
+        ids: Its samples; None where nobody said.
+        loss: Its loss when it was trained on; None where nobody said.
+        content: The batch.
+        generators: The states of the random generators.
+    """
+
+    step: int
+    number: int
+    ids: tuple[SampleId, ...] | None
+    loss: float | None
+    content: Any
+    generators: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What `write_evidence` has written.
+
+    Attributes:
+        step: Number of the step that was a spike.
+        rank: Process whose batches these are.
+        reason: Why it was blamed.
+        suspects: The batches of the spike.
+        others: Batches of other steps, to compare with.
+        states: Weights and buffers by the number of the step that they were before.
+        training: Whether the model was in training mode.
+        eval_modules: The modules in evaluation mode, where others were in training mode.
+        versions: Of torch.
+    """
+
+    step: int
+    rank: int
+    reason: str
+    suspects: tuple[EvidenceBatch, ...]
+    others: tuple[EvidenceBatch, ...]
+    states: dict[int, dict[str, Tensor]]
+    training: bool
+    eval_modules: tuple[str, ...]
+    versions: dict[str, str]
+
+
+def write_evidence(
+    file: str | os.PathLike[str],
+    batches: Batches,
+    culprit: Culprit,
+    model: nn.Module,
+    *,
+    older: Mapping[int, Mapping[str, Tensor]] | None = None,
+    before: int | None = None,
+    others: int = 8,
+) -> Path | None:
+    r"""Write what `gradguard replay-step` needs to compute a spike again. All processes call it.
+
+    The rank that is blamed writes its suspect micro-batches; where nobody is, rank 0 those of the step that it had.
+    Weights that are spread over processes (FSDP2, DTensors) are gathered, one at a time, and named as in the model
+    without wrappers, so that one process can load them.
+
+    **Guarantees.** The file holds tensors, numbers and strings only: reading it runs no code. Whoever reads meanwhile
+    sees the old file or the new one.
+
+    | case | result |
+    |---|---|
+    | a batch of other mappings, such as a ``BatchEncoding`` | a dict |
+    | a batch of NumPy arrays | the same arrays |
+    | a batch of other objects | an error: say ``batches.saw(ids, batch=...)`` with what the step needs |
+    | a batch that was changed in place meanwhile | an error; of ``others`` it is left out |
+    | FSDP1, a pipeline's stage | an error, the weights of one process are no model |
+
+    Args:
+        file: Where to write, such as ``"spike-1204.pt"``.
+        batches: What has kept the batches: ``Batches(keep=True)``.
+        culprit: What `find_culprit` said.
+        model: The model, with the weights that it has now.
+        older: Weights of another time by the number of the step that they were before, such as those of a snapshot
+            from before the spike: without them bad data cannot be told from this batch on these weights.
+        before: Number of the step that the weights of ``model`` are before; by default the one under way. If nothing
+            but skipped steps came since the spike it is the spike's: give ``culprit.step``.
+        others: How many batches of other steps to write, to compare with.
+
+    Returns:
+        The file, on the process that has written it; None on others.
+
+    Raises:
+        InvalidValueError: If the batches were not kept, or were changed.
+        InvalidTypeError: If a batch cannot be written.
+        UnsupportedGradientError: If the weights cannot be gathered.
+        OSError: If the file cannot be written.
+
+    Example:
+        >>> import os, tempfile, torch
+        >>> from gradguard.resilience import Batches, find_culprit, write_evidence
+        >>> batches, model = Batches(keep=True), torch.nn.Linear(1, 1)
+        >>> for step in range(12):
+        ...     x = torch.full((1, 1), 100.0 if step == 11 else 1.0 + step / 100)
+        ...     batches.saw([step], batch=x)
+        ...     batches.loss(model(x).square().mean())
+        ...     number = batches.end_step()
+        >>> culprit = find_culprit(batches, 11)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     write_evidence(os.path.join(folder, "spike-11.pt"), batches, culprit, model, before=11).name
+        'spike-11.pt'
+    """
+    weights = {batches.step if before is None else before: gathered_weights(model), **(older or {})}
+    writer = culprit.blamed[0].rank if culprit.blamed else 0
+    if writer != (dist.get_rank() if dist.is_available() and dist.is_initialized() else 0):
+        return None
+    numbers = [one.number for one in culprit.blamed if one.rank == writer]
+    numbers = numbers or [one.number for one in batches.of_step(culprit.step)]
+    if not numbers:
+        raise InvalidValueError(f"rank {writer} had no batch in step {culprit.step}, so there is nothing to write.")
+    written = {
+        _KEY: FORMAT,
+        "step": culprit.step,
+        "rank": writer,
+        "reason": culprit.reason,
+        "suspects": [_batch(batches, culprit.step, number) for number in numbers],
+        "others": _others(batches, culprit.step, others),
+        "states": {step: _plain(dict(one), f"the weights before step {step}") for step, one in weights.items()},
+        "training": model.training,
+        "eval_modules": _eval_modules(model),
+        "versions": {"torch": str(torch.__version__)},
+    }
+    return _save(written, Path(file))
+
+
+def read_evidence(file: str | os.PathLike[str]) -> Evidence:
+    """Return what `write_evidence` has written; no code of the file is run.
+
+    Raises:
+        RecordError: If there is no such file, or it is another one.
+    """
+    try:
+        found = torch.load(file, map_location="cpu", weights_only=True)
+        if found[_KEY] == FORMAT:
+            del found[_KEY]
+            of = {name: tuple(_read_batch(one) for one in found.pop(name)) for name in ("suspects", "others")}
+            return Evidence(**{**found, **of, "eval_modules": tuple(found["eval_modules"])})
+    except FileNotFoundError as error:
+        raise RecordError(f"cannot read {file}: {error.strerror}.") from error
+    except Exception as error:  # of a file of something else anything may be raised
+        raise RecordError(
+            f"{file} is not what gradguard.resilience.write_evidence writes, or it is cut off ({type(error).__name__})."
+        ) from error
+    raise RecordError(f"{file} is of format {found[_KEY]}, and this gradguard reads {FORMAT}: write it again.")
+
+
+def gathered_weights(model: nn.Module) -> dict[str, Tensor]:
+    """Return copies of the weights and buffers on the CPU, whole, by their names without wrappers.
+
+    Every process that holds a part of them must call.
+
+    Raises:
+        UnsupportedGradientError: If a part cannot be made whole.
+    """
+    if any(is_fsdp1(module) for module in model.modules()):
+        raise UnsupportedGradientError(
+            "FSDP1 holds flat parts of several weights: give them whole, with FSDP.state_dict_type(model, "
+            "StateDictType.FULL_STATE_DICT): model.state_dict(), or use fully_shard."
+        )
+    state = {name: one for name, one in model.state_dict().items() if isinstance(one, Tensor)}
+    plain = plain_names(model, list(state))
+    found = {}
+    for name, one in state.items():
+        whole = one.full_tensor() if hasattr(one, "full_tensor") else one  # type: ignore[attr-defined]
+        found[plain[name]] = whole.detach().to("cpu", copy=True)
+    return found
+
+
+# What is written.
+
+
+def _batch(batches: Batches, step: int, number: int) -> dict[str, Any]:
+    one = batches.of_step(step)[number]
+    content, generators = batches.content(step, number)
+    where = f"micro-batch {number} of step {step}"
+    return {
+        "step": step,
+        "number": number,
+        "ids": None if one.ids is None else list(one.ids),
+        "loss": one.loss,
+        "content": _plain(content, where),
+        "generators": _plain(generators, f"the generators before {where}"),
+    }
+
+
+def _others(batches: Batches, step: int, count: int) -> list[dict[str, Any]]:
+    """Batches of other steps, first those before it, the latest first: what came after may be spoilt."""
+    known = [*batches.known]
+    ordered = [*(s for s in reversed(known) if s < step), *(s for s in known if s > step)]
+    found: list[dict[str, Any]] = []
+    for s in ordered:
+        for one in batches.of_step(s):
+            try:
+                found.append(_batch(batches, s, one.number))
+            except GradguardError:  # changed in place, or not kept: there are others
+                continue
+            if len(found) == count:
+                return found
+    return found
+
+
+def _eval_modules(model: nn.Module) -> list[str]:
+    if not model.training:
+        return []
+    names = [name for name, module in model.named_modules() if not module.training]
+    return list(plain_names(model, names).values())
+
+
+def _plain(value: Any, where: str) -> Any:
+    """Return a value of tensors, numbers, strings and containers of these, as `torch.load` reads without code."""
+    if value is None or isinstance(value, bool | int | float | str | bytes):
+        return value if type(value) in (type(None), bool, int, float, str, bytes) else _base(value)
+    if type(value) in (Tensor, nn.Parameter):
+        return value.detach().to("cpu", copy=True)
+    if isinstance(value, Mapping) or (hasattr(value, "keys") and hasattr(value, "items")):
+        return {_plain(key, where): _plain(one, where) for key, one in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_plain(one, where) for one in value)
+    if type(value).__module__ == "numpy" and hasattr(value, "dtype"):
+        try:
+            return {_ARRAY: torch.as_tensor(value).clone(), "scalar": not hasattr(value, "__len__")}
+        except TypeError:
+            pass
+    raise InvalidTypeError(
+        f"{where} holds {type(value).__module__}.{type(value).__qualname__}, which is not written: expected tensors, "
+        "numbers and strings in dicts, lists and tuples. Say what the step needs of it: batches.saw(ids, "
+        "batch={'x': batch.x, 'y': batch.y})."
+    )
+
+
+def _base(value: Any) -> bool | int | float | str | bytes:
+    """A subclass of a number or a string, such as an IntEnum's or NumPy's float64, as what it is at bottom."""
+    kinds: tuple[Any, ...] = (bool, int, float, str, bytes)
+    return next(kind(value) for kind in kinds if isinstance(value, kind))
+
+
+def _read_batch(written: dict[str, Any]) -> EvidenceBatch:
+    ids = None if written["ids"] is None else tuple(written["ids"])
+    return EvidenceBatch(**{**_restored(written), "ids": ids})
+
+
+def _restored(value: Any) -> Any:
+    if isinstance(value, dict):
+        if _ARRAY in value:
+            array = value[_ARRAY].numpy()
+            return array[()] if value["scalar"] else array
+        return {key: _restored(one) for key, one in value.items()}
+    return type(value)(map(_restored, value)) if isinstance(value, list | tuple) else value
+
+
+def _save(written: dict[str, Any], file: Path) -> Path:
+    beside = file.with_name(f"{file.name}.part{os.getpid()}")
+    try:
+        torch.save(written, beside)
+        beside.replace(file)
+    finally:
+        beside.unlink(missing_ok=True)
+    return file

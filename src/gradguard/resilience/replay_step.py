@@ -1,0 +1,421 @@
+"""`gradguard replay-step`: compute a spike again, and say whether the data or the weights made it."""
+
+import importlib
+import math
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gradguard.check.command import load_callable
+from gradguard.clip.functional import get_total_norm
+from gradguard.errors import CommandError, GradguardError
+from gradguard.json_values import jsonable
+from gradguard.parity.replay import generator_states, set_generator_states
+from gradguard.resilience.culprit import deviations
+from gradguard.resilience.evidence import Evidence, EvidenceBatch, read_evidence
+
+FEWEST = 4
+"""So many other batches tell what is usual on the same weights."""
+
+_NEAR = 1.1
+"""A loss that is computed again on the same weights is the same within this factor, whatever the kernels."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A batch on the weights of one time: its loss, and the norm of the gradient that it alone has."""
+
+    loss: float
+    norm: float
+
+
+@dataclass(frozen=True)
+class StateResult:
+    """All batches on the weights of one time.
+
+    Attributes:
+        step: Number of the step that the weights were before; None of a file that does not say.
+        label: What to call them.
+        suspects: The batches of the spike.
+        others: Batches of other steps.
+    """
+
+    step: int | None
+    label: str
+    suspects: tuple[Measured, ...]
+    others: tuple[Measured, ...]
+
+    @property
+    def score(self) -> float | None:
+        """How far the suspects stand above the others here, in deviations; None where too few others are finite."""
+        scores = [
+            deviations(getattr(one, name), usual)
+            for name in ("loss", "norm")
+            if len(usual := _finite(getattr(other, name) for other in self.others)) >= FEWEST
+            for one in self.suspects
+        ]
+        return max(scores, default=None)
+
+
+@dataclass(frozen=True)
+class ReplayReport:
+    """What `gradguard replay-step` found.
+
+    Attributes:
+        verdict: ``"PASS"``: the spike comes back; ``"FAIL"``: it does not, on the very weights of the step;
+            ``"INCONCLUSIVE"``: it cannot be told.
+        cause: ``"data"``, ``"weights"``, ``"both"`` (this batch on these weights), or None.
+        reason: Why, in words.
+        step: Number of the step.
+        rank: Whose batches these are.
+        ids: The samples of the suspects.
+        states: What was measured.
+    """
+
+    verdict: str
+    cause: str | None
+    reason: str
+    step: int
+    rank: int
+    ids: tuple[int | str, ...]
+    states: tuple[StateResult, ...]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return everything as values that JSON has."""
+        states = [
+            {"step": s.step, "label": s.label, "score": s.score, **_columns("suspects", s.suspects)}
+            | _columns("others", s.others)
+            for s in self.states
+        ]
+        about = {"verdict": self.verdict, "cause": self.cause, "reason": self.reason, "step": self.step}
+        return jsonable({**about, "rank": self.rank, "ids": list(self.ids), "states": states})
+
+    def __str__(self) -> str:
+        """Return the verdict, and a table of what was measured."""
+        head = f"{self.verdict} {self.cause}" if self.cause else self.verdict
+        lines = [f"{head}: {self.reason}", "", f"step {self.step}, rank {self.rank}, {_samples(self.ids)}", ""]
+        rows = [("weights", "loss", "others", "norm", "others", "stands out by")]
+        for s in self.states:
+            loss, norm = (max((getattr(one, name) for one in s.suspects), key=_order) for name in ("loss", "norm"))
+            usual = [_middle(getattr(one, name) for one in s.others) for name in ("loss", "norm")]
+            score = "?" if s.score is None else f"{s.score:.1f}"
+            rows.append((s.label, f"{loss:.4g}", usual[0], f"{norm:.4g}", usual[1], score))
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        table = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
+        return "\n".join(lines + table)
+
+
+def replay_step(file: str | Path, target: str, states: Sequence[str | Path] = ()) -> ReplayReport:
+    """Compute the step in ``file`` again, on all weights that are known, beside other batches.
+
+    Args:
+        file: What `write_evidence` has written.
+        target: ``package.module:name`` of a function without arguments that returns ``(model, step)``: the model as it
+            is built, and ``step(batch)``, which returns the loss of a batch as in training.
+        states: Further weights, such as those of an older checkpoint: files of a ``state_dict``.
+
+    Returns:
+        The report.
+
+    Raises:
+        RecordError: If a file cannot be read.
+        CommandError: If ``target`` does not give a model and a step, the weights do not fit, or the step raises.
+    """
+    evidence = read_evidence(file)
+    with torch.random.fork_rng(devices=[]):
+        model, step = _made(target)
+    weights = [(number, _label(number, evidence.step), one) for number, one in sorted(evidence.states.items())]
+    weights += [(None, Path(one).name, _state_dict(one)) for one in states]
+    run = _Run(evidence, model, step, target)
+    generators = generator_states()
+    try:
+        results = tuple(run.on(number, label, one) for number, label, one in weights)
+    finally:
+        set_generator_states(generators)
+    verdict, cause, reason = judge(evidence, results)
+    ids = tuple(dict.fromkeys(one for batch in evidence.suspects for one in batch.ids or ()))
+    return ReplayReport(verdict, cause, reason, evidence.step, evidence.rank, ids, results)
+
+
+# The verdict, on plain numbers.
+
+_Judgement = tuple[str, str | None, str]
+
+
+def judge(evidence: Evidence, results: Sequence[StateResult], k: float = 6.0) -> _Judgement:
+    """Return the verdict, the cause and why.
+
+    The suspects are compared with other batches on the same weights, and the others with themselves on other weights:
+    bad data stand out on any weights, on bad weights all batches stand out. Weights from after the step may be bad
+    because of it, so these do not clear the data.
+    """
+    at = _of_the_spike(evidence.step, results)
+    older = next((one for one in results if one is not at and (one.step is None or one.step < evidence.step)), None)
+    if len(at.others) < FEWEST:
+        return "INCONCLUSIVE", None, (
+            f"there are fewer than {FEWEST} other batches in the file, so it is not known what is usual: let "
+            "Batches(keep=True) remember more steps."
+        )  # fmt: skip
+    stands_out = (at.score or 0.0) > k
+    if at.step is not None and at.step < evidence.step:
+        return _bad_data(at.score or 0.0, at) if stands_out else _does_not_come_back(evidence, at)
+    raised = _raised(evidence, at, older, k)
+    if raised is None:
+        return "INCONCLUSIVE", None, (
+            f"whether other batches are as usual on the weights {at.label} is not known: older weights are not in the "
+            "file. Give some: --state older_checkpoint.pt."
+        )  # fmt: skip
+    if not stands_out and not raised:
+        return _does_not_come_back(evidence, at)
+    if different := _different_loss(evidence, at):
+        return "INCONCLUSIVE", None, different
+    if raised:
+        return _bad_weights(evidence, at, older, k)
+    return _bad_batch(at, older, k)
+
+
+def _bad_weights(evidence: Evidence, at: StateResult, older: StateResult | None, k: float) -> _Judgement:
+    if at.step == evidence.step:
+        out = (at.score or 0.0) > k
+        too = ", and the batch stands out among them" if out else ""
+        return "PASS", "both" if out else "weights", (
+            f"the spike comes back: on the weights {at.label} other batches, too, are far above what they were{too}. "
+            "Go back to older weights."
+        )  # fmt: skip
+    if older is not None and older.score is not None and older.score > k:
+        return _bad_data(older.score, older)
+    return "INCONCLUSIVE", None, (
+        f"on the weights {at.label} all batches are far above what they were, but these are of after the step, so that "
+        "it may have made them so. Write the weights of the step itself: write_evidence(..., before=culprit.step)."
+    )  # fmt: skip
+
+
+def _bad_data(score: float, on: StateResult) -> _Judgement:
+    return "PASS", "data", (
+        f"the spike comes back: on the weights {on.label}, too, the batch stands out by {score:.1f} deviations among "
+        "other batches. The data are bad: look at these samples, or leave them out."
+    )  # fmt: skip
+
+
+def _bad_batch(at: StateResult, older: StateResult | None, k: float) -> _Judgement:
+    """The batch stands out on the weights of the step, and other batches are as usual there."""
+    front = f"the spike comes back: the batch stands out by {at.score:.1f} deviations, and other batches are as usual"
+    if older is None or older.score is None:
+        return "INCONCLUSIVE", None, (
+            f"{front}. It is not the weights alone; whether it is the data alone is told by weights of another time: "
+            "give some, as in --state older_checkpoint.pt."
+        )  # fmt: skip
+    if older.score > k:
+        return _bad_data(older.score, older)
+    if _worse(older, at, k):
+        return "INCONCLUSIVE", None, (
+            f"{front}. On the weights {older.label} it does not, but there all batches are far worse, so that nothing "
+            "would stand out: give weights from nearer to the step."
+        )  # fmt: skip
+    return "PASS", "both", (
+        f"{front}, but on the weights {older.label} it is one like others ({older.score:.1f}): it takes this batch on "
+        "these weights. Go back to older weights, and pass over the batch."
+    )  # fmt: skip
+
+
+def _does_not_come_back(evidence: Evidence, at: StateResult) -> _Judgement:
+    if at.step != evidence.step:
+        return "INCONCLUSIVE", None, (
+            f"the spike does not come back on the weights {at.label}, which are not those of step {evidence.step}: it "
+            "may have been theirs. Write the weights of the step itself: write_evidence(..., before=culprit.step)."
+        )  # fmt: skip
+    recorded = max((one.loss for one in evidence.suspects if one.loss is not None), default=None, key=_order)
+    was = "" if recorded is None else f"; it was {recorded:.4g}"
+    now = max((one.loss for one in at.suspects), key=_order)
+    return "FAIL", None, (
+        f"the spike does not come back: on the same weights, batch and random numbers the loss is {now:.4g}{was}. The "
+        "hardware, a computation that is not deterministic, other micro-batches or ranks, or a step function that is "
+        "not the one that trained."
+    )  # fmt: skip
+
+
+def _of_the_spike(step: int, results: Sequence[StateResult]) -> StateResult:
+    """The weights of the step, else those nearest to it."""
+    known = [one for one in results if one.step is not None]
+    return min(known, key=lambda one: (abs((one.step or 0) - step), (one.step or 0) < step))
+
+
+def _raised(evidence: Evidence, at: StateResult, older: StateResult | None, k: float) -> bool | None:
+    """Whether the other batches are far above what they were: on older weights, or in training, a little before."""
+    told = [] if older is None else [*_above(at, older)]
+    recorded = _finite(one.loss for one in evidence.others if one.step < evidence.step)
+    comparable = at.step == evidence.step and all(one.loss is not None for one in evidence.suspects)
+    if comparable and len(recorded) >= FEWEST:  # the suspects' losses tell whether the step gives what training gave
+        told.append(_median_deviation([one.loss for one in at.others], recorded))
+    return any(one > k for one in told) if told else None
+
+
+def _worse(older: StateResult, at: StateResult, k: float) -> bool:
+    return any(one > k for one in _above(older, at))
+
+
+def _above(here: StateResult, there: StateResult) -> list[float]:
+    """How far the other batches are above themselves on other weights, by the loss and by the norm."""
+    return [
+        _median_deviation([getattr(one, name) for one in here.others], usual)
+        for name in ("loss", "norm")
+        if len(usual := _finite(getattr(one, name) for one in there.others)) >= FEWEST and here.others
+    ]
+
+
+def _median_deviation(now: Sequence[float], usual: Sequence[float]) -> float:
+    return median(sorted(deviations(one, usual) for one in now))
+
+
+def _different_loss(evidence: Evidence, at: StateResult) -> str:
+    """Words where the very weights of the step give another loss than they gave."""
+    if at.step != evidence.step:
+        return ""
+    for was, now in zip(evidence.suspects, at.suspects, strict=True):
+        if was.loss is None or (not math.isfinite(was.loss) and not math.isfinite(now.loss)):
+            continue
+        if not abs(now.loss - was.loss) <= (_NEAR - 1) * abs(was.loss):
+            return (
+                f"on the same weights, batch and random numbers the loss is {now.loss:.4g} and was {was.loss:.4g}: the "
+                "step function is not the one that trained, or something is not deterministic. It is compared as it "
+                "was given to batches.loss or guard.loss."
+            )
+    return ""
+
+
+# What is measured.
+
+
+class _Run:
+    def __init__(self, evidence: Evidence, model: nn.Module, step: Callable[[Any], Any], target: str) -> None:
+        self.evidence, self.model, self.step, self.target = evidence, model, step, target
+
+    def on(self, number: int | None, label: str, weights: Mapping[str, Tensor]) -> StateResult:
+        measure = lambda batch: self._measured(label, weights, batch)  # noqa: E731
+        suspects, others = map(measure, self.evidence.suspects), map(measure, self.evidence.others)
+        return StateResult(number, label, tuple(suspects), tuple(others))
+
+    def _measured(self, label: str, weights: Mapping[str, Tensor], batch: EvidenceBatch) -> Measured:
+        self._load(label, weights)
+        self._set_modes()
+        self.model.zero_grad(set_to_none=True)
+        _set_generators(batch.generators)
+        try:
+            loss = self.step(batch.content)
+        except GradguardError:
+            raise
+        except Exception as error:
+            last = traceback.extract_tb(error.__traceback__)[-1]
+            raise CommandError(
+                f"the step of {self.target} raised {type(error).__name__}: {error} ({last.filename}:{last.lineno}). It "
+                f"was given the batch of step {batch.step}: {_described(batch.content)}."
+            ) from error
+        if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
+            raise CommandError(
+                f"the step of {self.target} returned {_described(loss)}: expected the loss, one number with a graph, "
+                "and neither backward() nor item()."
+            )
+        loss.reshape(()).backward()
+        grads = [p.grad for p in self.model.parameters() if p.grad is not None]
+        if not grads:
+            raise CommandError(f"the step of {self.target} does not use the model that {self.target} returned.")
+        return Measured(float(loss.detach()), float(get_total_norm(grads)))
+
+    def _load(self, label: str, weights: Mapping[str, Tensor]) -> None:
+        own = {name: one for name, one in self.model.state_dict().items() if isinstance(one, Tensor)}
+        wrong = sorted(own.keys() ^ weights.keys()) or [n for n in own if own[n].shape != weights[n].shape]
+        if wrong:
+            raise CommandError(
+                f"the weights {label} do not fit the model that {self.target} returned: {wrong[:5]} of "
+                f"{len(wrong)} differ. Build it as in training, without wrappers."
+            )
+        with torch.no_grad():
+            for name, one in own.items():
+                one.copy_(weights[name])
+
+    def _set_modes(self) -> None:
+        self.model.train(self.evidence.training)
+        for name in self.evidence.eval_modules:
+            self.model.get_submodule(name).training = False
+
+
+def _set_generators(states: dict[str, Any]) -> None:
+    if "numpy" in states:
+        importlib.import_module("numpy")
+    if "cuda" in states and not (torch.cuda.is_available() and torch.cuda.device_count() == len(states["cuda"])):
+        states = {name: one for name, one in states.items() if name != "cuda"}
+    set_generator_states(states)
+
+
+def _made(target: str) -> tuple[nn.Module, Callable[[Any], Any]]:
+    make = load_callable(target)
+    try:
+        made = make()
+    except Exception as error:
+        raise CommandError(f"{target}() raised {type(error).__name__}: {error}.") from error
+    if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module) and callable(made[1])):
+        raise CommandError(
+            f"{target}() returned {_described(made)}: expected (model, step), the model as it is built and a function "
+            "that takes a batch and returns its loss."
+        )
+    return made
+
+
+def _state_dict(file: str | Path) -> dict[str, Tensor]:
+    try:
+        found = torch.load(file, map_location="cpu", weights_only=True)
+    except Exception as error:  # of a file of something else anything may be raised
+        raise CommandError(
+            f"--state {file}: {type(error).__name__}: {error}. Expected a file of torch.save(model.state_dict(), file)."
+        ) from error
+    if not isinstance(found, dict) or not found or not all(isinstance(one, Tensor) for one in found.values()):
+        raise CommandError(
+            f"--state {file} holds {_described(found)}: expected what torch.save(model.state_dict(), file) writes."
+        )
+    return found
+
+
+# Words.
+
+
+def _label(number: int, step: int) -> str:
+    return "of the step" if number == step else f"before step {number}"
+
+
+def _described(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {tuple(value.shape)} and {value.dtype}"
+    if isinstance(value, dict):
+        return f"a dict of {[*value][:8]}"
+    if isinstance(value, list | tuple):
+        return f"a {type(value).__name__} of {len(value)}"
+    return type(value).__name__
+
+
+def _samples(ids: Sequence[int | str]) -> str:
+    if not ids:
+        return "samples not known"
+    return f"samples {', '.join(map(str, ids[:12]))}{f' and {len(ids) - 12} more' if len(ids) > 12 else ''}"
+
+
+def _columns(name: str, measured: Sequence[Measured]) -> dict[str, list[float]]:
+    return {f"{name}_loss": [one.loss for one in measured], f"{name}_norm": [one.norm for one in measured]}
+
+
+def _middle(values: Any) -> str:
+    known = _finite(values)
+    return f"{median(known):.4g}" if known else "?"
+
+
+def _order(value: float) -> float:
+    return math.inf if math.isnan(value) else value
+
+
+def _finite(values: Any) -> list[float]:
+    return [one for one in values if one is not None and math.isfinite(one)]
