@@ -8,7 +8,8 @@ import copy
 import math
 import statistics
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -35,7 +36,7 @@ class Rule:
 
     def norm(self) -> float:
         grads = [p.grad for p in self.run.parameters() if p.grad is not None]
-        return float(torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(g.double()) for g in grads])))
+        return float(torch.stack(torch._foreach_norm(grads)).double().norm())
 
     def apply(self) -> None:
         if self.clip is not None:
@@ -113,8 +114,7 @@ class Lightning(Rule):
     def __init__(self, run: Run, clip: float | None = None, *, every: int = 50, restarts: int = 20) -> None:
         super().__init__(run, clip)
         self.every, self.restarts = every, restarts
-        self.mean: float | None = None
-        self.last: float | None = None
+        self.past: deque[float] = deque(maxlen=10)
         self.seen = 0
         self.excluded: set[int] = set()
         self.checkpoint: tuple[int, Any] | None = None
@@ -133,71 +133,74 @@ class Lightning(Rule):
             self.events.append((i, "restart"))
             self.cursor = self.checkpoint[0]
             _restore(self.run, self.checkpoint[1])
-            self.mean = self.last = None
+            self.past.clear()
 
     def is_spike(self, i: int, loss: float, norm: float) -> bool:
         del i, norm
-        mean, last = self.mean, self.last
-        self.mean = loss if mean is None else mean + (loss - mean) / 10
-        self.last = loss
-        return mean is not None and last is not None and not loss < 3 * mean and loss > last
-
-
-class Foundry(Rule):
-    """The fixed threshold of Megatron-LM's rerun machine as a skip: 10 times the largest of the first 100 losses."""
-
-    largest, seen = -math.inf, 0
-
-    def is_spike(self, i: int, loss: float, norm: float) -> bool:
-        del i, norm
-        if self.seen < 100:
-            self.seen, self.largest = self.seen + 1, max(self.largest, loss)
-            return False
-        return abs(loss) >= 10 * self.largest
+        mean = statistics.fmean(self.past or [math.inf])
+        spike = abs(loss - mean) >= 2 * abs(mean) and loss > self.past[-1] if self.past else False
+        if not spike:
+            self.past.append(loss)
+        return spike
 
 
 class LogMedian:
     """The slow twin of `SpikeDetector`: above the median and k deviations of the logarithms of the last values.
 
-    A value is rejected if any signal is above; then it enters a second list, and after ``cap`` in a row that list takes
-    the place of the first. ``floor`` is the least deviation.
+    The median is of the last ``recent``; the deviation the largest of theirs from it, of what values in turn differ by
+    in the whole window, and of ``floor``. A step is rejected if any signal is above; it enters a second list, and after
+    ``cap`` in a row that list takes the place of the history of each signal that was above.
     """
 
     def __init__(
-        self, k: float = 6.0, window: int = 128, warmup: int = 32, cap: int = 8, floor: float | Iterable[float] = 0.05
+        self,
+        k: float = 6.0,
+        window: int = 128,
+        warmup: int = 32,
+        cap: int = 8,
+        floor: float = 0.05,
+        recent: int = 32,
+        signals: int = 2,
     ) -> None:
-        self.k, self.window, self.warmup, self.cap = k, window, warmup, cap
-        self.floor = floor
-        self.past: list[list[float]] = []
+        self.k, self.window, self.warmup, self.cap, self.floor = k, window, warmup, cap, floor
+        self.recent = recent
+        self.past: list[list[float]] = [[] for _ in range(signals)]
         self.rejected: list[list[float]] = []
+        self.blamed: set[int] = set()
         self.adoptions = 0
 
     def observe(self, values: list[float]) -> bool:
-        if not all(math.isfinite(v) for v in values):
-            return True
-        if len(self.past) >= self.warmup and max(self.scores(values)) > self.k:
-            self.rejected.append(values)
-            if len(self.rejected) >= self.cap:
-                self.past, self.rejected = self.rejected, []
-                self.adoptions += 1
-            return True
-        self.rejected = []
-        self.past = [*self.past, values][-self.window :]
-        return False
+        scores = [self.score(value, past) for value, past in zip(values, self.past, strict=True)]
+        above = {at for at, score in enumerate(scores) if score > self.k}
+        if not above:
+            self.rejected, self.blamed = [], set()
+            self.past = [[*past, value][-self.window :] for value, past in zip(values, self.past, strict=True)]
+            return False
+        self.rejected.append(values)
+        self.blamed |= above
+        if len(self.rejected) == self.cap:
+            new = [list(column) for column in zip(*self.rejected, strict=True)]
+            self.past = [new[at] if at in self.blamed else past for at, past in enumerate(self.past)]
+            self.rejected, self.blamed = [], set()
+            self.adoptions += 1
+        return True
 
-    def scores(self, values: list[float]) -> list[float]:
-        floors = [self.floor] * len(values) if isinstance(self.floor, float) else list(self.floor)
-        return [self._score(v, [one[at] for one in self.past], floors[at]) for at, v in enumerate(values)]
-
-    @staticmethod
-    def _score(value: float, past: list[float], floor: float) -> float:
+    def score(self, value: float, past: list[float]) -> float:
+        if len(past) < self.warmup:
+            return 0.0
         positive = min(past) > 0
         values = [math.log(v) for v in past] if positive else past
-        middle = statistics.median(values)
-        spread = 1.4826 * statistics.median(abs(v - middle) for v in values)
-        least = floor if positive else floor * abs(middle)
-        value = math.log(max(value, 1e-300)) if positive else value
-        return (value - middle) / max(spread, least, 1e-300)
+        near = values[-self.recent :]
+        middle = statistics.median(near)
+        least = self.floor if positive else self.floor * abs(middle)
+        spread = max(1.4826 * statistics.median(abs(v - middle) for v in near), least)
+        if len(values) > 1:
+            jumps = [abs(b - a) for a, b in pairwise(values)]
+            spread = max(spread, 1.4826 * statistics.median(jumps) / math.sqrt(2))
+        if positive and value <= 0:
+            return -math.inf
+        above = (math.log(value) if positive else value) - middle
+        return above / spread if spread else 0.0
 
 
 class Twin(Rule):
@@ -209,52 +212,10 @@ class Twin(Rule):
 
     def is_spike(self, i: int, loss: float, norm: float) -> bool:
         before = self.detector.adoptions
-        bad = self.detector.observe([loss, norm])
+        bad = not math.isfinite(loss + norm) or self.detector.observe([loss, norm])
         if self.detector.adoptions > before:
             self.events.append((i, "adopted"))
         return bad
-
-
-class Trial(Twin):
-    """Skips; where ``cap`` in a row are adopted, keeps the weights from before, and later tries them for one batch.
-
-    A burst is over when the old weights find the batch of now as usual: then training goes on from them. Where the data
-    has changed for good they do not: the step is skipped, and the newer weights come back. Tried ``at`` so many steps
-    after the adoption; what is skipped for it is one batch each.
-    """
-
-    def __init__(
-        self, run: Run, clip: float | None = None, *, cap: int = 5, at: tuple[int, ...] = (6, 16, 36), **options: Any
-    ) -> None:
-        super().__init__(run, clip, cap=cap, **options)
-        self.tries = at
-        self.doubt: tuple[int, Any, list[list[float]]] | None = None  # since when, the run, the detector's past
-        self.current: tuple[Any, LogMedian] | None = None  # while the old weights are tried
-
-    def step(self, i: int, loss: Tensor) -> None:
-        past, adoptions, skips = self.detector.past, self.detector.adoptions, len(self.skipped)
-        super().step(i, loss)
-        if self.current is not None:
-            newer, detector = self.current
-            self.current = None
-            if len(self.skipped) > skips:
-                _restore(self.run, newer)
-                self.detector = detector
-            else:
-                self.events.append((i, "rolled back"))
-                self.doubt = None
-        elif self.detector.adoptions > adoptions:
-            self.doubt = i, _whole(self.run), past
-        elif self.doubt is not None and i - self.doubt[0] in self.tries:
-            self.current = _whole(self.run), self.detector
-            self._go_back(*self.doubt)
-
-    def _go_back(self, at: int, saved: Any, past: list[list[float]]) -> None:
-        del at
-        _restore(self.run, saved)
-        newer, self.detector = self.detector, copy.copy(self.detector)
-        self.detector.past, self.detector.rejected = past, []
-        self.detector.adoptions = newer.adoptions
 
 
 def _whole(run: Run) -> Any:
@@ -274,6 +235,44 @@ def with_clip(make: Callable[..., Rule], **options: Any) -> Callable[[Run], Rule
     return lambda run: make(run, run.clip, **options)
 
 
+class Skipping(Rule):
+    """`Guard` with `SkipSpikes`: the loop's clip, then this library's rule."""
+
+    def __init__(self, run: Run, clip: float | None = None, **options: Any) -> None:
+        super().__init__(run, clip)
+        self.guard = gg.Guard(
+            run.optimizer,
+            gg.ClipByGlobalNorm(clip or math.inf),
+            spikes=gg.SkipSpikes(gg.SpikeDetector(**options)),
+            max_consecutive_skips=None,
+        )
+
+    def step(self, i: int, loss: Tensor) -> None:
+        self.guard.loss(loss.detach())
+        before = self.guard.skipped_steps
+        self.run.optimizer.step()
+        if self.guard.skipped_steps > before:
+            self.skipped.append(i)
+
+
+class Laddered(Rule):
+    """`Resilience`."""
+
+    def __init__(self, run: Run, clip: float | None = None, **options: Any) -> None:
+        super().__init__(run, clip)
+        self.ladder = gg.Resilience(run.model, run.optimizer, gg.ClipByGlobalNorm(clip or math.inf), **options)
+
+    def step(self, i: int, loss: Tensor) -> None:
+        self.ladder.loss(loss.detach())
+        before = self.ladder.guard.skipped_steps
+        self.run.optimizer.step()
+        if self.ladder.guard.skipped_steps > before:
+            self.skipped.append(i)
+        event = self.ladder.step()
+        if event is not None and event.action != "skipped":
+            self.events.append((i, event.action))
+
+
 RULES: dict[str, Callable[[Run], Rule]] = {
     "plain": Rule,
     "clip 1.0": lambda run: Rule(run, 1.0),
@@ -281,8 +280,8 @@ RULES: dict[str, Callable[[Run], Rule]] = {
     "OLMo": with_clip(OLMo),
     "OLMo as it is": with_clip(OLMo, right=False),
     "Lightning": with_clip(Lightning),
-    "twin cap 8": with_clip(Twin),
-    "twin cap 32": with_clip(Twin, cap=32),
-    "trial": with_clip(Trial),
+    "SkipSpikes": with_clip(Skipping),
+    "SkipSpikes, cap 32": with_clip(Skipping, cap=32),
+    "Resilience": with_clip(Laddered),
     "oracle": with_clip(Oracle),
 }
