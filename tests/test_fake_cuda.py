@@ -5,6 +5,7 @@ two devices, and every call is listed. It works on a build of PyTorch for the CP
 that all of this holds on a real GPU has not been seen.
 """
 
+import os
 from collections import Counter
 from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
@@ -121,6 +122,8 @@ def skip_without_cuda_build():
         yield
     except RuntimeError as error:
         if torch.version.cuda is None and "not linked with support for cuda" in str(error):
+            if os.environ.get("GRADGUARD_CUDA_BUILD") == "1":
+                pytest.fail("make versions asks for a build of PyTorch for CUDA, and this is one for the CPU")
             pytest.skip("needs a build of PyTorch for CUDA, and no GPU: make versions has some")
         raise
 
@@ -302,8 +305,16 @@ def test_squares_of_samples_are_converted_a_bounded_part_at_a_time(monkeypatch):
     assert sum(seen) == 320
 
 
+CHECKS = {
+    "gradcheck": lambda f: gg.gradcheck(f, torch.ones(2, requires_grad=True)),
+    "check_grad": lambda f: gg.check_grad(f, {"x": torch.ones(2)}, ["x"], 0),
+    "get_numerical_gradient": lambda f: gg.get_numerical_gradient(f, {"x": torch.ones(2)}, 0, "x", delta=0.1),
+}
+
+
+@pytest.mark.parametrize("check", CHECKS.values(), ids=CHECKS.keys())
 @pytest.mark.parametrize("precision", ["highest", "medium"])
-def test_a_gradient_check_is_without_tf32_and_puts_it_back(precision):
+def test_a_gradient_check_is_without_tf32_and_puts_it_back(precision, check):
     def switches():
         return torch.backends.cudnn.allow_tf32, torch.get_float32_matmul_precision()
 
@@ -314,7 +325,7 @@ def test_a_gradient_check_is_without_tf32_and_puts_it_back(precision):
     seen, before = set(), switches()
     torch.set_float32_matmul_precision(precision)
     try:
-        gg.gradcheck(f, torch.ones(2, requires_grad=True))
+        check(f)
         assert switches() == (before[0], precision)
     finally:
         torch.set_float32_matmul_precision(before[1])

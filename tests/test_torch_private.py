@@ -643,6 +643,7 @@ def test_is_of_the_compiler():
     assert not torch_private.is_of_the_compiler(frame("torch.optim"))
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # torch's own
 def test_is_within_compiled_code_and_traced_inputs(monkeypatch):
     seen = []
 
@@ -655,8 +656,9 @@ def test_is_within_compiled_code_and_traced_inputs(monkeypatch):
         look()
         y = x * 2
         torch._dynamo.graph_break()
+        z = y + 1
         look()
-        return y + 1
+        return z
 
     torch.compiler.reset()
     given = torch.ones(2, requires_grad=True)

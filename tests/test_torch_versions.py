@@ -33,6 +33,14 @@ def test_torch_brings_its_own_packages():
     assert pinned == "numpy==2.4.6\ntorch==2.11.0\n"
 
 
+@pytest.mark.parametrize(
+    ("system", "machine", "expected"),
+    [("linux", "x86_64", {"GRADGUARD_CUDA_BUILD": "1"}), ("linux", "aarch64", {}), ("darwin", "arm64", {})],
+)
+def test_where_pytorch_must_be_a_build_for_cuda(system, machine, expected):
+    assert versions.cuda_build(system, machine) == expected
+
+
 def test_the_outcome():
     output = "FAILED x\ndeprecated: old() (a.py:3), first seen in t\n= 1 failed, 20 passed in 61.20s (0:01:01) =\n"
     assert versions.summary(output) == (

@@ -8,6 +8,7 @@ This file is also the pytest plugin that collects them.
 """
 
 import os
+import platform
 import re
 import subprocess
 import sys
@@ -49,6 +50,11 @@ def summary(output: str) -> tuple[str, list[str]]:
     return counts[-1] if counts else "no result: see the log", re.findall(r"^deprecated: (.*)$", output, re.MULTILINE)
 
 
+def cuda_build(system: str, machine: str) -> dict[str, str]:
+    """Return what tells tests/test_fake_cuda.py that PyTorch is a build for CUDA: on Linux on x86-64 it has to be."""
+    return {"GRADGUARD_CUDA_BUILD": "1"} if (system, machine) == ("linux", "x86_64") else {}
+
+
 def environment(torch: str) -> Path:
     """Return Python with that version of torch and everything that the tests need."""
     folder = FOLDER / torch
@@ -77,12 +83,13 @@ def run(torch: str, arguments: list[str]) -> tuple[bool, str]:
     tests = ["-m", "pytest", "--numprocesses", "auto", "-m", "not exhaustive", "-rs", "-p", "versions", *arguments]
     told = ["-W", "default::DeprecationWarning", "-W", "default::FutureWarning"]
     path = os.pathsep.join([str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])])
+    settings = {"OMP_NUM_THREADS": "1", "PYTHONPATH": path} | cuda_build(sys.platform, platform.machine())
     log = FOLDER / f"{torch}.log"
     with log.open("w") as output:
         done = subprocess.run(
             [environment(torch), *tests, *told],
             cwd=ROOT,
-            env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path},
+            env=os.environ | settings,
             stdout=output,
             stderr=subprocess.STDOUT,
         )

@@ -8,18 +8,24 @@ import json
 import os
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 import torch
 
 from gradguard.tensors import triton_plan
-from gradguard.tensors.triton_plan import DeviceList
+from gradguard.tensors.triton_plan import DeviceList, coefficients_on_device
 
 FOLDER = Path(__file__).parent
 with_triton = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None or not sys.platform.startswith("linux"), reason="triton is not installed"
 )
+
+
+def is_the_interpreter_too_old():
+    """Triton's own, before 3.7, calls ``int`` on arrays of one dimension: NumPy warns, and 2.4 refuses."""
+    return tuple(map(int, version("triton").split(".")[:2])) < (3, 7)
 
 
 def run(script, *arguments, **environment):
@@ -36,6 +42,8 @@ def run(script, *arguments, **environment):
 @with_triton
 @pytest.mark.slow
 def test_values_are_those_of_torch_and_of_the_slow_twin():
+    if is_the_interpreter_too_old():
+        pytest.skip("Triton's interpreter before 3.7 does not run under NumPy")
     ran = run("triton_on_cpu.py", TRITON_INTERPRET="1", GRADGUARD_NATIVE="0")
     assert ran.stdout == "as torch\n", ran.stderr
 
@@ -90,7 +98,10 @@ def test_tensors_of_the_cpu_are_left_to_others():
 class Cuda:
     """A tensor of a GPU, as far as the dispatch looks."""
 
-    is_cuda, device = True, torch.device("cuda:0")
+    is_cuda, device, dtype = True, torch.device("cuda:0"), torch.float64
+
+    def is_contiguous(self):
+        return True
 
 
 OBSTACLES = ["not asked for", "no triton", "an old GPU", "not CUDA", "a capture", "a wrong result", "an error"]
@@ -115,16 +126,19 @@ def test_torch_does_it_where_the_kernels_cannot(obstacle, monkeypatch):
     monkeypatch.setattr(triton_plan, "differs_from_torch", lambda _: "")
     monkeypatch.setattr(triton_plan, "are_blocks", lambda *_: True)
     monkeypatch.setattr(triton_plan.DeviceList, "__init__", lambda *_: None)
+    monkeypatch.setattr(triton_plan, "_coefficients", lambda *_: "coefficients")
     assert DeviceList.of([Cuda()]) is not None
+    assert coefficients_on_device(Cuda(), 1.0) == "coefficients"
     if obstacle == "not asked for":
         monkeypatch.delenv("GRADGUARD_TRITON")
     else:
         monkeypatch.setattr(*lookups[obstacle])
-    if obstacle in ("a wrong result", "an error"):
-        with pytest.warns(UserWarning, match="are not used on cuda:0, where torch's do the same"):
-            assert DeviceList.of([Cuda()]) is None
-    else:
-        assert DeviceList.of([Cuda()]) is None
+    for ask in (lambda: DeviceList.of([Cuda()]), lambda: coefficients_on_device(Cuda(), 1.0)):
+        if obstacle in ("a wrong result", "an error"):
+            with pytest.warns(UserWarning, match="are not used on cuda:0, where torch's do the same"):
+                assert ask() is None
+        else:
+            assert ask() is None
 
 
 def fails(_):
@@ -134,9 +148,16 @@ def fails(_):
 def test_the_first_use_compares_with_torch(monkeypatch):
     """On kernels that do nothing: each of them is missed."""
     monkeypatch.setattr(DeviceList, "norms", lambda self: torch.zeros(len(self._tensors), dtype=torch.float64))
+    monkeypatch.setattr(DeviceList, "norm", lambda _: torch.zeros((), dtype=torch.float64))
+    monkeypatch.setattr(triton_plan, "_coefficients", lambda norms, _: torch.zeros_like(norms))
     assert triton_plan.differs_from_torch(torch.device("cpu")) == "norms differ"
     right = [torch.linalg.vector_norm(x, dtype=torch.float64) for x in triton_plan._values(torch.device("cpu"))]
     monkeypatch.setattr(DeviceList, "norms", lambda self: torch.stack(right[: len(self._tensors)]))
+    assert triton_plan.differs_from_torch(torch.device("cpu")) == "the norm of all differs"
+    whole = lambda self: torch.cat([x.double().flatten() for x in self._tensors]).norm()  # noqa: E731
+    monkeypatch.setattr(DeviceList, "norm", whole)
+    assert triton_plan.differs_from_torch(torch.device("cpu")) == "coefficients differ"
+    monkeypatch.setattr(triton_plan, "_coefficients", lambda norms, limit: (limit / (norms + 1e-6)).clamp(max=1))
     for name, does in (
         ("scale", lambda self, factor: [t.copy_(t * factor.to(triton_plan._wide(t))) for t in self._tensors]),
         ("clamp", lambda self, low, high: [t.clamp_(low, high) for t in self._tensors]),

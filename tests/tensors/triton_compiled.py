@@ -19,7 +19,7 @@ from gradguard.tensors.triton_plan import DTYPES
 TABLES = {"where": "*i64", "length": "*i64", "tensor": "*i32", "start": "*i64"}
 MORE = {
     "partial_squares": {"partial": "*fp64"},
-    "scale": {"coefficient": "*fp32"},
+    "scale": {"coefficient": "*fp64"},
     "clamp": {"low": "*fp64", "high": "*fp64"},
     "zero": {"flag": "*fp32"},
 }
@@ -77,6 +77,10 @@ def main(capability):
     signature = {"partial": "*fp64", "first": "*i64", "last": "*i64", "norms": "*fp64"}
     ptx = compiled(kernels.finish, signature, {"BLOCK": 1024}, capability)
     rows.append(["finish", "float64", 16, 128, *assembled(ptx, capability)])
+    signature = {"norms": "*fp64", "limit": "i64", "coefficients": "*fp64", "count": "i32"}
+    ptx = compiled(kernels.coefficient, signature, {"BLOCK": 256}, capability)
+    assert re.search(r"(rcp|div)\.rn\.f64", ptx), "a reciprocal that is not rounded as torch rounds it"
+    rows.append(["coefficient", "float64", 16, 128, *assembled(ptx, capability)])
     print(json.dumps(rows))
 
 

@@ -2,10 +2,14 @@
 
 import itertools
 import math
+import sys
 import warnings
+from typing import ClassVar
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
+import gradguard as gg
 from gradguard.tensors import nonfinite, norms, scaling, triton_kernels, triton_plan
 from gradguard.tensors.triton_plan import DeviceList
 from reference import total_norm as twin_norm
@@ -45,6 +49,29 @@ def check_norms():
     mixed = [t for d in list(triton_plan.DTYPES)[:3] for t in make(d)]
     want = torch.tensor([float(twin_norm([t], 2.0)) for t in mixed], dtype=torch.float64)
     torch.testing.assert_close(DeviceList(mixed).norms(), want, rtol=2e-7, atol=0)
+
+
+def check_norm_of_all():
+    for dtype, size in itertools.product(list(triton_plan.DTYPES)[:3], [1.0, 1e-30, 1e30]):
+        tensors = make(dtype, min(size, 6e3) if dtype is torch.float16 else size)
+        for some in (tensors, tensors[::-1], tensors[:1], tensors[1:2], tensors[2:5]):
+            want = float(twin_norm(some, 2.0))
+            assert math.isclose(float(DeviceList(some).norm()), want, rel_tol=2e-7), (dtype, size)
+    mixed = [t for d in list(triton_plan.DTYPES)[:3] for t in make(d)]
+    assert math.isclose(float(DeviceList(mixed).norm()), float(twin_norm(mixed, 2.0)), rel_tol=2e-7)
+    for bad in BAD:
+        got = float(DeviceList([*mixed, torch.tensor([bad])]).norm())
+        assert math.isnan(got) if math.isnan(bad) else got == math.inf, bad
+
+
+def check_coefficients():
+    """The bits that torch gives, in one dimension and in none, at the edges too."""
+    torch.manual_seed(1)
+    odd = torch.tensor([0.0, 1e-300, 1e-7, 1.0, 1e300, math.inf, math.nan], dtype=torch.float64)
+    norms = torch.cat([odd, torch.rand(600, dtype=torch.float64) * 3])
+    for limit, some in itertools.product([0.0, 1e-30, 0.3, 1.0, 2.0, 1e200], [norms, norms[:1], norms[10], norms[:0]]):
+        want = torch.clamp(limit / (some + scaling.EPSILON), max=1.0)
+        assert same(triton_plan._coefficients(some, limit), want), limit
 
 
 def check_nonfinite():
@@ -102,8 +129,8 @@ def check_nothing_is_written_where_nothing_binds():
 def check_dispatch():
     """What the public functions do with lists that the kernels take; each launch is counted."""
     started = []
-    original = triton_plan.DeviceList._launch
-    triton_plan.DeviceList._launch = lambda self, k, *a, **o: (started.append(k.__name__), original(self, k, *a, **o))
+    original = triton_plan._start
+    triton_plan._start = lambda k, *a, **o: (started.append(k.__name__), original(k, *a, **o))
     triton_plan.DeviceList.of = staticmethod(lambda tensors, writes=False: DeviceList(tensors) if tensors else None)
     for module in (norms, scaling, nonfinite):
         module.are_readable = lambda *_: False
@@ -115,18 +142,68 @@ def check_dispatch():
         assert all(t.eq(0.75).all() for t in tensors)
         nonfinite.zero_if_nonfinite_(torch.tensor(math.nan), tensors)
         assert not any(t.any() for t in tensors)
-        assert set(started) == {"partial_squares", "scale", "clamp", "zero"}, started
-        assert len(started) <= 5, started
+        assert started == ["partial_squares", "finish", "scale", "clamp", "zero"], started
         started.clear()
+
+
+class Operations(TorchDispatchMode):
+    """What torch itself starts beside the kernels, whose interpreter uses torch too."""
+
+    names: ClassVar[list[str]] = []
+    in_a_kernel = False
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.overloadpacket.__name__
+        if not self.in_a_kernel and name not in ("lift_fresh", "empty", "empty_like", "view", "slice"):
+            self.names.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+def check_launches_of_a_clip():
+    """Five launches of one norm clip whatever the list: four kernels, and the norm rounded to the gradients' dtype.
+
+    After `check_dispatch`. The addresses are copied twice, which is no kernel; here they need no copy.
+    """
+    for module in [
+        m for name, m in sys.modules.items() if name.startswith("gradguard.") and hasattr(m, "are_readable")
+    ]:
+        module.are_readable = lambda *_: False
+    scaling.coefficients_on_device = triton_plan._coefficients
+    started, original = [], triton_plan._start
+
+    def start(kernel, *arguments, **settings):
+        started.append(kernel.__name__)
+        Operations.in_a_kernel = True
+        original(kernel, *arguments, **settings)
+        Operations.in_a_kernel = False
+
+    triton_plan._start = start
+    for count, max_norm in itertools.product((3, 40), (1.0, 1e9)):
+        parameters = [torch.nn.Parameter(torch.zeros(24)) for _ in range(count)]
+        for parameter in parameters:
+            parameter.grad = torch.full((24,), 2.0)
+        gg.clip_grad_norm_(parameters, 2 * max_norm)  # tables of their sizes are made and sent
+        norm = math.sqrt(sum(float(p.grad.square().sum()) for p in parameters))
+        started.clear(), Operations.names.clear()
+        with Operations():
+            came = gg.clip_grad_norm_(parameters, max_norm)
+        after = math.sqrt(sum(float(p.grad.square().sum()) for p in parameters))
+        assert math.isclose(float(came), norm, rel_tol=1e-6)
+        assert math.isclose(after, min(norm, max_norm), rel_tol=1e-5), (after, norm, max_norm)
+        assert started == ["partial_squares", "finish", "coefficient", "scale"], started
+        assert Operations.names == ["_to_copy"], Operations.names
 
 
 if __name__ == "__main__":
     triton_kernels.CHUNK, triton_kernels.BLOCK = 256, 128  # many chunks from few elements
     check_norms()
+    check_norm_of_all()
+    check_coefficients()
     check_nonfinite()
     check_scale()
     check_clamp()
     check_zero()
     check_nothing_is_written_where_nothing_binds()
     check_dispatch()
+    check_launches_of_a_clip()
     print("as torch")

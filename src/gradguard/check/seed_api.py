@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from gradguard.arguments import check_number
+from gradguard.check.devices import full_float32
 from gradguard.check.function import WIDE, is_differentiable, name_of
 from gradguard.check.named_call import NamedCall
 from gradguard.errors import GradientCheckError, InvalidValueError
@@ -84,7 +85,9 @@ def get_numerical_gradient(
     if not 0 < step < math.inf:
         raise InvalidValueError(f"delta={delta}: expected a finite number above 0, such as {_DELTA}.")
     call = NamedCall(op, input_values, output_name, local_scope)
-    return _numerical(call, call.name_of(input_to_check, "input_to_check"), step).cpu().numpy()
+    name = call.name_of(input_to_check, "input_to_check")
+    with full_float32():
+        return _numerical(call, name, step).cpu().numpy()
 
 
 def check_grad(
@@ -152,10 +155,11 @@ def check_grad(
         raise InvalidValueError(f"max_relative_error={max_relative_error}: expected a finite number >= 0.")
     call = NamedCall(forward_op, input_vars, output_name).converted(Tensor.cpu)
     names, constants = _names(call, inputs_to_check, no_grad_set)
-    numerical = _widened_numerical(call, names)
-    gradients = {"CPU": _analytical(call, names, constants)}
-    if torch.cuda.is_available() and not only_cpu:
-        gradients["GPU"] = _on_gpu(call, names, constants)
+    with full_float32():
+        numerical = _widened_numerical(call, names)
+        gradients = {"CPU": _analytical(call, names, constants)}
+        if torch.cuda.is_available() and not only_cpu:
+            gradients["GPU"] = _on_gpu(call, names, constants)
     for name in names:
         for device, found in gradients.items():
             _compare(name, ("numerical", numerical[name]), (device, found[name]), tolerance)

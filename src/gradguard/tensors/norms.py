@@ -74,6 +74,8 @@ def total_norm(tensors: Sequence[Tensor], p: float = 2.0) -> Tensor:
         values, sizes = [x for x in values if x.numel()], [size for size in sizes if size]
     if are_readable(*values):
         return torch.tensor(_host_norm(values, sizes, p), dtype=torch.float64, device="cpu")
+    if p == 2 and (listed := DeviceList.of(values)) is not None:
+        return listed.norm()
     device = meeting_device(values)
     norms = _device_norms([x for x in values if not are_readable(x)], p, device)
     on_host = [x for x in values if are_readable(x)]

@@ -21,7 +21,7 @@ from gradguard.tensors.layout import (
     writable_values,
 )
 from gradguard.tensors.scratch import BLOCK, gathered
-from gradguard.tensors.triton_plan import DeviceList
+from gradguard.tensors.triton_plan import DeviceList, coefficients_on_device
 from gradguard.torch_private import foreach_clamp_, foreach_mul_, foreach_norm
 
 EPSILON = 1e-6
@@ -40,7 +40,10 @@ def clip_coefficient(norm: Tensor, max_norm: float | Tensor) -> Tensor:
         max_norm: m, at least 0. An infinite one gives 1 whatever the norm, so that logging changes nothing.
     """
     if not isinstance(max_norm, Tensor):  # a Python number needs no copy to the device, and can be graph-captured
-        return torch.ones_like(norm) if math.isinf(max_norm) else torch.clamp(max_norm / (norm + EPSILON), max=1.0)
+        if math.isinf(max_norm):
+            return torch.ones_like(norm)
+        found = coefficients_on_device(norm, max_norm)
+        return torch.clamp(max_norm / (norm + EPSILON), max=1.0) if found is None else found
     limit = move(max_norm.detach(), norm.device, norm.dtype)
     return torch.where(limit.isposinf(), 1.0, torch.clamp(limit / (norm + EPSILON), max=1.0))
 
@@ -61,11 +64,12 @@ def scale_(tensors: Sequence[Tensor], coefficient: Tensor) -> None:
     values = each_plain(tensors, writable_values)
     values.reverse()  # what the norm read last is still in the cache
     for (device, dtype), group in grouped(values).items():
-        factor = move(coefficient, device, torch.float64 if dtype is torch.float64 else torch.float32)
         alike = values if len(group) == len(values) else [values[i] for i in group]
         if (listed := DeviceList.of(alike, writes=True)) is not None:
-            listed.scale_(factor)
-        elif dtype in HALVES and not are_readable(*alike):
+            listed.scale_(move(coefficient, device))
+            continue
+        factor = move(coefficient, device, torch.float64 if dtype is torch.float64 else torch.float32)
+        if dtype in HALVES and not are_readable(*alike):
             # Accelerators round a 0-dim factor to the tensor's dtype first; one of shape [1] makes them promote.
             for tensor in alike:
                 (tensor if tensor.dim() else tensor[None]).mul_(factor.view(1))

@@ -96,6 +96,18 @@ def finish(partial, first, last, norms, BLOCK: tl.constexpr):
     tl.store(norms + t, tl.sqrt(tl.sum(lanes, 0)))
 
 
+@triton.jit(do_not_specialize=["limit", "count"])
+def coefficient(norms, limit, coefficients, count, BLOCK: tl.constexpr):
+    """coefficients[i] = min(1, limit / (norms[i] + 1e-6)), rounded as torch does: a reciprocal, then a product.
+
+    ``limit`` is a float64 by its bits: a Python float would come as float32.
+    """
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    m = limit.to(tl.int64).to(tl.float64, bitcast=True)
+    c = 1.0 / (tl.load(norms + at, mask=at < count, other=1.0) + 1e-6) * m
+    tl.store(coefficients + at, tl.where(c > 1.0, 1.0, c), mask=at < count)  # NaN stays
+
+
 @triton.jit
 def scale(
     where,
@@ -112,22 +124,21 @@ def scale(
 
     Chunks in reverse: the last that the norm read are still in L2.
     """
-    factor = tl.load(coefficient)
+    COMPUTE: tl.constexpr = tl.float64 if tl.float64 == DTYPE else tl.float32
+    factor = tl.load(coefficient).to(COMPUTE)
     if factor != 1.0:
         c = tl.num_programs(0) - 1 - tl.program_id(0)
         pointer, n = _chunk(where, length, tensor, start, c, DTYPE, ALIGN, CHUNK)
-        COMPUTE: tl.constexpr = tl.float64 if tl.float64 == DTYPE else tl.float32
         V: tl.constexpr = 128 // DTYPE.primitive_bitwidth
-        f = factor.to(COMPUTE)
         offsets = tl.arange(0, BLOCK)
         main = _even(n, DTYPE)
         for at in range(0, main, BLOCK):
             mask = at + offsets < main
             x = tl.load(pointer + at + offsets, mask=mask, other=0.0).to(COMPUTE)
-            tl.store(pointer + at + offsets, (x * f).to(DTYPE), mask=mask)
+            tl.store(pointer + at + offsets, (x * factor).to(DTYPE), mask=mask)
         rest = main + tl.arange(0, V)
         x = tl.load(pointer + rest, mask=rest < n, other=0.0).to(COMPUTE)
-        tl.store(pointer + rest, (x * f).to(DTYPE), mask=rest < n)
+        tl.store(pointer + rest, (x * factor).to(DTYPE), mask=rest < n)
 
 
 @triton.jit

@@ -14,9 +14,10 @@ import functools
 import importlib.util
 import math
 import os
+import struct
 import warnings
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -74,26 +75,29 @@ class DeviceList:
             tensors: Any tensors.
             writes: Whether they will be written: then none may stand in the list twice.
         """
-        if not tensors or torch.compiler.is_compiling() or not tensors[0].is_cuda or are_operations_watched():
+        if not tensors or torch.compiler.is_compiling() or not tensors[0].is_cuda or not _may_start(tensors[0]):
             return None
-        device = tensors[0].device
-        if is_captured(device) or not _serves(device):
-            return None
-        return DeviceList(tensors) if are_blocks(tensors, device, writes) else None
+        return DeviceList(tensors) if are_blocks(tensors, tensors[0].device, writes) else None
 
     def norms(self) -> Tensor:
         """Return the 2-norm of each tensor, float64: one launch for each dtype and alignment, and one."""
+        sizes, groups = tuple(t.numel() for t in self._tensors), tuple(map(tuple, self._groups.values()))
+        return self._finished(_stretches(sizes, groups, _chunk_length(), self._device, _stream(self._device)))
+
+    def norm(self) -> Tensor:
+        """Return the 2-norm of all of them, 0-dim float64, in as many launches."""
+        count = sum(-(-t.numel() // _chunk_length()) for t in self._tensors)
+        return self._finished(_one_stretch(count, self._device, _stream(self._device))).view(())
+
+    def _finished(self, stretches: tuple[Tensor, Tensor, int]) -> Tensor:
+        """The norm of each stretch of partial sums."""
         from gradguard.tensors import triton_kernels as kernels
 
-        sizes = tuple(t.numel() for t in self._tensors)
-        groups = tuple(map(tuple, self._groups.values()))
-        begin, end, count = _stretches(sizes, groups, kernels.CHUNK, self._device, _stream(self._device))
+        begin, end, count = stretches
         partial = torch.empty(max(count, 1), dtype=torch.float64, device=self._device)
-        norms = torch.empty(len(sizes), dtype=torch.float64, device=self._device)
+        norms = torch.empty(len(begin), dtype=torch.float64, device=self._device)
         self._launch(kernels.partial_squares, partial, advances=True)
-        finish: Any = kernels.finish
-        with _on(self._device):
-            finish[(len(sizes),)](partial, begin, end, norms, BLOCK=1024)
+        _start(kernels.finish, len(begin), self._device, partial, begin, end, norms, BLOCK=1024)
         return norms
 
     def scale_(self, factor: Tensor) -> None:
@@ -131,10 +135,45 @@ class DeviceList:
             assert self._where is not None
             where, count = self._where[first : first + len(group)], len(chunks.tensor)
             settings = {"DTYPE": getattr(tl, DTYPES[dtype]), "ALIGN": align, "CHUNK": CHUNK, "BLOCK": BLOCK}
-            with _on(self._device):
-                kernel[(count,)](where, *chunks, *arguments, **settings, num_warps=_WARPS)
+            _start(kernel, count, self._device, where, *chunks, *arguments, **settings, num_warps=_WARPS)
             first += len(group)
             arguments = (arguments[0][count:],) if advances else arguments
+
+
+def coefficients_on_device(norms: Tensor, limit: float) -> Tensor | None:
+    """Return min(1, limit / (norms + 1e-6)) in one launch, the bits that torch gives in four; None: ask torch."""
+    if not norms.is_cuda or norms.dtype is not torch.float64 or not norms.is_contiguous() or not _may_start(norms):
+        return None
+    return _coefficients(norms, limit)
+
+
+def _coefficients(norms: Tensor, limit: float) -> Tensor:
+    from gradguard.tensors.triton_kernels import coefficient
+
+    found = torch.empty_like(norms)
+    (bits,) = struct.unpack("q", struct.pack("d", limit))
+    if count := norms.numel():
+        _start(coefficient, -(-count // 256), norms.device, norms, bits, found, count, BLOCK=256)
+    return found
+
+
+def _start(kernel: Any, programs: int, device: torch.device, *arguments: Any, **settings: Any) -> None:
+    """The one place where a kernel starts; Triton starts it on the current device."""
+    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+        kernel[(programs,)](*arguments, **settings)
+
+
+def _chunk_length() -> int:
+    from gradguard.tensors.triton_kernels import CHUNK
+
+    return CHUNK
+
+
+def _may_start(tensor: Tensor) -> bool:
+    """Tell whether a kernel may run on the device of ``tensor`` now."""
+    if torch.compiler.is_compiling() or are_operations_watched():
+        return False
+    return not is_captured(tensor.device) and _serves(tensor.device)
 
 
 def are_blocks(tensors: Sequence[Tensor], device: torch.device, writes: bool) -> bool:
@@ -174,6 +213,13 @@ def _stretches(
     return _sent(begin, device), _sent(end, device), at
 
 
+@functools.lru_cache(maxsize=_REMEMBERED)
+def _one_stretch(count: int, device: torch.device, stream: int) -> tuple[Tensor, Tensor, int]:
+    """The same where all of them are one."""
+    del stream
+    return _sent([0], device), _sent([count], device), count
+
+
 def _sent(numbers: Sequence[int] | Tensor, device: torch.device) -> Tensor:
     """Copy numbers to ``device`` without a wait."""
     table = numbers if isinstance(numbers, Tensor) else torch.tensor(numbers, dtype=torch.int64, device="cpu")
@@ -182,11 +228,6 @@ def _sent(numbers: Sequence[int] | Tensor, device: torch.device) -> Tensor:
 
 def _stream(device: torch.device) -> int:
     return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
-
-
-def _on(device: torch.device) -> AbstractContextManager:
-    """Triton starts kernels on the current device."""
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 @functools.cache
@@ -221,6 +262,12 @@ def differs_from_torch(device: torch.device) -> str:
     norms = torch.stack([torch.linalg.vector_norm(x, dtype=torch.float64) for x in small])
     if not torch.allclose(DeviceList(small).norms(), norms, rtol=1e-6, atol=0, equal_nan=True):
         return "norms differ"
+    for some in (small[::5], small[3::5]):  # of each dtype the long ones, and those out of range
+        want = torch.linalg.vector_norm(norms[[next(i for i, x in enumerate(small) if x is one) for one in some]])
+        if not torch.allclose(DeviceList(some).norm(), want, rtol=1e-6, atol=0):
+            return "the norm of all differs"
+    if not torch.equal(_coefficients(norms, 0.3).nan_to_num(7.0), (0.3 / (norms + 1e-6)).clamp(max=1).nan_to_num(7.0)):
+        return "coefficients differ"
     half = torch.full((), 0.3, dtype=torch.float64, device=device)
     yes, no = (torch.full((), x, device=device) for x in (True, False))
     writes: dict[str, tuple[Callable[[DeviceList], None], Callable[[Tensor], Tensor]]] = {
