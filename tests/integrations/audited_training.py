@@ -95,7 +95,7 @@ def torchtitan():
 
 
 def on_two_meshes(clip, everywhere=False):
-    """Dense layers, a layer of experts on another mesh, ordinary tensors unless ``everywhere``; the twin's gradients."""
+    """Dense layers, one of experts on another mesh, ordinary tensors unless ``everywhere``; gradients of the twin."""
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
     dist.init_process_group("gloo")
