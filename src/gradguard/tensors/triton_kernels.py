@@ -14,7 +14,7 @@ end at whole 16 bytes; what is left over is a second, short load.
 """
 
 # What follows is Triton's language, of which a type checker for Python understands little.
-# pyright: basic, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false, reportArgumentType=false
+# pyright: basic, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false, reportArgumentType=false, reportAssignmentType=false
 
 import triton
 import triton.language as tl
