@@ -18,8 +18,8 @@ from training import WAYS, Network, backward, batch, models, own_samples
 import gradguard as gg
 from gradguard.errors import InvalidValueError, UnsupportedGradientError
 from gradguard.parity.compare import compare
-from gradguard.parity.save import _contrast
 from gradguard.parity.shards import Whole, part_of
+from gradguard.parity.whole import _contrast
 from sharded import LAYOUTS, laid_out, local
 
 SHAPES = [(7, 5, 3), (16, 4, 8), (1, 2, 3), (9, 1, 1)]
@@ -75,8 +75,13 @@ def saved_in(way):
     return report.verdict, str(report), same, [p.copies for p in sharded.parameters]
 
 
-@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("way", WAYS)
+EIGHT = [pytest.param(way, 8, marks=pytest.mark.exhaustive) for way in ("DDP", "HSDP", "FSDP2 x TP")]
+
+
+@pytest.mark.parametrize(
+    ("way", "world"),
+    [*((w, 2) for w in WAYS), *(pytest.param(w, 4, marks=pytest.mark.slow) for w in WAYS), *EIGHT],
+)
 def test_every_parallelism_has_the_gradients_of_one_process(pool, way, world):
     for verdict, text, same, copies in pool(world).run(saved_in, way):
         assert verdict == "PASS", text
@@ -307,6 +312,60 @@ def test_shards_that_make_no_whole_are_refused(pool, way, words):
     for error in pool(2).outcomes(megatron, way):
         assert isinstance(error, UnsupportedGradientError | InvalidValueError)
         assert words in str(error)
+
+
+class Gathered(torch.autograd.Function):
+    """Keys or values of all ranks' tokens; their part in other ranks' losses comes back, unless it is lost."""
+
+    @staticmethod
+    def forward(ctx, own, is_lost):
+        ctx.is_lost = is_lost
+        parts = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+        dist.all_gather(parts, own.contiguous())
+        return torch.cat(parts, 1)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        gradient = gradient.contiguous()
+        if not ctx.is_lost:
+            dist.all_reduce(gradient)
+        return gradient.chunk(dist.get_world_size(), 1)[dist.get_rank()], None
+
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.qkv, self.out = nn.Linear(4, 12), nn.Linear(4, 3)
+
+    def forward(self, x, begin=0, gather=lambda t: t):
+        q, k, v = self.qkv(x).chunk(3, -1)
+        k, v = gather(k), gather(v)
+        seen = torch.arange(k.shape[1]) <= begin + torch.arange(q.shape[1])[:, None]
+        scores = (q @ k.transpose(-1, -2)).masked_fill(~seen, -torch.inf)
+        return self.out(scores.softmax(-1) @ v)
+
+
+def context_parallel(is_lost):
+    """Each rank has some tokens of each sample, and attends to those before them on all ranks."""
+    torch.manual_seed(0)
+    own, full = Attention(), Attention()
+    own.load_state_dict(full.state_dict())
+    x, size = torch.randn(3, 8, 4), 8 // dist.get_world_size()
+    begin = size * dist.get_rank()
+
+    def step():
+        out = own(x[:, begin : begin + size], begin, lambda t: Gathered.apply(t, is_lost))
+        (out.square().sum() / 72).backward()
+        for p in own.parameters():
+            dist.all_reduce(p.grad)
+
+    return told(compare(saved(full, lambda: full(x).square().mean().backward()), saved(own, step)))
+
+
+def test_context_parallelism_is_compared(pool):
+    assert pool(2).run(context_parallel, False)[0] == []
+    findings = pool(2).run(context_parallel, True)[0]
+    assert {p for f in findings for p in f[2]} == {"qkv.weight", "qkv.bias"}
 
 
 def test_a_contrast_sees_every_pattern_of_copies_and_nothing_in_equal_ones():

@@ -2,6 +2,7 @@
 
 import math
 import random
+from pathlib import Path
 
 import pytest
 import torch
@@ -158,8 +159,8 @@ def checkpointed(model, data):
     return step_of(model, data)
 
 
-def compiled(model, data):
-    return step_of(torch.compile(model, backend="aot_eager"), data)
+def compiled(model, data, backend="aot_eager"):
+    return step_of(torch.compile(model, backend=backend), data)
 
 
 HEALTHY = {
@@ -183,9 +184,59 @@ def test_healthy_set_ups_pass(how, dtype, seed, record_property):
     assert report.verdict == "PASS", str(report)
 
 
-def test_compiled_and_eager_are_equal():
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.exhaustive)])
+def test_compiled_and_eager_are_equal(backend):
     model = language_model()
-    assert_parity(save(model, step_of(model, batch())), save(model, compiled(model, batch())))
+    assert_parity(save(model, step_of(model, batch())), save(model, compiled(model, batch(), backend)))
+
+
+def test_a_file_of_torch_2_11_is_compared(record_property):
+    """Written by torch 2.11.0: ``save_gradients(file, model, step, perturbed=1)`` of the model below."""
+    model = language_model(blocks=1)
+    report = compare(Path(__file__).with_name("saved_by_torch_2_11.safetensors"), save(model, step_of(model, batch())))
+    record_property("largest", report.largest)
+    assert report.verdict == "PASS", str(report)
+
+
+class Routed(nn.Module):
+    """Each token goes to one expert: where two are nearly as good, rounding may send it to the other."""
+
+    def __init__(self, experts=8, width=16):
+        super().__init__()
+        self.embed, self.router = nn.Embedding(VOCABULARY, width), nn.Linear(width, experts, bias=False)
+        self.experts = nn.ModuleList(nn.Linear(width, width) for _ in range(experts))
+        self.head = nn.Linear(width, VOCABULARY)
+
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        weight, which = self.router(x).softmax(-1).max(-1)
+        y = sum((weight * (which == i))[..., None] * expert(x) for i, expert in enumerate(self.experts))
+        return self.head(x + F.gelu(y))
+
+
+def routed(seed, dtype):
+    torch.manual_seed(seed)
+    return Routed().to(dtype)
+
+
+@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(s, marks=pytest.mark.exhaustive) for s in range(2, 40))])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_tokens_that_go_to_another_expert_are_no_fault(dtype, seed, record_property):
+    right, other = (routed(seed, dtype) for _ in range(2))
+    report = compare(
+        save(right, step_of(right, batch(seed)), perturbed=8), save(other, permuted(other, batch(seed)), perturbed=8)
+    )
+    record_property("largest", report.largest)
+    assert report.verdict != "FAIL", str(report)
+    assert dtype == torch.bfloat16 or report.verdict == "PASS"
+
+
+def test_experts_that_are_counted_twice_are_found_beside_the_router():
+    model = routed(0, torch.float32)
+    wrong = save(model, times(2.0, "experts")(model, batch()), perturbed=8)
+    report = compare(save(model, step_of(model, batch()), perturbed=8), wrong)
+    assert report.verdict == "FAIL"
+    assert all("experts" in p for f in report.findings for p in f.parameters)
 
 
 @pytest.mark.parametrize("seed", range(3))

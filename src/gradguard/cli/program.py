@@ -18,6 +18,8 @@ _TAKES_VALUE = {
     "--rule",
     "--record",
     "--metric",
+    "--save-gradients",
+    "--perturbed",
 }
 
 

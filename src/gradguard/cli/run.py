@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from gradguard.cli.program import ProgramLine, in_lines
 from gradguard.cli.records import progress, read, tell_notes
+from gradguard.cli.save_gradients import save_gradients_of
 from gradguard.errors import CommandError
 from gradguard.monitoring.record.text import encodable, on_stderr, printable
 
@@ -21,7 +22,8 @@ if TYPE_CHECKING:
 
 _USAGE = (
     "gradguard run [--out DIR] [--force] [--every N] [--clip RULE] [--steps N] [--seed N] [--no-report] "
-    "[--on-finding COMMAND] [--argv] [--audit-norm] (script.py | -m module) [args ...]"
+    "[--on-finding COMMAND] [--argv] [--audit-norm] [--save-gradients FILE] [--perturbed N] "
+    "(script.py | -m module) [args ...]"
 )
 _AUDIT_HELP = (
     "record nothing: compare the norm that the script clips by with the true one, for 3 steps or --steps, then end it. "
@@ -36,6 +38,11 @@ _CLIP_HELP = (
     "the module or parameter fc alone), by a rule that follows the norms of "
     "each optimizer (median, autoclip, zclip=inf, clip_fraction=0.05, adagc=inf), or from=RECORD, as RECORD's report "
     "recommends. Default: observe only, the weights come out bit-identical"
+)
+
+_SAVE_HELP = (
+    "save the gradients of the first optimizer step for `gradguard parity`, and nothing else: the script is run up to "
+    "that step, again, and with weights that differ by rounding, six times in all"
 )
 
 
@@ -53,6 +60,8 @@ def add_to(commands) -> None:
     parser.add_argument("--no-report", action="store_true", help="write the record and nothing else")
     parser.add_argument("--on-finding", metavar="COMMAND", help=_ON_FINDING_HELP)
     parser.add_argument("--audit-norm", action="store_true", help=_AUDIT_HELP)
+    parser.add_argument("--save-gradients", type=Path, metavar="FILE", help=_SAVE_HELP)
+    parser.add_argument("--perturbed", type=int, metavar="N", help="runs that differ by rounding (default: 4)")
     parser.set_defaults(call=_run)
 
 
@@ -66,6 +75,10 @@ def _run(options: argparse.Namespace, program: ProgramLine) -> int:
         raise CommandError(f"--seed {options.seed}: expected a number from 0 to 4294967295.")
     if options.audit_norm:
         return _audit_norm(options, program)
+    if options.save_gradients is not None:
+        return save_gradients_of(options, program)
+    if options.perturbed is not None:
+        raise CommandError("--perturbed belongs to --save-gradients FILE, which is not there.")
     rule = _rule(options.clip) if options.clip is not None else None
 
     from gradguard.monitoring.observe.meta import rank_and_world

@@ -18,9 +18,14 @@ _SAYS = {
     "nonfinite": "not finite",
     "dead": "all zeros in one run",
     "different": "different, and no factor",
-    "unknown": "not equal to the last bit, and nobody has measured what rounding does",
+    "unknown": "not equal, and nobody has measured what rounding does",
 }
 _NOTHING = ParityFinding("nothing", "no gradient of either run is other than zero, so nothing was compared")
+_AFTER_CLIP = ParityFinding(
+    "clip",
+    "a run clips between the backward passes of one step, and what that did to the gradients is in them: it may hide a "
+    "factor",
+)
 _MASKS_COUNT = ("different", "rows", "mixture", "ranks")  # what other dropout masks would look like, too
 
 
@@ -50,6 +55,7 @@ def compare(reference: Run, new: Run) -> ParityReport:
     faults = _findings(outcomes, facts)
     doubts = [*_other_weights(a, b, of_a, of_b), *_other_masks(a, b, outcomes), *_mostly_noise(outcomes)]
     doubts += [] if any(map(_is_there, (*a.sketches["gradient"][0], *b.sketches["gradient"][0]))) else [_NOTHING]
+    doubts += [_AFTER_CLIP] if a.clipped or b.clipped else []
     return ParityReport(_verdict(faults, doubts), (*faults, *doubts), _notes(a, b, outcomes, faults), tuple(outcomes))
 
 

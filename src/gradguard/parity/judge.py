@@ -27,6 +27,8 @@ MOST_PARTS = 16
 """So many weights can be told from 32 sums, with as many left to see that they explain all."""
 
 _WIDEST_NAMED = 0.1  # a factor known less well than to a tenth has no name
+_MANY = 16  # so many numbers are not a multiple of others by chance
+_NOT_MEASURED = "not equal, and nobody has measured what rounding does"
 _ONE_NUMBER = 1e-9  # candidates closer than this are one number with two names
 
 Kind = Literal[
@@ -172,14 +174,14 @@ def _by_numbers(name: str, reference: Measured, new: Measured, facts: Mapping[st
     shown = Outcome(name, "equal", distance, (bar / size if size else 0.0) if bars else None)
     apart = [who for who, run in _both(reference, new) if _ranks_apart(run, bar)]
     dead = [who for who, sketch in (("the reference", r), ("the new run", c)) if not any(sketch)]
-    if dead and not apart and distance > BARS and not shown.is_noise:
+    if dead and not apart and bars and distance > BARS and not shown.is_noise:
         return _with(shown, "dead", message=f"all zeros in {dead[0]}")
     if apart:
         return _with(shown, "ranks", message=_about_ranks(reference, new, bar, apart))
     if distance <= BARS:
         return _noisy(shown, reference, new, difference) or shown
     if not bars:
-        return _with(shown, "unknown", message="nobody has measured what rounding does")
+        return _plain_factor(shown, reference.shape, r, c, facts) or _with(shown, "unknown", message=_NOT_MEASURED)
     found = None if shown.is_noise else _factor(shown, reference, new, bar, facts)
     return (
         found or _rows(shown, reference, new, bar) or _mixture(shown, reference, new, bar) or _with(shown, "different")
@@ -249,6 +251,19 @@ def _factor(
     spread = max(_spread_along(reference), _spread_along(new), reference.rounding, new.rounding)
     width = BARS * abs(factor) * spread
     if abs(factor - 1) <= width:
+        return None
+    return _with(shown, "factor", factor=factor, factor_bar=width, factor_name=name_of_factor(factor, width, facts))
+
+
+def _plain_factor(
+    shown: Outcome, shape: Sequence[int], r: Vector, c: Vector, facts: Mapping[str, float]
+) -> Outcome | None:
+    """A factor that no rounding makes: of 16 numbers or more, by half of itself or more, with a tenth left over."""
+    if math.prod(shape) < _MANY or not any(r) or not any(c):
+        return None
+    factor = _along(c, r)
+    width = norm([x - factor * y for x, y in zip(c, r, strict=True)]) / norm(r)
+    if not width <= _WIDEST_NAMED * abs(factor) or not abs(factor - 1) >= max(0.5, 5 * width):
         return None
     return _with(shown, "factor", factor=factor, factor_bar=width, factor_name=name_of_factor(factor, width, facts))
 

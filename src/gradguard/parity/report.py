@@ -19,7 +19,7 @@ class ParityFinding:
 
     ``kind`` is ``"missing"``, ``"extra"``, ``"shape"``, ``"nonfinite"``, ``"dead"``, ``"ranks"``, ``"factor"``,
     ``"rows"``, ``"mixture"``, ``"different"``, ``"noisy"`` or ``"unknown"``; or, of the runs themselves,
-    ``"weights"``, ``"random"``, ``"noise"`` or ``"nothing"``.
+    ``"weights"``, ``"random"``, ``"noise"``, ``"clip"`` or ``"nothing"``.
     """
 
     kind: str

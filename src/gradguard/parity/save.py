@@ -2,24 +2,21 @@
 
 import math
 import os
-import platform
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from gradguard.errors import InvalidTypeError, InvalidValueError, UnsupportedGradientError
-from gradguard.parity.replay import Replay, digest, epsilon_of, precision_of
-from gradguard.parity.saved import SavedGradients, SavedParameter, write
-from gradguard.parity.shards import LocalParameter, ShardOf, Whole, agree_on, gathered, local_parameters, processes
-from gradguard.parity.sketch import HASH_VERSION, ROW_SUMS, SUMS, hashed, row_sketches, sketch_of
+from gradguard.parity.replay import Replay, digest, precision_of
+from gradguard.parity.saved import SavedGradients, write
+from gradguard.parity.shards import LocalParameter, ShardOf, gathered, local_parameters, processes
+from gradguard.parity.sketch import HASH_VERSION
+from gradguard.parity.whole import Sketches, WholeParameters, about, local_gradients, local_weights, versions
 
 Step = Callable[[], Any]
-_CONTRASTS = 2
-_Sketches = list[list[float]]
 
 
 def save_gradients(
@@ -96,7 +93,7 @@ def save_gradients(
     """
     _check_arguments(model, step, perturbed, parts or {}, facts or {})
     local = local_parameters(model, shard_of)
-    run = _Run(model, local, agree_on(local), rows)
+    run = _Run(model, local, rows)
     try:
         saved = run.measure(step, perturbed, parts or {}, facts or {}, dtype)
     finally:
@@ -126,15 +123,10 @@ def _check_arguments(
 class _Run:
     """One call of `save_gradients`: who holds what, and one all-reduce after each run."""
 
-    def __init__(
-        self, model: nn.Module, local: Sequence[LocalParameter], wholes: Mapping[str, Whole], rows: Sequence[str]
-    ) -> None:
-        if not wholes:
-            raise InvalidValueError("the model has no parameter that requires a gradient, so there is nothing to save.")
-        self._model, self._local, self._wholes = model, local, wholes
-        self._rank, self._world = processes()
-        self._device = next((p.weights()[1].device for p in local), torch.device("cpu"))
-        self._rows = [n for n, w in wholes.items() if len(w.shape) > 1 and any(fnmatchcase(n, one) for one in rows)]
+    def __init__(self, model: nn.Module, local: Sequence[LocalParameter], rows: Sequence[str]) -> None:
+        self._model, self._local, self._whole = model, local, WholeParameters(local)
+        shapes = {name: whole.shape for name, whole in self._whole.wholes.items()}
+        self._rows = [n for n, shape in shapes.items() if len(shape) > 1 and any(fnmatchcase(n, one) for one in rows)]
         if unknown := [one for one in rows if not any(fnmatchcase(name, one) for name in self._rows)]:
             raise InvalidValueError(f"rows={unknown}: no parameter of several dimensions has such a name.")
         self.replay = Replay(model, local)
@@ -147,20 +139,20 @@ class _Run:
         facts: Mapping[str, float],
         dtype: torch.dtype | None,
     ) -> SavedGradients:
-        weights = self._sketches_of_weights()
+        weights = self._whole.weights(local_weights(self._local))
         before = digest(self._local)
         with precision_of(self._model) as seen:
             losses = [self._loss(self.replay.run(step))]
         random = any(gathered(self.replay.has_drawn()))
         self._check_after(any(gathered(digest(self._local) != before)))
-        base, contrasts, rows, about = (
-            self._reduced_gradients(),
-            self._contrasts(),
-            [self._row_sketches()],
-            self._about(),
-        )
-        self._check_has_gradient(about)
-        epsilon = max(gathered(self._epsilon({dtype} if dtype else seen)))
+        own = local_gradients(self._local)
+        base, contrasts, rows = self._whole.reduced(own), self._whole.contrasts(own), [self._row_sketches()]
+        parameters = self._whole.about([about(p) for p in self._local])
+        if not any(p.has_gradient for p in parameters):
+            raise InvalidValueError(
+                "step() left no gradient: expected forward and backward of this very model, and no zero_grad() after."
+            )
+        epsilon = self._whole.epsilon({dtype} if dtype else seen)
         runs = [base]
         for k in range(perturbed + 1):
             if k == 0:
@@ -168,90 +160,32 @@ class _Run:
             else:
                 with self.replay.perturbed(epsilon, k):
                     losses.append(self._loss(self.replay.run(step)))
-            runs.append(self._reduced_gradients())
+            runs.append(self._gradients())
             rows.append(self._row_sketches())
         mixed = [self._part(one) for one in parts.values()]
         sketches = {"gradient": runs, "weights": [weights], "contrasts": contrasts}
         return SavedGradients(
-            parameters=tuple(about),
+            parameters=tuple(parameters),
             sketches={**sketches, "parts": mixed} if mixed else sketches,
             rows={name: [one[i] for one in rows] for i, name in enumerate(self._rows)},
             parts=tuple(parts),
-            facts=self._facts(facts),
+            facts={**self._whole.facts(), **{name: float(value) for name, value in facts.items()}},
             losses=tuple(losses) if all(map(math.isfinite, losses)) else (),
             random=random,
             epsilon=epsilon,
             hash_version=HASH_VERSION,
-            versions={"torch": torch.__version__, "python": platform.python_version()},
+            versions=versions(),
         )
 
-    # Sketches, the same on all processes.
-
-    def _part(self, step: Step) -> _Sketches:
+    def _part(self, step: Step) -> Sketches:
         self.replay.run(step)
-        return self._reduced_gradients()
+        return self._gradients()
 
-    def _reduced_gradients(self) -> _Sketches:
-        return self._reduced(self._weighted(self._gradient_sketches(), self._share))
+    def _gradients(self) -> Sketches:
+        return self._whole.reduced(local_gradients(self._local))
 
-    def _gradient_sketches(self) -> dict[str, Tensor]:
-        found = {}
-        for parameter in self._local:
-            if (gradient := parameter.gradient()) is not None:
-                found[parameter.name] = sketch_of(gradient[0].pieces(gradient[1]), gradient[1].device)
-        return found
-
-    def _contrasts(self) -> list[_Sketches]:
-        own = self._gradient_sketches()
-        return [self._reduced(self._weighted(own, lambda w, r, j=j: _contrast(w, r, j))) for j in range(_CONTRASTS)]
-
-    def _sketches_of_weights(self) -> _Sketches:
-        own = {}
-        for parameter in self._local:
-            part, weights = parameter.weights()
-            own[parameter.name] = sketch_of(part.pieces(weights), weights.device)
-        found = self._reduced(self._weighted(own, self._share))
-        apart = self._reduced(self._weighted(own, lambda whole, rank: _contrast(whole, rank, 0)))
-        for name, sketch, contrast in zip(self._wholes, found, apart, strict=True):
-            size = math.hypot(*sketch)
-            if math.isfinite(size) and math.hypot(*contrast) > 1e-9 * size:
-                raise UnsupportedGradientError(
-                    f"{name} has different weights on different ranks, so that it is not one parameter: an expert, a "
-                    "tensor-parallel shard or a layer of a stage? Say which part of which whole it is, with "
-                    "shard_of=lambda name: (whole name, whole shape, where it begins); or load one checkpoint."
-                )
-        return found
-
-    def _share(self, whole: Whole, rank: int) -> float:
-        return 1 / len(whole.sharers(rank))
-
-    def _weighted(self, own: Mapping[str, Tensor], weight: Callable[[Whole, int], float]) -> Tensor:
-        table = torch.zeros(len(self._wholes), SUMS, dtype=torch.float64, device=self._device)
-        for i, (name, whole) in enumerate(self._wholes.items()):
-            if name in own:
-                table[i] = own[name].to(self._device) * weight(whole, self._rank)
-        return table
-
-    def _reduced(self, table: Tensor) -> _Sketches:
-        if self._world > 1:
-            dist.all_reduce(table)
-        return table.tolist()
-
-    def _row_sketches(self) -> list[_Sketches]:
-        tables = []
-        of = {parameter.name: parameter for parameter in self._local}
-        for name in self._rows:
-            whole = self._wholes[name]
-            table = torch.zeros(whole.shape[0], ROW_SUMS, dtype=torch.float64, device=self._device)
-            if name in of and (gradient := of[name].gradient()) is not None:
-                part, values = gradient
-                length = math.prod(whole.shape[1:])
-                own = row_sketches(part.pieces(values), whole.shape[0], length, values.device)
-                table += own.to(self._device) * self._share(whole, self._rank)
-            tables.append(self._reduced(table))
-        return tables
-
-    # What else is worth knowing.
+    def _row_sketches(self) -> list[Sketches]:
+        return [self._whole.rows(name) for name in self._rows]
 
     def _loss(self, returned: Any) -> float:
         """The mean over processes; NaN if a step returns no number."""
@@ -260,7 +194,7 @@ class _Run:
             own = float(returned.detach())
         elif isinstance(returned, int | float):
             own = float(returned)
-        return sum(gathered(own)) / self._world
+        return sum(gathered(own)) / processes()[1]
 
     def _check_after(self, changed: bool) -> None:
         if changed:
@@ -268,56 +202,3 @@ class _Run:
                 "step() changes the weights, which cannot be undone: let it run forward and backward, and leave "
                 "optimizer.step() out. The weights are those after it."
             )
-
-    def _about(self) -> list[SavedParameter]:
-        told: dict[str, tuple[str, float, str, float]] = {}
-        has: set[str] = set()
-        for one in gathered([self._local_about(p) for p in self._local]):
-            for name, has_gradient, *about in one:
-                told.setdefault(name, tuple(about))
-                if has_gradient:
-                    has.add(name)
-                    told[name] = tuple(about)
-        found = []
-        for name, whole in self._wholes.items():
-            dtype, rounding, layout, of_weights = told[name]
-            found.append(
-                SavedParameter(name, whole.shape, dtype, rounding, name in has, whole.copies, layout, of_weights)
-            )
-        return found
-
-    def _local_about(self, parameter: LocalParameter) -> tuple[str, bool, str, float, str, float]:
-        gradient, weights = parameter.gradient(), parameter.weights()[1]
-        dtype = weights.dtype if gradient is None else gradient[1].dtype
-        of_weights = torch.finfo(weights.dtype).eps / 2
-        layout = parameter.layout()
-        return parameter.name, gradient is not None, str(dtype), torch.finfo(dtype).eps / 2, layout, of_weights
-
-    def _check_has_gradient(self, about: Iterable[SavedParameter]) -> None:
-        if not any(p.has_gradient for p in about):
-            raise InvalidValueError(
-                "step() left no gradient: expected forward and backward of this very model, and no zero_grad() after."
-            )
-
-    def _epsilon(self, seen: set[torch.dtype]) -> float:
-        dtypes = {p.weights()[1].dtype for p in self._local}
-        gradients = {p.parameter.grad.dtype for p in self._local if p.parameter.grad is not None}
-        return epsilon_of(dtypes | gradients | seen or {torch.float32}, self._device)
-
-    def _facts(self, facts: Mapping[str, float]) -> dict[str, float]:
-        known = {"world size": float(self._world)}
-        for parameter in self._local:
-            mesh: Any = getattr(parameter.parameter, "device_mesh", None)
-            if mesh is not None and mesh.mesh_dim_names:
-                known |= {f"size of {name}": float(mesh.size(i)) for i, name in enumerate(mesh.mesh_dim_names)}
-        together = {name: value for one in gathered(known) for name, value in one.items()}
-        return {**together, **{name: float(value) for name, value in facts.items()}}
-
-
-def _contrast(whole: Whole, rank: int, which: int) -> float:
-    """The weight of a rank's copy in a sum that is 0 if all copies are alike: no pattern of copies cancels in it."""
-    sharers = whole.sharers(rank)
-    drawn = (hashed(torch.tensor(sharers) + 1000 * which).double() / 2.0**63).tolist()
-    mean = sum(drawn) / len(drawn)
-    size = math.hypot(*(x - mean for x in drawn))
-    return (drawn[sharers.index(rank)] - mean) / size if size else 0.0

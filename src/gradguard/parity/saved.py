@@ -46,7 +46,7 @@ class SavedGradients:
     """Sketches of a model's gradients in one run: what `gradguard.save_gradients` returns and writes.
 
     ``losses`` are what ``step()`` returned, first of the run itself; ``facts`` what was said of it; ``random`` tells
-    whether it drew random numbers.
+    whether it drew random numbers, ``clipped`` whether some gradients are those after a clip.
     """
 
     parameters: tuple[SavedParameter, ...]
@@ -61,6 +61,7 @@ class SavedGradients:
     epsilon: float = 0.0
     hash_version: int = 1
     versions: Mapping[str, str] = field(default_factory=dict)
+    clipped: bool = False
 
     def measured(self, index: int) -> Measured:
         """Return what is known of one parameter, as the comparison takes it."""

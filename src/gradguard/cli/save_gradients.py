@@ -1,0 +1,69 @@
+"""`gradguard run --save-gradients`: the gradients of a script's first step, for `gradguard parity`."""
+
+import argparse
+import json
+import os
+import sys
+from pathlib import Path
+
+from gradguard.cli.program import ProgramLine
+from gradguard.errors import CommandError
+from gradguard.monitoring.record.text import on_stderr
+
+_NOT_BESIDE = ("out", "force", "argv", "every", "clip", "steps", "no_report", "on_finding")
+_DEFAULT_RUNS = 4
+_NO_STEP = "the script ended before its first optimizer step, so there is nothing to save."
+
+
+def save_gradients_of(options: argparse.Namespace, program: ProgramLine) -> int:
+    """Run the program as often as it takes, or once where a process that does so has asked, and return an exit code."""
+    from gradguard.parity.repeated import VARIABLE, RunFailedError, save_from_script
+
+    if (asked := os.environ.get(VARIABLE)) is not None:
+        return _one_run(json.loads(asked), options, program)
+    if beside := [name for name in _NOT_BESIDE if getattr(options, name)]:
+        raise CommandError(f"--save-gradients records nothing: leave --{beside[0].replace('_', '-')} out.")
+    perturbed = _DEFAULT_RUNS if options.perturbed is None else options.perturbed
+    if perturbed < 0:
+        raise CommandError(f"--perturbed {perturbed}: expected a number of runs, 0 or more.")
+    file = options.save_gradients.absolute()
+    if not file.parent.is_dir():
+        raise CommandError(f"--save-gradients {file}: there is no folder {file.parent}.")
+    seed = [] if options.seed is None else ["--seed", str(options.seed)]
+    command = ["--save-gradients", str(file), *seed, *program.typed]
+    first = int(os.environ.get("RANK", "0")) == 0
+    from gradguard.monitoring.observe.termination import end_on_sigterm
+
+    give_back = end_on_sigterm()
+    try:
+        save_from_script(file, command, perturbed, first)
+    except RunFailedError as failed:
+        sys.stderr.write(failed.said)
+        if failed.code == 0:
+            raise CommandError(_NO_STEP) from None
+        return failed.code if failed.code > 0 else 128 - failed.code
+    finally:
+        give_back()
+    if first:
+        on_stderr(f"the gradients of the first step are in {os.path.relpath(file, Path.cwd())}")
+    return 0
+
+
+def _one_run(asked: dict, options: argparse.Namespace, program: ProgramLine) -> int:
+    from gradguard.monitoring.observe.intercept import patched
+    from gradguard.monitoring.observe.meta import all_optimizers, living_modules
+    from gradguard.monitoring.observe.script import load_module, load_script, run, seed_generators
+    from gradguard.parity.script import ScriptGradients
+
+    os.environ.pop("GRADGUARD_SAVE_GRADIENTS")  # what the script starts is no run of its own
+    loaded = (load_module if program.is_module else load_script)(program.words[0], program.words[1:])
+    gradients = ScriptGradients(asked["file"], living_modules, all_optimizers, asked["epsilon"], asked["run"])
+    if options.seed is not None:
+        seed_generators(options.seed)
+    with patched(gradients), gradients.watching():
+        code = run(loaded)
+        if code == 0:
+            gradients.finish()
+    if gradients.refusal:
+        raise CommandError(gradients.refusal)
+    return code

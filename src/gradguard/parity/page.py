@@ -1,0 +1,146 @@
+"""A comparison of two runs as one HTML page that needs no network."""
+
+import math
+import os
+from collections.abc import Sequence
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from gradguard.errors import RecordError
+from gradguard.parity.judge import BARS, Outcome
+from gradguard.parity.report import ParityReport
+from gradguard.parity.saved import SavedGradients
+
+_MEANING = {
+    "PASS": "Each gradient is within what rounding does to it.",
+    "FAIL": "Some gradients differ by more than rounding does.",
+    "INCONCLUSIVE": "Nobody can tell from these two runs whether the gradients are the same.",
+}
+_TONE = {"PASS": "guard", "FAIL": "bad", "INCONCLUSIVE": "shaping"}
+_WIDTH, _HEIGHT, _LEFT, _TOP, _BOTTOM = 1032, 260, 66, 14, 12
+_LOWEST, _HIGHEST = -2, 4  # powers of ten that the chart shows; what is beyond lies on its edge
+_MOST_NAMES = 40
+
+
+def write_page(
+    path: str | os.PathLike[str],
+    report: ParityReport,
+    runs: Sequence[SavedGradients],
+    names: Sequence[str],
+    css: str = "",
+) -> Path:
+    """Write the page of a comparison, in one piece.
+
+    Args:
+        path: Where to.
+        report: What `compare` found.
+        runs: The reference and the new run.
+        names: What to call them.
+        css: Its style.
+
+    Returns:
+        The path.
+
+    Raises:
+        RecordError: If it cannot be written.
+    """
+    path = Path(path)
+    beside = path.with_name(f"{path.name}.part{os.getpid()}")
+    try:
+        try:
+            beside.write_bytes(render(report, runs, names, css).encode("utf-8", "replace"))
+            beside.replace(path)
+        finally:
+            beside.unlink(missing_ok=True)
+    except OSError as error:
+        raise RecordError(
+            f"cannot write {path}: {error.strerror or error}. Name another file with --output."
+        ) from error
+    return path
+
+
+def render(report: ParityReport, runs: Sequence[SavedGradients], names: Sequence[str], css: str = "") -> str:
+    """Return the page as HTML; every name in it is escaped.
+
+    Args:
+        report: What `compare` found.
+        runs: The reference and the new run.
+        names: What to call them.
+        css: Its style.
+
+    Returns:
+        HTML.
+    """
+    import jinja2
+
+    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
+    template = files("gradguard.parity").joinpath("page.html.jinja").read_text(encoding="utf-8")
+    equal = [o for o in report.parameters if o.kind == "equal"]
+    return environment.from_string(template).render(
+        report=report,
+        names=names,
+        css=css,
+        tone=_TONE[report.verdict],
+        meaning=_MEANING[report.verdict],
+        equal=f"{len(equal):,}",
+        total=f"{len(report.parameters):,}",
+        power=f"{report.power:.1g}" if report.power < 1 else "",
+        chart=_chart(report.parameters),
+        wrong=[o for o in report.parameters if o.kind != "equal"],
+        right=equal,
+        facts=_facts(runs),
+        listed=_listed,
+        short=_short,
+    )
+
+
+def _chart(outcomes: Sequence[Outcome]) -> dict[str, Any]:
+    shown = [o for o in outcomes if o.distance is not None]
+    step = (_WIDTH - _LEFT - 10) / max(1, len(shown) - 1)
+    points = [
+        (
+            round(_LEFT + step * i, 1),
+            _height(o.distance or 0.0),
+            o.kind != "equal",
+            f"{o.name}: {_short(o.distance)} bars",
+        )
+        for i, o in enumerate(shown)
+    ]
+    lines = [(_height(10.0**k), f"{10.0**k:g}") for k in range(_LOWEST, _HIGHEST + 1)]
+    return {"width": _WIDTH, "height": _HEIGHT, "points": points, "lines": lines, "limit": _height(BARS)}
+
+
+def _height(distance: float) -> float:
+    """Where a distance lies, from the top down."""
+    power = math.log10(distance) if 0 < distance < math.inf else -math.inf if distance == 0 else math.inf
+    share = (min(max(power, _LOWEST), _HIGHEST) - _LOWEST) / (_HIGHEST - _LOWEST)
+    return round(_HEIGHT - _BOTTOM - share * (_HEIGHT - _TOP - _BOTTOM), 1)
+
+
+def _facts(runs: Sequence[SavedGradients]) -> list[tuple[str, ...]]:
+    tables = [
+        {
+            "parameters": f"{len(run.parameters):,}",
+            "layout": _listed(list(dict.fromkeys(p.layout for p in run.parameters))),
+            "dtype of gradients": _listed(list(dict.fromkeys(p.dtype.removeprefix("torch.") for p in run.parameters))),
+            "rounding of the coarsest dtype": _short(run.epsilon),
+            "runs that differ by rounding": f"{len(run.sketches['gradient']) - 1}",
+            "loss": _short(run.losses[0]) if run.losses else "",
+            "random numbers": "drawn" if run.random else "none drawn",
+            **{name: f"{value:g}" for name, value in run.facts.items()},
+            **run.versions,
+        }
+        for run in runs
+    ]
+    names = dict.fromkeys(name for table in tables for name in table)
+    return [(name, *(table.get(name, "") for table in tables)) for name in names]
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = len(names) - _MOST_NAMES
+    return ", ".join(names[:_MOST_NAMES]) + (f" and {more:,} more" if more > 0 else "")
+
+
+def _short(value: float | None) -> str:
+    return "" if value is None else f"{value:.3g}"

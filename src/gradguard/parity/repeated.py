@@ -1,0 +1,132 @@
+"""`gradguard run --save-gradients`: a script's first step, again and again in processes of its own, made one file."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+from gradguard.errors import RecordError
+from gradguard.parity.judge import Vector, norm
+from gradguard.parity.saved import SavedGradients, read, write
+
+VARIABLE = "GRADGUARD_SAVE_GRADIENTS"
+"""The environment variable that tells a process which run of the script it is, as JSON."""
+
+_SAME = 1e-9  # sketches of the same weights differ by what the order of additions does
+_SECONDS_TO_END = 10
+
+
+class RunFailedError(Exception):
+    """A run of the script has saved nothing.
+
+    Args:
+        code: Its exit code; 0 if it has ended well without a step.
+        said: What it has printed on stderr, where nobody has seen that.
+    """
+
+    def __init__(self, code: int, said: str) -> None:
+        super().__init__(code, said)
+        self.code, self.said = code, said
+
+
+def saved_runs(command: Sequence[str], perturbed: int) -> SavedGradients:
+    """Run a script up to its first optimizer step, several times, and return its gradients with what rounding does.
+
+    Run 0 is the script as it is, run 1 the same again; in each later one the weights are changed by rounding at the
+    first forward pass. With ``perturbed=0`` there is run 0 alone. Only run 0 prints what the script prints.
+
+    Args:
+        command: A command that runs the script, with `ScriptGradients` where it finds `VARIABLE`.
+        perturbed: How many runs with changed weights.
+
+    Returns:
+        What was saved, on every process that calls.
+
+    Raises:
+        RunFailedError: If a run saves nothing.
+        RecordError: If the script does not begin with the same weights each time.
+    """
+    folder = Path(tempfile.mkdtemp(prefix="gradguard-"))
+    try:
+        runs = [_run(command, folder / "0", 0, 0.0)]
+        for k in range(perturbed + 1 if perturbed else 0):
+            runs.append(_run(command, folder / str(k + 1), k, runs[0].epsilon, again=True))
+        return merged(runs)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def merged(runs: Sequence[SavedGradients]) -> SavedGradients:
+    """Return one saved run of several of one script: the first, with the gradients of all.
+
+    Raises:
+        RecordError: If they are not of one script that begins with the same weights each time.
+    """
+    first = runs[0]
+    for other in runs[1:]:
+        if [(p.name, p.shape) for p in other.parameters] != [(p.name, p.shape) for p in first.parameters]:
+            raise RecordError("the script trains other parameters from run to run, so that nothing can be compared.")
+        pairs = zip(first.parameters, first.sketches["weights"][0], other.sketches["weights"][0], strict=True)
+        if moved := [p.name for p, a, b in pairs if not _same(a, b)]:
+            raise RecordError(
+                f"the script has other weights at its first step from run to run (in {moved[0]}, say): seed it, as in "
+                "gradguard run --seed 0 --save-gradients ..., or let it load a checkpoint, and set no weights after "
+                "the first forward pass."
+            )
+    sketches = {**first.sketches, "gradient": [run.sketches["gradient"][0] for run in runs]}
+    doubts = {"random": any(run.random for run in runs), "clipped": any(run.clipped for run in runs)}
+    return replace(first, sketches=sketches, **doubts)
+
+
+def _same(a: Vector, b: Vector) -> bool:
+    return list(a) == list(b) or norm([x - y for x, y in zip(a, b, strict=True)]) <= _SAME * norm(a)
+
+
+def _run(command: Sequence[str], file: Path, change: int, epsilon: float, again: bool = False) -> SavedGradients:
+    attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) + int(file.name)
+    about = {"file": str(file), "run": change, "epsilon": epsilon}
+    # The processes of each run meet anew: torchrun's store keeps the attempts apart.
+    environment = {**os.environ, VARIABLE: json.dumps(about), "TORCHELASTIC_RESTART_COUNT": str(attempt)}
+    with tempfile.TemporaryFile() as said:
+        output = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": said} if again else {}
+        process = subprocess.Popen(command, env=environment, **output)
+        try:
+            code = process.wait()
+        finally:
+            _end(process)
+        said.seek(0)
+        text = said.read().decode(errors="replace")
+    if code or not file.exists():
+        raise RunFailedError(code, text)
+    return read(file)
+
+
+def _end(process: subprocess.Popen) -> None:
+    if process.poll() is None:
+        with suppress(OSError):
+            process.terminate()
+        try:
+            process.wait(_SECONDS_TO_END)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def save_from_script(file: str | os.PathLike[str], options: Sequence[str], perturbed: int, writes: bool) -> None:
+    """Run a script as `saved_runs` does, and write the file.
+
+    Args:
+        file: Where to.
+        options: What follows ``gradguard run`` for the script itself: a seed, the script and its arguments.
+        perturbed: How many runs with changed weights.
+        writes: Whether this process writes: that of rank 0.
+    """
+    saved = saved_runs([sys.executable, "-m", "gradguard", "run", *options], perturbed)
+    if writes:
+        write(file, saved)

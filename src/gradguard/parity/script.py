@@ -1,0 +1,256 @@
+"""The gradients of a script's first optimizer step, seen from outside: what one process of it writes down."""
+
+import math
+import os
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.optim import Optimizer
+
+from gradguard.clip_events import ClipEvent, listen
+from gradguard.errors import GradguardError, UnsupportedGradientError
+from gradguard.optimizer_hooks import EveryStep
+from gradguard.parity.replay import flip_weights, generator_states, has_drawn, precision_of
+from gradguard.parity.saved import SavedGradients, write
+from gradguard.parity.shards import LocalParameter, gathered, local_parameters, processes
+from gradguard.parity.sketch import HASH_VERSION
+from gradguard.parity.whole import About, WholeParameters, about, local_gradients, local_weights, versions
+from gradguard.torch_private import never_compiled
+
+
+class Saved(SystemExit):
+    """Ends the script once its gradients are saved: what cleans up on the way out does so."""
+
+
+class ScriptGradients:
+    """Saves the gradients that a script's optimizers take in their first step, before a clip, and ends the script.
+
+    Args:
+        file: Where this process writes; all write the same.
+        modules: Returns the root modules that exist.
+        optimizers: Returns the optimizers that exist.
+        epsilon: By what part of themselves the weights are changed at the script's first forward pass.
+        run: Which of several such changes; 0 for none.
+
+    Attributes:
+        refusal: Why nothing was saved, once it is known.
+        done: Whether ``file`` is written.
+    """
+
+    def __init__(
+        self,
+        file: str | os.PathLike[str],
+        modules: Callable[[], Sequence[nn.Module]],
+        optimizers: Callable[[], Sequence[Optimizer]],
+        epsilon: float = 0.0,
+        run: int = 0,
+    ) -> None:
+        self._file, self._modules, self._optimizers = file, modules, optimizers
+        self._epsilon, self._run = epsilon, run
+        self._local: list[LocalParameter] = []
+        self._states: dict[str, Any] = {}
+        self._seen: list[set[torch.dtype]] = []
+        self._stack, self._depth = ExitStack(), 0
+        self._before_clip: dict[str, Tensor] | None = None
+        self._stepped: list[Optimizer] = []
+        self._gradients: dict[str, Tensor] = {}
+        self._weights: dict[str, Tensor] = {}
+        self._about: dict[str, About] = {}
+        self._facts: dict[str, float] = {}
+        self._backwards, self._taken, self._clipped_before = 0, True, False
+        self.refusal, self.done = "", False
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Watch what runs inside the block."""
+        self._stack.callback(register_module_forward_pre_hook(self._before_forward).remove)
+        self._stack.callback(register_module_forward_hook(self._after_forward, always_call=True).remove)
+        hooks, end = EveryStep(self._before_step, lambda _: None), listen(self)
+        try:
+            yield
+        finally:
+            hooks.remove()
+            end()
+            self._stack.close()
+
+    def finish(self) -> None:
+        """Save what is known, where the script has ended well before each of its optimizers made a step."""
+        if self._stepped and not self.done and not self.refusal:
+            with suppress(SystemExit):
+                self._refused(self._save)
+
+    # The first forward pass: who is trained, and by what weights.
+
+    @never_compiled
+    def _before_forward(self, module: nn.Module, arguments: Any) -> None:
+        del module, arguments
+        self._depth += 1
+        if self._depth == 1 and torch.is_grad_enabled() and not self._local:
+            self._refused(self._begin)
+
+    @never_compiled
+    def _after_forward(self, module: nn.Module, arguments: Any, output: Any) -> None:
+        del module, arguments, output
+        self._depth -= 1
+
+    def _begin(self) -> None:
+        trained = {id(p) for one in self._optimizers() for group in one.param_groups for p in group["params"]}
+        if not trained:
+            return  # a forward pass before there is an optimizer, of whatever
+        roots = [m for m in self._modules() if any(id(p) in trained for p in m.parameters())]
+        self._local = _named(roots)
+        self._states = generator_states()
+        self._stack.close()
+        self._seen = [self._stack.enter_context(precision_of(root)) for root in roots]
+        if self._run:
+            with torch.no_grad():
+                flip_weights(self._local, self._epsilon, self._run)
+
+    # What the script does.
+
+    def on_backward(self, loss: Tensor) -> None:
+        """Count micro-batches; what was looked at before a clip is no longer all."""
+        del loss
+        if self._before_clip is not None:
+            self._clipped_before = self._clipped_before or not self._taken
+            self._before_clip = None
+        self._backwards += 0 if self._stepped else 1
+
+    def on_clip(self, call: Any, parameters: list[Tensor]) -> None:
+        """Look at the gradients before the first clip of a step."""
+        del call, parameters
+        self._look()
+
+    def on_clipped(self, norm: Any) -> None:
+        """Do nothing: the norm is the clip's own affair."""
+
+    def on_scale(self, loss: Any, scaled: Any) -> None:
+        """Keep the loss scale: a factor may be that."""
+        if isinstance(loss, Tensor) and isinstance(scaled, Tensor) and loss.numel() == 1:
+            before, after = float(loss.detach()), float(scaled.detach())
+            if before and math.isfinite(after / before):
+                self._facts["loss scale"] = after / before
+
+    def on_scale_update(self, before: Tensor | None, after: Tensor | None) -> None:
+        """A step was left out, or made: what follows is another one."""
+        del before, after
+        if not self._stepped:
+            self._before_clip, self._backwards = None, 0
+
+    def before_clip(self, parameters: Sequence[Tensor], tells_norms: bool) -> None:
+        """Look at the gradients before a clip of gradguard's own."""
+        del parameters, tells_norms
+        self._look()
+
+    def after_clip(self, event: ClipEvent) -> None:
+        """Do nothing: see `before_clip`."""
+
+    def _look(self) -> None:
+        if self._before_clip is None and self._local:
+            with torch.no_grad():
+                self._before_clip, self._taken = local_gradients(self._local), False
+
+    # The step.
+
+    def _before_step(self, optimizer: Optimizer, evaluation: int) -> None:
+        if evaluation == 0:
+            self._refused(lambda: self._take(optimizer))
+
+    @torch.no_grad()
+    def _take(self, optimizer: Optimizer) -> None:
+        if any(one is optimizer for one in self._stepped):
+            self._save()
+            raise Saved
+        own = self._of(optimizer)
+        scale = getattr(optimizer, "grad_scale", None)  # which a fused optimizer takes off by itself
+        found = self._before_clip if self._before_clip is not None else local_gradients(own)
+        factor = 1.0 if scale is None or self._before_clip is not None else 1 / float(scale)
+        flips = self._run > 0
+        if flips:
+            flip_weights(own, self._epsilon, self._run, back=True)
+        for p in own:
+            if p.name in found:
+                self._gradients[p.name] = found[p.name] * factor
+            self._about[p.name] = about(p)
+        self._weights |= local_weights(own)
+        if flips:
+            flip_weights(own, self._epsilon, self._run)
+        self._stepped.append(optimizer)
+        self._taken = True
+        trained = {id(p) for one in self._optimizers() for group in one.param_groups for p in group["params"]}
+        if all(p.name in self._about for p in self._local if id(p.parameter) in trained):
+            self._save()
+            raise Saved
+
+    def _of(self, optimizer: Optimizer) -> list[LocalParameter]:
+        known = {id(p.parameter) for p in self._local}
+        given = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+        if foreign := sum(id(p) not in known for p in given):
+            raise UnsupportedGradientError(
+                f"{foreign} of the {len(given)} parameters of {type(optimizer).__name__} belong to no model that was "
+                "called before the step (weights of an engine of its own, such as DeepSpeed's?): call "
+                "gradguard.save_gradients(file, model, step) in the script."
+            )
+        wanted = {id(p) for p in given}
+        return [p for p in self._local if id(p.parameter) in wanted and p.name not in self._about]
+
+    def _save(self) -> None:
+        """One all-reduce for each kind of number: every process comes here after the same step."""
+        local = [p for p in self._local if p.name in self._about]
+        whole = WholeParameters(local)
+        parameters = whole.about(list(self._about.values()))
+        if not any(p.has_gradient for p in parameters):
+            raise UnsupportedGradientError("no parameter has a gradient at the first optimizer step.")
+        facts = {"micro-batches": float(max(self._backwards, 1)), **self._facts}
+        contrasts = whole.contrasts(self._gradients)
+        saved = SavedGradients(
+            parameters=tuple(parameters),
+            sketches={
+                "gradient": [whole.reduced(self._gradients)],
+                "weights": [whole.weights(self._weights)],
+                "contrasts": contrasts,
+            },
+            facts={**whole.facts(), **facts},
+            random=any(gathered(has_drawn(self._states))),
+            epsilon=whole.epsilon(set().union(*self._seen)),
+            hash_version=HASH_VERSION,
+            versions=versions(),
+            clipped=any(gathered(self._clipped_before)),
+        )
+        write(self._file, saved)
+        self.done = True
+
+    def _refused(self, act: Callable[[], None]) -> None:
+        """Run ``act``; what it refuses ends the script, and is said once behind it."""
+        try:
+            act()
+        except GradguardError as error:
+            rank, world = processes()
+            self.refusal = f"rank {rank}: {error}" if world > 1 else str(error)
+            raise SystemExit(2) from error
+
+
+def _named(roots: Sequence[nn.Module]) -> list[LocalParameter]:
+    """This process' parts of the roots' parameters; where there are several roots, their class is in the name."""
+    found: dict[int, tuple[nn.Module, list[LocalParameter]]] = {}
+    held: set[int] = set()
+    for root in sorted(roots, key=lambda root: -sum(1 for _ in root.parameters())):
+        own = [p for p in local_parameters(root, None) if p.flat is not None or id(p.parameter) not in held]
+        if own:
+            found[id(root)] = root, own
+            held |= {id(p.parameter) for p in own}
+    kinds = Counter(type(root).__name__ for root, _ in found.values())
+    if twice := [kind for kind, count in kinds.items() if count > 1]:
+        raise UnsupportedGradientError(
+            f"the script trains {kinds[twice[0]]} models of the class {twice[0]}, which cannot be told apart from "
+            "outside: call gradguard.save_gradients(file, model, step) for each."
+        )
+    if len(found) == 1:
+        return next(own for _, own in found.values())
+    return [replace(p, name=f"{type(root).__name__}.{p.name}") for root, own in found.values() for p in own]

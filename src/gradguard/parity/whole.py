@@ -1,0 +1,175 @@
+"""Sketches of whole parameters: each process adds up its parts, and one all-reduce gives all the same."""
+
+import math
+import platform
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from gradguard.errors import InvalidValueError, UnsupportedGradientError
+from gradguard.parity.replay import epsilon_of
+from gradguard.parity.saved import SavedParameter
+from gradguard.parity.shards import LocalParameter, Whole, agree_on, gathered, processes
+from gradguard.parity.sketch import ROW_SUMS, SUMS, hashed, row_sketches, sketch_of
+
+Sketches = list[list[float]]
+"""For each parameter, in the order of `WholeParameters.wholes`, its sums."""
+
+About = tuple[str, bool, str, float, str, float]
+
+_CONTRASTS = 2
+
+
+class WholeParameters:
+    """The parameters of a model that is spread over processes; all of them must call each method.
+
+    Args:
+        local: This process' parts of them.
+
+    Attributes:
+        wholes: The parameters as all processes agree on them, by name.
+
+    Raises:
+        InvalidValueError: If there are none.
+        UnsupportedGradientError: If the parts of one do not make a whole.
+    """
+
+    def __init__(self, local: Sequence[LocalParameter]) -> None:
+        self.wholes = agree_on(local)
+        if not self.wholes:
+            raise InvalidValueError("the model has no parameter that requires a gradient, so there is nothing to save.")
+        self._local = local
+        self._rank, self._world = processes()
+        self._device = next((p.weights()[1].device for p in local), torch.device("cpu"))
+
+    # Sketches, the same on all processes.
+
+    def reduced(self, own: Mapping[str, Tensor]) -> Sketches:
+        """Return the sketches of the wholes, of what `local_gradients` has returned on each process."""
+        return self._sum(self._weighted(own, self._share))
+
+    def contrasts(self, own: Mapping[str, Tensor]) -> list[Sketches]:
+        """Return sums over the copies of ranks with weights that add up to 0."""
+        return [self._sum(self._weighted(own, lambda w, r, j=j: _contrast(w, r, j))) for j in range(_CONTRASTS)]
+
+    def weights(self, own: Mapping[str, Tensor]) -> Sketches:
+        """Return the sketches of the weights, of what `local_weights` has returned.
+
+        Raises:
+            UnsupportedGradientError: If ranks hold other copies of one parameter.
+        """
+        found = self.reduced(own)
+        apart = self._sum(self._weighted(own, lambda whole, rank: _contrast(whole, rank, 0)))
+        for name, sketch, contrast in zip(self.wholes, found, apart, strict=True):
+            size = math.hypot(*sketch)
+            if math.isfinite(size) and math.hypot(*contrast) > 1e-9 * size:
+                raise UnsupportedGradientError(
+                    f"{name} has different weights on different ranks, so that it is not one parameter: an expert, a "
+                    "tensor-parallel shard or a layer of a stage? Say which part of which whole it is, with "
+                    "shard_of=lambda name: (whole name, whole shape, where it begins); or load one checkpoint."
+                )
+        return found
+
+    def rows(self, name: str) -> Sketches:
+        """Return the sketch of each row of one parameter's gradient."""
+        whole = self.wholes[name]
+        table = torch.zeros(whole.shape[0], ROW_SUMS, dtype=torch.float64, device=self._device)
+        for parameter in self._local:
+            if parameter.name == name and (gradient := parameter.gradient()) is not None:
+                part, values = gradient
+                own = row_sketches(part.pieces(values), whole.shape[0], math.prod(whole.shape[1:]), values.device)
+                table += own.to(self._device) * self._share(whole, self._rank)
+        return self._sum(table)
+
+    def _share(self, whole: Whole, rank: int) -> float:
+        return 1 / len(whole.sharers(rank))
+
+    def _weighted(self, own: Mapping[str, Tensor], weight: Callable[[Whole, int], float]) -> Tensor:
+        table = torch.zeros(len(self.wholes), SUMS, dtype=torch.float64, device=self._device)
+        for i, (name, whole) in enumerate(self.wholes.items()):
+            if name in own:
+                table[i] = own[name].to(self._device) * weight(whole, self._rank)
+        return table
+
+    def _sum(self, table: Tensor) -> Sketches:
+        if self._world > 1:
+            dist.all_reduce(table)
+        return table.tolist()
+
+    # What else is worth knowing.
+
+    def about(self, own: Sequence[About]) -> list[SavedParameter]:
+        """Return what is known of each parameter besides its numbers, of what `about` has returned of each part."""
+        told: dict[str, tuple[str, float, str, float]] = {}
+        has: set[str] = set()
+        for one in gathered(own):
+            for name, has_gradient, *about in one:
+                told.setdefault(name, tuple(about))
+                if has_gradient:
+                    has.add(name)
+                    told[name] = tuple(about)
+        found = []
+        for name, whole in self.wholes.items():
+            dtype, rounding, layout, of_weights = told[name]
+            found.append(
+                SavedParameter(name, whole.shape, dtype, rounding, name in has, whole.copies, layout, of_weights)
+            )
+        return found
+
+    def epsilon(self, seen: set[torch.dtype]) -> float:
+        """Return the spacing of the coarsest dtype on any process: of ``seen``, of weights and of gradients."""
+        dtypes = {p.weights()[1].dtype for p in self._local}
+        gradients = {p.parameter.grad.dtype for p in self._local if p.parameter.grad is not None}
+        return max(gathered(epsilon_of(dtypes | gradients | seen or {torch.float32}, self._device)))
+
+    def facts(self) -> dict[str, float]:
+        """Return the world size and the sizes of meshes, by name."""
+        known = {"world size": float(self._world)}
+        for parameter in self._local:
+            mesh: Any = getattr(parameter.parameter, "device_mesh", None)
+            if mesh is not None and mesh.mesh_dim_names:
+                known |= {f"size of {name}": float(mesh.size(i)) for i, name in enumerate(mesh.mesh_dim_names)}
+        return {name: value for one in gathered(known) for name, value in one.items()}
+
+
+def local_weights(local: Sequence[LocalParameter]) -> dict[str, Tensor]:
+    """Return the sketch of each part's weights, by name."""
+    found = {}
+    for parameter in local:
+        part, weights = parameter.weights()
+        found[parameter.name] = sketch_of(part.pieces(weights), weights.device)
+    return found
+
+
+def local_gradients(local: Sequence[LocalParameter]) -> dict[str, Tensor]:
+    """Return the sketch of each part's gradient, by name."""
+    found = {}
+    for parameter in local:
+        if (gradient := parameter.gradient()) is not None:
+            found[parameter.name] = sketch_of(gradient[0].pieces(gradient[1]), gradient[1].device)
+    return found
+
+
+def versions() -> dict[str, str]:
+    """Return the versions that may matter."""
+    return {"torch": torch.__version__, "python": platform.python_version()}
+
+
+def about(parameter: LocalParameter) -> About:
+    """Return the name of a part, whether it has a gradient, and what `SavedParameter` says of it."""
+    gradient, weights = parameter.gradient(), parameter.weights()[1]
+    dtype = weights.dtype if gradient is None else gradient[1].dtype
+    of_weights = torch.finfo(weights.dtype).eps / 2
+    return parameter.name, gradient is not None, str(dtype), torch.finfo(dtype).eps / 2, parameter.layout(), of_weights
+
+
+def _contrast(whole: Whole, rank: int, which: int) -> float:
+    """The weight of a rank's copy in a sum that is 0 if all copies are alike: no pattern of copies cancels in it."""
+    sharers = whole.sharers(rank)
+    drawn = (hashed(torch.tensor(sharers) + 1000 * which).double() / 2.0**63).tolist()
+    mean = sum(drawn) / len(drawn)
+    size = math.hypot(*(x - mean for x in drawn))
+    return (drawn[sharers.index(rank)] - mean) / size if size else 0.0

@@ -1,0 +1,460 @@
+"""`gradguard run --save-gradients`: what a script's first step is, seen from outside; scripts as functions here."""
+
+import copy
+import json
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+from models import accumulated, batch, language_model, loss_of
+from runs import drawn, rounded, saved
+from torch import nn
+
+import gradguard as gg
+from gradguard.cli import main
+from gradguard.cli.program import cut
+from gradguard.errors import RecordError
+from gradguard.monitoring.observe.intercept import patched
+from gradguard.parity.compare import compare
+from gradguard.parity.repeated import merged
+from gradguard.parity.saved import read
+from gradguard.parity.script import ScriptGradients
+
+
+class Alone:
+    """One run of a script: what exists is what the script has put into these lists."""
+
+    def __init__(self, script):
+        self.modules, self.optimizers, self.script = [], [], script
+
+    def saved(self, file, run=0, epsilon=0.0):
+        watch = ScriptGradients(file, lambda: self.modules, lambda: self.optimizers, epsilon, run)
+        try:
+            with patched(watch), watch.watching():
+                self.script(self)
+                watch.finish()
+        except SystemExit:
+            pass
+        return watch
+
+
+def refusal(script, tmp_path, **options):
+    watch = Alone(script).saved(tmp_path / "file", **options)
+    assert not watch.done
+    return watch.refusal
+
+
+def saved_from(script, tmp_path, perturbed=4):
+    runs = []
+    for k in range(perturbed + 2 if perturbed else 1):
+        watch = Alone(script).saved(tmp_path / "file", max(0, k - 1), runs[0].epsilon if runs else 0.0)
+        assert watch.done, watch.refusal
+        runs.append(read(tmp_path / "file"))
+    return merged(runs)
+
+
+def training(
+    seed=0, dtype=torch.float32, step=None, clip=lambda model: None, optimizer=torch.optim.AdamW, steps=3, **how
+):
+    """A script: a model, an optimizer, a loop of several steps."""
+
+    def script(world):
+        torch.manual_seed(seed)
+        model = language_model(seed, dtype, **how)
+        world.modules, world.optimizers = [model], [optimizer(model.parameters(), lr=0.1)]
+        act = (step or one_batch)(model, batch(seed))
+        for _ in range(steps):
+            act()
+            clip(model)
+            world.optimizers[0].step()
+            world.optimizers[0].zero_grad()
+        raise AssertionError("it should have ended at its first step")
+
+    return script
+
+
+def one_batch(model, data):
+    return lambda: loss_of(model, *data).backward()
+
+
+def by_hand(model, data):
+    for block in model.blocks:
+        block.by_hand = True
+    return one_batch(model, data)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_it_is_what_save_gradients_says_of_the_same_step(tmp_path, dtype):
+    model = language_model(dtype=dtype)
+    right = gg.save_gradients(None, model, one_batch(model, batch()))
+    found = saved_from(training(dtype=dtype), tmp_path)
+    assert [list(map(list, run)) for run in found.sketches["gradient"]] == right.sketches["gradient"]
+    assert [list(map(list, run)) for run in found.sketches["weights"]] == right.sketches["weights"]
+    assert (found.parameters, found.epsilon, found.random) == (right.parameters, right.epsilon, False)
+
+
+HEALTHY = {
+    "the same": {},
+    "accumulated": {"step": accumulated},
+    "attention by hand": {"step": by_hand},
+    "another optimizer": {"optimizer": torch.optim.SGD},
+    "clipped by PyTorch": {"clip": lambda m: nn.utils.clip_grad_norm_(m.parameters(), 1e-3)},
+    "clipped by value": {"clip": lambda m: nn.utils.clip_grad_value_(m.parameters(), 1e-4)},
+    "clipped by gradguard": {"clip": lambda m: gg.clip_grad_norm_(m.parameters(), 1e-3)},
+}
+
+
+@pytest.mark.parametrize("how", HEALTHY.values(), ids=HEALTHY)
+def test_healthy_scripts_pass(tmp_path, how):
+    report = compare(saved_from(training(), tmp_path), saved_from(training(**how), tmp_path))
+    assert report.verdict == "PASS", str(report)
+
+
+def times_8(model, data):
+    return lambda: (8 * loss_of(model, *data)).backward()
+
+
+@pytest.mark.parametrize("how", ["clipped by PyTorch", "clipped by value", "clipped by gradguard"])
+def test_no_clip_hides_a_factor(tmp_path, how):
+    right, wrong = (saved_from(training(step=step, **HEALTHY[how]), tmp_path) for step in (one_batch, times_8))
+    (finding,) = compare(right, wrong).findings
+    assert finding.factor == pytest.approx(8)
+
+
+def test_micro_batches_are_counted_and_name_the_factor(tmp_path):
+    wrong = training(step=lambda m, d: accumulated(m, d, 4, scale=1.0))
+    (finding,) = compare(saved_from(training(), tmp_path), saved_from(wrong, tmp_path)).findings
+    assert (finding.kind, finding.factor_name) == ("factor", "micro-batches")
+
+
+def clipped_between(model, data):
+    def act():
+        for tokens, targets in zip(*(part.chunk(2) for part in data), strict=True):
+            loss_of(model, tokens, targets).backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+
+    return act
+
+
+def test_a_clip_between_micro_batches_is_never_a_pass(tmp_path):
+    one = saved_from(training(step=clipped_between), tmp_path)
+    report = compare(one, one)
+    assert (report.verdict, [f.kind for f in report.findings]) == ("INCONCLUSIVE", ["clip"])
+
+
+def test_a_guard_acts_after_what_is_saved(tmp_path):
+    def guarded(parameters, lr):
+        optimizer = torch.optim.SGD(parameters, lr)
+        gg.Guard(optimizer, gg.ClipByGlobalNorm(1e-3))
+        return optimizer
+
+    report = compare(saved_from(training(), tmp_path), saved_from(training(optimizer=guarded), tmp_path))
+    assert report.verdict == "PASS", str(report)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("overflows", [False, True])
+def test_a_loss_scale_is_taken_off_as_the_optimizer_does(tmp_path, fused, overflows):
+    def scaled(world):
+        model = language_model()
+        optimizer = torch.optim.AdamW(model.parameters(), fused=fused)
+        world.modules, world.optimizers = [model], [optimizer]
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        for i in range(2):
+            scaler.scale(loss_of(model, *batch())).backward()
+            if overflows and i == 0:
+                model.head.weight.grad[0, 0] = torch.inf
+                if fused:
+                    scaler.unscale_(optimizer)
+                    optimizer.zero_grad()
+                    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+                    continue
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+
+    found = saved_from(scaled, tmp_path)
+    assert found.facts["loss scale"] in (512.0, 1024.0)
+    assert found.facts["micro-batches"] == (2.0 if overflows and fused else 1.0)
+    report = compare(saved_from(training(), tmp_path), found)
+    assert report.verdict == "PASS", str(report)
+
+
+def test_a_clip_of_scaled_gradients_is_told(tmp_path):
+    """Lightning#9599."""
+
+    def scaled(world):
+        model = language_model()
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        world.modules, world.optimizers = [model], [optimizer]
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        scaler.scale(loss_of(model, *batch())).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        scaler.step(optimizer)
+
+    (finding,) = compare(saved_from(training(), tmp_path), saved_from(scaled, tmp_path)).findings
+    assert (finding.kind, finding.factor_name) == ("factor", "loss scale")
+
+
+class Generator(nn.Linear):
+    pass
+
+
+def two_models(kinds, factor=1.0):
+    def script(world):
+        torch.manual_seed(0)
+        first, second = (kind(4, 4) for kind in kinds)
+        world.modules = [first, second, nn.Linear(2, 2)]
+        world.optimizers = [torch.optim.SGD(m.parameters(), 0.1) for m in (first, second)]
+        for _ in range(2):
+            second(first(torch.ones(2, 4)).detach()).square().sum().backward()
+            world.optimizers[1].step()
+            (factor * second(first(torch.ones(2, 4))).square().sum()).backward()
+            world.optimizers[0].step()
+
+    return script
+
+
+def test_each_of_two_optimizers_is_taken_at_its_own_step(tmp_path):
+    right = saved_from(two_models([Generator, nn.Linear]), tmp_path)
+    assert {p.name for p in right.parameters} == {
+        f"{m}.{p}" for m in ("Generator", "Linear") for p in ("weight", "bias")
+    }
+    assert compare(right, right).verdict == "PASS"
+    wrong = saved_from(two_models([Generator, nn.Linear], 3.0), tmp_path)
+    assert {p for f in compare(right, wrong).findings for p in f.parameters} == {"Generator.weight", "Generator.bias"}
+
+
+def test_one_optimizer_that_steps_twice_ends_it(tmp_path):
+    def script(world):
+        torch.manual_seed(0)
+        model = nn.Linear(4, 4)
+        world.modules = [model]
+        world.optimizers = [torch.optim.SGD([p], 0.1) for p in model.parameters()]
+        for _ in range(2):
+            model(torch.ones(2, 4)).square().sum().backward()
+            world.optimizers[0].step()
+        raise AssertionError("it should have ended")
+
+    assert [p.name for p in saved_from(script, tmp_path).parameters] == ["weight"]
+
+
+def test_lbfgs_is_taken_after_its_first_evaluation(tmp_path):
+    def script(world):
+        model = language_model()
+        world.modules, world.optimizers = [model], [torch.optim.LBFGS(model.parameters())]
+
+        def closure():
+            world.optimizers[0].zero_grad()
+            loss = loss_of(model, *batch())
+            loss.backward()
+            return loss
+
+        world.optimizers[0].step(closure)
+
+    assert compare(saved_from(training(), tmp_path), saved_from(script, tmp_path)).verdict == "PASS"
+
+
+def test_passes_before_there_is_an_optimizer_are_no_first_pass(tmp_path):
+    def script(world):
+        model = language_model()
+        world.modules = [model]
+        loss_of(model, *batch())  # to see whether it fits
+        with torch.no_grad():
+            model.head.weight.add_(0)
+        world.optimizers = [torch.optim.SGD(model.parameters(), 0.1)]
+        with torch.no_grad():
+            loss_of(model, *batch())
+        loss_of(model, *batch()).backward()
+        world.optimizers[0].step()
+
+    assert compare(saved_from(training(), tmp_path), saved_from(script, tmp_path)).verdict == "PASS"
+
+
+def test_dropout_is_noticed(tmp_path):
+    assert saved_from(training(dropout=0.2), tmp_path).random
+
+
+# Refusals.
+
+
+def engine(world):
+    model = nn.Linear(2, 2)
+    flat = nn.Parameter(torch.zeros(6))
+    world.modules, world.optimizers = [model], [torch.optim.SGD([flat, model.weight], 0.1)]
+    model(torch.ones(2)).sum().backward()
+    world.optimizers[0].step()
+
+
+def without_forward(world):
+    model = nn.Linear(2, 2)
+    world.modules, world.optimizers = [model], [torch.optim.SGD(model.parameters(), 0.1)]
+    model.weight.square().sum().backward()
+    world.optimizers[0].step()
+
+
+def without_gradient(world):
+    model = nn.Linear(2, 2)
+    world.modules, world.optimizers = [model], [torch.optim.SGD(model.parameters(), 0.1)]
+    model(torch.ones(2))
+    world.optimizers[0].step()
+
+
+REFUSED = {
+    "an engine's own weights": (engine, "1 of the 2 parameters of SGD belong to no model"),
+    "no forward pass of a model": (without_forward, "2 of the 2 parameters of SGD belong to no model"),
+    "no gradient": (without_gradient, "no parameter has a gradient at the first optimizer step"),
+    "two models of one class": (two_models([nn.Linear, nn.Linear]), "trains 2 models of the class Linear"),
+}
+
+
+@pytest.mark.parametrize(("script", "words"), REFUSED.values(), ids=REFUSED)
+def test_what_cannot_be_told_from_outside_is_refused(tmp_path, script, words):
+    assert words in refusal(script, tmp_path)
+
+
+def test_a_script_that_begins_with_other_weights_is_refused(tmp_path):
+    counter = iter(range(10))
+    with pytest.raises(RecordError, match=r"other weights at its first step.*--seed 0"):
+        saved_from(lambda world: training(seed=next(counter))(world), tmp_path)
+
+
+def test_weights_that_are_set_after_the_first_pass_are_refused(tmp_path):
+    def script(world):
+        model = language_model()
+        kept = copy.deepcopy(model.state_dict())
+        world.modules, world.optimizers = [model], [torch.optim.SGD(model.parameters(), 0.1)]
+        loss_of(model, *batch())
+        model.load_state_dict(kept)  # and what was changed by rounding is lost
+        loss_of(model, *batch()).backward()
+        world.optimizers[0].step()
+
+    with pytest.raises(RecordError, match="set no weights after"):
+        saved_from(script, tmp_path)
+
+
+def test_runs_with_other_parameters_are_refused(tmp_path):
+    one, other = (saved_from(training(blocks=k), tmp_path, 0) for k in (1, 2))
+    with pytest.raises(RecordError, match="other parameters from run to run"):
+        merged([one, other])
+
+
+# A single run, of which nobody knows what rounding does.
+
+
+def test_of_a_single_run_only_what_no_rounding_makes_is_a_fault(tmp_path):
+    right, again = (saved_from(training(), tmp_path, 0) for _ in range(2))
+    assert compare(right, again).verdict == "PASS"
+    other = saved_from(training(step=by_hand), tmp_path, 0)
+    assert compare(right, other).verdict == "INCONCLUSIVE"
+    report = compare(right, saved_from(training(step=times_8), tmp_path, 0))
+    assert report.verdict == "FAIL"
+    assert {f.factor_name for f in report.findings if f.kind == "factor"} == {""}
+    dead = saved({"up": drawn((8, 32), 1) * 0}, runs=0)
+    assert compare(saved({"up": drawn((8, 32), 1)}, runs=0), dead).verdict == "INCONCLUSIVE"  # may be rounding alone
+
+
+@pytest.mark.parametrize("size", [1e-7, 1e-2, 0.3, 1.0, 10.0])
+@pytest.mark.parametrize("shape", [(), (2,), (16,), (8, 32)], ids=str)
+def test_no_rounding_of_whatever_size_is_a_factor(shape, size):
+    names = [str(i) for i in range(200)]
+    right = {n: drawn(shape, int(n)) for n in names}
+    new = {n: rounded(g, size, 9_000 + int(n)) for n, g in right.items()}
+    kinds = {o.kind for o in compare(saved(right, runs=0), saved(new, runs=0)).parameters}
+    assert kinds <= {"unknown", "equal"}
+
+
+# As a person types it.
+
+
+def test_what_follows_the_options_is_the_script():
+    line = ["run", "--save-gradients", "ref.safetensors", "--perturbed", "2", "train.py", "--lr", "1"]
+    assert cut(line)[1].words == ["train.py", "--lr", "1"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--save-gradients", "x", "--steps", "3"], "leave --steps out"),
+        (["--save-gradients", "x", "--clip", "median"], "leave --clip out"),
+        (["--save-gradients", "x", "--perturbed", "-1"], "expected a number of runs"),
+        (["--save-gradients", "nowhere/x"], "there is no folder"),
+        (["--perturbed", "3"], "belongs to --save-gradients"),
+    ],
+)
+def test_options_that_do_not_go_together(arguments, words, capsys):
+    assert main(["run", *arguments, "train.py"]) == 2
+    assert words in capsys.readouterr().err
+
+
+SCRIPT = """
+import sys, torch
+from torch.utils.data import DataLoader, TensorDataset
+rank, kind = 0, sys.argv[1]
+if kind == "ddp":
+    torch.distributed.init_process_group("gloo")
+    rank = torch.distributed.get_rank()
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Tanh(), torch.nn.Linear(8, 3))
+x, y = torch.randn(8, 6), torch.randn(8, 3)
+if kind == "ddp":
+    model = torch.nn.parallel.DistributedDataParallel(model)
+    x, y = x[4 * rank : 4 * rank + 4], y[4 * rank : 4 * rank + 4]
+optimizer = torch.optim.AdamW(model.parameters())
+for a, b in DataLoader(TensorDataset(x, y), batch_size=len(x)):
+    (torch.nn.functional.mse_loss(model(a), b) * (8 if kind == "wrong" else 1)).backward()
+    optimizer.step()
+    print("a step was made")
+"""
+
+
+def gradguard(folder, *arguments, launch=()):
+    command = [sys.executable, *launch, "-m", "gradguard", *arguments]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=400, check=False)
+
+
+@pytest.mark.slow
+def test_the_command_saves_and_compares(tmp_path):
+    tmp_path.joinpath("train.py").write_text(SCRIPT, encoding="utf-8")
+    for name in ("alone", "wrong"):
+        done = gradguard(tmp_path, "run", "--save-gradients", name, "--perturbed", "1", "train.py", name)
+        assert done.returncode == 0, done.stderr
+        assert f"the gradients of the first step are in {name}" in done.stderr
+        assert "a step was made" not in done.stdout
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["alone", "train.py", "wrong"]
+    done = gradguard(tmp_path, "parity", "--json", "alone", "wrong")
+    assert done.returncode == 1, done.stderr
+    (finding,) = json.loads(done.stdout)["findings"]
+    assert finding["factor"] == pytest.approx(8)
+    assert len(read(tmp_path / "alone").sketches["gradient"]) == 3
+
+
+@pytest.mark.slow
+def test_torchrun_has_the_gradients_of_one_process(tmp_path):
+    tmp_path.joinpath("train.py").write_text(SCRIPT, encoding="utf-8")
+    save = ["run", "--perturbed", "1", "--save-gradients"]
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    assert gradguard(tmp_path, *save, "alone", "train.py", "alone").returncode == 0
+    done = gradguard(tmp_path, *save, "ddp", "train.py", "ddp", launch=launch)
+    assert done.returncode == 0, done.stderr
+    report = compare(tmp_path / "alone", tmp_path / "ddp")
+    assert report.verdict == "PASS", str(report)
+    assert {p.copies for p in read(tmp_path / "ddp").parameters} == {2}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("script", "code", "words"), [("print(1)", 2, "before its first"), ("1 / 0", 1, "ZeroDivision")]
+)
+def test_a_script_without_a_step_saves_nothing(tmp_path, script, code, words):
+    tmp_path.joinpath("train.py").write_text(script, encoding="utf-8")
+    done = gradguard(tmp_path, "run", "--save-gradients", "file", "train.py")
+    assert (done.returncode, words in done.stderr) == (code, True), done.stderr
+    assert [p.name for p in tmp_path.iterdir()] == ["train.py"]
+
+
+def test_a_field_of_old_files_has_a_default():
+    assert replace(saved({"a": drawn((3,), 1)}), clipped=True).clipped
+    assert not saved({"a": drawn((3,), 1)}).clipped
