@@ -2,11 +2,13 @@
 
 import math
 import threading
+from contextlib import suppress
 
 import hypothesis.strategies as st
 import pytest
 import torch
 from hypothesis import given
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from cases import DTYPES, GRADIENTS, ORDERS, random
 from gradguard.tensors.norms import tensor_norms, total_norm
@@ -143,3 +145,15 @@ def test_constants_do_not_build_up_rounding_in_any_layout(c, dtype):
         exact = float(whole[0].double()) * math.sqrt(gradient.numel())
         assert float(total_norm([gradient])) == pytest.approx(exact, rel=2e-6, abs=0)
         assert float(tensor_norms([gradient])) == pytest.approx(exact, rel=2e-6, abs=0)
+
+
+@pytest.mark.parametrize("p", [2.0, 3.0, 6.0])
+def test_a_call_inside_a_fake_tensor_mode_leaves_the_next_one_right(monkeypatch, p, path):
+    monkeypatch.setattr("gradguard.tensors.scratch._kept", threading.local())  # as in a fresh process
+    real = [torch.ones(10), torch.ones(10).bfloat16()]
+    for gradient in real:
+        with FakeTensorMode(allow_non_fake_inputs=True), suppress(Exception):
+            total_norm([gradient], p)
+    x = torch.arange(1.0, 41.0).view(4, 10)[:, ::2]
+    for gradient in (x, x.bfloat16()):
+        assert total_norm([gradient], p).item() == pytest.approx(float(slow_norm([gradient], p)), rel=1e-6)

@@ -12,6 +12,8 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+from gradguard.torch_private import are_operations_watched
+
 BLOCK = 1 << 20
 """Elements that a buffer holds."""
 
@@ -68,6 +70,8 @@ def in_float32(pieces: Iterable[Tensor]) -> Iterable[Tensor]:
 
 def _buffer(name: str, dtype: torch.dtype) -> Tensor:
     """This thread's buffer, of ``BLOCK`` elements of ``dtype``."""
+    if are_operations_watched():  # by a mode that may give stand-ins, which are of no use when it has ended
+        return torch.empty(BLOCK, dtype=torch.float64, device="cpu").view(dtype)[:BLOCK]
     if not hasattr(_kept, name):
         with torch.inference_mode(False):  # a buffer made inside it could not be written outside
             setattr(_kept, name, torch.empty(BLOCK, dtype=torch.float64, device="cpu"))
