@@ -23,8 +23,8 @@ _SAYS = {
 _NOTHING = ParityFinding("nothing", "no gradient of either run is other than zero, so nothing was compared")
 _AFTER_CLIP = ParityFinding(
     "clip",
-    "a run clips between the backward passes of one step, and what that did to the gradients is in them: it may hide a "
-    "factor",
+    "a run clips between the backward passes of one step, or changes gradients between a clip and the step: what is "
+    "compared may not be what the optimizer takes",
 )
 _MASKS_COUNT = ("different", "rows", "mixture", "ranks")  # what other dropout masks would look like, too
 

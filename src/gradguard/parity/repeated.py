@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -19,6 +20,7 @@ VARIABLE = "GRADGUARD_SAVE_GRADIENTS"
 """The environment variable that tells a process which run of the script it is, as JSON."""
 
 _SAME = 1e-9  # sketches of the same weights differ by what the order of additions does
+_MOST_CHANCE, _FARTHEST = 1000, 0.1  # what kernels that add in any order do to a gradient is some epsilon
 _SECONDS_TO_END = 10
 
 
@@ -79,9 +81,22 @@ def merged(runs: Sequence[SavedGradients]) -> SavedGradients:
                 "gradguard run --seed 0 --save-gradients ..., or let it load a checkpoint, and set no weights after "
                 "the first forward pass."
             )
+    if len(runs) > 1 and (apart := _apart(first, runs[1])) > min(_MOST_CHANCE * first.epsilon, _FARTHEST):
+        raise RecordError(
+            f"the script is not the same twice: half of its gradients differ by {apart:.2g} or more of themselves from "
+            "run to run, with the same weights. Does it take other samples, or draw other random numbers? Seed it, as "
+            "in gradguard run --seed 0 --save-gradients ..., and its data loader."
+        )
     sketches = {**first.sketches, "gradient": [run.sketches["gradient"][0] for run in runs]}
     doubts = {"random": any(run.random for run in runs), "clipped": any(run.clipped for run in runs)}
     return replace(first, sketches=sketches, **doubts)
+
+
+def _apart(first: SavedGradients, again: SavedGradients) -> float:
+    """By what part of themselves the gradients differ: the median of those that are not zero."""
+    pairs = zip(first.sketches["gradient"][0], again.sketches["gradient"][0], strict=True)
+    shares = [norm([x - y for x, y in zip(a, b, strict=True)]) / norm(a) for a, b in pairs if norm(a)]
+    return statistics.median(shares) if shares else 0.0
 
 
 def _same(a: Vector, b: Vector) -> bool:
@@ -89,7 +104,7 @@ def _same(a: Vector, b: Vector) -> bool:
 
 
 def _run(command: Sequence[str], file: Path, change: int, epsilon: float, again: bool = False) -> SavedGradients:
-    attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) + int(file.name)
+    attempt = 1000 * int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) + int(file.name)
     about = {"file": str(file), "run": change, "epsilon": epsilon}
     # The processes of each run meet anew: torchrun's store keeps the attempts apart.
     environment = {**os.environ, VARIABLE: json.dumps(about), "TORCHELASTIC_RESTART_COUNT": str(attempt)}

@@ -46,7 +46,8 @@ class SavedGradients:
     """Sketches of a model's gradients in one run: what `gradguard.save_gradients` returns and writes.
 
     ``losses`` are what ``step()`` returned, first of the run itself; ``facts`` what was said of it; ``random`` tells
-    whether it drew random numbers, ``clipped`` whether some gradients are those after a clip.
+    whether it drew random numbers, ``clipped`` whether some gradients may not be those that the
+    optimizer takes, because of a clip.
     """
 
     parameters: tuple[SavedParameter, ...]

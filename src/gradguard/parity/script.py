@@ -58,6 +58,7 @@ class ScriptGradients:
         self._seen: list[set[torch.dtype]] = []
         self._stack, self._depth = ExitStack(), 0
         self._before_clip: dict[str, Tensor] | None = None
+        self._after_clip: dict[str, Tensor] = {}
         self._stepped: list[Optimizer] = []
         self._gradients: dict[str, Tensor] = {}
         self._weights: dict[str, Tensor] = {}
@@ -128,7 +129,9 @@ class ScriptGradients:
         self._look()
 
     def on_clipped(self, norm: Any) -> None:
-        """Do nothing: the norm is the clip's own affair."""
+        """Look at the gradients after a clip: nothing else may change them before the step."""
+        del norm
+        self._look_again()
 
     def on_scale(self, loss: Any, scaled: Any) -> None:
         """Keep the loss scale: a factor may be that."""
@@ -149,12 +152,28 @@ class ScriptGradients:
         self._look()
 
     def after_clip(self, event: ClipEvent) -> None:
-        """Do nothing: see `before_clip`."""
+        """Look at the gradients after a clip of gradguard's own, unless it acts within the step, after us."""
+        if event.optimizer is None and event.elements is None:
+            self._look_again()
 
+    @torch.no_grad()
     def _look(self) -> None:
-        if self._before_clip is None and self._local:
-            with torch.no_grad():
-                self._before_clip, self._taken = local_gradients(self._local), False
+        if self._before_clip is not None:
+            self._compare(self._local)
+        elif self._local:
+            self._before_clip, self._taken = local_gradients(self._local), False
+
+    @torch.no_grad()
+    def _look_again(self) -> None:
+        if self._before_clip is not None:
+            self._after_clip = local_gradients(self._local)
+
+    def _compare(self, local: Sequence[LocalParameter]) -> None:
+        """Note whether something has changed gradients since the last clip: in what was saved it would be hidden."""
+        for name, now in local_gradients(local).items():
+            then = self._after_clip.get(name)
+            if then is None or not torch.equal(then, now):
+                self._clipped_before = True
 
     # The step.
 
@@ -168,6 +187,11 @@ class ScriptGradients:
             self._save()
             raise Saved
         own = self._of(optimizer)
+        overflow = getattr(optimizer, "found_inf", None)
+        if overflow is not None and float(overflow):
+            return  # a fused optimizer leaves the step out by itself
+        if self._before_clip is not None:
+            self._compare(own)
         scale = getattr(optimizer, "grad_scale", None)  # which a fused optimizer takes off by itself
         found = self._before_clip if self._before_clip is not None else local_gradients(own)
         factor = 1.0 if scale is None or self._before_clip is not None else 1 / float(scale)
