@@ -123,6 +123,7 @@ def test_every_option_that_is_shown_exists(page):
         "--port",
         "--metric",
         "--maximize",
+        "--audit-norm",
     }
     for line in shown:
         command = line.split(" #")[0].replace("[", " ").replace("]", " ").split(" train.py ")[0]

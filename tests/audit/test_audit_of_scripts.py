@@ -48,19 +48,35 @@ SCALED = {
     "step": "scaler.step(optimizer); scaler.update()",
 }
 HALVES = "[clip_grad_norm_(half.parameters(), 0.1) for half in (model[0], model[2])]"
+TWO = """
+    norms = [{}, {}]
+    clip_grads_with_norm_(model[0].parameters(), 0.1, norms[0])
+    clip_grads_with_norm_(model[2].parameters(), 0.1, norms[1])
+"""
 SCRIPTS = {
     "torch": (train("clip_grad_norm_(model.parameters(), 0.1)"), 0, "3 audits of 1 clip"),
-    "a generator by its name": (train("clip_grad_norm_(parameters=(p for p in model.parameters()), max_norm=0.1)"), 0, ""),
+    "a generator by its name": (train("clip_grad_norm_(parameters=(p for p in model.parameters()), max_norm=0.1)"),
+                                0, ""),
     "only measured": (train("clip_grad_norm_(model.parameters(), float('inf'))"), 0, "PASS"),
     "gradguard": (train("gg.clip_grad_norm_(model, 0.1)"), 0, "reported"),
     "of halves": (train(HALVES), 0, "6 audits of 2 clips"),
-    "accumulated": (train("if step % 2: clip_grad_norm_(model.parameters(), 0.1)", step="if step % 2: optimizer.step()"),
-                    0, "PASS"),
-    "with the right norm": (train("clip_grads_with_norm_(model.parameters(), 0.1, get_total_norm(grads()))"), 0, "PASS"),
+    "accumulated": (train("if step % 2: clip_grad_norm_(model.parameters(), 0.1)",
+                          step="if step % 2: optimizer.step()"), 0, "PASS"),
+    "with the right norm": (train("clip_grads_with_norm_(model.parameters(), 0.1, get_total_norm(grads()))"), 0,
+                            "PASS"),
     "with twice the norm": (train("clip_grads_with_norm_(model.parameters(), 0.1, 2 * get_total_norm(grads()))"), 1,
                             "gradients doubled"),
     "without the biases": (train("clip_grads_with_norm_(model.parameters(), 0.1, get_total_norm(grads()[::2]))"), 1,
                            "the reported norm is"),
+    "one norm of two lists": (train(TWO.format("get_total_norm(grads())", "get_total_norm(grads())")), 0,
+                              "3 audits of 1"),
+    "two lists, each its own": (train(TWO.format("get_total_norm(grads()[:2])", "get_total_norm(grads()[2:])")), 0,
+                                "6 audits of 2"),
+    "two lists, one norm wrong": (train(TWO.format("get_total_norm(grads())", "get_total_norm(grads()) * 2")), 1, ""),
+    "a backward that is not heard": (train("clip_grad_norm_(model.parameters(), 0.1)", loss="torch.autograd.backward("
+                                           "model(torch.randn(6, 4)).square().mean())"), 0, "3 audits of 1 clip"),
+    "no clip, not heard": (train("pass", loss="torch.autograd.backward(model(torch.randn(6, 4)).sum())"), 3,
+                           "3 audits"),
     "before unscale_": (train("clip_grad_norm_(model.parameters(), 0.1)", **SCALED), 1, "the loss scale of 1024"),
     "after unscale_": (train("scaler.unscale_(optimizer); clip_grad_norm_(model.parameters(), 0.1)", **SCALED), 0, ""),
     "but the last layer": (train("clip_grad_norm_(model[0].parameters(), 0.1)"), 3, "[2.weight, 2.bias]"),
@@ -69,13 +85,15 @@ SCRIPTS = {
     "value": (train("clip_grad_value_(model.parameters(), 0.1)"), 3, "a clip by value has no norm"),
     "order 1": (train("clip_grad_norm_(model.parameters(), 0.1, 1.0)"), 3, "a norm of order 1"),
     "order 1 of gradguard": (train("gg.clip_grad_norm_(model, 0.1, 1.0)"), 3, "tells no 2-norm"),
-    "a guard": (train("pass", setup="guard = gg.Guard(optimizer, gg.ClipByGlobalNorm(0.1))"), 3, "acts within the step"),
-    "not finite": (train("clip_grad_norm_(model.parameters(), 0.1)", loss="model(torch.full((6, 4), torch.inf)).sum().backward()"),
-                   3, "is not finite"),
+    "a guard": (train("pass", setup="guard = gg.Guard(optimizer, gg.ClipByGlobalNorm(0.1))"), 3,
+                "acts within the step"),
+    "not finite": (train("clip_grad_norm_(model.parameters(), 0.1)",
+                         loss="model(torch.full((6, 4), torch.inf)).sum().backward()"), 3, "is not finite"),
     "no step": ("print('nothing')", 3, "no clip and no optimizer step was seen"),
     "it fails": (train("raise ValueError('no clip today')"), 2, ""),
     "of no module": (train("clip_grad_norm_([w], 0.1)", setup="w = torch.ones(5, requires_grad=True); "
-                           "optimizer = torch.optim.SGD([w], 0.1)", loss="(w * torch.randn(5)).sum().backward()"), 0, "PASS"),
+                           "optimizer = torch.optim.SGD([w], 0.1)", loss="(w * torch.randn(5)).sum().backward()"),
+                     0, "PASS"),
 }  # fmt: skip
 
 

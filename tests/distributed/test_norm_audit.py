@@ -11,8 +11,8 @@ from random_layouts import Item, Meshes, _spread, case_of
 from test_fsdp1 import wrapped
 from threads import ranks
 from torch import nn
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.nn import functional as F
 from training import Network, batch

@@ -94,31 +94,62 @@ def torchtitan():
     fsdp2(lambda model: utils.clip_grad_norm_(list(model.parameters()), MAX))
 
 
-def torchtitan_experts():
-    """Dense layers and one of experts on two meshes, with the gradients of the twin."""
+def on_two_meshes(clip):
+    """Dense layers, a layer of experts on another mesh and an ordinary tensor, with the gradients of the twin."""
     from torch.distributed.tensor import Shard, distribute_tensor
-    from torchtitan.distributed import utils
 
     dist.init_process_group("gloo")
     dense = dist.device_mesh.init_device_mesh("cpu", (WORLD,), mesh_dim_names=("fsdp",))
     experts = dist.device_mesh.init_device_mesh("cpu", (WORLD // 2, 2), mesh_dim_names=("efsdp", "ep"))
     model, twin = network(), tell_twin()
-    for module in (model.first, model.norm, model.last):
+    for module in (model.first, model.last):
         mesh, shards = (experts, [Shard(0)] * 2) if module is model.last else (dense, [Shard(0)])
         for name, p in list(module.named_parameters()):
             module.register_parameter(name, nn.Parameter(distribute_tensor(p.detach(), mesh, shards)))
     optimizer = torch.optim.SGD(model.parameters(), 1e-9)
     for _ in range(STEPS):
         for p, of_twin in zip(model.parameters(), twin.parameters(), strict=True):
-            p.grad = distribute_tensor(of_twin.grad.float(), p.device_mesh, p.placements)
-        utils.clip_grad_norm_(list(model.parameters()), MAX, ep_enabled=True)
+            grad = of_twin.grad.float()
+            spread = hasattr(p, "placements")
+            p.grad = distribute_tensor(grad, p.device_mesh, p.placements) if spread else grad
+        clip(model)
         optimizer.step()
 
 
-def accelerate(plugin=None):
+def torchtitan_experts():
+    from torch.distributed.tensor import Replicate, distribute_tensor
+    from torchtitan.distributed import utils
+
+    def clip(model):
+        if not hasattr(model.norm.weight, "placements"):  # it takes DTensors only
+            mesh = model.first.weight.device_mesh
+            for name, p in list(model.norm.named_parameters()):
+                spread = nn.Parameter(distribute_tensor(p.detach(), mesh, [Replicate()]))
+                spread.grad = distribute_tensor(p.grad, mesh, [Replicate()])
+                model.norm.register_parameter(name, spread)
+        utils.clip_grad_norm_(list(model.parameters()), MAX, ep_enabled=True)
+
+    on_two_meshes(clip)
+
+
+def accelerate_two_meshes():
+    """What Accelerator.clip_grad_norm_ calls under FSDP2, which Accelerate does not set up without a GPU."""
     from accelerate import Accelerator
 
-    accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
+    on_two_meshes(lambda model: Accelerator._clip_grad_norm_dtensor_aware(None, list(model.parameters()), MAX))
+
+
+def trainer_two_meshes():
+    """What Trainer calls where it finds gradients on several meshes."""
+    from transformers import Trainer
+
+    on_two_meshes(lambda model: Trainer._mixed_mesh_grad_norm(None, model, MAX))
+
+
+def accelerate():
+    from accelerate import Accelerator
+
+    accelerator = Accelerator(cpu=True)
     model = network()
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 1e-9))
     for step in range(STEPS):
@@ -126,18 +157,6 @@ def accelerate(plugin=None):
         accelerator.backward(loss_of(model, step))
         accelerator.clip_grad_norm_(model.parameters(), MAX)
         optimizer.step()
-
-
-def accelerate_fsdp2():
-    from accelerate import FullyShardedDataParallelPlugin
-
-    accelerate(FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="NO_WRAP"))
-
-
-def accelerate_fsdp1():
-    from accelerate import FullyShardedDataParallelPlugin
-
-    accelerate(FullyShardedDataParallelPlugin(fsdp_version=1, auto_wrap_policy="NO_WRAP"))
 
 
 class WithLoss(nn.Module):
@@ -177,7 +196,8 @@ def lightning():
 
     fit = lightning.Trainer(
         accelerator="cpu", devices=WORLD, strategy="ddp", max_steps=STEPS, gradient_clip_val=MAX, logger=False,
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, use_distributed_sampler=False,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+        use_distributed_sampler=False,
     )  # fmt: skip
     fit.fit(Module(), torch.arange(STEPS))
 

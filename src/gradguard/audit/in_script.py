@@ -1,22 +1,23 @@
 """The audit of the clips that a script makes, in its first steps: who listens to a run of it, and sums up.
 
-What is seen: PyTorch's clipping functions, FSDP1's method, gradguard's own clips, torchtitan's function and the steps of
-DeepSpeed's engines. Whatever else clips is not, which is said.
+What is seen: PyTorch's clipping functions, FSDP1's method, gradguard's own clips, torchtitan's function and the steps
+of DeepSpeed's engines. Whatever else clips is not, which is said.
 """
 
 import contextlib
 import functools
+import math
 import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from gradguard.audit.coefficients import Applied
 from gradguard.audit.engines import clip_of_engine, holds_gradients_itself
-from gradguard.audit.norm import WatchedClip
+from gradguard.audit.norm import WatchedClip, everywhere
 from gradguard.audit.report import NormAudit, NormFinding, Verdict, verdict_of
 from gradguard.clip_events import ClipEvent, listen
 from gradguard.errors import GradguardError
@@ -24,8 +25,8 @@ from gradguard.grad_scaler import ScalerStep, listen_to_steps
 from gradguard.optimizer_hooks import EveryStep
 
 _SEEN = (
-    "what is seen is clip_grad_norm_ and clip_grads_with_norm_ of PyTorch, FSDP1's method, gradguard's clips, torchtitan's "
-    "and DeepSpeed's. Audit another norm in the script itself: gg.audit_norm(model, norm)"
+    "what is seen is clip_grad_norm_ and clip_grads_with_norm_ of PyTorch, FSDP1's method, gradguard's clips, "
+    "torchtitan's and DeepSpeed's. Audit another norm in the script itself: gg.audit_norm(model, norm)"
 )
 
 _FUNCTIONS = (("torchtitan.distributed.utils", "clip_grad_norm_"), ("deepspeed.runtime.engine", "clip_grad_norm_"))
@@ -34,6 +35,17 @@ _FUNCTIONS = (("torchtitan.distributed.utils", "clip_grad_norm_"), ("deepspeed.r
 
 class AuditDone(SystemExit):
     """Ends a script whose norm has been audited: what cleans up on the way out does so."""
+
+
+@dataclass(slots=True)
+class _Scaled:
+    """A call that was told a norm."""
+
+    parameters: list[Tensor]
+    watched: WatchedClip
+    applied: list[Applied]
+    norm: Any
+    limit: float | None
 
 
 class ScriptAudit:
@@ -58,10 +70,11 @@ class ScriptAudit:
         self._restore: list[Callable[[], None]] = []
 
     def _begin_round(self) -> None:
-        """From the first backward pass after a step to the last optimizer that steps."""
+        """From the first backward pass or clip after a step to the last optimizer that steps."""
         self._backwards, self._first = 0, len(self.audits)
         self._stepped: set[int] = set()
         self._clipped: set[int] = set()
+        self._scaled: list[_Scaled] = []  # calls that were told a norm
         self._whole = False  # an engine has clipped everything
         self._own: tuple[list[Tensor], WatchedClip] | None = None
 
@@ -80,15 +93,15 @@ class ScriptAudit:
     # --- what the script does -----------------------------------------------------------------------------------------
 
     def on_backward(self, loss: Tensor) -> None:
-        """A backward pass: the first one after a step begins the next, or ends the script."""
-        if self._stepped:
-            self._end_round()
+        """Count the micro-batches."""
+        self._may_end_round()
         self._backwards += 1
         self._wrap_engines()
 
     def on_clip(self, call: Any, parameters: list[Tensor]) -> contextlib.AbstractContextManager:
         """A call of a foreign function is about to clip: audit it, and let what it calls itself be."""
         if not self._silent:
+            self._may_end_round()
             self._call(call, parameters)
         return self._in_silence()
 
@@ -105,6 +118,7 @@ class ScriptAudit:
         """A clip of gradguard's is about to act."""
         del tells_norms
         if not self._silent:
+            self._may_end_round()
             self._own = None
             self._guarded(parameters, lambda: self._look(parameters))
 
@@ -121,14 +135,13 @@ class ScriptAudit:
         if event.norm is None or event.norm_type != 2:
             self._refuse(parameters, f"the clip by {event.rule} tells no 2-norm of all gradients")
             return
-        norm, limit = event.norm, None if event.threshold is None else float(event.threshold)
-        scales = event.rule == "norm"
-        self._guarded(
-            parameters,
-            lambda: self._keep(
-                parameters, watched.after(norm, _limit(limit), self._earlier(parameters), scales=scales)
-            ),
-        )
+        norm, limit = event.norm, _number(event.threshold)
+
+        def judged() -> None:
+            applied = watched.applied(norm) if event.rule == "norm" else None  # other rules have no one coefficient
+            self._keep(parameters, watched.told(norm, limit, applied, self._earlier(parameters)))
+
+        self._guarded(parameters, judged)
 
     def _scaler_begins(self, optimizer: Optimizer, step: ScalerStep) -> None:
         """A GradScaler is about to step: whoever clipped gradients that it has still to unscale clipped wrongly."""
@@ -146,6 +159,7 @@ class ScriptAudit:
         if id(optimizer) in self._stepped:  # without a backward that we hear of
             self._end_round()
         self._stepped.add(id(optimizer))
+        self._guarded([p for one in self._scaled for p in one.parameters], self._judge_scaled)
         if self._whole:
             return
         grads = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
@@ -153,7 +167,7 @@ class ScriptAudit:
             self._guarded(grads, lambda: self._unclipped_step(grads))
         elif forgotten := [p for p in grads if id(p) not in self._clipped]:
             names = self._names(forgotten)
-            what = "the optimizer steps by gradients that no clip was given: if the norm is meant to be of all, they count 0"
+            what = "no clip was given these, which the optimizer steps by: a norm that is meant to be of all lacks them"
             self._add(self._first, NormFinding("unclipped", what, names))
 
     def _unclipped_step(self, parameters: Sequence[Tensor]) -> None:
@@ -180,7 +194,31 @@ class ScriptAudit:
         if given is None:
             self._keep(parameters, watched.again(again, limit))
         else:
-            self._keep(parameters, watched.scaling(again, given, limit, self._earlier(parameters)))
+            # Its norm may be that of other lists too, which come before the step: then judged together.
+            self._scaled.append(_Scaled(list(parameters), watched, watched.tried(again, given), given, limit))
+
+    def _judge_scaled(self) -> None:
+        """Judge the calls that were told a norm, those with one norm as one clip."""
+        waiting, self._scaled = self._scaled, []
+        if not waiting:
+            return
+        given = everywhere([_number(one.norm) for one in waiting])  # grouped alike on all processes
+        groups: list[list[int]] = []
+        for i in range(len(waiting)):
+            group = next(
+                (g for g in groups if _is_same(given, g[0], i) and waiting[g[0]].limit == waiting[i].limit), []
+            )
+            group.append(i)
+            if len(group) == 1:
+                groups.append(group)
+        for group in groups:
+            ones = [waiting[i] for i in group]
+            parameters = [p for one in ones for p in one.parameters]
+            whole, applied = (
+                ones[0].watched.joined([one.watched for one in ones[1:]]),
+                [a for o in ones for a in o.applied],
+            )
+            self._keep(parameters, whole.told(ones[0].norm, ones[0].limit, applied, self._earlier(parameters)))
 
     def _look(self, parameters: Sequence[Tensor]) -> None:
         models, wanted = self._holding(parameters)
@@ -225,6 +263,11 @@ class ScriptAudit:
         """The audits of the same clip that have a report and classes as it has now; others tell nothing of it."""
         key = frozenset(map(id, parameters))
         return [audit for its, audit in self.audits if its == key and audit.reported is not None and audit.classes]
+
+    def _may_end_round(self) -> None:
+        """A backward pass or a clip after a step begins the next round: not each backward pass is heard of."""
+        if self._stepped:
+            self._end_round()
 
     def _end_round(self) -> None:
         if len(self.audits) > self._first:
@@ -293,6 +336,7 @@ class ScriptAudit:
             again = functools.partial(original, listed, max_norm, *args, **kwargs)
             order = float(kwargs.get("norm_type", args[0] if args else 2.0))
             if not self._silent:
+                self._may_end_round()
                 self._clipped |= {id(p) for p in listed}
                 if order == 2:
                     self._guarded(listed, lambda: self._audited(again, listed, _number(max_norm), None))
@@ -307,6 +351,7 @@ class ScriptAudit:
         @functools.wraps(original)
         def step(engine: Any, *args: Any, **kwargs: Any) -> Any:
             if holds_gradients_itself(engine) and not self._silent:
+                self._may_end_round()
                 self._engine(engine)
             return original(engine, *args, **kwargs)
 
@@ -330,6 +375,12 @@ class ScriptAudit:
         return verdict, "\n".join([*dict.fromkeys(map(str, shown)), count])
 
 
+def _is_same(given: Sequence[Sequence[float | None]], i: int, j: int) -> bool:
+    """Tell whether two calls were given one norm, on every process."""
+    pairs = [(of_rank[i], of_rank[j]) for of_rank in given]
+    return all(a is not None and b is not None and math.isclose(a, b, rel_tol=1e-6) for a, b in pairs)
+
+
 def _stand_in(parameters: Collection[Tensor]) -> nn.Module:
     """A module of parameters that are in no module."""
     module = nn.Module()
@@ -339,11 +390,8 @@ def _stand_in(parameters: Collection[Tensor]) -> nn.Module:
 
 
 def _number(value: Any) -> float | None:
+    """A threshold or a norm; infinity only measures, and leaves gradients as they are."""
     with contextlib.suppress(TypeError, ValueError, RuntimeError):
-        return _limit(float(value))
+        number = float(value.full_tensor() if hasattr(value, "full_tensor") else value)
+        return number if number > 0 else None
     return None
-
-
-def _limit(value: float | None) -> float | None:
-    """The threshold, where there is one; infinity only measures, and leaves gradients as they are."""
-    return value if value is not None and 0 < value else None

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -121,34 +122,57 @@ class WatchedClip:
     def __init__(
         self, models: Sequence[nn.Module], wanted: Collection[int], accumulation: int = 1, loss_scale: float = 1.0
     ) -> None:
-        self._pieces, processes = _described(models, wanted)
-        self._tensors, self._setting = tensors_of(processes), Setting(len(processes), accumulation, loss_scale)
+        self._pieces, self._processes = _described(models, wanted)
+        self._tensors = tensors_of(self._processes)
+        self._setting = Setting(len(self._processes), accumulation, loss_scale)
 
     def again(self, clip: NormFunction, max_norm: float | None) -> NormAudit:
         """Audit a clip that can be called: it is, for each probe, and gradients are as before."""
-        return self._put_back(lambda audit: audit.run(clip, max_norm, ()))
+        audit = self._audit(None)
+        try:
+            return audit.run(clip, max_norm, ())
+        finally:
+            audit.put_back()
 
-    def scaling(self, scale: Callable[[], Any], norm: Any, max_norm: float | None, earlier: Sequence[NormAudit] = ()):
-        """Audit a call that is told the norm and only scales; gradients are as before."""
-
-        def judged(audit: "_Audit") -> NormAudit:
+    def tried(self, scale: Callable[[], Any], norm: Any) -> list[Applied]:
+        """Return what a call that is told the norm, and only scales, does to the gradients; these are as before."""
+        try:
             scale()
-            return audit.run_after(max_norm, earlier)
+            return self.applied(norm)
+        finally:
+            self._audit(None).put_back()
 
-        return self._put_back(judged, norm)
+    def applied(self, norm: Any) -> list[Applied]:
+        """Return what this process' gradients have been multiplied by since."""
+        computed = _number(norm, "the norm of the clip") or 0.0
+        return [one for piece in self._pieces if (one := piece.applied(computed)) is not None]
 
-    def after(
-        self, norm: Any, max_norm: float | None, earlier: Sequence[NormAudit] = (), *, scales: bool = True
+    def joined(self, others: Sequence["WatchedClip"]) -> "WatchedClip":
+        """Return the clip of all these gradients together, as where one norm is that of several lists."""
+        whole = WatchedClip.__new__(WatchedClip)
+        whole._pieces = [piece for clip in (self, *others) for piece in clip._pieces]
+        whole._processes = []
+        for of_clips in zip(*(clip._processes for clip in (self, *others)), strict=True):
+            held = [one for of_clip in of_clips for one in of_clip]
+            whole._processes.append([replace(one, index=i) for i, one in enumerate(held)])
+        whole._tensors, whole._setting = tensors_of(whole._processes), self._setting
+        return whole
+
+    def told(
+        self, norm: Any, max_norm: float | None, applied: Sequence[Applied] | None, earlier: Sequence[NormAudit] = ()
     ) -> NormAudit:
-        """Audit a clip that is done and tells its norm; gradients are left as it made them.
+        """Audit a clip that tells its norm, or is told it.
 
         Args:
-            norm: What it says.
-            max_norm: What it clipped to; None if that is not one number.
+            norm: The norm.
+            max_norm: What it clips to; None if that is not one number.
+            applied: What it did; None where it does not multiply all gradients by one number.
             earlier: Audits of the same clip at earlier steps.
-            scales: Whether it multiplies all gradients by one number.
+
+        Returns:
+            The audit.
         """
-        return self._audit(norm).run_after(max_norm, earlier, scales)
+        return self._audit(norm).run_after(max_norm, earlier, applied)
 
     def alone(self) -> NormAudit:
         """Audit the gradients without a norm: whether copies are alike, and the true norm."""
@@ -156,13 +180,6 @@ class WatchedClip:
 
     def _audit(self, norm: Any) -> "_Audit":
         return _Audit(self._pieces, self._tensors, self._setting, _number(norm, "the norm of the clip"))
-
-    def _put_back(self, judged: Callable[["_Audit"], NormAudit], norm: Any = None) -> NormAudit:
-        audit = self._audit(norm)
-        try:
-            return judged(audit)
-        finally:
-            audit.put_back()
 
 
 class _Audit:
@@ -200,11 +217,13 @@ class _Audit:
             classes = self._compared(self._reported, classes, earlier, norm is not None)
         return self._result(computed, classes)
 
-    def run_after(self, max_norm: float | None, earlier: Sequence[NormAudit], scales: bool = True) -> NormAudit:
-        """Audit what was done meanwhile, by a clip that tells its norm; earlier audits of other classes are left out."""
+    def run_after(
+        self, max_norm: float | None, earlier: Sequence[NormAudit], applied: Sequence[Applied] | None
+    ) -> NormAudit:
+        """Audit what a clip that tells its norm has done; earlier audits of other classes are left out."""
         self._look_at_copies()
-        if scales:
-            self._look_at_coefficients(max_norm, self._reported or 0.0)
+        if applied is not None:
+            self._judge_coefficients(max_norm, applied)
         classes = norm_classes(self._tensors, self._classes, ())
         if self._reported is not None:
             same = [one for one in earlier if self._why_not_earlier(one) is None]
@@ -335,6 +354,9 @@ class _Audit:
 
     def _look_at_coefficients(self, max_norm: float | None, computed: float) -> None:
         applied = [one for piece in self._pieces if (one := piece.applied(computed)) is not None]
+        self._judge_coefficients(max_norm, applied)
+
+    def _judge_coefficients(self, max_norm: float | None, applied: Sequence[Applied]) -> None:
         all_applied: list[Applied] = [one for of_rank in _all(applied, self._setting.world) for one in of_rank]
         anew = tuple(dict.fromkeys(one.name for one in all_applied if math.isnan(one.coefficient)))
         all_applied = [one for one in all_applied if not math.isnan(one.coefficient)]
@@ -440,6 +462,11 @@ class _Audit:
                 share = one.square / total if total else 0.0
                 what = f"{len(one.names)} tensors {one.layout} have {share:.1g} of the squares"
                 self._notes.append(f"{what}: one number cannot tell how they count")
+
+
+def everywhere(value: Any) -> list[Any]:
+    """Return the ``value`` of every process, by its rank; a collective."""
+    return _all(value, dist.get_world_size() if several_processes() else 1)
 
 
 def _all(value: Any, world: int) -> list[Any]:

@@ -64,8 +64,8 @@ class Piece:
         square = float(torch.linalg.vector_norm(_wide(values).flatten())) ** 2 if values.numel() else 0.0
         dtype = str(self.grad.dtype).removeprefix("torch.")
         return Held(
-            self.names, self.real, square, sketch_of(values), weight, dtype, self._group, self._part, claim_of(p), index,
-            self._whole,
+            self.names, self.real, square, sketch_of(values), weight, dtype, self._group, self._part, claim_of(p),
+            index, self._whole,
         )  # fmt: skip
 
     def fill(self, value: float) -> None:

@@ -23,10 +23,10 @@ class NormFinding:
         kind: ``"factor"``: a class of tensors counts another number of times than once, ``"ranks"``: only what some
             ranks hold counts, ``"local"``: each rank's norm is that of what it holds, ``"mean"``: the norms of the
             ranks are averaged, ``"disagree"``: ranks have different norms, ``"copies"``: copies have different
-            gradients, ``"drift"``: copies have different weights, ``"total"``: the norm is not the root of a sum over classes, ``"reported"``: the reported norm is
-            not the true one, ``"coefficient"``: gradients are multiplied by something else than min(1, max / norm);
-            ``"unknown"``, ``"unfit"``, ``"unread"``, ``"blind"``, and of a script ``"unseen"``, ``"unclipped"``,
-            ``"refused"``: it cannot be told.
+            gradients, ``"drift"``: they have different weights, ``"total"``: the norm is not the root of a sum over
+            classes, ``"reported"``: the reported norm is not the true one, ``"coefficient"``: gradients are multiplied
+            by something else than min(1, max / norm); ``"unknown"``, ``"unfit"``, ``"unread"``, ``"blind"``, and of a
+            script ``"unseen"``, ``"unclipped"``, ``"refused"``: it cannot be told.
         message: What is wrong, in words.
         names: The parameters that it is about.
         factor: How often their squares count, where that is one number; of ``"reported"`` and ``"coefficient"`` the

@@ -1,0 +1,47 @@
+"""What the audit says of real engines, each on processes of its own; the true norm is that of a twin in float64."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).with_name("audited_training.py")
+
+ENGINES = {
+    "ddp": 0, "fsdp1": 1, "fsdp1_method": 0, "fsdp2": 0, "accelerate": 0, "trainer": 0, "lightning": 0, "fabric": 0,
+    "torchtitan": 0, "torchtitan_experts": 0, "accelerate_two_meshes": 0, "trainer_two_meshes": 0,
+    "zero0": 0, "zero1": 0, "zero2": 0, "zero3": 0, "zero1_bf16": 0,
+}  # fmt: skip
+"""The engine, and the verdict as an exit code."""
+
+
+def audited(kind, processes, folder):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+    command += ["-m", "gradguard", "run", "--audit-norm", str(SCRIPT), kind]
+    settings = {"OMP_NUM_THREADS": "1", "AUDIT_FOLDER": str(folder), "DS_ACCELERATOR": "cpu"}
+    done = subprocess.run(
+        command, env={**os.environ, **settings}, capture_output=True, text=True, timeout=500, check=False
+    )
+    said = re.search(r"^(PASS|FAIL|INCONCLUSIVE) +true norm ([\d.]+).*?(\d+) processes", done.stdout, re.MULTILINE)
+    twin = re.search(r"^twin ([\d.]+)$", done.stdout, re.MULTILINE)
+    assert said is not None, done.stdout + done.stderr[-3000:]
+    assert twin is not None, done.stdout
+    return said[1], float(said[2]), float(twin[1]), int(said[3]), done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ENGINES)
+def test_engines_on_two_processes(kind, tmp_path):
+    verdict, true, twin, processes, shown = audited(kind, 2, tmp_path)
+    assert (verdict, processes) == (("PASS", "FAIL")[ENGINES[kind]], 2), shown
+    assert true == pytest.approx(twin, rel=1e-2 if "bf16" in kind else 2e-5)
+
+
+@pytest.mark.slow
+def test_eight_processes(tmp_path):
+    verdict, true, twin, processes, shown = audited("fsdp2", 8, tmp_path)
+    assert (verdict, processes) == ("PASS", 8), shown
+    assert true == pytest.approx(twin, rel=2e-5)
