@@ -54,7 +54,7 @@ class Measured:
 
     Attributes:
         shape: The whole parameter's.
-        rounding: Half a unit in the last place of the gradient's dtype, relative.
+        rounding: What storing the gradient and adding it up do to it, relative.
         gradient: Its sketch.
         repeated: Sketches of the same gradient from runs that differ from it by rounding; empty where nobody tried.
         has_gradient: Whether any process has one.
@@ -121,7 +121,7 @@ def bar_of(run: Measured) -> float | None:
 
     .. math:: b = \max\bigl((1 + 4/n) \max_k \lVert g_k - g \rVert,\; u \lVert g \rVert\bigr)
 
-    where the :math:`g_k` are of runs that differ by rounding, :math:`u` is half a unit of the gradient's dtype, and
+    where the :math:`g_k` are of runs that differ by rounding, :math:`u` is what storing and adding up do at least, and
     :math:`n` the number of elements: a single one may change little in all of a few runs, by luck.
     """
     if not run.repeated:
