@@ -14,13 +14,16 @@ from gradguard.audit.factors import Setting, candidates, fit, named
 from gradguard.audit.held import DRIFTED, Claim, Held, tensors_of, true_norm
 from gradguard.audit.held import Tensor as WholeTensor
 from gradguard.audit.pieces import Piece, modules_of, pieces_of
-from gradguard.audit.probe import Ask, Probe, classes_of, elements_value, finding_of, norm_classes
+from gradguard.audit.probe import Ask, Counted, Probe, classes_of, elements_value, finding_of, norm_classes
 from gradguard.audit.report import NormAudit, NormClass, NormFinding, verdict_of
 from gradguard.distributed.agreement import gather_objects
 from gradguard.distributed.reduction_group import ReductionGroup, several_processes
 from gradguard.errors import GradguardError, InvalidTypeError, InvalidValueError, UnsupportedGradientError
 
 NormFunction = Callable[[], float | Tensor]
+
+_LARGEST_EPSILON = 1e-5
+"""A larger norm of gradients that are zero is no epsilon: probes have norms of 1 and more, which it does not change."""
 
 _HALVES = ("float16", "bfloat16")
 
@@ -201,7 +204,7 @@ class _Audit:
             if r == self._me
         }
         self._findings, self._notes = list[NormFinding](), list[str]()
-        self._tolerance, self._calls = 1e-4, 0
+        self._tolerance, self._calls, self._epsilon = 1e-4, 0, 0.0
         if any(held.dtype in _HALVES for t in tensors for part in t.parts for _, held in part.holders):
             self._tolerance = 1e-2
 
@@ -329,7 +332,9 @@ class _Audit:
     def _probed(self, norm: NormFunction, computed: float) -> tuple[NormClass, ...]:
         ask = self._ask(norm)
         probe = Probe(self._tensors, ask, self._setting.world, self._setting, self._tolerance)
-        if any(ask([], None, False)):
+        zero = ask([], None, False)
+        self._epsilon = max(zero) / self._setting.loss_scale
+        if not all(0 <= z <= _LARGEST_EPSILON * self._setting.loss_scale for z in zero):
             what = "norm() is not 0 where all gradients are: it does not read them, or adds something to their norm"
             self._findings.append(NormFinding("unread", what))
             self._judge("norm() returned", computed, norm_classes(self._tensors, self._classes, ()), ())
@@ -337,20 +342,48 @@ class _Audit:
         counted = probe.counts(self._classes)
         self._findings += [finding_of(one, self._tensors) for one in counted if one.kind]
         everything = _all(computed, self._setting.world)
-        if not any(one.kind for one in counted) and not math.isnan(self._true):
+        if math.isnan(self._true):
+            pass
+        elif not any(one.kind for one in counted):
             self._check_total(everything)
+        elif all(one.kind in ("", "factor") for one in counted):
+            self._check_factors(everything[0], counted)
         return norm_classes(self._tensors, self._classes, counted)
 
     def _check_total(self, everything: Sequence[float]) -> None:
         """On the real gradients all classes together: a norm that is no sum of squares passes each alone."""
-        wrong = [x for x in everything if not self._is(x, self._true)]
+        if self._epsilon:
+            self._notes.append(f"norm() is {self._epsilon:.6g} where all gradients are 0, as an epsilon makes it")
+        wrong = [x for x in everything if not self._is(x, *_with_epsilon(self._true, self._epsilon))]
         if wrong:
             what = f"each class counts once, and the norm of all is {wrong[0]:.6g} where {self._true:.6g} is true"
             self._findings.append(NormFinding("total", what, (), wrong[0] / self._true if self._true else None))
 
-    def _is(self, norm: float, expected: float) -> bool:
-        # An epsilon within a root or beside a norm is no fault.
-        return abs(norm - expected) <= self._tolerance * expected + 1e-6
+    def _check_factors(self, computed: float, counted: Sequence[Counted]) -> None:
+        """Take back the words for factors that do not make the norm of the real gradients."""
+        if any(one.count is None for one in counted):
+            return
+        terms = [(one.count or 0.0) * self._tensors[i].square for one in counted for i in one.places]
+        made = math.sqrt(math.fsum(terms)) / self._setting.loss_scale
+        if self._is(computed, *_with_epsilon(made, self._epsilon)):
+            return
+        what = (
+            f"on the real gradients these factors would make {made:.6g}, and the norm is {computed:.6g}: it is the "
+            "root of no sum over tensors, so that the factors have no known reason"
+        )
+        self._findings = [
+            replace(f, message=f.message.partition(": ")[0]) if f.kind == "factor" else f for f in self._findings
+        ]
+        self._findings.append(NormFinding("total", what))
+
+    def _is(self, norm: float, *expected: float) -> bool:
+        return any(norm == e or abs(norm - e) <= self._tolerance * e for e in expected)
+
+    def _may_be_epsilon(self, norm: float, true: float) -> bool:
+        """Tell whether a usual epsilon beside a norm, in its root or below it makes the true norm this one."""
+        usual = [10.0**-k for k in range(6, 17)]
+        made = [x for e in usual for x in _with_epsilon(true, e)] + [math.sqrt(true * true + e) for e in usual[6:]]
+        return norm > true and self._is(norm, *made)
 
     def _look_at_coefficients(self, max_norm: float | None, computed: float) -> None:
         applied = [one for piece in self._pieces if (one := piece.applied(computed)) is not None]
@@ -376,13 +409,17 @@ class _Audit:
         self, reported: float, classes: tuple[NormClass, ...], earlier: Sequence[NormAudit], was_probed: bool
     ) -> tuple[NormClass, ...]:
         everything = _all(reported, self._setting.world)
-        if not all(self._is(x, everything[0]) for x in everything):
+        if not all(self._is(x, everything[0]) or (math.isnan(x) and math.isnan(everything[0])) for x in everything):
             came = ", ".join(f"{x:.6g}" for x in everything[:8])
             own = [math.sqrt(sum(h.square for t in self._tensors for p in t.parts for r, h in p.holders if r == rank))
                    for rank in range(len(everything))]  # fmt: skip
             local = all(self._is(x * self._setting.loss_scale, o) for x, o in zip(everything, own, strict=True))
             kind, why = ("local", ": each is that of what the rank holds itself") if local else ("disagree", "")
             self._findings.append(NormFinding(kind, f"ranks report different norms, {came}{why}"))
+            return classes
+        if not math.isfinite(everything[0]):
+            what = f"the reported norm is {everything[0]}, of gradients that are finite"
+            self._findings.append(NormFinding("reported", what))
             return classes
         if was_probed:
             if not math.isnan(self._true) and not self._is(everything[0], self._true):
@@ -408,6 +445,8 @@ class _Audit:
         if all(self._is(n, math.sqrt(math.fsum(row)) / scale) for n, row in zip(norms, rows, strict=True)):
             self._note_blind(classes)
             return classes
+        if self._tells_epsilon(what, came, math.sqrt(math.fsum(rows[-1])) / scale):
+            return classes
         ratios = [
             n * scale / math.sqrt(math.fsum(row)) if sum(row) else math.inf for n, row in zip(norms, rows, strict=True)
         ]
@@ -419,6 +458,17 @@ class _Audit:
             self._say_unfit(len(fits), len(classes))
             return classes
         return self._fitted(fits[0], classes, known)
+
+    def _tells_epsilon(self, what: str, came: float, true: float) -> bool:
+        """Tell, and say, that nobody knows whether a fault or an epsilon makes so small a difference."""
+        if not self._may_be_epsilon(came, true):
+            return False
+        said = (
+            f"{what} {came:.6g} where {true:.6g} is true, which an epsilon beside the norm, in its root or below it "
+            "makes, and a fault may: pass the norm function as norm=, or gradients times a loss scale"
+        )
+        self._findings.append(NormFinding("epsilon", said))
+        return True
 
     def _words_for_all(self, ratio: float) -> str:
         one = self._setting
@@ -467,6 +517,11 @@ class _Audit:
 def everywhere(value: Any) -> list[Any]:
     """Return the ``value`` of every process, by its rank; a collective."""
     return _all(value, dist.get_world_size() if several_processes() else 1)
+
+
+def _with_epsilon(true: float, epsilon: float) -> tuple[float, ...]:
+    """A norm without an epsilon, and with one beside it, below it, and in its root."""
+    return (true, true + epsilon, max(true, epsilon), math.hypot(true, epsilon)) if epsilon else (true,)
 
 
 def _all(value: Any, world: int) -> list[Any]:

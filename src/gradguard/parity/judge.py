@@ -349,7 +349,19 @@ def in_ranges(numbers: Sequence[int], most: int = 8) -> str:
 
 
 def _mixture(shown: Outcome, reference: Measured, new: Measured, bar: float) -> Outcome | None:
+    """A mixture of the parts alone; or else with what is right, as where a gradient is added to that of before."""
     parts = {**new.parts, **reference.parts}
+    with_right = {"the reference": reference.gradient, **parts}
+    return (
+        (_mixture_of(parts, shown, reference, new, bar) or _mixture_of(with_right, shown, reference, new, bar))
+        if parts
+        else None
+    )
+
+
+def _mixture_of(
+    parts: Mapping[str, Vector], shown: Outcome, reference: Measured, new: Measured, bar: float
+) -> Outcome | None:
     if not 1 <= len(parts) <= min(MOST_PARTS, math.prod(reference.shape) - 1):
         return None
     solved = least_squares(list(parts.values()), new.gradient)
