@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -64,6 +65,8 @@ def audit_norm(
         values do not tell what is a copy      INCONCLUSIVE, with what to pass as ``groups``
         the norm does not read ``.grad``       INCONCLUSIVE, judged by its one value as if it was reported
         norms of 16 bits                       compared to 1 percent
+        ``norm()`` adds up to 1e-5 to zeros    an epsilon, a note
+        ``reported`` off as by 1e-6, 1e-7 ...  INCONCLUSIVE, where an epsilon may make it
         =====================================  ======================================================
 
     Args:
@@ -73,7 +76,7 @@ def audit_norm(
             history of norms gets those of the probes too.
         reported: What the engine says the norm of these gradients is, on this process.
         groups: What ordinary tensors are across processes, by a pattern of names: ``"sharded"`` or ``"replicated"``.
-            It is believed.
+            It is believed; a pattern that no parameter with a gradient has is an error.
         max_norm: What ``norm()`` clips to; then what it multiplies each gradient by is audited too.
         accumulation: Number of micro-batches of a step, for the names of factors.
         loss_scale: What gradients are still multiplied by; the true norm is without it.
@@ -101,6 +104,7 @@ def audit_norm(
     pieces, processes = _described(modules_of(model))
     tensors = tensors_of(processes, groups)
     setting = Setting(len(processes), accumulation, loss_scale)
+    _check_groups(groups, tensors)
     audit = _Audit(pieces, tensors, setting, _number(reported, "reported"))
     audit.check_earlier(earlier)
     try:
@@ -596,6 +600,14 @@ def _number(value: Any, what: str) -> float | None:
         raise InvalidTypeError(
             f"{what} is {type(value).__name__}: expected a number, or a tensor of one element."
         ) from None
+
+
+def _check_groups(groups: Mapping[str, Claim] | None, tensors: Sequence[WholeTensor]) -> None:
+    names = [name for tensor in tensors for name in tensor.names]
+    if unknown := [one for one in groups or {} if not any(fnmatchcase(name, one) for name in names)]:
+        raise InvalidValueError(
+            f"groups: {unknown} matches no parameter with a gradient: expected patterns of names such as {names[0]!r}."
+        )
 
 
 def _check(norm: Any, reported: Any, groups: Any, max_norm: Any, accumulation: Any, loss_scale: Any) -> None:
