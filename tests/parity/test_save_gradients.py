@@ -184,6 +184,7 @@ def test_healthy_set_ups_pass(how, dtype, seed, record_property):
     assert report.verdict == "PASS", str(report)
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")  # in Inductor itself
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.exhaustive)])
 def test_compiled_and_eager_are_equal(backend):
     model = language_model()

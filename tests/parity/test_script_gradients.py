@@ -147,14 +147,14 @@ def test_a_clip_between_micro_batches_is_never_a_pass(tmp_path):
 @pytest.mark.parametrize(
     ("between", "verdict"), [("nothing", "PASS"), ("a second clip", "PASS"), ("a factor", "INCONCLUSIVE")]
 )
-@pytest.mark.parametrize("clip", [nn.utils.clip_grad_norm_, gg.clip_grad_norm_], ids=["PyTorch", "gradguard"])
-def test_what_happens_between_a_clip_and_the_step_is_not_hidden(tmp_path, clip, between, verdict):
+@pytest.mark.parametrize("home", [nn.utils, gg], ids=["PyTorch", "gradguard"])
+def test_what_happens_between_a_clip_and_the_step_is_not_hidden(tmp_path, home, between, verdict):
     def act(model):
-        clip(model.parameters(), 1e-3)
+        home.clip_grad_norm_(model.parameters(), 1e-3)
         if between == "a factor":
             model.head.weight.grad *= 2
         elif between == "a second clip":
-            clip(model.head.parameters(), 1e-4)
+            home.clip_grad_norm_(model.head.parameters(), 1e-4)
 
     report = compare(saved_from(training(), tmp_path), saved_from(training(clip=act), tmp_path))
     assert report.verdict == verdict, str(report)
@@ -452,7 +452,7 @@ x, y = torch.randn(8, 6), torch.randn(8, 3)
 if kind == "ddp":
     model = torch.nn.parallel.DistributedDataParallel(model)
     x, y = x[4 * rank : 4 * rank + 4], y[4 * rank : 4 * rank + 4]
-optimizer = torch.optim.AdamW(model.parameters())
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
 for a, b in DataLoader(TensorDataset(x, y), batch_size=len(x)):
     (torch.nn.functional.mse_loss(model(a), b) * (8 if kind == "wrong" else 1)).backward()
     optimizer.step()
@@ -462,7 +462,7 @@ for a, b in DataLoader(TensorDataset(x, y), batch_size=len(x)):
 
 def gradguard(folder, *arguments, launch=()):
     command = [sys.executable, *launch, "-m", "gradguard", *arguments]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=400, check=False)
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=900, check=False)
 
 
 @pytest.mark.slow

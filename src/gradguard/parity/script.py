@@ -2,6 +2,7 @@
 
 import math
 import os
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -75,7 +76,9 @@ class ScriptGradients:
         self._stack.callback(register_module_forward_hook(self._after_forward, always_call=True).remove)
         hooks, end = EveryStep(self._before_step, lambda _: None), listen(self)
         try:
-            yield
+            with warnings.catch_warnings():  # of hooks that fire twice: the second finds that all is done
+                warnings.filterwarnings("ignore", r"Using `torch\.compile\(module\)` when there are global hooks")
+                yield
         finally:
             hooks.remove()
             end()
