@@ -3,6 +3,7 @@
 import math
 import random
 import warnings
+from contextlib import suppress
 
 import pytest
 import torch
@@ -18,7 +19,10 @@ from torch.nn import functional as F
 from training import Network, batch
 
 import gradguard as gg
+from gradguard.audit.in_script import AuditDone, ScriptAudit
 from gradguard.errors import UnsupportedGradientError
+from gradguard.monitoring.observe.intercept import patched
+from gradguard.monitoring.observe.meta import living_modules
 
 
 @pytest.fixture(scope="module")
@@ -414,3 +418,53 @@ def test_earlier_steps_tell_what_one_does_not(threads):
         assert [f.kind for f in first.findings] == ["reported", "unfit"], str(first)
         assert [(f.kind, f.names) for f in second.findings] == [("reported", ()), ("factor", ("split",))], str(second)
         assert second.findings[1].factor == 2.0
+
+
+def own_norm_given(model):
+    """Of what this process holds, as a helper that forgets the others would."""
+    own = torch.stack([g.norm() for g in bits(model)]).norm()
+    nn.utils.clip_grads_with_norm_(model.parameters(), 0.1, own)
+
+
+def in_two_lists(model):
+    norm = nn.utils.get_total_norm(grads(model)).full_tensor()
+    parameters = list(model.parameters())
+    for part in (parameters[:1], parameters[1:]):
+        nn.utils.clip_grads_with_norm_(part, 0.1, norm)
+
+
+SCRIPTS = {
+    ("ddp", "torch"): ("PASS", "3 audits of 1 clip"),
+    ("ddp", "gradguard"): ("PASS", "reported"),
+    ("fsdp2", "torch"): ("PASS", "2 processes"),
+    ("fsdp2", "lists"): ("PASS", "3 audits of 1 clip"),
+    ("fsdp2", "own"): ("FAIL", "ranks report different norms"),
+    ("fsdp1", "torch"): ("FAIL", "each rank's norm is that of what it holds itself"),
+    ("fsdp1", "fsdp1"): ("PASS", "2 processes"),
+}
+
+
+def run_of_a_script(kind, call):
+    clips = {**NORMS, "own": own_norm_given, "lists": in_two_lists}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # FSDP1 is deprecated
+        model = wrapped("FULL_SHARD", False)[0] if kind == "fsdp1" else small(kind)
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    audit = ScriptAudit(living_modules, 3)
+    with audit.listening(), patched(audit), warnings.catch_warnings(), suppress(AuditDone):
+        warnings.simplefilter("ignore")
+        for step in range(5):
+            optimizer.zero_grad()
+            x, y = batch(step)
+            part = slice(dist.get_rank(), None, dist.get_world_size())
+            F.mse_loss(model(x[part]), y[part]).backward()
+            clips[call](model)
+            optimizer.step()
+    return audit.outcome(), audit.done
+
+
+@pytest.mark.parametrize(("kind", "call"), SCRIPTS)
+def test_scripts_on_two_processes(pool, kind, call):
+    for (verdict, text), done in pool(2).run(run_of_a_script, kind, call):
+        assert (verdict, done) == (SCRIPTS[kind, call][0], True), text
+        assert SCRIPTS[kind, call][1] in text

@@ -94,16 +94,16 @@ def torchtitan():
     fsdp2(lambda model: utils.clip_grad_norm_(list(model.parameters()), MAX))
 
 
-def on_two_meshes(clip):
-    """Dense layers, a layer of experts on another mesh and an ordinary tensor, with the gradients of the twin."""
-    from torch.distributed.tensor import Shard, distribute_tensor
+def on_two_meshes(clip, everywhere=False):
+    """Dense layers, one of experts on another mesh, ordinary tensors unless ``everywhere``; gradients of the twin."""
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
     dist.init_process_group("gloo")
     dense = dist.device_mesh.init_device_mesh("cpu", (WORLD,), mesh_dim_names=("fsdp",))
     experts = dist.device_mesh.init_device_mesh("cpu", (WORLD // 2, 2), mesh_dim_names=("efsdp", "ep"))
     model, twin = network(), tell_twin()
-    for module in (model.first, model.last):
-        mesh, shards = (experts, [Shard(0)] * 2) if module is model.last else (dense, [Shard(0)])
+    layouts = {model.first: (dense, [Shard(0)]), model.last: (experts, [Shard(0)] * 2)}
+    for module, (mesh, shards) in (layouts | ({model.norm: (dense, [Replicate()])} if everywhere else {})).items():
         for name, p in list(module.named_parameters()):
             module.register_parameter(name, nn.Parameter(distribute_tensor(p.detach(), mesh, shards)))
     optimizer = torch.optim.SGD(model.parameters(), 1e-9)
@@ -117,19 +117,9 @@ def on_two_meshes(clip):
 
 
 def torchtitan_experts():
-    from torch.distributed.tensor import Replicate, distribute_tensor
     from torchtitan.distributed import utils
 
-    def clip(model):
-        if not hasattr(model.norm.weight, "placements"):  # it takes DTensors only
-            mesh = model.first.weight.device_mesh
-            for name, p in list(model.norm.named_parameters()):
-                spread = nn.Parameter(distribute_tensor(p.detach(), mesh, [Replicate()]))
-                spread.grad = distribute_tensor(p.grad, mesh, [Replicate()])
-                model.norm.register_parameter(name, spread)
-        utils.clip_grad_norm_(list(model.parameters()), MAX, ep_enabled=True)
-
-    on_two_meshes(clip)
+    on_two_meshes(lambda model: utils.clip_grad_norm_(list(model.parameters()), MAX, ep_enabled=True), True)
 
 
 def accelerate_two_meshes():

@@ -147,6 +147,7 @@ class ScriptAudit:
         """A GradScaler is about to step: whoever clipped gradients that it has still to unscale clipped wrongly."""
         scale = 1.0 if step.scale is None else float(step.scale)
         held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        self._guarded([p for one in self._scaled for p in one.parameters], self._judge_scaled)
         if scale != 1.0 and held & self._clipped:
             what = (
                 f"gradients are clipped while they are multiplied by the loss scale of {scale:g}: call unscale_ before"
@@ -205,19 +206,16 @@ class ScriptAudit:
         given = everywhere([_number(one.norm) for one in waiting])  # grouped alike on all processes
         groups: list[list[int]] = []
         for i in range(len(waiting)):
-            group = next(
-                (g for g in groups if _is_same(given, g[0], i) and waiting[g[0]].limit == waiting[i].limit), []
-            )
+            same = (g for g in groups if _is_same(given, g[0], i) and waiting[g[0]].limit == waiting[i].limit)
+            group = next(same, [])
             group.append(i)
             if len(group) == 1:
                 groups.append(group)
         for group in groups:
             ones = [waiting[i] for i in group]
             parameters = [p for one in ones for p in one.parameters]
-            whole, applied = (
-                ones[0].watched.joined([one.watched for one in ones[1:]]),
-                [a for o in ones for a in o.applied],
-            )
+            whole = ones[0].watched.joined([one.watched for one in ones[1:]])
+            applied = [one for of_clip in ones for one in of_clip.applied]
             self._keep(parameters, whole.told(ones[0].norm, ones[0].limit, applied, self._earlier(parameters)))
 
     def _look(self, parameters: Sequence[Tensor]) -> None:

@@ -122,9 +122,13 @@ def _audit_norm(options: argparse.Namespace, program: ProgramLine) -> int:
         on_stderr(f"the script ended with exit code {code} before its norm was audited.")
         return 2
     verdict, text = audit.outcome()
-    if rank_and_world()[0] == 0:
+    rank, lines = rank_and_world()[0], [printable(line) for line in text.splitlines()]
+    if rank == 0:
         with encodable(sys.stdout):
-            print("\n".join(map(printable, text.splitlines())))
+            print("\n".join(lines))
+    for line in lines:
+        if rank and " unclipped: " in line:  # what this process alone knows
+            on_stderr(f"rank {rank}: {line}")
     return {"PASS": 0, "FAIL": 1, "INCONCLUSIVE": 3}[verdict]
 
 
