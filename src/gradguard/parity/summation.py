@@ -120,4 +120,4 @@ def changed(gradient: Tensor, run: int, call: int, place: int = 0) -> Tensor:
     up = (hashed(rows + (call << 40) + (place << 34)) >> run) & 1
     unit = torch.finfo(gradient.dtype).eps / 2
     size = max(unit, min(unit, SINGLE) * math.sqrt(min(len(rows), TERMS) / 2 + call))
-    return gradient * (1 + size * (2 * up - 1)).to(gradient.dtype).view(shape)
+    return gradient * (1 + size * (2 * up - 1).to(gradient.dtype)).view(shape)
