@@ -3,7 +3,6 @@
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
-from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -11,8 +10,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from gradguard.audit.coefficients import Applied, coefficient_findings
+from gradguard.audit.epsilons import LARGEST_EPSILON, epsilon_finding, is_one_of, with_epsilon
 from gradguard.audit.factors import Setting, candidates, fit, named
-from gradguard.audit.held import DRIFTED, Claim, Held, tensors_of, true_norm
+from gradguard.audit.held import DRIFTED, Claim, Held, check_groups, tensors_of, true_norm
 from gradguard.audit.held import Tensor as WholeTensor
 from gradguard.audit.pieces import Piece, modules_of, pieces_of
 from gradguard.audit.probe import Ask, Counted, Probe, classes_of, elements_value, finding_of, norm_classes
@@ -22,9 +22,6 @@ from gradguard.distributed.reduction_group import ReductionGroup, several_proces
 from gradguard.errors import GradguardError, InvalidTypeError, InvalidValueError, UnsupportedGradientError
 
 NormFunction = Callable[[], float | Tensor]
-
-_LARGEST_EPSILON = 1e-5
-"""A larger norm of gradients that are zero is no epsilon: probes have norms of 1 and more, which it does not change."""
 
 _HALVES = ("float16", "bfloat16")
 
@@ -104,7 +101,7 @@ def audit_norm(
     pieces, processes = _described(modules_of(model))
     tensors = tensors_of(processes, groups)
     setting = Setting(len(processes), accumulation, loss_scale)
-    _check_groups(groups, tensors)
+    check_groups(groups, tensors)
     audit = _Audit(pieces, tensors, setting, _number(reported, "reported"))
     audit.check_earlier(earlier)
     try:
@@ -338,7 +335,7 @@ class _Audit:
         probe = Probe(self._tensors, ask, self._setting.world, self._setting, self._tolerance)
         zero = ask([], None, False)
         self._epsilon = max(zero) / self._setting.loss_scale
-        if not all(0 <= z <= _LARGEST_EPSILON * self._setting.loss_scale for z in zero):
+        if not all(0 <= z <= LARGEST_EPSILON * self._setting.loss_scale for z in zero):
             what = "norm() is not 0 where all gradients are: it does not read them, or adds something to their norm"
             self._findings.append(NormFinding("unread", what))
             self._judge("norm() returned", computed, norm_classes(self._tensors, self._classes, ()), ())
@@ -358,7 +355,7 @@ class _Audit:
         """On the real gradients all classes together: a norm that is no sum of squares passes each alone."""
         if self._epsilon:
             self._notes.append(f"norm() is {self._epsilon:.6g} where all gradients are 0, as an epsilon makes it")
-        wrong = [x for x in everything if not self._is(x, *_with_epsilon(self._true, self._epsilon))]
+        wrong = [x for x in everything if not self._is(x, *with_epsilon(self._true, self._epsilon))]
         if wrong:
             what = f"each class counts once, and the norm of all is {wrong[0]:.6g} where {self._true:.6g} is true"
             self._findings.append(NormFinding("total", what, (), wrong[0] / self._true if self._true else None))
@@ -369,7 +366,7 @@ class _Audit:
             return
         terms = [(one.count or 0.0) * self._tensors[i].square for one in counted for i in one.places]
         made = math.sqrt(math.fsum(terms)) / self._setting.loss_scale
-        if self._is(computed, *_with_epsilon(made, self._epsilon)):
+        if self._is(computed, *with_epsilon(made, self._epsilon)):
             return
         what = (
             f"on the real gradients these factors would make {made:.6g}, and the norm is {computed:.6g}: it is the "
@@ -381,13 +378,7 @@ class _Audit:
         self._findings.append(NormFinding("total", what))
 
     def _is(self, norm: float, *expected: float) -> bool:
-        return any(norm == e or abs(norm - e) <= self._tolerance * e for e in expected)
-
-    def _may_be_epsilon(self, norm: float, true: float) -> bool:
-        """Tell whether a usual epsilon beside a norm, in its root or below it makes the true norm this one."""
-        usual = [10.0**-k for k in range(6, 17)]
-        made = [x for e in usual for x in _with_epsilon(true, e)] + [math.sqrt(true * true + e) for e in usual[6:]]
-        return norm > true and self._is(norm, *made)
+        return is_one_of(norm, expected, self._tolerance)
 
     def _look_at_coefficients(self, max_norm: float | None, computed: float) -> None:
         applied = [one for piece in self._pieces if (one := piece.applied(computed)) is not None]
@@ -449,7 +440,8 @@ class _Audit:
         if all(self._is(n, math.sqrt(math.fsum(row)) / scale) for n, row in zip(norms, rows, strict=True)):
             self._note_blind(classes)
             return classes
-        if self._tells_epsilon(what, came, math.sqrt(math.fsum(rows[-1])) / scale):
+        if (doubt := epsilon_finding(what, came, math.sqrt(math.fsum(rows[-1])) / scale, self._tolerance)) is not None:
+            self._findings.append(doubt)
             return classes
         ratios = [
             n * scale / math.sqrt(math.fsum(row)) if sum(row) else math.inf for n, row in zip(norms, rows, strict=True)
@@ -462,17 +454,6 @@ class _Audit:
             self._say_unfit(len(fits), len(classes))
             return classes
         return self._fitted(fits[0], classes, known)
-
-    def _tells_epsilon(self, what: str, came: float, true: float) -> bool:
-        """Tell, and say, that nobody knows whether a fault or an epsilon makes so small a difference."""
-        if not self._may_be_epsilon(came, true):
-            return False
-        said = (
-            f"{what} {came:.6g} where {true:.6g} is true, which an epsilon beside the norm, in its root or below it "
-            "makes, and a fault may: pass the norm function as norm=, or gradients times a loss scale"
-        )
-        self._findings.append(NormFinding("epsilon", said))
-        return True
 
     def _words_for_all(self, ratio: float) -> str:
         one = self._setting
@@ -521,11 +502,6 @@ class _Audit:
 def everywhere(value: Any) -> list[Any]:
     """Return the ``value`` of every process, by its rank; a collective."""
     return _all(value, dist.get_world_size() if several_processes() else 1)
-
-
-def _with_epsilon(true: float, epsilon: float) -> tuple[float, ...]:
-    """A norm without an epsilon, and with one beside it, below it, and in its root."""
-    return (true, true + epsilon, max(true, epsilon), math.hypot(true, epsilon)) if epsilon else (true,)
 
 
 def _all(value: Any, world: int) -> list[Any]:
@@ -600,14 +576,6 @@ def _number(value: Any, what: str) -> float | None:
         raise InvalidTypeError(
             f"{what} is {type(value).__name__}: expected a number, or a tensor of one element."
         ) from None
-
-
-def _check_groups(groups: Mapping[str, Claim] | None, tensors: Sequence[WholeTensor]) -> None:
-    names = [name for tensor in tensors for name in tensor.names]
-    if unknown := [one for one in groups or {} if not any(fnmatchcase(name, one) for name in names)]:
-        raise InvalidValueError(
-            f"groups: {unknown} matches no parameter with a gradient: expected patterns of names such as {names[0]!r}."
-        )
 
 
 def _check(norm: Any, reported: Any, groups: Any, max_norm: Any, accumulation: Any, loss_scale: Any) -> None:
