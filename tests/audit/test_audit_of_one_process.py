@@ -252,3 +252,88 @@ def test_an_audit_as_json():
     audit = gg.audit_norm(model_with_gradients())
     assert audit.as_dict()["verdict"] == "PASS"
     assert audit.as_dict()["classes"][0]["layout"] == "held whole by one process"
+
+
+# Epsilons: known where the norm can be called, and of a reported norm perhaps a fault.
+
+
+def of_norm(true):
+    model = nn.Linear(4, 4)
+    for p in model.parameters():
+        p.grad = torch.full_like(p, true / 20**0.5)
+    return model
+
+
+REPORTED = {
+    "right": (lambda t: t, "PASS"),
+    "twice": (lambda t: 2 * t, "FAIL"),
+    "half": (lambda t: t / 2, "FAIL"),
+    "a percent more": (lambda t: 1.01 * t, "FAIL"),
+    "a little less": (lambda t: t - min(1e-8, t / 2), "FAIL"),
+    "zero": (lambda t: 0.0, "FAIL"),
+    "NaN": (lambda t: math.nan, "FAIL"),
+    "infinity": (lambda t: math.inf, "FAIL"),
+    "an epsilon beside": (lambda t: t + 1e-6, "INCONCLUSIVE"),
+    "an epsilon in the root": (lambda t: math.hypot(t, 1e-6), "INCONCLUSIVE"),
+    "an epsilon below": (lambda t: max(t, 1e-6), "INCONCLUSIVE"),
+}
+
+
+@pytest.mark.parametrize("true", [4.5e-5, 4.5e-7, 9.1e-12])
+@pytest.mark.parametrize("how", REPORTED)
+def test_a_small_norm_that_is_reported(how, true):
+    report, verdict = REPORTED[how]
+    came, small = report(true), true * (1 + 1e-4) > report(true) >= true * (1 - 1e-4)
+    audit = gg.audit_norm(of_norm(true), reported=came)
+    if how == "a little less":
+        small = abs(came / true - 1) <= 1e-4
+    assert audit.verdict == ("PASS" if small else verdict), str(audit)
+    assert "disagree" not in str(audit)
+
+
+def test_a_small_norm_with_the_loss_scale_still_in_it():
+    assert gg.audit_norm(of_norm(4.5e-7), reported=4.5e-7, loss_scale=1024.0).verdict == "FAIL"
+
+
+@pytest.mark.parametrize("true", [9.0, 4.5e-5, 4.5e-7, 9.1e-12])
+@pytest.mark.parametrize(
+    ("changed", "verdict"),
+    [
+        (lambda n: n + 1e-6, "PASS"),
+        (lambda n: n.clamp(min=1e-6), "PASS"),
+        (lambda n: (n.square() + 1e-12).sqrt(), "PASS"),
+        (lambda n: 2 * n, "FAIL"),
+        (lambda n: 1.001 * n + 1e-6, "FAIL"),
+        (lambda n: 2 * n.clamp(min=1e-6), "FAIL"),
+        (lambda n: 0 * n + 1e-6, "FAIL"),
+        (lambda n: n + 1.0, "FAIL"),
+    ],
+)
+def test_an_epsilon_of_a_norm_that_can_be_called_is_known(changed, verdict, true):
+    model = of_norm(true)
+    audit = gg.audit_norm(model, lambda: changed(get_total_norm(gradients(model))))
+    assert audit.verdict == verdict, str(audit)
+    assert verdict == "FAIL" or "as an epsilon makes it" in str(audit)
+
+
+@pytest.mark.parametrize("factor", [1.001, 3.0])
+def test_one_factor_on_all_tensors_is_one_finding(factor):
+    model = nn.ModuleList(nn.Linear(8, 8) for _ in range(60))
+    for p in model.parameters():
+        p.grad = torch.randn_like(p)
+    (found,) = gg.audit_norm(model, lambda: factor * get_total_norm(gradients(model))).findings
+    assert (found.kind, len(found.names)) == ("factor", 120)
+    assert found.factor == pytest.approx(factor**2, rel=1e-4)
+
+
+def test_a_pattern_of_groups_that_no_parameter_has_is_an_error():
+    with pytest.raises(InvalidValueError, match=r"groups: \['nosuch\.\*'\] matches no parameter with a gradient"):
+        gg.audit_norm(of_norm(1.0), groups={"nosuch.*": "sharded", "weight": "sharded"})
+
+
+def test_factors_that_do_not_make_the_real_norm_have_no_reason():
+    model = model_with_gradients()
+    norms = iter([5.0])
+    audit = gg.audit_norm(model, lambda: next(norms, 2 * get_total_norm(gradients(model))))
+    assert {f.kind for f in audit.findings} == {"factor", "total"}
+    assert "doubled" not in str(audit)

@@ -180,3 +180,23 @@ def test_a_coarse_norm_is_asked_for_few_tensors_at_a_time():
 
     assert Probe(tensors, ask, 2, Setting(2), 1e-2).counts(classes_of(tensors))
     assert max(asked) == 1
+
+
+def largest(model, squares):
+    return [math.sqrt(max(math.fsum(own) for own in squares))] * model.world
+
+
+def rank_0_alone(model, squares):
+    return [math.sqrt(math.fsum(squares[0]))] * model.world
+
+
+@pytest.mark.parametrize(
+    ("engine", "words"),
+    [(largest, "the largest of the ranks' norms is taken"), (rank_0_alone, "only what rank 0 holds counts")],
+)
+@pytest.mark.parametrize("seed", range(6))
+def test_parts_that_are_not_added_up_are_no_division(engine, words, seed):
+    model = model_of(seed, 1, 2, kinds=("sharded",))
+    _, findings, _ = probed(model, engine)
+    assert {f.kind for f in findings} == {"ranks"}
+    assert all(words in f.message for f in findings)

@@ -459,3 +459,18 @@ def test_one_part_in_a_hundred_thousand_shows_in_float32():
     report = compare(save(model, step_of(model, data)), save(model, times(1.00002, "up.weight")(model, data)))
     assert {(f.kind, f.factor_name) for f in report.findings} == {("factor", "")}
     assert {p for f in report.findings for p in f.parameters} == {"blocks.0.up.weight", "blocks.1.up.weight"}
+
+
+@pytest.mark.parametrize("side", ["reference", "new"])
+def test_a_gradient_added_to_that_of_the_step_before_is_told(side):
+    """A forgotten zero_grad: what is right need not be passed as a part."""
+    model, data, before = language_model(), batch(), batch(seed=1)
+    parts = {"the step before": step_of(model, before)}
+
+    def forgotten():
+        step_of(model, before)()
+        return step_of(model, data)()
+
+    right = save(model, step_of(model, data), parts=parts if side == "reference" else None)
+    report = compare(right, save(model, forgotten, parts=parts if side == "new" else None))
+    assert report.findings[0].message == "it is 1 × the reference + 1 × the step before"

@@ -11,6 +11,8 @@ from fnmatch import fnmatchcase
 from itertools import combinations
 from typing import Literal
 
+from gradguard.errors import InvalidValueError
+
 Claim = Literal["sharded", "replicated"]
 Relation = Literal["same", "differ", "distinct", "unknown"]
 
@@ -172,6 +174,15 @@ def tensors_of(processes: Sequence[Sequence[Held]], groups: Mapping[str, Claim] 
         for held in pieces:
             by_name.setdefault(held.names, []).append((rank, held))
     return _tied([_together(names, pieces, _said(names, groups)) for names, pieces in by_name.items()])
+
+
+def check_groups(groups: Mapping[str, Claim] | None, tensors: Sequence[Tensor]) -> None:
+    """Refuse patterns that match nothing: a typing error there would be silent."""
+    names = [name for tensor in tensors for name in tensor.names]
+    if unknown := [one for one in groups or {} if not any(fnmatchcase(name, one) for name in names)]:
+        raise InvalidValueError(
+            f"groups: {unknown} matches no parameter with a gradient: expected patterns of names such as {names[0]!r}."
+        )
 
 
 def _said(names: Iterable[str], groups: Mapping[str, Claim] | None) -> Claim | None:

@@ -10,11 +10,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from gradguard.audit.coefficients import Applied, coefficient_findings
+from gradguard.audit.epsilons import LARGEST_EPSILON, epsilon_finding, is_one_of, with_epsilon
 from gradguard.audit.factors import Setting, candidates, fit, named
-from gradguard.audit.held import DRIFTED, Claim, Held, tensors_of, true_norm
+from gradguard.audit.held import DRIFTED, Claim, Held, check_groups, tensors_of, true_norm
 from gradguard.audit.held import Tensor as WholeTensor
 from gradguard.audit.pieces import Piece, modules_of, pieces_of
-from gradguard.audit.probe import Ask, Probe, classes_of, elements_value, finding_of, norm_classes
+from gradguard.audit.probe import Ask, Counted, Probe, classes_of, elements_value, finding_of, norm_classes
 from gradguard.audit.report import NormAudit, NormClass, NormFinding, verdict_of
 from gradguard.distributed.agreement import gather_objects
 from gradguard.distributed.reduction_group import ReductionGroup, several_processes
@@ -61,6 +62,8 @@ def audit_norm(
         values do not tell what is a copy      INCONCLUSIVE, with what to pass as ``groups``
         the norm does not read ``.grad``       INCONCLUSIVE, judged by its one value as if it was reported
         norms of 16 bits                       compared to 1 percent
+        ``norm()`` adds up to 1e-5 to zeros    an epsilon, a note
+        ``reported`` off as by 1e-6, 1e-7 ...  INCONCLUSIVE, where an epsilon may make it
         =====================================  ======================================================
 
     Args:
@@ -70,7 +73,7 @@ def audit_norm(
             history of norms gets those of the probes too.
         reported: What the engine says the norm of these gradients is, on this process.
         groups: What ordinary tensors are across processes, by a pattern of names: ``"sharded"`` or ``"replicated"``.
-            It is believed.
+            It is believed; a pattern that no parameter with a gradient has is an error.
         max_norm: What ``norm()`` clips to; then what it multiplies each gradient by is audited too.
         accumulation: Number of micro-batches of a step, for the names of factors.
         loss_scale: What gradients are still multiplied by; the true norm is without it.
@@ -98,6 +101,7 @@ def audit_norm(
     pieces, processes = _described(modules_of(model))
     tensors = tensors_of(processes, groups)
     setting = Setting(len(processes), accumulation, loss_scale)
+    check_groups(groups, tensors)
     audit = _Audit(pieces, tensors, setting, _number(reported, "reported"))
     audit.check_earlier(earlier)
     try:
@@ -201,7 +205,7 @@ class _Audit:
             if r == self._me
         }
         self._findings, self._notes = list[NormFinding](), list[str]()
-        self._tolerance, self._calls = 1e-4, 0
+        self._tolerance, self._calls, self._epsilon = 1e-4, 0, 0.0
         if any(held.dtype in _HALVES for t in tensors for part in t.parts for _, held in part.holders):
             self._tolerance = 1e-2
 
@@ -329,7 +333,9 @@ class _Audit:
     def _probed(self, norm: NormFunction, computed: float) -> tuple[NormClass, ...]:
         ask = self._ask(norm)
         probe = Probe(self._tensors, ask, self._setting.world, self._setting, self._tolerance)
-        if any(ask([], None, False)):
+        zero = ask([], None, False)
+        self._epsilon = max(zero) / self._setting.loss_scale
+        if not all(0 <= z <= LARGEST_EPSILON * self._setting.loss_scale for z in zero):
             what = "norm() is not 0 where all gradients are: it does not read them, or adds something to their norm"
             self._findings.append(NormFinding("unread", what))
             self._judge("norm() returned", computed, norm_classes(self._tensors, self._classes, ()), ())
@@ -337,20 +343,42 @@ class _Audit:
         counted = probe.counts(self._classes)
         self._findings += [finding_of(one, self._tensors) for one in counted if one.kind]
         everything = _all(computed, self._setting.world)
-        if not any(one.kind for one in counted) and not math.isnan(self._true):
+        if math.isnan(self._true):
+            pass
+        elif not any(one.kind for one in counted):
             self._check_total(everything)
+        elif all(one.kind in ("", "factor") for one in counted):
+            self._check_factors(everything[0], counted)
         return norm_classes(self._tensors, self._classes, counted)
 
     def _check_total(self, everything: Sequence[float]) -> None:
         """On the real gradients all classes together: a norm that is no sum of squares passes each alone."""
-        wrong = [x for x in everything if not self._is(x, self._true)]
+        if self._epsilon:
+            self._notes.append(f"norm() is {self._epsilon:.6g} where all gradients are 0, as an epsilon makes it")
+        wrong = [x for x in everything if not self._is(x, *with_epsilon(self._true, self._epsilon))]
         if wrong:
             what = f"each class counts once, and the norm of all is {wrong[0]:.6g} where {self._true:.6g} is true"
             self._findings.append(NormFinding("total", what, (), wrong[0] / self._true if self._true else None))
 
-    def _is(self, norm: float, expected: float) -> bool:
-        # An epsilon within a root or beside a norm is no fault.
-        return abs(norm - expected) <= self._tolerance * expected + 1e-6
+    def _check_factors(self, computed: float, counted: Sequence[Counted]) -> None:
+        """Take back the words for factors that do not make the norm of the real gradients."""
+        if any(one.count is None for one in counted):
+            return
+        terms = [(one.count or 0.0) * self._tensors[i].square for one in counted for i in one.places]
+        made = math.sqrt(math.fsum(terms)) / self._setting.loss_scale
+        if self._is(computed, *with_epsilon(made, self._epsilon)):
+            return
+        what = (
+            f"on the real gradients these factors would make {made:.6g}, and the norm is {computed:.6g}: it is the "
+            "root of no sum over tensors, so that the factors have no known reason"
+        )
+        self._findings = [
+            replace(f, message=f.message.partition(": ")[0]) if f.kind == "factor" else f for f in self._findings
+        ]
+        self._findings.append(NormFinding("total", what))
+
+    def _is(self, norm: float, *expected: float) -> bool:
+        return is_one_of(norm, expected, self._tolerance)
 
     def _look_at_coefficients(self, max_norm: float | None, computed: float) -> None:
         applied = [one for piece in self._pieces if (one := piece.applied(computed)) is not None]
@@ -376,13 +404,17 @@ class _Audit:
         self, reported: float, classes: tuple[NormClass, ...], earlier: Sequence[NormAudit], was_probed: bool
     ) -> tuple[NormClass, ...]:
         everything = _all(reported, self._setting.world)
-        if not all(self._is(x, everything[0]) for x in everything):
+        if not all(self._is(x, everything[0]) or (math.isnan(x) and math.isnan(everything[0])) for x in everything):
             came = ", ".join(f"{x:.6g}" for x in everything[:8])
             own = [math.sqrt(sum(h.square for t in self._tensors for p in t.parts for r, h in p.holders if r == rank))
                    for rank in range(len(everything))]  # fmt: skip
             local = all(self._is(x * self._setting.loss_scale, o) for x, o in zip(everything, own, strict=True))
             kind, why = ("local", ": each is that of what the rank holds itself") if local else ("disagree", "")
             self._findings.append(NormFinding(kind, f"ranks report different norms, {came}{why}"))
+            return classes
+        if not math.isfinite(everything[0]):
+            what = f"the reported norm is {everything[0]}, of gradients that are finite"
+            self._findings.append(NormFinding("reported", what))
             return classes
         if was_probed:
             if not math.isnan(self._true) and not self._is(everything[0], self._true):
@@ -407,6 +439,9 @@ class _Audit:
         scale = self._setting.loss_scale
         if all(self._is(n, math.sqrt(math.fsum(row)) / scale) for n, row in zip(norms, rows, strict=True)):
             self._note_blind(classes)
+            return classes
+        if (doubt := epsilon_finding(what, came, math.sqrt(math.fsum(rows[-1])) / scale, self._tolerance)) is not None:
+            self._findings.append(doubt)
             return classes
         ratios = [
             n * scale / math.sqrt(math.fsum(row)) if sum(row) else math.inf for n, row in zip(norms, rows, strict=True)

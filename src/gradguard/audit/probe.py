@@ -73,14 +73,31 @@ class Probe:
         self._tolerance, self.calls = tolerance, 0
 
     def counts(self, classes: Sequence[Sequence[int]]) -> list[Counted]:
-        """Return what each tensor of each class counts, those of one class and one answer together."""
+        """Return what each tensor of each class counts, those of one class and one answer together.
+
+        One wrong factor on all tensors of all classes is one answer.
+        """
+        found = [one for places in classes for one in self._joined(self._of(places))]
+        together = self._joined(found)
+        return together if len(together) == 1 and together[0].kind == "factor" else found
+
+    def _joined(self, counted: Sequence[Counted]) -> list[Counted]:
         found: list[Counted] = []
-        for places in classes:
-            alike: dict[tuple, list[int]] = {}
-            for one in self._of(places):
-                alike.setdefault((one.kind, one.count, one.words), []).extend(one.places)
-            found += [Counted(tuple(ps), *key) for key, ps in alike.items()]
+        for one in counted:
+            for place, other in enumerate(found):
+                if self._is_one(one, other):
+                    found[place] = replace(other, places=other.places + one.places)
+                    break
+            else:
+                found.append(one)
         return found
+
+    def _is_one(self, one: Counted, other: Counted) -> bool:
+        if (one.kind, one.words) != (other.kind, other.words):
+            return False
+        if one.count is None or other.count is None or one.kind != "factor":
+            return one.count == other.count
+        return abs(one.count - other.count) <= 2 * self._tolerance * other.count
 
     def answers(self, places: Sequence[int], rank: int | None = None, again: bool = False) -> list[float]:
         """Return the squares of the norms of all ranks."""
@@ -164,6 +181,12 @@ class Probe:
             some = self._some_ranks(places, holders)
             if some is not None:
                 return Counted(tuple(places), "ranks", count, some)
+        if 1 < len(holders) <= _MOST_RANKS and not self._is_alike(places, holders, count):
+            largest = self._are(answers[:1], [max(local)])
+            words = (
+                "the largest of the ranks' norms is taken, where their squares should be added up" if largest else ""
+            )
+            return Counted(tuple(places), "ranks" if largest else "factor", count, words)
         known = candidates(self._setting, tensor.copies, len(tensor.parts), len(tensor.names))
         return Counted(tuple(places), "factor", *named(count, known, self._tolerance))
 
@@ -178,6 +201,17 @@ class Probe:
         rank = holders[-1]
         norm = math.sqrt(self.local_square(places, rank)) / self._world
         return self._are(self.answers(places, rank)[:1], [norm * norm])
+
+    def _is_alike(self, places: Sequence[int], holders: Sequence[int], count: float) -> bool:
+        """Tell whether what one rank holds counts alone as it does with the others: else the count has no name."""
+        if any(len(self._tensors[i].parts) == 1 or self._tensors[i].copies > 1 for i in places):
+            return True  # of copies, one alone may count in another way
+        own = {rank: self.local_square(places, rank) for rank in holders}
+        return all(
+            self._are(self.answers(places, rank)[:1], [count * square], square)
+            for rank, square in own.items()
+            if square
+        )
 
     def _some_ranks(self, places: Sequence[int], holders: Sequence[int]) -> str | None:
         """Return which ranks' parts count, where some do and some do not."""
@@ -224,7 +258,8 @@ def classes_of(tensors: Sequence[Tensor]) -> list[list[int]]:
 def finding_of(counted: Counted, tensors: Sequence[Tensor]) -> NormFinding:
     """Return the finding that a wrong count is."""
     names = tuple(" = ".join(tensors[i].names) for i in counted.places)
-    what = f"{len(names)} tensor{'s' * (len(names) > 1)} {tensors[counted.places[0]].layout}"
+    layouts = {tensors[i].layout for i in counted.places}
+    what = f"{len(names)} tensor{'s' * (len(names) > 1)} {layouts.pop() if len(layouts) == 1 else 'of all classes'}"
     times = "" if counted.count is None else f"{'counts' if len(names) == 1 else 'count'} {counted.count:.6g} times"
     words = f": {counted.words}" if counted.words else ""
     messages = {

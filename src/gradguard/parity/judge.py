@@ -54,7 +54,7 @@ class Measured:
 
     Attributes:
         shape: The whole parameter's.
-        rounding: Half a unit in the last place of the gradient's dtype, relative.
+        rounding: What storing the gradient and adding it up do to it, relative.
         gradient: Its sketch.
         repeated: Sketches of the same gradient from runs that differ from it by rounding; empty where nobody tried.
         has_gradient: Whether any process has one.
@@ -121,7 +121,7 @@ def bar_of(run: Measured) -> float | None:
 
     .. math:: b = \max\bigl((1 + 4/n) \max_k \lVert g_k - g \rVert,\; u \lVert g \rVert\bigr)
 
-    where the :math:`g_k` are of runs that differ by rounding, :math:`u` is half a unit of the gradient's dtype, and
+    where the :math:`g_k` are of runs that differ by rounding, :math:`u` is what storing and adding up do at least, and
     :math:`n` the number of elements: a single one may change little in all of a few runs, by luck.
     """
     if not run.repeated:
@@ -349,7 +349,19 @@ def in_ranges(numbers: Sequence[int], most: int = 8) -> str:
 
 
 def _mixture(shown: Outcome, reference: Measured, new: Measured, bar: float) -> Outcome | None:
+    """A mixture of the parts alone; or else with what is right, as where a gradient is added to that of before."""
     parts = {**new.parts, **reference.parts}
+    with_right = {"the reference": reference.gradient, **parts}
+    return (
+        (_mixture_of(parts, shown, reference, new, bar) or _mixture_of(with_right, shown, reference, new, bar))
+        if parts
+        else None
+    )
+
+
+def _mixture_of(
+    parts: Mapping[str, Vector], shown: Outcome, reference: Measured, new: Measured, bar: float
+) -> Outcome | None:
     if not 1 <= len(parts) <= min(MOST_PARTS, math.prod(reference.shape) - 1):
         return None
     solved = least_squares(list(parts.values()), new.gradient)

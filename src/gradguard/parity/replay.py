@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from gradguard.errors import InvalidValueError
 from gradguard.parity.shards import LocalParameter, Part
 from gradguard.parity.sketch import CHUNK, hashed
+from gradguard.parity.summation import OutermostCalls
 from gradguard.torch_private import is_compiled
 
 _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -135,6 +136,7 @@ class Replay:
     """
 
     def __init__(self, model: nn.Module, parameters: Sequence[LocalParameter]) -> None:
+        self._model = model
         self._tensors = [p for p in model.parameters() if p.requires_grad]
         self._parameters = parameters
         self._states = generator_states()
@@ -161,10 +163,11 @@ class Replay:
 
     @contextmanager
     def perturbed(self, epsilon: float, run: int) -> Iterator[None]:
-        """Let the weights differ by rounding inside the block."""
+        """Let the weights differ by rounding inside the block, and gradients by that of adding them up."""
         flip_weights(self._parameters, epsilon, run)
         try:
-            yield
+            with OutermostCalls([self._model], run).watching():
+                yield
         finally:
             flip_weights(self._parameters, epsilon, run, back=True)
 

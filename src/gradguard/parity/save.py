@@ -14,6 +14,7 @@ from gradguard.parity.replay import Replay, digest, precision_of
 from gradguard.parity.saved import SavedGradients, write
 from gradguard.parity.shards import LocalParameter, ShardOf, gathered, local_parameters, processes
 from gradguard.parity.sketch import HASH_VERSION
+from gradguard.parity.summation import OutermostCalls
 from gradguard.parity.whole import Sketches, WholeParameters, about, local_gradients, local_weights, versions
 
 Step = Callable[[], Any]
@@ -141,13 +142,14 @@ class _Run:
     ) -> SavedGradients:
         weights = self._whole.weights(local_weights(self._local))
         before = digest(self._local)
-        with precision_of(self._model) as seen:
+        calls = OutermostCalls([self._model])
+        with precision_of(self._model) as seen, calls.watching():
             losses = [self._loss(self.replay.run(step))]
         random = any(gathered(self.replay.has_drawn()))
         self._check_after(any(gathered(digest(self._local) != before)))
         own = local_gradients(self._local)
         base, contrasts, rows = self._whole.reduced(own), self._whole.contrasts(own), [self._row_sketches()]
-        parameters = self._whole.about([about(p) for p in self._local])
+        parameters = self._whole.about([about(p) for p in self._local], calls.most)
         if not any(p.has_gradient for p in parameters):
             raise InvalidValueError(
                 "step() left no gradient: expected forward and backward of this very model, and no zero_grad() after."

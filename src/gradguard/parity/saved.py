@@ -24,11 +24,11 @@ class SavedParameter:
         name: Its name in the model without wrappers.
         shape: Of the whole parameter.
         dtype: Of its gradient; of itself where it has none.
-        rounding: Half a unit in the last place of that dtype, relative.
+        rounding: What storing it in that dtype and adding it up do to it, relative.
         has_gradient: Whether any process has a gradient.
         copies: How many ranks hold the same part.
         layout: How it is spread, in words.
-        weight_rounding: The same as ``rounding``, of the parameter itself.
+        weight_rounding: Half a unit in the last place of the parameter's own dtype, relative.
     """
 
     name: str

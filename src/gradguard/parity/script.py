@@ -21,6 +21,7 @@ from gradguard.parity.replay import flip_weights, generator_states, has_drawn, p
 from gradguard.parity.saved import SavedGradients, write
 from gradguard.parity.shards import LocalParameter, gathered, local_parameters, processes
 from gradguard.parity.sketch import HASH_VERSION
+from gradguard.parity.summation import OutermostCalls
 from gradguard.parity.whole import About, WholeParameters, about, local_gradients, local_weights, versions
 from gradguard.torch_private import never_compiled
 
@@ -93,17 +94,17 @@ class ScriptGradients:
 
     @never_compiled
     def _before_forward(self, module: nn.Module, arguments: Any) -> None:
-        del module, arguments
+        del arguments
         self._depth += 1
         if self._depth == 1 and torch.is_grad_enabled() and not self._local:
-            self._refused(self._begin)
+            self._refused(lambda: self._begin(module))
 
     @never_compiled
     def _after_forward(self, module: nn.Module, arguments: Any, output: Any) -> None:
         del module, arguments, output
         self._depth -= 1
 
-    def _begin(self) -> None:
+    def _begin(self, called: nn.Module) -> None:
         trained = {id(p) for one in self._optimizers() for group in one.param_groups for p in group["params"]}
         if not trained:
             return  # a forward pass before there is an optimizer, of whatever
@@ -113,6 +114,8 @@ class ScriptGradients:
         self._stack.close()
         self._seen = [self._stack.enter_context(precision_of(root)) for root in roots]
         if self._run:
+            inside = sum(called is root for root in roots)
+            self._stack.enter_context(OutermostCalls(roots, self._run, inside).watching())
             with torch.no_grad():
                 flip_weights(self._local, self._epsilon, self._run)
 
@@ -231,7 +234,7 @@ class ScriptGradients:
         """One all-reduce for each kind of number: every process comes here after the same step."""
         local = [p for p in self._local if p.name in self._about]
         whole = WholeParameters(local)
-        parameters = whole.about(list(self._about.values()))
+        parameters = whole.about(list(self._about.values()), self._backwards)
         if not any(p.has_gradient for p in parameters):
             raise UnsupportedGradientError("no parameter has a gradient at the first optimizer step.")
         facts = {"micro-batches": float(max(self._backwards, 1)), **self._facts}

@@ -14,6 +14,7 @@ from gradguard.parity.replay import epsilon_of
 from gradguard.parity.saved import SavedParameter
 from gradguard.parity.shards import LocalParameter, Whole, agree_on, gathered, processes
 from gradguard.parity.sketch import ROW_SUMS, SUMS, hashed, row_sketches, sketch_of
+from gradguard.parity.summation import rounding_of_sums
 
 Sketches = list[list[float]]
 """For each parameter, in the order of `WholeParameters.wholes`, its sums."""
@@ -101,8 +102,14 @@ class WholeParameters:
 
     # What else is worth knowing.
 
-    def about(self, own: Sequence[About]) -> list[SavedParameter]:
-        """Return what is known of each parameter besides its numbers, of what `about` has returned of each part."""
+    def about(self, own: Sequence[About], calls: int) -> list[SavedParameter]:
+        """Return what is known of each parameter besides its numbers.
+
+        Args:
+            own: What `about` has returned of each part.
+            calls: How many micro-batches add to a gradient.
+        """
+        most = max(gathered(calls))
         told: dict[str, tuple[str, float, str, float]] = {}
         has: set[str] = set()
         for one in gathered(own):
@@ -114,8 +121,9 @@ class WholeParameters:
         found = []
         for name, whole in self.wholes.items():
             dtype, rounding, layout, of_weights = told[name]
+            summed = rounding_of_sums(rounding, most)
             found.append(
-                SavedParameter(name, whole.shape, dtype, rounding, name in has, whole.copies, layout, of_weights)
+                SavedParameter(name, whole.shape, dtype, summed, name in has, whole.copies, layout, of_weights)
             )
         return found
 
