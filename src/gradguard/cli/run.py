@@ -110,7 +110,8 @@ def _run(options: argparse.Namespace, program: ProgramLine) -> int:
 
 def _audit_norm(options: argparse.Namespace, program: ProgramLine) -> int:
     given = vars(options)
-    other = [n for n in ("out", "force", "every", "clip", "no_report", "on_finding", "argv") if given[n]]
+    beside = ("out", "force", "every", "clip", "no_report", "on_finding", "argv", "resilient", "save_gradients")
+    other = [n for n in beside if given[n]]
     if other:
         raise CommandError(f"--{other[0].replace('_', '-')} with --audit-norm: an audit records and clips nothing.")
 

@@ -10,7 +10,7 @@ from gradguard.cli.program import ProgramLine
 from gradguard.errors import CommandError
 from gradguard.monitoring.record.text import on_stderr
 
-_NOT_BESIDE = ("out", "force", "argv", "every", "clip", "steps", "no_report", "on_finding")
+_NOT_BESIDE = ("out", "force", "argv", "every", "clip", "resilient", "steps", "no_report", "on_finding")
 _DEFAULT_RUNS = 4
 _NO_STEP = "the script ended before its first optimizer step, so there is nothing to save."
 
