@@ -68,7 +68,7 @@ class Batches:
     Args:
         steps: How many steps to remember, the one under way included; at least 2.
         keep: Whether to keep the batches too, with the states of the random generators before each: what
-            `StepEvidence` writes. Costs the memory of ``steps`` batches, and some 20 µs a batch.
+            `write_evidence` writes. Costs the memory of ``steps`` batches, and some 20 µs a batch.
 
     Raises:
         InvalidValueError: If ``steps`` is below 2.
