@@ -595,6 +595,11 @@ def capturable_warning_mark() -> str:
     return "_warned_capturable_if_run_uncaptured"
 
 
+def hook_tables(optimizer: torch.optim.Optimizer) -> list[str]:
+    """Return the attributes of ``optimizer`` that hold the hooks of its steps and state dicts."""
+    return [name for name in vars(optimizer) if name.startswith("_optimizer_")]
+
+
 def has_scheduler(optimizer: torch.optim.Optimizer) -> bool:
     """Tell whether a scheduler of torch drives ``optimizer``; False where torch leaves no mark of it."""
     return getattr(optimizer.step, "_wrapped_by_lr_sched", False)

@@ -4,6 +4,7 @@ import copy
 import json
 import pickle
 
+import numpy
 import pytest
 import torch
 from torch.utils.data import (
@@ -65,6 +66,47 @@ def test_only_the_bad_are_replaced_and_nothing_moves(name):
         assert not {b for _, b in changed} & set(BAD)
         assert {b for _, b in changed} <= set(flat(plain)) | set(excluded.indices)
     assert len(excluded) == len(SAMPLERS[name]())
+
+
+class Tensors(Sampler):
+    """As many a sampler by hand: it iterates over a tensor or an array."""
+
+    def __init__(self, drawn):
+        self.drawn = drawn
+
+    def __iter__(self):
+        return iter(self.drawn)
+
+    def __len__(self):
+        return len(self.drawn)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        Tensors(torch.arange(8)),
+        Tensors(numpy.arange(8)),
+        Tensors(torch.arange(8).split(4)),
+        Tensors([numpy.arange(4), numpy.arange(4, 8)]),
+        Tensors([[torch.tensor(3), 1], [2, torch.tensor(0)]]),
+        SubsetRandomSampler(torch.arange(8)),
+        list(torch.arange(8)),
+    ],
+    ids=["tensor", "array", "batches as tensors", "batches as arrays", "lists of tensors", "subset", "list"],
+)
+@pytest.mark.parametrize("replacements", [range(8), torch.tensor([2, 3, 5]), numpy.array([2, 3, 5])], ids=type)
+def test_indices_that_are_tensors_or_arrays(source, replacements):
+    drawn = list(exclude(source, listed([2, 3]), replacements=replacements))
+    indices = [int(i) for one in drawn for i in (one if getattr(one, "ndim", 1) and hasattr(one, "__len__") else [one])]
+    plain = [int(i) for one in source for i in (one if getattr(one, "ndim", 1) and hasattr(one, "__len__") else [one])]
+    assert not {2, 3} & set(indices)
+    if not isinstance(source, SubsetRandomSampler):
+        assert [a for a, b in zip(plain, indices, strict=True) if a != b] == [i for i in plain if i in (2, 3)]
+
+
+def test_a_list_that_is_none_of_ours_is_refused():
+    with pytest.raises(InvalidTypeError, match="expected BadSamples"):
+        exclude(range(8), {2, 3}, replacements=range(8))
 
 
 @pytest.mark.parametrize(

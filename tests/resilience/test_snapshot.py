@@ -512,3 +512,37 @@ def test_compiled_modules_keep_their_weights():
     step(compiled, optimizer)
     snapshot.restore()
     same(content(model, optimizer), expected)
+
+
+class Views(nn.Module):
+    """A buffer that is a view of a weight, a flat buffer of which the weights are views, and two that are one."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(2, 3)
+        self.register_buffer("column", self.layer.weight.data[:, :1])
+        flat = torch.randn(10)
+        self.register_buffer("flat", flat)
+        self.first, self.last = nn.Parameter(flat[:4].view(2, 2)), nn.Parameter(flat[4:])
+        self.register_buffer("one", torch.randn(3))
+        self.register_buffer("other", self.one[1:])
+
+    def forward(self, x):
+        return self.layer(x @ self.first).sum() + self.last.sum()
+
+
+def test_buffers_that_share_memory_go_on_sharing_it():
+    model = Views()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    snapshot = Snapshot(model, optimizer)
+    snapshot.take()
+    before = {name: one.clone() for name, one in model.state_dict().items()}
+    places = {name: one.data_ptr() for name, one in model.state_dict().items()}
+    for _ in range(2):
+        model(torch.ones(1, 2)).backward()
+        optimizer.step()
+        model.one.add_(1)
+        snapshot.restore()
+        assert {name: one.data_ptr() for name, one in model.state_dict().items()} == places
+        for name, one in model.state_dict().items():
+            assert torch.equal(one, before[name]), name

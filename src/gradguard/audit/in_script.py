@@ -23,6 +23,7 @@ from gradguard.clip_events import ClipEvent, listen
 from gradguard.errors import GradguardError
 from gradguard.grad_scaler import ScalerStep, listen_to_steps
 from gradguard.optimizer_hooks import EveryStep
+from gradguard.torch_private import parameter_slots
 
 _SEEN = (
     "what is seen is clip_grad_norm_ and clip_grads_with_norm_ of PyTorch, FSDP1's method, gradguard's clips, "
@@ -383,7 +384,7 @@ def _stand_in(parameters: Collection[Tensor]) -> nn.Module:
     """A module of parameters that are in no module."""
     module = nn.Module()
     for i, p in enumerate(parameters):
-        vars(module)["_parameters"][f"parameter {i}"] = p
+        parameter_slots(module)[f"parameter {i}"] = p
     return module
 
 

@@ -1,5 +1,6 @@
 """The bad-batch list: a file of sample ids, and samplers that draw another sample in the place of each."""
 
+import copy
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -122,7 +123,7 @@ class BadSamples:
         return len(new)
 
     def __contains__(self, id: object) -> bool:
-        return id in self._of
+        return _plain(id) in self._of
 
     def __iter__(self) -> Iterator[BadSample]:
         return iter([*self._of.values()])
@@ -137,6 +138,11 @@ class BadSamples:
             out.seek(max(0, out.seek(0, 2) - 1))
             begin = "\n" if out.read(1) not in (b"", b"\n") else ""  # a list by hand may end without one
             out.write((begin + "".join(f"{json.dumps(one)}\n" for one in told)).encode())
+
+
+def _plain(index: Any) -> Any:
+    """An index as a number: samplers that iterate over a tensor, or NumPy's array, draw 0-dim ones."""
+    return index.item() if getattr(index, "ndim", None) == 0 else index
 
 
 def _read(line: str, file: Path, number: int) -> BadSample | None:
@@ -195,7 +201,7 @@ def exclude(
         What to use in the place of ``source``.
 
     Raises:
-        InvalidTypeError: If it cannot be said what ``source`` draws from.
+        InvalidTypeError: If it cannot be said what ``source`` draws from, or ``bad`` is no `BadSamples`.
         InvalidValueError: If a loader has begun, or ``replacements`` is empty.
 
     Example:
@@ -210,6 +216,8 @@ def exclude(
         >>> list(loader)
         [['a', 'a', 'c'], ['d', 'e', 'd']]
     """
+    if not isinstance(bad, BadSamples):
+        raise InvalidTypeError(f"bad is {type(bad).__name__}: expected BadSamples, to which add([17, 4]) adds samples.")
     if not isinstance(source, DataLoader):
         return _excluding(source, bad, replacements, id_of)
     if isinstance(source.dataset, IterableDataset):
@@ -251,7 +259,19 @@ class _ExcludingSampler(Sampler[Any]):
         """Return an index, or a list of them, without those that are bad."""
         if isinstance(drawn, list | tuple):
             return type(drawn)(map(self.replaced, drawn))
+        if getattr(drawn, "ndim", 0) > 0:  # a batch of indices as a tensor, or as an array
+            return self._replaced_in(drawn)
+        drawn = _plain(drawn)
         return self._another(drawn) if self._is_bad(drawn) else drawn
+
+    def _replaced_in(self, batch: Any) -> Any:
+        if batch.ndim > 1:
+            raise InvalidTypeError(f"the sampler draws a batch of shape {tuple(batch.shape)}: expected one dimension.")
+        bad = [i for i, index in enumerate(batch.tolist()) if self._is_bad(index)]
+        changed = copy.deepcopy(batch) if bad else batch
+        for i in bad:
+            changed[i] = self._another(_plain(batch[i]))
+        return changed
 
     def _is_bad(self, index: Any) -> bool:
         return (index if self.id_of is None else self.id_of(index)) in self.bad
@@ -259,10 +279,10 @@ class _ExcludingSampler(Sampler[Any]):
     def _another(self, index: Any) -> Any:
         for attempt in range(64):
             hashed = hashlib.sha256(f"{index}:{attempt}".encode()).digest()
-            other = self.indices[int.from_bytes(hashed[:8], "little") % len(self.indices)]
+            other = _plain(self.indices[int.from_bytes(hashed[:8], "little") % len(self.indices)])
             if not self._is_bad(other):
                 return other
-        for other in self.indices:
+        for other in map(_plain, self.indices):
             if not self._is_bad(other):
                 return other
         raise InvalidValueError(

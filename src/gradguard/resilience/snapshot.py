@@ -2,6 +2,7 @@
 
 import random
 import sys
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -11,9 +12,9 @@ from torch.optim.optimizer import Optimizer
 
 from gradguard.distributed.fully_sharded import is_fully_sharded
 from gradguard.errors import InvalidTypeError, InvalidValueError, UnsupportedGradientError
-from gradguard.resilience.copies import PINNED, Copier, Restorer, TensorCopy, is_plain
+from gradguard.resilience.copies import PINNED, Copier, Restorer, TensorCopy, inner_tensors, is_plain
 from gradguard.tensors.host_copy import refuse_capture
-from gradguard.torch_private import buffer_slots, has_scheduler, is_fsdp1
+from gradguard.torch_private import buffer_slots, has_scheduler, hook_tables, is_fsdp1
 
 _SCHEDULED = ("lr", "momentum", "betas", "weight_decay", "initial_lr", "max_lr", "min_lr")
 _SCHEDULED += ("base_momentum", "max_momentum")
@@ -192,6 +193,7 @@ class _ModuleState:
         self._module = module
         self._parameters: list[tuple[str, Tensor, TensorCopy]] = []
         self._buffers: list[tuple[str, nn.Module, str, TensorCopy | None]] = []
+        self._views: dict[str, Tensor] = {}  # buffers that share memory with a weight, or with one another
         self._extra: list[tuple[nn.Module, Any]] = []
 
     def tensors(self) -> Iterator[Tensor]:
@@ -215,6 +217,7 @@ class _ModuleState:
             for prefix, module in self._module.named_modules()
             for slot, buffer in buffer_slots(module).items()
         ]
+        self._views = _sharing_memory(self._parameters, self._buffers)
         self._extra = [
             (module, copier.copy(module.get_extra_state()))
             for module in self._module.modules()
@@ -238,11 +241,31 @@ class _ModuleState:
             restorer.write(kept, parameter)
             if parameter.grad is not None:
                 parameter.grad.zero_()
-        for _, module, slot, kept in self._buffers:
+        for name, module, slot, kept in self._buffers:
             slots = buffer_slots(module)
-            slots[slot] = None if kept is None else restorer.restored(kept, slots.get(slot))
+            view = self._views.get(name)
+            if kept is not None and view is not None and slots.get(slot) is view and kept.fits(view):
+                restorer.write(kept, view)
+            else:
+                slots[slot] = None if kept is None else restorer.restored(kept, slots.get(slot))
         for module, state in self._extra:
             module.set_extra_state(restorer.restored(state))
+
+
+def _sharing_memory(
+    parameters: Iterable[tuple[str, Tensor, TensorCopy]],
+    buffers: Iterable[tuple[str, nn.Module, str, TensorCopy | None]],
+) -> dict[str, Tensor]:
+    """Return the buffers, by name, whose memory another buffer or a weight has too, as a view or a flat buffer does."""
+    live = {name: one for name, module, slot, _ in buffers if (one := buffer_slots(module).get(slot)) is not None}
+    memory = Counter(filter(None, map(_memory, [*(p for _, p, _ in parameters), *live.values()])))
+    return {name: one for name, one in live.items() if memory[_memory(one)] > 1}
+
+
+def _memory(tensor: Tensor) -> int:
+    """The address of what a plain tensor lies in; 0 of others, and of those without memory."""
+    plain = tensor.layout is torch.strided and not inner_tensors(tensor)
+    return tensor.untyped_storage().data_ptr() if plain else 0
 
 
 class _OptimizerState:
@@ -321,7 +344,7 @@ def _attributes(optimizer: Optimizer) -> dict[str, Any]:
     return {
         name: value
         for name, value in vars(optimizer).items()
-        if name not in left_out and not name.startswith("_optimizer_") and is_plain(value)
+        if name not in left_out and name not in hook_tables(optimizer) and is_plain(value)
     }
 
 
