@@ -244,7 +244,7 @@ class Guard:
         self._skip_reason = "nonfinite" if overflow is None else "grad_scaler"
         bad = bad if skips_bad else torch.zeros_like(bad)
         if folds is not None and not readable and folds.skips_safely():
-            self._act_on_device(decision, folds, scale, bad, spike, skips_bad)
+            self._act_on_device(decision, folds, scale, bad, cast("Tensor | None", spike), skips_bad)
             return
         skip, spiked = self._look(decision.result, bad, spike, readable)
         self._undecided = number == 0 or self._undecided
@@ -266,13 +266,13 @@ class Guard:
         folds: OptimizerProxy,
         scale: Tensor | None,
         bad: Tensor,
-        spike: Tensor | bool | None,
+        spike: Tensor | None,
         skips_bad: bool,
     ) -> None:
         self._folded_skip, self._skipped = True, bad if spike is None else bad | spike
         folds.skip_if(self._skipped)
         self._clip_or_not(decision, folds, scale, skips_bad)
-        if isinstance(spike, Tensor):
+        if spike is not None:
             self._spike = spike
             self._spike_watch.undo_clipper(spike)
         in_a_row = self._counts.decided_on_device(bad, spike)
