@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 from guarded import ALL, FOLDING, PLAIN, assert_same, held, model, spoil
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import gradguard as gg
 from gradguard.clip_events import listen
@@ -404,3 +405,48 @@ def test_a_compiled_step(fused):
         if size > 1:
             assert_same(held(net, optimizer), before)
     torch.compiler.reset()
+
+
+class Operations(TorchDispatchMode):
+    """Counts the operations of torch."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def operations_of_a_step(attach):
+    net = model()
+    optimizer = torch.optim.AdamW(net.parameters(), fused=True)
+    step = attach(net, optimizer)
+    put(net, 0)
+    for _ in range(4):
+        step()
+    with Operations() as counted:
+        step()
+    return counted.count
+
+
+def plain(net, optimizer):
+    gg.Guard(optimizer, gg.ClipByGlobalNorm(0.5), model=net)
+    return optimizer.step
+
+
+def skipping(net, optimizer):
+    guard, loss = gg.Guard(optimizer, gg.ClipByGlobalNorm(0.5), model=net, spikes=small()), torch.tensor(1.0)
+    return lambda: (guard.loss(loss), optimizer.step())
+
+
+def laddered(net, optimizer):
+    ladder, loss = gg.Resilience(net, optimizer, gg.ClipByGlobalNorm(0.5), detector=small().detector), torch.tensor(1.0)
+    return lambda: (ladder.loss(loss), optimizer.step(), ladder.step())
+
+
+@pytest.mark.parametrize(("attach", "most"), [(skipping, 6), (laddered, 8)])
+def test_on_the_cpu_a_step_costs_few_operations_more(attach, most):
+    """Each small one takes some microseconds: reading a number, or copying the clipper's state."""
+    assert 0 < operations_of_a_step(attach) - operations_of_a_step(plain) <= most

@@ -1,5 +1,6 @@
 """The spike detector against its slow twin, over random runs and over every edge case that it promises."""
 
+import copy
 import math
 import random
 
@@ -240,6 +241,51 @@ def test_state_is_changed_in_place():
     run(detector, [[9.0]] * 3 + [[1.0]] * 20)
     detector.load_state_dict(detector.state_dict())
     assert {name: tensor.data_ptr() for name, tensor in detector.state.items()} == memory
+
+
+class Anew(SpikeDetector):
+    """Of another class, so that it reads its tensors at each step and keeps no plain numbers."""
+
+
+@pytest.mark.parametrize("zeros", [False, True], ids=["positive", "losses of any sign"])
+@pytest.mark.parametrize("options", [{}, SMALL, {"window": 1, "warmup": 1, "cap": 1}, {"window": 9, "warmup": 2}])
+def test_numbers_that_are_kept_give_the_bits_of_those_read_anew(options, zeros):
+    options = {"cap": 8, **options}
+    kept, anew = SpikeDetector(**options), Anew(**options)
+    for step, row in enumerate(noisy(2, 400, zeros=zeros)):
+        assert kept.observe_numbers(row) == see(anew, *row), step
+        for name in ("spike", "scores", "in_a_row", "adopted"):
+            ours, theirs = getattr(kept.last, name), getattr(anew.last, name)
+            torch.testing.assert_close(ours, theirs, rtol=0, atol=0, equal_nan=True, msg=f"{name} of step {step}")
+        if step % 60 == 59:  # which writes all down
+            saved = kept.state_dict()
+            for name, tensor in anew.state_dict().items():
+                assert torch.equal(saved[name], tensor), (name, step)
+            kept.undo_adoption()
+            anew.undo_adoption()
+
+
+def test_who_holds_the_state_sees_each_step_and_may_write():
+    detector = usual(SpikeDetector(**SMALL), 10, 1.0)
+    history, count = detector.state["history"], detector.state["count"]
+    usual(detector, 2, 1.1)
+    assert (history[0, 10:13].tolist(), int(count)) == ([1.1, 1.1, INF], 12)
+    history.mul_(9.0)
+    assert not see(detector, 9.0)
+
+
+def test_a_copy_goes_on_by_itself():
+    detector = usual(SpikeDetector(**SMALL), 10, 1.0)
+    other = copy.deepcopy(detector)
+    usual(other, 20, 1.1)
+    assert detector.state["count"].tolist() == [10]
+    assert other.state["count"].tolist() == [30]
+
+
+def test_other_signals_are_refused_as_plain_numbers_too():
+    detector = usual(SpikeDetector(), 1, 1.0, 1.0)
+    with pytest.raises(InvalidValueError, match=r"shape \[3\]: expected \[2\]"):
+        detector.observe_numbers([1.0, 1.0, 1.0])
 
 
 def test_what_was_told_stays_as_it_was():

@@ -236,26 +236,17 @@ class Guard:
         bad, skips_bad = decision.result.nonfinite, self._policy == "skip" or overflow is not None
         if overflow is not None:
             bad = bad | move(overflow != 0, bad.device)
-        spike = self._spike_watch.judge(decision.result, bad, number)
+        readable = are_readable(bad, decision.result.norm)
+        spike = self._spike_watch.judge(decision.result, bad, number, readable)
         if not skips_bad and spike is None:
             self._act_without_skip(decision, folds, scale)
             return
         self._skip_reason = "nonfinite" if overflow is None else "grad_scaler"
-        scaled_norm = self._scaled_norm(decision.result)
         bad = bad if skips_bad else torch.zeros_like(bad)
-        if folds is not None and not are_readable(bad) and folds.skips_safely():
-            self._folded_skip, self._skipped = True, bad if spike is None else bad | spike
-            folds.skip_if(self._skipped)
-            self._clip_or_not(decision, folds, scale, skips_bad)
-            if spike is not None:
-                self._spike = spike
-                self._spike_watch.undo_clipper(spike)
-            self._late.push(torch.stack([self._counts.decided_on_device(bad, spike).double(), scaled_norm]))
+        if folds is not None and not readable and folds.skips_safely():
+            self._act_on_device(decision, folds, scale, bad, cast("Tensor | None", spike), skips_bad)
             return
-        found = [bad, torch.zeros_like(bad) if spike is None else spike]
-        skip, spiked, scaled = torch.stack([*(one.double() for one in found), scaled_norm]).tolist()  # one look
-        if self._scaler_step is not None and self._scaler_step.scale is not None:
-            self._detector.saw(scaled)
+        skip, spiked = self._look(decision.result, bad, spike, readable)
         self._undecided = number == 0 or self._undecided
         if spiked:
             self._spike, self._skip_reason = True, "spike"
@@ -268,6 +259,36 @@ class Guard:
             self._skip_on_host(spike=False)
         else:
             self._clip_or_not(decision, folds, scale, skips_bad)
+
+    def _act_on_device(
+        self,
+        decision: Decision,
+        folds: OptimizerProxy,
+        scale: Tensor | None,
+        bad: Tensor,
+        spike: Tensor | None,
+        skips_bad: bool,
+    ) -> None:
+        self._folded_skip, self._skipped = True, bad if spike is None else bad | spike
+        folds.skip_if(self._skipped)
+        self._clip_or_not(decision, folds, scale, skips_bad)
+        if spike is not None:
+            self._spike = spike
+            self._spike_watch.undo_clipper(spike)
+        in_a_row = self._counts.decided_on_device(bad, spike)
+        self._late.push(torch.stack([in_a_row.double(), self._scaled_norm(decision.result)]))
+
+    def _look(self, result: ClipResult, bad: Tensor, spike: Tensor | bool | None, readable: bool) -> tuple[bool, bool]:
+        """Return whether the step is to be skipped because it is not finite, and whether as a spike."""
+        scaled = self._scaler_step is not None and self._scaler_step.scale is not None
+        if readable:
+            skip, spiked, norm = bool(bad), bool(spike), float(self._scaled_norm(result)) if scaled else 0.0
+        else:
+            found = [bad, torch.zeros_like(bad) if spike is None else spike, self._scaled_norm(result)]
+            skip, spiked, norm = torch.stack([one.double() for one in found]).tolist()  # one look
+        if scaled:
+            self._detector.saw(norm)
+        return bool(skip), bool(spiked)
 
     def _skip_on_host(self, *, spike: bool) -> None:
         self._skipping, self._skipped, self._undecided = True, True, False

@@ -42,14 +42,18 @@ class SpikeWatch:
             )
         self._state = self._clipper.state_dict() if self._spikes.act else {}
 
-    def judge(self, result: ClipResult, bad: Tensor, evaluation: int) -> Tensor | None:
-        """Return whether the step is a spike to be skipped, 0-dim bool; None if nothing would be.
+    def judge(self, result: ClipResult, bad: Tensor, evaluation: int, readable: bool) -> Tensor | bool | None:
+        """Return whether the step is a spike to be skipped; None if nothing would be.
 
         Args:
             result: What the clipper has measured.
             bad: Whether a gradient is not finite, or overflowed; 0-dim bool.
             evaluation: The number of the closure's evaluation in this step: only the first is judged, later ones are
                 those of a line search.
+            readable: Whether the host may look at ``bad`` and the norms at no cost.
+
+        Returns:
+            0-dim bool; a plain one where the host has judged.
         """
         if self._spikes is None:
             return None
@@ -57,7 +61,10 @@ class SpikeWatch:
             self._spikes.forget_loss()
             return None
         norms = [result.norm] if result.group_norms is None else list(result.group_norms.values())
-        spike = self._spikes.judge(torch.stack([norm.to(torch.float64) for norm in norms]), bad)
+        if readable and type(self._spikes) is SkipSpikes and self._spikes.is_alone():
+            spike = self._spikes.judge_numbers([norm.item() for norm in norms], bool(bad))
+        else:
+            spike = self._spikes.judge(torch.stack([norm.to(torch.float64) for norm in norms]), bad)
         return spike if self._spikes.act else None
 
     def forget_loss(self) -> None:

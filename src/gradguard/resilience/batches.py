@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from gradguard.errors import InvalidTypeError, InvalidValueError
 from gradguard.parity.replay import generator_states
+from gradguard.tensors.layout import are_readable
 from gradguard.torch_private import loader_has_begun, versions_of
 
 SampleId = int | str
@@ -202,7 +203,7 @@ def tensors_in(value: Any) -> list[Tensor]:
 
 def _checked_loss(loss: Tensor | float) -> Tensor | float:
     if isinstance(loss, Tensor) and loss.numel() == 1 and not loss.is_complex():
-        return loss.detach().reshape(()).clone()
+        return loss.item() if are_readable(loss) else loss.detach().reshape(()).clone()
     if isinstance(loss, int | float):
         return float(loss)
     came = f"of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__

@@ -18,11 +18,12 @@ from gradguard.resilience.bad_samples import BadSamples
 from gradguard.resilience.batches import Batches
 from gradguard.resilience.slow_down import SlowDown
 from gradguard.resilience.snapshot import Snapshot
-from gradguard.spikes.base import Detector, whole_number
+from gradguard.spikes.base import Detector, NumberVerdict, whole_number
 from gradguard.spikes.detector import SpikeDetector
 from gradguard.spikes.skip import SkipSpikes
 from gradguard.tensors.host_copy import Event as CopyEvent
 from gradguard.tensors.host_copy import copy_to_host
+from gradguard.tensors.layout import are_readable
 
 LossT = TypeVar("LossT", Tensor, float)
 
@@ -212,7 +213,7 @@ class Resilience:
         self._first_number = self.batches.step
         self.bad, self.events, self.steps = bad, list[Event](), 0
         self._guarded, self._slow_until = self.guard.steps, 0
-        self._pending: deque[tuple[int, Tensor | None, CopyEvent | None]] = deque()
+        self._pending: deque[tuple[int, Tensor | list[float] | None, CopyEvent | None]] = deque()
         self._verdict: Any = None
         self._calm_since, self._nonfinite = 0, 0
         self._burst: _Burst | None = None
@@ -260,11 +261,14 @@ class Resilience:
             self.events.append(event)
         return event
 
-    def _measured(self) -> tuple[Tensor | None, CopyEvent | None]:
-        verdict, result = self._detector.last, self.guard.last
+    def _measured(self) -> tuple[Tensor | list[float] | None, CopyEvent | None]:
+        verdict, result = self._detector.verdict, self.guard.last
         if verdict is None or verdict is self._verdict or result is None:  # a GradScaler has not let it step
             return None, None
         self._verdict = verdict
+        if isinstance(verdict, NumberVerdict) and are_readable(result.nonfinite):
+            return [verdict.spike, verdict.adopted, bool(result.nonfinite), verdict.in_a_row, *verdict.scores], None
+        verdict = verdict.tensors() if isinstance(verdict, NumberVerdict) else verdict
         flags = [verdict.spike, verdict.adopted, result.nonfinite, verdict.in_a_row]
         device, kind = verdict.scores.device, verdict.scores.dtype
         return copy_to_host(torch.cat([torch.stack([f.to(device, kind) for f in flags]), verdict.scores]))
@@ -497,12 +501,12 @@ class _Shelf:
         self._kept, self._spare = [], None
 
 
-def _read(step: int, numbers: Tensor | None, event: CopyEvent | None) -> _Measured | None:
+def _read(step: int, numbers: Tensor | list[float] | None, event: CopyEvent | None) -> _Measured | None:
     if numbers is None:
         return None
     if event is not None:
         event.synchronize()
-    spike, adopted, nonfinite, in_a_row, *scores = numbers.tolist()
+    spike, adopted, nonfinite, in_a_row, *scores = numbers.tolist() if isinstance(numbers, Tensor) else numbers
     return _Measured(step, bool(spike), bool(adopted), bool(nonfinite), int(in_a_row), scores)
 
 

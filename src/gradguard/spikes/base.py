@@ -1,7 +1,7 @@
 """What all rules that call a step a spike have in common: signals in, a verdict out, state on the device."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -32,6 +32,27 @@ class SpikeVerdict:
     adopted: Tensor
 
 
+class NumberVerdict:
+    """The same in plain numbers, where the host has judged; tensors are made only for who reads them."""
+
+    __slots__ = ("_tensors", "adopted", "in_a_row", "scores", "spike")
+
+    def __init__(self, spike: bool, scores: list[float], in_a_row: int, adopted: bool) -> None:
+        self.spike, self.scores, self.in_a_row, self.adopted = spike, scores, in_a_row, adopted
+        self._tensors: SpikeVerdict | None = None
+
+    def tensors(self) -> SpikeVerdict:
+        """Return it as tensors on the CPU, always the same ones."""
+        if self._tensors is None:
+            self._tensors = SpikeVerdict(
+                torch.tensor(self.spike, dtype=torch.bool, device="cpu"),
+                torch.tensor(self.scores, dtype=torch.float64, device="cpu"),
+                torch.tensor(self.in_a_row, dtype=torch.int64, device="cpu"),
+                torch.tensor(self.adopted, dtype=torch.bool, device="cpu"),
+            )
+        return self._tensors
+
+
 class Detector(ABC):
     """A rule that tells spikes: `observe` it once a step. Subclasses write `_empty` and `_judge`.
 
@@ -40,21 +61,34 @@ class Detector(ABC):
     state goes to the device of what is observed by itself. A run that is resumed from `state_dict` decides bit by bit
     as the uninterrupted one.
 
-    Attributes:
-        last: What was said of the last step; None before the first.
-        state: What changes during training, by name; empty before the first step.
     """
 
     def __init__(self) -> None:
-        self.state: dict[str, Tensor] = {}
-        self.last: SpikeVerdict | None = None
+        self._tensors: dict[str, Tensor] = {}
+        self._state_was_read = False
+        self.verdict: SpikeVerdict | NumberVerdict | None = None  # what `last` says, as it was found
+
+    @property
+    def state(self) -> dict[str, Tensor]:
+        """What changes during training, by name; empty before the first step."""
+        self._state_was_read = True
+        return self._settled()
+
+    @property
+    def last(self) -> SpikeVerdict | None:
+        """What was said of the last step; None before the first."""
+        return self.verdict.tensors() if isinstance(self.verdict, NumberVerdict) else self.verdict
+
+    def _settled(self) -> dict[str, Tensor]:
+        """Return the tensors of the state, after what is kept beside them was written there."""
+        return self._tensors
 
     @abstractmethod
     def _empty(self, signals: int) -> dict[str, Tensor]:
         """Return the state before the first step, on the CPU; the first dimension of ``history`` is ``signals``."""
 
     @abstractmethod
-    def _judge(self, values: Tensor) -> SpikeVerdict:
+    def _judge(self, values: Tensor) -> SpikeVerdict | NumberVerdict:
         """Judge ``values`` by the state, and let the state follow in place."""
 
     @torch.no_grad()
@@ -70,19 +104,24 @@ class Detector(ABC):
             InvalidValueError: If it has another shape than before.
         """
         self._check(values)
-        if not self.state:
+        if not self._tensors:
             refuse_capture(values.device, "the memory of the spike detector")
-            self.state = self._empty(len(values))
-        if self.state["history"].device != values.device:
+            self._tensors = self._empty(len(values))
+        if self._tensors["history"].device != values.device:
             self.to(values.device)
-        self.last = self._judge(values.detach().to(self.state["history"].dtype))
-        return self.last.spike
+        self.verdict = self._judge(values.detach().to(self._tensors["history"].dtype))
+        spike = self.verdict.spike
+        return spike if isinstance(spike, Tensor) else torch.tensor(spike, dtype=torch.bool, device="cpu")
+
+    def observe_numbers(self, values: Sequence[float]) -> bool:
+        """As `observe`, for who has the signals as plain numbers on the CPU."""
+        return bool(self.observe(torch.tensor(values, dtype=torch.float64, device="cpu")))
 
     def _check(self, values: Tensor) -> None:
         if not isinstance(values, Tensor) or not values.is_floating_point():
             given = values.dtype if isinstance(values, Tensor) else type(values).__name__
             raise InvalidTypeError(f"values is {given}: expected a floating-point tensor with one number a signal.")
-        known = len(self.state["history"]) if self.state else None
+        known = len(self._tensors["history"]) if self._tensors else None
         if values.dim() != 1 or len(values) == 0 or known not in (None, len(values)):
             raise InvalidValueError(
                 f"values has the shape {list(values.shape)}: expected [{known or 'signals'}], one number a signal"
@@ -91,23 +130,24 @@ class Detector(ABC):
 
     def reset(self) -> None:
         """Forget all history: what comes next is a new start, such as another data set or learning rate."""
-        self.last = None
-        if self.state:
-            fresh = self._empty(len(self.state["history"]))
-            for name, tensor in self.state.items():  # in place: a captured graph goes on using this memory
+        self.verdict = None
+        if state := self._settled():
+            fresh = self._empty(len(state["history"]))
+            for name, tensor in state.items():  # in place: a captured graph goes on using this memory
                 tensor.copy_(fresh[name])
 
     def to(self, device: torch.device | str) -> Self:
         """Move the state to ``device`` and return the detector; it also follows what is observed by itself."""
         device = torch.device(device)
         refuse_capture(device, "the memory of the spike detector")
-        for name, tensor in self.state.items():
-            self.state[name] = tensor.to(device, wide_dtype(device) if tensor.is_floating_point() else tensor.dtype)
+        state = self._settled()
+        for name, tensor in state.items():
+            state[name] = tensor.to(device, wide_dtype(device) if tensor.is_floating_point() else tensor.dtype)
         return self
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return a copy of the state; empty before the first step."""
-        return {name: tensor.clone() for name, tensor in self.state.items()}
+        return {name: tensor.clone() for name, tensor in self._settled().items()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Take back what `state_dict` returned; decisions go on as if nothing had been interrupted.
@@ -115,7 +155,7 @@ class Detector(ABC):
         Raises:
             InvalidValueError: If it is not the state of such a detector, made with the same arguments.
         """
-        self.last = None
+        self.verdict = None
         if not state_dict:
             self.reset()
             return
@@ -127,14 +167,14 @@ class Detector(ABC):
                 f"{ {name: list(t.shape) for name, t in expected.items()} }, came {given or sorted(state_dict)}. Make "
                 "the detector with the arguments it had when the state was saved."
             )
-        if not self.state:
-            self.state = expected
-        for name, tensor in self.state.items():  # in place: a captured graph goes on using this memory
+        if not self._tensors:
+            self._tensors = expected
+        for name, tensor in self._settled().items():  # in place: a captured graph goes on using this memory
             tensor.copy_(state_dict[name])
 
     def _expected(self, state_dict: Mapping[str, Any]) -> dict[str, Tensor]:
-        if self.state:
-            return self.state
+        if self._tensors:
+            return self._tensors
         history = state_dict.get("history")
         return self._empty(len(history) if isinstance(history, Tensor) and history.dim() else 1)
 

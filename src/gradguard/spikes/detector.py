@@ -1,13 +1,14 @@
 """The recommended rule: a loss or a norm far above the median of recent ones, by their median absolute deviation."""
 
 import math
+from bisect import bisect_left, insort
 from collections.abc import Sequence
-from operator import sub
+from operator import or_, sub
 
 import torch
 from torch import Tensor
 
-from gradguard.spikes.base import Detector, SpikeVerdict, number_above_0, whole_number
+from gradguard.spikes.base import Detector, NumberVerdict, SpikeVerdict, number_above_0, whole_number
 from gradguard.tensors.layout import are_readable
 
 MAD_TO_SIGMA = 1.4826
@@ -91,6 +92,7 @@ class SpikeDetector(Detector):
         recent: int = 32,
     ) -> None:
         super().__init__()
+        self._numbers: _Numbers | None = None
         self.k, self.floor = number_above_0("k", k), number_above_0("floor", floor)
         self.window, self.recent = whole_number("window", window, 1), whole_number("recent", recent, 1)
         self.warmup, self.cap = whole_number("warmup", warmup, 1, window), whole_number("cap", cap, 1, window)
@@ -122,72 +124,83 @@ class SpikeDetector(Detector):
         The signals whose history it replaced have that history again, without what has entered since; the others keep
         theirs. Without an adoption, or after it has been undone, nothing happens. The host does not wait.
         """
-        state = self.state
+        state = self._settled()
         if state:
             back = state["replaced_count"] >= 0
             state["history"].copy_(torch.where(back[:, None], state["replaced"], state["history"]))
             state["count"].copy_(torch.where(back, state["replaced_count"], state["count"]))
             state["replaced_count"].fill_(-1)
 
-    def _judge(self, values: Tensor) -> SpikeVerdict:
-        if are_readable(values, self.state["history"]):
+    def _judge(self, values: Tensor) -> SpikeVerdict | NumberVerdict:
+        if are_readable(values, self._tensors["history"]):
             return self._judge_on_host(values.tolist())
         return self._judge_on_device(values)
 
-    # On the CPU: the same rule in Python, which takes a third of the time that as many small operations of torch take.
+    def observe_numbers(self, values: Sequence[float]) -> bool:
+        """As `observe`, for who has the signals as plain numbers on the CPU."""
+        if self._numbers is None or len(values) != len(self._numbers.signals):
+            return super().observe_numbers(values)
+        self.verdict = verdict = self._judge_on_host(values)
+        return verdict.spike
 
-    def _judge_on_host(self, values: Sequence[float]) -> SpikeVerdict:
-        pasts = map(_unrolled, self.state["history"].tolist(), self.state["count"].tolist())
-        scores = [self._score(past, value) for past, value in zip(pasts, values, strict=True)]
+    # On the CPU: the same rule in Python. The state is kept as plain numbers from step to step, and goes to the tensors
+    # when somebody asks for them. Once `state` was read they are written at each step: its reader may hold them.
+
+    def _settled(self) -> dict[str, Tensor]:
+        if self._numbers is not None:
+            self._numbers.write(self._tensors)
+            self._numbers = None
+        return self._tensors
+
+    def _judge_on_host(self, values: Sequence[float]) -> NumberVerdict:
+        numbers = self._numbers or _Numbers(self._tensors)
+        self._numbers = numbers
+        scores = [self._score(signal, value) for signal, value in zip(numbers.signals, values, strict=True)]
         over = [score > self.k for score in scores]
-        row, adopted = int(self.state["in_a_row"]), False
-        if any(over):
+        spike, row = any(over), numbers.in_a_row
+        if spike:
             row += 1
-            adopted = row == self.cap
-            self._reject_on_host(values, over, row)
-        elif any([math.isfinite(value) for value in values]):
+            self._reject_on_host(numbers, values, over, row)
+        elif any(map(math.isfinite, values)):
             row = 0
-            self._accept_on_host(values)
-        self.state["in_a_row"].fill_(0 if adopted else row)
-        wide = torch.tensor(scores, dtype=torch.float64, device="cpu")
-        row_now = torch.tensor(row, dtype=torch.int64, device="cpu")
-        return SpikeVerdict(_boolean(any(over)), wide, row_now, _boolean(adopted))
+            numbers.accept(values)
+        adopted = spike and row == self.cap
+        numbers.in_a_row = 0 if adopted else row
+        if adopted:
+            self._adopt_on_host()
+        if self._state_was_read or type(self) is not SpikeDetector:  # a subclass may judge in its own way next time
+            self._settled()
+        return NumberVerdict(spike, scores, row, adopted)
 
-    def _score(self, past: list[float], value: float) -> float:
+    def _score(self, signal: "_Signal", value: float) -> float:
         """How many deviations ``value`` is above the median of a signal's history; NaN where that does not tell."""
-        if len(past) < self.warmup or not math.isfinite(value):
+        if len(signal.past) < self.warmup or not math.isfinite(value):
             return math.nan
-        in_logarithms = min(past) > 0
+        in_logarithms, x = signal.in_logarithms, signal.x
         if in_logarithms:
-            past = list(map(math.log, past))
             value = math.log(value) if value > 0 else -math.inf
-        recent = past[-self.recent :]
-        middle = _middle(recent)
-        spread = MAD_TO_SIGMA * _middle([abs(x - middle) for x in recent])
-        jumps = JUMP_TO_SIGMA * _middle(list(map(abs, map(sub, past[1:], past))))
+        recent = x[-self.recent :]
+        middle = _middle(sorted(recent))
+        spread = MAD_TO_SIGMA * _middle(sorted([abs(y - middle) for y in recent]))
+        jumps = JUMP_TO_SIGMA * _middle(signal.jumps)
         deviation = max(spread, jumps, self.floor if in_logarithms else self.floor * abs(middle))
         return (value - middle) / deviation if deviation > 0 else math.nan
 
-    def _accept_on_host(self, values: Sequence[float]) -> None:
-        counts = self.state["count"].tolist()
-        for signal, value in enumerate(values):
-            if math.isfinite(value):
-                self.state["history"][signal, counts[signal] % self.window] = value
-                counts[signal] += 1
-        self.state["count"].copy_(torch.tensor(counts, dtype=torch.int64, device="cpu"))
-        self.state["too_high"].fill_(False)
+    def _reject_on_host(self, numbers: "_Numbers", values: Sequence[float], over: Sequence[bool], row: int) -> None:
+        for rejected, value in zip(numbers.rejected, values, strict=True):
+            rejected[row - 1] = value if math.isfinite(value) else math.inf
+        numbers.too_high = list(map(or_, numbers.too_high, over))
 
-    def _reject_on_host(self, values: Sequence[float], over: Sequence[bool], row: int) -> None:
-        for signal, value in enumerate(values):
-            self.state["rejected"][signal, row - 1] = value if math.isfinite(value) else math.inf
-        self.state["too_high"].logical_or_(torch.tensor(over, device="cpu"))
-        if row == self.cap:
-            self._adopt(self.state["too_high"])
-            self.state["too_high"].fill_(False)
+    def _adopt_on_host(self) -> None:
+        """It is rare: by the tensors, and the plain numbers are made anew at the next step."""
+        state = self._settled()
+        self._adopt(state["too_high"])
+        state["too_high"].fill_(False)
 
     # On an accelerator: nothing is read.
 
     def _judge_on_device(self, values: Tensor) -> SpikeVerdict:
+        self._settled()
         known = values.isfinite()
         scores = torch.where(known, self._scores(values), torch.nan)
         over = scores > self.k
@@ -198,7 +211,7 @@ class SpikeDetector(Detector):
 
     def _scores(self, values: Tensor) -> Tensor:
         """The same for all signals: in each row the ``stored`` values of the history stand last, the newest behind."""
-        history, count = self.state["history"], self.state["count"]
+        history, count = self._tensors["history"], self._tensors["count"]
         places = torch.arange(self.window, device=history.device)
         past = history.gather(1, (count[:, None] + places) % self.window)
         stored, positive = count.clamp(max=self.window), history.amin(1) > 0
@@ -215,13 +228,13 @@ class SpikeDetector(Detector):
         return torch.where(judged, (new - middle) / deviation, torch.nan)
 
     def _accept(self, values: Tensor, enters: Tensor) -> None:
-        count = self.state["count"]
-        _put(self.state["history"], count % self.window, values, enters)
+        count = self._tensors["count"]
+        _put(self._tensors["history"], count % self.window, values, enters)
         count.add_(enters)
 
     def _reject(self, values: Tensor, known: Tensor, over: Tensor, spike: Tensor) -> tuple[Tensor, Tensor]:
         """Remember a spike apart; return the spikes in a row, and whether they are adopted now."""
-        in_a_row, too_high, rejected = self.state["in_a_row"], self.state["too_high"], self.state["rejected"]
+        in_a_row, too_high, rejected = self._tensors["in_a_row"], self._tensors["too_high"], self._tensors["rejected"]
         _put(rejected, in_a_row.expand(len(values)), torch.where(known, values, torch.inf), spike.expand(len(values)))
         heard = known.any()
         row = torch.where(heard, (in_a_row + 1) * spike, in_a_row)
@@ -234,12 +247,12 @@ class SpikeDetector(Detector):
 
     def _adopt(self, chosen: Tensor) -> None:
         """Let what was rejected be the history of the ``chosen`` signals."""
-        history, count, rejected = self.state["history"], self.state["count"], self.state["rejected"]
+        history, count, rejected = self._tensors["history"], self._tensors["count"], self._tensors["rejected"]
         known = rejected < torch.inf
         ahead = (~known).to(torch.uint8).sort(dim=1, stable=True).indices  # the known ones, in their order
         new = torch.full_like(history, torch.inf)
         new[:, : self.cap] = rejected.gather(1, ahead)
-        before = self.state["replaced"], self.state["replaced_count"]
+        before = self._tensors["replaced"], self._tensors["replaced_count"]
         before[0].copy_(torch.where(chosen[:, None], history, before[0]))
         before[1].copy_(torch.where(chosen, count, before[1]))
         history.copy_(torch.where(chosen[:, None], new, history))
@@ -249,19 +262,85 @@ class SpikeDetector(Detector):
 _USUAL = {"k": 6.0, "window": 128, "warmup": 32, "cap": 8, "floor": 0.05, "recent": 32}
 
 
-def _unrolled(ring: list[float], count: int) -> list[float]:
-    """The values of a ring into which ``count`` have gone, the oldest first."""
-    return ring[:count] if count <= len(ring) else ring[count % len(ring) :] + ring[: count % len(ring)]
+class _Signal:
+    """The history of one signal in plain numbers, and what the rule asks of it, kept up to date value by value.
+
+    Args:
+        ring: The history; empty places are not looked at.
+        count: How many values have entered it, the last at ``count`` - 1 modulo its length.
+
+    Attributes:
+        past: The values, the oldest first.
+        in_logarithms: Whether all are above 0.
+        x: What the rule compares: their logarithms then, else themselves.
+        jumps: The distances of neighbours in ``x``, sorted.
+    """
+
+    def __init__(self, ring: list[float], count: int) -> None:
+        self.ring, self.count = ring, count
+        at = count % len(ring)
+        self.past = ring[:count] if count <= len(ring) else ring[at:] + ring[:at]
+        self._study()
+
+    def _study(self) -> None:
+        self.in_logarithms = bool(self.past) and min(self.past) > 0
+        self.x = list(map(math.log, self.past)) if self.in_logarithms else list(self.past)
+        self.jumps = sorted(map(abs, map(sub, self.x[1:], self.x)))
+
+    def put(self, value: float) -> None:
+        """Let ``value`` enter, and the oldest one go if there is no room."""
+        self.ring[self.count % len(self.ring)] = value
+        self.count += 1
+        self.past.append(value)
+        is_full = len(self.past) > len(self.ring)
+        if is_full:
+            del self.past[0]
+        if self.in_logarithms and value > 0:
+            self._follow(math.log(value), is_full)
+        else:
+            self._study()
+
+    def _follow(self, x: float, is_full: bool) -> None:
+        insort(self.jumps, abs(x - self.x[-1]))
+        self.x.append(x)
+        if is_full:
+            del self.jumps[bisect_left(self.jumps, abs(self.x[1] - self.x[0]))]
+            del self.x[0]
 
 
-def _middle(values: list[float]) -> float:
-    """The median; 0 of none."""
-    ordered, last = sorted(values), len(values) - 1
+class _Numbers:
+    """The state of a detector in plain numbers; what only an adoption changes stays in the tensors."""
+
+    def __init__(self, state: dict[str, Tensor]) -> None:
+        self.signals = list(map(_Signal, state["history"].tolist(), state["count"].tolist()))
+        self.rejected: list[list[float]] = state["rejected"].tolist()
+        self.too_high: list[bool] = state["too_high"].tolist()
+        self.in_a_row = int(state["in_a_row"])
+
+    def accept(self, values: Sequence[float]) -> None:
+        """Let those that are finite enter their histories; the row of spikes is over."""
+        for signal, value in zip(self.signals, values, strict=True):
+            if math.isfinite(value):
+                signal.put(value)
+        self.too_high = [False] * len(values)
+
+    def write(self, state: dict[str, Tensor]) -> None:
+        """Write them into the tensors of the state."""
+        found = {
+            "history": [signal.ring for signal in self.signals],
+            "count": [signal.count for signal in self.signals],
+            "rejected": self.rejected,
+            "too_high": self.too_high,
+            "in_a_row": self.in_a_row,
+        }
+        for name, numbers in found.items():
+            state[name].copy_(torch.tensor(numbers, dtype=state[name].dtype, device="cpu"))
+
+
+def _middle(ordered: list[float]) -> float:
+    """The median of sorted numbers; 0 of none."""
+    last = len(ordered) - 1
     return (ordered[last // 2] + ordered[last - last // 2]) / 2 if ordered else 0.0
-
-
-def _boolean(value: bool) -> Tensor:
-    return torch.full((), value, dtype=torch.bool, device="cpu")
 
 
 def _median(rows: Tensor, stored: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """What a guard does with a spike detector: it gathers the loss and the norms of a step, and leaves out a spike."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
 import torch
@@ -64,8 +64,10 @@ class SkipSpikes:
             raise InvalidTypeError(f"detector is {given}: expected a detector, such as SpikeDetector().")
         self.act = bool(act)
         self._group = process_group
-        self._loss: Tensor | None = None  # [sum of weight * loss, sum of weight] of this step, on this process
-        self._counts = torch.zeros(2, dtype=torch.int64, device="cpu")  # spikes seen, and spikes skipped
+        # The sums of weight * loss and of weight in this step, on this process: plain numbers if all came from the CPU.
+        self._loss: Tensor | tuple[float, float] | None = None
+        self._known = [0, 0]  # spikes seen, and spikes skipped, that the host knows of
+        self._counts: Tensor | None = None  # and those that only the device does
 
     def __repr__(self) -> str:
         """Return the call that makes such an object; a process group has no text."""
@@ -82,12 +84,24 @@ class SkipSpikes:
             InvalidTypeError: If one is no number.
             InvalidValueError: If ``loss`` has several elements, or ``weight`` is negative or not finite.
         """
-        if isinstance(loss, Tensor) and are_readable(loss) and loss.numel() == 1 and not loss.is_complex():
-            loss = loss.item()
+        loss, weight = _as_number(loss), _as_number(weight)
+        if isinstance(loss, Tensor) or isinstance(weight, Tensor) or isinstance(self._loss, Tensor):
+            self._add_on_device(loss, weight)
+            return
+        value, count = _checked("loss", loss), _checked("weight", weight)
+        product, total = (0.0, 0.0) if self._loss is None else self._loss
+        self._loss = product + count * value, total + count
+
+    def _add_on_device(self, loss: Tensor | float, weight: Tensor | float) -> None:
         value = _one_number("loss", loss, torch.device("cpu"))
         count = _one_number("weight", weight, value.device)
         new = torch.stack([count * value, count])
-        self._loss = new if self._loss is None else move(self._loss, new.device) + new
+        self._loss = new if self._loss is None else self._losses(new.device) + new
+
+    def _losses(self, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
+        if isinstance(self._loss, Tensor):
+            return move(self._loss, device, dtype)
+        return torch.tensor(self._loss or (0.0, 0.0), dtype=dtype or wide_dtype(device), device=device)
 
     def forget_loss(self) -> None:
         """Drop the losses taken so far: their step is over."""
@@ -101,40 +115,47 @@ class SkipSpikes:
             norms: The unscaled norms before the clip, ``[n]``.
             bad: Whether a gradient is not finite; 0-dim bool. Then the step leaves no trace.
         """
+        if are_readable(norms, bad) and self.is_alone():
+            return torch.tensor(self.judge_numbers(norms.tolist(), bool(bad)), dtype=torch.bool, device="cpu")
         spike = self.detector.observe(self._values(norms, bad))
-        if self._counts.device != spike.device:
+        if self._counts is None or self._counts.device != spike.device:
             refuse_capture(spike.device, "the count of spikes")
-            self._counts = move(self._counts, spike.device)
+            self._counts = torch.tensor([self.seen, self.skipped], device=spike.device)
+            self._known = [0, 0]
         (self._counts if self.act else self._counts[:1]).add_(spike)
         return spike
 
+    def judge_numbers(self, norms: Sequence[float], bad: bool) -> bool:
+        """As `judge`, for who has the norms as plain numbers on the CPU, and where no other process has a part."""
+        total, weight = self._loss.tolist() if isinstance(self._loss, Tensor) else self._loss or (0.0, 0.0)
+        self._loss = None
+        values = [total / weight if weight else math.nan, *(norm or math.nan for norm in norms)]
+        spike = self.detector.observe_numbers([math.nan] * len(values) if bad else values)
+        self._known[0] += spike
+        self._known[1] += spike and self.act
+        return spike
+
+    def is_alone(self) -> bool:
+        """Whether no other process trains this model."""
+        return number_of_processes(self._group) == 1
+
     def _values(self, norms: Tensor, bad: Tensor) -> Tensor:
-        if are_readable(norms, bad) and number_of_processes(self._group) == 1:
-            return self._values_on_host(norms.tolist(), bool(bad))
         wide = norms.to(wide_dtype(norms.device))
         wide = torch.where(wide == 0, torch.nan, wide)  # no gradients: that tells nothing of the scale
-        given = wide.new_zeros(2) if self._loss is None else move(self._loss, wide.device, wide.dtype)
-        added = torch.where(bad, torch.nan, torch.cat([given, wide]))
+        added = torch.where(bad, torch.nan, torch.cat([self._losses(wide.device, wide.dtype), wide]))
         self._loss = None
         added = sum_over(added, self._group)
         return torch.cat([added[:1] / added[1:2], added[2:] / number_of_processes(self._group)])
 
-    def _values_on_host(self, norms: list[float], bad: bool) -> Tensor:
-        """The same in Python, which on the CPU takes a fraction of the time."""
-        total, weight = (0.0, 0.0) if self._loss is None else self._loss.tolist()
-        self._loss = None
-        values = [total / weight if weight else math.nan, *(norm or math.nan for norm in norms)]
-        return torch.tensor([math.nan] * len(values) if bad else values, dtype=torch.float64, device="cpu")
-
     @property
     def seen(self) -> int:
         """Number of spikes so far, skipped or not; the host waits for an accelerator."""
-        return int(self._counts[0])
+        return self._known[0] + (0 if self._counts is None else int(self._counts[0]))
 
     @property
     def skipped(self) -> int:
         """Number of steps that were skipped as spikes; the host waits for an accelerator."""
-        return int(self._counts[1])
+        return self._known[1] + (0 if self._counts is None else int(self._counts[1]))
 
     def to(self, device: torch.device | str) -> Self:
         """Move the state to ``device``."""
@@ -157,17 +178,30 @@ class SkipSpikes:
                 f"{sorted(state_dict)}. Pass what state_dict() returned."
             )
         self.detector.load_state_dict(state_dict["detector"])
-        self._counts.copy_(torch.tensor([int(state_dict["seen"]), int(state_dict["skipped"])], device="cpu"))
+        self._known = [int(state_dict["seen"]), int(state_dict["skipped"])]
+        if self._counts is not None:
+            self._counts.zero_()  # in place: a captured graph goes on with it
         self._loss = None
+
+
+def _as_number(value: Tensor | float) -> Tensor | float:
+    """Return the number in ``value``, if that is one tensor whose number costs no wait; else ``value``."""
+    if isinstance(value, Tensor) and are_readable(value) and value.numel() == 1 and not value.is_complex():
+        return value.item()
+    return value
+
+
+def _checked(name: str, value: float) -> float:
+    number = check_number(name, value)
+    if name == "weight" and not 0 <= number < torch.inf:
+        raise InvalidValueError(f"weight={value!r}: expected a finite number >= 0, such as a number of tokens.")
+    return number
 
 
 def _one_number(name: str, value: Tensor | float, device: torch.device) -> Tensor:
     """Return ``value`` as a 0-dim tensor of a wide dtype, where it is; on ``device`` if it is a Python number."""
     if not isinstance(value, Tensor):
-        number = check_number(name, value)
-        if name == "weight" and not 0 <= number < torch.inf:
-            raise InvalidValueError(f"weight={value!r}: expected a finite number >= 0, such as a number of tokens.")
-        return torch.full((), number, dtype=wide_dtype(device), device=device)
+        return torch.full((), _checked(name, value), dtype=wide_dtype(device), device=device)
     whole = value.detach().full_tensor() if is_sharded(value) else value.detach()  # type: ignore[attr-defined]
     if whole.numel() != 1 or whole.is_complex():
         raise InvalidValueError(
