@@ -14,6 +14,7 @@ from gradguard.clip.clipper import Clipper
 from gradguard.clip.guard import Guard
 from gradguard.clip.thresholds.median import ClipByMedian
 from gradguard.errors import InvalidTypeError, InvalidValueError, SpikeError
+from gradguard.recovery_events import RecoveryEvent, RecoveryKind, tell_recovery
 from gradguard.resilience.bad_samples import BadSamples
 from gradguard.resilience.batches import Batches
 from gradguard.resilience.slow_down import SlowDown
@@ -50,6 +51,7 @@ class Event:
         ids: Which samples this process had on the steps in question, as far as `Resilience.batch` told.
         to_step: After which step the weights are from that a roll-back went to.
         recovery: Steps from the first spike until the action ended the matter; None where it goes on.
+        lost: Steps whose work is in no weight any more, skipped ones included; None where it is not known yet.
     """
 
     step: int
@@ -60,6 +62,7 @@ class Event:
     ids: tuple[int | str, ...] = ()
     to_step: int | None = None
     recovery: int | None = None
+    lost: int | None = None
 
     def __str__(self) -> str:
         """Return it as a line of a story."""
@@ -201,7 +204,7 @@ class Resilience:
         self.slow = slow
         clipper = ClipByMedian() if clipper is None else clipper
         self._detector = SpikeDetector(cap=5) if detector is None else detector
-        self._group = process_group
+        self._group, self._optimizer = process_group, optimizer
         self._spikes = SkipSpikes(self._detector, process_group=process_group)
         self.guard = self._guard_type(optimizer, clipper, model=model, spikes=self._spikes, **(guard_options or {}))
         self._slow_down = SlowDown(optimizer)  # after the guard
@@ -257,8 +260,14 @@ class Resilience:
             event = None if measured is None else self._process(measured)
         self._go_on()
         if event is not None:
-            self.events.append(event)
+            self._note(event)
         return event
+
+    def _note(self, event: Event) -> None:
+        self.events.append(event)
+        if event.action != "skipped":  # which the clip's own event tells
+            slowed = f"; the learning rate is {self.slow:g} times as high for {_SLOW_STEPS} steps"
+            tell_recovery(_recovery_of(event, self._optimizer, slowed))
 
     def _measured(self) -> tuple[Tensor | None, CopyEvent | None]:
         verdict, result = self._detector.last, self.guard.last
@@ -287,7 +296,7 @@ class Resilience:
             self._shelf.take(now.step - 2)  # whose weights these are, if all steps since then were spikes
         if now.adopted and self._burst is None:
             return self._suspect(now)
-        return self._event(now.step, "spike", "skipped", now)
+        return self._event(now.step, "spike", "skipped", now, lost=1)
 
     def _drop_if_trained_since(self, now: _Measured) -> None:
         if not now.nonfinite and now.step <= self._held_at:
@@ -299,7 +308,7 @@ class Resilience:
         first = now.step - now.in_a_row + 1
         base, self._held_at = self._shelf.before(first), 0
         if base is None:
-            return self._event(first, "burst", "went on", now)
+            return self._event(first, "burst", "went on", now, lost=now.in_a_row)
         self._burst = _Burst(first, base, [self.steps + wait for wait in self.trials], now)
         return self._event(first, "burst", "adopted", now)
 
@@ -318,13 +327,14 @@ class Resilience:
         if not (now.spike or now.nonfinite):
             burst.good += 1
             return self._roll_back(burst) if burst.good == _GOOD else None
-        burst.end_trial()
+        burst.end_trial(self.steps)
         self._pending.clear()
         if burst.trials:
             return None
         self._burst = None
         self._calm_since = self.steps
-        return self._event(burst.first, "shift", "went on", burst.seen, recovery=self.steps - burst.first)
+        passed = self.steps - burst.first
+        return self._event(burst.first, "shift", "went on", burst.seen, recovery=passed, lost=burst.lost)
 
     def _roll_back(self, burst: "_Burst") -> Event:
         self._burst, self._nonfinite = None, 0
@@ -336,6 +346,7 @@ class Resilience:
             burst.seen,
             to_step=burst.base[0],
             recovery=self.steps - burst.first,
+            lost=burst.tried_at - burst.base[0],
             until=burst.tried_at,
         )
         self._spend(event)
@@ -351,7 +362,8 @@ class Resilience:
         self._shelf.drop_after(base[0])
         self._pending.clear()
         self._burst = None
-        event = self._event(first, "nonfinite", self._going_back(), to_step=base[0], recovery=self.steps - first + 1)
+        passed, lost = self.steps - first + 1, self.steps - base[0]
+        event = self._event(first, "nonfinite", self._going_back(), to_step=base[0], recovery=passed, lost=lost)
         self._spend(event)
         return event
 
@@ -368,7 +380,7 @@ class Resilience:
             self._slow_until = self.steps + _SLOW_STEPS
         if recent < self.budget:
             return
-        self.events.append(event)
+        self._note(event)
         told = "\n  ".join(str(e) for e in self.events[-40:])
         raise SpikeError(
             f"{recent + 1} roll-backs within 1,000 steps, and budget={self.budget}: going back does not cure this "
@@ -439,6 +451,7 @@ class _Burst:
     def __init__(self, first: int, base: tuple[int, Snapshot], trials: list[int], seen: _Measured) -> None:
         self.first, self.base, self.trials, self.seen = first, base, trials, seen
         self.good, self.is_tried, self.tried_at = 0, False, 0
+        self.lost = seen.in_a_row  # and the steps of trials that failed
         self._newer: Snapshot | None = None
 
     def begin_trial(self, shelf: "_Shelf") -> None:
@@ -447,8 +460,9 @@ class _Burst:
         self.base[1].restore(rewind_generators=False, rewind_schedule=False)
         self.is_tried, self.good, self.tried_at = True, 0, self.trials.pop(0)
 
-    def end_trial(self) -> None:
+    def end_trial(self, step: int) -> None:
         assert self._newer is not None
+        self.lost += step - self.tried_at
         self._newer.restore(rewind_generators=False, rewind_schedule=False)
         self.is_tried = False
 
@@ -495,6 +509,22 @@ class _Shelf:
 
     def clear(self) -> None:
         self._kept, self._spare = [], None
+
+
+def _recovery_of(event: Event, optimizer: Optimizer, slowed: str) -> RecoveryEvent:
+    kind: RecoveryKind = "data_shift" if event.what == "shift" else "burst"
+    far = "" if math.isnan(event.score) else f" ({event.signal} {event.score:.1f} deviations above the median)"
+    spikes = f"spikes in a row{far}"
+    words = f"{spikes} were adopted as the new level; the weights from before are tried later"
+    if event.to_step is not None:
+        kind, cause = "rolled_back", "gradients that stayed non-finite" if event.what == "nonfinite" else spikes
+        words = f"went back to the weights of {event.lost} steps before, because of {cause}"
+    elif kind == "data_shift":
+        words = f"{spikes} were a change of the data, which older weights do not fit either: training goes on"
+    elif event.action == "went on":
+        words = f"{spikes} were adopted as the new level; there is no snapshot from before to go back to"
+    slows = "slowed down" in event.action
+    return RecoveryEvent(optimizer, kind, words + slowed * slows, event.lost, event.recovery, slows)
 
 
 def _read(step: int, numbers: Tensor | None, event: CopyEvent | None) -> _Measured | None:
