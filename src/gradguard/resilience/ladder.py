@@ -1,6 +1,7 @@
 """From a skipped step to going back: what a run does about spikes that do not end by themselves."""
 
 import math
+import os
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -16,7 +17,9 @@ from gradguard.clip.thresholds.median import ClipByMedian
 from gradguard.errors import InvalidTypeError, InvalidValueError, SpikeError
 from gradguard.recovery_events import RecoveryEvent, RecoveryKind, tell_recovery
 from gradguard.resilience.bad_samples import BadSamples
-from gradguard.resilience.batches import Batches
+from gradguard.resilience.batches import Batches, MicroBatch, SampleId
+from gradguard.resilience.culprit import Culprit, find_culprits, to_leave_out
+from gradguard.resilience.evidence import EvidenceFolder
 from gradguard.resilience.slow_down import SlowDown
 from gradguard.resilience.snapshot import Snapshot
 from gradguard.spikes.base import Detector, whole_number
@@ -48,7 +51,9 @@ class Event:
         action: ``"skipped"``, ``"adopted"``, ``"rolled back"``, ``"rolled back, slowed down"`` or ``"went on"``.
         signal: What was too high: ``"loss"``, ``"norm"`` or the name of a group.
         score: How far, in the detector's deviations.
-        ids: Which samples this process had on the steps in question, as far as `Resilience.batch` told.
+        ids: The samples of the micro-batches that `find_culprit` blames, of whichever process; where nobody stands
+            out, those that this process had on the steps in question. As far as `Resilience.batch` told.
+        rank: The process that had the blamed ones; None if nobody is blamed, or several are.
         to_step: After which step the weights are from that a roll-back went to.
         recovery: Steps from the first spike until the action ended the matter; None where it goes on.
         lost: Steps whose work is in no weight any more, skipped ones included; None where it is not known yet.
@@ -63,12 +68,16 @@ class Event:
     to_step: int | None = None
     recovery: int | None = None
     lost: int | None = None
+    rank: int | None = None
 
     def __str__(self) -> str:
         """Return it as a line of a story."""
         above = "" if math.isnan(self.score) else f" ({self.signal} {self.score:.1f} deviations above the median)"
         back = "" if self.to_step is None else f" to the weights after step {self.to_step}"
-        return f"step {self.step}: {self.what}{above}, {self.action}{back}"
+        more = ", ..." if len(self.ids) > 8 else ""
+        names = ", ".join(map(str, self.ids[:8]))
+        who = "" if self.rank is None or not names else f"; samples {names}{more} of rank {self.rank}"
+        return f"step {self.step}: {self.what}{above}, {self.action}{back}{who}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,6 +154,9 @@ class Resilience:
         slow: What the learning rate is multiplied by after a second roll-back; 1 leaves it.
         trials: How many steps after an adoption the older weights are tried.
         budget: Roll-backs within 1,000 steps that are no error.
+        evidence: A folder for what ``gradguard replay-step`` reads: one file, as large as the weights twice, at the
+            first spike of a burst, and at most one in ``every`` steps. `batch` must then be given the batches, which
+            are kept for as long as their samples. A file that cannot be written is a warning.
         process_group: The processes that train this model together, as for `SkipSpikes`.
         guard_options: What `Guard` takes beside: ``nonfinite``, ``max_consecutive_skips``, ``mesh``, ...
 
@@ -191,6 +203,7 @@ class Resilience:
         slow: float = 0.5,
         trials: Sequence[int] = (6, 16, 36),
         budget: int = 3,
+        evidence: str | os.PathLike[str] | None = None,
         process_group: Any = None,
         guard_options: Mapping[str, Any] | None = None,
     ) -> None:
@@ -204,15 +217,16 @@ class Resilience:
         self.slow = slow
         clipper = ClipByMedian() if clipper is None else clipper
         self._detector = SpikeDetector(cap=5) if detector is None else detector
-        self._group, self._optimizer = process_group, optimizer
+        self._group, self._optimizer, self._model = process_group, optimizer, model
+        self._evidence = None if evidence is None else EvidenceFolder(evidence, self.every)
         self._spikes = SkipSpikes(self._detector, process_group=process_group)
         self.guard = self._guard_type(optimizer, clipper, model=model, spikes=self._spikes, **(guard_options or {}))
         self._slow_down = SlowDown(optimizer)  # after the guard
         everything = [self._detector, clipper, *more]
         self._shelf = _Shelf(lambda: Snapshot(model, optimizer, more=everything), self._delay)
         self._held_at = 0  # the step at which weights from before a row of spikes were taken, while it may be none
-        self.batches = Batches(steps=self.trials[-1] + self._cap + self.lag + 32)
-        self._first_number = self.batches.step
+        self.batches = Batches(steps=self.trials[-1] + self._cap + self.lag + 32, keep=evidence is not None)
+        self.batches.load_state_dict({"step": 1})  # as steps are counted here
         self.bad, self.events, self.steps = bad, list[Event](), 0
         self._guarded, self._slow_until = self.guard.steps, 0
         self._pending: deque[tuple[int, Tensor | None, CopyEvent | None]] = deque()
@@ -235,9 +249,14 @@ class Resilience:
         self.batches.loss(loss)
         return self.guard.loss(loss, weight)
 
-    def batch(self, ids: Any) -> None:
-        """Tell which samples the next micro-batch holds, before its `loss`: whole numbers or strings."""
-        self.batches.saw(ids)
+    def batch(self, ids: Any = None, batch: Any = None) -> None:
+        """Tell which samples the next micro-batch holds, before its `loss`, and what it is, where it is to be kept.
+
+        Args:
+            ids: Whole numbers or strings.
+            batch: The batch, for ``evidence``.
+        """
+        self.batches.saw(ids, batch=batch)
 
     def step(self) -> Event | None:
         """Act on what the device has said of the step ``lag`` steps ago; call it after each ``optimizer.step()``.
@@ -392,11 +411,30 @@ class Resilience:
         self, step: int, what: str, action: str, seen: _Measured | None = None, *, until: int | None = None, **more: Any
     ) -> Event:
         signal, score = ("", math.nan) if seen is None else self._worst(seen)
-        ids = self._ids(range(step, (step if until is None else until) + 1))
-        if self.bad is not None and action != "adopted" and what != "shift":  # on all processes, on the same step
-            reason = f"{what}: {signal} {score:.1f} deviations above the median"
-            self.bad.add(ids, reason=reason, step=step, gather=True, group=self._group)
-        return Event(step, what, action, signal, score, ids, **more)
+        steps = range(step, (step if until is None else until) + 1)
+        if action == "adopted" or what == "shift":  # the samples may be good
+            return Event(step, what, action, signal, score, _ids(self._own(steps)), **more)
+        culprits = find_culprits(self.batches, [*map(self._number_of, steps)], group=self._group)
+        blamed, unclear = to_leave_out(culprits)
+        if self.bad is not None:
+            self._add_bad(self.bad, [*blamed, *unclear], f"{what}: {signal} {score:.1f} deviations above the median")
+        if self._evidence is not None and what == "spike" and culprits:
+            self._write_evidence(self._evidence, step, culprits[0])
+        among = {one.step for one in unclear}
+        own = [one for one in self._own(steps) if one.step in among]
+        ranks = {one.rank for one in blamed}
+        rank = ranks.pop() if len(ranks) == 1 else None
+        return Event(step, what, action, signal, score, _ids([*blamed, *own]), rank=rank, **more)
+
+    def _add_bad(self, bad: BadSamples, batches: Sequence[MicroBatch], reason: str) -> None:
+        for one in batches:  # known on all processes, on the same step
+            bad.add(one.ids or (), reason=reason, step=one.step, rank=one.rank, group=self._group)
+
+    def _write_evidence(self, evidence: EvidenceFolder, step: int, culprit: Culprit) -> None:
+        base = self._shelf.before(step)
+        older = {} if base is None else {self._number_of(base[0] + 1): base[1]}
+        before = culprit.step if self.lag == 0 else None  # else later steps may have changed the weights
+        evidence.write(self.batches, culprit, self._model, older, before)
 
     def _worst(self, seen: _Measured) -> tuple[str, float]:
         known = [(score, i) for i, score in enumerate(seen.scores) if not math.isnan(score)]
@@ -405,11 +443,13 @@ class Resilience:
         names = ["loss", *(groups if groups else ["norm"])]
         return (names[i] if i < len(names) else f"signal {i}"), score
 
-    def _ids(self, steps: range) -> tuple[int | str, ...]:
+    def _own(self, steps: range) -> list[MicroBatch]:
         known = self.batches.known
-        numbers = [self._first_number + step - 1 for step in steps]
-        parts = [one.ids for n in numbers if n in known for one in self.batches.of_step(n) if one.ids]
-        return tuple(dict.fromkeys(one for part in parts for one in part))
+        return [one for n in map(self._number_of, steps) if n in known for one in self.batches.of_step(n)]
+
+    def _number_of(self, step: int) -> int:
+        """What `batches` calls a step: the same, unless somebody has set its count."""
+        return self.batches.step - 1 - (self.steps - step)
 
     # -- between runs ---------------------------------------------------------------------------------------------
 
@@ -432,7 +472,7 @@ class Resilience:
         self.guard.load_state_dict(state_dict["guard"])
         self.steps, self._slow_until = int(state_dict["steps"]), int(state_dict["slow_until"])
         self.events = [Event(**{**event, "ids": tuple(event["ids"])}) for event in state_dict["events"]]
-        self._first_number = self.batches.step - self.steps
+        self.batches.load_state_dict({"step": self.steps + 1})
         self._guarded, self._calm_since, self._nonfinite = self.guard.steps, self.steps, 0
         self._pending.clear()
         self._shelf.clear()
@@ -534,6 +574,10 @@ def _read(step: int, numbers: Tensor | None, event: CopyEvent | None) -> _Measur
         event.synchronize()
     spike, adopted, nonfinite, in_a_row, *scores = numbers.tolist()
     return _Measured(step, bool(spike), bool(adopted), bool(nonfinite), int(in_a_row), scores)
+
+
+def _ids(batches: Iterable[MicroBatch]) -> tuple[SampleId, ...]:
+    return tuple(dict.fromkeys(id for one in batches for id in one.ids or ()))
 
 
 def _is_on_cpu(model: nn.Module) -> bool:
