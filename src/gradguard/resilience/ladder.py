@@ -74,9 +74,8 @@ class Event:
         """Return it as a line of a story."""
         above = "" if math.isnan(self.score) else f" ({self.signal} {self.score:.1f} deviations above the median)"
         back = "" if self.to_step is None else f" to the weights after step {self.to_step}"
-        more = ", ..." if len(self.ids) > 8 else ""
-        names = ", ".join(map(str, self.ids[:8]))
-        who = "" if self.rank is None or not names else f"; samples {names}{more} of rank {self.rank}"
+        names = ", ".join(map(str, self.ids[:8])) + ", ..." * (len(self.ids) > 8)
+        who = "" if self.rank is None or not names else f"; samples {names} of rank {self.rank}"
         return f"step {self.step}: {self.what}{above}, {self.action}{back}{who}"
 
 
@@ -416,19 +415,15 @@ class Resilience:
             return Event(step, what, action, signal, score, _ids(self._own(steps)), **more)
         culprits = find_culprits(self.batches, [*map(self._number_of, steps)], group=self._group)
         blamed, unclear = to_leave_out(culprits)
-        if self.bad is not None:
-            self._add_bad(self.bad, [*blamed, *unclear], f"{what}: {signal} {score:.1f} deviations above the median")
+        for one in () if self.bad is None else (*blamed, *unclear):  # known on all processes, on the same step
+            reason = f"{what}: {signal} {score:.1f} deviations above the median"
+            self.bad.add(one.ids or (), reason=reason, step=one.step, rank=one.rank, group=self._group)
         if self._evidence is not None and what == "spike" and culprits:
             self._write_evidence(self._evidence, step, culprits[0])
-        among = {one.step for one in unclear}
-        own = [one for one in self._own(steps) if one.step in among]
+        own = [one for one in self._own(steps) if one.step in {other.step for other in unclear}]
         ranks = {one.rank for one in blamed}
         rank = ranks.pop() if len(ranks) == 1 else None
         return Event(step, what, action, signal, score, _ids([*blamed, *own]), rank=rank, **more)
-
-    def _add_bad(self, bad: BadSamples, batches: Sequence[MicroBatch], reason: str) -> None:
-        for one in batches:  # known on all processes, on the same step
-            bad.add(one.ids or (), reason=reason, step=one.step, rank=one.rank, group=self._group)
 
     def _write_evidence(self, evidence: EvidenceFolder, step: int, culprit: Culprit) -> None:
         base = self._shelf.before(step)
