@@ -133,8 +133,10 @@ def test_the_parameters_with_the_largest_norms():
 def of_ranks(monkeypatch, rings, step):
     parts = []
     for rank, batches in enumerate(rings):
-        own = module._own(batches, step)
-        parts.append(own if isinstance(own, str) else (tuple(replace(one, rank=rank) for one in own[0]), own[1]))
+        own = module._own(batches, [step])
+        ((here,), losses) = own
+        here = here if isinstance(here, str) else tuple(replace(one, rank=rank) for one in here)
+        parts.append(([here], losses))
     monkeypatch.setattr(module, "_gathered", lambda own, group: parts)
     return find_culprit(rings[0], step)
 

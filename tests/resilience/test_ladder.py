@@ -208,7 +208,7 @@ def test_micro_batches_are_one_step():
         assert resilience.step() is None
     optimizer.step()
     resilience.step()
-    assert (resilience.steps, resilience.batches.step) == (1, 1)
+    assert (resilience.steps, resilience.batches.step) == (1, 2)
 
 
 def test_it_acts_at_the_same_lag_however_fast_the_device_is():

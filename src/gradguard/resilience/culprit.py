@@ -98,13 +98,60 @@ def find_culprit(
         >>> find_culprit(batches, 8).ids
         (34, 35)
     """
-    told = _gathered(_own(batches, step), group)
-    if errors := [one for one in told if isinstance(one, str)]:
+    told = _gathered(_own(batches, [step]), group)
+    if errors := [one for (one,), _ in told if isinstance(one, str)]:
         raise InvalidValueError(errors[0])
-    here = tuple(one for micro_batches, _ in told for one in micro_batches)
-    usual = [loss for _, losses in told for loss in losses]
+    return _culprit(step, [one for (one,), _ in told], _usual(told), result, k)
+
+
+def find_culprits(batches: Batches, steps: Sequence[int], *, k: float = 6.0, group: Any = None) -> tuple[Culprit, ...]:
+    """Return what `find_culprit` says of steps of a burst, with one gather: none of them is usual for the others.
+
+    Steps that some process does not remember are left out. All processes call it for the same steps.
+
+    Args:
+        batches: What has watched the batches.
+        steps: Numbers of steps that rise, at least one.
+        k: How many deviations.
+        group: The processes that take part; None for all.
+
+    Returns:
+        Who is blamed for each, the same on all processes.
+    """
+    told = _gathered(_own(batches, steps), group)
+    usual, of_steps = _usual(told), zip(*(of_rank for of_rank, _ in told), strict=True)
+    return tuple(
+        _culprit(step, here, usual, None, k)
+        for step, here in zip(steps, of_steps, strict=True)
+        if not any(isinstance(one, str) for one in here)
+    )
+
+
+def to_leave_out(culprits: Sequence[Culprit], k: float = 6.0) -> tuple[tuple[MicroBatch, ...], tuple[MicroBatch, ...]]:
+    """Return the micro-batches that are blamed for a burst, and those of steps where all may have made it.
+
+    A step of which nothing stands out is no part of the burst, unless that holds for all of them.
+
+    Args:
+        culprits: What `find_culprits` said.
+        k: How many deviations.
+    """
+    blamed = tuple(one for culprit in culprits for one in culprit.blamed)
+    unclear = [one for one in culprits if not one.blamed]
+    whole = [c for c in unclear if all(s is None for s in c.scores) or any(s is not None and s > k for s in c.scores)]
+    if not blamed and not whole:
+        whole = unclear
+    return blamed, tuple(one for culprit in whole for one in culprit.micro_batches)
+
+
+def _usual(told: Sequence[Any]) -> list[float]:
+    return [loss for _, losses in told for loss in losses]
+
+
+def _culprit(step: int, of_ranks: Sequence[Any], usual: list[float], result: ClipResult | None, k: float) -> Culprit:
+    here = tuple(one for micro_batches in of_ranks for one in micro_batches)
     if len(usual) < ENOUGH:
-        usual += [one.loss for one in here if one.loss is not None and math.isfinite(one.loss)]
+        usual = usual + [one.loss for one in here if one.loss is not None and math.isfinite(one.loss)]
     scores = tuple(None if one.loss is None or len(usual) < ENOUGH else deviations(one.loss, usual) for one in here)
     blamed, reason = _judge(here, scores, k, len(usual))
     return Culprit(step, blamed, scores, here, largest_parameters(result), reason)
@@ -144,13 +191,16 @@ def largest_parameters(result: ClipResult | None, count: int = 5) -> tuple[tuple
     return tuple((name, (norm / top) ** 2 / total) for name, norm in ordered)
 
 
-def _own(batches: Batches, step: int) -> Any:
-    """This process' micro-batches of the step, and the finite losses of those before; words where it has none."""
-    try:
-        earlier = [one.loss for s in batches.known if s < step for one in batches.of_step(s)]
-        return batches.of_step(step), [loss for loss in earlier if loss is not None and math.isfinite(loss)]
-    except GradguardError as error:
-        return str(error)
+def _own(batches: Batches, steps: Sequence[int]) -> Any:
+    """This process' micro-batches of each step, words where it has none, and the finite losses before the first."""
+    earlier = [one.loss for s in batches.known if s < steps[0] for one in batches.of_step(s)]
+    found: list[Any] = []
+    for step in steps:
+        try:
+            found.append(batches.of_step(step))
+        except GradguardError as error:
+            found.append(str(error))
+    return found, [loss for loss in earlier if loss is not None and math.isfinite(loss)]
 
 
 def _gathered(own: Any, group: Any) -> list[Any]:

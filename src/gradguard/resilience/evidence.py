@@ -1,6 +1,8 @@
 """The file from which a step can be computed again: its batch, random generators, weights, and batches to compare."""
 
+import math
 import os
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +16,7 @@ from gradguard.distributed.wrappers import plain_names
 from gradguard.errors import GradguardError, InvalidTypeError, InvalidValueError, RecordError, UnsupportedGradientError
 from gradguard.resilience.batches import Batches, SampleId
 from gradguard.resilience.culprit import Culprit
+from gradguard.resilience.snapshot import Snapshot
 from gradguard.torch_private import is_fsdp1
 
 FORMAT = 1
@@ -174,10 +177,44 @@ def read_evidence(file: str | os.PathLike[str]) -> Evidence:
     raise RecordError(f"{file} is of format {found[_KEY]}, and this gradguard reads {FORMAT}: write it again.")
 
 
-def gathered_weights(model: nn.Module) -> dict[str, Tensor]:
+class EvidenceFolder:
+    """Writes the evidence of spikes into a folder, not more often than wanted.
+
+    Args:
+        folder: Where; made if it is not there.
+        every: The fewest steps between two files.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str], every: int) -> None:
+        self._folder, self._every = Path(folder), every
+        self._last: int | None = None
+
+    def write(
+        self, batches: Batches, culprit: Culprit, model: nn.Module, older: Mapping[int, Snapshot], before: int | None
+    ) -> None:
+        """Write ``spike-STEP.pt`` if it is due; all processes call it. Arguments as for `write_evidence`."""
+        since = math.inf if self._last is None else culprit.step - self._last
+        self._last = culprit.step
+        if since < self._every:  # of the same burst, or near it
+            return
+        try:
+            weights = {number: gathered_weights(model, snapshot.weights()) for number, snapshot in older.items()}
+            self._folder.mkdir(parents=True, exist_ok=True)
+            write_evidence(
+                self._folder / f"spike-{culprit.step}.pt", batches, culprit, model, older=weights, before=before
+            )
+        except (GradguardError, OSError) as error:
+            warnings.warn(f"gradguard: no evidence of step {culprit.step} was written: {error}", RuntimeWarning, 2)
+
+
+def gathered_weights(model: nn.Module, state: Mapping[str, Any] | None = None) -> dict[str, Tensor]:
     """Return copies of the weights and buffers on the CPU, whole, by their names without wrappers.
 
     Every process that holds a part of them must call.
+
+    Args:
+        model: The model.
+        state: Other tensors in their places, by the names of ``model.state_dict()``; None for the model's own.
 
     Raises:
         UnsupportedGradientError: If a part cannot be made whole.
@@ -187,7 +224,8 @@ def gathered_weights(model: nn.Module) -> dict[str, Tensor]:
             "FSDP1 holds flat parts of several weights: give them whole, with FSDP.state_dict_type(model, "
             "StateDictType.FULL_STATE_DICT): model.state_dict(), or use fully_shard."
         )
-    state = {name: one for name, one in model.state_dict().items() if isinstance(one, Tensor)}
+    state = model.state_dict() if state is None else state
+    state = {name: one for name, one in state.items() if isinstance(one, Tensor)}
     plain = plain_names(model, list(state))
     found = {}
     for name, one in state.items():

@@ -1,6 +1,7 @@
 """From a skipped step to going back: what a run does about spikes that do not end by themselves."""
 
 import math
+import os
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -14,8 +15,11 @@ from gradguard.clip.clipper import Clipper
 from gradguard.clip.guard import Guard
 from gradguard.clip.thresholds.median import ClipByMedian
 from gradguard.errors import InvalidTypeError, InvalidValueError, SpikeError
+from gradguard.recovery_events import RecoveryEvent, RecoveryKind, tell_recovery
 from gradguard.resilience.bad_samples import BadSamples
-from gradguard.resilience.batches import Batches
+from gradguard.resilience.batches import Batches, MicroBatch, SampleId
+from gradguard.resilience.culprit import Culprit, find_culprits, to_leave_out
+from gradguard.resilience.evidence import EvidenceFolder
 from gradguard.resilience.slow_down import SlowDown
 from gradguard.resilience.snapshot import Snapshot
 from gradguard.spikes.base import Detector, NumberVerdict, whole_number
@@ -48,9 +52,12 @@ class Event:
         action: ``"skipped"``, ``"adopted"``, ``"rolled back"``, ``"rolled back, slowed down"`` or ``"went on"``.
         signal: What was too high: ``"loss"``, ``"norm"`` or the name of a group.
         score: How far, in the detector's deviations.
-        ids: Which samples this process had on the steps in question, as far as `Resilience.batch` told.
+        ids: The samples of the micro-batches that `find_culprit` blames, of whichever process; where nobody stands
+            out, those that this process had on the steps in question. As far as `Resilience.batch` told.
+        rank: The process that had the blamed ones; None if nobody is blamed, or several are.
         to_step: After which step the weights are from that a roll-back went to.
         recovery: Steps from the first spike until the action ended the matter; None where it goes on.
+        lost: Steps whose work is in no weight any more, skipped ones included; None where it is not known yet.
     """
 
     step: int
@@ -61,12 +68,16 @@ class Event:
     ids: tuple[int | str, ...] = ()
     to_step: int | None = None
     recovery: int | None = None
+    lost: int | None = None
+    rank: int | None = None
 
     def __str__(self) -> str:
         """Return it as a line of a story."""
         above = "" if math.isnan(self.score) else f" ({self.signal} {self.score:.1f} deviations above the median)"
         back = "" if self.to_step is None else f" to the weights after step {self.to_step}"
-        return f"step {self.step}: {self.what}{above}, {self.action}{back}"
+        names = ", ".join(map(str, self.ids[:8])) + ", ..." * (len(self.ids) > 8)
+        who = "" if self.rank is None or not names else f"; samples {names} of rank {self.rank}"
+        return f"step {self.step}: {self.what}{above}, {self.action}{back}{who}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,6 +154,9 @@ class Resilience:
         slow: What the learning rate is multiplied by after a second roll-back; 1 leaves it.
         trials: How many steps after an adoption the older weights are tried.
         budget: Roll-backs within 1,000 steps that are no error.
+        evidence: A folder for what ``gradguard replay-step`` reads: one file, as large as the weights twice, at the
+            first spike of a burst, and at most one in ``every`` steps. `batch` must then be given the batches, which
+            are kept for as long as their samples. A file that cannot be written is a warning.
         process_group: The processes that train this model together, as for `SkipSpikes`.
         guard_options: What `Guard` takes beside: ``nonfinite``, ``max_consecutive_skips``, ``mesh``, ...
 
@@ -189,6 +203,7 @@ class Resilience:
         slow: float = 0.5,
         trials: Sequence[int] = (6, 16, 36),
         budget: int = 3,
+        evidence: str | os.PathLike[str] | None = None,
         process_group: Any = None,
         guard_options: Mapping[str, Any] | None = None,
     ) -> None:
@@ -202,15 +217,16 @@ class Resilience:
         self.slow = slow
         clipper = ClipByMedian() if clipper is None else clipper
         self._detector = SpikeDetector(cap=5) if detector is None else detector
-        self._group = process_group
+        self._group, self._optimizer, self._model = process_group, optimizer, model
+        self._evidence = None if evidence is None else EvidenceFolder(evidence, self.every)
         self._spikes = SkipSpikes(self._detector, process_group=process_group)
         self.guard = self._guard_type(optimizer, clipper, model=model, spikes=self._spikes, **(guard_options or {}))
         self._slow_down = SlowDown(optimizer)  # after the guard
         everything = [self._detector, clipper, *more]
         self._shelf = _Shelf(lambda: Snapshot(model, optimizer, more=everything), self._delay)
         self._held_at = 0  # the step at which weights from before a row of spikes were taken, while it may be none
-        self.batches = Batches(steps=self.trials[-1] + self._cap + self.lag + 32)
-        self._first_number = self.batches.step
+        self.batches = Batches(steps=self.trials[-1] + self._cap + self.lag + 32, keep=evidence is not None)
+        self.batches.load_state_dict({"step": 1})  # as steps are counted here
         self.bad, self.events, self.steps = bad, list[Event](), 0
         self._guarded, self._slow_until = self.guard.steps, 0
         self._pending: deque[tuple[int, Tensor | list[float] | None, CopyEvent | None]] = deque()
@@ -233,9 +249,14 @@ class Resilience:
         self.batches.loss(loss)
         return self.guard.loss(loss, weight)
 
-    def batch(self, ids: Any) -> None:
-        """Tell which samples the next micro-batch holds, before its `loss`: whole numbers or strings."""
-        self.batches.saw(ids)
+    def batch(self, ids: Any = None, batch: Any = None) -> None:
+        """Tell which samples the next micro-batch holds, before its `loss`, and what it is, where it is to be kept.
+
+        Args:
+            ids: Whole numbers or strings.
+            batch: The batch, for ``evidence``.
+        """
+        self.batches.saw(ids, batch=batch)
 
     def step(self) -> Event | None:
         """Act on what the device has said of the step ``lag`` steps ago; call it after each ``optimizer.step()``.
@@ -258,8 +279,14 @@ class Resilience:
             event = None if measured is None else self._process(measured)
         self._go_on()
         if event is not None:
-            self.events.append(event)
+            self._note(event)
         return event
+
+    def _note(self, event: Event) -> None:
+        self.events.append(event)
+        if event.action != "skipped":  # which the clip's own event tells
+            slowed = f"; the learning rate is {self.slow:g} times as high for {_SLOW_STEPS} steps"
+            tell_recovery(_recovery_of(event, self._optimizer, slowed))
 
     def _measured(self) -> tuple[Tensor | list[float] | None, CopyEvent | None]:
         verdict, result = self._detector.verdict, self.guard.last
@@ -291,7 +318,7 @@ class Resilience:
             self._shelf.take(now.step - 2)  # whose weights these are, if all steps since then were spikes
         if now.adopted and self._burst is None:
             return self._suspect(now)
-        return self._event(now.step, "spike", "skipped", now)
+        return self._event(now.step, "spike", "skipped", now, lost=1)
 
     def _drop_if_trained_since(self, now: _Measured) -> None:
         if not now.nonfinite and now.step <= self._held_at:
@@ -303,7 +330,7 @@ class Resilience:
         first = now.step - now.in_a_row + 1
         base, self._held_at = self._shelf.before(first), 0
         if base is None:
-            return self._event(first, "burst", "went on", now)
+            return self._event(first, "burst", "went on", now, lost=now.in_a_row)
         self._burst = _Burst(first, base, [self.steps + wait for wait in self.trials], now)
         return self._event(first, "burst", "adopted", now)
 
@@ -322,13 +349,14 @@ class Resilience:
         if not (now.spike or now.nonfinite):
             burst.good += 1
             return self._roll_back(burst) if burst.good == _GOOD else None
-        burst.end_trial()
+        burst.end_trial(self.steps)
         self._pending.clear()
         if burst.trials:
             return None
         self._burst = None
         self._calm_since = self.steps
-        return self._event(burst.first, "shift", "went on", burst.seen, recovery=self.steps - burst.first)
+        passed = self.steps - burst.first
+        return self._event(burst.first, "shift", "went on", burst.seen, recovery=passed, lost=burst.lost)
 
     def _roll_back(self, burst: "_Burst") -> Event:
         self._burst, self._nonfinite = None, 0
@@ -340,6 +368,7 @@ class Resilience:
             burst.seen,
             to_step=burst.base[0],
             recovery=self.steps - burst.first,
+            lost=burst.tried_at - burst.base[0],
             until=burst.tried_at,
         )
         self._spend(event)
@@ -355,7 +384,8 @@ class Resilience:
         self._shelf.drop_after(base[0])
         self._pending.clear()
         self._burst = None
-        event = self._event(first, "nonfinite", self._going_back(), to_step=base[0], recovery=self.steps - first + 1)
+        passed, lost = self.steps - first + 1, self.steps - base[0]
+        event = self._event(first, "nonfinite", self._going_back(), to_step=base[0], recovery=passed, lost=lost)
         self._spend(event)
         return event
 
@@ -372,7 +402,7 @@ class Resilience:
             self._slow_until = self.steps + _SLOW_STEPS
         if recent < self.budget:
             return
-        self.events.append(event)
+        self._note(event)
         told = "\n  ".join(str(e) for e in self.events[-40:])
         raise SpikeError(
             f"{recent + 1} roll-backs within 1,000 steps, and budget={self.budget}: going back does not cure this "
@@ -384,11 +414,26 @@ class Resilience:
         self, step: int, what: str, action: str, seen: _Measured | None = None, *, until: int | None = None, **more: Any
     ) -> Event:
         signal, score = ("", math.nan) if seen is None else self._worst(seen)
-        ids = self._ids(range(step, (step if until is None else until) + 1))
-        if self.bad is not None and action != "adopted" and what != "shift":  # on all processes, on the same step
+        steps = range(step, (step if until is None else until) + 1)
+        if action == "adopted" or what == "shift":  # the samples may be good
+            return Event(step, what, action, signal, score, _ids(self._own(steps)), **more)
+        culprits = find_culprits(self.batches, [*map(self._number_of, steps)], group=self._group)
+        blamed, unclear = to_leave_out(culprits)
+        for one in () if self.bad is None else (*blamed, *unclear):  # known on all processes, on the same step
             reason = f"{what}: {signal} {score:.1f} deviations above the median"
-            self.bad.add(ids, reason=reason, step=step, gather=True, group=self._group)
-        return Event(step, what, action, signal, score, ids, **more)
+            self.bad.add(one.ids or (), reason=reason, step=one.step, rank=one.rank, group=self._group)
+        if self._evidence is not None and what == "spike" and culprits:
+            self._write_evidence(self._evidence, step, culprits[0])
+        own = [one for one in self._own(steps) if one.step in {other.step for other in unclear}]
+        ranks = {one.rank for one in blamed}
+        rank = ranks.pop() if len(ranks) == 1 else None
+        return Event(step, what, action, signal, score, _ids([*blamed, *own]), rank=rank, **more)
+
+    def _write_evidence(self, evidence: EvidenceFolder, step: int, culprit: Culprit) -> None:
+        base = self._shelf.before(step)
+        older = {} if base is None else {self._number_of(base[0] + 1): base[1]}
+        before = culprit.step if self.lag == 0 else None  # else later steps may have changed the weights
+        evidence.write(self.batches, culprit, self._model, older, before)
 
     def _worst(self, seen: _Measured) -> tuple[str, float]:
         known = [(score, i) for i, score in enumerate(seen.scores) if not math.isnan(score)]
@@ -397,11 +442,13 @@ class Resilience:
         names = ["loss", *(groups if groups else ["norm"])]
         return (names[i] if i < len(names) else f"signal {i}"), score
 
-    def _ids(self, steps: range) -> tuple[int | str, ...]:
+    def _own(self, steps: range) -> list[MicroBatch]:
         known = self.batches.known
-        numbers = [self._first_number + step - 1 for step in steps]
-        parts = [one.ids for n in numbers if n in known for one in self.batches.of_step(n) if one.ids]
-        return tuple(dict.fromkeys(one for part in parts for one in part))
+        return [one for n in map(self._number_of, steps) if n in known for one in self.batches.of_step(n)]
+
+    def _number_of(self, step: int) -> int:
+        """What `batches` calls a step: the same, unless somebody has set its count."""
+        return self.batches.step - 1 - (self.steps - step)
 
     # -- between runs ---------------------------------------------------------------------------------------------
 
@@ -424,7 +471,7 @@ class Resilience:
         self.guard.load_state_dict(state_dict["guard"])
         self.steps, self._slow_until = int(state_dict["steps"]), int(state_dict["slow_until"])
         self.events = [Event(**{**event, "ids": tuple(event["ids"])}) for event in state_dict["events"]]
-        self._first_number = self.batches.step - self.steps
+        self.batches.load_state_dict({"step": self.steps + 1})
         self._guarded, self._calm_since, self._nonfinite = self.guard.steps, self.steps, 0
         self._pending.clear()
         self._shelf.clear()
@@ -443,6 +490,7 @@ class _Burst:
     def __init__(self, first: int, base: tuple[int, Snapshot], trials: list[int], seen: _Measured) -> None:
         self.first, self.base, self.trials, self.seen = first, base, trials, seen
         self.good, self.is_tried, self.tried_at = 0, False, 0
+        self.lost = seen.in_a_row  # and the steps of trials that failed
         self._newer: Snapshot | None = None
 
     def begin_trial(self, shelf: "_Shelf") -> None:
@@ -451,8 +499,9 @@ class _Burst:
         self.base[1].restore(rewind_generators=False, rewind_schedule=False)
         self.is_tried, self.good, self.tried_at = True, 0, self.trials.pop(0)
 
-    def end_trial(self) -> None:
+    def end_trial(self, step: int) -> None:
         assert self._newer is not None
+        self.lost += step - self.tried_at
         self._newer.restore(rewind_generators=False, rewind_schedule=False)
         self.is_tried = False
 
@@ -501,13 +550,37 @@ class _Shelf:
         self._kept, self._spare = [], None
 
 
+<<<<<<< HEAD
 def _read(step: int, numbers: Tensor | list[float] | None, event: CopyEvent | None) -> _Measured | None:
+=======
+def _recovery_of(event: Event, optimizer: Optimizer, slowed: str) -> RecoveryEvent:
+    kind: RecoveryKind = "data_shift" if event.what == "shift" else "burst"
+    far = "" if math.isnan(event.score) else f" ({event.signal} {event.score:.1f} deviations above the median)"
+    spikes = f"spikes in a row{far}"
+    words = f"{spikes} were adopted as the new level; the weights from before are tried later"
+    if event.to_step is not None:
+        kind, cause = "rolled_back", "gradients that stayed non-finite" if event.what == "nonfinite" else spikes
+        words = f"went back to the weights of {event.lost} steps before, because of {cause}"
+    elif kind == "data_shift":
+        words = f"{spikes} were a change of the data, which older weights do not fit either: training goes on"
+    elif event.action == "went on":
+        words = f"{spikes} were adopted as the new level; there is no snapshot from before to go back to"
+    slows = "slowed down" in event.action
+    return RecoveryEvent(optimizer, kind, words + slowed * slows, event.lost, event.recovery, slows)
+
+
+def _read(step: int, numbers: Tensor | None, event: CopyEvent | None) -> _Measured | None:
+>>>>>>> home
     if numbers is None:
         return None
     if event is not None:
         event.synchronize()
     spike, adopted, nonfinite, in_a_row, *scores = numbers.tolist() if isinstance(numbers, Tensor) else numbers
     return _Measured(step, bool(spike), bool(adopted), bool(nonfinite), int(in_a_row), scores)
+
+
+def _ids(batches: Iterable[MicroBatch]) -> tuple[SampleId, ...]:
+    return tuple(dict.fromkeys(id for one in batches for id in one.ids or ()))
 
 
 def _is_on_cpu(model: nn.Module) -> bool:

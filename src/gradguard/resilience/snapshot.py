@@ -159,6 +159,17 @@ class Snapshot:
             self._generators.restore()
         self._order.done()
 
+    def weights(self) -> dict[str, Tensor]:
+        """Return new tensors with the weights and buffers of the model, by the names of its ``state_dict``.
+
+        Raises:
+            InvalidValueError: If nothing was taken, or a tensor has come or gone since.
+        """
+        if not self.taken:
+            raise InvalidValueError("there is no snapshot whose weights could be told: call take() first.")
+        self.synchronize()
+        return self._modules[0].weights()
+
     def synchronize(self) -> None:
         """Wait until all copies have arrived on the host."""
         self._order.synchronize()
@@ -223,6 +234,14 @@ class _ModuleState:
             for module in self._module.modules()
             if type(module).get_extra_state is not nn.Module.get_extra_state
         ]
+
+    def weights(self) -> dict[str, Tensor]:
+        kept = {id(p): copied for _, p, copied in self._parameters}
+        kept |= {id(buffer_slots(m).get(slot)): copied for _, m, slot, copied in self._buffers if copied is not None}
+        live = {name: one for name, one in self._module.state_dict(keep_vars=True).items() if isinstance(one, Tensor)}
+        if missing := [name for name, one in live.items() if id(one) not in kept]:
+            raise InvalidValueError(f"{', '.join(missing[:5])} is not that of the snapshot any more: take() anew.")
+        return {name: kept[id(one)].fresh() for name, one in live.items()}
 
     def check(self) -> None:
         then = {name: p for name, p, _ in self._parameters}

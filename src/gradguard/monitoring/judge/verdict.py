@@ -10,6 +10,7 @@ from typing import Any
 
 from gradguard.monitoring.judge.acting_clips import ActingClip, acting_clips, shares_in_words
 from gradguard.monitoring.judge.numbers import number, percent, plain_threshold
+from gradguard.monitoring.judge.recoveries import Recoveries, recoveries
 from gradguard.monitoring.judge.scale_free import is_scale_free
 from gradguard.monitoring.judge.spikes import spikes_of
 from gradguard.monitoring.record.file import Record, once
@@ -52,6 +53,7 @@ class Verdict:
         usable_steps: Those of them after the warm-up, with a norm above 0.
         clips: Each clip by itself, in the order in which they act.
         skipped_spikes: Those of the ``skipped_steps`` that a guard left out as finite spikes (`SkipSpikes`).
+        recovery: What `Resilience` did about spikes; None where the record tells of nothing.
         parts: The verdict on each optimizer with its label, where the record has several. Then ``sentence`` is theirs
             one after the other, ``threshold`` the one that all share, a spike one among its own optimizer's norms,
             and every other number is of all steps together.
@@ -78,6 +80,7 @@ class Verdict:
     usable_steps: int
     clips: tuple[ActingClip, ...] = ()
     skipped_spikes: int = 0
+    recovery: Recoveries | None = None
     parts: tuple[tuple[str, "Verdict"], ...] = ()
 
 
@@ -104,6 +107,7 @@ def _judge(record: Record) -> Verdict:
     numbers["nonfinite_steps"], numbers["skipped_steps"] = sum(lost), sum(skipped)
     numbers["faulty_steps"] = sum(lost) - sum(map(all, zip(lost, skipped, scaled, strict=True)))
     numbers["skipped_spikes"] = sum(map(bool, record.steps.column("spike")))
+    numbers["recovery"] = recoveries(record)
     numbers["overhead_share"] = _overhead_share(record)
     numbers["steps"] = len(record.steps)
     return Verdict(sentence=_sentence(record, numbers), **numbers)
@@ -272,6 +276,7 @@ def _sentence(record: Record, numbers: dict[str, Any]) -> str:
     if not record.steps:
         return "No optimizer step was recorded."
     parts = [_clip_words(record, numbers), _norm_words(numbers), _fault_words(numbers)]
+    parts += [] if numbers["recovery"] is None else [str(numbers["recovery"])]
     return " ".join(filter(None, parts))
 
 

@@ -39,6 +39,7 @@ from gradguard.monitoring.observe.step import ScaleUpdate, StepMeasurement, copi
 from gradguard.monitoring.observe.termination import TERMINATED, before_sigterm
 from gradguard.monitoring.show.sinks import Sinks
 from gradguard.optimizer_hooks import EveryStep, runs_hooks
+from gradguard.recovery_events import listen_to_recoveries
 from gradguard.torch_private import grads_of, loss_scale_of
 
 
@@ -158,8 +159,10 @@ class Monitor(Recorder):
         self._hooks = [EveryStep(self._before_step, self._after_step, optimizer=optimizer, first=self._guard is None)]
         if self._guard is not None:
             self._hooks.append(EveryStep(self._before_guard, lambda _: None, optimizer=optimizer, first=True))
-        self._stop_listening = listen(Ear(self))
+        ear = Ear(self)
+        self._stop_listening, self._stop_recoveries = listen(ear), listen_to_recoveries(ear.recovered)
         weakref.finalize(self, self._stop_listening)
+        weakref.finalize(self, self._stop_recoveries)
         self._leave_scaler = listen_to_steps(self._scaler_begins, self._scaler_ends, optimizer=optimizer)
         self._at_exit = functools.partial(_close_at_exit, weakref.ref(self))
         atexit.register(self._at_exit)
@@ -242,6 +245,7 @@ class Monitor(Recorder):
         for hooks in self._hooks:
             hooks.remove()
         self._stop_listening()
+        self._stop_recoveries()
         self._leave_scaler()
         if os.getpid() == self._process:
             atexit.unregister(self._at_exit)
@@ -358,6 +362,9 @@ class Monitor(Recorder):
         """Clips of some of the optimizer's parameters; it may have got some since this was made."""
         optimizer = self._optimizer()
         return optimizer is not None and not set(map(id, parameters_of(optimizer))).isdisjoint(map(id, parameters))
+
+    def _knows(self, optimizer: Optimizer) -> bool:
+        return optimizer is self._optimizer()
 
     def _note(self, event: ClipEvent) -> None:
         if self._guard is None:

@@ -38,6 +38,7 @@ from gradguard.monitoring.record.file import SCHEMA
 from gradguard.monitoring.record.text import on_stderr
 from gradguard.monitoring.show.sinks import Sinks
 from gradguard.optimizer_hooks import EveryStep
+from gradguard.recovery_events import listen_to_recoveries
 from gradguard.tensors.layout import are_readable
 
 
@@ -184,6 +185,9 @@ class Observer(Recorder):
         del parameters
         return True
 
+    def _knows(self, optimizer: Optimizer) -> bool:
+        return optimizer in self._optimizers
+
     def _clip(self, optimizer: Optimizer, first: bool) -> None:
         """Not guarded, because a clip that was asked for and cannot be made must stop the run."""
         if self._applied is not None:
@@ -269,7 +273,11 @@ class Observer(Recorder):
 def observe(observer: Observer) -> Iterator[Observer]:
     """Let ``observer`` see everything that runs inside the block; closing it is up to the caller."""
     hooks = EveryStep(observer._before_step, observer._after_step)
-    ends = listen(observer), listen_to_steps(observer._scaler_begins, observer._scaler_ends)
+    ends = (
+        listen(observer),
+        listen_to_steps(observer._scaler_begins, observer._scaler_ends),
+        listen_to_recoveries(observer.recovered),
+    )
     try:
         with patched(observer):
             yield observer

@@ -11,7 +11,7 @@ from typing import Any
 from gradguard.monitoring.judge.health import Finding
 from gradguard.monitoring.judge.live import Judge
 from gradguard.monitoring.observe.host_copy import AsyncHostCopy, Copy, NumberPlaces
-from gradguard.monitoring.observe.step import ParameterTable, ScaleUpdate, SetupEvent, StepMeasurement, lines_of
+from gradguard.monitoring.observe.step import Entry, ParameterTable, RecoveryNote, StepMeasurement, lines_of
 from gradguard.monitoring.record.file import Line
 from gradguard.monitoring.show.alerts import Alerts
 from gradguard.monitoring.show.sinks import Sinks
@@ -20,8 +20,6 @@ from gradguard.monitoring.show.sinks.base import plain
 FLUSH_ROWS = 50
 FLUSH_SECONDS = 2.0
 KEPT_ROWS = 1000
-
-Entry = StepMeasurement | ScaleUpdate | SetupEvent
 
 
 class RecordBuffer:
@@ -71,6 +69,7 @@ class RecordBuffer:
         self.newest: StepMeasurement | None = None
         self.rows: deque[Line] = deque(maxlen=KEPT_ROWS)
         self._waiting: list[Entry] = []
+        self._behind: list[RecoveryNote] = []  # the newest
         self._sent: deque[tuple[list[Entry], NumberPlaces | None, AsyncHostCopy | None]] = deque()
         self._flushed = time.perf_counter()
         self._lock, self._process = threading.RLock(), os.getpid()
@@ -108,6 +107,14 @@ class RecordBuffer:
             elif self._sent:
                 self._write_arrived()
 
+    def add_behind(self, note: RecoveryNote) -> None:
+        """Take what was done after the newest step, to which something may still be added."""
+        with self._lock:
+            if self.newest is None:
+                self.add(note)
+            else:
+                self._behind.append(note)
+
     def flush(self, wait: bool = False) -> None:
         """Send for all steps, and write those that are here; ``wait`` for the others."""
         with self._lock:
@@ -138,8 +145,8 @@ class RecordBuffer:
 
     def _release_newest(self) -> None:
         if self.newest is not None:
-            self._waiting.append(self.newest)
-            self.newest = None
+            self._waiting += [self.newest, *self._behind]
+            self.newest, self._behind = None, []
 
     def _flush(self, wait: bool = False) -> None:
         if not self.has_begun:  # a scaler may search its scale for long before the first step

@@ -31,8 +31,9 @@ from gradguard.monitoring.observe.meta import parameters_of
 from gradguard.monitoring.observe.record_buffer import RecordBuffer
 from gradguard.monitoring.observe.schedule import Alarm, Schedule
 from gradguard.monitoring.observe.shared_norms import Shared, SharedNorms, are_spread, is_captured, refuse_lost
-from gradguard.monitoring.observe.step import SetupEvent, StepMeasurement, copied, total_of
+from gradguard.monitoring.observe.step import RecoveryNote, SetupEvent, StepMeasurement, copied, total_of
 from gradguard.monitoring.record.redaction import redacted
+from gradguard.recovery_events import RecoveryEvent
 from gradguard.torch_private import grads_of, never_compiled
 
 
@@ -80,6 +81,7 @@ class Recorder:
         self._thread = threading.local()
         self._steps, self._active, self._lock = 0, True, threading.RLock()
         self._backwards = 0  # heard of, up to as many as matter
+        self._last_steps: dict[int, int] = {}  # the number of the last one of each optimizer
         self._turns = Counter[int]()  # steps of each optimizer: one that takes every second turn has its schedule too
 
     @property
@@ -126,6 +128,10 @@ class Recorder:
 
     def _clip(self, optimizer: Optimizer, first: bool) -> None:
         """Apply a clip of our own; what it raises ends the run."""
+
+    def _knows(self, optimizer: Optimizer) -> bool:
+        """Whether an optimizer concerns us."""
+        raise NotImplementedError
 
     def _hears(self, parameters: Sequence[Tensor]) -> bool:
         """Whether a clip of ``parameters`` concerns us."""
@@ -254,6 +260,7 @@ class Recorder:
             optimizer = step.optimizer or 0
             step.index, step.turn = self._steps, self._turns[optimizer]
             self._steps, self._turns[optimizer] = step.index + 1, step.turn + 1
+            self._last_steps[optimizer] = step.index
             buffer.add(step, keep=keep)
         self._active = self._active and not buffer.sinks.lost
 
@@ -336,6 +343,14 @@ class Recorder:
         if step is not None and self._thread.optimizer() is event.optimizer:
             note_guard(step, event)
 
+    @safely
+    def recovered(self, event: RecoveryEvent) -> None:
+        """Note behind the last step of an optimizer what was done about spikes."""
+        if self._buffer is not None and self._knows(event.optimizer):
+            place = self._place_of(event.optimizer)
+            if (index := self._last_steps.get(place or 0)) is not None:
+                self._buffer.add_behind(RecoveryNote(index, event, place))
+
     # --- the end ------------------------------------------------------------------------------------------------------
 
     @safely
@@ -403,6 +418,11 @@ class Ear:
         """A clip is done."""
         if (recorder := self._recorder()) is not None:
             recorder.after_clip(event)
+
+    def recovered(self, event: RecoveryEvent) -> None:
+        """Something was done about spikes."""
+        if (recorder := self._recorder()) is not None:
+            recorder.recovered(event)
 
 
 def check_callable(on_finding: Any) -> None:

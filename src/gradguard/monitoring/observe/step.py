@@ -16,6 +16,7 @@ from gradguard.monitoring.judge.findings import Kind
 from gradguard.monitoring.judge.live import event_line
 from gradguard.monitoring.observe.measure import Diagnostics, Norms, histogram_of
 from gradguard.monitoring.record.file import Line
+from gradguard.recovery_events import RecoveryEvent
 
 EPSILON = 1e-6
 """What PyTorch's norm clip adds to the norm before it divides."""
@@ -165,6 +166,16 @@ class SetupEvent:
     late: bool = False
 
 
+@dataclass(slots=True)
+class RecoveryNote:
+    """What was done about spikes after the step of this number; ``optimizer`` is its place, where there are several."""
+
+    index: int
+    event: RecoveryEvent
+    optimizer: int | None = None
+    late: bool = False
+
+
 class ParameterTable:
     """The parameters of a record, in the order of every per-tensor array.
 
@@ -210,7 +221,10 @@ class ParameterTable:
         return [place for place in own if place not in measured]
 
 
-def lines_of(step: StepMeasurement | ScaleUpdate | SetupEvent, table: ParameterTable, every: int) -> Iterator[Line]:
+Entry = StepMeasurement | ScaleUpdate | SetupEvent | RecoveryNote
+
+
+def lines_of(step: Entry, table: ParameterTable, every: int) -> Iterator[Line]:
     """Yield the ``step`` line, a ``tensors`` line every so many steps, and an ``event`` where one is due.
 
     Args:
@@ -220,6 +234,8 @@ def lines_of(step: StepMeasurement | ScaleUpdate | SetupEvent, table: ParameterT
     """
     if isinstance(step, StepMeasurement):
         lines = _lines_of_step(step, table, every)
+    elif isinstance(step, RecoveryNote):
+        lines = iter([_recovery_line(step)])
     else:
         lines = _lines_of_update(step) if isinstance(step, ScaleUpdate) else _lines_of_setup(step, table)
     for line in lines:
@@ -427,6 +443,21 @@ def _lines_of_setup(event: SetupEvent, table: ParameterTable) -> Iterator[Line]:
         episode = setup_episode(event.kind, event.index, names, event.value, harmless=event.harmless)
         episode.optimizer = event.optimizer
         yield event_line(episode.finding(), event.index)
+
+
+def _recovery_line(note: RecoveryNote) -> Line:
+    event = note.event
+    return {
+        "t": "event",
+        "i": note.index,
+        "kind": event.kind,
+        "severity": "warning" if event.kind == "rolled_back" else "info",
+        "message": event.message,
+        "lost": event.lost,
+        "recovery": event.recovery,
+        "slowed_down": event.slowed_down or None,
+        "optimizer": note.optimizer,
+    }
 
 
 def _numbers(values: Norms) -> list[float]:

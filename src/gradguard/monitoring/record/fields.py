@@ -379,7 +379,7 @@ _TABLES: Mapping[str, Mapping[str, Rule]] = {
     },
     "event": {
         "i": _count, "kind": _text, "severity": _severity, "message": _text, "advice": _text, "params": _each(_text),
-        "value": _number, "optimizer": _count,
+        "value": _number, "optimizer": _count, "lost": _count, "recovery": _count, "slowed_down": _truth,
     },
     "end": {
         "steps": _count, "wall": _seconds, "overhead_ms": _seconds, "exit": _whole, "interrupted": _truth,

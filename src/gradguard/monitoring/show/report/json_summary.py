@@ -6,6 +6,7 @@
 import json
 import math
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 from gradguard.monitoring.judge.acting_clips import ActingClip
@@ -69,6 +70,7 @@ def _judged(record: Record) -> dict[str, Any]:
         "skipped_steps": judged.skipped_steps,
         "skipped_spikes": judged.skipped_spikes,
         "nonfinite_steps": judged.nonfinite_steps,
+        "recovery": None if judged.recovery is None else asdict(judged.recovery),
         **_numbers(judged),
         "clips": [_clip(clip) for clip in judged.clips],
     }

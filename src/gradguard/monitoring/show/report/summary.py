@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -239,6 +240,7 @@ def _facts(record: Record, judged: Verdict) -> dict[str, Any]:
         "skipped_spikes": judged.skipped_spikes,
         "events": len(record.events),
     }
+    counts |= {} if judged.recovery is None else asdict(judged.recovery)
     return {"verdict": judged.sentence, "regime": judged.regime} | counts | rounded
 
 

@@ -73,11 +73,12 @@ class Window:
         self._values: dict[str, _Summary] = {}
         self._last: dict[str, float] = {}
         self._count, self._bound, self._clips = 0, 0, False
-        self._nonfinite, self._skipped, self._spikes = 0, 0, 0
+        self._nonfinite, self._skipped, self._spikes, self._roll_backs = 0, 0, 0, 0
 
     def add(self, line: Line) -> None:
-        """Take one line; what is no step is passed over."""
+        """Take one line; of what is no step only roll-backs are counted."""
         if line.get("t") != "step":
+            self._roll_backs += line.get("kind") == "rolled_back"
             return
         self.step, self._count = line["i"], self._count + 1
         self._nonfinite += bool(line.get("nonfinite"))
@@ -111,6 +112,8 @@ class Window:
             found["clip_fraction"] = self._bound / self._count
         if self._spikes:
             found["skipped_spikes"] = self._spikes
+        if self._roll_backs:
+            found["roll_backs"] = self._roll_backs
         return found | {"nonfinite_steps": self._nonfinite, "skipped_steps": self._skipped}
 
 

@@ -1,0 +1,76 @@
+"""What `Resilience` did in a run, from the events of its record: counts, and one or two sentences."""
+
+from dataclasses import dataclass
+
+from gradguard.monitoring.record.file import Record
+
+
+@dataclass(frozen=True)
+class Recoveries:
+    """What was done about spikes, and what it cost.
+
+    Attributes:
+        roll_backs: How often the run went back to older weights.
+        slow_downs: After how many of them the learning rate was lower for a while.
+        data_shifts: How many bursts were taken for a change of the data.
+        lost_steps: Steps whose work was undone or skipped by what has ended; single skipped spikes are not among them.
+        longest_recovery: The most steps from a first spike until the matter ended; None if no matter has.
+    """
+
+    roll_backs: int
+    slow_downs: int
+    data_shifts: int
+    lost_steps: int
+    longest_recovery: int | None
+
+    def __str__(self) -> str:
+        """Return it in words."""
+        times = f"{self.roll_backs:,} time{'s' * (self.roll_backs != 1)}"
+        slowed = f" (after {self.slow_downs:,} of them with a lower learning rate)" if self.slow_downs else ""
+        bursts = f"{self.data_shifts:,} burst{'s' * (self.data_shifts != 1)} of spikes"
+        done = [f"went back to older weights {times}{slowed}"] if self.roll_backs else []
+        done += [f"took {bursts} for a change of the data"] if self.data_shifts else []
+        if not done and not self.lost_steps:
+            return "A burst of spikes was adopted as the new level, and the record ends before it was over."
+        if not done:
+            return f"A burst of spikes was adopted as the new level, which cost {_steps(self.lost_steps)}."
+        cost = f"That cost {_steps(self.lost_steps)}"
+        longest = self.longest_recovery
+        time = "" if longest is None else f"; the longest recovery took {_steps(longest)}"
+        return f"The run {' and '.join(done)}. {cost}{time}."
+
+
+def recoveries(record: Record) -> Recoveries | None:
+    """Count what was done about spikes.
+
+    Args:
+        record: The record of a run, whose events have ``lost`` where steps were.
+
+    Returns:
+        The counts; None where the record tells of nothing.
+
+    Example:
+        >>> from pathlib import Path
+        >>> event = {"t": "event", "i": 40, "kind": "rolled_back", "lost": 14, "recovery": 16}
+        >>> print(recoveries(Record(Path("run.jsonl"), {"t": "meta"}, [], [], [event], None, False)))
+        The run went back to older weights 1 time. That cost 14 steps; the longest recovery took 16 steps.
+    """
+    events = [event for event in record.events if event.get("kind") in _KINDS]
+    if not events:
+        return None
+    backs = [event for event in events if event["kind"] == "rolled_back"]
+    ended = [event["recovery"] for event in events if event.get("recovery") is not None]
+    return Recoveries(
+        roll_backs=len(backs),
+        slow_downs=sum(bool(event.get("slowed_down")) for event in backs),
+        data_shifts=sum(event["kind"] == "data_shift" for event in events),
+        lost_steps=sum(event.get("lost") or 0 for event in events),
+        longest_recovery=max(ended, default=None),
+    )
+
+
+_KINDS = frozenset(["burst", "rolled_back", "data_shift"])
+
+
+def _steps(count: int) -> str:
+    return f"{count:,} step{'s' * (count != 1)}"

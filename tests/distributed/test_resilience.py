@@ -1,0 +1,40 @@
+"""`Resilience` on two processes: all name the one that had the sample, and it alone writes the evidence."""
+
+import torch
+from torch import nn
+
+import gradguard as gg
+from gradguard.resilience import BadSamples
+from gradguard.resilience.evidence import read_evidence
+
+
+def trained(folder, sharded, spike):
+    rank = torch.distributed.get_rank()
+    model = nn.Linear(2, 2, bias=False)
+    nn.init.constant_(model.weight, 0.5)
+    if sharded:
+        torch.distributed.fsdp.fully_shard(model, mesh=torch.distributed.device_mesh.init_device_mesh("cpu", (2,)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
+    bad, detector = BadSamples(), gg.SpikeDetector(warmup=8, window=16, cap=6)
+    resilience = gg.Resilience(
+        model, optimizer, gg.ClipByGlobalNorm(1.0), detector=detector, bad=bad, every=10, evidence=folder
+    )
+    for number in range(1, 22):
+        optimizer.zero_grad()
+        for k in range(2):
+            x = torch.full((1, 2), spike if (number, rank, k) == (21, 1, 1) else 1.0)
+            resilience.batch([100 * number + 10 * rank + k], x)
+            resilience.loss(model(x).square().mean()).backward()
+        optimizer.step()
+        event = resilience.step()
+    return event.ids, event.rank, [(one.id, one.rank) for one in bad]
+
+
+def test_every_process_names_the_one_that_had_it(pool, tmp_path):
+    for sharded in (False, True):
+        folder = tmp_path / str(sharded)
+        assert pool(2).run(trained, str(folder), sharded, 20.0) == [((2111,), 1, [(2111, 1)])] * 2
+        (file,) = folder.iterdir()
+        found = read_evidence(file)
+        assert (found.rank, [one.ids for one in found.suspects]) == (1, [(2111,)])
+        assert [weights["weight"].shape for weights in found.states.values()] == [(2, 2)] * 2
