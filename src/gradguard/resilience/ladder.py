@@ -15,10 +15,11 @@ from gradguard.clip.clipper import Clipper
 from gradguard.clip.guard import Guard
 from gradguard.clip.thresholds.median import ClipByMedian
 from gradguard.errors import InvalidTypeError, InvalidValueError, SpikeError
-from gradguard.recovery_events import RecoveryEvent, RecoveryKind, tell_recovery
+from gradguard.recovery_events import tell_recovery
 from gradguard.resilience.bad_samples import BadSamples
 from gradguard.resilience.batches import Batches, MicroBatch, SampleId
 from gradguard.resilience.culprit import Culprit, find_culprits, to_leave_out
+from gradguard.resilience.event import Event, recovery_of
 from gradguard.resilience.evidence import EvidenceFolder
 from gradguard.resilience.slow_down import SlowDown
 from gradguard.resilience.snapshot import Snapshot
@@ -39,45 +40,6 @@ _GOOD = 2
 
 _NONFINITE = 18
 """Steps in a row that are not finite after which to go back; a new GradScaler may need 17 to find its scale."""
-
-
-@dataclass(frozen=True, slots=True)
-class Event:
-    """Something that `Resilience` did, or saw.
-
-    Attributes:
-        step: The step at which it began, counted from 1; steps that are undone count on.
-        what: ``"spike"``, ``"burst"`` (spikes in a row, as many as the detector's cap), ``"shift"`` (a burst that
-            turned out to be what the data are like now) or ``"nonfinite"``.
-        action: ``"skipped"``, ``"adopted"``, ``"rolled back"``, ``"rolled back, slowed down"`` or ``"went on"``.
-        signal: What was too high: ``"loss"``, ``"norm"`` or the name of a group.
-        score: How far, in the detector's deviations.
-        ids: The samples of the micro-batches that `find_culprit` blames, of whichever process; where nobody stands
-            out, those that this process had on the steps in question. As far as `Resilience.batch` told.
-        rank: The process that had the blamed ones; None if nobody is blamed, or several are.
-        to_step: After which step the weights are from that a roll-back went to.
-        recovery: Steps from the first spike until the action ended the matter; None where it goes on.
-        lost: Steps whose work is in no weight any more, skipped ones included; None where it is not known yet.
-    """
-
-    step: int
-    what: str
-    action: str
-    signal: str = ""
-    score: float = math.nan
-    ids: tuple[int | str, ...] = ()
-    to_step: int | None = None
-    recovery: int | None = None
-    lost: int | None = None
-    rank: int | None = None
-
-    def __str__(self) -> str:
-        """Return it as a line of a story."""
-        above = "" if math.isnan(self.score) else f" ({self.signal} {self.score:.1f} deviations above the median)"
-        back = "" if self.to_step is None else f" to the weights after step {self.to_step}"
-        names = ", ".join(map(str, self.ids[:8])) + ", ..." * (len(self.ids) > 8)
-        who = "" if self.rank is None or not names else f"; samples {names} of rank {self.rank}"
-        return f"step {self.step}: {self.what}{above}, {self.action}{back}{who}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -286,7 +248,7 @@ class Resilience:
         self.events.append(event)
         if event.action != "skipped":  # which the clip's own event tells
             slowed = f"; the learning rate is {self.slow:g} times as high for {_SLOW_STEPS} steps"
-            tell_recovery(_recovery_of(event, self._optimizer, slowed))
+            tell_recovery(recovery_of(event, self._optimizer, slowed))
 
     def _measured(self) -> tuple[Tensor | list[float] | None, CopyEvent | None]:
         verdict, result = self._detector.verdict, self.guard.last
@@ -550,27 +512,7 @@ class _Shelf:
         self._kept, self._spare = [], None
 
 
-<<<<<<< HEAD
 def _read(step: int, numbers: Tensor | list[float] | None, event: CopyEvent | None) -> _Measured | None:
-=======
-def _recovery_of(event: Event, optimizer: Optimizer, slowed: str) -> RecoveryEvent:
-    kind: RecoveryKind = "data_shift" if event.what == "shift" else "burst"
-    far = "" if math.isnan(event.score) else f" ({event.signal} {event.score:.1f} deviations above the median)"
-    spikes = f"spikes in a row{far}"
-    words = f"{spikes} were adopted as the new level; the weights from before are tried later"
-    if event.to_step is not None:
-        kind, cause = "rolled_back", "gradients that stayed non-finite" if event.what == "nonfinite" else spikes
-        words = f"went back to the weights of {event.lost} steps before, because of {cause}"
-    elif kind == "data_shift":
-        words = f"{spikes} were a change of the data, which older weights do not fit either: training goes on"
-    elif event.action == "went on":
-        words = f"{spikes} were adopted as the new level; there is no snapshot from before to go back to"
-    slows = "slowed down" in event.action
-    return RecoveryEvent(optimizer, kind, words + slowed * slows, event.lost, event.recovery, slows)
-
-
-def _read(step: int, numbers: Tensor | None, event: CopyEvent | None) -> _Measured | None:
->>>>>>> home
     if numbers is None:
         return None
     if event is not None:
