@@ -178,9 +178,9 @@ class Resilience:
         ...     optimizer.zero_grad()
         ...     resilience.loss(model(torch.full((1, 1), size)).square().mean()).backward()
         ...     optimizer.step()
-        ...     event = resilience.step()
-        >>> print(event.what, event.action, event.step)
-        spike skipped 5
+        ...     _ = resilience.step()
+        >>> [(event.what, event.action, event.step) for event in resilience.events]
+        [('spike', 'skipped', 5)]
 
     Reference:
         Chowdhery et al. (2022), PaLM, arXiv 2204.02311 (going back some 100 steps and leaving batches out).
