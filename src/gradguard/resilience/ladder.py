@@ -141,9 +141,9 @@ class Resilience:
         ...     optimizer.zero_grad()
         ...     resilience.loss(model(torch.full((1, 1), size)).square().mean()).backward()
         ...     optimizer.step()
-        ...     event = resilience.step()
-        >>> print(event.what, event.action, event.step)
-        spike skipped 5
+        ...     _ = resilience.step()
+        >>> [(event.what, event.action, event.step) for event in resilience.events]
+        [('spike', 'skipped', 5)]
 
     Reference:
         Chowdhery et al. (2022), PaLM, arXiv 2204.02311 (going back some 100 steps and leaving batches out).
@@ -169,8 +169,7 @@ class Resilience:
         process_group: Any = None,
         guard_options: Mapping[str, Any] | None = None,
     ) -> None:
-        more = list(more)
-        _check_more(more)
+        _check_more(more := list(more))
         lag = (0 if _is_on_cpu(model) else 2) if lag is None else lag
         self.every, self.lag = whole_number("every", every, 1), whole_number("lag", lag, 0)
         self.trials, self.budget = _checked_trials(trials), whole_number("budget", budget, 0)
@@ -381,9 +380,10 @@ class Resilience:
             return Event(step, what, action, signal, score, _ids(self._own(steps)), **more)
         culprits = find_culprits(self.batches, [*map(self._number_of, steps)], group=self._group)
         blamed, unclear = to_leave_out(culprits)
-        for one in () if self.bad is None else (*blamed, *unclear):  # known on all processes, on the same step
-            reason = f"{what}: {signal} {score:.1f} deviations above the median"
-            self.bad.add(one.ids or (), reason=reason, step=one.step, rank=one.rank, group=self._group)
+        reason = f"{what}: {signal} {score:.1f} deviations above the median"
+        if (bad := self.bad) is not None:  # on all processes, on the same step
+            for one in (*blamed, *unclear):
+                bad.add(one.ids or (), reason=reason, step=one.step, rank=one.rank, group=self._group)
         if self._evidence is not None and what == "spike" and culprits:
             self._write_evidence(self._evidence, step, culprits[0])
         own = [one for one in self._own(steps) if one.step in {other.step for other in unclear}]
