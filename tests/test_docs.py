@@ -124,6 +124,8 @@ def test_every_option_that_is_shown_exists(page):
         "--metric",
         "--maximize",
         "--audit-norm",
+        "--save-gradients",
+        "--perturbed",
         "--state",
         "--resilient",
     }

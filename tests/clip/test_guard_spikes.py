@@ -227,6 +227,21 @@ def test_the_loss_is_the_weighted_mean_of_the_micro_batches():
     assert guard.spikes.detector.state["count"].tolist() == [3, 4]
 
 
+@pytest.mark.parametrize("as_tensor", [False, True], ids=["numbers", "a tensor that the host cannot read"])
+def test_a_micro_batch_without_tokens_counts_nothing(as_tensor, monkeypatch):
+    if as_tensor:
+        monkeypatch.setattr("gradguard.spikes.skip.are_readable", lambda *tensors: False)
+    net = model()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    guard = gg.Guard(optimizer, gg.ClipByGlobalNorm(1.0), spikes=small())
+    for size in [1.0] * WARM + [100.0]:
+        put(net, 0)
+        guard.loss(torch.tensor(NAN), weight=0.0)  # cross_entropy of targets that are all ignored
+        guard.loss(torch.tensor(size), weight=5.0)
+        optimizer.step()
+    assert guard.last_skip == "spike"
+
+
 def test_a_loss_alone_is_enough():
     net = model()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)

@@ -24,7 +24,7 @@ from gradguard.grad_scaler import ScaledClipDetector, ScalerStep, listen_to_step
 from gradguard.optimizer_hooks import EveryStep, runs_hooks
 from gradguard.policies import GuardPolicy, check_guard_options
 from gradguard.spikes.skip import SkipSpikes
-from gradguard.tensors.layout import are_readable, move
+from gradguard.tensors.layout import are_readable, move, wide_dtype
 from gradguard.tensors.nonfinite import zero_if_nonfinite_
 
 _guards: "WeakKeyDictionary[Optimizer, ref[Guard]]" = WeakKeyDictionary()
@@ -276,7 +276,7 @@ class Guard:
             self._spike = spike
             self._spike_watch.undo_clipper(spike)
         in_a_row = self._counts.decided_on_device(bad, spike)
-        self._late.push(torch.stack([in_a_row.double(), self._scaled_norm(decision.result)]))
+        self._late.push(torch.stack([_wide(in_a_row), self._scaled_norm(decision.result)]))
 
     def _look(self, result: ClipResult, bad: Tensor, spike: Tensor | bool | None, readable: bool) -> tuple[bool, bool]:
         """Return whether the step is to be skipped because it is not finite, and whether as a spike."""
@@ -285,7 +285,7 @@ class Guard:
             skip, spiked, norm = bool(bad), bool(spike), float(self._scaled_norm(result)) if scaled else 0.0
         else:
             found = [bad, torch.zeros_like(bad) if spike is None else spike, self._scaled_norm(result)]
-            skip, spiked, norm = torch.stack([one.double() for one in found]).tolist()  # one look
+            skip, spiked, norm = torch.stack([_wide(one) for one in found]).tolist()  # one look
         if scaled:
             self._detector.saw(norm)
         return bool(skip), bool(spiked)
@@ -411,8 +411,8 @@ class Guard:
     def _scaled_norm(self, result: ClipResult) -> Tensor:
         """The norm of the gradients as they came to ``scaler.step``; NaN if they were not scaled any more."""
         scale = None if self._scaler_step is None else self._scaler_step.scale
-        nan = torch.full_like(result.norm, torch.nan, dtype=torch.float64)
-        return nan if scale is None else move(scale, result.norm.device, torch.float64) * result.norm
+        norm = _wide(result.norm)
+        return torch.full_like(norm, torch.nan) if scale is None else move(scale, norm.device, norm.dtype) * norm
 
     def _read_late(self, numbers: list[float]) -> None:
         skips_in_a_row, scaled_norm = numbers
@@ -554,6 +554,10 @@ class Guard:
     ) -> None:
         """Detach."""
         self.detach()
+
+
+def _wide(number: Tensor) -> Tensor:
+    return number.to(wide_dtype(number.device))
 
 
 def _refuse_wrapper(optimizer: object) -> None:

@@ -8,6 +8,7 @@ from torch import Tensor
 from gradguard.clip.clipper import Clipper, ClipResult
 from gradguard.errors import InvalidTypeError, InvalidValueError, UnsupportedGradientError
 from gradguard.spikes.skip import SkipSpikes
+from gradguard.tensors.layout import wide_dtype
 
 
 class SpikeWatch:
@@ -64,7 +65,7 @@ class SpikeWatch:
         if readable and type(self._spikes) is SkipSpikes and self._spikes.is_alone():
             spike = self._spikes.judge_numbers([norm.item() for norm in norms], bool(bad))
         else:
-            spike = self._spikes.judge(torch.stack([norm.to(torch.float64) for norm in norms]), bad)
+            spike = self._spikes.judge(torch.stack([norm.to(wide_dtype(norm.device)) for norm in norms]), bad)
         return spike if self._spikes.act else None
 
     def forget_loss(self) -> None:

@@ -92,7 +92,7 @@ class Resilience:
     ===================================  ======================================================================
     case                                 what happens
     ===================================  ======================================================================
-    bursts up to ``detector.cap``        skipped whole; nothing to roll back
+    bursts below ``detector.cap``        skipped whole; nothing to roll back
     bursts longer than the last trial    taken for a shift of the data, and learnt
     the loss is not told                 judged by gradient norms alone
     a scheduler                          pass it in ``more``; its schedule goes on, it is not rewound

@@ -153,7 +153,8 @@ class Detector(ABC):
         """Take back what `state_dict` returned; decisions go on as if nothing had been interrupted.
 
         Raises:
-            InvalidValueError: If it is not the state of such a detector, made with the same arguments.
+            InvalidValueError: If it is not the state of such a detector with the same windows. Its other numbers may
+                differ: those of this detector hold from here on.
         """
         self.verdict = None
         if not state_dict:

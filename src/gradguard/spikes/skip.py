@@ -90,12 +90,12 @@ class SkipSpikes:
             return
         value, count = _checked("loss", loss), _checked("weight", weight)
         product, total = (0.0, 0.0) if self._loss is None else self._loss
-        self._loss = product + count * value, total + count
+        self._loss = product + (count * value if count else 0.0), total + count  # the mean of no tokens is NaN
 
     def _add_on_device(self, loss: Tensor | float, weight: Tensor | float) -> None:
         value = _one_number("loss", loss, torch.device("cpu"))
         count = _one_number("weight", weight, value.device)
-        new = torch.stack([count * value, count])
+        new = torch.stack([torch.where(count == 0, 0.0, count * value), count])
         self._loss = new if self._loss is None else self._losses(new.device) + new
 
     def _losses(self, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
