@@ -108,6 +108,8 @@ def clamp_(tensors: Sequence[Tensor], low: float | Tensor, high: float | Tensor)
 
 def _for_kernels(tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
     """Those that multi-tensor kernels write, and those that show the negative of what they hold, which these refuse."""
+    if torch.compiler.is_compiling():  # which makes them functional first
+        return list(tensors), []
     negated = [t.is_neg() for t in tensors]
     return [t for t, is_neg in zip(tensors, negated, strict=True) if not is_neg], list(compress(tensors, negated))
 
