@@ -383,8 +383,8 @@ def _is_same(given: Sequence[Sequence[float | None]], i: int, j: int) -> bool:
 def _stand_in(parameters: Collection[Tensor]) -> nn.Module:
     """A module of parameters that are in no module."""
     module = nn.Module()
-    for i, p in enumerate(parameters):
-        parameter_slots(module)[f"parameter {i}"] = p
+    slots: dict[str, Any] = parameter_slots(module)
+    slots |= {f"parameter {i}": p for i, p in enumerate(parameters)}  # which need be no `nn.Parameter`
     return module
 
 
