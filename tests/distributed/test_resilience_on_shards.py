@@ -96,5 +96,5 @@ def test_all_processes_act_on_the_same_step(pool, kind):
     assert [(one[0], one[1]) for one in told[0] if one][-2:] == [("burst", "adopted"), ("burst", "rolled back")]
     if kind == "DDP":
         torch.testing.assert_close(found[0][1], found[1][1], rtol=0, atol=0)
-    assert {*range(20, 32)} <= {*found[0][2]}  # each process names its own samples
-    assert {*range(120, 132)} <= {*found[1][2]}
+    for one in found:  # all name those of the process that had the spikes
+        assert {*range(120, 132)} <= {*one[2]} <= {*range(100, 160)}
