@@ -65,7 +65,9 @@ def test_trainers_pass(trainer):
 @pytest.mark.slow
 def test_the_script_of_the_page_prints_what_it_says(tmp_path):
     page = PAGE.read_text(encoding="utf-8")
-    script, shown = (re.findall(rf"^```{k}\n(.*?)^```", page, re.MULTILINE | re.DOTALL)[0] for k in ("py", "console"))
+    block = re.search(r"^```py\n(.*?)^```\n\n```console\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    assert block is not None
+    script, shown = block.groups()
     file = tmp_path / "audit.py"
     file.write_text(script, encoding="utf-8")
     launched = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(file)]
