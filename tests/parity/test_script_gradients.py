@@ -481,10 +481,19 @@ def test_the_command_saves_and_compares(tmp_path):
     assert len(read(tmp_path / "alone").sketches["gradient"]) == 3
 
 
+def test_several_processes_are_run_once(tmp_path, monkeypatch):
+    tmp_path.joinpath("train.py").write_text(SCRIPT, encoding="utf-8")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    done = gradguard(tmp_path, "run", "--save-gradients", "saved", "train.py", "alone")
+    assert done.returncode == 2
+    assert "add --perturbed 0" in " ".join(done.stderr.split())
+    assert not (tmp_path / "saved").exists()
+
+
 @pytest.mark.slow
 def test_torchrun_has_the_gradients_of_one_process(tmp_path):
     tmp_path.joinpath("train.py").write_text(SCRIPT, encoding="utf-8")
-    save = ["run", "--perturbed", "1", "--save-gradients"]
+    save = ["run", "--perturbed", "0", "--save-gradients"]
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     assert gradguard(tmp_path, *save, "alone", "train.py", "alone").returncode == 0
     done = gradguard(tmp_path, *save, "ddp", "train.py", "ddp", launch=launch)
