@@ -26,7 +26,7 @@ def save_gradients_of(options: argparse.Namespace, program: ProgramLine) -> int:
     perturbed = _DEFAULT_RUNS if options.perturbed is None else options.perturbed
     if perturbed < 0:
         raise CommandError(f"--perturbed {perturbed}: expected a number of runs, 0 or more.")
-    if perturbed and int(os.environ.get("WORLD_SIZE", "1")) > 1:  # launched ones were not always seen to meet again
+    if perturbed and int(os.environ.get("WORLD_SIZE", "1")) > 1:  # not always seen to meet again
         raise CommandError(
             "--save-gradients runs a script of several processes once: add --perturbed 0, and bars are not measured, or "
             "call gg.save_gradients(...) in the script, which measures them."
