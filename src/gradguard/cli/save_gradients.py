@@ -28,8 +28,8 @@ def save_gradients_of(options: argparse.Namespace, program: ProgramLine) -> int:
         raise CommandError(f"--perturbed {perturbed}: expected a number of runs, 0 or more.")
     if perturbed and int(os.environ.get("WORLD_SIZE", "1")) > 1:  # not always seen to meet again
         raise CommandError(
-            "--save-gradients runs a script of several processes once: add --perturbed 0, and bars are not measured, or "
-            "call gg.save_gradients(...) in the script, which measures them."
+            "--save-gradients runs a script of several processes once: add --perturbed 0, and bars are not measured, "
+            "or call gg.save_gradients(...) in the script, which measures them."
         )
     file = options.save_gradients.absolute()
     if not file.parent.is_dir():
