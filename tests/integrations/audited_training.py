@@ -9,9 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-warnings.simplefilter("ignore")
-logging.disable(logging.WARNING)
-RANK, WORLD = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+if __name__ == "__main__":
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
+RANK, WORLD = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 MAX, STEPS = 0.1, 4
 
 
@@ -248,5 +249,6 @@ def zero1_bf16():
     zero(1, "bf16")
 
 
-tell_twin()
-globals()[sys.argv[1]]()
+if __name__ == "__main__":
+    tell_twin()
+    globals()[sys.argv[1]]()
