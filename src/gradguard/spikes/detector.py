@@ -79,7 +79,7 @@ class SpikeDetector(Detector):
 
     Reference:
         Median and MAD: Hampel (1974), The influence curve and its role in robust estimation. Skipping steps whose loss
-        or norm stands out: the `SkipStepOptimizer` of OLMo-core (see `olmo_rule`).
+        or norm stands out: the `SkipStepOptimizer` of OLMo-core (see `gradguard.rules.OlmoRule`).
     """
 
     def __init__(
