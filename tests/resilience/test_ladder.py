@@ -9,6 +9,7 @@ from torch import nn
 import gradguard as gg
 from gradguard.errors import InvalidTypeError, InvalidValueError, SpikeError
 from gradguard.resilience import BadSamples
+from gradguard.resilience.event import Event
 from gradguard.resilience.ladder import Resilience
 
 CAP, WARMUP, LAG = 6, 8, 2
@@ -289,3 +290,11 @@ def test_arguments_that_cannot_be_meant(options, kind, words):
     model = nn.Linear(1, 1)
     with pytest.raises(kind, match=words):
         Resilience(model, torch.optim.SGD(model.parameters()), **options)
+
+
+def test_an_event_is_a_sentence():
+    event = Event(131, "burst", "rolled back, slowed down", "loss", 13.7, (4, 5), to_step=130, rank=0)
+    assert str(event) == (
+        "step 131: burst (loss 13.7 deviations above the median), rolled back to the weights after step 130, slowed "
+        "down; samples 4, 5 of rank 0"
+    )

@@ -44,7 +44,8 @@ class Event:
         back = "" if self.to_step is None else f" to the weights after step {self.to_step}"
         names = ", ".join(map(str, self.ids[:8])) + ", ..." * (len(self.ids) > 8)
         who = "" if self.rank is None or not names else f"; samples {names} of rank {self.rank}"
-        return f"step {self.step}: {self.what}{above}, {self.action}{back}{who}"
+        done = self.action.replace("rolled back", f"rolled back{back}")
+        return f"step {self.step}: {self.what}{above}, {done}{who}"
 
 
 def recovery_of(event: Event, optimizer: Optimizer, slowed: str) -> RecoveryEvent:
