@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 import gradguard as gg
 from gradguard.parity.compare import compare
-from gradguard.parity.summation import changed, rounding_of_sums
+from gradguard.parity.summation import changed, most_of_sums, rounding_of_sums
 
 UNIT = 2.0**-24
 
@@ -90,6 +90,32 @@ def test_many_micro_batches_of_one_direction_are_no_fault(count):
     assert compare(*runs).verdict == "PASS"
 
 
+def one_after_another(batches, loss):
+    def step():
+        for one in batches:
+            (loss(one) / len(batches)).backward()
+
+    return step
+
+
+@pytest.mark.parametrize("count", [200, 1000])
+@pytest.mark.parametrize("what", ["one batch", "a critic"])
+def test_the_same_number_over_and_over_is_no_fault(what, count):
+    """Each addition rounds it to the same side: of a critic's mean, whose bias has the gradient 1, as well."""
+    torch.manual_seed(0)
+    model, x = default(), torch.randn(count if what == "a critic" else 1, 16)
+    loss = (lambda z: model(z).mean()) if what == "a critic" else (lambda z: model(z).square().mean())
+    batches = x.split(1) if what == "a critic" else [x] * count
+    runs = [
+        gg.save_gradients(None, model, how, perturbed=1)
+        for how in (lambda: loss(x).backward(), one_after_another(batches, loss))
+    ]
+    report = compare(*runs)
+    assert report.verdict == "PASS" or "compare with fewer" in str(report), str(report)
+    if count == 1000:
+        assert max(o.distance for o in report.parameters) > 2  # so that the test can fail
+
+
 @pytest.mark.parametrize("build", [logistic, zero_head, default])
 @pytest.mark.parametrize("pattern", ["weight", "bias"])
 def test_one_part_in_a_hundred_thousand_still_shows(build, pattern):
@@ -133,6 +159,16 @@ def test_a_running_sum_rounds_less_than_the_bar(count, mean):
 )
 def test_the_floor(unit, calls, expected):
     assert rounding_of_sums(unit, calls) == pytest.approx(expected)
+
+
+def test_what_all_roundings_to_one_side_do():
+    """1/3 added up 200 times in float32, at most; and one backward pass adds nothing."""
+    total, third = torch.zeros(()), torch.tensor(1 / 3)
+    for _ in range(200):
+        total += third
+    error = abs(total.double() / (200 * third.double()) - 1)
+    assert 0 < error < most_of_sums(UNIT, 200) == 100 * UNIT
+    assert most_of_sums(UNIT, 1) == 0.0
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])

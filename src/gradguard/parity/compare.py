@@ -3,6 +3,7 @@
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 from gradguard.errors import RecordError
 from gradguard.parity.judge import BARS, Measured, Outcome, Vector, judge, name_of_factor, norm
@@ -48,10 +49,12 @@ def compare(reference: Run, new: Run) -> ParityReport:
     of_a = {p.name: i for i, p in enumerate(a.parameters)}
     of_b = {p.name: i for i, p in enumerate(b.parameters)}
     facts = facts_of(a, b)
-    outcomes = [
-        judge(name, _measured(a, of_a.get(name)), _measured(b, of_b.get(name)), facts)
-        for name in dict.fromkeys((*of_a, *of_b))
-    ]
+    outcomes = _with_others(
+        [
+            judge(name, _measured(a, of_a.get(name)), _measured(b, of_b.get(name)), facts)
+            for name in dict.fromkeys((*of_a, *of_b))
+        ]
+    )
     faults = _findings(outcomes, facts)
     doubts = [*_other_weights(a, b, of_a, of_b), *_other_masks(a, b, outcomes), *_mostly_noise(outcomes)]
     doubts += [] if any(map(_is_there, (*a.sketches["gradient"][0], *b.sketches["gradient"][0]))) else [_NOTHING]
@@ -92,20 +95,20 @@ def _verdict(faults: Sequence[ParityFinding], doubts: Sequence[ParityFinding]) -
 def _findings(outcomes: Sequence[Outcome], facts: Mapping[str, float]) -> list[ParityFinding]:
     wrong = [outcome for outcome in outcomes if outcome.kind != "equal"]
     found = [_factor_finding(group, len(outcomes), facts) for group in _same_factor(wrong)]
-    found += _grouped([o for o in wrong if o.kind == "mixture"], _mixture_key, lambda o: o.message)
+    found += _grouped([o for o in wrong if o.kind == "mixture"], _mixture_key, _about_others)
     found += [_finding(o.kind, o.message, [o]) for o in wrong if o.kind == "rows"]
     others = [o for o in wrong if o.kind not in ("factor", "mixture", "rows")]
-    found += _grouped(others, lambda o: (o.kind, o.message), lambda o: o.message or _SAYS.get(o.kind, ""))
+    found += _grouped(others, lambda o: (o.kind, o.message), _about_others)
     return sorted(found, key=lambda finding: (-len(finding.parameters), finding.kind))
 
 
 def _grouped(
-    outcomes: Sequence[Outcome], key: Callable[[Outcome], object], message: Callable[[Outcome], str]
+    outcomes: Sequence[Outcome], key: Callable[[Outcome], object], message: Callable[[Sequence[Outcome]], str]
 ) -> list[ParityFinding]:
     groups: dict[object, list[Outcome]] = {}
     for outcome in outcomes:
         groups.setdefault(key(outcome), []).append(outcome)
-    return [_finding(group[0].kind, message(group[0]), group) for group in groups.values()]
+    return [_finding(group[0].kind, message(group), group) for group in groups.values()]
 
 
 def _finding(kind: str, message: str, group: Sequence[Outcome]) -> ParityFinding:
@@ -117,13 +120,25 @@ def _mixture_key(outcome: Outcome) -> object:
     return tuple((name, round(weight, 2)) for name, (weight, _) in outcome.weights.items())
 
 
+def _with_others(outcomes: Sequence[Outcome]) -> list[Outcome]:
+    """The same, where few numbers may be a multiple by chance: they are one, if one factor of others is theirs."""
+    groups = _same_factor([o for o in outcomes if o.kind == "factor"])
+    return [replace(o, kind="factor") if sum(_agree(o, group[0]) for group in groups) == 1 else o for o in outcomes]
+
+
+def _agree(one: Outcome, other: Outcome) -> bool:
+    if one.factor is None or other.factor is None:
+        return False
+    return abs(one.factor - other.factor) <= (one.factor_bar or 0.0) + (other.factor_bar or 0.0)
+
+
 def _same_factor(outcomes: Sequence[Outcome]) -> list[list[Outcome]]:
     """Parameters with one factor, as far as its bars tell: the sharpest first, then all that agree with it."""
     left = sorted((o for o in outcomes if o.kind == "factor"), key=lambda o: o.factor_bar or 0.0)
     groups = []
     while left:
         first = left[0]
-        group = [o for o in left if abs(o.factor - first.factor) <= o.factor_bar + first.factor_bar]  # type: ignore[operator]
+        group = [o for o in left if _agree(o, first)]
         groups.append(group)
         left = [o for o in left if o not in group]
     return groups
@@ -133,8 +148,7 @@ def _factor_finding(group: Sequence[Outcome], total: int, facts: Mapping[str, fl
     """One finding for one factor; its name is that of the parameter that knows it best."""
     factor, width = group[0].factor or 0.0, group[0].factor_bar or 0.0
     name = name_of_factor(factor, width, facts)
-    digits = max(4, min(12, 1 - math.floor(math.log10(width / abs(factor))))) if width else 12
-    said = f"× {factor:.{digits}g} ± {width:.1g}" + (f" ({name})" if name else "")
+    said = _times(factor, width, name)
     how_many = f"{len(group):,} of {total:,} parameters" if len(group) > 1 else "one parameter"
     return ParityFinding(
         "factor",
@@ -145,6 +159,20 @@ def _factor_finding(group: Sequence[Outcome], total: int, facts: Mapping[str, fl
         width,
         name,
     )
+
+
+def _times(factor: float, width: float, name: str) -> str:
+    digits = max(4, min(12, 1 - math.floor(math.log10(width / abs(factor))))) if width and factor else 12
+    return f"× {factor:.{digits}g} ± {width:.1g}" + (f" ({name})" if name else "")
+
+
+def _about_others(group: Sequence[Outcome]) -> str:
+    """What is said of a kind in general; of parameters of few elements, what all are multiplied by if they are."""
+    first = min(group, key=lambda o: o.factor_bar or 0.0)
+    if not all(_agree(o, first) for o in group):
+        return first.message or _SAYS.get(first.kind, "")
+    times = _times(first.factor, first.factor_bar or 0.0, first.factor_name)
+    return f"different; {times} if it is a factor, which so few numbers may have by chance"
 
 
 def _other_weights(

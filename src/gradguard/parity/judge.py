@@ -28,7 +28,13 @@ MOST_PARTS = 16
 
 _WIDEST_NAMED = 0.1  # a factor known less well than to a tenth has no name
 _MANY = 16  # so many numbers are not a multiple of others by chance
+_BY_CHANCE = 1e-3  # a factor that random numbers have more often than that needs others beside it
+_WIDEST_ALONE = 1e-3  # a single number is a multiple of any other: it has a name only if it is known so well
 _NOT_MEASURED = "not equal, and nobody has measured what rounding does"
+_ONE_SIDED = (
+    "not equal, and so many micro-batches may all be rounded to one side, as the same one over and over is: compare "
+    "with fewer"
+)
 _ONE_NUMBER = 1e-9  # candidates closer than this are one number with two names
 
 Kind = Literal[
@@ -63,6 +69,7 @@ class Measured:
         parts: Sketches of other gradients of which this one may be a mixture, by name.
         rows: The same as ``gradient`` and ``repeated`` of each row, where a second pass has asked for it.
         epsilon: By what part of themselves the weights were changed for ``repeated``; 0 where they were not.
+        one_sided: What adding it up does to it at most, relative: where each addition rounds to the same side.
     """
 
     shape: tuple[int, ...]
@@ -75,6 +82,7 @@ class Measured:
     parts: Mapping[str, Vector] = field(default_factory=dict)
     rows: Sequence[Sequence[Vector]] = ()
     epsilon: float = 0.0
+    one_sided: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +94,8 @@ class Outcome:
         kind: What it is.
         distance: How far apart the two are, in bars; None where that is no number.
         bar: What rounding does to the gradient, as a part of its norm; None where nobody has measured it.
-        factor: What the reference's gradient is multiplied by.
+        factor: What the reference's gradient is multiplied by; of a ``"different"`` one, if it is multiplied: few
+            numbers may be a multiple of others by chance.
         factor_bar: How well that is known.
         factor_name: What is of that size, such as ``"world size"``.
         rows: The wrong rows.
@@ -180,11 +189,18 @@ def _by_numbers(name: str, reference: Measured, new: Measured, facts: Mapping[st
         return _with(shown, "ranks", message=_about_ranks(reference, new, bar, apart))
     if distance <= BARS:
         return _noisy(shown, reference, new, difference) or shown
+    if difference <= BARS * bar + reference.one_sided * norm(r) + new.one_sided * norm(c):
+        return _with(shown, "unknown", message=_ONE_SIDED)
     if not bars:
         return _plain_factor(shown, reference.shape, r, c, facts) or _with(shown, "unknown", message=_NOT_MEASURED)
-    found = None if shown.is_noise else _factor(shown, reference, new, bar, facts)
+    multiple = None if shown.is_noise else _factor(shown, reference, new, bar, facts)
+    if multiple and multiple.kind == "factor":
+        return multiple
     return (
-        found or _rows(shown, reference, new, bar) or _mixture(shown, reference, new, bar) or _with(shown, "different")
+        _rows(shown, reference, new, bar)
+        or _mixture(shown, reference, new, bar)
+        or multiple
+        or _with(shown, "different")
     )
 
 
@@ -238,8 +254,9 @@ def _about_ranks(reference: Measured, new: Measured, bar: float, apart: Sequence
 def _factor(
     shown: Outcome, reference: Measured, new: Measured, bar: float, facts: Mapping[str, float]
 ) -> Outcome | None:
+    """A factor with its bar; ``"different"`` where the numbers are so few that they may have it by chance."""
     r, c = reference.gradient, new.gradient
-    if math.prod(reference.shape) < 2 or not any(r):  # one number is always a multiple of another
+    if not any(r):
         return None
     factor = _along(c, r)
     if (bar_of(new) or 0.0) >= NOISE * norm(c) or (bar_of(reference) or 0.0) >= NOISE * norm(r):
@@ -252,6 +269,10 @@ def _factor(
     width = BARS * abs(factor) * spread
     if abs(factor - 1) <= width:
         return None
+    directions = min(math.prod(reference.shape), len(r)) - 1
+    if (BARS * own / norm(c)) ** directions > _BY_CHANCE:
+        name = name_of_factor(factor, width, facts) if width <= _WIDEST_ALONE * abs(factor) else ""
+        return _with(shown, "different", factor=factor, factor_bar=width, factor_name=name)
     return _with(shown, "factor", factor=factor, factor_bar=width, factor_name=name_of_factor(factor, width, facts))
 
 
@@ -269,9 +290,10 @@ def _plain_factor(
 
 
 def _spread_along(run: Measured) -> float:
-    """How much rounding multiplies the gradient by, at most."""
+    """How much rounding multiplies the gradient by, at most: of few numbers more than a few runs show, by luck."""
     g = run.gradient
-    return max((abs(_along(_minus(other, g), g)) for other in run.repeated), default=0.0) if any(g) else 0.0
+    few = 1 + 4 / max(1, math.prod(run.shape))
+    return few * max((abs(_along(_minus(other, g), g)) for other in run.repeated), default=0.0) if any(g) else 0.0
 
 
 def _along(sketch: Vector, other: Vector) -> float:

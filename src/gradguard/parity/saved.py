@@ -29,6 +29,7 @@ class SavedParameter:
         copies: How many ranks hold the same part.
         layout: How it is spread, in words.
         weight_rounding: Half a unit in the last place of the parameter's own dtype, relative.
+        one_sided: What adding it up over micro-batches does at most, relative; 0 where nobody has asked.
     """
 
     name: str
@@ -39,6 +40,7 @@ class SavedParameter:
     copies: int
     layout: str
     weight_rounding: float
+    one_sided: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -81,6 +83,7 @@ class SavedGradients:
             parts,
             self.rows.get(p.name, ()),
             self.epsilon,
+            p.one_sided,
         )
 
 

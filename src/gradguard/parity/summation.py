@@ -43,6 +43,18 @@ def rounding_of_sums(rounding: float, calls: int) -> float:
     return max(of_batch, rounding * math.sqrt(max(2, calls) / 2))
 
 
+def most_of_sums(rounding: float, calls: int) -> float:
+    """Return what adding up micro-batches does to a gradient if all roundings go to one side, relative to its norm.
+
+    So they do where one number is added over and over: the partial sums are 1, 2 ... n parts of n.
+
+    Example:
+        >>> most_of_sums(2.0**-24, calls=1) / 2.0**-24, most_of_sums(2.0**-24, calls=201) / 2.0**-24
+        (0.0, 100.5)
+    """
+    return rounding * calls / 2 if calls > 1 else 0.0
+
+
 class OutermostCalls:
     """The calls of modules that no other one makes, which are as many as there are micro-batches.
 

@@ -14,7 +14,7 @@ from gradguard.parity.replay import epsilon_of
 from gradguard.parity.saved import SavedParameter
 from gradguard.parity.shards import LocalParameter, Whole, agree_on, gathered, processes
 from gradguard.parity.sketch import ROW_SUMS, SUMS, hashed, row_sketches, sketch_of
-from gradguard.parity.summation import rounding_of_sums
+from gradguard.parity.summation import most_of_sums, rounding_of_sums
 
 Sketches = list[list[float]]
 """For each parameter, in the order of `WholeParameters.wholes`, its sums."""
@@ -122,8 +122,11 @@ class WholeParameters:
         for name, whole in self.wholes.items():
             dtype, rounding, layout, of_weights = told[name]
             summed = rounding_of_sums(rounding, most)
+            of_one_side = most_of_sums(rounding, most)
             found.append(
-                SavedParameter(name, whole.shape, dtype, summed, name in has, whole.copies, layout, of_weights)
+                SavedParameter(
+                    name, whole.shape, dtype, summed, name in has, whole.copies, layout, of_weights, of_one_side
+                )
             )
         return found
 
