@@ -4,10 +4,12 @@ import itertools
 import math
 
 import pytest
+import torch
 from engines import changed, each_copy, first_part_only, local, mean_of_ranks, model_of, once, own_experts, summed
 
 from gradguard.audit.factors import Setting
-from gradguard.audit.held import tensors_of, true_norm
+from gradguard.audit.held import Held, tensors_of, true_norm
+from gradguard.audit.pieces import sketch_of
 from gradguard.audit.probe import Probe, classes_of, elements_value, finding_of
 
 
@@ -200,3 +202,17 @@ def test_parts_that_are_not_added_up_are_no_division(engine, words, seed):
     _, findings, _ = probed(model, engine)
     assert {f.kind for f in findings} == {"ranks"}
     assert all(words in f.message for f in findings)
+
+
+@pytest.mark.parametrize("said", [None, "sharded", "replicated"])
+def test_a_constant_weight_is_no_copy_of_one_that_is_not(said):
+    """Experts of which one was set to zero: their weights have nothing in common."""
+    gradients = torch.randn(2, 12, generator=torch.Generator().manual_seed(0))
+    weights = torch.zeros(12), torch.randn(12, generator=torch.Generator().manual_seed(1))
+    processes = [
+        [Held(("expert",), 12, float(g.double().norm()) ** 2, sketch_of(g), sketch_of(w))]
+        for g, w in zip(gradients, weights, strict=True)
+    ]
+    (tensor,) = tensors_of(processes, said and {"expert": said})
+    assert bool(tensor.contradiction) == (said == "replicated")
+    assert len(tensor.parts) == (1 if said == "replicated" else 2)

@@ -273,8 +273,57 @@ def test_what_values_do_not_tell_is_asked_for(threads):
         assert [(f.kind, f.names) for f in found.findings] == [("unknown", ("column_bias",))]
         assert "groups={'column_bias': 'sharded'}" in found.findings[0].message
     assert all(threads(lambda rank: audit(rank, {"column*": "sharded"})))
-    for found in threads(lambda rank: audit(rank, {"column*": "replicated"})):
+    for found in threads(lambda rank: audit(rank, {"column_bias": "replicated"})):
         assert found.findings[0].kind == "copies"
+
+
+CONTRADICTED = {
+    "weights of parts": ({"column": "replicated"}, "said to be copies, and by their values parts: weights differ"),
+    "weights of copies": ({"router": "sharded"}, "by their values copies: weights and gradients are equal"),
+    "gradients of copies": ({"norm": "sharded"}, "by their values copies: gradients are equal, and weights constant"),
+}
+
+
+@pytest.mark.parametrize(("groups", "words"), CONTRADICTED.values(), ids=CONTRADICTED)
+def test_a_claim_that_values_contradict_is_never_a_pass(threads, groups, words):
+    """Each with the norm that would be right if the claim was."""
+
+    def audit(rank):
+        model = megatron(rank, 4, True)
+        true = gg.audit_norm(model).true_norm
+        return gg.audit_norm(model, lambda: megatron_norm(model, ""), groups=groups), true
+
+    for found, true in threads(audit):
+        assert found.verdict == "INCONCLUSIVE", str(found)
+        assert [(f.kind, f.names) for f in found.findings] == [("claim", tuple(groups))]
+        assert words in found.findings[0].message
+        assert math.isnan(found.true_norm)
+        assert true > 0
+
+
+def test_parts_of_other_sizes_are_no_copies(threads):
+    def audit(rank):
+        model = torch.nn.Linear(3, 2 + rank)
+        model.weight.grad, model.bias.grad = torch.randn(2 + rank, 3), torch.ones(2 + rank)
+        return gg.audit_norm(model, groups={"*": "replicated"})
+
+    for found in threads(audit):
+        assert found.verdict == "INCONCLUSIVE"
+        assert "processes hold " in found.findings[0].message
+
+
+def test_a_layout_of_parts_that_are_copies_is_doubted(threads):
+    def audit(rank, right):
+        mesh = init_device_mesh("cpu", (4,))
+        model = torch.nn.Linear(6, 4, bias=False)
+        part, grad = torch.randn(2, 4, 6, generator=torch.Generator().manual_seed(rank if right else 0))
+        model.weight = torch.nn.Parameter(DTensor.from_local(part, mesh, [Shard(0)]))
+        model.weight.grad = DTensor.from_local(grad, mesh, [Shard(0)])
+        return gg.audit_norm(model)
+
+    assert all(found.verdict == "PASS" for found in threads(lambda rank: audit(rank, True)))
+    for found in threads(lambda rank: audit(rank, False)):
+        assert [f.kind for f in found.findings] == ["claim"]
 
 
 def reports(rank, model, kind):

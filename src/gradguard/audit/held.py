@@ -11,6 +11,7 @@ from fnmatch import fnmatchcase
 from itertools import combinations
 from typing import Literal
 
+from gradguard.audit.report import NormFinding
 from gradguard.errors import InvalidValueError
 
 Claim = Literal["sharded", "replicated"]
@@ -21,6 +22,11 @@ APART = 0.3
 
 DRIFTED = 1e-5
 """Relative distance from which on weights are not those of copies any more; these are equal to the last bit."""
+
+SUMS = 16
+"""So many sums a `Sketch` has."""
+
+_TELLING = 4  # gradients of fewer elements are equal by chance
 
 _TOLERANCES = {"float16": 2e-2, "bfloat16": 2e-2, "float32": 1e-3, "float64": 1e-6}
 
@@ -42,7 +48,8 @@ class Sketch:
     def distance(self, other: "Sketch") -> float:
         """Return by how much two tensors differ without their means, relative to the larger."""
         largest = max(self.spread, other.spread)
-        return math.dist(self.sums, other.sums) / largest if largest else 0.0
+        one, two = (sketch.sums or (0.0,) * SUMS for sketch in (self, other))  # constant ones have none
+        return math.dist(one, two) / largest if largest else 0.0
 
     def is_close(self, other: "Sketch", tolerance: float) -> bool:
         """Tell whether it can be the same tensor."""
@@ -123,12 +130,14 @@ class Tensor:
         parts: Its parts.
         unknown: Whether values do not tell which pieces are copies.
         drift: How far apart the weights of copies are, relative; those of pieces of which it is not known, too.
+        contradiction: Why what a user or a layout says of it cannot be; empty if it can.
     """
 
     names: tuple[str, ...]
     parts: list[Part]
     unknown: bool = False
     drift: float = 0.0
+    contradiction: str = ""
 
     @property
     def square(self) -> float:
@@ -164,7 +173,7 @@ def tensors_of(processes: Sequence[Sequence[Held]], groups: Mapping[str, Claim] 
 
     Args:
         processes: What each rank holds.
-        groups: What a user says of ordinary tensors, by a pattern of names: it is believed.
+        groups: What a user says of ordinary tensors, by a pattern of names: it counts where values do not tell.
 
     Returns:
         The tensors of the model, in the order of the first process that holds each.
@@ -202,7 +211,10 @@ def _together(names: tuple[str, ...], pieces: Sequence[tuple[int, Held]], said: 
         for known, its_group in zip(tensor.parts, groups_of, strict=True):
             # Parts of one layout are distinct, unless their values say that it shards nothing.
             found = relation(known.holders[0][1], first, said) if its_group != group else "distinct"
-            tensor.unknown |= found == "unknown"
+            if its_group != group or known is tensor.parts[0]:
+                claim = said if its_group != group else "sharded"
+                tensor.contradiction = tensor.contradiction or contradiction(known.holders[0][1], first, claim)
+            tensor.unknown |= found == "unknown" or bool(tensor.contradiction)
             if found != "distinct":
                 tensor.drift = max(tensor.drift, drift(known.holders[0][1], first))
             if found in ("same", "differ"):
@@ -244,6 +256,44 @@ def relation(one: Held, other: Held, said: Claim | None = None) -> Relation:
     scalar = one.numel == 1 and "sharded" not in claims
     tells = one.square > 0 and (one.gradient.spread > 0 or scalar)
     return "same" if tells else "unknown"
+
+
+def contradiction(one: Held, other: Held, said: Claim | None) -> str:
+    """Return why two pieces of one name cannot be what is said of them, in words; empty if they can.
+
+    Args:
+        one: A piece.
+        other: Another one.
+        said: What a user or a layout says.
+    """
+    if said == "replicated" and one.numel != other.numel:
+        return f"processes hold {one.numel:,} and {other.numel:,} elements"
+    if said == "replicated" and one.weight.distance(other.weight) >= APART:
+        return "weights differ as those of parts do"
+    equal = one.numel == other.numel >= _TELLING and one.square > 0 and one.weight.is_close(other.weight, 1e-6)
+    if said == "sharded" and equal and relation(one, other) == "same":
+        constant = one.weight.spread == 0
+        return "gradients are equal, and weights constant" if constant else "weights and gradients are equal"
+    return ""
+
+
+def contradictions(tensors: Sequence[Tensor]) -> list[NormFinding]:
+    """Return a finding for each reason for which tensors cannot be what is said of them."""
+    by_reason: dict[str, list[str]] = {}
+    for tensor in tensors:
+        if tensor.contradiction:
+            by_reason.setdefault(tensor.contradiction, []).append(" = ".join(tensor.names))
+    return [
+        NormFinding(
+            "claim", f"{_claimed(why)}: {why}. Leave these out of groups, or correct their layout", tuple(names)
+        )
+        for why, names in by_reason.items()
+    ]
+
+
+def _claimed(why: str) -> str:
+    said, found = ("parts", "copies") if "equal" in why else ("copies", "parts")
+    return f"said to be {said}, and by their values {found}"
 
 
 def drift(one: Held, other: Held) -> float:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from gradguard.audit.coefficients import Applied, coefficient_findings
 from gradguard.audit.epsilons import LARGEST_EPSILON, epsilon_finding, is_one_of, with_epsilon
 from gradguard.audit.factors import Setting, candidates, fit, named
-from gradguard.audit.held import DRIFTED, Claim, Held, check_groups, tensors_of, true_norm
+from gradguard.audit.held import DRIFTED, Claim, Held, check_groups, contradictions, tensors_of, true_norm
 from gradguard.audit.held import Tensor as WholeTensor
 from gradguard.audit.pieces import Piece, modules_of, pieces_of
 from gradguard.audit.probe import Ask, Counted, Probe, classes_of, elements_value, finding_of, norm_classes
@@ -60,6 +60,7 @@ def audit_norm(
         no process has a gradient              `UnsupportedGradientError`
         a gradient is sparse, or not finite    `UnsupportedGradientError`
         values do not tell what is a copy      INCONCLUSIVE, with what to pass as ``groups``
+        values contradict ``groups``           INCONCLUSIVE, with what they tell
         the norm does not read ``.grad``       INCONCLUSIVE, judged by its one value as if it was reported
         norms of 16 bits                       compared to 1 percent
         ``norm()`` adds up to 1e-5 to zeros    an epsilon, a note
@@ -73,7 +74,8 @@ def audit_norm(
             history of norms gets those of the probes too.
         reported: What the engine says the norm of these gradients is, on this process.
         groups: What ordinary tensors are across processes, by a pattern of names: ``"sharded"`` or ``"replicated"``.
-            It is believed; a pattern that no parameter with a gradient has is an error.
+            It is believed where values do not tell; what they contradict is INCONCLUSIVE. A pattern that no parameter
+            with a gradient has is an error.
         max_norm: What ``norm()`` clips to; then what it multiplies each gradient by is audited too.
         accumulation: Number of micro-batches of a step, for the names of factors.
         loss_scale: What gradients are still multiplied by; the true norm is without it.
@@ -265,7 +267,8 @@ class _Audit:
         )  # fmt: skip
 
     def _look_at_copies(self) -> None:
-        differ = [t for t in self._tensors if any(part.differ for part in t.parts)]
+        self._findings += contradictions(self._tensors)
+        differ = [t for t in self._tensors if any(part.differ for part in t.parts) and not t.contradiction]
         if differ:
             names = tuple(" = ".join(t.names) for t in differ)
             what = (
@@ -283,7 +286,7 @@ class _Audit:
                 "differently, or not made equal at first"
             )
             self._findings.append(NormFinding("drift", what, names))
-        unknown = [t for t in self._tensors if t.unknown]
+        unknown = [t for t in self._tensors if t.unknown and not t.contradiction]
         dead = tuple(" = ".join(t.names) for t in unknown if not t.square)
         if dead:
             self._notes.append(

@@ -11,13 +11,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradguard.audit.coefficients import Applied
 from gradguard.audit.engines import holds_gradients_itself, slices_of
-from gradguard.audit.held import Claim, Held, Sketch
+from gradguard.audit.held import SUMS, Claim, Held, Sketch
 from gradguard.distributed.placements import added_up, is_partial, is_sharded, local_part, placement_of
 from gradguard.distributed.wrappers import flat_placements, named_parameters
 from gradguard.errors import InvalidTypeError, UnsupportedGradientError
 from gradguard.torch_private import padding_of_flat
 
-_BUCKETS = 16
 _ROWS = 1 << 16
 
 _KINDS = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128)
@@ -247,12 +246,12 @@ def sketch_of(tensor: Tensor) -> Sketch:
     if not flat.numel() or float(flat.min()) == float(flat.max()):
         return Sketch(float(flat[0]) if flat.numel() else 0.0)
     mean, square = float(flat.sum(dtype=torch.float64)) / flat.numel(), 0.0
-    sums = torch.zeros(_BUCKETS, dtype=torch.float64, device=flat.device)
-    for start, block in enumerate(flat.split(_ROWS * _BUCKETS)):
+    sums = torch.zeros(SUMS, dtype=torch.float64, device=flat.device)
+    for start, block in enumerate(flat.split(_ROWS * SUMS)):
         values = block.double() - mean
         square += float(values.square().sum())
-        rows = -(-values.numel() // _BUCKETS)
-        padded = torch.nn.functional.pad(values, (0, rows * _BUCKETS - values.numel())).view(rows, _BUCKETS)
+        rows = -(-values.numel() // SUMS)
+        padded = torch.nn.functional.pad(values, (0, rows * SUMS - values.numel())).view(rows, SUMS)
         sums += _signs(start * _ROWS, rows, flat.device) @ padded
     return Sketch(mean, math.sqrt(square), tuple(sums.tolist()))
 

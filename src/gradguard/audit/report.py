@@ -11,7 +11,7 @@ from gradguard.json_values import jsonable
 
 Verdict = Literal["PASS", "FAIL", "INCONCLUSIVE"]
 
-UNDECIDED = ("unknown", "unfit", "unread", "epsilon", "blind", "unseen", "unclipped", "refused")
+UNDECIDED = ("claim", "unknown", "unfit", "unread", "epsilon", "blind", "unseen", "unclipped", "refused")
 """Kinds of findings that say that something cannot be told; every other one says that something is wrong."""
 
 
@@ -25,8 +25,9 @@ class NormFinding:
             ranks are averaged, ``"disagree"``: ranks have different norms, ``"copies"``: copies have different
             gradients, ``"drift"``: they have different weights, ``"total"``: the norm is not the root of a sum over
             classes, ``"reported"``: the reported norm is not the true one, ``"coefficient"``: gradients are multiplied
-            by something else than min(1, max / norm); ``"unknown"``, ``"unfit"``, ``"unread"``, ``"epsilon"``,
-            ``"blind"``, and of a script ``"unseen"``, ``"unclipped"``, ``"refused"``: it cannot be told.
+            by something else than min(1, max / norm); ``"claim"``: values contradict what is said of copies and
+            parts; ``"unknown"``, ``"unfit"``, ``"unread"``, ``"epsilon"``, ``"blind"``, and of a script
+            ``"unseen"``, ``"unclipped"``, ``"refused"``: it cannot be told.
         message: What is wrong, in words.
         names: The parameters that it is about.
         factor: How often their squares count, where that is one number; of ``"reported"`` and ``"coefficient"`` the
