@@ -185,7 +185,7 @@ def test_healthy_set_ups_pass(how, dtype, seed, record_property):
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")  # in Inductor itself
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_compiled_and_eager_are_equal(backend):
     model = language_model()
     assert_parity(save(model, step_of(model, batch())), save(model, compiled(model, batch(), backend)))

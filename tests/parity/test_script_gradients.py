@@ -2,6 +2,7 @@
 
 import copy
 import json
+import shlex
 import subprocess
 import sys
 from dataclasses import replace
@@ -18,6 +19,7 @@ from gradguard.cli.program import cut
 from gradguard.errors import RecordError
 from gradguard.monitoring.observe.intercept import patched
 from gradguard.parity.compare import compare
+from gradguard.parity.judge import bar_of
 from gradguard.parity.repeated import merged
 from gradguard.parity.saved import read
 from gradguard.parity.script import ScriptGradients
@@ -432,6 +434,10 @@ def test_what_follows_the_options_is_the_script():
         (["--save-gradients", "x", "--perturbed", "-1"], "expected a number of runs"),
         (["--save-gradients", "nowhere/x"], "there is no folder"),
         (["--perturbed", "3"], "belongs to --save-gradients"),
+        (["--launch", "torchrun"], "belongs to --save-gradients"),
+        (["--launch", "torchrun", "--audit-norm"], "belongs to --save-gradients"),
+        (["--save-gradients", "x", "--launch", "nosuchlauncher -n 2"], "there is no such command"),
+        (["--save-gradients", "x", "--launch", ""], "there is no such command"),
     ],
 )
 def test_options_that_do_not_go_together(arguments, words, capsys):
@@ -468,8 +474,8 @@ def gradguard(folder, *arguments, launch=()):
 @pytest.mark.slow
 def test_the_command_saves_and_compares(tmp_path):
     tmp_path.joinpath("train.py").write_text(SCRIPT, encoding="utf-8")
-    for name in ("alone", "wrong"):
-        done = gradguard(tmp_path, "run", "--save-gradients", name, "--perturbed", "1", "train.py", name)
+    for name, launch in (("alone", []), ("wrong", ["--launch", shlex.join([sys.executable, "-B"])])):
+        done = gradguard(tmp_path, "run", "--save-gradients", name, "--perturbed", "1", *launch, "train.py", name)
         assert done.returncode == 0, done.stderr
         assert f"the gradients of the first step are in {name}" in done.stderr
         assert "a step was made" not in done.stdout
@@ -486,8 +492,35 @@ def test_several_processes_are_run_once(tmp_path, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     done = gradguard(tmp_path, "run", "--save-gradients", "saved", "train.py", "alone")
     assert done.returncode == 2
-    assert "add --perturbed 0" in " ".join(done.stderr.split())
+    said = " ".join(done.stderr.split())
+    assert "gradguard run --launch 'torchrun --nproc-per-node 2' --save-gradients FILE SCRIPT" in said
+    assert "add --perturbed 0" in said
+    done = gradguard(tmp_path, "run", "--save-gradients", "saved", "--launch", "torchrun", "train.py", "alone")
+    assert done.returncode == 2
+    assert "call gradguard run once, without torchrun" in " ".join(done.stderr.split())
     assert not (tmp_path / "saved").exists()
+
+
+@pytest.mark.exhaustive
+def test_a_launcher_starts_the_processes_of_each_run(tmp_path):
+    """Of two processes that are started together for each run the bars are measured, as for one."""
+    tmp_path.joinpath("train.py").write_text(SCRIPT, encoding="utf-8")
+    launch = shlex.join([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"])
+    alone = gradguard(tmp_path, "run", "--perturbed", "1", "--save-gradients", "alone", "train.py", "alone")
+    assert alone.returncode == 0, alone.stderr
+    save = ["run", "--perturbed", "1", "--launch", launch, "--save-gradients"]
+    done = gradguard(tmp_path, *save, "ddp", "train.py", "ddp")
+    assert done.returncode == 0, done.stderr
+    two = read(tmp_path / "ddp")
+    assert (len(two.sketches["gradient"]), {p.copies for p in two.parameters}) == (3, {2})
+    assert compare(tmp_path / "alone", tmp_path / "ddp").verdict == "PASS"
+    for p, bar in zip(two.parameters, map(bar_of, map(two.measured, range(len(two.parameters)))), strict=True):
+        assert bar is not None, p.name
+        assert bar > 0
+    failed = gradguard(tmp_path, *save, "nothing", "train.py")  # sys.argv[1] is not there
+    assert failed.returncode == 1
+    assert "IndexError" in failed.stderr
+    assert not (tmp_path / "nothing").exists()
 
 
 @pytest.mark.slow

@@ -20,6 +20,7 @@ _TAKES_VALUE = {
     "--metric",
     "--save-gradients",
     "--perturbed",
+    "--launch",
 }
 
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 _USAGE = (
     "gradguard run [--out DIR] [--force] [--every N] [--clip RULE] [--resilient] [--steps N] [--seed N] "
     "[--no-report] [--on-finding COMMAND] [--argv] [--audit-norm] [--save-gradients FILE] [--perturbed N] "
-    "(script.py | -m module) [args ...]"
+    "[--launch COMMAND] (script.py | -m module) [args ...]"
 )
 _AUDIT_HELP = (
     "record nothing: compare the norm that the script clips by with the true one, for 3 steps or --steps, then end it. "
@@ -47,6 +47,10 @@ _SAVE_HELP = (
     "that step, again, and with weights that differ by rounding, six times in all"
 )
 
+_LAUNCH_HELP = (
+    "with --save-gradients: start each run with this command, such as 'torchrun --nproc-per-node 8', or "
+    "'mpirun -n 8 python'"
+)
 
 _RESILIENT_HELP = (
     "skip the steps of each optimizer whose loss, or norm before any clip, stands far above its recent past, and those "
@@ -71,6 +75,7 @@ def add_to(commands) -> None:
     parser.add_argument("--audit-norm", action="store_true", help=_AUDIT_HELP)
     parser.add_argument("--save-gradients", type=Path, metavar="FILE", help=_SAVE_HELP)
     parser.add_argument("--perturbed", type=int, metavar="N", help="runs that differ by rounding (default: 4)")
+    parser.add_argument("--launch", metavar="COMMAND", help=_LAUNCH_HELP)
     parser.set_defaults(call=_run)
 
 
@@ -82,12 +87,13 @@ def _run(options: argparse.Namespace, program: ProgramLine) -> int:
             raise CommandError(f"--{name} {number}: expected a number of steps, at least 1.")
     if options.seed is not None and not 0 <= options.seed < 2**32:
         raise CommandError(f"--seed {options.seed}: expected a number from 0 to 4294967295.")
+    of_another = [name for name in ("perturbed", "launch") if getattr(options, name) is not None]
+    if of_another and options.save_gradients is None:
+        raise CommandError(f"--{of_another[0]} belongs to --save-gradients FILE, which is not there.")
     if options.audit_norm:
         return _audit_norm(options, program)
     if options.save_gradients is not None:
         return save_gradients_of(options, program)
-    if options.perturbed is not None:
-        raise CommandError("--perturbed belongs to --save-gradients FILE, which is not there.")
     rule = _rule(options.clip) if options.clip is not None else None
 
     from gradguard.monitoring.observe.meta import rank_and_world

@@ -3,6 +3,8 @@
 import argparse
 import json
 import os
+import shlex
+import shutil
 import sys
 from pathlib import Path
 
@@ -26,11 +28,7 @@ def save_gradients_of(options: argparse.Namespace, program: ProgramLine) -> int:
     perturbed = _DEFAULT_RUNS if options.perturbed is None else options.perturbed
     if perturbed < 0:
         raise CommandError(f"--perturbed {perturbed}: expected a number of runs, 0 or more.")
-    if perturbed and int(os.environ.get("WORLD_SIZE", "1")) > 1:  # not always seen to meet again
-        raise CommandError(
-            "--save-gradients runs a script of several processes once: add --perturbed 0, and bars are not measured, "
-            "or call gg.save_gradients(...) in the script, which measures them."
-        )
+    launcher = _launcher(options, perturbed)
     file = options.save_gradients.absolute()
     if not file.parent.is_dir():
         raise CommandError(f"--save-gradients {file}: there is no folder {file.parent}.")
@@ -41,7 +39,7 @@ def save_gradients_of(options: argparse.Namespace, program: ProgramLine) -> int:
 
     give_back = end_on_sigterm()
     try:
-        save_from_script(file, command, perturbed, first)
+        save_from_script(file, command, perturbed, first, launcher)
     except RunFailedError as failed:
         sys.stderr.write(failed.said)
         if failed.code == 0:
@@ -52,6 +50,29 @@ def save_gradients_of(options: argparse.Namespace, program: ProgramLine) -> int:
     if first:
         on_stderr(f"the gradients of the first step are in {os.path.relpath(file, Path.cwd())}")
     return 0
+
+
+def _launcher(options: argparse.Namespace, perturbed: int) -> list[str]:
+    """The words of ``--launch``. Processes of one launch cannot meet again in several runs, so each run is a launch."""
+    launcher = shlex.split(options.launch or "")
+    inside = int(os.environ.get("WORLD_SIZE", "1")) > 1
+    if inside and launcher:
+        raise CommandError(
+            "--launch starts all processes itself, for each run: call gradguard run once, without torchrun."
+        )
+    if inside and perturbed:
+        ranks = os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"])
+        raise CommandError(
+            "processes that are started together run a script once. Type gradguard run "
+            f"--launch 'torchrun --nproc-per-node {ranks}' --save-gradients FILE SCRIPT, which starts them for each "
+            "run; or add --perturbed 0, and bars are not measured."
+        )
+    if options.launch is not None and not (launcher and shutil.which(launcher[0])):
+        raise CommandError(
+            f"--launch {options.launch!r}: there is no such command. Expected what stands before -m MODULE, as in "
+            "'torchrun --nproc-per-node 8'."
+        )
+    return launcher
 
 
 def _one_run(asked: dict, options: argparse.Namespace, program: ProgramLine) -> int:

@@ -104,10 +104,8 @@ def _same(a: Vector, b: Vector) -> bool:
 
 
 def _run(command: Sequence[str], file: Path, change: int, epsilon: float, again: bool = False) -> SavedGradients:
-    attempt = 1000 * int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) + int(file.name)
     about = {"file": str(file), "run": change, "epsilon": epsilon}
-    # The processes of each run meet anew: torchrun's store keeps the attempts apart.
-    environment = {**os.environ, VARIABLE: json.dumps(about), "TORCHELASTIC_RESTART_COUNT": str(attempt)}
+    environment = {**os.environ, VARIABLE: json.dumps(about)}
     with tempfile.TemporaryFile() as said:
         output = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": said} if again else {}
         process = subprocess.Popen(command, env=environment, **output)
@@ -133,7 +131,9 @@ def _end(process: subprocess.Popen) -> None:
             process.wait()
 
 
-def save_from_script(file: str | os.PathLike[str], options: Sequence[str], perturbed: int, writes: bool) -> None:
+def save_from_script(
+    file: str | os.PathLike[str], options: Sequence[str], perturbed: int, writes: bool, launcher: Sequence[str] = ()
+) -> None:
     """Run a script as `saved_runs` does, and write the file.
 
     Args:
@@ -141,7 +141,8 @@ def save_from_script(file: str | os.PathLike[str], options: Sequence[str], pertu
         options: What follows ``gradguard run`` for the script itself: a seed, the script and its arguments.
         perturbed: How many runs with changed weights.
         writes: Whether this process writes: that of rank 0.
+        launcher: A command that starts several processes of the module that is named behind it, anew for each run.
     """
-    saved = saved_runs([sys.executable, "-m", "gradguard", "run", *options], perturbed)
+    saved = saved_runs([*(launcher or [sys.executable]), "-m", "gradguard", "run", *options], perturbed)
     if writes:
         write(file, saved)
