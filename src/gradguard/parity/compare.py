@@ -162,7 +162,7 @@ def _factor_finding(group: Sequence[Outcome], total: int, facts: Mapping[str, fl
 
 
 def _times(factor: float, width: float, name: str) -> str:
-    digits = max(4, min(12, 1 - math.floor(math.log10(width / abs(factor))))) if width and factor else 12
+    digits = max(4, min(12, -math.floor(math.log10(width / abs(factor))))) if width and factor else 12
     return f"× {factor:.{digits}g} ± {width:.1g}" + (f" ({name})" if name else "")
 
 
