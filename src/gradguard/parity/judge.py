@@ -12,7 +12,7 @@ from typing import Literal
 Vector = Sequence[float]
 
 BARS = 3.0
-"""Two gradients are equal if they are no further apart than so many bars; the largest in healthy runs is 1.2."""
+"""Two gradients are equal if they are no further apart than so many bars; those of healthy runs are up to 0.8."""
 
 NOISE = 0.3
 """A gradient whose bar is this part of its norm is rounding, of which neither death nor a factor is told."""
