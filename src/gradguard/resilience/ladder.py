@@ -254,10 +254,11 @@ class Resilience:
         if verdict is None or verdict is self._verdict or result is None:  # a GradScaler has not let it step
             return None, None
         self._verdict = verdict
-        if isinstance(verdict, NumberVerdict) and are_readable(result.nonfinite):
-            return [verdict.spike, verdict.adopted, bool(result.nonfinite), verdict.in_a_row, *verdict.scores], None
+        bad = result.nonfinite if self._spikes.nonfinite is None else self._spikes.nonfinite
+        if isinstance(verdict, NumberVerdict) and are_readable(bad):
+            return [verdict.spike, verdict.adopted, bool(bad), verdict.in_a_row, *verdict.scores], None
         verdict = verdict.tensors() if isinstance(verdict, NumberVerdict) else verdict
-        flags = [verdict.spike, verdict.adopted, result.nonfinite, verdict.in_a_row]
+        flags = [verdict.spike, verdict.adopted, bad, verdict.in_a_row]
         device, kind = verdict.scores.device, verdict.scores.dtype
         return copy_to_host(torch.cat([torch.stack([f.to(device, kind) for f in flags]), verdict.scores]))
 

@@ -26,9 +26,12 @@ class SkipSpikes:
     .. math:: \bar L = \sum_{r, i} w_{r i} L_{r i} \Big/ \sum_{r, i} w_{r i}
 
     over ranks r and micro-batches i, and each norm is the mean over the ranks, on which it is the same number already
-    up to rounding: one all-reduce of a few numbers, so that all ranks decide by the same bits.
+    up to rounding: one all-reduce of a few numbers, so that all ranks decide by the same bits. Pipeline stages that
+    are named to the guard (``process_group=``, ``mesh=``) have one norm; of others it is the mean of the stages' norms.
+    Only those that know the loss tell it.
 
     **Guarantees.** Those of the detector; and a step that is not finite is none of its business: it leaves no trace.
+    Where it acts, all ranks take such a step for what it is, also a rank whose own gradients are finite.
 
     Args:
         detector: What tells a spike; None for ``SpikeDetector()``. It belongs to one guard.
@@ -39,6 +42,8 @@ class SkipSpikes:
     Attributes:
         detector: The detector.
         act: As given; it may be changed at any time, on all processes at once.
+        nonfinite: Whether a gradient of any process was not finite on the step judged last; 0-dim bool, None if there
+            is one process only.
 
     Raises:
         InvalidTypeError: If ``detector`` is no detector.
@@ -63,6 +68,7 @@ class SkipSpikes:
             given = f"the class {detector.__name__}" if isinstance(detector, type) else type(detector).__name__
             raise InvalidTypeError(f"detector is {given}: expected a detector, such as SpikeDetector().")
         self.act = bool(act)
+        self.nonfinite: Tensor | None = None
         self._group = process_group
         # The sums of weight * loss and of weight in this step, on this process: plain numbers if all came from the CPU.
         self._loss: Tensor | tuple[float, float] | None = None
@@ -142,10 +148,11 @@ class SkipSpikes:
     def _values(self, norms: Tensor, bad: Tensor) -> Tensor:
         wide = norms.to(wide_dtype(norms.device))
         wide = torch.where(wide == 0, torch.nan, wide)  # no gradients: that tells nothing of the scale
-        added = torch.where(bad, torch.nan, torch.cat([self._losses(wide.device, wide.dtype), wide]))
+        own = torch.where(bad, torch.nan, torch.cat([self._losses(wide.device, wide.dtype), wide]))
         self._loss = None
-        added = sum_over(added, self._group)
-        return torch.cat([added[:1] / added[1:2], added[2:] / number_of_processes(self._group)])
+        added = sum_over(torch.cat([own, bad.to(own).reshape(1)]), self._group)
+        self.nonfinite = None if self.is_alone() else added[-1] > 0
+        return torch.cat([added[:1] / added[1:2], added[2:-1] / number_of_processes(self._group)])
 
     @property
     def seen(self) -> int:
