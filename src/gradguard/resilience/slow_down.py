@@ -5,7 +5,9 @@ from typing import Any
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
+from gradguard.errors import UnsupportedGradientError
 from gradguard.optimizer_hooks import EveryStep
+from gradguard.tensors.host_copy import is_captured
 
 
 class SlowDown:
@@ -13,7 +15,7 @@ class SlowDown:
 
     Between steps the groups hold what the user or a scheduler wrote, so that a schedule that computes each rate from
     the one before goes on as if nothing had happened. Make it after the optimizer's guard: it must be the last to end
-    a step.
+    a step. What is recorded in a CUDA graph would hold one rate for ever, and nothing else of `Resilience`: refused.
 
     Args:
         optimizer: The optimizer.
@@ -25,6 +27,7 @@ class SlowDown:
     def __init__(self, optimizer: Optimizer) -> None:
         self.factor = 1.0
         self._optimizer = optimizer
+        self._device = next(p.device for group in optimizer.param_groups for p in group["params"])
         self._before: list[tuple[dict[str, Any], Any, Any]] = []
         self._hooks = EveryStep(_nothing, self._end, optimizer=optimizer, enter=self._begin)
 
@@ -35,6 +38,11 @@ class SlowDown:
 
     def _begin(self, optimizer: Optimizer, closure: bool) -> None:
         del optimizer, closure
+        if is_captured(self._device):
+            raise UnsupportedGradientError(
+                "the step is recorded in a CUDA graph, and Resilience counts its steps on the host, which replays do "
+                "not reach: it would never act. Leave the step out of the graph, or take Guard(..., spikes=) alone."
+            )
         self.put_back()  # what a step that raised has left
         if self.factor == 1:
             return
