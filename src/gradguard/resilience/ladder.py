@@ -23,7 +23,7 @@ from gradguard.resilience.event import Event, recovery_of
 from gradguard.resilience.evidence import EvidenceFolder
 from gradguard.resilience.slow_down import SlowDown
 from gradguard.resilience.snapshot import Snapshot
-from gradguard.spikes.base import Detector, NumberVerdict, whole_number
+from gradguard.spikes.base import Detector, NumberVerdict, verdict_of, whole_number
 from gradguard.spikes.detector import SpikeDetector
 from gradguard.spikes.skip import SkipSpikes
 from gradguard.tensors.host_copy import Event as CopyEvent
@@ -250,7 +250,7 @@ class Resilience:
             tell_recovery(recovery_of(event, self._optimizer, slowed))
 
     def _measured(self) -> tuple[Tensor | list[float] | None, CopyEvent | None]:
-        verdict, result = self._detector.verdict, self.guard.last
+        verdict, result = verdict_of(self._detector), self.guard.last
         if verdict is None or verdict is self._verdict or result is None:  # a GradScaler has not let it step
             return None, None
         self._verdict = verdict
