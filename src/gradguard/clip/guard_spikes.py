@@ -62,7 +62,7 @@ class SpikeWatch:
             self._spikes.forget_loss()
             return None
         norms = [result.norm] if result.group_norms is None else list(result.group_norms.values())
-        if readable and type(self._spikes) is SkipSpikes and self._spikes.is_alone():
+        if readable and type(self._spikes).judge is SkipSpikes.judge and self._spikes.is_alone():
             spike = self._spikes.judge_numbers([norm.item() for norm in norms], bool(bad))
         else:
             spike = self._spikes.judge(torch.stack([norm.to(wide_dtype(norm.device)) for norm in norms]), bad)

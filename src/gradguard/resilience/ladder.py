@@ -14,7 +14,7 @@ from torch.optim.optimizer import Optimizer
 from gradguard.clip.clipper import Clipper
 from gradguard.clip.guard import Guard
 from gradguard.clip.thresholds.median import ClipByMedian
-from gradguard.errors import InvalidTypeError, InvalidValueError, SpikeError
+from gradguard.errors import InvalidTypeError, InvalidValueError, SpikeError, UnsupportedGradientError
 from gradguard.recovery_events import tell_recovery
 from gradguard.resilience.bad_samples import BadSamples
 from gradguard.resilience.batches import Batches, MicroBatch, SampleId
@@ -27,7 +27,7 @@ from gradguard.spikes.base import Detector, NumberVerdict, verdict_of, whole_num
 from gradguard.spikes.detector import SpikeDetector
 from gradguard.spikes.skip import SkipSpikes
 from gradguard.tensors.host_copy import Event as CopyEvent
-from gradguard.tensors.host_copy import copy_to_host
+from gradguard.tensors.host_copy import copy_to_host, is_captured
 from gradguard.tensors.layout import are_readable
 
 LossT = TypeVar("LossT", Tensor, float)
@@ -180,9 +180,9 @@ class Resilience:
         self._detector = SpikeDetector(cap=5) if detector is None else detector
         self._group, self._optimizer, self._model = process_group, optimizer, model
         self._evidence = None if evidence is None else EvidenceFolder(evidence, self.every)
-        self._spikes = SkipSpikes(self._detector, process_group=process_group)
+        self._spikes = _HostSpikes(self._detector, process_group=process_group)
         self.guard = self._guard_type(optimizer, clipper, model=model, spikes=self._spikes, **(guard_options or {}))
-        self._slow_down = SlowDown(optimizer)  # after the guard
+        self._slow_down = SlowDown(optimizer)
         everything = [self._detector, clipper, *more]
         self._shelf = _Shelf(lambda: Snapshot(model, optimizer, more=everything), self._delay)
         self._held_at = 0  # the step at which weights from before a row of spikes were taken, while it may be none
@@ -445,6 +445,18 @@ class Resilience:
         self.guard.detach()
         self._slow_down.remove()
         self._shelf.clear()
+
+
+class _HostSpikes(SkipSpikes):
+    """Spikes of steps that the host counts."""
+
+    def check_captured(self, device: torch.device) -> None:
+        if is_captured(device):
+            raise UnsupportedGradientError(
+                "the step is recorded in a CUDA graph, and Resilience counts its steps on the host, which replays do "
+                "not reach: it would never act. Leave the step out of the graph, or take Guard(..., spikes=) alone."
+            )
+        super().check_captured(device)
 
 
 class _Burst:

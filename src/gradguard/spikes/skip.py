@@ -112,8 +112,12 @@ class SkipSpikes:
         numbers = self._loss or (0.0, 0.0)
         return torch.stack([torch.full((), x, dtype=dtype or wide_dtype(device), device=device) for x in numbers])
 
-    def _refuse_frozen_loss(self, device: torch.device) -> None:
-        """Check that a step in a CUDA graph has a loss there too: its replays would judge one and the same number."""
+    def check_captured(self, device: torch.device) -> None:
+        """Check that a step in a CUDA graph has a loss there too: its replays would judge one and the same number.
+
+        Raises:
+            UnsupportedGradientError: If one of the two is recorded in a graph and the other is not.
+        """
         if self._loss is None or (captured := is_captured(device)) == self._loss_is_captured:
             return
         how = "as a tensor on the device, inside torch.cuda.graph(...)" if captured else "after each replay, outside"
@@ -141,7 +145,7 @@ class SkipSpikes:
         """
         if are_readable(norms, bad) and self.is_alone():
             return torch.tensor(self.judge_numbers(norms.tolist(), bool(bad)), dtype=torch.bool, device="cpu")
-        self._refuse_frozen_loss(norms.device)
+        self.check_captured(norms.device)
         spike = self.detector.observe(self._values(norms, bad))
         if self._counts is None or self._counts.device != spike.device:
             refuse_capture(spike.device, "the count of spikes")
