@@ -97,7 +97,7 @@ class Resilience:
     the loss is not told                 judged by gradient norms alone
     a scheduler                          pass it in ``more``; its schedule goes on, it is not rewound
     a data loader in ``more``            refused: going back must not bring the same data again
-    several optimizers                   refused: one would skip a step that another takes
+    several optimizers                   refused, unless one has the others as attributes, and steps them
     accumulation                         call `step` after the real steps, or after each micro-batch: no difference
     resumed from `state_dict`            calm, with new snapshots: they are not saved
     ===================================  ======================================================================
@@ -170,6 +170,8 @@ class Resilience:
         guard_options: Mapping[str, Any] | None = None,
     ) -> None:
         _check_more(more := list(more))
+        if isinstance(optimizer, list | tuple):
+            raise InvalidTypeError(_several(f"optimizer is a {type(optimizer).__name__}"))
         lag = (0 if _is_on_cpu(model) else 2) if lag is None else lag
         self.every, self.lag = whole_number("every", every, 1), whole_number("lag", lag, 0)
         self.trials, self.budget = _checked_trials(trials), whole_number("budget", budget, 0)
@@ -549,13 +551,17 @@ def _checked_trials(trials: Sequence[int]) -> tuple[int, ...]:
     return steps
 
 
+def _several(what: str) -> str:
+    return (
+        f"{what}, and of several that step one after the other the first would take what the last finds to be a spike: "
+        "make one that steps all (docs/resilience.md, Muon beside AdamW), or put all parameters into one, with groups."
+    )
+
+
 def _check_more(more: list[Any]) -> None:
     for one in more:
         if isinstance(one, Optimizer):
-            raise InvalidTypeError(
-                "more has an optimizer, and a spike would be skipped by one optimizer and taken by the other: put all "
-                "parameters into one optimizer, with groups."
-            )
+            raise InvalidTypeError(_several("more has an optimizer"))
         if isinstance(one, torch.utils.data.DataLoader):
             raise InvalidTypeError(
                 f"more has a {type(one).__name__}: going back must not bring back the data that did the harm, so the "

@@ -16,6 +16,7 @@ from torch.optim.optimizer import Optimizer
 from gradguard.distributed.checkpoint import raise_together
 from gradguard.distributed.fully_sharded import is_fully_sharded
 from gradguard.errors import InvalidTypeError, InvalidValueError, UnsupportedGradientError
+from gradguard.optimizer_hooks import optimizers_in
 from gradguard.resilience.copies import Copier, Restorer, StreamOrder, TensorCopy, inner_tensors, is_plain
 from gradguard.resilience.saved_snapshot import (
     Packer,
@@ -105,7 +106,7 @@ class Snapshot:
         modules = [model, *(one for one in more if isinstance(one, nn.Module))]
         optimizers = [optimizer, *(one for one in more if isinstance(one, Optimizer))]
         others = [one for one in more if not isinstance(one, nn.Module | Optimizer)]
-        self._optimizers = [_OptimizerState(one) for part in optimizers for one in _with_inner(part)]
+        self._optimizers = [_OptimizerState(one) for part in optimizers for one in optimizers_in(part)]
         self._others = [_OtherState(one) for one in others if _optimizer_of(one) is None]
         self._schedulers = [_OtherState(one) for one in others if _optimizer_of(one) is not None]
         self._modules = [_ModuleState(module) for module in modules]
@@ -563,11 +564,6 @@ def _optimizer_of(thing: Any) -> Optimizer | None:
     optimizer = getattr(inner, "optimizer", None)
     is_scheduler = hasattr(inner, "get_last_lr") or isinstance(inner, torch.optim.lr_scheduler.LRScheduler)
     return optimizer if is_scheduler and isinstance(optimizer, Optimizer) else None
-
-
-def _with_inner(optimizer: Optimizer) -> Sequence[Optimizer]:
-    """Return the optimizer and those that it steps, as ZeroRedundancyOptimizer does."""
-    return [optimizer, *(value for value in vars(optimizer).values() if isinstance(value, Optimizer))]
 
 
 def _check(model: object, optimizer: object, more: Sequence[Any]) -> None:
