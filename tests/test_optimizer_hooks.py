@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from gradguard.optimizer_hooks import EveryStep
+from gradguard.optimizer_hooks import EveryStep, optimizers_in
 
 
 @pytest.fixture
@@ -214,3 +214,12 @@ def test_a_compiled_step_does_not_trace_the_hooks_of_who_watches_all(seen):
     torch.compiler.reset()
     assert [kind for kind, _ in seen] == ["before", "after"] * 3
     assert seen[0] == ("before", 4.0)
+
+
+def test_optimizers_inside_are_found_once_wherever_they_are_kept():
+    p = torch.nn.Parameter(torch.ones(1))
+    outer, a, b, c = (torch.optim.SGD([p], lr=0.1) for _ in range(4))
+    outer.one, outer.more, b.inner, c.back = a, {"x": [(b,), a]}, c, outer
+    outer.more["itself"] = outer.more
+    assert [id(o) for o in optimizers_in(outer)] == [id(o) for o in (outer, a, b, c)]
+    assert optimizers_in(a) == [a]

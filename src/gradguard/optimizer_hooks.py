@@ -12,6 +12,7 @@ What makes it more than two hooks:
 
 import sys
 import threading
+from collections import deque
 from collections.abc import Callable
 from types import FrameType
 from typing import Any
@@ -35,6 +36,23 @@ def runs_hooks(optimizer: Any) -> bool:
     except AttributeError:  # its __init__ has not called that of Optimizer
         return False
     return True
+
+
+def optimizers_in(optimizer: Optimizer) -> list[Optimizer]:
+    """Return the optimizer and those that it steps, of its attributes and of lists, tuples and dicts there."""
+    found: dict[int, Optimizer] = {}
+    queue, seen = deque[Any]([optimizer]), set[int]()
+    while queue:
+        value = queue.popleft()
+        if id(value) in seen:
+            continue
+        if isinstance(value, Optimizer):
+            found[id(value)] = value
+            queue.extend(entry for name, entry in vars(value).items() if name not in ("param_groups", "state"))
+        elif isinstance(value, list | tuple | dict):
+            queue.extend(value.values() if isinstance(value, dict) else value)
+        seen.add(id(value))
+    return list(found.values())
 
 
 class EveryStep:

@@ -13,7 +13,7 @@ from training import Network, backward
 import gradguard as gg
 from gradguard.resilience.ladder import Resilience
 from gradguard.resilience.snapshot import Snapshot
-from sharded import local
+from sharded import local, mesh
 
 
 def weights(model, optimizer):
@@ -69,7 +69,7 @@ def ladder(kind):
         wrapped = DistributedDataParallel(model)
     else:
         wrapped = model = nn.Sequential(model)
-        fully_shard(model)
+        fully_shard(model, mesh=mesh("hsdp") if kind == "HSDP" else mesh("row"))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     detector = gg.SpikeDetector(warmup=8, window=16, cap=6)
     resilience = Resilience(model, optimizer, gg.ClipByGlobalNorm(1.0), detector=detector, every=10)
@@ -88,13 +88,17 @@ def ladder(kind):
     return told, weights(model, optimizer), copy.copy(resilience.events[-1].ids)
 
 
-@pytest.mark.parametrize("kind", ["DDP", "FSDP2"])
-def test_all_processes_act_on_the_same_step(pool, kind):
-    found = pool(2).run(ladder, kind)
+@pytest.mark.parametrize(("kind", "world"), [("DDP", 2), ("FSDP2", 2), ("HSDP", 4)])
+def test_all_processes_act_on_the_same_step(pool, kind, world):
+    found = pool(world).run(ladder, kind)
     told = [one[0] for one in found]
-    assert told[0] == told[1]
+    assert all(one == told[0] for one in told)
     assert [(one[0], one[1]) for one in told[0] if one][-2:] == [("burst", "adopted"), ("burst", "rolled back")]
     if kind == "DDP":
         torch.testing.assert_close(found[0][1], found[1][1], rtol=0, atol=0)
+    if kind == "HSDP":  # the replicas of a shard
+        for rank in (0, 1):
+            torch.testing.assert_close(found[rank][1], found[rank + 2][1], rtol=0, atol=0)
+    last = 100 * (world - 1)
     for one in found:  # all name those of the process that had the spikes
-        assert {*range(120, 132)} <= {*one[2]} <= {*range(100, 160)}
+        assert {*range(last + 20, last + 32)} <= {*one[2]} <= {*range(last, last + 60)}

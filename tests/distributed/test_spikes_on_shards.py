@@ -41,7 +41,8 @@ def train(way, kind):
 
 
 @pytest.mark.parametrize(
-    ("way", "kind"), [("DDP", "plain"), ("FSDP2", "fused"), ("FSDP2", "groups"), ("FSDP2 x TP", "plain")]
+    ("way", "kind"),
+    [("DDP", "plain"), ("FSDP2", "fused"), ("FSDP2", "groups"), ("FSDP2 x TP", "plain"), ("HSDP", "fused")],
 )
 def test_all_ranks_skip_the_same_steps_by_the_same_bits(pool, way, kind):
     by_rank = pool(4).run(train, way, kind)

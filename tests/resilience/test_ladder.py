@@ -283,13 +283,83 @@ def test_what_is_detached_does_nothing_more():
         ({"every": 0}, InvalidValueError, r"every=0"),
         ({"trials": (4, 2)}, InvalidValueError, r"trials=\(4, 2\): expected numbers of steps that rise"),
         ({"more": [torch.utils.data.DataLoader([1])]}, InvalidTypeError, r"more has a DataLoader: going back must not"),
-        ({"more": [torch.optim.SGD([torch.ones(1)])]}, InvalidTypeError, r"more has an optimizer, and a spike would"),
+        (
+            {"more": [torch.optim.SGD([torch.ones(1)])]},
+            InvalidTypeError,
+            r"more has an optimizer, .*: make one that steps",
+        ),
     ],
 )
 def test_arguments_that_cannot_be_meant(options, kind, words):
     model = nn.Linear(1, 1)
     with pytest.raises(kind, match=words):
         Resilience(model, torch.optim.SGD(model.parameters()), **options)
+
+
+class MuonAndAdamW(torch.optim.Optimizer):
+    """Several optimizers as one, as docs/resilience.md has it."""
+
+    def __init__(self, matrices, others):
+        self.muon, self.adamw = torch.optim.Muon(matrices, lr=0.02), torch.optim.AdamW(others, lr=0.01)
+        super().__init__([*self.muon.param_groups, *self.adamw.param_groups], {})
+
+    def step(self, closure=None):
+        self.muon.step()
+        self.adamw.step()
+
+
+class InAList(torch.optim.Optimizer):
+    """The same, with the optimizers in a list of a dict."""
+
+    def __init__(self, matrices, others):
+        self.parts = {"all": [torch.optim.Muon(matrices, lr=0.02), torch.optim.AdamW(others, lr=0.01)]}
+        super().__init__([group for part in self.parts["all"] for group in part.param_groups], {})
+
+    def step(self, closure=None):
+        for part in self.parts["all"]:
+            part.step()
+
+    muon, adamw = property(lambda self: self.parts["all"][0]), property(lambda self: self.parts["all"][1])
+
+
+def muon_run(sizes, kind):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 1))
+    by_shape = [[p for p in model.parameters() if (p.dim() == 2) is is_matrix] for is_matrix in (True, False)]
+    optimizer = kind(*by_shape)
+    detector = gg.SpikeDetector(warmup=WARMUP, window=16, cap=CAP)
+    clipper = gg.Groups({"*weight": gg.ClipByGlobalNorm(1.0)}, rest=gg.ClipByGlobalNorm(1.0))
+    resilience = Resilience(model, optimizer, clipper, detector=detector, every=10, lag=LAG)
+    after = []
+    for size in sizes:
+        optimizer.zero_grad()
+        loss = size * (1 + 0.01 * model(torch.ones(2, 3)).square().mean())
+        resilience.loss(loss).backward()
+        optimizer.step()
+        resilience.step()
+        state = (model.state_dict(), optimizer.muon.state_dict(), optimizer.adamw.state_dict())
+        after.append(copy.deepcopy(state))
+    return after, resilience
+
+
+@pytest.mark.parametrize("kind", [MuonAndAdamW, InAList])
+def test_muon_beside_adamw_is_skipped_and_rolled_back_whole(kind):
+    after, resilience = muon_run([*USUAL, *[SPIKE] * 10, *USUAL], kind)
+    for step in range(20, 20 + CAP - 1):  # skipped
+        torch.testing.assert_close(after[step], after[19], rtol=0, atol=0)
+    event = resilience.events[-1]
+    assert (event.action, event.to_step) == ("rolled back", 20)
+    twin, _ = muon_run([1.0] * (50 - CAP - LAG - 6), kind)
+    torch.testing.assert_close(after[-1], twin[-1], rtol=0, atol=0)
+
+
+def test_several_optimizers_are_refused_and_told_of_the_way():
+    model = nn.Linear(1, 1)
+    both = [torch.optim.SGD([p]) for p in model.parameters()]
+    with pytest.raises(
+        InvalidTypeError, match=r"optimizer is a list, .*: make one that steps all \(docs/resilience.md"
+    ):
+        Resilience(model, both)
 
 
 def test_an_event_is_a_sentence():

@@ -154,6 +154,17 @@ def test_nothing_in_it_is_shared_with_the_run():
         optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))  # which puts other tensors there
 
 
+def test_a_sparse_buffer_goes_back_in_place():
+    model, optimizer = small()
+    model.register_buffer("mask", torch.eye(3).to_sparse())
+    snapshot, mask = Snapshot(model, optimizer), model.mask
+    snapshot.take()
+    mask.copy_(torch.ones(3, 3).to_sparse())
+    snapshot.restore()
+    assert model.mask is mask
+    same(mask.to_dense(), torch.eye(3))
+
+
 def test_a_second_take_replaces_the_first_in_the_same_memory():
     model, optimizer = small()
     step(model, optimizer)

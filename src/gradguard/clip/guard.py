@@ -238,6 +238,8 @@ class Guard:
             bad = bad | move(overflow != 0, bad.device)
         readable = are_readable(bad, decision.result.norm)
         spike = self._spike_watch.judge(decision.result, bad, number, readable)
+        if spike is not None:
+            bad = self._spike_watch.bad_on_any(bad)
         if not skips_bad and spike is None:
             self._act_without_skip(decision, folds, scale)
             return

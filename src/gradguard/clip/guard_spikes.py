@@ -8,7 +8,7 @@ from torch import Tensor
 from gradguard.clip.clipper import Clipper, ClipResult
 from gradguard.errors import InvalidTypeError, InvalidValueError, UnsupportedGradientError
 from gradguard.spikes.skip import SkipSpikes
-from gradguard.tensors.layout import wide_dtype
+from gradguard.tensors.layout import move, wide_dtype
 
 
 class SpikeWatch:
@@ -62,11 +62,17 @@ class SpikeWatch:
             self._spikes.forget_loss()
             return None
         norms = [result.norm] if result.group_norms is None else list(result.group_norms.values())
-        if readable and type(self._spikes) is SkipSpikes and self._spikes.is_alone():
+        if readable and type(self._spikes).judge is SkipSpikes.judge and self._spikes.is_alone():
             spike = self._spikes.judge_numbers([norm.item() for norm in norms], bool(bad))
         else:
             spike = self._spikes.judge(torch.stack([norm.to(wide_dtype(norm.device)) for norm in norms]), bad)
         return spike if self._spikes.act else None
+
+    def bad_on_any(self, bad: Tensor) -> Tensor:
+        """Return ``bad`` of all processes, once `judge` has asked them: pipeline stages may have NaN on one alone."""
+        if self._spikes is None or not self._spikes.act or self._spikes.nonfinite is None:
+            return bad
+        return move(self._spikes.nonfinite, bad.device)
 
     def forget_loss(self) -> None:
         """The step is over, whatever became of it."""

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
+from gradguard.optimizer_hooks import optimizers_in
 from gradguard.tensors.layout import move
 from gradguard.torch_private import capturable_warning_mark
 
@@ -133,11 +134,9 @@ class Snapshot:
         self._weights = [p.detach().clone() for p in self._parameters] if whole else []
         # The vectors that LBFGS keeps in lists are replaced and never written, so they need no copies.
         in_lists = whole and not isinstance(optimizer, torch.optim.LBFGS)
-        inside = [
-            value for value in vars(optimizer).values() if isinstance(value, Optimizer)
-        ]  # ZeroRedundancyOptimizer
-        self._undo = [_kept(one.state, whole, in_lists) for one in (optimizer, *inside)]
-        self._undo += [_kept(group, False, False) for one in (optimizer, *inside) for group in one.param_groups]
+        optimizers = optimizers_in(optimizer)  # as ZeroRedundancyOptimizer has one inside
+        self._undo = [_kept(one.state, whole, in_lists) for one in optimizers]
+        self._undo += [_kept(group, False, False) for one in optimizers for group in one.param_groups]
         self._gradients: list[Tensor | None] | None = None
 
     def hide_gradients(self) -> None:

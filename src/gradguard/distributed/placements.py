@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from gradguard.errors import UnsupportedGradientError
@@ -114,6 +115,13 @@ def shard_like(full: Tensor, like: Tensor) -> Tensor:
     from torch.distributed.tensor import distribute_tensor
 
     return distribute_tensor(full, like.device_mesh, like.placements, src_data_rank=None)  # type: ignore[attr-defined]
+
+
+def sharded_as(local: Tensor, mesh: Any, placements: Sequence[Any], shape: Any, stride: Any) -> Tensor:
+    """Return a DTensor of which ``local`` is this process's part; nothing is compared or sent."""
+    from torch.distributed.tensor import DTensor
+
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=tuple(stride))
 
 
 def added_up(tensor: Tensor) -> Tensor:

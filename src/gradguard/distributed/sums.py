@@ -18,12 +18,13 @@ def number_of_processes(group: Any) -> int:
     return dist.get_world_size() if several_processes() else 1
 
 
-def sum_over(values: Tensor, group: Any = None) -> Tensor:
+def sum_over(values: Tensor, group: Any = None, what: str = "loss and norms") -> Tensor:
     """Return the sum of ``values`` over the processes of ``group``, the same bits on all: one all-reduce.
 
     Args:
         values: The numbers of this process.
         group: A process group; None for all processes, or for this one alone if `torch.distributed` joins no others.
+        what: What they are, in words.
 
     Raises:
         DistributedError: If a process does not come.
@@ -35,5 +36,5 @@ def sum_over(values: Tensor, group: Any = None) -> Tensor:
     check_alive(chosen)
     union = ReductionGroup(chosen, frozenset(dist.get_process_group_ranks(chosen)))
     added = move(values, device_of(chosen, values.device)).clone()
-    together(partial(dist.all_reduce, added, group=chosen), union, ["loss and norms"], on_host=added.is_cpu)
+    together(partial(dist.all_reduce, added, group=chosen), union, [what], on_host=added.is_cpu)
     return move(added, values.device)

@@ -7,7 +7,7 @@ second one finds.
 
 import copy
 from collections import defaultdict, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import ModuleType
 from typing import Any
 
@@ -15,7 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
+from gradguard.distributed.placements import is_sharded
 from gradguard.errors import UnsupportedGradientError
+from gradguard.tensors.host_copy import refuse_capture
 
 PINNED = ("cuda", "xpu")
 """Devices that copy to pinned memory while the host goes on."""
@@ -47,6 +49,11 @@ class Copier:
     def nbytes(self) -> int:
         """Bytes of all copies."""
         return sum(memory.numel() * memory.element_size() for _, memory in self._used)
+
+    def keep(self, memory: Tensor) -> Tensor:
+        """Return ``memory``, which was filled by others: it is this copier's from here on."""
+        self._used.append(((tuple(memory.shape), memory.stride(), memory.dtype, memory.is_pinned()), memory))
+        return memory
 
     def copy(self, value: Any) -> Any:
         """Return ``value`` with a `TensorCopy` for each tensor and a copy of everything else.
@@ -81,7 +88,7 @@ class Copier:
         if inner:
             parts = {name: self.tensor(part) for name, part in inner.items()}
             return WrappedCopy(tensor, parts)
-        return PlainCopy(tensor, self._filled(tensor.detach()))
+        return PlainCopy(self._filled(tensor.detach()), tensor.device, tensor.layout)
 
     def _filled(self, tensor: Tensor) -> Tensor:
         if tensor.layout is not torch.strided:
@@ -120,31 +127,35 @@ class PlainCopy(TensorCopy):
     """That of a tensor that wraps no other.
 
     Args:
-        tensor: The tensor.
         memory: What it held.
+        device: Where it was.
+        layout: How it lay there.
     """
 
-    def __init__(self, tensor: Tensor, memory: Tensor) -> None:
-        self.memory = memory
-        self._device, self._layout = tensor.device, tensor.layout
+    def __init__(self, memory: Tensor, device: torch.device, layout: torch.layout = torch.strided) -> None:
+        self.memory, self.device = memory, device
+        self._layout = layout
 
     def fits(self, live: Any) -> bool:
         """Tell whether ``live`` is a tensor that it can be written into."""
         return (
             isinstance(live, Tensor)
             and (live.shape, live.dtype) == (self.memory.shape, self.memory.dtype)
-            and (live.device, live.layout) == (self._device, self._layout)
+            and (live.device, live.layout) == (self.device, self._layout)
             and not live.is_inference()
             and not _overlaps(live)
         )
 
     def into(self, live: Tensor) -> None:
         """Write it into ``live``."""
-        live.detach().copy_(self.memory, non_blocking=True)
+        if self._layout is torch.strided:
+            live = live.detach()  # of a sparse tensor that is another, of the same elements
+        with torch.no_grad():
+            live.copy_(self.memory, non_blocking=True)
 
     def fresh(self) -> Tensor:
         """Return a new tensor that holds it."""
-        return self.memory.to(self._device, copy=True)
+        return self.memory.to(self.device, copy=True)
 
 
 class WrappedCopy(TensorCopy):
@@ -158,13 +169,15 @@ class WrappedCopy(TensorCopy):
     def __init__(self, tensor: Any, parts: Mapping[str, TensorCopy]) -> None:
         self.parts = parts
         names, self._context = tensor.__tensor_flatten__()
-        self._kind = type(tensor)
+        self.kind = type(tensor)
+        self.sharding = (tensor.device_mesh, tensor.placements) if is_sharded(tensor) else None
         self._others = {name: getattr(tensor, name) for name in names if name not in parts}
-        self._shape, self._stride = tensor.shape, tensor.stride()
+        self.shape, self.stride = tensor.shape, tensor.stride()
+        self.requires_grad = tensor.requires_grad
 
     def fits(self, live: Any) -> bool:
         """Tell whether ``live`` is made of such tensors."""
-        if not isinstance(live, Tensor) or live.shape != self._shape:
+        if not isinstance(live, Tensor) or live.shape != self.shape:
             return False
         inner = inner_tensors(live)
         return inner.keys() == self.parts.keys() and all(part.fits(inner[name]) for name, part in self.parts.items())
@@ -177,7 +190,7 @@ class WrappedCopy(TensorCopy):
     def fresh(self) -> Tensor:
         """Return a new tensor that holds it."""
         parts = {name: part.fresh() for name, part in self.parts.items()}
-        return self._kind.__tensor_unflatten__({**self._others, **parts}, self._context, self._shape, self._stride)
+        return self.kind.__tensor_unflatten__({**self._others, **parts}, self._context, self.shape, self.stride)
 
 
 class _Mapping:
@@ -199,6 +212,38 @@ class _Sequence:
             return deque(entries, self._limit)
         make = getattr(self.kind, "_make", self.kind)
         return make(entries)
+
+
+class StreamOrder:
+    """Lets copies on an accelerator happen one after the other, whichever stream is current."""
+
+    def __init__(self) -> None:
+        self.devices: list[torch.device] = []
+        self._events: list[torch.Event] = []
+
+    def begin(self, devices: Iterable[torch.device]) -> None:
+        """Let the current streams wait for what `done` marked; the host does not."""
+        self.devices = [device for device in dict.fromkeys(devices) if device.type not in ("cpu", "meta")]
+        for device in self.devices:
+            refuse_capture(device, "a snapshot")
+        for event in self._events:
+            event.wait()
+
+    def done(self) -> None:
+        """Mark the copies that were asked for."""
+        self._events = []
+        for device in self.devices:
+            if device.type not in PINNED:
+                continue  # the copy itself waits
+            with torch.get_device_module(device).device(device):
+                event = torch.Event(device)
+                event.record()
+                self._events.append(event)
+
+    def synchronize(self) -> None:
+        """Let the host wait for them."""
+        for event in self._events:
+            event.synchronize()
 
 
 class Restorer:

@@ -14,7 +14,7 @@ from torch.optim.optimizer import Optimizer
 from gradguard.clip.clipper import Clipper
 from gradguard.clip.guard import Guard
 from gradguard.clip.thresholds.median import ClipByMedian
-from gradguard.errors import InvalidTypeError, InvalidValueError, SpikeError
+from gradguard.errors import InvalidTypeError, InvalidValueError, SpikeError, UnsupportedGradientError
 from gradguard.recovery_events import tell_recovery
 from gradguard.resilience.bad_samples import BadSamples
 from gradguard.resilience.batches import Batches, MicroBatch, SampleId
@@ -23,11 +23,11 @@ from gradguard.resilience.event import Event, recovery_of
 from gradguard.resilience.evidence import EvidenceFolder
 from gradguard.resilience.slow_down import SlowDown
 from gradguard.resilience.snapshot import Snapshot
-from gradguard.spikes.base import Detector, NumberVerdict, whole_number
+from gradguard.spikes.base import Detector, NumberVerdict, verdict_of, whole_number
 from gradguard.spikes.detector import SpikeDetector
 from gradguard.spikes.skip import SkipSpikes
 from gradguard.tensors.host_copy import Event as CopyEvent
-from gradguard.tensors.host_copy import copy_to_host
+from gradguard.tensors.host_copy import copy_to_host, is_captured
 from gradguard.tensors.layout import are_readable
 
 LossT = TypeVar("LossT", Tensor, float)
@@ -97,7 +97,7 @@ class Resilience:
     the loss is not told                 judged by gradient norms alone
     a scheduler                          pass it in ``more``; its schedule goes on, it is not rewound
     a data loader in ``more``            refused: going back must not bring the same data again
-    several optimizers                   refused: one would skip a step that another takes
+    several optimizers                   refused, unless one has the others as attributes, and steps them
     accumulation                         call `step` after the real steps, or after each micro-batch: no difference
     resumed from `state_dict`            calm, with new snapshots: they are not saved
     ===================================  ======================================================================
@@ -170,6 +170,8 @@ class Resilience:
         guard_options: Mapping[str, Any] | None = None,
     ) -> None:
         _check_more(more := list(more))
+        if isinstance(optimizer, list | tuple):
+            raise InvalidTypeError(_several(f"optimizer is a {type(optimizer).__name__}"))
         lag = (0 if _is_on_cpu(model) else 2) if lag is None else lag
         self.every, self.lag = whole_number("every", every, 1), whole_number("lag", lag, 0)
         self.trials, self.budget = _checked_trials(trials), whole_number("budget", budget, 0)
@@ -180,9 +182,9 @@ class Resilience:
         self._detector = SpikeDetector(cap=5) if detector is None else detector
         self._group, self._optimizer, self._model = process_group, optimizer, model
         self._evidence = None if evidence is None else EvidenceFolder(evidence, self.every)
-        self._spikes = SkipSpikes(self._detector, process_group=process_group)
+        self._spikes = _HostSpikes(self._detector, process_group=process_group)
         self.guard = self._guard_type(optimizer, clipper, model=model, spikes=self._spikes, **(guard_options or {}))
-        self._slow_down = SlowDown(optimizer)  # after the guard
+        self._slow_down = SlowDown(optimizer)
         everything = [self._detector, clipper, *more]
         self._shelf = _Shelf(lambda: Snapshot(model, optimizer, more=everything), self._delay)
         self._held_at = 0  # the step at which weights from before a row of spikes were taken, while it may be none
@@ -250,14 +252,15 @@ class Resilience:
             tell_recovery(recovery_of(event, self._optimizer, slowed))
 
     def _measured(self) -> tuple[Tensor | list[float] | None, CopyEvent | None]:
-        verdict, result = self._detector.verdict, self.guard.last
+        verdict, result = verdict_of(self._detector), self.guard.last
         if verdict is None or verdict is self._verdict or result is None:  # a GradScaler has not let it step
             return None, None
         self._verdict = verdict
-        if isinstance(verdict, NumberVerdict) and are_readable(result.nonfinite):
-            return [verdict.spike, verdict.adopted, bool(result.nonfinite), verdict.in_a_row, *verdict.scores], None
+        bad = result.nonfinite if self._spikes.nonfinite is None else self._spikes.nonfinite
+        if isinstance(verdict, NumberVerdict) and are_readable(bad):
+            return [verdict.spike, verdict.adopted, bool(bad), verdict.in_a_row, *verdict.scores], None
         verdict = verdict.tensors() if isinstance(verdict, NumberVerdict) else verdict
-        flags = [verdict.spike, verdict.adopted, result.nonfinite, verdict.in_a_row]
+        flags = [verdict.spike, verdict.adopted, bad, verdict.in_a_row]
         device, kind = verdict.scores.device, verdict.scores.dtype
         return copy_to_host(torch.cat([torch.stack([f.to(device, kind) for f in flags]), verdict.scores]))
 
@@ -446,6 +449,18 @@ class Resilience:
         self._shelf.clear()
 
 
+class _HostSpikes(SkipSpikes):
+    """Spikes of steps that the host counts."""
+
+    def check_captured(self, device: torch.device) -> None:
+        if is_captured(device):
+            raise UnsupportedGradientError(
+                "the step is recorded in a CUDA graph, and Resilience counts its steps on the host, which replays do "
+                "not reach: it would never act. Leave the step out of the graph, or take Guard(..., spikes=) alone."
+            )
+        super().check_captured(device)
+
+
 class _Burst:
     """Spikes in a row that were adopted, the weights from before them, and the steps at which to try these."""
 
@@ -536,13 +551,17 @@ def _checked_trials(trials: Sequence[int]) -> tuple[int, ...]:
     return steps
 
 
+def _several(what: str) -> str:
+    return (
+        f"{what}, and of several that step one after the other the first would take what the last finds to be a spike: "
+        "make one that steps all (docs/resilience.md, Muon beside AdamW), or put all parameters into one, with groups."
+    )
+
+
 def _check_more(more: list[Any]) -> None:
     for one in more:
         if isinstance(one, Optimizer):
-            raise InvalidTypeError(
-                "more has an optimizer, and a spike would be skipped by one optimizer and taken by the other: put all "
-                "parameters into one optimizer, with groups."
-            )
+            raise InvalidTypeError(_several("more has an optimizer"))
         if isinstance(one, torch.utils.data.DataLoader):
             raise InvalidTypeError(
                 f"more has a {type(one).__name__}: going back must not bring back the data that did the harm, so the "

@@ -12,40 +12,48 @@ class SlowDown:
     """Multiplies the learning rate of each group by ``factor``, from the beginning to the end of each step.
 
     Between steps the groups hold what the user or a scheduler wrote, so that a schedule that computes each rate from
-    the one before goes on as if nothing had happened. Make it after the optimizer's guard: it must be the last to end
-    a step.
+    the one before goes on as if nothing had happened. A factor of 1 costs nothing: nothing is hooked then.
 
     Args:
         optimizer: The optimizer.
-
-    Attributes:
-        factor: From 0 to 1; 1 leaves all alone.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
-        self.factor = 1.0
-        self._optimizer = optimizer
+        self._factor, self._optimizer = 1.0, optimizer
         self._before: list[tuple[dict[str, Any], Any, Any]] = []
-        self._hooks = EveryStep(_nothing, self._end, optimizer=optimizer, enter=self._begin)
+        self._hooks: EveryStep | None = None
+
+    @property
+    def factor(self) -> float:
+        """From 0 to 1; 1 leaves all alone. It is set between steps."""
+        return self._factor
+
+    @factor.setter
+    def factor(self, factor: float) -> None:
+        self._factor = factor
+        if factor == 1:
+            self.remove()
+        elif self._hooks is None:  # behind the guard's: it must be the last to end a step
+            self._hooks = EveryStep(_nothing, self._end, optimizer=self._optimizer, enter=self._begin)
 
     def remove(self) -> None:
         """Stop acting."""
         self.put_back()
-        self._hooks.remove()
+        if self._hooks is not None:
+            self._hooks.remove()
+            self._hooks = None
 
     def _begin(self, optimizer: Optimizer, closure: bool) -> None:
         del optimizer, closure
         self.put_back()  # what a step that raised has left
-        if self.factor == 1:
-            return
         for group in self._optimizer.param_groups:
             rate = group.get("lr")
             if isinstance(rate, Tensor):
                 self._before.append((group, rate, rate.detach().clone()))
-                rate.detach().mul_(self.factor)  # in place, for compiled steps
+                rate.detach().mul_(self._factor)  # in place, for compiled steps
             elif rate is not None:
                 self._before.append((group, rate, None))
-                group["lr"] = rate * self.factor
+                group["lr"] = rate * self._factor
 
     def _end(self, optimizer: Optimizer) -> None:
         del optimizer

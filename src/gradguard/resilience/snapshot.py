@@ -1,19 +1,32 @@
 """A whole training state in memory, to which a run can go back again and again."""
 
+import importlib
+import os
 import random
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from pathlib import Path
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
+from gradguard.distributed.checkpoint import raise_together
 from gradguard.distributed.fully_sharded import is_fully_sharded
 from gradguard.errors import InvalidTypeError, InvalidValueError, UnsupportedGradientError
-from gradguard.resilience.copies import PINNED, Copier, Restorer, TensorCopy, inner_tensors, is_plain
-from gradguard.tensors.host_copy import refuse_capture
+from gradguard.optimizer_hooks import optimizers_in
+from gradguard.resilience.copies import Copier, Restorer, StreamOrder, TensorCopy, inner_tensors, is_plain
+from gradguard.resilience.saved_snapshot import (
+    Packer,
+    Unpacker,
+    compare_layouts,
+    compare_names,
+    load_parts,
+    rank_in,
+    save_parts,
+)
 from gradguard.torch_private import buffer_slots, has_scheduler, hook_tables, is_fsdp1
 
 _SCHEDULED = ("lr", "momentum", "betas", "weight_decay", "initial_lr", "max_lr", "min_lr")
@@ -35,6 +48,7 @@ class Snapshot:
     * Nothing is shared with the run: training on after `restore` does not change the snapshot. Going back twice and
       training on the same data gives the same bits.
     * All or nothing: a `take` that fails leaves no snapshot, a `restore` that is refused has written nothing.
+    * `save` and `load` carry it to another process, where training goes on with the same bits; files are checksummed.
     * Of sharded weights (FSDP2, tensor parallelism) each process keeps its own part; nothing is sent.
     * The host does not wait for CUDA; copies go to pinned memory in the order of the stream, so no later step can
       tear one. (A GradScaler in ``more`` reads one number.)
@@ -92,13 +106,13 @@ class Snapshot:
         modules = [model, *(one for one in more if isinstance(one, nn.Module))]
         optimizers = [optimizer, *(one for one in more if isinstance(one, Optimizer))]
         others = [one for one in more if not isinstance(one, nn.Module | Optimizer)]
-        self._optimizers = [_OptimizerState(one) for part in optimizers for one in _with_inner(part)]
+        self._optimizers = [_OptimizerState(one) for part in optimizers for one in optimizers_in(part)]
         self._others = [_OtherState(one) for one in others if _optimizer_of(one) is None]
         self._schedulers = [_OtherState(one) for one in others if _optimizer_of(one) is not None]
         self._modules = [_ModuleState(module) for module in modules]
         self._generators = _Generators()
         self._copier = Copier()
-        self._order = _StreamOrder()
+        self._order = StreamOrder()
         self.taken = False
 
     def __repr__(self) -> str:
@@ -170,6 +184,74 @@ class Snapshot:
         self.synchronize()
         return self._modules[0].weights()
 
+    def save(self, directory: str | os.PathLike[str], *, process_group: Any = None) -> None:
+        """Write what was taken to files of `torch.distributed.checkpoint`, for `load`; all processes call it.
+
+        Each process writes its own part: of shards no more than it holds, of weights that all hold a copy for each.
+
+        Args:
+            directory: A new or empty one, which all processes see.
+            process_group: The processes that train this model together; None for all.
+
+        Raises:
+            InvalidValueError: If nothing was taken, or the directory is not empty. On all processes.
+            UnsupportedGradientError: If the state holds what has no form in a file, such as a lambda.
+        """
+        save_parts(Path(directory), self._packed, process_group)
+
+    @classmethod
+    def load(
+        cls,
+        directory: str | os.PathLike[str],
+        model: nn.Module,
+        optimizer: Optimizer,
+        *,
+        more: Iterable[Any] = (),
+        process_group: Any = None,
+    ) -> Self:
+        """Return the snapshot that `save` has written, for `restore`; the run itself is not changed yet.
+
+        A run in a new process goes on from it to the bit. Load only what you trust: the files may hold code.
+
+        Args:
+            directory: As given to `save`.
+            model: The same model, sharded over as many processes on the same mesh.
+            optimizer: The same optimizer, which may be new.
+            more: The same things in the same order.
+            process_group: As for `save`.
+
+        Raises:
+            InvalidValueError: If there is no such snapshot, a file is damaged, or it is of another model, optimizer or
+                number of processes. On all processes.
+        """
+        snapshot, error = cls(model, optimizer, more=more), None
+        try:
+            snapshot._unpack(Path(directory), process_group)
+        except Exception as problem:  # or the others would wait for this process
+            error = problem
+        raise_together(error, process_group, "to load a snapshot")
+        snapshot.taken = True
+        return snapshot
+
+    def _packed(self, packer: Packer) -> dict[str, Any]:
+        if not self.taken:
+            raise InvalidValueError("there is no snapshot that could be saved: call take() first.")
+        self.synchronize()
+        parts = [part.packed(packer) for part in self._parts()]
+        return {"kinds": [*map(_kind_of, self._parts())], "parts": parts, "generators": vars(self._generators)}
+
+    @torch.no_grad()
+    def _unpack(self, directory: Path, group: Any) -> None:
+        self._prepare()
+        saved = load_parts(directory, group)
+        compare_names("what it holds", saved["kinds"], map(_kind_of, self._parts()))
+        live = (tensor for part in self._parts() for tensor in part.tensors())
+        self._copier = unpacker = Unpacker(live)
+        for part, packed in zip(self._parts(), saved["parts"], strict=True):
+            part.unpack(packed, unpacker)
+        vars(self._generators).update(saved["generators"])
+        unpacker.fill(directory, rank_in(group))
+
     def synchronize(self) -> None:
         """Wait until all copies have arrived on the host."""
         self._order.synchronize()
@@ -184,7 +266,7 @@ class Snapshot:
         for module in self._modules:
             module.prepare()
         of_modules = (tensor.device for module in self._modules for tensor in module.tensors())
-        self._order.begin([*of_modules, *(device for state in self._optimizers for device in state.devices())])
+        self._order.begin([*of_modules, *(p.device for state in self._optimizers for p in state.tensors())])
 
     def _refuse_left_out_schedulers(self) -> None:
         known = {id(_optimizer_of(one.thing)) for one in self._schedulers}
@@ -223,17 +305,38 @@ class _ModuleState:
 
     def take(self, copier: Copier) -> None:
         self._parameters = [(name, p, copier.tensor(p)) for name, p in self._module.named_parameters()]
-        self._buffers = [
-            (f"{prefix}.{slot}".lstrip("."), module, slot, None if buffer is None else copier.tensor(buffer))
-            for prefix, module in self._module.named_modules()
-            for slot, buffer in buffer_slots(module).items()
-        ]
+        self._buffers = [(*place, copier.copy(buffer_slots(place[1])[place[2]])) for place in self._slots()]
         self._views = _sharing_memory(self._parameters, self._buffers)
         self._extra = [
-            (module, copier.copy(module.get_extra_state()))
-            for module in self._module.modules()
-            if type(module).get_extra_state is not nn.Module.get_extra_state
+            (module, copier.copy(module.get_extra_state())) for module in self._module.modules() if _has_extra(module)
         ]
+
+    def _slots(self) -> Iterator[tuple[str, nn.Module, str]]:
+        """Name, module and name in it of each buffer."""
+        for prefix, module in self._module.named_modules():
+            for slot in buffer_slots(module):
+                yield f"{prefix}.{slot}".lstrip("."), module, slot
+
+    def packed(self, packer: Packer) -> dict[str, Any]:
+        names = {id(module): name for name, module in self._module.named_modules()}
+        return {
+            "parameters": {name: packer.restored(kept) for name, _, kept in self._parameters},
+            "buffers": {name: None if kept is None else packer.restored(kept) for name, _, _, kept in self._buffers},
+            "extra": {names.get(id(module), ""): packer.restored(state) for module, state in self._extra},
+        }
+
+    def unpack(self, packed: dict[str, Any], unpacker: Unpacker) -> None:
+        modules = dict(self._module.named_modules())
+        compare_layouts("parameters", packed["parameters"], dict(self._module.named_parameters()))
+        slots = {name: (module, slot) for name, module, slot in self._slots()}
+        compare_names("buffers", sorted(packed["buffers"]), sorted(slots))
+        compare_names(
+            "modules with extra state", packed["extra"], [name for name, m in modules.items() if _has_extra(m)]
+        )
+        self._parameters = [(n, p, unpacker.copy(packed["parameters"][n])) for n, p in self._module.named_parameters()]
+        self._buffers = [(name, *slots[name], unpacker.copy(one)) for name, one in packed["buffers"].items()]
+        self._views = _sharing_memory(self._parameters, self._buffers)
+        self._extra = [(modules[name], unpacker.copy(state)) for name, state in packed["extra"].items()]
 
     def weights(self) -> dict[str, Tensor]:
         kept = {id(p): copied for _, p, copied in self._parameters}
@@ -271,6 +374,10 @@ class _ModuleState:
             module.set_extra_state(restorer.restored(state))
 
 
+def _has_extra(module: nn.Module) -> bool:
+    return type(module).get_extra_state is not nn.Module.get_extra_state
+
+
 def _sharing_memory(
     parameters: Iterable[tuple[str, Tensor, TensorCopy]],
     buffers: Iterable[tuple[str, nn.Module, str, TensorCopy | None]],
@@ -297,8 +404,8 @@ class _OptimizerState:
         self._state: list[tuple[Any, Any]] = []
         self._attributes: Any = None
 
-    def devices(self) -> Iterator[torch.device]:
-        return (p.device for group in self.optimizer.param_groups for p in group["params"])
+    def tensors(self) -> Iterator[Tensor]:
+        return (p for group in self.optimizer.param_groups for p in group["params"])
 
     def take(self, copier: Copier) -> None:
         groups = self.optimizer.param_groups
@@ -306,6 +413,29 @@ class _OptimizerState:
         self._groups = [copier.copy(_numbers(group)) for group in groups]
         self._state = [(key, copier.copy(value)) for key, value in self.optimizer.state.items()]
         self._attributes = copier.copy(_attributes(self.optimizer))
+
+    def packed(self, packer: Packer) -> dict[str, Any]:
+        places = {id(p): name for name, p in self._named()}
+        return {
+            "parameters": {places[id(p)]: packer.restored(kept) for group in self._parameters for p, kept in group},
+            "groups": [packer.restored(kept) for kept in self._groups],
+            "state": [(places.get(id(key), key), packer.restored(kept)) for key, kept in self._state],
+            "attributes": packer.restored(self._attributes),
+        }
+
+    def unpack(self, packed: dict[str, Any], unpacker: Unpacker) -> None:
+        live, groups = dict(self._named()), self.optimizer.param_groups
+        compare_layouts(f"the parameters of {type(self.optimizer).__name__}", packed["parameters"], live)
+        kept = {name: unpacker.copy(one) for name, one in packed["parameters"].items()}
+        self._parameters = [[(p, kept[_place(i, k)]) for k, p in enumerate(g["params"])] for i, g in enumerate(groups)]
+        self._groups = [unpacker.copy(group) for group in packed["groups"]]
+        self._state = [(live.get(key, key), unpacker.copy(state)) for key, state in packed["state"]]
+        self._attributes = unpacker.copy(packed["attributes"])
+
+    def _named(self) -> Iterator[tuple[str, Tensor]]:
+        for i, group in enumerate(self.optimizer.param_groups):
+            for k, p in enumerate(group["params"]):
+                yield _place(i, k), p
 
     def check(self) -> None:
         now = [[id(p) for p in group["params"]] for group in self.optimizer.param_groups]
@@ -346,6 +476,10 @@ class _OptimizerState:
         state.update(contents)
 
 
+def _place(group: int, parameter: int) -> str:
+    return f"group {group}, parameter {parameter}"
+
+
 def _numbers(group: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key != "params"}
 
@@ -377,6 +511,15 @@ class _OtherState:
         generator = isinstance(self.thing, torch.Generator)
         self._kept = copier.copy(self.thing.get_state() if generator else self.thing.state_dict())
 
+    def tensors(self) -> Iterator[Tensor]:
+        return iter(())
+
+    def packed(self, packer: Packer) -> Any:
+        return packer.restored(self._kept)
+
+    def unpack(self, packed: Any, unpacker: Unpacker) -> None:
+        self._kept = unpacker.copy(packed)
+
     def check(self) -> None:
         """Nothing to compare: the object itself refuses a state that is not its own."""
 
@@ -398,7 +541,7 @@ class _Generators:
     def restore(self) -> None:
         random.setstate(self._python)
         if self._numpy is not None:
-            sys.modules["numpy"].random.set_state(self._numpy)
+            importlib.import_module("numpy").random.set_state(self._numpy)
         torch.set_rng_state(self._cpu)
         for device, state in self._devices:
             torch.get_device_module(device).set_rng_state(state, *_index(device))
@@ -408,36 +551,11 @@ def _index(device: torch.device) -> tuple[torch.device, ...]:
     return () if device.type == "mps" else (device,)  # which has one device, and functions that take none
 
 
-class _StreamOrder:
-    """Lets copies on an accelerator happen one after the other, whichever stream is current."""
-
-    def __init__(self) -> None:
-        self.devices: list[torch.device] = []
-        self._events: list[torch.Event] = []
-
-    def begin(self, devices: Iterable[torch.device]) -> None:
-        """Let the current streams wait for what `done` marked; the host does not."""
-        self.devices = [device for device in dict.fromkeys(devices) if device.type not in ("cpu", "meta")]
-        for device in self.devices:
-            refuse_capture(device, "a snapshot")
-        for event in self._events:
-            event.wait()
-
-    def done(self) -> None:
-        """Mark the copies that were asked for."""
-        self._events = []
-        for device in self.devices:
-            if device.type not in PINNED:
-                continue  # the copy itself waits
-            with torch.get_device_module(device).device(device):
-                event = torch.Event(device)
-                event.record()
-                self._events.append(event)
-
-    def synchronize(self) -> None:
-        """Let the host wait for them."""
-        for event in self._events:
-            event.synchronize()
+def _kind_of(part: Any) -> str:
+    """Return what a part is of: two of one shape may be of different meaning, as the state of Adam and AdamW."""
+    if isinstance(part, _ModuleState):
+        return "a module"
+    return type(part.optimizer if isinstance(part, _OptimizerState) else part.thing).__qualname__
 
 
 def _optimizer_of(thing: Any) -> Optimizer | None:
@@ -446,11 +564,6 @@ def _optimizer_of(thing: Any) -> Optimizer | None:
     optimizer = getattr(inner, "optimizer", None)
     is_scheduler = hasattr(inner, "get_last_lr") or isinstance(inner, torch.optim.lr_scheduler.LRScheduler)
     return optimizer if is_scheduler and isinstance(optimizer, Optimizer) else None
-
-
-def _with_inner(optimizer: Optimizer) -> Sequence[Optimizer]:
-    """Return the optimizer and those that it steps, as ZeroRedundancyOptimizer does."""
-    return [optimizer, *(value for value in vars(optimizer).values() if isinstance(value, Optimizer))]
 
 
 def _check(model: object, optimizer: object, more: Sequence[Any]) -> None:

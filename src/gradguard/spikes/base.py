@@ -66,7 +66,7 @@ class Detector(ABC):
     def __init__(self) -> None:
         self._tensors: dict[str, Tensor] = {}
         self._state_was_read = False
-        self.verdict: SpikeVerdict | NumberVerdict | None = None  # what `last` says, as it was found
+        self._verdict: SpikeVerdict | NumberVerdict | None = None  # what `last` says, as it was found
 
     @property
     def state(self) -> dict[str, Tensor]:
@@ -77,7 +77,7 @@ class Detector(ABC):
     @property
     def last(self) -> SpikeVerdict | None:
         """What was said of the last step; None before the first."""
-        return self.verdict.tensors() if isinstance(self.verdict, NumberVerdict) else self.verdict
+        return self._verdict.tensors() if isinstance(self._verdict, NumberVerdict) else self._verdict
 
     def _settled(self) -> dict[str, Tensor]:
         """Return the tensors of the state, after what is kept beside them was written there."""
@@ -109,8 +109,8 @@ class Detector(ABC):
             self._tensors = self._empty(len(values))
         if self._tensors["history"].device != values.device:
             self.to(values.device)
-        self.verdict = self._judge(values.detach().to(self._tensors["history"].dtype))
-        spike = self.verdict.spike
+        self._verdict = self._judge(values.detach().to(self._tensors["history"].dtype))
+        spike = self._verdict.spike
         return spike if isinstance(spike, Tensor) else torch.tensor(spike, dtype=torch.bool, device="cpu")
 
     def observe_numbers(self, values: Sequence[float]) -> bool:
@@ -130,7 +130,7 @@ class Detector(ABC):
 
     def reset(self) -> None:
         """Forget all history: what comes next is a new start, such as another data set or learning rate."""
-        self.verdict = None
+        self._verdict = None
         if state := self._settled():
             fresh = self._empty(len(state["history"]))
             for name, tensor in state.items():  # in place: a captured graph goes on using this memory
@@ -156,7 +156,7 @@ class Detector(ABC):
             InvalidValueError: If it is not the state of such a detector with the same windows. Its other numbers may
                 differ: those of this detector hold from here on.
         """
-        self.verdict = None
+        self._verdict = None
         if not state_dict:
             self.reset()
             return
@@ -178,6 +178,11 @@ class Detector(ABC):
             return self._tensors
         history = state_dict.get("history")
         return self._empty(len(history) if isinstance(history, Tensor) and history.dim() else 1)
+
+
+def verdict_of(detector: Detector) -> SpikeVerdict | NumberVerdict | None:
+    """Return what ``detector.last`` says as it was found, a new object at each step: no tensors for plain numbers."""
+    return detector._verdict
 
 
 def number_above_0(name: str, value: float) -> float:

@@ -140,7 +140,7 @@ class SpikeDetector(Detector):
         """As `observe`, for who has the signals as plain numbers on the CPU."""
         if self._numbers is None or len(values) != len(self._numbers.signals):
             return super().observe_numbers(values)
-        self.verdict = verdict = self._judge_on_host(values)
+        self._verdict = verdict = self._judge_on_host(values)
         return verdict.spike
 
     # On the CPU: the same rule in Python. The state is kept as plain numbers from step to step, and goes to the tensors

@@ -10,10 +10,10 @@ from torch import Tensor
 from gradguard.arguments import check_number
 from gradguard.distributed.placements import is_sharded
 from gradguard.distributed.sums import number_of_processes, sum_over
-from gradguard.errors import InvalidTypeError, InvalidValueError
+from gradguard.errors import InvalidTypeError, InvalidValueError, UnsupportedGradientError
 from gradguard.spikes.base import Detector
 from gradguard.spikes.detector import SpikeDetector
-from gradguard.tensors.host_copy import refuse_capture
+from gradguard.tensors.host_copy import is_captured, refuse_capture
 from gradguard.tensors.layout import are_readable, move, wide_dtype
 
 
@@ -26,9 +26,12 @@ class SkipSpikes:
     .. math:: \bar L = \sum_{r, i} w_{r i} L_{r i} \Big/ \sum_{r, i} w_{r i}
 
     over ranks r and micro-batches i, and each norm is the mean over the ranks, on which it is the same number already
-    up to rounding: one all-reduce of a few numbers, so that all ranks decide by the same bits.
+    up to rounding: one all-reduce of a few numbers, so that all ranks decide by the same bits. Pipeline stages that
+    are named to the guard (``process_group=``, ``mesh=``) have one norm; of others it is the mean of the stages' norms.
+    Only those that know the loss tell it.
 
     **Guarantees.** Those of the detector; and a step that is not finite is none of its business: it leaves no trace.
+    Where it acts, all ranks take such a step for what it is, also a rank whose own gradients are finite.
 
     Args:
         detector: What tells a spike; None for ``SpikeDetector()``. It belongs to one guard.
@@ -39,6 +42,8 @@ class SkipSpikes:
     Attributes:
         detector: The detector.
         act: As given; it may be changed at any time, on all processes at once.
+        nonfinite: Whether a gradient of any process was not finite on the step judged last; 0-dim bool, None if there
+            is one process only.
 
     Raises:
         InvalidTypeError: If ``detector`` is no detector.
@@ -63,9 +68,11 @@ class SkipSpikes:
             given = f"the class {detector.__name__}" if isinstance(detector, type) else type(detector).__name__
             raise InvalidTypeError(f"detector is {given}: expected a detector, such as SpikeDetector().")
         self.act = bool(act)
+        self.nonfinite: Tensor | None = None
         self._group = process_group
         # The sums of weight * loss and of weight in this step, on this process: plain numbers if all came from the CPU.
         self._loss: Tensor | tuple[float, float] | None = None
+        self._loss_is_captured = False  # told while a CUDA graph was being recorded
         self._known = [0, 0]  # spikes seen, and spikes skipped, that the host knows of
         self._counts: Tensor | None = None  # and those that only the device does
 
@@ -96,16 +103,33 @@ class SkipSpikes:
         value = _one_number("loss", loss, torch.device("cpu"))
         count = _one_number("weight", weight, value.device)
         new = torch.stack([torch.where(count == 0, 0.0, count * value), count])
+        self._loss_is_captured = is_captured(new.device)
         self._loss = new if self._loss is None else self._losses(new.device) + new
 
     def _losses(self, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
         if isinstance(self._loss, Tensor):
             return move(self._loss, device, dtype)
-        return torch.tensor(self._loss or (0.0, 0.0), dtype=dtype or wide_dtype(device), device=device)
+        numbers = self._loss or (0.0, 0.0)
+        return torch.stack([torch.full((), x, dtype=dtype or wide_dtype(device), device=device) for x in numbers])
+
+    def check_captured(self, device: torch.device) -> None:
+        """Check that a step in a CUDA graph has a loss there too: its replays would judge one and the same number.
+
+        Raises:
+            UnsupportedGradientError: If one of the two is recorded in a graph and the other is not.
+        """
+        if self._loss is None or (captured := is_captured(device)) == self._loss_is_captured:
+            return
+        how = "as a tensor on the device, inside torch.cuda.graph(...)" if captured else "after each replay, outside"
+        raise UnsupportedGradientError(
+            f"the {'step' if captured else 'loss'} is recorded in a CUDA graph and the "
+            f"{'loss' if captured else 'step'} is not: each step would be judged by the loss of the first. Call "
+            f"guard.loss(loss) {how}, before the step."
+        )
 
     def forget_loss(self) -> None:
         """Drop the losses taken so far: their step is over."""
-        self._loss = None
+        self._loss, self._loss_is_captured = None, False
 
     @torch.no_grad()
     def judge(self, norms: Tensor, bad: Tensor) -> Tensor:
@@ -114,9 +138,14 @@ class SkipSpikes:
         Args:
             norms: The unscaled norms before the clip, ``[n]``.
             bad: Whether a gradient is not finite; 0-dim bool. Then the step leaves no trace.
+
+        Raises:
+            UnsupportedGradientError: If the step is recorded in a CUDA graph and its loss is not, or the other way
+                round.
         """
         if are_readable(norms, bad) and self.is_alone():
             return torch.tensor(self.judge_numbers(norms.tolist(), bool(bad)), dtype=torch.bool, device="cpu")
+        self.check_captured(norms.device)
         spike = self.detector.observe(self._values(norms, bad))
         if self._counts is None or self._counts.device != spike.device:
             refuse_capture(spike.device, "the count of spikes")
@@ -142,10 +171,11 @@ class SkipSpikes:
     def _values(self, norms: Tensor, bad: Tensor) -> Tensor:
         wide = norms.to(wide_dtype(norms.device))
         wide = torch.where(wide == 0, torch.nan, wide)  # no gradients: that tells nothing of the scale
-        added = torch.where(bad, torch.nan, torch.cat([self._losses(wide.device, wide.dtype), wide]))
-        self._loss = None
-        added = sum_over(added, self._group)
-        return torch.cat([added[:1] / added[1:2], added[2:] / number_of_processes(self._group)])
+        own = torch.where(bad, torch.nan, torch.cat([self._losses(wide.device, wide.dtype), wide]))
+        self.forget_loss()
+        added = sum_over(torch.cat([own, bad.to(own).reshape(1)]), self._group)
+        self.nonfinite = None if self.is_alone() else added[-1] > 0
+        return torch.cat([added[:1] / added[1:2], added[2:-1] / number_of_processes(self._group)])
 
     @property
     def seen(self) -> int:
