@@ -2,10 +2,12 @@
 
 import itertools
 import math
+import sys
 
 import torch
-from triton_on_cpu import BAD, same, truncated
+from triton_on_cpu import BAD, Operations, same, truncated
 
+import gradguard as gg
 from gradguard.tensors import triton_kernels, triton_plan, units
 from gradguard.tensors.triton_plan import UnitList
 from gradguard.tensors.units import ROWS, WHOLE, UnitLayout
@@ -175,13 +177,8 @@ def check_random_lists():
 
 
 def check_launches():
-    """Four of one clip whatever the list, and of a rule that decides first as many; each launch is counted.
-
-    What torch starts beside them is told by tests/test_fake_cuda.py.
-    """
-    started, original = [], triton_plan._start
-    triton_plan._start = lambda kernel, *a, **o: (started.append(kernel.__name__), original(kernel, *a, **o))
-    triton_plan.are_taken = lambda tensors, writes, wide: bool(tensors)
+    """Four of one clip whatever the list, three of a rule that decides first, one of factors for whole tensors."""
+    started = counted()
     for repeats in (1, 3):
         grads, layouts = with_units(torch.float32, "as usual", every=6)
         weights, _ = with_units(torch.float32, "as usual", seed=1, every=6)
@@ -201,6 +198,51 @@ def check_launches():
         started.clear()
 
 
+def counted():
+    """The names of the kernels from now on, with those of torch's own operations inside of ``Operations``."""
+    started, original = [], triton_plan._start
+
+    def start(kernel, *arguments, **settings):
+        started.append(kernel.__name__)
+        Operations.in_a_kernel = True
+        original(kernel, *arguments, **settings)
+        Operations.in_a_kernel = False
+
+    def are_taken(tensors, _, wide):
+        return bool(tensors) and (wide or all(x.dtype is not torch.float64 for x in tensors))
+
+    triton_plan._start, triton_plan.are_taken = start, are_taken
+    return started
+
+
+VIEWS = {"split_with_sizes", "permute", "detach", "unbind", "select", "unsqueeze", "expand"}
+
+
+def check_launches_of_public_calls():
+    """After `check_launches`. One adaptive clip is its four kernels and a rounding; no rule's launches grow."""
+    for module in [m for name, m in sys.modules.items() if name.startswith("gradguard.")]:
+        if hasattr(module, "are_readable"):
+            module.are_readable = lambda *_: False
+    started, launches = counted(), {}
+    calls = {
+        "clip_grad_adaptive_": lambda ps: gg.clip_grad_adaptive_([p for _, p in ps], 0.01),
+        "ClipAdaptive": gg.ClipAdaptive(0.01),
+        "ClipByNorm": gg.ClipByNorm(1.0),
+        "AdaGC": gg.AdaGC(),
+    }
+    for name, count in itertools.product(calls, (3, 9)):
+        named = [(str(i), torch.nn.Parameter(torch.ones(6, 4))) for i in range(count)]
+        for _, parameter in named:
+            parameter.grad = torch.ones(6, 4)
+        calls[name](named)  # tables of their sizes are made and sent
+        started.clear(), Operations.names.clear()
+        with Operations():
+            calls[name](named)
+        launches[name, count] = len(started) + len([x for x in Operations.names if x not in VIEWS])
+    assert all(launches[name, 3] == launches[name, 9] for name in calls), launches
+    assert launches["clip_grad_adaptive_", 3] == 5, launches
+
+
 if __name__ == "__main__":
     triton_kernels.UNIT_BLOCK, triton_kernels.UNIT_STEPS, triton_kernels.UNITS_AT_ONCE = 128, 4, 16
     check_norms()
@@ -209,4 +251,5 @@ if __name__ == "__main__":
     check_clip()
     check_random_lists()
     check_launches()
+    check_launches_of_public_calls()
     print("as torch")

@@ -86,9 +86,11 @@ class UnitLayout:
             sizes = self.groups, tensor.shape[1] * math.prod(tensor.shape[2 : self.dim + 1])
             after = math.prod(tensor.shape[self.dim + 2 :])
             return (*sizes, tensor.shape[self.dim + 1], after) if tensor.is_contiguous() else None
-        order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
-        if not tensor.permute(order).is_contiguous():
-            return None
+        order = list(range(tensor.dim()))
+        if not tensor.is_contiguous():
+            order.sort(key=tensor.stride, reverse=True)
+            if not tensor.permute(order).is_contiguous():
+                return None
         place = order.index(self.dim)
         before, after = (math.prod([tensor.shape[d] for d in dims]) for dims in (order[:place], order[place + 1 :]))
         return 1, before, tensor.shape[self.dim], after
