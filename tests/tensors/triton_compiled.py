@@ -55,8 +55,12 @@ def compiled_units(capability):
             rows.append([name, dtype, 16, widest, *assembled(ptx, capability)])
     signature = {"cuts": "*i64", "tensor": "*i32"} | dict.fromkeys(("partial", "norms", "factors", "squares"), "*fp64")
     signature |= {"weights": "*i64", "threshold": "i64", "eps": "i64"}
-    constants = {"TOGETHER": kernels.UNITS_AT_ONCE, "TERMS": kernels.TERMS, "FACTORS": True}
-    ptx = compiled(kernels.unit_norms, signature, constants, capability)
+    constants = {"TOGETHER": kernels.UNITS_AT_ONCE, "TERMS": kernels.TERMS}
+    nothing = dict.fromkeys(("weights", "factors", "squares"))
+    alone = {name: kind for name, kind in signature.items() if name not in nothing} | {"threshold": "i32", "eps": "i32"}
+    ptx = compiled(kernels.unit_norms, alone, constants | nothing | {"FACTORS": False}, capability)
+    rows.append(["unit_norms, alone", "float64", 16, 128, *assembled(ptx, capability)])
+    ptx = compiled(kernels.unit_norms, signature, constants | {"FACTORS": True}, capability)
     assert re.search(r"div\.rn\.f64", ptx), "a quotient that is not rounded as torch rounds it"
     return [*rows, ["unit_norms", "float64", 16, 128, *assembled(ptx, capability)]]
 

@@ -1,9 +1,11 @@
 """The one way to the Triton kernels: lists of CUDA tensors that these can take, and what they do with them.
 
-`DeviceList.of` returns None for everything else, and callers then take torch's own kernels, which are right for all:
-that is the whole dispatch. Taken are dense float32, bfloat16, float16 and float64 tensors (float64 not for norms) on
-one NVIDIA GPU of compute capability 8.0 or newer, where Triton can be imported, outside of `torch.compile` and of the
-recording of a CUDA graph, whose replays would read addresses from memory that is used for something else by then.
+`DeviceList.of` and `UnitList.of` return None for everything else, and callers then take torch's own kernels, which are
+right for all: that is the whole dispatch. Taken are dense float32, bfloat16, float16 and float64 tensors (float64 not
+for norms and units) on one NVIDIA GPU of compute capability 8.0 or newer, where Triton can be imported, outside of
+`torch.compile` and of the recording of a CUDA graph. Its replays would copy the addresses from pinned memory that has
+been used for something else by then; that memory pinned for as long as the graph lives would do is not to be proven
+without a GPU.
 
 **They have never run on a GPU**, so they are off unless ``GRADGUARD_TRITON=1`` is set when they are first asked for.
 Before a device is used for the first time, the kernels do a small list there and are compared with torch, for which the
