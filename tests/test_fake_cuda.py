@@ -38,17 +38,18 @@ VIEWS = {
 class Launches(TorchDispatchMode):
     """Counts what runs on the device; a copy between host and device for which the host waits fails."""
 
-    def __init__(self, waits=False):
+    def __init__(self, waits=False, copies=True):
         super().__init__()
-        self.seen, self.waits = Counter(), waits
+        self.seen, self.waits, self.copies = Counter(), waits, copies
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs, name = kwargs or {}, func.overloadpacket.__name__
         out = func(*args, **kwargs)
-        ends = args[:2] if name == "copy_" else (args[0], out) if name == "_to_copy" else ()
+        ends = args[1::-1] if name == "copy_" else (args[0], out) if name == "_to_copy" else ()
         if len({end.is_cpu for end in ends}) == 2 and not self.waits:
+            assert self.copies, f"{name} from {ends[0].device} to {ends[1].device} would be replayed"
             asynchronous = kwargs.get("non_blocking") or args[2:3] == (True,)
-            assert asynchronous, f"{name} from {ends[-1].device} to {ends[0].device} waits"
+            assert asynchronous, f"{name} from {ends[0].device} to {ends[1].device} waits"
         if func.namespace == "aten" and name not in VIEWS:
             self.seen[name] += 1
         return out
@@ -151,8 +152,28 @@ def test_no_wait_no_mix_of_devices_and_few_launches(call, devices, dtype):
     assert each <= CALLS[call][1 if dtype is torch.float32 else 2] + (len(devices) == 2), (each, many - few)
 
 
+@pytest.mark.parametrize("call", CALLS)
+def test_what_a_cuda_graph_records_copies_nothing_between_host_and_device(call, monkeypatch):
+    """A replay would copy from memory that the host has used for something else since; and the host must not wait.
+
+    Triton's kernels, whose tables come from the host, are not started then: tests/tensors/test_triton_kernels.py.
+    """
+    with FakeTensorMode(), skip_without_cuda_build():
+        act, ps = CALLS[call][0](), parameters(4, SECOND)
+        with Launches(waits=True):
+            act(ps)
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        with Launches(copies=False):
+            act(ps)
+
+
+def test_a_copy_in_a_cuda_graph_is_caught():
+    with FakeTensorMode(), pytest.raises(AssertionError, match="_to_copy from cpu to cuda:0"), Launches(copies=False):
+        torch.zeros(3, device="cpu").to(FIRST, non_blocking=True)
+
+
 def test_a_wait_is_caught():
-    with FakeTensorMode(), pytest.raises(AssertionError, match="_to_copy from cuda:0 to cpu waits"), Launches():
+    with FakeTensorMode(), pytest.raises(AssertionError, match="_to_copy from cpu to cuda:0 waits"), Launches():
         torch.zeros(3).to(FIRST)
     with FakeTensorMode(), Launches() as seen:
         torch.zeros(3).to(FIRST, non_blocking=True)

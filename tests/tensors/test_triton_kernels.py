@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from gradguard.tensors import triton_plan
-from gradguard.tensors.triton_plan import DeviceList, coefficients_on_device
+from gradguard.tensors.triton_plan import DeviceList, UnitList, coefficients_on_device
 
 FOLDER = Path(__file__).parent
 with_triton = pytest.mark.skipif(
@@ -41,10 +41,11 @@ def run(script, *arguments, **environment):
 
 @with_triton
 @pytest.mark.slow
-def test_values_are_those_of_torch_and_of_the_slow_twin():
+@pytest.mark.parametrize("script", ["triton_on_cpu.py", "triton_units_on_cpu.py"])
+def test_values_are_those_of_torch_and_of_the_slow_twin(script):
     if is_the_interpreter_too_old():
         pytest.skip("Triton's interpreter before 3.7 does not run under NumPy")
-    ran = run("triton_on_cpu.py", TRITON_INTERPRET="1", GRADGUARD_NATIVE="0")
+    ran = run(script, TRITON_INTERPRET="1", GRADGUARD_NATIVE="0")
     assert ran.stdout == "as torch\n", ran.stderr
 
 
@@ -86,7 +87,7 @@ class Own(torch.Tensor):
 @pytest.mark.parametrize("case", BLOCKS)
 def test_what_the_kernels_take(case):
     make, read, write = BLOCKS[case]
-    taken = [triton_plan.are_blocks(make(), torch.device("cpu"), writes) for writes in (False, True)]
+    taken = [triton_plan.are_blocks(make(), torch.device("cpu"), writes, writes) for writes in (False, True)]
     assert taken == [read, write]
 
 
@@ -145,6 +146,27 @@ def fails(_):
     raise RuntimeError("no assembler")
 
 
+def bad_in(x):
+    return [int(x.isnan().sum()), int(x.isinf().sum())]
+
+
+def units_clipped(grads, weights, threshold, eps, wrong):
+    """As the kernels are to do it, but for one of four things: the norm of all, a norm, a factor, the writing."""
+    norms, limits = (
+        torch.cat([torch.linalg.vector_norm(x, dim=(1, 3), dtype=torch.float64).flatten() for x in some._tensors])
+        for some in (grads, weights)
+    )
+    bound = limits.clamp(min=eps) * threshold
+    factors = torch.where(norms > bound, bound / norms, 1.0)
+    if wrong in (1, 2):
+        (norms if wrong == 1 else factors)[7] *= 1.001
+    shapes = grads._shapes
+    for x, factor in zip(grads._tensors, factors.split([g * u for g, _, u, _ in shapes]), strict=True):
+        if wrong != 3:
+            x.copy_(x * factor.float().view(x.shape[0], 1, x.shape[2], 1))
+    return torch.linalg.vector_norm(norms) * (1.001 if wrong == 0 else 1), norms, factors
+
+
 def test_the_first_use_compares_with_torch(monkeypatch):
     """On kernels that do nothing: each of them is missed."""
     monkeypatch.setattr(DeviceList, "norms", lambda self: torch.zeros(len(self._tensors), dtype=torch.float64))
@@ -158,6 +180,13 @@ def test_the_first_use_compares_with_torch(monkeypatch):
     monkeypatch.setattr(DeviceList, "norm", whole)
     assert triton_plan.differs_from_torch(torch.device("cpu")) == "coefficients differ"
     monkeypatch.setattr(triton_plan, "_coefficients", lambda norms, limit: (limit / (norms + 1e-6)).clamp(max=1))
+    monkeypatch.setattr(DeviceList, "nonfinite", lambda self: torch.zeros(len(self._tensors), 2))
+    assert triton_plan.differs_from_torch(torch.device("cpu")) == "counts differ"
+    monkeypatch.setattr(DeviceList, "nonfinite", lambda self: torch.tensor(list(map(bad_in, self._tensors))))
+    for wrong, error in {0: "norms", 1: "norms", 2: "factors", 3: "scale"}.items():
+        monkeypatch.setattr(UnitList, "clip_", lambda *a, wrong=wrong: units_clipped(*a, wrong=wrong))
+        assert triton_plan.differs_from_torch(torch.device("cpu")).startswith(error), wrong
+    monkeypatch.setattr(UnitList, "clip_", lambda *a: units_clipped(*a, wrong=None))
     for name, does in (
         ("scale", lambda self, factor: [t.copy_(t * factor.to(triton_plan._wide(t))) for t in self._tensors]),
         ("clamp", lambda self, low, high: [t.clamp_(low, high) for t in self._tensors]),

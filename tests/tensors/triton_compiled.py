@@ -22,6 +22,7 @@ MORE = {
     "scale": {"coefficient": "*fp64"},
     "clamp": {"low": "*fp64", "high": "*fp64"},
     "zero": {"flag": "*fp32"},
+    "nonfinite": {"place": "*i64", "counts": "*i64"},
 }
 
 
@@ -38,7 +39,34 @@ def compiled(kernel, signature, constants, capability):
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": 8}).asm["ptx"]
 
 
+UNIT_TABLES = {"where": "*i64", "cuts": "*i64", "tensor": "*i32"}
+
+
+def compiled_units(capability):
+    rows, sizes = [], {"BLOCK": kernels.UNIT_BLOCK, "STEPS": kernels.UNIT_STEPS}
+    for dtype in ("float32", "bfloat16", "float16"):
+        for name, more, also in (
+            ("unit_squares", {"partial": "*fp64"}, {"SPAN": kernels.SPAN}),
+            ("unit_scale", {"factors": "*fp64"}, {}),
+        ):
+            constants = {"DTYPE": getattr(tl, dtype)} | sizes | also
+            ptx = compiled(getattr(kernels, name), UNIT_TABLES | more, constants, capability)
+            widest = min(width_of(ptx, kind) for kind in ACCESSES[name])
+            rows.append([name, dtype, 16, widest, *assembled(ptx, capability)])
+    signature = {"cuts": "*i64", "tensor": "*i32"} | dict.fromkeys(("partial", "norms", "factors", "squares"), "*fp64")
+    signature |= {"weights": "*i64", "threshold": "i64", "eps": "i64"}
+    constants = {"TOGETHER": kernels.UNITS_AT_ONCE, "TERMS": kernels.TERMS}
+    nothing = dict.fromkeys(("weights", "factors", "squares"))
+    alone = {name: kind for name, kind in signature.items() if name not in nothing} | {"threshold": "i32", "eps": "i32"}
+    ptx = compiled(kernels.unit_norms, alone, constants | nothing | {"FACTORS": False}, capability)
+    rows.append(["unit_norms, alone", "float64", 16, 128, *assembled(ptx, capability)])
+    ptx = compiled(kernels.unit_norms, signature, constants | {"FACTORS": True}, capability)
+    assert re.search(r"div\.rn\.f64", ptx), "a quotient that is not rounded as torch rounds it"
+    return [*rows, ["unit_norms", "float64", 16, 128, *assembled(ptx, capability)]]
+
+
 ACCESSES = {"partial_squares": ["ld"], "scale": ["ld", "st"], "clamp": ["ld", "st"], "zero": ["st"]}
+ACCESSES |= {"unit_squares": ["ld"], "unit_scale": ["ld", "st"], "nonfinite": ["ld"]}
 
 
 def width_of(ptx, kind):
@@ -77,6 +105,7 @@ def main(capability):
     signature = {"partial": "*fp64", "first": "*i64", "last": "*i64", "norms": "*fp64"}
     ptx = compiled(kernels.finish, signature, {"BLOCK": 1024}, capability)
     rows.append(["finish", "float64", 16, 128, *assembled(ptx, capability)])
+    rows += compiled_units(capability)
     signature = {"norms": "*fp64", "limit": "i64", "coefficients": "*fp64", "count": "i32"}
     ptx = compiled(kernels.coefficient, signature, {"BLOCK": 256}, capability)
     assert re.search(r"(rcp|div)\.rn\.f64", ptx), "a reciprocal that is not rounded as torch rounds it"

@@ -146,6 +146,20 @@ def check_dispatch():
         started.clear()
 
 
+def check_counts():
+    for dtype in triton_plan.DTYPES:
+        tensors = make(dtype)
+        for k, x in enumerate(tensors):
+            flat = x.view(-1) if x.is_contiguous() else x.t().view(-1)
+            flat[: k % 4 * 40 : 2] = math.nan
+            flat[1 : k % 3 * 60 : 3] = (-1) ** k * math.inf
+        want = [[int(x.isnan().sum()), int(x.isinf().sum())] for x in tensors]
+        assert DeviceList(tensors).nonfinite().tolist() == want, dtype
+    mixed = [t for d in triton_plan.DTYPES for t in make(d)][::-1]
+    mixed[3].fill_(math.nan), mixed[-5].fill_(math.inf)
+    assert DeviceList(mixed).nonfinite().tolist() == [[int(x.isnan().sum()), int(x.isinf().sum())] for x in mixed]
+
+
 class Operations(TorchDispatchMode):
     """What torch itself starts beside the kernels, whose interpreter uses torch too."""
 
@@ -200,6 +214,7 @@ if __name__ == "__main__":
     check_norm_of_all()
     check_coefficients()
     check_nonfinite()
+    check_counts()
     check_scale()
     check_clamp()
     check_zero()

@@ -162,11 +162,11 @@ def _acted_on(grads: Gradients) -> list[Tensor]:
 
 @dataclass(frozen=True, slots=True)
 class AdaptiveClip:
-    """What an adaptive clip did: its decision, whether the policy zeroed all, and which gradients were not finite."""
+    """What an adaptive clip did: its decision, whether it zeroes what is not finite, and which gradients were not."""
 
     grads: Gradients
     decision: UnitDecision
-    zeroed: Tensor
+    zeroes: bool
     bad: Tensor | None
 
     def norm(self) -> Tensor:
@@ -176,12 +176,13 @@ class AdaptiveClip:
     def result(self) -> ClipResult:
         """Return everything that a user may ask for."""
         norm, outcome = self.decision.norm, self.decision.outcome()
-        coefficient = torch.where(outcome.clipped, outcome.after / norm, 1.0)
+        coefficient, nonfinite = torch.where(outcome.clipped, outcome.after / norm, 1.0), ~torch.isfinite(norm)
+        zeroed = nonfinite & self.zeroes
         return ClipResult(
             norm=self.norm(),
-            coefficient=torch.where(self.zeroed, 0.0, coefficient),
-            clipped=outcome.clipped | self.zeroed,
-            nonfinite=~torch.isfinite(norm),
+            coefficient=torch.where(zeroed, 0.0, coefficient),
+            clipped=outcome.clipped | zeroed,
+            nonfinite=nonfinite,
             norms=outcome.norms if outcome.classes is None else None,
             names=self.grads.plain_names(),
             bad=self.bad,
@@ -204,7 +205,7 @@ def _clip(
     written = decision.write() if at_once is None else list(decision.units.rows.values())
     if policy == "zero":
         zero_if_nonfinite_(norm, written)
-    return AdaptiveClip(grads, decision, ~torch.isfinite(norm) & (policy == "zero"), bad)
+    return AdaptiveClip(grads, decision, policy == "zero", bad)
 
 
 def _norms_of_each(decision: UnitDecision) -> Tensor | None:

@@ -151,7 +151,7 @@ class NonfiniteCounter:
         self._versions = [_version(g) for g in gradients]
         self._counts: Sequence[int | None] | None = None
         if are_readable(nonfinite, *gradients) and bool(nonfinite):
-            self._counts = [sum(count_nonfinite(g)) for g in gradients]
+            self._counts = [nan + inf for nan, inf in count_nonfinite(gradients)]
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Give a copy what was counted; it has no gradients to count in."""
@@ -159,19 +159,15 @@ class NonfiniteCounter:
 
     def count(self, positions: Sequence[int]) -> list[int | None]:
         """Return the number of non-finite elements of the gradients at ``positions``, None where it cannot be told."""
-        return [self._count(i) for i in positions]
+        if self._counts is not None:
+            return [self._counts[i] for i in positions]
+        left = {i: g for i in positions if (g := self._gradients[i]()) is not None and _version(g) == self._versions[i]}
+        counts = dict(zip(left, count_nonfinite(list(left.values())), strict=True))
+        return [sum(counts[i]) if i in counts else None for i in positions]
 
     def gradients_are_unchanged(self) -> None:
         """Trust the gradients as they are: a fused optimizer that skips a step marks them as written all the same."""
         self._versions = [-1 if (g := ref()) is None else _version(g) for ref in self._gradients]
-
-    def _count(self, position: int) -> int | None:
-        if self._counts is not None:
-            return self._counts[position]
-        gradient = self._gradients[position]()
-        if gradient is None or _version(gradient) != self._versions[position]:
-            return None
-        return sum(count_nonfinite(gradient))
 
 
 def _counted(counts: Sequence[int | None] | None, number: int) -> NonfiniteCounter:

@@ -21,7 +21,8 @@ from gradguard.clip.lock_in import LockIn
 from gradguard.distributed.wrappers import refuse_flat_parameters
 from gradguard.tensors.layout import are_readable, coalesce_, meeting_device, move
 from gradguard.tensors.norms import tensor_norms, total_norm
-from gradguard.tensors.scaling import clamp_, clip_coefficient, exceeds, scale_
+from gradguard.tensors.scaling import clamp_, clip_coefficient, exceeds
+from gradguard.tensors.units import scale_each_
 
 
 class FixedRule(Clipper):
@@ -158,7 +159,7 @@ class ClipByNorm(FixedRule):
             threshold=limit,
             locked_in=locked_in,
         )
-        return Decision(grads, result, None, lambda: _scale_each(grads.gradients, coefficients))
+        return Decision(grads, result, None, lambda: scale_each_(grads.gradients, coefficients))
 
 
 class ClipByValue(FixedRule):
@@ -277,11 +278,6 @@ class ClipByValue(FixedRule):
             return -high, high
         high = float(self.max) if isinstance(self.max, Tensor) else self.max
         return check_bounds(self.min, high, ("min", "max"))
-
-
-def _scale_each(gradients: Sequence[Tensor], coefficients: Tensor) -> None:
-    for gradient, coefficient in zip(gradients, coefficients.unbind(), strict=True):
-        scale_([gradient], coefficient)
 
 
 def _may_exceed(norms: Tensor, low: float | Tensor, high: float | Tensor) -> list[bool]:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from gradguard.errors import NonFiniteGradientError
 from gradguard.tensors.kernels import Blocks
-from gradguard.tensors.layout import are_readable, grouped, move, readable_values, writable_values
+from gradguard.tensors.layout import are_readable, grouped, meeting_device, move, readable_values, writable_values
 from gradguard.tensors.triton_plan import DeviceList
 
 _NAMED_AT_MOST = 20
@@ -29,7 +29,8 @@ def refuse_nonfinite(
     """
     if bool(torch.isfinite(norm)):
         return
-    counts = [(name(i), *count_nonfinite(t), t.numel()) for i, t in enumerate(tensors)]
+    each = zip(tensors, count_nonfinite(tensors), strict=True)
+    counts = [(name(i), *count, t.numel()) for i, (t, count) in enumerate(each)]
     known = [True] * len(counts) if norms is None else norms.isfinite().tolist()
     bad = [
         f"{name}: {_words(nan, inf, size) if nan or inf else 'in the part of another process'}"
@@ -67,13 +68,22 @@ def zero_if_nonfinite_(norm: Tensor, tensors: Sequence[Tensor]) -> None:
 
 
 @torch.no_grad()
-def count_nonfinite(tensor: Tensor) -> tuple[int, int]:
-    """Return how many elements of ``tensor`` are NaN and how many are infinite."""
-    if (blocks := Blocks.of([tensor])) is not None:
-        (nan,), (inf,) = blocks.nonfinite()
-        return nan, inf
+def count_nonfinite(tensors: Sequence[Tensor]) -> list[tuple[int, int]]:
+    """Return how many elements of each tensor are NaN and how many are infinite; one read of the device for all."""
+    if (blocks := Blocks.of(tensors)) is not None:
+        return list(zip(*blocks.nonfinite(), strict=True))
+    if (listed := DeviceList.of(tensors, wide=True)) is not None:
+        counts = listed.nonfinite()
+    else:
+        device = meeting_device(tensors)
+        each = [move(_nan_and_inf(tensor), device) for tensor in tensors]
+        counts = torch.stack(each) if each else torch.zeros(0, 2)
+    return [(nan, inf) for nan, inf in counts.tolist()]
+
+
+def _nan_and_inf(tensor: Tensor) -> Tensor:
     values = readable_values(tensor, modulus=True)
-    return int(values.isnan().sum()), int(values.isinf().sum())
+    return torch.stack([values.isnan().sum(), values.isinf().sum()])
 
 
 def _words(nan: int, inf: int, size: int) -> str:

@@ -200,3 +200,265 @@ def zero(
             tl.store(pointer + at + offsets, nothing, mask=at + offsets < main)
         rest = main + tl.arange(0, V)
         tl.store(pointer + rest, tl.zeros([V], DTYPE), mask=rest < n)
+
+
+@triton.jit
+def _count_block(pointer, mask, DTYPE: tl.constexpr):
+    """How many elements are NaN, and how many infinite."""
+    COMPUTE: tl.constexpr = tl.float64 if tl.float64 == DTYPE else tl.float32
+    x = tl.load(pointer, mask=mask, other=0.0).to(COMPUTE)
+    return tl.sum((x != x).to(tl.int32), 0), tl.sum((tl.abs(x) == float("inf")).to(tl.int32), 0)
+
+
+@triton.jit
+def nonfinite(
+    where,
+    length,
+    tensor,
+    start,
+    place,
+    counts,
+    DTYPE: tl.constexpr,
+    ALIGN: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Add the numbers of NaN and of infinite elements to counts[2 * place[t]] and the one behind; integers, int64."""
+    c = tl.program_id(0)
+    pointer, n = _chunk(where, length, tensor, start, c, DTYPE, ALIGN, CHUNK)
+    V: tl.constexpr = 128 // DTYPE.primitive_bitwidth
+    offsets = tl.arange(0, BLOCK)
+    main = _even(n, DTYPE)
+    rest = main + tl.arange(0, V)
+    nan, inf = _count_block(pointer + rest, rest < n, DTYPE)
+    for at in range(0, main, BLOCK):
+        more_nan, more_inf = _count_block(pointer + at + offsets, at + offsets < main, DTYPE)
+        nan += more_nan
+        inf += more_inf
+    if nan + inf > 0:
+        slot = counts + 2 * tl.load(place + tl.load(tensor + c))
+        tl.atomic_add(slot, nan.to(tl.int64))
+        tl.atomic_add(slot + 1, inf.to(tl.int64))
+
+
+# Units: each tensor lies in memory as [groups, lines, length], and a program takes a tile of one group, BLOCK lanes at
+# a time: 2^w adjacent elements of each of BLOCK / 2^w lines, then STEPS - 1 such blocks behind it. A row is a line, and
+# the blocks follow each other along it. Columns are stretches of every line, and the blocks follow across the lines.
+#
+# ``cuts``, int64, FIELDS numbers for each tensor, in this order:
+LENGTH = tl.constexpr(0)  # elements of a line
+LINES = tl.constexpr(1)  # lines of a group
+WIDTH = tl.constexpr(2)  # w
+CHUNKS = tl.constexpr(3)  # programs one behind the other in the direction of the steps
+ACROSS = tl.constexpr(4)  # programs of a group in the other direction
+COLUMNS = tl.constexpr(5)  # 1 for columns, 0 for rows
+ALIGNED = tl.constexpr(6)  # 1 if the address and every line are whole 16 bytes
+UNITS = tl.constexpr(7)  # units of a group
+AFTER = tl.constexpr(8)  # adjacent elements of a unit in a line
+PROGRAM = tl.constexpr(9)  # the first program
+UNIT = tl.constexpr(10)  # the first unit
+PARTIAL = tl.constexpr(11)  # the first partial sum
+BESIDE = tl.constexpr(12)  # partial sums of a unit that lie side by side
+RUN = tl.constexpr(13)  # log2 of how many partial sums lie side by side
+RUNS = tl.constexpr(14)  # how many such runs a unit has sums in
+SUMMED = tl.constexpr(15)  # the first program of `unit_norms`
+COUNT = tl.constexpr(16)  # units of all groups
+FIELDS = tl.constexpr(17)
+
+UNIT_BLOCK = 2048
+"""Lanes of a program that measures or scales units."""
+
+UNIT_STEPS = 32
+"""Elements that a float32 lane of it adds up."""
+
+SPAN = 32
+"""Lanes of a row that are added up before the partial sum is stored."""
+
+UNITS_AT_ONCE = 32
+"""Units of a program that puts partial sums together."""
+
+TERMS = 16
+"""Partial sums of each that it reads at a time."""
+
+
+@triton.jit
+def _tile(cuts, tensor, c, BLOCK: tl.constexpr, STEPS: tl.constexpr):
+    """Where program c works.
+
+    Returns:
+        Its tensor's cut, the group, the first element; of each lane the line and the place in it, from the first; the
+        first line and place; how many of both are left; by how many of each a step advances; the number of steps.
+    """
+    cut = cuts + tl.load(tensor + c).to(tl.int64) * FIELDS
+    p = c - tl.load(cut + PROGRAM)
+    q, chunk = p // tl.load(cut + CHUNKS), p % tl.load(cut + CHUNKS)
+    group, block = q // tl.load(cut + ACROSS), q % tl.load(cut + ACROSS)
+    columns, w = tl.load(cut + COLUMNS), tl.load(cut + WIDTH).to(tl.int32)
+    lines, length = tl.load(cut + LINES), tl.load(cut + LENGTH)
+    lane = tl.arange(0, BLOCK)
+    high, wide = BLOCK >> w, 1 << w
+    first_line = tl.where(columns == 1, chunk * STEPS, block) * high
+    first_place = tl.where(columns == 1, block, chunk * STEPS) * wide
+    lines_left = tl.minimum(lines - first_line, STEPS * BLOCK).to(tl.int32)
+    places_left = tl.minimum(length - first_place, STEPS * BLOCK).to(tl.int32)
+    steps = tl.where(columns == 1, (lines_left + high - 1) // high, (places_left + wide - 1) // wide)
+    first = (group * lines + first_line) * length + first_place
+    down, along = tl.where(columns == 1, high, 0), tl.where(columns == 1, 0, wide)
+    line, place = lane >> w, lane & (wide - 1)
+    steps = tl.minimum(steps, STEPS)
+    return cut, group, first, line, place, first_line, first_place, lines_left, places_left, down, along, steps
+
+
+@triton.jit
+def _lanes(k, offset, length, line, place, lines, places, down, along, V: tl.constexpr):
+    """Offsets and mask of step k, with what the compiler cannot see: V lanes lie side by side, all or none of them."""
+    at = offset + k * (down * length + along)  # a hint on what comes as an argument would be lost
+    mask = tl.max_constancy((line + k * down < lines) & (place + k * along < places), V)
+    return tl.max_contiguous(tl.multiple_of(at, V), V), mask
+
+
+@triton.jit
+def _lane_squares(
+    pointer, offset, length, line, place, lines, places, down, along, steps,
+    V: tl.constexpr, COMPUTE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Of each lane the sum of squares, and the largest magnitude (NaN is none)."""
+    squares, largest = tl.zeros([BLOCK], COMPUTE), tl.zeros([BLOCK], COMPUTE)
+    for k in range(steps):
+        at, mask = _lanes(k, offset, length, line, place, lines, places, down, along, V)
+        x = tl.load(pointer + at, mask=mask, other=0.0).to(COMPUTE)
+        squares += x * x
+        largest = tl.maximum(largest, tl.abs(x))
+    return squares, largest
+
+
+@triton.jit
+def _lost(squares, largest):
+    """Whether one of the sums left the range of float32, or lost squares that were too small for it."""
+    return tl.max(((largest > 0) & ((squares <= 1e-28) | (squares >= 3e38) | (squares != squares))).to(tl.int32), 0)
+
+
+@triton.jit
+def unit_squares(
+    where, cuts, tensor, partial,
+    DTYPE: tl.constexpr, BLOCK: tl.constexpr, STEPS: tl.constexpr, SPAN: tl.constexpr,
+):  # fmt: skip
+    """Partial sums of squares, float64: of columns one for each lane, of rows one for SPAN lanes.
+
+    Where a sum left the range of float32, all of the program are taken again in float64. At most 32 * SPAN squares
+    below 1.2e-38 each cannot matter above 1e-28.
+    """
+    c = tl.program_id(0)
+    cut, _, first, line, place, _, _, lines, places, down, along, steps = _tile(cuts, tensor, c, BLOCK, STEPS)
+    p = c - tl.load(cut + PROGRAM)
+    pointer = tl.load(where + tl.load(tensor + c)).to(tl.pointer_type(DTYPE))
+    length = tl.load(cut + LENGTH)
+    offset = first + line.to(tl.int64) * length + place
+    V: tl.constexpr = 128 // DTYPE.primitive_bitwidth
+    if tl.load(cut + ALIGNED) == 1:
+        pointer16 = tl.multiple_of(pointer, 16)
+        squares, largest = _lane_squares(
+            pointer16, offset, length, line, place, lines, places, down, along, steps, V, tl.float32, BLOCK
+        )
+    else:
+        squares, largest = _lane_squares(
+            pointer, offset, length, line, place, lines, places, down, along, steps, 1, tl.float32, BLOCK
+        )
+    SLOTS: tl.constexpr = BLOCK // SPAN
+    columns = tl.load(cut + COLUMNS) == 1
+    of_rows = tl.sum(tl.reshape(squares.to(tl.float64), [SLOTS, SPAN]), 1)
+    row_lost = _lost(of_rows, tl.max(tl.reshape(largest, [SLOTS, SPAN]), 1))
+    sums = squares.to(tl.float64)
+    if tl.where(columns, _lost(squares, largest), row_lost) > 0:
+        sums, _largest = _lane_squares(
+            pointer, offset, length, line, place, lines, places, down, along, steps, 1, tl.float64, BLOCK
+        )
+        of_rows = tl.sum(tl.reshape(sums, [SLOTS, SPAN]), 1)
+    out = partial + tl.load(cut + PARTIAL)
+    if columns:
+        tl.store(out + p * BLOCK + tl.arange(0, BLOCK), sums)
+    else:
+        tl.store(out + p * SLOTS + tl.arange(0, SLOTS), of_rows)
+
+
+@triton.jit
+def _unit_sums(cut, partial, unit, TOGETHER: tl.constexpr, TERMS: tl.constexpr):
+    """The sums of squares of some units of a tensor, each in a fixed order."""
+    beside, run, runs = tl.load(cut + BESIDE), tl.load(cut + RUN), tl.load(cut + RUNS)
+    units, across = tl.load(cut + UNITS), tl.load(cut + ACROSS)
+    group, begin = (unit // units * across)[:, None], (unit % units * beside)[:, None]
+    there = (unit < tl.load(cut + COUNT))[:, None]
+    lanes = tl.zeros([TOGETHER, TERMS], tl.float64)
+    terms = beside * runs
+    for m in range(0, terms, TERMS):
+        term = (m + tl.arange(0, TERMS))[None, :]
+        j = begin + term % beside
+        at = (((group + (j >> run)) * runs + term // beside) << run) + (j & ((1 << run) - 1))
+        lanes += tl.load(partial + tl.load(cut + PARTIAL) + at, mask=there & (term < terms), other=0.0)
+    return tl.sum(lanes, 1)
+
+
+@triton.jit(do_not_specialize=["threshold", "eps"])
+def unit_norms(
+    cuts, tensor, partial, norms, weights, threshold, eps, factors, squares,
+    TOGETHER: tl.constexpr, TERMS: tl.constexpr, FACTORS: tl.constexpr,
+):  # fmt: skip
+    """norms[u] from the partial sums of unit u. With FACTORS also what adaptive clipping multiplies each unit by.
+
+    ``cuts`` are then of gradients, ``weights`` of the weights; squares[c] becomes the sum of squares of program c's
+    units. ``threshold`` and ``eps`` are float64 by their bits, as in `coefficient`.
+    """
+    c = tl.program_id(0)
+    t = tl.load(tensor + c).to(tl.int64)
+    cut = cuts + t * FIELDS
+    unit = (c - tl.load(cut + SUMMED)) * TOGETHER + tl.arange(0, TOGETHER)
+    there, at = unit < tl.load(cut + COUNT), tl.load(cut + UNIT) + unit
+    sums = _unit_sums(cut, partial, unit, TOGETHER, TERMS)
+    norm = tl.sqrt(sums)
+    tl.store(norms + at, norm, mask=there)
+    if FACTORS:
+        weight = tl.sqrt(_unit_sums(weights + t * FIELDS, partial, unit, TOGETHER, TERMS))
+        least = eps.to(tl.int64).to(tl.float64, bitcast=True)
+        bound = tl.where(weight < least, least, weight) * threshold.to(tl.int64).to(tl.float64, bitcast=True)
+        tl.store(factors + at, tl.where(norm > bound, bound / norm, 1.0), mask=there)  # NaN compares false
+        tl.store(squares + c, tl.sum(sums, 0))
+
+
+@triton.jit
+def _scale_lanes(
+    pointer, offset, length, line, place, lines, places, down, along, steps, factor,
+    V: tl.constexpr, DTYPE: tl.constexpr,
+):  # fmt: skip
+    for k in range(steps):
+        at, mask = _lanes(k, offset, length, line, place, lines, places, down, along, V)
+        x = tl.load(pointer + at, mask=mask, other=0.0).to(tl.float32)
+        tl.store(pointer + at, (x * factor).to(DTYPE), mask=mask)
+
+
+@triton.jit
+def unit_scale(
+    where, cuts, tensor, factors,
+    DTYPE: tl.constexpr, BLOCK: tl.constexpr, STEPS: tl.constexpr,
+):  # fmt: skip
+    """Multiply each unit by its factor, rounded to float32; a program of whose units all have 1 leaves.
+
+    Programs in reverse, as in `scale`.
+    """
+    c = tl.num_programs(0) - 1 - tl.program_id(0)
+    cut, group, first, line, place, first_line, first_place, lines, places, down, along, steps = _tile(
+        cuts, tensor, c, BLOCK, STEPS
+    )
+    columns = tl.load(cut + COLUMNS) == 1
+    unit = tl.where(columns, (first_place + place) // tl.load(cut + AFTER), first_line + line)
+    at = tl.load(cut + UNIT) + group * tl.load(cut + UNITS) + unit
+    factor = tl.load(factors + at, mask=(line < lines) & (place < places), other=1.0).to(tl.float32)
+    if tl.max((factor != 1.0).to(tl.int32), 0) > 0:
+        pointer = tl.load(where + tl.load(tensor + c)).to(tl.pointer_type(DTYPE))
+        length = tl.load(cut + LENGTH)
+        offset = first + line.to(tl.int64) * length + place
+        V: tl.constexpr = 128 // DTYPE.primitive_bitwidth
+        if tl.load(cut + ALIGNED) == 1:
+            pointer16 = tl.multiple_of(pointer, 16)
+            _scale_lanes(pointer16, offset, length, line, place, lines, places, down, along, steps, factor, V, DTYPE)
+        else:
+            _scale_lanes(pointer, offset, length, line, place, lines, places, down, along, steps, factor, 1, DTYPE)

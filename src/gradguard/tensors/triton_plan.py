@@ -1,9 +1,11 @@
 """The one way to the Triton kernels: lists of CUDA tensors that these can take, and what they do with them.
 
-`DeviceList.of` returns None for everything else, and callers then take torch's own kernels, which are right for all:
-that is the whole dispatch. Taken are dense float32, bfloat16, float16 and float64 tensors (float64 not for norms) on
-one NVIDIA GPU of compute capability 8.0 or newer, where Triton can be imported, outside of `torch.compile` and of the
-recording of a CUDA graph, whose replays would read addresses from memory that is used for something else by then.
+`DeviceList.of` and `UnitList.of` return None for everything else, and callers then take torch's own kernels, which are
+right for all: that is the whole dispatch. Taken are dense float32, bfloat16, float16 and float64 tensors (float64 not
+for norms and units) on one NVIDIA GPU of compute capability 8.0 or newer, where Triton can be imported, outside of
+`torch.compile` and of the recording of a CUDA graph. Its replays would copy the addresses from pinned memory that has
+been used for something else by then; that memory pinned for as long as the graph lives would do is not to be proven
+without a GPU.
 
 **They have never run on a GPU**, so they are off unless ``GRADGUARD_TRITON=1`` is set when they are first asked for.
 Before a device is used for the first time, the kernels do a small list there and are compared with torch, for which the
@@ -18,7 +20,7 @@ import struct
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -68,16 +70,15 @@ class DeviceList:
         self._where = _sent([addresses[i] for i in order], self._device) if order else None
 
     @staticmethod
-    def of(tensors: Sequence[Tensor], writes: bool = False) -> "DeviceList | None":
+    def of(tensors: Sequence[Tensor], writes: bool = False, wide: bool | None = None) -> "DeviceList | None":
         """Return ``tensors`` for the kernels, or None if these cannot take all of them.
 
         Args:
             tensors: Any tensors.
             writes: Whether they will be written: then none may stand in the list twice.
+            wide: Whether float64 is taken, as all is but norms; by default where they are written.
         """
-        if not tensors or torch.compiler.is_compiling() or not tensors[0].is_cuda or not _may_start(tensors[0]):
-            return None
-        return DeviceList(tensors) if are_blocks(tensors, tensors[0].device, writes) else None
+        return DeviceList(tensors) if are_taken(tensors, writes, writes if wide is None else wide) else None
 
     def norms(self) -> Tensor:
         """Return the 2-norm of each tensor, float64: one launch for each dtype and alignment, and one."""
@@ -96,7 +97,7 @@ class DeviceList:
         begin, end, count = stretches
         partial = torch.empty(max(count, 1), dtype=torch.float64, device=self._device)
         norms = torch.empty(len(begin), dtype=torch.float64, device=self._device)
-        self._launch(kernels.partial_squares, partial, advances=True)
+        self._launch(kernels.partial_squares, partial, advances="chunks")
         _start(kernels.finish, len(begin), self._device, partial, begin, end, norms, BLOCK=1024)
         return norms
 
@@ -122,8 +123,18 @@ class DeviceList:
         self._launch(zero, flag.to(torch.float32))
         increment_version(list(self._tensors))
 
-    def _launch(self, kernel: Any, *arguments: Tensor, advances: bool = False) -> None:
-        """Start ``kernel`` for each group; if it ``advances``, each writes behind what the one before has written."""
+    def nonfinite(self) -> Tensor:
+        """Return how many elements of each tensor are NaN, and how many are infinite: int64 ``[tensors, 2]``."""
+        from gradguard.tensors.triton_kernels import nonfinite
+
+        counts = torch.zeros(len(self._tensors), 2, dtype=torch.int64, device=self._device)
+        order = tuple(i for group in self._groups.values() for i in group)
+        places = _sent_once(order, self._device, _stream(self._device))
+        self._launch(nonfinite, places, counts, advances="tensors")
+        return counts
+
+    def _launch(self, kernel: Any, *arguments: Tensor, advances: str = "") -> None:
+        """Start ``kernel`` for each group; its first argument ``advances`` by the "chunks" or "tensors" of each."""
         import triton.language as tl
 
         from gradguard.tensors.triton_kernels import BLOCK, CHUNK
@@ -137,7 +148,205 @@ class DeviceList:
             settings = {"DTYPE": getattr(tl, DTYPES[dtype]), "ALIGN": align, "CHUNK": CHUNK, "BLOCK": BLOCK}
             _start(kernel, count, self._device, where, *chunks, *arguments, **settings, num_warps=_WARPS)
             first += len(group)
-            arguments = (arguments[0][count:],) if advances else arguments
+            if advances:
+                arguments = (arguments[0][count if advances == "chunks" else len(group) :], *arguments[1:])
+
+
+class InMemory(Protocol):
+    """What tells which elements of a tensor are a unit."""
+
+    def in_memory(self, tensor: Tensor) -> tuple[int, int, int, int] | None:
+        """Return the tensor's ``[groups, before, units, after]`` in memory; None if it does not lie like that."""
+        ...
+
+
+class UnitList:
+    """Tensors that are cut into units, each a stretch of memory (a row) or a column of one; on one GPU."""
+
+    def __init__(self, tensors: Sequence[Tensor], shapes: Sequence[tuple[int, int, int, int]]) -> None:
+        self._tensors, self._shapes, self._device = tensors, shapes, tensors[0].device
+        addresses = [t.data_ptr() for t in tensors]
+        self._where = _sent(addresses, self._device)
+        keys = zip(tensors, addresses, shapes, strict=True)
+        self._kinds = tuple([(t.dtype, _are_aligned(t, address, shape), shape) for t, address, shape in keys])
+
+    @staticmethod
+    def of(tensors: Sequence[Tensor], layouts: Sequence[InMemory], writes: bool = False) -> "UnitList | None":
+        """Return ``tensors`` for the kernels, or None if these cannot take all of them.
+
+        Args:
+            tensors: Any tensors.
+            layouts: The units of each.
+            writes: As for `DeviceList.of`.
+        """
+        if not are_taken(tensors, writes, wide=False):
+            return None
+        shapes = [shape for x, layout in zip(tensors, layouts, strict=True) if (shape := layout.in_memory(x))]
+        return UnitList(tensors, shapes) if len(shapes) == len(tensors) else None
+
+    def norms(self) -> Tensor:
+        """Return the 2-norm of every unit of every tensor, float64: a launch for each dtype, and one."""
+        plan = self._plan(len(self._tensors))
+        norms = torch.empty(plan.units, dtype=torch.float64, device=self._device)
+        self._sum_up(plan, self._squares(plan), norms, None, 0, 0, None, None, factors=False)
+        return norms
+
+    def scale_(self, factors: Tensor) -> None:
+        """Multiply every unit by its factor, float64, rounded to float32: a launch for each dtype."""
+        self._scale_(self._plan(len(self._tensors)), factors)
+
+    def clip_(self, weights: "UnitList", threshold: float, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+        """Hold the norm of each unit to ``threshold * max(eps, norm of the unit of the weights)``.
+
+        Two launches for each dtype, and two.
+
+        Returns:
+            The norm of all before (0-dim float64), that of each unit before, and what each was multiplied by.
+        """
+        from gradguard.tensors.triton_kernels import finish
+
+        both = UnitList([*self._tensors, *weights._tensors], [*self._shapes, *weights._shapes])
+        plan = both._plan(len(self._tensors))
+        norms, factors = (torch.empty(plan.units, dtype=torch.float64, device=self._device) for _ in range(2))
+        programs = len(plan.summed)
+        squares = torch.empty(max(programs, 1), dtype=torch.float64, device=self._device)
+        of_weights, limits = plan.cuts[len(self._tensors) :], (_bits(threshold), _bits(eps))
+        partial = both._squares(plan)
+        both._sum_up(plan, partial, norms, of_weights, *limits, factors, squares, factors=True)
+        begin, end, _ = _one_stretch(programs, self._device, _stream(self._device))
+        norm = torch.empty(1, dtype=torch.float64, device=self._device)
+        _start(finish, 1, self._device, squares, begin, end, norm, BLOCK=1024)
+        both._scale_(plan, factors)
+        return norm.view(()), norms, factors
+
+    def _plan(self, first: int) -> "UnitPlan":
+        return _unit_plan(self._kinds, first, self._device, _stream(self._device))
+
+    def _squares(self, plan: "UnitPlan") -> Tensor:
+        """The partial sums of all tensors."""
+        import triton.language as tl
+
+        from gradguard.tensors import triton_kernels as kernels
+
+        partial = torch.empty(max(plan.partials, 1), dtype=torch.float64, device=self._device)
+        settings = {"BLOCK": kernels.UNIT_BLOCK, "STEPS": kernels.UNIT_STEPS, "SPAN": kernels.SPAN}
+        for dtype, tensor, _ in plan.programs:
+            given = self._where, plan.cuts, tensor, partial
+            settings["DTYPE"] = getattr(tl, DTYPES[dtype])
+            _start(kernels.unit_squares, len(tensor), self._device, *given, **settings, num_warps=_WARPS)
+        return partial
+
+    def _sum_up(self, plan: "UnitPlan", partial: Tensor, *arguments: Any, factors: bool) -> None:
+        """Put the partial sums of the first tensors together."""
+        from gradguard.tensors.triton_kernels import TERMS, UNITS_AT_ONCE, unit_norms
+
+        if len(plan.summed):
+            settings = {"TOGETHER": UNITS_AT_ONCE, "TERMS": TERMS, "FACTORS": factors}
+            given = plan.cuts, plan.summed, partial
+            _start(unit_norms, len(plan.summed), self._device, *given, *arguments, **settings, num_warps=_WARPS)
+
+    def _scale_(self, plan: "UnitPlan", factors: Tensor) -> None:
+        """Scale the first tensors of the plan."""
+        import triton.language as tl
+
+        from gradguard.tensors import triton_kernels as kernels
+
+        settings = {"BLOCK": kernels.UNIT_BLOCK, "STEPS": kernels.UNIT_STEPS}
+        for dtype, tensor, count in plan.programs:
+            if count:
+                given, settings["DTYPE"] = (self._where, plan.cuts, tensor, factors), getattr(tl, DTYPES[dtype])
+                _start(kernels.unit_scale, count, self._device, *given, **settings, num_warps=_WARPS)
+        increment_version(list(self._tensors[: plan.first]))
+
+
+class UnitPlan(NamedTuple):
+    """How a list of tensors with units is cut into programs; what depends on no address.
+
+    Attributes:
+        cuts: ``[tensors, fields]``, as ``triton_kernels`` tells.
+        programs: Of each dtype, the tensor that each program works on, and how many of these belong to the first.
+        summed: Of which of the first tensors each program of ``unit_norms`` puts sums together.
+        partials: How many partial sums there are.
+        units: How many units the first tensors have.
+        first: How many tensors are the first ones, which may be scaled.
+    """
+
+    cuts: Tensor
+    programs: tuple[tuple[torch.dtype, Tensor, int], ...]
+    summed: Tensor
+    partials: int
+    units: int
+    first: int
+
+
+@functools.lru_cache(maxsize=_REMEMBERED)
+def _unit_plan(
+    kinds: tuple[tuple[torch.dtype, bool, tuple[int, int, int, int]], ...],
+    first: int,
+    device: torch.device,
+    stream: int,
+) -> UnitPlan:
+    """The plan of tensors of these dtypes, alignments and shapes; for each stream its own, as `_chunks`."""
+    del stream
+    from gradguard.tensors.triton_kernels import UNITS_AT_ONCE
+
+    cuts, programs, sums = [], [], []
+    started, partials, unit, summed = dict.fromkeys([dtype for dtype, _, _ in kinds], 0), 0, 0, 0
+    for dtype, aligned, shape in kinds:
+        cut, count, stored = _cut(shape)
+        units = shape[0] * shape[2]
+        cuts.append([*cut[:6], int(aligned), cut[6], cut[7], started[dtype], unit, partials, *cut[8:], summed, units])
+        programs.append(count)
+        sums.append(-(-units // UNITS_AT_ONCE))
+        started[dtype] += count
+        partials, unit, summed = partials + count * stored, unit + units, summed + sums[-1]
+    of_dtype = {d: torch.tensor([i for i, k in enumerate(kinds) if k[0] is d], device="cpu") for d in started}
+    counts = torch.tensor(programs, dtype=torch.int64, device="cpu")
+    listed = tuple(
+        (d, _repeated(i, counts[i], device), int(counts[i[i < first]].sum())) for d, i in of_dtype.items() if started[d]
+    )
+    of_first = torch.tensor(sums[:first], dtype=torch.int64, device="cpu")
+    units = sum(shape[0] * shape[2] for _, _, shape in kinds[:first])
+    summed_by = _repeated(torch.arange(first, device="cpu"), of_first, device)
+    table = torch.tensor(cuts, dtype=torch.int64, device="cpu")
+    return UnitPlan(_sent(table, device), listed, summed_by, partials, units, first)
+
+
+def _cut(shape: tuple[int, int, int, int]) -> tuple[list[int], int, int]:
+    """The fields of a tensor that come from its shape, its number of programs, and how many sums each stores."""
+    from gradguard.tensors.triton_kernels import SPAN, UNIT_BLOCK, UNIT_STEPS
+
+    groups, before, units, after = shape
+    if 0 in shape:  # units of no elements have the norm 0, from no sums
+        return [0, 0, 0, 1, 1, 0, max(units, 1), after, 0, 0, 0], 0, 0
+    columns = before > 1
+    lines, length = (before, units * after) if columns else (groups * units, after)
+    reach = length if columns else -(-length // UNIT_STEPS)
+    w = min(max((reach - 1).bit_length(), SPAN.bit_length() - 1), UNIT_BLOCK.bit_length() - 1)
+    high, width = UNIT_BLOCK >> w, 1 << w
+    if columns:
+        chunks, across = -(-lines // (UNIT_STEPS * high)), -(-length // width)
+        found = [length, lines, w, chunks, across, 1, units, after, after, w, chunks * high]
+        return found, groups * across * chunks, UNIT_BLOCK
+    chunks, across, slots = -(-length // (UNIT_STEPS * width)), -(-lines // high), UNIT_BLOCK // SPAN
+    found = [length, lines, w, chunks, across, 0, lines, after, width // SPAN, slots.bit_length() - 1, chunks]
+    return found, across * chunks, slots
+
+
+def _are_aligned(tensor: Tensor, address: int, shape: tuple[int, int, int, int]) -> bool:
+    """Tell whether each line of ``tensor`` is a number of whole 16 bytes."""
+    _, before, units, after = shape
+    line = units * after if before > 1 else after
+    return address % 16 == 0 and line * tensor.element_size() % 16 == 0
+
+
+def _repeated(numbers: Tensor, times: Tensor, device: torch.device) -> Tensor:
+    return _sent(torch.repeat_interleave(numbers, times).to(torch.int32), device)
+
+
+def _bits(number: float) -> int:
+    """A float64 by its bits: a Python float would come to a kernel as float32."""
+    return struct.unpack("q", struct.pack("d", number))[0]
 
 
 def coefficients_on_device(norms: Tensor, limit: float) -> Tensor | None:
@@ -151,9 +360,8 @@ def _coefficients(norms: Tensor, limit: float) -> Tensor:
     from gradguard.tensors.triton_kernels import coefficient
 
     found = torch.empty_like(norms)
-    (bits,) = struct.unpack("q", struct.pack("d", limit))
     if count := norms.numel():
-        _start(coefficient, -(-count // 256), norms.device, norms, bits, found, count, BLOCK=256)
+        _start(coefficient, -(-count // 256), norms.device, norms, _bits(limit), found, count, BLOCK=256)
     return found
 
 
@@ -176,15 +384,34 @@ def _may_start(tensor: Tensor) -> bool:
     return not is_captured(tensor.device) and _serves(tensor.device)
 
 
-def are_blocks(tensors: Sequence[Tensor], device: torch.device, writes: bool) -> bool:
-    """Tell whether every tensor is a block of memory on ``device``, of a dtype that the kernels take for this."""
+def are_taken(tensors: Sequence[Tensor], writes: bool, wide: bool) -> bool:
+    """Tell whether the kernels may run now on all ``tensors``; arguments as for `are_blocks`."""
+    if not tensors or torch.compiler.is_compiling() or not tensors[0].is_cuda or not _may_start(tensors[0]):
+        return False
+    return are_blocks(tensors, tensors[0].device, writes, wide)
+
+
+def are_blocks(tensors: Sequence[Tensor], device: torch.device, writes: bool, wide: bool) -> bool:
+    """Tell whether every tensor is a block of memory on ``device``, of a dtype that the kernels take.
+
+    Args:
+        tensors: Any tensors.
+        device: Where they must be.
+        writes: Whether they will be written: then none may stand in the list twice.
+        wide: Whether float64 is taken, which has no wider type for squares that leave its range.
+
+    Returns:
+        Whether all of them are.
+    """
     ordinary = {Tensor, torch.nn.Parameter}.issuperset(map(type, tensors))
     if not ordinary or not all([t.device == device and t.dtype in DTYPES for t in tensors]):
         return False
     if not all([t.layout is torch.strided and not t.is_neg() and is_dense(t) for t in tensors]):
         return False
-    if not writes:  # float64 has no wider type for squares that leave its range
-        return all([t.dtype is not torch.float64 for t in tensors])
+    if not wide and torch.float64 in {t.dtype for t in tensors}:
+        return False
+    if not writes:
+        return True
     addresses = [t.data_ptr() for t in tensors if t.numel()]
     return len(set(addresses)) == len(addresses)
 
@@ -218,6 +445,13 @@ def _one_stretch(count: int, device: torch.device, stream: int) -> tuple[Tensor,
     """The same where all of them are one."""
     del stream
     return _sent([0], device), _sent([count], device), count
+
+
+@functools.lru_cache(maxsize=_REMEMBERED)
+def _sent_once(numbers: tuple[int, ...], device: torch.device, stream: int) -> Tensor:
+    """The same as `_sent`, remembered."""
+    del stream
+    return _sent(numbers, device)
 
 
 def _sent(numbers: Sequence[int] | Tensor, device: torch.device) -> Tensor:
@@ -268,6 +502,11 @@ def differs_from_torch(device: torch.device) -> str:
             return "the norm of all differs"
     if not torch.equal(_coefficients(norms, 0.3).nan_to_num(7.0), (0.3 / (norms + 1e-6)).clamp(max=1).nan_to_num(7.0)):
         return "coefficients differ"
+    counts = [[int(x.isnan().sum()), int(x.isinf().sum())] for x in values]
+    if DeviceList(values).nonfinite().tolist() != counts:
+        return "counts differ"
+    if wrong := _differs_in_units(device):
+        return wrong
     half = torch.full((), 0.3, dtype=torch.float64, device=device)
     yes, no = (torch.full((), x, device=device) for x in (True, False))
     writes: dict[str, tuple[Callable[[DeviceList], None], Callable[[Tensor], Tensor]]] = {
@@ -284,6 +523,40 @@ def differs_from_torch(device: torch.device) -> str:
         ):
             return f"{name} differs"
     return ""
+
+
+def _differs_in_units(device: torch.device) -> str:
+    """Say what adaptive clipping by the kernels does that torch does not."""
+    grads = _unit_values(device)
+    before, weights = [x.clone() for x in grads], [x.flip(3).contiguous() / 8 for x in grads]
+    shapes = [(x.shape[0], x.shape[1], x.shape[2], x.shape[3]) for x in grads]
+    norm, norms, factors = UnitList(grads, shapes).clip_(UnitList(weights, shapes), 0.5, 1e-3)
+    of_grads, of_weights = (
+        torch.cat([torch.linalg.vector_norm(x, dim=(1, 3), dtype=torch.float64).flatten() for x in some])
+        for some in (before, weights)
+    )
+    close = functools.partial(torch.allclose, rtol=1e-6, atol=0)
+    if not close(norms, of_grads) or not close(norm, torch.linalg.vector_norm(of_grads)):
+        return "norms of units differ"
+    bound = of_weights.clamp(min=1e-3) * 0.5
+    if not close(factors, torch.where(norms > bound, bound / norms, 1.0)):
+        return "factors of units differ"
+    each = zip(grads, before, factors.split([x.shape[0] * x.shape[2] for x in grads]), strict=True)
+    for came, was, factor in each:
+        if not torch.equal(came, (was * factor.float().view(was.shape[0], 1, was.shape[2], 1)).to(was.dtype)):
+            return "scale of units differs"
+    return ""
+
+
+def _unit_values(device: torch.device) -> list[Tensor]:
+    """``[groups, before, units, after]``: rows and columns, short and long, in whole 16 bytes and not, out of range."""
+    found = []
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        for shape in ((1, 1, 130, 400), (1, 1, 3, 70_001), (1, 3000, 40, 1), (2, 70, 9, 7), (1, 1, 5, 0)):
+            x = (torch.arange(math.prod(shape), device=device) % 997 - 498).to(dtype).view(shape) / 100
+            x[..., 2:3, 1:2] *= 600 if dtype is torch.float16 else 1e25
+            found.append(x)
+    return found
 
 
 def _wide(x: Tensor) -> Tensor:

@@ -10,9 +10,19 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from gradguard.tensors.kernels import UnitBlocks
-from gradguard.tensors.layout import HALVES, are_readable, each_plain, grouped, readable_values, wide_dtype
+from gradguard.tensors.layout import (
+    HALVES,
+    are_readable,
+    each_plain,
+    grouped,
+    readable_values,
+    wide_dtype,
+    writable_values,
+)
 from gradguard.tensors.norms import CONVERTED, ROW
+from gradguard.tensors.scaling import scale_
 from gradguard.tensors.scratch import BLOCK, in_float32
+from gradguard.tensors.triton_plan import UnitList
 from gradguard.torch_private import foreach_norm
 
 _WIDE = (torch.float64, torch.complex128)
@@ -64,6 +74,27 @@ class UnitLayout:
         shape[0], shape[self.dim + 1] = self.groups, by_group.shape[self.dim + 1]
         return by_group, factors.view(shape)
 
+    def in_memory(self, tensor: Tensor) -> tuple[int, int, int, int] | None:
+        """Return the sizes ``[groups, before, units, after]`` that a dense tensor has in memory; None if it has none.
+
+        ``before`` and ``after`` are elements of one unit, and the units of one group lie side by side.
+        """
+        if self.dim is None or tensor.dim() == 0:
+            return 1, 1, 1, tensor.numel()
+        if self.groups > 1:  # dimension 0, which is cut first, must lie outermost
+            tensor = self._by_group(tensor)
+            sizes = self.groups, tensor.shape[1] * math.prod(tensor.shape[2 : self.dim + 1])
+            after = math.prod(tensor.shape[self.dim + 2 :])
+            return (*sizes, tensor.shape[self.dim + 1], after) if tensor.is_contiguous() else None
+        order = list(range(tensor.dim()))
+        if not tensor.is_contiguous():
+            order.sort(key=tensor.stride, reverse=True)
+            if not tensor.permute(order).is_contiguous():
+                return None
+        place = order.index(self.dim)
+        before, after = (math.prod([tensor.shape[d] for d in dims]) for dims in (order[:place], order[place + 1 :]))
+        return 1, before, tensor.shape[self.dim], after
+
     def _by_group(self, tensor: Tensor) -> Tensor:
         return tensor.unflatten(0, (self.groups, tensor.shape[0] // self.groups))
 
@@ -98,7 +129,10 @@ def unit_norms(tensors: Sequence[Tensor], layouts: Sequence[UnitLayout], floor: 
     if (blocks := _blocks_of(tensors, layouts)) is not None:
         counts = [layout.units(x) for x, layout in zip(tensors, layouts, strict=True)]
         return list(blocks.norms(sum(counts)).split(counts))
-    rows = [layout.rows(x) for x, layout in zip(each_plain(tensors, _as_real), layouts, strict=True)]
+    values = each_plain(tensors, _as_real)
+    if (listed := UnitList.of(values, layouts)) is not None:
+        return list(listed.norms().split([layout.units(x) for x, layout in zip(values, layouts, strict=True)]))
+    rows = [layout.rows(x) for x, layout in zip(values, layouts, strict=True)]
     if not are_readable(*rows):
         return [wide_row_norms(x) for x in rows]
     sizes = [x.shape[0] for x in rows]
@@ -200,6 +234,9 @@ def scale_units_(tensors: Sequence[Tensor], layouts: Sequence[UnitLayout], facto
         blocks.scale_(together)
         increment_version(list(compress(tensors, binding)))
         return
+    if (listed := UnitList.of(tensors, layouts, writes=True)) is not None:
+        listed.scale_(together)
+        return
     narrow, wide = together.float().split(sizes), together.split(sizes)
     for tensor, layout, binds, short, long in zip(tensors, layouts, binding, narrow, wide, strict=True):
         if binds:
@@ -208,10 +245,28 @@ def scale_units_(tensors: Sequence[Tensor], layouts: Sequence[UnitLayout], facto
 
 
 @torch.no_grad()
+def scale_each_(tensors: Sequence[Tensor], factors: Tensor) -> None:
+    """Multiply each tensor by its own factor, rounding once, in place: what `scale_` does, one by one or at once.
+
+    Args:
+        tensors: As for `scale_`.
+        factors: One for each: float64, on their device or the one where they meet.
+    """
+    values = each_plain(tensors, writable_values)
+    if (listed := UnitList.of(values, [WHOLE] * len(values), writes=True)) is not None:
+        listed.scale_(factors)
+        return
+    for tensor, factor in zip(tensors, factors.unbind(), strict=True):
+        scale_([tensor], factor)
+
+
+@torch.no_grad()
 def clip_units_(
     grads: Sequence[Tensor], weights: Sequence[Tensor], layouts: Sequence[UnitLayout], threshold: float, eps: float
 ) -> tuple[Tensor, list[Tensor], list[Tensor]] | None:
-    r"""Hold each unit's norm to ``threshold * max(norm of its weight, eps)``, in place and in one pass over memory.
+    r"""Hold each unit's norm to ``threshold * max(norm of its weight, eps)``, in place.
+
+    One pass over memory on the CPU; four launches on a GPU, of tensors of one dtype.
 
     What it writes is what `unit_norms`, the factors :math:`\min(1, \text{bound} / \text{norm})` and `scale_units_` do.
 
@@ -228,10 +283,16 @@ def clip_units_(
     """
     if any([g.shape != w.shape for g, w in zip(grads, weights, strict=True)]):
         return None
+    counts = [layout.units(x) for x, layout in zip(grads, layouts, strict=True)]
+    if (listed := UnitList.of(grads, layouts, writes=True)) is not None:
+        of_weights = UnitList.of(weights, layouts)
+        if of_weights is None or weights[0].device != grads[0].device:
+            return None
+        norm, norms, factors = listed.clip_(of_weights, threshold, eps)
+        return norm, list(norms.split(counts)), list(factors.split(counts))
     blocks, limits = _blocks_of(grads, layouts), _blocks_of(weights, layouts)
     if blocks is None or limits is None:
         return None
-    counts = [layout.units(x) for x, layout in zip(grads, layouts, strict=True)]
     norm, norms, factors = blocks.clip_(limits, sum(counts), threshold, eps)
     written = compress(grads, _any_below_one(factors, counts))
     increment_version(list(written))

@@ -14,7 +14,7 @@ from gradguard.clip.thresholds.base import TENSORS, StatefulClipper, check, coun
 from gradguard.distributed.wrappers import refuse_flat_parameters
 from gradguard.errors import InvalidValueError
 from gradguard.tensors.layout import move
-from gradguard.tensors.scaling import scale_
+from gradguard.tensors.units import scale_each_
 from gradguard.threshold_formulas import per_tensor_average, per_tensor_factor
 
 _EPSILON = 1e-8
@@ -138,7 +138,7 @@ class AdaGC(StatefulClipper):
         locked_in = self.lock_in.follow(clipped, total_of(averages), norm.isfinite())
         self._count(clipped, ~norm.isfinite())
         result = describe(grads, norms, after, clipped, locked_in=locked_in)
-        return Decision(grads, result, None, lambda: _scale_each(grads.gradients, factors))
+        return Decision(grads, result, None, lambda: scale_each_(grads.gradients, factors))
 
     def state_dict(self) -> dict[str, Any]:
         """Return a copy of the state, with the names of the tensors."""
@@ -204,8 +204,3 @@ class AdaGC(StatefulClipper):
 
 def _nothing_yet(length: int) -> Tensor:
     return torch.full((length,), torch.inf, dtype=torch.float64, device="cpu")
-
-
-def _scale_each(gradients: Sequence[Tensor], factors: Tensor) -> None:
-    for gradient, factor in zip(gradients, factors.unbind(), strict=True):
-        scale_([gradient], factor)
