@@ -15,7 +15,6 @@ import torch
 from hypothesis import HealthCheck, settings
 
 from gradguard import native
-from gradguard.monitoring.observe import meta as names
 from gradguard.tensors import layout
 
 settings.register_profile(  # however slow the machine is
@@ -67,7 +66,6 @@ SAMPLED = {
     "private/test_accounting.py": 4,
     "private/test_private_training.py": 2,
     "test_cli.py::test_observing_leaves_the_weights_bit_identical": 6,
-    "test_tutorials.py::test_the_page_runs_and_prints_what_it_says": 2,
     "test_cli.py::test_sigterm_ends_a_script_as_ctrl_c_does_unless_it_has_a_handler": 2,
     "monitoring/test_findings_page.py::test_the_sick_run_has_the_finding_and_the_healthy_one_has_none": 3,
     "monitoring/test_observer_processes.py": 6,
@@ -142,10 +140,19 @@ def pytest_collection_modifyitems(items):
                 row.add_marker(pytest.mark.exhaustive)
 
 
-def pytest_collection_finish():
-    """Millions of objects of imported packages are there for good: spare the collector from looking at them."""
+def put_aside():
+    """Hide what is alive from the collector, and from whoever asks it for what is alive: millions of objects."""
     gc.collect()
     gc.freeze()
+
+
+def pytest_collection_finish():
+    put_aside()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _what_other_files_have_imported():
+    put_aside()
 
 
 @pytest.fixture(autouse=True)
@@ -201,8 +208,6 @@ def kernels(request) -> str:
 
 
 @pytest.fixture
-def others_unseen(monkeypatch):
+def others_unseen():
     """Let a watch see none of what other tests have left alive: compiled code, for one, keeps its globals for ever."""
-    living = names._living
-    left = {id(thing): thing for base in (torch.nn.Module, torch.optim.Optimizer) for thing in living(base)}
-    monkeypatch.setattr(names, "_living", lambda base: [thing for thing in living(base) if id(thing) not in left])
+    put_aside()

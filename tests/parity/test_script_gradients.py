@@ -2,8 +2,6 @@
 
 import copy
 import json
-import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
@@ -13,6 +11,7 @@ from runs import drawn, rounded, saved
 from torch import nn
 
 import gradguard as gg
+from forked_python import run_python
 from gradguard.cli import main
 from gradguard.cli.program import cut
 from gradguard.errors import RecordError
@@ -461,8 +460,7 @@ for a, b in DataLoader(TensorDataset(x, y), batch_size=len(x)):
 
 
 def gradguard(folder, *arguments, launch=()):
-    command = [sys.executable, *launch, "-m", "gradguard", *arguments]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=900, check=False)
+    return run_python(*launch, "-m", "gradguard", *arguments, cwd=folder, check=False, timeout=900)
 
 
 @pytest.mark.slow
@@ -494,8 +492,8 @@ def test_several_processes_are_run_once(tmp_path, monkeypatch):
 def test_torchrun_has_the_gradients_of_one_process(tmp_path):
     tmp_path.joinpath("train.py").write_text(SCRIPT, encoding="utf-8")
     save = ["run", "--perturbed", "0", "--save-gradients"]
-    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     assert gradguard(tmp_path, *save, "alone", "train.py", "alone").returncode == 0
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = gradguard(tmp_path, *save, "ddp", "train.py", "ddp", launch=launch)
     assert done.returncode == 0, done.stderr
     report = compare(tmp_path / "alone", tmp_path / "ddp")
