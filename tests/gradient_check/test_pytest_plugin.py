@@ -86,7 +86,7 @@ def test_the_mark_is_known_and_nothing_is_imported_for_it(tmp_path):
     assert "1 passed" in run(tmp_path, loaded, anew=True)
 
 
-def test_gradguard_does_not_import_pytest():
+def test_gradguard_does_not_import_pytest(tmp_path):
     code = "import gradguard, gradguard.testing, sys; print('pytest' in sys.modules, '_pytest' in sys.modules)"
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    found = run_python("-c", code, cwd=tmp_path)
     assert found.stdout.split() == ["False", "False"]
