@@ -9,7 +9,6 @@ import math
 import statistics
 from collections import deque
 from collections.abc import Callable
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -142,80 +141,6 @@ class Lightning(Rule):
         if not spike:
             self.past.append(loss)
         return spike
-
-
-class LogMedian:
-    """The slow twin of `SpikeDetector`: above the median and k deviations of the logarithms of the last values.
-
-    The median is of the last ``recent``; the deviation the largest of theirs from it, of what values in turn differ by
-    in the whole window, and of ``floor``. A step is rejected if any signal is above; it enters a second list, and after
-    ``cap`` in a row that list takes the place of the history of each signal that was above.
-    """
-
-    def __init__(
-        self,
-        k: float = 6.0,
-        window: int = 128,
-        warmup: int = 32,
-        cap: int = 8,
-        floor: float = 0.05,
-        recent: int = 32,
-        signals: int = 2,
-    ) -> None:
-        self.k, self.window, self.warmup, self.cap, self.floor = k, window, warmup, cap, floor
-        self.recent = recent
-        self.past: list[list[float]] = [[] for _ in range(signals)]
-        self.rejected: list[list[float]] = []
-        self.blamed: set[int] = set()
-        self.adoptions = 0
-
-    def observe(self, values: list[float]) -> bool:
-        scores = [self.score(value, past) for value, past in zip(values, self.past, strict=True)]
-        above = {at for at, score in enumerate(scores) if score > self.k}
-        if not above:
-            self.rejected, self.blamed = [], set()
-            self.past = [[*past, value][-self.window :] for value, past in zip(values, self.past, strict=True)]
-            return False
-        self.rejected.append(values)
-        self.blamed |= above
-        if len(self.rejected) == self.cap:
-            new = [list(column) for column in zip(*self.rejected, strict=True)]
-            self.past = [new[at] if at in self.blamed else past for at, past in enumerate(self.past)]
-            self.rejected, self.blamed = [], set()
-            self.adoptions += 1
-        return True
-
-    def score(self, value: float, past: list[float]) -> float:
-        if len(past) < self.warmup:
-            return 0.0
-        positive = min(past) > 0
-        values = [math.log(v) for v in past] if positive else past
-        near = values[-self.recent :]
-        middle = statistics.median(near)
-        least = self.floor if positive else self.floor * abs(middle)
-        spread = max(1.4826 * statistics.median(abs(v - middle) for v in near), least)
-        if len(values) > 1:
-            jumps = [abs(b - a) for a, b in pairwise(values)]
-            spread = max(spread, 1.4826 * statistics.median(jumps) / math.sqrt(2))
-        if positive and value <= 0:
-            return -math.inf
-        above = (math.log(value) if positive else value) - middle
-        return above / spread if spread else 0.0
-
-
-class Twin(Rule):
-    """Skips what `LogMedian` rejects."""
-
-    def __init__(self, run: Run, clip: float | None = None, **options: Any) -> None:
-        super().__init__(run, clip)
-        self.detector = LogMedian(**options)
-
-    def is_spike(self, i: int, loss: float, norm: float) -> bool:
-        before = self.detector.adoptions
-        bad = not math.isfinite(loss + norm) or self.detector.observe([loss, norm])
-        if self.detector.adoptions > before:
-            self.events.append((i, "adopted"))
-        return bad
 
 
 def _whole(run: Run) -> Any:

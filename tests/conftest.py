@@ -15,7 +15,6 @@ import torch
 from hypothesis import HealthCheck, settings
 
 from gradguard import native
-from gradguard.monitoring.observe import meta as names
 from gradguard.tensors import layout
 
 settings.register_profile(  # however slow the machine is
@@ -54,6 +53,7 @@ SAMPLED = {
     "integrations/test_lightning_per_sample.py": 2,
     "integrations/test_lightning_private.py": 2,
     "integrations/test_own_clips_of_engines.py": 4,
+    "integrations/test_per_sample_processes.py": 2,
     "integrations/test_transformers_per_sample.py": 2,
     "integrations/test_transformers_private.py": 2,
     "integrations/test_transformers_trainer.py": 2,
@@ -67,7 +67,6 @@ SAMPLED = {
     "private/test_accounting.py": 4,
     "private/test_private_training.py": 2,
     "test_cli.py::test_observing_leaves_the_weights_bit_identical": 6,
-    "test_tutorials.py::test_the_page_runs_and_prints_what_it_says": 2,
     "test_cli.py::test_sigterm_ends_a_script_as_ctrl_c_does_unless_it_has_a_handler": 2,
     "monitoring/test_findings_page.py::test_the_sick_run_has_the_finding_and_the_healthy_one_has_none": 3,
     "monitoring/test_observer_processes.py": 6,
@@ -97,6 +96,7 @@ LONG = {
     "monitoring/test_observer_processes.py::test_accelerate_s_own_clip_is_learnt",
     "monitoring/test_observer_processes.py::test_executors_that_a_script_leaves_open_do_not_keep_it",
     "monitoring/test_observer_processes.py::test_fsdp1_gives_the_norm_that_its_own_clip_tells",
+    "monitoring/test_observer_processes.py::test_sigterm_leaves_an_end_in_a_record_that_the_variable_asked_for",
     "monitoring/test_observer_processes.py::test_spawned_children_write_files_of_their_own",
     "monitoring/test_observer_processes.py::test_threads_that_train_at_once_have_each_their_own_clips",
     "monitoring/test_observer_processes.py::test_workers_of_a_data_loader_and_a_compiled_model",
@@ -118,6 +118,7 @@ LONG = {
     "monitoring/test_report_browser.py::test_a_link_to_a_part_goes_there",
     "monitoring/test_report_browser.py::test_the_sizes_of_elements_are_drawn_step_by_step",
     "test_cli.py::test_ctrl_c_keeps_the_record",
+    "test_gpu.py::test_error_clip_in_compiled_code",
     "test_docs.py::test_the_script_that_is_tuned_ends_as_the_page_says",
 }
 """Tests of half a minute and more, or beside one that sees nearly the same: in ``make exhaustive`` alone."""
@@ -142,10 +143,19 @@ def pytest_collection_modifyitems(items):
                 row.add_marker(pytest.mark.exhaustive)
 
 
-def pytest_collection_finish():
-    """Millions of objects of imported packages are there for good: spare the collector from looking at them."""
+def put_aside():
+    """Hide what is alive from the collector, and from whoever asks it for what is alive: millions of objects."""
     gc.collect()
     gc.freeze()
+
+
+def pytest_collection_finish():
+    put_aside()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _what_other_files_have_imported():
+    put_aside()
 
 
 @pytest.fixture(autouse=True)
@@ -201,8 +211,6 @@ def kernels(request) -> str:
 
 
 @pytest.fixture
-def others_unseen(monkeypatch):
+def others_unseen():
     """Let a watch see none of what other tests have left alive: compiled code, for one, keeps its globals for ever."""
-    living = names._living
-    left = {id(thing): thing for base in (torch.nn.Module, torch.optim.Optimizer) for thing in living(base)}
-    monkeypatch.setattr(names, "_living", lambda base: [thing for thing in living(base) if id(thing) not in left])
+    put_aside()

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from forked_python import run_python
 from gradguard.cli import main
 from gradguard.errors import RecordError, UnsupportedGradientError
 from gradguard.monitoring.record.file import Record, RecordWriter, read_record
@@ -82,7 +83,7 @@ def saved() -> list:
 def plain(source: str) -> dict[str, torch.Tensor]:
     """The weights of the same script, run by Python itself."""
     Path("plain.py").write_text(source)
-    subprocess.run([sys.executable, "plain.py"], check=True, timeout=240)
+    run_python("plain.py", cwd=Path.cwd())
     return weights()
 
 
@@ -495,8 +496,7 @@ def test_sigterm_ends_a_script_as_ctrl_c_does_unless_it_has_a_handler(tmp_path, 
     end = "if step == 3: os.kill(os.getpid(), 15); os.path.exists('.')"
     source = f"import os, signal, sys, threading, time\n{script(setup=before, end=end)}"
     tmp_path.joinpath("train.py").write_text(source)
-    command = [sys.executable, "-m", "gradguard", "run", "--out", "out", "train.py"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=240)
+    done = run_python("-m", "gradguard", "run", "--out", "out", "train.py", cwd=tmp_path, check=False)
     assert done.returncode == code, done.stderr
     assert "report: out/run.html" in done.stdout
     assert "Traceback" not in done.stderr
@@ -520,8 +520,7 @@ if not child:
 print("ended by", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """
     tmp_path.joinpath("train.py").write_text(source)
-    command = [sys.executable, "-m", "gradguard", "run", "--out", "out", "train.py"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=240, check=True)
+    done = run_python("-m", "gradguard", "run", "--out", "out", "train.py", cwd=tmp_path)
     assert "ended by -15" in done.stdout
 
 

@@ -2,11 +2,11 @@
 
 import re
 import runpy
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from forked_python import run_python
 
 ROOT = Path(__file__).parents[1]
 OF_KERAS = "ignore:__array__ implementation doesn't accept a copy:DeprecationWarning"
@@ -146,10 +146,8 @@ def test_the_example_knows_nothing_of_gradguard_and_runs_under_it(tmp_path):
     script = ROOT / "examples/char_lm.py"
     assert "gradguard" not in script.read_text(encoding="utf-8")
     outputs = []
-    for command in ([sys.executable], [sys.executable, "-m", "gradguard", "run", "--out", "out"]):
-        done = subprocess.run(
-            [*command, script, "--steps", "8"], cwd=tmp_path, capture_output=True, text=True, check=True
-        )
+    for command in ([], ["-m", "gradguard", "run", "--out", "out"]):
+        done = run_python(*command, script, "--steps", "8", cwd=tmp_path)
         outputs.append(re.search(r"validation loss: .*", done.stdout))
     assert outputs[0] is not None
     assert outputs[1] is not None

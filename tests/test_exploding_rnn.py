@@ -3,14 +3,13 @@
 import math
 import re
 import runpy
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 import gradguard as gg
+from forked_python import run_python
 
 SCRIPT = Path(__file__).parents[1] / "examples/exploding_rnn.py"
 LENGTH, CLIP = 120, 1e-4
@@ -60,7 +59,7 @@ def test_over_800_steps_only_the_error_clip_survives(example, rule, max_norm, lo
 @pytest.mark.slow
 def test_it_prints_a_line_for_each_run_and_writes_one_page_with_both_plots(tmp_path):
     options = ["--length", "200", "--steps", "2", "--out", "made/page.html"]
-    done = subprocess.run([sys.executable, SCRIPT, *options], cwd=tmp_path, capture_output=True, text=True, check=True)
+    done = run_python(SCRIPT, *options, cwd=tmp_path)
     assert re.findall(r"^(plain|norm clip|error clip|both) +\d\.\d{3}$", done.stdout, flags=re.MULTILINE) == [
         "plain",
         "norm clip",

@@ -2,11 +2,11 @@
 
 import re
 import runpy
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from forked_python import run_python
 
 SCRIPT = Path(__file__).parents[1] / "examples/noisy_labels.py"
 
@@ -34,7 +34,7 @@ def test_per_sample_clipping_does_not_learn_wrong_labels_by_heart(example):
 @pytest.mark.slow
 def test_it_prints_a_line_for_each_run_and_writes_one_page_with_both_plots(tmp_path):
     options = ["--epochs", "2", "--out", "made/page.html"]
-    done = subprocess.run([sys.executable, SCRIPT, *options], cwd=tmp_path, capture_output=True, text=True, check=True)
+    done = run_python(SCRIPT, *options, cwd=tmp_path)
     rows = re.findall(r"^(\S.*?) +0\.\d{3} +0\.\d{3}$", done.stdout, flags=re.MULTILINE)
     assert rows == ["plain", "plain, learning rate 0.01", "batch clip", "per-sample clip"]
     page = (tmp_path / "made/page.html").read_text(encoding="utf-8")

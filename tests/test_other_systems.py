@@ -1,10 +1,10 @@
 """What other systems do not have: everything is imported, and a script is watched, without it."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from forked_python import run_python
 
 # Windows has none of these; torch is imported before they go.
 WITHOUT = """
@@ -49,10 +49,7 @@ for _ in range(3):
 @pytest.mark.parametrize("code", [EVERYTHING, WATCHED], ids=["imported", "watched"])
 def test_nothing_of_posix_is_needed(tmp_path, code):
     Path(tmp_path, "train.py").write_text(SCRIPT, encoding="utf-8")
-    done = subprocess.run(
-        [sys.executable, "-c", WITHOUT + code], cwd=tmp_path, capture_output=True, text=True, encoding="utf-8"
-    )
-    assert done.returncode == 0, done.stderr
+    done = run_python("-c", WITHOUT + code, cwd=tmp_path)
     if code == WATCHED:
         assert len(Path(tmp_path, "out/run.jsonl").read_text(encoding="utf-8").splitlines()) >= 5
         assert Path(tmp_path, "out/run.html").stat().st_size > 100_000

@@ -2,7 +2,6 @@
 
 import ast
 import importlib.util
-import subprocess
 import sys
 import textwrap
 from pathlib import Path
@@ -12,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from forked_python import run_python
 from gradguard import torch_private
 from gradguard.errors import InvalidValueError, UnsupportedVersionError
 
@@ -838,8 +838,7 @@ def test_importing_needs_no_private_name():
                 sys.modules[path] = module
         print("all of", len({names}))
     """
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    done = run_python("-c", textwrap.dedent(code), cwd=Path.cwd())
     assert done.stdout.startswith("all of ")
 
 

@@ -9,12 +9,14 @@ from pathlib import Path
 
 import pytest
 
+from forked_python import run_python, run_ranks
 from test_docs import blocks
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "docs/distributed.md", ROOT / "docs/nan.md", *sorted((ROOT / "docs/tutorials").glob("*.md"))]
 LINE = re.compile(
-    r"^\$ (?:(?P<name>\w+)=(?P<value>\w+) )?(?P<program>python|torchrun (?P<options>.+)) train\.py$", re.M
+    r"^\$ (?:(?P<name>\w+)=(?P<value>\w+) )?(?P<program>python|torchrun --nproc-per-node (?P<world>\d)) train\.py$",
+    re.M,
 )
 
 
@@ -24,23 +26,15 @@ DIFFERS_BY_PROCESSOR = {"language_model": r"\d\.\d\d", "private": r"accuracy \S+
 def printed_by(page: Path, folder: Path) -> str:
     """Run the blocks as ``train.py`` by the line that the page shows, or plainly."""
     (folder / "train.py").write_text("".join(blocks(page, "python")), encoding="utf-8")
-    command, environment = [sys.executable], os.environ | {"OMP_NUM_THREADS": "1"}
     shown = LINE.search("".join(blocks(page, "console")))
     if shown is None:
-        command += ["-W", "error"]
-    elif shown["name"]:
-        environment[shown["name"]] = shown["value"]
-    if shown is not None and shown["options"]:
-        command += ["-m", "torch.distributed.run", "--standalone", *shown["options"].split()]
-    done = subprocess.run(
-        [*command, "train.py"],
-        cwd=folder,
-        env=environment,
-        capture_output=True,
-        check=False,
-        text=True,
-        encoding="utf-8",
-    )
+        return run_python("-W", "error", "train.py", cwd=folder).stdout
+    if shown["name"] is None and shown["world"] is None:
+        return run_python("train.py", cwd=folder).stdout
+    if shown["world"]:
+        return "".join(rank.stdout for rank in run_ranks(int(shown["world"]), "train.py", cwd=folder))
+    environment = os.environ | {shown["name"]: shown["value"]}  # which a package reads when it is imported
+    done = subprocess.run([sys.executable, "train.py"], cwd=folder, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

@@ -6,6 +6,8 @@ import sys
 
 import pytest
 
+from forked_python import run_python
+
 pytestmark = pytest.mark.slow
 
 FILE = """
@@ -55,10 +57,14 @@ def test_wrong(gradcheck):
 """
 
 
-def run(tmp_path, text, *options):
+def run(tmp_path, text, *options, anew=False):
+    """What pytest says: started anew, or where PyTorch is imported already."""
     (tmp_path / "test_kernels.py").write_text(text)
-    command = [sys.executable, "-m", "pytest", "-p", "gradguard.pytest_plugin", "-p", "no:cacheprovider", *options]
+    command = ["-m", "pytest", "-p", "gradguard.pytest_plugin", "-p", "no:cacheprovider", *options]
+    if not anew:
+        return run_python(*command, cwd=tmp_path, env={"PYTEST_ADDOPTS": ""}, check=False).stdout
     environment = {key: value for key, value in os.environ.items() if not key.startswith("PYTEST")}
+    command = [sys.executable, *command]
     return subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False).stdout
 
 
@@ -75,12 +81,12 @@ def test_a_failure_is_the_report(tmp_path):
 
 
 def test_the_mark_is_known_and_nothing_is_imported_for_it(tmp_path):
-    assert "@pytest.mark.gradcheck(dtypes=None, **options)" in run(tmp_path, "", "--markers")
+    assert "@pytest.mark.gradcheck(dtypes=None, **options)" in run(tmp_path, "", "--markers", anew=True)
     loaded = "import sys\n\ndef test():\n    assert 'torch' not in sys.modules\n"
-    assert "1 passed" in run(tmp_path, loaded)
+    assert "1 passed" in run(tmp_path, loaded, anew=True)
 
 
-def test_gradguard_does_not_import_pytest():
+def test_gradguard_does_not_import_pytest(tmp_path):
     code = "import gradguard, gradguard.testing, sys; print('pytest' in sys.modules, '_pytest' in sys.modules)"
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    found = run_python("-c", code, cwd=tmp_path)
     assert found.stdout.split() == ["False", "False"]

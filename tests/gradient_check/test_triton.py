@@ -13,37 +13,43 @@ pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed"),
 ]
 
-REPORTS = """
+REPORT = """
 import torch
 import gradguard as gg
 import triton_kernel
 x = torch.arange({count}).mul(2.3).cos()
-print(gg.gradcheck(triton_kernel.{name}, x{options}))
+print(gg.gradcheck(triton_kernel.{name}, x{options}), end="\\0")
 """
+CASES = [
+    {"name": "silu", "count": 10, "options": ""},
+    {"name": "silu_without_the_last_tile", "count": 10, "options": ""},
+    {"name": "silu_without_the_last_tile", "count": 8, "options": ""},
+    {"name": "silu_without_the_last_tile", "count": 8, "options": ", sizes={8: 4}"},
+]
 
 
-def said_of(name: str, count: int, options: str = "") -> str:
+@pytest.fixture(scope="module")
+def said() -> list[str]:
+    """The report of each case: from one process, whose start takes longer than they do."""
     here = Path(__file__).parent
-    command = [sys.executable, "-c", REPORTS.format(name=name, count=count, options=options)]
+    command = [sys.executable, "-c", "".join(REPORT.format(**case) for case in CASES)]
     paths = os.pathsep.join([str(here), *sys.path])  # Triton looks for its interpreter once, on import
     environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
     ran = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     assert ran.returncode == 0, ran.stderr
-    return ran.stdout
+    return ran.stdout.split("\0")
 
 
-def test_a_right_kernel_passes():
-    assert said_of("silu", 10).startswith("PASS")
+def test_a_right_kernel_passes(said):
+    assert said[0].startswith("PASS")
 
 
-def test_a_forgotten_last_tile_is_found():
-    said = said_of("silu_without_the_last_tile", 10)
-    assert said.startswith("FAIL")
-    assert "only the last 2 of 10 elements" in said
+def test_a_forgotten_last_tile_is_found(said):
+    assert said[1].startswith("FAIL")
+    assert "only the last 2 of 10 elements" in said[1]
 
 
-def test_other_sizes_find_a_last_tile_that_is_full_at_the_size_given():
-    assert said_of("silu_without_the_last_tile", 8).startswith("PASS")
-    said = said_of("silu_without_the_last_tile", 8, ", sizes={8: 4}")
-    assert said.startswith("FAIL")
-    assert "with 5 in place of 8" in said
+def test_other_sizes_find_a_last_tile_that_is_full_at_the_size_given(said):
+    assert said[2].startswith("PASS")
+    assert said[3].startswith("FAIL")
+    assert "with 5 in place of 8" in said[3]

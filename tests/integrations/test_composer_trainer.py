@@ -6,10 +6,10 @@ torchvision, which it imports for its vision algorithms, a stand-in without cont
 
 import importlib.util
 import json
-import subprocess
-import sys
 
 import pytest
+
+from forked_python import run_python
 
 if importlib.util.find_spec("composer") is None or importlib.util.find_spec("mcli") is None:
     pytest.skip("Type: pip install --no-deps mosaicml mosaicml-cli coolname", allow_module_level=True)
@@ -94,9 +94,8 @@ print(json.dumps({
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
-    arguments = [sys.executable, "-c", TRAIN, str(tmp_path_factory.mktemp("composer"))]
-    done = subprocess.run(arguments, capture_output=True, text=True, timeout=600, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
+    folder = tmp_path_factory.mktemp("composer")
+    done = run_python("-c", TRAIN, folder, cwd=folder, timeout=600)
     return json.loads(done.stdout.splitlines()[-1])
 
 

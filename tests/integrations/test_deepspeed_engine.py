@@ -2,16 +2,12 @@
 
 import json
 import math
-import os
-import subprocess
-import sys
-import time
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from distributed.pool import rendezvous
+from forked_python import run_ranks
 from gradguard.errors import InvalidTypeError, MissingPackageError
 
 try:
@@ -77,32 +73,11 @@ print(json.dumps({
 """
 
 
-def train_together(world, folder, meeting, *arguments):
-    """The exit codes; what is said goes into a file for each process."""
-    common = {"DS_ACCELERATOR": "cpu", "WORLD_SIZE": str(world), **meeting}
-    started = []
-    for rank in range(world):
-        environment = {**os.environ, **common, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-        with open(folder / f"{rank}.txt", "w") as out:
-            command = [sys.executable, "-c", TRAIN, *map(str, arguments)]
-            started.append(subprocess.Popen(command, env=environment, stdout=out, stderr=subprocess.STDOUT))
-    until = time.monotonic() + 240
-    while any(process.poll() is None for process in started) and time.monotonic() < until:
-        if any(process.poll() for process in started):
-            break
-        time.sleep(0.05)
-    for process in started:
-        process.kill()
-    return [process.wait() for process in started]
-
-
 def train(world, folder, *arguments):
-    """What each process found; what all of them said, if one fails, after which none is waited for."""
-    with rendezvous() as meeting:
-        codes = train_together(world, folder, meeting, *arguments)
-    said = [(folder / f"{rank}.txt").read_text(encoding="utf-8") for rank in range(world)]
-    assert codes == [0] * world, "\n".join(text[-3000:] for text in said)
-    return [json.loads([line for line in text.splitlines() if line.startswith("{")][-1]) for text in said]
+    """What each process found."""
+    ranks = run_ranks(world, "-c", TRAIN, *map(str, arguments), cwd=folder, env={"DS_ACCELERATOR": "cpu"})
+    said = [rank.stdout.splitlines() for rank in ranks]
+    return [json.loads([line for line in lines if line.startswith("{")][-1]) for lines in said]
 
 
 @pytest.mark.slow

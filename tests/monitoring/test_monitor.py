@@ -4,7 +4,6 @@ import math
 import multiprocessing
 import os
 import random
-import subprocess
 import sys
 import textwrap
 from collections import namedtuple
@@ -14,6 +13,7 @@ import torch
 from torch import nn
 
 import gradguard as gg
+from forked_python import run_python
 from gradguard.cli import main
 from gradguard.errors import InvalidTypeError, InvalidValueError, RecordError
 from gradguard.monitoring.observe import record_buffer
@@ -531,7 +531,7 @@ def test_a_program_that_forgets_to_close_has_its_last_line_and_imports_no_dashbo
         layer(torch.ones(2)).sum().backward()
         optimizer.step()
     """
-    subprocess.run([sys.executable, "-c", textwrap.dedent(code)], cwd=tmp_path, check=True)
+    run_python("-c", textwrap.dedent(code), cwd=tmp_path)
     record = read_record(tmp_path / "run.jsonl")
     assert len(record.steps) == 1
     assert record.end is not None

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import gradguard as gg
+from forked_python import run_python
 from gradguard.monitoring.observe import start_up, termination
 from gradguard.monitoring.observe import watch as process
 from gradguard.monitoring.record.file import read_record
@@ -60,6 +61,12 @@ def python(tmp_path):
         )
 
     return run
+
+
+@pytest.fixture
+def command(tmp_path):
+    """Run ``gradguard`` with these arguments, forked, where Python's start is of no account."""
+    return lambda *arguments, **more: run_python("-m", "gradguard", *arguments, cwd=tmp_path, **more)
 
 
 def write(tmp_path: Path, main: str) -> None:
@@ -184,10 +191,10 @@ for _ in range(3):
 """
 
 
-def test_accelerate_s_own_clip_is_learnt(python, tmp_path):
+def test_accelerate_s_own_clip_is_learnt(command, tmp_path):
     pytest.importorskip("accelerate")
     tmp_path.joinpath("train.py").write_text(ACCELERATED)
-    python("-m", "gradguard", "run", "--out", "out", "train.py")
+    command("run", "--out", "out", "train.py")
     assert [step["threshold"] for step in read_record(tmp_path / "out").steps] == [0.5] * 3
 
 
@@ -243,9 +250,9 @@ for _ in range(120):
         ("os.kill(os.getpid(), 9)", -9),
     ],
 )
-def test_a_script_that_ends_without_a_word_leaves_what_was_flushed(python, tmp_path, end, code):
+def test_a_script_that_ends_without_a_word_leaves_what_was_flushed(command, tmp_path, end, code):
     tmp_path.joinpath("train.py").write_text(KILLED.format(end=end))
-    assert python("-m", "gradguard", "run", "--out", "out", "train.py", check=False).returncode == code
+    assert command("run", "--out", "out", "train.py", check=False).returncode == code
     record = read_record(tmp_path / "out")
     assert len(record.steps) >= 100
     assert record.end is None
@@ -289,10 +296,10 @@ if __name__ == "__main__":
 
 
 @pytest.mark.parametrize(("main", "own"), [("train(2)", [2]), ("pass", [])])
-def test_spawned_children_are_seen_by_the_command_too(python, tmp_path, main, own):
+def test_spawned_children_are_seen_by_the_command_too(command, tmp_path, main, own):
     write(tmp_path, "pass")
     tmp_path.joinpath("spawn.py").write_text(SPAWNED.format(main=main))
-    done = python("-m", "gradguard", "run", "--out", "out", "--clip", "norm=1", "spawn.py")
+    done = command("run", "--out", "out", "--clip", "norm=1", "spawn.py")
     names = records(tmp_path / "out")
     assert len(names) == 2 + len(own)
     assert sorted(len(read_record(tmp_path / "out" / name).steps) for name in names) == [*own, 3, 4]
@@ -302,7 +309,7 @@ def test_spawned_children_are_seen_by_the_command_too(python, tmp_path, main, ow
     assert "--clip acts in this process alone: the processes that it started were watched, not clipped" in done.stderr
 
 
-def test_workers_of_a_data_loader_and_a_compiled_model(python, tmp_path):
+def test_workers_of_a_data_loader_and_a_compiled_model(command, tmp_path):
     main = """from torch.utils.data import DataLoader
     model = torch.compile(nn.Linear(3, 1), backend="eager", fullgraph=True)
     optimizer = torch.optim.Adam(model.parameters())
@@ -312,7 +319,7 @@ def test_workers_of_a_data_loader_and_a_compiled_model(python, tmp_path):
         model(batch).sum().backward()
         step()"""
     write(tmp_path, main)
-    python("-m", "gradguard", "run", "--out", "out", "train.py", GRADGUARD="")
+    command("run", "--out", "out", "train.py")
     record = read_record(tmp_path / "out")
     assert [step["i"] for step in record.steps] == [0, 1, 2]
     assert record.events == []
@@ -347,12 +354,12 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("command", [True, False], ids=["run", "GRADGUARD"])
-def test_a_forked_child_that_trains_has_a_record_of_its_own(python, tmp_path, command):
+@pytest.mark.parametrize("by_command", [True, False], ids=["run", "GRADGUARD"])
+def test_a_forked_child_that_trains_has_a_record_of_its_own(python, command, tmp_path, by_command):
     write(tmp_path, "pass")
     tmp_path.joinpath("fork.py").write_text(FORKED)
-    if command:
-        done = python("-m", "gradguard", "run", "--no-report", "--out", ".", "fork.py")
+    if by_command:
+        done = command("run", "--no-report", "--out", ".", "fork.py")
     else:
         done = python("fork.py", GRADGUARD="run.jsonl")
     assert "ended by -15" in done.stdout  # as without us
@@ -381,11 +388,11 @@ if __name__ == "__main__":
 
 
 @pytest.mark.parametrize(("main", "names"), [("pass", ["run.jsonl"]), ("train(2)", ["run-2.jsonl", "run.jsonl"])])
-def test_force_lets_a_child_of_rank_0_replace_the_record_and_then_keeps_it(python, tmp_path, main, names):
+def test_force_lets_a_child_of_rank_0_replace_the_record_and_then_keeps_it(command, tmp_path, main, names):
     write(tmp_path, "pass")
     tmp_path.joinpath("spawn.py").write_text(FORCED.format(main=main))
     tmp_path.joinpath("run.jsonl").write_text('{"t": "meta"}\n')
-    done = python("-m", "gradguard", "run", "--force", "--no-report", "--out", ".", "spawn.py")
+    done = command("run", "--force", "--no-report", "--out", ".", "spawn.py")
     assert records(tmp_path) == names
     assert len(read_record(tmp_path / "run.jsonl").steps) == 3
     assert "no record" not in done.stderr
@@ -420,9 +427,9 @@ time.sleep(0.01)
         ("signal.signal(signal.SIGTERM, signal.SIG_IGN)", 0, {"interrupted": False}),
     ],
 )
-def test_sigterm_completes_a_record_and_ends_the_process_as_without_it(python, tmp_path, guest, handler, code, ended):
+def test_sigterm_completes_a_record_and_ends_the_process_as_without_it(tmp_path, guest, handler, code, ended):
     source = TERMINATED.format(guest=GUESTS[guest], handler=handler)
-    done = python("-c", source, check=False)
+    done = run_python("-c", source, cwd=tmp_path, check=False)
     assert done.returncode == code, done.stderr
     assert ("saved" in done.stdout) == ("saved" in handler)
     for name, steps in {"run.jsonl": 5 if guest == "Monitor" else 10, "other.jsonl": 5}.items():
@@ -462,9 +469,9 @@ if __name__ == "__main__":
 """
 
 
-def test_executors_that_a_script_leaves_open_do_not_keep_it(python, tmp_path):
+def test_executors_that_a_script_leaves_open_do_not_keep_it(command, tmp_path):
     tmp_path.joinpath("train.py").write_text(POOL)
-    done = python("-m", "gradguard", "run", "--out", "out", "train.py", check=False)
+    done = command("run", "--out", "out", "train.py", check=False)
     assert done.returncode == 4
     assert done.stdout.index("3") < done.stdout.index("later") < done.stdout.index("record: ")
 

@@ -257,11 +257,11 @@ def test_where_the_second_run_s_first_line_is_damaged_nothing_is_mixed_either(tm
 
 
 @pytest.mark.parametrize(("head", "words"), [(b"", "line 1 is not"), (META.encode(), None)])
-def test_gigabytes_of_zeros_are_not_held_in_memory(tmp_path, monkeypatch, head, words):
+def test_a_long_line_of_zeros_is_not_held_in_memory(tmp_path, monkeypatch, head, words):
     monkeypatch.setattr(file, "LONGEST_LINE", 2**20)
     path = tmp_path / "run.jsonl"
     path.write_bytes(head)
-    os.truncate(path, 2**30)  # a hole
+    os.truncate(path, 2**27)  # a hole
     tracemalloc.start()
     try:
         if words is None:

@@ -1,6 +1,5 @@
 """Loops that are set up wrong, and loops that look like it: each is trained and watched as users do."""
 
-import subprocess
 import sys
 from contextlib import ExitStack
 
@@ -10,6 +9,7 @@ from synthetic import make_record
 from torch import nn
 
 import gradguard as gg
+from forked_python import run_python
 from gradguard.monitoring.judge.detectors import loop_setup
 from gradguard.monitoring.judge.health import findings
 from gradguard.monitoring.observe.watch import stop_watching
@@ -333,8 +333,7 @@ def test_the_command_tells_it(tmp_path):
         "    model(torch.randn(4, 3)).square().mean().backward()\n"
         "    optimizer.step()\n"
     )
-    command = [sys.executable, "-m", "gradguard", "run", "--out", "out", "train.py"]
-    subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, timeout=120)
+    run_python("-m", "gradguard", "run", "--out", "out", "train.py", cwd=tmp_path)
     found = {one.kind: one for one in own(read_record(tmp_path / "out"))}
     assert found.keys() == {NO_OPTIMIZER, KEPT}
     assert found[NO_OPTIMIZER].params == ("1.weight", "1.bias")

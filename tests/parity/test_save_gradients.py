@@ -174,7 +174,9 @@ HEALTHY = {
 
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(s, marks=pytest.mark.exhaustive) for s in range(1, 16))])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, pytest.param(torch.float64, marks=pytest.mark.exhaustive)], ids=str
+)
 @pytest.mark.parametrize("how", HEALTHY)
 def test_healthy_set_ups_pass(how, dtype, seed, record_property):
     model, other = (language_model(seed, dtype) for _ in range(2))

@@ -3,7 +3,6 @@
 import copy
 import json
 import shlex
-import subprocess
 import sys
 from dataclasses import replace
 
@@ -14,6 +13,7 @@ from runs import drawn, rounded, saved
 from torch import nn
 
 import gradguard as gg
+from forked_python import run_python
 from gradguard.cli import main
 from gradguard.cli.program import cut
 from gradguard.errors import RecordError
@@ -467,8 +467,7 @@ for a, b in DataLoader(TensorDataset(x, y), batch_size=len(x)):
 
 
 def gradguard(folder, *arguments, launch=()):
-    command = [sys.executable, *launch, "-m", "gradguard", *arguments]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=900, check=False)
+    return run_python(*launch, "-m", "gradguard", *arguments, cwd=folder, check=False, timeout=900)
 
 
 @pytest.mark.slow
@@ -527,8 +526,8 @@ def test_a_launcher_starts_the_processes_of_each_run(tmp_path):
 def test_torchrun_has_the_gradients_of_one_process(tmp_path):
     tmp_path.joinpath("train.py").write_text(SCRIPT, encoding="utf-8")
     save = ["run", "--perturbed", "0", "--save-gradients"]
-    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     assert gradguard(tmp_path, *save, "alone", "train.py", "alone").returncode == 0
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = gradguard(tmp_path, *save, "ddp", "train.py", "ddp", launch=launch)
     assert done.returncode == 0, done.stderr
     report = compare(tmp_path / "alone", tmp_path / "ddp")

@@ -67,7 +67,15 @@ def assert_alike(ours, twin, rows):
 
 @pytest.mark.parametrize("zeros", [False, True], ids=["positive", "losses of any sign"])
 @pytest.mark.parametrize(
-    "options", [SMALL, {"window": 5, "warmup": 1, "cap": 5}, {"window": 40, "warmup": 9, "cap": 1, "recent": 12}]
+    "options",
+    [
+        {},
+        SMALL,
+        {"cap": 32},
+        {"window": 5, "warmup": 1, "cap": 5},
+        {"window": 40, "warmup": 9, "cap": 1, "recent": 12},
+        {"k": 3.0, "window": 20, "warmup": 5, "cap": 3, "floor": 0.02, "recent": 8},
+    ],
 )
 @pytest.mark.parametrize("kind", [SpikeDetector, OnDevice])
 def test_it_decides_as_the_slow_twin(kind, options, zeros):

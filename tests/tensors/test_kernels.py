@@ -2,13 +2,11 @@
 
 import hashlib
 import math
-import os
 import platform
 import re
 import runpy
 import shutil
 import subprocess
-import sys
 import threading
 from pathlib import Path
 
@@ -20,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import gradguard as gg
 from cases import DTYPES, random
+from forked_python import run_python
 from gradguard import native
 from gradguard.clip.adaptive_units import clip_units_at_once, decide_units
 from gradguard.clip.gradients import gradients_of
@@ -520,14 +519,7 @@ def test_gradients_laid_out_unlike_their_weights():
 def status_in(code: str = "", **environment: str) -> str:
     program = f"{code}\nimport gradguard as gg, torch\nprint(gg.native.status())\n"
     program += "print(gg.get_total_norm([torch.tensor([3.0, 4.0])]))"
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", program],
-        capture_output=True,
-        text=True,
-        env=os.environ | environment,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    done = run_python("-c", program, cwd=Path.cwd(), env=environment)
     first, second = done.stdout.splitlines()
     assert second == "tensor(5.)"
     return first

@@ -1,7 +1,8 @@
 """`gradguard check`: check the backward of a function."""
 
 import argparse
-import json
+
+from gradguard.cli.verdict import add_json, print_report
 
 _INPUT_HELP = (
     "an input of standard normal numbers (integers: 0 and 1), as in x=2,3:float32; float32 without a dtype, x= for a "
@@ -19,7 +20,7 @@ def add_to(commands) -> None:
         "--seed", type=int, default=0, metavar="N", help="what the inputs and the weights are drawn from"
     )
     check.add_argument("--exhaustive", action="store_true", help="check every element")
-    check.add_argument("--json", action="store_true", help="print the report as one line of JSON")
+    add_json(check)
     check.add_argument("--rtol", type=float, default=0.0, help="the relative error of a solver that stops early")
     check.add_argument("--order", type=int, choices=(1, 2), default=1, help="2: check the second derivative too")
     check.add_argument("--reference", metavar="module:name", help="the same function in float64, for half precision")
@@ -32,5 +33,4 @@ def _check(parsed: argparse.Namespace) -> int:
     report = check_command(
         parsed.target, parsed.input, parsed.reference, parsed.seed, parsed.exhaustive, parsed.order, parsed.rtol
     )
-    print(json.dumps(report.as_dict(), allow_nan=False) if parsed.json else report)
-    return {"PASS": 0, "FAIL": 1, "INCONCLUSIVE": 3}[report.verdict]
+    return print_report(report, parsed.json)

@@ -1,12 +1,12 @@
 """`gradguard parity`: compare the gradients of two set-ups."""
 
 import argparse
-import json
 from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from gradguard.cli.verdict import add_json, print_report
 from gradguard.errors import CommandError
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ def add_to(commands) -> None:
     )
     parity.add_argument("reference", type=Path, metavar="REFERENCE", help="of the set-up that is trusted")
     parity.add_argument("new", type=Path, metavar="NEW", help="of the other")
-    parity.add_argument("--json", action="store_true", help="print the report as one line of JSON")
+    add_json(parity)
     parity.add_argument("--output", "-o", type=Path, metavar="PAGE", help="write an HTML page, which needs no network")
     parity.set_defaults(call=_parity)
 
@@ -37,10 +37,10 @@ def _parity(parsed: argparse.Namespace) -> int:
     if parsed.output is not None and any(_is_same(parsed.output, file) for file in (parsed.reference, parsed.new)):
         raise CommandError(f"{parsed.output} is one of the runs, and a page would replace it: name another file.")
     report = compare(*runs)
-    print(json.dumps(report.as_dict(), allow_nan=False) if parsed.json else report)
+    code = print_report(report, parsed.json)
     if parsed.output is not None:
         _draw(parsed, report, runs)
-    return {"PASS": 0, "FAIL": 1, "INCONCLUSIVE": 3}[report.verdict]
+    return code
 
 
 def _is_same(page: Path, file: Path) -> bool:

@@ -1,8 +1,9 @@
 """`gradguard replay-step`: compute a spike again, and say whether the data or the weights made it."""
 
 import argparse
-import json
 from pathlib import Path
+
+from gradguard.cli.verdict import add_json, print_report
 
 _TARGET_HELP = (
     "a function without arguments that returns (model, step): the model as it is built, and step(batch), which returns "
@@ -22,7 +23,7 @@ def add_to(commands) -> None:
     replay.add_argument(
         "--state", type=Path, action="append", default=[], metavar="FILE", help="weights of an earlier time to compare"
     )
-    replay.add_argument("--json", action="store_true", help="print the report as one line of JSON")
+    add_json(replay)
     replay.set_defaults(call=_replay_step)
 
 
@@ -30,5 +31,4 @@ def _replay_step(parsed: argparse.Namespace) -> int:
     from gradguard.resilience.replay_step import replay_step
 
     report = replay_step(parsed.file, parsed.target, parsed.state)
-    print(json.dumps(report.as_dict(), allow_nan=False) if parsed.json else report)
-    return {"PASS": 0, "FAIL": 1, "INCONCLUSIVE": 3}[report.verdict]
+    return print_report(report, parsed.json)

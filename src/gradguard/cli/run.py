@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from gradguard.cli.program import ProgramLine, in_lines
 from gradguard.cli.records import progress, read, tell_notes
 from gradguard.cli.save_gradients import save_gradients_of
+from gradguard.cli.verdict import EXIT_CODES
 from gradguard.errors import CommandError
 from gradguard.monitoring.record.text import encodable, on_stderr, printable
 
@@ -145,7 +146,7 @@ def _audit_norm(options: argparse.Namespace, program: ProgramLine) -> int:
     for line in lines:
         if rank and " unclipped: " in line:  # what this process alone knows
             on_stderr(f"rank {rank}: {line}")
-    return {"PASS": 0, "FAIL": 1, "INCONCLUSIVE": 3}[verdict]
+    return EXIT_CODES[verdict]
 
 
 def _rule(text: str) -> "NamedRule":

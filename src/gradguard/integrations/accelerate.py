@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import gradguard as gg
-from gradguard.errors import InvalidTypeError, UnsupportedGradientError
+from gradguard.errors import UnsupportedGradientError
 from gradguard.integrations.one_clip import OnlyGuard, refuse_beside_a_guard, wrap_once
 from gradguard.integrations.versions import require
 from gradguard.policies import GuardPolicy
@@ -20,7 +20,7 @@ from accelerate.optimizer import AcceleratedOptimizer  # noqa: E402
 from accelerate.utils.deepspeed import DeepSpeedOptimizerWrapper  # noqa: E402
 from accelerate.utils.megatron_lm import MegatronLMOptimizerWrapper  # noqa: E402
 
-from gradguard.integrations.accelerate_per_sample import PerSampleClip, clip_per_sample  # noqa: E402
+from gradguard.integrations.accelerate_per_sample import PerSampleClip, check_types, clip_per_sample  # noqa: E402
 from gradguard.integrations.accelerate_private import PrivateClip, make_private  # noqa: E402
 
 __all__ = [
@@ -124,7 +124,7 @@ def guard(
         >>> float(guarded.last.norm), guarded.last.names
         (5.0, ('weight',))
     """
-    _check_prepared(accelerator, optimizer)
+    check_types(accelerator, optimizer)
     made = AcceleratedGuard(
         inner_optimizer(optimizer),
         clipper,
@@ -191,23 +191,13 @@ def resilience(
         >>> guarded.step(), guarded.steps
         (None, 1)
     """
-    _check_prepared(accelerator, optimizer)
+    check_types(accelerator, optimizer)
     scaler = getattr(accelerator, "scaler", None)
     made = AcceleratedResilience(
         model, inner_optimizer(optimizer), clipper, more=[*more, *([] if scaler is None else [scaler])], **options
     )
     accelerator.register_for_checkpointing(made)
     return made
-
-
-def _check_prepared(accelerator: object, optimizer: object) -> None:
-    if not isinstance(accelerator, Accelerator):
-        raise InvalidTypeError(f"accelerator is {type(accelerator).__name__}: expected an accelerate.Accelerator.")
-    if not isinstance(optimizer, AcceleratedOptimizer):
-        raise InvalidTypeError(
-            f"optimizer is {type(optimizer).__name__}, which no accelerator has prepared: expected what "
-            "accelerator.prepare(model, optimizer) returned for it. Before that, parameters may still be replaced."
-        )
 
 
 def inner_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:

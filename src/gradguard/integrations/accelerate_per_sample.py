@@ -138,6 +138,25 @@ def clip_per_sample(
     return PerSampleClip(accelerator, optimizer, clipper)  # type: ignore[arg-type]
 
 
+def check_types(accelerator: object, optimizer: object) -> None:
+    """Raise unless ``accelerator`` is one, and ``optimizer`` is one that an accelerator has prepared.
+
+    Args:
+        accelerator: What the user gave as the accelerator.
+        optimizer: What the user gave as the optimizer.
+
+    Raises:
+        InvalidTypeError: If not.
+    """
+    if not isinstance(accelerator, Accelerator):
+        raise InvalidTypeError(f"accelerator is {type(accelerator).__name__}: expected an accelerate.Accelerator.")
+    if not isinstance(optimizer, AcceleratedOptimizer):
+        raise InvalidTypeError(
+            f"optimizer is {type(optimizer).__name__}, which no accelerator has prepared: expected what "
+            "accelerator.prepare(model, optimizer) returned for it. Before that, parameters may still be replaced."
+        )
+
+
 def check_prepared(call: str, accelerator: Accelerator, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Raise if samples' gradients could not be told exactly, or something else clips.
 
@@ -152,13 +171,7 @@ def check_prepared(call: str, accelerator: Accelerator, model: nn.Module, optimi
         InvalidValueError: If the accelerator has a per-sample clip already, or a guard clips the same gradients.
         UnsupportedGradientError: If it could not be exact.
     """
-    if not isinstance(accelerator, Accelerator):
-        raise InvalidTypeError(f"accelerator is {type(accelerator).__name__}: expected an accelerate.Accelerator.")
-    if not isinstance(optimizer, AcceleratedOptimizer):
-        raise InvalidTypeError(
-            f"optimizer is {type(optimizer).__name__}, which no accelerator has prepared: expected what "
-            "accelerator.prepare(model, optimizer) returned for it."
-        )
+    check_types(accelerator, optimizer)
     if accelerator in _attached:
         raise InvalidValueError(
             "this accelerator has a per-sample clip already, and two would both clip: call detach() on the other."

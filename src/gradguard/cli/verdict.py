@@ -1,0 +1,32 @@
+"""How commands that judge end: the report in words or as JSON, and the exit code of its verdict."""
+
+import argparse
+import json
+from typing import Any, Protocol
+
+EXIT_CODES = {"PASS": 0, "FAIL": 1, "INCONCLUSIVE": 3}
+"""2 is for what cannot be carried out."""
+
+
+class Report(Protocol):
+    """What `print_report` prints."""
+
+    @property
+    def verdict(self) -> str:
+        """One of `EXIT_CODES`."""
+        ...
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return everything as values that JSON has."""
+        ...
+
+
+def add_json(parser: argparse.ArgumentParser) -> None:
+    """Add the option ``--json``."""
+    parser.add_argument("--json", action="store_true", help="print the report as one line of JSON")
+
+
+def print_report(report: Report, as_json: bool) -> int:
+    """Print ``report``; return the exit code."""
+    print(json.dumps(report.as_dict(), allow_nan=False) if as_json else report)
+    return EXIT_CODES[report.verdict]

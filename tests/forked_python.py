@@ -1,0 +1,195 @@
+"""Python as a command, without the seconds that it takes to import PyTorch: forked from one that has.
+
+    done = run_python("train.py", "--steps", "3", cwd=folder)
+    assert done.stdout == "trained\\n"
+
+What runs is a process of its own, with its own arguments, folder, environment, streams, signals and end; only what
+``PRELOADED`` names is imported already. Where that matters, as for what is imported first or not at all, start a real
+Python.
+This file is also the program that forks.
+"""
+
+import atexit
+import gc
+import importlib
+import json
+import os
+import runpy
+import signal
+import subprocess
+import sys
+import tempfile
+import types
+import warnings
+from pathlib import Path
+from typing import Any
+
+PRELOADED = [
+    "torch",
+    "torch._dynamo",  # which the first step of an optimizer imports
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor",
+    "torch.utils.data",
+    "jinja2",
+    "rich.console",
+]
+"""Packages of others; gradguard is imported anew by each process."""
+
+OURS = Path(__file__).parent
+PATIENCE = 20
+"""Seconds that the other processes get when one has failed."""
+
+
+def run_python(
+    *arguments: str | Path, cwd: Path, env: dict[str, str] | None = None, check: bool = True, timeout: float = 240
+) -> subprocess.CompletedProcess[str]:
+    """Do what ``subprocess.run([sys.executable, *arguments], capture_output=True, text=True)`` does."""
+    (done,) = run_pythons([arguments], cwd=cwd, env=[env or {}], timeout=timeout)
+    assert done.returncode == 0 or not check, f"{done.args} ended with {done.returncode}:\n{done.stdout}{done.stderr}"
+    return done
+
+
+def run_ranks(
+    world: int,
+    *arguments: str | Path,
+    cwd: Path,
+    env: dict[str, str] | None = None,
+    check: bool = True,
+    timeout: float = 240,
+) -> list[subprocess.CompletedProcess[str]]:
+    """Run what ``torchrun --standalone --nproc-per-node world *arguments`` does, and return what each rank said.
+
+    When one of them fails, the others are killed unless they end soon.
+    """
+    from distributed.pool import rendezvous  # in the tests alone: what runs here shall find nothing of theirs
+
+    with rendezvous() as meeting:
+        common = {**(env or {}), **meeting, "WORLD_SIZE": f"{world}", "LOCAL_WORLD_SIZE": f"{world}"}
+        ranks = [{**common, "RANK": f"{rank}", "LOCAL_RANK": f"{rank}"} for rank in range(world)]
+        done = run_pythons([arguments] * world, cwd=cwd, env=ranks, timeout=timeout)
+    assert [one.returncode for one in done] == [0] * world or not check, "\n".join(one.stderr for one in done)
+    return done
+
+
+def run_pythons(
+    commands: list[tuple[str | Path, ...]], *, cwd: Path, env: list[dict[str, str]], timeout: float
+) -> list[subprocess.CompletedProcess[str]]:
+    """Run several at once; ``env`` is what is added to the environment of each."""
+    with tempfile.TemporaryDirectory() as folder:
+        streams = [[f"{folder}/{i}{name}" for name in ("out", "err")] for i in range(len(commands))]
+        jobs = [
+            {"arguments": [*map(str, command)], "cwd": str(cwd), "env": {**os.environ, **more}, "streams": files}
+            for command, more, files in zip(commands, env, streams, strict=True)
+        ]
+        codes = _asked(jobs, timeout)
+        said = [[Path(file).read_text(encoding="utf-8", errors="replace") for file in files] for files in streams]
+    return [
+        subprocess.CompletedProcess([*map(str, command)], code, out, err)
+        for command, code, (out, err) in zip(commands, codes, said, strict=True)
+    ]
+
+
+_server: subprocess.Popen[str] | None = None
+
+
+def _asked(jobs: list[dict[str, Any]], timeout: float) -> list[int]:
+    global _server
+    if _server is None or _server.poll() is not None:
+        _server = subprocess.Popen(
+            [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
+        )
+        atexit.register(_end, _server)
+    assert _server.stdin is not None
+    assert _server.stdout is not None
+    _server.stdin.write(json.dumps([jobs, timeout]) + "\n")
+    _server.stdin.flush()
+    codes = json.loads(_server.stdout.readline())
+    if None in codes:
+        raise subprocess.TimeoutExpired([job["arguments"] for job in jobs], timeout)
+    return codes
+
+
+def _end(server: subprocess.Popen[str]) -> None:
+    if server.poll() is None:
+        os.killpg(server.pid, signal.SIGKILL)
+        server.communicate()
+
+
+# -- the program that forks --------------------------------------------------------------------------------------------
+
+
+def serve() -> dict[str, Any]:
+    """Fork a process for each job that comes; returns, in those processes, the job."""
+    for line in sys.stdin:
+        jobs, timeout = json.loads(line)
+        children: list[int] = []
+        for job in jobs:
+            child = os.fork()
+            if child == 0:
+                return job
+            children.append(child)
+        print(json.dumps(ended(children, timeout)), flush=True)
+    os._exit(0)
+
+
+def ended(children: list[int], timeout: float) -> list[int | None]:
+    """Wait for all of them, or until one fails, and give the exit codes; ``None`` for those that took too long."""
+    codes: dict[int, int] = {}
+    late = set[int]()
+
+    def give_up(*_: object) -> None:
+        late.update(set(children) - codes.keys())
+        for child in late:
+            os.kill(child, signal.SIGKILL)
+
+    signal.signal(signal.SIGALRM, give_up)
+    signal.alarm(int(timeout))
+    while len(codes) < len(children):
+        child, status = os.wait()
+        codes[child] = os.waitstatus_to_exitcode(status)
+        if codes[child]:
+            signal.alarm(PATIENCE)  # the others may wait for it in vain
+    signal.alarm(0)
+    is_slow = not any(codes[child] for child in children if child not in late)
+    return [None if child in late and is_slow else codes[child] for child in children]
+
+
+def become(job: dict[str, Any]) -> list[str]:
+    """Put this process into the place of a new one; returns its arguments."""
+    os.chdir(job["cwd"])
+    os.environ.clear()
+    os.environ.update(job["env"])
+    for descriptor, file in zip((1, 2), job["streams"], strict=True):
+        os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), descriptor)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    sys.stdout = open(1, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
+    sys.stderr = open(2, "w", encoding="utf-8", closefd=False, buffering=1)  # noqa: SIM115
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    return job["arguments"]
+
+
+def run(arguments: list[str]) -> None:
+    """Run what ``python *arguments`` would: a file, ``-m module`` or ``-c code``, perhaps after ``-W error``."""
+    if arguments[:2] == ["-W", "error"]:
+        warnings.simplefilter("error")
+        arguments = arguments[2:]
+    folders = [folder for folder in sys.path if Path(folder).resolve() != OURS]
+    sys.path[:] = [str(Path(arguments[0]).resolve().parent) if arguments[0][0] != "-" else "", *folders]
+    if arguments[0] == "-m":
+        sys.argv[:] = arguments[1:]
+        runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
+    elif arguments[0] == "-c":
+        sys.argv[:] = ["-c", *arguments[2:]]
+        sys.modules["__main__"] = types.ModuleType("__main__")
+        exec(compile(arguments[1], "<string>", "exec"), vars(sys.modules["__main__"]))
+    else:
+        sys.argv[:] = arguments
+        runpy.run_path(arguments[0], run_name="__main__")
+
+
+if __name__ == "__main__":
+    for name in PRELOADED:
+        importlib.import_module(name)
+    gc.collect()
+    gc.freeze()
+    run(become(serve()))
