@@ -120,6 +120,7 @@ def test_every_option_that_is_shown_exists(page):
         "--record",
         "--json",
         "--on-finding",
+        "--launch",
         "--port",
         "--metric",
         "--maximize",

@@ -169,7 +169,7 @@ def _times(factor: float, width: float, name: str) -> str:
 def _about_others(group: Sequence[Outcome]) -> str:
     """What is said of a kind in general; of parameters of few elements, what all are multiplied by if they are."""
     first = min(group, key=lambda o: o.factor_bar or 0.0)
-    if not all(_agree(o, first) for o in group):
+    if first.factor is None or not all(_agree(o, first) for o in group):
         return first.message or _SAYS.get(first.kind, "")
     times = _times(first.factor, first.factor_bar or 0.0, first.factor_name)
     return f"different; {times} if it is a factor, which so few numbers may have by chance"
