@@ -223,6 +223,19 @@ class Snapshot:
         Raises:
             InvalidValueError: If there is no such snapshot, a file is damaged, or it is of another model, optimizer or
                 number of processes. On all processes.
+
+        Example:
+            >>> import gradguard as gg, tempfile, torch
+            >>> model = torch.nn.Linear(2, 1)
+            >>> optimizer = torch.optim.AdamW(model.parameters())
+            >>> snapshot, folder = gg.Snapshot(model, optimizer), tempfile.TemporaryDirectory()
+            >>> snapshot.take()
+            >>> snapshot.save(folder.name)
+            >>> other = torch.nn.Linear(2, 1)
+            >>> gg.Snapshot.load(folder.name, other, torch.optim.AdamW(other.parameters())).restore()
+            >>> torch.equal(other.weight, model.weight)
+            True
+            >>> folder.cleanup()
         """
         snapshot, error = cls(model, optimizer, more=more), None
         try:
