@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from test_resilience_on_shards import sharded, weights
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from training import Network, backward
@@ -150,3 +151,29 @@ def test_none_writes_where_one_cannot(pool, tmp_path):
     assert "another process refuses to save a snapshot" in first
     assert "cannot be written to a file" in second
     assert not (tmp_path / "a").exists()
+
+
+def two_groups(folder):
+    """Two models of two processes each, which save at the same time, each to its own place."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("model", "shard"))
+    own, name = mesh["shard"].get_group(), f"{folder}/{mesh['model'].get_local_rank()}"
+    ends = []
+    for seed in (mesh["model"].get_local_rank(), 5):
+        torch.manual_seed(seed)
+        model = torch.nn.Linear(3, 3)
+        fully_shard(model, mesh=mesh["shard"])
+        optimizer = torch.optim.AdamW(model.parameters())
+        if seed != 5:
+            snapshot = gg.Snapshot(model, optimizer)
+            snapshot.take()
+            snapshot.save(name, process_group=own)
+        else:
+            gg.Snapshot.load(name, model, optimizer, process_group=own).restore()
+        ends.append(model.weight.full_tensor().tolist())
+    return ends
+
+
+def test_groups_of_processes_save_what_is_theirs(pool, tmp_path):
+    found = pool(4).run(two_groups, str(tmp_path))
+    assert all(before == after for before, after in found)
+    assert found[0] == found[1] != found[2] == found[3]

@@ -277,3 +277,13 @@ def test_what_has_no_form_in_a_file(tmp_path):
     with pytest.raises(UnsupportedGradientError, match=r"cannot be written to a file \(a Sequential\)"):
         saved(tmp_path / "a", model, optimizer)
     assert not (tmp_path / "a").exists()
+
+
+def test_state_of_a_parameter_that_has_gone(tmp_path):
+    model, optimizer = small()
+    step(model, optimizer)
+    del optimizer.param_groups[0]["params"][0]
+    snapshot = gg.Snapshot(model, optimizer)
+    snapshot.take()
+    with pytest.raises(UnsupportedGradientError, match="state of a tensor that is in none of its groups"):
+        snapshot.save(tmp_path / "a")

@@ -1,9 +1,6 @@
 """A whole training state in memory, to which a run can go back again and again."""
 
-import importlib
 import os
-import random
-import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -18,6 +15,7 @@ from gradguard.distributed.fully_sharded import is_fully_sharded
 from gradguard.errors import InvalidTypeError, InvalidValueError, UnsupportedGradientError
 from gradguard.optimizer_hooks import optimizers_in
 from gradguard.resilience.copies import Copier, Restorer, StreamOrder, TensorCopy, inner_tensors, is_plain
+from gradguard.resilience.generators import Generators
 from gradguard.resilience.saved_snapshot import (
     Packer,
     Unpacker,
@@ -110,7 +108,7 @@ class Snapshot:
         self._others = [_OtherState(one) for one in others if _optimizer_of(one) is None]
         self._schedulers = [_OtherState(one) for one in others if _optimizer_of(one) is not None]
         self._modules = [_ModuleState(module) for module in modules]
-        self._generators = _Generators()
+        self._generators = Generators()
         self._copier = Copier()
         self._order = StreamOrder()
         self.taken = False
@@ -223,6 +221,19 @@ class Snapshot:
         Raises:
             InvalidValueError: If there is no such snapshot, a file is damaged, or it is of another model, optimizer or
                 number of processes. On all processes.
+
+        Example:
+            >>> import gradguard as gg, tempfile, torch
+            >>> model = torch.nn.Linear(2, 1)
+            >>> optimizer = torch.optim.AdamW(model.parameters())
+            >>> snapshot, folder = gg.Snapshot(model, optimizer), tempfile.TemporaryDirectory()
+            >>> snapshot.take()
+            >>> snapshot.save(folder.name)
+            >>> other = torch.nn.Linear(2, 1)
+            >>> gg.Snapshot.load(folder.name, other, torch.optim.AdamW(other.parameters())).restore()
+            >>> torch.equal(other.weight, model.weight)
+            True
+            >>> folder.cleanup()
         """
         snapshot, error = cls(model, optimizer, more=more), None
         try:
@@ -419,7 +430,7 @@ class _OptimizerState:
         return {
             "parameters": {places[id(p)]: packer.restored(kept) for group in self._parameters for p, kept in group},
             "groups": [packer.restored(kept) for kept in self._groups],
-            "state": [(places.get(id(key), key), packer.restored(kept)) for key, kept in self._state],
+            "state": [(_key(key, places), packer.restored(kept)) for key, kept in self._state],
             "attributes": packer.restored(self._attributes),
         }
 
@@ -476,6 +487,12 @@ class _OptimizerState:
         state.update(contents)
 
 
+def _key(key: Any, places: dict[int, str]) -> Any:
+    if isinstance(key, Tensor) and id(key) not in places:
+        raise UnsupportedGradientError("the optimizer has state of a tensor that is in none of its groups any more.")
+    return places.get(id(key), key)
+
+
 def _place(group: int, parameter: int) -> str:
     return f"group {group}, parameter {parameter}"
 
@@ -527,28 +544,6 @@ class _OtherState:
         del restorer  # its tensors are the run's; what is loaded may be kept by the object, so it is a copy
         load = self.thing.set_state if isinstance(self.thing, torch.Generator) else self.thing.load_state_dict
         load(Restorer().restored(self._kept))
-
-
-class _Generators:
-    """The states of the generators that code uses without naming one."""
-
-    def take(self, devices: Iterable[torch.device]) -> None:
-        self._python = random.getstate()
-        self._numpy = numpy.random.get_state() if (numpy := sys.modules.get("numpy")) is not None else None
-        self._cpu = torch.get_rng_state()
-        self._devices = [(device, torch.get_device_module(device).get_rng_state(*_index(device))) for device in devices]
-
-    def restore(self) -> None:
-        random.setstate(self._python)
-        if self._numpy is not None:
-            importlib.import_module("numpy").random.set_state(self._numpy)
-        torch.set_rng_state(self._cpu)
-        for device, state in self._devices:
-            torch.get_device_module(device).set_rng_state(state, *_index(device))
-
-
-def _index(device: torch.device) -> tuple[torch.device, ...]:
-    return () if device.type == "mps" else (device,)  # which has one device, and functions that take none
 
 
 def _kind_of(part: Any) -> str:
