@@ -13,7 +13,7 @@ import pytest
 import gradguard as gg
 
 if importlib.util.find_spec("mkdocs") is None:
-    pytest.skip('Type: pip install -e ".[docs]"', allow_module_level=True)
+    pytest.skip('mkdocs is not installed: pip install -e ".[docs]"', allow_module_level=True)
 
 ROOT = Path(__file__).parents[1]
 NO_NETWORK = {"http_proxy": "http://127.0.0.1:9", "https_proxy": "http://127.0.0.1:9", "NO_MKDOCS_2_WARNING": "1"}

@@ -9,6 +9,8 @@ from torch import nn
 
 import gradguard as gg
 from cases import DTYPES, parameter, random
+from gradguard import native
+from gradguard.clip import adaptive
 from gradguard.errors import InvalidTypeError, InvalidValueError, NonFiniteGradientError, UnsupportedGradientError
 from gradguard.integrations import composer
 from reference import clip_adaptive as slow_agc
@@ -327,3 +329,47 @@ def test_raise_leaves_even_the_layout_of_gradients_alone():
 def test_an_exclusion_of_a_wrong_type():
     with pytest.raises(InvalidTypeError, match="exclude has 3: expected a name or pattern"):
         gg.clip_grad_adaptive_(model_with_head(), exclude=[3])
+
+
+ONE_PASS = {
+    "healthy": lambda g: None,
+    "NaN": lambda g: g[0].view(-1)[3:5].fill_(math.nan),
+    "inf": lambda g: g[0].view(-1)[5:8].fill_(-math.inf),
+    "both": lambda g: (g[0].view(-1)[5:8].fill_(math.inf), g[-1].view(-1)[:1].fill_(math.nan)),
+    "zeros": lambda g: g[1].zero_(),
+}
+
+
+@pytest.mark.parametrize("policy", ["propagate", "zero", "raise"])
+@pytest.mark.parametrize("spoil", ONE_PASS)
+def test_a_clipper_in_one_pass_does_and_tells_what_it_does_in_three(spoil, policy, monkeypatch):
+    """Bit by bit, the counts of what was not finite included, though these are taken after the writing."""
+    outcomes, asked, in_one_pass = [], [], adaptive.clip_units_at_once
+    for at_once in (True, False):
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(9, 6), nn.ConvTranspose1d(4, 6, 3, groups=2), nn.LayerNorm(5))
+        for p in net.parameters():
+            p.grad = torch.randn_like(p)
+        ONE_PASS[spoil]([p.grad for p in net.parameters()])
+
+        def clipped(*given, at_once=at_once):
+            asked.append(in_one_pass(*given) if at_once else None)
+            return asked[-1]
+
+        monkeypatch.setattr(adaptive, "clip_units_at_once", clipped)
+        clipper = gg.ClipAdaptive(0.05)
+        if policy == "raise" and spoil not in ("healthy", "zeros"):
+            with pytest.raises(NonFiniteGradientError, match=r"0\.weight"):
+                clipper(net, nonfinite=policy)
+            result = []
+        else:
+            last = clipper(net, nonfinite=policy)
+            told = last.norm, last.coefficient, last.clipped, last.nonfinite, last.tensor_norms
+            result = [*told, torch.tensor(list(last.culprits().values()))]
+        assert [done is not None for done in asked] == (
+            [] if policy == "raise" else [at_once and native.status().in_use]
+        )
+        asked.clear()
+        outcomes.append([*result, *[p.grad for p in net.parameters()]])
+    for one, three in zip(*outcomes, strict=True):
+        torch.testing.assert_close(one, three, rtol=0, atol=0, equal_nan=True)

@@ -12,7 +12,8 @@ import pytest
 from forked_python import run_python
 
 if importlib.util.find_spec("composer") is None or importlib.util.find_spec("mcli") is None:
-    pytest.skip("Type: pip install --no-deps mosaicml mosaicml-cli coolname", allow_module_level=True)
+    reason = "Composer is not installed: pip install --no-deps mosaicml mosaicml-cli coolname"
+    pytest.skip(reason, allow_module_level=True)
 
 TRAIN = """
 import importlib.machinery, importlib.util, json, sys, types, warnings

@@ -19,7 +19,7 @@ from gradguard.tensors.triton_plan import DeviceList, UnitList, coefficients_on_
 
 FOLDER = Path(__file__).parent
 with_triton = pytest.mark.skipif(
-    importlib.util.find_spec("triton") is None or not sys.platform.startswith("linux"), reason="triton is not installed"
+    importlib.util.find_spec("triton") is None or not sys.platform.startswith("linux"), reason="needs Triton, on Linux"
 )
 
 
@@ -44,7 +44,7 @@ def run(script, *arguments, **environment):
 @pytest.mark.parametrize("script", ["triton_on_cpu.py", "triton_units_on_cpu.py"])
 def test_values_are_those_of_torch_and_of_the_slow_twin(script):
     if is_the_interpreter_too_old():
-        pytest.skip("Triton's interpreter before 3.7 does not run under NumPy")
+        pytest.skip("the interpreter of Triton before 3.7 does what NumPy warns of, and from 2.4 on refuses")
     ran = run(script, TRITON_INTERPRET="1", GRADGUARD_NATIVE="0")
     assert ran.stdout == "as torch\n", ran.stderr
 

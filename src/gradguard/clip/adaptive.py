@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from gradguard.arguments import check_threshold
 from gradguard.clip.adaptive_units import UnitDecision, clip_units_at_once, decide_units, unit_layouts
-from gradguard.clip.clipper import ClipResult, Decision, ListedParameters, choice, describe
+from gradguard.clip.clipper import ClipResult, Decision, ListedParameters, choice, describe, with_culprits
 from gradguard.clip.gradients import (
     ONE_STAGE,
     Gradients,
@@ -341,6 +341,23 @@ class ClipAdaptive(FixedRule):
         limit = check_threshold("threshold", self.threshold)
         kept = [i for i, out in enumerate(self._excluded(grads)) if not out]
         decision = decide_units(grads, self._units(), kept, at_scale(limit, scale), self.eps, grads.wants_each)
+        return self._described(grads, decision, limit, scale)
+
+    @torch.no_grad()
+    def decide_and_apply(self, grads: Gradients) -> Decision:
+        """Clip in one pass where nothing is excluded, nothing was measured before, and this process holds all."""
+        is_ours = type(self).decide is ClipAdaptive.decide  # not a rule that refines this one
+        if is_ours and self._exclude is None and not isinstance(grads, MeasuredGradients):
+            limit = check_threshold("threshold", self.threshold)
+            done = clip_units_at_once(grads, self._units(), limit, self.eps)
+            if done is not None:
+                return with_culprits(self._described(grads, done, limit, 1.0))
+        return super().decide_and_apply(grads)
+
+    def _described(
+        self, grads: Gradients, decision: UnitDecision, limit: float | Tensor, scale: float | Tensor
+    ) -> Decision:
+        """Tell what ``decision`` does, or has done."""
         outcome = decision.outcome()
         if not isinstance(grads, MeasuredGradients):
             lists = grads.parameters, grads.gradients, grads.positions, grads.names

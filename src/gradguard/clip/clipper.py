@@ -293,8 +293,7 @@ class Clipper(ABC):
         heard = is_heard()
         if heard:
             announce(tensors, tells_norms=grads.reduction is None and self.orders() == {2.0})
-        decision = with_culprits(self.decide(grads))
-        decision.apply()
+        decision = self.decide_and_apply(grads)
         result = _zeroed(decision) if policy == "zero" else decision.result
         if heard:
             tell(self.event_of(grads, result))
@@ -308,6 +307,12 @@ class Clipper(ABC):
             grads: The gradients, all with their parameters.
             scale: What a GradScaler has multiplied them by: thresholds are for gradients divided by it.
         """
+
+    def decide_and_apply(self, grads: Gradients) -> Decision:
+        """Do what `decide` says at once; a rule that can in fewer passes over memory says how."""
+        decision = with_culprits(self.decide(grads))
+        decision.apply()
+        return decision
 
     def measure(self, grads: Gradients) -> "MeasuredGradients":
         """Return ``grads`` with the norms that `decide` will ask for."""
