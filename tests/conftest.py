@@ -101,7 +101,6 @@ LONG = {
     "monitoring/test_observer_processes.py::test_threads_that_train_at_once_have_each_their_own_clips",
     "monitoring/test_observer_processes.py::test_workers_of_a_data_loader_and_a_compiled_model",
     "monitoring/test_observer_sharded.py::test_torchrun_with_and_without_gradguard_run",
-    "monitoring/test_report.py::test_a_page_stays_below_seven_megabytes",
     "monitoring/test_report_browser.py::test_a_focused_chart_zooms_by_key_and_the_others_follow",
     "monitoring/test_report_browser.py::test_a_page_prints_in_light_without_its_controls",
     "monitoring/test_report_browser.py::test_the_heat_map_toggles_by_click",

@@ -29,3 +29,13 @@ def test_each_test_file_has_a_name_of_its_own():
 def test_every_file_can_be_read_in_one_sitting():
     long = {f.name: n for f in SOURCE.rglob("*.py") if (n := len(f.read_text(encoding="utf-8").splitlines())) > 600}
     assert {*long} <= {"torch_private.py"}  # a list, to be looked up in
+
+
+def test_what_is_sampled_or_left_to_make_exhaustive_is_there():
+    folder = Path(__file__).parent
+    tree = ast.parse((folder / "conftest.py").read_text(encoding="utf-8"))
+    texts = {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+    named = [text.split("[")[0].split("::") for text in texts if ".py::" in text]
+    assert len(named) > 40
+    for file, name in named:
+        assert f"def {name}(" in (folder / file).read_text(encoding="utf-8"), f"{file} has no {name}"
