@@ -231,6 +231,18 @@ def test_another_run_is_refused_before_anything_is_changed(tmp_path, name):
     same(content(model, optimizer), before)
 
 
+def test_parameters_of_one_shape_in_another_order_are_refused(tmp_path):
+    """As a set lists them, which is another order in each process: all shapes agree."""
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    orders = [[*model.parameters()], [*model[1].parameters(), *model[0].parameters()]]
+    saved(tmp_path / "a", model, torch.optim.AdamW(orders[0]))
+    optimizer = torch.optim.AdamW(orders[1])
+    words = r"another order \(group 0, parameter 0 was 0\.weight, here 1\.weight; 4 of 4 in all\)"
+    with pytest.raises(InvalidValueError, match=words):
+        gg.Snapshot.load(tmp_path / "a", model, optimizer)
+    gg.Snapshot.load(tmp_path / "a", model, torch.optim.AdamW(orders[0])).restore()
+
+
 def test_directories_that_hold_none(tmp_path):
     model, optimizer, snapshot = saved(tmp_path / "a")
     with pytest.raises(InvalidValueError, match="is there already: expected a new or empty directory"):

@@ -104,7 +104,7 @@ class Snapshot:
         modules = [model, *(one for one in more if isinstance(one, nn.Module))]
         optimizers = [optimizer, *(one for one in more if isinstance(one, Optimizer))]
         others = [one for one in more if not isinstance(one, nn.Module | Optimizer)]
-        self._optimizers = [_OptimizerState(one) for part in optimizers for one in optimizers_in(part)]
+        self._optimizers = [_OptimizerState(one, modules) for part in optimizers for one in optimizers_in(part)]
         self._others = [_OtherState(one) for one in others if _optimizer_of(one) is None]
         self._schedulers = [_OtherState(one) for one in others if _optimizer_of(one) is not None]
         self._modules = [_ModuleState(module) for module in modules]
@@ -214,7 +214,7 @@ class Snapshot:
         Args:
             directory: As given to `save`.
             model: The same model, sharded over as many processes on the same mesh.
-            optimizer: The same optimizer, which may be new.
+            optimizer: The same optimizer, which may be new, with its parameters in the same order (not from a set).
             more: The same things in the same order.
             process_group: As for `save`.
 
@@ -408,8 +408,8 @@ def _memory(tensor: Tensor) -> int:
 class _OptimizerState:
     """The state of one optimizer, the numbers of its groups, and plain attributes that it counts with."""
 
-    def __init__(self, optimizer: Optimizer) -> None:
-        self.optimizer = optimizer
+    def __init__(self, optimizer: Optimizer, modules: Sequence[nn.Module]) -> None:
+        self.optimizer, self._modules = optimizer, modules
         self._parameters: list[list[tuple[Tensor, TensorCopy]]] = []
         self._groups: list[Any] = []
         self._state: list[tuple[Any, Any]] = []
@@ -428,6 +428,7 @@ class _OptimizerState:
     def packed(self, packer: Packer) -> dict[str, Any]:
         places = {id(p): name for name, p in self._named()}
         return {
+            "names": self._names(),
             "parameters": {places[id(p)]: packer.restored(kept) for group in self._parameters for p, kept in group},
             "groups": [packer.restored(kept) for kept in self._groups],
             "state": [(_key(key, places), packer.restored(kept)) for key, kept in self._state],
@@ -437,6 +438,7 @@ class _OptimizerState:
     def unpack(self, packed: dict[str, Any], unpacker: Unpacker) -> None:
         live, groups = dict(self._named()), self.optimizer.param_groups
         compare_layouts(f"the parameters of {type(self.optimizer).__name__}", packed["parameters"], live)
+        self._refuse_another_order(packed["names"])
         kept = {name: unpacker.copy(one) for name, one in packed["parameters"].items()}
         self._parameters = [[(p, kept[_place(i, k)]) for k, p in enumerate(g["params"])] for i, g in enumerate(groups)]
         self._groups = [unpacker.copy(group) for group in packed["groups"]]
@@ -447,6 +449,23 @@ class _OptimizerState:
         for i, group in enumerate(self.optimizer.param_groups):
             for k, p in enumerate(group["params"]):
                 yield _place(i, k), p
+
+    def _names(self) -> dict[str, str]:
+        """The name in a module of the parameter at each place; empty where none has it."""
+        names = {id(p): name for module in reversed(self._modules) for name, p in module.named_parameters()}
+        return {place: names.get(id(p), "") for place, p in self._named()}
+
+    def _refuse_another_order(self, names: dict[str, str]) -> None:
+        """State belongs to places, as in ``load_state_dict``: of parameters of one shape only names tell them apart."""
+        moved = [(place, then, now) for place, now in self._names().items() if (then := names[place]) != now]
+        if moved:
+            place, then, now = moved[0]
+            raise InvalidValueError(
+                f"the snapshot is of another run: {type(self.optimizer).__name__} has its parameters in another order "
+                f"({place} was {then or 'of no module'}, here {now or 'of no module'}; {len(moved)} of {len(names)} "
+                "in all). Nothing was changed. List them in the same order in each run, as model.named_parameters() "
+                "does and a set does not."
+            )
 
     def check(self) -> None:
         now = [[id(p) for p in group["params"]] for group in self.optimizer.param_groups]
