@@ -135,8 +135,6 @@ class DeviceList:
 
     def _launch(self, kernel: Any, *arguments: Tensor, advances: str = "") -> None:
         """Start ``kernel`` for each group; its first argument ``advances`` by the "chunks" or "tensors" of each."""
-        import triton.language as tl
-
         from gradguard.tensors.triton_kernels import BLOCK, CHUNK
 
         first = 0
@@ -145,7 +143,7 @@ class DeviceList:
             chunks = _chunks(sizes, CHUNK, self._device, _stream(self._device))
             assert self._where is not None
             where, count = self._where[first : first + len(group)], len(chunks.tensor)
-            settings = {"DTYPE": getattr(tl, DTYPES[dtype]), "ALIGN": align, "CHUNK": CHUNK, "BLOCK": BLOCK}
+            settings = {"DTYPE": _triton_type(dtype), "ALIGN": align, "CHUNK": CHUNK, "BLOCK": BLOCK}
             _start(kernel, count, self._device, where, *chunks, *arguments, **settings, num_warps=_WARPS)
             first += len(group)
             if advances:
@@ -224,15 +222,13 @@ class UnitList:
 
     def _squares(self, plan: "UnitPlan") -> Tensor:
         """The partial sums of all tensors."""
-        import triton.language as tl
-
         from gradguard.tensors import triton_kernels as kernels
 
         partial = torch.empty(max(plan.partials, 1), dtype=torch.float64, device=self._device)
         settings = {"BLOCK": kernels.UNIT_BLOCK, "STEPS": kernels.UNIT_STEPS, "SPAN": kernels.SPAN}
         for dtype, tensor, _ in plan.programs:
             given = self._where, plan.cuts, tensor, partial
-            settings["DTYPE"] = getattr(tl, DTYPES[dtype])
+            settings["DTYPE"] = _triton_type(dtype)
             _start(kernels.unit_squares, len(tensor), self._device, *given, **settings, num_warps=_WARPS)
         return partial
 
@@ -247,14 +243,12 @@ class UnitList:
 
     def _scale_(self, plan: "UnitPlan", factors: Tensor) -> None:
         """Scale the first tensors of the plan."""
-        import triton.language as tl
-
         from gradguard.tensors import triton_kernels as kernels
 
         settings = {"BLOCK": kernels.UNIT_BLOCK, "STEPS": kernels.UNIT_STEPS}
         for dtype, tensor, count in plan.programs:
             if count:
-                given, settings["DTYPE"] = (self._where, plan.cuts, tensor, factors), getattr(tl, DTYPES[dtype])
+                given, settings["DTYPE"] = (self._where, plan.cuts, tensor, factors), _triton_type(dtype)
                 _start(kernels.unit_scale, count, self._device, *given, **settings, num_warps=_WARPS)
         increment_version(list(self._tensors[: plan.first]))
 
@@ -369,6 +363,12 @@ def _start(kernel: Any, programs: int, device: torch.device, *arguments: Any, **
     """The one place where a kernel starts; Triton starts it on the current device."""
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
         kernel[(programs,)](*arguments, **settings)
+
+
+def _triton_type(dtype: torch.dtype) -> Any:
+    import triton.language as tl
+
+    return getattr(tl, DTYPES[dtype])
 
 
 def _chunk_length() -> int:
