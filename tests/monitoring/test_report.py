@@ -18,9 +18,9 @@ from gradguard.monitoring.judge.verdict import verdict
 from gradguard.monitoring.record.file import RecordWriter, read_record
 from gradguard.monitoring.record.steps import by_optimizer
 from gradguard.monitoring.show.replay import print_replay
+from gradguard.monitoring.show.report import advice, print_comparison, print_summary, text_summary, write_report
 from gradguard.monitoring.show.report import figure as figure_module
 from gradguard.monitoring.show.report import page as page_module
-from gradguard.monitoring.show.report import print_comparison, print_summary, text_summary, write_report
 from gradguard.monitoring.show.report import summary as summary_module
 from gradguard.monitoring.show.report.glossary import TERMS, explained
 from gradguard.monitoring.show.report.summary import command, compared, labelled
@@ -592,3 +592,16 @@ def test_norms_near_the_largest_number_make_a_page(tmp_path):
     steps = steps_of([1e308 if i % 2 else 1e-308 for i in range(300)], loss=1e308)
     page = write_report([make_record(path=tmp_path / "run.jsonl", steps=steps)], tmp_path / "report.html")
     assert "What other rules would have done" in page.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("it stood out (2 times)", "It stood out (2 times)."),
+        ("clip by gg.ClipByMedian()", "Clip by gg.ClipByMedian()"),
+        ("it ended!", "It ended!"),
+        ("", ""),
+    ],
+)
+def test_a_sentence_ends_before_the_next_one_begins(text, shown):
+    assert advice._sentence(text) == shown

@@ -194,7 +194,8 @@ def _in_words(item: Any) -> Shown:
 
 def _sentence(text: str) -> str:
     text = f"{text[:1].upper()}{text[1:]}"
-    return f"{text}." if text and text[-1] not in ".!?)" else text
+    is_whole = not text or text[-1] in ".!?" or text.endswith("()")  # a point is no part of a call
+    return text if is_whole else f"{text}."
 
 
 def _rank(severity: str) -> int:
