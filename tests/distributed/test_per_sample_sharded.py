@@ -1,5 +1,7 @@
 """Per-sample clipping of sharded models: what one process gives for all samples, or words before anything changes."""
 
+import gc
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -15,6 +17,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from training import whole
 
 import gradguard as gg
+from gradguard.distributed import wrappers
 from gradguard.errors import UnsupportedGradientError
 from gradguard.private import make_private
 from sharded import mesh
@@ -136,6 +139,14 @@ def inside_ddp():
     step(wrapper.module, own_parts(), wrapper)
 
 
+def inside_ddp_and_frozen():
+    """What a script freezes for its speed, ``gc.get_objects()`` does not list."""
+    wrapper = DistributedDataParallel(Network())
+    wrappers._living = None  # as in a process that has not looked for any
+    gc.freeze()
+    step(wrapper.module, own_parts(), wrapper)
+
+
 def private_inside_ddp():
     wrapper = DistributedDataParallel(Network())
     optimizer = torch.optim.SGD(wrapper.parameters(), lr=0.1)
@@ -171,6 +182,7 @@ REFUSED = {
     "fully_shard later": (sharded_later, "fully_shard was applied to the module after the clipper was made"),
     "DDP later": (wrapped_later, "give DistributedDataParallel(model) itself"),
     "the module inside DDP": (inside_ddp, "give DistributedDataParallel(model) itself"),
+    "the module inside DDP, frozen": (inside_ddp_and_frozen, "give DistributedDataParallel(model) itself"),
     "private, the module inside DDP": (private_inside_ddp, "give DistributedDataParallel(model) itself"),
     "replicate": (lambda: step(replicate(Network()), own_parts()), "give DistributedDataParallel(model) itself"),
     "thresholds of one process": (quantile, "thresholds would differ between 2 processes"),

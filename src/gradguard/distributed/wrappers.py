@@ -190,10 +190,22 @@ def _wrappers() -> list[nn.Module]:
     if torch.compiler.is_compiling():  # a graph cannot look; code outside it can
         return []
     if _living is None:
-        found = [m for m in gc.get_objects() if issubclass(type(m), nn.Module) and _is_wrapper(m)]
+        found = [m for m in _all_objects() if issubclass(type(m), nn.Module) and _is_wrapper(m)]
         _living = weakref.WeakSet(found)
         register_module_module_registration_hook(_note)
     return list(_living)
+
+
+def _all_objects() -> list[Any]:
+    """What the garbage collector knows, and what ``gc.freeze()`` hides: a wrapper that is missed is a wrong number."""
+    if not gc.get_freeze_count():
+        return gc.get_objects()
+    gc.collect()  # or what is garbage by now would be frozen too
+    gc.unfreeze()
+    try:
+        return gc.get_objects()
+    finally:
+        gc.freeze()
 
 
 def _note(module: nn.Module, name: str, part: nn.Module | None) -> None:
