@@ -455,6 +455,11 @@ class Guard:
         return self._counts.skipped
 
     @property
+    def skipped(self) -> Tensor | bool:
+        """Whether the last step was skipped: 0-dim on the device where only that knows; the host does not wait."""
+        return self._skipped
+
+    @property
     def last_skip(self) -> SkipReason | None:
         """Why the last step was skipped, None if it was taken; the host waits where only the device knows.
 
