@@ -160,7 +160,7 @@ def units_clipped(grads, weights, threshold, eps, wrong):
     factors = torch.where(norms > bound, bound / norms, 1.0)
     if wrong in (1, 2):
         (norms if wrong == 1 else factors)[7] *= 1.001
-    shapes = grads._shapes
+    shapes = grads.shapes
     for x, factor in zip(grads._tensors, factors.split([g * u for g, _, u, _ in shapes]), strict=True):
         if wrong != 3:
             x.copy_(x * factor.float().view(x.shape[0], 1, x.shape[2], 1))

@@ -67,6 +67,7 @@ class Guard:
     GradScaler, fused optimizer         thresholds are for unscaled gradients; unscaling needs no pass of its own
     clipped by hand before unscaling    a warning says so, once
     LBFGS, NaN inside a line search     the whole step is undone
+    BatchNorm's running statistics      hold what a skipped step's forward has written; `Resilience` undoes that
     too many skips in a row             an error with the history (on an accelerator some steps late)
     ``copy.deepcopy(optimizer)``        the copy has no guard; attach one and load this one's ``state_dict()``
     two guards on one optimizer         an error: use ``Chain`` or ``Groups``
@@ -453,6 +454,11 @@ class Guard:
     def skipped_steps(self) -> int:
         """Number of steps skipped, by the guard or by a GradScaler; the host waits for an accelerator."""
         return self._counts.skipped
+
+    @property
+    def skipped(self) -> Tensor | bool:
+        """Whether the last step was skipped: 0-dim on the device where only that knows; the host does not wait."""
+        return self._skipped
 
     @property
     def last_skip(self) -> SkipReason | None:

@@ -23,6 +23,7 @@ from gradguard.resilience.event import Event, recovery_of
 from gradguard.resilience.evidence import EvidenceFolder
 from gradguard.resilience.slow_down import SlowDown
 from gradguard.resilience.snapshot import Snapshot
+from gradguard.resilience.step_buffers import StepBuffers
 from gradguard.spikes.base import Detector, NumberVerdict, verdict_of, whole_number
 from gradguard.spikes.detector import SpikeDetector
 from gradguard.spikes.skip import SkipSpikes
@@ -79,8 +80,9 @@ class Resilience:
     * All processes do the same on the same step: they judge numbers that were added up over all of them, and read what
       the device said of step t after step t + ``lag``, never earlier where it happens to be there. The host waits for
       a step that is ``lag`` old.
-    * A skipped step changes nothing; a roll-back gives back weights, buffers, optimizer state, scaler, ``more``,
-      clipper and detector bit by bit (`Snapshot`).
+    * A skipped step changes nothing; what its forward wrote to buffers (BatchNorm's statistics) is undone by `step`. A
+      roll-back gives back weights, buffers, optimizer state, scaler, ``more``, clipper and detector bit by bit
+      (`Snapshot`).
     * Never two snapshots of a suspicious time: one is older than the detection delay, and none is taken while spikes
       are near.
 
@@ -184,7 +186,7 @@ class Resilience:
         self._evidence = None if evidence is None else EvidenceFolder(evidence, self.every)
         self._spikes = _HostSpikes(self._detector, process_group=process_group)
         self.guard = self._guard_type(optimizer, clipper, model=model, spikes=self._spikes, **(guard_options or {}))
-        self._slow_down = SlowDown(optimizer)
+        self._slow_down, self._buffers = SlowDown(optimizer), StepBuffers(model)
         everything = [self._detector, clipper, *more]
         self._shelf = _Shelf(lambda: Snapshot(model, optimizer, more=everything), self._delay)
         self._held_at = 0  # the step at which weights from before a row of spikes were taken, while it may be none
@@ -233,6 +235,7 @@ class Resilience:
         if self.guard.steps == self._guarded:  # a micro-batch that was only accumulated
             return None
         self._guarded = self.guard.steps
+        self._buffers.put_back(self.guard.skipped)
         self.steps += 1
         self.batches.end_step()
         self._pending.append((self.steps, *self._measured()))
@@ -241,6 +244,7 @@ class Resilience:
             measured = _read(*self._pending.popleft())
             event = None if measured is None else self._process(measured)
         self._go_on()
+        self._buffers.keep()
         if event is not None:
             self._note(event)
         return event
@@ -446,6 +450,7 @@ class Resilience:
         """Stop acting: the optimizer steps as it did before, and the snapshots are let go."""
         self.guard.detach()
         self._slow_down.remove()
+        self._buffers.remove()
         self._shelf.clear()
 
 

@@ -162,7 +162,7 @@ class UnitList:
     """Tensors that are cut into units, each a stretch of memory (a row) or a column of one; on one GPU."""
 
     def __init__(self, tensors: Sequence[Tensor], shapes: Sequence[tuple[int, int, int, int]]) -> None:
-        self._tensors, self._shapes, self._device = tensors, shapes, tensors[0].device
+        self._tensors, self.shapes, self._device = tensors, shapes, tensors[0].device
         addresses = [t.data_ptr() for t in tensors]
         self._where = _sent(addresses, self._device)
         keys = zip(tensors, addresses, shapes, strict=True)
@@ -203,7 +203,7 @@ class UnitList:
         """
         from gradguard.tensors.triton_kernels import finish
 
-        both = UnitList([*self._tensors, *weights._tensors], [*self._shapes, *weights._shapes])
+        both = UnitList([*self._tensors, *weights._tensors], [*self.shapes, *weights.shapes])
         plan = both._plan(len(self._tensors))
         norms, factors = (torch.empty(plan.units, dtype=torch.float64, device=self._device) for _ in range(2))
         programs = len(plan.summed)

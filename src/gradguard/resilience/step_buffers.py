@@ -1,0 +1,116 @@
+"""Buffers that a forward writes, as BatchNorm does: a step that is skipped leaves them as they were before it."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gradguard.distributed.placements import is_sharded
+from gradguard.tensors.layout import are_readable, grouped, move
+from gradguard.torch_private import buffer_slots, version_of
+
+
+class StepBuffers:
+    """Keeps the buffers of a module from step to step, and gives them back where a step was skipped.
+
+    Only those that were written since are looked at: torch counts the writes to a tensor, but for running statistics,
+    which count as written at each step, and those of kernels of one's own, which are not seen. On an accelerator the
+    host does not wait, but for a buffer that has become another tensor or is no ordinary one.
+
+    Args:
+        model: The module. What ``load_state_dict`` writes to it is kept, and taken for no step's.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._kept = [_Kept(buffer_slots(module), name) for module in model.modules() for name in buffer_slots(module)]
+        self._hook = model.register_load_state_dict_post_hook(lambda module, keys: self.keep())
+
+    @torch.no_grad()
+    def keep(self) -> None:
+        """Keep the buffers as they are now: the step is over."""
+        for one in self._kept:
+            if one.is_written():
+                one.keep()
+
+    @torch.no_grad()
+    def put_back(self, skipped: Tensor | bool) -> None:
+        """Give back what `keep` has kept if the step was ``skipped``, 0-dim bool on any device."""
+        if not isinstance(skipped, Tensor) or are_readable(skipped):
+            for one in [one for one in self._kept if skipped and one.is_written()]:
+                one.put_back()
+            return
+        written = [one for one in self._kept if one.is_written()]
+        simple = [one for one in written if one.is_simple()]
+        skipped = skipped.bool()
+        for places in grouped([one.kept for one in simple]).values():
+            _put_back([simple[i] for i in places], skipped)
+        for one in [one for one in written if not one.is_simple() and bool(skipped)]:
+            one.put_back()
+
+    def remove(self) -> None:
+        """Let go of all copies."""
+        self._hook.remove()
+        self._kept = []
+
+
+_UNCOUNTED = ("running_mean", "running_var")
+"""What batch and instance norms write without torch's count of writes going up."""
+
+
+class _Kept:
+    """One buffer, and a copy of what it held."""
+
+    def __init__(self, slots: dict[str, Tensor | None], name: str) -> None:
+        self._slots, self._name, self._is_counted = slots, name, name not in _UNCOUNTED
+        self.keep()
+
+    @property
+    def now(self) -> Any:
+        return self._slots.get(self._name)
+
+    def keep(self) -> None:
+        self._live = self.now
+        self.kept: Any = None if self.now is None else self.now.detach().clone()
+        self._writes = _writes(self._live) if self._is_counted else None
+
+    def is_written(self) -> bool:
+        return self.now is not self._live or self._writes is None or self._writes != _writes(self._live)
+
+    def is_simple(self) -> bool:
+        """Whether the copy can be written into the buffer by an operation for many."""
+        kept = self.kept
+        return type(kept) is Tensor and kept.layout is torch.strided and self._fits()
+
+    def put_back(self) -> None:
+        if self._fits():
+            self.now.copy_(self.kept)
+        else:
+            self._slots[self._name] = None if self.kept is None else self.kept.clone()
+
+    def _fits(self) -> bool:
+        now = self.now
+        if now is None or now is not self._live or now.shape != self.kept.shape or now.is_inference():
+            return False
+        return now.layout is not torch.strided or not _overlaps(now)
+
+
+def _overlaps(tensor: Tensor) -> bool:
+    return any(step == 0 and size > 1 for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+def _writes(tensor: Tensor | None) -> int | None:
+    """How often ``tensor`` was written; None where torch does not count."""
+    if tensor is None:
+        return 0
+    local = tensor.to_local() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
+    return None if local.is_inference() else version_of(local)
+
+
+def _put_back(buffers: Sequence[_Kept], skipped: Tensor) -> None:
+    """The same for many of one device and dtype, and by a few operations."""
+    now, kept = [one.now for one in buffers], [one.kept for one in buffers]
+    flat_now, flat_kept = (torch.cat([t.reshape(-1) for t in tensors]) for tensors in (now, kept))
+    chosen = torch.where(move(skipped, flat_now.device), flat_kept, flat_now)
+    for live, piece in zip(now, chosen.split([t.numel() for t in now]), strict=True):
+        live.copy_(piece.view(live.shape))
