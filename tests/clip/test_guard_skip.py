@@ -424,3 +424,38 @@ def test_parameters_of_one_name_are_told_apart():
         first.weight.grad, second.weight.grad = torch.full((1, 2), size), torch.full((1, 2), 100 * size)
         optimizer.step()
     assert guard.last.names == ("param_groups[0]['params'][0]", "param_groups[1]['params'][0]")
+
+
+LEARNING = {
+    "median": lambda: gg.ClipByMedian(warmup=2),
+    "zclip": lambda: gg.ZClip(warmup=2),
+    "auto": lambda: gg.AutoClip(50),
+    "fraction": lambda: gg.ClipFraction(0.1),
+    "adagc": lambda: gg.AdaGC(warmup=2),
+}
+
+
+@pytest.mark.parametrize("bad_step", [0, 1, 4])
+@pytest.mark.parametrize("rule", LEARNING)
+def test_a_clipper_counts_what_is_not_finite_and_learns_nothing_of_it(rule, bad_step):
+    """AdaGC's ``step`` is a count too, which only ``strict_paper=True`` goes by."""
+
+    def learnt(state):
+        return {name: one for name, one in state.items() if name not in ("counts", "step", "names")}
+
+    net = model()
+    guard = Guard(torch.optim.SGD(net.parameters(), lr=0.0), LEARNING[rule]())
+    for step in range(6):
+        put_gradients(net, step)
+        before = guard.clipper.state_dict()
+        if step == bad_step:
+            spoil(net)
+        guard.optimizer.step()
+        after = guard.clipper.state_dict()
+        if step == bad_step:
+            counted = (after["counts"] - before["counts"]).tolist()
+            assert counted[0] == counted[2] == 1
+            if step:  # before that AdaGC has no averages
+                torch.testing.assert_close(learnt(after), learnt(before), rtol=0, atol=0, equal_nan=True)
+    assert guard.skipped_steps == 1
+    assert repr(learnt(before)) != repr(learnt(after))

@@ -1,5 +1,7 @@
 """A snapshot of FSDP2 shards in files: each process writes its own, and all go on with the same bits or none does."""
 
+import shutil
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -7,10 +9,13 @@ from test_resilience_on_shards import sharded, weights
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 from training import Network, backward
 
 import gradguard as gg
+from gradguard.distributed import agreement, checkpoint
 from gradguard.errors import GradguardError
+from sharded import local
 
 
 class Run:
@@ -177,3 +182,149 @@ def test_groups_of_processes_save_what_is_theirs(pool, tmp_path):
     found = pool(4).run(two_groups, str(tmp_path))
     assert all(before == after for before, after in found)
     assert found[0] == found[1] != found[2] == found[3]
+
+
+def replicated():
+    torch.manual_seed(0)
+    model = DistributedDataParallel(Network())
+    return model, torch.optim.AdamW(model.parameters(), lr=0.01)
+
+
+MIXED = "has files of two different saves"
+OTHER = "another process refuses to load a snapshot"
+MIXTURES = {  # files of the later save over the earlier one: what the two processes say, or after how many steps it is
+    "none": ((), [2, 2]),
+    "of rank 1": (("__1_0.distcp",), [OTHER, MIXED]),
+    "of rank 0": (("__0_0.distcp",), [MIXED, OTHER]),
+    "the list": ((".metadata",), [MIXED, MIXED]),
+    "of rank 1, and the list": (("__1_0.distcp", ".metadata"), [MIXED, OTHER]),
+    "all": (("__0_0.distcp", "__1_0.distcp", ".metadata"), [3, 3]),
+}
+
+
+def two_saves(folder, way):
+    """Two saves of one run, at least a step apart, whose files have the same lengths: no length tells them apart."""
+    model, optimizer = {"FSDP2": sharded, "DDP": replicated}[way]()
+    snapshot, sizes = gg.Snapshot(model, optimizer), []
+    for step in range(40):
+        optimizer.zero_grad()
+        backward(model, way, step)
+        optimizer.step()
+        if step:
+            snapshot.take()
+            snapshot.save(folder / str(step + 1))
+            sizes.append({file.name: file.stat().st_size for file in (folder / str(step + 1)).iterdir()})
+            dist.barrier()
+            if sizes[-1] in sizes[:-1]:
+                return model, optimizer, sizes.index(sizes[-1]) + 2, step + 1
+    raise AssertionError(f"no two saves of one size: {sizes}")
+
+
+def loaded(folder, model, optimizer):
+    """What it says, or the steps that Adam has counted then."""
+    before = weights(model, optimizer)
+    try:
+        gg.Snapshot.load(folder, model, optimizer).restore()
+    except GradguardError as error:
+        torch.testing.assert_close(weights(model, optimizer), before, rtol=0, atol=0)
+        return str(error)
+    return int(local(next(iter(optimizer.state.values()))["step"]))
+
+
+def mixtures(folder, way):
+    model, optimizer, early, late = two_saves(folder, way)
+    if dist.get_rank() == 0:
+        for name, (files, _) in MIXTURES.items():
+            shutil.copytree(folder / str(early), folder / name)
+            for file in files:
+                shutil.copy(folder / str(late) / file, folder / name)
+    dist.barrier()
+    found = {name: loaded(folder / name, model, optimizer) for name in MIXTURES}
+    found["each its own"] = loaded(folder / str([early, late][dist.get_rank()]), model, optimizer)
+    return found, {2: early, 3: late}
+
+
+@pytest.mark.parametrize("way", ["DDP", "FSDP2"])
+def test_files_of_two_saves_are_refused_by_all(pool, tmp_path, way):
+    """Each process loaded its part, of step 10 on one and of step 20 on the other, in silence."""
+    expected = {name: words for name, (_, words) in MIXTURES.items()} | {"each its own": [MIXED, MIXED]}
+    for rank, (found, steps) in enumerate(pool(2).run(mixtures, tmp_path, way)):
+        for name, told in found.items():
+            wanted = expected[name][rank]
+            assert told == steps[wanted] if wanted in steps else wanted in str(told), (name, rank, told)
+
+
+def saved_apart(folder, late):
+    """Each process writes to a directory of its own; or to one which shows its files ``late``."""
+    model, optimizer = plain()
+    snapshot = gg.Snapshot(model, optimizer)
+    snapshot.take()
+    before, first_missing = checkpoint._PATIENCE, checkpoint._first_missing
+    looks = []
+
+    def slow(directory):
+        looks.append(directory)
+        return first_missing(directory) or (repr("__0_0.distcp") if len(looks) < 4 else None)
+
+    checkpoint._PATIENCE, checkpoint._first_missing = (30.0, slow) if late else (0.0, first_missing)
+    try:
+        snapshot.save(folder / ("one" if late else str(dist.get_rank())))
+    except GradguardError as error:
+        return str(error)
+    finally:
+        checkpoint._PATIENCE, checkpoint._first_missing = before, first_missing
+    return len(looks)
+
+
+def test_a_directory_that_processes_do_not_share_is_refused(pool, tmp_path):
+    """`save` returned on all, and nobody could load what it had written."""
+    first, second = pool(2).run(saved_apart, tmp_path, False)
+    for told, missing in [(first, "__1_0.distcp"), (second, ".metadata")]:
+        assert f"this process does not find '{missing}' in it: the processes do not write to one directory" in told
+    assert pool(2).run(saved_apart, tmp_path, True) == [4, 4]
+
+
+def cut_short(folder):
+    """A file that was not written to its end, as another process sees it."""
+    model, optimizer = plain()
+    snapshot = gg.Snapshot(model, optimizer)
+    snapshot.take()
+    snapshot.save(folder)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        file = folder / "__1_0.distcp"
+        file.write_bytes(file.read_bytes()[:-1])
+    dist.barrier()
+    return checkpoint._first_missing(folder)
+
+
+def test_a_file_that_lacks_its_end_is_missed(pool, tmp_path):
+    assert pool(2).run(cut_short, tmp_path / "a") == ["'__1_0.distcp'"] * 2
+
+
+def without_the_other(folder):
+    """The connection breaks as soon as rank 0 saves; rank 1 has gone."""
+    model, optimizer = plain()
+    snapshot = gg.Snapshot(model, optimizer)
+    snapshot.take()
+    if dist.get_rank() == 1:
+        return None
+
+    def broken(*arguments, **options):
+        raise RuntimeError("connection closed by peer")
+
+    dist.all_reduce, agreement._PATIENCE = broken, 0.2  # these processes are used once
+    try:
+        snapshot.save(folder)
+    except GradguardError as error:
+        return str(error)
+
+
+@pytest.mark.slow
+def test_who_dies_before_a_save_is_named_without_a_word_of_clips(pool, tmp_path):
+    with pool.fresh(2) as processes:
+        told, _ = processes.run(without_the_other, tmp_path / "a")
+    assert told == (
+        "rank 1 did not come, or much later, when rank 0 came to save a snapshot: the processes could not save a "
+        "snapshot together. Every rank of the group must save a snapshot at the same place. (connection closed by peer)"
+    )

@@ -82,6 +82,49 @@ def test_what_is_done_and_when(name):
     assert told(resilience) == expected
 
 
+ADOPTED = [*SKIPPED, ("burst", "adopted", 21)]
+GROWN = {  # after how many steps a group comes: what is told of a burst of 10 from step 21 on
+    "before the burst": (20, [*ADOPTED, ("burst", "rolled back", 21)]),
+    "in the row of spikes": (23, [*ADOPTED, ("burst", "rolled back", 21)]),
+    "after the adoption": (30, [*ADOPTED, ("burst", "went on", 21)]),
+    "in a trial": (35, [*ADOPTED, ("burst", "rolled back", 21)]),
+    "after it": (60, [*ADOPTED, ("burst", "rolled back", 21)]),
+}
+
+
+@pytest.mark.parametrize("name", GROWN)
+def test_a_group_that_comes_ends_no_run(name):
+    """The trial raised the error of a snapshot that has other groups, and no loop could follow its advice."""
+    at, expected = GROWN[name]
+    model, optimizer, resilience = network()
+    more = nn.Parameter(torch.ones(1))
+    sizes = [*USUAL, *[SPIKE] * 10, *USUAL, *USUAL]
+    train(model, optimizer, resilience, sizes[:at])
+    optimizer.add_param_group({"params": [more]})
+    train(model, optimizer, resilience, sizes[at:], first_id=at)
+    assert told(resilience) == expected
+    train(model, optimizer, resilience, [*USUAL, *USUAL])  # and the next burst is survived with new snapshots
+    before = resilience.steps
+    train(model, optimizer, resilience, [*[SPIKE] * 10, *USUAL, *USUAL])
+    assert told(resilience)[-1] == ("burst", resilience.events[-1].action, before + 1)
+    assert resilience.events[-1].action.startswith("rolled back")
+    assert resilience.events[-1].to_step > at
+
+
+def test_weights_that_are_tried_when_a_group_comes_stay():
+    model, optimizer, resilience = network(optimizer=lambda p: torch.optim.SGD(p, lr=1e-3))
+    weights = train(model, optimizer, resilience, [*USUAL, *[SPIKE] * 10, *USUAL])
+    first = next(i for i in range(31, len(weights)) if weights[i] > weights[i - 1])  # back at those from before
+    model, optimizer, resilience = network(optimizer=lambda p: torch.optim.SGD(p, lr=1e-3))
+    again = train(model, optimizer, resilience, [*USUAL, *[SPIKE] * 10, *USUAL][: first + 1])
+    assert again == weights[: first + 1]
+    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
+    train(model, optimizer, resilience, [1.0])
+    assert told(resilience)[-1] == ("burst", "rolled back", 21)
+    assert model.weight.item() < again[-1]  # a step further from there
+    assert again[-1] - model.weight.item() < 2e-3
+
+
 def test_a_skipped_step_changes_no_bit():
     model, optimizer, resilience = network()
     train(model, optimizer, resilience, USUAL)

@@ -2,6 +2,7 @@
 
 import multiprocessing
 import random
+import shutil
 
 import numpy
 import pytest
@@ -278,6 +279,25 @@ def test_no_damaged_byte_becomes_a_number(tmp_path, name):
     file.write_bytes(whole[: len(whole) // 2])
     with pytest.raises(InvalidValueError, match=r"cannot be read: a file is missing or damaged|written to its end"):
         gg.Snapshot.load(tmp_path / "a", model, optimizer)
+
+
+@pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata"])
+def test_files_of_two_saves_are_refused(tmp_path, name):
+    model, optimizer, snapshot = saved(tmp_path / "a")
+    snapshot.save(tmp_path / "b")  # the same state: only the save tells them apart
+    assert len({(tmp_path / folder / name).stat().st_size for folder in "ab"}) == 1  # no length tells them apart
+    shutil.copy(tmp_path / "b" / name, tmp_path / "a")
+    with pytest.raises(InvalidValueError, match=r"has files of two different saves, .*Nothing was changed\."):
+        gg.Snapshot.load(tmp_path / "a", model, optimizer)
+    gg.Snapshot.load(tmp_path / "b", model, optimizer).restore()
+
+
+def test_a_save_draws_no_number_of_the_run(tmp_path):
+    model, optimizer, snapshot = saved(tmp_path / "a")
+    before = random.getstate(), torch.get_rng_state().tolist(), numpy.random.get_state()[1].tolist()
+    snapshot.save(tmp_path / "b")
+    assert (random.getstate(), torch.get_rng_state().tolist(), numpy.random.get_state()[1].tolist()) == before
+    assert gg.Snapshot.load(tmp_path / "b", model, optimizer).taken
 
 
 def test_what_has_no_form_in_a_file(tmp_path):

@@ -59,7 +59,7 @@ class Guard:
     ==================================  ========================================================================
     case                                what happens
     ==================================  ========================================================================
-    NaN or inf, ``"skip"``              the step does not happen; the clipper's state does not see it
+    NaN or inf, ``"skip"``              the step does not happen; the clipper counts it and learns nothing of it
     ``"propagate"``                     clipped as if nothing were wrong, and stepped
     ``"raise"``                         an error names the parameters; nothing has changed
     ``"zero"``                          the step is taken with gradients of 0: momentum and weight decay still act

@@ -174,6 +174,7 @@ def together(
     *,
     known: bool = False,
     on_host: bool = True,
+    task: str = "",
 ) -> None:
     """Run a collective; if it fails, say which processes did not come or came with something else.
 
@@ -185,6 +186,7 @@ def together(
         signature: What each listed tensor is.
         known: Whether the list was agreed on before.
         on_host: Whether the host waits for it.
+        task: What it is for, where that is no clip, such as "save a snapshot".
 
     Raises:
         DistributedError: If it fails, after the time-out of the process group at the latest.
@@ -195,11 +197,9 @@ def together(
         work = collective(async_op=on_host)
         difference = None if work is None else _difference_while_waiting(work, union, signature, known, _calls[name])
     except RuntimeError as error:  # torch.distributed's own errors are subclasses
-        raise DistributedError(_who_is_missing(union, signature, error)) from error
+        raise DistributedError(_who_is_missing(union, signature, error, task)) from error
     if difference is not None:
-        raise DistributedError(
-            f"{difference}. Every rank of the group must clip on the same steps, with the same parameters."
-        )
+        raise DistributedError(f"{difference}. {_what_to_do(task)}.")
 
 
 def _difference_while_waiting(
@@ -250,13 +250,16 @@ def _first_difference(one: Sequence[str], other: Sequence[str]) -> str:
     return f"{len(one)} parameters instead of {len(other)}: {more} {longer[at]}"
 
 
-def _who_is_missing(union: ReductionGroup, signature: Sequence[str], error: RuntimeError) -> str:
+def _what_to_do(task: str) -> str:
+    what = f"{task} at the same place" if task else "clip on the same steps, with the same parameters"
+    return f"Every rank of the group must {what}"
+
+
+def _who_is_missing(union: ReductionGroup, signature: Sequence[str], error: RuntimeError, task: str) -> str:
     """Ask the others, through the store that they met in, what they were about to do."""
     cause = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-    general = (
-        "the processes could not add up their norms. Every rank of the group must clip on the same steps, with the "
-        f"same parameters, also one that has no gradients. ({cause})"
-    )
+    aim, also = (f"{task} together", "") if task else ("add up their norms", ", also one that has no gradients")
+    general = f"the processes could not {aim}. {_what_to_do(task)}{also}. ({cause})"
     me, name = dist.get_rank(), str(getattr(union.group, "group_name", ""))
     try:
         _failures[name] += 1
@@ -265,7 +268,8 @@ def _who_is_missing(union: ReductionGroup, signature: Sequence[str], error: Runt
     except Exception:  # the store may have gone with rank 0
         return general
     if found.get("missing"):
-        return f"rank {found['missing']} did not come, or much later, on rank {me}'s clip: {general}"
+        when = f"when rank {me} came to {task}" if task else f"on rank {me}'s clip"
+        return f"rank {found['missing']} did not come, or much later, {when}: {general}"
     if "difference" in found:
         return f"{found['difference']}. {general}"
     return general

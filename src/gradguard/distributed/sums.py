@@ -18,13 +18,13 @@ def number_of_processes(group: Any) -> int:
     return dist.get_world_size() if several_processes() else 1
 
 
-def sum_over(values: Tensor, group: Any = None, what: str = "loss and norms") -> Tensor:
+def sum_over(values: Tensor, group: Any = None, task: str = "") -> Tensor:
     """Return the sum of ``values`` over the processes of ``group``, the same bits on all: one all-reduce.
 
     Args:
         values: The numbers of this process.
         group: A process group; None for all processes, or for this one alone if `torch.distributed` joins no others.
-        what: What they are, in words.
+        task: What the processes need it for, such as "save a snapshot"; a clip if it is empty.
 
     Raises:
         DistributedError: If a process does not come.
@@ -36,5 +36,6 @@ def sum_over(values: Tensor, group: Any = None, what: str = "loss and norms") ->
     check_alive(chosen)
     union = ReductionGroup(chosen, frozenset(dist.get_process_group_ranks(chosen)))
     added = move(values, device_of(chosen, values.device)).clone()
-    together(partial(dist.all_reduce, added, group=chosen), union, [what], on_host=added.is_cpu)
+    signature = [task or "loss and norms"]
+    together(partial(dist.all_reduce, added, group=chosen), union, signature, on_host=added.is_cpu, task=task)
     return move(added, values.device)

@@ -52,7 +52,7 @@ class GuardedOptimizer(keras.optimizers.Optimizer):
     ====================================  ======================================================================
     case                                  what happens
     ====================================  ======================================================================
-    NaN or inf, ``"skip"``                no update, and the clipper's state does not see it; under accumulation the
+    NaN or inf, ``"skip"``                no update; the clipper counts it and learns nothing; under accumulation the
                                           whole window is dropped and ``_iterations``, which counts batches, goes on
     ``gradient_accumulation_steps``       clipped once, when the last batch of the window has come
     ``loss_scale_factor``                 thresholds are for gradients without it

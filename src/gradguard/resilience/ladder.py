@@ -15,6 +15,7 @@ from gradguard.clip.clipper import Clipper
 from gradguard.clip.guard import Guard
 from gradguard.clip.thresholds.median import ClipByMedian
 from gradguard.errors import InvalidTypeError, InvalidValueError, SpikeError, UnsupportedGradientError
+from gradguard.optimizer_hooks import optimizers_in
 from gradguard.recovery_events import tell_recovery
 from gradguard.resilience.bad_samples import BadSamples
 from gradguard.resilience.batches import Batches, MicroBatch, SampleId
@@ -101,6 +102,8 @@ class Resilience:
     a data loader in ``more``            refused: going back must not bring the same data again
     several optimizers                   refused, unless one has the others as attributes, and steps them
     accumulation                         call `step` after the real steps, or after each micro-batch: no difference
+    ``add_param_group``                  snapshots are let go, and a new one is taken: a burst from before is learnt,
+                                         and weights that are being tried stay
     resumed from `state_dict`            calm, with new snapshots: they are not saved
     ===================================  ======================================================================
 
@@ -198,6 +201,8 @@ class Resilience:
         self._verdict: Any = None
         self._calm_since, self._nonfinite = 0, 0
         self._burst: _Burst | None = None
+        self._optimizers = optimizers_in(optimizer)
+        self._groups = self._group_sizes()
 
     @property
     def _cap(self) -> int:
@@ -237,6 +242,7 @@ class Resilience:
         self._guarded = self.guard.steps
         self._buffers.put_back(self.guard.skipped)
         self.steps += 1
+        changed = self._follow_groups()
         self.batches.end_step()
         self._pending.append((self.steps, *self._measured()))
         event = None
@@ -245,9 +251,9 @@ class Resilience:
             event = None if measured is None else self._process(measured)
         self._go_on()
         self._buffers.keep()
-        if event is not None:
-            self._note(event)
-        return event
+        for one in filter(None, (changed, event)):
+            self._note(one)
+        return event or changed
 
     def _note(self, event: Event) -> None:
         self.events.append(event)
@@ -287,6 +293,21 @@ class Resilience:
         if now.adopted and self._burst is None:
             return self._suspect(now)
         return self._event(now.step, "spike", "skipped", now, lost=1)
+
+    def _group_sizes(self) -> list[int]:
+        return [len(group["params"]) for one in self._optimizers for group in one.param_groups]
+
+    def _follow_groups(self) -> Event | None:
+        """Let go of the snapshots if parameters have come since: none of them could be restored."""
+        before, self._groups = self._groups, self._group_sizes()
+        if self._groups == before:
+            return None
+        self._shelf.clear()
+        self._held_at, burst = 0, self._burst
+        self._burst = None
+        if burst is None or burst.is_tried:  # then the newer weights cannot come back
+            return None if burst is None else self._roll_back(burst)
+        return self._event(burst.first, "burst", "went on", burst.seen, lost=burst.lost)
 
     def _drop_if_trained_since(self, now: _Measured) -> None:
         if not now.nonfinite and now.step <= self._held_at:

@@ -1,29 +1,38 @@
 """What a snapshot holds, as files of `torch.distributed.checkpoint` and back.
 
 Each process writes its own part, under its rank: tensors as entries that are read in place, and one entry with
-everything else, in which each tensor is a number. Both have checksums, which torch's files do not.
+everything else, in which each tensor is a number. Both have checksums, which torch's files do not. The checksums of
+tensors stand in that entry, and so does a number that is random at each save; the list of all entries has it too.
 """
 
 import ctypes
 import io
 import pickle
+import secrets
 import zlib
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
-from gradguard.distributed.checkpoint import names_of_entries, raise_together, read_entries, write_entries
+from gradguard.distributed.checkpoint import (
+    check_written,
+    names_of_entries,
+    numbers_of_all,
+    raise_together,
+    rank_in,
+    read_entries,
+    write_entries,
+)
 from gradguard.distributed.placements import is_sharded, sharded_as
 from gradguard.distributed.sums import number_of_processes
 from gradguard.errors import InvalidValueError, UnsupportedGradientError
 from gradguard.resilience.copies import PINNED, Copier, PlainCopy, Restorer, TensorCopy, WrappedCopy
 
-_FORMAT = 1
+_FORMAT = 2
 
 
 class StoredTensor(NamedTuple):
@@ -146,12 +155,13 @@ class Unpacker(Copier):
         names = whole.__tensor_flatten__()[0]  # type: ignore[attr-defined]
         return WrappedCopy(whole.requires_grad_(stored.requires_grad), {names[0]: local})
 
-    def fill(self, directory: Path, rank: int) -> None:
+    def fill(self, directory: Path, group: Any) -> None:
         """Read what the memory holds.
 
         Raises:
             InvalidValueError: If a file is missing or damaged.
         """
+        rank = rank_in(group)
         read_entries(directory, {f"{rank}/{number}": memory for number, (memory, _) in self._memory.items()})
         if any(_checksum(memory) != checksum for memory, checksum in self._memory.values()):
             raise InvalidValueError(f"the snapshot in {str(directory)!r} is damaged: a tensor is not what was written.")
@@ -199,23 +209,30 @@ def save_parts(directory: Path, pack: Callable[[Packer], Any], group: Any) -> No
     Raises:
         InvalidValueError: On all processes, if the directory is not empty or something cannot be written.
     """
-    error, entries, packer = None, {}, Packer()
+    task, entries, packer = "save a snapshot", {}, Packer()
+    number = numbers_of_all(1 << 52 | secrets.randbits(52), group, task)[0]  # no generator of the run draws
+    error = None
     try:
         _refuse_used(directory)
-        entries = _entries(pack(packer), packer.tensors, group)
+        entries = _entries(number, pack(packer), packer.tensors, group)
     except Exception as problem:  # or the others would wait for this process
         error = problem
-    raise_together(error, group, "to save a snapshot")
+    raise_together(error, group, task)
     write_entries(directory, entries, group)
+    try:
+        check_written(directory)
+    except InvalidValueError as problem:
+        error = problem
+    raise_together(error, group, task)
 
 
-def load_parts(directory: Path, group: Any) -> Any:
-    """Return what `save_parts` was given by this process, of which the tensors are not read yet.
+def load_parts(directory: Path, group: Any) -> tuple[int, Any]:
+    """Return the number of the save, and what `save_parts` was given by this process; the tensors are not read yet.
 
     Raises:
         InvalidValueError: If there is no such thing.
     """
-    rank, processes = _place_in(group)
+    rank, processes = rank_in(group), number_of_processes(group)
     names = names_of_entries(directory)
     if not {str(r) for r in range(processes)} <= names or str(processes) in names:
         whole = sum(name.isdigit() for name in names)
@@ -230,26 +247,48 @@ def load_parts(directory: Path, group: Any) -> Any:
     entry = into[str(rank)]
     if not isinstance(entry, bytes) or zlib.crc32(entry[4:]).to_bytes(4) != entry[:4]:
         raise InvalidValueError(f"the snapshot in {str(directory)!r} is damaged: it is not what was written.")
-    version, parts = pickle.loads(entry[4:])
+    version, *content = pickle.loads(entry[4:])
     if version != _FORMAT:
         raise InvalidValueError(f"the snapshot in {str(directory)!r} has the format {version}: expected {_FORMAT}.")
-    return parts
+    number, parts = content
+    if _save_entry(number) not in names:
+        raise InvalidValueError(_mixed(directory))
+    return number, parts
 
 
-def rank_in(group: Any) -> int:
-    """Return the number of this process among those that save together."""
-    return _place_in(group)[0]
+def check_save(directory: Path, number: int, error: Exception | None, group: Any) -> None:
+    """Check that all processes of ``group`` have read files, and those of one save; a collective.
+
+    Args:
+        directory: Where they were.
+        number: That of the save from which this process has read.
+        error: Why it has not.
+        group: A process group.
+
+    Raises:
+        InvalidValueError: On all processes, if not.
+    """
+    raise_together(error, group, "load a snapshot")
+    if len(set(numbers_of_all(number, group, "load a snapshot"))) > 1:
+        raise InvalidValueError(_mixed(directory))
 
 
-def _place_in(group: Any) -> tuple[int, int]:
-    processes = number_of_processes(group)
-    return (dist.get_rank(group) if processes > 1 else 0), processes
+def _mixed(directory: Path) -> str:
+    return (
+        f"{str(directory)!r} has files of two different saves, as after a copy over another snapshot that was not "
+        "finished: its parts would be of different steps. Nothing was changed. Copy all files of one snapshot to a new "
+        "directory, or load another snapshot."
+    )
 
 
-def _entries(parts: Any, tensors: list[Tensor], group: Any) -> dict[str, Any]:
+def _save_entry(number: int) -> str:
+    return f"save {number:014x}"
+
+
+def _entries(number: int, parts: Any, tensors: list[Tensor], group: Any) -> dict[str, Any]:
     file = io.BytesIO()
     try:
-        _Pickler(file).dump((_FORMAT, parts))
+        _Pickler(file).dump((_FORMAT, number, parts))
     except (pickle.PicklingError, TypeError, AttributeError) as error:
         raise UnsupportedGradientError(
             f"the state holds something that cannot be written to a file ({error}): keep the snapshot in memory, or "
@@ -257,7 +296,8 @@ def _entries(parts: Any, tensors: list[Tensor], group: Any) -> dict[str, Any]:
         ) from error
     content, rank = file.getvalue(), rank_in(group)
     named = {f"{rank}/{number}": tensor for number, tensor in enumerate(tensors)}
-    return {str(rank): zlib.crc32(content).to_bytes(4) + content, **named}
+    of_save = {_save_entry(number): b""} if rank == 0 else {}
+    return {str(rank): zlib.crc32(content).to_bytes(4) + content, **named, **of_save}
 
 
 class _Pickler(pickle.Pickler):

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
-from gradguard.distributed.checkpoint import raise_together
 from gradguard.distributed.fully_sharded import is_fully_sharded
 from gradguard.errors import InvalidTypeError, InvalidValueError, UnsupportedGradientError
 from gradguard.optimizer_hooks import optimizers_in
@@ -19,10 +18,10 @@ from gradguard.resilience.generators import Generators
 from gradguard.resilience.saved_snapshot import (
     Packer,
     Unpacker,
+    check_save,
     compare_layouts,
     compare_names,
     load_parts,
-    rank_in,
     save_parts,
 )
 from gradguard.torch_private import buffer_slots, has_scheduler, hook_tables, is_fsdp1
@@ -46,7 +45,7 @@ class Snapshot:
     * Nothing is shared with the run: training on after `restore` does not change the snapshot. Going back twice and
       training on the same data gives the same bits.
     * All or nothing: a `take` that fails leaves no snapshot, a `restore` that is refused has written nothing.
-    * `save` and `load` carry it to another process, where training goes on with the same bits; files are checksummed.
+    * `save` and `load` carry it to another process, with the same bits; damaged or mixed files are refused.
     * Of sharded weights (FSDP2, tensor parallelism) each process keeps its own part; nothing is sent.
     * The host does not wait for CUDA; copies go to pinned memory in the order of the stream, so no later step can
       tear one. (A GradScaler in ``more`` reads one number.)
@@ -188,11 +187,11 @@ class Snapshot:
         Each process writes its own part: of shards no more than it holds, of weights that all hold a copy for each.
 
         Args:
-            directory: A new or empty one, which all processes see.
+            directory: A new or empty one, which all processes see by this path; it is looked at when all is written.
             process_group: The processes that train this model together; None for all.
 
         Raises:
-            InvalidValueError: If nothing was taken, or the directory is not empty. On all processes.
+            InvalidValueError: If nothing was taken, or the directory is not empty, or not one for all processes.
             UnsupportedGradientError: If the state holds what has no form in a file, such as a lambda.
         """
         save_parts(Path(directory), self._packed, process_group)
@@ -219,8 +218,8 @@ class Snapshot:
             process_group: As for `save`.
 
         Raises:
-            InvalidValueError: If there is no such snapshot, a file is damaged, or it is of another model, optimizer or
-                number of processes. On all processes.
+            InvalidValueError: On all processes, if there is no such snapshot, a file is damaged or of another save, or
+                it is of another model, optimizer or number of processes.
 
         Example:
             >>> import gradguard as gg, tempfile, torch
@@ -235,12 +234,12 @@ class Snapshot:
             True
             >>> folder.cleanup()
         """
-        snapshot, error = cls(model, optimizer, more=more), None
+        snapshot, number, error = cls(model, optimizer, more=more), 0, None
         try:
-            snapshot._unpack(Path(directory), process_group)
+            number = snapshot._unpack(Path(directory), process_group)
         except Exception as problem:  # or the others would wait for this process
             error = problem
-        raise_together(error, process_group, "to load a snapshot")
+        check_save(Path(directory), number, error, process_group)
         snapshot.taken = True
         return snapshot
 
@@ -252,16 +251,17 @@ class Snapshot:
         return {"kinds": [*map(_kind_of, self._parts())], "parts": parts, "generators": vars(self._generators)}
 
     @torch.no_grad()
-    def _unpack(self, directory: Path, group: Any) -> None:
+    def _unpack(self, directory: Path, group: Any) -> int:
         self._prepare()
-        saved = load_parts(directory, group)
+        number, saved = load_parts(directory, group)
         compare_names("what it holds", saved["kinds"], map(_kind_of, self._parts()))
         live = (tensor for part in self._parts() for tensor in part.tensors())
         self._copier = unpacker = Unpacker(live)
         for part, packed in zip(self._parts(), saved["parts"], strict=True):
             part.unpack(packed, unpacker)
         vars(self._generators).update(saved["generators"])
-        unpacker.fill(directory, rank_in(group))
+        unpacker.fill(directory, group)
+        return number
 
     def synchronize(self) -> None:
         """Wait until all copies have arrived on the host."""

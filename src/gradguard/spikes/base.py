@@ -129,7 +129,7 @@ class Detector(ABC):
             )
 
     def reset(self) -> None:
-        """Forget all history: what comes next is a new start, such as another data set or learning rate."""
+        """Forget all history, on all ranks at once: what comes next is a new start, such as another data set."""
         self._verdict = None
         if state := self._settled():
             fresh = self._empty(len(state["history"]))

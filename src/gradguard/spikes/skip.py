@@ -26,7 +26,8 @@ class SkipSpikes:
     .. math:: \bar L = \sum_{r, i} w_{r i} L_{r i} \Big/ \sum_{r, i} w_{r i}
 
     over ranks r and micro-batches i, and each norm is the mean over the ranks, on which it is the same number already
-    up to rounding: one all-reduce of a few numbers, so that all ranks decide by the same bits. Pipeline stages that
+    up to rounding: one all-reduce of a few numbers, so that all ranks decide by the same bits, if their detectors have
+    the same history: load a state, or reset it, on all ranks or on none (nothing compares them). Pipeline stages that
     are named to the guard (``process_group=``, ``mesh=``) have one norm; of others it is the mean of the stages' norms.
     Only those that know the loss tell it.
 
