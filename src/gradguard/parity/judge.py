@@ -210,7 +210,7 @@ def _by_numbers(name: str, reference: Measured, new: Measured, facts: Mapping[st
 
 
 def _not_measured(reference: Measured, new: Measured) -> str:
-    """Why no bar is that of both runs, in words: the only one is of a finer dtype, or there is none; empty if one is."""
+    """Why no bar is that of both runs, in words; empty if one is: it is of a finer dtype, or there is none."""
     for (who, run), (other, measured) in permutations(_both(reference, new)):
         if measured.repeated and not run.repeated and run.epsilon > measured.epsilon:
             coarse, fine = (_DTYPES.get(e, f"a spacing of {e:.2g}") for e in (run.epsilon, measured.epsilon))
