@@ -1,6 +1,8 @@
 """`audit_norm` on one process: coefficients, reports, what is refused, and gradients that are as they were."""
 
 import math
+import random
+from fnmatch import fnmatchcase
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ from torch.nn.utils import clip_grad_norm_, get_total_norm
 import gradguard as gg
 from gradguard.audit.coefficients import Applied, coefficient_findings
 from gradguard.audit.factors import Setting, candidates, fit, named
+from gradguard.audit.held import Tensor, check_groups, with_claims
 from gradguard.errors import InvalidTypeError, InvalidValueError, UnsupportedGradientError
 
 
@@ -329,6 +332,45 @@ def test_one_factor_on_all_tensors_is_one_finding(factor):
 def test_a_pattern_of_groups_that_no_parameter_has_is_an_error():
     with pytest.raises(InvalidValueError, match=r"groups: \['nosuch\.\*'\] matches no parameter with a gradient"):
         gg.audit_norm(of_norm(1.0), groups={"nosuch.*": "sharded", "weight": "sharded"})
+
+
+CLAIMS = {
+    "experts": (["e.0.w", "e.1.w", "e.10.w"], ["router"], None, {"e.*.w": "sharded"}),
+    "some of them": (["e.0.w", "e.1.w"], ["e.2.w"], None, {"e.0.w": "sharded", "e.1.w": "sharded"}),
+    "numbers in words": (["e.0.w1", "e.1.w1"], ["e.0.w2"], None, {"e.*.w1": "sharded"}),
+    "a number at the ends": (["0.0", "1.0"], ["0.0.0"], None, {"0.0": "sharded", "1.0": "sharded"}),
+    "signs of patterns": (["a[0]*?", "b"], ["a0xx"], None, {"a[[]0][*][?]": "sharded", "b": "sharded"}),
+    "a tied tensor": (["a = b"], ["c"], None, {"a": "sharded", "b": "sharded"}),
+    "said before": (["e.0.w", "e.0.b"], ["r"], {"*.w": "replicated", "r": "sharded"},
+                    {"*.w": "replicated", "r": "sharded", "e.*.b": "sharded"}),
+    "said of all": (["e.0.w"], ["r"], {"e*": "replicated"}, None),
+    "nothing": ([], ["r"], {"r": "sharded"}, None),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("wanted", "others", "groups", "claims"), CLAIMS.values(), ids=CLAIMS)
+def test_claims_of_just_these_tensors(wanted, others, groups, claims):
+    tensors = [Tensor(tuple(names.split(" = ")), []) for names in (*wanted, *others)]
+    assert with_claims(groups, tensors[: len(wanted)], tensors) == claims
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_claims_match_all_that_is_wanted_and_nothing_else(seed):
+    """Of random names, by what `audit_norm` makes of patterns, one tensor after another."""
+    draw = random.Random(seed)
+    names = {".".join(draw.choices(["0", "1", "12", "w", "w1", "[0]", "*"], k=draw.randint(1, 3))) for _ in range(12)}
+    tensors = [Tensor((name,), []) for name in sorted(names)]
+    wanted = draw.sample(tensors, draw.randint(1, len(tensors)))
+    claims = with_claims(None, wanted, tensors)
+    check_groups(claims, tensors)
+    matched = {t.names for t in tensors if any(fnmatchcase(t.names[0], pattern) for pattern in claims)}
+    assert matched == {t.names for t in wanted}
+
+
+def test_patterns_that_say_the_same_twice_are_no_error():
+    assert gg.audit_norm(of_norm(1.0), groups={"weight": "sharded", "w*": "sharded"})
+    with pytest.raises(InvalidValueError, match=r"'weight' is 'sharded' and 'w\*' is 'replicated', and weight matches"):
+        gg.audit_norm(of_norm(1.0), groups={"weight": "sharded", "w*": "replicated"})
 
 
 def test_factors_that_do_not_make_the_real_norm_have_no_reason():

@@ -1,7 +1,9 @@
 """The audit of a norm on processes: DTensors in every layout, DDP, FSDP1, FSDP2, Megatron's parameters."""
 
+import ast
 import math
 import random
+import re
 import warnings
 from contextlib import suppress
 
@@ -20,7 +22,7 @@ from training import Network, batch
 
 import gradguard as gg
 from gradguard.audit.in_script import AuditDone, ScriptAudit
-from gradguard.errors import UnsupportedGradientError
+from gradguard.errors import InvalidValueError, UnsupportedGradientError
 from gradguard.monitoring.observe.intercept import patched
 from gradguard.monitoring.observe.meta import living_modules
 
@@ -275,6 +277,71 @@ def test_what_values_do_not_tell_is_asked_for(threads):
     assert all(threads(lambda rank: audit(rank, {"column*": "sharded"})))
     for found in threads(lambda rank: audit(rank, {"column_bias": "replicated"})):
         assert found.findings[0].kind == "copies"
+
+
+def experts(rank, count=2):
+    """Experts of each rank that began alike, with norms that are constant, beside layers that all ranks hold."""
+    blocks = [nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)) for _ in range(count)]
+    model = nn.ModuleDict({"shared": nn.Linear(4, 4), "experts": nn.ModuleList(blocks), "3": nn.LayerNorm(4)})
+    for i, (name, p) in enumerate(model.named_parameters()):  # the ranks are threads, which share torch's generator
+        of_weight, of_rank = (torch.Generator().manual_seed(i + 1000 * k) for k in (0, 1 + rank * ("experts" in name)))
+        if name.startswith("shared") or ".0." in name[len("experts.0") :]:
+            p.data = torch.randn(p.shape, generator=of_weight)
+        p.grad = torch.randn(p.shape, generator=of_rank)
+    return model
+
+
+def norm_of_experts(model):
+    squares = {n: p.grad.double().square().sum() for n, p in model.named_parameters()}
+    parts = sum(s for n, s in squares.items() if "experts" in n)
+    dist.all_reduce(parts)
+    return (parts + sum(s for n, s in squares.items() if "experts" not in n)).sqrt()
+
+
+@pytest.mark.parametrize(
+    "passed", [None, {"3.*": "replicated"}, {"experts.0.0.*": "sharded", "experts.*.1.bias": "sharded"}]
+)
+def test_a_hint_followed_once_gives_the_verdict(threads, passed):
+    """Whichever of the hints: it has all tensors that nothing is said of, and what was said before."""
+
+    def audit(rank, groups):
+        model = experts(rank)
+        return gg.audit_norm(model, lambda: norm_of_experts(model), groups=groups), float(norm_of_experts(model))
+
+    first, _ = threads(lambda rank: audit(rank, passed))[0]
+    assert [f.kind for f in first.findings] == ["copies", "unknown", "factor"]
+    for finding in first.findings[:2]:
+        hint = ast.literal_eval(re.search(r"groups=({.*?})", finding.message)[1])
+        assert hint.items() >= (passed or {}).items()
+        for followed, true in threads(lambda rank, hint=hint: audit(rank, hint)):
+            assert followed.verdict == "PASS", str(followed)
+            assert followed.true_norm == pytest.approx(true, rel=1e-6)
+
+
+def test_many_experts_are_one_pattern_for_each_of_their_tensors(threads):
+    (audit, *_) = threads(lambda rank: gg.audit_norm(experts(rank, 40)))
+    hints = [re.search(r"groups=({.*?})", f.message)[1] for f in audit.findings]
+    assert hints == ["{'experts.*.*.bias': 'sharded', 'experts.*.*.weight': 'sharded'}"] * 2
+
+
+def test_copies_that_are_said_to_be_copies_have_no_hint(threads):
+    for audit in threads(lambda rank: gg.audit_norm(experts(rank), groups={"*": "replicated"})):
+        assert (audit.verdict, [f.kind for f in audit.findings]) == ("FAIL", ["copies"])
+        assert "groups" not in audit.findings[0].message
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_patterns_that_contradict_each_other_are_an_error(threads, order):
+    groups = dict([("experts*", "sharded"), ("*.weight", "replicated")][::order])
+
+    def audit(rank):
+        with pytest.raises(
+            InvalidValueError, match=r"^groups: .*'experts\*' is 'sharded'.*experts\.0\.0\.weight matches both"
+        ) as e:
+            gg.audit_norm(experts(rank), groups=groups)
+        return str(e.value)
+
+    assert "'*.weight' is 'replicated'" in threads(audit)[0]
 
 
 CONTRADICTED = {

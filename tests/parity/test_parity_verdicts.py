@@ -299,6 +299,81 @@ def test_without_bars_a_difference_is_unknown_and_none_passes():
     assert (report.verdict, only(report).kind) == ("INCONCLUSIVE", "unknown")
 
 
+def coarse(seed=2, change=None, off=3e-3, epsilon=2.0**-7, **about):
+    """A healthy run in bfloat16 of which nobody has measured the bars, but for what ``change`` says."""
+    gradients = {name: rounded(g, off, 40_000 + i) for i, (name, g) in enumerate(GRADIENTS.items())}
+    for name, new in (change or {}).items():
+        gradients[name] = new(gradients[name]) if callable(new) else new
+    return replace(saved(gradients, seed=seed, runs=0, facts=FACTS, **about), epsilon=epsilon)
+
+
+ONE_IS_COARSE = {
+    "nothing": ({}, "INCONCLUSIVE", "unknown"),
+    "other numbers": ({"up": drawn((8, 32), 77)}, "INCONCLUSIVE", "unknown"),
+    "dead": ({"up": torch.zeros(8, 32, dtype=torch.float64)}, "INCONCLUSIVE", "unknown"),
+    "a factor near 1": ({"up": lambda g: 1.01 * GRADIENTS["up"]}, "INCONCLUSIVE", "unknown"),
+    "a factor of one number": ({"bias": lambda g: 4 * g}, "INCONCLUSIVE", "unknown"),
+    "a factor": ({"up": lambda g: 4 * g}, "FAIL", "factor"),
+    "missing": ({"up": None}, "FAIL", "missing"),
+    "shape": ({"up": drawn((8, 31), 5)}, "FAIL", "shape"),
+    "NaN": ({"up": lambda g: g * math.nan}, "FAIL", "nonfinite"),
+}
+
+
+@pytest.mark.parametrize(("change", "verdict", "kind"), ONE_IS_COARSE.values(), ids=ONE_IS_COARSE)
+@pytest.mark.parametrize("new_is_coarse", [True, False])
+def test_bars_of_a_finer_dtype_are_not_those_of_a_coarser_one(change, verdict, kind, new_is_coarse):
+    """And of the measured finer one rows and parts are known, which are no verdict either."""
+    about = {"rows": ["embed"], "parts": {"micro-batch 0": {n: drawn(s, 900) for n, s in SHAPES.items()}}}
+    pair = [run(**about), coarse(change=change, **about)]
+    report = compare(*(pair if new_is_coarse else pair[::-1]))
+    assert report.verdict == verdict, str(report)
+    kind = {"missing": "extra"}.get(kind, kind) if not new_is_coarse else kind
+    assert {f.kind for f in report.findings} == {"unknown", kind}
+    who, other = ("the new run", "the reference") if new_is_coarse else ("the reference", "the new run")
+    words = f"{who} computes in bfloat16, and the bars are of {other}'s float32: save {who} with --perturbed 4"
+    assert words in str(report)
+    assert "would show" not in str(report)
+
+
+@pytest.mark.parametrize(
+    ("epsilon", "measured", "verdict"),
+    [
+        (2.0**-7, 2.0**-7, "FAIL"),  # the bars are those of one dtype
+        (2.0**-23, 2.0**-7, "FAIL"),  # or of a coarser one
+        (2.0**-10, 2.0**-23, "INCONCLUSIVE"),
+        (2.0**-23, 2.0**-52, "INCONCLUSIVE"),
+        (0.125, 2.0**-7, "INCONCLUSIVE"),
+    ],
+)
+def test_bars_are_taken_over_unless_they_are_of_a_finer_dtype(epsilon, measured, verdict):
+    reference = replace(run(), epsilon=measured)
+    assert compare(reference, coarse(epsilon=epsilon)).verdict == verdict
+    assert compare(reference, replace(run(seed=2), epsilon=epsilon)).verdict == "PASS"  # it has bars of its own
+    assert compare(reference, coarse(epsilon=epsilon, off=1e-7)).verdict == "PASS"  # equal in the finer dtype even
+
+
+def test_both_files_with_bars_are_told_by_them():
+    new = replace(run(bar=3e-3, seed=2), epsilon=2.0**-7)
+    assert compare(run(), new).verdict == "PASS"
+    wrong = replace(run({"up": drawn((8, 32), 77)}, bar=3e-3, seed=2), epsilon=2.0**-7)
+    assert compare(run(), wrong).verdict == "FAIL"
+
+
+@pytest.mark.parametrize("reference", [run(), coarse(seed=3)], ids=["finer bars", "no bars"])
+def test_copies_that_differ_are_open_too_where_no_bar_is_known(reference):
+    apart = {n: torch.zeros_like(g) for n, g in GRADIENTS.items()} | {"norm": drawn((8,), 3)}
+    report = compare(reference, coarse(contrasts=apart, copies=4))
+    assert report.verdict == "INCONCLUSIVE", str(report)
+    assert "ranks hold different gradients in the new run" in str(report)
+
+
+@pytest.mark.parametrize(("loss", "says"), [(1.504, "agree"), (1.6, "differ by more than rounding")])
+def test_one_loss_of_a_coarse_run_is_compared_by_its_dtype(loss, says):
+    report = compare(run(losses=(1.5,)), coarse(losses=(loss,)))
+    assert any(says in note for note in report.notes), report.notes
+
+
 def test_nothing_to_compare_is_no_pass():
     assert compare(saved({}), saved({})).verdict == "INCONCLUSIVE"
     none = saved(dict.fromkeys(SHAPES))

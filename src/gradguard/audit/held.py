@@ -5,9 +5,11 @@ attribute is a common reason of a wrong norm, and an audit that believes it inhe
 """
 
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from glob import escape
 from itertools import combinations
 from typing import Literal
 
@@ -186,12 +188,34 @@ def tensors_of(processes: Sequence[Sequence[Held]], groups: Mapping[str, Claim] 
 
 
 def check_groups(groups: Mapping[str, Claim] | None, tensors: Sequence[Tensor]) -> None:
-    """Refuse patterns that match nothing: a typing error there would be silent."""
+    """Refuse patterns that match nothing or contradict each other: a typing error there would be silent."""
     names = [name for tensor in tensors for name in tensor.names]
     if unknown := [one for one in groups or {} if not any(fnmatchcase(name, one) for name in names)]:
         raise InvalidValueError(
             f"groups: {unknown} matches no parameter with a gradient: expected patterns of names such as {names[0]!r}."
         )
+    for tensor in tensors:
+        said = {claim: one for one, claim in (groups or {}).items() if _said(tensor.names, {one: claim})}
+        if len(said) > 1:
+            both = " and ".join(f"{pattern!r} is {claim!r}" for claim, pattern in said.items())
+            raise InvalidValueError(f"groups: {both}, and {tensor.names[0]} matches both: expected one of them for it.")
+
+
+def with_claims(
+    groups: Mapping[str, Claim] | None, wanted: Sequence[Tensor], tensors: Sequence[Tensor]
+) -> dict[str, Claim] | None:
+    """Return ``groups`` with all of ``wanted`` that it says nothing of as sharded; None if it says something of each.
+
+    Tensors that differ by a number between two dots, as experts do, have one pattern if it matches no other tensor.
+    """
+    said_of = [_said(tensor.names, groups) for tensor in wanted]
+    names = {name for tensor, said in zip(wanted, said_of, strict=True) if not said for name in tensor.names}
+    others = {name for tensor in tensors for name in tensor.names} - names
+    added: dict[str, Claim] = {}
+    for name in sorted(names):
+        pattern = re.sub(r"(?<![^.])\d+(?![^.])", "*", escape(name))
+        added[escape(name) if any(fnmatchcase(one, pattern) for one in others) else pattern] = "sharded"
+    return {**(groups or {}), **added} if added else None
 
 
 def _said(names: Iterable[str], groups: Mapping[str, Claim] | None) -> Claim | None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from gradguard.audit.coefficients import Applied, coefficient_findings
 from gradguard.audit.epsilons import LARGEST_EPSILON, epsilon_finding, is_one_of, with_epsilon
 from gradguard.audit.factors import Setting, candidates, fit, named
-from gradguard.audit.held import DRIFTED, Claim, Held, check_groups, contradictions, tensors_of, true_norm
+from gradguard.audit.held import DRIFTED, Claim, Held, check_groups, contradictions, tensors_of, true_norm, with_claims
 from gradguard.audit.held import Tensor as WholeTensor
 from gradguard.audit.pieces import Piece, modules_of, pieces_of
 from gradguard.audit.probe import Ask, Counted, Probe, classes_of, elements_value, finding_of, norm_classes
@@ -75,7 +75,7 @@ def audit_norm(
         reported: What the engine says the norm of these gradients is, on this process.
         groups: What ordinary tensors are across processes, by a pattern of names: ``"sharded"`` or ``"replicated"``.
             It is believed where values do not tell; what they contradict is INCONCLUSIVE. A pattern that no parameter
-            with a gradient has is an error.
+            with a gradient has is an error, and so are two that say different things of one.
         max_norm: What ``norm()`` clips to; then what it multiplies each gradient by is audited too.
         accumulation: Number of micro-batches of a step, for the names of factors.
         loss_scale: What gradients are still multiplied by; the true norm is without it.
@@ -86,7 +86,8 @@ def audit_norm(
 
     Raises:
         InvalidTypeError: If an argument has another type.
-        InvalidValueError: If a number is not positive and finite, or an earlier audit is of something else.
+        InvalidValueError: If a number is not positive and finite, ``groups`` matches nothing or contradicts itself, or
+            an earlier audit is of something else.
         UnsupportedGradientError: If gradients cannot be audited, on any process.
 
     Example:
@@ -104,7 +105,7 @@ def audit_norm(
     tensors = tensors_of(processes, groups)
     setting = Setting(len(processes), accumulation, loss_scale)
     check_groups(groups, tensors)
-    audit = _Audit(pieces, tensors, setting, _number(reported, "reported"))
+    audit = _Audit(pieces, tensors, setting, _number(reported, "reported"), groups)
     audit.check_earlier(earlier)
     try:
         return audit.run(norm, max_norm, earlier)
@@ -192,9 +193,14 @@ class _Audit:
     """One audit, with what its steps hand on."""
 
     def __init__(
-        self, pieces: Sequence[Piece], tensors: list[WholeTensor], setting: Setting, reported: float | None
+        self,
+        pieces: Sequence[Piece],
+        tensors: list[WholeTensor],
+        setting: Setting,
+        reported: float | None,
+        groups: Mapping[str, Claim] | None = None,
     ) -> None:
-        self._pieces, self._tensors, self._setting = pieces, tensors, setting
+        self._pieces, self._tensors, self._setting, self._groups = pieces, tensors, setting, groups
         self._me = dist.get_rank() if several_processes() else 0
         self._reported = reported
         self._true = true_norm(tensors) / setting.loss_scale
@@ -269,14 +275,14 @@ class _Audit:
     def _look_at_copies(self) -> None:
         self._findings += contradictions(self._tensors)
         differ = [t for t in self._tensors if any(part.differ for part in t.parts) and not t.contradiction]
+        unknown = [t for t in self._tensors if t.unknown and not t.contradiction]
+        asked = [t for t in unknown if t.square]
+        groups = with_claims(self._groups, [*differ, *asked], self._tensors)
         if differ:
             names = tuple(" = ".join(t.names) for t in differ)
-            what = (
-                "copies of one weight have different gradients: they were not added up over the processes that hold "
-                "it. If they only began alike, as experts made of one layer do, pass groups={"
-                + repr(names[0])
-                + ": 'sharded'}"
-            )
+            what = "copies of one weight have different gradients: not added up over the processes that hold it"
+            if groups:
+                what += f". If they only began alike, as experts made of one layer do, pass groups={groups}"
             self._findings.append(NormFinding("copies", what, names))
         apart = [t for t in self._tensors if t.drift > DRIFTED and not t.unknown]
         if apart:
@@ -286,18 +292,15 @@ class _Audit:
                 "differently, or not made equal at first"
             )
             self._findings.append(NormFinding("drift", what, names))
-        unknown = [t for t in self._tensors if t.unknown and not t.contradiction]
-        dead = tuple(" = ".join(t.names) for t in unknown if not t.square)
-        if dead:
-            self._notes.append(
-                f"without a gradient, so that nothing tells what is a copy; not probed: {', '.join(dead)}"
-            )
-        names = tuple(" = ".join(t.names) for t in unknown if t.square)
-        if names:
-            what = "values do not tell whether processes hold copies or parts: pass groups={" + repr(names[0])
+        if dead := [" = ".join(t.names) for t in unknown if not t.square]:
+            what = "without a gradient, so that nothing tells what is a copy; not probed: "
+            self._notes.append(what + ", ".join(dead))
+        if asked:
+            names = tuple(" = ".join(t.names) for t in asked)
+            what = f"values do not tell whether processes hold copies or parts: pass groups={groups}, or 'replicated'"
             if any(t.drift > DRIFTED for t in unknown):
                 what = "weights are a little apart, of copies that drifted or of parts that began alike; " + what
-            self._findings.append(NormFinding("unknown", what + ": 'sharded'}, or 'replicated'", names))
+            self._findings.append(NormFinding("unknown", what, names))
 
     def _called(self, norm: NormFunction) -> float:
         """What the norm function returns on this process, after all have come."""

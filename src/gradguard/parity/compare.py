@@ -221,7 +221,8 @@ def _notes(
     if faults and a.losses and b.losses and all(map(math.isfinite, (*a.losses, *b.losses))):
         bar = max((abs(x - run.losses[0]) for run in (a, b) for x in run.losses[1:]), default=0.0)
         apart = abs(a.losses[0] - b.losses[0])
-        same = apart <= BARS * max(bar, 1e-7 * abs(a.losses[0]))
+        least = max([1e-7, *(run.epsilon for run in (a, b) if len(run.losses) == 1)])  # one loss tells no rounding
+        same = apart <= BARS * max(bar, least * abs(a.losses[0]))
         says = "agree" if same else "differ by more than rounding: another batch, or another forward?"
         notes.append(f"the losses, {a.losses[0]:.6g} and {b.losses[0]:.6g}, {says}")
     if any(o.kind == "different" and o.name not in a.rows for o in outcomes):

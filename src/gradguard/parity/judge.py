@@ -7,6 +7,7 @@ verdicts need is linear in the gradient, so it is the same of sketches.
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import permutations
 from typing import Literal
 
 Vector = Sequence[float]
@@ -31,6 +32,7 @@ _MANY = 16  # so many numbers are not a multiple of others by chance
 _BY_CHANCE = 1e-3  # a factor that random numbers have more often than that needs others beside it
 _WIDEST_ALONE = 1e-3  # a single number is a multiple of any other: it has a name only if it is known so well
 _NOT_MEASURED = "not equal, and nobody has measured what rounding does"
+_DTYPES = {2.0**-52: "float64", 2.0**-23: "float32", 2.0**-10: "float16 or TF32", 2.0**-7: "bfloat16"}
 _ONE_SIDED = (
     "not equal, and so many micro-batches may all be rounded to one side, as the same one over and over is: compare "
     "with fewer"
@@ -68,7 +70,8 @@ class Measured:
         copies: How many ranks hold the same part.
         parts: Sketches of other gradients of which this one may be a mixture, by name.
         rows: The same as ``gradient`` and ``repeated`` of each row, where a second pass has asked for it.
-        epsilon: By what part of themselves the weights were changed for ``repeated``; 0 where they were not.
+        epsilon: The spacing of the coarsest dtype that is computed in, relative, by which the weights were changed for
+            ``repeated``; 0 where nobody knows.
         one_sided: What adding it up does to it at most, relative: where each addition rounds to the same side.
     """
 
@@ -180,19 +183,21 @@ def _by_numbers(name: str, reference: Measured, new: Measured, facts: Mapping[st
     bar = max([*bars, _rounding_of(reference), _rounding_of(new)])
     size, difference = max(norm(r), norm(c)), norm(_minus(c, r))
     distance = difference / bar if bar else (math.inf if difference else 0.0)
-    shown = Outcome(name, "equal", distance, (bar / size if size else 0.0) if bars else None)
+    why = "" if distance <= BARS and bars else _not_measured(reference, new)
+    shown = Outcome(name, "equal", distance, None if why else bar / size if size else 0.0)
     apart = [who for who, run in _both(reference, new) if _ranks_apart(run, bar)]
     dead = [who for who, sketch in (("the reference", r), ("the new run", c)) if not any(sketch)]
-    if dead and not apart and bars and distance > BARS and not shown.is_noise:
+    if dead and not apart and not why and distance > BARS and not shown.is_noise:
         return _with(shown, "dead", message=f"all zeros in {dead[0]}")
     if apart:
-        return _with(shown, "ranks", message=_about_ranks(reference, new, bar, apart))
+        said = _about_ranks(reference, new, bar, apart)
+        return _with(shown, "unknown", message=f"{said}; {why}") if why else _with(shown, "ranks", message=said)
     if distance <= BARS:
         return _noisy(shown, reference, new, difference) or shown
     if difference <= BARS * bar + reference.one_sided * norm(r) + new.one_sided * norm(c):
         return _with(shown, "unknown", message=_ONE_SIDED)
-    if not bars:
-        return _plain_factor(shown, reference.shape, r, c, facts) or _with(shown, "unknown", message=_NOT_MEASURED)
+    if why:
+        return _plain_factor(shown, reference.shape, r, c, facts) or _with(shown, "unknown", message=why)
     multiple = None if shown.is_noise else _factor(shown, reference, new, bar, facts)
     if multiple and multiple.kind == "factor":
         return multiple
@@ -202,6 +207,15 @@ def _by_numbers(name: str, reference: Measured, new: Measured, facts: Mapping[st
         or multiple
         or _with(shown, "different")
     )
+
+
+def _not_measured(reference: Measured, new: Measured) -> str:
+    """Why no bar is that of both runs, in words; empty if one is: it is of a finer dtype, or there is none."""
+    for (who, run), (other, measured) in permutations(_both(reference, new)):
+        if measured.repeated and not run.repeated and run.epsilon > measured.epsilon:
+            coarse, fine = (_DTYPES.get(e, f"a spacing of {e:.2g}") for e in (run.epsilon, measured.epsilon))
+            return f"{who} computes in {coarse}, and the bars are of {other}'s {fine}: save {who} with --perturbed 4"
+    return "" if reference.repeated or new.repeated else _NOT_MEASURED
 
 
 def _noisy(shown: Outcome, reference: Measured, new: Measured, difference: float) -> Outcome | None:
