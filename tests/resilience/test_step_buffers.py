@@ -96,6 +96,18 @@ def test_a_state_that_is_loaded_is_not_undone():
     same(ours.state(), state)
 
 
+def test_a_layer_that_comes_later_is_given_back_too():
+    ours = Trained()
+    ours.step(0)
+    new = nn.BatchNorm1d(1)
+    ours.model.append(new)
+    ours.optimizer.add_param_group({"params": new.parameters()})
+    ours.step(1)
+    before = ours.state()
+    ours.step(2, float("nan"))
+    same(ours.state(), before)
+
+
 class Odd(nn.Module):
     """Writes its buffers in every way: in place, as new tensors, of another shape, none before, none after."""
 

@@ -303,6 +303,8 @@ class Resilience:
         if self._groups == before:
             return None
         self._shelf.clear()
+        self._buffers.remove()
+        self._buffers = StepBuffers(self._model)  # of layers that have come too
         self._held_at, burst = 0, self._burst
         self._burst = None
         if burst is None or burst.is_tried:  # then the newer weights cannot come back
