@@ -47,6 +47,7 @@ NAMES = {
     "foreach_norm": ["torch._foreach_norm"],
     "replace_norms": ["torch._foreach_norm"],
     "foreach_mul_": ["torch._foreach_mul_"],
+    "foreach_copy_": ["torch._foreach_copy_"],
     "foreach_clamp_": ["torch._foreach_clamp_min_", "torch._foreach_clamp_max_"],
     "assert_async": ["torch._assert_async"],
     "largest_in_bags": ["torch._embedding_bag"],
@@ -110,6 +111,13 @@ def test_foreach_mul_(monkeypatch, gone):
     tensors = [torch.tensor([1.0, 2.0]), torch.tensor(3.0)]
     without(monkeypatch, *gone).foreach_mul_(tensors, torch.tensor(2.0))
     assert [t.tolist() for t in tensors] == [[2.0, 4.0], 6.0]
+
+
+@pytest.mark.parametrize("gone", [(), NAMES["foreach_copy_"]], ids=["as it is", "gone"])
+def test_foreach_copy_(monkeypatch, gone):
+    tensors = [torch.zeros(2), torch.tensor(0, dtype=torch.int64)]
+    without(monkeypatch, *gone).foreach_copy_(tensors, [torch.tensor([1.0, 2.0]), torch.tensor(3)])
+    assert [t.tolist() for t in tensors] == [[1.0, 2.0], 3]
 
 
 @pytest.mark.parametrize("gone", [(), *([name] for name in NAMES["foreach_clamp_"])], ids=str)

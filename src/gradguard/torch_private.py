@@ -75,6 +75,16 @@ def foreach_mul_(tensors: Sequence[Tensor], factor: Tensor) -> None:
         tensor.mul_(factor)
 
 
+def foreach_copy_(tensors: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    """Write each of ``sources`` into the tensor at its place. Without `_foreach_copy_` in torch: a `copy_` for each."""
+    copy = getattr(torch, "_foreach_copy_", None)
+    if copy is not None:
+        copy(tensors, sources)
+        return
+    for tensor, source in zip(tensors, sources, strict=True):
+        tensor.copy_(source)
+
+
 def foreach_clamp_(tensors: Sequence[Tensor], low: float, high: float) -> None:
     """Clamp each tensor. Where torch has no `_foreach_clamp_min_` or `..._max_`: a call of `clamp_` for each."""
     raise_to, lower_to = getattr(torch, "_foreach_clamp_min_", None), getattr(torch, "_foreach_clamp_max_", None)

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from gradguard.distributed.placements import is_sharded
 from gradguard.tensors.layout import are_readable, grouped, move
-from gradguard.torch_private import buffer_slots, version_of
+from gradguard.torch_private import buffer_slots, foreach_copy_, version_of
 
 
 class StepBuffers:
@@ -29,9 +29,13 @@ class StepBuffers:
     @torch.no_grad()
     def keep(self) -> None:
         """Keep the buffers as they are now: the step is over."""
-        for one in self._kept:
-            if one.is_written():
-                one.keep()
+        simple, others = self._written()
+        for places in grouped([one.kept for one in simple]).values():
+            foreach_copy_([simple[i].kept for i in places], [simple[i].now for i in places])
+        for one in simple:
+            one.count()
+        for one in others:
+            one.keep()
 
     @torch.no_grad()
     def put_back(self, skipped: Tensor | bool) -> None:
@@ -40,13 +44,17 @@ class StepBuffers:
             for one in [one for one in self._kept if skipped and one.is_written()]:
                 one.put_back()
             return
-        written = [one for one in self._kept if one.is_written()]
-        simple = [one for one in written if one.is_simple()]
+        simple, others = self._written()
         skipped = skipped.bool()
         for places in grouped([one.kept for one in simple]).values():
             _put_back([simple[i] for i in places], skipped)
-        for one in [one for one in written if not one.is_simple() and bool(skipped)]:
+        for one in [one for one in others if bool(skipped)]:
             one.put_back()
+
+    def _written(self) -> tuple[list["_Kept"], list["_Kept"]]:
+        """Those that were written: such as an operation for many takes, and others."""
+        written = [one for one in self._kept if one.is_written()]
+        return [one for one in written if one.is_simple()], [one for one in written if not one.is_simple()]
 
     def remove(self) -> None:
         """Let go of all copies."""
@@ -72,6 +80,10 @@ class _Kept:
     def keep(self) -> None:
         self._live = self.now
         self.kept: Any = None if self.now is None else self.now.detach().clone()
+        self.count()
+
+    def count(self) -> None:
+        """Note how often it has been written until now."""
         self._writes = _writes(self._live) if self._is_counted else None
 
     def is_written(self) -> bool:
@@ -112,5 +124,5 @@ def _put_back(buffers: Sequence[_Kept], skipped: Tensor) -> None:
     now, kept = [one.now for one in buffers], [one.kept for one in buffers]
     flat_now, flat_kept = (torch.cat([t.reshape(-1) for t in tensors]) for tensors in (now, kept))
     chosen = torch.where(move(skipped, flat_now.device), flat_kept, flat_now)
-    for live, piece in zip(now, chosen.split([t.numel() for t in now]), strict=True):
-        live.copy_(piece.view(live.shape))
+    pieces = chosen.split([t.numel() for t in now])
+    foreach_copy_(now, [piece.view(t.shape) for t, piece in zip(now, pieces, strict=True)])
