@@ -53,8 +53,11 @@ class StepBuffers:
 
     def _written(self) -> tuple[list["_Kept"], list["_Kept"]]:
         """Those that were written: such as an operation for many takes, and others."""
-        written = [one for one in self._kept if one.is_written()]
-        return [one for one in written if one.is_simple()], [one for one in written if not one.is_simple()]
+        simple, others = list["_Kept"](), list["_Kept"]()
+        for one in self._kept:
+            if one.is_written():
+                (simple if one.is_simple() else others).append(one)
+        return simple, others
 
     def remove(self) -> None:
         """Let go of all copies."""
@@ -70,7 +73,7 @@ class _Kept:
     """One buffer, and a copy of what it held."""
 
     def __init__(self, slots: dict[str, Tensor | None], name: str) -> None:
-        self._slots, self._name, self._is_counted = slots, name, name not in _UNCOUNTED
+        self._slots, self._name = slots, name
         self.keep()
 
     @property
@@ -78,21 +81,26 @@ class _Kept:
         return self._slots.get(self._name)
 
     def keep(self) -> None:
-        self._live = self.now
-        self.kept: Any = None if self.now is None else self.now.detach().clone()
+        self._live = live = self.now
+        self.kept: Any = None if live is None else live.detach().clone()
+        self._can_be_written = live is not None and not live.is_inference() and not _overlaps(live)
+        self._is_plain = self._can_be_written and type(self.kept) is Tensor and self.kept.layout is torch.strided
+        local = live.to_local() if is_sharded(live) else live  # type: ignore[attr-defined]
+        self._counted = None if local is None or local.is_inference() or self._name in _UNCOUNTED else local
         self.count()
 
     def count(self) -> None:
         """Note how often it has been written until now."""
-        self._writes = _writes(self._live) if self._is_counted else None
+        self._writes = 0 if self._counted is None else version_of(self._counted)
 
     def is_written(self) -> bool:
-        return self.now is not self._live or self._writes is None or self._writes != _writes(self._live)
+        if self.now is not self._live:
+            return True
+        return self._live is not None and (self._counted is None or version_of(self._counted) != self._writes)
 
     def is_simple(self) -> bool:
         """Whether the copy can be written into the buffer by an operation for many."""
-        kept = self.kept
-        return type(kept) is Tensor and kept.layout is torch.strided and self._fits()
+        return self._is_plain and self._fits()
 
     def put_back(self) -> None:
         if self._fits():
@@ -102,21 +110,13 @@ class _Kept:
 
     def _fits(self) -> bool:
         now = self.now
-        if now is None or now is not self._live or now.shape != self.kept.shape or now.is_inference():
-            return False
-        return now.layout is not torch.strided or not _overlaps(now)
+        return self._can_be_written and now is self._live and now.shape == self.kept.shape
 
 
 def _overlaps(tensor: Tensor) -> bool:
+    if tensor.layout is not torch.strided:
+        return False
     return any(step == 0 and size > 1 for size, step in zip(tensor.shape, tensor.stride(), strict=True))
-
-
-def _writes(tensor: Tensor | None) -> int | None:
-    """How often ``tensor`` was written; None where torch does not count."""
-    if tensor is None:
-        return 0
-    local = tensor.to_local() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
-    return None if local.is_inference() else version_of(local)
 
 
 def _put_back(buffers: Sequence[_Kept], skipped: Tensor) -> None:
