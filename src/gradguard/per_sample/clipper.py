@@ -92,7 +92,10 @@ class PerSampleGradientClipper:
             `QuantileNormClipper`, or a `NormClipper` of your own.
         batch_first: Whether samples are the first dimension of what ``module`` is called with; else the second. Layers
             inside may have them anywhere: that is found out.
-        loss_reduction: Whether the loss is the ``"mean"`` or the ``"sum"`` of the samples' losses.
+        loss_reduction: Whether the loss is the ``"mean"`` or the ``"sum"`` of the samples' losses, or a
+            ``"token_mean"``: the mean over all rows (tokens, pixels) of the batch, of which samples have different
+            numbers. A sample's own loss is then the mean over its own rows; its gradient is multiplied by the number of
+            all rows over B times that of its own, which are counted at each step. Needs ``check=True``.
         mode: ``"fast"``, or ``"exact"``, which holds all per-sample gradients for `per_sample_gradients` and
             `clipped_gradients`. Both give the same result.
         scaler: The `torch.amp.GradScaler` that scales the loss, if any. Norms are unscaled before they are compared,
@@ -193,6 +196,15 @@ class PerSampleGradientClipper:
     def detach(self) -> None:
         """Remove the clipper from the module; calling it again does nothing."""
         self._attached.close()
+
+    def refuse_ambiguous_losses(self) -> None:
+        """Refuse a loss multiplied by a number that is a constant or the number of samples, for all that is known.
+
+        Otherwise it is accepted until a batch of another size tells. Private training calls this, because there the
+        number of samples is itself random.
+        """
+        if self._loss_check is not None:
+            self._loss_check.refuse_ambiguous()
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint must hold: what the norm clipper and the noise scale have learned.
@@ -443,9 +455,10 @@ class PerSampleGradientClipper:
         found, none = sample_norms(contributions), torch.zeros(size, dtype=wide_dtype(device), device=device)
         norms = {name: found[name] * scale if name in found else none for name in self._names}
         total = joint_norm(list(norms.values()))
+        agree = None if self._loss_check is None else self._loss_check.labels_agree
         parts = [joint_norm([norms[name] for name in group]) for group in self._groups] if self._groups[1:] else [total]
         factors = checked_factors(self.norm_clipper, parts)
-        bad = ~total.isfinite()
+        bad = ~total.isfinite() if agree is None else ~(total.isfinite() & agree.to(device))
         if total.is_cpu and not bad.any():
             bad = None
         else:
@@ -454,7 +467,7 @@ class PerSampleGradientClipper:
         if self._scaler is not None:
             any_finite = total.isfinite().any()
             self._finite = any_finite if self._finite is None else self._finite | any_finite
-        self._accumulation.begin(float(size) if self._reduction == "mean" else 1.0)
+        self._accumulation.begin(1.0 if self._reduction == "sum" else float(size))
         share = scale / self._accumulation.unit
         factor_of = {name: factor for group, factor in zip(self._groups, factors, strict=True) for name in group}
         self._clipped_by = factor_of, bad
@@ -497,16 +510,26 @@ class PerSampleGradientClipper:
         for name, parameter in self.trained.items():
             if name in kept:
                 rows = kept[name].rows(0, mini_batch.batch_size)
-                self._gradients[name] = with_parts_of(rows * scale, parameter)
+                scaled = scale_rows(rows, scale, None) if isinstance(scale, Tensor) and scale.dim() else rows * scale
+                self._gradients[name] = with_parts_of(scaled, parameter)
             else:
                 self._gradients[name] = zeros_like_rows(parameter, max(0, mini_batch.batch_size))
         return dict(kept)
 
     def _sample_scale(self, size: int) -> Tensor | float:
         """What backward's gradients are multiplied by to be those of each sample's own loss."""
-        mean = size if self._reduction == "mean" else 1
         self._loss_scale = self._scaler_scale()
-        return mean / self._loss_scale
+        if self._reduction != "token_mean":
+            return (1 if self._reduction == "sum" else size) / self._loss_scale
+        assert self._loss_check is not None
+        factors = self._loss_check.factors
+        if factors is None:
+            raise UnsupportedGradientError(
+                "loss_reduction='token_mean': the loss was not seen, so the numbers of the samples' rows are not "
+                "known. Call loss.backward() after the forward of the module, on the loss that is computed from it."
+            )
+        factors = factors.to(self._device, wide_dtype(self._device))
+        return torch.where(factors > 0, size / factors, 0.0) / self._loss_scale  # NaN: a sample without rows
 
     # The whole batch
 
@@ -536,7 +559,7 @@ class PerSampleGradientClipper:
             self._finite = None
 
     def _divisor(self, size: int) -> int:
-        return max(size, 1) if self._reduction == "mean" else 1
+        return 1 if self._reduction == "sum" else max(size, 1)
 
     def _take(self, factor: float | Tensor) -> dict[str, Tensor]:
         """The sums times a factor; a step ends."""

@@ -43,12 +43,17 @@ def check_options(
             f"norm_clipper: expected a NormClipper such as gg.FlatNormClipper(1.0), got {norm_clipper!r}."
         )
     for name, value, expected in (
-        ("loss_reduction", loss_reduction, ("mean", "sum")),
+        ("loss_reduction", loss_reduction, ("mean", "sum", "token_mean")),
         ("mode", mode, ("fast", "exact")),
         ("check", check, (True, False, "warn")),
     ):
         if value not in expected:
             raise InvalidValueError(f"{name}={value!r}: expected {' or '.join(map(repr, expected))}.")
+    if loss_reduction == "token_mean" and check is not True:
+        raise InvalidValueError(
+            f"loss_reduction='token_mean' with check={check!r}: the numbers of rows are read from the loss's graph, "
+            "which check=True does."
+        )
     if not isinstance(batch_first, bool):
         raise InvalidTypeError(f"batch_first={batch_first!r}: expected True or False.")
     if not isinstance(noise_scale, int):

@@ -46,7 +46,7 @@ def make_private(
     steps: int | None = None,
     max_physical_batch_size: int | None = None,
     gradient_accumulation_steps: int | None = None,
-    loss_reduction: Literal["mean", "sum"] = "mean",
+    loss_reduction: Literal["mean", "sum", "token_mean"] = "mean",
     batch_first: bool = True,
     poisson_sampling: bool = True,
     accountant: AccountantName = "pld",
@@ -85,7 +85,8 @@ def make_private(
         gradient_accumulation_steps: For trainers that count batches: each logical batch comes in exactly so many
             parts, whose expected size is the loader's batch size. Where a part has no samples one that does not count
             stands in. ``len`` of the loader is the number of parts.
-        loss_reduction: Whether the loss is the ``"mean"`` or the ``"sum"`` over the samples that the loader yields.
+        loss_reduction: Whether the loss is the ``"mean"`` or the ``"sum"`` over the samples that the loader yields, or a
+            ``"token_mean"``, as in `PerSampleGradientClipper`.
         batch_first: Whether samples are the first dimension of inputs; the second otherwise.
         poisson_sampling: False keeps the loader's own batches. Then no privacy is gained by sampling: each epoch is
             accounted for as one use of every sample, and neighbouring data sets are those where one sample's
@@ -153,7 +154,7 @@ def make_private(
         rule.expected_batch_size = batch_size
         of_gradients = rule.noise_multiplier_for_gradients(multiplier)
     _check_delta(target_delta, size)
-    divisor = float(batch_size) if loss_reduction == "mean" else 1.0
+    divisor = 1.0 if loss_reduction == "sum" else float(batch_size)
     terms = Terms(multiplier, of_gradients, rate, divisor, target_delta, planned, target_epsilon)
 
     ledger = Accountant(accountant)
@@ -163,6 +164,7 @@ def make_private(
         restore = attached.callback(stop_synchronizing(model))
         clipper = PerSampleGradientClipper(module, rule, batch_first, loss_reduction, mode=mode, scaler=scaler)
         attached.callback(clipper.detach)
+        clipper.refuse_ambiguous_losses()
         private = PrivateTraining(
             clipper, optimizer, terms, ledger, noise, batches, group, restore, for_trainer=parts is not None
         )

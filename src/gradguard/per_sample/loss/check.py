@@ -1,15 +1,20 @@
 """Looks at the loss of a step that is to be verified, before its backward frees the graph; and judges it afterwards."""
 
 import warnings
+from collections import defaultdict
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
 from gradguard.errors import InvalidValueError, UnsupportedGradientError
 from gradguard.per_sample.layers.call import BatchAxis
-from gradguard.per_sample.loss.graph import BackwardRoots, Root, structure
+from gradguard.per_sample.loss.graph import BackwardRoots, Make, Root, make_of
+from gradguard.per_sample.loss.rows import by_sample, has_label
 from gradguard.per_sample.loss.separation import Outputs, of_several
-from gradguard.per_sample.loss.terms import NO_PART, LossParts, explain, loss_parts
+from gradguard.per_sample.loss.terms import NO_PART, Experience, LossParts, explain, loss_parts
+from gradguard.tensors.host_copy import Event, copy_to_host
 
 _NOT_SEEN = (
     "its backward was not seen to begin from what the module returned. Was torch.autograd.backward looked up before "
@@ -28,6 +33,26 @@ _MOST_STRUCTURES = 10_000
 """Makes of losses that are remembered."""
 
 
+def is_read_at_once(tensor: Tensor) -> bool:
+    """Whether nothing waits where the host reads ``tensor``."""
+    return tensor.is_cpu
+
+
+@dataclass
+class _Known:
+    """A loss that was found to be right.
+
+    Attributes:
+        numbers: The scalars in it.
+        parts: What was found.
+        label_owners: The samples of each operation's labels, where it takes their mean; else None.
+    """
+
+    numbers: tuple[float, ...]
+    parts: LossParts
+    label_owners: list[Tensor | None]
+
+
 class LossCheck:
     """Whether each sample's part in the loss is its own loss.
 
@@ -36,6 +61,12 @@ class LossCheck:
         batch_first: Whether the batch is the first dimension of what the module is called with.
         scale: Gives what a GradScaler multiplies the loss by.
         only_warn: Warn of a loss that is another.
+
+    Attributes:
+        factors: Each sample's part in the loss that was judged last, as a multiple of its own loss, ``[B]``; NaN for a
+            sample without a row; None where it is not known.
+        labels_agree: A bool on the device: whether each sample has as many labels as the others, as the verdict takes
+            for granted; None where it was looked at. It is read before the next forward.
     """
 
     def __init__(self, reduction: str, batch_first: bool, scale: Callable[[], float], only_warn: bool) -> None:
@@ -44,8 +75,13 @@ class LossCheck:
         self._calls: list[Outputs] = []
         self._too_many = False
         self._verifying = False
-        self._structure: bytes | None = None  # of the loss that was looked at
-        self._known: set[bytes] = set()  # structures of losses that were found to be right
+        self._make = Make()  # of the loss that was looked at
+        self._known: dict[bytes, _Known] = {}  # losses that were found to be right, by their structure
+        self._experience: dict[bytes, Experience] = defaultdict(lambda: Experience(strict=self._strict))
+        self._strict = False
+        self.factors: Tensor | None = None
+        self.labels_agree: Tensor | None = None
+        self._unread: tuple[Tensor, Event | None] | None = None
         self._parts: LossParts | None = None
         self._conclusive = True
         self._divided_by = 1.0
@@ -57,7 +93,12 @@ class LossCheck:
             batch_size: Number of samples.
             output_axes: Where they are in what the module returned.
             verifying: Read its loss in any case; else only if none that is computed like it has been verified.
+
+        Raises:
+            UnsupportedGradientError: If samples had different numbers of labels in the mini-batch before.
         """
+        self._read_late()
+        self.factors = self.labels_agree = None
         axes = {axis.dim == 0 and not axis.last for axis in output_axes if axis is not None}
         most = _MOST_CALLS if verifying else _MOST_KNOWN_CALLS
         self._verifying = verifying or (self._verifying and bool(self._calls))
@@ -84,6 +125,10 @@ class LossCheck:
         self._roots.stop()
         self._calls, self._too_many, self._verifying = [], False, False  # calls keep their graphs alive
 
+    def refuse_ambiguous(self) -> None:
+        """Refuse numbers that may be a number of samples by chance, instead of waiting for a batch of another size."""
+        self._strict = True
+
     def judge(self) -> bool:
         """Judge the loss that was looked at.
 
@@ -96,22 +141,29 @@ class LossCheck:
         waits = bool(self._calls)
         self.stop()
         parts, self._parts = self._parts, None
-        seen, self._structure = self._structure, None
+        make, self._make = self._make, Make()
         conclusive, self._conclusive = self._conclusive, True
         if parts is None and waits:
             parts = LossParts("unverified", _NOT_SEEN)
         if parts is None:
             return True
         self._divided_by = 1.0 if parts.divided_by == parts.terms else parts.divided_by
-        if parts.verdict in {"wrong", "unverified"}:
+        if parts.verdict != "right" and parts.reason != NO_PART:
             words = explain(parts, self._reduction)
-            if not self._only_warn:
+            if not self._only_warn or self._reduction == "token_mean":
                 raise UnsupportedGradientError(words)
             warnings.warn(words, stacklevel=5)
-        if conclusive and seen is not None:
+        self.factors = parts.factors
+        if self.labels_agree is not None:
+            self._unread = copy_to_host(self.labels_agree)
+        self._experience[make.kind].add(parts.learned)
+        known = self._known.get(make.structure) if make.structure is not None else None
+        if conclusive and make.structure is not None and (known is None or known.parts is not parts):
             if len(self._known) == _MOST_STRUCTURES:  # one that changes at each step is read at each step
                 self._known.clear()
-            self._known.add(seen)
+            owners = [parts.label_owners.get(node) for node in make.labelled]
+            parts = replace(parts, label_owners={}, learned=Experience())  # nodes would keep the graph alive
+            self._known[make.structure] = _Known(make.numbers, parts, owners)
         return conclusive
 
     def refuse_divided(self, mini_batches: int, known: float) -> None:
@@ -139,8 +191,10 @@ class LossCheck:
         calls = [call for call in self._calls if call.are_behind(roots)]
         if not calls:  # another model's loss, or a trial of this one
             return
-        self._structure = structure(roots, set().union(*[call.values | call.numbers for call in calls]))
-        if not self._verifying and self._structure in self._known:
+        make = self._make = make_of(roots, set().union(*[call.values | call.numbers for call in calls]))
+        known = None if self._verifying or make.structure is None else self._known.get(make.structure)
+        if known is not None and not known.parts.weighted and known.numbers == make.numbers and self._labels(known):
+            self._parts = known.parts
             self.stop()
             return
         outputs = of_several(calls)
@@ -151,10 +205,49 @@ class LossCheck:
             found = LossParts("unverified", "it is computed from calls with different numbers of samples")
         else:
             try:
-                found = loss_parts(roots, outputs, self._reduction, scale=self._scale())
+                before = None if known is None else known.parts
+                experience = self._experience[make.kind]
+                found = loss_parts(
+                    roots, outputs, self._reduction, scale=self._scale(), known=before, experience=experience
+                )
             except (RuntimeError, ValueError, TypeError, IndexError, AttributeError) as error:
                 found = LossParts("unverified", f"reading its graph failed ({str(error).split('.')[0]})")
         self._parts = found
         self._conclusive = outputs is None or outputs.conclusive
         if found.reason != NO_PART:
             self.stop()
+
+    def _labels(self, known: _Known) -> bool:
+        """Whether each sample has as many labels as before, or it will be read later from `labels_agree`."""
+        agreeing: list[Tensor] = []
+        for node, owner in zip(self._make.labelled, known.label_owners, strict=True):
+            there = has_label(node)
+            if owner is not None and not is_read_at_once(there) and self._reduction != "token_mean":
+                counts = by_sample(owner, there.double(), self._calls[0].batch_size)
+                agreeing.append(((counts == counts[0]) & (counts > 0)).all())
+            elif not bool(there.all()):
+                return False
+        self.labels_agree = torch.stack(agreeing).all() if agreeing else None
+        return True
+
+    def _read_late(self) -> None:
+        """Read what nobody waited for.
+
+        Raises:
+            UnsupportedGradientError: If samples had different numbers of labels.
+        """
+        unread, self._unread = self._unread, None
+        if unread is None:
+            return
+        agree, event = unread
+        if event is not None:
+            event.synchronize()
+        if not bool(agree):
+            words = (
+                "the loss is the mean over labels, and in the mini-batch before this one samples had different numbers "
+                "of them, so that each sample's part depended on the others: nothing of it was added. Average within "
+                "each sample first, and then over samples, or say loss_reduction='token_mean'"
+            )
+            if not self._only_warn:
+                raise UnsupportedGradientError(words)
+            warnings.warn(words, stacklevel=5)

@@ -6,6 +6,7 @@ says what operation it is, and, called with a gradient, what it passes on.
 
 import functools
 import hashlib
+import math
 import re
 import threading
 from collections.abc import Callable, Container, Iterator, Sequence
@@ -32,6 +33,8 @@ ELEMENTWISE = operations("Add Sub Rsub Neg Mul Div Clone Alias ToCopy CopyBackwa
 """Linear operations that leave every element in its place, broadcast at most."""
 
 MEANS = frozenset(["Mean"])
+LABELLED = frozenset(["NllLoss", "NllLoss2D"])
+"""Losses with a label in each row, which may be missing."""
 
 _ELSEWHERE = operations(
     "Sum Nansum View UnsafeView ReshapeAlias Squeeze Unsqueeze Select Slice Unbind Split SplitWithSizes "
@@ -40,6 +43,9 @@ _ELSEWHERE = operations(
 """Linear operations that move elements, choose some, or add some up."""
 
 _PRODUCTS = frozenset(["Dot", "Mv", "Mm", "Bmm"])
+_WEIGHTING = _PRODUCTS | operations("Mul Div Where MaskedFill")
+"""Linear operations whose factors, or choice of elements, are tensors of the user's."""
+
 _LINEAR = ELEMENTWISE | MEANS | _ELSEWHERE
 _OPERATION = re.compile(r"(\w+?)Backward\d*")  # with a number unless it is a function of somebody's own, or compiled
 _TOO_MANY = 5_000
@@ -125,29 +131,45 @@ def _roots(tensors: Any, grad_tensors: Any) -> list[Root]:
     return roots
 
 
-def structure(roots: Sequence[Root], ends: Container[tuple[Node, int]]) -> bytes | None:
-    """Return what tells how a loss is computed from ``ends``: its operations, their settings, what goes into each.
+class Make(NamedTuple):
+    """How a loss is computed, and the numbers that decide what each sample's share in it is.
 
-    Numbers by which values are multiplied, and labels, are left out: a schedule, or the next batch, changes them.
+    Attributes:
+        kind: A digest of the operations and of what goes into each.
+        structure: A digest of their settings and shapes, too; None if data decide which samples an operation puts
+            together.
+        numbers: The scalars by which values are multiplied or divided.
+        labelled: The operations that take labels, of which some may be missing.
+    """
 
-    Args:
-        roots: What backward starts from.
-        ends: The values that the module returned.
+    kind: bytes = b""
+    structure: bytes | None = None
+    numbers: tuple[float, ...] = ()
+    labelled: tuple[Node, ...] = ()
 
-    Returns:
-        A digest; None if data decide which samples an operation puts together.
+
+def make_of(roots: Sequence[Root], ends: Container[tuple[Node, int]]) -> Make:
+    """Return how a loss is computed from ``ends``, the values that the module returned.
+
+    Tensors by which values are multiplied, and labels, are not looked at: the next batch changes them.
     """
     places: dict[Node, int] = {}
     starts = [(root.node, root.number) for root in roots]
     pending = [start[0] for start in starts if start not in ends]
     told: list[Any] = [(_shown(root.gradient) if root.gradient.dim() else None) for root in roots]
+    numbers = [float(root.gradient) for root in roots if not root.gradient.dim()]
+    labelled: list[Node] = []
+    names: list[Any] = []
+    by_data = False
     while pending:
         node = pending.pop()
         if node in places:
             continue
-        if _is_by_data(node):
-            return None
+        by_data = by_data or _is_by_data(node)
         places[node] = len(places)
+        if operation(node) in LABELLED:
+            labelled.append(node)
+        numbers += _scalars(node)
         edges: list[Any] = []
         for child, number in node.next_functions:
             if child is None or (child, number) in ends:
@@ -156,14 +178,37 @@ def structure(roots: Sequence[Root], ends: Container[tuple[Node, int]]) -> bytes
             pending.append(child)
             edges.append((child, number))
         told.append((_settings(node), edges))
-    told = [
-        [*entry[0], [(places.get(child, child), number) for child, number in entry[1]]]
-        if isinstance(entry, tuple) and isinstance(entry[1], list)
-        else entry
-        for entry in told
-    ]
+        names.append((node.name(), edges))
+
+    def digest(*parts: Any) -> bytes:
+        return hashlib.blake2b(repr(parts).encode(), digest_size=16).digest()
+
+    def placed(nodes: list[Any]) -> list[Any]:
+        return [
+            (entry[0], [(places.get(child, child), number) for child, number in entry[1]])
+            if isinstance(entry, tuple) and isinstance(entry[1], list)
+            else entry
+            for entry in nodes
+        ]
+
     begin = [(places.get(node, "output"), number) for node, number in starts]
-    return hashlib.blake2b(repr((begin, told)).encode(), digest_size=16).digest()
+    structure = None if by_data else digest(begin, placed(told))
+    return Make(digest(begin, placed(names)), structure, tuple(numbers), tuple(labelled))
+
+
+def _scalars(node: Node) -> list[float]:
+    """The scalars by which a node multiplies or divides values that have a gradient."""
+    name = operation(node)
+    if name in {"Add", "Sub", "Rsub"}:
+        return [float(saved_constant(node, "alpha"))]
+    if name not in {"Mul", "Div"} or all(child is not None for child, _ in node.next_functions):
+        return []
+    which = 0 if len(node.next_functions) == 1 or node.next_functions[0][0] is not None else 1
+    try:
+        constant = _constant(name, node, which)
+    except Unreadable:
+        return [math.nan]  # equal to no number, so that the loss is read again
+    return [] if constant is None else [constant.value]
 
 
 _BY_INDEX = operations(
@@ -251,15 +296,32 @@ def pull(node: Node, number: int, which: int, gradient: Tensor) -> Tensor:
     shape = shape_of(child, child_number)  # pyright: ignore[reportArgumentType]
     if operation(node) in {"ToCopy", "CopyBackwards", "Clone", "Alias"}:  # a cast would round
         return gradient
-    grads: list[Tensor | None] = [None] * len(input_metadata_of(node))
-    grads[number] = gradient
+    dtype = input_metadata_of(node)[number].dtype
     try:
         with torch.no_grad(), torch.autocast(gradient.device.type, enabled=False):
-            passed: Any = node(*grads)  # type: ignore[operator]
-            passed = passed[which] if isinstance(passed, tuple | list) else passed
+            try:
+                passed = _called(node, number, which, gradient)
+            except RuntimeError:  # some take their own dtype alone
+                parts = [_called(node, number, which, part).to(gradient) for part in _in_parts(gradient, dtype)]
+                passed = torch.stack(parts).sum(0)
             return passed.to(gradient).sum_to_size(shape)  # the engine does this where forward has broadcast
     except (RuntimeError, TypeError, AttributeError) as error:
         raise Unreadable(f"what {node.name()} passes on cannot be read ({str(error).split('.')[0]})") from error
+
+
+def _called(node: Node, number: int, which: int, gradient: Tensor) -> Tensor:
+    grads: list[Tensor | None] = [None] * len(input_metadata_of(node))
+    grads[number] = gradient
+    passed: Any = node(*grads)  # type: ignore[operator]
+    return passed[which] if isinstance(passed, tuple | list) else passed
+
+
+def _in_parts(values: Tensor, dtype: torch.dtype) -> Iterator[Tensor]:
+    """Yield tensors of a coarser dtype that add up to ``values``, to some 30 bits."""
+    for _ in range(4):
+        part = values.to(dtype)
+        yield part
+        values = values - part.to(values)
 
 
 class Dependence:
@@ -288,12 +350,21 @@ class Dependence:
 
 @dataclass(frozen=True)
 class Constant:
-    """A number by which a value was multiplied, and whether the code divided by its inverse."""
+    """A number by which a value was multiplied.
+
+    Attributes:
+        node: The operation.
+        value: The number.
+        divides: Whether the code divided by its inverse.
+        precision: How far it may be from what was meant, relatively.
+        may_be_data: Whether it is a tensor, or a whole number, which a schedule seldom is and a count always.
+    """
 
     node: Node
     value: float
     divides: bool
     precision: float
+    may_be_data: bool = False
 
 
 @dataclass(frozen=True)
@@ -317,6 +388,7 @@ class Path:
         constants: The scalar factors, from the root down.
         inside: Whether it has come by a number that the module returned, so that it is within the module now.
         output: The path as far as the value that the module returned, if it has come by one with samples.
+        weighted: Whether a tensor of several values multiplied, divided or masked what it has come by.
     """
 
     node: Node
@@ -326,6 +398,7 @@ class Path:
     constants: tuple[Constant, ...]
     inside: bool = False
     output: "Path | None" = None
+    weighted: bool = False
 
 
 def paths(
@@ -397,9 +470,17 @@ def _onward(path: Path, depends: Dependence) -> list[Path] | None:
                 path.constants + (() if constant is None else (constant,)),
                 path.inside,
                 path.output,
+                path.weighted or (constant is None and name in _WEIGHTING),
             )
         )
     return found
+
+
+def _may_be_data(number: Any) -> bool:
+    """Whether a number is a tensor or a whole one; torch holds Python's as tensors that promote no dtype."""
+    if not isinstance(number, Tensor) or not number.is_floating_point():
+        return float(number) != 1
+    return bool(torch.result_type(torch.zeros((), dtype=torch.float16), number) != torch.float16)
 
 
 def _keeps_places(name: str, node: Node, number: int, child: Node, child_number: int) -> bool:
@@ -420,4 +501,5 @@ def _constant(name: str, node: Node, which: int) -> Constant | None:
         value, precision = float(other), 0.0
     if value == 0:
         return None
-    return Constant(node, 1 / value if name == "Div" else value, name == "Div", 1e-9 + 4 * precision)
+    divides = name == "Div"
+    return Constant(node, 1 / value if divides else value, divides, 1e-9 + 4 * precision, _may_be_data(other))

@@ -11,6 +11,7 @@ from torch.autograd.graph import Node
 
 from gradguard.per_sample.loss.graph import (
     ELEMENTWISE,
+    LABELLED,
     MEANS,
     TAPS,
     Constant,
@@ -34,7 +35,6 @@ _WITH_REDUCTION = operations(
 )
 """Losses that are reduced in the same operation; in what they save, 0 is none, 1 the mean, and 2 the sum."""
 
-_LABELLED = frozenset(["NllLoss", "NllLoss2D"])
 _ROW_EACH = frozenset(["MultiMarginLoss", "MultilabelMarginLoss"])
 
 _OVER_DIMS = operations(
@@ -76,6 +76,8 @@ class Term:
         levels: The numbers of values that rows are summed to within samples.
         constants: The constants, from the root down.
         mean: The mean that reduces the batch, and how many of each sample's values it takes of this term [B].
+        length: How many values of each sample means and the batch's mean take, those that do not count included.
+        holes: Whether some of these do not count.
     """
 
     weights: Tensor
@@ -86,20 +88,44 @@ class Term:
     levels: list["Level"]
     constants: tuple[Constant, ...]
     mean: tuple[Node, Tensor] | None = None
+    length: float = 1.0
+    holes: bool = False
 
 
-def term_of(path: Path, outputs: Outputs, scale: float, depends: Dependence, is_output: bool = False) -> Term:
-    """Return what lies at the end of a path; which is taken as it is where the module returned it.
+@dataclass(frozen=True)
+class Owner:
+    """The rows where a path ends, and whose they are. It depends on how a loss is made, not on the numbers in it.
+
+    Attributes:
+        name: The operation that reduces the rows by itself, or another; "" for values that the module returned.
+        samples: The sample of each row; can be broadcast to the rows.
+        sure: Whether it is known to be, or only likely.
+    """
+
+    name: str
+    samples: Tensor
+    sure: bool
+
+
+def owner_of(path: Path, outputs: Outputs, depends: Dependence, is_output: bool = False) -> Owner:
+    """Find whose the rows at the end of a path are.
+
+    Args:
+        path: From the loss to the rows.
+        outputs: What the module returned.
+        depends: Knows which values depend on the samples.
+        is_output: Take the values at the end of the path as the rows, whatever operation made them.
+
+    Returns:
+        The sample of each row.
 
     Raises:
         Coupled: If samples are mixed there.
         Unreadable: If rows cannot be told from one another.
     """
-    batch_size, batch_first = outputs.batch_size, outputs.batch_first
     node, name = path.node, "" if is_output else operation(path.node)
-    fused = int(saved(node, "reduction")) if name in _WITH_REDUCTION else 0
-    shape, counts = _rows(path, name)
-    candidates = _sample_of_rows(node, shape, batch_size, batch_first, depends)
+    shape = _shape_of_rows(path, name)
+    candidates = _sample_of_rows(node, shape, outputs.batch_size, outputs.batch_first, depends)
     known = name in _NONLINEAR | _WITH_REDUCTION
     if candidates or known:
         _refuse_coupling(path, outputs, depends)
@@ -108,9 +134,25 @@ def term_of(path: Path, outputs: Outputs, scale: float, depends: Dependence, is_
         raise Unreadable(f"the operation {node.name()} between the loss and the samples is not known")
     if numbered is None:
         raise Unreadable(
-            f"values of shape {list(shape)}, from {node.name()}, do not tell the {batch_size} samples apart"
+            f"values of shape {list(shape)}, from {node.name()}, do not tell the {outputs.batch_size} samples apart"
         )
-    samples, sure = numbered
+    _refuse_broadcast(path, outputs, depends)
+    return Owner(name, *numbered)
+
+
+def term_of(path: Path, owner: Owner, batch_size: int, scale: float) -> Term:
+    """Count each sample's rows at the end of a path, and their weights.
+
+    Returns:
+        The term.
+
+    Raises:
+        Coupled: If the weights of rows are normalized over the batch.
+        Unreadable: If rows may belong to samples in several ways.
+    """
+    node, name, samples = path.node, owner.name, owner.samples
+    fused = int(saved(node, "reduction")) if name in _WITH_REDUCTION else 0
+    shape, counts = _shape_of_rows(path, name), _counting(path, name)
     inner = math.prod(mean_of(step) for step in path.steps if operation(step.node) in MEANS)
     weights = (path.coefficient * counts).broadcast_to(shape).abs() / inner
     weights = weights / abs(math.prod(constant.value for constant in path.constants))
@@ -119,17 +161,19 @@ def term_of(path: Path, outputs: Outputs, scale: float, depends: Dependence, is_
     even = math.isclose(smallest, largest, rel_tol=1e-6)
     if even:
         weights = (weights > 0).to(weights)
-    if not sure and not (even and len(nonzero) == weights.numel()):
+    if not owner.sure and not (even and len(nonzero) == weights.numel()):
         raise Unreadable(f"values of shape {list(shape)} may belong to {batch_size} samples in several ways")
-    sums = _by_sample(samples, weights, batch_size)
-    share, levels, mean, size = None, [], None, shape.numel()
-    if fused and int((sums > 0).sum()) == 1:  # a mean or a sum within one sample
+    sums = by_sample(samples, weights, batch_size)
+    share, levels, mean, size, length, holes = None, [], None, shape.numel(), 1.0, False
+    if fused and int((sums > 0).sum()) == 1 and batch_size > 1:  # a mean or a sum within one sample
         sums, size, even, inner = (sums > 0).to(sums), 1, True, 1.0
-    elif fused == 1:
-        share = sums / sums.sum() if name in _LABELLED else torch.full_like(sums, 1 / batch_size)
+    elif fused == 1:  # a mean of rows: of all of them, or of those with a label
+        share = sums / sums.sum()
     else:
-        levels, mean = _levels(path.steps, samples.broadcast_to(shape), weights > 0, batch_size)
+        levels, mean, length, holes = _levels(path.steps, samples.broadcast_to(shape), weights > 0, batch_size)
         share = None if mean is None else mean[1] / mean[1].sum()
+    if share is not None and not even:
+        _refuse_normalized(weights, nonzero)
     constants = _without(scale, path.constants)
     equal = sums[sums > 0] * inner
     if share is None and len(equal) and not even and torch.allclose(equal, equal[:1].expand_as(equal)):
@@ -137,7 +181,21 @@ def term_of(path: Path, outputs: Outputs, scale: float, depends: Dependence, is_
     if share is None and even and not math.isclose(largest, 1.0, rel_tol=1e-6):
         constants = (*constants, Constant(node, largest, False, 1e-6))  # as of gradient=torch.full((B,), 1 / B)
     inner = inner if share is None else 1.0
-    return Term(sums * inner, size * inner, even, name in _LABELLED, share, levels if even else [], constants, mean)
+    levels = levels if even else []
+    return Term(sums * inner, size * inner, even, name in LABELLED, share, levels, constants, mean, length, holes)
+
+
+def _refuse_normalized(weights: Tensor, nonzero: Tensor) -> None:
+    """Check that the weights in a mean do not add up to the number of its rows, as ``w / w.mean()`` does.
+
+    Raises:
+        Coupled: If they do, and are no two weights by turns, which may do so by chance.
+    """
+    if nonzero.unique().numel() > 2 and any(abs(float(each.mean()) - 1) < 1e-6 for each in (weights, nonzero)):
+        raise Coupled(
+            "the weights in the mean add up to the number of rows: they were divided by their own mean over the batch, "
+            "so that every sample's weight depends on the others. Use weights that do not depend on the batch"
+        )
 
 
 def mean_of(step: Step) -> float:
@@ -155,27 +213,44 @@ def _without(scale: float, constants: tuple[Constant, ...]) -> tuple[Constant, .
     return constants
 
 
-def _rows(path: Path, name: str) -> tuple[torch.Size, Tensor | float]:
-    """The shape of the rows, and which of them count."""
+def _shape_of_rows(path: Path, name: str) -> torch.Size:
     node = path.node
-    if name in _LABELLED:
-        target, weight = saved(node, "target"), saved(node, "weight")
-        counts = target != saved(node, "ignore_index")
-        if (
-            weight is not None
-            and saved(node, "reduction") == 1
-            and not torch.equal(weight, weight[:1].expand_as(weight))
-        ):
-            raise Coupled(
-                "weight= of a mean cross_entropy divides by the sum of the weights in the batch, so every sample "
-                "changes all others' parts; use reduction='none', weight each sample, and take the mean"
-            )
-        return target.shape, counts
+    if name in LABELLED:
+        return saved(node, "target").shape
     if name in _WITH_REDUCTION:
         child, number = node.next_functions[0]
         shape = shape_of(child, number) if child is not None else torch.Size(saved(node, "self").shape)
-        return shape[:-1] if name in _ROW_EACH and len(shape) > 1 else shape, 1.0
-    return shape_of(node, path.number), 1.0
+        return shape[:-1] if name in _ROW_EACH and len(shape) > 1 else shape
+    return shape_of(node, path.number)
+
+
+def _counting(path: Path, name: str) -> Tensor | float:
+    """Which of the rows count.
+
+    Returns:
+        Those with a label; 1 for all.
+
+    Raises:
+        Coupled: If rows count by weights that the mean divides by.
+    """
+    if name not in LABELLED:
+        return 1.0
+    weight = saved(path.node, "weight")
+    if (
+        weight is not None
+        and saved(path.node, "reduction") == 1
+        and not torch.equal(weight, weight[:1].expand_as(weight))
+    ):
+        raise Coupled(
+            "weight= of a mean cross_entropy divides by the sum of the weights in the batch, so every sample "
+            "changes all others' parts; use reduction='none', weight each sample, and take the mean"
+        )
+    return has_label(path.node)
+
+
+def has_label(node: Node) -> Tensor:
+    """Return which labels of an operation of `LABELLED` are there."""
+    return saved(node, "target") != saved(node, "ignore_index")
 
 
 # Where the samples are
@@ -270,14 +345,14 @@ def _of_rows(samples: Tensor, name: str, shape: torch.Size) -> Tensor:
     """The sample of each row, given that of each element, where rows have classes."""
     if samples.shape == shape:
         return samples
-    return samples.select(1 if name in _LABELLED and samples.dim() > 1 else -1, 0)
+    return samples.select(1 if name in LABELLED and samples.dim() > 1 else -1, 0)
 
 
 def _as_values(samples: Tensor, name: str, shape: torch.Size, values: torch.Size) -> Tensor:
     """The sample of each element, given that of each row, where rows have classes."""
     if len(values) == len(shape):
         return samples
-    return samples.broadcast_to(shape).unsqueeze(1 if name in _LABELLED and len(values) > 1 else -1)
+    return samples.broadcast_to(shape).unsqueeze(1 if name in LABELLED and len(values) > 1 else -1)
 
 
 def _expanded(samples: Tensor, shape: torch.Size) -> Tensor:
@@ -315,7 +390,8 @@ def _metadata(node: Node) -> Any:
     return input_metadata_of(node)[0]
 
 
-def _by_sample(samples: Tensor, values: Tensor, batch_size: int) -> Tensor:
+def by_sample(samples: Tensor, values: Tensor, batch_size: int) -> Tensor:
+    """Add values up by the sample that each belongs to, ``[B]``."""
     if samples.dim() < values.dim():
         samples = samples.view(samples.shape + (1,) * (values.dim() - samples.dim()))
     sums = torch.zeros(batch_size, dtype=values.dtype, device=values.device)
@@ -337,7 +413,7 @@ class Level:
 
 def _levels(
     steps: Sequence[Step], samples: Tensor, rows: Tensor, batch_size: int
-) -> tuple[list[Level], tuple[Node, Tensor] | None]:
+) -> tuple[list[Level], tuple[Node, Tensor] | None, float, bool]:
     """Pass the numbers of the samples up from the rows, until an operation adds different samples up.
 
     Args:
@@ -347,13 +423,14 @@ def _levels(
         batch_size: Number of samples.
 
     Returns:
-        The levels where each value is still of one sample, and the mean that reduces the batch with the number of
-        values of each sample that it takes [B]; None for that if a sum reduces it, or nothing.
+        The levels where each value is still of one sample; the mean that reduces the batch with the number of
+        values of each sample that it takes [B], None if a sum reduces it, or nothing; how many values of a sample
+        means take, and whether some of these do not contribute.
 
     Raises:
         Unreadable: If some samples are added up, and others elsewhere.
     """
-    levels = []
+    levels, length, holes = [], 1.0, False
     for step in steps:
         name, shape = operation(step.node), shape_of(step.node, step.number)
         if name in ELEMENTWISE:
@@ -366,14 +443,20 @@ def _levels(
             torch.full((shape.numel(),), fill, device=samples.device).scatter_reduce(0, target, values, reduce)
             for fill, reduce in ((batch_size, "amin"), (-1, "amax"))
         )
+        if name in MEANS:
+            holes |= not bool(rows[taken].all())
         if (first < last).any():
-            taken_of_each = _taken(target, values, shape.numel(), batch_size) if name in MEANS else None
-            return levels, None if taken_of_each is None else (step.node, taken_of_each)
+            if name not in MEANS:
+                return levels, None, length, holes
+            taken_of_each = _taken(target, values, shape.numel(), batch_size)
+            return levels, (step.node, taken_of_each), length * float(taken_of_each.max()), holes
+        if name in MEANS and len(target):
+            length *= float(target.bincount(minlength=shape.numel()).max())
         contributing = torch.zeros(shape.numel(), device=samples.device)
         rows = (contributing.index_add_(0, target, rows[taken].to(contributing)) > 0).view(shape)
         samples = last.view(shape)
-        levels.append(Level(_by_sample(samples.clamp(min=0), rows.double(), batch_size), shape.numel()))
-    return levels, None
+        levels.append(Level(by_sample(samples.clamp(min=0), rows.double(), batch_size), shape.numel()))
+    return levels, None, length, holes
 
 
 def _targets(step: Step, shape: torch.Size) -> tuple[Tensor, Tensor]:
@@ -411,6 +494,51 @@ def _refuse_coupling(path: Path, outputs: Outputs, depends: Dependence) -> None:
             "sample adds to the gradient depends on the others. Leave that term out, or compute it for each sample "
             "and average"
         )
+
+
+_BROADCASTING = operations(
+    "Expand Add Sub Rsub Mul Div Where MaskedFill Maximum Minimum Fmax Fmin Pow Lerp Xlogy Hypot Atan2"
+)
+"""Operations that repeat a value along the dimensions of another, which may be a constant."""
+
+_MULTIPLYING = operations("Mm Bmm Addmm Baddbmm")
+
+
+def _refuse_broadcast(path: Path, outputs: Outputs, depends: Dependence) -> None:
+    """Check that no value of the samples is repeated along a constant that has as many entries as there are samples.
+
+    That is how outputs ``[B, 1]`` and targets ``[B]`` make ``[B, B]`` losses, each of two samples.
+
+    Raises:
+        Coupled: If one is.
+    """
+    for node in (*[step.node for step in path.steps], *_behind(path.node, depends, outputs.values)):
+        for size in _repeats(node, depends):
+            outputs.repeated.add(size)
+            if size == outputs.batch_size > 1 and size not in outputs.constant_sizes:
+                raise Coupled(
+                    f"{node.name()} repeats outputs along a constant of {size} entries, which makes values of shape "
+                    f"{list(shape_of(node))}. Is the constant made of the {size} samples? Then each value belongs to "
+                    "two of them: give outputs and targets the same shape, as by output.squeeze(1). If it is not, "
+                    "begin with a batch of another size"
+                )
+
+
+def _repeats(node: Node, depends: Dependence) -> list[int]:
+    """The sizes of the dimensions that a constant alone adds to values of the samples."""
+    name, shape = operation(node), shape_of(node)
+    behind = [
+        (i, child, number)
+        for i, (child, number) in enumerate(node.next_functions)
+        if child is not None and depends(child)
+    ]
+    if name in _BROADCASTING:
+        before = [shape_of(child, number) for _, child, number in behind]
+        padded = [torch.Size((1,) * (len(shape) - len(each)) + each) for each in before]
+        return [size for dim, size in enumerate(shape) if size > 1 and all(each[dim] == 1 for each in padded)]
+    if name in _MULTIPLYING and len(behind) == 1 and (factor := behind[0][0] - (len(node.next_functions) - 2)) >= 0:
+        return [shape[-1 if factor == 0 else -2]]
+    return []
 
 
 def _first_mixing(node: Node, outputs: Outputs, depends: Dependence) -> Node | None:

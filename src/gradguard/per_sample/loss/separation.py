@@ -9,7 +9,7 @@ breaks it, unless both have the same d; so d runs through the digits of the samp
 
 import functools
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 
 import torch
 from torch import Tensor
@@ -32,11 +32,15 @@ class Outputs:
 
     Attributes:
         conclusive: False once `are_separate` had nothing to go by: gradients that are not finite, or of one sample.
+        constant_sizes: Sizes of constants that are known not to be made of the samples.
+        repeated: Sizes of constants along which values were repeated.
     """
 
     def __init__(self, batch_size: int, batch_first: bool = True) -> None:
         self.batch_size, self.batch_first = batch_size, batch_first
         self.conclusive = True
+        self.constant_sizes: Set[int] = frozenset()
+        self.repeated: set[int] = set()
         self._edges: list[GradientEdge] = []
         self._axes: list[BatchAxis] = []
         self._numbers: list[GradientEdge] = []

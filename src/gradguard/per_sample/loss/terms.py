@@ -13,8 +13,8 @@ constant factors are the user's.
 import itertools
 import math
 from collections import Counter, defaultdict
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 from gradguard.per_sample.loss.graph import (
+    LABELLED,
     MEANS,
     Constant,
     Dependence,
@@ -34,7 +35,7 @@ from gradguard.per_sample.loss.graph import (
     paths,
     shape_of,
 )
-from gradguard.per_sample.loss.rows import Coupled, Term, mean_of, term_of
+from gradguard.per_sample.loss.rows import Coupled, Owner, Term, mean_of, owner_of, term_of
 from gradguard.per_sample.loss.separation import Outputs
 
 Verdict = Literal["right", "wrong", "unknown", "unverified"]
@@ -50,6 +51,45 @@ class _Ambiguous(Exception):  # noqa: N818
     """A constant may be the user's, or a number of samples."""
 
 
+@dataclass
+class Experience:
+    """What earlier losses have shown of numbers that may be the user's, or a number of samples or rows by chance.
+
+    Attributes:
+        constants: Numbers by which losses were multiplied that were no number of samples or rows there.
+        sizes: Sizes of constants that were not the number of samples there.
+        divisors: What sums were divided by: ``"samples"``, ``"rows"``.
+        sum_divisors: Numbers by which sums over samples were divided that are to stay sums.
+        either: Numbers by which means were multiplied that were a number of samples or rows there, or constants: the
+            next that is another tells that it was no constant.
+        strict: Accept none of these.
+        counts: Numbers that may be computed from data, by which terms were multiplied.
+        lengths: For each term, how many values of a sample its means took, those that do not count included.
+        holes: The terms of which some of these did not count.
+    """
+
+    constants: set[float] = field(default_factory=set)
+    sizes: set[int] = field(default_factory=set)
+    divisors: set[str] = field(default_factory=set)
+    sum_divisors: set[float] = field(default_factory=set)
+    either: set[float] = field(default_factory=set)
+    strict: bool = False
+    counts: set[float] | None = None
+    lengths: set[tuple[int, float]] = field(default_factory=set)
+    holes: set[int] = field(default_factory=set)
+
+    def add(self, other: "Experience") -> None:
+        """Learn what another knows."""
+        self.constants |= other.constants
+        self.sizes |= other.sizes
+        self.divisors |= other.divisors
+        self.sum_divisors |= other.sum_divisors
+        self.either |= other.either
+        self.counts = (self.counts or set()) | (other.counts or set())
+        self.lengths |= other.lengths
+        self.holes |= other.holes
+
+
 @dataclass(frozen=True)
 class LossParts:
     """What was found.
@@ -63,6 +103,10 @@ class LossParts:
         divided_by: The number that the whole loss is divided by besides, as for the accumulation of as many
             mini-batches; 1 if there is none.
         terms: Number of terms that the loss adds up.
+        weighted: Whether tensors decide weights of rows, which the next batch may change.
+        owners: Whose the rows of each term are.
+        label_owners: Whose the labels are of each operation that takes the mean over labels of several samples.
+        learned: What it shows of numbers.
     """
 
     verdict: Verdict
@@ -70,31 +114,50 @@ class LossParts:
     factors: Tensor | None = None
     divided_by: float = 1.0
     terms: int = 1
+    weighted: bool = False
+    owners: Sequence[Owner] = ()
+    label_owners: Mapping[Node, Tensor] = field(default_factory=dict)
+    learned: Experience = field(default_factory=Experience)
 
 
-def loss_parts(roots: Sequence[Root], outputs: Outputs, reduction: str, *, scale: float = 1.0) -> LossParts:
+def loss_parts(
+    roots: Sequence[Root],
+    outputs: Outputs,
+    reduction: str,
+    *,
+    scale: float = 1.0,
+    known: LossParts | None = None,
+    experience: Experience | None = None,
+) -> LossParts:
     """Compare each sample's part in a loss with the sample's own loss; before the backward, which frees the graph.
 
     Args:
         roots: What backward starts from; their sum is the loss.
         outputs: What the module returned for a batch of B samples.
-        reduction: What the loss is said to be: ``"mean"`` or ``"sum"``.
+        reduction: What the loss is said to be: ``"mean"``, ``"sum"`` or ``"token_mean"``.
         scale: What a GradScaler, or a trainer, multiplied the loss by.
+        known: What was found of a loss that is made in the same way: whose the rows are is not looked at again.
+        experience: What earlier losses have shown.
 
     Returns:
         What was found; nothing is raised for a loss that is wrong, or cannot be read.
     """
-    if outputs.batch_size < 2:
-        return LossParts("unknown", "a batch of one sample does not tell a mean from a sum")
+    experience = experience or Experience()
+    learned = Experience()
+    outputs.constant_sizes = experience.sizes
     try:
         depends = Dependence()
         found_paths = list(paths(roots, depends, outputs.values, outputs.numbers))
-        terms = [_readable_term(path, outputs, scale, depends) for path in found_paths]
-        terms = _averaged_together(_joined(found_paths, terms))
-        if not terms:
+        owners = known.owners if known else [_owner(path, outputs, depends) for path in found_paths]
+        terms = [
+            term_of(path.output if not owner.name and path.output else path, owner, outputs.batch_size, scale)
+            for path, owner in zip(found_paths, owners, strict=True)
+        ]
+        together = _averaged_together(_joined(found_paths, terms))
+        if not together:
             return LossParts("unknown", NO_PART)
-        totals = _totals(terms)
-        found = [_judged(term, totals, reduction) for term in terms]
+        totals = _totals(together)
+        found = [_judged(term, totals, reduction, experience, learned) for term in together]
     except Coupled as coupled:
         return LossParts("wrong", str(coupled))
     except _Ambiguous as ambiguous:
@@ -105,40 +168,80 @@ def loss_parts(roots: Sequence[Root], outputs: Outputs, reduction: str, *, scale
         worst = [judged.parts for judged in found if judged.parts.verdict == verdict]
         if worst:
             return max(worst, key=_distance)
+    factors = [judged.parts.factors for judged in found if judged.parts.factors is not None]
+    for other in factors[1:]:
+        if not torch.allclose(other, factors[0], rtol=_CLOSE, atol=0, equal_nan=True):
+            return LossParts("wrong", _SEVERAL_SHARES, other)
+    learned.lengths = {(i, _length(term, one)) for i, (term, one) in enumerate(zip(together, found, strict=True))}
+    learned.holes = {i for i, term in enumerate(together) if _has_holes(term)}
+    changed = {i for i, _ in learned.lengths - experience.lengths} & {i for i, _ in experience.lengths}
+    if changed & (experience.holes | learned.holes):
+        return LossParts("unknown", _PADDED)
+    learned.counts = {
+        constant.value
+        for term, one in zip(together, found, strict=True)
+        for constant in term.constants
+        if constant.may_be_data and constant is not one.matched
+    }
+    if experience.counts is not None and not learned.counts <= experience.counts:
+        return LossParts("unknown", _CHANGING)
+    learned.sizes |= outputs.repeated - {outputs.batch_size}
     return LossParts(
-        "right", factors=found[0].parts.factors, divided_by=_common_divisor(found, terms), terms=len(found)
+        "right",
+        factors=factors[0] if factors else None,
+        divided_by=_common_divisor(found, together),
+        terms=len(found),
+        weighted=any(path.weighted for path in found_paths),
+        owners=owners,
+        label_owners={
+            path.node: owner.samples
+            for path, owner, term in zip(found_paths, owners, terms, strict=True)
+            if owner.name in LABELLED and term.share is not None
+        },
+        learned=learned,
     )
 
 
-def _readable_term(path: Path, outputs: Outputs, scale: float, depends: Dependence) -> Term:
-    """Return what lies at the end of a path.
+def _length(term: Term, judged: "_Judged") -> float:
+    """How many values of a sample count, with those that are padding."""
+    divisor = 1.0 if judged.matched is None else abs(1 / judged.matched.value)
+    sizes = [size for size in (term.size, *[level.size for level in term.levels]) if math.isclose(size, divisor)]
+    return term.length * (sizes[0] / len(term.weights) if sizes else 1.0)
+
+
+def _has_holes(term: Term) -> bool:
+    """Whether values that a mean takes, or that are counted, do not contribute."""
+    return term.holes or (term.share is None and term.even and float(term.weights.sum()) < term.size)
+
+
+def _owner(path: Path, outputs: Outputs, depends: Dependence) -> Owner:
+    """Return whose the rows at the end of a path are, or at its end in what the module returned.
 
     Raises:
         Coupled: If samples are mixed there.
         Unreadable: If that cannot be told.
-        _Ambiguous: Likewise, within the module, of which two samples were looked at.
     """
     try:
-        return term_of(path, outputs, scale, depends)
-    except Unreadable as unreadable:
-        if path.output is not None:
-            return term_of(path.output, outputs, scale, depends, is_output=True)
-        if path.inside:
-            raise _Ambiguous(str(unreadable)) from unreadable
-        raise
+        return owner_of(path, outputs, depends)
+    except Unreadable:
+        if path.output is None:
+            raise
+        return owner_of(path.output, outputs, depends, is_output=True)
+
+
+_REDUCTIONS = {"mean": "mean over samples", "sum": "sum over samples", "token_mean": "mean over rows"}
 
 
 def explain(parts: LossParts, reduction: str) -> str:
     """Return the message that refuses a loss, or says why it could not be told."""
-    if parts.verdict == "unknown":
-        return f"whether the loss is the {reduction} over samples cannot be told: {parts.reason}."
-    if parts.verdict == "unverified":
-        return (
-            f"whether the loss is the {reduction} over samples cannot be told: {parts.reason}. Nothing was clipped. "
+    declared = _REDUCTIONS[reduction]
+    if parts.verdict in {"unknown", "unverified"}:
+        compute = (
             "Compute one loss for each sample, of shape [B], by PyTorch's own operations, uncompiled, and take its "
-            f"{reduction}. (check='warn' accepts it as it is: then nothing shows that a sample's gradient does not "
-            "depend on the others.)"
+            f"{reduction.removeprefix('token_')}. (check='warn' accepts it as it is: then nothing shows that a "
+            "sample's gradient does not depend on the others.)"
         )
+        return f"whether the loss is the {declared} cannot be told: {parts.reason}. Nothing was clipped. {compute}"
     extent = ""
     if parts.factors is not None:
         smallest, largest = _extremes(parts.factors)
@@ -146,7 +249,7 @@ def explain(parts: LossParts, reduction: str) -> str:
         numbers = f"{smallest:.3g}" if same else f"{smallest:.3g} to {largest:.3g}"
         extent = f"each sample's part is {numbers} of its own loss: "
     return (
-        f"the loss is not the {reduction} over samples: {extent}{parts.reason}. Nothing was clipped. (check='warn' "
+        f"the loss is not the {declared}: {extent}{parts.reason}. Nothing was clipped. (check='warn' "
         "accepts it: the bound on each sample holds, but norms are in that scale.)"
     )
 
@@ -156,7 +259,23 @@ Totals = dict[Node, Tensor]
 
 _ADVICE = (
     "Average within each sample first, (loss * mask).sum(1) / mask.sum(1), and then over samples, .mean(), so that no "
-    "sample's part depends on what others have"
+    "sample's part depends on what others have; or say loss_reduction='token_mean', where a sample's own loss is the "
+    "mean over its own rows"
+)
+
+_CHANGING = (
+    "a tensor, or a whole number, multiplies it that has changed since the step before. If it is computed from the "
+    "batch, every sample's part depends on the others; if it is not, multiply by a float, such as its .item()"
+)
+
+_PADDED = (
+    "the mean counts padding, up to a length that changes from batch to batch, so that every sample's part depends on "
+    "the longest. Average over each sample's own rows, (loss * mask).sum(1) / mask.sum(1), or pad to one length"
+)
+
+_SEVERAL_SHARES = (
+    "it adds up terms of which a sample has different shares. Average each term within each sample first, and then "
+    "over samples"
 )
 
 
@@ -241,18 +360,19 @@ def _nodes(path: Path) -> list[Node]:
 
 @dataclass(frozen=True)
 class _Judged:
-    """What is found of one term, and what it is divided by besides."""
+    """What is found of one term, what it is divided by besides, and the constant that makes a mean of a sum."""
 
     parts: LossParts
     divisors: dict[Node, float]
+    matched: Constant | None = None
 
 
-def _judged(term: Term, totals: Totals, reduction: str) -> _Judged:
+def _judged(term: Term, totals: Totals, reduction: str, experience: Experience, learned: Experience) -> _Judged:
     """Compare one term with what it would be for each sample alone."""
     divisors = {c.node: abs(1 / c.value) for c in term.constants if c.divides}
     if term.share is not None:
-        return _Judged(_judged_mean(term, term.share, reduction), divisors)
-    match = _match(term, totals)
+        return _judged_mean(term, term.share, reduction, experience, learned, divisors)
+    match = _match(term, totals, reduction, experience, learned)
     if match is not None:
         share, constant, factor = match
         if constant is not None and constant.divides:
@@ -260,31 +380,53 @@ def _judged(term: Term, totals: Totals, reduction: str) -> _Judged:
         elif constant is not None and reduction == "sum" and not math.isclose(abs(1 / constant.value), len(share)):
             reason = f"a sum over samples was multiplied by {constant.value:.3g}, a constant or 1 over the rows"
             return _Judged(LossParts("unknown", reason), divisors)
-        return _Judged(_compared(term, share, reduction), divisors)
-    return _Judged(_judged_sum(term, divisors, reduction), divisors)
+        return _Judged(_compared(term, share, reduction), divisors, constant)
+    return _Judged(_judged_sum(term, divisors, reduction, experience, learned), divisors)
 
 
-def _judged_mean(term: Term, share: Tensor, reduction: str) -> LossParts:
-    """Judge a term that a mean over the batch reduced."""
-    batch_size = len(share)
-    factors = [abs(c.value) for c in term.constants if not c.divides]
-    if reduction == "mean" and any(math.isclose(factor, batch_size, rel_tol=1e-6) for factor in factors):
-        return LossParts("unknown", f"a mean was multiplied by {batch_size}, which may be the number of samples")
+def _judged_mean(
+    term: Term, share: Tensor, reduction: str, experience: Experience, learned: Experience, divisors: dict[Node, float]
+) -> _Judged:
+    """Judge a term that a mean over the batch reduced, and constants multiplied."""
+    batch_size, constants = len(share), list(term.constants)
+    if math.isclose(abs(math.prod(c.value for c in constants)), 1, rel_tol=1e-6):
+        constants = []  # one undoes another, as a trainer's and its adapter's
+    weights = [(term.weights, term.size), *[(level.counts, level.size) for level in term.levels]]
+    counts = {float(each.sum()) for each, _ in weights}
     if reduction == "sum":
-        for count in (float(term.weights.sum()), term.size):
-            if any(math.isclose(factor, count, rel_tol=1e-6) for factor in factors):
-                return LossParts("right", factors=torch.ones_like(share))
-        if any(math.isclose(factor, batch_size, rel_tol=1e-6) for factor in factors):
-            return _compared(term, share, "mean")
-    return _compared(term, share, reduction)
+        factors = [abs(c.value) for c in constants]
+        if any(math.isclose(factor, count, rel_tol=1e-6) for count in (*counts, term.size) for factor in factors):
+            return _Judged(LossParts("right", factors=torch.ones_like(share)), divisors)
+        is_sum = any(math.isclose(factor, batch_size, rel_tol=1e-6) for factor in factors)
+        return _Judged(_compared(term, share, "mean" if is_sum else reduction), divisors)
+    for constant, (each, size) in itertools.product(constants, weights):  # as of (losses * mask).mean() / mask.mean()
+        means = (float(each.sum()) / size, float(each.sum()) / batch_size)
+        if constant.value != 1 and any(math.isclose(1 / constant.value, mean, rel_tol=1e-6) for mean in means):
+            return _Judged(_compared(term, each / each.sum(), reduction), divisors, constant)
+    for factor in {abs(constant.value) for constant in constants}:
+        sizes = [n for n in (batch_size, *counts, term.size) if any(math.isclose(f, n) for f in (factor, 1 / factor))]
+        if factor == 1 or not sizes or factor in experience.constants:
+            learned.constants.add(factor)
+        elif experience.strict or experience.either - {factor}:
+            before = "".join(f"; it was {number:.6g} before" for number in sorted(experience.either - {factor}))
+            reason = (
+                f"a mean was multiplied by {factor:.6g}, a constant or the number of "
+                f"{'samples' if batch_size in sizes else 'rows'}{before}. Use a constant that does not depend on the "
+                "batch, and another than the number of samples in the first one. (If it is the number of mini-batches, "
+                "leave the division away: the clipper averages over all samples by itself)"
+            )
+            return _Judged(LossParts("unknown", reason), divisors)
+        else:
+            learned.either.add(factor)
+    return _Judged(_compared(term, share, reduction), divisors)
 
 
 def _compared(term: Term, share: Tensor, reduction: str) -> LossParts:
     """Judge a term by each sample's share of a mean."""
     factors = (share if reduction == "sum" else share * len(share)).where(share > 0, math.nan)
-    if reduction == "sum":
+    if reduction == "sum" and len(share) > 1:
         return LossParts("wrong", "it is a mean. Use loss_reduction='mean', or a loss that adds samples up", factors)
-    if _distance(LossParts("right", factors=factors)) <= _CLOSE:
+    if reduction == "token_mean" or _distance(LossParts("right", factors=factors)) <= _CLOSE:
         return LossParts("right", factors=factors)
     rows = "labels" if term.labels else "weights of the rows" if not term.even else "rows"
     counts = [f"{count:.4g}" for count in _extremes(term.weights)]
@@ -292,13 +434,15 @@ def _compared(term: Term, share: Tensor, reduction: str) -> LossParts:
     return LossParts("wrong", f"{reason}. {_ADVICE}", factors)
 
 
-def _judged_sum(term: Term, divisors: dict[Node, float], reduction: str) -> LossParts:
+def _judged_sum(
+    term: Term, divisors: dict[Node, float], reduction: str, experience: Experience, learned: Experience
+) -> LossParts:
     """Judge a term that a sum over the batch reduced, and that was not divided by any number of rows or samples."""
     batch_size, count = len(term.weights), float(term.weights.sum())
     divisor = math.prod(divisors.values())
     rows = "labels" if term.labels else "rows"
     counted = float(divisor).is_integer() and divisor >= 2
-    if counted and (reduction == "mean" or (_partly(term) and divisor >= count / 2)):
+    if counted and (reduction != "sum" or (_partly(term) and divisor >= count / 2)):
         reason = (
             f"a sum over {count:.4g} {rows} was divided by {divisor:.6g}, which is neither their number nor the number "
             f"of samples ({batch_size})"
@@ -309,6 +453,17 @@ def _judged_sum(term: Term, divisors: dict[Node, float], reduction: str) -> Loss
         factors = factors.where(term.weights > 0, math.nan)
         return LossParts("wrong", f"{reason}{hint}. {_ADVICE}", factors)
     if reduction == "sum":
+        if counted and experience.sum_divisors and divisor not in experience.sum_divisors:
+            before = ", ".join(f"{number:.6g}" for number in sorted(experience.sum_divisors))
+            return LossParts(
+                "unknown",
+                f"a sum over samples was divided by {divisor:.6g}, and before by {before}: is it a number of rows? "
+                "Divide by a number that does not depend on the batch",
+            )
+        if counted:
+            learned.sum_divisors.add(divisor)
+        return LossParts("right", factors=torch.ones_like(term.weights))
+    if batch_size == 1:
         return LossParts("right", factors=torch.ones_like(term.weights))
     if not term.even:
         return LossParts("unknown", f"a sum over samples has unequal weights, which may hold 1/{batch_size}")
@@ -319,7 +474,9 @@ def _judged_sum(term: Term, divisors: dict[Node, float], reduction: str) -> Loss
     return LossParts("wrong", "it is a sum. Use loss_reduction='sum', or divide by the number of samples", factors)
 
 
-def _match(term: Term, totals: Totals) -> tuple[Tensor, Constant | None, float] | None:
+def _match(
+    term: Term, totals: Totals, reduction: str, experience: Experience, learned: Experience
+) -> tuple[Tensor, Constant | None, float] | None:
     """Find the constant by which a sum was made a mean, each sample's share of it, and what else the constant holds."""
     batch_size, count = len(term.weights), float(term.weights.sum())
     each = torch.full_like(term.weights, 1 / batch_size)
@@ -327,22 +484,42 @@ def _match(term: Term, totals: Totals) -> tuple[Tensor, Constant | None, float] 
         return term.weights / count, None, 1.0
     for constant in term.constants:
         number = abs(1 / constant.value)
+        of_samples = math.isclose(number, batch_size, rel_tol=constant.precision)
         for weights in (term.weights, totals[constant.node], *[level.counts for level in term.levels]):
             if math.isclose(number, float(weights.sum()), rel_tol=constant.precision):
                 share = weights / weights.sum()
-                if math.isclose(number, batch_size) and not torch.allclose(share, each):
-                    raise _Ambiguous(f"{batch_size} is the number of samples and that of the rows")
+                if of_samples and not torch.allclose(share, each):
+                    if experience.divisors != {"samples"}:
+                        raise _Ambiguous(
+                            f"a sum was divided by {batch_size}, which is both the number of samples and that of the "
+                            "rows. Begin with another batch, or divide within each sample first"
+                        )
+                    continue
+                if not of_samples:
+                    learned.divisors.add("rows")
                 return share, constant, 1.0
         sizes = [] if term.labels else [term.size, *[level.size for level in term.levels]]
         whole = any(math.isclose(number, size, rel_tol=constant.precision) for size in sizes)
-        if whole or math.isclose(number, batch_size, rel_tol=constant.precision):
-            if not constant.divides and math.isclose(number, 2, rel_tol=1e-6):
+        if whole or of_samples:
+            is_constant = reduction == "sum" and not constant.divides and math.isclose(number, 2, rel_tol=1e-6)
+            if is_constant and abs(constant.value) not in experience.constants:
                 raise _Ambiguous("a sum over 2 samples was multiplied by 0.5, which may be a mean or a constant")
+            if is_constant:
+                continue
+            if of_samples and not whole:
+                learned.divisors.add("samples")
             return each, constant, 1.0
+        learned.constants.add(abs(constant.value))
     for constant in term.constants:
         times = abs(1 / constant.value) / batch_size
         counted = _partly(term) and times * batch_size >= count / 2
-        if constant.divides and times >= 2 and float(times).is_integer() and not counted:
+        if constant.divides and times >= 2 and float(times).is_integer() and not counted and batch_size > 1:
+            if experience.sum_divisors and times not in experience.sum_divisors:
+                raise _Ambiguous(
+                    f"a sum over {batch_size} samples was divided by {times:.6g} times their number, and before by "
+                    f"{max(experience.sum_divisors):.6g} times. Divide by a number that does not depend on the batch"
+                )
+            learned.sum_divisors.add(times)
             return each, constant, times
     return None
 

@@ -1,0 +1,435 @@
+"""A sample's share of the loss is counted on each step, and never assumed from the number of samples."""
+
+import itertools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import gradguard as gg
+from gradguard.errors import InvalidValueError, UnsupportedGradientError
+from gradguard.per_sample.loss import check as loss_check
+
+T, V = 5, 3
+
+
+class Batch:
+    """Tokens of samples: ``mask`` says which are there, ``labels`` has -100 elsewhere."""
+
+    def __init__(self, lengths, seed: int = 0) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        size = len(lengths)
+        self.x = torch.randn(size, T, 4, generator=generator, dtype=torch.float64)
+        self.target = torch.randn(size, T, V, generator=generator, dtype=torch.float64)
+        self.tokens = torch.randint(0, V, (size, T), generator=generator)
+        self.weight = torch.rand(size, T, generator=generator, dtype=torch.float64) + 0.5
+        self.mask = torch.arange(T) < torch.tensor(lengths)[:, None]
+        self.labels = self.tokens.masked_fill(~self.mask, -100)
+
+    def sample(self, i: int) -> "Batch":
+        one = object.__new__(Batch)
+        vars(one).update({name: value[i : i + 1] for name, value in vars(self).items()})
+        return one
+
+
+def made() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, V)).double()
+
+
+def alone(loss, batch: Batch, i: int) -> dict[str, Tensor]:
+    """The gradient of the loss of one sample by itself."""
+    model, one = made(), batch.sample(i)
+    value = loss(model(one.x), one)
+    if value.requires_grad and bool(value.isfinite()):
+        value.backward()
+    return {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in model.named_parameters()}
+
+
+def step(clipper, loss, batch: Batch) -> dict[str, Tensor]:
+    """One step; the per-sample gradients."""
+    clipper.module.zero_grad()
+    loss(clipper.module(batch.x), batch).backward()
+    clipper.clip_and_accumulate()
+    found = clipper.per_sample_gradients()
+    clipper.pre_step()
+    return found
+
+
+def assert_exact(found, loss, batch: Batch) -> None:
+    for i in range(len(batch.x)):
+        for name, expected in alone(loss, batch, i).items():
+            torch.testing.assert_close(found[name][i], expected, rtol=1e-10, atol=1e-13)
+
+
+def exact(reduction: str = "mean", **options):
+    return gg.PerSampleGradientClipper(
+        made(), gg.FlatNormClipper(1e9), mode="exact", loss_reduction=reduction, **options
+    )
+
+
+FUSED = {
+    "mse": F.mse_loss,
+    "l1": F.l1_loss,
+    "smooth_l1": F.smooth_l1_loss,
+    "huber": F.huber_loss,
+    "bce": lambda out, target, **o: F.binary_cross_entropy(out.sigmoid(), target.sigmoid(), **o),
+    "bce_with_logits": lambda out, target, **o: F.binary_cross_entropy_with_logits(out, target.sigmoid(), **o),
+    "soft_margin": lambda out, target, **o: F.soft_margin_loss(out, target.sign(), **o),
+    "multi_margin": lambda out, target, **o: F.multi_margin_loss(out, target.argmax(-1), **o),
+    "multilabel_margin": lambda out, target, **o: F.multilabel_margin_loss(out, target.argsort(-1), **o),
+    "cross_entropy": lambda out, target, **o: F.cross_entropy(out, target.argmax(-1), **o),
+    "kl_div": lambda out, target, **o: F.kl_div(out.log_softmax(-1), target.softmax(-1), **o),
+    "poisson": lambda out, target, **o: F.poisson_nll_loss(out, target.exp(), **o),
+    "by hand": lambda out, target, reduction="mean": getattr((out - target).square(), reduction)(),
+}
+"""Losses of rows ``[n, V]``."""
+
+CHOSEN = {
+    "mask": lambda values, batch: values[batch.mask],
+    "ragged cat": lambda values, batch: torch.cat([v[: int(m.sum())] for v, m in zip(values, batch.mask, strict=True)]),
+    "index_select": lambda values, batch: values.flatten(0, 1).index_select(0, batch.mask.flatten().nonzero()[:, 0]),
+    "masked_select": lambda values, batch: values.masked_select(batch.mask[..., None]).view(-1, V),
+}
+"""Ways to choose rows."""
+
+LENGTHS = [
+    [[3, 3, 3, 3], [1, 2, 3, 4]],
+    [[4, 1, 2, 5], [2, 2, 2, 2]],
+    [[5, 5, 5], [5, 5, 5, 5, 5], [5, 4, 5]],
+    [[1, 1, 1], [2, 1, 0]],
+]
+"""The lengths of the samples, step by step."""
+
+
+@pytest.mark.filterwarnings("ignore:reduction. 'mean' divides")
+@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
+@pytest.mark.parametrize("choice", CHOSEN)
+@pytest.mark.parametrize("name", FUSED)
+def test_a_mean_over_chosen_rows_is_exact_or_refused(name, choice, lengths):
+    def loss(out, batch):
+        return FUSED[name](CHOSEN[choice](out, batch), CHOSEN[choice](batch.target, batch))
+
+    clipper = exact()
+    for number, each in enumerate(lengths):
+        batch = Batch(each, number)
+        if len(set(each)) == 1:
+            assert_exact(step(clipper, loss, batch), loss, batch)
+            continue
+        with pytest.raises(
+            UnsupportedGradientError, match=r"the loss is not the mean over samples: each sample's part"
+        ):
+            step(clipper, loss, batch)
+        clipper.discard()
+
+
+@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
+@pytest.mark.parametrize("name", [name for name in FUSED if name != "bce"])
+def test_a_sum_over_chosen_rows_is_exact(name, lengths):
+    def loss(out, batch):
+        rows = [CHOSEN["mask"](values, batch) for values in (out, batch.target)]
+        return FUSED[name](*rows, reduction="sum") / (len(out) if reduction == "mean" else 1)
+
+    for reduction in ("mean", "sum"):
+        clipper = exact(reduction)
+        for number, each in enumerate(lengths):
+            batch = Batch(each, number)
+            if reduction == "mean" and len(set(each)) > 1 and sum(each) == len(each):
+                continue  # divided by the number of samples, or of rows: refused
+            assert_exact(step(clipper, loss, batch), loss, batch)
+
+
+def squares(out, batch):
+    return (out - batch.target).square().mean(-1)
+
+
+TOKENS = {
+    "labels": lambda out, batch: F.cross_entropy(out.mT, batch.labels),
+    "labels, flattened": lambda out, batch: F.cross_entropy(out.flatten(0, 1), batch.labels.flatten()),
+    "labels, sum over their number": lambda out, batch: (
+        F.cross_entropy(out.mT, batch.labels, reduction="sum") / (batch.labels != -100).sum()
+    ),
+    "mask": lambda out, batch: (squares(out, batch) * batch.mask).sum() / batch.mask.sum(),
+    "where": lambda out, batch: torch.where(batch.mask, squares(out, batch), 0.0).sum() / batch.mask.sum(),
+    "filled": lambda out, batch: squares(out, batch).masked_fill(~batch.mask, 0).sum() / batch.mask.sum(),
+    "dot product": lambda out, batch: (
+        squares(out, batch).flatten().dot(batch.mask.flatten().double()) / batch.mask.sum()
+    ),
+    "mean over the mask's": lambda out, batch: (squares(out, batch) * batch.mask).mean() / batch.mask.double().mean(),
+    "mean of sums over the mean length": lambda out, batch: (
+        (squares(out, batch) * batch.mask).sum(1).mean() / batch.mask.sum(1).double().mean()
+    ),
+    "a Python number": lambda out, batch: (squares(out, batch) * batch.mask).sum() / int(batch.mask.sum()),
+    "mse of the chosen": lambda out, batch: F.mse_loss(out[batch.mask], batch.target[batch.mask]),
+    "scaled": lambda out, batch: 0.7 * F.cross_entropy(out.mT, batch.labels),
+}
+"""Means over the tokens of a batch."""
+
+
+@pytest.mark.parametrize("first", [[5, 5, 5, 5], [3, 3, 3, 3]], ids=["all there", "as many of each"])
+@pytest.mark.parametrize("later", [[5, 2, 3, 1], [3, 3, 3, 2], [4, 4, 0, 4]], ids=str)
+@pytest.mark.parametrize("name", TOKENS)
+def test_tokens_that_are_missing_in_a_later_step_only_are_noticed(name, first, later):
+    clipper = exact()
+    for number in range(2):
+        batch = Batch(first, number)
+        assert_exact(step(clipper, TOKENS[name], batch), TOKENS[name], batch)
+    with pytest.raises(UnsupportedGradientError, match=r"the loss is (not )?the mean over samples"):
+        step(clipper, TOKENS[name], Batch(later, 2))
+
+
+@pytest.mark.parametrize("lengths", [[5, 2, 3, 1], [3, 0, 3, 2], [4], [1, 5]], ids=str)
+@pytest.mark.parametrize("name", TOKENS)
+def test_a_mean_over_tokens_can_be_said_to_be_one(name, lengths):
+    clipper = exact("token_mean")
+    for number, each in enumerate([lengths, lengths[::-1], [5, 1, 2]]):
+        batch = Batch(each, number)
+        found = step(clipper, TOKENS[name], batch)
+        assert_exact(found, TOKENS[name], batch)
+        norms = torch.stack([g.flatten(1).norm(dim=1) for g in found.values()]).norm(dim=0)
+        torch.testing.assert_close(clipper.statistics.norms, norms, rtol=1e-12, atol=0)
+        average = [p.grad for p in clipper.module.parameters()]
+        for gradient, rows in zip(average, found.values(), strict=True):
+            torch.testing.assert_close(gradient, rows.mean(0), rtol=1e-12, atol=1e-15)
+
+
+@pytest.mark.parametrize("name", ["labels", "mask", "mse of the chosen"])
+def test_a_mean_over_tokens_beside_its_neighbours(name):
+    """In fast mode, scaled, in several mini-batches, clipped, with a sample that overflows: as one by one."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    model = made()
+    rule = gg.FlatNormClipper(0.05)
+    clipper = gg.PerSampleGradientClipper(model, rule, loss_reduction="token_mean", scaler=scaler)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    batches = [Batch([5, 2, 3, 1], 0), Batch([1, 4], 1)]
+    expected = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
+    for batch in batches:
+        for i in range(len(batch.x)):
+            one = alone(TOKENS[name], batch, i)
+            norm = torch.stack([g.norm() for g in one.values()]).norm()
+            for key, gradient in one.items():
+                expected[key] += gradient * (0.05 / norm).clamp(max=1) / 6
+    for batch in batches:
+        scaler.scale(TOKENS[name](model(batch.x), batch)).backward()
+        clipper.clip_and_accumulate()
+    clipper.pre_step()
+    scaler.unscale_(optimizer)
+    for key, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad, expected[key], rtol=1e-5, atol=1e-9)
+
+
+def test_terms_of_different_shares_are_refused():
+    clipper = exact("token_mean")
+    with pytest.raises(UnsupportedGradientError, match="adds up terms of which a sample has different shares"):
+        step(clipper, lambda out, batch: TOKENS["labels"](out, batch) + out.square().mean(), Batch([5, 2, 3, 1]))
+
+
+@pytest.mark.parametrize("check", [False, "warn"])
+def test_rows_are_counted_by_the_check(check):
+    with pytest.raises(InvalidValueError, match="loss_reduction='token_mean' with check="):
+        exact("token_mean", check=check)
+
+
+BROADCAST = {
+    "[B] and [B, 1]": lambda out, batch: F.mse_loss(out[:, 0, 0], batch.target[:, 0, :1]),
+    "[B, 1] and [B]": lambda out, batch: F.mse_loss(out[:, 0, :1], batch.target[:, 0, 0]),
+    "by hand": lambda out, batch: (out[:, 0, 0] - batch.target[:, 0, :1]).square().mean(),
+    "by hand, [B, 1] and [B]": lambda out, batch: (out[:, 0, :1] - batch.target[:, 0, 0]).abs().mean(),
+    "huber": lambda out, batch: F.huber_loss(out[:, 0, :1], batch.target[:, 0, 0]),
+    "weights [B, 1] of losses [B]": lambda out, batch: (
+        squares(out, batch).mean(1) * batch.weight.mean(1, keepdim=True)
+    ).mean(),
+    "targets of all": lambda out, batch: (out[:, 0] @ batch.target[:, 0].T).logsumexp(1).mean(),
+    "where": lambda out, batch: torch.where(batch.mask[:, :1], out[:, 0, 0].square(), 0.0).mean(),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Using a target size")
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("name", BROADCAST)
+def test_targets_of_all_samples_beside_each_output_are_refused(name, reduction):
+    def loss(out, batch):
+        return BROADCAST[name](out, batch) * (len(out) if reduction == "sum" else 1)
+
+    with pytest.raises(UnsupportedGradientError, match=r"along a constant of 4 entries.* the same shape"):
+        step(exact(reduction), loss, Batch([5, 5, 5, 5]))
+
+
+def test_a_constant_of_another_size_is_no_sample():
+    grid = torch.linspace(-1, 1, 3).double()
+
+    def loss(out, batch):
+        return (out[:, 0, :1] - grid).square().sum(1).mean()
+
+    with pytest.raises(UnsupportedGradientError, match="begin with a batch of another size"):
+        step(exact(), loss, Batch([5, 5, 5]))
+    clipper = exact()
+    for size in (4, 3, 2, 3):  # known by now
+        batch = Batch([5] * size)
+        assert_exact(step(clipper, loss, batch), loss, batch)
+
+
+NORMALIZED = {
+    "weights over their mean": lambda out, batch: (squares(out, batch) * batch.weight / batch.weight.mean()).mean(),
+    "of samples": lambda out, batch: (
+        squares(out, batch).mean(1) * (batch.weight.mean(1) / batch.weight.mean())
+    ).mean(),
+    "over the sum of weights": lambda out, batch: (squares(out, batch) * batch.weight).sum() / batch.weight.sum(),
+    "softmax over samples": lambda out, batch: (squares(out, batch).mean(1) * batch.weight.mean(1).softmax(0)).sum(),
+}
+
+
+@pytest.mark.parametrize("name", NORMALIZED)
+def test_weights_normalized_over_the_batch_are_refused(name):
+    with pytest.raises(UnsupportedGradientError, match="weights"):
+        step(exact(), NORMALIZED[name], Batch([5, 5, 5, 5]))
+
+
+def test_weights_of_their_own_are_exact():
+    for loss in (
+        lambda out, batch: (squares(out, batch) * batch.weight).mean(),
+        lambda out, batch: (squares(out, batch).mean(1) * batch.weight[:, 0]).sum() / len(out),
+        lambda out, batch: (squares(out, batch) * batch.weight).sum(1).div(batch.weight.sum(1)).mean(),
+    ):
+        clipper = exact()
+        for number, size in enumerate((4, 3, 5)):
+            batch = Batch([5] * size, number)
+            assert_exact(step(clipper, loss, batch), loss, batch)
+
+
+def times(factor):
+    return lambda out, batch: squares(out, batch).mean() * factor(out)
+
+
+def test_a_number_that_follows_the_number_of_samples_is_refused():
+    clipper = exact()
+    number = times(lambda out: float(len(out)))
+    step(clipper, number, Batch([5] * 4))  # 4: a constant, for all that is known
+    with pytest.raises(UnsupportedGradientError, match=r"multiplied by 3, .*samples; it was 4 before"):
+        step(clipper, number, Batch([5] * 3))
+    clipper.discard()
+    step(clipper, times(lambda out: 4), Batch([5] * 3))
+    step(clipper, times(lambda out: 4), Batch([5] * 4))
+
+
+def test_a_schedule_is_exact():
+    clipper = exact()
+    for number, factor in enumerate((0.0, 0.1, 0.2, 1.0, 3.0)):
+        batch = Batch([5] * (2 + number), number)
+        loss = times(lambda out, factor=factor: factor)
+        assert_exact(step(clipper, loss, batch), loss, batch)
+
+
+def test_a_tensor_that_changes_is_no_constant():
+    clipper = exact()
+    loss = times(lambda out: out.detach().abs().mean())
+    step(clipper, loss, Batch([5] * 4, 0))
+    with pytest.raises(UnsupportedGradientError, match=r"a tensor, or a whole number, multiplies it that has changed"):
+        step(clipper, loss, Batch([5] * 4, 1))
+
+
+def test_a_sum_divided_by_numbers_that_change_is_refused():
+    clipper = exact("sum")
+    for losses in (squares, lambda out, batch: squares(out, batch)[batch.mask]):
+        step(clipper, lambda out, batch, losses=losses: losses(out, batch).sum() / 123, Batch([5] * 4))
+        step(clipper, lambda out, batch, losses=losses: losses(out, batch).sum() / 123, Batch([5] * 3))
+        with pytest.raises(
+            UnsupportedGradientError, match=r"divided by 117, and before by 123|whole number, .* changed"
+        ):
+            step(clipper, lambda out, batch, losses=losses: losses(out, batch).sum() / 117, Batch([5] * 3))
+        clipper.discard()
+
+
+PADDED = {
+    "mean": lambda out, batch: (squares(out, batch) * batch.mask).mean(),
+    "sum over all": lambda out, batch: (squares(out, batch) * batch.mask).sum() / batch.mask.numel(),
+    "cross entropy of each": lambda out, batch: F.cross_entropy(out.mT, batch.labels, reduction="none").mean(),
+}
+
+
+@pytest.mark.parametrize("name", PADDED)
+def test_padding_up_to_the_longest_is_no_sample_of_its_own(name):
+    clipper = exact()
+    batch = Batch([4, 2, 3])
+    step(clipper, PADDED[name], batch)
+    step(clipper, PADDED[name], Batch([5, 2, 3], 1))
+    for key, value in vars(batch).items():
+        setattr(batch, key, value[:, :4])  # to the longest
+    with pytest.raises(UnsupportedGradientError, match="the mean counts padding, up to a length that changes"):
+        step(clipper, PADDED[name], batch)
+
+
+def test_batches_of_other_lengths_without_padding_are_exact():
+    clipper = exact()
+    for length in (5, 3, 4):
+        batch = Batch([5, 5, 5], length)
+        for key, value in vars(batch).items():
+            setattr(batch, key, value[:, :length])
+        assert_exact(step(clipper, TOKENS["labels"], batch), TOKENS["labels"], batch)
+
+
+@pytest.mark.parametrize("name", ["mse of the chosen", "labels", "mask"])
+def test_half_precision_outputs(name):
+    model = made().float()
+    clipper = gg.PerSampleGradientClipper(model, gg.FlatNormClipper(1e9), loss_reduction="token_mean")
+    for number in range(2):
+        batch = Batch([5, 2, 3, 1], number)
+        batch.x, batch.target = batch.x.float(), batch.target.float()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            out = model(batch.x)
+            loss = TOKENS[name](out, batch)
+        loss.backward()
+        clipper.clip_and_accumulate()
+        assert clipper.statistics is not None
+        single = Batch([5, 2, 3, 1], number)
+        norms = [torch.stack([g.norm() for g in alone(TOKENS[name], single, i).values()]).norm() for i in range(4)]
+        torch.testing.assert_close(clipper.statistics.norms, torch.stack(norms), rtol=0.03, atol=0)
+
+
+@pytest.mark.parametrize("factor", [0.1, 1e-3, 2.0])
+def test_a_sum_that_is_said_to_be_a_mean_is_refused_whatever_it_is_multiplied_by(factor):
+    with pytest.raises(UnsupportedGradientError, match="sum"):
+        step(exact(), lambda out, batch: squares(out, batch).sum() * factor, Batch([5] * 4))
+
+
+def test_labels_on_a_device_are_counted_there_and_read_later(monkeypatch):
+    monkeypatch.setattr(loss_check, "is_read_at_once", lambda tensor: False)
+    clipper = exact()
+    step(clipper, TOKENS["labels"], Batch([3, 3, 3, 3]))
+    good = step(clipper, TOKENS["labels"], Batch([2, 2, 2, 2], 1))
+    assert_exact(good, TOKENS["labels"], Batch([2, 2, 2, 2], 1))
+    step(clipper, TOKENS["labels"], Batch([5, 2, 3, 1], 2))
+    assert not any(bool(p.grad.any()) for p in clipper.module.parameters()), "nothing of it is added"
+    with pytest.raises(
+        UnsupportedGradientError, match="in the mini-batch before this one samples had different numbers"
+    ):
+        clipper.module(Batch([3, 3, 3, 3]).x)
+    step(clipper, TOKENS["labels"], Batch([3, 3, 3, 3]))
+
+
+ACCEPTED = {
+    **{f"{name}, {lengths}": (loss, "token_mean", lengths) for (name, loss), lengths in itertools.product(
+        TOKENS.items(), ([5, 2, 3, 1], [1, 4, 2, 3]))},
+    **{name: (loss, "mean", [4, 4, 4, 4]) for name, loss in TOKENS.items()},
+    "weighted": (lambda out, batch: (squares(out, batch) * batch.weight).mean(), "mean", [5, 5, 5, 5]),
+    "own means": (
+        lambda out, batch: ((squares(out, batch) * batch.mask).sum(1) / batch.mask.sum(1)).mean(), "mean", [5, 2, 3, 1]
+    ),
+    "sum": (lambda out, batch: squares(out, batch)[batch.mask].sum(), "sum", [5, 2, 3, 1]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ACCEPTED)
+def test_a_sample_moves_no_other(name):
+    """The sum of clipped gradients has sensitivity C: what the others add stays as it is, whatever one sample is."""
+    loss, reduction, lengths = ACCEPTED[name]
+    before = step(exact(reduction), loss, Batch(lengths))
+    changed = Batch(lengths)
+    other = Batch([2 if reduction != "mean" or name == "own means" else lengths[0]], 9)
+    for key, value in vars(changed).items():
+        value[1] = vars(other)[key][0]
+    after = step(exact(reduction), loss, changed)
+    for key, rows in after.items():
+        for i in (0, 2, 3):
+            torch.testing.assert_close(rows[i], before[key][i], rtol=1e-11, atol=1e-14)
