@@ -309,8 +309,8 @@ def test_a_number_that_follows_the_number_of_samples_is_refused():
     with pytest.raises(UnsupportedGradientError, match=r"multiplied by 3, .*samples; it was 4 before"):
         step(clipper, number, Batch([5] * 3))
     clipper.discard()
-    step(clipper, times(lambda out: 4), Batch([5] * 3))
-    step(clipper, times(lambda out: 4), Batch([5] * 4))
+    step(clipper, times(lambda out: 4.0), Batch([5] * 3))
+    step(clipper, times(lambda out: 4.0), Batch([5] * 4))
 
 
 def test_a_schedule_is_exact():
@@ -342,6 +342,9 @@ def test_a_sum_divided_by_numbers_that_change_is_refused():
 
 
 PADDED = {
+    "cut to the longest": lambda out, batch: F.smooth_l1_loss(
+        out[:, : int(batch.mask.sum(1).max())], batch.target[:, : int(batch.mask.sum(1).max())]
+    ),
     "mean": lambda out, batch: (squares(out, batch) * batch.mask).mean(),
     "sum over all": lambda out, batch: (squares(out, batch) * batch.mask).sum() / batch.mask.numel(),
     "cross entropy of each": lambda out, batch: F.cross_entropy(out.mT, batch.labels, reduction="none").mean(),
@@ -351,17 +354,28 @@ PADDED = {
 @pytest.mark.parametrize("name", PADDED)
 def test_padding_up_to_the_longest_is_no_sample_of_its_own(name):
     clipper = exact()
+    step(clipper, PADDED[name], Batch([5, 2, 3]))
+    step(clipper, PADDED[name], Batch([5, 2, 4], 1))
     batch = Batch([4, 2, 3])
-    step(clipper, PADDED[name], batch)
-    step(clipper, PADDED[name], Batch([5, 2, 3], 1))
-    for key, value in vars(batch).items():
-        setattr(batch, key, value[:, :4])  # to the longest
+    if name != "cut to the longest":
+        for key, value in vars(batch).items():
+            setattr(batch, key, value[:, :4])
     with pytest.raises(UnsupportedGradientError, match="the mean counts padding, up to a length that changes"):
         step(clipper, PADDED[name], batch)
 
 
-def test_batches_of_other_lengths_without_padding_are_exact():
+@pytest.mark.parametrize("strict", [False, True], ids=["", "private"])
+def test_batches_of_other_lengths_without_padding_are_exact(strict):
+    """In private training the length itself may depend on the longest sample."""
     clipper = exact()
+    if strict:
+        clipper.refuse_ambiguous_losses()
+        step(clipper, lambda out, batch: out.square().mean(), Batch([5, 5]))
+        batch = Batch([5, 5])
+        batch.x = batch.x[:, :3]
+        with pytest.raises(UnsupportedGradientError, match="the mean counts padding"):
+            step(clipper, lambda out, batch: out.square().mean(), batch)
+        return
     for length in (5, 3, 4):
         batch = Batch([5, 5, 5], length)
         for key, value in vars(batch).items():
@@ -385,6 +399,43 @@ def test_half_precision_outputs(name):
         single = Batch([5, 2, 3, 1], number)
         norms = [torch.stack([g.norm() for g in alone(TOKENS[name], single, i).values()]).norm() for i in range(4)]
         torch.testing.assert_close(clipper.statistics.norms, torch.stack(norms), rtol=0.03, atol=0)
+
+
+def test_a_batch_without_a_row_adds_nothing():
+    clipper = exact()
+    for lengths in ([3, 1, 2], [0, 0, 0], [5, 0, 1]):
+        batch = Batch(lengths)
+        loss = lambda out, batch: squares(out, batch)[batch.mask].sum() / len(out)  # noqa: E731
+        assert_exact(step(clipper, loss, batch), loss, batch)
+
+
+def test_rows_of_samples_that_vary_fastest_are_found():
+    def loss(out, batch):
+        rows = out.transpose(0, 1).flatten(0, 1) - batch.target.transpose(0, 1).flatten(0, 1)
+        return torch.maximum(0.3 * rows, -0.7 * rows).mean()
+
+    clipper = exact()
+    for size in (4, 3):
+        batch = Batch([5] * size, size)
+        assert_exact(step(clipper, loss, batch), loss, batch)
+
+
+def test_a_constant_divisor_of_a_sum_may_be_the_number_of_samples_once():
+    clipper = exact("sum")
+    loss = lambda out, batch: squares(out, batch).sum() / 4  # noqa: E731
+    for size in (5, 4, 3):
+        step(clipper, loss, Batch([5] * size))
+
+
+def test_class_weights_of_single_samples_are_exact():
+    weight = torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64)
+
+    def loss(out, batch):
+        losses = [F.cross_entropy(o, t, weight=weight) for o, t in zip(out, batch.tokens, strict=True)]
+        return torch.stack(losses).mean()
+
+    clipper = exact()
+    assert_exact(step(clipper, loss, Batch([5] * 4)), loss, Batch([5] * 4))
 
 
 @pytest.mark.parametrize("factor", [0.1, 1e-3, 2.0])

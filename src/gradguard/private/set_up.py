@@ -85,8 +85,8 @@ def make_private(
         gradient_accumulation_steps: For trainers that count batches: each logical batch comes in exactly so many
             parts, whose expected size is the loader's batch size. Where a part has no samples one that does not count
             stands in. ``len`` of the loader is the number of parts.
-        loss_reduction: Whether the loss is the ``"mean"`` or the ``"sum"`` over the samples that the loader yields, or a
-            ``"token_mean"``, as in `PerSampleGradientClipper`.
+        loss_reduction: Whether the loss is the ``"mean"`` or the ``"sum"`` over the samples that the loader yields,
+            or a ``"token_mean"``, as in `PerSampleGradientClipper`.
         batch_first: Whether samples are the first dimension of inputs; the second otherwise.
         poisson_sampling: False keeps the loader's own batches. Then no privacy is gained by sampling: each epoch is
             accounted for as one use of every sample, and neighbouring data sets are those where one sample's

@@ -77,7 +77,7 @@ class LossCheck:
         self._verifying = False
         self._make = Make()  # of the loss that was looked at
         self._known: dict[bytes, _Known] = {}  # losses that were found to be right, by their structure
-        self._experience: dict[bytes, Experience] = defaultdict(lambda: Experience(strict=self._strict))
+        self._experience: dict[tuple[str, ...], Experience] = defaultdict(lambda: Experience(strict=self._strict))
         self._strict = False
         self.factors: Tensor | None = None
         self.labels_agree: Tensor | None = None
@@ -206,9 +206,14 @@ class LossCheck:
         else:
             try:
                 before = None if known is None else known.parts
-                experience = self._experience[make.kind]
                 found = loss_parts(
-                    roots, outputs, self._reduction, scale=self._scale(), known=before, experience=experience
+                    roots,
+                    outputs,
+                    self._reduction,
+                    scale=self._scale(),
+                    known=before,
+                    experience=self._experience[make.kind],
+                    chosen=make.structure is None,
                 )
             except (RuntimeError, ValueError, TypeError, IndexError, AttributeError) as error:
                 found = LossParts("unverified", f"reading its graph failed ({str(error).split('.')[0]})")

@@ -135,14 +135,14 @@ class Make(NamedTuple):
     """How a loss is computed, and the numbers that decide what each sample's share in it is.
 
     Attributes:
-        kind: A digest of the operations and of what goes into each.
+        kind: The operations but those that choose a part, which choose nothing where it is all.
         structure: A digest of their settings and shapes, too; None if data decide which samples an operation puts
             together.
         numbers: The scalars by which values are multiplied or divided.
         labelled: The operations that take labels, of which some may be missing.
     """
 
-    kind: bytes = b""
+    kind: tuple[str, ...] = ()
     structure: bytes | None = None
     numbers: tuple[float, ...] = ()
     labelled: tuple[Node, ...] = ()
@@ -159,7 +159,6 @@ def make_of(roots: Sequence[Root], ends: Container[tuple[Node, int]]) -> Make:
     told: list[Any] = [(_shown(root.gradient) if root.gradient.dim() else None) for root in roots]
     numbers = [float(root.gradient) for root in roots if not root.gradient.dim()]
     labelled: list[Node] = []
-    names: list[Any] = []
     by_data = False
     while pending:
         node = pending.pop()
@@ -178,22 +177,16 @@ def make_of(roots: Sequence[Root], ends: Container[tuple[Node, int]]) -> Make:
             pending.append(child)
             edges.append((child, number))
         told.append((_settings(node), edges))
-        names.append((node.name(), edges))
-
-    def digest(*parts: Any) -> bytes:
-        return hashlib.blake2b(repr(parts).encode(), digest_size=16).digest()
-
-    def placed(nodes: list[Any]) -> list[Any]:
-        return [
-            (entry[0], [(places.get(child, child), number) for child, number in entry[1]])
-            if isinstance(entry, tuple) and isinstance(entry[1], list)
-            else entry
-            for entry in nodes
-        ]
-
+    told = [
+        [*entry[0], [(places.get(child, child), number) for child, number in entry[1]]]
+        if isinstance(entry, tuple) and isinstance(entry[1], list)
+        else entry
+        for entry in told
+    ]
     begin = [(places.get(node, "output"), number) for node, number in starts]
-    structure = None if by_data else digest(begin, placed(told))
-    return Make(digest(begin, placed(names)), structure, tuple(numbers), tuple(labelled))
+    structure = None if by_data else hashlib.blake2b(repr((begin, told)).encode(), digest_size=16).digest()
+    kind = tuple(sorted([node.name() for node in places if operation(node) not in {"Slice", "Alias"}]))
+    return Make(kind, structure, tuple(numbers), tuple(labelled))
 
 
 def _scalars(node: Node) -> list[float]:

@@ -168,7 +168,13 @@ def term_of(path: Path, owner: Owner, batch_size: int, scale: float) -> Term:
     if fused and int((sums > 0).sum()) == 1 and batch_size > 1:  # a mean or a sum within one sample
         sums, size, even, inner = (sums > 0).to(sums), 1, True, 1.0
     elif fused == 1:  # a mean of rows: of all of them, or of those with a label
+        if name in LABELLED and _has_weights(node):
+            raise Coupled(
+                "weight= of a mean cross_entropy divides by the sum of the weights in the batch, so every sample "
+                "changes all others' parts; use reduction='none', weight each sample, and take the mean"
+            )
         share = sums / sums.sum()
+        length = 1.0 if name in LABELLED else float(sums.max())
     else:
         levels, mean, length, holes = _levels(path.steps, samples.broadcast_to(shape), weights > 0, batch_size)
         share = None if mean is None else mean[1] / mean[1].sum()
@@ -225,27 +231,14 @@ def _shape_of_rows(path: Path, name: str) -> torch.Size:
 
 
 def _counting(path: Path, name: str) -> Tensor | float:
-    """Which of the rows count.
+    """Return which of the rows count: those with a label; 1 for all."""
+    return has_label(path.node) if name in LABELLED else 1.0
 
-    Returns:
-        Those with a label; 1 for all.
 
-    Raises:
-        Coupled: If rows count by weights that the mean divides by.
-    """
-    if name not in LABELLED:
-        return 1.0
-    weight = saved(path.node, "weight")
-    if (
-        weight is not None
-        and saved(path.node, "reduction") == 1
-        and not torch.equal(weight, weight[:1].expand_as(weight))
-    ):
-        raise Coupled(
-            "weight= of a mean cross_entropy divides by the sum of the weights in the batch, so every sample "
-            "changes all others' parts; use reduction='none', weight each sample, and take the mean"
-        )
-    return has_label(path.node)
+def _has_weights(node: Node) -> bool:
+    """Whether the labels of an operation of `LABELLED` have different weights."""
+    weight = saved(node, "weight")
+    return weight is not None and not torch.equal(weight, weight[:1].expand_as(weight))
 
 
 def has_label(node: Node) -> Tensor:
@@ -309,6 +302,9 @@ def _verified(
             return samples, len(candidates) == 1
         if False not in found:
             return samples, True
+    for samples in _turned(candidates, shape, outputs.batch_size):
+        if all(outputs.are_separate(*value, _as_values(samples, name, shape, shape_of(*value))) for value in values):
+            return samples, True
     if not candidates and all(outputs.are_separate(*value, torch.zeros(())) is None for value in values):
         return None
     if len(values) == 1 and not _chooses(path.node, depends, outputs.values):
@@ -327,6 +323,14 @@ def _verified(
         "samples each: what a sample adds to the gradient depends on the others. Leave that term out, or compute it "
         "for each sample and average"
     )
+
+
+def _turned(candidates: list[Tensor], shape: torch.Size, batch_size: int) -> list[Tensor]:
+    """The samples of rows that were flattened in the other order than the likeliest."""
+    if not candidates or len(shape) == 0 or shape[0] <= batch_size or shape[0] % batch_size:
+        return []
+    places = torch.arange(shape[0], device=candidates[0].device).view(-1, *[1] * (len(shape) - 1))
+    return [places % batch_size, places // (shape[0] // batch_size)]
 
 
 def _chooses(node: Node, depends: Dependence, ends: Container[tuple[Node, int]]) -> bool:
@@ -383,7 +387,7 @@ def _chosen(node: Node, before: torch.Size, axis: int, batch_size: int, batch_fi
         indices = tuple(slice(None) if index is None else index for index in saved(node, "indices"))
         used = sum(index.dim() if isinstance(index, Tensor) and index.dtype == torch.bool else 1 for index in indices)
         chosen = numbers[(slice(None),) * used + (slice(1),) * (len(before) - used)][indices]
-    return chosen.reshape(len(chosen), -1)[:, 0]
+    return chosen.reshape(len(chosen), -1)[:, 0] if chosen.numel() else chosen.flatten()
 
 
 def _metadata(node: Node) -> Any:

@@ -34,6 +34,7 @@ class Outputs:
         conclusive: False once `are_separate` had nothing to go by: gradients that are not finite, or of one sample.
         constant_sizes: Sizes of constants that are known not to be made of the samples.
         repeated: Sizes of constants along which values were repeated.
+        values_of_each: How many values there are of each sample.
     """
 
     def __init__(self, batch_size: int, batch_first: bool = True) -> None:
@@ -41,6 +42,7 @@ class Outputs:
         self.conclusive = True
         self.constant_sizes: Set[int] = frozenset()
         self.repeated: set[int] = set()
+        self.values_of_each = 0.0
         self._edges: list[GradientEdge] = []
         self._axes: list[BatchAxis] = []
         self._numbers: list[GradientEdge] = []
@@ -56,6 +58,7 @@ class Outputs:
             if tensor.requires_grad and axis is None:
                 self._numbers.append(get_gradient_edge(tensor))
             elif tensor.requires_grad and axis is not None:
+                self.values_of_each += tensor.numel() / self.batch_size
                 self._edges.append(get_gradient_edge(tensor))
                 self._axes.append(axis)
 
@@ -78,6 +81,7 @@ class Outputs:
         both = Outputs(self.batch_size, self.batch_first and other.batch_first)
         both._edges, both._axes = self._edges + other._edges, self._axes + other._axes
         both._numbers = self._numbers + other._numbers
+        both.values_of_each = self.values_of_each + other.values_of_each
         return both
 
     def are_separate(self, node: Node, number: int, samples: Tensor) -> bool | None:

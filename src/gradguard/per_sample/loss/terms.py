@@ -64,7 +64,8 @@ class Experience:
             next that is another tells that it was no constant.
         strict: Accept none of these.
         counts: Numbers that may be computed from data, by which terms were multiplied.
-        lengths: For each term, how many values of a sample its means took, those that do not count included.
+        lengths: For each term, how many values of a sample its means took, those that do not count included, and how
+            many values of each sample the module returned.
         holes: The terms of which some of these did not count.
     """
 
@@ -75,7 +76,7 @@ class Experience:
     either: set[float] = field(default_factory=set)
     strict: bool = False
     counts: set[float] | None = None
-    lengths: set[tuple[int, float]] = field(default_factory=set)
+    lengths: set[tuple[int, float, float]] = field(default_factory=set)
     holes: set[int] = field(default_factory=set)
 
     def add(self, other: "Experience") -> None:
@@ -128,6 +129,7 @@ def loss_parts(
     scale: float = 1.0,
     known: LossParts | None = None,
     experience: Experience | None = None,
+    chosen: bool = False,
 ) -> LossParts:
     """Compare each sample's part in a loss with the sample's own loss; before the backward, which frees the graph.
 
@@ -138,6 +140,7 @@ def loss_parts(
         scale: What a GradScaler, or a trainer, multiplied the loss by.
         known: What was found of a loss that is made in the same way: whose the rows are is not looked at again.
         experience: What earlier losses have shown.
+        chosen: Data decide which rows count, so that their number is each sample's own.
 
     Returns:
         What was found; nothing is raised for a loss that is wrong, or cannot be read.
@@ -172,11 +175,21 @@ def loss_parts(
     for other in factors[1:]:
         if not torch.allclose(other, factors[0], rtol=_CLOSE, atol=0, equal_nan=True):
             return LossParts("wrong", _SEVERAL_SHARES, other)
-    learned.lengths = {(i, _length(term, one)) for i, (term, one) in enumerate(zip(together, found, strict=True))}
+    learned.lengths = {
+        (i, _length(term, one), outputs.values_of_each)
+        for i, (term, one) in enumerate(zip(together, found, strict=True))
+    }
     learned.holes = {i for i, term in enumerate(together) if _has_holes(term)}
-    changed = {i for i, _ in learned.lengths - experience.lengths} & {i for i, _ in experience.lengths}
-    if changed & (experience.holes | learned.holes):
-        return LossParts("unknown", _PADDED)
+    for i, length, returned in learned.lengths:
+        others = {(n, size) for k, n, size in experience.lengths if k == i and n != length}
+        cut = any(size == returned for _, size in others)
+        if (
+            others
+            and reduction != "token_mean"
+            and not chosen
+            and (cut or experience.strict or i in experience.holes | learned.holes)
+        ):
+            return LossParts("unknown", _PADDED)
     learned.counts = {
         constant.value
         for term, one in zip(together, found, strict=True)
@@ -484,6 +497,8 @@ def _match(
         return term.weights / count, None, 1.0
     for constant in term.constants:
         number = abs(1 / constant.value)
+        if reduction == "sum" and number in experience.sum_divisors:
+            continue
         of_samples = math.isclose(number, batch_size, rel_tol=constant.precision)
         for weights in (term.weights, totals[constant.node], *[level.counts for level in term.levels]):
             if math.isclose(number, float(weights.sum()), rel_tol=constant.precision):
