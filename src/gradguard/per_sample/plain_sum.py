@@ -44,9 +44,13 @@ class Leaves:
 
     def _take(self, name: str, leaf: Tensor) -> None:
         gradient, leaf.grad = leaf.grad, None
-        assert gradient is not None
+        if gradient is not None:  # none came where the loss left a result out
+            self.add(name, gradient)
+            self._reached(self)
+
+    def add(self, name: str, gradient: Tensor) -> None:
+        """Take a gradient that came to a parameter."""
         self.plain[name] = self.plain[name] + gradient if name in self.plain else gradient
-        self._reached(self)
 
 
 def off_from_sum(contribution: Contribution, plain: Tensor | None, precision: float, size: Tensor | float) -> Tensor:
