@@ -115,6 +115,10 @@ EXPECTED: dict[str, dict[str, str]] = {
         "float32": "refused: samples in which no dimension is that of samples alone",
         "bfloat16": "refused: samples in which no dimension is that of samples alone",
     },
+    "patches behind a batch norm": {
+        "eval": "refused: weight is not what the sample gives by itself",
+        "float32": "refused: weight is not what the sample gives by itself",
+    },
     "functional_call with values of weights": {
         "eval": "refused: the module was called with another tensor in the place of its",
         "train": "refused: the module was called with another tensor in the place of its",

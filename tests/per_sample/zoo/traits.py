@@ -122,6 +122,11 @@ def all_pairs(m: Any, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 PAIRS = {"a": linear(), "b": linear(), "scale": weight()}
 
 
+def patches(m: Any, x: Tensor) -> Tensor:
+    """A frozen batch norm whose gradient comes transposed, as in XCiT: of one sample PyTorch 2.13 computes it wrong."""
+    return m.head(m.norm(m.embed(x)).flatten(2).transpose(1, 2).contiguous() ** 2)
+
+
 def two_rows() -> tuple[Tensor, Tensor]:
     return torch.randn(B, D), torch.randn(B, D)
 
@@ -161,6 +166,14 @@ CASES: dict[str, ZooCase] = {
     ),
     "scores of all pairs, not in the loss": pairs(1),
     "scores of all pairs": pairs(0),
+    "patches behind a batch norm": one(
+        patches,
+        rows(2, 6, 6),
+        embed=lambda: nn.Conv2d(2, 3, 3),
+        norm=lambda: nn.BatchNorm2d(3),
+        head=linear(3, 2),
+        modes=("eval", "float32"),
+    ),
     "functional_call": by_functional_call(lambda value: value),
     "functional_call with values of weights": by_functional_call(lambda value: 2 * value),
 }
