@@ -20,7 +20,7 @@ from gradguard.per_sample.dry_run import Observer, Slot
 from gradguard.per_sample.layer_plans import CallPattern, CallPlan, LayerPlanner, Treatment
 from gradguard.per_sample.loss.check import LossCheck
 from gradguard.per_sample.mini_batch import GradientCollector
-from gradguard.per_sample.refusals import refuse_batch_norm, refuse_sharded_since
+from gradguard.per_sample.refusals import refuse_batch_norm, refuse_sharded_since, refuse_stand_ins
 from gradguard.per_sample.rerun import Draws, Snapshot
 from gradguard.per_sample.sample_loop import LoopedCall
 from gradguard.torch_private import current_graph_task, hook_order, never_compiled, parameter_slots, stop_compiling
@@ -81,6 +81,7 @@ class CallTracker:
         self._loop: LoopedCall | None = None
         self._unverified: list[LastCall] = []
         self._without_gradient: Collection[str] = ()
+        self._seen: Mapping[str, nn.Parameter] = {}
         self.aliases: dict[str, list[Slot]] = defaultdict(list)
         for slot, name in names.items():
             self.aliases[name].append(slot)
@@ -114,6 +115,7 @@ class CallTracker:
             self._loss_check.stop()
         while self._handles:
             self._handles.pop().remove()
+        self._capture.collector.closed = True
 
     @property
     def planner(self) -> LayerPlanner:
@@ -147,6 +149,8 @@ class CallTracker:
 
     def verified(self, conclusive: bool) -> None:
         """The gradients of the last calls have been found to be right; the next are looked at too if not conclusive."""
+        if not self._planner.sharded:  # otherwise a layer has others while it is gathered
+            refuse_stand_ins(self._seen, {name: self.parameter(name) for name in self._seen})
         while self._unverified:
             call = self._unverified.pop()
             if conclusive:
@@ -318,6 +322,9 @@ class CallTracker:
     def _look_at_trained(self) -> None:
         """See which parameters are trained now."""
         parameters = {name: self.parameter(name) for name in self.aliases}
+        if self._rehearsed is None:
+            refuse_stand_ins(parameters)
+            self._seen = parameters
         trained = frozenset(name for name, parameter in parameters.items() if parameter.requires_grad)
         self._without_gradient = {name for name, parameter in parameters.items() if parameter.grad is None}
         if trained != self._trained:
@@ -362,10 +369,12 @@ class CallTracker:
 
     def bypassed(self, name: str, parameter: Tensor) -> None:
         """A gradient reached a parameter past the layers."""
-        if self._quiet:
+        if self._quiet or parameter.grad is None:  # none came where the loss left a result out
             return
         if name in self._without_gradient:
-            parameter.grad = None
+            gradient, parameter.grad = parameter.grad, None
+            if self.collector.take_from_checkpoint(name, gradient, current_graph_task()):
+                return
         self.collector.discard()
         self._planner.forget()
         raise UnsupportedGradientError(

@@ -20,7 +20,7 @@ from gradguard.errors import UnsupportedGradientError
 from gradguard.per_sample.call_arguments import Arguments, changes_of, take_samples, tensor_leaves
 from gradguard.per_sample.layers.call import BatchAxis
 from gradguard.per_sample.operations import ObservedOperation, operation_of
-from gradguard.per_sample.rerun import TOO_RARE, generators, is_draw, seed_generators, undisturbed
+from gradguard.per_sample.rerun import TOO_RARE, generators, is_draw, seed_generators, undisturbed, without_graph
 from gradguard.torch_private import each_operation, never_compiled, parameter_slots, tree_leaves
 
 Slot = tuple[nn.Module, str]
@@ -107,6 +107,8 @@ class Observer(TorchFunctionMode):
         if (func in _DROPOUTS and _drops(args, kwargs)) or kwargs.get("dropout_p"):
             self._drawn()
         result = without_dropout(func, args, kwargs)
+        if id(result) in self._slots:  # a dropout of a parameter: what follows uses another tensor than the parameter
+            result = result.view_as(result)
         used = [slot for leaf in _leaves(args, kwargs) if (slot := self._slots.get(id(leaf)))]
         if used and self._running and _gives_values(func, result):
             call = self.calls[self._running[-1]]
@@ -236,9 +238,19 @@ class DryRun:
         inputs = [self._axis(call, i, *pair) for i, pair in enumerate(zip(two.inputs, three.inputs, strict=True))]
         start = len(inputs)
         outputs = [
-            self._axis(call, start + i, *pair) for i, pair in enumerate(zip(two.outputs, three.outputs, strict=True))
+            self._axis_of_result(call, start + i, *pair)
+            for i, pair in enumerate(zip(two.outputs, three.outputs, strict=True))
         ]
         return inputs, outputs
+
+    def _axis_of_result(self, call: int, leaf: int, two: torch.Size, three: torch.Size) -> BatchAxis | None:
+        """None also for what the outermost call returns of pairs of samples, say: a gradient of it will be refused."""
+        if self.calls[call].caller >= 0:
+            return self._axis(call, leaf, two, three)
+        try:
+            return self._axis(call, leaf, two, three)
+        except UnsupportedGradientError:
+            return None
 
     def _axis(self, call: int, leaf: int, two: torch.Size, three: torch.Size) -> BatchAxis | None:
         if two == three:
@@ -272,34 +284,37 @@ class DryRun:
         return strided
 
     def _run(self, samples: int, keep_values: bool) -> list[ObservedCall]:
-        first_two = [0, 1] if self._size > 1 else [0, 0]
-        chosen = [*first_two, 0][:samples]
+        last = min(1, self._size - 1)
+        chosen = [0, last, last][:samples]  # in order: lengths that must be sorted stay so
         args, kwargs = take_samples(self._arguments, self._batch_first, self._size, chosen, self._whole)
         observer = Observer(self._slots, keep_values)
-        try:
-            with (
-                self._observed_by(observer),
-                undisturbed(self._module, TOO_RARE),
-                torch.set_grad_enabled(samples == SIZES[0]),
-                observer,
-            ):
-                seed_generators(self._seed)
-                before = torch.get_rng_state(), generators()
-                versions = [changes_of(buffer) for buffer in self._module.buffers()]
+        with (
+            self._observed_by(observer),
+            undisturbed(self._module, TOO_RARE),
+            torch.enable_grad() if samples == SIZES[0] else without_graph(self._module),
+            observer,
+        ):
+            seed_generators(self._seed)
+            before = torch.get_rng_state(), generators()
+            versions = [changes_of(buffer) for buffer in self._module.buffers()]
+            try:
                 self._module(*args, **kwargs)
-                self.draws |= not torch.equal(before[0], torch.get_rng_state()) or before[1] != generators()
-                self.changes_buffers |= versions != [changes_of(buffer) for buffer in self._module.buffers()]
-        except UnsupportedGradientError:
-            raise
-        except Exception as error:
-            shapes = ", ".join(str(tuple(t.shape)) for t in tensor_leaves(self._arguments))
-            raise UnsupportedGradientError(
-                f"{type(self._module).__name__} failed on {samples} of its {self._size} samples, so which of its "
-                f"inputs (shapes {shapes}) belong to samples cannot be told apart: {error}. Every input whose batch "
-                f"dimension has size {self._size} is taken to hold one entry for each sample; a constant of that size "
-                "belongs into the module, as a buffer."
-            ) from error
+            except UnsupportedGradientError:
+                raise
+            except Exception as error:
+                raise UnsupportedGradientError(self._failed(samples, error)) from error
+            self.draws |= not torch.equal(before[0], torch.get_rng_state()) or before[1] != generators()
+            self.changes_buffers |= versions != [changes_of(buffer) for buffer in self._module.buffers()]
         return observer.calls
+
+    def _failed(self, samples: int, error: Exception) -> str:
+        shapes = ", ".join(str(tuple(t.shape)) for t in tensor_leaves(self._arguments))
+        return (
+            f"{type(self._module).__name__} raised {type(error).__name__} when gradguard ran it on {samples} of its "
+            f"{self._size} samples, to see which of its inputs (shapes {shapes}) belong to samples: {error}. Every "
+            f"input whose batch dimension has size {self._size} is taken to hold one entry for each sample; a constant "
+            "of that size belongs into the module, as a buffer."
+        )
 
 
 def _close(a: Tensor, b: Tensor) -> bool:

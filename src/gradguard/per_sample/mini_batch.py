@@ -183,10 +183,12 @@ class GradientCollector:
         activations: Bytes that the tapped layers have taken and returned since the last mini-batch was taken: about
             what backward frees as it goes, and so what may be kept in its place.
         shared: Parameters that are used more than once.
+        closed: Nobody will take what comes.
     """
 
     def __init__(self, shared: Set[str] = frozenset()) -> None:
         self.mini_batch: MiniBatch | None = None
+        self.closed = False
         self.activations = 0
         self.shared = shared
 
@@ -302,8 +304,35 @@ class GradientCollector:
         del saved, grads
         self._of(task).batch_size = 0
 
+    def take_from_checkpoint(self, name: str, gradient: Tensor, task: int) -> bool:
+        """Take a plain gradient that a checkpoint's own backward gave a parameter, of a call that is to be verified.
+
+        A reentrant checkpoint runs forward again in backward, where the parameter itself stands in its place.
+
+        Args:
+            name: The parameter's.
+            gradient: What came.
+            task: The number of the running backward.
+
+        Returns:
+            False if it came in the outermost backward, or there is no such call.
+        """
+        mini_batch = self.mini_batch
+        if mini_batch is None or mini_batch.task == task:
+            return False
+        verified = [loop.leaves for loop in mini_batch.loops if loop.leaves is not None and name in loop.places]
+        if len(verified) != 1:
+            return False
+        verified[0].add(name, gradient)
+        return True
+
     def _of(self, task: int) -> MiniBatch:
         """The mini-batch that the running backward belongs to."""
+        if self.closed:
+            raise InvalidValueError(
+                "the clipper was detached between a forward of the module and its backward, so the module's "
+                "parameters get no gradient. Call clipper.detach() after backward, or run forward again."
+            )
         running = self.mini_batch
         if running is not None and running.task == task:
             return running

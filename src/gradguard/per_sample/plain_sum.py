@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from gradguard.per_sample.contributions import Contribution, Outer, Rows, Tied, real_parts, wide
+from gradguard.tensors.layout import wide_dtype
 
 
 class Leaves:
@@ -44,9 +45,13 @@ class Leaves:
 
     def _take(self, name: str, leaf: Tensor) -> None:
         gradient, leaf.grad = leaf.grad, None
-        assert gradient is not None
+        if gradient is not None:  # none came where the loss left a result out
+            self.add(name, gradient)
+            self._reached(self)
+
+    def add(self, name: str, gradient: Tensor) -> None:
+        """Take a gradient that came to a parameter."""
         self.plain[name] = self.plain[name] + gradient if name in self.plain else gradient
-        self._reached(self)
 
 
 def off_from_sum(contribution: Contribution, plain: Tensor | None, precision: float, size: Tensor | float) -> Tensor:
@@ -68,13 +73,14 @@ def off_from_sum(contribution: Contribution, plain: Tensor | None, precision: fl
 
 def magnitude(contribution: Contribution) -> Tensor:
     """Return the sum of the norms of what the samples' gradients are added up from, as far as that is known."""
+
+    def lengths(values: Tensor) -> Tensor:  # in float64: squares of what is tiny in float32 are zero there
+        return torch.linalg.vector_norm(values, dim=-1, dtype=wide_dtype(values.device))
+
     if isinstance(contribution, Outer):
-        lengths = torch.linalg.vector_norm(contribution.left, dim=2) * torch.linalg.vector_norm(
-            contribution.right, dim=2
-        )
-        return lengths.double().sum()
+        return (lengths(contribution.left) * lengths(contribution.right)).double().sum()
     if isinstance(contribution, Rows):
-        return torch.linalg.vector_norm(wide(contribution.values), dim=-1).double().sum()
+        return lengths(contribution.values).double().sum()
     if isinstance(contribution, Tied):
         return magnitude(contribution.looked_up) + magnitude(contribution.multiplied)
     return contribution.squared_norms().sqrt().sum()

@@ -130,6 +130,26 @@ def refuse_sharded_since(module: nn.Module) -> None:
         )
 
 
+def refuse_stand_ins(used: Mapping[str, Tensor], held: Mapping[str, Tensor] | None = None) -> None:
+    """Check that a call used the module's own parameters.
+
+    Args:
+        used: What stood in their places in the call, by name.
+        held: What the module holds, if that is known; without it, anything that is a parameter is taken for its own.
+
+    Raises:
+        UnsupportedGradientError: If it was called with other tensors, which would not get the gradients.
+    """
+    for name, tensor in used.items():
+        if not isinstance(tensor, nn.Parameter) or (held is not None and tensor is not held[name]):
+            raise UnsupportedGradientError(
+                f"the module was called with another tensor in the place of its parameter {name}, as "
+                "torch.func.functional_call does, and per-sample gradients are those of the module's own parameters. "
+                "Give it the parameters themselves, or compute the weight inside the module "
+                "(torch.nn.utils.parametrize)."
+            )
+
+
 def refuse_gathered(parameters: Mapping[str, Tensor]) -> None:
     """Check that the parameters of a sharded model are shards again, those that its optimizer holds.
 

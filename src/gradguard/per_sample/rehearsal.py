@@ -29,7 +29,7 @@ from gradguard.per_sample.call_tracker import CallTracker, LastCall
 from gradguard.per_sample.contributions import Contribution, exact_products, real_parts, wide
 from gradguard.per_sample.dry_run import Slot, WithoutDropout
 from gradguard.per_sample.layer_plans import CallPattern
-from gradguard.per_sample.rerun import Draws, substituted, undisturbed
+from gradguard.per_sample.rerun import Draws, substituted, undisturbed, without_graph
 from gradguard.per_sample.sample_loop import not_the_reduction, rows_of, same_rows
 from gradguard.tensors.layout import wide_dtype
 from gradguard.torch_private import buffer_slots, parameter_slots
@@ -87,33 +87,24 @@ class Rehearsal:
 
     def _try(self, tracker: CallTracker, call: LastCall) -> None:
         pattern = call.pattern
-        if not pattern.sizes:
+        trials = [self._try_pair] if not pattern.sizes else []
+        for trial in [*trials, self._try_size] if call.batch_size > 1 else trials:
             if not pattern.looped:
                 try:
-                    self._try_pair(tracker, call)
-                except _CAUGHT as error:
-                    _raise_what_no_model_causes(error)
-                    tracker.planner.run_one_by_one(pattern, call.arguments, call.batch_size, str(error))
-            if pattern.looped:
-                try:
-                    self._try_pair(tracker, call)
-                except _CAUGHT as error:
-                    _raise_what_no_model_causes(error)
-                    if isinstance(error, UnsupportedGradientError) and str(error) in pattern.reason:
-                        raise
-                    raise UnsupportedGradientError(
-                        f"{pattern.reason} Nor can samples be run one by one: {error}"
-                    ) from error
-        if call.batch_size > 1:
-            if not pattern.looped:
-                try:
-                    self._try_size(tracker, call)
-                    return
-                except _CAUGHT as error:
-                    _raise_what_no_model_causes(error)
-                    tracker.planner.run_one_by_one(pattern, call.arguments, call.batch_size, str(error))
+                    trial(tracker, call)
+                    continue
+                except Exception as error:
+                    tracker.planner.run_one_by_one(pattern, call.arguments, call.batch_size, _words_of(error))
                     pattern.sizes.clear()
-            self._try_size(tracker, call)
+            try:
+                trial(tracker, call)
+            except Exception as error:
+                words = _words_of(error)
+                if words in pattern.reason:
+                    raise UnsupportedGradientError(words) from error
+                raise UnsupportedGradientError(
+                    f"{pattern.reason} Nor can samples be run one by one: {words}"
+                ) from error
 
     def _try_pair(self, tracker: CallTracker, call: LastCall) -> None:
         samples = _finite_samples(tracker, call, min(2, call.batch_size))
@@ -147,21 +138,33 @@ class Rehearsal:
         spread = sorted({last - i * last // (_MOST_ALONE - 1) for i in range(_MOST_ALONE)})
         known: dict[int, list[Tensor]] = {}
         with _as_called(call, autocast=False) as reset, exact_products(), WithoutDropout():
-            for indices, alone, hooks in (
-                ([*reversed(range(size))], spread, tracker.collect_separately(pattern)),
-                ([0] * last + [last], [0, last], tracker.quietly()),
-            ):
-                arguments = call.samples(tracker.batch_first, indices)
+
+            def run(indices: Sequence[int], hooks: bool) -> tuple[list[Tensor], Draws]:
+                args, kwargs = call.samples(tracker.batch_first, indices)
                 torch.manual_seed(0)
                 reset()
-                with hooks, torch.set_grad_enabled(alone is spread), Draws() as draws:
-                    together = [t.detach() for t in Skeleton(pattern.module(*arguments[0], **arguments[1])).tensors]
+                with (
+                    tracker.collect_separately(pattern) if hooks else tracker.quietly(),
+                    torch.enable_grad() if hooks else without_graph(pattern.module),
+                    Draws() as draws,
+                ):
+                    return [t.detach() for t in Skeleton(pattern.module(*args, **kwargs)).tensors], draws
+
+            for order, alone in ((range(last, -1, -1), spread), ([0] * last + [last], [0, last])):
+                indices: Sequence[int] = order
+                try:
+                    together, draws = run(indices, hooks=alone is spread)
+                except UnsupportedGradientError:
+                    raise
+                except Exception:  # the model asks for an order, as of sorted lengths
+                    indices = sorted(order)
+                    together, draws = run(indices, hooks=alone is spread)
                 precision = max(draws.precision, pattern.precision)
                 for i in alone:
                     sample = indices[i]
                     if draws.drawn or sample not in known:
                         arguments = call.samples(tracker.batch_first, [sample])
-                        with tracker.quietly(), torch.no_grad():
+                        with tracker.quietly(), without_graph(pattern.module):
                             known[sample] = _with_draws(pattern, arguments, draws, i, size, reset)
                     for recorded, output, axis in zip(together, known[sample], pattern.output_axes, strict=True):
                         if axis is not None and not same_rows(recorded, output, axis, i, precision):
@@ -193,14 +196,13 @@ def _finite_samples(tracker: CallTracker, call: LastCall, number: int) -> list[i
     )
 
 
-_CAUGHT = (UnsupportedGradientError, RuntimeError, TypeError, ValueError, IndexError, KeyError, AttributeError,
-           AssertionError, NotImplementedError)  # fmt: skip
-"""What models that cannot be followed have been seen to end in."""
-
-
-def _raise_what_no_model_causes(error: Exception) -> None:
-    if isinstance(error, torch.OutOfMemoryError):
+def _words_of(error: Exception) -> str:
+    """Return what to say of an error that ended a trial; one that no model causes is raised again."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
         raise error
+    if isinstance(error, UnsupportedGradientError):
+        return str(error)
+    return f"gradguard could not follow the module: its trial of some samples ended in {type(error).__name__}: {error}."
 
 
 def compare(
@@ -282,9 +284,9 @@ class _Pair:
                 continue
             if output.dim():
                 words[position] = (
-                    f"{type(self._pattern.module).__name__} returns a tensor of shape {tuple(output.shape)} that does "
-                    "not grow with the number of samples, and the loss uses it: its gradient belongs to no single "
-                    "sample. Leave it out of the loss."
+                    f"{type(self._pattern.module).__name__} returns a tensor of shape {tuple(output.shape)} for "
+                    f"{len(self._samples)} samples in which no dimension is that of samples alone, and the loss uses "
+                    "it: its gradient belongs to no single sample. Leave it out of the loss."
                 )
             elif (said := self._number(position)) is not None:
                 words[position] = said
@@ -296,7 +298,7 @@ class _Pair:
         """Try out a number as the loss: None if it is the mean (or sum) of what samples give by themselves."""
         values = []
         for i, arguments in enumerate(self._alone):
-            with self._tracker.quietly(), torch.no_grad(), WithoutDropout():
+            with self._tracker.quietly(), without_graph(self._pattern.module), WithoutDropout():
                 alone = _with_draws(self._pattern, arguments, self._draws, i, len(self._samples), self._reset)
                 values.append(float(alone[position]))
         expected = sum(values) / (len(values) if self._reduction == "mean" else 1)
@@ -461,7 +463,13 @@ def _precision_in_float64(tracker: CallTracker, call: LastCall) -> float | None:
     """Run a sample; return the coarsest machine epsilon on the way, None if the model does not run in float64."""
     arguments = call.samples(tracker.batch_first, [0])
     try:
-        with tracker.quietly(), _as_called(call, autocast=False), torch.no_grad(), WithoutDropout(), Draws() as draws:
+        with (
+            tracker.quietly(),
+            _as_called(call, autocast=False),
+            without_graph(call.pattern.module),
+            WithoutDropout(),
+            Draws() as draws,
+        ):
             call.pattern.module(*arguments[0], **arguments[1])
     except Exception:
         return None

@@ -7,8 +7,10 @@ random numbers that it had in its batch, where it would draw others, so that the
 import random
 import sys
 import warnings
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from operator import is_
 from typing import Any
 
 import torch
@@ -68,6 +70,27 @@ def undisturbed(module: nn.Module, drop_rate: float | None = 0.0) -> Iterator[Ca
             before.restore()
 
 
+@contextmanager
+def without_graph(module: nn.Module) -> Iterator[None]:
+    """Let no graph be made of what parameters do, in a block that calls ``module`` for its values.
+
+    Gradients are on all the same, so that a forward which differentiates what it was given (forces of a potential)
+    runs as it does otherwise.
+
+    Args:
+        module: The model.
+    """
+    hidden = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    try:
+        for parameter in hidden:
+            parameter.requires_grad_(False)
+        with torch.enable_grad():
+            yield
+    finally:
+        for parameter in hidden:
+            parameter.requires_grad_(True)
+
+
 def _set_drop_rate(module: nn.Module, rate: float) -> None:
     for layer in module.modules():
         if isinstance(layer, nn.MultiheadAttention | nn.RNNBase):
@@ -82,6 +105,9 @@ class Snapshot:
     Hooks are among the attributes: a model that puts hooks on its layers the first time it is asked for hidden states
     must not keep them from a run that never was. So are layers, which a model may replace in its first forward.
 
+    Containers are read and written by the methods of their base class (`_Content`), and only those that hold
+    other objects than before are written: a subclass that forbids `update` is the user's business.
+
     Args:
         module: The module.
         buffers: Keep the values of buffers.
@@ -91,7 +117,7 @@ class Snapshot:
         self._buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers()] if buffers else []
         self._gathered = GatheredLayers(module)
         self._generators = generators()
-        self._contents: list[tuple[Any, Any]] = []
+        self._contents: list[_Content] = []
         seen: set[int] = set()
         waiting: list[Any] = [vars(m) for m in module.modules()]
         while waiting and len(seen) < _MOST:
@@ -99,24 +125,61 @@ class Snapshot:
             if id(container) in seen:
                 continue
             seen.add(id(container))
-            self._contents.append((container, container.copy()))
-            held = container.values() if isinstance(container, dict) else container
-            waiting += [one for one in held if isinstance(one, dict | list | set)]
+            content = _Content(container)
+            self._contents.append(content)
+            waiting += [one for one in content.held if isinstance(one, _BASES)]
 
     @torch.no_grad()
     def restore(self) -> None:
         """Put everything back, in the same containers and buffers."""
         restore_generators(self._generators)
         self._gathered.shard_again()  # before its parameters are put back, which it would not notice
-        for container, content in self._contents:
-            if isinstance(container, list):
-                container[:] = content
-            else:
-                container.clear()
-                container.update(content)
+        for content in self._contents:
+            content.put_back()
         for buffer, value in self._buffers:
             if buffer.shape == value.shape and not torch.equal(buffer, value):
                 buffer.copy_(value)
+
+
+_BASES: Any = OrderedDict, dict, list, set, deque
+"""Kinds of containers; what a subclass has overridden is not called."""
+
+
+class _Content:
+    """What a container holds: the objects themselves.
+
+    Args:
+        container: Of one of `_BASES`, or a subclass.
+
+    Attributes:
+        held: The objects, without the keys of dictionaries.
+    """
+
+    def __init__(self, container: Any) -> None:
+        self._container = container
+        self._base: Any = next(base for base in _BASES if isinstance(container, base))
+        self._before = self._now()
+        self.held = self._before[1::2] if issubclass(self._base, dict) else self._before
+
+    def _now(self) -> list[Any]:
+        if issubclass(self._base, dict):  # a key, its value, the next key, ...
+            return [one for pair in self._base.items(self._container) for one in pair]
+        return list(self._base.__iter__(self._container))
+
+    def put_back(self) -> None:
+        """Let the container hold the same objects again, in the same order; nothing is done where it does."""
+        now, before = self._now(), self._before
+        if len(now) == len(before) and all(map(is_, now, before)):
+            return
+        base, container = self._base, self._container
+        base.clear(container)
+        if issubclass(base, dict):
+            for key, value in zip(before[::2], before[1::2], strict=True):
+                base.__setitem__(container, key, value)
+        elif base is set:
+            base.update(container, before)
+        else:
+            base.extend(container, before)
 
 
 def generators() -> tuple[Any, Any]:

@@ -13,12 +13,6 @@ EXPECTED: dict[str, dict[str, str]] = {
     "+= after batch norm": {
         "train": "refused: it normalizes each sample by the others",
     },
-    "dropout of positions": {
-        "eval": "refused: the code of Model used positions in another way than when the model",
-        "train": "refused: in another way than when the model was looked at",
-        "float32": "refused: the code of Model used positions in another way than when the model",
-        "bfloat16": "refused: the code of Model used positions in another way than when the model",
-    },
     "routed mixture of experts, dropout": {
         "train": "refused: so each sample's share cannot be told",
     },
@@ -56,16 +50,16 @@ EXPECTED: dict[str, dict[str, str]] = {
         "bfloat16": "refused: weight is not what the sample gives by itself",
     },
     "two towers": {
-        "eval": "refused: Expected one dimension that grows with the number of samples",
-        "train": "refused: Expected one dimension that grows with the number of samples",
-        "float32": "refused: Expected one dimension that grows with the number of samples",
-        "bfloat16": "refused: Expected one dimension that grows with the number of samples",
+        "eval": "refused: no tensor can be seen in what Model returns that grows with the",
+        "train": "refused: no tensor can be seen in what Model returns that grows with the",
+        "float32": "refused: no tensor can be seen in what Model returns that grows with the",
+        "bfloat16": "refused: no tensor can be seen in what Model returns that grows with the",
     },
     "contrastive": {
-        "eval": "refused: Expected one dimension that grows with the number of samples",
-        "train": "refused: Expected one dimension that grows with the number of samples",
-        "float32": "refused: Expected one dimension that grows with the number of samples",
-        "bfloat16": "refused: Expected one dimension that grows with the number of samples",
+        "eval": "refused: no tensor can be seen in what Model returns that grows with the",
+        "train": "refused: no tensor can be seen in what Model returns that grows with the",
+        "float32": "refused: no tensor can be seen in what Model returns that grows with the",
+        "bfloat16": "refused: no tensor can be seen in what Model returns that grows with the",
     },
     "penalty beside the output: attribute": {
         "eval": "refused: the code of Beside that uses mu cannot be run again sample by sample",
@@ -115,6 +109,22 @@ EXPECTED: dict[str, dict[str, str]] = {
         "float32": "refused: and what comes of it is no sum of parts that are one sample's own",
         "bfloat16": "refused: and what comes of it is no sum of parts that are one sample's own",
     },
+    "scores of all pairs": {
+        "eval": "refused: samples in which no dimension is that of samples alone",
+        "train": "refused: samples in which no dimension is that of samples alone",
+        "float32": "refused: samples in which no dimension is that of samples alone",
+        "bfloat16": "refused: samples in which no dimension is that of samples alone",
+    },
+    "patches behind a batch norm": {
+        "eval": "refused: weight is not what the sample gives by itself",
+        "float32": "refused: weight is not what the sample gives by itself",
+    },
+    "functional_call with values of weights": {
+        "eval": "refused: the module was called with another tensor in the place of its",
+        "train": "refused: the module was called with another tensor in the place of its",
+        "float32": "refused: the module was called with another tensor in the place of its",
+        "bfloat16": "refused: the module was called with another tensor in the place of its",
+    },
     "clip_text_model": {
         "float32": "refused: Index put requires the source and destination dtypes match",
         "bfloat16": "refused: Index put requires the source and destination dtypes match",
@@ -153,47 +163,11 @@ EXPECTED: dict[str, dict[str, str]] = {
     "wav2vec2-conformer": {
         "train": "refused: it normalizes each sample by the others",
     },
-    "blip": {
-        "eval": "refused: Expected one dimension that grows with the number of samples",
-        "train": "refused: Expected one dimension that grows with the number of samples",
-        "float32": "refused: Expected one dimension that grows with the number of samples",
-        "bfloat16": "refused: Expected one dimension that grows with the number of samples",
-    },
-    "chinese_clip": {
-        "eval": "refused: Expected one dimension that grows with the number of samples",
-        "train": "refused: Expected one dimension that grows with the number of samples",
-        "float32": "refused: Expected one dimension that grows with the number of samples",
-        "bfloat16": "refused: Expected one dimension that grows with the number of samples",
-    },
-    "clip": {
-        "eval": "refused: its samples cannot be told apart",
-        "train": "refused: its samples cannot be told apart",
-        "float32": "refused: its samples cannot be told apart",
-        "bfloat16": "refused: its samples cannot be told apart",
-    },
-    "clipseg": {
-        "eval": "refused: its samples cannot be told apart",
-        "train": "refused: Expected one dimension that grows with the number of samples",
-        "float32": "refused: Expected one dimension that grows with the number of samples",
-        "bfloat16": "refused: Expected one dimension that grows with the number of samples",
-    },
     "llava": {
         "eval": "refused: whether the loss is the mean over samples cannot be told",
         "train": "refused: a mean of single samples' terms is over other values",
         "float32": "refused: whether the loss is the mean over samples cannot be told",
         "bfloat16": "refused: whether the loss is the mean over samples cannot be told",
-    },
-    "owlvit": {
-        "eval": "refused: its samples cannot be told apart",
-        "train": "refused: its samples cannot be told apart",
-        "float32": "refused: Expected one dimension that grows with the number of samples",
-        "bfloat16": "refused: Expected one dimension that grows with the number of samples",
-    },
-    "siglip": {
-        "eval": "refused: its samples cannot be told apart",
-        "train": "refused: its samples cannot be told apart",
-        "float32": "refused: its samples cannot be told apart",
-        "bfloat16": "refused: its samples cannot be told apart",
     },
     "vilt": {
         "eval": "refused: the code of ViltEmbeddings uses parameters by itself and draws random",
@@ -202,7 +176,7 @@ EXPECTED: dict[str, dict[str, str]] = {
         "bfloat16": "refused: the code of ViltEmbeddings uses parameters by itself and draws random",
     },
     "clip, loss over pairs": {
-        "eval": "refused: its samples cannot be told apart",
+        "eval": "refused: samples in which no dimension is that of samples alone",
     },
     "bart, a classifier, labels": {
         "eval": "no oracle: Each example must contain at least one <eos> token",

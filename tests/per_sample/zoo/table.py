@@ -1,10 +1,10 @@
 """Every case of the zoo by name, and what is expected of it."""
 
-from per_sample.zoo import architectures, plain
+from per_sample.zoo import architectures, plain, traits
 from per_sample.zoo.case import ZooCase
 from per_sample.zoo.expected import EXPECTED
 
-CASES: dict[str, ZooCase] = {**plain.CASES, **architectures.CASES, **architectures.LABELLED}
+CASES: dict[str, ZooCase] = {**plain.CASES, **traits.CASES, **architectures.CASES, **architectures.LABELLED}
 
 
 def expectation(name: str, mode: str) -> str:

@@ -19,7 +19,7 @@ from typing import Any
 import numpy
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten_with_path
+from torch.utils._pytree import tree_flatten_with_path, tree_leaves
 
 import gradguard as gg
 from gradguard.errors import InvalidValueError, UnsupportedGradientError
@@ -114,6 +114,11 @@ def _last_line(error: BaseException) -> str:
     return f"{type(error).__name__} at {frame.filename.rpartition('/')[2]}:{frame.lineno}: {words}"
 
 
+def precision(mode: str) -> str:
+    """The dtype that is computed in: "float32", "bfloat16", or "float64" where the mode names none."""
+    return next((name for name in ("float32", "bfloat16") if mode.startswith(name)), "float64")
+
+
 def build(case: ZooCase, mode: str) -> nn.Module:
     """The model, the same each time, perturbed so that nothing is zero by accident."""
     torch.manual_seed(0)
@@ -125,7 +130,7 @@ def build(case: ZooCase, mode: str) -> nn.Module:
             parameter += 0.05 * torch.randn(parameter.shape, generator=generator, dtype=torch.float32).to(
                 parameter.dtype
             )
-    double = mode in ("eval", "train")
+    double = precision(mode) == "float64"
     kinds = {False: torch.float64, True: torch.complex128} if double else {False: torch.float32, True: torch.complex64}
     if any(p.is_complex() for p in model.parameters()):  # `to` would make them real
         for tensor in [*model.parameters(), *model.buffers()]:
@@ -133,12 +138,15 @@ def build(case: ZooCase, mode: str) -> nn.Module:
                 tensor.data = tensor.data.to(kinds[tensor.is_complex()])
     else:
         model.to(kinds[False])
-    return model.train(mode == "train")
+    return model.train("train" in mode)
 
 
 def outputs_of(value: Any) -> Outputs:
     """The floating-point tensors in what a model returned, but for caches."""
-    leaves = [(str(path), leaf) for path, leaf in tree_flatten_with_path(value)[0]]
+    try:
+        leaves = [(str(path), leaf) for path, leaf in tree_flatten_with_path(value)[0]]
+    except ValueError:  # a class of outputs that gives no names
+        leaves = [(str(i), leaf) for i, leaf in enumerate(tree_leaves(value))]
     return [
         (path, leaf)
         for path, leaf in leaves
@@ -152,12 +160,12 @@ class _Oracle:
 
     def __init__(self, case: ZooCase, mode: str) -> None:
         self._case, self._mode = case, mode
-        self._dtype = torch.float64 if mode in ("eval", "train") else torch.float32
+        self._dtype = torch.float64 if precision(mode) == "float64" else torch.float32
         torch.manual_seed(2)
         self._inputs = cast(case.inputs(), self._dtype)
         self.kind = "alone"
         # Of the fast clipper. Dropout would be another in a second mini-batch.
-        self._parts = [B] if mode == "train" or case.loss is not None else [B, B - 1]
+        self._parts = [B] if "train" in mode or case.loss is not None else [B, B - 1]
         self._run_batch()
         self.gradients, self._rows_differ = self._alone(mode)
         self._noise = self._rounding()
@@ -205,14 +213,14 @@ class _Oracle:
                 differ |= not equal
         except NoReplayError:
             return self._in_batch(), False
-        if differ and self._recorded.draws and mode == "train":
+        if differ and self._recorded.draws and "train" in mode:
             return self._in_batch(), False
         return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}, differ
 
     def _one(self, i: int, mode: str) -> tuple[Gradients, bool]:
         model = build(self._case, mode)
         self._seeded()
-        inputs = cast(samples(self._inputs, i, i + 1), torch.float64 if mode in ("eval", "train") else torch.float32)
+        inputs = cast(samples(self._inputs, i, i + 1), torch.float64 if precision(mode) == "float64" else torch.float32)
         equal = True
         with ReplayedDraws(self._recorded.draws, i, B):
             with self._autocast(mode):
@@ -283,8 +291,8 @@ class _Oracle:
     def _rounding(self) -> Gradients:
         """What rounding does to the oracle's gradient of each parameter: the norm of the difference, ``[B]``."""
         try:
-            if self._mode in ("float32", "bfloat16"):
-                return self._far_from(self._alone("eval")[0])
+            if precision(self._mode) != "float64":
+                return self._far_from(self._alone("train" if "train" in self._mode else "eval")[0])
         except RuntimeError:  # a kernel that knows no float64
             pass
         if self._case.loss is not None or self.kind != "alone" or self._rows_differ:
@@ -356,7 +364,7 @@ class _Oracle:
         return ""
 
     def _bars(self) -> dict[str, Tensor]:
-        kind = {"float32": "float32", "bfloat16": "bfloat16"}.get(self._mode, "float64")
+        kind = precision(self._mode)
         if kind == "float64" and self._recorded.narrowed:
             kind = "float32 inside"
         bars = {}

@@ -1,0 +1,166 @@
+"""What belongs to the user stays as it is, and what fails is told as what it is."""
+
+import collections
+
+import pytest
+import torch
+from torch import nn
+
+import gradguard as gg
+from gradguard.errors import InvalidValueError, UnsupportedGradientError
+from gradguard.per_sample.rerun import Snapshot, undisturbed
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+
+
+def loss(model: nn.Module) -> torch.Tensor:
+    return model(torch.linspace(-1, 2, 12, dtype=torch.float64).view(4, 3)).square().sum(1).mean()
+
+
+class Counted(collections.OrderedDict):
+    """Notes which of its methods are called."""
+
+    calls: list = []  # noqa: RUF012
+
+    def __getattribute__(self, name):
+        if name != "calls":
+            self.calls.append(name)
+        return super().__getattribute__(name)
+
+    def __setitem__(self, key, value):
+        self.calls.append("__setitem__")
+        super().__setitem__(key, value)
+
+    def __iter__(self):
+        self.calls.append("__iter__")
+        return super().__iter__()
+
+
+CONTAINERS = {
+    "dict": ({"a": 1, "b": 2}, lambda c: c.update(a=5)),
+    "dict, order": ({"a": 1, "b": 2}, lambda c: c.update(a=c.pop("a"))),
+    "dict, equal value": ({"a": 1}, lambda c: c.update(a=1.0)),
+    "dict, a key more": ({"a": 1}, lambda c: c.update(c=5)),
+    "dict, emptied": ({"a": 1}, lambda c: c.clear()),
+    "defaultdict": (collections.defaultdict(list, a=[1]), lambda c: c["b"].append(2)),
+    "OrderedDict": (collections.OrderedDict(a=1, b=2), lambda c: c.move_to_end("a")),
+    "Counter": (collections.Counter("aab"), lambda c: c.update("b")),
+    "list": ([1, 2, 3], lambda c: c.reverse()),
+    "list, longer": ([1], lambda c: c.append(2)),
+    "set": ({1, 2}, lambda c: c.add(3)),
+    "deque": (collections.deque([1, 2], maxlen=2), lambda c: c.append(3)),
+    "nested": ({"a": [{"b": {1}}]}, lambda c: c["a"][0]["b"].add(2)),
+}
+
+
+@pytest.mark.parametrize(("container", "change"), CONTAINERS.values(), ids=CONTAINERS)
+def test_a_container_holds_the_same_again(container, change):
+    model = network()
+    model.held = container
+    before = repr(container)
+    with undisturbed(model):
+        change(container)
+        assert repr(container) != before
+    assert model.held is container
+    assert repr(container) == before
+
+
+def test_a_container_that_did_not_change_is_not_called():
+    model = network()
+    held = Counted(a=1, b=[2])
+    vars(model[0])["held"] = held
+    held.calls.clear()
+    before = Snapshot(model)
+    held["b"].append(3)
+    before.restore()
+    assert held.calls in ([], ["__getitem__"])
+    assert held == {"a": 1, "b": [2]}
+
+
+def test_what_a_hook_needs_is_left_in_place():
+    model = network()
+    hooks = model[0]._forward_hooks
+    with undisturbed(model):
+        handle = model[0].register_forward_hook(lambda *args: None)
+    assert not hooks
+    handle.remove()
+
+
+@pytest.mark.parametrize("steps", [0, 1])
+def test_detached_between_forward_and_backward(steps):
+    model = network()
+    clipper = gg.PerSampleGradientClipper(model, gg.FlatNormClipper(1.0))
+    for _ in range(steps):
+        loss(model).backward()
+        clipper.clip_and_accumulate()
+        clipper.pre_step()
+        model.zero_grad()
+    value = loss(model)
+    clipper.detach()
+    with pytest.raises(InvalidValueError, match="detached between a forward of the module and its backward"):
+        value.backward()
+    loss(model).backward()
+    assert all(p.grad is not None for p in model.parameters())
+
+
+@pytest.mark.parametrize("make", [torch.clone, lambda v: nn.Parameter(v.detach() + 1), lambda v: v.detach() + 1])
+@pytest.mark.parametrize("steps", [0, 1])
+def test_other_tensors_in_the_places_of_parameters(make, steps):
+    model = network()
+    clipper = gg.PerSampleGradientClipper(model, gg.FlatNormClipper(1.0))
+    for _ in range(steps):
+        loss(model).backward()
+        clipper.clip_and_accumulate()
+        clipper.pre_step()
+        model.zero_grad()
+
+    def step():
+        others = {name: make(value).requires_grad_() for name, value in model.named_parameters()}
+        x = torch.ones(4, 3, dtype=torch.float64)
+        torch.func.functional_call(model, others, (x,)).square().sum(1).mean().backward()
+        clipper.clip_and_accumulate()
+
+    with pytest.raises(UnsupportedGradientError, match=r"another tensor in the place of its parameter 0\.weight"):
+        step()
+    assert all(p.grad is None for p in model.parameters())
+    clipper.detach()
+
+
+class Raising(nn.Module):
+    """Raises an error of its own where it gets fewer samples than it wants."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(3, 2)
+
+    def forward(self, x):
+        if len(x) < 4:
+            raise ZeroDivisionError("four at least")
+        return self.layer(x)
+
+
+def test_an_error_of_the_model_in_a_trial_is_told_as_that():
+    model = Raising().double()
+    clipper = gg.PerSampleGradientClipper(model, gg.FlatNormClipper(1.0))
+    with pytest.raises(UnsupportedGradientError, match="raised ZeroDivisionError when gradguard ran it on 2 of its 4"):
+        loss(model)
+    clipper.detach()
+
+
+@pytest.mark.parametrize("kind", [ZeroDivisionError, RuntimeError, Exception])
+def test_a_failure_of_gradguard_is_told_as_its_own(monkeypatch, kind):
+    def fails(*args, **kwargs):
+        raise kind("something within")
+
+    monkeypatch.setattr("gradguard.per_sample.rehearsal._Pair.compare", fails)
+    model = network()
+    clipper = gg.PerSampleGradientClipper(model, gg.FlatNormClipper(1.0))
+    words = rf"gradguard could not follow the module: its trial of some samples ended in {kind.__name__}: something"
+    with pytest.raises(UnsupportedGradientError, match=words) as raised:
+        loss(model)
+    assert isinstance(raised.value.__cause__, kind)
+    assert "mix" not in str(raised.value)
+    clipper.detach()
