@@ -1,5 +1,6 @@
 """A snapshot of FSDP2 shards in files: each process writes its own, and all go on with the same bits or none does."""
 
+import errno
 import shutil
 
 import pytest
@@ -15,6 +16,7 @@ from training import Network, backward
 import gradguard as gg
 from gradguard.distributed import agreement, checkpoint
 from gradguard.errors import GradguardError
+from gradguard.resilience import saved_snapshot
 from sharded import local
 
 
@@ -191,14 +193,11 @@ def replicated():
 
 
 MIXED = "has files of two different saves"
-OTHER = "another process refuses to load a snapshot"
 MIXTURES = {  # files of the later save over the earlier one: what the two processes say, or after how many steps it is
     "none": ((), [2, 2]),
-    "of rank 1": (("__1_0.distcp",), [OTHER, MIXED]),
-    "of rank 0": (("__0_0.distcp",), [MIXED, OTHER]),
-    "the list": ((".metadata",), [MIXED, MIXED]),
-    "of rank 1, and the list": (("__1_0.distcp", ".metadata"), [MIXED, OTHER]),
-    "all": (("__0_0.distcp", "__1_0.distcp", ".metadata"), [3, 3]),
+    "of rank 1": (("process-1.safetensors",), [MIXED, MIXED]),
+    "of rank 0": (("process-0.safetensors",), [MIXED, MIXED]),
+    "all": (("process-0.safetensors", "process-1.safetensors"), [3, 3]),
 }
 
 
@@ -259,29 +258,62 @@ def saved_apart(folder, late):
     model, optimizer = plain()
     snapshot = gg.Snapshot(model, optimizer)
     snapshot.take()
-    before, first_missing = checkpoint._PATIENCE, checkpoint._first_missing
+    before, first_missing = checkpoint._PATIENCE, checkpoint.first_missing
     looks = []
 
-    def slow(directory):
+    def slow(directory, sizes):
         looks.append(directory)
-        return first_missing(directory) or (repr("__0_0.distcp") if len(looks) < 4 else None)
+        return first_missing(directory, sizes) or ("process-0.safetensors" if len(looks) < 4 else None)
 
-    checkpoint._PATIENCE, checkpoint._first_missing = (30.0, slow) if late else (0.0, first_missing)
+    checkpoint._PATIENCE, saved_snapshot.first_missing = (30.0, slow) if late else (0.0, first_missing)
     try:
         snapshot.save(folder / ("one" if late else str(dist.get_rank())))
     except GradguardError as error:
         return str(error)
     finally:
-        checkpoint._PATIENCE, checkpoint._first_missing = before, first_missing
+        checkpoint._PATIENCE, saved_snapshot.first_missing = before, first_missing
     return len(looks)
 
 
 def test_a_directory_that_processes_do_not_share_is_refused(pool, tmp_path):
     """`save` returned on all, and nobody could load what it had written."""
     first, second = pool(2).run(saved_apart, tmp_path, False)
-    for told, missing in [(first, "__1_0.distcp"), (second, ".metadata")]:
-        assert f"this process does not find '{missing}' in it: the processes do not write to one directory" in told
+    assert "another process refuses to save a snapshot" in first
+    assert "does not find 'process-0.safetensors' in it: the processes do not write to one directory" in second
+    assert [*tmp_path.iterdir()] == []
     assert pool(2).run(saved_apart, tmp_path, True) == [4, 4]
+
+
+def full_on_one(folder):
+    """The disk of rank 1 is full; then it is not any more."""
+    model, optimizer = plain()
+    snapshot, told, before = gg.Snapshot(model, optimizer), "", saved_snapshot.sync
+    snapshot.take()
+
+    def full(file):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    saved_snapshot.sync = full if dist.get_rank() == 1 else before
+    try:
+        snapshot.save(folder)
+    except (GradguardError, OSError) as error:
+        told = str(error)
+    finally:
+        saved_snapshot.sync = before
+    dist.barrier()
+    left = [path.name for path in folder.parent.iterdir()]
+    dist.barrier()
+    snapshot.save(folder)
+    gg.Snapshot.load(folder, *plain()).restore()
+    return told, left
+
+
+def test_where_one_disk_is_full_nothing_is_left(pool, tmp_path):
+    (first, left), (second, _) = pool(2).run(full_on_one, tmp_path / "a")
+    assert "another process refuses to save a snapshot" in first
+    assert "no snapshot was written" in second
+    assert "No space left on device. Nothing of it is left there" in second
+    assert left == []
 
 
 def cut_short(folder):
@@ -291,15 +323,14 @@ def cut_short(folder):
     snapshot.take()
     snapshot.save(folder)
     dist.barrier()
-    if dist.get_rank() == 0:
-        file = folder / "__1_0.distcp"
-        file.write_bytes(file.read_bytes()[:-1])
+    size = (folder / "process-1.safetensors").stat().st_size
+    missing = [checkpoint.first_missing(folder, [("process-1.safetensors", size + more)]) for more in (0, 1)]
     dist.barrier()
-    return checkpoint._first_missing(folder)
+    return missing
 
 
 def test_a_file_that_lacks_its_end_is_missed(pool, tmp_path):
-    assert pool(2).run(cut_short, tmp_path / "a") == ["'__1_0.distcp'"] * 2
+    assert pool(2).run(cut_short, tmp_path / "a") == [[None, "process-1.safetensors"]] * 2
 
 
 def without_the_other(folder):

@@ -1,9 +1,7 @@
-"""Entries of a `torch.distributed.checkpoint` of which each belongs to one process."""
+"""Files of one directory to which each process of a group writes its own: seen by all, or written by none."""
 
 import time
-import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,34 +16,21 @@ _PATIENCE = 60.0
 """Seconds that a network file system may take to show what another process has written."""
 
 
-def write_entries(directory: Path, entries: Mapping[str, Any], group: Any) -> None:
-    """Write the entries of all processes of ``group``, with names of their own, as one checkpoint; a collective.
+def wait_for(missing: Callable[[], str | None], directory: Path) -> None:
+    """Wait until this process finds everything in a directory that others write to.
+
+    Args:
+        missing: Returns the name of a file that is not there yet, or None.
+        directory: How the user calls it.
 
     Raises:
-        OSError: On all processes, if one of them cannot write.
-    """
-    from torch.distributed import checkpoint
-
-    alone = number_of_processes(group) == 1
-    writer = checkpoint.FileSystemWriter(directory)
-    try:
-        with _unwarned():
-            checkpoint.save(dict(entries), storage_writer=writer, process_group=group, no_dist=alone)
-    except checkpoint.CheckpointException as error:  # which is no Exception
-        raise OSError(f"no snapshot was written to {str(directory)!r}: {error}") from error
-
-
-def check_written(directory: Path) -> None:
-    """Check that this process sees the whole checkpoint, as whoever reads it must: all files with all their bytes.
-
-    Raises:
-        InvalidValueError: If it does not, within a minute.
+        InvalidValueError: If something is missing after a minute.
     """
     until, wait = time.monotonic() + _PATIENCE, 0.01
-    while missing := _first_missing(directory):
+    while name := missing():
         if time.monotonic() > until:
             raise InvalidValueError(
-                f"{str(directory)!r} was written, and this process does not find {missing} in it: the processes do not "
+                f"{str(directory)!r} was written, and this process does not find {name!r} in it: the processes do not "
                 "write to one directory, so nobody could load this snapshot. Name one that all of them see, on a "
                 "shared file system, by the same path on each."
             )
@@ -53,17 +38,9 @@ def check_written(directory: Path) -> None:
         wait = min(2 * wait, 1.0)
 
 
-def _first_missing(directory: Path) -> str | None:
-    from torch.distributed import checkpoint
-
-    try:
-        places = checkpoint.FileSystemReader(directory).read_metadata().storage_data.values()
-    except Exception:  # not there, or not whole yet
-        return "'.metadata'"
-    ends: dict[str, int] = {}
-    for place in places:
-        ends[place.relative_path] = max(ends.get(place.relative_path, 0), place.offset + place.length)
-    return next((repr(name) for name, end in ends.items() if _size(directory / name) < end), None)
+def first_missing(directory: Path, sizes: Sequence[tuple[str, int]]) -> str | None:
+    """Return the first of some files that is not there with all its bytes; None if all are."""
+    return next((name for name, size in sizes if _size(directory / name) < size), None)
 
 
 def _size(file: Path) -> int:
@@ -71,49 +48,6 @@ def _size(file: Path) -> int:
         return file.stat().st_size
     except OSError:
         return -1
-
-
-def names_of_entries(directory: Path) -> set[str]:
-    """Return what a checkpoint holds, by all processes.
-
-    Raises:
-        InvalidValueError: If there is none that was written to its end.
-    """
-    from torch.distributed import checkpoint
-
-    try:
-        return {*checkpoint.FileSystemReader(directory).read_metadata().state_dict_metadata}
-    except Exception as error:  # a missing file, or any bytes
-        raise InvalidValueError(
-            f"{str(directory)!r} holds no snapshot that was written to its end: expected the directory of a "
-            f"snapshot.save(directory), with its file '.metadata' ({type(error).__name__}: {error})."
-        ) from error
-
-
-def read_entries(directory: Path, into: dict[str, Any]) -> None:
-    """Read the entries that ``into`` names: tensors into those that it holds, anything else in their place.
-
-    Raises:
-        InvalidValueError: If they cannot be read.
-    """
-    from torch.distributed import checkpoint
-
-    try:
-        with _unwarned():
-            checkpoint.load(into, storage_reader=checkpoint.FileSystemReader(directory), no_dist=True)
-    except (Exception, checkpoint.CheckpointException) as error:
-        raise InvalidValueError(
-            f"the snapshot in {str(directory)!r} cannot be read: a file is missing or damaged "
-            f"({type(error).__name__}). Take another one."
-        ) from error
-
-
-@contextmanager
-def _unwarned() -> Iterator[None]:
-    """Torch warns of one process that reads or writes by itself, which is meant here."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
-        yield
 
 
 def rank_in(group: Any) -> int:

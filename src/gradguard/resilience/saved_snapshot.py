@@ -1,79 +1,73 @@
-"""What a snapshot holds, as files of `torch.distributed.checkpoint` and back.
+"""What a snapshot holds, as files of plain data and back.
 
-Each process writes its own part, under its rank: tensors as entries that are read in place, and one entry with
-everything else, in which each tensor is a number. Both have checksums, which torch's files do not. The checksums of
-tensors stand in that entry, and so does a number that is random at each save; the list of all entries has it too.
+Each process writes its own file, under its rank: tensors as raw bytes, and everything else as JSON in which each
+tensor is a number (`gradguard.resilience.plain_file`). Both have checksums; each file has a number that is random at
+each save, so that files of two saves are told apart. Nothing in a file is run: a snapshot may come from anybody.
 """
 
-import ctypes
-import io
-import pickle
+import errno
+import re
 import secrets
-import zlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
-from torch import Tensor, nn
-from torch.optim.optimizer import Optimizer
+from torch import Tensor
 
-from gradguard.distributed.checkpoint import (
-    check_written,
-    names_of_entries,
-    numbers_of_all,
-    raise_together,
-    rank_in,
-    read_entries,
-    write_entries,
-)
+from gradguard.distributed.checkpoint import first_missing, numbers_of_all, raise_together, rank_in, wait_for
 from gradguard.distributed.placements import is_sharded, sharded_as
 from gradguard.distributed.sums import number_of_processes
-from gradguard.errors import InvalidValueError, UnsupportedGradientError
+from gradguard.errors import GradguardError, InvalidValueError, UnsupportedGradientError
+from gradguard.files.blocks import is_count, number_of_elements
+from gradguard.files.opening import is_regular
+from gradguard.files.writing import begin_directory, beside_name, drop_directory, end_directory, refuse_used, sync
 from gradguard.resilience.copies import PINNED, Copier, PlainCopy, Restorer, TensorCopy, WrappedCopy
+from gradguard.resilience.plain_file import PlainReader, PlainWriter, StoredTensor
+from gradguard.resilience.plain_values import PlainError, checked_device
+from gradguard.torch_private import sparse_indices, sparse_values
 
-_FORMAT = 2
-
-
-class StoredTensor(NamedTuple):
-    """A tensor that is an entry of its own."""
-
-    number: int
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-    device: str
-    checksum: int
+_FORMAT = 3
+_KIND = "snapshot"
+_TASK = "save a snapshot"
+_SPARSE = {"sparse_coo": torch.sparse_coo, "sparse_csr": torch.sparse_csr, "sparse_csc": torch.sparse_csc}
+_REDUCTIONS = ("sum", "avg", "product", "max", "min")
 
 
 class StoredShard(NamedTuple):
     """What this process holds of a DTensor."""
 
+    number: int
     local: StoredTensor
     mesh: tuple[Any, ...]
-    placements: tuple[Any, ...]
+    placements: tuple[str, ...]
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     requires_grad: bool
 
 
-class StoredInside(NamedTuple):
-    """A tensor that is written among everything else: a sparse one."""
+class StoredSparse(NamedTuple):
+    """A sparse tensor: its indices and its values."""
 
-    tensor: Tensor
+    number: int
+    layout: str
+    shape: tuple[int, ...]
+    parts: tuple[StoredTensor, ...]
     device: str
+    coalesced: bool
 
 
 class Packer(Restorer):
-    """Makes plain data of copies: ``restored`` returns them with numbers in place of tensors.
+    """Makes plain data of copies: ``restored`` returns them with entries of tables in place of tensors.
 
     Attributes:
-        tensors: The tensors, by their numbers.
+        writer: What writes them.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.tensors: list[Tensor] = []
+        self.writer = _Writer(_KIND)
         self._known: dict[int, Any] = {}
 
     def _tensor(self, kept: TensorCopy, live: Any) -> Any:
@@ -92,18 +86,47 @@ class Packer(Restorer):
                 f"the state holds a {kept.kind.__name__}, which cannot be written to a file: expected ordinary tensors "
                 "and DTensors. Keep the snapshot in memory, or save checkpoints with your own state_dict."
             )
-        stored, (mesh, placements) = self.restored(local), sharding
-        return StoredShard(
-            stored, _key(mesh), tuple(placements), tuple(kept.shape), tuple(kept.stride), kept.requires_grad
-        )
+        mesh, placements = sharding
+        layout = tuple(map(repr, placements)), tuple(kept.shape), tuple(kept.stride), kept.requires_grad
+        return self.writer.add_shard(self.restored(local), _key(mesh), *layout)
 
-    def _plain(self, kept: PlainCopy) -> StoredTensor | StoredInside:
-        memory = kept.memory
-        if memory.layout is not torch.strided:
-            return StoredInside(memory, str(kept.device))
-        self.tensors.append(memory)
-        layout = len(self.tensors) - 1, tuple(memory.shape), memory.stride(), memory.dtype
-        return StoredTensor(*layout, str(kept.device), _checksum(memory))
+    def _plain(self, kept: PlainCopy) -> StoredTensor | StoredSparse:
+        if kept.memory.layout is not torch.strided:
+            return self.writer.add_sparse(kept.memory, str(kept.device))
+        return self.writer.add(kept.memory, str(kept.device))
+
+
+class _Writer(PlainWriter):
+    """Writes shards and sparse tensors too, each in a table of its own."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__(kind)
+        self.shards: list[StoredShard] = []
+        self.sparse: list[StoredSparse] = []
+
+    def add_shard(self, local: StoredTensor, mesh: tuple[Any, ...], placements: tuple[Any, ...], *rest: Any) -> Any:
+        self.shards.append(StoredShard(len(self.shards), local, mesh, placements, *rest))
+        return self.shards[-1]
+
+    def add_sparse(self, memory: Tensor, device: str) -> StoredSparse:
+        layout = str(memory.layout).removeprefix("torch.")
+        if layout not in _SPARSE:
+            raise PlainError(f"a tensor of the layout {memory.layout}")
+        parts = tuple(self.add(part.detach(), device) for part in _sparse_parts(memory))
+        coalesced = memory.layout is torch.sparse_coo and memory.is_coalesced()
+        self.sparse.append(StoredSparse(len(self.sparse), layout, tuple(memory.shape), parts, device, coalesced))
+        return self.sparse[-1]
+
+    def entry(self, value: Any) -> tuple[str, int] | None:
+        """Return the table and the number of a shard or a sparse tensor."""
+        kind = {StoredShard: "shard", StoredSparse: "sparse"}.get(type(value))
+        return None if kind is None else (kind, value.number)
+
+    def tables(self) -> dict[str, Any]:
+        """Return both tables as JSON has them."""
+        shards = [[s.local.number, s.mesh, s.placements, s.shape, s.stride, s.requires_grad] for s in self.shards]
+        sparse = [[s.layout, s.shape, [p.number for p in s.parts], s.device, s.coalesced] for s in self.sparse]
+        return {"shards": shards, "sparse": sparse}
 
 
 class Unpacker(Copier):
@@ -115,31 +138,32 @@ class Unpacker(Copier):
 
     def __init__(self, live: Iterable[Tensor]) -> None:
         super().__init__()
-        self._meshes = {_key(mesh): mesh for t in live if is_sharded(t) for mesh in [t.device_mesh]}  # type: ignore[attr-defined]
+        sharded: list[Any] = [t for t in live if is_sharded(t)]
+        self._meshes = {_key(mesh): mesh for t in sharded for mesh in [t.device_mesh]}
+        self._placements = {repr(kind): kind for t in sharded for kind in t.placements}
         self._known: dict[Any, TensorCopy] = {}
-        self._memory: dict[int, tuple[Tensor, int]] = {}
+        self._memory: list[tuple[StoredTensor, Tensor]] = []
+        self._sparse: list[tuple[StoredSparse, PlainCopy, list[Tensor]]] = []
 
     def copy(self, value: Any) -> Any:
         """Return ``value`` with a `TensorCopy` where a tensor was."""
-        if isinstance(value, StoredTensor):
-            return self._once(value.number, lambda: self._plain(value))
-        if isinstance(value, StoredShard):
-            return self._once(("shard", value.local.number), lambda: self._shard(value))
-        if isinstance(value, StoredInside):
-            return PlainCopy(value.tensor, torch.device(value.device), value.tensor.layout)
-        return super().copy(value)
-
-    def _once(self, key: Any, make: Any) -> TensorCopy:
+        makers: dict[type, Any] = {StoredTensor: self._plain, StoredShard: self._shard, StoredSparse: self._of_sparse}
+        make = makers.get(type(value))
+        if make is None:
+            return super().copy(value)
+        key = type(value), value.number
         if key not in self._known:
-            self._known[key] = make()
+            self._known[key] = make(value)
         return self._known[key]
 
     def _plain(self, stored: StoredTensor) -> PlainCopy:
-        device = torch.device(stored.device)
-        pinned = device.type in PINNED
+        return PlainCopy(self.keep(self._empty(stored)), checked_device(stored.device))
+
+    def _empty(self, stored: StoredTensor) -> Tensor:
+        pinned = checked_device(stored.device).type in PINNED
         memory = torch.empty_strided(stored.shape, stored.stride, dtype=stored.dtype, device="cpu", pin_memory=pinned)
-        self._memory[stored.number] = memory, stored.checksum
-        return PlainCopy(self.keep(memory), device)
+        self._memory.append((stored, memory))
+        return memory
 
     def _shard(self, stored: StoredShard) -> WrappedCopy:
         mesh = self._meshes.get(stored.mesh)
@@ -148,23 +172,32 @@ class Unpacker(Copier):
                 f"the snapshot has a tensor on {_mesh_in_words(stored.mesh)}, and no parameter of this model is on "
                 "such a one. Shard the model as it was when the snapshot was saved."
             )
+        if len(stored.placements) != mesh.ndim:
+            raise PlainError("a shard has another number of placements than its mesh has dimensions")
         local = self.copy(stored.local)
         like = torch.empty_strided(local.memory.shape, local.memory.stride(), dtype=local.memory.dtype, device="meta")
         empty = torch.empty_like(like, device=local.device)
-        whole = sharded_as(empty, mesh, stored.placements, stored.shape, stored.stride)
+        placements = [_placement(told, self._placements) for told in stored.placements]
+        whole = sharded_as(empty, mesh, placements, stored.shape, stored.stride)
         names = whole.__tensor_flatten__()[0]  # type: ignore[attr-defined]
         return WrappedCopy(whole.requires_grad_(stored.requires_grad), {names[0]: local})
 
-    def fill(self, directory: Path, group: Any) -> None:
+    def _of_sparse(self, stored: StoredSparse) -> PlainCopy:
+        device, layout = checked_device(stored.device), _SPARSE[stored.layout]
+        kept = PlainCopy(torch.empty(0), device, layout)
+        self._sparse.append((stored, kept, [self._empty(part) for part in stored.parts]))
+        return kept
+
+    def fill(self, part: "SavedPart") -> None:
         """Read what the memory holds.
 
         Raises:
-            InvalidValueError: If a file is missing or damaged.
+            PlainError: If a file is damaged.
         """
-        rank = rank_in(group)
-        read_entries(directory, {f"{rank}/{number}": memory for number, (memory, _) in self._memory.items()})
-        if any(_checksum(memory) != checksum for memory, checksum in self._memory.values()):
-            raise InvalidValueError(f"the snapshot in {str(directory)!r} is damaged: a tensor is not what was written.")
+        for stored, memory in self._memory:
+            part.reader.fill(stored, memory)
+        for stored, kept, parts in self._sparse:
+            kept.memory = _sparse_of(stored, parts)
 
 
 def compare_layouts(what: str, stored: Mapping[str, Any], live: Mapping[str, Any]) -> None:
@@ -206,54 +239,258 @@ def compare_names(what: str, stored: Iterable[str], live: Iterable[str]) -> None
 def save_parts(directory: Path, pack: Callable[[Packer], Any], group: Any) -> None:
     """Write what ``pack`` returns of each process of ``group``; a collective.
 
+    The files are written beside, and get the directory's name when all are there: until then nobody finds a snapshot,
+    and of two jobs that save into one directory, one succeeds.
+
     Raises:
         InvalidValueError: On all processes, if the directory is not empty or something cannot be written.
+        OSError: If the disk is full, or the like; nothing is left behind then.
     """
-    task, entries, packer = "save a snapshot", {}, Packer()
-    number = numbers_of_all(1 << 52 | secrets.randbits(52), group, task)[0]  # no generator of the run draws
-    error = None
+    number = numbers_of_all(1 << 52 | secrets.randbits(52), group, _TASK)[0]  # no generator of the run draws
+    rank, processes = rank_in(group), number_of_processes(group)
+    filled, packer, document = beside_name(directory, number), Packer(), ""
+    own = filled / file_of(rank)
+
+    def begin() -> None:
+        nonlocal document
+        refuse_used(directory)
+        about = {"format": _FORMAT, "save": f"{number:014x}", "rank": rank, "processes": processes}
+        document = _document(packer, pack, about)
+        if rank == 0:
+            begin_directory(directory, filled)
+
+    def write() -> None:
+        wait_for(lambda: None if filled.is_dir() else file_of(0), directory)
+        with own.open("xb") as file:
+            packer.writer.write(file, document)
+            sync(file)
+
+    def check() -> None:
+        wait_for(lambda: first_missing(filled, [*zip(map(file_of, range(processes)), sizes, strict=True)]), directory)
+
+    def end() -> None:
+        if rank == 0:
+            end_directory(directory, filled)
+
     try:
-        _refuse_used(directory)
-        entries = _entries(number, pack(packer), packer.tensors, group)
-    except Exception as problem:  # or the others would wait for this process
-        error = problem
-    raise_together(error, group, task)
-    write_entries(directory, entries, group)
-    try:
-        check_written(directory)
-    except InvalidValueError as problem:
-        error = problem
-    raise_together(error, group, task)
+        _all_or_none(begin, directory, group)
+        _all_or_none(write, directory, group)
+        sizes = numbers_of_all(own.stat().st_size, group, _TASK)
+        _all_or_none(check, directory, group)
+        _all_or_none(end, directory, group)
+    except BaseException:
+        with suppress(OSError):
+            own.unlink(missing_ok=True)
+        if rank == 0:
+            drop_directory(filled)
+        raise
 
 
-def load_parts(directory: Path, group: Any) -> tuple[int, Any]:
-    """Return the number of the save, and what `save_parts` was given by this process; the tensors are not read yet.
+def file_of(rank: int) -> str:
+    """Return the name of the file of one process."""
+    return f"process-{rank}.safetensors"
+
+
+class SavedPart:
+    """What `save_parts` has written of this process; to be used in a ``with`` block, as its tensors are read later.
+
+    Args:
+        directory: Where it is.
+        group: The processes that load.
+
+    Attributes:
+        number: That of the save.
+        reader: The file.
 
     Raises:
         InvalidValueError: If there is no such thing.
     """
-    rank, processes = rank_in(group), number_of_processes(group)
-    names = names_of_entries(directory)
-    if not {str(r) for r in range(processes)} <= names or str(processes) in names:
-        whole = sum(name.isdigit() for name in names)
-        raise InvalidValueError(
-            f"{str(directory)!r} is a snapshot of {whole} processes, and here are {processes}: go on with as many, on "
-            "the same mesh."
-            if whole
-            else f"{str(directory)!r} is a checkpoint of something else: expected what snapshot.save() has written."
+
+    def __init__(self, directory: Path, group: Any) -> None:
+        self._directory, rank, processes = directory, rank_in(group), number_of_processes(group)
+        file = directory / file_of(rank)
+        if not is_regular(file):
+            _refuse_other_number(directory, processes)
+            raise InvalidValueError(_no_snapshot(directory, file.name))
+        self.reader = _opened(file)
+        try:
+            about = self.reader.about
+            if about.get("format") != _FORMAT:
+                told = about.get("format")
+                raise InvalidValueError(
+                    f"the snapshot in {str(directory)!r} has the format {told!a:.20}: expected {_FORMAT}."
+                )
+            if about.get("processes") != processes or about.get("rank") != rank:
+                raise InvalidValueError(_other_number(directory, about.get("processes"), processes))
+            with _understood(directory):
+                self.number = int(about["save"], 16)
+                if not 0 < self.number < 2**53:
+                    raise ValueError("the number of its save")
+                self._sparse = [self._sparse_of(i, *one) for i, one in enumerate(about["sparse"])]
+                self._shards = [self._shard_of(i, *one) for i, one in enumerate(about["shards"])]
+        except BaseException:
+            self.reader.__exit__(None, None, None)
+            raise
+
+    def content(self) -> Any:
+        """Return what the process was given, with what is stored in place of tensors."""
+        return self.reader.content(self.reader.stored, shard=self._shards.__getitem__, sparse=self._sparse.__getitem__)
+
+    def values(self, content: Any) -> Any:
+        """Return a part of the content with new tensors in it, which nobody writes back to."""
+        unpacker = Unpacker(())
+        kept = unpacker.copy(content)
+        unpacker.fill(self)
+        return Restorer().restored(kept)
+
+    def _shard_of(self, number: int, local: Any, mesh: Any, kinds: Any, shape: Any, stride: Any, grad: Any) -> Any:
+        stored, whole = self.reader.stored(local), number_of_elements(shape)
+        if type(stride) is not list or len(stride) != len(shape) or not all(map(is_count, stride)):
+            raise ValueError("a stride")
+        if len(stored.shape) != len(shape) or number_of_elements(stored.shape) > whole or type(grad) is not bool:
+            raise ValueError("a shard is larger than the whole")
+        sizes, names, ranks = mesh
+        key = tuple(sizes), None if names is None else tuple(names), tuple(ranks)
+        if any(type(kind) is not str for kind in kinds):
+            raise ValueError("a placement")
+        return StoredShard(number, stored, key, tuple(kinds), tuple(shape), tuple(stride), grad)
+
+    def _sparse_of(self, number: int, layout: Any, shape: Any, parts: Any, device: Any, coalesced: Any) -> Any:
+        number_of_elements(shape)
+        if layout not in _SPARSE or type(coalesced) is not bool or type(device) is not str:
+            raise ValueError("a sparse tensor")
+        return StoredSparse(number, layout, tuple(shape), tuple(map(self.reader.stored, parts)), device, coalesced)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        self.reader.__exit__(None, None, None)
+        with _understood(self._directory):
+            if error is not None:
+                raise error
+
+
+@contextmanager
+def _understood(directory: Path) -> Iterator[None]:
+    """Turn what goes wrong with the content of a file into one error."""
+    try:
+        yield
+    except GradguardError:
+        raise
+    except Exception as error:  # a forged file may raise anything, and runs nothing
+        raise InvalidValueError(_damaged(directory, error)) from error
+
+
+def _opened(file: Path) -> PlainReader:
+    with _understood(file.parent):
+        return PlainReader(file, _KIND)
+
+
+def _document(packer: Packer, pack: Callable[[Packer], Any], about: Mapping[str, Any]) -> str:
+    try:
+        content = packer.writer.codec.encoded(pack(packer))
+        return packer.writer.document(about, content, **packer.writer.tables())
+    except PlainError as error:
+        raise UnsupportedGradientError(
+            f"the state holds something that cannot be written to a file ({error}): expected numbers, text, tensors, "
+            "arrays, and containers of these. Keep the snapshot in memory, or leave it out of the optimizer's groups "
+            "and of what state_dict() returns."
+        ) from error
+
+
+def _all_or_none(work: Callable[[], None], directory: Path, group: Any) -> None:
+    """Do a part of a save, and raise on all processes what one of them meets; a collective."""
+    error: Exception | None = None
+    try:
+        work()
+    except FileExistsError:
+        error = InvalidValueError(
+            f"{str(directory)!r} is there already: expected a new or empty directory, because one that was overwritten "
+            "in part would hold two states. Name another, such as snapshots/step-1000."
         )
-    into: dict[str, Any] = {str(rank): b""}
-    read_entries(directory, into)
-    entry = into[str(rank)]
-    if not isinstance(entry, bytes) or zlib.crc32(entry[4:]).to_bytes(4) != entry[:4]:
-        raise InvalidValueError(f"the snapshot in {str(directory)!r} is damaged: it is not what was written.")
-    version, *content = pickle.loads(entry[4:])
-    if version != _FORMAT:
-        raise InvalidValueError(f"the snapshot in {str(directory)!r} has the format {version}: expected {_FORMAT}.")
-    number, parts = content
-    if _save_entry(number) not in names:
-        raise InvalidValueError(_mixed(directory))
-    return number, parts
+    except OSError as problem:
+        code, why = problem.errno or errno.EIO, problem.strerror or problem
+        error = OSError(code, f"no snapshot was written to {str(directory)!r}: {why}. Nothing of it is left there")
+    except Exception as problem:  # or the others would wait for this process
+        error = problem
+    raise_together(error, group, _TASK)
+
+
+def _refuse_other_number(directory: Path, processes: int) -> None:
+    """Say how many processes have saved, where the file of this one is missing."""
+    saved = None
+    with suppress(GradguardError), _opened(directory / file_of(0)) as reader:
+        saved = reader.about.get("processes")
+    if type(saved) is int and saved != processes:
+        raise InvalidValueError(_other_number(directory, saved, processes))
+
+
+def _other_number(directory: Path, saved: Any, here: int) -> str:
+    return (
+        f"{str(directory)!r} is a snapshot of {saved!a:.20} processes, and here are {here}: go on with as many, on the "
+        "same mesh."
+    )
+
+
+def _no_snapshot(directory: Path, name: str) -> str:
+    if (directory / ".metadata").exists():
+        return (
+            f"{str(directory)!r} holds files of torch.distributed.checkpoint, as an earlier gradguard has written, or "
+            "a checkpoint of something else: they hold pickled objects, which run code when they are read, so they are "
+            "not read. If it is a snapshot of your own, load it with the gradguard that saved it, and save() it again "
+            "with this one."
+        )
+    return (
+        f"{str(directory)!r} holds no snapshot that was written to its end: expected the directory of a "
+        f"snapshot.save(directory), with its file {name!r}."
+    )
+
+
+def _damaged(directory: Path, error: Exception) -> str:
+    why = getattr(error, "strerror", None) or error
+    told = why if isinstance(error, OSError | ValueError) else f"{type(error).__name__}: {why}"
+    return (
+        f"the snapshot in {str(directory)!r} cannot be read: a file is missing or damaged, or was never one ({told}). "
+        "Take another one."
+    )
+
+
+_SHARD, _PARTIAL = re.compile(r"Shard\(dim=(\d{1,2})\)"), re.compile(r"Partial\((\w+)\)")
+
+
+def _placement(told: str, live: Mapping[str, Any]) -> Any:
+    """The placement that is written so: one of the run's, or one of the three that DTensors know in public."""
+    from torch.distributed.tensor import Partial, Replicate, Shard
+
+    if told in live:
+        return live[told]
+    if found := _SHARD.fullmatch(told):
+        return Shard(int(found[1]))
+    if (found := _PARTIAL.fullmatch(told)) and found[1] in _REDUCTIONS:
+        return Partial(found[1])
+    if told != repr(Replicate()):
+        raise PlainError("a shard has a placement that is not known")
+    return Replicate()
+
+
+def _sparse_parts(sparse: Tensor) -> tuple[Tensor, ...]:
+    if sparse.layout is torch.sparse_coo:
+        return sparse_indices(sparse), sparse_values(sparse)
+    if sparse.layout is torch.sparse_csr:
+        return sparse.crow_indices(), sparse.col_indices(), sparse.values()
+    return sparse.ccol_indices(), sparse.row_indices(), sparse.values()
+
+
+def _sparse_of(stored: StoredSparse, parts: Sequence[Tensor]) -> Tensor:
+    """The sparse tensor of these parts, each of whose indices is looked at."""
+    if stored.layout == "sparse_coo":
+        indices, values = parts
+        found = torch.sparse_coo_tensor(indices, values, stored.shape, check_invariants=True)
+        return found.coalesce() if stored.coalesced else found
+    outer, inner, values = parts
+    make = torch.sparse_csr_tensor if stored.layout == "sparse_csr" else torch.sparse_csc_tensor
+    return make(outer, inner, values, stored.shape, check_invariants=True)
 
 
 def check_save(directory: Path, number: int, error: Exception | None, group: Any) -> None:
@@ -281,47 +518,6 @@ def _mixed(directory: Path) -> str:
     )
 
 
-def _save_entry(number: int) -> str:
-    return f"save {number:014x}"
-
-
-def _entries(number: int, parts: Any, tensors: list[Tensor], group: Any) -> dict[str, Any]:
-    file = io.BytesIO()
-    try:
-        _Pickler(file).dump((_FORMAT, number, parts))
-    except (pickle.PicklingError, TypeError, AttributeError) as error:
-        raise UnsupportedGradientError(
-            f"the state holds something that cannot be written to a file ({error}): keep the snapshot in memory, or "
-            "leave it out of the optimizer's groups and of what state_dict() returns."
-        ) from error
-    content, rank = file.getvalue(), rank_in(group)
-    named = {f"{rank}/{number}": tensor for number, tensor in enumerate(tensors)}
-    of_save = {_save_entry(number): b""} if rank == 0 else {}
-    return {str(rank): zlib.crc32(content).to_bytes(4) + content, **named, **of_save}
-
-
-class _Pickler(pickle.Pickler):
-    """One that refuses what a state points to and does not own: what came back would be another."""
-
-    def reducer_override(self, obj: Any) -> Any:
-        if isinstance(obj, nn.Module | Optimizer):
-            raise pickle.PicklingError(f"a {type(obj).__name__}")
-        return NotImplemented
-
-
-def _refuse_used(directory: Path) -> None:
-    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
-        raise InvalidValueError(
-            f"{str(directory)!r} is there already: expected a new or empty directory, because one that was overwritten "
-            "in part would hold two states. Name another, such as snapshots/step-1000."
-        )
-
-
-def _checksum(memory: Tensor) -> int:
-    flat = memory.contiguous().view(-1).view(torch.uint8)
-    return zlib.crc32((ctypes.c_char * flat.numel()).from_address(flat.data_ptr())) if flat.numel() else 0
-
-
 def _key(mesh: Any) -> tuple[Any, ...]:
     return tuple(mesh.shape), mesh.mesh_dim_names, tuple(mesh.mesh.flatten().tolist())
 
@@ -334,18 +530,19 @@ def _mesh_in_words(key: tuple[Any, ...]) -> str:
 def _stored_in_words(stored: Any) -> str:
     if isinstance(stored, StoredShard):
         return _in_words(stored.shape, stored.local.dtype, stored.local.device, stored.placements, stored.mesh)
-    if isinstance(stored, StoredInside):
-        return _in_words(stored.tensor.shape, stored.tensor.dtype, stored.device)
+    if isinstance(stored, StoredSparse):
+        return f"{_in_words(stored.shape, stored.parts[-1].dtype, stored.device)}, {stored.layout}"
     return _in_words(stored.shape, stored.dtype, stored.device)
 
 
 def _live_in_words(live: Any) -> str:
     if not is_sharded(live):
-        return _in_words(live.shape, live.dtype, live.device)
+        words = _in_words(live.shape, live.dtype, live.device)
+        return words if live.layout is torch.strided else f"{words}, {str(live.layout).removeprefix('torch.')}"
     local = live.to_local() if not live.requires_grad else live.detach().to_local()
-    return _in_words(live.shape, live.dtype, local.device, tuple(live.placements), _key(live.device_mesh))
+    return _in_words(live.shape, live.dtype, local.device, tuple(map(repr, live.placements)), _key(live.device_mesh))
 
 
 def _in_words(shape: Any, dtype: Any, device: Any, placements: Any = None, mesh: Any = None) -> str:
     plain = f"{str(dtype).removeprefix('torch.')} {list(shape)} on {device}"
-    return plain if mesh is None else f"{plain}, {placements} over {_mesh_in_words(mesh)}"
+    return plain if mesh is None else f"{plain}, {', '.join(placements)} over {_mesh_in_words(mesh)}"

@@ -15,13 +15,15 @@ from gradguard.errors import InvalidTypeError, InvalidValueError, UnsupportedGra
 from gradguard.optimizer_hooks import optimizers_in
 from gradguard.resilience.copies import Copier, Restorer, StreamOrder, TensorCopy, inner_tensors, is_plain
 from gradguard.resilience.generators import Generators
+from gradguard.resilience.other_state import OtherState, optimizer_of
+from gradguard.resilience.plain_values import PlainError, reference_to, with_references
 from gradguard.resilience.saved_snapshot import (
     Packer,
+    SavedPart,
     Unpacker,
     check_save,
     compare_layouts,
     compare_names,
-    load_parts,
     save_parts,
 )
 from gradguard.torch_private import buffer_slots, has_scheduler, hook_tables, is_fsdp1
@@ -104,8 +106,8 @@ class Snapshot:
         optimizers = [optimizer, *(one for one in more if isinstance(one, Optimizer))]
         others = [one for one in more if not isinstance(one, nn.Module | Optimizer)]
         self._optimizers = [_OptimizerState(one, modules) for part in optimizers for one in optimizers_in(part)]
-        self._others = [_OtherState(one) for one in others if _optimizer_of(one) is None]
-        self._schedulers = [_OtherState(one) for one in others if _optimizer_of(one) is not None]
+        self._others = [OtherState(one) for one in others if optimizer_of(one) is None]
+        self._schedulers = [OtherState(one) for one in others if optimizer_of(one) is not None]
         self._modules = [_ModuleState(module) for module in modules]
         self._generators = Generators()
         self._copier = Copier()
@@ -182,9 +184,11 @@ class Snapshot:
         return self._modules[0].weights()
 
     def save(self, directory: str | os.PathLike[str], *, process_group: Any = None) -> None:
-        """Write what was taken to files of `torch.distributed.checkpoint`, for `load`; all processes call it.
+        """Write what was taken to files of plain data, for `load`; all processes call it.
 
         Each process writes its own part: of shards no more than it holds, of weights that all hold a copy for each.
+        The directory appears when all is written: whoever looks before finds none, of two jobs that save into one
+        the second is refused, and after an error nothing is left, so that the same name serves again.
 
         Args:
             directory: A new or empty one, which all processes see by this path; it is looked at when all is written.
@@ -192,7 +196,9 @@ class Snapshot:
 
         Raises:
             InvalidValueError: If nothing was taken, or the directory is not empty, or not one for all processes.
-            UnsupportedGradientError: If the state holds what has no form in a file, such as a lambda.
+            UnsupportedGradientError: If the state holds what has no form in a file, such as a lambda or an object of a
+                class of your own.
+            OSError: If the disk is full, or the like.
         """
         save_parts(Path(directory), self._packed, process_group)
 
@@ -208,7 +214,8 @@ class Snapshot:
     ) -> Self:
         """Return the snapshot that `save` has written, for `restore`; the run itself is not changed yet.
 
-        A run in a new process goes on from it to the bit. Load only what you trust: the files may hold code.
+        A run in a new process goes on from it to the bit. Nothing in the files is run: they hold numbers, text and
+        tensors. Whoever has written them decides these, so load only weights that you would train on.
 
         Args:
             directory: As given to `save`.
@@ -248,20 +255,21 @@ class Snapshot:
             raise InvalidValueError("there is no snapshot that could be saved: call take() first.")
         self.synchronize()
         parts = [part.packed(packer) for part in self._parts()]
-        return {"kinds": [*map(_kind_of, self._parts())], "parts": parts, "generators": vars(self._generators)}
+        return {"kinds": [*map(_kind_of, self._parts())], "parts": parts, "generators": self._generators.states()}
 
     @torch.no_grad()
     def _unpack(self, directory: Path, group: Any) -> int:
         self._prepare()
-        number, saved = load_parts(directory, group)
-        compare_names("what it holds", saved["kinds"], map(_kind_of, self._parts()))
-        live = (tensor for part in self._parts() for tensor in part.tensors())
-        self._copier = unpacker = Unpacker(live)
-        for part, packed in zip(self._parts(), saved["parts"], strict=True):
-            part.unpack(packed, unpacker)
-        vars(self._generators).update(saved["generators"])
-        unpacker.fill(directory, group)
-        return number
+        with SavedPart(directory, group) as saved:
+            content = saved.content()
+            compare_names("what it holds", content["kinds"], map(_kind_of, self._parts()))
+            live = (tensor for part in self._parts() for tensor in part.tensors())
+            self._copier = unpacker = Unpacker(live)
+            for part, packed in zip(self._parts(), content["parts"], strict=True):
+                part.unpack(packed, unpacker)
+            unpacker.fill(saved)
+            self._generators.set_states(saved.values(content["generators"]))
+            return saved.number
 
     def synchronize(self) -> None:
         """Wait until all copies have arrived on the host."""
@@ -280,7 +288,7 @@ class Snapshot:
         self._order.begin([*of_modules, *(p.device for state in self._optimizers for p in state.tensors())])
 
     def _refuse_left_out_schedulers(self) -> None:
-        known = {id(_optimizer_of(one.thing)) for one in self._schedulers}
+        known = {id(optimizer_of(one.thing)) for one in self._schedulers}
         for state in self._optimizers:
             if has_scheduler(state.optimizer) and id(state.optimizer) not in known:
                 raise InvalidValueError(
@@ -430,7 +438,7 @@ class _OptimizerState:
         return {
             "names": self._names(),
             "parameters": {places[id(p)]: packer.restored(kept) for group in self._parameters for p, kept in group},
-            "groups": [packer.restored(kept) for kept in self._groups],
+            "groups": [_without_references(packer.restored(kept)) for kept in self._groups],
             "state": [(_key(key, places), packer.restored(kept)) for key, kept in self._state],
             "attributes": packer.restored(self._attributes),
         }
@@ -441,9 +449,12 @@ class _OptimizerState:
         self._refuse_another_order(packed["names"])
         kept = {name: unpacker.copy(one) for name, one in packed["parameters"].items()}
         self._parameters = [[(p, kept[_place(i, k)]) for k, p in enumerate(g["params"])] for i, g in enumerate(groups)]
-        self._groups = [unpacker.copy(group) for group in packed["groups"]]
+        self._groups = [
+            unpacker.copy(with_references(numbers, _numbers(group), f"what param_groups[{i}] holds"))
+            for i, (group, numbers) in enumerate(zip(groups, packed["groups"], strict=True))
+        ]
         self._state = [(live.get(key, key), unpacker.copy(state)) for key, state in packed["state"]]
-        self._attributes = unpacker.copy(packed["attributes"])
+        self._attributes = unpacker.copy(_checked_attributes(packed["attributes"], self.optimizer))
 
     def _named(self) -> Iterator[tuple[str, Tensor]]:
         for i, group in enumerate(self.optimizer.param_groups):
@@ -528,41 +539,29 @@ def _restore_group(group: dict[str, Any], kept: Any, restorer: Restorer, rewind_
         group[key] = restorer.restored(kept.entries[key], group.get(key))
 
 
+_NO_NUMBERS = ("state", "param_groups", "defaults")
+
+
 def _attributes(optimizer: Optimizer) -> dict[str, Any]:
-    left_out = ("state", "param_groups", "defaults")
     return {
         name: value
         for name, value in vars(optimizer).items()
-        if name not in left_out and name not in hook_tables(optimizer) and is_plain(value)
+        if name not in _NO_NUMBERS and name not in hook_tables(optimizer) and is_plain(value)
     }
 
 
-class _OtherState:
-    """An object with ``state_dict`` and ``load_state_dict``, or a generator."""
+def _checked_attributes(saved: dict[str, Any], optimizer: Optimizer) -> dict[str, Any]:
+    """Return attributes that may be set: numbers of this optimizer, and none of its methods or tables."""
+    known = _attributes(optimizer)
+    for name in saved:
+        if name not in known and (name in _NO_NUMBERS or hasattr(optimizer, name) or not name.isidentifier()):
+            raise PlainError(f"{type(optimizer).__name__}.{name!a:.40} is no number of an optimizer")
+    return saved
 
-    def __init__(self, thing: Any) -> None:
-        self.thing, self._kept = thing, None
 
-    def take(self, copier: Copier) -> None:
-        generator = isinstance(self.thing, torch.Generator)
-        self._kept = copier.copy(self.thing.get_state() if generator else self.thing.state_dict())
-
-    def tensors(self) -> Iterator[Tensor]:
-        return iter(())
-
-    def packed(self, packer: Packer) -> Any:
-        return packer.restored(self._kept)
-
-    def unpack(self, packed: Any, unpacker: Unpacker) -> None:
-        self._kept = unpacker.copy(packed)
-
-    def check(self) -> None:
-        """Nothing to compare: the object itself refuses a state that is not its own."""
-
-    def restore(self, restorer: Restorer) -> None:
-        del restorer  # its tensors are the run's; what is loaded may be kept by the object, so it is a copy
-        load = self.thing.set_state if isinstance(self.thing, torch.Generator) else self.thing.load_state_dict
-        load(Restorer().restored(self._kept))
+def _without_references(group: dict[str, Any]) -> dict[str, Any]:
+    """Return the numbers of a group with the name of each function in its place: a file holds no function."""
+    return {key: (callable(value) and reference_to(value)) or value for key, value in group.items()}
 
 
 def _kind_of(part: Any) -> str:
@@ -570,14 +569,6 @@ def _kind_of(part: Any) -> str:
     if isinstance(part, _ModuleState):
         return "a module"
     return type(part.optimizer if isinstance(part, _OptimizerState) else part.thing).__qualname__
-
-
-def _optimizer_of(thing: Any) -> Optimizer | None:
-    """Return which optimizer a scheduler drives; None of anything else."""
-    inner = getattr(thing, "scheduler", thing)  # of a trainer's wrapper
-    optimizer = getattr(inner, "optimizer", None)
-    is_scheduler = hasattr(inner, "get_last_lr") or isinstance(inner, torch.optim.lr_scheduler.LRScheduler)
-    return optimizer if is_scheduler and isinstance(optimizer, Optimizer) else None
 
 
 def _check(model: object, optimizer: object, more: Sequence[Any]) -> None:

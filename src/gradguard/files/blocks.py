@@ -1,0 +1,198 @@
+"""One file of text and raw blocks of bytes, laid out as safetensors: what is said of them, then the bytes.
+
+No part of such a file is code. Its sizes are compared with the file's before anything is read or allocated.
+"""
+
+import json
+import os
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from io import BufferedReader
+from types import TracebackType
+from typing import Any, NamedTuple, Self, SupportsIndex
+
+from gradguard.files.json_text import decode_json
+from gradguard.files.opening import open_regular, size_of
+
+LONGEST_HEADER = 256 * 2**20
+"""No header has as many bytes: that of a model of a million tensors is a third as long."""
+
+MOST_DIMENSIONS = 64
+_AT_ONCE = 2**24
+_ITEMSIZE = {"U8": 1, "F64": 8}
+
+Buffer = bytes | bytearray | memoryview
+
+
+class Block(NamedTuple):
+    """What a file says of one block of bytes.
+
+    Attributes:
+        dtype: ``"U8"`` or ``"F64"``, in little-endian order.
+        shape: How many there are along each dimension.
+        start: Where its bytes begin in the file.
+        end: Where they end.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    end: int
+
+    @property
+    def nbytes(self) -> int:
+        """How many bytes it has."""
+        return self.end - self.start
+
+
+class NewBlock(NamedTuple):
+    """A block that is to be written."""
+
+    dtype: str
+    shape: Sequence[int]
+    content: Buffer
+
+
+def write_blocks(file: Any, about: Mapping[str, str], blocks: Mapping[str, NewBlock]) -> None:
+    """Write text and blocks.
+
+    Args:
+        file: A file that is open to be written, at its start.
+        about: Texts by their names.
+        blocks: Blocks by their names.
+    """
+    header: dict[str, Any] = {"__metadata__": dict(about)}
+    end = 0
+    for name, block in blocks.items():
+        start, end = end, end + len(block.content)
+        header[name] = {"dtype": block.dtype, "shape": list(block.shape), "data_offsets": [start, end]}
+    head = json.dumps(header).encode()
+    head += b" " * (-len(head) % 8)
+    file.write(len(head).to_bytes(8, "little") + head)
+    for block in blocks.values():
+        _write_all(file, memoryview(block.content))
+
+
+def _write_all(file: Any, content: memoryview) -> None:
+    for begin in range(0, len(content), _AT_ONCE):
+        file.write(content[begin : begin + _AT_ONCE])
+
+
+class BlockFile:
+    """A file that `write_blocks` has written, or that somebody says it has; to be used in a ``with`` block.
+
+    Args:
+        path: The file.
+
+    Attributes:
+        about: Its texts by their names.
+        blocks: What it says of each block: within the file, as long as dtype and shape say.
+
+    Raises:
+        OSError: It cannot be read, or it is no regular file.
+        ValueError: It is another file, or it is cut off.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self._file: BufferedReader = open_regular(path)
+        try:
+            self._size = size_of(self._file)
+            length = int.from_bytes(self._file.read(8), "little")
+            if not 2 <= length <= min(self._size - 8, LONGEST_HEADER):
+                raise ValueError("its header has no length that can be meant, or it is cut off")
+            header = decode_json(self._file.read(length))
+            if type(header) is not dict:
+                raise ValueError("its header is no object")
+            about = header.pop("__metadata__", {})
+            if type(about) is not dict or any(type(one) is not str for one in about.values()):
+                raise ValueError("its texts are none")
+            self.about: dict[str, str] = about
+            self.blocks = {name: self._block(one, 8 + length) for name, one in header.items()}
+        except BaseException:
+            self._file.close()
+            raise
+
+    def _block(self, told: Any, begin: int) -> Block:
+        if type(told) is not dict or told.keys() != {"dtype", "shape", "data_offsets"}:
+            raise ValueError("a block is not described as one")
+        dtype, shape, offsets = told["dtype"], told["shape"], told["data_offsets"]
+        if type(dtype) is not str or dtype not in _ITEMSIZE:
+            raise ValueError("a block has a dtype that is not known")
+        if type(offsets) is not list or len(offsets) != 2 or not all(map(is_count, offsets)):
+            raise ValueError("a block has no place")
+        start, end = begin + offsets[0], begin + offsets[1]
+        if not start <= end <= self._size or end - start != _ITEMSIZE[dtype] * number_of_elements(shape):
+            raise ValueError("a block has another size than its shape, or it is cut off")
+        return Block(dtype, tuple(shape), start, end)
+
+    def read(self, name: str) -> bytes:
+        """Return the bytes of a block.
+
+        Args:
+            name: Its name.
+
+        Raises:
+            KeyError: There is none of this name.
+            ValueError: The file has been cut off meanwhile.
+        """
+        block = self.blocks[name]
+        self._file.seek(block.start)
+        content = self._file.read(block.nbytes)
+        if len(content) != block.nbytes:
+            raise ValueError("it is cut off")
+        return content
+
+    def read_into(self, name: str, memory: memoryview) -> int:
+        """Read a block into ``memory``, which has as many bytes.
+
+        Args:
+            name: Its name.
+            memory: Where to, as bytes.
+
+        Returns:
+            Their CRC-32.
+
+        Raises:
+            KeyError: There is none of this name.
+            ValueError: It has another number of bytes, or the file has been cut off meanwhile.
+        """
+        block, checksum = self.blocks[name], 0
+        if len(memory) != block.nbytes:
+            raise ValueError("a block has another size than what it is read into")
+        self._file.seek(block.start)
+        for begin in range(0, len(memory), _AT_ONCE):
+            part = memory[begin : begin + _AT_ONCE]
+            if self._file.readinto(part) != len(part):
+                raise ValueError("it is cut off")
+            checksum = zlib.crc32(part, checksum)
+        return checksum
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._file.close()
+
+
+def is_count(value: object) -> bool:
+    """Tell whether ``value`` is a whole number from 0 to 2**63, as JSON has them, and no truth value."""
+    return type(value) is int and 0 <= value < 2**63
+
+
+def number_of_elements(shape: object) -> int:
+    """Return how many elements a shape has that was read from a file.
+
+    Raises:
+        ValueError: It is no shape.
+    """
+    if type(shape) not in (list, tuple) or len(shape) > MOST_DIMENSIONS or not all(map(is_count, shape)):  # type: ignore[arg-type]
+        raise ValueError("a shape is no list of some whole numbers")
+    sizes: Iterable[SupportsIndex] = shape  # type: ignore[assignment]
+    count = 1
+    for size in sizes:
+        count *= int(size)
+    if count >= 2**63:
+        raise ValueError("a shape has more elements than can be meant")
+    return count

@@ -1,0 +1,74 @@
+"""Read JSON whose depth and size are known before it is parsed."""
+
+import json
+import re
+from itertools import accumulate
+from typing import Any
+
+DEEPEST = 150
+"""Brackets within brackets. Who walks through what was read may call itself so often."""
+
+MOST_VALUES = 4_000_000
+"""Numbers, texts and containers of one text: some 64 bytes each in memory."""
+
+_STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
+_NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
+_STEP = {ord("["): 1, ord("{"): 1, ord("]"): -1, ord("}"): -1}
+_SHORT = 1 << 16
+"""A text as long as that cannot have many values."""
+
+
+def decode_json(text: bytes) -> Any:
+    """Return what a JSON text says.
+
+    NaN and infinity, which are no JSON, are refused, and so is a key that an object has twice.
+
+    Args:
+        text: UTF-8.
+
+    Raises:
+        ValueError: It is no JSON, nested more deeply than `DEEPEST`, or it has more than `MOST_VALUES` values.
+
+    Example:
+        >>> decode_json(b'{"a": [1, 2.5, null]}')
+        {'a': [1, 2.5, None]}
+        >>> decode_json(b"[" * 100000 + b"]" * 100000)
+        Traceback (most recent call last):
+        ValueError: nested more deeply than 150 brackets
+    """
+    refuse_many_values(text)
+    if depth_of(text) > DEEPEST:
+        raise ValueError(f"nested more deeply than {DEEPEST} brackets")
+    return _DECODER.decode(text.decode("utf-8"))
+
+
+def refuse_many_values(text: bytes) -> None:
+    """Refuse a text that would take much more memory than it is long.
+
+    Raises:
+        ValueError: It may have more than `MOST_VALUES` values: so many commas and brackets, also within strings.
+    """
+    if len(text) > _SHORT and text.count(b",") + text.count(b"[") + text.count(b"{") > MOST_VALUES:
+        raise ValueError(f"more than {MOST_VALUES:,} values")
+
+
+def depth_of(text: bytes) -> int:
+    """Return how many brackets are open at once at most; those within strings do not count."""
+    if text.count(b"[") + text.count(b"{") <= DEEPEST:
+        return text.count(b"[") + text.count(b"{")
+    brackets = _STRING.sub(b"", text).translate(None, _NO_BRACKETS)
+    return max(accumulate(map(_STEP.__getitem__, brackets)), default=0)
+
+
+def _refuse(constant: str) -> Any:
+    raise ValueError(f"{constant} is no JSON")
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("an object has a key twice")
+    return found
+
+
+_DECODER = json.JSONDecoder(parse_constant=_refuse, object_pairs_hook=_object)

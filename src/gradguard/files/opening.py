@@ -1,0 +1,73 @@
+"""Open a file that somebody else may have made: a regular one, which is never waited for."""
+
+import errno
+import os
+import stat
+from io import BufferedReader
+from pathlib import Path
+
+
+def open_regular(path: str | os.PathLike[str]) -> BufferedReader:
+    """Open a regular file to read its bytes.
+
+    **Guarantees**: a pipe, a socket, a device or a folder is refused and never waited for, also if it takes the place
+    of a file between a look and the call: what was opened is what is looked at. A link to a regular file is followed.
+
+    Args:
+        path: The file.
+
+    Returns:
+        The file, open at its start.
+
+    Raises:
+        OSError: There is no such file, it may not be read, or it is not a regular one; ``strerror`` says what it is.
+
+    Example:
+        >>> open_regular("/dev/null")
+        Traceback (most recent call last):
+        OSError: [Errno 22] it is a device, and a regular file was expected: '/dev/null'
+    """
+    number = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
+    try:
+        mode = os.fstat(number).st_mode
+        if not stat.S_ISREG(mode):
+            code = errno.EISDIR if stat.S_ISDIR(mode) else errno.EINVAL
+            raise OSError(code, f"it is {_kind(mode)}, and a regular file was expected", os.fspath(path))
+        return os.fdopen(number, "rb")
+    except BaseException:
+        os.close(number)
+        raise
+
+
+def read_whole(path: str | os.PathLike[str], most: int) -> bytes:
+    """Return the bytes of a regular file.
+
+    Args:
+        path: The file.
+        most: So many bytes are the most that are read.
+
+    Raises:
+        OSError: It cannot be read, or it is longer.
+    """
+    with open_regular(path) as file:
+        if (size := size_of(file)) > most:
+            raise OSError(errno.EFBIG, f"it has {size:,} bytes, and at most {most:,} were expected", os.fspath(path))
+        return file.read(most)  # also of a file that grows meanwhile
+
+
+def size_of(file: BufferedReader) -> int:
+    """Return how many bytes an open file has."""
+    return os.fstat(file.fileno()).st_size
+
+
+def is_regular(path: Path) -> bool:
+    """Tell whether there is a regular file."""
+    try:
+        return stat.S_ISREG(path.stat().st_mode)
+    except OSError:
+        return False
+
+
+def _kind(mode: int) -> str:
+    kinds = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket"}
+    return kinds.get(stat.S_IFMT(mode), "a device")

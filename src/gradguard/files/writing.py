@@ -1,0 +1,146 @@
+"""Write a file, or a directory of files, in one piece: whoever reads sees the old one, the new one, or none."""
+
+import errno
+import os
+import secrets
+import shutil
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from io import BufferedWriter
+from pathlib import Path
+
+_USED = "it is there already, and not empty"
+
+
+@contextmanager
+def replacing(path: str | os.PathLike[str]) -> Iterator[BufferedWriter]:
+    """Yield a file that takes the place of ``path`` at the end of the block, if nothing was raised.
+
+    **Guarantees**: until then ``path`` is as it was; a full disk, an exception or the end of the process leaves it so,
+    and the first two leave no other file behind. Nothing is written through a link, nor into a pipe or a device.
+
+    Args:
+        path: Where it goes; its folder is there.
+
+    Yields:
+        The file, open for bytes.
+
+    Raises:
+        OSError: It cannot be written, or ``path`` is a link, a folder, a pipe or a device.
+    """
+    path = Path(path)
+    refuse_link(path)
+    beside = _beside(path)
+    try:
+        with beside.open("xb") as file:
+            yield file
+            sync(file)
+        refuse_link(path)
+        beside.replace(path)
+    finally:
+        beside.unlink(missing_ok=True)
+
+
+def write_whole(path: str | os.PathLike[str], content: bytes) -> None:
+    """Write a file in one piece, as `replacing` does.
+
+    Raises:
+        OSError: It cannot be written.
+    """
+    with replacing(path) as file:
+        file.write(content)
+
+
+def sync(file: BufferedWriter) -> None:
+    """Let what was written reach the disk: a full one is told here at the latest.
+
+    Raises:
+        OSError: It does not.
+    """
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def refuse_link(path: Path) -> None:
+    """Refuse a path that is there and is no regular file of its own.
+
+    Raises:
+        OSError: It is a link, a folder, a pipe, or a device.
+    """
+    with suppress(FileNotFoundError):
+        mode = path.lstat().st_mode
+        if stat.S_ISLNK(mode):
+            aim = os.readlink(path)
+            raise OSError(errno.ELOOP, f"it is a link to {aim!r}: name the file itself, or remove the link", str(path))
+        if stat.S_ISDIR(mode):
+            raise OSError(errno.EISDIR, "it is a folder", str(path))
+        if not stat.S_ISREG(mode):
+            raise OSError(errno.EINVAL, "it is no regular file", str(path))
+
+
+def beside_name(directory: Path, number: int) -> Path:
+    """Return the name under which a directory is filled before it gets its own; one for each ``number``."""
+    directory = directory.absolute()
+    return directory.with_name(f".{directory.name[:100]}.part-{number:014x}")
+
+
+def begin_directory(directory: Path, filled: Path) -> None:
+    """Make the directory that `beside_name` names; with the rights of ``directory`` where that is there and empty.
+
+    Raises:
+        FileExistsError: ``directory`` is there and not empty.
+        OSError: It cannot be made.
+    """
+    refuse_used(directory)
+    filled.parent.mkdir(parents=True, exist_ok=True)
+    filled.mkdir()
+    if directory.is_dir():
+        filled.chmod(stat.S_IMODE(directory.stat().st_mode))
+
+
+def end_directory(directory: Path, filled: Path) -> None:
+    """Give a filled directory its name: in one piece, and of two processes that try at once only one succeeds.
+
+    Raises:
+        FileExistsError: ``directory`` is there and not empty; another process was earlier, for example.
+        OSError: It cannot be renamed.
+    """
+    try:
+        if os.name == "nt" and directory.is_dir():
+            directory.rmdir()
+        os.rename(filled, directory)  # over an empty directory too, never over one that holds anything
+    except OSError as error:
+        if error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
+            raise FileExistsError(errno.EEXIST, _USED, str(directory)) from error
+        raise
+    _sync_folder(directory.absolute().parent)
+
+
+def drop_directory(filled: Path) -> None:
+    """Remove a directory that was begun and gets no name."""
+    shutil.rmtree(filled, ignore_errors=True)
+
+
+def refuse_used(directory: Path) -> None:
+    """Refuse a directory that holds anything, or a path that is something else.
+
+    Raises:
+        FileExistsError: It is there and no empty directory.
+    """
+    if os.path.lexists(directory) and (directory.is_symlink() or not directory.is_dir() or any(directory.iterdir())):
+        raise FileExistsError(errno.EEXIST, _USED, str(directory))
+
+
+def _beside(path: Path) -> Path:
+    return path.with_name(f".{path.name[:100]}.part-{os.getpid()}-{secrets.token_hex(4)}")
+
+
+def _sync_folder(folder: Path) -> None:
+    """Let the name reach the disk, where folders can be opened for that."""
+    with suppress(OSError):
+        number = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(number)
+        finally:
+            os.close(number)
