@@ -255,9 +255,10 @@ class CallTracker:
             self._planner.restart()
             self._unverified.append(call)
             self._capture.batch_size, self._capture.verifying = size, True
-        looks = rehearse is not None and not rehearsal and self.collector.mini_batch is None
+        looks = self._planner.uses_trained(module) and not rehearsal and self.collector.mini_batch is None
         if looks and self._loss_check is not None:
-            self._loss_check.start(size, pattern.output_axes, self._capture.verifying)
+            pulls = not self._planner.sharded
+            self._loss_check.start(size, pattern.output_axes, self._capture.verifying, pulls)
         self._planner.resume(pattern)
         self.collector.shared = self._planner.shared
         self.last_calls[module] = call

@@ -86,13 +86,16 @@ class LossCheck:
         self._conclusive = True
         self._divided_by = 1.0
 
-    def start(self, batch_size: int, output_axes: Sequence[BatchAxis | None], verifying: bool) -> None:
+    def start(
+        self, batch_size: int, output_axes: Sequence[BatchAxis | None], verifying: bool, pulls: bool = True
+    ) -> None:
         """Look at the next backward.
 
         Args:
             batch_size: Number of samples.
             output_axes: Where they are in what the module returned.
             verifying: Read its loss in any case; else only if none that is computed like it has been verified.
+            pulls: Whether backwards may be run to see whether samples meet.
 
         Raises:
             UnsupportedGradientError: If samples had different numbers of labels in the mini-batch before.
@@ -105,7 +108,7 @@ class LossCheck:
         self._too_many = self._too_many or len(self._calls) >= most
         self._calls = [
             *self._calls[1 - most :],
-            Outputs(batch_size, axes.pop() if len(axes) == 1 else self._batch_first),
+            Outputs(batch_size, axes.pop() if len(axes) == 1 else self._batch_first, pulls),
         ]
         self._parts = None
         self._roots.start()

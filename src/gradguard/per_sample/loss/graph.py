@@ -252,9 +252,14 @@ def _shown(value: Any) -> Any:
 
 def operation(node: Node) -> str:
     """Return the operation of a node, ``"Mul"`` for ``MulBackward0``; a custom function's node has its whole name."""
-    match = _OPERATION.fullmatch(node.name())
-    custom = hasattr(node, "saved_tensors")
-    return match[1] if match and not custom else node.name()
+    name = node.name()
+    return name if hasattr(node, "saved_tensors") else _without_backward(name)
+
+
+@functools.cache
+def _without_backward(name: str) -> str:
+    match = _OPERATION.fullmatch(name)
+    return match[1] if match else name
 
 
 def saved(node: Node, name: str) -> Any:

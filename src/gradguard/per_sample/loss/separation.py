@@ -29,6 +29,7 @@ class Outputs:
     Args:
         batch_size: Number of samples B.
         batch_first: Whether they are the first dimension of the outputs, as far as is known.
+        pulls: Whether backwards may be run to see whether samples meet; not where they wait for other processes.
 
     Attributes:
         conclusive: False once `are_separate` had nothing to go by: gradients that are not finite, or of one sample.
@@ -37,8 +38,8 @@ class Outputs:
         values_of_each: How many values there are of each sample.
     """
 
-    def __init__(self, batch_size: int, batch_first: bool = True) -> None:
-        self.batch_size, self.batch_first = batch_size, batch_first
+    def __init__(self, batch_size: int, batch_first: bool = True, pulls: bool = True) -> None:
+        self.batch_size, self.batch_first, self._pulls = batch_size, batch_first, pulls
         self.conclusive = True
         self.constant_sizes: Set[int] = frozenset()
         self.repeated: set[int] = set()
@@ -78,7 +79,7 @@ class Outputs:
 
     def and_of(self, other: "Outputs") -> "Outputs":
         """Return these and the ones of another call."""
-        both = Outputs(self.batch_size, self.batch_first and other.batch_first)
+        both = Outputs(self.batch_size, self.batch_first and other.batch_first, self._pulls and other._pulls)
         both._edges, both._axes = self._edges + other._edges, self._axes + other._axes
         both._numbers = self._numbers + other._numbers
         both.values_of_each = self.values_of_each + other.values_of_each
@@ -93,12 +94,12 @@ class Outputs:
             samples: The sample of each element; can be broadcast to the value's shape.
 
         Returns:
-            None where the value does not depend on these outputs at all.
+            None where the value does not depend on these outputs at all, or no backward may be run.
 
         Raises:
             Unreadable: If a backward from there cannot be run.
         """
-        if not self._edges:
+        if not self._edges or not self._pulls:
             return None
         value = input_metadata_of(node)[number]
         samples = samples.to(value.device)
@@ -125,6 +126,8 @@ class Outputs:
         Raises:
             Unreadable: If it depends on none or several, or an operation cannot be differentiated twice.
         """
+        if not self._pulls:
+            raise Unreadable("a sharded model's backward cannot be run twice")
         value = input_metadata_of(node)[number]
         once = self._pull(node, number, _normal(value.shape, value.dtype, value.device))
         reached = [
