@@ -4,7 +4,8 @@ A clip calls `announce` before it writes, and `tell` when it is done. Where nobo
 tuple. Listeners hear the calls of all threads, each in the thread that clips.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -128,6 +129,24 @@ def tell(event: ClipEvent) -> None:
     """Say what a clip did."""
     for listener in _listeners:
         listener.after_clip(event)
+
+
+_on_the_way: list[str] = []
+
+
+@contextmanager
+def changing_on_the_way(what: str) -> Iterator[None]:
+    """Let it be known in a block that ``what`` changes gradients on their way through a backward."""
+    _on_the_way.append(what)
+    try:
+        yield
+    finally:
+        _on_the_way.remove(what)
+
+
+def changes_on_the_way() -> str:
+    """Return what changes gradients on their way through a backward now, or ""."""
+    return _on_the_way[-1] if _on_the_way else ""
 
 
 RULES = {"ClipByGlobalNorm": "norm", "ClipByValue": "value", "ClipAdaptive": "adaptive"}

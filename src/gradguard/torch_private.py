@@ -485,6 +485,28 @@ def buffer_slots(module: nn.Module) -> dict[str, Tensor | None]:
         _refuse("looking at the buffers of one layer", "torch.nn.Module._buffers")
 
 
+def layer_slots(module: nn.Module) -> dict[str, nn.Module | None]:
+    """Return the layers of ``module`` itself by attribute name: the dict that it reads."""
+    try:
+        return module._modules
+    except AttributeError:
+        _refuse("looking at the layers of one module", "torch.nn.Module._modules")
+
+
+def hook_tables_of(module: nn.Module) -> list[Mapping[int, Any]]:
+    """Return the dicts that hold the hooks of one module on its forward and backward."""
+    names = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+    return [getattr(module, name) for name in names if hasattr(module, name)]
+
+
+def global_hook_tables() -> list[Mapping[int, Any]]:
+    """Return the dicts that hold the hooks on the forward and backward of all modules."""
+    of = nn.modules.module
+    names = ("_global_forward_pre_hooks", "_global_forward_hooks", "_global_backward_pre_hooks",
+             "_global_backward_hooks")  # fmt: skip
+    return [getattr(of, name) for name in names if hasattr(of, name)]
+
+
 def call_slot() -> str:
     """Return the attribute that a call of a module goes through, hooks included: what stands there is called."""
     if not hasattr(nn.Module, "_call_impl"):

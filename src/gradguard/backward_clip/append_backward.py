@@ -1,6 +1,7 @@
 """The calls of the document that the error clip began with: `append_backward` and `minimize`."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from gradguard.backward_clip.hooks import Gradients, Roots, enter_checkpoint, ex
 from gradguard.backward_clip.module_callback import ModuleBackward, ModuleCallback
 from gradguard.backward_clip.plan import hides_a_graph
 from gradguard.backward_clip.rules import BaseErrorClip, apply_rule
+from gradguard.clip_events import changing_on_the_way
 from gradguard.errors import InvalidTypeError, InvalidValueError
 
 Callback = Callable[[str, Gradients], Gradients | None]
@@ -80,7 +82,8 @@ def append_backward(
         visit.enter(roots, NO_INPUTS)
         by_module = _by_module(callback, walk(roots), visit, undo) if isinstance(callback, ModuleCallback) else None
         undo += [_block(tensor) for tensor in blocked if not tensor.is_leaf]
-        _run(loss, visit, undo)
+        with changing_on_the_way("a callback of gg.append_backward") if callback is not None else nullcontext():
+            _run(loss, visit, undo)
         if by_module is not None:
             by_module.finish(visit.wanted)
     except RuntimeError as error:

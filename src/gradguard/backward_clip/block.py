@@ -1,7 +1,7 @@
 """`error_clip`: the block within which gradients are clipped on their way."""
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 from torch import Tensor, nn
 
@@ -11,6 +11,7 @@ from gradguard.backward_clip.hooks import Clipping, Observer
 from gradguard.backward_clip.rules import BaseErrorClip, ErrorClipNonfinite, check_thresholds
 from gradguard.backward_clip.scopes import LossScale, LossScope, Scope, Target, TargetScope, active
 from gradguard.backward_clip.statistics import ErrorClipStats
+from gradguard.clip_events import changing_on_the_way
 from gradguard.errors import InvalidTypeError, InvalidValueError
 
 
@@ -107,7 +108,8 @@ def error_clip(
     try:
         active[scope.serial] = scope
         scope.enter()
-        yield
+        with changing_on_the_way("gg.error_clip") if rule is not None else nullcontext():
+            yield
         scope.check()
     except RuntimeError as error:
         raise_if_freed(error, scope.nodes())

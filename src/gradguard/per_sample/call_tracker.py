@@ -14,15 +14,17 @@ from torch.utils.hooks import RemovableHandle
 
 from gradguard.errors import UnsupportedGradientError
 from gradguard.module_hooks import ForwardHook
-from gradguard.per_sample.call_arguments import Arguments, Skeleton, count_samples, take_samples
+from gradguard.per_sample.call_arguments import Arguments, Skeleton, changes_of, count_samples, take_samples
 from gradguard.per_sample.capture import LayerCapture, RunningCall, autocast_of
 from gradguard.per_sample.dry_run import Observer, Slot
 from gradguard.per_sample.layer_plans import CallPattern, CallPlan, LayerPlanner, Treatment
 from gradguard.per_sample.loss.check import LossCheck
 from gradguard.per_sample.mini_batch import GradientCollector
+from gradguard.per_sample.module_state import ModuleState
 from gradguard.per_sample.refusals import refuse_batch_norm, refuse_sharded_since, refuse_stand_ins
 from gradguard.per_sample.rerun import Draws, Snapshot
 from gradguard.per_sample.sample_loop import LoopedCall
+from gradguard.per_sample.witness import Witness
 from gradguard.torch_private import current_graph_task, hook_order, never_compiled, parameter_slots, stop_compiling
 
 _NOTHING = CallPlan(Treatment.NOTHING, False, (), ())
@@ -63,6 +65,7 @@ class CallTracker:
 
     Attributes:
         last_calls: The last call of each outermost module.
+        witness: Runs a sample of some mini-batches alone again; None for nobody.
     """
 
     def __init__(
@@ -79,6 +82,8 @@ class CallTracker:
         self._reduction, self._rehearse = reduction, rehearse
         self._rehearsed: CallPattern | None = None
         self._loop: LoopedCall | None = None
+        self._witnessed: LoopedCall | None = None
+        self.witness: Witness | None = None
         self._unverified: list[LastCall] = []
         self._without_gradient: Collection[str] = ()
         self._seen: Mapping[str, nn.Parameter] = {}
@@ -89,6 +94,8 @@ class CallTracker:
         self._quiet = False
         self.last_calls: dict[nn.Module, LastCall] = {}
         self._planner = LayerPlanner(self.batch_first, names, self._observed_by)
+        self._sound: int | None = None
+        self._holds_trained: dict[nn.Module, bool] = {}
         self._stack: list[RunningCall] = []
         self._trained: frozenset[str] = frozenset()
         self._observer: Observer | None = None
@@ -108,6 +115,7 @@ class CallTracker:
             self.remove()
             raise
         self._guarded: set[int] = set()
+        self._state = ModuleState(module)  # our own hooks are a part of it
 
     def remove(self) -> None:
         """Take all hooks away; calling it again does nothing."""
@@ -155,6 +163,8 @@ class CallTracker:
             call = self._unverified.pop()
             if conclusive:
                 call.pattern.sizes.add(call.batch_size)
+        if self.witness is not None:
+            self.witness.end()
 
     @contextmanager
     def collect_separately(self, pattern: CallPattern) -> Iterator[GradientCollector]:
@@ -206,6 +216,8 @@ class CallTracker:
         caller = self._stack[-1] if self._stack else None
         running = RunningCall(module, self._next_plan(module))
         running.exposed = self._is_exposed(module)
+        if caller is None and self._witnessed is not None:
+            self._witnessed.draws = running.places.enter_context(Draws(must_tell=False))
         self._stack.append(running)
         return self._capture.start(running, caller, args, kwargs)
 
@@ -219,25 +231,24 @@ class CallTracker:
         running = self._stack.pop()
         running.give_back()
         if output is None:  # the forward raised an error
-            self._loop = None
+            self._loop = self._witnessed = None
             return None
         try:
             if self._loop is not None:
                 return self._end_loop(output)
-            return self._refuse_unowned(
-                module,
-                self._capture.end(running, self._stack[-1] if self._stack else None, args, kwargs, output),
-                output,
-            )
+            changed = self._capture.end(running, self._stack[-1] if self._stack else None, args, kwargs, output)
+            if not self._stack and self._witnessed is not None:
+                witnessed, self._witnessed = self._witnessed, None
+                tapped = self._capture.tap_loop(witnessed, output if changed is None else changed, witnessed=True)
+                changed = changed if tapped is None else tapped
+            return self._refuse_unowned(module, changed, output)
         except UnsupportedGradientError:
             self._planner.forget()  # so that the next step looks at the model again
             raise
 
     def _begin(self, module: nn.Module, arguments: Arguments) -> None:
         """An outermost call starts."""
-        refuse_batch_norm(self._module)
-        if not self._planner.sharded:
-            refuse_sharded_since(self._module)
+        state = self._look_at_state()
         self._look_at_trained()
         self._planner.restart()
         if current_graph_task() != -1:  # a checkpoint runs a part of the forward again
@@ -246,15 +257,22 @@ class CallTracker:
         if not size:
             return
         rehearsal = self._rehearsed is not None
-        rehearse = self._rehearse if self._planner.uses_trained(module) and not self._planner.sharded else None
-        pattern = self._rehearsed or self._planner.pattern_for(module, arguments, size)
-        call = LastCall(pattern, arguments, size, autocast_of(Skeleton(arguments)))
+        autocast = autocast_of(Skeleton(arguments))
+        rehearse = None if self._planner.sharded or not self._uses_trained(module) else self._rehearse
+        kind = self._planner.key_of(module, arguments, autocast)
+        fresh = not rehearsal and not self._planner.knows(kind, state)
+        pattern = self._rehearsed or self._planner.pattern_for(module, arguments, size, kind, state)
+        call = LastCall(pattern, arguments, size, autocast)
         self._capture.verifying = not rehearsal and rehearse is not None and size not in pattern.sizes
         if rehearse is not None and self._capture.verifying:
             rehearse(self, call)
             self._planner.restart()
             self._unverified.append(call)
             self._capture.batch_size, self._capture.verifying = size, True
+        if fresh:
+            self._planner.keep(pattern, kind, self._state.passed())
+            if self.witness is not None:
+                self.witness.tried_out()
         looks = self._planner.uses_trained(module) and not rehearsal and self.collector.mini_batch is None
         if looks and self._loss_check is not None:
             pulls = not self._planner.sharded
@@ -264,6 +282,46 @@ class CallTracker:
         self.last_calls[module] = call
         if pattern.looped:
             self._loop = self.looped_call(call)
+        elif self._is_witnessed(rehearsal or rehearse is None):
+            self._witnessed = self._record(call)
+
+    def _look_at_state(self) -> int:
+        """Look whether the model may compute something else than in the last call; return the number of its state."""
+        if self._planner.sharded:  # each process has attributes of its own, and must do as the others do
+            refuse_batch_norm(self._module)
+            self._holds_trained.clear()
+            return 0
+        if self._rehearsed is not None and self._sound is not None:
+            return self._sound
+        state = self._state.look()
+        if self._state.nearer and self.witness is not None:
+            self.witness.bring_nearer(self._state.nearer)
+        self._state.nearer = 0
+        if state != self._sound:
+            refuse_batch_norm(self._module)
+            refuse_sharded_since(self._module)
+            self._holds_trained.clear()
+            self._sound = state
+        return state
+
+    def _uses_trained(self, module: nn.Module) -> bool:
+        """Tell whether a trained parameter is in ``module``."""
+        if module not in self._holds_trained:
+            self._holds_trained[module] = self._planner.uses_trained(module)
+        return self._holds_trained[module]
+
+    def _is_witnessed(self, without: bool) -> bool:
+        return not without and self.witness is not None and self.witness.is_due
+
+    def _record(self, call: LastCall) -> LoopedCall:
+        """Take note of a call, so that one sample of it can be run alone again."""
+        assert self.witness is not None
+        loop = self.looped_call(call)
+        sample = self.witness.choose(call.batch_size)
+        loop.taken[sample] = call.samples(self.batch_first, [sample])
+        loop.before = Snapshot(loop.module, call.pattern.changes_buffers)
+        loop.recorded = [(p, changes_of(p)) for p in map(self.parameter, loop.places)]
+        return loop
 
     def looped_call(self, call: LastCall) -> LoopedCall:
         """Return ``call`` as one that is repeated sample by sample."""
@@ -326,6 +384,11 @@ class CallTracker:
         if self._rehearsed is None:
             refuse_stand_ins(parameters)
             self._seen = parameters
+        if len(set(map(id, parameters.values()))) < len(parameters):
+            raise UnsupportedGradientError(
+                "two parameters were tied after the clipper was made, so that each would get a part of one gradient: "
+                "call clipper.detach() and make a new clipper."
+            )
         trained = frozenset(name for name, parameter in parameters.items() if parameter.requires_grad)
         self._without_gradient = {name for name, parameter in parameters.items() if parameter.grad is None}
         if trained != self._trained:
@@ -333,6 +396,7 @@ class CallTracker:
             self._capture.train(trained)
             self._planner.train(trained)
             self._trained = trained
+            self._holds_trained.clear()
 
     def _guard(self, names: frozenset[str]) -> None:
         """Watch the accumulators of the trained parameters."""
@@ -364,7 +428,7 @@ class CallTracker:
 
     def recover(self) -> None:
         """Give back what calls that were cut short (an interrupt from the keyboard) have withheld."""
-        self._loop = None
+        self._loop = self._witnessed = None
         while self._stack:
             self._stack.pop().give_back()
 

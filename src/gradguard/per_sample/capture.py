@@ -416,8 +416,17 @@ class LayerCapture:
         fallback.arguments.release()
         return self._tap_outputs(output, saved, partial(self.collector.receive_fallback, fallback))
 
-    def tap_loop(self, loop: LoopedCall, output: Any) -> Any:
-        """Tap what a looped call returned; backward goes no further, unless its plain gradients are asked for."""
+    def tap_loop(self, loop: LoopedCall, output: Any, witnessed: bool = False) -> Any:
+        """Tap what a looped call returned; backward goes no further, unless its plain gradients are asked for.
+
+        Args:
+            loop: The call.
+            output: What it returned.
+            witnessed: It is no looped call, but one sample of it will be run alone.
+
+        Returns:
+            What it returns in place of that; None for the same.
+        """
         returned = Skeleton(output)
         if loop.draws is not None:
             loop.precision = max(loop.precision, loop.draws.precision)
@@ -426,9 +435,10 @@ class LayerCapture:
         if not places:
             return None
         values = [returned.tensors[i] for i in places]
-        if loop.leaves is None:
+        if loop.leaves is None and not witnessed:
             values = [value.detach() for value in values]
-        receive = partial(_receive_all, partial(self.collector.receive_loop, loop), len(returned.tensors), places)
+        receiver = self.collector.receive_witnessed if witnessed else self.collector.receive_loop
+        receive = partial(_receive_all, partial(receiver, loop), len(returned.tensors), places)
         results = tap(receive, (), self._anchor(values[0]), values)
         tensors: list[Tensor | None] = list(returned.tensors)
         for place, value in zip(places, results, strict=True):

@@ -21,6 +21,7 @@ from gradguard.errors import InvalidValueError, UnsupportedGradientError
 from gradguard.grad_scaler import refuse_other_scaler
 from gradguard.per_sample.call_tracker import CallTracker, places_of_parameters, run_uncompiled
 from gradguard.per_sample.clipping_rule import NormClipper, checked_factors, checked_groups, slack_for
+from gradguard.per_sample.comparison import Comparison
 from gradguard.per_sample.contributions import (
     Contribution,
     exact_products,
@@ -43,8 +44,10 @@ from gradguard.per_sample.refusals import (
     watch_steps_and_scalers,
 )
 from gradguard.per_sample.rehearsal import Rehearsal, compare
+from gradguard.per_sample.rerun import undisturbed
 from gradguard.per_sample.results import Accumulation, ClippedSums, PerSampleStatistics, PreStep, zeros_like_rows
-from gradguard.per_sample.sample_loop import sum_together
+from gradguard.per_sample.sample_loop import LoopedCall, sum_together
+from gradguard.per_sample.witness import Witness
 from gradguard.tensors.layout import wide_dtype
 from gradguard.torch_private import loss_scale_of, parameter_slots
 
@@ -175,6 +178,8 @@ class PerSampleGradientClipper:
                 module, batch_first, places_of_parameters(module), loss_reduction, rehearse, self._loss_check
             )
             attached.callback(self._tracker.remove)
+            if check and not self._tracker.planner.sharded:
+                self._tracker.witness = Witness(self._second_opinion, check == "warn")
             attached.callback(watch_steps_and_scalers(self))
             self._prepare()
             self._attached = attached.pop_all()
@@ -494,11 +499,32 @@ class PerSampleGradientClipper:
                     conclusive = self._loss_check.judge()
                 with torch.autocast(self._device.type, enabled=False), exact_products():
                     mini_batch.finish(self._device)
+                    self._look_at_witness(mini_batch)
             except UnsupportedGradientError:
                 self._tracker.collector.discard()
                 self._tracker.planner.forget()
                 raise
         self._tracker.verified(conclusive)
+
+    def _look_at_witness(self, mini_batch: MiniBatch) -> None:
+        """Compare one sample with what it gives alone, where that is due; what differs drops the whole step."""
+        if self._tracker.witness is None or not mini_batch.witnessed:
+            return
+        try:
+            self._tracker.witness.look(mini_batch, self.trained)
+        except UnsupportedGradientError:
+            self.discard()
+            raise
+
+    def _second_opinion(self, recorded: LoopedCall, sample: int) -> Comparison | None:
+        """Compare one sample with all others of its batch beside it, in float64."""
+        call = next((c for c in self._tracker.last_calls.values() if c.arguments is recorded.arguments), None)
+        if call is None or recorded.before is None:
+            return None
+        with undisturbed(call.pattern.module):
+            recorded.before.restore()
+            others = [i for i in range(call.batch_size) if i != sample]
+            return compare(self._tracker, call, [sample, *others], self._reduction, alone=1)
 
     def _keep(self, mini_batch: MiniBatch) -> dict[str, Contribution]:
         """Hold every per-sample gradient, in the scale of a sample's own loss."""

@@ -15,6 +15,7 @@ from gradguard.errors import UnsupportedGradientError
 from gradguard.per_sample.call_arguments import Arguments, other_candidates, signature
 from gradguard.per_sample.dry_run import DryRun, ObservedBy, Slot
 from gradguard.per_sample.layers.call import BatchAxis
+from gradguard.per_sample.layers.embedding import refuse_coupling
 from gradguard.per_sample.layers.registry import Rule, rule_for
 from gradguard.per_sample.operations import PlannedOperation, planned
 from gradguard.torch_private import parameter_slots
@@ -247,18 +248,39 @@ class LayerPlanner:
         """Count the calls of each module from the beginning."""
         self._calls.clear()
 
-    def pattern_for(self, module: nn.Module, arguments: Arguments, size: int) -> CallPattern:
+    def key_of(self, module: nn.Module, arguments: Arguments, autocast: Hashable) -> Hashable:
+        """Return what tells calls of one kind from others, the state of the model apart."""
+        return module, signature(arguments, sizes=not self.sharded), autocast
+
+    def knows(self, kind: Hashable, state: int) -> bool:
+        """Tell whether calls of a kind have been planned with the model in a state."""
+        return (kind, state) in self._patterns
+
+    def pattern_for(
+        self, module: nn.Module, arguments: Arguments, size: int, kind: Hashable, state: int
+    ) -> CallPattern:
         """Return how an outermost call that starts is treated; plan it, if it is of a new kind.
+
+        Args:
+            module: What is called.
+            arguments: With what.
+            size: Number of samples.
+            kind: What `key_of` gives for it.
+            state: Of the model.
 
         Raises:
             UnsupportedGradientError: If its samples cannot be told apart.
         """
-        key = (module, signature(arguments, sizes=not self.sharded))
+        key = kind, state
         if key not in self._patterns:
             self._patterns[key] = self._plan(module, arguments, size)
             plans = [p for pattern in self._patterns.values() for p in pattern.plans]
             self.shared = frozenset().union(*[self._shared_of(p) for p in plans])
         return self._patterns[key]
+
+    def keep(self, pattern: CallPattern, kind: Hashable, state: int) -> None:
+        """A pattern is that of ``state`` from now on."""
+        self._patterns[kind, state] = pattern
 
     def run_one_by_one(self, pattern: CallPattern, arguments: Arguments, size: int, reason: str) -> None:
         """Run the samples of ``pattern`` one by one from now on, because of ``reason``."""
@@ -281,6 +303,9 @@ class LayerPlanner:
         return any(self._names.get((m, slot)) in self._trained for m in module.modules() for slot in parameter_slots(m))
 
     def _plan(self, module: nn.Module, arguments: Arguments, size: int) -> CallPattern:
+        for layer in module.modules():
+            if isinstance(layer, nn.Embedding | nn.EmbeddingBag):
+                refuse_coupling(layer)
         others = [] if self.sharded else other_candidates(arguments, self._batch_first, size)
         attempts = [frozenset(), *[frozenset([i]) for i in others], frozenset(others)] if others else [frozenset()]
         failure: UnsupportedGradientError | None = None

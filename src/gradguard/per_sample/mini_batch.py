@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
+from gradguard.clip_events import changes_on_the_way
 from gradguard.errors import InvalidValueError, UnsupportedGradientError
 from gradguard.per_sample.call_arguments import Skeleton
 from gradguard.per_sample.contributions import (
@@ -66,6 +67,7 @@ class MiniBatch:
         budget: Bytes of per-sample gradients that may still be kept.
         shared: Parameters that are used more than once.
         loops: Calls that are repeated sample by sample.
+        witnessed: Calls that one sample is run alone of.
         to_verify: Layers with the contributions that must add up to the plain gradients of one call.
         reached: Calls to whose parameters a plain gradient has come.
         tapped: Calls whose outputs a gradient has come to.
@@ -80,6 +82,7 @@ class MiniBatch:
     parts: dict[str, list[Contribution]] = field(default_factory=lambda: defaultdict(list))
     fallbacks: list[VmapFallback] = field(default_factory=list)
     loops: list[LoopedCall] = field(default_factory=list)
+    witnessed: list[LoopedCall] = field(default_factory=list)
     to_verify: list[tuple[UsedLayer, dict[str, Contribution], float, Tensor]] = field(default_factory=list)
     reached: list[Leaves] = field(default_factory=list)
     tapped: set[Leaves] = field(default_factory=set)
@@ -299,6 +302,14 @@ class GradientCollector:
         loop.grads = list(grads)
         mini_batch.loops.append(loop)
 
+    def receive_witnessed(
+        self, call: LoopedCall, saved: Sequence[Tensor], grads: Sequence[Tensor | None], task: int
+    ) -> None:
+        """The gradients of what an outermost call returned that one sample is run alone of."""
+        del saved
+        call.grads = list(grads)
+        self._of(task).witnessed.append(call)
+
     def receive_nothing(self, saved: Sequence[Tensor], grads: Sequence[Tensor | None], task: int) -> None:
         """A backward through a call with no samples."""
         del saved, grads
@@ -341,6 +352,12 @@ class GradientCollector:
                 "a second backward came before clip_and_accumulate(): the samples of two mini-batches would be taken "
                 "for the same. Call clipper.clip_and_accumulate() after each backward, and once per mini-batch; "
                 "add up several losses of one mini-batch before a single backward. The first mini-batch is still there."
+            )
+        if what := changes_on_the_way():
+            raise UnsupportedGradientError(
+                f"a backward within {what} went through a module whose per-sample gradients are clipped. An error clip "
+                "is not linear: what a sample gives would depend on the number of samples in the batch and on a "
+                "GradScaler. Leave it away: the norm of each sample's gradient is bounded as it is."
             )
         mini_batch = self.mini_batch = MiniBatch(task, max(_LEAST, self.activations // 2), self.shared)
 

@@ -17,7 +17,6 @@ import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from types import MappingProxyType
 
 import torch
@@ -26,35 +25,21 @@ from torch import Tensor, nn
 from gradguard.errors import UnsupportedGradientError
 from gradguard.per_sample.call_arguments import Arguments, Skeleton, to_float64
 from gradguard.per_sample.call_tracker import CallTracker, LastCall
+from gradguard.per_sample.comparison import Comparison, judge, norm
 from gradguard.per_sample.contributions import Contribution, exact_products, real_parts, wide
 from gradguard.per_sample.dry_run import Slot, WithoutDropout
 from gradguard.per_sample.layer_plans import CallPattern
+from gradguard.per_sample.layers.call import BatchAxis
 from gradguard.per_sample.rerun import Draws, substituted, undisturbed, without_graph
 from gradguard.per_sample.sample_loop import not_the_reduction, rows_of, same_rows
-from gradguard.tensors.layout import wide_dtype
 from gradguard.torch_private import buffer_slots, parameter_slots
 
 _LARGEST_IN_FLOAT64 = 1 << 30
 """Bytes of float64 copies of a model that are made for the trial."""
 
-_MOST_ALONE = 4
-"""Samples of the whole batch that are run by themselves."""
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """How far the per-sample gradients are from those of single samples.
-
-    Attributes:
-        largest: Largest error of a parameter's gradient in one sample, relative to its own norm there; a hundred times
-            smaller if it is small beside the sample's whole gradient.
-        parameter: The name of the parameter where it is.
-        excess: That error as a multiple of what rounding explains.
-    """
-
-    largest: float
-    parameter: str
-    excess: float
+_MUCH, _LITTLE = 20, 3
+"""Exponents of two by which gradients go up and down in the trial; the little one is for half precision, whose range is
+small."""
 
 
 class Rehearsal:
@@ -113,66 +98,113 @@ class Rehearsal:
             # A layer may get samples in an order that depends on their values, and give them back in theirs.
             found = compare(tracker, call, samples[::-1], self._reduction)
         if found is None:
+            for words in call.pattern.unowned.values():  # a number that is not the reduction
+                raise UnsupportedGradientError(words)
             raise UnsupportedGradientError(
                 f"no tensor can be seen in what {type(call.pattern.module).__name__} returns that grows with the "
                 "number of samples or is a loss, so nothing can be compared. Return tensors, tuples, lists or dicts."
             )
         if found.excess > 1:
+            self._refuse_nonlinear(tracker, call, samples)
             raise UnsupportedGradientError(
                 f"the per-sample gradient of {found.parameter} is not what the sample gives by itself (relative error "
                 f"{found.largest:.2g}). Does the model mix samples (batch statistics, x - x.mean(0), routing that "
                 "looks at the batch)? Is the batch in another dimension (batch_first=False)? Nothing was clipped."
             )
 
-    def _try_size(self, tracker: CallTracker, call: LastCall) -> None:
-        """Run the whole batch, and copies of one sample beside another, and compare with samples by themselves.
-
-        The batch runs with the clipper's hooks, because a layer may get other rows than in the trial of two samples;
-        the copies run without, and without a graph: only what they return counts.
+    def _refuse_nonlinear(self, tracker: CallTracker, call: LastCall, samples: Sequence[int]) -> None:
+        """Say so where only gradients of another size give something else.
 
         Raises:
-            UnsupportedGradientError: If a sample returns something else by itself.
+            UnsupportedGradientError: If the per-sample gradients are right as long as nothing is scaled.
         """
-        size, pattern = call.batch_size, call.pattern
+        found = compare(tracker, call, samples, self._reduction, scaled=False)
+        if found is not None and found.excess <= 1:
+            raise UnsupportedGradientError(_not_linear(call.pattern.module))
+
+    def _try_size(self, tracker: CallTracker, call: LastCall) -> None:
+        """Run the whole batch, and copies of one sample beside another, and compare with fewer of them.
+
+        The batch runs with the clipper's hooks, because a layer may get other rows than in the trial of two samples;
+        each of its samples must return the same in one of two parts of the batch, of which one has an odd number, and
+        the first and the last by themselves. Of the copies each must return what it returns by itself: if there is
+        not room for all, one of them is left out.
+
+        Raises:
+            UnsupportedGradientError: If a sample returns something else there.
+        """
+        size = call.batch_size
         last = size - 1
-        spread = sorted({last - i * last // (_MOST_ALONE - 1) for i in range(_MOST_ALONE)})
-        known: dict[int, list[Tensor]] = {}
         with _as_called(call, autocast=False) as reset, exact_products(), WithoutDropout():
+            whole = _together(tracker, call, [*reversed(range(size))], reset, hooks=True)
+            first = max(1, size // 2 - (size // 2 + 1) % 2)
+            alone = {whole.indices[place]: whole.alone([place]) for place in (0, last)}
+            for part in ([*range(first)], [*range(first, size)]):
+                if len(part) > 1:
+                    whole.compare(part, whole.alone(part))
+            for place in (0, last):
+                whole.compare([place], alone[whole.indices[place]])
+            copies = _together(tracker, call, [0] * last + [last], reset, hooks=False)
+            for i in range(size) if not copies.draws.drawn else (0, last):
+                copies.compare([i], copies.alone([i]) if copies.draws.drawn else alone[copies.indices[i]])
 
-            def run(indices: Sequence[int], hooks: bool) -> tuple[list[Tensor], Draws]:
-                args, kwargs = call.samples(tracker.batch_first, indices)
-                torch.manual_seed(0)
-                reset()
-                with (
-                    tracker.collect_separately(pattern) if hooks else tracker.quietly(),
-                    torch.enable_grad() if hooks else without_graph(pattern.module),
-                    Draws() as draws,
-                ):
-                    return [t.detach() for t in Skeleton(pattern.module(*args, **kwargs)).tensors], draws
 
-            for order, alone in ((range(last, -1, -1), spread), ([0] * last + [last], [0, last])):
-                indices: Sequence[int] = order
-                try:
-                    together, draws = run(indices, hooks=alone is spread)
-                except UnsupportedGradientError:
-                    raise
-                except Exception:  # the model asks for an order, as of sorted lengths
-                    indices = sorted(order)
-                    together, draws = run(indices, hooks=alone is spread)
-                precision = max(draws.precision, pattern.precision)
-                for i in alone:
-                    sample = indices[i]
-                    if draws.drawn or sample not in known:
-                        arguments = call.samples(tracker.batch_first, [sample])
-                        with tracker.quietly(), without_graph(pattern.module):
-                            known[sample] = _with_draws(pattern, arguments, draws, i, size, reset)
-                    for recorded, output, axis in zip(together, known[sample], pattern.output_axes, strict=True):
-                        if axis is not None and not same_rows(recorded, output, axis, i, precision):
-                            raise UnsupportedGradientError(
-                                f"a sample gives {type(pattern.module).__name__} something else in a batch of {size} "
-                                "than by itself. Does the model mix samples (batch statistics, a capacity, the largest "
-                                "of the batch)? Let each sample be computed by itself. Nothing was clipped."
-                            )
+def _together(
+    tracker: CallTracker, call: LastCall, indices: list[int], reset: Callable[[], None], hooks: bool
+) -> "_Together":
+    """Run samples together in an order, or in their own if the model asks for one, as of sorted lengths."""
+    try:
+        return _Together(tracker, call, indices, reset, hooks)
+    except UnsupportedGradientError:
+        raise
+    except Exception:
+        return _Together(tracker, call, sorted(indices), reset, hooks)
+
+
+class _Together:
+    """Samples of a call run together, as many as it has.
+
+    Args:
+        tracker: What follows the module.
+        call: The call.
+        indices: Its samples, in the order in which they run.
+        reset: Puts the module back as it was.
+        hooks: Run as the clipper sees it; otherwise without a graph.
+    """
+
+    def __init__(
+        self, tracker: CallTracker, call: LastCall, indices: list[int], reset: Callable[[], None], hooks: bool
+    ) -> None:
+        self._tracker, self._call, self._reset, self.indices = tracker, call, reset, indices
+        pattern = call.pattern
+        args, kwargs = call.samples(tracker.batch_first, indices)
+        torch.manual_seed(0)
+        reset()
+        within = tracker.collect_separately(pattern) if hooks else tracker.quietly()
+        with within, torch.enable_grad() if hooks else without_graph(pattern.module), Draws() as self.draws:
+            self._outputs = [t.detach() for t in Skeleton(pattern.module(*args, **kwargs)).tensors]
+        self._precision = max(self.draws.precision, pattern.precision)
+
+    def alone(self, places: list[int]) -> list[Tensor]:
+        """Return what the samples at some places return without the others."""
+        arguments = self._call.samples(self._tracker.batch_first, [self.indices[i] for i in places])
+        with self._tracker.quietly(), without_graph(self._call.pattern.module):
+            return _with_draws(self._call.pattern, arguments, self.draws, places, len(self.indices), self._reset)
+
+    def compare(self, places: list[int], alone: list[Tensor]) -> None:
+        """Compare what the samples at some places have returned with what they return without the others.
+
+        Raises:
+            UnsupportedGradientError: If they differ.
+        """
+        pattern, size = self._call.pattern, len(self.indices)
+        for recorded, output, axis in zip(self._outputs, alone, pattern.output_axes, strict=True):
+            if axis is not None and not same_rows(recorded, output, axis, places, self._precision):
+                raise UnsupportedGradientError(
+                    f"a sample gives {type(pattern.module).__name__} something else in a batch of {size} than with "
+                    "fewer beside it, or by itself. Does the model mix samples (batch statistics, a capacity, the "
+                    "largest of the batch)? Let each sample be computed by itself. Nothing was clipped."
+                )
 
 
 _NOT_FINITE = "Begin with another batch, or repair the model where it makes NaN or inf. Nothing was clipped."
@@ -206,7 +238,13 @@ def _words_of(error: Exception) -> str:
 
 
 def compare(
-    tracker: CallTracker, call: LastCall, samples: Sequence[int], reduction: str, note: bool = False
+    tracker: CallTracker,
+    call: LastCall,
+    samples: Sequence[int],
+    reduction: str,
+    note: bool = False,
+    scaled: bool = True,
+    alone: int | None = None,
 ) -> Comparison | None:
     """Return the largest error over ``samples``, run together and each by itself.
 
@@ -215,7 +253,9 @@ def compare(
         call: The call that the samples are taken from.
         samples: Which.
         reduction: What a number that the module returns is over samples.
-        note: Take note in ``call.way`` of the precision, and of numbers that are not the mean (or sum) of samples.
+        note: Take note in ``call.pattern`` of the precision, and of numbers that are not the mean (or sum) of samples.
+        scaled: Scale what the outputs get by powers of two, to see that the backward is linear.
+        alone: Run only so many of them, the first, by themselves.
 
     Returns:
         None if nothing that is returned can be compared.
@@ -232,7 +272,7 @@ def compare(
                 precision = max(torch.finfo(dtype).eps for dtype in dtypes)
             if note:
                 call.pattern.precision = precision
-            pair = _Pair(tracker, call, list(samples), reduction, precision, reset)
+            pair = _Pair(tracker, call, list(samples), reduction, precision, reset, scaled, alone)
             found = pair.compare()
             if note:
                 call.pattern.unowned |= pair.unowned()
@@ -251,6 +291,9 @@ class _Pair:
         reduction: What a number that the module returns is over samples.
         precision: Machine epsilon.
         reset: Puts the module back as it was.
+        scaled: Scale the gradients of the outputs by powers of two: up and down in turn in the batch, the other way
+            for a sample alone. In a linear backward this changes no bit of what is compared.
+        alone: How many run by themselves; None for all.
     """
 
     def __init__(
@@ -261,20 +304,24 @@ class _Pair:
         reduction: str,
         precision: float,
         reset: Callable[[], None],
+        scaled: bool,
+        alone: int | None,
     ) -> None:
         self._reset = reset
         self._tracker, self._call, self._samples = tracker, call, samples
         self._reduction, self._precision = reduction, precision
         self._pattern = call.pattern
         self._together = call.samples(tracker.batch_first, samples)
-        self._alone = [call.samples(tracker.batch_first, [i]) for i in samples]
+        self._alone = [call.samples(tracker.batch_first, [i]) for i in samples[:alone]]
         self._draws = Draws()
+        factor = 2.0 ** (_LITTLE if precision > 1e-4 else _MUCH) if scaled else 1.0
+        self._scales = [1 / factor if i % 2 else factor for i in range(len(samples))]
         self.owned_numbers: list[int] = []
 
     def compare(self) -> Comparison | None:
         """Compare the gradients that rows of the outputs give; None if there are none."""
         self._outputs, found, grads = self._run_together(self._random_grads)
-        return self._against_alone(found, grads) if any(grad is not None for grad in grads) else None
+        return self._against_alone(found, grads, self._scales) if any(g is not None for g in grads) else None
 
     def unowned(self) -> dict[int, str]:
         """Return what to say of gradients of outputs that no sample owns; numbers that are the reduction are owned."""
@@ -299,7 +346,7 @@ class _Pair:
         values = []
         for i, arguments in enumerate(self._alone):
             with self._tracker.quietly(), without_graph(self._pattern.module), WithoutDropout():
-                alone = _with_draws(self._pattern, arguments, self._draws, i, len(self._samples), self._reset)
+                alone = _with_draws(self._pattern, arguments, self._draws, [i], len(self._samples), self._reset)
                 values.append(float(alone[position]))
         expected = sum(values) / (len(values) if self._reduction == "mean" else 1)
         recorded = float(self._outputs[position].detach())
@@ -310,10 +357,14 @@ class _Pair:
         def one(outputs: Sequence[Tensor]) -> list[Tensor | None]:
             return [torch.ones_like(o) if i == position else None for i, o in enumerate(outputs)]
 
-        _, found, grads = self._run_together(one)
-        comparison = self._against_alone(found, grads)
-        if comparison.excess <= 1:
-            return None
+        comparisons = []
+        for scales in (self._scales, [1.0] * len(self._scales)):
+            self._scales = scales
+            _, found, grads = self._run_together(one)
+            comparison = self._against_alone(found, grads, [scales[0]] * len(scales))
+            if comparison.excess <= 1:
+                return _not_linear(self._pattern.module) if comparisons else None
+            comparisons.append(comparison)
         return (
             f"the gradient of the number that {type(self._pattern.module).__name__} returns is not the "
             f"{self._reduction} of what samples give by themselves (relative error {comparison.largest:.2g} in "
@@ -345,7 +396,10 @@ class _Pair:
             with self._draws:
                 outputs = Skeleton(module(*args, **kwargs)).tensors
             grads = choose(outputs)
-            pairs = [(o, g) for o, g in zip(outputs, grads, strict=True) if g is not None]
+            axes = self._pattern.output_axes
+            pairs = [
+                (o, self._scaled(g, axis)) for o, g, axis in zip(outputs, grads, axes, strict=True) if g is not None
+            ]
             if pairs:
                 torch.autograd.backward([o for o, _ in pairs], [g for _, g in pairs])
             mini_batch = collector.mini_batch
@@ -353,11 +407,24 @@ class _Pair:
             found = mini_batch.finish(device) if mini_batch is not None else {}
         return outputs, found, grads
 
-    def _against_alone(self, found: Mapping[str, Contribution], grads: Sequence[Tensor | None]) -> Comparison:
+    def _scaled(self, grad: Tensor, axis: BatchAxis | None) -> Tensor:
+        """Gradient of one output with each sample's part multiplied by its scale; a number's by the first."""
+        if axis is None:
+            return grad * self._scales[0]
+        grad, size = grad.clone(), grad.shape[axis.dim] // len(self._samples)
+        for i, scale in enumerate(self._scales):
+            rows_of(grad, axis, size, i).mul_(scale)
+        return grad
+
+    def _against_alone(
+        self, found: Mapping[str, Contribution], grads: Sequence[Tensor | None], scales: Sequence[float]
+    ) -> Comparison:
+        """Compare with each sample alone, whose gradients come down by the ``scales`` by which they went up."""
         worst = Comparison(0.0, "", 0.0)
-        for i, arguments in enumerate(self._alone):
-            expected = self._run_alone(i, arguments, grads)
-            own = {name: _norm(gradient) for name, gradient in expected.items()}
+        for i, (arguments, scale) in enumerate(zip(self._alone, scales, strict=False)):
+            alone = self._run_alone(i, arguments, [None if g is None else g / scale for g in grads])
+            expected = {name: gradient * scale for name, gradient in alone.items()}
+            own = {name: norm(gradient) for name, gradient in expected.items()}
             whole = math.hypot(*own.values())
             if not math.isfinite(whole):
                 raise UnsupportedGradientError(
@@ -365,15 +432,11 @@ class _Pair:
                     f"nothing shows whether samples are separate. {_NOT_FINITE}"
                 )
             for name, gradient in expected.items():
-                error = _norm(wide(gradient) - found[name].rows(i, i + 1)[0]) if name in found else own[name]
-                worst = max(worst, self._judge(name, error, own[name], whole), key=lambda c: c.excess)
+                rows = found[name].rows(i, i + 1)[0] / scale if name in found else 0.0
+                error = norm(wide(gradient) - rows)
+                found_here = judge(name, error, own[name], whole, self._precision)
+                worst = max(worst, found_here, key=lambda c: c.excess)
         return worst
-
-    def _judge(self, name: str, error: float, own: float, whole: float) -> Comparison:
-        """Judge one parameter of one sample by its own norm, and by what is rounding beside the whole gradient."""
-        bars = _bars(self._precision)
-        allowed = bars[0] * own + bars[1] * whole
-        return Comparison(error / max(own, 1e-2 * whole, 1e-300), name, error / max(allowed, 1e-300))
 
     def _run_alone(self, i: int, arguments: Arguments, grads: Sequence[Tensor | None]) -> dict[str, Tensor]:
         """Plain autograd of one sample by itself: the gradients of parameters."""
@@ -382,8 +445,9 @@ class _Pair:
         values = {name: tracker.parameter(name).detach().requires_grad_() for name in sorted(tracker.trained)}
         places = {place: value for name, value in values.items() for place in aliases[name]}
         with tracker.quietly(), WithoutDropout():
-            outputs = _with_draws(pattern, arguments, self._draws, i, len(self._samples), self._reset, places)
-        with tracker.quietly(), substituted(places), WithoutDropout():  # a checkpoint runs forward again
+            outputs = _with_draws(pattern, arguments, self._draws, [i], len(self._samples), self._reset, places)
+        # A checkpoint runs forward again.
+        with tracker.quietly(), substituted(places), WithoutDropout(), self._draws.again():
             parts: list[Tensor | None] = []
             for output, grad, axis in zip(outputs, grads, pattern.output_axes, strict=True):
                 if grad is not None and axis is None:
@@ -400,21 +464,30 @@ class _Pair:
         }
 
 
+def _not_linear(module: nn.Module) -> str:
+    return (
+        f"the backward of {type(module).__name__} is not linear in the gradient that it gets: a gradient twice as "
+        "large does not give twice the gradient of the weights. What a sample gives would then depend on the number "
+        "of samples in the batch and on a GradScaler. Does a hook, an error clip or an autograd.Function inside "
+        "clamp, normalise or quantize the gradient? Take it out. Nothing was clipped."
+    )
+
+
 def _with_draws(
     pattern: CallPattern,
     arguments: Arguments,
     draws: Draws,
-    sample: int,
+    samples: Sequence[int],
     size: int,
     reset: Callable[[], None],
     places: Mapping[Slot, Tensor] = MappingProxyType({}),
 ) -> list[Tensor]:
-    """What a sample returns by itself, with the random numbers that it had in the batch, and ``places`` substituted."""
+    """What samples return by themselves, with the random numbers that they had in the batch of ``size``."""
     for last in (False, True):
         try:
             torch.manual_seed(0)
             reset()
-            with substituted(places), draws.of_sample(sample, size, last):
+            with substituted(places), draws.of_samples(samples, size, last):
                 return Skeleton(pattern.module(*arguments[0], **arguments[1])).tensors
         except UnsupportedGradientError:
             if last or not draws.drawn:
@@ -474,25 +547,6 @@ def _precision_in_float64(tracker: CallTracker, call: LastCall) -> float | None:
     except Exception:
         return None
     return draws.precision
-
-
-def _bars(precision: float) -> tuple[float, float]:
-    """What rounding may make of a parameter's gradient: shares of its own norm, and of the whole gradient's.
-
-    Sums run in another order, through a network of some depth; rounding in the whole gradient also reaches parameters
-    whose own gradient cancels to zero, such as the bias of a key.
-
-    Returns:
-        Both shares.
-    """
-    if precision > 1e-4:
-        return 16 * precision, 4 * precision
-    return 1e4 * precision, 1e2 * precision
-
-
-def _norm(values: Tensor) -> float:
-    dtype = None if values.is_complex() else wide_dtype(values.device)
-    return float(torch.linalg.vector_norm(values, dtype=dtype))
 
 
 def _dense(gradient: Tensor) -> Tensor:

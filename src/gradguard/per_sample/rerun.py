@@ -8,8 +8,8 @@ import random
 import sys
 import warnings
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from operator import is_
 from typing import Any
 
@@ -239,18 +239,28 @@ _RRELU = ("aten::rrelu_with_noise", "aten::rrelu_with_noise_functional")
 """What it draws is in its second argument."""
 
 
+class UntoldDrawsError(UnsupportedGradientError):
+    """A sample's share of the random numbers that its batch has drawn cannot be told."""
+
+
 class Draws:
     """Records every random tensor that is drawn in a block, and how precisely the block computes.
+
+    Args:
+        must_tell: Refuse, while it draws, what cannot be given to each sample; otherwise `of_samples` does.
 
     Attributes:
         drawn: The operation's name and its tensor, in order.
         precision: Machine epsilon of the coarsest dtype that was computed in.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, must_tell: bool = True) -> None:
+        self._must_tell = must_tell
+        self._untold: UntoldDrawsError | None = None
         self.drawn: list[tuple[str, Tensor]] = []
         self.precision = torch.finfo(torch.float64).eps
         self._generators = generators()
+        self._replayed: dict[bytes, Tensor] = {}
 
     def __enter__(self) -> "Draws":
         self._block = each_operation(self._record)
@@ -269,41 +279,66 @@ class Draws:
                 and (tensor.is_floating_point() or tensor.is_complex())
             ):
                 self.precision = max(self.precision, torch.finfo(tensor.dtype).eps)
-        if is_draw(func, args, kwargs):
-            drawn = _random_part(func, args, result)
+        if is_draw(func, args, kwargs) and self._untold is None:
+            try:
+                drawn = _random_part(func, args, result)
+            except UntoldDrawsError as error:
+                if self._must_tell:
+                    raise
+                self._untold = error
+                return result
             # Masks are kept as bits; others are copied, because code scales them in place.
             copied = drawn.bool() if "bernoulli" in func.name() and drawn.dtype != torch.bool else drawn.clone()
             self.drawn.append((func.name(), copied))
         return result
 
     @contextmanager
-    def of_sample(self, sample: int, batch_size: int, last: bool = False) -> Iterator[None]:
-        """Draw the share of one sample in a block.
+    def of_samples(self, samples: Sequence[int], batch_size: int, last: bool = False) -> Iterator[None]:
+        """Draw the shares of some samples in a block.
 
         Args:
-            sample: Which.
+            samples: Which, in the order in which the block has them.
             batch_size: Number of samples that drew together.
             last: Where a dimension holds several entries for each sample, the samples vary fastest in it.
 
         Raises:
-            UnsupportedGradientError: If the sample by itself draws other numbers than in the batch.
+            UnsupportedGradientError: If the samples by themselves draw other numbers than in the batch.
         """
+        if self._untold is not None:
+            raise self._untold
         now = generators()
         restore_generators(self._generators)
-        replay = _Share(self.drawn, sample, batch_size, last)
+        replay = _Share(self.drawn, samples, batch_size, last)
         try:
             with each_operation(replay.draw):
                 yield
         finally:
             restore_generators(now)
         replay.finish()
+        self._replayed = replay.given
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        """Draw in a block what `of_samples` has last given: a checkpoint, which repeats its forward in backward."""
+
+        def draw(func: Any, args: Any, kwargs: Any) -> Any:
+            given = self._replayed.get(_state_of_generator(args, kwargs)) if is_draw(func, args, kwargs) else None
+            return func(*args, **kwargs) if given is None else _draw_as(given, func, args, kwargs)
+
+        with each_operation(draw) if self._replayed else nullcontext():
+            yield
 
 
 class _Share:
-    """Gives each draw the part of a recorded one that belongs to one sample."""
+    """Gives each draw the part of a recorded one that belongs to some samples.
 
-    def __init__(self, drawn: list[tuple[str, Tensor]], sample: int, batch_size: int, last: bool) -> None:
-        self._drawn, self._sample, self._batch_size, self._last = iter(drawn), sample, batch_size, last
+    Attributes:
+        given: What was drawn, by the state that the generator was in.
+    """
+
+    def __init__(self, drawn: list[tuple[str, Tensor]], samples: Sequence[int], batch_size: int, last: bool) -> None:
+        self._drawn, self._samples, self._batch_size, self._last = iter(drawn), samples, batch_size, last
+        self.given: dict[bytes, Tensor] = {}
 
     def draw(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Do one operation."""
@@ -311,37 +346,58 @@ class _Share:
             return func(*args, **kwargs)
         name, recorded = next(self._drawn, ("", None))
         if recorded is None or name != func.name():
-            raise UnsupportedGradientError(
+            raise UntoldDrawsError(
                 "a sample by itself draws other random numbers than in the batch: how many, or in which order, depends "
                 "on the batch."
             )
-        result = func(*args, **kwargs)
-        own = _random_part(func, args, result)
-        own.copy_(self._share_of(recorded, own.shape))
-        if func.name().startswith("aten::native_dropout"):  # its values follow from the mask
-            result[0].copy_(args[0] * own.to(args[0].dtype) / max(1.0 - args[1], 1e-30))
-        elif func.name() in _RRELU:
-            result.copy_(args[0] * own)
+        state = _state_of_generator(args, kwargs)
+        result = _draw_as(lambda shape: self._share_of(recorded, shape), func, args, kwargs)
+        self.given[state] = _random_part(func, args, result).clone()
         return result
 
     def _share_of(self, recorded: Tensor, shape: torch.Size) -> Tensor:
         if recorded.shape == shape:
             return recorded
         dims = [d for d in range(len(shape)) if recorded.dim() == len(shape) and recorded.shape[d] != shape[d]]
-        if len(dims) != 1 or recorded.shape[dims[0]] != shape[dims[0]] * self._batch_size:
-            raise UnsupportedGradientError(
+        count = len(self._samples)
+        if len(dims) != 1 or recorded.shape[dims[0]] * count != shape[dims[0]] * self._batch_size:
+            raise UntoldDrawsError(
                 f"random numbers of shape {tuple(recorded.shape)} are drawn for {self._batch_size} samples and "
-                f"{tuple(shape)} for one, so each sample's share cannot be told."
+                f"{tuple(shape)} for {count}, so each sample's share cannot be told."
             )
-        dim, own = dims[0], shape[dims[0]]
+        dim, own = dims[0], shape[dims[0]] // count
+        chosen = torch.tensor(self._samples, device=recorded.device)
         if self._last and own > 1:
-            return recorded.unflatten(dim, (own, self._batch_size)).select(dim + 1, self._sample)
-        return recorded.narrow(dim, self._sample * own, own)
+            return recorded.unflatten(dim, (own, self._batch_size)).index_select(dim + 1, chosen).flatten(dim, dim + 1)
+        return recorded.unflatten(dim, (self._batch_size, own)).index_select(dim, chosen).flatten(dim, dim + 1)
 
     def finish(self) -> None:
         """Check that all was drawn."""
         if next(self._drawn, None) is not None:
-            raise UnsupportedGradientError("a sample by itself draws fewer random numbers than in the batch.")
+            raise UntoldDrawsError("a sample by itself draws fewer random numbers than in the batch.")
+
+
+def _draw_as(given: Tensor | Callable[[torch.Size], Tensor], func: Any, args: Any, kwargs: Any) -> Any:
+    """Do an operation that draws, and let it have drawn what is given."""
+    result = func(*args, **kwargs)
+    own = _random_part(func, args, result)
+    own.copy_(given if isinstance(given, Tensor) else given(own.shape))
+    if func.name().startswith("aten::native_dropout"):  # its values follow from the mask
+        result[0].copy_(args[0] * own.to(args[0].dtype) / max(1.0 - args[1], 1e-30))
+    elif func.name() in _RRELU:
+        result.copy_(args[0] * own)
+    return result
+
+
+def _state_of_generator(args: Any, kwargs: Any) -> bytes:
+    """The state of the generator that an operation draws from."""
+    generator = kwargs.get("generator")
+    if generator is not None:
+        return generator.get_state().numpy().tobytes()
+    device = kwargs.get("device") or next((a.device for a in args if isinstance(a, Tensor)), torch.device("cpu"))
+    device = torch.device(device)
+    state = torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+    return state.numpy().tobytes()
 
 
 def is_draw(func: Any, args: Any, kwargs: Any) -> bool:
@@ -363,7 +419,7 @@ def _random_part(func: Any, args: Any, result: Any) -> Tensor:
         return result
     if func.name().startswith("aten::native_dropout"):
         return result[1]
-    raise UnsupportedGradientError(
+    raise UntoldDrawsError(
         f"{func.name()} draws random numbers that cannot be given to each sample: set its dropout to 0, or use "
         "torch.nn.Dropout in its place."
     )

@@ -7,7 +7,7 @@ in the batch, and must give what it gave there.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -47,6 +47,9 @@ class LoopedCall:
         outputs: What it returned, and the version of each tensor.
         grads: The gradient of each tensor that it returned.
         leaves: The plain gradients, on a step that is to be verified.
+        scale: What the gradients of the outputs are multiplied by where a sample runs alone.
+        taken: Arguments of samples that were taken before the call, which may write into them.
+        recorded: Tensors with the version that each had, without which the call cannot be repeated.
     """
 
     module: nn.Module
@@ -66,6 +69,19 @@ class LoopedCall:
     outputs: list[tuple[Tensor, int]] = field(default_factory=list)
     grads: Sequence[Tensor | None] = ()
     leaves: Leaves | None = None
+    scale: float = 1.0
+    taken: dict[int, Arguments] = field(default_factory=dict)
+    recorded: list[tuple[Tensor, int]] = field(default_factory=list)
+
+    def is_as_recorded(self) -> bool:
+        """Tell whether its parameters are still as they were."""
+        return all(changes_of(tensor) == version for tensor, version in self.recorded)
+
+    def sample(self, sample: int) -> Arguments:
+        """Return the arguments of one sample."""
+        if sample in self.taken:
+            return self.taken[sample]
+        return take_samples(self.arguments, self.batch_first, self.batch_size, [sample], self.whole)
 
     def contributions(self, budget: int) -> dict[str, Contribution]:
         """Return the per-sample gradients of each parameter, held if they take at most ``budget`` bytes."""
@@ -142,10 +158,10 @@ class SampleLoop:
                 stack.enter_context(torch.autocast(*call.autocast))
             values = {name: _value(places).requires_grad_() for name, places in call.places.items()}
             stack.enter_context(substituted({p: values[n] for n, places in call.places.items() for p in places}))
-            args, kwargs = take_samples(call.arguments, call.batch_first, call.batch_size, [sample], call.whole)
+            args, kwargs = call.sample(sample)
             with ExitStack() as drawing:
                 if call.draws is not None:
-                    drawing.enter_context(call.draws.of_sample(sample, call.batch_size, last))
+                    drawing.enter_context(call.draws.of_samples([sample], call.batch_size, last))
                 outputs = Skeleton(call.module(*args, **kwargs)).tensors
             if len(outputs) != len(call.outputs):
                 raise UnsupportedGradientError(_differs(call, "it returns other tensors"))
@@ -154,7 +170,7 @@ class SampleLoop:
                 grad, axis = call.grads[i] if call.grads else None, call.output_axes[i]
                 if axis is not None:
                     if changes_of(recorded) == version and not same_rows(
-                        recorded, output, axis, sample, call.precision
+                        recorded, output, axis, [sample], call.precision
                     ):
                         raise UnsupportedGradientError(_differs(call, "it returns other values"))
                     if grad is not None:
@@ -164,9 +180,10 @@ class SampleLoop:
                     grad = grad / call.batch_size if call.reduction == "mean" else grad
                 if grad is not None and output.requires_grad:
                     roots.append(output)
-                    grads.append(grad)
+                    grads.append(grad if call.scale == 1.0 else grad * call.scale)
             if roots:
-                torch.autograd.backward(roots, grads)
+                with call.draws.again() if call.draws is not None else nullcontext():
+                    torch.autograd.backward(roots, grads)
         return {name: _zeros(v) if v.grad is None else _dense(v) for name, v in values.items()}
 
     def _check_numbers(self, numbers: list[float]) -> None:
@@ -242,21 +259,41 @@ def rows_of(values: Tensor, axis: BatchAxis, size: int, sample: int) -> Tensor:
     return values.narrow(axis.dim, sample * size, size)
 
 
-def same_rows(recorded: Tensor, output: Tensor, axis: BatchAxis, sample: int, precision: float) -> bool:
-    """Tell whether a sample gave by itself what it gave in the batch, up to rounding."""
-    if output.shape[axis.dim] == 0 or recorded.shape[axis.dim] % output.shape[axis.dim]:
+def same_rows(recorded: Tensor, output: Tensor, axis: BatchAxis, samples: Sequence[int], precision: float) -> bool:
+    """Tell whether samples gave without the others what they gave in the batch, up to rounding.
+
+    Args:
+        recorded: What the batch gave.
+        output: What ``samples`` gave without the others.
+        axis: Where the samples are.
+        samples: Their places in the batch, in order.
+        precision: Machine epsilon of the coarsest dtype that was computed in.
+
+    Returns:
+        Whether all of them did.
+    """
+    rows, rest = divmod(output.shape[axis.dim], len(samples))
+    if rest or rows == 0 or recorded.shape[axis.dim] % rows:
         return output.shape[axis.dim] == recorded.shape[axis.dim] == 0
-    own, output = rows_of(recorded.detach(), axis, output.shape[axis.dim], sample), output.detach()
+    own = _by_sample(recorded.detach(), axis, rows)[torch.tensor(samples, device=recorded.device)]
+    output = _by_sample(output.detach(), axis, rows)
     if own.shape != output.shape:
         return False
     if own.is_complex():
         own, output = torch.view_as_real(own), torch.view_as_real(output)
-    if not own.is_floating_point():
+    if not own.is_floating_point() or not own.numel():
         return True  # an index may differ by rounding, and no gradient passes through it
-    own, output = own.double(), output.double()
-    finite = own[own.isfinite()]
-    bar = max(precision, min(1e3 * precision, precision**0.5)) * float(finite.abs().max() if finite.numel() else 0.0)
-    return torch.allclose(own, output, rtol=0, atol=bar, equal_nan=True)
+    own, output = own.double().flatten(1), output.double().flatten(1)
+    largest = own.abs().masked_fill(~own.isfinite(), 0.0).amax(1, keepdim=True)
+    bars = largest * max(precision, min(1e3 * precision, precision**0.5))
+    same = (own == output) | (own.isnan() & output.isnan()) | ((own - output).abs() <= bars)
+    return bool(same.all())
+
+
+def _by_sample(values: Tensor, axis: BatchAxis, rows: int) -> Tensor:
+    """Samples first, then the ``rows`` that each has in the batch axis, then the other dimensions."""
+    values = values.movedim(axis.dim, 0)
+    return values.unflatten(0, (rows, -1)).transpose(0, 1) if axis.last else values.unflatten(0, (-1, rows))
 
 
 def not_the_reduction(found: float, expected: float, reduction: str) -> str:

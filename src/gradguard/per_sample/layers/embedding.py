@@ -19,7 +19,7 @@ def embedding(call: LayerCall) -> dict[str, Contribution]:
     """
     module = call.module
     assert isinstance(module, nn.Embedding)
-    _refuse_what_couples_samples(module)
+    refuse_coupling(module)
     if "weight" not in call.wanted:
         return {}
     ids, grad = call.input(), call.grad()
@@ -41,7 +41,7 @@ def embedding_bag(call: LayerCall) -> dict[str, Contribution]:
     """
     module = call.module
     assert isinstance(module, nn.EmbeddingBag)
-    _refuse_what_couples_samples(module)
+    refuse_coupling(module)
     raw, axis = _argument(call, "input", 0)
     if not isinstance(raw, Tensor) or raw.dim() != 2 or module.include_last_offset:
         raise UnsupportedGradientError(
@@ -98,7 +98,12 @@ def _argument(call: LayerCall, name: str, position: int) -> tuple[Any, BatchAxis
     return value, next((axis for leaf, axis in zip(tensors, call.axes, strict=True) if leaf is value), None)
 
 
-def _refuse_what_couples_samples(module: nn.Embedding | nn.EmbeddingBag) -> None:
+def refuse_coupling(module: nn.Embedding | nn.EmbeddingBag) -> None:
+    """Check that an embedding does not look at the ids of the whole batch, nor writes into its weights.
+
+    Raises:
+        UnsupportedGradientError: If it does: run one by one, samples would still find rows rewritten for others.
+    """
     name = type(module).__name__
     if module.scale_grad_by_freq:
         raise UnsupportedGradientError(

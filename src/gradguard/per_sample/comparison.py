@@ -1,0 +1,62 @@
+"""How far a sample's gradient may be from another computation of it: parameter by parameter, each by its own bar."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gradguard.tensors.layout import wide_dtype
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """How far the per-sample gradients are from those of single samples.
+
+    Attributes:
+        largest: Largest error of a parameter's gradient in one sample, relative to its own norm there; a hundred times
+            smaller if it is small beside the sample's whole gradient.
+        parameter: The name of the parameter where it is.
+        excess: That error as a multiple of what rounding explains.
+    """
+
+    largest: float
+    parameter: str
+    excess: float
+
+
+def judge(name: str, error: float, own: float, whole: float, precision: float) -> Comparison:
+    """Judge one parameter of one sample by its own norm, and by what is rounding beside the whole gradient.
+
+    Args:
+        name: Of the parameter.
+        error: Norm of the difference.
+        own: Norm of the parameter's gradient.
+        whole: Norm of the sample's gradient.
+        precision: Machine epsilon of the coarsest dtype that was computed in.
+
+    Returns:
+        How far off it is.
+    """
+    bars = _bars(precision)
+    allowed = bars[0] * own + bars[1] * whole
+    return Comparison(error / max(own, 1e-2 * whole, 1e-300), name, error / max(allowed, 1e-300))
+
+
+def _bars(precision: float) -> tuple[float, float]:
+    """What rounding may make of a parameter's gradient: shares of its own norm, and of the whole gradient's.
+
+    Sums run in another order, through a network of some depth; rounding in the whole gradient also reaches parameters
+    whose own gradient cancels to zero, such as the bias of a key.
+
+    Returns:
+        Both shares.
+    """
+    if precision > 1e-4:
+        return 16 * precision, 4 * precision
+    return 1e4 * precision, 1e2 * precision
+
+
+def norm(values: Tensor) -> float:
+    """Return the 2-norm of ``values``, summed widely."""
+    dtype = None if values.is_complex() else wide_dtype(values.device)
+    return float(torch.linalg.vector_norm(values, dtype=dtype))

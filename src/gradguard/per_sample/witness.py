@@ -1,0 +1,187 @@
+"""Runs one sample of a real step alone again, now and then, and compares it with what the clipper has for it.
+
+The trial before the first call looks at the model as it is then. What changes later and shows in no attribute (a global
+variable, a number in a buffer, a branch that opens at some step) is found here: on the first mini-batch, the 2nd, the
+4th, the 8th and so on, then on one in a thousand, a sample drawn at random runs alone, with the random numbers that it
+had in the batch and the gradients that its outputs got, scaled as those of its own loss are. It must return what it
+returned in the batch, and each parameter must get the gradient that is clipped.
+
+Rounding may open a ReLU in the batch that stays shut for the sample alone. So what differs by little is looked at
+again: all samples of the batch run once more in float64, as the clipper sees them, and decide.
+"""
+
+import math
+import random
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from gradguard.errors import UnsupportedGradientError
+from gradguard.per_sample.comparison import Comparison, judge, norm
+from gradguard.per_sample.contributions import Contribution, wide
+from gradguard.per_sample.mini_batch import MiniBatch
+from gradguard.per_sample.rerun import UntoldDrawsError
+from gradguard.per_sample.sample_loop import LoopedCall, SampleLoop
+
+_RAREST = 1000
+"""Mini-batches from one witness to the next, at most."""
+
+_ROUNDING = 256.0
+"""What differs by more than this many times what rounding usually explains is not looked at again."""
+
+SecondOpinion = Callable[[LoopedCall, int], Comparison | None]
+"""Compares one sample with all others beside it, in float64; None where that cannot be."""
+
+
+class Witness:
+    """Compares one sample of some mini-batches with what it gives alone.
+
+    Args:
+        second_opinion: Asked where rounding may explain a difference.
+        only_warn: Warn of a difference, and go on.
+
+    Attributes:
+        mini_batch: Number of the mini-batch that is being made, from 1.
+        last_good: The one in which the model was last found to be right; 0 for none.
+    """
+
+    def __init__(self, second_opinion: SecondOpinion, only_warn: bool) -> None:
+        self._second_opinion, self._only_warn = second_opinion, only_warn
+        self._random = random.Random()  # the user's generators are left alone
+        self._chosen = self._random.random()
+        self._next, self._gap = 1, 1
+        self.mini_batch, self.last_good = 1, 0
+
+    @property
+    def is_due(self) -> bool:
+        """Whether the mini-batch that is being made is witnessed."""
+        return self.mini_batch >= self._next
+
+    def choose(self, batch_size: int) -> int:
+        """Return the sample that is run alone, the same for all calls of a mini-batch."""
+        return int(self._chosen * batch_size)
+
+    def tried_out(self) -> None:
+        """The model has been tried out: begin again, with the mini-batch that is being made."""
+        self._next, self._gap = self.mini_batch, 1
+
+    def bring_nearer(self, mini_batches: int) -> None:
+        """Something changed that may matter."""
+        self._next = max(self.mini_batch, self._next - mini_batches)
+
+    def end(self) -> None:
+        """A mini-batch has been taken."""
+        self.mini_batch += 1
+
+    def look(self, mini_batch: MiniBatch, trained: Mapping[str, Tensor]) -> None:
+        """Compare, if this mini-batch was recorded.
+
+        Args:
+            mini_batch: With its contributions finished.
+            trained: The parameters.
+
+        Raises:
+            UnsupportedGradientError: If the sample alone gives something else.
+        """
+        calls, found = mini_batch.witnessed, mini_batch.finished
+        if not calls or found is None:
+            return
+        sample = self.choose(mini_batch.batch_size)
+        if any(not call.is_as_recorded() for call in calls):
+            return  # written into since: try the next mini-batch
+        try:
+            words = self._differs(calls, mini_batch.loops, sample, found, trained)
+        except UntoldDrawsError:
+            return
+        finally:
+            calls.clear()
+        if words is None:
+            self.last_good, self._chosen = self.mini_batch, self._random.random()
+            self._next, self._gap = self.mini_batch + self._gap, min(2 * self._gap, _RAREST)
+            return
+        known = f"The model was last known to be right on mini-batch {self.last_good}. " if self.last_good else ""
+        words = (
+            f"on mini-batch {self.mini_batch}, sample {sample} was run alone again, and {words}. Samples are mixed, or "
+            "gradients are changed on their way through the model: by something that no trial has shown, or that has "
+            "changed since (a flag, a global variable, a buffer, a step counter, a hook on a value, an error clip). "
+            f"{known}Nothing of this step was taken."
+        )
+        if not self._only_warn:
+            raise UnsupportedGradientError(words)
+        warnings.warn(words, stacklevel=6)
+
+    def _differs(
+        self,
+        calls: list[LoopedCall],
+        loops: list[LoopedCall],
+        sample: int,
+        found: Mapping[str, Contribution],
+        trained: Mapping[str, Tensor],
+    ) -> str | None:
+        """Words for how the sample alone differs; None if it does not."""
+        words = self._compare([*calls, *loops], sample, found, trained, 1.0)
+        if words is None:
+            return None
+        coarse = max(call.precision for call in calls) > 1e-4
+        if not coarse and self._compare([*calls, *loops], sample, found, trained, _ROUNDING) is not None:
+            return words
+        opinions = [self._second_opinion(call, sample) for call in calls]
+        return None if all(one is not None and one.excess <= 1 for one in opinions) else words
+
+    def _compare(
+        self,
+        calls: list[LoopedCall],
+        sample: int,
+        found: Mapping[str, Contribution],
+        trained: Mapping[str, Tensor],
+        tolerance: float,
+    ) -> str | None:
+        expected: dict[str, Tensor] = {}
+        precision = 0.0
+        for call in calls:
+            with _alone(call, tolerance):
+                precision = max(precision, call.precision)
+                try:
+                    gradients = next(iter(SampleLoop(call).run([sample])))
+                except UntoldDrawsError:
+                    raise
+                except UnsupportedGradientError:
+                    return "it returns something else than in the batch"
+            for name, gradient in gradients.items():
+                gradient = gradient / call.scale
+                expected[name] = expected[name] + gradient if name in expected else gradient
+        own = {name: norm(gradient) for name, gradient in expected.items()}
+        whole = math.hypot(*own.values())
+        if not math.isfinite(whole):
+            return None  # what is not finite adds zero
+        for name in trained:
+            if name in found:
+                row = found[name].rows(sample, sample + 1)[0]
+                error = norm(wide(expected[name]) - row) if name in expected else norm(row)
+            else:
+                error = own.get(name, 0.0)
+            one = judge(name, error, own.get(name, 0.0), whole, precision)
+            if one.excess > 1 and math.isfinite(error):
+                return (
+                    f"the gradient of {name} is another than the one that the batch gives it (relative error "
+                    f"{one.largest:.2g})"
+                )
+        return None
+
+
+@contextmanager
+def _alone(call: LoopedCall, tolerance: float) -> Iterator[None]:
+    """Let a call be run again with the gradients that a sample's own loss gives, as far as that is exact."""
+    before = call.precision
+    call.scale = 1.0
+    if before <= 1e-4 and call.reduction == "mean":
+        call.scale = 2.0 ** math.ceil(math.log2(call.batch_size))
+    call.precision = before * tolerance
+    try:
+        with torch.enable_grad():
+            yield
+    finally:
+        call.precision = before

@@ -1,0 +1,557 @@
+"""Exact, or refused, on every step: models, hooks and batches that change after the first."""
+
+import random
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import gradguard as gg
+from gradguard.errors import UnsupportedGradientError
+from per_sample.changing_models import DOUBLE, MIX, SEEN, WITNESSED, fresh, restore
+from reference import per_sample_gradients
+
+B = 5
+MIXED = "mix samples|mixes samples|Samples are mixed|not linear"
+
+
+@pytest.fixture(autouse=True)
+def _classes_as_before():
+    torch.manual_seed(0)
+    yield
+    restore()
+
+
+def clipper_of(model, **options):
+    return gg.PerSampleGradientClipper(model, gg.FlatNormClipper(torch.inf), **options)
+
+
+def squares(output):
+    return output.flatten(1).square().sum(1)
+
+
+def step(model, clipper, x):
+    model.zero_grad()
+    squares(model(x)).mean().backward()
+    clipper.clip_and_accumulate()
+    clipper.pre_step()
+    return {name: p.grad.clone() for name, p in model.named_parameters()}
+
+
+def assert_exact(model, found, x):
+    """``found`` is the average of what samples give alone."""
+    rows = per_sample_gradients(model, lambda s: squares(model(s[0])).sum(), [(x[i : i + 1],) for i in range(len(x))])
+    for name, value in rows.items():
+        torch.testing.assert_close(found[name], value.mean(0), rtol=1e-10, atol=1e-12, msg=name)
+
+
+def batch(size=B):
+    return torch.randn(size, 4, dtype=torch.float64)
+
+
+AT = [pytest.param(2, id="2"), *[pytest.param(at, marks=pytest.mark.exhaustive, id=str(at)) for at in (3, 7)]]
+
+
+@pytest.mark.parametrize("at", AT)
+@pytest.mark.parametrize("name", SEEN)
+def test_a_change_that_mixes_samples_is_refused_on_that_very_step(name, at):
+    model = fresh()
+    clipper = clipper_of(model)
+    for _ in range(at - 1):
+        step(model, clipper, batch())
+    SEEN[name](model, MIX)
+    for _ in range(2):  # trying again does not help
+        with pytest.raises(UnsupportedGradientError, match=MIXED):
+            step(model, clipper, batch())
+    assert all(p.requires_grad for p in model.parameters())
+
+
+@pytest.mark.parametrize("at", AT)
+@pytest.mark.parametrize("name", WITNESSED)
+def test_a_change_that_nothing_shows_is_found_by_the_next_witness(name, at):
+    model = fresh()
+    clipper = clipper_of(model)
+    for _ in range(at - 1):
+        step(model, clipper, batch())
+    WITNESSED[name](model, MIX)
+    witness = {2: 2, 3: 4, 7: 8}[at]
+    for _ in range(at, witness):
+        step(model, clipper, batch())
+    good = witness // 2
+    with pytest.raises(
+        UnsupportedGradientError,
+        match=rf"on mini-batch {witness}, sample [0-4] was run alone.*known to be right on mini-batch {good}\. Nothing",
+    ):
+        step(model, clipper, batch())
+
+
+@pytest.mark.parametrize("at", AT)
+@pytest.mark.parametrize("name", [*SEEN, *WITNESSED])
+def test_a_change_that_keeps_samples_apart_stays_exact(name, at):
+    model = fresh()
+    clipper = clipper_of(model)
+    for _ in range(at - 1):
+        step(model, clipper, batch())
+    (SEEN | WITNESSED)[name](model, DOUBLE)
+    for _ in range(8):
+        x = batch()
+        found = step(model, clipper, x)
+    clipper.detach()
+    assert_exact(model, found, x)
+
+
+def test_a_rate_of_dropout_is_read_on_the_real_step():
+    """The trial has other rates."""
+
+    class Reading(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer, self.drop = nn.Linear(4, 3), nn.Dropout(0.0)
+
+        def forward(self, x):
+            return self.drop(self.layer(x)) - (x.mean() if self.drop.p == 1e-9 else 0)
+
+    model = Reading().double()
+    clipper = clipper_of(model)
+    step(model, clipper, batch())
+    model.drop.p = 1e-9
+    with pytest.raises(UnsupportedGradientError, match=MIXED):
+        step(model, clipper, batch())
+
+
+def test_a_hook_on_all_modules():
+    model = fresh()
+    clipper = clipper_of(model)
+    step(model, clipper, batch())
+    hook = nn.modules.module.register_module_forward_hook(
+        lambda module, args, output: output - output.mean(0) if isinstance(module, nn.LayerNorm) else None
+    )
+    try:
+        with pytest.raises(UnsupportedGradientError, match=MIXED):
+            step(model, clipper, batch())
+    finally:
+        hook.remove()
+
+
+def test_a_branch_for_large_batches():
+    model = fresh()
+    model.large = MIX
+    clipper = clipper_of(model)
+    for size in (4, 3, 4):
+        step(model, clipper, batch(size))
+    with pytest.raises(UnsupportedGradientError, match=MIXED):
+        step(model, clipper, batch(6))
+
+
+@pytest.mark.parametrize("effect", [DOUBLE, MIX])
+def test_something_that_a_step_counter_turns_on(effect):
+    model = fresh()
+    model.later = effect
+    clipper = clipper_of(model)
+    for _ in range(4):
+        step(model, clipper, batch())
+    if effect == MIX:
+        step_number = 4
+        with pytest.raises(UnsupportedGradientError, match=MIXED):
+            while (step_number := step_number + 1) <= 9:
+                step(model, clipper, batch())
+        assert step_number <= 8
+        return
+    for _ in range(20):
+        x = batch()
+        found = step(model, clipper, x)
+    clipper.detach()
+    assert_exact(model, found, x)
+
+
+def test_parameters_that_are_tied_later():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    clipper = clipper_of(model)
+    squares(model(torch.randn(B, 4))).mean().backward()
+    clipper.clip_and_accumulate()
+    model[1].weight = model[0].weight
+    with pytest.raises(UnsupportedGradientError, match=r"tied after the clipper was made.*make a new clipper"):
+        model(torch.randn(B, 4))
+
+
+def count_trials(clipper):
+    rehearse, trials = clipper._tracker._rehearse, []
+
+    def counting(tracker, call):
+        trials.append(call)
+        rehearse(tracker, call)
+
+    clipper._tracker._rehearse = counting
+    return trials
+
+
+class Busy(nn.Module):
+    """Counts, keeps, flips and appends in each forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.calls, self.flips, self.seen = nn.Linear(4, 3), 0, False, []
+        self.shape, self.kept, self.share, self.table = [0, 0], None, 0.0, {}
+
+    def forward(self, x):
+        self.calls += 1
+        self.share += 0.1
+        self.flips = not self.flips
+        self.shape = list(x.shape)
+        self.seen.append(self.calls)
+        self.table[self.calls] = self.calls
+        self.kept = x
+        return self.layer(x)
+
+
+def test_what_counts_is_tried_out_a_few_times_only():
+    model = Busy().double()
+    clipper = clipper_of(model)
+    trials = count_trials(clipper)
+    for _ in range(40):
+        x = batch()
+        found = step(model, clipper, x)
+    assert len(trials) <= 8
+    clipper.detach()
+    assert_exact(model, found, x)
+
+
+def test_flags_that_take_turns_are_tried_out_once_each():
+    model = fresh()
+    clipper = clipper_of(model)
+    trials = count_trials(clipper)
+    for i in range(40):
+        model.doubles, model.kind = i % 2 == 0, ["nothing", "double"][i % 4 // 2]
+        step(model, clipper, batch())
+    assert len(trials) == 4
+
+
+def test_a_hook_that_is_registered_anew_for_each_step():
+    model, kept = fresh(), []
+    clipper = clipper_of(model)
+    trials = count_trials(clipper)
+    for _ in range(10):
+        handle = model.act.register_forward_hook(lambda module, args, output: kept.append(output.detach()))
+        step(model, clipper, batch())
+        handle.remove()
+    assert len(trials) == 1
+    assert len(kept) >= 10
+
+
+def test_a_loose_attribute_brings_the_witness_nearer():
+    model = fresh()
+    clipper = clipper_of(model)
+    for value in (10.25, 10.5, 10.75, 10.125):  # its effect is the same
+        model.norm.bias.data.zero_()
+        model.share = value
+        step(model, clipper, batch())
+    for _ in range(40):
+        step(model, clipper, batch())
+    assert not clipper._tracker.witness.is_due
+    model.share = 10.375
+    model.gate.fill_(MIX)
+    with pytest.raises(UnsupportedGradientError, match=r"Samples are mixed"):
+        step(model, clipper, batch())
+
+
+# The witness.
+
+
+class Random(nn.Module):
+    """Draws in every way: layers, functions, own code, a checkpoint."""
+
+    def __init__(self, checkpoint=False):
+        super().__init__()
+        self.a, self.b, self.drop, self.checkpoint = nn.Linear(4, 8), nn.Linear(8, 3), nn.Dropout(0.3), checkpoint
+
+    def inner(self, x):
+        return self.drop(self.a(x + 0.1 * torch.randn_like(x))).tanh()
+
+    def forward(self, x):
+        h = torch.utils.checkpoint.checkpoint(self.inner, x, use_reentrant=False) if self.checkpoint else self.inner(x)
+        return self.b(F.dropout(h, 0.5))
+
+
+def witnessed(clipper):
+    """The mini-batches whose witness was looked at."""
+    look, seen = clipper._tracker.witness.look, []
+
+    def looking(mini_batch, trained):
+        if mini_batch.witnessed:
+            seen.append(clipper._tracker.witness.mini_batch)
+        look(mini_batch, trained)
+
+    clipper._tracker.witness.look = looking
+    return seen
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("checkpoint", [False, True])
+def test_the_witness_has_the_random_numbers_of_its_batch(checkpoint, dtype):
+    model = Random(checkpoint).to(dtype)
+    clipper = clipper_of(model)
+    seen = witnessed(clipper)
+    for _ in range(17):
+        step(model, clipper, batch().to(dtype))
+    assert seen == [1, 2, 4, 8, 16]
+    assert clipper._tracker.witness.last_good == 16
+
+
+def test_the_run_is_the_same_to_the_last_bit_with_and_without_a_witness():
+    runs = []
+    for check in (True, False):
+        torch.manual_seed(1)
+        random.seed(1)
+        model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Dropout(0.4), nn.Linear(8, 8), nn.GELU(), Random())
+        model[5].a = nn.Linear(8, 8)
+        clipper, optimizer = clipper_of(model, check=check), torch.optim.SGD(model.parameters(), 0.1)
+        for _ in range(10):
+            step(model, clipper, torch.randn(B, 4))
+            optimizer.step()
+        runs.append([*model.state_dict().values(), torch.rand(3), torch.tensor(random.random())])
+    for one, other in zip(*runs, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_nothing_of_the_step_is_taken_and_the_next_begins_anew():
+    model = fresh()
+    clipper = clipper_of(model)
+    step(model, clipper, batch())
+    model.gate.fill_(MIX)
+    model.zero_grad()
+    with pytest.raises(UnsupportedGradientError, match="Nothing of this step was taken"):
+        step(model, clipper, batch())
+    with pytest.raises(gg.errors.InvalidValueError, match="nothing"):
+        clipper.pre_step()
+    assert all(p.grad is None for p in model.parameters())
+    model.gate.zero_()
+    x = batch()
+    found = step(model, clipper, x)
+    clipper.detach()
+    assert_exact(model, found, x)
+
+
+@pytest.mark.parametrize("check", [False, "warn"])
+def test_without_checks_nothing_is_refused(check):
+    model = fresh()
+    clipper = clipper_of(model, check=check)
+    step(model, clipper, batch())
+    model.gate.fill_(MIX)
+    if check == "warn":
+        with pytest.warns(UserWarning, match="on mini-batch 2, sample"):
+            step(model, clipper, batch())
+    else:
+        for _ in range(4):
+            step(model, clipper, batch())
+
+
+class Slightly(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, g):
+        return g - 0.01 * g.mean(0)
+
+
+class Looser(nn.Module):
+    """Its mixing is in one parameter's gradient and in no output."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.register_buffer("gate", torch.zeros(()))
+
+    def forward(self, x):
+        h = self.a(x)
+        if self.gate:
+            h = Slightly.apply(h)
+        return self.b(h)
+
+
+def test_the_witness_compares_each_parameter_by_its_own_bar():
+    model = Looser().double()
+    clipper = clipper_of(model)
+    step(model, clipper, batch())
+    model.gate.fill_(1)
+    with pytest.raises(UnsupportedGradientError, match=r"the gradient of a\.(weight|bias) is another"):
+        step(model, clipper, batch())
+
+
+def test_two_calls_in_one_mini_batch_are_witnessed_together():
+    model = fresh()
+    clipper = clipper_of(model)
+    seen = witnessed(clipper)
+    for _ in range(5):
+        x, y = batch(), batch()
+        model.zero_grad()
+        (squares(model(x)) + squares(model(y))).mean().backward()
+        clipper.clip_and_accumulate()
+        clipper.pre_step()
+    assert seen == [1, 2, 4]
+
+
+def test_outputs_of_which_one_is_made_of_the_other_and_a_batch_that_is_written_into():
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 3)
+
+        def forward(self, x):
+            h = self.a(x.mul_(2))
+            return h, {"out": self.b(h.relu())}, x
+
+    model = Two().double()
+    clipper = clipper_of(model)
+    seen = witnessed(clipper)
+    for _ in range(4):
+        x = batch()
+        h, out, _ = model(x)
+        (squares(h) + squares(out["out"])).mean().backward()
+        clipper.clip_and_accumulate()
+        clipper.pre_step()
+        model.zero_grad()
+    assert seen == [1, 2, 4]
+
+
+@pytest.mark.parametrize("options", [{}, {"scaler": 2.0**12}])
+def test_the_witness_under_autocast_and_a_scaler(options):
+    torch.manual_seed(0)
+    scaler = torch.amp.GradScaler("cpu", init_scale=options["scaler"]) if options else None
+    model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 4))
+    clipper = clipper_of(model, scaler=scaler)
+    seen = witnessed(clipper)
+    for _ in range(9):
+        model.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = squares(model(torch.randn(B, 16)).float()).mean()
+        (scaler.scale(loss) if scaler else loss).backward()
+        clipper.clip_and_accumulate()
+        clipper.pre_step()
+    assert seen == [1, 2, 4, 8]
+
+
+# The whole batch.
+
+
+class Capacity(nn.Module):
+    """Only so many of the samples get through."""
+
+    def __init__(self, capacity, noise=0.0):
+        super().__init__()
+        self.a, self.b, self.capacity, self.noise = nn.Linear(4, 4), nn.Linear(4, 2), capacity, noise
+
+    def forward(self, x):
+        h = self.a(x)
+        if self.noise:
+            h = h + self.noise * torch.randn_like(h)
+        kept = h.sum(1).topk(self.capacity(len(h))).indices
+        return self.b(h * torch.zeros(len(h)).to(h).index_fill(0, kept, 1.0).unsqueeze(1))
+
+
+RELATIVE = {"half": lambda size: max(1, size // 2), "all but one": lambda size: max(1, size - 1)}
+CAPACITIES = [(size, k) for size in range(3, 13) for k in range(1, size)]
+CAPACITIES += [(size, k) for size in range(4, 13) for k in RELATIVE]
+CAPACITY_CASES = [
+    pytest.param(size, k, seed, id=f"{k} of {size}, {seed}", marks=[pytest.mark.exhaustive] * ((i + seed) % 25 > 0))
+    for i, (size, k) in enumerate(CAPACITIES)
+    for seed in range(12)
+]
+
+
+@pytest.mark.parametrize(("size", "capacity", "seed"), CAPACITY_CASES)
+def test_a_capacity_is_refused_whichever_samples_it_leaves_out(size, capacity, seed):
+    torch.manual_seed(seed)
+    rule = RELATIVE[capacity] if isinstance(capacity, str) else lambda n: min(capacity, n)
+    model = Capacity(rule, noise=seed % 2)
+    clipper_of(model)
+    with pytest.raises(UnsupportedGradientError, match=MIXED):
+        model(torch.randn(size, 4))
+
+
+class Grouped(nn.Module):
+    """Mixes groups of four, as the standard deviation of a discriminator's batch does."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+
+    def forward(self, x):
+        h = self.layer(x)
+        groups = h.view(-1, min(4, len(h)) if len(h) % 4 == 0 else len(h), 3)
+        return (h.view_as(groups) - 0.1 * groups.mean(1, keepdim=True) * (len(h) >= 4)).reshape(len(h), 3)
+
+
+def test_groups_of_samples_that_both_halves_would_hold():
+    clipper_of(model := Grouped())
+    with pytest.raises(UnsupportedGradientError, match=MIXED):
+        model(torch.randn(8, 4))
+
+
+# Backwards that are not linear.
+
+
+class Hooked(nn.Module):
+    """Something changes the gradient between its layers."""
+
+    def __init__(self, change, number=False):
+        super().__init__()
+        self.a, self.b, self.change, self.number = nn.Linear(4, 8), nn.Linear(8, 3), change, number
+
+    def forward(self, x):
+        h = self.a(x).tanh()
+        if h.requires_grad:
+            h.register_hook(self.change)
+        y = self.b(h)
+        return squares(y).mean() if self.number else y
+
+
+NOT_LINEAR = {
+    "rows normalised": lambda g: g / (g.norm(dim=-1, keepdim=True) + 1e-12),
+    "rows clipped": lambda g: g * (1.0 / g.norm(dim=-1, keepdim=True)).clamp(max=1.0),
+    "signs": lambda g: g.sign(),
+    **{f"clamped at 1e{e}": lambda g, e=e: g.clamp(-(10.0**e), 10.0**e) for e in range(-6, 4)},
+    **{f"nothing below 1e{e}": lambda g, e=e: g * (g.abs() > 10.0**e) for e in range(-6, 4)},
+}
+
+
+@pytest.mark.parametrize("size", [1, B])
+@pytest.mark.parametrize("number", [False, True])
+@pytest.mark.parametrize("name", NOT_LINEAR)
+def test_a_backward_that_is_not_linear_is_refused(name, number, size):
+    model = Hooked(NOT_LINEAR[name], number)
+    clipper_of(model)
+    with pytest.raises(UnsupportedGradientError, match="is not linear in the gradient that it gets"):
+        model(torch.randn(size, 4))
+
+
+@pytest.mark.parametrize("name", ["halved", "positive part", "reversed"])
+def test_a_backward_that_is_linear_for_positive_factors_is_exact(name):
+    change = {"halved": lambda g: g / 2, "positive part": lambda g: g.relu(), "reversed": lambda g: -g}[name]
+    model = Hooked(change).double()
+    clipper = clipper_of(model)
+    for _ in range(3):
+        x = batch()
+        found = step(model, clipper, x)
+    clipper.detach()
+    assert_exact(model, found, x)
+
+
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("target", ["loss", "module"])
+def test_an_error_clip_around_the_backward(target, first):
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
+    clipper = clipper_of(model)
+    x = torch.randn(B, 4)
+    if not first:
+        step(model, clipper, x)
+    loss = squares(model(x)).mean() if target == "loss" else None
+    with (
+        pytest.raises(UnsupportedGradientError, match=r"error_clip|an error clip"),
+        gg.error_clip(loss if loss is not None else model, gg.ErrorClipByValue(1e-3)),
+    ):
+        (squares(model(x)).mean() if loss is None else loss).backward()
+    for _ in range(2):
+        step(model, clipper, x)
