@@ -35,8 +35,8 @@ class GaussianNoise:
     The noise is drawn in float32, or in float64 for float64 sums, and never in half precision: in bfloat16 there are
     some 4000 different values only.
 
-    **How.** For float32 sums on the CPU the compiled kernels (`gradguard.native.status`) draw and add it in one pass, on
-    all of PyTorch's threads: ChaCha20 makes the bits, Box and Muller's formula the normal numbers, out to 9.5
+    **How.** For float32 sums on the CPU the compiled kernels (`gradguard.native.status`) draw and add it in one pass,
+    on all of PyTorch's threads: ChaCha20 makes the bits, Box and Muller's formula the normal numbers, out to 9.5
     standard deviations. Each key and counter is used once. The numbers depend neither on the number of threads nor on
     the processor. Without the kernels, for float64, and on other devices PyTorch's generator draws them, for float32
     out to 5.8 standard deviations. So the same seed gives other noise there.
