@@ -455,6 +455,114 @@ INLINE void multiply_columns(double* x, int64_t n, const double* factors) {
   for (int64_t i = 0; i < n; ++i) x[i] *= factors[i];
 }
 
+// ---- normal numbers, from ChaCha20 (Bernstein, 2008) by Box and Muller's formula ----
+//
+// The key has 256 bits, and block b of the stream is the function's value at counter b: whoever adds noise to any part
+// of a tensor gets the numbers of that part, on whichever thread. A tile is 16 blocks of 16 words: word w of block
+// 16 t + l of stream 0 makes number 16 w + l of tile t. Words 2 j and 2 j + 1 make a pair: the first its radius
+// sqrt(-2 ln u), the second its angle. u = (word + 1/2) / 2^32; where that is below 2^-16 it gets 32 bits more, from the
+// same word of stream 1, so that the tail goes on to 9.5 standard deviations. Every operation is an exact one of
+// integers, or one that IEEE 754 rounds: so the bits are the same everywhere.
+constexpr int ROUNDS = 20;
+constexpr int WORDS = 16;
+constexpr uint32_t FEW = 1 << 16;
+
+template <class V> INLINE V rotated(V v, int by) { return v << by | v >> (32 - by); }
+template <class V> INLINE void quarter(V& a, V& b, V& c, V& d) {
+  a += b, d = rotated(d ^ a, 16);
+  c += d, b = rotated(b ^ c, 12);
+  a += b, d = rotated(d ^ a, 8);
+  c += d, b = rotated(b ^ c, 7);
+}
+// Words of the blocks whose counters are low | high << 32.
+template <class V> INLINE void chacha(const uint32_t* key, V low, uint32_t high, uint32_t stream, V (&x)[WORDS]) {
+  V start[WORDS] = {V{} + 0x61707865u, V{} + 0x3320646eu, V{} + 0x79622d32u, V{} + 0x6b206574u};
+  for (int i = 0; i < 8; ++i) start[4 + i] = V{} + key[i];
+  start[12] = low, start[13] = V{} + high, start[14] = V{} + stream, start[15] = V{};
+  for (int i = 0; i < WORDS; ++i) x[i] = start[i];
+  for (int i = 0; i < ROUNDS; i += 2) {
+    quarter(x[0], x[4], x[8], x[12]), quarter(x[1], x[5], x[9], x[13]);
+    quarter(x[2], x[6], x[10], x[14]), quarter(x[3], x[7], x[11], x[15]);
+    quarter(x[0], x[5], x[10], x[15]), quarter(x[1], x[6], x[11], x[12]);
+    quarter(x[2], x[7], x[8], x[13]), quarter(x[3], x[4], x[9], x[14]);
+  }
+  for (int i = 0; i < WORDS; ++i) x[i] += start[i];
+}
+
+// (word + the same word of stream 1 / 2^32 + 1/2^33) / 2^32
+__attribute__((noinline)) float small_uniform(const uint32_t* key, uint64_t block, int i, uint32_t word) {
+  uint32_t more[WORDS];
+  chacha<uint32_t>(key, (uint32_t)block, (uint32_t)(block >> 32), 1, more);
+  return (float)((double)((uint64_t)word << 32 | more[i]) + 0.5) * 0x1p-64f;
+}
+
+INLINE VF root(VF v) {
+  float each[W];
+  memcpy(each, &v, sizeof v);
+  for (int k = 0; k < W; ++k) each[k] = __builtin_sqrtf(each[k]);
+  return raw<VF>(each);
+}
+// sqrt(-2 ln u), of u = y, or of 1 - y where `upper` is set; 0 < y <= 1/2.
+INLINE VF radius(VF y, VI upper) {
+  VI bits = (VI)y;
+  VI above = (bits & 0x7fffff) > 0x3504f3;  // of sqrt(2)
+  VI exponent = (bits >> 23) - 127 - above;
+  VF f = (VF)((bits & 0x7fffff) | (above ? (VI){} + 0x3f000000 : (VI){} + 0x3f800000)) - 1.0f;
+  VI near = y <= 0.29289323f;  // 1 - y is above sqrt(1/2)
+  f = upper ? (near ? -y : 1.0f - (y + y)) : f;
+  exponent = upper ? (near ? (VI){} : (VI){} - 1) : exponent;
+  VF p = f * -0.07857349514961243f + 0.1288098394870758f;
+  p = p * f - 0.13129232823848724f, p = p * f + 0.14181305468082428f, p = p * f - 0.1662452071905136f;
+  p = p * f + 0.20002280175685883f, p = p * f - 0.25000810623168945f, p = p * f + 0.33333316445350647f;
+  VF square = f * f, e = __builtin_convertvector(exponent, VF);
+  VF logarithm = f + (p * (square * f) - 0.5f * square);
+  return root((logarithm + e * 0.6931471805599453f) * -2.0f);
+}
+// Cosine and sine of (a + 1/2) / 2^32 of a turn.
+INLINE void on_circle(VU a, VF& cosine, VF& sine) {
+  VI offset = (VI)((VU)(((VI)(a << 2)) >> 1) | 1);  // twice the place in the quadrant around the nearest axis, and one
+  VF x = __builtin_convertvector(offset, VF) * 7.314590396335798e-10f;  // 2 pi / 2^33
+  VU quadrant = (a + 0x20000000u) >> 30;
+  VF z = x * x;
+  VF s = z * -0.00019517297914717346f + 0.008332177996635437f;
+  s = x + x * z * (s * z - 0.16666655242443085f);
+  VF c = z * 2.443845005473122e-05f - 0.001388736767694354f;
+  c = (1.0f - 0.5f * z) + z * z * (c * z + 0.04166664555668831f);
+  VI swap = (VI)(quadrant & 1) != 0;
+  cosine = (VF)((VU)(swap ? s : c) ^ ((quadrant + 1) & 2) << 30);
+  sine = (VF)((VU)(swap ? c : s) ^ (quadrant & 2) << 30);
+}
+
+INLINE void add_tile(float* x, const uint32_t* key, uint64_t tile, float factor, float deviation) {
+  for (int lane = 0; lane < WORDS; lane += W) {
+    uint64_t block = tile * WORDS + lane;
+    VU low, words[WORDS];
+    for (int k = 0; k < W; ++k) low[k] = (uint32_t)block + k;
+    chacha<VU>(key, low, (uint32_t)(block >> 32), 0, words);
+    for (int i = 0; i < WORDS; i += 2) {
+      VI upper = (VI)words[i] >> 31;
+      VF y = (__builtin_convertvector((VI)words[i] ^ upper, VF) + 0.5f) * 0x1p-32f;
+      if (__builtin_expect(any(words[i] < FEW), 0))
+        for (int k = 0; k < W; ++k)
+          if (words[i][k] < FEW) y[k] = small_uniform(key, block + k, i, words[i][k]);
+      VF r = radius(y, upper) * deviation, cosine, sine;
+      on_circle(words[i + 1], cosine, sine);
+      float* at = x + i * WORDS + lane;
+      store(at, load(at) * factor + r * cosine);
+      store(at + WORDS, load(at + WORDS) * factor + r * sine);
+    }
+  }
+}
+void add_normal(float* x, int64_t n, const uint32_t* key, uint64_t tile, float factor, float deviation) {
+  for (; n >= TILE; n -= TILE, x += TILE) add_tile(x, key, tile++, factor, deviation);
+  if (n > 0) {
+    float rest[TILE] = {};
+    memcpy(rest, x, n * sizeof(float));
+    add_tile(rest, key, tile, factor, deviation);
+    memcpy(x, rest, n * sizeof(float));
+  }
+}
+
 // ---- the functions of one dtype ----
 template <class T> struct Of {
   static void squares(const void* x, int64_t n, Sum* sum) { add_squares((const T*)x, n, *sum); }
@@ -490,4 +598,4 @@ template <class T> struct Of {
 #define EACH(name) {Of<float>::name, Of<Bf16>::name, Of<Fp16>::name, Of<double>::name}
 extern "C" __attribute__((visibility("hidden"))) const Kernels NAME(ISA) = {
     EACH(squares), EACH(absolutes), EACH(largest), EACH(nonfinite), EACH(exceeds),
-    EACH(scale),   EACH(clamp),     EACH(column_squares), EACH(column_scale)};
+    EACH(scale),   EACH(clamp),     EACH(column_squares), EACH(column_scale), add_normal};

@@ -19,4 +19,8 @@ struct Kernels {
   bool (*clamp[DTYPES])(void* x, int64_t n, double low, double high);               // whether it wrote
   void (*column_squares[DTYPES])(const void* x, int64_t n, double* sums);    // sums[i] += x[i]^2
   void (*column_scale[DTYPES])(void* x, int64_t n, const double* factors);   // x[i] *= factors[i]
+  // x[i] = x[i] * factor + deviation * (normal number i of those from `tile` on); see "normal numbers" in kernels.cpp
+  void (*add_normal)(float* x, int64_t n, const uint32_t* key, uint64_t tile, float factor, float deviation);
 };
+
+constexpr int64_t TILE = 256;  // normal numbers that 16 blocks of the stream give

@@ -78,6 +78,10 @@ int main() {
         uint8_t written[COUNT];
         gg_clamp(&list, low, high, written, &threads);
         printf("%d %s %d clamp %016llx\n", level, names[d], spread, (unsigned long long)hash(memory, sizeof memory, hash(written, COUNT)));
+        if (d != F32) continue;
+        const uint32_t key[8] = {1, 2, 3, 4, 5, 6, 7, 8};
+        gg_add_normal(&list, key, ((uint64_t)1 << 28) - 9, 0.3, 2.5, &threads);
+        printf("%d %s %d normal %016llx\n", level, names[d], spread, (unsigned long long)hash(memory, sizeof memory));
       }
   }
 }

@@ -19,7 +19,7 @@ from gradguard.torch_private import exchange_table, parallel_for
 __all__ = ["NativeStatus", "status"]
 
 LIBRARY = Path(__file__).parent / "lib" / "libgradguard.so"
-INTERFACE = 2
+INTERFACE = 3
 """The version of the functions below; the library says which one it has."""
 
 _LEVELS = {
@@ -91,6 +91,7 @@ _SIGNATURES = {
     "gg_unit_norms": [_P, _P, _P],
     "gg_unit_scale": [_P, _P, _P],
     "gg_unit_clip": [_P, _P, _D, _D, _P, _P, _P, _P],
+    "gg_add_normal": [_P, _P, ctypes.c_uint64, _D, _D, _P],
     "gg_use_level": [_I],
     "gg_check_level": [],
     "gg_interface": [],

@@ -33,7 +33,9 @@ def standing(private, model):
 def draws(monkeypatch):
     """The standard deviation of each draw of noise."""
     found, add = [], GaussianNoise.add_
-    monkeypatch.setattr(GaussianNoise, "add_", lambda self, sums, std: (found.append(std), add(self, sums, std))[1])
+    monkeypatch.setattr(
+        GaussianNoise, "add_", lambda self, sums, std, **scale: (found.append(std), add(self, sums, std, **scale))[1]
+    )
     return found
 
 

@@ -49,7 +49,9 @@ def test_without_noise_a_step_is_the_clipped_sum_over_the_expected_batch_size(re
 def test_any_cut_into_micro_batches_gives_the_same_with_one_draw_of_noise_each_step(monkeypatch):
     draws = []
     add = GaussianNoise.add_
-    monkeypatch.setattr(GaussianNoise, "add_", lambda self, sums, std: (draws.append(std), add(self, sums, std))[1])
+    monkeypatch.setattr(
+        GaussianNoise, "add_", lambda self, sums, std, **scale: (draws.append(std), add(self, sums, std, **scale))[1]
+    )
     found = {}
     for size in (None, 100, 7, 1):
         private, model = private_run(max_physical_batch_size=size, max_grad_norm=0.7)
@@ -221,7 +223,7 @@ def effective_noise_multiplier(sabotage=None, runs=300):
 
 def half_the_noise(private):
     add = private.noise.add_
-    private.noise.add_ = lambda sums, deviation: add(sums, deviation / 2)
+    private.noise.add_ = lambda sums, deviation, **scale: add(sums, deviation / 2, **scale)
 
 
 def no_clipping(private):

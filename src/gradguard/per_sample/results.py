@@ -138,11 +138,14 @@ class Accumulation:
                 "mini-batch."
             )
 
-    def take(self, parameters: Mapping[str, Tensor], factor: float | Tensor) -> dict[str, Tensor]:
-        """Return the sums times ``factor``, zeros for what no sample used, and start anew; they are complex again."""
+    def take(self, parameters: Mapping[str, Tensor], factor: float | Tensor | None) -> dict[str, Tensor]:
+        """Return the sums times ``factor``, zeros for what no sample used, and start anew; they are complex again.
+
+        Without a factor they stay divided by ``unit``.
+        """
         sums = self._sums
         self.drop()
-        factor = factor * self.unit
+        factor = 1.0 if factor is None else factor * self.unit
         for name, parameter in parameters.items():
             if name not in sums:
                 sums[name] = zeros_like_rows(parameter)

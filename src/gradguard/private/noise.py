@@ -1,7 +1,8 @@
 r"""Gaussian noise that nobody can predict, and that is drawn once.
 
-PyTorch's generator for the CPU takes only the low 32 bits of a seed: an attacker could try all of them. So its whole
-state, 19 968 bits, is filled from a key of 256 bits, and the key comes from the operating system.
+Noise follows from a key of 256 bits that the operating system gives: in the compiled kernels by ChaCha20, a cipher,
+elsewhere by PyTorch's generator. On the CPU that one takes only the low 32 bits of a seed, and an attacker could try
+all of them; so its whole state, 19 968 bits, is filled from the key.
 """
 
 import functools
@@ -9,19 +10,23 @@ import hashlib
 import itertools
 import math
 import os
+import threading
 import warnings
 from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
 from gradguard.arguments import check_number
 from gradguard.errors import InvalidTypeError, InvalidValueError
+from gradguard.tensors.kernels import Blocks
 
 _BLOCK = 1 << 16  # elements that secure noise is drawn for at a time: its parts then stay in the cache
 _MERSENNE_WORDS = 624
 _FIRST_WORD = 3  # of the state, in a generator's state seen as int64; before it: seed, counters
 _LARGEST_SEED = 1 << 64
+_LEAST, _MOST = 2.0**-100, 2.0**100  # deviations and factors that float32 holds as they are
 
 
 class GaussianNoise:
@@ -30,19 +35,25 @@ class GaussianNoise:
     The noise is drawn in float32, or in float64 for float64 sums, and never in half precision: in bfloat16 there are
     some 4000 different values only.
 
+    **How.** For float32 sums on the CPU the compiled kernels (`gradguard.native.status`) draw and add it in one pass,
+    on all of PyTorch's threads: ChaCha20 makes the bits, Box and Muller's formula the normal numbers, out to 9.5
+    standard deviations. Each key and counter is used once. The numbers depend neither on the number of threads nor on
+    the processor. Without the kernels, for float64, and on other devices PyTorch's generator draws them, for float32
+    out to 5.8 standard deviations. So the same seed gives other noise there.
+
     **Where it comes from.** Without ``seed``, from a key that the operating system's generator gave.
     ``torch.manual_seed`` has no part in it. With ``seed``, from that number: then whoever knows the seed can take the
     noise away again, so this is for tests. A key is never saved: a checkpoint that held it would hold the noise.
 
     **After a resume** (`renew`) fresh bits are mixed into the key, with a seed too. A run that goes on from an old
     checkpoint repeats steps that an earlier run has already done; with the same noise on them, the difference of both
-    results would be free of noise.
+    results would be free of noise. For the same reason an object can be neither copied nor pickled.
 
-    **Secure.** PyTorch's normal numbers are a deterministic function of few random bits and rounded to float32, and
-    lie within 5.8 standard deviations: enough in practice to tell neighbouring sums apart now and then (Mironov,
-    2012). ``secure=True`` takes every bit from the operating system, and adds four normal numbers of 52 bits each in
-    float64, so that the set of possible results has no gaps that an attacker could search (Holohan and Braghin).
-    It takes about a hundred times as long to draw. It blunts that attack; it is no discrete mechanism with a proof.
+    **Secure.** Normal numbers of float32 are a deterministic function of few random bits, and rounded: enough in
+    practice to tell neighbouring sums apart now and then (Mironov, 2012). ``secure=True`` takes every bit from the
+    operating system, and adds four normal numbers of 52 bits each in float64, so that the set of possible results has
+    no gaps that an attacker could search (Holohan and Braghin). It takes 25 to 100 times as long to draw. It blunts
+    that attack; it is no discrete mechanism with a proof.
 
     Args:
         seed: An integer from 0 to 2^64 - 1 for repeatable noise, or None.
@@ -59,7 +70,8 @@ class GaussianNoise:
         >>> all(bool(total.all()) for total in sums)
         True
 
-    Reference: Holohan, Braghin, Secure random sampling in differential privacy, 2021, arXiv 2107.10138.
+    References: Bernstein, ChaCha, a variant of Salsa20, 2008; Box and Muller, A note on the generation of random normal
+    deviates, 1958; Holohan, Braghin, Secure random sampling in differential privacy, 2021, arXiv 2107.10138.
     """
 
     def __init__(self, seed: int | None = None, *, secure: bool = False) -> None:
@@ -71,13 +83,25 @@ class GaussianNoise:
         self.secure = secure
         self._key = key_from(seed, "noise")
         self._generators: dict[torch.device, torch.Generator] = {}
+        self._tile = 0  # of ChaCha20 under this key: the first that is not used up
+        self._lock = threading.Lock()
 
-    def add_(self, sums: Sequence[Tensor], standard_deviation: float) -> None:
-        """Add independent noise to every element of ``sums``, in place.
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise InvalidValueError(
+            "noise cannot be copied or pickled: the copy would draw the same, and the difference of both results would "
+            "be free of noise. Make a new GaussianNoise()."
+        )
+
+    def add_(
+        self, sums: Sequence[Tensor], standard_deviation: float, *, unit: float = 1.0, divisor: float = 1.0
+    ) -> None:
+        """Add independent noise to every element of ``sums``, in place: ``(sums * unit + noise) / divisor``.
 
         Args:
             sums: float32 or float64 tensors.
             standard_deviation: Of the noise, the same for all elements; finite and >= 0. 0 adds nothing.
+            unit: What the sums are multiplied by before noise is added.
+            divisor: What sum and noise are divided by.
 
         Raises:
             InvalidValueError: If it is negative, NaN or infinite.
@@ -92,14 +116,35 @@ class GaussianNoise:
                     f"noise is added to float32 or float64 sums, got {total.dtype}: sum in float32, add the noise, "
                     f"and round last."
                 )
+        factor, deviation = unit / divisor, deviation / divisor
         if deviation:
-            for total in sums:
+            sums = self._without_added_by_kernels(sums, factor, deviation)
+        for total in sums:
+            if factor != 1:
+                total.mul_(factor)
+            if deviation:
                 total.add_(self._draw(total, deviation))
 
     def renew(self) -> None:
         """Mix fresh bits of the operating system into the key: call it after every resume."""
-        self._key = hashlib.sha256(self._key + os.urandom(32)).digest()
-        self._generators.clear()
+        with self._lock:
+            self._key = hashlib.sha256(self._key + os.urandom(32)).digest()
+            self._generators.clear()
+            self._tile = 0
+
+    def _without_added_by_kernels(self, sums: Sequence[Tensor], factor: float, deviation: float) -> Sequence[Tensor]:
+        """Let the compiled kernels scale, and add to, the sums that they can take; return the others."""
+        if self.secure or not (_LEAST < deviation < _MOST and _LEAST < factor < _MOST):
+            return sums
+        narrow = [total for total in sums if total.dtype is torch.float32]
+        blocks = Blocks.of(narrow)
+        if not narrow or blocks is None:
+            return sums
+        with self._lock:  # whatever happens now, these tiles are used up
+            key, first = self._key, self._tile
+            self._tile += Blocks.tiles(narrow)
+        blocks.add_normal_(hashlib.sha256(b"gradguard ChaCha20" + key).digest(), first, factor, deviation)
+        return [total for total in sums if total.dtype is not torch.float32]
 
     def _draw(self, like: Tensor, deviation: float) -> Tensor:
         if self.secure:

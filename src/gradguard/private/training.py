@@ -359,7 +359,7 @@ class PrivateTraining:
         self.clipper.clip_and_accumulate()
         self.clipper.discard()
         self.clipper.skip_batch()
-        self._kept = kept if self._kept is None or kept is None else added(self._kept, kept)
+        self._kept = kept if self._kept is None or kept is None else added(self._kept, kept, 1.0)
 
     def _drop_logical_batch(self) -> None:
         self.clipper.discard()
@@ -390,17 +390,18 @@ class PrivateTraining:
         """Once a threshold moves or noise is drawn the step is paid for, whether or not it comes to its end."""
         deviation = self._deviation(self.clipper.sensitivity("add_or_remove_one"))  # take() may move a threshold
         self._count()
-        taken = self.clipper.take()
-        taken, self._kept = (taken if self._kept is None else added(self._kept, taken)), None
+        taken, unit = self.clipper.take_in_units()
+        if self._kept is not None:
+            taken, unit, self._kept = added(self._kept, taken, unit), 1.0, None
         drawn, self._drawn = self._drawn, 0
         self._accumulated = self._complete = False
         _check_samples(taken.batch_size, drawn)
-        if self._rank == 0:
-            self.noise.add_(taken.sums, deviation)
+        own = deviation if self._rank == 0 else 0.0
+        self.noise.add_(taken.sums, own, unit=unit, divisor=self.terms.divisor)
         all_reduce_sum(taken.sums, self._group)
         self._filled = {}
         for parameter, total in zip(taken.parameters, taken.sums, strict=True):
-            gradient = shard_like(total.div_(self.terms.divisor).to(parameter.dtype), parameter)
+            gradient = shard_like(total.to(parameter.dtype), parameter)
             parameter.grad, self._filled[parameter] = gradient, (weakref.ref(gradient), version_of(gradient))
         self._may_step = True
 
@@ -474,7 +475,7 @@ def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
-def added(first: ClippedSums, second: ClippedSums) -> ClippedSums:
-    """Return both together."""
-    sums = [a + b for a, b in zip(first.sums, second.sums, strict=True)]
+def added(first: ClippedSums, second: ClippedSums, unit: float) -> ClippedSums:
+    """Return both together; the sums of the second are divided by ``unit``."""
+    sums = [a + b * unit for a, b in zip(first.sums, second.sums, strict=True)]
     return ClippedSums(first.names, first.parameters, sums, first.batch_size + second.batch_size)

@@ -23,6 +23,9 @@ from gradguard.torch_private import are_operations_watched
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 """In the order of ``DType`` in native/kernels.h."""
 
+TILE = 256
+"""Normal numbers that go together: ``TILE`` of native/kernels.h."""
+
 _ORDERS = {1.0: 1, 2.0: 2, math.inf: 3}
 _ORDINARY = Tensor.__torch_dispatch__  # pyright: ignore[reportAttributeAccessIssue]
 
@@ -110,6 +113,24 @@ class Blocks:
         nan, inf = (array("q", bytes(8 * len(self._tensors))) for _ in range(2))
         self._library.call("gg_nonfinite", self._where, nan.buffer_info()[0], inf.buffer_info()[0])
         return nan, inf
+
+    @staticmethod
+    def tiles(tensors: Sequence[Tensor]) -> int:
+        """Return how many tiles of normal numbers `add_normal_` uses up: each tensor begins a new one."""
+        return sum([-(-tensor.numel() // TILE) for tensor in tensors])
+
+    def add_normal_(self, key: bytes, tile: int, factor: float, deviation: float) -> None:
+        """Multiply every element by ``factor``, and add ``deviation`` times a standard normal number; float32 alone.
+
+        Args:
+            key: 32 bytes.
+            tile: The first of the `tiles` that are used up; none may be used twice under one key.
+            factor: Rounded to float32, as is the next.
+            deviation: Standard deviation of what is added.
+        """
+        words = ctypes.create_string_buffer(key, 32)
+        self._library.call("gg_add_normal", self._where, ctypes.addressof(words), tile, factor, deviation)
+        increment_version(self._tensors)
 
     def _is_mirrored(self, low: float, high: float) -> bool:
         """Whether memory holds the negative of what a tensor shows, and the bounds are not alike for both."""
