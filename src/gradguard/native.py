@@ -19,7 +19,7 @@ from gradguard.torch_private import exchange_table, parallel_for
 __all__ = ["NativeStatus", "status"]
 
 LIBRARY = Path(__file__).parent / "lib" / "libgradguard.so"
-INTERFACE = 2
+INTERFACE = 3
 """The version of the functions below; the library says which one it has."""
 
 _LEVELS = {
