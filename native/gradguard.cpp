@@ -384,9 +384,11 @@ static void scale_columns(const UnitList* list, const Piece& p, const double* fa
   double each[SPAN];
   for (int64_t start = 0; start < p.n; start += SPAN) {
     int64_t n = smaller(SPAN, p.n - start);
-    bool binds = false;
-    for (int64_t i = 0; i < n; ++i) each[i] = factors[(start + i) / s.after], binds |= each[i] != 1;
-    for (int64_t b = 0; binds && b < s.before; ++b) use->column_scale[d](line_of(list, p, b) + start * SIZE[d], n, each);
+    bool binds = false, tiny = false;
+    for (int64_t i = 0; i < n; ++i)
+      each[i] = factors[(start + i) / s.after], binds |= each[i] != 1, tiny |= is_tiny(each[i]);
+    for (int64_t b = 0; binds && b < s.before; ++b)
+      use->column_scale[d](line_of(list, p, b) + start * SIZE[d], n, each, tiny);
   }
 }
 
@@ -407,9 +409,15 @@ API int gg_unit_scale(const UnitList* list, const double* factors, const Threads
 }
 
 // ---- adaptive clipping: the units of a gradient against those of its weight ----
-static double factor_for(double norm, double weight, double threshold, double eps) {
+// A factor is a float64; where that has too few digits of it, two numbers whose product it is.
+struct Factor {
+  double whole, first, second;
+};
+static Factor factor_for(double norm, double weight, double threshold, double eps) {
   double bound = (weight < eps ? eps : weight) * threshold;  // NaN stays
-  return norm > bound ? bound / norm : 1;
+  double whole = norm > bound ? bound / norm : 1;
+  if (!(whole < 0x1p-1022 && bound > 0 && norm < INFINITY)) return {whole, whole, 1};
+  return {whole, 0x1p-1021, bound * 0x1p1021 / norm};
 }
 
 // Measure the units of weights and gradients and scale the latter while they are in the cache. `norms` gets those of
@@ -418,7 +426,8 @@ API int gg_unit_clip(const UnitList* weights, const UnitList* grads, double thre
                      double* factors, double* norm, const Threads* threads) {
   UnitWork w(grads);
   Room<Sum> parts(2 * w.pieces.size);  // of the pieces of long units: gradient, weight
-  if (!w.is_there() || !parts.at) return NO_MEMORY;
+  Room<Factor> of_parts(w.pieces.size);
+  if (!w.is_there() || !parts.at || !of_parts.at) return NO_MEMORY;
   Threads alone = {1, nullptr};
   if (units_overlap(grads)) threads = &alone;
   memset(norms, 0, w.units * sizeof(double));
@@ -438,8 +447,10 @@ API int gg_unit_clip(const UnitList* weights, const UnitList* grads, double thre
           measure_rows(grads, row, &g);
           measure_rows(weights, row, &v);
           norms[row.unit] = root(g);
-          factors[row.unit] = factor_for(norms[row.unit], root(v), threshold, eps);
-          scale_rows(grads, row, &factors[row.unit]);
+          Factor factor = factor_for(norms[row.unit], root(v), threshold, eps);
+          factors[row.unit] = factor.whole;
+          scale_rows(grads, row, &factor.first);
+          scale_rows(grads, row, &factor.second);
         }
       } else {
         Sum g[SPAN] = {}, v[SPAN] = {};
@@ -447,7 +458,7 @@ API int gg_unit_clip(const UnitList* weights, const UnitList* grads, double thre
         measure_columns(weights, p, v);
         for (int64_t u = 0; u < p.count; ++u) {
           norms[p.unit + u] = root(g[u]);
-          factors[p.unit + u] = factor_for(norms[p.unit + u], root(v[u]), threshold, eps);
+          factors[p.unit + u] = factor_for(norms[p.unit + u], root(v[u]), threshold, eps).whole;  // never of float64
         }
         scale_columns(grads, p, &factors[p.unit]);
       }
@@ -459,15 +470,20 @@ API int gg_unit_clip(const UnitList* weights, const UnitList* grads, double thre
       continue;
     }
     Sum g = {}, v = {};
-    int64_t unit = w.pieces[i].unit;
+    int64_t unit = w.pieces[i].unit, first = i;
     for (; i < w.piece_count && w.pieces[i].unit == unit; ++i) join(g, parts[2 * i], TWO), join(v, parts[2 * i + 1], TWO);
     norms[unit] = root(g);
-    factors[unit] = factor_for(norms[unit], root(v), threshold, eps);
+    Factor factor = factor_for(norms[unit], root(v), threshold, eps);
+    factors[unit] = factor.whole;
+    for (int64_t k = first; k < i; ++k) of_parts[k] = factor;
   }
   for_tasks(w.task_count, w.elements, threads, [&](int64_t i) {
     int64_t task = w.task_count - 1 - i;
     for (int64_t k = w.tasks[task + 1]; k-- > w.tasks[task];)
-      if (is_part(w.pieces[k])) scale_rows(grads, w.pieces[k], &factors[w.pieces[k].unit]);
+      if (is_part(w.pieces[k])) {
+        scale_rows(grads, w.pieces[k], &of_parts[k].first);
+        scale_rows(grads, w.pieces[k], &of_parts[k].second);
+      }
   });
   Sum all = {};
   use->squares[F64](norms, w.units, &all);
@@ -539,11 +555,16 @@ static int differs(const Kernels* plain, const Kernels* better) {
       better->column_squares[d](given.at, n, sums.at + n);
       if (!same(sums.at, sums.at + n, n)) return 1 + d;
       double limit = d == F16 ? 0.25 : round == 1 ? 0x1p-72 : round == 2 ? 0x1p68 : 0.25;
-      for (int write = 0; write < 3; ++write) {
+      for (int64_t i = 0; i < n; i += 3) factors[i] *= 0x1p-150;
+      for (int write = 0; write < 5; ++write) {
         memcpy(one.at, given.at, bytes), memcpy(two.at, given.at, bytes);
         bool a = true, b = true;
         if (write == 0) plain->scale[d](one.at, n, 0.3), better->scale[d](two.at, n, 0.3);
-        if (write == 1) plain->column_scale[d](one.at, n, factors.at), better->column_scale[d](two.at, n, factors.at);
+        if (write == 1) plain->scale[d](one.at, n, 0x1.8p-130), better->scale[d](two.at, n, 0x1.8p-130);
+        if (write > 2) {  // some factors are tiny
+          plain->column_scale[d](one.at, n, factors.at, write == 4);
+          better->column_scale[d](two.at, n, factors.at, write == 4);
+        }
         if (write == 2) {
           a = plain->exceeds[d](one.at, n, -limit, limit), b = better->exceeds[d](two.at, n, -limit, limit);
           a ^= plain->clamp[d](one.at, n, -limit, limit), b ^= better->clamp[d](two.at, n, -limit, limit);

@@ -252,6 +252,7 @@ template <class T> INLINE void add_absolutes(const T* x, int64_t n, Sum& sum) {
 }
 
 constexpr double DOWN = 0x1p-600, UP = 0x1p600;
+constexpr double MOST = 0x1p960;  // of a block: what 2^63 elements of such blocks add up to is within float64's range
 template <class Power> INLINE double sum_of_doubles(const double* x, int64_t n, double scale) {
   double lanes[32] = {};
   int64_t i = 0;
@@ -266,8 +267,8 @@ INLINE void add_squares(const double* x, int64_t n, Sum& sum) {
   for (int64_t at = 0; at < n; at += BLOCK) {
     int64_t count = n - at < BLOCK ? n - at : BLOCK;
     double found = sum_of_doubles<Square>(x + at, count, 1.0);
-    if ((found > 1e-280 && found < 1e308) || found != found) sum.middle += found;
-    else if (found >= 1e308) sum.large += sum_of_doubles<Square>(x + at, count, DOWN);
+    if ((found > 0x1p-930 && found < MOST) || found != found) sum.middle += found;
+    else if (found >= MOST) sum.large += sum_of_doubles<Square>(x + at, count, DOWN);
     else if (found != 0 || largest_bits(x + at, count)) sum.small += sum_of_doubles<Square>(x + at, count, UP);
   }
 }
@@ -394,7 +395,24 @@ INLINE bool clamp_block(double* p, int64_t count, double low, double high) {
 }
 
 // ---- products ----
+// By a factor whose digits float32 does not hold, the product is taken in float64. `factors` has one for each element,
+// or one for all.
+template <class T> __attribute__((noinline)) void multiply_wide(T* x, int64_t n, const double* factors, bool for_all) {
+  for (int64_t i = 0; i < n; i += W) {
+    T rest[W] = {};
+    int64_t left = n - i < W ? n - i : W;
+    memcpy(rest, x + i, left * sizeof(T));
+    VF v = load(rest);
+    for (int k = 0; k < left; ++k) {
+      double f = for_all ? *factors : factors[i + k];
+      v[k] = (float)(v[k] * (is_tiny(f) ? f : (double)(float)f));
+    }
+    store(rest, v);
+    memcpy(x + i, rest, left * sizeof(T));
+  }
+}
 template <class T> INLINE void multiply(T* x, int64_t n, double factor) {
+  if (is_tiny(factor)) return multiply_wide(x, n, &factor, true);
   float f = (float)factor;
   int64_t i = 0;
 #pragma GCC unroll 4
@@ -407,6 +425,7 @@ template <class T> INLINE void multiply(T* x, int64_t n, double factor) {
   }
 }
 INLINE void multiply(Bf16* x, int64_t n, double factor) {
+  if (is_tiny(factor)) return multiply_wide(x, n, &factor, true);
   float f = (float)factor;
   int64_t i = 0;
   for (; i + 2 * W <= n; i += 2 * W) {  // pairs, as in add_lanes
@@ -439,7 +458,8 @@ template <class T> INLINE void add_column_squares(const T* x, int64_t n, double*
 INLINE void add_column_squares(const double* x, int64_t n, double* sums) {
   for (int64_t i = 0; i < n; ++i) sums[i] += x[i] * x[i];
 }
-template <class T> INLINE void multiply_columns(T* x, int64_t n, const double* factors) {
+template <class T> INLINE void multiply_columns(T* x, int64_t n, const double* factors, bool tiny) {
+  if (tiny) return multiply_wide(x, n, factors, false);
   for (int64_t i = 0; i < n; i += W) {
     T rest[W] = {};
     int64_t left = n - i < W ? n - i : W;
@@ -451,7 +471,7 @@ template <class T> INLINE void multiply_columns(T* x, int64_t n, const double* f
     if (left < W) memcpy(x + i, rest, left * sizeof(T));
   }
 }
-INLINE void multiply_columns(double* x, int64_t n, const double* factors) {
+INLINE void multiply_columns(double* x, int64_t n, const double* factors, bool) {
   for (int64_t i = 0; i < n; ++i) x[i] *= factors[i];
 }
 
@@ -589,7 +609,7 @@ template <class T> struct Of {
     return wrote;
   }
   static void column_squares(const void* x, int64_t n, double* sums) { add_column_squares((const T*)x, n, sums); }
-  static void column_scale(void* x, int64_t n, const double* factors) { multiply_columns((T*)x, n, factors); }
+  static void column_scale(void* x, int64_t n, const double* factors, bool tiny) { multiply_columns((T*)x, n, factors, tiny); }
 };
 }  // namespace
 

@@ -18,9 +18,12 @@ struct Kernels {
   void (*scale[DTYPES])(void* x, int64_t n, double factor);
   bool (*clamp[DTYPES])(void* x, int64_t n, double low, double high);               // whether it wrote
   void (*column_squares[DTYPES])(const void* x, int64_t n, double* sums);    // sums[i] += x[i]^2
-  void (*column_scale[DTYPES])(void* x, int64_t n, const double* factors);   // x[i] *= factors[i]
+  void (*column_scale[DTYPES])(void* x, int64_t n, const double* factors, bool tiny);  // x[i] *= factors[i]; any is_tiny
   // x[i] = x[i] * factor + deviation * (normal number i of those from `tile` on); see "normal numbers" in kernels.cpp
   void (*add_normal)(float* x, int64_t n, const uint32_t* key, uint64_t tile, float factor, float deviation);
 };
 
 constexpr int64_t TILE = 256;  // normal numbers that 16 blocks of the stream give
+
+// Whether float32 would lose digits of a factor, which is not negative.
+static inline bool is_tiny(double factor) { return factor < 0x1p-126 && factor > 0; }

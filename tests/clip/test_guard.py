@@ -1,8 +1,11 @@
 """A guard acts once at each real step, whatever calls it: the rows of the optimizer-hook table."""
 
 import copy
+import gc
 import pickle
 import threading
+import warnings
+import weakref
 
 import pytest
 import torch
@@ -14,6 +17,7 @@ import gradguard as gg
 from gradguard.clip.guard import Guard
 from gradguard.clip.rules import ClipByGlobalNorm, ClipByValue
 from gradguard.errors import GradguardError, InvalidTypeError, InvalidValueError
+from gradguard.rules import Clipper, Decision, describe, norms_of
 
 TORCHS_OWN = pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 
@@ -29,6 +33,41 @@ class Watched(ClipByGlobalNorm):
         decision = super().decide(grads, scale)
         self.norms.append(float(decision.result.norm))
         return decision
+
+
+class MovingAverage(Clipper):
+    """A user's rule that remembers, and takes no care that gradients may have a graph."""
+
+    def __init__(self) -> None:
+        self.average, self.with_graph = torch.zeros(()), []
+
+    def decide(self, grads, scale=1.0):
+        norm = torch.stack([g.square().sum() for g in grads.gradients]).sum().sqrt()
+        self.average = 0.9 * self.average + 0.1 * norm
+        self.with_graph.append(torch.is_grad_enabled() or norm.requires_grad)
+        coefficient = (self.average / norm).clamp(max=1.0).double()
+        return Decision(grads, describe(grads, norms_of(grads), coefficient, coefficient < 1), coefficient)
+
+
+@pytest.mark.parametrize("name", ["SGD", "LBFGS"])
+def test_a_rule_decides_without_a_graph(name):
+    """As penalties on gradients need them: `create_graph=True`, whose graph a rule must not keep from step to step."""
+    net, rule = model(), MovingAverage()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01) if name == "SGD" else torch.optim.LBFGS(net.parameters())
+    gg.Guard(optimizer, rule)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = net(torch.ones(2, 3)).square().sum()
+        loss.backward(create_graph=True)
+        assert any(p.grad.requires_grad for p in net.parameters())
+        return loss
+
+    with warnings.catch_warnings(action="ignore"):  # torch's, of the cycle between a parameter and its gradient
+        for _ in range(3):
+            optimizer.step(closure)
+    assert set(rule.with_graph) == {False}
+    assert not rule.average.requires_grad
 
 
 def clip_and_step(net: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -420,8 +459,6 @@ def test_a_guard_that_nobody_keeps_goes_on():
 
 
 def test_a_guard_goes_with_its_optimizer():
-    import gc
-    import weakref
 
     optimizer = torch.optim.SGD(model().parameters(), lr=0.1)
     guard = weakref.ref(Guard(optimizer, clipper()))

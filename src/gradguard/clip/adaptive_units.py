@@ -19,6 +19,7 @@ from gradguard.distributed.units import UnitPlan, unit_plan_for
 from gradguard.errors import UnsupportedGradientError
 from gradguard.tensors.layout import coalesce_, meeting_device, move
 from gradguard.tensors.norms import norm_of_norms, tensor_norms
+from gradguard.tensors.scaling import steps_of
 from gradguard.tensors.units import UnitLayout, clip_units_, layout_of, scale_units_, unit_norms
 from gradguard.torch_private import sparse_indices, sparse_values, transposed_convolutions
 
@@ -125,22 +126,24 @@ class UnitDecision:
         norm: The norm of all gradients before the clip: 0-dim.
         outcome: Tells what it does to all of them, before it is done or after.
         units: What it does that to.
-        factors: What each unit held here is multiplied by, by the position of its tensor.
+        steps: What each unit held here is multiplied by, one after the other, by the position of its tensor: one factor
+            mostly, as `steps_of` says.
     """
 
     norm: Tensor
     outcome: Callable[[], Outcome]
     units: Units
-    factors: Mapping[int, Tensor]
+    steps: Mapping[int, Sequence[Tensor]]
 
     @torch.no_grad()
     def write(self) -> Sequence[Tensor]:
         """Clip the gradients in place, and return what was written."""
-        units, factors = self.units, self.factors
-        rows = {i: writable(units.parameters[i], units.rows[i]) for i in factors}
+        units = self.units
+        rows = {i: writable(units.parameters[i], units.rows[i]) for i in self.steps}
         for group in _by_device(rows):
-            each = [(rows[i], units.layouts[i], factors[i]) for i in group]
-            scale_units_(*map(list, zip(*each, strict=True)))
+            for k in range(max([len(self.steps[i]) for i in group])):
+                each = [(rows[i], units.layouts[i], self.steps[i][k]) for i in group if k < len(self.steps[i])]
+                scale_units_(*map(list, zip(*each, strict=True)))
         return list(rows.values())
 
 
@@ -173,13 +176,13 @@ def decide_units(
         plan = unit_plan_for(grads.reduction, grads.parameters, layouts, kept, grads.name)
     units = _measured(grads, plan, layouts, kept, 0.0 if isinstance(threshold, Tensor) else threshold * eps, eps)
     whole = [i for i in units.rows if plan is None or not plan.units[i].are_split]
-    factors = _factors(units, whole, threshold, eps)
+    factors, steps = _factors(units, whole, threshold, eps)
     if plan is None:
         norm, outcome = _outcome_here(grads, units, factors)
     else:
         spread, split = _outcome_everywhere(grads, plan, units, factors, threshold, eps, each)
-        norm, outcome, factors = norm_of_norms(spread.norms), lambda: spread, factors | split
-    return UnitDecision(norm, outcome, units, factors)
+        norm, outcome, steps = norm_of_norms(spread.norms), lambda: spread, steps | split
+    return UnitDecision(norm, outcome, units, steps)
 
 
 @torch.no_grad()
@@ -256,23 +259,30 @@ def _norms_by_device(
     return norms
 
 
-def _factors(units: Units, whole: Sequence[int], threshold: float | Tensor, eps: float) -> dict[int, Tensor]:
-    """The factors of units that lie whole here."""
+def _factors(
+    units: Units, whole: Sequence[int], threshold: float | Tensor, eps: float
+) -> tuple[dict[int, Tensor], dict[int, Sequence[Tensor]]]:
+    """The factors of units that lie whole here, and the steps in which they are applied."""
     factors: dict[int, Tensor] = {}
+    steps: dict[int, Sequence[Tensor]] = {}
     for group in _by_device({i: units.gradient_norms[i] for i in whole}):
-        norms = [units.gradient_norms[i] for i in group], [units.weight_norms[i] for i in group]
-        factors.update(zip(group, unit_factors(*norms, threshold, eps), strict=True))
-    return factors
+        norms = [units.gradient_norms[i] for i in group]
+        joined = torch.cat(norms), torch.cat([units.weight_norms[i] for i in group])
+        found, together = unit_factors(*joined, threshold, eps)
+        sizes = [n.shape[0] for n in norms]
+        factors.update(zip(group, found.split(sizes), strict=True))
+        steps.update(zip(group, zip(*[step.split(sizes) for step in together], strict=True), strict=True))
+    return factors, steps
 
 
 def unit_factors(
-    gradient_norms: Sequence[Tensor], weight_norms: Sequence[Tensor], threshold: float | Tensor, eps: float
-) -> Sequence[Tensor]:
-    """Return what to multiply each unit by, for all tensors of a device at once."""
-    norms, weights = torch.cat(list(gradient_norms)), torch.cat(list(weight_norms))
+    norms: Tensor, weights: Tensor, threshold: float | Tensor, eps: float
+) -> tuple[Tensor, Sequence[Tensor]]:
+    """Return what units of these norms are multiplied by, and the steps in which that is done."""
     fraction = move(threshold, norms.device) if isinstance(threshold, Tensor) else threshold
-    bound = weights.clamp_(min=eps) * fraction
-    return torch.where(norms > bound, bound / norms, 1.0).split([n.shape[0] for n in gradient_norms])
+    bound = weights.clamp(min=eps) * fraction
+    factors = torch.where(norms > bound, bound / norms, 1.0)
+    return factors, steps_of(factors, bound, norms, epsilon=0.0)
 
 
 def _outcome_here(
@@ -314,8 +324,8 @@ def _outcome_everywhere(
     threshold: float | Tensor,
     eps: float,
     each: bool,
-) -> tuple[Outcome, dict[int, Tensor]]:
-    """Add up what all processes hold; return what the clip does, and the factors of the split units held here."""
+) -> tuple[Outcome, dict[int, Sequence[Tensor]]]:
+    """Add up what all processes hold; return what the clip does, and the steps of the split units held here."""
     part, home = grads.reduction, meeting_device(grads.gradients)
     assert part is not None
     classes = None if each or part.reducer.is_alone else part.classes
@@ -328,11 +338,12 @@ def _outcome_everywhere(
     (added,), there = part.reducer.reduce([(vector, 2.0)], weights, shares, part.balance, part.settings)
     count = len(before)
     before, after, binds, gradients, bounds = added.split([count, count, 1, *map(len, slots)])
-    split = unit_factors([gradients], [bounds], threshold, eps)[0]
+    split, steps = unit_factors(gradients, bounds, threshold, eps)
     total = norm_of_norms(torch.cat([after, gradients * split]))
     clipped = (binds > 0).any() | (split < 1).any()
     devices = {i: rows.device for i, rows in units.rows.items()}
-    return Outcome(before, total, clipped, there[:count], classes), plan.take(split, devices)
+    taken = [plan.take(step, devices) for step in steps]
+    return Outcome(before, total, clipped, there[:count], classes), {i: [one[i] for one in taken] for i in taken[0]}
 
 
 def _outcome_of_part(

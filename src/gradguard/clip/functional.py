@@ -32,7 +32,7 @@ from gradguard.policies import NonFinitePolicy, check_policy
 from gradguard.tensors.layout import coalesce_, public_dtype
 from gradguard.tensors.nonfinite import zero_if_nonfinite_
 from gradguard.tensors.norms import norm_of_norms, total_norm
-from gradguard.tensors.scaling import clamp_, clip_coefficient, scale_
+from gradguard.tensors.scaling import clamp_, clip_coefficient, scale_in_, steps_of
 
 
 def clip_grad_norm_(
@@ -329,7 +329,7 @@ def _scale_to(grads: Gradients, norm: Tensor, max_norm: float | Tensor, policy: 
         refuse_nonfinite_in(grads, norm)
     coefficient = clip_coefficient(norm, max_norm)
     if isinstance(max_norm, Tensor) or not math.isinf(max_norm):
-        scale_(grads.gradients, coefficient)
+        scale_in_(grads.gradients, steps_of(coefficient, max_norm, norm))
     if policy == "zero":
         zero_if_nonfinite_(norm, grads.gradients)
     return coefficient

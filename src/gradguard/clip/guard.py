@@ -191,7 +191,6 @@ class Guard:
             self._snapshot = Snapshot(optimizer, whole=True)
         return None
 
-    @torch.no_grad()
     def __reduce__(self) -> NoReturn:
         """Refuse to be copied or pickled: a guard belongs to one optimizer."""
         raise InvalidTypeError(
@@ -199,6 +198,7 @@ class Guard:
             "and load_state_dict() this one's state_dict()."
         )
 
+    @torch.no_grad()
     def _before(self, optimizer: Optimizer, number: int) -> bool:
         if not self._attached:
             return False

@@ -11,7 +11,8 @@ from gradguard.clip.gradients import Gradients, norms_of, total_of
 from gradguard.clip.thresholds.base import StatefulClipper, scalar
 from gradguard.errors import InvalidValueError
 from gradguard.tensors.layout import move
-from gradguard.tensors.scaling import clip_coefficient, scale_
+from gradguard.tensors.scaling import clip_coefficient, steps_of
+from gradguard.tensors.units import scale_each_
 
 
 class ClipByPreviousNorm(StatefulClipper):
@@ -95,7 +96,8 @@ class ClipByPreviousNorm(StatefulClipper):
         norms = norms_of(grads, scale, self.norm_type)
         self._follow(norms.device)
         self._remember(grads, norms)
-        coefficients = clip_coefficient(torch.maximum(norms, self.state["previous"].to(norms.dtype)), limit)
+        reckoned = torch.maximum(norms, self.state["previous"].to(norms.dtype))
+        coefficients = clip_coefficient(reckoned, limit)
         clipped = (coefficients < 1).any()
         self._clipped.append(clipped)
         before, after = total_of(norms, self.norm_type), total_of(norms * coefficients, self.norm_type)
@@ -110,8 +112,8 @@ class ClipByPreviousNorm(StatefulClipper):
         )
 
         def write() -> None:
-            for gradient, coefficient in zip(grads.gradients, coefficients.unbind(), strict=True):
-                scale_([gradient], coefficient)
+            for step in steps_of(coefficients, limit, reckoned):
+                scale_each_(grads.gradients, step)
 
         return Decision(grads, result, None, write)
 

@@ -21,7 +21,7 @@ from gradguard.clip.lock_in import LockIn
 from gradguard.distributed.wrappers import refuse_flat_parameters
 from gradguard.tensors.layout import are_readable, coalesce_, meeting_device, move
 from gradguard.tensors.norms import tensor_norms, total_norm
-from gradguard.tensors.scaling import clamp_, clip_coefficient, exceeds
+from gradguard.tensors.scaling import clamp_, clip_coefficient, exceeds, scale_in_, steps_of
 from gradguard.tensors.units import scale_each_
 
 
@@ -92,7 +92,10 @@ class ClipByGlobalNorm(FixedRule):
         clipped = coefficient < 1
         locked_in = self._lock_in.follow(clipped, limit, torch.isfinite(norm.value))
         result = describe(grads, norm, coefficient, clipped, order=self.norm_type, threshold=limit, locked_in=locked_in)
-        return Decision(grads, result, coefficient)
+        steps = steps_of(coefficient, limit, norm.value)
+        if len(steps) == 1:
+            return Decision(grads, result, coefficient)
+        return Decision(grads, result, None, lambda: scale_in_(grads.gradients, steps))
 
 
 class ClipByNorm(FixedRule):
@@ -159,7 +162,12 @@ class ClipByNorm(FixedRule):
             threshold=limit,
             locked_in=locked_in,
         )
-        return Decision(grads, result, None, lambda: scale_each_(grads.gradients, coefficients))
+
+        def write() -> None:
+            for step in steps_of(coefficients, limit, norms):
+                scale_each_(grads.gradients, step)
+
+        return Decision(grads, result, None, write)
 
 
 class ClipByValue(FixedRule):

@@ -29,6 +29,7 @@ from gradguard.tensors.layout import (
     is_dense,
     meeting_device,
     move,
+    public_dtype,
     readable_values,
     wide_dtype,
 )
@@ -83,6 +84,8 @@ def total_norm(tensors: Sequence[Tensor], p: float = 2.0) -> Tensor:
         host_norm = _host_norm(on_host, [x.numel() for x in on_host], p)
         host_norm = torch.tensor([host_norm], dtype=norms.dtype, device="cpu")
         norms = torch.cat([norms, move(host_norm, device)])
+    if public_dtype(values) is torch.float64:  # squares of which may leave float64's range
+        return norm_of_norms(norms, p)
     return torch.linalg.vector_norm(norms, p) if len(norms) else norms.sum()
 
 
@@ -135,7 +138,7 @@ def _device_norms(tensors: Sequence[Tensor], p: float, device: torch.device) -> 
         for i in (i for i in group if tensors[i].numel() > at_once):
             pieces = flat(tensors[i]).split(at_once)
             parts = torch.stack(foreach_norm(pieces, p, wide_dtype(where)))
-            norms[i] = move(torch.linalg.vector_norm(parts, p), device)
+            norms[i] = move(norm_of_norms(parts, p), device)
     return torch.stack(norms) if norms else torch.zeros(0, dtype=wide_dtype(device), device=device)
 
 

@@ -27,6 +27,9 @@ from gradguard.torch_private import foreach_clamp_, foreach_mul_, foreach_norm
 EPSILON = 1e-6
 """Added to the norm before dividing, as PyTorch does."""
 
+LEAST = {dtype: torch.finfo(dtype).tiny for dtype in (torch.float32, torch.float64)}
+"""Smaller positive numbers have fewer digits."""
+
 SMALL = 1 << 14
 """Tensors up to this length are looked at side by side: one kernel instead of thousands."""
 
@@ -49,11 +52,45 @@ def clip_coefficient(norm: Tensor, max_norm: float | Tensor) -> Tensor:
 
 
 @torch.no_grad()
+def steps_of(coefficients: Tensor, bounds: float | Tensor, norms: Tensor, epsilon: float = EPSILON) -> Sequence[Tensor]:
+    r"""Return what to multiply by, one after the other, so that no digits of bound / (norm + epsilon) are lost.
+
+    That is ``coefficients`` alone, unless one is so small that float64 has not all digits of it. Such a one comes as
+    :math:`2^{-1021}` and what is left.
+
+    Args:
+        coefficients: min(1, bound / (norm + epsilon)), none negative.
+        bounds: One for each, or one for all.
+        norms: One for each.
+        epsilon: What was added to the norms.
+    """
+    if not are_readable(coefficients, norms) or not is_below(coefficients, LEAST[torch.float64]):
+        return [coefficients]
+    bounds = torch.as_tensor(bounds, dtype=torch.float64, device=norms.device)
+    tiny = (coefficients < LEAST[torch.float64]) & (bounds > 0) & norms.isfinite()
+    if not bool(tiny.any()):
+        return [coefficients]
+    rest = torch.where(tiny, bounds * 2.0**1021 / (norms + epsilon), 1.0)
+    return [torch.where(tiny, 2.0**-1021, coefficients), rest]
+
+
+def scale_in_(tensors: Sequence[Tensor], steps: Sequence[Tensor]) -> None:
+    """Multiply every element of ``tensors`` by the 0-dim ``steps``, one after the other."""
+    for step in steps:
+        scale_(tensors, step)
+
+
+def is_below(coefficients: Tensor, least: float) -> bool:
+    """Tell whether an entry is smaller than ``least``; NaN is not. The host reads them."""
+    return float(coefficients) < least if coefficients.dim() == 0 else bool((coefficients < least).any())
+
+
+@torch.no_grad()
 def scale_(tensors: Sequence[Tensor], coefficient: Tensor) -> None:
     """Multiply every element of ``tensors`` by a 0-dim ``coefficient``, rounding once, in place.
 
-    The product is taken in at least float32 whatever the dtype, so a coefficient that float16 cannot hold is not
-    lost. A coefficient of 1 that Python can read writes nothing.
+    The product is taken in float32, or in float64 where the tensor is that wide or float32 has not all digits of the
+    coefficient (below 1.2e-38), which only the host can see. A coefficient of 1 that Python can read writes nothing.
     """
     if are_readable(coefficient) and float(coefficient) == 1.0:
         return
@@ -69,7 +106,10 @@ def scale_(tensors: Sequence[Tensor], coefficient: Tensor) -> None:
             listed.scale_(move(coefficient, device))
             continue
         factor = move(coefficient, device, torch.float64 if dtype is torch.float64 else torch.float32)
-        if dtype in HALVES and not are_readable(*alike):
+        if dtype is not torch.float64 and are_readable(coefficient) and 0 < float(coefficient) < LEAST[torch.float32]:
+            for tensor in alike:
+                tensor.copy_(tensor.double().mul_(coefficient))
+        elif dtype in HALVES and not are_readable(*alike):
             # Accelerators round a 0-dim factor to the tensor's dtype first; one of shape [1] makes them promote.
             for tensor in alike:
                 (tensor if tensor.dim() else tensor[None]).mul_(factor.view(1))

@@ -22,6 +22,11 @@ import triton.language as tl
 CHUNK = 65536
 """Elements of a program."""
 
+LEAST = tl.constexpr(2.0**-126)
+"""float32 has not all digits of smaller numbers: an element is multiplied by this, and then by ``UP`` times them."""
+
+UP = tl.constexpr(2.0**126)
+
 BLOCK = 4096
 """Elements at a time: a float32 lane sees at most 16 additions before float64 takes over."""
 
@@ -109,6 +114,20 @@ def coefficient(norms, limit, coefficients, count, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def _scale_chunk(pointer, n, factor, again, DTYPE: tl.constexpr, COMPUTE: tl.constexpr, BLOCK: tl.constexpr):
+    V: tl.constexpr = 128 // DTYPE.primitive_bitwidth
+    offsets = tl.arange(0, BLOCK)
+    main = _even(n, DTYPE)
+    for at in range(0, main, BLOCK):
+        mask = at + offsets < main
+        x = tl.load(pointer + at + offsets, mask=mask, other=0.0).to(COMPUTE)
+        tl.store(pointer + at + offsets, (x * factor * again).to(DTYPE), mask=mask)
+    rest = main + tl.arange(0, V)
+    x = tl.load(pointer + rest, mask=rest < n, other=0.0).to(COMPUTE)
+    tl.store(pointer + rest, (x * factor * again).to(DTYPE), mask=rest < n)
+
+
+@triton.jit
 def scale(
     where,
     length,
@@ -124,21 +143,16 @@ def scale(
 
     Chunks in reverse: the last that the norm read are still in L2.
     """
-    COMPUTE: tl.constexpr = tl.float64 if tl.float64 == DTYPE else tl.float32
-    factor = tl.load(coefficient).to(COMPUTE)
-    if factor != 1.0:
+    wide = tl.load(coefficient).to(tl.float64)
+    if wide != 1.0:
         c = tl.num_programs(0) - 1 - tl.program_id(0)
         pointer, n = _chunk(where, length, tensor, start, c, DTYPE, ALIGN, CHUNK)
-        V: tl.constexpr = 128 // DTYPE.primitive_bitwidth
-        offsets = tl.arange(0, BLOCK)
-        main = _even(n, DTYPE)
-        for at in range(0, main, BLOCK):
-            mask = at + offsets < main
-            x = tl.load(pointer + at + offsets, mask=mask, other=0.0).to(COMPUTE)
-            tl.store(pointer + at + offsets, (x * factor).to(DTYPE), mask=mask)
-        rest = main + tl.arange(0, V)
-        x = tl.load(pointer + rest, mask=rest < n, other=0.0).to(COMPUTE)
-        tl.store(pointer + rest, (x * factor).to(DTYPE), mask=rest < n)
+        if tl.float64 == DTYPE:
+            _scale_chunk(pointer, n, wide, 1.0, DTYPE, tl.float64, BLOCK)
+        else:  # in two steps where float32 has not all digits
+            tiny = (wide > 0.0) & (wide < LEAST)
+            first, again = tl.where(tiny, LEAST, wide), tl.where(tiny, wide * UP, 1.0)
+            _scale_chunk(pointer, n, first.to(tl.float32), again.to(tl.float32), DTYPE, tl.float32, BLOCK)
 
 
 @triton.jit

@@ -20,7 +20,7 @@ from gradguard.tensors.layout import (
     writable_values,
 )
 from gradguard.tensors.norms import CONVERTED, ROW
-from gradguard.tensors.scaling import scale_
+from gradguard.tensors.scaling import LEAST, is_below, scale_
 from gradguard.tensors.scratch import BLOCK, in_float32
 from gradguard.tensors.triton_plan import UnitList
 from gradguard.torch_private import foreach_norm
@@ -237,11 +237,18 @@ def scale_units_(tensors: Sequence[Tensor], layouts: Sequence[UnitLayout], facto
     if (listed := UnitList.of(tensors, layouts, writes=True)) is not None:
         listed.scale_(together)
         return
-    narrow, wide = together.float().split(sizes), together.split(sizes)
-    for tensor, layout, binds, short, long in zip(tensors, layouts, binding, narrow, wide, strict=True):
+    narrow, wide, is_tiny = together.float(), together, False
+    if are_readable(together) and is_below(together, LEAST[torch.float32]):
+        tiny = (together > 0) & (together < LEAST[torch.float32])
+        narrow, is_tiny = torch.where(tiny, together, narrow.double()), True
+    each = zip(tensors, layouts, binding, narrow.split(sizes), wide.split(sizes), strict=True)
+    for tensor, layout, binds, short, long in each:
         if binds:
             view, factor = layout.spread(tensor, long if tensor.dtype in _WIDE else short)
-            view.mul_(factor)  # a factor of one dimension or more makes half precision promote
+            if is_tiny and tensor.dtype not in _WIDE:
+                view.copy_(view.to(torch.promote_types(view.dtype, torch.float64)).mul_(factor))
+            else:
+                view.mul_(factor)  # a factor of one dimension or more makes half precision promote
 
 
 @torch.no_grad()

@@ -1,0 +1,234 @@
+"""Gradients of every magnitude, dtype, layout and size, with and without the compiled kernels, against scaled float64.
+
+The property: after a clip each element is the one before times min(1, bound / norm), rounded once to its dtype, for all
+finite gradients. So the norm is the bound, to rounding, also where sums of squares leave float64, and where what
+gradients are multiplied by is too small for float32, or for float64 itself.
+"""
+
+import math
+import random as rnd
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import gradguard as gg
+from cases import parameter
+from gradguard import native
+
+LAYOUTS = ["transposed", "sliced", "expanded", "offset", "permuted", "sparse", "conj", "neg"]
+EDGES = [0, 1, 3, 63, 64, 65, 1000, 2047, 2048, 2049, 4100, 16_385, 20_480, 32_767, 32_768, 32_769, 66_000, 131_073]
+RANGES = {
+    torch.float64: (-320, 300),
+    torch.float32: (-44, 38),
+    torch.bfloat16: (-39, 38),
+    torch.float16: (-7, 4),
+    torch.complex64: (-44, 37),
+    torch.complex128: (-320, 299),
+}
+DIGITS = {
+    torch.float64: 2.0**-50,
+    torch.complex128: 2.0**-50,
+    torch.float32: 2.0**-22,
+    torch.complex64: 2.0**-22,
+    torch.bfloat16: 2.0**-8,
+    torch.float16: 2.0**-11,
+}
+"""Largest relative error of an element, beside that of the norm."""
+
+SPACING = {
+    torch.float64: 2.0**-1074,
+    torch.complex128: 2.0**-1074,
+    torch.float32: 2.0**-149,
+    torch.complex64: 2.0**-149,
+    torch.bfloat16: 2.0**-133,
+    torch.float16: 2.0**-24,
+}
+"""Between the smallest numbers."""
+
+
+def laid_out(x: Tensor, choice: rnd.Random) -> Tensor:
+    """The elements of ``x`` in some layout, or most of them."""
+    n = x.numel()
+    kind = choice.choice(
+        ["plain"] * 4 + ["transposed", "sliced", "expanded", "offset", "permuted", "sparse", "conj", "neg"]
+    )
+    if kind == "transposed" and n >= 4:
+        return x[: n // 4 * 4].view(4, -1).t()
+    if kind == "sliced" and n >= 4:
+        return x[::2]
+    if kind == "expanded" and n >= 2:
+        return x[:1].expand(3) if choice.random() < 0.5 else x[: min(n, 500), None].expand(-1, 4)
+    if kind == "offset" and n >= 2:
+        return x[1:]
+    if kind == "permuted" and n >= 8:
+        return x[: n // 8 * 8].view(2, 2, -1, 2).permute(0, 3, 1, 2)
+    if kind == "sparse" and n >= 4 and x.dtype in (torch.float32, torch.float64):
+        x = x[: min(n, 4000) // 4 * 4].view(-1, 4)
+        at = torch.arange(len(x))
+        return torch.sparse_coo_tensor(at[None], x.clone(), (len(x) + 3, 4), is_coalesced=True, check_invariants=True)
+    if kind == "conj" and x.is_complex():
+        return x.conj()
+    if kind == "neg":
+        return torch._neg_view(x)
+    return x
+
+
+def some_gradients(choice: rnd.Random, dtypes: Sequence[torch.dtype], most: int = 6) -> list[Tensor]:
+    """Tensors of finite elements whose norm is finite in float64."""
+    made, generator = [], torch.Generator().manual_seed(choice.randrange(1 << 40))
+    usual = choice.random() < 0.3
+    for _ in range(choice.choice([1, 1, 2, 3, most])):
+        dtype = choice.choice(dtypes)
+        size = choice.choice(EDGES)
+        low, high = RANGES[dtype]
+        exponent = 0.0 if usual and choice.random() < 0.8 else choice.uniform(low, high)
+        if low < -300 and choice.random() < 0.4:  # squares of these leave float64 here and there
+            exponent = choice.choice([choice.uniform(148, 155), choice.uniform(-165, -138)])
+        real = torch.float64
+        form = choice.choice(["constant", "normal", "spread"])
+        if form == "constant":
+            x = torch.full((size,), 1.0, dtype=real)
+        elif form == "normal":
+            x = torch.randn(size, generator=generator, dtype=real).clamp_(-3, 3) / 3
+        else:
+            x = torch.pow(10.0, -choice.uniform(0, 30) * torch.rand(size, generator=generator, dtype=real))
+        x = x * 10.0**exponent if exponent > -300 else x * 1e-300 * 10.0 ** (exponent + 300)
+        if dtype.is_complex:
+            angle = torch.rand(size, generator=generator, dtype=real) * 6.28
+            x = torch.complex(x * angle.cos(), x * angle.sin())
+        x = x.to(dtype)
+        real_parts = torch.view_as_real(x) if dtype.is_complex else x
+        largest = torch.finfo(dtype).max
+        real_parts.copy_(real_parts.nan_to_num(largest, largest, -largest))
+        made.append(laid_out(x, choice))
+    return made
+
+
+def elements(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Each tensor as float64 numbers, complex ones as pairs."""
+    dense = [(t.to_dense() if t.layout is not torch.strided else t).detach() for t in tensors]
+    return [torch.view_as_real(t.resolve_conj()).double() if t.is_complex() else t.double() for t in dense]
+
+
+def scaled_norm(tensors: Sequence[Tensor], p: float = 2.0) -> tuple[float, float]:
+    """A norm as (largest, rest), whose product it is: neither leaves float64."""
+    wide = [t.to(torch.complex128) if t.is_complex() else t.double() for t in tensors]
+    dense = [t.to_dense() if t.layout is not torch.strided else t for t in wide]
+    magnitudes = torch.cat([t.detach().reshape(-1).abs() for t in dense]) if dense else torch.zeros(0)
+    largest = float(magnitudes.max()) if magnitudes.numel() else 0.0
+    if largest == 0 or math.isinf(p):
+        return largest, 1.0
+    return largest, math.fsum(((magnitudes / largest) ** p).tolist()) ** (1 / p)
+
+
+def times(x: Tensor, bound: float, norm: tuple[float, float], epsilon: float = 1e-6) -> Tensor:
+    """x * min(1, bound / (norm + epsilon)), no step of which leaves float64."""
+    largest, rest = norm
+    if largest < 1:
+        return x * min(1.0, bound / (largest * rest + epsilon)) if largest * rest + epsilon else x
+    if bound / largest >= rest + epsilon / largest:
+        return x
+    coefficient = bound / (rest + epsilon / largest) / largest
+    return x * coefficient if coefficient > 1e-290 else x / largest * (bound / (rest + epsilon / largest))
+
+
+def assert_elements(
+    found: Sequence[Tensor], expected: Sequence[Tensor], dtypes: Sequence[torch.dtype], what: str
+) -> None:
+    for i, (a, b, dtype) in enumerate(zip(elements(found), expected, dtypes, strict=True)):
+        allowed = (DIGITS[dtype] + 3e-6) * b.abs() + 1.01 * SPACING[dtype]
+        wrong = ~((a - b).abs() <= allowed)
+        if bool(wrong.any()):
+            at = int(wrong.flatten().nonzero()[0])
+            pytest.fail(f"{what}: tensor {i} ({dtype}): {float(a.flatten()[at])} in place of {float(b.flatten()[at])}")
+
+
+def a_bound(choice: rnd.Random, norm: tuple[float, float]) -> float:
+    size = norm[0] * norm[1]
+    if not size or choice.random() < 0.3:
+        return choice.choice([1.0, 0.1, 1e-4, 1e-40, 1e-310, 10 ** choice.uniform(-300, 300)])
+    return min(size * 10.0 ** choice.uniform(-12, 2), 1e308)
+
+
+def norm_rule(parameters: list[nn.Parameter], bound: float, p: float) -> Tensor:
+    return gg.clip_grad_norm_(parameters, bound, p)
+
+
+def as_object(parameters: list[nn.Parameter], bound: float, p: float) -> Tensor:
+    return gg.ClipByGlobalNorm(bound, p)(parameters).norm
+
+
+def in_a_guard(parameters: list[nn.Parameter], bound: float, p: float) -> Tensor:
+    guard = gg.Guard(torch.optim.SGD(parameters, lr=0.0), gg.ClipByGlobalNorm(bound, p), nonfinite="raise")
+    guard.optimizer.step()
+    assert guard.last is not None
+    return guard.last.norm
+
+
+def in_a_group(parameters: list[nn.Parameter], bound: float, p: float) -> Tensor:
+    if p != 2:  # the norm that they tell is of order 2
+        return norm_rule(parameters, bound, p)
+    return gg.Groups([(parameters, gg.ClipByGlobalNorm(bound))])(parameters).norm
+
+
+def in_a_chain(parameters: list[nn.Parameter], bound: float, p: float) -> Tensor:
+    return gg.Chain(gg.ClipByGlobalNorm(math.inf, p), gg.ClipByGlobalNorm(bound, p))(parameters).norm
+
+
+RULES: dict[str, Callable[[list[nn.Parameter], float, float], Tensor]] = {
+    "function": norm_rule,
+    "object": as_object,
+    "guard": in_a_guard,
+    "groups": in_a_group,
+    "chain": in_a_chain,
+}
+KINDS = {
+    "all": list(RANGES),
+    "float64": [torch.float64],
+    "float32": [torch.float32],
+    "halves": [torch.bfloat16, torch.float16, torch.float32],
+}
+ENGINES = ["kernels", "torch"] if native.status().in_use else ["torch"]
+
+
+@pytest.fixture
+def engine(request, monkeypatch):
+    if request.param == "torch":
+        monkeypatch.setattr(native, "library", lambda: None)
+    return request.param
+
+
+def check_one(seed: int, kind: str, rule: str) -> None:
+    choice = rnd.Random(f"{seed} {kind} {rule}")
+    gradients = some_gradients(choice, KINDS[kind])
+    if rule == "guard":
+        gradients = [g for g in gradients if g.layout is torch.strided]
+    p = choice.choice([2.0, 2.0, 2.0, 1.0, math.inf, 3.0, 0.5])
+    norm = scaled_norm(gradients, p)
+    if not norm[0] * norm[1] < 1e308:
+        return
+    bound, dtypes = a_bound(choice, norm), [g.dtype for g in gradients]
+    expected = [times(x, bound, norm) for x in elements(gradients)]
+    parameters = [parameter(g) for g in gradients]
+    if not parameters:
+        return
+    what = f"seed {seed}, {kind}, {rule}, p = {p}, bound {bound}, norm {norm[0] * norm[1]}"
+    found = RULES[rule](parameters, bound, p)
+    size = norm[0] * norm[1]
+    if found.dtype is torch.float64 or size < 3.4028e38:
+        tiny = 2.0**-1074 if found.dtype is torch.float64 else 2.0**-149
+        assert float(found) == pytest.approx(size, rel=3e-6, abs=tiny), what
+    elif size > 3.4029e38:
+        assert float(found) == math.inf, what
+    assert_elements([p.grad for p in parameters], expected, dtypes, what)
+
+
+@pytest.mark.parametrize("engine", ENGINES, indirect=True)
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("seed", range(0, 40, 10))
+def test_a_norm_clip_is_right_for_every_magnitude(seed, kind, rule, engine):
+    for one in range(seed, seed + 10):
+        check_one(one, kind, rule)
