@@ -128,7 +128,7 @@ TRAININGS = {
     ),
     "sums, a threshold that moves": (
         squares_summed, 1, 0.5, 4,
-        {"norm_clipper": lambda: QuantileNormClipper(1.0, target_quantile=0.5, count_noise=200.0), "loss_reduction": "sum"},
+        {"norm_clipper": lambda: QuantileNormClipper(1.0, 0.5, count_noise=200.0), "loss_reduction": "sum"},
     ),
     "AutoClip, exact": (hinge_of_rows, 1, 0.5, 3, {"norm_clipper": lambda: AutoNormClipper(1.0), "mode": "exact"}),
 }  # fmt: skip
