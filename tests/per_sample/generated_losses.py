@@ -2,7 +2,11 @@
 
 The weights stay what they are over the steps of a case. So a sample that comes again, in another batch, among other
 samples, must have the gradient that it had before: that is what the clip promises, and needs no opinion of what a
-sample's own loss is. ``python tests/per_sample/generated_losses.py FIRST LAST`` prints what came of the cases.
+sample's own loss is. Two accepted batches that disagree are wrong. So is a batch that gives a sample another gradient
+than among copies of itself, unless a later step tells, or it is divided by a number ("doubtful"): one batch alone
+cannot say whether that is the user's own constant.
+
+``python tests/per_sample/generated_losses.py FIRST LAST`` prints what came of the cases.
 """
 
 import contextlib
@@ -256,6 +260,10 @@ def cut_to_the_longest(t, b):
 OF_SEQUENCES = {
     "packed", "first_rows", "shifted", "first_row", "last_row", "time_first", "two_gathered", "padded_again",
     "cut_to_the_longest",
+}  # fmt: skip
+BY_MASK = {
+    "all_rows", "as_they_are", "bool_index", "nonzero_index", "index_select", "masked_select", "ragged_cat", "packed",
+    "first_rows", "shifted", "last_row", "sorted_by_length", "time_first", "split_and_joined", "stacked_one_by_one",
 }  # fmt: skip
 SAMPLES_IN_FRONT = {
     "as_they_are", "multiplied_by_a_mask", "where", "stacked_one_by_one", "masked_fill", "split_and_joined", "all_rows",
@@ -591,6 +599,16 @@ class Case:
         return any(term.weight == "normalised" for term in self.terms)
 
     @property
+    def by_a_number(self):
+        """Whether the loss is divided by a number counted from the batch, which one batch cannot tell from a constant."""
+        fixed = {"B", "B as float", "B as tensor", "rows", "constant", "constant float", "nothing", "reciprocal of B"}
+        return any(
+            term.combine == "weighted mean"
+            or (term.combine in ("fused sum", "sum", "dot", "einsum") and term.divisor not in fixed)
+            for term in self.terms
+        )
+
+    @property
     def family(self):
         """What is unusual about it, most telling first, to count cases by."""
         found = []
@@ -612,7 +630,7 @@ class Case:
         return " + ".join([self.reduction, *(["terms"] if len(self.terms) > 1 else []), *found])
 
 
-def _term(r, sequence, plain=0.5):
+def _term(r, sequence, token_means):
     fn = (
         r.choice(sorted(FUSED))
         if r.random() > 0.04
@@ -621,13 +639,16 @@ def _term(r, sequence, plain=0.5):
     if r.random() < 0.25:
         fn = r.choice(["mse", "cross_entropy", "bce_logits", "l1", "hand squares"])
     names = [k for k in ROWS if sequence or k not in OF_SEQUENCES] + ["where"]
+    if token_means:  # of rows that a sample has wherever it stands
+        names = [k for k in names if k in BY_MASK]
     rows = r.choice(COMMON_ROWS) if r.random() < 0.45 else r.choice(names)
     combine = (
         r.choice(["fused mean", "fused mean", "fused sum", "mean", "sum"]) if r.random() < 0.7 else r.choice(COMBINED)
     )
     if combine.startswith("own") and rows not in SAMPLES_IN_FRONT:
         rows = "as_they_are"
-    weight = r.choice(WEIGHTS) if combine not in ("fused mean", "fused sum", "loop", "loop, stacked") else "none"
+    weights = [w for w in WEIGHTS if w != "normalised"] if token_means else WEIGHTS
+    weight = r.choice(weights) if combine not in ("fused mean", "fused sum", "loop", "loop, stacked") else "none"
     divisor = r.choice(sorted(DIVISORS)) if r.random() < 0.6 else r.choice(["B", "nothing", "valid rows"])
     return Term(fn, rows, combine, weight, divisor)
 
@@ -635,10 +656,11 @@ def _term(r, sequence, plain=0.5):
 def draw(seed, reductions=("mean", "sum")):
     r = random.Random(seed)
     sequence = r.random() < 0.6
-    first = _term(r, sequence)
+    token_means = set(reductions) == {"token_mean"}
+    first = _term(r, sequence, token_means)
     terms = [first]
     if r.random() < 0.25:
-        second = _term(r, sequence)
+        second = _term(r, sequence, token_means)
         second.factor = r.choice([0.1, 0.5, 1.0, 2.0])
         second.schedule = r.random() < 0.4
         terms.append(second)
@@ -714,7 +736,7 @@ def flat(grads):
 
 @dataclass
 class Outcome:
-    kind: str  # exact, refused, false refusal, wrong, out of sight, crash, invalid
+    kind: str  # exact, refused, false refusal, wrong, doubtful, told later, out of sight, crash, invalid
     words: str = ""
     steps: int = 0
 
@@ -779,7 +801,7 @@ def _trial(case, check):
         for (_, parts), of in zip(steps, truth, strict=True)
     ]
     own = own_losses(case, weights, data, steps)
-    if case.reduction == "token_mean":
+    if case.reduction == "token_mean" or case.inside:  # a loss made inside is what each sample gives by itself
         scaled = own
     right, _ = consistent(case, steps, scaled, own)
     reached = 0
@@ -790,25 +812,33 @@ def _trial(case, check):
         model, gg.FlatNormClipper(bound), loss_reduction=case.reduction, mode=case.mode, check=check
     )
     tolerance = 0.06 if case.autocast else 1e-8 if case.dtype == torch.float64 else 1e-3
+    doubt = ""
     try:
         for (number, parts), of in zip(steps, scaled, strict=True):
             bad = one_step(case, model, clipper, data, number, parts, of, bound, tolerance)
             if bad:
                 return Outcome("wrong", f"step {reached} ({parts}): {bad}", reached)
             reached += 1
-            agree, why_not = consistent(case, steps[:reached], scaled[:reached], own[:reached])
-            if not agree:
+            if not consistent(case, steps[:reached], scaled[:reached])[0]:
+                words = consistent(case, steps[:reached], scaled[:reached])[1]
                 return Outcome(
-                    "out of sight" if case.out_of_sight else "wrong", f"step {reached - 1}: {why_not}", reached
+                    "out of sight" if case.out_of_sight else "wrong", f"step {reached - 1}: {words}", reached
                 )
+            if not doubt and not consistent(case, steps[:reached], scaled[:reached], own[:reached])[0]:
+                doubt = f"step {reached - 1}: {consistent(case, steps[:reached], scaled[:reached], own[:reached])[1]}"
     except gg.errors.GradguardError as error:
-        kind = "false refusal" if right else "refused"
-        return Outcome(kind, f"step {reached}: {type(error).__name__}: {error}", reached)
+        words = f"step {reached}: {type(error).__name__}: {error}"
+        if doubt:
+            return Outcome("out of sight" if case.out_of_sight else "told later", f"{doubt}; told at {words}", reached)
+        return Outcome("false refusal" if right else "refused", words, reached)
     except Exception:
         return Outcome("crash", f"step {reached} ({parts}): " + traceback.format_exc()[-900:], reached)
     finally:
         with contextlib.suppress(Exception):
             clipper.detach()
+    if doubt:  # among copies of itself the sample has another gradient, and nobody ever said so
+        kind = "out of sight" if case.out_of_sight else "doubtful" if case.by_a_number else "wrong"
+        return Outcome(kind, doubt, reached)
     return Outcome("exact", "", reached)
 
 
@@ -877,8 +907,7 @@ def own_losses(case, weights, data, steps):
     cache = {}
 
     def one(number, size, place, i):
-        if case.reduction == "token_mean":
-            size, place = 1, 0
+        size, place = (1, 0) if case.inside else (size, place)
         key = number, size, place, i
         if key not in cache:
             try:
@@ -895,11 +924,11 @@ def own_losses(case, weights, data, steps):
     return [[batch(number, ids) for ids in parts] for number, parts in steps]
 
 
-def consistent(case, steps, scaled, own):
-    """Whether each sample has the gradient of its own loss, and one only, whatever else is in the batch."""
+def consistent(case, steps, scaled, own=None):
+    """Whether each sample has one gradient only, whatever else is in the batch: that among copies of it, if given."""
     seen = {}
     scheduled = any(term.schedule for term in case.terms)
-    for (number, parts), of, of_own in zip(steps, scaled, own, strict=True):
+    for (number, parts), of, of_own in zip(steps, scaled, own or scaled, strict=True):
         for ids, part, mine in zip(parts, of, of_own, strict=True):
             for i, row, alone in zip(ids, flat(part), flat(mine), strict=True):
                 if not row.isfinite().all():
@@ -933,7 +962,7 @@ def main(first, last, reductions=("mean", "sum")):
         outcome = trial(case)
         counts[outcome.kind] += 1
         families[outcome.kind, case.family] += 1
-        if outcome.kind in ("wrong", "crash", "out of sight"):
+        if outcome.kind in ("wrong", "crash", "doubtful", "told later", "out of sight"):
             print(outcome.kind.upper(), case, "\n    ", outcome.words, flush=True)
         if outcome.kind in ("false refusal", "refused"):
             key = outcome.kind, plain_words(outcome.words)
@@ -943,7 +972,7 @@ def main(first, last, reductions=("mean", "sum")):
             print(seed + 1, dict(counts), flush=True)
     print(dict(counts))
     for (kind, family), count in families.most_common():
-        if kind in ("wrong", "out of sight"):
+        if kind in ("wrong", "doubtful", "told later", "out of sight"):
             print(f"{count:5} {kind}: {family}")
     for key, count in messages.most_common():
         if key[0] == "false refusal":
