@@ -600,7 +600,7 @@ class Case:
 
     @property
     def by_a_number(self):
-        """Whether the loss is divided by a number counted from the batch, which one batch cannot tell from a constant."""
+        """Whether it is divided by a number counted from the batch, which one batch cannot tell from a constant."""
         fixed = {"B", "B as float", "B as tensor", "rows", "constant", "constant float", "nothing", "reciprocal of B"}
         return any(
             term.combine == "weighted mean"
