@@ -261,6 +261,7 @@ OF_SEQUENCES = {
     "packed", "first_rows", "shifted", "first_row", "last_row", "time_first", "two_gathered", "padded_again",
     "cut_to_the_longest",
 }  # fmt: skip
+BY_PLACE = {"half_of_the_samples", "every_other_sample", "repeated_index"}
 BY_MASK = {
     "all_rows", "as_they_are", "bool_index", "nonzero_index", "index_select", "masked_select", "ragged_cat", "packed",
     "first_rows", "shifted", "last_row", "sorted_by_length", "time_first", "split_and_joined", "stacked_one_by_one",
@@ -595,8 +596,8 @@ class Case:
 
     @property
     def out_of_sight(self):
-        """What the page says that nobody can see: weights normalised over the batch beforehand."""
-        return any(term.weight == "normalised" for term in self.terms)
+        """What nobody can see: weights normalised over the batch beforehand, rows chosen by their place in the batch."""
+        return any(term.weight == "normalised" or term.rows in BY_PLACE for term in self.terms)
 
     @property
     def by_a_number(self):
