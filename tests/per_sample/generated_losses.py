@@ -1,0 +1,991 @@
+"""Losses drawn by seed, what each sample's own gradient is by plain autograd, and what the clipper makes of them.
+
+The weights stay what they are over the steps of a case. So a sample that comes again, in another batch, among other
+samples, must have the gradient that it had before: that is what the clip promises, and needs no opinion of what a
+sample's own loss is. Two accepted batches that disagree are wrong. So is a batch that gives a sample another gradient
+than among copies of itself, unless a later step tells, or it is divided by a number ("doubtful"): one batch alone
+cannot say whether that is the user's own constant.
+
+``python tests/per_sample/generated_losses.py FIRST LAST`` prints what came of the cases.
+"""
+
+import contextlib
+import random
+import re
+import sys
+import traceback
+import warnings
+from collections import Counter
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import gradguard as gg
+
+TIME, WIDTH = 4, 3
+POOL = 12
+REPORT_EVERY = 500
+
+# ---------------------------------------------------------------------------------------------------------------- data
+
+
+@dataclass
+class Batch:
+    """Samples side by side; ``size`` of them. ``valid`` marks rows that count and have a label."""
+
+    size: int
+    x: torch.Tensor
+    y: torch.Tensor
+    cls: torch.Tensor
+    valid: torch.Tensor
+    n: torch.Tensor
+    w_sample: torch.Tensor
+    w_row: torch.Tensor
+    sign: torch.Tensor
+    times: torch.Tensor
+    keep: torch.Tensor
+
+    def to(self, dtype):
+        moved = {
+            k: v.to(dtype) if isinstance(v, torch.Tensor) and v.is_floating_point() else v
+            for k, v in vars(self).items()
+        }
+        return Batch(**moved)
+
+
+def pool(case):
+    """Twelve samples. Those of the first half stay as the first batches must be, where trouble begins only later."""
+    r = torch.Generator().manual_seed(case.seed)
+    lead = (POOL, TIME) if case.sequence else (POOL, 1)
+    x = torch.randn(*lead, WIDTH, generator=r, dtype=torch.float64)
+    y = torch.randn(*lead, case.width, generator=r, dtype=torch.float64)
+    cls = torch.randint(0, case.width, lead, generator=r)
+    most = lead[1]
+    ragged = torch.randint(1, most + 1, (POOL,), generator=r)
+    with_none = torch.randint(0, most + 1, (POOL,), generator=r)
+    with_none[::3] = 0
+    equal = torch.full((POOL,), max(most // 2, 1))
+    late = torch.where(torch.arange(POOL) < POOL // 2, equal, with_none if case.seed % 2 else ragged)
+    n = {"full": torch.full((POOL,), most), "equal": equal, "ragged": ragged, "with none": with_none, "later": late}[
+        case.ragged
+    ]
+    inside = torch.arange(most)[None] < n[:, None]
+    missing = torch.rand(lead, generator=r) < 0.25
+    missing = {"no": missing & False, "some": missing, "later": missing & (torch.arange(POOL) >= POOL // 2)[:, None]}[
+        case.missing
+    ]
+    valid = inside & ~missing
+    data = {
+        "x": x,
+        "y": y,
+        "cls": cls.where(valid, torch.tensor(-100)),
+        "valid": valid,
+        "w_row": torch.rand(lead, generator=r).double() + 0.5,
+        "sign": torch.randint(0, 2, lead, generator=r) * 2.0 - 1.0,
+        "times": torch.randint(1, 4, lead, generator=r),
+    }
+    if not case.sequence:
+        data = {k: v[:, 0] for k, v in data.items()}
+    data["sign"] = data["sign"].double()
+    data["n"] = n
+    data["w_sample"] = torch.rand(POOL, generator=r).double() + 0.5
+    data["keep"] = torch.rand(POOL, generator=r) < 0.7
+    if case.missing == "later" or case.ragged == "later":
+        data["keep"][: POOL // 2] = True
+    return data
+
+
+def collate(data, ids):
+    return Batch(size=len(ids), **{k: v[ids] for k, v in data.items()})
+
+
+# ---------------------------------------------------------------------------------------------- which rows have a loss
+
+ROWS = {}
+
+
+def _rows(fn):
+    ROWS[fn.__name__] = fn
+    return fn
+
+
+def _flat(t, b):
+    return t.flatten(0, b.valid.ndim - 1)
+
+
+@_rows
+def all_rows(t, b):
+    return _flat(t, b)
+
+
+@_rows
+def as_they_are(t, b):
+    return t
+
+
+@_rows
+def bool_index(t, b):
+    return t[b.valid]
+
+
+@_rows
+def nonzero_index(t, b):
+    return t[b.valid.nonzero(as_tuple=True)]
+
+
+@_rows
+def index_select(t, b):
+    return _flat(t, b).index_select(0, b.valid.flatten().nonzero().squeeze(1))
+
+
+@_rows
+def masked_select(t, b):
+    if t.ndim == b.valid.ndim:
+        return t.masked_select(b.valid)
+    return t.masked_select(b.valid.unsqueeze(-1)).view(-1, t.shape[-1])
+
+
+@_rows
+def ragged_cat(t, b):
+    return torch.cat([t[i][b.valid[i]] if b.valid.ndim > 1 else t[i : i + int(b.valid[i])] for i in range(b.size)])
+
+
+@_rows
+def packed(t, b):
+    return nn.utils.rnn.pack_padded_sequence(t, b.n.clamp(min=1), batch_first=True, enforce_sorted=False).data
+
+
+@_rows
+def first_rows(t, b):
+    return t[:, :2].flatten(0, 1)
+
+
+@_rows
+def shifted(t, b):
+    return t[:, 1:].flatten(0, 1)
+
+
+@_rows
+def first_row(t, b):
+    return t[:, 0]
+
+
+@_rows
+def last_row(t, b):
+    return t[torch.arange(b.size), (b.n - 1).clamp(min=0)]
+
+
+@_rows
+def half_of_the_samples(t, b):
+    return t[: max(1, b.size // 2)]
+
+
+@_rows
+def every_other_sample(t, b):
+    return t[::2]
+
+
+@_rows
+def kept_samples(t, b):
+    return t[b.keep]
+
+
+@_rows
+def repeated_unequally(t, b):
+    return _flat(t, b).repeat_interleave(b.times.flatten(), 0)
+
+
+@_rows
+def repeated_twice(t, b):
+    return _flat(t, b).repeat_interleave(2, 0)
+
+
+@_rows
+def repeated_index(t, b):
+    flat = _flat(t, b)
+    return flat[torch.cat([torch.arange(len(flat)), torch.zeros(1, dtype=torch.long)])]
+
+
+@_rows
+def sorted_by_length(t, b):
+    return t[b.n.argsort(descending=True, stable=True)]
+
+
+@_rows
+def time_first(t, b):
+    return t.transpose(0, 1).flatten(0, 1)
+
+
+@_rows
+def split_and_joined(t, b):
+    return torch.cat(t.split(2))
+
+
+@_rows
+def stacked_one_by_one(t, b):
+    return torch.stack([t[i] for i in range(b.size)])
+
+
+@_rows
+def two_gathered(t, b):
+    index = torch.stack([b.times[:, 0], b.times[:, 1] - 1], 1)
+    return t.gather(1, index.view(b.size, 2, *[1] * (t.ndim - 2)).expand(b.size, 2, *t.shape[2:])).flatten(0, 1)
+
+
+@_rows
+def multiplied_by_a_mask(t, b):
+    return t * b.valid.view(*b.valid.shape, *[1] * (t.ndim - b.valid.ndim)).to(t.dtype) if t.is_floating_point() else t
+
+
+@_rows
+def masked_fill(t, b):
+    if not t.is_floating_point():
+        return t
+    return t.masked_fill(~b.valid.view(*b.valid.shape, *[1] * (t.ndim - b.valid.ndim)), 0.0)
+
+
+@_rows
+def padded_again(t, b):
+    parts = [t[i, : int(b.n[i])] for i in range(b.size)]
+    return nn.utils.rnn.pad_sequence(parts, batch_first=True)
+
+
+@_rows
+def cut_to_the_longest(t, b):
+    return t[:, : int(b.n.max())]
+
+
+OF_SEQUENCES = {
+    "packed", "first_rows", "shifted", "first_row", "last_row", "time_first", "two_gathered", "padded_again",
+    "cut_to_the_longest",
+}  # fmt: skip
+BY_PLACE = {"half_of_the_samples", "every_other_sample", "repeated_index"}
+BY_MASK = {
+    "all_rows", "as_they_are", "bool_index", "nonzero_index", "index_select", "masked_select", "ragged_cat", "packed",
+    "first_rows", "shifted", "last_row", "sorted_by_length", "time_first", "split_and_joined", "stacked_one_by_one",
+}  # fmt: skip
+SAMPLES_IN_FRONT = {
+    "as_they_are", "multiplied_by_a_mask", "where", "stacked_one_by_one", "masked_fill", "split_and_joined", "all_rows",
+    "first_row", "last_row",
+}  # fmt: skip
+COMMON_ROWS = ["all_rows", "as_they_are", "bool_index", "multiplied_by_a_mask"]
+
+# ------------------------------------------------------------------------------------------------------- loss functions
+# Each takes predictions [..., width], the same rows of the targets, and the reduction.
+
+
+@dataclass
+class Targets:
+    y: torch.Tensor
+    cls: torch.Tensor
+    sign: torch.Tensor
+    class_weight: torch.Tensor
+
+
+def _classes(p, t):
+    """Class losses want [rows, classes]."""
+    return p.flatten(0, -2), t.cls.flatten()
+
+
+def _cross_entropy(p, t, reduction, **options):
+    if p.ndim == 3 and options.pop("channels", False):
+        return F.cross_entropy(p.mT, t.cls, reduction=reduction, **options)
+    options.pop("channels", None)
+    rows, cls = _classes(p, t)
+    return F.cross_entropy(rows, cls, reduction=reduction, **options)
+
+
+def _reduce(values, reduction):
+    return {"mean": torch.mean, "sum": torch.sum, "none": lambda v: v}[reduction](values)
+
+
+def _multilabel_margin(p, t, reduction):
+    rows, cls = _classes(p, t)
+    target = torch.full(rows.shape, -1, dtype=torch.long)
+    target[:, 0] = cls.clamp(min=0)
+    return F.multilabel_margin_loss(rows, target, reduction=reduction)
+
+
+def _hand_huber(p, t, reduction):
+    d = p - t.y
+    return _reduce(torch.where(d.abs() < 1, 0.5 * d * d, d.abs() - 0.5), reduction)
+
+
+def _hand_likelihood(p, t, reduction):
+    rows, cls = _classes(p, t)
+    picked = rows.log_softmax(-1).gather(1, cls.clamp(min=0).unsqueeze(1)).squeeze(1)
+    return _reduce(-picked * (cls >= 0), reduction)
+
+
+def _one_hot(p, t, reduction):
+    rows, cls = _classes(p, t)
+    hot = F.one_hot(cls.clamp(min=0), rows.shape[-1]).to(rows.dtype) * (cls >= 0).unsqueeze(1)
+    return _reduce(-(hot * rows.log_softmax(-1)).sum(-1), reduction)
+
+
+def _focal(p, t, reduction):
+    rows, cls = _classes(p, t)
+    ce = F.cross_entropy(rows, cls, reduction="none")
+    return _reduce((1 - torch.exp(-ce)) ** 2 * ce, reduction)
+
+
+def _quantile(p, t, reduction):
+    d = t.y - p
+    return _reduce(torch.maximum(0.3 * d, -0.7 * d), reduction)
+
+
+def _kl_batchmean(p, t, reduction):
+    reduction = "batchmean" if reduction == "mean" else reduction
+    return F.kl_div(p.log_softmax(-1), t.y.softmax(-1), reduction=reduction)
+
+
+FUSED = {
+    "mse": lambda p, t, r: F.mse_loss(p, t.y, reduction=r),
+    "l1": lambda p, t, r: F.l1_loss(p, t.y, reduction=r),
+    "smooth_l1": lambda p, t, r: F.smooth_l1_loss(p, t.y, reduction=r),
+    "huber": lambda p, t, r: F.huber_loss(p, t.y, reduction=r, delta=0.7),
+    "bce": lambda p, t, r: F.binary_cross_entropy(p.sigmoid(), t.y.sigmoid(), reduction=r),
+    "bce_logits": lambda p, t, r: F.binary_cross_entropy_with_logits(p, (t.y > 0).to(p.dtype), reduction=r),
+    "bce_pos_weight": lambda p, t, r: F.binary_cross_entropy_with_logits(
+        p, (t.y > 0).to(p.dtype), pos_weight=t.class_weight, reduction=r
+    ),
+    "soft_margin": lambda p, t, r: F.soft_margin_loss(p, t.y.sign(), reduction=r),
+    "multi_margin": lambda p, t, r: F.multi_margin_loss(p.flatten(0, -2), t.cls.flatten().clamp(min=0), reduction=r),
+    "multilabel_margin": _multilabel_margin,
+    "multilabel_soft_margin": lambda p, t, r: F.multilabel_soft_margin_loss(
+        p.flatten(0, -2), (t.y.flatten(0, -2) > 0).to(p.dtype), reduction=r
+    ),
+    "cross_entropy": _cross_entropy,
+    "cross_entropy_channels": lambda p, t, r: _cross_entropy(p, t, r, channels=True),
+    "cross_entropy_weight": lambda p, t, r: _cross_entropy(p, t, r, weight=t.class_weight),
+    "cross_entropy_smooth": lambda p, t, r: _cross_entropy(p, t, r, label_smoothing=0.1),
+    "cross_entropy_smooth_weight": lambda p, t, r: _cross_entropy(p, t, r, label_smoothing=0.2, weight=t.class_weight),
+    "cross_entropy_soft": lambda p, t, r: F.cross_entropy(
+        p.flatten(0, -2), t.y.flatten(0, -2).softmax(-1), reduction=r
+    ),
+    "nll": lambda p, t, r: F.nll_loss(p.flatten(0, -2).log_softmax(-1), t.cls.flatten(), reduction=r),
+    "nll_weight": lambda p, t, r: F.nll_loss(
+        p.flatten(0, -2).log_softmax(-1), t.cls.flatten(), weight=t.class_weight, reduction=r
+    ),
+    "kl": lambda p, t, r: F.kl_div(p.log_softmax(-1), t.y.softmax(-1), reduction=r),
+    "kl_batchmean": _kl_batchmean,
+    "poisson": lambda p, t, r: F.poisson_nll_loss(p, t.y.abs(), reduction=r),
+    "gaussian": lambda p, t, r: F.gaussian_nll_loss(p, t.y, torch.full_like(p, 0.5), reduction=r),
+    "gaussian_learned": lambda p, t, r: F.gaussian_nll_loss(p, t.y, p.exp() + 0.1, reduction=r),
+    "cosine_embedding": lambda p, t, r: F.cosine_embedding_loss(
+        p.flatten(0, -2), t.y.flatten(0, -2), t.sign.flatten(), reduction=r
+    ),
+    "margin_ranking": lambda p, t, r: F.margin_ranking_loss(p[..., 0], p[..., 1], t.sign, margin=0.3, reduction=r),
+    "hinge_embedding": lambda p, t, r: F.hinge_embedding_loss(p[..., 0], t.sign, reduction=r),
+    "triplet": lambda p, t, r: F.triplet_margin_loss(p, t.y, t.y.flip(-1), margin=2.0, reduction=r),
+    "hand squares": lambda p, t, r: _reduce((p - t.y) ** 2, r),
+    "hand half squares": lambda p, t, r: _reduce(0.5 * (p - t.y).square().sum(-1), r),
+    "hand distance": lambda p, t, r: _reduce((p - t.y).norm(dim=-1), r),
+    "hand huber": _hand_huber,
+    "hand likelihood": _hand_likelihood,
+    "hand one hot": _one_hot,
+    "hand focal": _focal,
+    "hand quantile": _quantile,
+    "hand output": lambda p, t, r: _reduce(p, r),
+    "hand log cosh": lambda p, t, r: _reduce((p - t.y).cosh().log(), r),
+}
+BY_SAMPLE = {"ctc", "broadcast", "pairs", "vae"}
+
+DIVISORS = {
+    "B": lambda b, losses: b.size,
+    "B as float": lambda b, losses: float(b.size),
+    "B as tensor": lambda b, losses: torch.tensor(float(b.size)),
+    "rows": lambda b, losses: b.valid.numel(),
+    "elements": lambda b, losses: max(losses.numel(), 1),
+    "valid rows": lambda b, losses: b.valid.sum(),
+    "valid rows, item": lambda b, losses: max(b.valid.sum().item(), 1),
+    "valid rows, clamp": lambda b, losses: b.valid.sum().clamp(min=1),
+    "valid rows, float": lambda b, losses: b.valid.float().sum() + 1e-8,
+    "labels": lambda b, losses: (b.cls != -100).sum(),
+    "constant": lambda b, losses: 4,
+    "constant float": lambda b, losses: 2.5,
+    "row weights": lambda b, losses: b.w_row.sum(),
+    "row weights of valid rows": lambda b, losses: (b.w_row * b.valid).sum(),
+    "sample weights": lambda b, losses: b.w_sample.sum(),
+    "B times the longest": lambda b, losses: b.size * int(b.n.max().clamp(min=1)),
+    "nothing": lambda b, losses: 1,
+    "reciprocal of B": lambda b, losses: 1 / (1 / b.size),
+}
+WEIGHTS = ["none", "none", "none", "sample", "row", "valid", "row and valid", "normalised"]
+COMBINED = [
+    "fused mean", "fused sum", "mean", "sum", "own mean, mean", "own mean, sum over B", "own sum, mean", "loop",
+    "loop, stacked", "mean by mean", "dot", "einsum", "weighted mean", "nanmean", "mean of losses squared",
+]  # fmt: skip
+
+
+@dataclass
+class Term:
+    """One loss over some rows: ``combine`` says how rows become one number."""
+
+    fn: str
+    rows: str
+    combine: str
+    weight: str
+    divisor: str
+    factor: float = 1.0
+    schedule: bool = False
+
+    def __str__(self):
+        words = [self.fn, self.rows, self.combine]
+        if self.weight != "none":
+            words.append(f"weight {self.weight}")
+        if self.combine in ("fused sum", "sum", "dot", "einsum"):
+            words.append(f"/ {self.divisor}")
+        if self.factor != 1.0 or self.schedule:
+            words.append(f"x {self.factor}{' scheduled' if self.schedule else ''}")
+        return " | ".join(words)
+
+    def __call__(self, p, b, step, case):
+        value = self.value(p, b, case)
+        return (
+            value * self.factor * ((step + 1) / 3 if self.schedule else 1.0)
+            if self.factor != 1 or self.schedule
+            else value
+        )
+
+    def value(self, p, b, case):
+        if self.fn in BY_SAMPLE:
+            return _by_sample(self.fn, p, b, self.combine)
+        select = ROWS.get(self.rows, as_they_are)
+        if self.combine.startswith("loop"):
+            return self.loop(p, b, case)
+        weight = class_weight(p)
+        targets = Targets(select(b.y, b), select(b.cls, b), select(b.sign, b), weight)
+        rows = torch.where(b.valid.unsqueeze(-1), p, b.y) if self.rows == "where" else select(p, b)
+        if self.combine == "fused mean":
+            return FUSED[self.fn](rows, targets, "mean")
+        if self.combine == "fused sum":
+            return FUSED[self.fn](rows, targets, "sum") / DIVISORS[self.divisor](b, rows)
+        losses = FUSED[self.fn](rows, targets, "none")
+        losses, w = self.weighted(losses, b, select)
+        if self.combine == "mean":
+            return losses.mean()
+        if self.combine == "sum":
+            return losses.sum() / DIVISORS[self.divisor](b, losses)
+        if self.combine == "mean by mean":
+            while losses.ndim:
+                losses = losses.mean(-1)
+            return losses
+        if self.combine == "nanmean":
+            return losses.nanmean()
+        if self.combine == "mean of losses squared":
+            return losses.mean() ** 2
+        if self.combine == "dot":
+            ones = torch.ones_like(losses.flatten())
+            return losses.flatten() @ ones / DIVISORS[self.divisor](b, losses)
+        if self.combine == "einsum":
+            return torch.einsum("i,i->", losses.flatten(), torch.ones_like(losses.flatten())) / DIVISORS[self.divisor](
+                b, losses
+            )
+        if self.combine == "weighted mean":
+            w = torch.ones_like(losses) if w is None else w.expand_as(losses)
+            return losses.sum() / w.sum()
+        return self.own(losses, b)
+
+    def weighted(self, losses, b, select):
+        if self.weight == "none":
+            return losses, None
+        w = {
+            "sample": lambda: b.w_sample.view(-1, *[1] * (b.valid.ndim - 1)).expand(b.valid.shape),
+            "row": lambda: b.w_row,
+            "valid": lambda: b.valid.to(losses.dtype),
+            "row and valid": lambda: b.w_row * b.valid,
+            "normalised": lambda: b.w_row / b.w_row.sum() * b.w_row.numel(),
+        }[self.weight]()
+        w = select(w, b)
+        if losses.ndim < w.ndim:  # one value a row
+            w = w.flatten()
+        if losses.ndim > w.ndim:
+            w = w.unsqueeze(-1)
+        return losses * w, w
+
+    def own(self, losses, b):
+        """Rows of each sample by themselves first; only where ``rows`` left samples in front."""
+        losses = losses.view(b.size, -1) if losses.shape[0] != b.size or losses.ndim == 1 else losses.flatten(1)
+        if self.combine == "own sum, mean":
+            return losses.sum(1).mean()
+        mine = losses.sum(1) / b.n.clamp(min=1)
+        return mine.mean() if self.combine == "own mean, mean" else mine.sum() / b.size
+
+    def loop(self, p, b, case):
+        losses = []
+        for i in range(b.size):
+            valid = b.valid[i : i + 1]
+            if not valid.any():
+                continue
+            one = Targets(b.y[i : i + 1][valid], b.cls[i : i + 1][valid], b.sign[i : i + 1][valid], class_weight(p))
+            losses.append(FUSED[self.fn](p[i : i + 1][valid], one, "mean"))
+        if not losses:
+            return p.sum() * 0
+        return torch.stack(losses).mean() if self.combine == "loop, stacked" else sum(losses) / b.size
+
+
+PLAIN = Term("hand squares", "as_they_are", "mean", "none", "B")
+OVER_ALL_ROWS = Term("hand squares", "bool_index", "mean", "none", "B")
+
+
+def class_weight(p):
+    return torch.linspace(0.5, 2.0, p.shape[-1], dtype=p.dtype)
+
+
+def _by_sample(fn, p, b, combine):
+    if fn == "ctc":
+        reduction = {"fused mean": "mean", "fused sum": "sum"}.get(combine, "none")
+        labels = b.times[:, :2] % (p.shape[-1] - 1) + 1
+        lengths = (b.times[:, 2] % 2) + 1
+        losses = F.ctc_loss(
+            p.log_softmax(-1).transpose(0, 1), labels, torch.full((b.size,), TIME), lengths, reduction=reduction
+        )
+        return losses if combine.startswith("fused") else losses.mean()
+    if fn == "broadcast":  # everybody's mistake: [B] beside [B, 1]
+        out = p[..., 0] if p.ndim == 2 else p.mean((1, 2))
+        y = b.y[..., :1] if p.ndim == 2 else b.y.mean((1, 2)).unsqueeze(1)
+        if combine == "fused mean":
+            return F.mse_loss(out, y)
+        return (
+            F.smooth_l1_loss(out, y, reduction="sum") / b.size if combine == "fused sum" else (out - y).square().mean()
+        )
+    if fn == "pairs":
+        flat = p.flatten(1)
+        return (flat[:, None] - flat[None]).square().sum() / b.size
+    if fn == "vae":
+        mu, logvar = p[..., 0], p[..., 1]
+        kl = -0.5 * (1 + logvar - mu.square() - logvar.exp())
+        return kl.sum() / b.size if combine == "fused sum" else kl.mean()
+    raise KeyError(fn)
+
+
+@dataclass
+class Case:
+    seed: int
+    sequence: bool
+    width: int
+    ragged: str
+    missing: str
+    reduction: str
+    mode: str
+    dtype: torch.dtype
+    autocast: bool
+    micro: int
+    divided: bool
+    terms: list = field(default_factory=list)
+    inside: bool = False
+    hidden: bool = True
+
+    def __str__(self):
+        words = [f"{self.seed}:", self.reduction, self.mode, "sequence" if self.sequence else "flat"]
+        words += [f"lengths {self.ragged}", f"missing {self.missing}", "bf16" if self.autocast else str(self.dtype)[6:]]
+        if self.micro > 1:
+            words.append(f"micro {self.micro}{' divided' if self.divided else ''}")
+        if self.inside:
+            words.append("loss inside")
+        return ", ".join(words) + " || " + "  ++  ".join(map(str, self.terms))
+
+    def loss(self, p, b, step):
+        total = self.terms[0](p, b, step, self)
+        for term in self.terms[1:]:
+            total = total + term(p, b, step, self)
+        return total / self.micro if self.divided else total
+
+    @property
+    def out_of_sight(self):
+        """What nobody can see: weights normalised over the batch beforehand, rows chosen by their place in the batch."""
+        return any(term.weight == "normalised" or term.rows in BY_PLACE for term in self.terms)
+
+    @property
+    def by_a_number(self):
+        """Whether it is divided by a number counted from the batch, which one batch cannot tell from a constant."""
+        fixed = {"B", "B as float", "B as tensor", "rows", "constant", "constant float", "nothing", "reciprocal of B"}
+        return any(
+            term.combine == "weighted mean"
+            or (term.combine in ("fused sum", "sum", "dot", "einsum") and term.divisor not in fixed)
+            for term in self.terms
+        )
+
+    @property
+    def family(self):
+        """What is unusual about it, most telling first, to count cases by."""
+        found = []
+        for term in self.terms:
+            if term.fn in BY_SAMPLE:
+                found.append(term.fn)
+            if term.weight == "normalised":
+                found.append("normalised weights")
+            if term.combine == "weighted mean" and term.weight != "none":
+                found.append("weighted mean")
+            if term.combine in ("fused sum", "sum", "dot", "einsum"):
+                found.append(f"/ {term.divisor}")
+            elif "weight" in term.fn and "mean" in term.combine:
+                found.append("class weights")
+            if term.rows not in ("all_rows", "as_they_are"):
+                found.append(term.rows)
+        if self.divided:
+            found.append("divided by micro-batches")
+        return " + ".join([self.reduction, *(["terms"] if len(self.terms) > 1 else []), *found])
+
+
+def _term(r, sequence, token_means):
+    fn = (
+        r.choice(sorted(FUSED))
+        if r.random() > 0.04
+        else r.choice(["broadcast", "pairs", "vae", *(["ctc"] * 3 if sequence else [])])
+    )
+    if r.random() < 0.25:
+        fn = r.choice(["mse", "cross_entropy", "bce_logits", "l1", "hand squares"])
+    names = [k for k in ROWS if sequence or k not in OF_SEQUENCES] + ["where"]
+    if token_means:  # of rows that a sample has wherever it stands
+        names = [k for k in names if k in BY_MASK]
+    rows = r.choice(COMMON_ROWS) if r.random() < 0.45 else r.choice(names)
+    combine = (
+        r.choice(["fused mean", "fused mean", "fused sum", "mean", "sum"]) if r.random() < 0.7 else r.choice(COMBINED)
+    )
+    if combine.startswith("own") and rows not in SAMPLES_IN_FRONT:
+        rows = "as_they_are"
+    weights = [w for w in WEIGHTS if w != "normalised"] if token_means else WEIGHTS
+    weight = r.choice(weights) if combine not in ("fused mean", "fused sum", "loop", "loop, stacked") else "none"
+    divisor = r.choice(sorted(DIVISORS)) if r.random() < 0.6 else r.choice(["B", "nothing", "valid rows"])
+    return Term(fn, rows, combine, weight, divisor)
+
+
+def draw(seed, reductions=("mean", "sum")):
+    r = random.Random(seed)
+    sequence = r.random() < 0.6
+    token_means = set(reductions) == {"token_mean"}
+    first = _term(r, sequence, token_means)
+    terms = [first]
+    if r.random() < 0.25:
+        second = _term(r, sequence, token_means)
+        second.factor = r.choice([0.1, 0.5, 1.0, 2.0])
+        second.schedule = r.random() < 0.4
+        terms.append(second)
+    dtype, autocast = r.choice([(torch.float64, False)] * 6 + [(torch.float32, False)] * 3 + [(torch.float32, True)])
+    micro = r.choice([1, 1, 1, 2, 3])
+    reduction = r.choice(reductions)
+    if r.random() < 0.7 and set(reductions) == {"mean", "sum"}:
+        adds = first.combine in ("fused sum", "sum", "dot", "einsum") and first.divisor in (
+            "nothing",
+            "constant",
+            "constant float",
+        )
+        reduction = "sum" if adds else "mean"
+    return Case(
+        seed,
+        sequence,
+        WIDTH,
+        r.choice(["full", "full", "equal", "ragged", "with none", "later", "later"]),
+        r.choice(["no", "no", "no", "some", "later"]),
+        reduction,
+        r.choice(["exact", "exact", "fast"]),
+        dtype,
+        autocast,
+        micro,
+        micro > 1 and r.random() < 0.15,
+        terms,
+        r.random() < 0.03,
+        r.random() < 0.7,
+    )
+
+
+# ------------------------------------------------------------------------------------------------------- own gradients
+
+
+class Network(nn.Module):
+    def __init__(self, case):
+        super().__init__()
+        torch.manual_seed(case.seed)
+        self.case = [case]
+        self.one = nn.Linear(WIDTH, 4 if case.hidden else case.width)
+        self.two = nn.Linear(4, case.width) if case.hidden else None
+
+    def forward(self, x, batch=None, step=None):
+        h = self.one(x)
+        out = h if self.two is None else self.two(h.tanh())
+        if batch is None:
+            return out
+        return self.case[0].loss(out.float() if self.case[0].autocast else out, Batch(len(x), x, **batch), step)
+
+
+def parameters(model):
+    return {k: p.detach().double() for k, p in model.named_parameters()}
+
+
+def shares(case, weights, b, step):
+    """Each sample's part of the gradient of this batch's loss, by parameter: each sample has weights of its own."""
+    own = {k: v.expand(b.size, *v.shape).clone().requires_grad_() for k, v in weights.items()}
+    x = b.x if b.x.ndim == 3 else b.x.unsqueeze(1)
+    out = x @ own["one.weight"].mT + own["one.bias"].unsqueeze(1)
+    if "two.weight" in own:
+        out = out.tanh() @ own["two.weight"].mT + own["two.bias"].unsqueeze(1)
+    out = out if b.x.ndim == 3 else out.squeeze(1)
+    grads = torch.autograd.grad(case.loss(out, b, step), list(own.values()), allow_unused=True)
+    return {k: torch.zeros_like(v) if g is None else g for (k, v), g in zip(own.items(), grads, strict=True)}
+
+
+def flat(grads):
+    return torch.cat([g.flatten(1) for g in grads.values()], 1)
+
+
+# -------------------------------------------------------------------------------------------------------------- a trial
+
+
+@dataclass
+class Outcome:
+    kind: str  # exact, refused, false refusal, wrong, doubtful, told later, out of sight, crash, invalid
+    words: str = ""
+    steps: int = 0
+
+
+def batches(case):
+    """Steps of micro-batches of sample numbers; often again with one sample replaced, added, or gone."""
+    r = random.Random(case.seed + 10**6)
+    steps = []
+    for number in range(r.randint(3, 5)):
+        early = number < 2 and "later" in (case.ragged, case.missing)
+        members = range(POOL // 2) if early else range(POOL)
+        step = [r.sample(members, min(len(members), r.choice([2, 3, 4, 5, 6, 7, 9, 1]))) for _ in range(case.micro)]
+        if number == 0 and len(step[0]) == 1 and r.random() < 0.7:
+            step[0] = r.sample(members, 4)
+        steps.append((number, step))
+        if r.random() < 0.6:
+            changed = [list(part) for part in step]
+            part = changed[0]
+            others = [i for i in members if i not in part]
+            kind = r.choice(["replace", "drop", "add"])
+            if kind == "replace" and others:
+                part[r.randrange(len(part))] = r.choice(others)
+            elif kind == "drop" and len(part) > 1:
+                part.pop(r.randrange(len(part)))
+            elif others:
+                part.append(r.choice(others))
+            steps.append((number, changed))
+    return steps
+
+
+def close(a, b, tolerance):
+    """Parameter by parameter and sample by sample, on the scale of the sample's whole gradient."""
+    scale = torch.maximum(flat(a).norm(dim=1), flat(b).norm(dim=1))
+    worst = torch.zeros_like(scale)
+    for k in a:
+        error = (a[k] - b[k]).flatten(1).norm(dim=1)
+        worst = torch.maximum(worst, torch.where(error > 1e-12, error / scale.clamp(min=1e-300), 0.0))
+    return worst.nan_to_num(0.0), worst.nan_to_num(0.0) > tolerance
+
+
+def trial(case, check=True):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return _trial(case, check)
+
+
+def _trial(case, check):
+    data = pool(case)
+    model = Network(case).to(case.dtype)
+    weights = parameters(model)
+    steps = batches(case)
+    # What plain autograd says of every batch; a loss that plain PyTorch refuses is no case.
+    try:
+        truth = [[shares(case, weights, collate(data, ids), number) for ids in parts] for number, parts in steps]
+    except (RuntimeError, ValueError, IndexError) as error:
+        return Outcome("invalid", str(error)[:80])
+    scaled = [
+        [
+            {k: g * (len(ids) if case.reduction != "sum" else 1) for k, g in part.items()}
+            for ids, part in zip(parts, of, strict=True)
+        ]
+        for (_, parts), of in zip(steps, truth, strict=True)
+    ]
+    own = own_losses(case, weights, data, steps)
+    if case.reduction == "token_mean" or case.inside:  # a loss made inside is what each sample gives by itself
+        scaled = own
+    right, _ = consistent(case, steps, scaled, own)
+    reached = 0
+    norms = torch.cat([flat(part).norm(dim=1) for of in scaled for part in of])
+    norms = norms[norms.isfinite() & (norms > 0)]
+    bound = float(norms.median()) if len(norms) else 1.0
+    clipper = gg.PerSampleGradientClipper(
+        model, gg.FlatNormClipper(bound), loss_reduction=case.reduction, mode=case.mode, check=check
+    )
+    tolerance = 0.06 if case.autocast else 1e-8 if case.dtype == torch.float64 else 1e-3
+    doubt = ""
+    try:
+        for (number, parts), of in zip(steps, scaled, strict=True):
+            bad = one_step(case, model, clipper, data, number, parts, of, bound, tolerance)
+            if bad:
+                return Outcome("wrong", f"step {reached} ({parts}): {bad}", reached)
+            reached += 1
+            if not consistent(case, steps[:reached], scaled[:reached])[0]:
+                words = consistent(case, steps[:reached], scaled[:reached])[1]
+                return Outcome(
+                    "out of sight" if case.out_of_sight else "wrong", f"step {reached - 1}: {words}", reached
+                )
+            if not doubt and not consistent(case, steps[:reached], scaled[:reached], own[:reached])[0]:
+                doubt = f"step {reached - 1}: {consistent(case, steps[:reached], scaled[:reached], own[:reached])[1]}"
+    except gg.errors.GradguardError as error:
+        words = f"step {reached}: {type(error).__name__}: {error}"
+        if doubt:
+            return Outcome("out of sight" if case.out_of_sight else "told later", f"{doubt}; told at {words}", reached)
+        return Outcome("false refusal" if right else "refused", words, reached)
+    except Exception:
+        return Outcome("crash", f"step {reached} ({parts}): " + traceback.format_exc()[-900:], reached)
+    finally:
+        with contextlib.suppress(Exception):
+            clipper.detach()
+    if doubt:  # among copies of itself the sample has another gradient, and nobody ever said so
+        kind = "out of sight" if case.out_of_sight else "doubtful" if case.by_a_number else "wrong"
+        return Outcome(kind, doubt, reached)
+    return Outcome("exact", "", reached)
+
+
+def one_step(case, model, clipper, data, number, parts, of, bound, tolerance):
+    total = None
+    for ids, expected in zip(parts, of, strict=True):
+        b = collate(data, ids).to(case.dtype)
+        context = torch.autocast("cpu", torch.bfloat16) if case.autocast else contextlib.nullcontext()
+        if case.inside:
+            with context:
+                fields = {k: v for k, v in vars(b).items() if k not in ("size", "x")}
+                loss = model(b.x, fields, number)
+        else:
+            with context:
+                out = model(b.x)
+            loss = case.loss(out.float() if case.autocast else out, b, number)
+        loss.backward()
+        finite = flat(expected).isfinite().all(1)
+        if case.mode == "exact":
+            got = {k: g.double() for k, g in clipper.per_sample_gradients().items()}
+            if not all(g.isfinite().all() for g in got.values()) and finite.all():
+                return "not finite"
+            error, bad = close(
+                {k: g.nan_to_num(0) for k, g in got.items()},
+                {k: g.nan_to_num(0) for k, g in expected.items()},
+                tolerance,
+            )
+            bad &= finite
+            if bad.any():
+                i = int(error.where(finite, 0.0).argmax())
+                sizes = float(flat(got)[i].norm()), float(flat(expected)[i].norm())
+                return f"sample {ids[i]}: norm {sizes[0]:.5g}, own {sizes[1]:.5g}, error {error[i]:.2g}"
+        clipper.clip_and_accumulate()
+        lengths = flat(expected).norm(dim=1)
+        told = clipper.statistics.norms.double()
+        off = ((told - lengths).abs() > 2 * tolerance * lengths + 1e-9) & finite
+        if len(told) != len(ids):
+            return f"{len(told)} norms of {len(ids)} samples"
+        if off.any():
+            i = int(off.nonzero()[0])
+            return f"sample {ids[i]}: norm told {float(told[i]):.5g}, own {float(lengths[i]):.5g}"
+        factors = (bound / lengths.clamp(min=1e-300)).clamp(max=1.0).nan_to_num(0.0)
+        part = {
+            k: (g.nan_to_num(0) * factors.where(finite, 0.0).view(-1, *[1] * (g.ndim - 1))).sum(0)
+            for k, g in expected.items()
+        }
+        total = part if total is None else {k: total[k] + part[k] for k in total}
+    count = sum(map(len, parts)) if case.reduction != "sum" else 1
+    clipper.pre_step()
+    got = {k: p.grad.double() for k, p in model.named_parameters()}
+    if all(flat(part).isfinite().all() for part in of):
+        size = bound * sum(map(len, parts)) / count
+        for k, g in got.items():
+            error = float((g - total[k] / count).norm()) / size
+            if error > max(2 * tolerance, 1e-5):
+                return (
+                    f"clipped average of {k}: {float(g.norm()):.5g}, should be {float((total[k] / count).norm()):.5g}"
+                )
+    for p in model.parameters():
+        p.grad = None
+    return None
+
+
+def own_losses(case, weights, data, steps):
+    """Each sample's gradient in a batch of its own size whose other samples are copies of it: its own loss's."""
+    cache = {}
+
+    def one(number, size, place, i):
+        size, place = (1, 0) if case.inside else (size, place)
+        key = number, size, place, i
+        if key not in cache:
+            try:
+                grads = shares(case, weights, collate(data, [i] * size), number)
+                cache[key] = {k: g[place] * (size if case.reduction != "sum" else 1) for k, g in grads.items()}
+            except (RuntimeError, ValueError, IndexError):
+                cache[key] = {k: torch.full_like(v, torch.nan) for k, v in weights.items()}
+        return cache[key]
+
+    def batch(number, ids):
+        rows = [one(number, len(ids), place, i) for place, i in enumerate(ids)]
+        return {k: torch.stack([row[k] for row in rows]) for k in weights}
+
+    return [[batch(number, ids) for ids in parts] for number, parts in steps]
+
+
+def consistent(case, steps, scaled, own=None):
+    """Whether each sample has one gradient only, whatever else is in the batch: that among copies of it, if given."""
+    seen = {}
+    scheduled = any(term.schedule for term in case.terms)
+    for (number, parts), of, of_own in zip(steps, scaled, own or scaled, strict=True):
+        for ids, part, mine in zip(parts, of, of_own, strict=True):
+            for i, row, alone in zip(ids, flat(part), flat(mine), strict=True):
+                if not row.isfinite().all():
+                    continue
+                first = seen.setdefault((number * scheduled, i), row)
+                if (row - first).norm() > 1e-7 * torch.maximum(row.norm(), first.norm()) + 1e-12:
+                    return (
+                        False,
+                        f"sample {i}: norm {float(first.norm()):.5g} in one batch, {float(row.norm()):.5g} in another",
+                    )
+                if (
+                    alone.isfinite().all()
+                    and (row - alone).norm() > 1e-7 * torch.maximum(row.norm(), alone.norm()) + 1e-12
+                ):
+                    return (
+                        False,
+                        f"sample {i} of {len(ids)}: {float(row.norm()):.5g}, among copies {float(alone.norm()):.5g}",
+                    )
+    return True, ""
+
+
+def plain_words(text):
+    return re.sub(r"[-+]?\d[\d.e+-]*", "#", text.split(": ", 1)[-1])[:110]
+
+
+def main(first, last, reductions=("mean", "sum")):
+    counts, messages, examples = Counter(), Counter(), {}
+    families = Counter()
+    for seed in range(first, last):
+        case = draw(seed, reductions)
+        outcome = trial(case)
+        counts[outcome.kind] += 1
+        families[outcome.kind, case.family] += 1
+        if outcome.kind in ("wrong", "crash", "doubtful", "told later", "out of sight"):
+            print(outcome.kind.upper(), case, "\n    ", outcome.words, flush=True)
+        if outcome.kind in ("false refusal", "refused"):
+            key = outcome.kind, plain_words(outcome.words)
+            messages[key] += 1
+            examples.setdefault(key, []).append(f"{case} -> {outcome.words[:300]}")
+        if seed % REPORT_EVERY == REPORT_EVERY - 1:
+            print(seed + 1, dict(counts), flush=True)
+    print(dict(counts))
+    for (kind, family), count in families.most_common():
+        if kind in ("wrong", "doubtful", "told later", "out of sight"):
+            print(f"{count:5} {kind}: {family}")
+    for key, count in messages.most_common():
+        if key[0] == "false refusal":
+            print(f"{count:5} {key[1]}")
+            for line in examples[key][:6]:
+                print("         ", line)
+    print("refused:")
+    for key, count in messages.most_common():
+        if key[0] == "refused":
+            print(f"{count:5} {key[1]}")
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    main(int(sys.argv[1]), int(sys.argv[2]), *([tuple(sys.argv[3].split(","))] if len(sys.argv) > 3 else []))
