@@ -219,6 +219,52 @@ def test_a_mean_over_tokens_beside_its_neighbours(name):
         torch.testing.assert_close(parameter.grad, expected[key], rtol=1e-5, atol=1e-9)
 
 
+class WithLoss(nn.Module):
+    """Returns the mean over all tokens by itself, as models for language do."""
+
+    def __init__(self, mixes: bool = False) -> None:
+        super().__init__()
+        self.inner, self.mixes = made(), mixes
+
+    def forward(self, x, labels):
+        out = self.inner(x)
+        if self.mixes:
+            out = out - 1e-3 * out.mean(0)
+        return {"loss": F.cross_entropy(out.flatten(0, 1), labels.flatten()), "logits": out}
+
+
+def test_a_model_that_returns_the_mean_over_its_tokens():
+    torch.manual_seed(0)
+    model = WithLoss()
+    clipper = gg.PerSampleGradientClipper(model, gg.FlatNormClipper(1e9), mode="exact", loss_reduction="token_mean")
+    for number, lengths in enumerate(([5, 2, 3, 1], [4, 4, 1, 5], [3, 3, 2, 3], [5, 1], [2], [1, 0, 4, 4])):
+        batch = Batch(lengths, number)
+        model.zero_grad()
+        model(batch.x, batch.labels)["loss"].backward()
+        clipper.clip_and_accumulate()
+        found = {name.removeprefix("inner."): rows for name, rows in clipper.per_sample_gradients().items()}
+        clipper.pre_step()
+        assert_exact(found, TOKENS["labels"], batch)
+    mixing = WithLoss(mixes=True)
+    clipper = gg.PerSampleGradientClipper(mixing, gg.FlatNormClipper(1e9), loss_reduction="token_mean")
+    with pytest.raises(UnsupportedGradientError, match=r"mixes samples|mix samples"):
+        mixing(batch.x, batch.labels)
+
+
+def test_a_model_that_returns_a_mean_over_tokens_of_which_some_are_missing_later():
+    torch.manual_seed(0)
+    model = WithLoss()
+    clipper = gg.PerSampleGradientClipper(model, gg.FlatNormClipper(1e9))
+    for lengths in ([5, 5, 5, 5], [3, 3, 3, 3], [5, 5, 5, 5]):
+        batch = Batch(lengths)
+        model(batch.x, batch.labels)["loss"].backward()
+        clipper.clip_and_accumulate()
+    batch = Batch([5, 2, 3, 1])
+    model(batch.x, batch.labels)["loss"].backward()
+    with pytest.raises(UnsupportedGradientError, match=r"each sample's part is 0.364 to 1.82 of its own loss"):
+        clipper.clip_and_accumulate()
+
+
 def test_terms_of_different_shares_are_refused():
     clipper = exact("token_mean")
     with pytest.raises(UnsupportedGradientError, match="adds up terms of which a sample has different shares"):
@@ -436,6 +482,100 @@ def test_class_weights_of_single_samples_are_exact():
 
     clipper = exact()
     assert_exact(step(clipper, loss, Batch([5] * 4)), loss, Batch([5] * 4))
+
+
+def own_weights_of_tokens(out, batch):
+    """A mean over the chosen rows of which each has a weight of its own."""
+    return (squares(out, batch)[batch.mask] * batch.weight[batch.mask]).sum() / batch.mask.sum()
+
+
+def kl_of_the_chosen(out, batch):
+    rows = F.kl_div(out.log_softmax(-1), batch.target.softmax(-1), reduction="none")
+    return rows[batch.mask].nanmean()
+
+
+@pytest.mark.parametrize("loss", [own_weights_of_tokens, kl_of_the_chosen])
+def test_rows_with_weights_are_counted_and_not_weighed(loss):
+    for lengths in ([1, 3, 2], [0, 2, 4], [2, 2, 2]):
+        batch = Batch(lengths)
+        assert_exact(step(exact("token_mean"), loss, batch), loss, batch)
+        if len(set(lengths)) == 1:
+            assert_exact(step(exact(), loss, batch), loss, batch)
+            continue
+        with pytest.raises(UnsupportedGradientError, match="the loss is not the mean over samples"):
+            step(exact(), loss, batch)
+
+
+def test_batches_of_turning_sizes():
+    for reduction in ("mean", "token_mean"):
+        clipper = exact(reduction)
+        for number, size in enumerate((4, 5, 4, 1, 4, 1)):
+            batch = Batch([5] * size, number)
+            loss = lambda out, batch: F.mse_loss(out, batch.target)  # noqa: E731
+            assert_exact(step(clipper, loss, batch), loss, batch)
+
+
+ONE_SAMPLE = {
+    "weights of samples": lambda out, batch: (squares(out, batch).mean(1) * batch.weight[:, 0]).mean(),
+    "masked values": lambda out, batch: F.huber_loss(out * batch.mask[..., None], batch.target * batch.mask[..., None]),
+    "masked losses": lambda out, batch: (squares(out, batch) * batch.mask).mean(),
+    "labels": TOKENS["labels"],
+}
+
+
+@pytest.mark.parametrize("name", ONE_SAMPLE)
+def test_a_batch_of_one_sample_among_others(name):
+    clipper = exact("token_mean" if name == "labels" else "mean")
+    for number, lengths in enumerate(([5] * 4, [5], [3], [5] * 3, [4])):
+        batch = Batch(lengths, number)
+        assert_exact(step(clipper, ONE_SAMPLE[name], batch), ONE_SAMPLE[name], batch)
+
+
+def test_a_divisor_that_is_once_the_number_of_samples_is_no_mean_in_another_batch():
+    for reduction in ("mean", "token_mean"):
+        clipper = exact(reduction)
+        step(clipper, lambda out, batch: squares(out, batch).sum() / 4, Batch([5] * 4))
+        with pytest.raises(UnsupportedGradientError, match="divided by 2 times their number, and before by 1 times"):
+            step(clipper, lambda out, batch: squares(out, batch).sum() / 4, Batch([5] * 2))
+
+
+def test_a_division_by_one_row_is_one_by_rows():
+    def loss(out, batch):
+        return squares(out, batch).masked_fill(~batch.mask, 0).sum() / batch.mask.sum()
+
+    clipper = exact("sum")
+    with pytest.raises(UnsupportedGradientError, match="it is a mean"):
+        step(clipper, loss, Batch([1, 1]))
+    constant = lambda number: lambda out, batch: squares(out, batch).sum() / number  # noqa: E731
+    step(clipper, constant(7), Batch([5, 5]))
+    with pytest.raises(UnsupportedGradientError, match="a whole number, multiplies it that has changed"):
+        step(clipper, constant(1), Batch([5, 5]))
+
+
+def test_a_schedule_that_ends_with_a_whole_number_is_exact():
+    clipper = exact()
+    for number in range(4):
+        loss = lambda out, batch, n=number: squares(out, batch).mean() + min(1, n / 3) * out.abs().mean()  # noqa: E731
+        batch = Batch([5] * (3 + number % 2))
+        assert_exact(step(clipper, loss, batch), loss, batch)
+
+
+def test_rows_filled_up_to_the_longest_are_padding():
+    padded = torch.nn.utils.rnn.pad_sequence
+
+    def loss(out, batch):
+        return F.mse_loss(
+            *[
+                padded([value[mask] for value, mask in zip(values, batch.mask, strict=True)], batch_first=True)
+                for values in (out, batch.target)
+            ]
+        )
+
+    clipper = exact()
+    for lengths in ([2, 2, 2], [2, 2, 2]):
+        step(clipper, loss, Batch(lengths))
+    with pytest.raises(UnsupportedGradientError, match="the mean counts padding"):
+        step(clipper, loss, Batch([2, 4, 2]))
 
 
 @pytest.mark.parametrize("factor", [0.1, 1e-3, 2.0])

@@ -505,6 +505,9 @@ class PerSampleGradientClipper:
             try:
                 if self._loss_check is not None:
                     conclusive = self._loss_check.judge()
+                    if (factors := self._loss_check.factors) is not None:
+                        for call in (*mini_batch.loops, *mini_batch.witnessed):
+                            call.shares = factors / len(factors)
                 with torch.autocast(self._device.type, enabled=False), exact_products():
                     mini_batch.finish(self._device)
                     self._look_at_witness(mini_batch)

@@ -343,15 +343,23 @@ class _Pair:
 
     def _number(self, position: int) -> str | None:
         """Try out a number as the loss: None if it is the mean (or sum) of what samples give by themselves."""
+        if self._reduction == "token_mean" and self._pattern.looped:
+            return (
+                f"{type(self._pattern.module).__name__} returns the mean over its tokens as a number, and its samples "
+                f"are run one by one ({self._pattern.reason}), so the numbers of their tokens cannot be counted. "
+                "Compute the loss outside, from what it returns for each token."
+            )
         values = []
-        for i, arguments in enumerate(self._alone):
+        for i, arguments in enumerate(self._alone if self._reduction != "token_mean" else []):
             with self._tracker.quietly(), without_graph(self._pattern.module), WithoutDropout():
                 alone = _with_draws(self._pattern, arguments, self._draws, [i], len(self._samples), self._reset)
                 values.append(float(alone[position]))
         expected = sum(values) / (len(values) if self._reduction == "mean" else 1)
         recorded = float(self._outputs[position].detach())
         bar = min(1e3 * self._precision, math.sqrt(self._precision))
-        if abs(recorded - expected) > bar * max(abs(expected), abs(recorded), 1e-300):
+        if self._reduction != "token_mean" and abs(recorded - expected) > bar * max(
+            abs(expected), abs(recorded), 1e-300
+        ):
             return not_the_reduction(recorded, expected, self._reduction)
 
         def one(outputs: Sequence[Tensor]) -> list[Tensor | None]:
@@ -361,7 +369,8 @@ class _Pair:
         for scales in (self._scales, [1.0] * len(self._scales)):
             self._scales = scales
             _, found, grads = self._run_together(one)
-            comparison = self._against_alone(found, grads, [scales[0]] * len(scales))
+            shared = self._reduction == "token_mean"
+            comparison = self._against_alone(found, grads, [scales[0]] * len(scales), shared)
             if comparison.excess <= 1:
                 return _not_linear(self._pattern.module) if comparisons else None
             comparisons.append(comparison)
@@ -417,10 +426,27 @@ class _Pair:
         return grad
 
     def _against_alone(
-        self, found: Mapping[str, Contribution], grads: Sequence[Tensor | None], scales: Sequence[float]
+        self,
+        found: Mapping[str, Contribution],
+        grads: Sequence[Tensor | None],
+        scales: Sequence[float],
+        shared: bool = False,
     ) -> Comparison:
-        """Compare with each sample alone, whose gradients come down by the ``scales`` by which they went up."""
-        worst = Comparison(0.0, "", 0.0)
+        """Compare with each sample alone, whose gradients come down by the ``scales`` by which they went up.
+
+        Args:
+            found: The per-sample gradients of the samples together.
+            grads: What the outputs got.
+            scales: One for each sample.
+            shared: Each sample has a share of its own in a number; the shares must add up to 1.
+
+        Returns:
+            The largest error.
+
+        Raises:
+            UnsupportedGradientError: If the gradient of a sample is not finite.
+        """
+        worst, shares = Comparison(0.0, "", 0.0), 0.0
         for i, (arguments, scale) in enumerate(zip(self._alone, scales, strict=False)):
             alone = self._run_alone(i, arguments, [None if g is None else g / scale for g in grads])
             expected = {name: gradient * scale for name, gradient in alone.items()}
@@ -431,11 +457,16 @@ class _Pair:
                     f"the gradient of sample {self._samples[i]} by itself is not finite, though its inputs are: "
                     f"nothing shows whether samples are separate. {_NOT_FINITE}"
                 )
+            together = {name: contribution.rows(i, i + 1)[0] / scale for name, contribution in found.items()}
+            share = _share(together, expected) if shared else 1.0
+            shares += share
             for name, gradient in expected.items():
-                rows = found[name].rows(i, i + 1)[0] / scale if name in found else 0.0
-                error = norm(wide(gradient) - rows)
+                rows = together.get(name, 0.0)
+                error = norm(share * wide(gradient) - rows)
                 found_here = judge(name, error, own[name], whole, self._precision)
                 worst = max(worst, found_here, key=lambda c: c.excess)
+        if shared and abs(shares - 1) > 1e-3:
+            return Comparison(abs(shares - 1), "the whole", math.inf)
         return worst
 
     def _run_alone(self, i: int, arguments: Arguments, grads: Sequence[Tensor | None]) -> dict[str, Tensor]:
@@ -462,6 +493,15 @@ class _Pair:
             name: real_parts(torch.zeros_like(value.detach()) if value.grad is None else _dense(value.grad))
             for name, value in values.items()
         }
+
+
+def _share(together: Mapping[str, Tensor], alone: Mapping[str, Tensor]) -> float:
+    """The factor by which gradients in the batch come closest to those of the sample by itself."""
+    square = sum(float(gradient.double().square().sum()) for gradient in alone.values())
+    product = sum(
+        float((together[name] * wide(gradient)).double().sum()) for name, gradient in alone.items() if name in together
+    )
+    return product / square if square else 0.0
 
 
 def _not_linear(module: nn.Module) -> str:

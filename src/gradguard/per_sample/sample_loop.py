@@ -46,6 +46,7 @@ class LoopedCall:
         before: The module as it was before.
         outputs: What it returned, and the version of each tensor.
         grads: The gradient of each tensor that it returned.
+        shares: The share of each sample in a mean over tokens, ``[B]``.
         leaves: The plain gradients, on a step that is to be verified.
         scale: What the gradients of the outputs are multiplied by where a sample runs alone.
         taken: Arguments of samples that were taken before the call, which may write into them.
@@ -70,6 +71,7 @@ class LoopedCall:
     grads: Sequence[Tensor | None] = ()
     leaves: Leaves | None = None
     scale: float = 1.0
+    shares: Tensor | None = None
     taken: dict[int, Arguments] = field(default_factory=dict)
     recorded: list[tuple[Tensor, int]] = field(default_factory=list)
 
@@ -82,6 +84,12 @@ class LoopedCall:
         if sample in self.taken:
             return self.taken[sample]
         return take_samples(self.arguments, self.batch_first, self.batch_size, [sample], self.whole)
+
+    def share_of(self, sample: int) -> float:
+        """Return the share that a sample's own loss has in a number that the module returned."""
+        if self.reduction == "token_mean":
+            return 0.0 if self.shares is None else float(self.shares[sample].nan_to_num(0.0))
+        return 1 / self.batch_size if self.reduction == "mean" else 1.0
 
     def contributions(self, budget: int) -> dict[str, Contribution]:
         """Return the per-sample gradients of each parameter, held if they take at most ``budget`` bytes."""
@@ -177,7 +185,7 @@ class SampleLoop:
                         grad = rows_of(grad, axis, output.shape[axis.dim], sample)
                 elif output.dim() == 0 and output.is_floating_point() and grad is not None:
                     numbers[i] += float(output.detach())
-                    grad = grad / call.batch_size if call.reduction == "mean" else grad
+                    grad = grad * call.share_of(sample)
                 if grad is not None and output.requires_grad:
                     roots.append(output)
                     grads.append(grad if call.scale == 1.0 else grad * call.scale)
@@ -189,6 +197,8 @@ class SampleLoop:
     def _check_numbers(self, numbers: list[float]) -> None:
         """Check that each number which the batch returned, and that has a gradient, is the mean (or sum) of samples."""
         call = self.call
+        if call.reduction == "token_mean":  # its shares were read from the graph
+            return
         for i, (recorded, _) in enumerate(call.outputs):
             if call.output_axes[i] is None and call.grads and call.grads[i] is not None and recorded.dim() == 0:
                 expected = numbers[i] / (call.batch_size if call.reduction == "mean" else 1)

@@ -194,7 +194,7 @@ class LossCheck:
         calls = [call for call in self._calls if call.are_behind(roots)]
         if not calls:  # another model's loss, or a trial of this one
             return
-        make = self._make = make_of(roots, set().union(*[call.values | call.numbers for call in calls]))
+        make = self._make = make_of(roots, set().union(*[call.values for call in calls]))
         known = None if self._verifying or make.structure is None else self._known.get(make.structure)
         if known is not None and not known.parts.weighted and known.numbers == make.numbers and self._labels(known):
             self._parts = known.parts
@@ -216,7 +216,7 @@ class LossCheck:
                     scale=self._scale(),
                     known=before,
                     experience=self._experience[make.kind],
-                    chosen=make.structure is None,
+                    chosen=make.chosen,
                 )
             except (RuntimeError, ValueError, TypeError, IndexError, AttributeError) as error:
                 found = LossParts("unverified", f"reading its graph failed ({str(error).split('.')[0]})")

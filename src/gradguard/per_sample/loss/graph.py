@@ -140,18 +140,21 @@ class Make(NamedTuple):
             together.
         numbers: The scalars by which values are multiplied or divided.
         labelled: The operations that take labels, of which some may be missing.
+        chosen: Whether data choose rows, and put none in between.
     """
 
     kind: tuple[str, ...] = ()
     structure: bytes | None = None
     numbers: tuple[float, ...] = ()
     labelled: tuple[Node, ...] = ()
+    chosen: bool = False
 
 
 def make_of(roots: Sequence[Root], ends: Container[tuple[Node, int]]) -> Make:
-    """Return how a loss is computed from ``ends``, the values that the module returned.
+    """Return how a loss is computed from ``ends``, the values of samples that the module returned.
 
-    Tensors by which values are multiplied, and labels, are not looked at: the next batch changes them.
+    A loss that the module itself returns is followed to the layers inside. Tensors by which values are multiplied, and
+    labels, are not looked at: the next batch changes them.
     """
     places: dict[Node, int] = {}
     starts = [(root.node, root.number) for root in roots]
@@ -159,26 +162,29 @@ def make_of(roots: Sequence[Root], ends: Container[tuple[Node, int]]) -> Make:
     told: list[Any] = [(_shown(root.gradient) if root.gradient.dim() else None) for root in roots]
     numbers = [float(root.gradient) for root in roots if not root.gradient.dim()]
     labelled: list[Node] = []
-    by_data = False
+    by_data: set[str] = set()
     while pending:
         node = pending.pop()
         if node in places:
             continue
-        by_data = by_data or _is_by_data(node)
+        if len(places) == _TOO_MANY:
+            return Make()
+        if _is_by_data(node):
+            by_data.add(operation(node))
         places[node] = len(places)
         if operation(node) in LABELLED:
             labelled.append(node)
         numbers += _scalars(node)
         edges: list[Any] = []
         for child, number in node.next_functions:
-            if child is None or (child, number) in ends:
-                edges.append((None if child is None else "output", number))
+            if child is None or (child, number) in ends or (child.name() in TAPS and shape_of(child, number)):
+                edges.append(child and ("output", tuple(shape_of(child, number))))
                 continue
             pending.append(child)
             edges.append((child, number))
         told.append((_settings(node), edges))
     told = [
-        [*entry[0], [(places.get(child, child), number) for child, number in entry[1]]]
+        [*entry[0], [edge and (places.get(edge[0], edge[0]), edge[1]) for edge in entry[1]]]
         if isinstance(entry, tuple) and isinstance(entry[1], list)
         else entry
         for entry in told
@@ -186,7 +192,10 @@ def make_of(roots: Sequence[Root], ends: Container[tuple[Node, int]]) -> Make:
     begin = [(places.get(node, "output"), number) for node, number in starts]
     structure = None if by_data else hashlib.blake2b(repr((begin, told)).encode(), digest_size=16).digest()
     kind = tuple(sorted([node.name() for node in places if operation(node) not in {"Slice", "Alias"}]))
-    return Make(kind, structure, tuple(numbers), tuple(labelled))
+    fills = any("CopySlices" in name or "Pad" in name for name in kind)
+    return Make(
+        kind, structure, tuple(numbers), tuple(labelled), bool(by_data) and not fills and by_data <= _CHOOSING_ROWS
+    )
 
 
 def _scalars(node: Node) -> list[float]:
@@ -207,6 +216,7 @@ def _scalars(node: Node) -> list[float]:
 _BY_INDEX = operations(
     "IndexSelect Gather IndexAdd IndexCopy IndexFill Scatter ScatterAdd ScatterReduce IndexReduce TakeAlongDim"
 )
+_CHOOSING_ROWS = operations("Index IndexSelect MaskedSelect Gather Take TakeAlongDim")
 _BY_POSITION = operations("Index IndexPut IndexPutImpl MaskedSelect Take Put MaskedScatter")
 
 
@@ -477,7 +487,7 @@ def _onward(path: Path, depends: Dependence) -> list[Path] | None:
 def _may_be_data(number: Any) -> bool:
     """Whether a number is a tensor or a whole one; torch holds Python's as tensors that promote no dtype."""
     if not isinstance(number, Tensor) or not number.is_floating_point():
-        return float(number) != 1
+        return True
     return bool(torch.result_type(torch.zeros((), dtype=torch.float16), number) != torch.float16)
 
 
@@ -491,7 +501,7 @@ def _constant(name: str, node: Node, which: int) -> Constant | None:
         return None
     other = saved(node, "other" if which == 0 else "self")
     if isinstance(other, Tensor):
-        if other.numel() != 1 or other.is_complex():
+        if other.dim() or other.is_complex():  # one value of each sample, in a batch of one, is no constant
             return None
         precision = torch.finfo(other.dtype).eps if other.is_floating_point() else 0.0
         value = float(other.detach())

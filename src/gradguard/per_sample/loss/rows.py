@@ -76,6 +76,7 @@ class Term:
         levels: The numbers of values that rows are summed to within samples.
         constants: The constants, from the root down.
         mean: The mean that reduces the batch, and how many of each sample's values it takes of this term [B].
+        rows: The number of all rows of each sample [B], with those that do not count.
         length: How many values of each sample means and the batch's mean take, those that do not count included.
         holes: Whether some of these do not count.
     """
@@ -87,6 +88,7 @@ class Term:
     share: Tensor | None
     levels: list["Level"]
     constants: tuple[Constant, ...]
+    rows: Tensor
     mean: tuple[Node, Tensor] | None = None
     length: float = 1.0
     holes: bool = False
@@ -153,7 +155,7 @@ def term_of(path: Path, owner: Owner, batch_size: int, scale: float) -> Term:
     node, name, samples = path.node, owner.name, owner.samples
     fused = int(saved(node, "reduction")) if name in _WITH_REDUCTION else 0
     shape, counts = _shape_of_rows(path, name), _counting(path, name)
-    inner = math.prod(mean_of(step) for step in path.steps if operation(step.node) in MEANS)
+    inner = math.prod(mean_of(step) or 1.0 for step in path.steps if operation(step.node) in MEANS)
     weights = (path.coefficient * counts).broadcast_to(shape).abs() / inner
     weights = weights / abs(math.prod(constant.value for constant in path.constants))
     nonzero = weights[weights > 0]
@@ -163,10 +165,11 @@ def term_of(path: Path, owner: Owner, batch_size: int, scale: float) -> Term:
         weights = (weights > 0).to(weights)
     if not owner.sure and not (even and len(nonzero) == weights.numel()):
         raise Unreadable(f"values of shape {list(shape)} may belong to {batch_size} samples in several ways")
-    sums = by_sample(samples, weights, batch_size)
+    sums, rows = by_sample(samples, weights, batch_size), by_sample(samples, torch.ones_like(weights), batch_size)
     share, levels, mean, size, length, holes = None, [], None, shape.numel(), 1.0, False
     if fused and int((sums > 0).sum()) == 1 and batch_size > 1:  # a mean or a sum within one sample
         sums, size, even, inner = (sums > 0).to(sums), 1, True, 1.0
+        rows = sums
     elif fused == 1:  # a mean of rows: of all of them, or of those with a label
         if name in LABELLED and _has_weights(node):
             raise Coupled(
@@ -184,11 +187,14 @@ def term_of(path: Path, owner: Owner, batch_size: int, scale: float) -> Term:
     equal = sums[sums > 0] * inner
     if share is None and len(equal) and not even and torch.allclose(equal, equal[:1].expand_as(equal)):
         even, largest, sums, size = True, float(equal[0]), (sums > 0).to(sums) / inner, len(equal) / inner
+        rows = sums
     if share is None and even and not math.isclose(largest, 1.0, rel_tol=1e-6):
         constants = (*constants, Constant(node, largest, False, 1e-6))  # as of gradient=torch.full((B,), 1 / B)
     inner = inner if share is None else 1.0
-    levels = levels if even else []
-    return Term(sums * inner, size * inner, even, name in LABELLED, share, levels, constants, mean, length, holes)
+    if not even:
+        levels = [Level(by_sample(samples, (weights > 0).double(), batch_size), rows, size), *levels]
+    weights, size, rows = sums * inner, size * inner, rows * inner
+    return Term(weights, size, even, name in LABELLED, share, levels, constants, rows, mean, length, holes)
 
 
 def _refuse_normalized(weights: Tensor, nonzero: Tensor) -> None:
@@ -208,7 +214,7 @@ def mean_of(step: Step) -> float:
     """Return what a mean multiplies by."""
     child, number = step.node.next_functions[step.which]
     assert child is not None
-    return shape_of(step.node, step.number).numel() / shape_of(child, number).numel()
+    return shape_of(step.node, step.number).numel() / max(1, shape_of(child, number).numel())
 
 
 def _without(scale: float, constants: tuple[Constant, ...]) -> tuple[Constant, ...]:
@@ -408,11 +414,13 @@ class Level:
 
     Attributes:
         counts: How many of each sample's contribute [B].
+        rows: How many there are of each sample [B].
         size: How many there are.
     """
 
     counts: Tensor
-    size: int
+    rows: Tensor
+    size: float
 
 
 def _levels(
@@ -459,7 +467,9 @@ def _levels(
         contributing = torch.zeros(shape.numel(), device=samples.device)
         rows = (contributing.index_add_(0, target, rows[taken].to(contributing)) > 0).view(shape)
         samples = last.view(shape)
-        levels.append(Level(by_sample(samples.clamp(min=0), rows.double(), batch_size), shape.numel()))
+        owned = samples.clamp(min=0)
+        counts, every = (by_sample(owned, own.double(), batch_size) for own in (rows, samples >= 0))
+        levels.append(Level(counts, every, shape.numel()))
     return levels, None, length, holes
 
 

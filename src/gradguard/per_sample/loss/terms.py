@@ -59,6 +59,7 @@ class Experience:
         constants: Numbers by which losses were multiplied that were no number of samples or rows there.
         sizes: Sizes of constants that were not the number of samples there.
         divisors: What sums were divided by: ``"samples"``, ``"rows"``.
+        times: How many times the number of samples divisors were.
         sum_divisors: Numbers by which sums over samples were divided that are to stay sums.
         either: Numbers by which means were multiplied that were a number of samples or rows there, or constants: the
             next that is another tells that it was no constant.
@@ -72,6 +73,7 @@ class Experience:
     constants: set[float] = field(default_factory=set)
     sizes: set[int] = field(default_factory=set)
     divisors: set[str] = field(default_factory=set)
+    times: set[float] = field(default_factory=set)
     sum_divisors: set[float] = field(default_factory=set)
     either: set[float] = field(default_factory=set)
     strict: bool = False
@@ -84,6 +86,7 @@ class Experience:
         self.constants |= other.constants
         self.sizes |= other.sizes
         self.divisors |= other.divisors
+        self.times |= other.times
         self.sum_divisors |= other.sum_divisors
         self.either |= other.either
         self.counts = (self.counts or set()) | (other.counts or set())
@@ -196,7 +199,8 @@ def loss_parts(
         for constant in term.constants
         if constant.may_be_data and constant is not one.matched
     }
-    if experience.counts is not None and not learned.counts <= experience.counts:
+    known_counts = experience.counts or ({1.0} if experience.counts is not None else learned.counts)
+    if not learned.counts <= known_counts:  # the end of a schedule of floats is often a 1
         return LossParts("unknown", _CHANGING)
     learned.sizes |= outputs.repeated - {outputs.batch_size}
     return LossParts(
@@ -301,6 +305,8 @@ def _joined(found: Sequence[Path], terms: Sequence[Term]) -> list[Term]:
     Raises:
         Unreadable: If how much of a mean they are cannot be told.
     """
+    if terms and len(terms[0].weights) == 1:
+        return list(terms)
     single = [int((term.weights > 0).sum()) == 1 and term.share is None for term in terms]
     nodes = Counter(node for path, one in zip(found, single, strict=True) if one for node in _nodes(path))
     groups: dict[tuple[Node, ...], list[int]] = defaultdict(list)
@@ -320,7 +326,7 @@ def _joined(found: Sequence[Path], terms: Sequence[Term]) -> list[Term]:
             raise Unreadable("a mean of single samples' terms is over other values, too")
         share = counts * mean if mean != 1 else None
         constants = tuple(constant for constant in terms[members[0]].constants if nodes[constant.node] > 1)
-        joined.append(Term(counts, float(counts.sum()), True, False, share, [], constants))
+        joined.append(Term(counts, float(counts.sum()), True, False, share, [], constants, counts))
     return joined
 
 
@@ -344,6 +350,7 @@ def _averaged_together(terms: Sequence[Term]) -> list[Term]:
                 even=all(term.even for term in members),
                 labels=all(term.labels for term in members),
                 share=counts / counts.sum(),
+                rows=torch.stack([term.rows for term in members]).sum(0),
                 levels=[],
                 constants=tuple(c for c in members[0].constants if all(c in term.constants for term in members)),
             )
@@ -383,6 +390,8 @@ class _Judged:
 def _judged(term: Term, totals: Totals, reduction: str, experience: Experience, learned: Experience) -> _Judged:
     """Compare one term with what it would be for each sample alone."""
     divisors = {c.node: abs(1 / c.value) for c in term.constants if c.divides}
+    if not bool(term.rows.any()):  # of no sample at all, as where nothing was chosen
+        return _Judged(LossParts("right"), divisors)
     if term.share is not None:
         return _judged_mean(term, term.share, reduction, experience, learned, divisors)
     match = _match(term, totals, reduction, experience, learned)
@@ -513,30 +522,45 @@ def _match(
                 if not of_samples:
                     learned.divisors.add("rows")
                 return share, constant, 1.0
-        sizes = [] if term.labels else [term.size, *[level.size for level in term.levels]]
-        whole = any(math.isclose(number, size, rel_tol=constant.precision) for size in sizes)
-        if whole or of_samples:
+        sizes = [] if term.labels else [(term.rows, term.size), *[(level.rows, level.size) for level in term.levels]]
+        whole = next((rows for rows, n in sizes if math.isclose(number, n, rel_tol=constant.precision)), None)
+        if whole is not None or of_samples:
             is_constant = reduction == "sum" and not constant.divides and math.isclose(number, 2, rel_tol=1e-6)
             if is_constant and abs(constant.value) not in experience.constants:
                 raise _Ambiguous("a sum over 2 samples was multiplied by 0.5, which may be a mean or a constant")
             if is_constant:
                 continue
-            if of_samples and not whole:
+            if whole is not None and not of_samples:
+                return whole / whole.sum(), constant, 1.0
+            if whole is None:
                 learned.divisors.add("samples")
+                _refuse_other_times(1.0, constant, batch_size, experience, learned)
             return each, constant, 1.0
         learned.constants.add(abs(constant.value))
     for constant in term.constants:
         times = abs(1 / constant.value) / batch_size
         counted = _partly(term) and times * batch_size >= count / 2
         if constant.divides and times >= 2 and float(times).is_integer() and not counted and batch_size > 1:
-            if experience.sum_divisors and times not in experience.sum_divisors:
-                raise _Ambiguous(
-                    f"a sum over {batch_size} samples was divided by {times:.6g} times their number, and before by "
-                    f"{max(experience.sum_divisors):.6g} times. Divide by a number that does not depend on the batch"
-                )
-            learned.sum_divisors.add(times)
+            _refuse_other_times(times, constant, batch_size, experience, learned)
             return each, constant, times
     return None
+
+
+def _refuse_other_times(
+    times: float, constant: Constant, batch_size: int, experience: Experience, learned: Experience
+) -> None:
+    """Check that a divisor is as many times the number of samples as it was before.
+
+    Raises:
+        _Ambiguous: If it is not.
+    """
+    if constant.divides and experience.times and times not in experience.times:
+        raise _Ambiguous(
+            f"a sum over {batch_size} samples was divided by {times:.6g} times their number, and before by "
+            f"{max(experience.times):.6g} times. Divide by the number of samples"
+        )
+    if constant.divides:
+        learned.times.add(times)
 
 
 def _partly(term: Term) -> bool:
