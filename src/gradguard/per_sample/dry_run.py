@@ -297,6 +297,7 @@ class DryRun:
             seed_generators(self._seed)
             before = torch.get_rng_state(), generators()
             versions = [changes_of(buffer) for buffer in self._module.buffers()]
+            held = [(name, parameter, changes_of(parameter)) for name, parameter in self._module.named_parameters()]
             try:
                 self._module(*args, **kwargs)
             except UnsupportedGradientError:
@@ -304,6 +305,7 @@ class DryRun:
             except Exception as error:
                 raise UnsupportedGradientError(self._failed(samples, error)) from error
             self.draws |= not torch.equal(before[0], torch.get_rng_state()) or before[1] != generators()
+            _refuse_written([name for name, parameter, version in held if changes_of(parameter) != version])
             self.changes_buffers |= versions != [changes_of(buffer) for buffer in self._module.buffers()]
         return observer.calls
 
@@ -314,6 +316,19 @@ class DryRun:
             f"{self._size} samples, to see which of its inputs (shapes {shapes}) belong to samples: {error}. Every "
             f"input whose batch dimension has size {self._size} is taken to hold one entry for each sample; a constant "
             "of that size belongs into the module, as a buffer."
+        )
+
+
+def _refuse_written(names: list[str]) -> None:
+    """Check that forward has written into no parameter.
+
+    Raises:
+        UnsupportedGradientError: If it has: what samples change there is not clipped.
+    """
+    if names:
+        raise UnsupportedGradientError(
+            f"forward writes into its parameter {', '.join(names)}, and what the samples of a batch change there is "
+            "not clipped. Is it an Embedding with max_norm? Set max_norm=None."
         )
 
 
