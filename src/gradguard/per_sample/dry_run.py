@@ -201,6 +201,7 @@ class DryRun:
     Attributes:
         draws: The module drew random numbers, dropout apart.
         changes_buffers: The module changed its buffers.
+        untold: Why the samples in a tensor that the outermost call returns cannot be told apart, by its position.
     """
 
     def __init__(
@@ -216,6 +217,7 @@ class DryRun:
         structure: bool = True,
     ) -> None:
         self._whole, self._seed, self.draws, self.changes_buffers = whole, seed, False, False
+        self.untold: dict[int, str] = {}
         self._module, self._arguments, self._batch_first, self._size = module, arguments, batch_first, size
         self._slots, self._observed_by = slots, observed_by
         self.runs = [self._run(samples, keep_values=False) for samples in SIZES]
@@ -249,7 +251,8 @@ class DryRun:
             return self._axis(call, leaf, two, three)
         try:
             return self._axis(call, leaf, two, three)
-        except UnsupportedGradientError:
+        except UnsupportedGradientError as error:
+            self.untold[leaf - len(self.calls[call].inputs)] = str(error)
             return None
 
     def _axis(self, call: int, leaf: int, two: torch.Size, three: torch.Size) -> BatchAxis | None:
