@@ -164,3 +164,28 @@ def test_a_failure_of_gradguard_is_told_as_its_own(monkeypatch, kind):
     assert isinstance(raised.value.__cause__, kind)
     assert "mix" not in str(raised.value)
     clipper.detach()
+
+
+class Pairs(nn.Module):
+    """Scores of all pairs, by code that uses no parameter itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(3, 2), nn.Linear(3, 2)
+
+    def forward(self, x):
+        return self.a(x) @ self.b(x).mT, self.a(x)
+
+
+@pytest.mark.parametrize("check", [True, "warn", False])
+def test_scores_of_pairs_in_the_loss_are_refused_without_a_check_too(check):
+    torch.manual_seed(0)
+    model, x = Pairs().double(), torch.randn(4, 3, dtype=torch.float64)
+    clipper = gg.PerSampleGradientClipper(model, gg.FlatNormClipper(1.0), check=check)
+    model(x)[1].square().sum(1).mean().backward()
+    clipper.clip_and_accumulate()
+    clipper.pre_step()
+    model.zero_grad()
+    with pytest.raises(UnsupportedGradientError, match=r"samples cannot be told apart|that of samples alone"):
+        model(x)[0].square().sum(1).mean().backward()
+    clipper.detach()

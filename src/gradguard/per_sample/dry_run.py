@@ -201,6 +201,7 @@ class DryRun:
     Attributes:
         draws: The module drew random numbers, dropout apart.
         changes_buffers: The module changed its buffers.
+        untold: Why the samples in a tensor that the outermost call returns cannot be told apart, by its position.
     """
 
     def __init__(
@@ -216,6 +217,7 @@ class DryRun:
         structure: bool = True,
     ) -> None:
         self._whole, self._seed, self.draws, self.changes_buffers = whole, seed, False, False
+        self.untold: dict[int, str] = {}
         self._module, self._arguments, self._batch_first, self._size = module, arguments, batch_first, size
         self._slots, self._observed_by = slots, observed_by
         self.runs = [self._run(samples, keep_values=False) for samples in SIZES]
@@ -249,7 +251,8 @@ class DryRun:
             return self._axis(call, leaf, two, three)
         try:
             return self._axis(call, leaf, two, three)
-        except UnsupportedGradientError:
+        except UnsupportedGradientError as error:
+            self.untold[leaf - len(self.calls[call].inputs)] = str(error)
             return None
 
     def _axis(self, call: int, leaf: int, two: torch.Size, three: torch.Size) -> BatchAxis | None:
@@ -297,6 +300,7 @@ class DryRun:
             seed_generators(self._seed)
             before = torch.get_rng_state(), generators()
             versions = [changes_of(buffer) for buffer in self._module.buffers()]
+            held = [(name, parameter, changes_of(parameter)) for name, parameter in self._module.named_parameters()]
             try:
                 self._module(*args, **kwargs)
             except UnsupportedGradientError:
@@ -304,6 +308,7 @@ class DryRun:
             except Exception as error:
                 raise UnsupportedGradientError(self._failed(samples, error)) from error
             self.draws |= not torch.equal(before[0], torch.get_rng_state()) or before[1] != generators()
+            _refuse_written([name for name, parameter, version in held if changes_of(parameter) != version])
             self.changes_buffers |= versions != [changes_of(buffer) for buffer in self._module.buffers()]
         return observer.calls
 
@@ -314,6 +319,19 @@ class DryRun:
             f"{self._size} samples, to see which of its inputs (shapes {shapes}) belong to samples: {error}. Every "
             f"input whose batch dimension has size {self._size} is taken to hold one entry for each sample; a constant "
             "of that size belongs into the module, as a buffer."
+        )
+
+
+def _refuse_written(names: list[str]) -> None:
+    """Check that forward has written into no parameter.
+
+    Raises:
+        UnsupportedGradientError: If it has: what samples change there is not clipped.
+    """
+    if names:
+        raise UnsupportedGradientError(
+            f"forward writes into its parameter {', '.join(names)}, and what the samples of a batch change there is "
+            "not clipped. Is it an Embedding with max_norm? Set max_norm=None."
         )
 
 

@@ -331,7 +331,7 @@ class LayerPlanner:
         """What is known without following the layers inside."""
         slots = {slot for slot, name in self._names.items() if name in self._trained}
         run = DryRun(module, arguments, self._batch_first, size, slots, self._observed_by, whole, self._seed, False)
-        return CallPattern(module, whole, [], run.axes(0)[1], run.changes_buffers)
+        return CallPattern(module, whole, [], run.axes(0)[1], run.changes_buffers, unowned=run.untold)
 
     def _dry_runs(self, module: nn.Module, arguments: Arguments, size: int, whole: frozenset[int]) -> CallPattern:
         """One plan; or several where layers are left out by chance, so that each is seen."""
@@ -341,19 +341,20 @@ class LayerPlanner:
         ):
             raise UnsupportedGradientError("the rules of layers are for real parameters, and some here are complex.")
         plans: list[Plans] = []
-        changes = False
+        changes, untold = False, dict[int, str]()
         missing = {m for m in module.modules() if any((m, slot) in slots for slot in parameter_slots(m))}
         for seed in range(self._seed, self._seed + _SEEDS):
             run = DryRun(module, arguments, self._batch_first, size, slots, self._observed_by, whole, 7919 * seed)
             plan = Plans(run)
             changes |= run.changes_buffers
+            untold |= run.untold
             if not plans or missing & plan.modules:
                 plans.append(plan)
             missing -= plan.modules
             if not missing or not run.draws or self.sharded:
                 break
         first = plans[0].of(module, 0)
-        return CallPattern(module, whole, plans, first.outputs if first else (), changes)
+        return CallPattern(module, whole, plans, first.outputs if first else (), changes, unowned=untold)
 
     def _shared_of(self, plans: Plans) -> set[str]:
         uses = Counter(self._names[slot] for used in plans.uses for slot in used)

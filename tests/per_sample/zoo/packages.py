@@ -13,8 +13,9 @@ import re
 import sys
 import types
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 sys.path[:0] = [str(Path(__file__).parents[2])]
@@ -124,11 +125,16 @@ TIMM = {
 # diffusers
 
 
-def diffusion(name: str, inputs: Callable[[], dict[str, Any]], **config: Any) -> ZooCase:
+def diffusion(
+    name: str,
+    inputs: Callable[[], dict[str, Any]],
+    constants: Mapping[str, Tensor] = MappingProxyType({}),
+    **config: Any,
+) -> ZooCase:
     def build() -> nn.Module:
         return getattr(importlib.import_module("diffusers"), name)(**config)
 
-    return ZooCase(build, inputs, lambda model, inputs: model(**inputs))
+    return ZooCase(build, inputs, lambda model, inputs: model(**inputs, **constants))
 
 
 def times() -> Tensor:
@@ -149,9 +155,11 @@ def flux() -> dict[str, Any]:
         "encoder_hidden_states": random(5, 12),
         "pooled_projections": random(10),
         "timestep": torch.rand(B),
-        "img_ids": torch.arange(18).view(6, 3),
-        "txt_ids": torch.zeros(5, 3),
     }
+
+
+IDS = {"img_ids": torch.arange(18.0).view(6, 3), "txt_ids": torch.zeros(5, 3)}
+"""Places of patches and words, the same for all samples."""
 
 
 UNET = {
@@ -191,7 +199,7 @@ DIFFUSERS = {
         **TWO_HEADS, sample_size=8, in_channels=4, out_channels=8, cross_attention_dim=16, caption_channels=12,
     ),
     "flux": diffusion(
-        "FluxTransformer2DModel", flux, patch_size=1, in_channels=4, num_layers=1, num_single_layers=1,
+        "FluxTransformer2DModel", flux, IDS, patch_size=1, in_channels=4, num_layers=1, num_single_layers=1,
         attention_head_dim=8, num_attention_heads=2, joint_attention_dim=12, pooled_projection_dim=10,
         axes_dims_rope=(4, 2, 2),
     ),
