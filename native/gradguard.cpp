@@ -38,6 +38,33 @@ API int gg_use_level(int level) {
 }
 API int gg_interface() { return 3; }
 
+// ---- subnormal numbers ----
+// Where a thread flushes them to 0 (torch.set_flush_denormal), it does not while this lives: some threads of a pool do
+// and some do not, and results must not depend on which of them takes which chunk.
+struct Subnormals {
+#if defined(__x86_64__)
+  static constexpr unsigned FLUSH = 0x8040;  // results, and operands
+  unsigned before = __builtin_ia32_stmxcsr();
+  Subnormals() {
+    if (before & FLUSH) __builtin_ia32_ldmxcsr(before & ~FLUSH);
+  }
+  ~Subnormals() {
+    if (before & FLUSH) __builtin_ia32_ldmxcsr(before);
+  }
+#elif defined(__aarch64__)
+  static constexpr uint64_t FLUSH = 1 << 24 | 1 << 19;  // of float32 and float64, and of float16
+  uint64_t before;
+  Subnormals() {
+    __asm__ volatile("mrs %0, fpcr" : "=r"(before));
+    if (before & FLUSH) __asm__ volatile("msr fpcr, %0" ::"r"(before & ~FLUSH));
+  }
+  ~Subnormals() {
+    if (before & FLUSH) __asm__ volatile("msr fpcr, %0" ::"r"(before));
+  }
+#endif
+  Subnormals(const Subnormals&) = delete;
+};
+
 // ---- threads ----
 typedef void (*Body)(int64_t begin, int64_t end, void* context);
 // torch's own pool: the function `torch_parallel_for` that libtorch_cpu exports is handed in, not linked.
@@ -65,6 +92,7 @@ template <class F> static void for_tasks(int64_t tasks, int64_t elements, const 
     int64_t tasks, next;
   } job = {&each, tasks, 0};
   threads->parallel(0, count, 1, [](int64_t, int64_t, void* context) {
+    Subnormals kept;
     Job& job = *(Job*)context;
     for (int64_t i; (i = __atomic_fetch_add(&job.next, 1, __ATOMIC_RELAXED)) < job.tasks;) (*job.each)(i);
   }, &job);
@@ -140,6 +168,7 @@ static void join(Sum& a, const Sum& b, Order order) {
 
 // The norm of all tensors; of each too, where `norms` is given.
 API int gg_norm(const List* list, int order_code, double* norm, double* norms, const Threads* threads) {
+  Subnormals kept;
   Order order = (Order)order_code;
   Work w(list);
   Room<Sum> sums(w.chunks.size);
@@ -188,6 +217,7 @@ template <class F> static bool overlap(const uint64_t* at, int64_t count, const 
 
 // The last task comes first: what a norm has just read is still in the cache.
 API int gg_scale(const List* list, double factor, const Threads* threads) {
+  Subnormals kept;
   Work w(list);
   if (!w.is_there()) return NO_MEMORY;
   Threads alone = {1, nullptr};
@@ -202,6 +232,7 @@ API int gg_scale(const List* list, double factor, const Threads* threads) {
 
 // `low` and `high` have a bound for each dtype, which it can hold; `written` becomes 1 where a tensor was.
 API int gg_clamp(const List* list, const double* low, const double* high, uint8_t* written, const Threads* threads) {
+  Subnormals kept;
   Work w(list);
   if (!w.is_there()) return NO_MEMORY;
   memset(written, 0, list->count);
@@ -213,6 +244,7 @@ API int gg_clamp(const List* list, const double* low, const double* high, uint8_
   return DONE;
 }
 API int gg_exceeds(const List* list, const double* low, const double* high, int* found, const Threads* threads) {
+  Subnormals kept;
   Work w(list);
   if (!w.is_there()) return NO_MEMORY;
   int any = 0;
@@ -227,6 +259,7 @@ API int gg_exceeds(const List* list, const double* low, const double* high, int*
 
 // ---- what is not finite, in each tensor ----
 API int gg_nonfinite(const List* list, int64_t* nan, int64_t* inf, const Threads* threads) {
+  Subnormals kept;
   Work w(list);
   Room<int64_t> counts(2 * w.chunks.size);
   if (!w.is_there() || !counts.at) return NO_MEMORY;
@@ -339,6 +372,7 @@ static void measure_columns(const UnitList* list, const Piece& p, Sum* sums) {
 // The 2-norm of each unit of each tensor, one after the other. Columns of float64 are not for this: their squares may
 // leave its range.
 API int gg_unit_norms(const UnitList* list, double* norms, const Threads* threads) {
+  Subnormals kept;
   UnitWork w(list);
   int64_t slots = 0;
   for (int64_t i = 0; w.is_there() && i < w.piece_count; ++i) slots += w.pieces[i].count;
@@ -394,6 +428,7 @@ static void scale_columns(const UnitList* list, const Piece& p, const double* fa
 
 // Multiply each unit by its own factor; one whose factor is 1 is not written, but beside another in a column.
 API int gg_unit_scale(const UnitList* list, const double* factors, const Threads* threads) {
+  Subnormals kept;
   UnitWork w(list);
   if (!w.is_there()) return NO_MEMORY;
   Threads alone = {1, nullptr};
@@ -424,6 +459,7 @@ static Factor factor_for(double norm, double weight, double threshold, double ep
 // the gradients, `factors` what they were multiplied by, `norm` that of all.
 API int gg_unit_clip(const UnitList* weights, const UnitList* grads, double threshold, double eps, double* norms,
                      double* factors, double* norm, const Threads* threads) {
+  Subnormals kept;
   UnitWork w(grads);
   Room<Sum> parts(2 * w.pieces.size);  // of the pieces of long units: gradient, weight
   Room<Factor> of_parts(w.pieces.size);
@@ -496,6 +532,7 @@ API int gg_unit_clip(const UnitList* weights, const UnitList* grads, double thre
 // the first of them `tile`; the caller gives no tile away twice under one key. The bits do not depend on the threads.
 API int gg_add_normal(const List* list, const uint32_t* key, uint64_t tile, double factor, double deviation,
                       const Threads* threads) {
+  Subnormals kept;
   Work w(list);
   Room<uint64_t> first(w.chunks.size);
   if (!w.is_there() || !first.at) return NO_MEMORY;
@@ -578,7 +615,10 @@ static int differs(const Kernels* plain, const Kernels* better) {
     }
   return 0;
 }
-API int gg_check_level() { return use == kernels_at(1) ? 0 : differs(kernels_at(1), use); }
+API int gg_check_level() {
+  Subnormals kept;
+  return use == kernels_at(1) ? 0 : differs(kernels_at(1), use);
+}
 
 // ---- a Python list of tensors, through the exchange table of DLPack: no libtorch, no Python.h ----
 // Called with the GIL held (ctypes.PyDLL). The two functions of Python are handed in, so that nothing is linked.

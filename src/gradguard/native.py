@@ -6,6 +6,7 @@ own kernels, and take longer. ``GRADGUARD_NATIVE=0`` in the environment turns it
 """
 
 import ctypes
+import hashlib
 import os
 import platform
 from dataclasses import dataclass
@@ -155,6 +156,17 @@ def library() -> Library | None:
     return None if isinstance(found, str) else found
 
 
+def _check_whole(path: Path) -> None:
+    """Check the library before it is mapped: pages that a file lacks end the process when they are touched.
+
+    Raises:
+        OSError: If its last 32 bytes are not the SHA-256 of those before them, as ``native/build.py`` writes it.
+    """
+    held = path.read_bytes()
+    if hashlib.sha256(held[:-32]).digest() != held[-32:]:
+        raise OSError(f"its {len(held):,} bytes are not those that were built (cut short or changed); install it again")
+
+
 @cache
 def _loaded() -> Library | str:
     if os.environ.get("GRADGUARD_NATIVE") == "0":
@@ -165,6 +177,7 @@ def _loaded() -> Library | str:
     if exchange is None or parallel is None:
         return f"torch {torch.__version__} lacks what they need: DLPack's exchange table and torch_parallel_for"
     try:
+        _check_whole(LIBRARY)
         found = Library(LIBRARY, exchange, parallel)
     except (OSError, AttributeError) as error:
         return f"{LIBRARY.name} cannot be used: {error}"

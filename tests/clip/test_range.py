@@ -232,3 +232,108 @@ def check_one(seed: int, kind: str, rule: str) -> None:
 def test_a_norm_clip_is_right_for_every_magnitude(seed, kind, rule, engine):
     for one in range(seed, seed + 10):
         check_one(one, kind, rule)
+
+
+def unit_rows(x: Tensor) -> list[Tensor]:
+    return [x] if x.dim() <= 1 else list(x)
+
+
+def check_units(seed: int, kind: str) -> None:
+    """Adaptive clipping, each unit against its own weight."""
+    choice = rnd.Random(f"{seed} {kind} units")
+    kinds = [dtype for dtype in KINDS[kind] if not dtype.is_complex]
+    shapes = [(3, 70), (2, 33_000), (20_480,), (40, 3, 5), (5, 1), (70_001,)]
+    parameters, threshold = [], 10.0 ** choice.uniform(-3, 3)
+    eps = choice.choice([1e-3, 0.0, 1e-300])
+    for _ in range(choice.choice([1, 2, 4])):
+        dtype, shape = choice.choice(kinds), choice.choice(shapes)
+        one, two = (some_gradients(choice, [dtype], most=1)[0] for _ in range(2))
+        sized = [
+            (x.to_dense() if x.layout is not torch.strided else x).reshape(-1)[:1].repeat(math.prod(shape)).view(shape)
+            if x.numel()
+            else torch.zeros(shape, dtype=dtype)
+            for x in (one, two)
+        ]
+        parameters.append(parameter(sized[0], sized[1]))
+    if choice.random() < 0.5:  # laid out as another dimension's columns
+        parameters = [parameter(p.grad.t().contiguous().t(), p.detach()) if p.dim() == 2 else p for p in parameters]
+    expected = []
+    for p in parameters:
+        rows = []
+        for weight, gradient in zip(unit_rows(p.detach()), unit_rows(p.grad), strict=True):
+            bound, norm = scaled_norm([weight]), scaled_norm([gradient])
+            limit = max(bound[0] * bound[1], eps) * threshold
+            if not limit < 1e307 or not norm[0] * norm[1] < 1e308:
+                return
+            clipped = norm[0] > 0 and norm[0] * norm[1] > limit
+            rows.append(gradient.double() / norm[0] * (limit / norm[1]) if clipped else gradient.double())
+        expected.append(torch.stack(rows) if p.dim() > 1 else rows[0])
+    gg.clip_grad_adaptive_(parameters, threshold, eps=eps)
+    assert_elements(
+        [p.grad for p in parameters], expected, [p.dtype for p in parameters], f"seed {seed}, {kind}, units"
+    )
+
+
+@pytest.mark.parametrize("engine", ENGINES, indirect=True)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("seed", range(0, 40, 20))
+def test_adaptive_clipping_is_right_for_every_magnitude(seed, kind, engine):
+    for one in range(seed, seed + 20):
+        check_units(one, kind)
+
+
+def check_each(seed: int, kind: str, rule: type) -> None:
+    """Each tensor by itself."""
+    choice = rnd.Random(f"{seed} {kind} each")
+    gradients = [g for g in some_gradients(choice, KINDS[kind]) if g.numel()]
+    if not gradients:
+        return
+    bound = a_bound(choice, scaled_norm(gradients[:1]))
+    norms = [scaled_norm([g]) for g in gradients]
+    expected = [times(x, bound, norm) for x, norm in zip(elements(gradients), norms, strict=True)]
+    parameters = [parameter(g) for g in gradients]
+    rule(bound)(parameters)
+    dtypes = [g.dtype for g in gradients]
+    assert_elements([p.grad for p in parameters], expected, dtypes, f"seed {seed}, {kind}, {rule.__name__}, {bound}")
+
+
+@pytest.mark.parametrize("engine", ENGINES, indirect=True)
+@pytest.mark.parametrize("rule", [gg.ClipByNorm, gg.ClipByPreviousNorm])
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_tensor_by_itself_is_right_for_every_magnitude(kind, rule, engine):
+    for seed in range(20):
+        check_each(seed, kind, rule)
+
+
+@pytest.mark.parametrize("engine", ENGINES, indirect=True)
+def test_what_was_found(engine):
+    """Squares of several blocks beyond float64 together; coefficients that float32 does not hold."""
+    p = parameter(torch.full((20_480,), 2e152, dtype=torch.float64))
+    assert float(gg.clip_grad_norm_([p], 1.0)) == pytest.approx(2.862167e154, rel=1e-6)
+    assert scaled_norm([p.grad])[0] * scaled_norm([p.grad])[1] == pytest.approx(1.0, rel=1e-12)
+    for count, size, bound in ((10**6, 3e38, 1.0), (10**6, 3e38, 1e-4), (4, 1e38, 1e-5)):
+        p = parameter(torch.full((count,), size))
+        gg.clip_grad_norm_([p], bound)
+        assert float(p.grad.double().norm()) == pytest.approx(bound, rel=1e-6)
+    p = parameter(torch.full((20_480,), 1e148, dtype=torch.float64), torch.full((20_480,), 1e150, dtype=torch.float64))
+    gg.clip_grad_adaptive_([p], 1e-3)
+    assert p.grad.tolist() == pytest.approx([1e147] * 20_480, rel=1e-9)
+
+
+class Clipped(nn.Module):
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(1000, dtype=dtype))
+
+
+@pytest.mark.parametrize("bound", [1.0, 1e-4, 1e-12])
+@pytest.mark.parametrize("engine", ENGINES, indirect=True)
+def test_a_guard_on_a_fused_optimizer(bound, engine):
+    """What its kernel cannot divide by in float32 is multiplied before."""
+    net = Clipped(torch.float32)
+    optimizer = torch.optim.SGD(net.parameters(), lr=1.0, fused=True)
+    guard = gg.Guard(optimizer, gg.ClipByGlobalNorm(bound))
+    net.weight.grad = torch.full((1000,), 2e38)
+    optimizer.step()
+    assert float(net.weight.detach().double().norm()) == pytest.approx(bound, rel=3e-6)
+    assert guard.skipped_steps == 0

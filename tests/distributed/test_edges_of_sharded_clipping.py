@@ -261,3 +261,44 @@ def test_a_list_of_fsdp1s_parameters_can_be_clamped(pool, original):
         assert clipped
         for gradient, right in pairs:
             torch.testing.assert_close(gradient, right, rtol=0, atol=0)
+
+
+# --- Sums of squares and coefficients out of range -------------------------------------------------------------------
+
+FAR = {
+    "squares beyond float64 together": (torch.float64, [2e152, 2e152, 5e152], 1.0),
+    "squares beyond float64 alone": (torch.float64, [1e200, 3e170, 1e-200], 1e-3),
+    "squares below float64": (torch.float64, [3e-163, 2e-164, 1e-170], 1e-170),
+    "a coefficient beyond float64": (torch.float64, [1e300, 1e290, 1e300], 1e-20),
+    "a coefficient beyond float32": (torch.float32, [3e38, 1e38, 3e38], 1e-4),
+}
+
+
+def clip_far(case, rule):
+    dtype, sizes, bound = FAR[case]
+    entries = [
+        Entry(torch.full((96, 128), size, dtype=dtype), layout)
+        for size, layout in zip(sizes, ("rows", "columns", "copies"), strict=True)
+    ]
+    parameters = [parameter(entry) for entry in entries]
+    if rule == "norm":
+        gg.clip_grad_norm_(parameters, bound)
+    else:
+        {"all": gg.ClipByGlobalNorm, "each": gg.ClipByNorm}[rule](bound)(parameters)
+    return [local(p.grad) for p in parameters]
+
+
+@pytest.mark.parametrize("rule", ["norm", "all", "each"])
+@pytest.mark.parametrize("case", FAR)
+def test_magnitudes_out_of_range(pool, case, rule):
+    dtype, sizes, bound = FAR[case]
+    square, spacing = 96 * 128, 2.0**-149 if dtype is torch.float32 else 2.0**-1074
+    for rank in pool(2).run(clip_far, case, rule):
+        for found, size in zip(rank, sizes, strict=True):
+            largest = max(sizes)
+            alone = size * math.sqrt(square)
+            together = largest * math.sqrt(sum((s / largest) ** 2 * square for s in sizes))
+            norm = alone if rule == "each" else together
+            right = size / (norm + 1e-6) * bound if norm + 1e-6 > bound else size
+            wanted = torch.full_like(found, right, dtype=torch.float64)
+            torch.testing.assert_close(found.double(), wanted, rtol=3e-6, atol=spacing)

@@ -532,11 +532,22 @@ def test_it_can_be_turned_off():
 
 @pytest.mark.parametrize(
     ("text", "words"),
-    [(None, "has no compiled library"), (b"", "cannot be used: .*file too short"), (b"\x7fELF" * 99, "cannot be used")],
-    ids=["missing", "empty", "damaged"],
+    [
+        (None, "has no compiled library"),
+        (b"", r"its 0 bytes are not those that were built \(cut short or changed\); install it again"),
+        (b"\x7fELF" * 99, "its 396 bytes are not those"),
+        (5000, "its 5,000 bytes are not those"),
+        (-1, "are not those that were built"),
+        (-4096, "are not those that were built"),
+        (b"\x7fELF" * 8 + hashlib.sha256(b"\x7fELF" * 8).digest(), "cannot be used: "),
+    ],
+    ids=["missing", "empty", "damaged", "a page", "all but a byte", "all but a page", "whole, and no library"],
 )
 def test_a_library_that_cannot_be_used_is_told(monkeypatch, tmp_path, text, words):
+    """One that was cut short ended the process when it was loaded."""
     file = tmp_path / "libgradguard.so"
+    if isinstance(text, int):
+        text = native.LIBRARY.read_bytes()[:text]
     if text is not None:
         file.write_bytes(text)
     monkeypatch.setattr(native, "LIBRARY", file)
@@ -615,3 +626,35 @@ def test_a_failed_build_says_why_and_leaves_what_was_there(monkeypatch, tmp_path
     with pytest.raises(RuntimeError, match="no C\\+\\+ compiler"):
         build(file)
     assert file.read_text(encoding="utf-8") == "old"
+
+
+def recorder(folder: Path) -> Path:
+    """A compiler whose path has a space, which notes its arguments and fails."""
+    folder.mkdir()
+    compiler = folder / "g++"
+    compiler.write_text(f'#!/bin/sh\nprintf "%s\\n" "$@" > "{folder}/arguments"\nexit 1\n', encoding="utf-8")
+    compiler.chmod(0o755)
+    return compiler
+
+
+@pytest.mark.parametrize("form", ["{}", "env '{}' --first"])
+def test_the_compiler_and_its_flags_are_those_of_the_environment(monkeypatch, tmp_path, form):
+    build = runpy.run_path(str(ROOT / "native/build.py"))["build"]
+    compiler = recorder(tmp_path / "my compiler")
+    monkeypatch.setenv("CXX", form.format(compiler))
+    monkeypatch.setenv("CXXFLAGS", "-g '-DNAME=two words'")
+    with pytest.raises(RuntimeError, match="failed"):
+        build(tmp_path / "library.so")
+    given = (compiler.parent / "arguments").read_text(encoding="utf-8").splitlines()
+    first = ["--first"] if "--first" in form else []
+    assert given[: len(first) + 3] == [*first, "-g", "-DNAME=two words", "-std=c++17"]
+    assert {"-ffp-contract=off", "-fstack-protector-strong", "-D_FORTIFY_SOURCE=2"} < set(given)
+
+
+@pytest.mark.parametrize("name", ["CXXFLAGS", "LDFLAGS"])
+@pytest.mark.parametrize("flag", ["-ffast-math", "-Ofast", "-ffp-contract=fast"])
+def test_flags_that_change_bits_are_refused(monkeypatch, tmp_path, name, flag):
+    build = runpy.run_path(str(ROOT / "native/build.py"))["build"]
+    monkeypatch.setenv(name, f"-g {flag}")
+    with pytest.raises(RuntimeError, match=f"{name} has {flag}, which would give other bits"):
+        build(tmp_path / "library.so")

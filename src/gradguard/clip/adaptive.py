@@ -24,6 +24,7 @@ from gradguard.clip.gradients import (
     named_tensors,
     nonfinite_in,
     refuse_nonfinite_in,
+    refused_by_name,
     to_clip_by,
     total_of,
 )
@@ -32,6 +33,7 @@ from gradguard.clip.selection import KnownNames, Selection, Selector
 from gradguard.clip_events import ClipEvent, announce, is_heard, tell
 from gradguard.distributed.settings import Settings
 from gradguard.policies import NonFinitePolicy, check_policy
+from gradguard.tensors.admission import keeping_subnormals
 from gradguard.tensors.layout import public_dtype
 from gradguard.tensors.nonfinite import zero_if_nonfinite_
 from gradguard.tensors.units import UnitLayout
@@ -124,6 +126,7 @@ def clip_grad_adaptive_(
     ).norm()
 
 
+@keeping_subnormals
 def clip_adaptive(
     parameters: Parameters,
     clipping_threshold: float | Tensor,
@@ -147,7 +150,9 @@ def clip_adaptive(
     acted_on = _acted_on(grads) if heard else []
     if heard:
         announce(acted_on)
-    clip = _clip(to_clip_by(grads, "clip_grad_adaptive_", threshold, eps, policy), layouts, threshold, eps, policy)
+    compared = to_clip_by(grads, "clip_grad_adaptive_", threshold, eps, policy)
+    with refused_by_name(grads):
+        clip = _clip(compared, layouts, threshold, eps, policy)
     if heard:
         result = clip.result()
         norms = result.norms if len(acted_on) == len(grads.parameters) else None

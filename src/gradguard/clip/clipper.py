@@ -27,6 +27,7 @@ from gradguard.clip.gradients import (
     named_tensors,
     nonfinite_in,
     refuse_nonfinite_in,
+    refused_by_name,
     to_clip_by,
     total_of,
 )
@@ -34,6 +35,7 @@ from gradguard.clip_events import ClipEvent, SkipReason, announce, is_heard, rul
 from gradguard.distributed.settings import Settings, as_setting
 from gradguard.errors import DistributedError
 from gradguard.policies import NonFinitePolicy, check_policy
+from gradguard.tensors.admission import keeping_subnormals
 from gradguard.tensors.layout import are_readable, public_dtype
 from gradguard.tensors.nonfinite import count_nonfinite, zero_if_nonfinite_
 from gradguard.tensors.scaling import scale_
@@ -248,6 +250,7 @@ class Clipper(ABC):
     """Whether one object may belong to the guards of several optimizers although it remembers."""
 
     @torch.no_grad()
+    @keeping_subnormals
     def __call__(
         self,
         parameters: Parameters,
@@ -288,12 +291,14 @@ class Clipper(ABC):
             self.learn(parameters if isinstance(parameters, nn.Module) else _as_parameters(names, tensors))
         grads = self.compared(asking(grads, tensor_norms), policy)
         if policy == "raise":
-            grads = self.measure(grads)
+            with refused_by_name(grads):
+                grads = self.measure(grads)
             refuse_nonfinite_in(grads, total_of(grads.norms), grads.norms if grads.classes is None else None)
         heard = is_heard()
         if heard:
             announce(tensors, tells_norms=grads.reduction is None and self.orders() == {2.0})
-        decision = self.decide_and_apply(grads)
+        with refused_by_name(grads):
+            decision = self.decide_and_apply(grads)
         result = _zeroed(decision) if policy == "zero" else decision.result
         if heard:
             tell(self.event_of(grads, result))

@@ -22,6 +22,7 @@ from gradguard.clip.gradients import (
     norm_in,
     norms_in,
     refuse_nonfinite_in,
+    refused_by_name,
     to_clip_by,
 )
 from gradguard.clip.rules import ClipByGlobalNorm, ClipByValue
@@ -29,12 +30,14 @@ from gradguard.clip.selection import Selection
 from gradguard.clip_events import ClipEvent, announce, is_heard, tell
 from gradguard.errors import InvalidValueError
 from gradguard.policies import NonFinitePolicy, check_policy
+from gradguard.tensors.admission import keeping_subnormals
 from gradguard.tensors.layout import coalesce_, public_dtype
 from gradguard.tensors.nonfinite import zero_if_nonfinite_
 from gradguard.tensors.norms import norm_of_norms, total_norm
 from gradguard.tensors.scaling import clamp_, clip_coefficient, scale_in_, steps_of
 
 
+@keeping_subnormals
 def clip_grad_norm_(
     parameters: Parameters,
     max_norm: float | Tensor,
@@ -126,13 +129,15 @@ def clip_grad_norm_(
     heard = is_heard()
     if heard:
         announce(tensors)
-    norm = norm_in(grads, order)
+    with refused_by_name(grads):
+        norm = norm_in(grads, order)
     coefficient = _scale_to(grads, norm, max_norm, policy)
     if heard:
         tell(ClipEvent("norm", grads.parameters, max_norm, norm, coefficient, norm_type=order))
     return norm.to(public_dtype(grads.gradients))
 
 
+@keeping_subnormals
 def get_total_norm(
     tensors: Parameters,
     norm_type: float = 2.0,
@@ -174,13 +179,15 @@ def get_total_norm(
     del foreach
     order = check_order(norm_type)
     grads = gradients_among(tensors)
-    norms = None if grads.reduction is None else norms_in(grads, order)
-    norm = total_norm(grads.gradients, order) if norms is None else norm_of_norms(norms, order)
+    with refused_by_name(grads):
+        norms = None if grads.reduction is None else norms_in(grads, order)
+        norm = total_norm(grads.gradients, order) if norms is None else norm_of_norms(norms, order)
     if error_if_nonfinite:
         refuse_nonfinite_in(grads, norm, norms)
     return norm.to(public_dtype(grads.gradients))
 
 
+@keeping_subnormals
 def clip_grad_value_(
     parameters: Parameters,
     clip_value: float | Tensor,
@@ -244,12 +251,14 @@ def clip_grad_value_(
     else:
         grads = gradients_of(names, tensors, module=module_of(parameters))
         grads = to_clip_by(grads, "clip_grad_value_", low, high, policy)
-        norm = norm_in(grads)
+        with refused_by_name(grads):
+            norm = norm_in(grads)
     heard = is_heard()
     if heard:
         announce(tensors)
-    _prepare_clamp(grads, policy, norm)
-    _clamp_to(grads, low, high, policy, norm)
+    with refused_by_name(grads):
+        _prepare_clamp(grads, policy, norm)
+        _clamp_to(grads, low, high, policy, norm)
     if heard:
         tell(ClipEvent("value", grads.parameters, clip_value))
 

@@ -16,7 +16,8 @@ from gradguard.distributed.reduction_group import StageGroup, several_processes,
 from gradguard.distributed.settings import Setting
 from gradguard.distributed.stages import Shared
 from gradguard.distributed.wrappers import check_wrappers, named_parameters
-from gradguard.errors import InvalidTypeError
+from gradguard.errors import DistributedError, InvalidTypeError, NonFiniteGradientError, UnsupportedGradientError
+from gradguard.tensors.admission import check_admitted, refuse_others
 from gradguard.tensors.layout import are_readable, move
 from gradguard.tensors.nonfinite import refuse_nonfinite
 from gradguard.tensors.norms import norm_of_norms, tensor_norms, total_norm
@@ -105,9 +106,11 @@ def gradients_of(
     if planned is not None:
         plan, tensors, names = planned
         held = plan.hold(tensors, names)
-        return Gradients(
+        grads = Gradients(
             held.parameters, held.gradients, range(len(held.gradients)), held.names, reduction=held.reduction
         )
+        check_admitted(grads.gradients, grads.name, writes=True)
+        return grads
     return _whole_gradients(names, tensors)
 
 
@@ -123,9 +126,9 @@ def _whole_gradients(names: Sequence[str] | None, tensors: Sequence[Tensor]) -> 
     if any_sharded(kept):
         for i, gradient in zip(positions, kept, strict=True):
             check_alike(gradient, tensors[i], f"`{names[i]}`" if names else f"parameter {i}")
-    if any(dtype.is_complex for dtype in {gradient.dtype for gradient in kept}):
-        kept = [_conjugate_in_memory(tensors[i]) for i in positions]
-    return Gradients([tensors[i] for i in positions], kept, positions, names)
+    grads = Gradients([tensors[i] for i in positions], kept, positions, names)
+    check_admitted(kept, grads.name, writes=True)
+    return grads
 
 
 def local_gradients(names: Sequence[str] | None, tensors: Sequence[Tensor], module: nn.Module | None) -> Gradients:
@@ -149,14 +152,9 @@ def local_gradients(names: Sequence[str] | None, tensors: Sequence[Tensor], modu
         if is_sharded(gradient) and not is_laid_out_as(gradient, parameter):
             return gradients_of(names, tensors, ONE_STAGE, module)
     parts = [local_part(cast("Tensor", tensors[i].grad)) for i in first]
-    return Gradients([tensors[i] for i in first], parts, first, names)
-
-
-def _conjugate_in_memory(parameter: Tensor) -> Any:
-    """The gradient of ``parameter``, whose real and imaginary parts are what its memory holds."""
-    if parameter.grad is not None and parameter.grad.is_conj():
-        parameter.grad = parameter.grad.resolve_conj()
-    return parameter.grad
+    grads = Gradients([tensors[i] for i in first], parts, first, names)
+    check_admitted(parts, grads.name, writes=True)
+    return grads
 
 
 def gradients_among(tensors: Parameters) -> Gradients:
@@ -178,12 +176,40 @@ def gradients_among(tensors: Parameters) -> Gradients:
         if spread is not None:  # an entry that is None here may be there elsewhere
             named = [str(e[0]) for e in given if isinstance(e, tuple)]
             names = named if len(named) == len(given) else None
-            return Gradients(spread[0], spread[0], range(len(entries)), names, reduction=spread[1])
+            grads = Gradients(spread[0], spread[0], range(len(entries)), names, reduction=spread[1])
+            check_admitted(grads.gradients, grads.name, writes=False)
+            return grads
         given = [e for e in given if e is not None and not (isinstance(e, tuple) and e and e[-1] is None)]
     names, values = named_tensors(cast("Parameters", given), "tensors")
     first = sorted({id(value): i for i, value in reversed(list(enumerate(values)))}.values())
     kept = [values[i] for i in first]
-    return Gradients(kept, kept, first, names)
+    grads = Gradients(kept, kept, first, names)
+    check_admitted(kept, grads.name, writes=False)
+    return grads
+
+
+class refused_by_name:  # noqa: N801 - read as a sentence
+    """Inside this block an engine that cannot take one of the gradients is an error that names its parameter."""
+
+    def __init__(self, grads: Gradients) -> None:
+        self._grads = grads
+
+    def __enter__(self) -> None:
+        """Do nothing."""
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        """Look at each gradient if the block failed.
+
+        Raises:
+            UnsupportedGradientError: If that was because of one of them.
+        """
+        if isinstance(error, NotImplementedError | RuntimeError | TypeError) and not isinstance(
+            error, NonFiniteGradientError | DistributedError | InvalidTypeError
+        ):
+            try:
+                refuse_others(self._grads.gradients, self._grads.name, frozen=False)
+            except UnsupportedGradientError as named:
+                raise named from error
 
 
 def to_clip_by(grads: Gradients, *settings: Setting) -> Gradients:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
 from gradguard.clip.clipper import Clipper, ClipResult, Decision, ListedParameters, with_culprits
-from gradguard.clip.gradients import Gradients, Stages, asking, gradients_of, refuse_nonfinite_in
+from gradguard.clip.gradients import Gradients, Stages, asking, gradients_of, refuse_nonfinite_in, refused_by_name
 from gradguard.clip.guard_counts import Counts, LateReader
 from gradguard.clip.guard_spikes import SpikeWatch, check_spikes, refuse_other_state, refuse_shared
 from gradguard.clip.in_backward import is_in_backward, refuse_in_backward, tell_what_has_stepped
@@ -24,6 +24,7 @@ from gradguard.grad_scaler import ScaledClipDetector, ScalerStep, listen_to_step
 from gradguard.optimizer_hooks import EveryStep, runs_hooks
 from gradguard.policies import GuardPolicy, check_guard_options
 from gradguard.spikes.skip import SkipSpikes
+from gradguard.tensors.admission import keeping_subnormals
 from gradguard.tensors.layout import are_readable, move, wide_dtype
 from gradguard.tensors.nonfinite import zero_if_nonfinite_
 
@@ -199,6 +200,7 @@ class Guard:
         )
 
     @torch.no_grad()
+    @keeping_subnormals
     def _before(self, optimizer: Optimizer, number: int) -> bool:
         if not self._attached:
             return False
@@ -210,7 +212,9 @@ class Guard:
             refuse_in_backward(self.clipper, self._parameters, self._stages)
         self._spike_watch.begin(in_backward)
         scale, overflow = getattr(optimizer, "grad_scale", None), getattr(optimizer, "found_inf", None)
-        decision = with_culprits(self.clipper.decide(self._gradients(), 1.0 if scale is None else scale))
+        grads = self._gradients()
+        with refused_by_name(grads):
+            decision = with_culprits(self.clipper.decide(grads, 1.0 if scale is None else scale))
         self.last = decision.result
         self._skipped, self._skip_reason, self._spike = False, None, False
         if number == 0:

@@ -31,7 +31,12 @@ def each_plain(tensors: Sequence[Tensor], otherwise: Callable[[Tensor], Tensor])
     """Return ``tensors`` with ``otherwise`` applied to those that are not contiguous blocks of real numbers.
 
     Written as passes over the whole list, because thousands of small tensors are common and this runs each step.
+
+    Raises:
+        UnsupportedGradientError: If one is nested.
     """
+    if any([t.is_nested for t in tensors]):
+        raise UnsupportedGradientError("a nested tensor cannot be clipped: expected a strided or sparse tensor.")
     if all([t.layout is torch.strided and t.is_contiguous() for t in tensors]):
         if any(dtype.is_complex for dtype in {t.dtype for t in tensors}):
             return [otherwise(t) if t.is_complex() else t for t in tensors]
@@ -80,6 +85,16 @@ def writable_values(tensor: Tensor) -> Tensor:
     if tensor.is_complex():  # a lazily conjugated gradient is written through its conjugate, which shares its memory
         return torch.view_as_real(tensor.conj() if tensor.is_conj() else tensor)
     return tensor
+
+
+def parts_of_conjugates(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Return ``tensors``, with real and imaginary parts as views of their own in place of what is lazily conjugated.
+
+    Memory holds the negative of such an imaginary part, which its view knows.
+    """
+    if not any([t.is_complex() and t.is_conj() for t in tensors]):
+        return tensors
+    return [part for t in tensors for part in ((t.real, t.imag) if t.is_conj() else (t,))]
 
 
 def coalesce_(tensor: Tensor) -> None:

@@ -17,6 +17,7 @@ from gradguard.tensors.layout import (
     is_dense,
     meeting_device,
     move,
+    parts_of_conjugates,
     split_long,
     writable_values,
 )
@@ -132,7 +133,7 @@ def clamp_(tensors: Sequence[Tensor], low: float | Tensor, high: float | Tensor)
     blocks = Blocks.of(tensors) if numbers is not None else None
     if numbers is not None and blocks is not None and blocks.clamp_(*numbers):
         return
-    values = [x for x in each_plain(tensors, writable_values) if x.numel()]
+    values = [x for x in each_plain(parts_of_conjugates(tensors), writable_values) if x.numel()]
     binds = False
     for (device, dtype), group in grouped(values).items():
         alike = values if len(group) == len(values) else [values[i] for i in group]
@@ -187,7 +188,7 @@ def exceeds(tensors: Sequence[Tensor], low: float | Tensor, high: float | Tensor
         found = blocks.exceed(*numbers)
         if found is not None:
             return torch.tensor(found, device="cpu")
-    values = [x for x in each_plain(tensors, writable_values) if x.numel()]
+    values = [x for x in each_plain(parts_of_conjugates(tensors), writable_values) if x.numel()]
     device = meeting_device(values)
     if not values:
         return torch.zeros((), dtype=torch.bool, device="cpu")
