@@ -3,6 +3,7 @@
 import json
 import os
 import random
+from dataclasses import fields
 
 import pytest
 from runs import drawn, saved
@@ -10,9 +11,10 @@ from runs import drawn, saved
 from damage import DEEP, damaged
 from gradguard.cli import main
 from gradguard.errors import RecordError
+from gradguard.parity import saved as saved_module
 from gradguard.parity.compare import compare
 from gradguard.parity.page import render
-from gradguard.parity.saved import read, write
+from gradguard.parity.saved import SavedGradients, SavedParameter, read, write
 
 KEY = "gradguard_parity"
 
@@ -46,6 +48,11 @@ def test_damaged_files(file, count):
     assert answers > count / 5
     assert len(refused) > count / 5
     assert not [told for told in refused if "\n" in told]
+
+
+def test_each_field_that_is_written_is_checked():
+    written = {f.name for f in fields(SavedGradients)} - {"parameters", "sketches", "rows"}
+    assert ({f.name for f in fields(SavedParameter)}, written) == ({*saved_module._PARAMETER}, {*saved_module._ABOUT})
 
 
 def changed(file, **about):
