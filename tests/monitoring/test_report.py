@@ -11,6 +11,7 @@ from rich.console import Console
 from synthetic import changed, log_normal, make_record, steps_of, wide_meta, write_char_rnn, write_gan, write_sick
 
 from gradguard.errors import InvalidValueError, RecordError
+from gradguard.files import writing
 from gradguard.monitoring.judge.health import findings
 from gradguard.monitoring.judge.recommend import Recommendation, recommend
 from gradguard.monitoring.judge.replay import what_if
@@ -165,27 +166,31 @@ def test_a_page_never_takes_the_place_of_its_record(tmp_path):
 
 @pytest.mark.parametrize("before", [None, "the old page"])
 def test_a_full_disk_leaves_the_old_page_or_none(tmp_path, monkeypatch, before):
-    page, write = tmp_path / "run.html", Path.write_bytes
+    page = tmp_path / "run.html"
     if before is not None:
         page.write_text(before)
 
-    def full(self: Path, content: bytes) -> int:
-        write(self, content[:100])
+    def full(number: int) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(Path, "write_bytes", full)
+    monkeypatch.setattr(writing.os, "fsync", full)
     with pytest.raises(RecordError, match=r"cannot write .*run\.html: No space left on device"):
         write_report([make_record()], page)
     assert [path.read_text(encoding="utf-8") for path in tmp_path.iterdir()] == ([] if before is None else [before])
 
 
-def test_a_page_goes_to_what_a_link_stands_for_and_through_a_pipe(tmp_path, monkeypatch):
+def test_a_page_is_not_written_through_a_link_but_through_a_pipe(tmp_path, monkeypatch):
     monkeypatch.setattr(page_module, "render", lambda records: "page")
     target, link = tmp_path / "target.html", tmp_path / "link.html"
     link.symlink_to(target)
-    assert write_report([make_record()], link) == link
-    assert link.is_symlink()
-    assert target.read_text(encoding="utf-8") == "page"
+    with pytest.raises(
+        RecordError, match=r"cannot write .*link\.html: it is a link to '.*target\.html': name the file"
+    ):
+        write_report([make_record()], link)
+    target.write_text("of somebody", encoding="utf-8")
+    with pytest.raises(RecordError, match=r"it is a link to"):
+        write_report([make_record()], link)
+    assert target.read_text(encoding="utf-8") == "of somebody"
     pipe = tmp_path / "pipe.html"
     os.mkfifo(pipe)
     reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)

@@ -75,7 +75,11 @@ def answers(writer, tmp_path):
         ("/run.jsonl", "127.0.0.1:{port}", "GET", 404),
         ("/../run.jsonl", "127.0.0.1:{port}", "GET", 404),
         ("//etc/passwd", "127.0.0.1:{port}", "GET", 404),
-        ("/version?now", "127.0.0.1:{port}", "GET", 404),
+        ("/version?now", "127.0.0.1:{port}", "GET", 200),
+        ("/?x=1", "127.0.0.1:{port}", "GET", 200),
+        ("/run.jsonl?/", "127.0.0.1:{port}", "GET", 404),
+        ("/?x=1", "127.0.0.1:{port}", "HEAD", 200),
+        ("/", "rebound.example", "HEAD", 421),
         ("/", "127.0.0.1:{port}", "POST", 501),
         ("/", "127.0.0.1:{port}", "DELETE", 501),
     ],
@@ -83,7 +87,8 @@ def answers(writer, tmp_path):
 def test_only_the_page_and_its_version_and_only_by_the_name_of_this_machine(answers, path, host, method, status):
     response, content = answers(path, host, method)
     assert response.status == status
-    assert (b"train.py" in content) == (status == 200 and path == "/")
+    assert (b"train.py" in content) == (status == 200 and path.split("?")[0] == "/" and method == "GET")
+    assert (content == b"") == (method == "HEAD")
 
 
 def test_the_page_may_load_nothing_and_nobody_may_keep_it(answers):
@@ -225,3 +230,16 @@ def test_ctrl_c_ends_it_without_a_word(writer, tmp_path):
     assert line.endswith(f"/ shows {tmp_path}; Ctrl-C ends it\n")
     process.send_signal(signal.SIGINT)
     assert (*process.communicate(timeout=60), process.returncode) == ("", "", 0)
+
+
+def test_who_says_nothing_is_not_waited_for(writer, tmp_path, monkeypatch):
+    monkeypatch.setattr(serve_module._Handler, "timeout", 0.05)
+    page = LivePage([tmp_path])
+    with page_server(page, 0) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        with socket.create_connection((ADDRESS, server.server_port), timeout=60) as connection:
+            connection.sendall(b"GET / HT")
+            assert connection.recv(100) == b""  # the server has closed it
+        server.shutdown()
+        thread.join()

@@ -2,8 +2,10 @@
 
 import json
 import math
+import os
 import re
 import sys
+import zipfile
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,6 +19,7 @@ from gradguard.cli import main
 from gradguard.errors import CommandError, InvalidTypeError, InvalidValueError, RecordError, UnsupportedGradientError
 from gradguard.resilience import Batches, SampleIds, find_culprit, write_evidence
 from gradguard.resilience.evidence import Evidence, EvidenceBatch, read_evidence
+from gradguard.resilience.plain_file import PlainWriter
 from gradguard.resilience.replay_step import Measured, StateResult, judge, replay_step
 
 SCRIPT = """
@@ -222,13 +225,20 @@ def test_files_that_cannot_be_read(script, tmp_path, capsys):
     torch.save({"weight": torch.ones(2)}, tmp_path / "other.pt")
     with pytest.raises(RecordError, match="is not what"):
         read_evidence("other.pt")
-    torch.save({"gradguard_step": 99}, tmp_path / "new.pt")
-    with pytest.raises(RecordError, match="format 99, and this gradguard reads 1"):
+    writer = PlainWriter("step")
+    with (tmp_path / "new.pt").open("wb") as file:
+        writer.write(file, writer.document({"format": 99}, {}))
+    with pytest.raises(RecordError, match="format 99, and this gradguard reads 2"):
         read_evidence("new.pt")
     torch.save(nn.Linear(1, 1), tmp_path / "code.pt")  # which only running code could read
-    with pytest.raises(RecordError, match="UnpicklingError"):
+    with pytest.raises(RecordError, match=r"it was written by an earlier gradguard, or by torch\.save"):
         read_evidence("code.pt")
-    for name in ("absent.pt", "text.pt", "new.pt"):
+    os.mkfifo(tmp_path / "pipe.pt")
+    with pytest.raises(RecordError, match=r"cannot read pipe\.pt: it is a pipe, and a regular file was expected"):
+        read_evidence("pipe.pt")
+    with zipfile.ZipFile(tmp_path / "bomb.pt", "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("archive/data/0", bytes(10**6))
+    for name in ("absent.pt", "text.pt", "new.pt", "pipe.pt", "bomb.pt"):
         with pytest.raises(CommandError, match=f"--state {name}"):
             replay_step("spike.pt", "spiky_train:for_replay", [name])
 

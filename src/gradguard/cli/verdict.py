@@ -4,6 +4,8 @@ import argparse
 import json
 from typing import Any, Protocol
 
+from gradguard.monitoring.record.text import printable
+
 EXIT_CODES = {"PASS": 0, "FAIL": 1, "INCONCLUSIVE": 3}
 """2 is for what cannot be carried out."""
 
@@ -28,5 +30,6 @@ def add_json(parser: argparse.ArgumentParser) -> None:
 
 def print_report(report: Report, as_json: bool) -> int:
     """Print ``report``; return the exit code."""
-    print(json.dumps(report.as_dict(), allow_nan=False) if as_json else report)
+    lines = str(report).splitlines()  # names in it may come from a file
+    print(json.dumps(report.as_dict(), allow_nan=False) if as_json else "\n".join(map(printable, lines)))
     return EXIT_CODES[report.verdict]

@@ -18,13 +18,14 @@ _SHORT = 1 << 16
 """A text as long as that cannot have many values."""
 
 
-def decode_json(text: bytes) -> Any:
+def decode_json(text: bytes, *, finite: bool = True) -> Any:
     """Return what a JSON text says.
 
-    NaN and infinity, which are no JSON, are refused, and so is a key that an object has twice.
+    A key that an object has twice is refused.
 
     Args:
         text: UTF-8.
+        finite: Whether NaN and infinity, which are no JSON, are refused.
 
     Raises:
         ValueError: It is no JSON, nested more deeply than `DEEPEST`, or it has more than `MOST_VALUES` values.
@@ -39,7 +40,7 @@ def decode_json(text: bytes) -> Any:
     refuse_many_values(text)
     if depth_of(text) > DEEPEST:
         raise ValueError(f"nested more deeply than {DEEPEST} brackets")
-    return _DECODER.decode(text.decode("utf-8"))
+    return (_DECODER if finite else _DECODER_OF_ALL).decode(text.decode("utf-8"))
 
 
 def refuse_many_values(text: bytes) -> None:
@@ -60,6 +61,18 @@ def depth_of(text: bytes) -> int:
     return max(accumulate(map(_STEP.__getitem__, brackets)), default=0)
 
 
+def is_deep(value: Any) -> bool:
+    """Tell whether what was read is nested more deeply than `DEEPEST`; without calling itself."""
+    level = [value]
+    for _ in range(DEEPEST):
+        level = [
+            one for two in level if type(two) in (list, dict) for one in (two.values() if type(two) is dict else two)
+        ]
+        if not level:
+            return False
+    return any(type(one) in (list, dict) for one in level)
+
+
 def _refuse(constant: str) -> Any:
     raise ValueError(f"{constant} is no JSON")
 
@@ -71,4 +84,5 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
+_DECODER_OF_ALL = json.JSONDecoder(object_pairs_hook=_object)
 _DECODER = json.JSONDecoder(parse_constant=_refuse, object_pairs_hook=_object)

@@ -3,6 +3,7 @@
 import errno
 import os
 import stat
+import zipfile
 from io import BufferedReader
 from pathlib import Path
 
@@ -66,6 +67,25 @@ def is_regular(path: Path) -> bool:
         return stat.S_ISREG(path.stat().st_mode)
     except OSError:
         return False
+
+
+def refuse_compressed(file: BufferedReader) -> None:
+    """Refuse an archive, such as torch.save writes, that would take more memory than it has bytes.
+
+    Args:
+        file: Open at its start, where it is again afterwards. What is no archive is left to its reader.
+
+    Raises:
+        ValueError: A part of it is compressed, or all together are longer than the file.
+    """
+    if zipfile.is_zipfile(file):
+        with zipfile.ZipFile(file) as archive:
+            parts = archive.infolist()
+        if any(one.compress_type != zipfile.ZIP_STORED for one in parts):
+            raise ValueError("a part of the archive is compressed")
+        if sum(one.file_size for one in parts) > size_of(file):
+            raise ValueError("the parts of the archive are longer than the file")
+    file.seek(0)
 
 
 def _kind(mode: int) -> str:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from gradguard.errors import RecordError
+from gradguard.files.writing import write_whole
 from gradguard.parity.judge import BARS, Outcome
 from gradguard.parity.report import ParityReport
 from gradguard.parity.saved import SavedGradients
@@ -46,13 +47,8 @@ def write_page(
         RecordError: If it cannot be written.
     """
     path = Path(path)
-    beside = path.with_name(f"{path.name}.part{os.getpid()}")
     try:
-        try:
-            beside.write_bytes(render(report, runs, names, css).encode("utf-8", "replace"))
-            beside.replace(path)
-        finally:
-            beside.unlink(missing_ok=True)
+        write_whole(path, render(report, runs, names, css).encode("utf-8", "replace"))
     except OSError as error:
         raise RecordError(
             f"cannot write {path}: {error.strerror or error}. Name another file with --output."

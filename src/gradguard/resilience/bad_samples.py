@@ -3,6 +3,7 @@
 import copy
 import hashlib
 import json
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -23,6 +24,8 @@ from torch.utils.data import (
 )
 
 from gradguard.errors import InvalidTypeError, InvalidValueError, RecordError
+from gradguard.files.json_text import decode_json
+from gradguard.files.opening import read_whole
 from gradguard.resilience.batches import SampleId, changed_copy, checked_ids
 from gradguard.torch_private import loader_has_begun
 
@@ -74,7 +77,7 @@ class BadSamples:
         self.file = None if file is None else Path(file)
         self._of: dict[SampleId, BadSample] = {}
         if self.file is not None and self.file.exists():
-            for number, line in enumerate(self.file.read_text(encoding="utf-8").splitlines(), 1):
+            for number, line in enumerate(_text_of(self.file).splitlines(), 1):
                 if (one := _read(line, self.file, number)) is not None:
                     self._of.setdefault(one.id, one)
 
@@ -140,9 +143,26 @@ class BadSamples:
             out.write((begin + "".join(f"{json.dumps(one)}\n" for one in told)).encode())
 
 
+_WHOLE = re.compile("-?[1-9][0-9]{0,999}|0")
+"""A whole number as Python writes it."""
+
+
 def _plain(index: Any) -> Any:
     """An index as a number: samplers that iterate over a tensor, or NumPy's array, draw 0-dim ones."""
     return index.item() if getattr(index, "ndim", None) == 0 else index
+
+
+def _text_of(file: Path) -> str:
+    try:
+        return read_whole(file, _LONGEST).decode("utf-8")
+    except OSError as error:
+        raise RecordError(f"cannot read {file}: {error.strerror or error}.") from error
+    except UnicodeDecodeError as error:
+        raise RecordError(f"{file} is no list of samples: it is no text.") from error
+
+
+_LONGEST = 2**30
+"""Bytes of a list of samples: some ten million."""
 
 
 def _read(line: str, file: Path, number: int) -> BadSample | None:
@@ -150,9 +170,9 @@ def _read(line: str, file: Path, number: int) -> BadSample | None:
     if not line or line.startswith("#"):
         return None
     if not line.startswith("{"):
-        return BadSample(int(line) if line.lstrip("-").isdecimal() and str(int(line)) == line else line)
+        return BadSample(int(line) if _WHOLE.fullmatch(line) else line)
     try:
-        told = json.loads(line)
+        told = decode_json(line.encode())
         one = BadSample(**{k: v for k, v in told.items() if k in ("id", "reason", "step", "rank")})
         checked_ids([one.id])
     except (ValueError, TypeError) as error:

@@ -4,9 +4,10 @@ import math
 import os
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from zipfile import is_zipfile
 
 import torch
 import torch.distributed as dist
@@ -14,14 +15,18 @@ from torch import Tensor, nn
 
 from gradguard.distributed.wrappers import plain_names
 from gradguard.errors import GradguardError, InvalidTypeError, InvalidValueError, RecordError, UnsupportedGradientError
+from gradguard.files.writing import replacing
+from gradguard.monitoring.record.text import printable
 from gradguard.resilience.batches import Batches, SampleId
 from gradguard.resilience.culprit import Culprit
+from gradguard.resilience.generators import check_states
+from gradguard.resilience.plain_file import LAYOUTS, PlainReader, PlainWriter
+from gradguard.resilience.plain_values import PlainError
 from gradguard.resilience.snapshot import Snapshot
 from gradguard.torch_private import is_fsdp1
 
-FORMAT = 1
-_KEY = "gradguard_step"
-_ARRAY = "gradguard_array"
+FORMAT = 2
+_KIND = "step"
 
 
 @dataclass(frozen=True)
@@ -142,7 +147,6 @@ def write_evidence(
     if not numbers:
         raise InvalidValueError(f"rank {writer} had no batch in step {culprit.step}, so there is nothing to write.")
     written = {
-        _KEY: FORMAT,
         "step": culprit.step,
         "rank": writer,
         "reason": culprit.reason,
@@ -163,18 +167,41 @@ def read_evidence(file: str | os.PathLike[str]) -> Evidence:
         RecordError: If there is no such file, or it is another one.
     """
     try:
-        found = torch.load(file, map_location="cpu", weights_only=True)
-        if found[_KEY] == FORMAT:
-            del found[_KEY]
-            of = {name: tuple(_read_batch(one) for one in found.pop(name)) for name in ("suspects", "others")}
-            return Evidence(**{**found, **of, "eval_modules": tuple(found["eval_modules"])})
-    except FileNotFoundError as error:
-        raise RecordError(f"cannot read {file}: {error.strerror}.") from error
-    except Exception as error:  # of a file of something else anything may be raised
+        with PlainReader(file, _KIND) as reader:
+            if (version := reader.about.get("format")) == FORMAT:
+                return _evidence(reader.content())
+    except OSError as error:
+        raise RecordError(f"cannot read {file}: {error.strerror or error}.") from error
+    except Exception as error:  # of a file of something else anything may be raised, and nothing is run
+        why = "it was written by an earlier gradguard, or by torch.save" if is_zipfile(file) else error
         raise RecordError(
-            f"{file} is not what gradguard.resilience.write_evidence writes, or it is cut off ({type(error).__name__})."
+            f"{file} is not what gradguard.resilience.write_evidence writes, or it is cut off ({why})."
         ) from error
-    raise RecordError(f"{file} is of format {found[_KEY]}, and this gradguard reads {FORMAT}: write it again.")
+    raise RecordError(f"{file} is of format {version!a:.20}, and this gradguard reads {FORMAT}: write it again.")
+
+
+def _evidence(found: dict[str, Any]) -> Evidence:
+    """Take a file's word for what it says, where each field is what it must be.
+
+    Returns:
+        What it says.
+
+    Raises:
+        ValueError: A field is something else.
+    """
+    batches = {name: tuple(_read_batch(one) for one in found.pop(name)) for name in ("suspects", "others")}
+    evidence = Evidence(**{**found, **batches, "eval_modules": tuple(found["eval_modules"])})
+    states = {number: [*one.items()] for number, one in evidence.states.items()}
+    right = [
+        *(type(number) is int for number in (evidence.step, evidence.rank, *states)),
+        *(type(text) is str for text in (evidence.reason, *evidence.eval_modules, *evidence.versions.values())),
+        *(type(n) is str and is_strided(one) for weights in states.values() for n, one in weights),
+        type(evidence.training) is bool,
+        len(evidence.suspects) > 0,
+    ]
+    if not all(right):
+        raise ValueError("a field is not what it must be")
+    return replace(evidence, reason=printable(evidence.reason))
 
 
 class EvidenceFolder:
@@ -275,20 +302,17 @@ def _eval_modules(model: nn.Module) -> list[str]:
 
 
 def _plain(value: Any, where: str) -> Any:
-    """Return a value of tensors, numbers, strings and containers of these, as `torch.load` reads without code."""
+    """Return a value of tensors, numbers, strings, arrays and containers of these, which a file holds without code."""
     if value is None or isinstance(value, bool | int | float | str | bytes):
         return value if type(value) in (type(None), bool, int, float, str, bytes) else _base(value)
-    if type(value) in (Tensor, nn.Parameter):
+    if type(value) in (Tensor, nn.Parameter) and _has_form(value):
         return value.detach().to("cpu", copy=True)
     if isinstance(value, Mapping) or (hasattr(value, "keys") and hasattr(value, "items")):
         return {_plain(key, where): _plain(one, where) for key, one in value.items()}
     if type(value) in (list, tuple):
         return type(value)(_plain(one, where) for one in value)
-    if type(value).__module__ == "numpy" and hasattr(value, "dtype"):
-        try:
-            return {_ARRAY: torch.as_tensor(value).clone(), "scalar": not hasattr(value, "__len__")}
-        except TypeError:
-            pass
+    if type(value).__module__ == "numpy" and getattr(getattr(value, "dtype", None), "kind", "") in [*"biufc"]:
+        return value.copy()
     raise InvalidTypeError(
         f"{where} holds {type(value).__module__}.{type(value).__qualname__}, which is not written: expected tensors, "
         "numbers and strings in dicts, lists and tuples. Say what the step needs of it: batches.saw(ids, "
@@ -302,25 +326,32 @@ def _base(value: Any) -> bool | int | float | str | bytes:
     return next(kind(value) for kind in kinds if isinstance(value, kind))
 
 
+def _has_form(tensor: Tensor) -> bool:
+    return (
+        not tensor.is_nested and not tensor.is_quantized and (is_strided(tensor) or tensor.layout in LAYOUTS.values())
+    )
+
+
+def is_strided(value: Any) -> bool:
+    """Tell whether ``value`` is an ordinary tensor."""
+    return isinstance(value, Tensor) and value.layout is torch.strided
+
+
 def _read_batch(written: dict[str, Any]) -> EvidenceBatch:
-    ids = None if written["ids"] is None else tuple(written["ids"])
-    return EvidenceBatch(**{**_restored(written), "ids": ids})
-
-
-def _restored(value: Any) -> Any:
-    if isinstance(value, dict):
-        if _ARRAY in value:
-            array = value[_ARRAY].numpy()
-            return array[()] if value["scalar"] else array
-        return {key: _restored(one) for key, one in value.items()}
-    return type(value)(map(_restored, value)) if isinstance(value, list | tuple) else value
+    one = EvidenceBatch(**{**written, "ids": None if written["ids"] is None else tuple(written["ids"])})
+    right = [type(one.step) is int, type(one.number) is int, one.loss is None or type(one.loss) is float]
+    if not all([*right, *(type(i) in (int, str) for i in one.ids or ())]):
+        raise ValueError("a batch is not what it must be")
+    check_states(one.generators)
+    return one
 
 
 def _save(written: dict[str, Any], file: Path) -> Path:
-    beside = file.with_name(f"{file.name}.part{os.getpid()}")
+    writer = PlainWriter(_KIND)
     try:
-        torch.save(written, beside)
-        beside.replace(file)
-    finally:
-        beside.unlink(missing_ok=True)
+        document = writer.document({"format": FORMAT}, writer.codec.encoded(written))
+    except PlainError as error:
+        raise InvalidTypeError(f"the batches or weights hold {error}, which is not written.") from error
+    with replacing(file) as out:
+        writer.write(out, document)
     return file

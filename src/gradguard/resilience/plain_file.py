@@ -21,8 +21,10 @@ from gradguard.resilience.plain_values import (
     dtype_name,
     is_array,
 )
+from gradguard.torch_private import sparse_indices, sparse_values
 
 _CHECKSUM = "crc32"
+LAYOUTS = {"sparse_coo": torch.sparse_coo, "sparse_csr": torch.sparse_csr, "sparse_csc": torch.sparse_csc}
 
 
 class StoredTensor(NamedTuple):
@@ -36,8 +38,19 @@ class StoredTensor(NamedTuple):
     checksum: int
 
 
+class StoredSparse(NamedTuple):
+    """A sparse tensor: its indices and its values."""
+
+    number: int
+    layout: str
+    shape: tuple[int, ...]
+    parts: tuple[StoredTensor, ...]
+    device: str
+    coalesced: bool
+
+
 class PlainWriter:
-    """Collects values and tensors, and writes them as one file.
+    """Collects values and tensors, sparse ones too, and writes them as one file.
 
     Args:
         kind: What the file is, such as ``"snapshot"``.
@@ -46,6 +59,7 @@ class PlainWriter:
     def __init__(self, kind: str) -> None:
         self._kind = kind
         self.tensors: list[tuple[StoredTensor, Tensor]] = []
+        self.sparse: list[StoredSparse] = []
         self._arrays: list[tuple[Any, Any]] = []
         self.codec = Codec(self._entry, {})
 
@@ -62,16 +76,38 @@ class PlainWriter:
         self.tensors.append((stored, memory))
         return stored
 
+    def add_sparse(self, memory: Tensor, device: str) -> StoredSparse:
+        """Return the entry of a sparse tensor on the CPU that was on ``device``.
+
+        Raises:
+            PlainError: It is of a layout that has no name.
+        """
+        layout = str(memory.layout).removeprefix("torch.")
+        if layout not in LAYOUTS:
+            raise PlainError(f"a tensor of the layout {memory.layout}")
+        parts = tuple(self.add(part.detach(), device) for part in _sparse_parts(memory))
+        coalesced = memory.layout is torch.sparse_coo and memory.is_coalesced()
+        self.sparse.append(StoredSparse(len(self.sparse), layout, tuple(memory.shape), parts, device, coalesced))
+        return self.sparse[-1]
+
     def _entry(self, value: Any) -> tuple[str, int] | None:
         if isinstance(value, StoredTensor):
             return "tensor", value.number
+        if isinstance(value, StoredSparse):
+            return "sparse", value.number
         if type(value) is Tensor:
-            return "tensor", self.add(value.detach().resolve_conj().resolve_neg().cpu(), str(value.device)).number
+            return self._entry(self._of_tensor(value.detach()))
         if is_array(value):
             content = value.tobytes()
             self._arrays.append(([value.dtype.str, list(value.shape), zlib.crc32(content)], content))
             return "array", len(self._arrays) - 1
         return self.entry(value)
+
+    def _of_tensor(self, tensor: Tensor) -> StoredTensor | StoredSparse:
+        if tensor.is_nested or tensor.is_meta:
+            raise PlainError("a nested tensor" if tensor.is_nested else "a tensor without numbers, on the meta device")
+        add = self.add if tensor.layout is torch.strided else self.add_sparse
+        return add(tensor.resolve_conj().resolve_neg().cpu(), str(tensor.device))
 
     def entry(self, value: Any) -> tuple[str, int] | None:
         """Return the table and the number of another object; None of what is none."""
@@ -87,7 +123,8 @@ class PlainWriter:
         """
         tensors = [[list(t.shape), list(t.stride), dtype_name(t.dtype), t.device, t.checksum] for t, _ in self.tensors]
         arrays = [entry for entry, _ in self._arrays]
-        told = {**about, "tensors": tensors, "arrays": arrays, **tables, "content": content}
+        sparse = [[s.layout, s.shape, [p.number for p in s.parts], s.device, s.coalesced] for s in self.sparse]
+        told = {**about, "tensors": tensors, "sparse": sparse, "arrays": arrays, **tables, "content": content}
         return json.dumps(told, separators=(",", ":"), allow_nan=False)
 
     def write(self, file: Any, document: str) -> None:
@@ -139,6 +176,7 @@ class PlainReader:
                 raise ValueError("it says nothing of itself")
             self._content = self.about.pop("content")
             self.tensors = [self._tensor(i, one) for i, one in enumerate(_listed(self.about.pop("tensors")))]
+            self._sparse = [self._sparse_of(i, *one) for i, one in enumerate(_listed(self.about.pop("sparse")))]
             self._arrays = _listed(self.about.pop("arrays"))
         except BaseException as error:
             self._file.__exit__(None, None, None)
@@ -158,19 +196,38 @@ class PlainReader:
             raise ValueError("a tensor is not described as one")
         return StoredTensor(number, tuple(shape), tuple(stride), dtype, device, checksum)
 
-    def content(self, tensor: Any = None, **tables: Any) -> Any:
-        """Return the values.
+    def _sparse_of(self, number: int, layout: Any, shape: Any, parts: Any, device: Any, coalesced: Any) -> StoredSparse:
+        number_of_elements(shape)
+        if layout not in LAYOUTS or type(coalesced) is not bool or type(device) is not str:
+            raise ValueError("a sparse tensor is not described as one")
+        return StoredSparse(number, layout, tuple(shape), tuple(map(self.stored, parts)), device, coalesced)
+
+    def content(self) -> Any:
+        """Return the values, with tensors on the CPU.
+
+        Raises:
+            PlainError: Something in it is no value, or it is damaged.
+        """
+        return self._decoded({"tensor": self.tensor, "sparse": self._sparse_tensor})
+
+    def stored_content(self, **tables: Any) -> Any:
+        """Return the values, with what is said of tensors in place of them.
 
         Args:
-            tensor: Makes what stands in the place of a tensor of its number; by default the tensor, on the CPU.
-            **tables: The same for other objects.
+            **tables: What else stands in tables: makes it of its number.
 
         Raises:
             PlainError: Something in it is no value.
         """
-        found = {"tensor": tensor or self.tensor, "array": self._array, **tables}
-        checked = {name: _numbered(function) for name, function in found.items()}
+        return self._decoded({"tensor": self.stored, "sparse": self._sparse.__getitem__, **tables})
+
+    def _decoded(self, tables: Mapping[str, Any]) -> Any:
+        checked = {name: _numbered(function) for name, function in {**tables, "array": self._array}.items()}
         return Codec(lambda value: None, checked).decoded(self._content)
+
+    def _sparse_tensor(self, number: int) -> Tensor:
+        stored = self._sparse[number]
+        return sparse_of(stored, [self.tensor(part.number) for part in stored.parts])
 
     def stored(self, number: int) -> StoredTensor:
         """Return what is said of a tensor.
@@ -221,6 +278,32 @@ class PlainReader:
 
     def __exit__(self, *exception: Any) -> None:
         self._file.__exit__(None, None, None)
+
+
+def _sparse_parts(sparse: Tensor) -> tuple[Tensor, ...]:
+    if sparse.layout is torch.sparse_coo:
+        return sparse_indices(sparse), sparse_values(sparse)
+    if sparse.layout is torch.sparse_csr:
+        return sparse.crow_indices(), sparse.col_indices(), sparse.values()
+    return sparse.ccol_indices(), sparse.row_indices(), sparse.values()
+
+
+def sparse_of(stored: StoredSparse, parts: Sequence[Tensor]) -> Tensor:
+    """Return the sparse tensor of these parts, each of whose indices is looked at.
+
+    Raises:
+        PlainError: They are none of such a tensor.
+    """
+    try:
+        if stored.layout == "sparse_coo":
+            indices, values = parts
+            found = torch.sparse_coo_tensor(indices, values, stored.shape, check_invariants=True)
+            return found.coalesce() if stored.coalesced else found
+        outer, inner, values = parts
+        make = torch.sparse_csr_tensor if stored.layout == "sparse_csr" else torch.sparse_csc_tensor
+        return make(outer, inner, values, stored.shape, check_invariants=True)
+    except (RuntimeError, ValueError, TypeError) as error:
+        raise PlainError("a sparse tensor is none") from error
 
 
 def bytes_of(memory: Tensor) -> memoryview:

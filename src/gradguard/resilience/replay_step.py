@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from gradguard.check.command import load_callable
 from gradguard.clip.functional import get_total_norm
 from gradguard.errors import CommandError, GradguardError
+from gradguard.files.opening import open_regular, refuse_compressed
 from gradguard.json_values import jsonable
 from gradguard.parity.replay import generator_states, set_generator_states
 from gradguard.resilience.culprit import deviations
@@ -341,8 +342,11 @@ class _Run:
 
     def _set_modes(self) -> None:
         self.model.train(self.evidence.training)
+        modules = dict(self.model.named_modules())
         for name in self.evidence.eval_modules:
-            self.model.get_submodule(name).training = False
+            if name not in modules:
+                raise CommandError(f"the model that {self.target} returned has no module {name!a:.80}, as in training.")
+            modules[name].training = False
 
 
 def _set_generators(states: dict[str, Any]) -> None:
@@ -369,7 +373,9 @@ def _made(target: str) -> tuple[nn.Module, Callable[[Any], Any]]:
 
 def _state_dict(file: str | Path) -> dict[str, Tensor]:
     try:
-        found = torch.load(file, map_location="cpu", weights_only=True)
+        with open_regular(file) as opened:
+            refuse_compressed(opened)
+            found = torch.load(opened, map_location="cpu", weights_only=True)
     except Exception as error:  # of a file of something else anything may be raised
         raise CommandError(
             f"--state {file}: {type(error).__name__}: {error}. Expected a file of torch.save(model.state_dict(), file)."

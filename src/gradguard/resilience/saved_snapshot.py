@@ -8,7 +8,7 @@ each save, so that files of two saves are told apart. Nothing in a file is run: 
 import errno
 import re
 import secrets
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple, Self
@@ -24,14 +24,12 @@ from gradguard.files.blocks import is_count, number_of_elements
 from gradguard.files.opening import is_regular
 from gradguard.files.writing import begin_directory, beside_name, drop_directory, end_directory, refuse_used, sync
 from gradguard.resilience.copies import PINNED, Copier, PlainCopy, Restorer, TensorCopy, WrappedCopy
-from gradguard.resilience.plain_file import PlainReader, PlainWriter, StoredTensor
+from gradguard.resilience.plain_file import LAYOUTS, PlainReader, PlainWriter, StoredSparse, StoredTensor, sparse_of
 from gradguard.resilience.plain_values import PlainError, checked_device
-from gradguard.torch_private import sparse_indices, sparse_values
 
 _FORMAT = 3
 _KIND = "snapshot"
 _TASK = "save a snapshot"
-_SPARSE = {"sparse_coo": torch.sparse_coo, "sparse_csr": torch.sparse_csr, "sparse_csc": torch.sparse_csc}
 _REDUCTIONS = ("sum", "avg", "product", "max", "min")
 
 
@@ -45,17 +43,6 @@ class StoredShard(NamedTuple):
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     requires_grad: bool
-
-
-class StoredSparse(NamedTuple):
-    """A sparse tensor: its indices and its values."""
-
-    number: int
-    layout: str
-    shape: tuple[int, ...]
-    parts: tuple[StoredTensor, ...]
-    device: str
-    coalesced: bool
 
 
 class Packer(Restorer):
@@ -97,36 +84,24 @@ class Packer(Restorer):
 
 
 class _Writer(PlainWriter):
-    """Writes shards and sparse tensors too, each in a table of its own."""
+    """Writes shards too, in a table of their own."""
 
     def __init__(self, kind: str) -> None:
         super().__init__(kind)
         self.shards: list[StoredShard] = []
-        self.sparse: list[StoredSparse] = []
 
     def add_shard(self, local: StoredTensor, mesh: tuple[Any, ...], placements: tuple[Any, ...], *rest: Any) -> Any:
         self.shards.append(StoredShard(len(self.shards), local, mesh, placements, *rest))
         return self.shards[-1]
 
-    def add_sparse(self, memory: Tensor, device: str) -> StoredSparse:
-        layout = str(memory.layout).removeprefix("torch.")
-        if layout not in _SPARSE:
-            raise PlainError(f"a tensor of the layout {memory.layout}")
-        parts = tuple(self.add(part.detach(), device) for part in _sparse_parts(memory))
-        coalesced = memory.layout is torch.sparse_coo and memory.is_coalesced()
-        self.sparse.append(StoredSparse(len(self.sparse), layout, tuple(memory.shape), parts, device, coalesced))
-        return self.sparse[-1]
-
     def entry(self, value: Any) -> tuple[str, int] | None:
-        """Return the table and the number of a shard or a sparse tensor."""
-        kind = {StoredShard: "shard", StoredSparse: "sparse"}.get(type(value))
-        return None if kind is None else (kind, value.number)
+        """Return the table and the number of a shard."""
+        return ("shard", value.number) if isinstance(value, StoredShard) else None
 
     def tables(self) -> dict[str, Any]:
-        """Return both tables as JSON has them."""
+        """Return the table as JSON has it."""
         shards = [[s.local.number, s.mesh, s.placements, s.shape, s.stride, s.requires_grad] for s in self.shards]
-        sparse = [[s.layout, s.shape, [p.number for p in s.parts], s.device, s.coalesced] for s in self.sparse]
-        return {"shards": shards, "sparse": sparse}
+        return {"shards": shards}
 
 
 class Unpacker(Copier):
@@ -183,8 +158,7 @@ class Unpacker(Copier):
         return WrappedCopy(whole.requires_grad_(stored.requires_grad), {names[0]: local})
 
     def _of_sparse(self, stored: StoredSparse) -> PlainCopy:
-        device, layout = checked_device(stored.device), _SPARSE[stored.layout]
-        kept = PlainCopy(torch.empty(0), device, layout)
+        kept = PlainCopy(torch.empty(0), checked_device(stored.device), LAYOUTS[stored.layout])
         self._sparse.append((stored, kept, [self._empty(part) for part in stored.parts]))
         return kept
 
@@ -197,7 +171,7 @@ class Unpacker(Copier):
         for stored, memory in self._memory:
             part.reader.fill(stored, memory)
         for stored, kept, parts in self._sparse:
-            kept.memory = _sparse_of(stored, parts)
+            kept.memory = sparse_of(stored, parts)
 
 
 def compare_layouts(what: str, stored: Mapping[str, Any], live: Mapping[str, Any]) -> None:
@@ -326,7 +300,6 @@ class SavedPart:
                 self.number = int(about["save"], 16)
                 if not 0 < self.number < 2**53:
                     raise ValueError("the number of its save")
-                self._sparse = [self._sparse_of(i, *one) for i, one in enumerate(about["sparse"])]
                 self._shards = [self._shard_of(i, *one) for i, one in enumerate(about["shards"])]
         except BaseException:
             self.reader.__exit__(None, None, None)
@@ -334,7 +307,7 @@ class SavedPart:
 
     def content(self) -> Any:
         """Return what the process was given, with what is stored in place of tensors."""
-        return self.reader.content(self.reader.stored, shard=self._shards.__getitem__, sparse=self._sparse.__getitem__)
+        return self.reader.stored_content(shard=self._shards.__getitem__)
 
     def values(self, content: Any) -> Any:
         """Return a part of the content with new tensors in it, which nobody writes back to."""
@@ -354,12 +327,6 @@ class SavedPart:
         if any(type(kind) is not str for kind in kinds):
             raise ValueError("a placement")
         return StoredShard(number, stored, key, tuple(kinds), tuple(shape), tuple(stride), grad)
-
-    def _sparse_of(self, number: int, layout: Any, shape: Any, parts: Any, device: Any, coalesced: Any) -> Any:
-        number_of_elements(shape)
-        if layout not in _SPARSE or type(coalesced) is not bool or type(device) is not str:
-            raise ValueError("a sparse tensor")
-        return StoredSparse(number, layout, tuple(shape), tuple(map(self.reader.stored, parts)), device, coalesced)
 
     def __enter__(self) -> Self:
         return self
@@ -472,25 +439,6 @@ def _placement(told: str, live: Mapping[str, Any]) -> Any:
     if told != repr(Replicate()):
         raise PlainError("a shard has a placement that is not known")
     return Replicate()
-
-
-def _sparse_parts(sparse: Tensor) -> tuple[Tensor, ...]:
-    if sparse.layout is torch.sparse_coo:
-        return sparse_indices(sparse), sparse_values(sparse)
-    if sparse.layout is torch.sparse_csr:
-        return sparse.crow_indices(), sparse.col_indices(), sparse.values()
-    return sparse.ccol_indices(), sparse.row_indices(), sparse.values()
-
-
-def _sparse_of(stored: StoredSparse, parts: Sequence[Tensor]) -> Tensor:
-    """The sparse tensor of these parts, each of whose indices is looked at."""
-    if stored.layout == "sparse_coo":
-        indices, values = parts
-        found = torch.sparse_coo_tensor(indices, values, stored.shape, check_invariants=True)
-        return found.coalesce() if stored.coalesced else found
-    outer, inner, values = parts
-    make = torch.sparse_csr_tensor if stored.layout == "sparse_csr" else torch.sparse_csc_tensor
-    return make(outer, inner, values, stored.shape, check_invariants=True)
 
 
 def check_save(directory: Path, number: int, error: Exception | None, group: Any) -> None:

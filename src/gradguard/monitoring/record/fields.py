@@ -8,13 +8,14 @@ import json
 import re
 import sys
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise, repeat
 from math import isfinite
 from operator import is_
 from typing import Any
 
+from gradguard.files.json_text import is_deep, refuse_many_values
 from gradguard.monitoring.record.lines import ABSENT, Tops, Vectors, as_columns
 from gradguard.monitoring.record.text import printable
 
@@ -52,14 +53,16 @@ def parse_line(raw: bytes) -> tuple[dict[str, Any], int]:
         >>> parse_line(b'{"t": "step", "i": 7, "norm": null, "loss": "low"}')
         ({'t': 'step', 'i': 7, 'norm': None}, 1)
     """
+    refuse_many_values(raw)
     return _checked_line(_DECODER.decode(raw.decode("utf-8")))
 
 
 def _checked_line(line: Any) -> tuple[dict[str, Any], int]:
     if type(line) is not dict or type(kind := line.get("t")) is not str:
         raise ValueError('expected an object like {"t": "step", ...}')
-    table = _TABLES.get(kind)
-    if table is None:
+    table = _TABLES.get(kind, {})
+    _refuse_deep(value for key, value in line.items() if key not in table or key == "params")
+    if kind not in _TABLES:
         return line, 0
     line = {_SHARED.get(key, key): value for key, value in line.items()}
     line["t"] = _SHARED[kind]
@@ -70,6 +73,12 @@ def _checked_line(line: Any) -> tuple[dict[str, Any], int]:
     if kind == "meta":
         dropped += _check_parameters(line)
     return line, dropped
+
+
+def _refuse_deep(values: Iterable[Any]) -> None:
+    """Refuse what no rule looks at, if whoever walks through it would go too deep."""
+    if any(type(value) in (list, dict) and is_deep(value) for value in values):
+        raise ValueError("nested too deeply")
 
 
 def begins_run(raw: bytes) -> dict[str, Any] | None:
@@ -128,6 +137,7 @@ def parse_lines(content: bytes) -> ManyLines | None:
     if joined.count(b"-Infinity") != breaks:
         return None
     try:
+        refuse_many_values(content)
         found = _MANY.decode(f"[{joined.decode('utf-8')}]")
         # As many breaks as were put in, with one value between two of them: none of them is inside of a line.
         if len(found) != 2 * breaks + 1 or not all(map(is_, found[1::2], repeat(_BREAK))):
@@ -160,6 +170,8 @@ def _checked_columns(kind: str, lines: Sequence[dict[str, Any]]) -> Columns:
         ValueError: A field is not what it must be, or is missing.
     """
     shapes, read = as_columns(lines)
+    for key in read.keys() - _TABLES[kind].keys():
+        _refuse_deep(read[key])
     columns: dict[str, Sequence[Any]] = dict(read)
     for key, rule in _TABLES[kind].items():
         if key in columns:
@@ -365,13 +377,14 @@ _TABLES: Mapping[str, Mapping[str, Rule]] = {
     "meta": {
         "version": _text, "schema": _count, "argv": _each(_text), "clip": _text, "torch": _text, "python": _text,
         "host_platform": _text, "git": _text, "device": _text, "world": _count, "rank": _count, "mesh": _mesh,
-        "optimizers": _each(_text), "params": _list,
+        "optimizers": _each(_text), "eps": _each(_amount), "params": _list,
     },
     "step": {
         "i": _count, "wall": _seconds, "loss": _number, "lr": _number, "norm": _amount, "post_norm": _amount,
         "coefficient": _amount, "threshold": _number, "rule": _text, "clips": _each(_clip), "user_max_norm": _number,
         "amp_scale": _amount, "skipped": _truth, "spike": _truth, "nonfinite": _count, "top": _top, "optimizer": _count,
         "noise_scale": _number, "noise_scale_low": _number, "noise_scale_high": _number, "batch_size": _number,
+        "scaled_clip": _truth, "kept_gradients": _truth,
     },
     "tensors": {
         "i": _count, "norm": _amounts, "max": _amounts, "zeros": _amounts, "weight": _amounts, "update": _amounts,

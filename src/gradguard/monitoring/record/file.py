@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from gradguard.errors import InvalidTypeError, RecordError
+from gradguard.files.opening import open_regular
 from gradguard.monitoring.record.fields import LONGEST_LINE, ManyLines, begins_run, parse_line, parse_lines
 from gradguard.monitoring.record.lines import Lines
 from gradguard.monitoring.record.text import printable
@@ -253,7 +254,7 @@ def read_record(path: str | Path, told: Callable[[float], object] | None = None)
     """
     path = _locate(Path(path))
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             return _read(path, file, told)
     except OSError as error:
         raise RecordError(f"cannot read {path}: {error.strerror or error}. {_ADVICE}") from error

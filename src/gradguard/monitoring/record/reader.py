@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from gradguard.errors import RecordError
+from gradguard.files.opening import open_regular
 from gradguard.monitoring.record.fields import LONGEST_LINE, begins_run, parse_line
 from gradguard.monitoring.record.file import FILE_NAME, refuse_at_once
 
@@ -72,7 +73,7 @@ class JsonlReader:
             self.missing = True
             if not stat.S_ISREG(path.stat().st_mode):  # opening a pipe would wait for ever
                 raise RecordError(f"{path} is no file: expected a record, as in gradguard tail run.jsonl")
-            with path.open("rb") as file:
+            with open_regular(path) as file:
                 new = self._read(file)
         except (FileNotFoundError, NotADirectoryError):
             return []

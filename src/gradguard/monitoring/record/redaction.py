@@ -5,46 +5,108 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
+from gradguard.monitoring.record.harmless import has_entropy, is_harmless
+
 HIDDEN = "***"
 
 # What may stand before a match keeps the search linear: an argument may have 100,000 characters.
 _NAME = r"(?:api[-_]?key|access[-_]?key|private[-_]?key|key|token|pass(?:word|wd|phrase)|pwd|secret|credentials?|auth)"
 _FIELD = rf"(?:[\w.+-]*[-_.])?{_NAME}"
-_OPTION = re.compile(rf"-{{0,2}}{_FIELD}", re.IGNORECASE)
-_ASSIGNED = re.compile(rf"(-{{0,2}}{_FIELD}=).+", re.IGNORECASE | re.DOTALL)
 _INSIDE = re.compile(rf"""(?<![\w.+-])({_FIELD}["']?\s*[=:]\s*)("[^"]*"|'[^']*'|[^\s"',;&}}]+)""", re.IGNORECASE)
 _HEADER = re.compile(r"\b(bearer|basic)\s+[\w.~+/=-]{8,}", re.IGNORECASE)
 _PASSWORD_IN_URL = re.compile(r"(?<![a-z0-9+.-])([a-z][a-z0-9+.-]*://[^\s:/@]*):[^\s]*@", re.IGNORECASE)
 _USER_IN_URL = re.compile(r"(?<![a-z0-9+.-])([a-z][a-z0-9+.-]*://)[^\s:/@]{16,}@", re.IGNORECASE)
 _TOKENS = re.compile(
-    r"(?<![\w-])(?:sk-[\w-]{16,}|hf_\w{16,}|gh[oprsu]_\w{16,}|github_pat_\w{16,}|glpat-[\w-]{16,}|xox[abeprs]-[\w-]{10,}"
+    r"(?<![\w-])(?:(?:sk|pk|rk)_(?:live|test)_\w{8,}|whsec_[\w+/=]{8,}|dapi[0-9a-f]{16,}|SG\.[\w-]{8,}\.[\w-]{8,}"
+    r"|shp\w{2}_\w{16,}"
+    r"|ya29\.[\w-]{16,}|hv[sb]\.[\w-]{16,}|dop_v1_\w{16,}|sk-[\w-]{16,}|hf_\w{16,}|gh[oprsu]_\w{16,}|github_pat_\w{16,}|glpat-[\w-]{16,}|xox[abeprs]-[\w-]{10,}"
     r"|(?:AKIA|ASIA)[A-Z0-9]{12,}|AIza[\w-]{30,}|eyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]*|npm_\w{30,}|pypi-[\w-]{16,})"
 )
+_QUERY = re.compile(r"([?&][\w.%-]{1,64}=)([^&#\s\"']+)")
+_HOOK = re.compile(r"(hooks\.slack\.com/\w+/|discord(?:app)?\.com/api/webhooks/)[^\s\"']+", re.IGNORECASE)
+_AZURE = re.compile(r"\b((?:Account|SharedAccess|Shared)\w{0,20}(?:Key|Signature)=)[^;\s\"']+", re.IGNORECASE)
+_PEM = re.compile(r"-----BEGIN [A-Z0-9 ]{0,40}-----.*?(?:-----END [A-Z0-9 ]{0,40}-----|\Z)", re.DOTALL)
+
+_SHORT_OPTION = re.compile(r"-[A-Za-z][\w-]*")
+_LONG_OPTION = re.compile(r"--[\w.+/-]+")
+_ASSIGNMENT = re.compile(r"(-{0,2}[+~]{0,2}[\w./@+-]{1,200}=)(.*)", re.DOTALL)
+_SECRETS = r"pass|pw|pat|pin|otp|login|cookies?|session|sig|signature|webhook|dsn"
+_SECRET = re.compile(
+    rf"-{{0,2}}[+~]{{0,2}}(?:{_FIELD}|(?:[\w.+-]*[-_.])?(?:{_SECRETS}))"
+    r"(?:[-_.](?:value|id|text|string))?",
+    re.IGNORECASE,
+)
+_NAMING = re.compile(
+    r"-{0,2}[+~]{0,2}(?:[\w.+-]*[-_./])?(?:dir|path|file|folder|root|dataset|datasets|data|model|arch|project|name|names|"
+    r"experiment|exp|task|tasks|tags?|config|cfg|split|module|output|out|input|train|val|test|ckpt|checkpoint|resume)"
+)
+"""Options whose value names something: shown unless it looks drawn at random."""
 
 
 def redacted_arguments(arguments: Sequence[object]) -> list[str]:
     """Return a command line without what should not stand in a report that is shown to others.
 
-    Hidden are the values of options and assignments whose name ends in key, token, password, secret and the like,
-    passwords in URLs, and tokens of known services wherever they stand. Paths are shown as by `redacted`.
+    The value of an option or an assignment is shown if it looks like a setting: numbers, words of the trade, files that
+    are there, and for options that name something (``--output-dir``, ``--model``) what was not drawn at random. All
+    others are hidden, and so are the values of options whose name says that they are secret, passwords in URLs, tokens
+    of known services wherever they stand, and arguments that look drawn at random. Paths are shown as by `redacted`.
 
     Args:
-        arguments: The command line.
+        arguments: The command line, the script or the module first.
 
     Example:
-        >>> redacted_arguments(["train.py", "--api-key", "abc", "--lr=0.1", "db=postgres://me:pw@host/x"])
-        ['train.py', '--api-key', '***', '--lr=0.1', 'db=postgres://me:***@host/x']
+        >>> redacted_arguments(["train.py", "--api-key", "ab", "--lr=0.1", "db=postgres://me:pw@host/x", "--id", "xG7"])
+        ['train.py', '--api-key', '***', '--lr=0.1', 'db=postgres://me:***@host/x', '--id', '***']
     """
-    shown, hide = list[str](), False
-    for argument in map(str, arguments):
-        if hide and not argument.startswith("--"):
-            shown.append(HIDDEN)
-            hide = False
-            continue
-        hide = argument.startswith("-") and _OPTION.fullmatch(argument) is not None
-        assigned = _ASSIGNED.fullmatch(argument)
-        shown.append(redacted(argument) if assigned is None else f"{assigned[1]}{HIDDEN}")
+    given = [str(argument) for argument in arguments]
+    shown, option = list[str](), ""
+    for place, argument in enumerate(given):
+        is_option = _LONG_OPTION.fullmatch(argument) or (
+            _SHORT_OPTION.fullmatch(argument) and not (option and _SECRET.fullmatch(option))
+        )
+        assigned = _ASSIGNMENT.fullmatch(argument)
+        is_program = assigned is None and ((place == 0 and not is_option) or (place == 1 and given[0] == "-m"))
+        if is_program:
+            shown.append(redacted(argument))
+        elif option and not argument.startswith("--") and not is_option:
+            shown.append(_of_option(option, argument))
+            option = ""
+        elif assigned is not None:
+            shown.append(f"{assigned[1]}{_of_option(assigned[1][:-1], assigned[2])}")
+            option = ""
+        elif is_option:
+            shown.append(_option(argument))
+            option = argument
+        else:
+            shown.append(HIDDEN if _is_random(argument) else redacted(argument))
+            option = ""
     return shown
+
+
+def _of_option(name: str, value: str, *, is_inner: bool = False) -> str:
+    """The value of an option as it may be shown; an assignment in it counts as one, as in ``-o key=value``."""
+    if _SECRET.fullmatch(name):
+        return HIDDEN
+    text = redacted(value)
+    if is_harmless(value) and not (_TOKENS.search(value) and text != value):
+        return text
+    named = "://" in value or _NAMING.fullmatch(name) is not None
+    inner = None if is_inner or named else _ASSIGNMENT.fullmatch(value)
+    if inner is not None:
+        return f"{inner[1]}{_of_option(inner[1][:-1], inner[2], is_inner=True)}"
+    return text if named and not has_entropy(text) else HIDDEN
+
+
+def _option(argument: str) -> str:
+    """An option as it may be shown: one letter may have its value behind it, and a name is not drawn at random."""
+    if has_entropy(argument):
+        return HIDDEN
+    glued = not argument.startswith("--") and len(argument) > 2 and "-" not in argument[1:]
+    return argument if not glued or argument[1:].isalpha() or is_harmless(argument[2:]) else f"{argument[:2]}{HIDDEN}"
+
+
+def _is_random(argument: str) -> bool:
+    return has_entropy(redacted(argument)) and not os.path.lexists(argument)
 
 
 def redacted(text: str) -> str:
@@ -57,6 +119,8 @@ def redacted(text: str) -> str:
         >>> redacted(f"{Path.cwd()}/data with token=1234 and sk-0123456789abcdef0123")
         'data with token=*** and ***'
     """
+    text = _HOOK.sub(rf"\1{HIDDEN}", _AZURE.sub(rf"\1{HIDDEN}", _PEM.sub(HIDDEN, text)))
+    text = _QUERY.sub(lambda found: found[0] if is_harmless(found[2]) else f"{found[1]}{HIDDEN}", text)
     text = _PASSWORD_IN_URL.sub(rf"\1:{HIDDEN}@", text)
     text = _USER_IN_URL.sub(rf"\1{HIDDEN}@", text)
     text = _INSIDE.sub(rf"\1{HIDDEN}", text)

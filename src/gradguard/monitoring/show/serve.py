@@ -140,17 +140,22 @@ def page_server(page: LivePage, port: int) -> ThreadingHTTPServer:
 class _Handler(BaseHTTPRequestHandler):
     live: LivePage
     server_version, sys_version = "gradguard", ""
+    timeout = 30.0  # seconds without a byte, either way, after which a connection is closed
+
+    def do_HEAD(self) -> None:
+        self.do_GET()
 
     def do_GET(self) -> None:
         view = self.live.view
         host = re.sub(
             r":\d+$", "", self.headers.get("Host", "")
         )  # any port: a tunnel to this machine has one of its own
+        path = self.path.partition("?")[0]
         if host not in (ADDRESS, "localhost"):
             self.send_error(HTTPStatus.MISDIRECTED_REQUEST, "this server answers to its own address only")
-        elif self.path == "/":
+        elif path == "/":
             self._answer("text/html; charset=utf-8", view.page)
-        elif self.path == "/version":
+        elif path == "/version":
             self._answer("application/json", json.dumps({"version": view.version, "words": view.words}).encode())
         else:
             self.send_error(HTTPStatus.NOT_FOUND)
@@ -159,9 +164,10 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_response(HTTPStatus.OK)
         for name, value in (("Content-Type", kind), ("Content-Length", str(len(content))), *_HEADERS):
             self.send_header(name, value)
-        with suppress(ConnectionError):  # the browser has gone
+        with suppress(ConnectionError, TimeoutError):  # the browser has gone
             self.end_headers()
-            self.wfile.write(content)
+            if self.command != "HEAD":
+                self.wfile.write(content)
 
     def log_message(self, format: str, *args: object) -> None:
         """Say nothing: a line for each look of each browser tells nobody anything."""

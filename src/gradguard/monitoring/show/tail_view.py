@@ -345,7 +345,7 @@ def _events_part(run: RunState, count: int) -> "list[RenderableType]":
 
 
 def _rate(seconds: float | None) -> str | None:
-    if seconds is None:
+    if not seconds:  # or walls that differ by less than can be divided
         return None
     return f"{number(1 / seconds)} steps/s" if seconds < 1 else f"{number(seconds)} s/step"
 

@@ -1,13 +1,12 @@
 """One HTML page that needs no network: charts, styles and plotly.js are inside it."""
 
 import json
-import os
-import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from gradguard.errors import InvalidValueError, RecordError
+from gradguard.files.writing import write_whole
 from gradguard.monitoring.judge.numbers import listed, number, percent, plain_threshold
 from gradguard.monitoring.judge.recommend import Recommendation, recommend
 from gradguard.monitoring.judge.spikes import spikes_of
@@ -96,17 +95,14 @@ def _is_same(path: Path, record: Path) -> bool:
 
 
 def _replace(path: Path, content: bytes) -> None:
-    """Write a file at once or not at all: a full disk leaves what was there before, and nothing beside it."""
-    path = Path(os.path.realpath(path))  # what a link stands for, not the link
-    if path.exists() and not path.is_file():  # a pipe, or a device
+    """Write a file at once or not at all: a full disk leaves what was there before, and nothing beside it.
+
+    What a link stands for is somebody's file, which the page would replace: a link is refused.
+    """
+    if path.is_fifo() or path.is_char_device():  # also through a link, as /dev/stdout is one
         path.write_bytes(content)
-        return
-    temporary = path.with_name(f".gradguard-{os.getpid()}-{threading.get_ident()}.html")
-    try:
-        temporary.write_bytes(content)
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    else:
+        write_whole(path, content)
 
 
 def render(records: Sequence[Record], version: str = "", words: str = "") -> str:
