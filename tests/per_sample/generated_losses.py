@@ -596,7 +596,7 @@ class Case:
 
     @property
     def out_of_sight(self):
-        """What nobody can see: weights normalised over the batch beforehand, rows chosen by their place in the batch."""
+        """What nobody can see: weights normalised over the batch beforehand, rows chosen by their place in it."""
         return any(term.weight == "normalised" or term.rows in BY_PLACE for term in self.terms)
 
     @property

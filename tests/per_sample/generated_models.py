@@ -602,7 +602,8 @@ def own_gradients(case, twin, x, y, flag, out=None):
     for on in (True, False):
         twin.block.switch = [Switch(on=lambda m, x, flag, on=on: on)]
         if out is None or torch.allclose(twin(x), out, rtol=1e-3, atol=1e-6):
-            found.append(_own(case, twin, x, y, flag))
+            with contextlib.suppress(ValueError):  # a batch norm of one sample
+                found.append(_own(case, twin, x, y, flag))
     twin.block.switch = plain
     return found
 
