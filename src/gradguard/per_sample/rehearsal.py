@@ -98,8 +98,6 @@ class Rehearsal:
             # A layer may get samples in an order that depends on their values, and give them back in theirs.
             found = compare(tracker, call, samples[::-1], self._reduction)
         if found is None:
-            for words in call.pattern.unowned.values():  # a number that is not the reduction
-                raise UnsupportedGradientError(words)
             raise UnsupportedGradientError(
                 f"no tensor can be seen in what {type(call.pattern.module).__name__} returns that grows with the "
                 "number of samples or is a loss, so nothing can be compared. Return tensors, tuples, lists or dicts."
@@ -357,14 +355,16 @@ class _Pair:
         def one(outputs: Sequence[Tensor]) -> list[Tensor | None]:
             return [torch.ones_like(o) if i == position else None for i, o in enumerate(outputs)]
 
-        comparisons = []
-        for scales in (self._scales, [1.0] * len(self._scales)):
-            self._scales = scales
+        def compared() -> Comparison:
             _, found, grads = self._run_together(one)
-            comparison = self._against_alone(found, grads, [scales[0]] * len(scales))
-            if comparison.excess <= 1:
-                return _not_linear(self._pattern.module) if comparisons else None
-            comparisons.append(comparison)
+            return self._against_alone(found, grads, [self._scales[0]] * len(self._scales))
+
+        if compared().excess <= 1:
+            return None
+        self._scales = [1.0] * len(self._scales)
+        comparison = compared()
+        if comparison.excess <= 1:
+            raise UnsupportedGradientError(_not_linear(self._pattern.module))
         return (
             f"the gradient of the number that {type(self._pattern.module).__name__} returns is not the "
             f"{self._reduction} of what samples give by themselves (relative error {comparison.largest:.2g} in "
