@@ -74,7 +74,7 @@ class Turning(nn.Module):
         self.layer = nn.Linear(4, 4)
 
     def forward(self, x):
-        return self.layer(x.transpose(0, 1)).transpose(0, 1) if self.turned[0] else self.layer(x)
+        return self.layer(x.transpose(0, 1)).transpose(0, 1) if self.turned else self.layer(x)
 
 
 def test_a_layer_that_gets_other_rows_than_samples_is_refused_and_looked_at_again():

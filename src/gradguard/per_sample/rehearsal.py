@@ -199,8 +199,8 @@ class _Together:
         for recorded, output, axis in zip(self._outputs, alone, pattern.output_axes, strict=True):
             if axis is not None and not same_rows(recorded, output, axis, places, self._precision):
                 raise UnsupportedGradientError(
-                    f"a sample gives {type(pattern.module).__name__} something else in a batch of {size} than with "
-                    "fewer beside it, or by itself. Does the model mix samples (batch statistics, a capacity, the "
+                    f"a sample gives {type(pattern.module).__name__} something else in a batch of {size} than by "
+                    "itself, or with fewer beside it. Does the model mix samples (batch statistics, a capacity, the "
                     "largest of the batch)? Let each sample be computed by itself. Nothing was clipped."
                 )
 

@@ -209,7 +209,7 @@ def _alone(call: LoopedCall, tolerance: float) -> Iterator[None]:
     """Let a call be run again with the gradients that a sample's own loss gives, as far as that is exact."""
     before = call.precision
     call.scale = 1.0
-    if before <= 1e-4 and call.reduction == "mean":
+    if before <= 1e-4 and call.reduction != "sum":
         call.scale = 2.0 ** math.ceil(math.log2(call.batch_size))
     call.precision = before * tolerance
     try:
