@@ -237,20 +237,19 @@ class DryRun:
         two, three = self.runs[0][call], self.runs[1][call]
         inputs = [self._axis(call, i, *pair) for i, pair in enumerate(zip(two.inputs, three.inputs, strict=True))]
         start = len(inputs)
-        outputs = [
-            self._axis_of_result(call, start + i, *pair)
-            for i, pair in enumerate(zip(two.outputs, three.outputs, strict=True))
-        ]
+        outputs: list[BatchAxis | None] = []
+        failure: UnsupportedGradientError | None = None
+        for i, pair in enumerate(zip(two.outputs, three.outputs, strict=True)):
+            try:
+                outputs.append(self._axis(call, start + i, *pair))
+            except UnsupportedGradientError as error:
+                if self.calls[call].caller >= 0:
+                    raise
+                failure = failure or error
+                outputs.append(None)  # of pairs of samples, say: a gradient of it will be refused
+        if failure is not None and not any(outputs):
+            raise failure
         return inputs, outputs
-
-    def _axis_of_result(self, call: int, leaf: int, two: torch.Size, three: torch.Size) -> BatchAxis | None:
-        """None also for what the outermost call returns of pairs of samples, say: a gradient of it will be refused."""
-        if self.calls[call].caller >= 0:
-            return self._axis(call, leaf, two, three)
-        try:
-            return self._axis(call, leaf, two, three)
-        except UnsupportedGradientError:
-            return None
 
     def _axis(self, call: int, leaf: int, two: torch.Size, three: torch.Size) -> BatchAxis | None:
         if two == three:
