@@ -66,15 +66,15 @@ def test_one_token_first_and_more_tokens_later():
 
 
 class Turning(nn.Module):
-    """Turns samples and time round once a flag is set: a layer then sees other rows."""
+    """Turns samples and time round once a number is set: a layer then sees other rows."""
 
     def __init__(self):
         super().__init__()
-        self.turned = [False]  # out of sight of the key
+        self.register_buffer("turned", torch.zeros(()))
         self.layer = nn.Linear(4, 4)
 
     def forward(self, x):
-        return self.layer(x.transpose(0, 1)).transpose(0, 1) if self.turned[0] else self.layer(x)
+        return self.layer(x.transpose(0, 1)).transpose(0, 1) if self.turned else self.layer(x)
 
 
 def test_a_layer_that_gets_other_rows_than_samples_is_refused_and_looked_at_again():
@@ -82,7 +82,7 @@ def test_a_layer_that_gets_other_rows_than_samples_is_refused_and_looked_at_agai
     clipper = clipper_of(model)
     x = torch.randn(B, 3, 4, dtype=torch.float64)
     step(model, clipper, x)
-    model.turned[0] = True
+    model.turned.fill_(1)
     with pytest.raises(UnsupportedGradientError, match="3 rows where 5 samples were expected"):
         model(x)
     assert all(p.requires_grad for p in model.parameters())

@@ -124,6 +124,8 @@ class CallTracker:
         while self._handles:
             self._handles.pop().remove()
         self._capture.collector.closed = True
+        if self.witness is not None:
+            self.witness.forget()
 
     @property
     def planner(self) -> LayerPlanner:
@@ -316,6 +318,7 @@ class CallTracker:
     def _record(self, call: LastCall) -> LoopedCall:
         """Take note of a call, so that one sample of it can be run alone again."""
         assert self.witness is not None
+        self.witness.watch(self.collector)
         loop = self.looped_call(call)
         sample = self.witness.choose(call.batch_size)
         loop.taken[sample] = call.samples(self.batch_first, [sample])
@@ -429,6 +432,8 @@ class CallTracker:
     def recover(self) -> None:
         """Give back what calls that were cut short (an interrupt from the keyboard) have withheld."""
         self._loop = self._witnessed = None
+        if self.witness is not None:
+            self.witness.forget()
         while self._stack:
             self._stack.pop().give_back()
 

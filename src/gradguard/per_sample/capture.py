@@ -52,6 +52,11 @@ def silent_taps() -> Iterator[None]:
         _silent.now = before
 
 
+def taps_are_silent() -> bool:
+    """Tell whether this thread's backward is not the user's."""
+    return getattr(_silent, "now", False)
+
+
 class Tap(torch.autograd.Function):
     """The identity; known to who reads the loss's graph by its name."""
 
@@ -71,7 +76,7 @@ class Tap(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
         """Hand the gradients over, and pass them on."""
-        if getattr(_silent, "now", False):
+        if taps_are_silent():
             return None, None, None, *grads
         if torch.is_grad_enabled():
             raise UnsupportedGradientError(
@@ -95,6 +100,35 @@ def tap(receive: Receiver, saved: Sequence[Tensor], anchor: Tensor, values: Sequ
     """
     results = Tap.apply(receive, tuple([tensor.detach() for tensor in saved]), anchor, *values)
     return list(results) if isinstance(results, tuple) else [results]
+
+
+def reaches_inside(roots: Sequence[Any], collector: GradientCollector) -> bool:
+    """Tell whether a backward from ``roots`` comes into a followed module on another way than through its outputs.
+
+    Args:
+        roots: Tensors, gradient edges or nodes.
+        collector: Of the module; its outermost outputs are those of looped and witnessed calls.
+
+    Returns:
+        Whether it does.
+    """
+    pending = [getattr(root, "grad_fn", None) or getattr(root, "node", None) for root in roots]
+    seen = set(pending)
+    while pending:
+        node = pending.pop()
+        if node is None:
+            continue
+        receiver = getattr(node, "receive", None) if node.name() == "TapBackward" else None
+        while isinstance(receiver, partial):
+            receiver = receiver.args[0] if receiver.func is _receive_all else receiver.func
+        if receiver is not None and getattr(receiver, "__self__", None) is collector:
+            if receiver.__name__ not in ("receive_loop", "receive_witnessed"):
+                return True
+            continue
+        new = [child for child, _ in node.next_functions if child is not None and child not in seen]
+        seen.update(new)
+        pending += new
+    return False
 
 
 class RunningCall:

@@ -69,7 +69,9 @@ class PerSampleGradientClipper:
       weights, layers used several times, bare and functionally used parameters and checkpointing are exact; what cannot
       be followed layer by layer is run sample by sample. Before the first call of each kind, samples are compared with
       what each gives by itself; on the first step of each kind and batch size, with the plain gradient of the same
-      backward, parameter by parameter. What cannot be verified is an error that says so.
+      backward, parameter by parameter. An attribute, hook, layer or forward that changes later makes a new kind. What
+      no attribute shows is looked for by running one sample alone again, on mini-batches 1, 2, 4, 8, ... and then one
+      in a thousand. What cannot be verified is an error that says so.
     * *The bound holds in the arithmetic used.* No sample adds more than C, rounding included: norms, factors and sums
       are at least float32 for every dtype, and factors leave room for what rounds.
     * *A sample whose gradient is not finite adds zero*, and `statistics` counts it.
@@ -103,7 +105,8 @@ class PerSampleGradientClipper:
             `clipped_gradients`. Both give the same result.
         scaler: The `torch.amp.GradScaler` that scales the loss, if any. Norms are unscaled before they are compared,
             and ``.grad`` is scaled again for ``scaler.step``.
-        check: Compare two samples with what each gives by itself on the first step.
+        check: Compare samples with what each gives by itself, before the first call of each kind and now and then;
+            ``"warn"`` warns of what differs and goes on.
         noise_scale: Measure the gradient noise scale at each step (True), or at every so many steps (a number). Where
             no sample is clipped it costs one read of the gradients; where one is, one more weighted sum of all
             gradients, and their memory once more. Under DistributedDataParallel or FSDP2 a measured step sends twice

@@ -243,6 +243,8 @@ class DryRun:
             self._axis_of_result(call, start + i, *pair)
             for i, pair in enumerate(zip(two.outputs, three.outputs, strict=True))
         ]
+        if self.calls[call].caller < 0 and self.untold and not any(outputs):
+            raise UnsupportedGradientError(next(iter(self.untold.values())))
         return inputs, outputs
 
     def _axis_of_result(self, call: int, leaf: int, two: torch.Size, three: torch.Size) -> BatchAxis | None:

@@ -98,8 +98,6 @@ class Rehearsal:
             # A layer may get samples in an order that depends on their values, and give them back in theirs.
             found = compare(tracker, call, samples[::-1], self._reduction)
         if found is None:
-            for words in call.pattern.unowned.values():  # a number that is not the reduction
-                raise UnsupportedGradientError(words)
             raise UnsupportedGradientError(
                 f"no tensor can be seen in what {type(call.pattern.module).__name__} returns that grows with the "
                 "number of samples or is a loss, so nothing can be compared. Return tensors, tuples, lists or dicts."
@@ -201,8 +199,8 @@ class _Together:
         for recorded, output, axis in zip(self._outputs, alone, pattern.output_axes, strict=True):
             if axis is not None and not same_rows(recorded, output, axis, places, self._precision):
                 raise UnsupportedGradientError(
-                    f"a sample gives {type(pattern.module).__name__} something else in a batch of {size} than with "
-                    "fewer beside it, or by itself. Does the model mix samples (batch statistics, a capacity, the "
+                    f"a sample gives {type(pattern.module).__name__} something else in a batch of {size} than by "
+                    "itself, or with fewer beside it. Does the model mix samples (batch statistics, a capacity, the "
                     "largest of the batch)? Let each sample be computed by itself. Nothing was clipped."
                 )
 
@@ -365,15 +363,17 @@ class _Pair:
         def one(outputs: Sequence[Tensor]) -> list[Tensor | None]:
             return [torch.ones_like(o) if i == position else None for i, o in enumerate(outputs)]
 
-        comparisons = []
-        for scales in (self._scales, [1.0] * len(self._scales)):
-            self._scales = scales
+        def compared() -> Comparison:
             _, found, grads = self._run_together(one)
             shared = self._reduction == "token_mean"
-            comparison = self._against_alone(found, grads, [scales[0]] * len(scales), shared)
-            if comparison.excess <= 1:
-                return _not_linear(self._pattern.module) if comparisons else None
-            comparisons.append(comparison)
+            return self._against_alone(found, grads, [self._scales[0]] * len(self._scales), shared)
+
+        if compared().excess <= 1:
+            return None
+        self._scales = [1.0] * len(self._scales)
+        comparison = compared()
+        if comparison.excess <= 1:
+            raise UnsupportedGradientError(_not_linear(self._pattern.module))
         return (
             f"the gradient of the number that {type(self._pattern.module).__name__} returns is not the "
             f"{self._reduction} of what samples give by themselves (relative error {comparison.largest:.2g} in "

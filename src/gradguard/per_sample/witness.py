@@ -8,23 +8,29 @@ returned in the batch, and each parameter must get the gradient that is clipped.
 
 Rounding may open a ReLU in the batch that stays shut for the sample alone. So what differs by little is looked at
 again: all samples of the batch run once more in float64, as the clipper sees them, and decide.
+
+There is no witness where a value from inside the module reaches the loss beside its outputs, where the share of one
+sample in the random numbers cannot be told, and for sharded models, whose every run is a collective.
 """
 
 import math
 import random
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from gradguard.errors import UnsupportedGradientError
+from gradguard.per_sample.capture import reaches_inside, taps_are_silent
 from gradguard.per_sample.comparison import Comparison, judge, norm
 from gradguard.per_sample.contributions import Contribution, wide
-from gradguard.per_sample.mini_batch import MiniBatch
+from gradguard.per_sample.mini_batch import GradientCollector, MiniBatch
 from gradguard.per_sample.rerun import UntoldDrawsError
 from gradguard.per_sample.sample_loop import LoopedCall, SampleLoop
+from gradguard.torch_private import call_before_backwards, current_graph_task
 
 _RAREST = 1000
 """Mini-batches from one witness to the next, at most."""
@@ -54,6 +60,8 @@ class Witness:
         self._chosen = self._random.random()
         self._next, self._gap = 1, 1
         self.mini_batch, self.last_good = 1, 0
+        self._beside: bool | None = None
+        self._unsubscribe: Callable[[], None] | None = None
 
     @property
     def is_due(self) -> bool:
@@ -72,9 +80,31 @@ class Witness:
         """Something changed that may matter."""
         self._next = max(self.mini_batch, self._next - mini_batches)
 
+    def watch(self, collector: GradientCollector) -> None:
+        """See whether the next backward comes into the module beside its outputs, as for a value that a hook kept."""
+        if self._unsubscribe is not None:
+            return
+
+        def begins(roots: Sequence[Any]) -> None:
+            if current_graph_task() == -1 and not taps_are_silent():
+                self._beside = bool(self._beside) or reaches_inside(roots, collector)
+
+        self._unsubscribe = call_before_backwards(begins)
+
+    def forget(self) -> None:
+        """Nothing is recorded any more."""
+        if self._unsubscribe is not None:
+            self._unsubscribe()
+        self._beside = self._unsubscribe = None
+
     def end(self) -> None:
         """A mini-batch has been taken."""
         self.mini_batch += 1
+        self.forget()
+
+    def _next_one(self) -> None:
+        self._next, self._gap = self.mini_batch + self._gap, min(2 * self._gap, _RAREST)
+        self._chosen = self._random.random()
 
     def look(self, mini_batch: MiniBatch, trained: Mapping[str, Tensor]) -> None:
         """Compare, if this mini-batch was recorded.
@@ -90,17 +120,19 @@ class Witness:
         if not calls or found is None:
             return
         sample = self.choose(mini_batch.batch_size)
-        if any(not call.is_as_recorded() for call in calls):
-            return  # written into since: try the next mini-batch
+        words = None
         try:
-            words = self._differs(calls, mini_batch.loops, sample, found, trained)
+            # Without a look at its roots, what a backward brought beside the outputs is not known.
+            if self._beside is False and all(call.is_as_recorded() for call in calls):
+                words = self._differs(calls, mini_batch.loops, sample, found, trained)
+                self.last_good = self.mini_batch if words is None else self.last_good
         except UntoldDrawsError:
-            return
+            pass
         finally:
             calls.clear()
+            self.forget()
         if words is None:
-            self.last_good, self._chosen = self.mini_batch, self._random.random()
-            self._next, self._gap = self.mini_batch + self._gap, min(2 * self._gap, _RAREST)
+            self._next_one()
             return
         known = f"The model was last known to be right on mini-batch {self.last_good}. " if self.last_good else ""
         words = (
@@ -177,7 +209,7 @@ def _alone(call: LoopedCall, tolerance: float) -> Iterator[None]:
     """Let a call be run again with the gradients that a sample's own loss gives, as far as that is exact."""
     before = call.precision
     call.scale = 1.0
-    if before <= 1e-4 and call.reduction == "mean":
+    if before <= 1e-4 and call.reduction != "sum":
         call.scale = 2.0 ** math.ceil(math.log2(call.batch_size))
     call.precision = before * tolerance
     try:
