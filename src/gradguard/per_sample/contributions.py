@@ -438,7 +438,7 @@ def choose_method(contribution: Contribution, budget: int, device: torch.device)
     if not isinstance(contribution, Outer) or contribution.positions == 1:
         return contribution
     keep, ghost, drop = _seconds(contribution, size, speed)
-    if size <= budget and keep <= min(ghost, drop):
+    if kept_bytes(contribution) <= budget and keep <= min(ghost, drop):
         return contribution.materialize()
     contribution.ghost = ghost < drop
     contribution.chunk = max(1, _CACHE // max(1, row))
@@ -448,6 +448,17 @@ def choose_method(contribution: Contribution, budget: int, device: torch.device)
 def materialized_bytes(contribution: Contribution) -> int:
     """Return the bytes of all samples' gradients."""
     return 4 * contribution.batch_size * contribution.shape.numel()
+
+
+def kept_bytes(contribution: Contribution) -> int:
+    """Return the bytes that keeping a contribution takes from the budget.
+
+    Gradients no larger than the two sides that they are products of take none: those are held until the sum otherwise.
+    """
+    size = materialized_bytes(contribution)
+    if isinstance(contribution, Outer) and size <= contribution.left.nbytes + contribution.right.nbytes:
+        return 0
+    return size
 
 
 def _seconds(outer: Outer, size: int, speed: Speed) -> tuple[float, float, float]:

@@ -15,7 +15,7 @@ from gradguard.per_sample.contributions import (
     Materialized,
     choose_method,
     exact_products,
-    materialized_bytes,
+    kept_bytes,
     together,
 )
 from gradguard.per_sample.layer_plans import CallPlan
@@ -112,9 +112,10 @@ class MiniBatch:
             The contribution as it is held.
         """
         if name not in self.shared:
+            size = kept_bytes(contribution)
             contribution = choose_method(contribution, self.budget, device)
             if isinstance(contribution, Materialized):
-                self.budget -= materialized_bytes(contribution)
+                self.budget -= size
         self.parts[name].append(contribution)
         return contribution
 
