@@ -26,11 +26,6 @@ def test_each_test_file_has_a_name_of_its_own():
     assert [name for name, count in names.items() if count > 1] == []
 
 
-def test_every_file_can_be_read_in_one_sitting():
-    long = {f.name: n for f in SOURCE.rglob("*.py") if (n := len(f.read_text(encoding="utf-8").splitlines())) > 600}
-    assert {*long} <= {"torch_private.py"}  # a list, to be looked up in
-
-
 def test_what_is_sampled_or_left_to_make_exhaustive_is_there():
     folder = Path(__file__).parent
     tree = ast.parse((folder / "conftest.py").read_text(encoding="utf-8"))
