@@ -58,6 +58,7 @@ def test_it_is_monotone(accountant):
     assert few(delta=1e-6) > few() > few(delta=1e-4)
 
 
+@pytest.mark.filterwarnings("ignore:epsilon .* is the bound by R")
 @pytest.mark.parametrize("accountant", ["rdp", "pld"])
 def test_without_noise_it_is_infinite_and_before_that_it_grows(accountant):
     values = [epsilon(z, 0.01, 100, 1e-5, accountant) for z in (0.5, 0.1, 0.01, 0.0)]
@@ -74,6 +75,18 @@ def test_no_steps_and_no_samples_cost_nothing(accountant):
 TARGETS = [(3.0, 1e-5, Q, 2000), (0.1, 1e-6, 0.01, 1000), (1.0, 1e-5, 1.0, 20), (50.0, 1e-5, 0.05, 100)]
 
 
+@pytest.mark.parametrize("accountant", ["rdp", "pld"])
+def test_a_large_epsilon_is_said_to_be_a_loose_bound(accountant):
+    with pytest.warns(UserWarning, match=r"epsilon 12\d\.\d is the bound by Rényi divergences.* may be half of it") as told:
+        epsilon(0.5, 0.1, 500, 1e-5, accountant)
+    assert told[0].filename == __file__
+    ledger = Accountant(accountant)
+    ledger.step(0.5, 0.1, 500)
+    with pytest.warns(UserWarning, match="accountant='pld', which is not" if accountant == "pld" else "may be half"):
+        ledger.epsilon(1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:epsilon .* is the bound by R")
 @pytest.mark.parametrize("target", TARGETS, ids=str)
 def test_calibration_comes_close_and_never_overshoots(target):
     found = noise_multiplier_for(*target, accountant="rdp")

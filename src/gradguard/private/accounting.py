@@ -7,6 +7,7 @@ adding or removing one sample.
 import importlib
 import logging
 import math
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import ModuleType
@@ -34,7 +35,9 @@ def epsilon(
     ==========================  ==================================
     no steps, sample rate 0     0
     noise multiplier 0          infinite
-    RDP's epsilon above 30      RDP's, with ``"pld"`` too
+    RDP's epsilon above 30      RDP's, with ``"pld"`` too, and a
+                                warning that it may be twice too
+                                large
     ==========================  ==================================
 
     Args:
@@ -43,7 +46,7 @@ def epsilon(
         steps: Number of steps, >= 0.
         delta: Probability with which the guarantee may fail, above 0 and below 1.
         accountant: ``"pld"`` composes privacy loss distributions and is nearly exact; ``"rdp"`` goes through Rényi
-            divergences and is some per cent looser, in milliseconds.
+            divergences, in milliseconds: some per cent looser, and up to twice as large for an epsilon above 30.
 
     Returns:
         Epsilon.
@@ -62,7 +65,7 @@ def epsilon(
     """
     ledger = Accountant(accountant)
     ledger.step(noise_multiplier, sample_rate, steps)
-    return ledger.epsilon(delta)
+    return _told(ledger.epsilon_unsaid(delta), accountant)
 
 
 def noise_multiplier_for(
@@ -109,7 +112,7 @@ def noise_multiplier_for(
         raise InvalidValueError(f"sample_rate={rate}, steps={count}: no step costs anything, so no noise is needed.")
 
     def spent(noise_multiplier: float, name: AccountantName = accountant) -> float:
-        return epsilon(noise_multiplier, rate, count, target_delta, name)
+        return _epsilon([(noise_multiplier, rate, count)], target_delta, name)
 
     # RDP takes milliseconds and asks for a little more noise, so its answer is where the other one starts from.
     found = _search(target, lambda z: spent(z, "rdp"), 1.0)
@@ -201,12 +204,16 @@ class Accountant:
             self.history.append(entry)
 
     def epsilon(self, delta: float) -> float:
-        """Return the epsilon that all steps so far cost at ``delta``.
+        """Return the epsilon that all steps so far cost at ``delta``; above 30 with a warning that it is a loose bound.
 
         Raises:
             InvalidValueError: If ``delta`` is not between 0 and 1.
             InvalidTypeError: If it is no number.
         """
+        return _told(self.epsilon_unsaid(delta), self.name)
+
+    def epsilon_unsaid(self, delta: float) -> float:
+        """Return the epsilon of `epsilon` without its warning."""
         asked = (*merged(self.history), _check_delta(delta))
         if asked not in self._known:
             self._known = {asked: _epsilon(merged(self.history), asked[-1], self.name)}
@@ -227,6 +234,18 @@ class Accountant:
         self.history = []
         for entry in state_dict["history"]:
             self.step(*entry)
+
+
+def _told(spent: float, name: AccountantName) -> float:
+    """Return epsilon; say how loose a large one is."""
+    if _PLD_UP_TO < spent < math.inf:
+        also = " also with accountant='pld', which is not computed above 30" if name == "pld" else ""
+        warnings.warn(
+            f"epsilon {spent:.4g} is the bound by Rényi divergences{also}: what is spent may be half of it. Either "
+            "protects nobody: add noise, or take fewer steps.",
+            stacklevel=3,
+        )
+    return spent
 
 
 def merged(history: History) -> History:
