@@ -77,7 +77,8 @@ TARGETS = [(3.0, 1e-5, Q, 2000), (0.1, 1e-6, 0.01, 1000), (1.0, 1e-5, 1.0, 20), 
 
 @pytest.mark.parametrize("accountant", ["rdp", "pld"])
 def test_a_large_epsilon_is_said_to_be_a_loose_bound(accountant):
-    with pytest.warns(UserWarning, match=r"epsilon 12\d\.\d is the bound by Rényi divergences.* may be half of it") as told:
+    words = r"epsilon 12\d\.\d is the bound by Rényi divergences.* may be half of it"
+    with pytest.warns(UserWarning, match=words) as told:
         epsilon(0.5, 0.1, 500, 1e-5, accountant)
     assert told[0].filename == __file__
     ledger = Accountant(accountant)
