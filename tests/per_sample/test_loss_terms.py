@@ -389,6 +389,12 @@ WRONG = {
     "weights by einsum": (
         lambda d: torch.einsum("b,b->", d.error.mean((1, 2)), d.weight / d.weight.sum()), NORMALIZED, "weights of the"
     ),
+    "a sum over all samples of the step": (
+        lambda d: F.cross_entropy(d.logits, d.classes, reduction="sum") / 12, [1 / 3] * B, "or for several mini-batches"
+    ),
+    "a sum over all samples of the step, by hand": (
+        lambda d: d.error.sum() / 12, [1 / 3] * B, "The clipper averages over all of them by itself"
+    ),
     "labels counted before the shift": (
         unshifted_count, [0.8] * B, "a sum over 16 labels was divided by 20, .* before the shift"
     ),
@@ -620,7 +626,6 @@ DIVIDED = {
     "of two terms": (lambda d: (d.error.mean() + d.out.abs().mean()) / 2, 2),
     "one term": (lambda d: d.error.mean() / 2 + d.out.abs().mean(), 1),
     "a sum, by its number": (lambda d: d.error.sum() / d.size / 2, 2),
-    "a sum, by all samples of the step": (lambda d: F.cross_entropy(d.logits, d.classes, reduction="sum") / 12, 3),
     "a tensor": (lambda d: d.error.mean() / torch.tensor(2.0), 2),
 }
 

@@ -59,7 +59,6 @@ class Experience:
         constants: Numbers by which losses were multiplied that were no number of samples or rows there.
         sizes: Sizes of constants that were not the number of samples there.
         divisors: What sums were divided by: ``"samples"``, ``"rows"``.
-        times: How many times the number of samples divisors were.
         sum_divisors: Numbers by which sums over samples were divided that are to stay sums.
         either: Numbers by which means were multiplied that were a number of samples or rows there, or constants: the
             next that is another tells that it was no constant.
@@ -73,7 +72,6 @@ class Experience:
     constants: set[float] = field(default_factory=set)
     sizes: set[int] = field(default_factory=set)
     divisors: set[str] = field(default_factory=set)
-    times: set[float] = field(default_factory=set)
     sum_divisors: set[float] = field(default_factory=set)
     either: set[float] = field(default_factory=set)
     strict: bool = False
@@ -86,7 +84,6 @@ class Experience:
         self.constants |= other.constants
         self.sizes |= other.sizes
         self.divisors |= other.divisors
-        self.times |= other.times
         self.sum_divisors |= other.sum_divisors
         self.either |= other.either
         self.counts = (self.counts or set()) | (other.counts or set())
@@ -223,7 +220,9 @@ def _length(term: Term, judged: "_Judged") -> float:
     """How many values of a sample count, with those that are padding."""
     divisor = 1.0 if judged.matched is None else abs(1 / judged.matched.value)
     sizes = [size for size in (term.size, *[level.size for level in term.levels]) if math.isclose(size, divisor)]
-    return term.length * (sizes[0] / len(term.weights) if sizes else 1.0)
+    if sizes:
+        return term.length * sizes[0] / len(term.weights)
+    return term.length if term.share is not None or _has_holes(term) else term.length * float(term.rows.max())
 
 
 def _has_holes(term: Term) -> bool:
@@ -396,9 +395,9 @@ def _judged(term: Term, totals: Totals, reduction: str, experience: Experience, 
         return _judged_mean(term, term.share, reduction, experience, learned, divisors)
     match = _match(term, totals, reduction, experience, learned)
     if match is not None:
-        share, constant, factor = match
+        share, constant = match
         if constant is not None and constant.divides:
-            divisors[constant.node] = factor
+            divisors[constant.node] = 1.0
         elif constant is not None and reduction == "sum" and not math.isclose(abs(1 / constant.value), len(share)):
             reason = f"a sum over samples was multiplied by {constant.value:.3g}, a constant or 1 over the rows"
             return _Judged(LossParts("unknown", reason), divisors)
@@ -470,6 +469,8 @@ def _judged_sum(
             f"of samples ({batch_size})"
         )
         hint = " (counted before the shift, or for several mini-batches?)" if term.labels else ""
+        if divisor % batch_size == 0 and not hint:
+            hint = " (that of several mini-batches? The clipper averages over all of them by itself)"
         own = term.weights if _partly(term) else 1.0  # a sum of a sample's own, or its mean where rows are counted
         factors = torch.full_like(term.weights, batch_size / divisor) * own
         factors = factors.where(term.weights > 0, math.nan)
@@ -498,12 +499,12 @@ def _judged_sum(
 
 def _match(
     term: Term, totals: Totals, reduction: str, experience: Experience, learned: Experience
-) -> tuple[Tensor, Constant | None, float] | None:
-    """Find the constant by which a sum was made a mean, each sample's share of it, and what else the constant holds."""
+) -> tuple[Tensor, Constant | None] | None:
+    """Find the constant by which a sum was made a mean, and each sample's share of it."""
     batch_size, count = len(term.weights), float(term.weights.sum())
     each = torch.full_like(term.weights, 1 / batch_size)
     if not term.even and math.isclose(count, 1, rel_tol=1e-5):  # weights that add up to 1
-        return term.weights / count, None, 1.0
+        return term.weights / count, None
     for constant in term.constants:
         number = abs(1 / constant.value)
         if reduction == "sum" and number in experience.sum_divisors:
@@ -521,7 +522,7 @@ def _match(
                     continue
                 if not of_samples:
                     learned.divisors.add("rows")
-                return share, constant, 1.0
+                return share, constant
         sizes = [] if term.labels else [(term.rows, term.size), *[(level.rows, level.size) for level in term.levels]]
         whole = next((rows for rows, n in sizes if math.isclose(number, n, rel_tol=constant.precision)), None)
         if whole is not None or of_samples:
@@ -531,36 +532,12 @@ def _match(
             if is_constant:
                 continue
             if whole is not None and not of_samples:
-                return whole / whole.sum(), constant, 1.0
+                return whole / whole.sum(), constant
             if whole is None:
                 learned.divisors.add("samples")
-                _refuse_other_times(1.0, constant, batch_size, experience, learned)
-            return each, constant, 1.0
+            return each, constant
         learned.constants.add(abs(constant.value))
-    for constant in term.constants:
-        times = abs(1 / constant.value) / batch_size
-        counted = _partly(term) and times * batch_size >= count / 2
-        if constant.divides and times >= 2 and float(times).is_integer() and not counted and batch_size > 1:
-            _refuse_other_times(times, constant, batch_size, experience, learned)
-            return each, constant, times
     return None
-
-
-def _refuse_other_times(
-    times: float, constant: Constant, batch_size: int, experience: Experience, learned: Experience
-) -> None:
-    """Check that a divisor is as many times the number of samples as it was before.
-
-    Raises:
-        _Ambiguous: If it is not.
-    """
-    if constant.divides and experience.times and times not in experience.times:
-        raise _Ambiguous(
-            f"a sum over {batch_size} samples was divided by {times:.6g} times their number, and before by "
-            f"{max(experience.times):.6g} times. Divide by the number of samples"
-        )
-    if constant.divides:
-        learned.times.add(times)
 
 
 def _partly(term: Term) -> bool:
