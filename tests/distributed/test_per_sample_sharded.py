@@ -119,6 +119,46 @@ def test_gradients_are_those_of_one_process_after_one_all_reduce(pool, world, wa
                 assert (grad - expected).norm() <= close * expected.norm(), way
 
 
+class Tokens(nn.Module):
+    """Three tokens of each sample."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(2)
+        self.first, self.second = nn.Linear(2, 8), nn.Linear(8, 4)
+
+    def forward(self, x):
+        return self.second(torch.tanh(self.first(x.view(-1, 2)))).view(-1, 3, 4).clone()  # FSDP2 warns of views
+
+
+def labels(missing):
+    return (torch.arange(SIZE * 3) % 4).view(SIZE, 3).masked_fill(torch.arange(3) >= missing[:, None], -100)
+
+
+def token_means(model, parts, reduction="token_mean"):
+    clipper = gg.PerSampleGradientClipper(model, gg.FlatNormClipper(0.05), loss_reduction=reduction)
+    x, _ = samples()
+    for missing in (torch.full((SIZE,), 3), torch.arange(SIZE) % 3 + 1):  # all there, then 1 to 3
+        for part in parts:
+            F.cross_entropy(model(x[part]).mT, labels(missing)[part]).backward()
+            clipper.clip_and_accumulate()
+        clipper.pre_step()
+    clipper.detach()
+    return [whole(p.grad).float() for p in model.parameters()]
+
+
+def token_means_of_shards():
+    return token_means(by_layers(Tokens()), own_parts())
+
+
+@pytest.mark.slow
+def test_rows_of_a_sharded_model_are_counted_on_each_step(pool):
+    expected = token_means(Tokens(), [slice(0, SIZE)])
+    for grads in pool(2).run(token_means_of_shards):
+        for grad, one in zip(grads, expected, strict=True):
+            torch.testing.assert_close(grad, one, rtol=1e-4, atol=1e-7)
+
+
 # What is refused
 
 
@@ -170,6 +210,10 @@ def quantile():
 
 ALONE = "and not by fully_shard alone: where layers compute with parts"
 REFUSED = {
+    "labels that are missing later": (
+        lambda: token_means(by_layers(Tokens()), [slice(0, 6)], "mean"),
+        "each sample's part is 0.5 to 1.5 of its own loss",
+    ),
     "TP": (lambda: step(parallelize_module(Network(True), mesh("row"), TP), own_parts()), ALONE),
     "TP, replicated": (lambda: step(distribute_module(Network(), mesh("row")), own_parts()), ALONE),
     "TP beside FSDP2": (lambda: step(ignoring_tp(), own_parts()), ALONE),
@@ -203,7 +247,7 @@ def refused():
 def test_the_rest_is_refused_in_words(pool):
     for said in pool(2).run(refused):
         for name, (_, words) in REFUSED.items():
-            assert words in said.get(name, "nothing"), name
+            assert words in said.get(name, "nothing"), (name, said.get(name))
 
 
 # Noise

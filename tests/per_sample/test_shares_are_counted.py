@@ -538,7 +538,7 @@ def test_a_divisor_that_is_once_the_number_of_samples_is_no_mean_in_another_batc
     for reduction in ("mean", "token_mean"):
         clipper = exact(reduction)
         step(clipper, lambda out, batch: squares(out, batch).sum() / 4, Batch([5] * 4))
-        with pytest.raises(UnsupportedGradientError, match="divided by 4, which is neither their number"):
+        with pytest.raises(UnsupportedGradientError, match=r"by 0.25, which was 1 over the number of samples"):
             step(clipper, lambda out, batch: squares(out, batch).sum() / 4, Batch([5] * 2))
 
 
@@ -579,6 +579,75 @@ def test_rows_filled_up_to_the_longest_are_padding():
         step(clipper, loss, Batch(lengths))
     with pytest.raises(UnsupportedGradientError, match="the mean counts padding"):
         step(clipper, loss, Batch([2, 4, 2]))
+
+
+def test_a_sample_without_a_label_leaves_no_count_behind():
+    def loss(out, batch):
+        return F.cross_entropy(out[:, 0], batch.labels[:, 0])
+
+    clipper = exact("token_mean")
+    for lengths in ([1, 1, 0], [0], [1], [1, 0], [1]):
+        batch = Batch(lengths)
+        assert_exact(step(clipper, loss, batch), loss, batch)
+
+
+def test_a_sum_over_rows_of_several_values_divided_by_the_rows():
+    def loss(out, batch):
+        return F.mse_loss(out[batch.mask], batch.target[batch.mask], reduction="sum") / batch.mask.sum()
+
+    for lengths in ([1, 3, 2], [2, 2, 2]):
+        batch = Batch(lengths)
+        assert_exact(step(exact("token_mean"), loss, batch), loss, batch)
+    with pytest.raises(UnsupportedGradientError, match="divided by 6, which is neither"):
+        step(exact(), loss, Batch([1, 3, 2]))
+
+
+def test_a_factor_that_is_once_one_over_the_number_of_samples_is_no_mean_in_another_batch():
+    def loss(out, batch):
+        return F.mse_loss(out, batch.target) + 0.5 * squares(out, batch).sum() / 2.5
+
+    clipper = exact()
+    step(clipper, loss, Batch([5, 5]))
+    with pytest.raises(UnsupportedGradientError, match="which was 1 over the number of samples before"):
+        step(clipper, loss, Batch([5]))
+    private = exact()
+    private.refuse_ambiguous_losses()
+    with pytest.raises(UnsupportedGradientError, match="which is 1 over their number or a constant"):
+        step(private, loss, Batch([5, 5]))
+
+
+class OnlyLoss(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = made()
+
+    def forward(self, x, target):
+        return F.mse_loss(self.inner(x), target)
+
+
+def test_a_model_that_returns_nothing_but_its_loss():
+    torch.manual_seed(0)
+    clipper = gg.PerSampleGradientClipper(OnlyLoss(), gg.FlatNormClipper(1e9), mode="exact")
+    for number, size in enumerate((4, 5, 4, 1, 5)):
+        batch = Batch([5] * size, number)
+        clipper.module.zero_grad()
+        clipper.module(batch.x, batch.target).backward()
+        clipper.clip_and_accumulate()
+        found = {name.removeprefix("inner."): rows for name, rows in clipper.per_sample_gradients().items()}
+        clipper.pre_step()
+        assert_exact(found, lambda out, batch: F.mse_loss(out, batch.target), batch)
+
+
+def test_gradients_asked_for_before_clipping_are_of_what_is_trained_now():
+    clipper = exact()
+    bias = clipper.module[2].bias
+    for trained in (True, False, True):
+        bias.requires_grad_(trained)
+        clipper.module.zero_grad()
+        squares(clipper.module(Batch([5, 5]).x), Batch([5, 5])).mean().backward()
+        assert ("2.bias" in clipper.per_sample_gradients()) is trained
+        clipper.clip_and_accumulate()
+        clipper.pre_step()
 
 
 @pytest.mark.parametrize("factor", [0.1, 1e-3, 2.0])

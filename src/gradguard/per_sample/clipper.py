@@ -381,6 +381,8 @@ class PerSampleGradientClipper:
         if self._gradients is None or self._tracker.collector.mini_batch is not None:
             mini_batch = self._tracker.collector.completed()
             self._verify(mini_batch)
+            if self._accumulation.batch_size is None:
+                self._prepare()
             self._keep(mini_batch)
         assert self._gradients is not None
         return self._gradients

@@ -272,8 +272,9 @@ def compare(
                 call.pattern.precision = precision
             pair = _Pair(tracker, call, list(samples), reduction, precision, reset, scaled, alone)
             found = pair.compare()
+            unowned = pair.unowned() if note or found is None else {}
             if note:
-                call.pattern.unowned |= pair.unowned()
+                call.pattern.unowned |= unowned
             if found is None and pair.owned_numbers:
                 return Comparison(0.0, "", 0.0)
             return found

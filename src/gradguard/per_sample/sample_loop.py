@@ -9,6 +9,7 @@ in the batch, and must give what it gave there.
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -170,7 +171,7 @@ class SampleLoop:
             with ExitStack() as drawing:
                 if call.draws is not None:
                     drawing.enter_context(call.draws.of_samples([sample], call.batch_size, last))
-                outputs = Skeleton(call.module(*args, **kwargs)).tensors
+                outputs = self._outputs(args, kwargs)
             if len(outputs) != len(call.outputs):
                 raise UnsupportedGradientError(_differs(call, "it returns other tensors"))
             roots, grads = [], []
@@ -193,6 +194,22 @@ class SampleLoop:
                 with call.draws.again() if call.draws is not None else nullcontext():
                     torch.autograd.backward(roots, grads)
         return {name: _zeros(v) if v.grad is None else _dense(v) for name, v in values.items()}
+
+    def _outputs(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
+        """Run the module; what it cannot do with one sample is a difference.
+
+        Returns:
+            The tensors in what it returns.
+
+        Raises:
+            UnsupportedGradientError: If it fails, but for want of memory.
+        """
+        try:
+            return Skeleton(self.call.module(*args, **kwargs)).tensors
+        except Exception as error:
+            if isinstance(error, UnsupportedGradientError | torch.OutOfMemoryError):
+                raise
+            raise UnsupportedGradientError(_differs(self.call, f"it fails ({error})")) from error
 
     def _check_numbers(self, numbers: list[float]) -> None:
         """Check that each number which the batch returned, and that has a gradient, is the mean (or sum) of samples."""

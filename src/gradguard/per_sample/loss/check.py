@@ -46,11 +46,13 @@ class _Known:
         numbers: The scalars in it.
         parts: What was found.
         label_owners: The samples of each operation's labels, where it takes their mean; else None.
+        complete: Whether no label was missing.
     """
 
     numbers: tuple[float, ...]
     parts: LossParts
     label_owners: list[Tensor | None]
+    complete: bool
 
 
 class LossCheck:
@@ -81,6 +83,7 @@ class LossCheck:
         self._strict = False
         self.factors: Tensor | None = None
         self.labels_agree: Tensor | None = None
+        self._complete = True
         self._unread: tuple[Tensor, Event | None] | None = None
         self._parts: LossParts | None = None
         self._conclusive = True
@@ -166,7 +169,7 @@ class LossCheck:
                 self._known.clear()
             owners = [parts.label_owners.get(node) for node in make.labelled]
             parts = replace(parts, label_owners={}, learned=Experience())  # nodes would keep the graph alive
-            self._known[make.structure] = _Known(make.numbers, parts, owners)
+            self._known[make.structure] = _Known(make.numbers, parts, owners, self._complete)
         return conclusive
 
     def refuse_divided(self, mini_batches: int, known: float) -> None:
@@ -200,6 +203,7 @@ class LossCheck:
             self._parts = known.parts
             self.stop()
             return
+        self._complete = all(bool(has_label(node).all()) for node in make.labelled)
         outputs = of_several(calls)
         if self._too_many:
             most = _MOST_CALLS if self._verifying else _MOST_KNOWN_CALLS
@@ -233,7 +237,7 @@ class LossCheck:
             if owner is not None and not is_read_at_once(there) and self._reduction != "token_mean":
                 counts = by_sample(owner, there.double(), self._calls[0].batch_size)
                 agreeing.append(((counts == counts[0]) & (counts > 0)).all())
-            elif not bool(there.all()):
+            elif not known.complete or not bool(there.all()):
                 return False
         self.labels_agree = torch.stack(agreeing).all() if agreeing else None
         return True

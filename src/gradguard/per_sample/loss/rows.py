@@ -77,6 +77,7 @@ class Term:
         constants: The constants, from the root down.
         mean: The mean that reduces the batch, and how many of each sample's values it takes of this term [B].
         rows: The number of all rows of each sample [B], with those that do not count.
+        inner: How many values rows have, if they are along the first dimension, the first two, and so on.
         length: How many values of each sample means and the batch's mean take, those that do not count included.
         holes: Whether some of these do not count.
     """
@@ -92,6 +93,7 @@ class Term:
     mean: tuple[Node, Tensor] | None = None
     length: float = 1.0
     holes: bool = False
+    inner: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -167,7 +169,7 @@ def term_of(path: Path, owner: Owner, batch_size: int, scale: float) -> Term:
         raise Unreadable(f"values of shape {list(shape)} may belong to {batch_size} samples in several ways")
     sums, rows = by_sample(samples, weights, batch_size), by_sample(samples, torch.ones_like(weights), batch_size)
     share, levels, mean, size, length, holes = None, [], None, shape.numel(), 1.0, False
-    if fused and int((sums > 0).sum()) == 1 and batch_size > 1:  # a mean or a sum within one sample
+    if fused and int((rows > 0).sum()) == 1 and batch_size > 1:  # a mean or a sum within one sample
         sums, size, even, inner = (sums > 0).to(sums), 1, True, 1.0
         rows = sums
     elif fused == 1:  # a mean of rows: of all of them, or of those with a label
@@ -193,8 +195,9 @@ def term_of(path: Path, owner: Owner, batch_size: int, scale: float) -> Term:
     inner = inner if share is None else 1.0
     if not even:
         levels = [Level(by_sample(samples, (weights > 0).double(), batch_size), rows, size), *levels]
+    sizes = tuple([math.prod(shape[dim:]) for dim in range(1, len(shape))])
     weights, size, rows = sums * inner, size * inner, rows * inner
-    return Term(weights, size, even, name in LABELLED, share, levels, constants, rows, mean, length, holes)
+    return Term(weights, size, even, name in LABELLED, share, levels, constants, rows, mean, length, holes, sizes)
 
 
 def _refuse_normalized(weights: Tensor, nonzero: Tensor) -> None:

@@ -59,6 +59,7 @@ class Experience:
         constants: Numbers by which losses were multiplied that were no number of samples or rows there.
         sizes: Sizes of constants that were not the number of samples there.
         divisors: What sums were divided by: ``"samples"``, ``"rows"``.
+        by_samples: Numbers by which sums were multiplied that were 1 over the number of samples.
         sum_divisors: Numbers by which sums over samples were divided that are to stay sums.
         either: Numbers by which means were multiplied that were a number of samples or rows there, or constants: the
             next that is another tells that it was no constant.
@@ -72,6 +73,7 @@ class Experience:
     constants: set[float] = field(default_factory=set)
     sizes: set[int] = field(default_factory=set)
     divisors: set[str] = field(default_factory=set)
+    by_samples: set[float] = field(default_factory=set)
     sum_divisors: set[float] = field(default_factory=set)
     either: set[float] = field(default_factory=set)
     strict: bool = False
@@ -84,6 +86,7 @@ class Experience:
         self.constants |= other.constants
         self.sizes |= other.sizes
         self.divisors |= other.divisors
+        self.by_samples |= other.by_samples
         self.sum_divisors |= other.sum_divisors
         self.either |= other.either
         self.counts = (self.counts or set()) | (other.counts or set())
@@ -524,6 +527,12 @@ def _match(
                     learned.divisors.add("rows")
                 return share, constant
         sizes = [] if term.labels else [(term.rows, term.size), *[(level.rows, level.size) for level in term.levels]]
+        if not of_samples and abs(constant.value) in experience.by_samples:
+            raise _Ambiguous(
+                f"a sum over {batch_size} samples was multiplied by {constant.value:.6g}, which was 1 over the number "
+                "of samples before. Divide by the number of samples, len(loss)"
+            )
+        of_samples = of_samples and abs(constant.value) not in experience.constants
         whole = next((rows for rows, n in sizes if math.isclose(number, n, rel_tol=constant.precision)), None)
         if whole is not None or of_samples:
             is_constant = reduction == "sum" and not constant.divides and math.isclose(number, 2, rel_tol=1e-6)
@@ -533,9 +542,20 @@ def _match(
                 continue
             if whole is not None and not of_samples:
                 return whole / whole.sum(), constant
+            if experience.strict and whole is None and not constant.divides and batch_size > 1:
+                raise _Ambiguous(
+                    f"a sum over {batch_size} samples was multiplied by {constant.value:.6g}, which is 1 over their "
+                    "number or a constant. Divide by the number of samples, len(loss)"
+                )
             if whole is None:
                 learned.divisors.add("samples")
+            if constant.value != 1:
+                learned.by_samples.add(abs(constant.value))
             return each, constant
+        total = float(term.weights.sum())
+        whole_rows = any(math.isclose(number * n, total, rel_tol=constant.precision) for n in term.inner if n > 1)
+        if reduction == "token_mean" and whole_rows:
+            return term.weights / total, constant  # rows of several values
         learned.constants.add(abs(constant.value))
     return None
 
