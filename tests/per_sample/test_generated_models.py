@@ -22,6 +22,7 @@ WITNESSED = {
 OF_DATA = {"gate of all", "capacity", "random permutation", "small gradients cut"}
 KNOWN = {
     16: "a permutation of the batch: IndexError from the run of one sample",
+    29: "a permutation of the batch: IndexError from the run of one sample",
     125: "a permutation of the batch: IndexError from the run of one sample",
     144: "a batch norm of one sample: ValueError from the run of one sample",
 }
