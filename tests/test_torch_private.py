@@ -380,6 +380,38 @@ def test_the_tables_of_hooks_are_told_by_name():
     assert not {"state", "param_groups", "defaults"} & set(tables)
 
 
+def test_layer_slots():
+    layer = torch.nn.Linear(1, 1)
+    module = torch.nn.Sequential(layer)
+    slots = torch_private.layer_slots(module)
+    assert slots == {"0": layer}
+    module.append(torch.nn.ReLU())
+    assert list(slots) == ["0", "1"], "the dict that it reads"
+
+
+def test_hook_tables_of():
+    module = torch.nn.Linear(1, 1)
+    tables = torch_private.hook_tables_of(module)
+    hooks = [print, repr, str, len]
+    module.register_forward_pre_hook(hooks[0])
+    module.register_forward_hook(hooks[1])
+    module.register_full_backward_pre_hook(hooks[2])
+    module.register_full_backward_hook(hooks[3])
+    assert [list(table.values()) for table in tables] == [[hook] for hook in hooks]
+
+
+def test_global_hook_tables():
+    handles = [
+        torch.nn.modules.module.register_module_forward_pre_hook(print),
+        torch.nn.modules.module.register_module_forward_hook(repr),
+    ]
+    held = [list(table.values()) for table in torch_private.global_hook_tables()]
+    for handle in handles:
+        handle.remove()
+    assert print in held[0]
+    assert repr in held[1]
+
+
 @pytest.mark.parametrize("slots", [torch_private.parameter_slots, torch_private.buffer_slots])
 def test_slots(slots):
     module = nn.BatchNorm1d(2)
@@ -856,6 +888,7 @@ OTHERS = {
     "monitoring/show/report/summary.py": {"_confidence"},  # the end of a key
     "monitoring/record/lines.py": {"_shapes"},  # its own
     "check/named_call.py": {"_fields"},  # of namedtuples, documented
+    "resilience/plain_values.py": {"_fields"},  # likewise
     "backward_clip/calibration.py": {"_scale"},  # Calibration's own
     "integrations/keras.py": {
         "_accumulated_gradients", "_backend_apply_gradients", "_clip_gradients", "_iterations",

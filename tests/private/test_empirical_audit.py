@@ -57,15 +57,15 @@ def epsilon_at_least(present, absent):
 
 def half_the_noise(private):
     add = private.noise.add_
-    private.noise.add_ = lambda sums, deviation: add(sums, deviation / 2)
+    private.noise.add_ = lambda sums, deviation, **options: add(sums, deviation / 2, **options)
 
 
 def a_share_too_many(private):
     add = private.noise.add_
 
-    def twice(sums, deviation):
+    def twice(sums, deviation, **options):
         torch._foreach_mul_(sums, 2.0)
-        add(sums, deviation)
+        add(sums, deviation, **options)
 
     private.noise.add_ = twice
 

@@ -16,6 +16,7 @@ sample in the random numbers cannot be told, and for sharded models, whose every
 import math
 import random
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -85,11 +86,16 @@ class Witness:
         if self._unsubscribe is not None:
             return
 
+        witness, gathered = weakref.ref(self), weakref.ref(collector)  # a clipper that is dropped hears of nothing
+
         def begins(roots: Sequence[Any]) -> None:
-            if current_graph_task() == -1 and not taps_are_silent():
-                self._beside = bool(self._beside) or reaches_inside(roots, collector)
+            own, into = witness(), gathered()
+            if own is not None and into is not None and current_graph_task() == -1 and not taps_are_silent():
+                own._beside = bool(own._beside) or reaches_inside(roots, into)
 
         self._unsubscribe = call_before_backwards(begins)
+        if self._unsubscribe is not None:
+            weakref.finalize(self, self._unsubscribe)
 
     def forget(self) -> None:
         """Nothing is recorded any more."""
