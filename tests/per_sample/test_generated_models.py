@@ -20,12 +20,7 @@ WITNESSED = {
     "gradients are on", "float32", "more than 3 samples", "5 samples", "more than 6 samples",
 }  # fmt: skip
 OF_DATA = {"gate of all", "capacity", "random permutation", "small gradients cut"}
-KNOWN = {
-    16: "a permutation of the batch: IndexError from the run of one sample",
-    29: "a permutation of the batch: IndexError from the run of one sample",
-    125: "a permutation of the batch: IndexError from the run of one sample",
-    144: "a batch norm of one sample: ValueError from the run of one sample",
-}
+KNOWN: dict[int, str] = {}
 
 
 @pytest.mark.slow
