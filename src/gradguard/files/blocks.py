@@ -25,7 +25,7 @@ Buffer = bytes | bytearray | memoryview
 
 
 class Block(NamedTuple):
-    """What a file says of one block of bytes.
+    """The description of one block of bytes in a file.
 
     Attributes:
         dtype: ``"U8"`` or ``"F64"``, in little-endian order.

@@ -1,4 +1,4 @@
-"""Write a file, or a directory of files, in one piece: whoever reads sees the old one, the new one, or none."""
+"""Write a file, or a directory of files, in one piece: a reader sees the old one, the new one, or none."""
 
 import errno
 import os

@@ -129,7 +129,7 @@ def read(path: str | os.PathLike[str]) -> SavedGradients:
 
 
 def _saved(about: dict[str, Any], blocks: dict[str, Runs]) -> SavedGradients:
-    """The same from what a file says; a ValueError where that cannot be."""
+    """Return the object that a file describes; raise ValueError if the description is impossible."""
     parameters = tuple(SavedParameter(**_checked(p, _PARAMETER)) for p in _is(list, about.pop("parameters")))
     rows = {name.removeprefix(_ROWS): runs for name, runs in blocks.items() if name.startswith(_ROWS)}
     sketches = {name: runs for name, runs in blocks.items() if not name.startswith(_ROWS)}

@@ -43,7 +43,7 @@ def judge(name: str, error: float, own: float, whole: float, precision: float) -
 
 
 def _bars(precision: float) -> tuple[float, float]:
-    """What rounding may make of a parameter's gradient: shares of its own norm, and of the whole gradient's.
+    """Return the error that rounding may cause in a parameter's gradient: shares of its own and of the whole norm.
 
     Sums run in another order, through a network of some depth; rounding in the whole gradient also reaches parameters
     whose own gradient cancels to zero, such as the bias of a key.

@@ -76,7 +76,7 @@ def _checked_line(line: Any) -> tuple[dict[str, Any], int]:
 
 
 def _refuse_deep(values: Iterable[Any]) -> None:
-    """Refuse what no rule looks at, if whoever walks through it would go too deep."""
+    """Refuse a value that no rule checks if it is nested too deeply to be walked through."""
     if any(type(value) in (list, dict) and is_deep(value) for value in values):
         raise ValueError("nested too deeply")
 

@@ -81,7 +81,7 @@ wine with without wmt wnli word words work worker workers workspace world worst 
 xpu xs xxl y year yes yolo yolov yolox z zclip smoothed clean proj preds photo zero zeros zh
 """.split()
 )
-"""What is set in training: optimizers, data sets, models, devices, kinds of files."""
+"""Names of optimizers, data sets, models, devices and kinds of files: settings, and no secrets."""
 
 
 def is_harmless(value: str) -> bool:

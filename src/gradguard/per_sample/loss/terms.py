@@ -53,7 +53,7 @@ class _Ambiguous(Exception):  # noqa: N818
 
 @dataclass
 class Experience:
-    """What earlier losses have shown of numbers that may be the user's, or a number of samples or rows by chance.
+    """Evidence of earlier losses on ambiguous numbers: a constant of the user, or a number of samples or rows.
 
     Attributes:
         constants: Numbers by which losses were multiplied that were no number of samples or rows there.
@@ -382,7 +382,7 @@ def _nodes(path: Path) -> list[Node]:
 
 @dataclass(frozen=True)
 class _Judged:
-    """What is found of one term, what it is divided by besides, and the constant that makes a mean of a sum."""
+    """The verdict on one term, its other divisors, and the constant that turns its sum into a mean."""
 
     parts: LossParts
     divisors: dict[Node, float]
