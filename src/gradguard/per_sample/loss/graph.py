@@ -135,7 +135,7 @@ class Make(NamedTuple):
     """How a loss is computed, and the numbers that decide what each sample's share in it is.
 
     Attributes:
-        kind: The operations but those that choose a part, which choose nothing where it is all.
+        kind: The names of the operations, but of those that choose a part, which choose nothing where it is all.
         structure: A digest of their settings and shapes, too; None if data decide which samples an operation puts
             together.
         numbers: The scalars by which values are multiplied or divided.
@@ -191,7 +191,7 @@ def make_of(roots: Sequence[Root], ends: Container[tuple[Node, int]]) -> Make:
     ]
     begin = [(places.get(node, "output"), number) for node, number in starts]
     structure = None if by_data else hashlib.blake2b(repr((begin, told)).encode(), digest_size=16).digest()
-    kind = tuple(sorted([node.name() for node in places if operation(node) not in {"Slice", "Alias"}]))
+    kind = tuple(sorted({node.name() for node in places if operation(node) not in {"Slice", "Alias"}}))
     fills = any("CopySlices" in name or "Pad" in name for name in kind)
     return Make(
         kind, structure, tuple(numbers), tuple(labelled), bool(by_data) and not fills and by_data <= _CHOOSING_ROWS
