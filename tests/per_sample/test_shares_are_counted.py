@@ -450,6 +450,17 @@ def test_half_precision_outputs(name):
         torch.testing.assert_close(clipper.statistics.norms, torch.stack(norms), rtol=0.03, atol=0)
 
 
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_a_sum_may_leave_rows_out_in_a_later_batch_only(reduction):
+    def loss(out, batch):
+        return (squares(out, batch) * batch.mask).sum() / (len(out) if reduction == "mean" else 1)
+
+    clipper = exact(reduction)
+    for number, lengths in enumerate(([5, 5, 5, 5], [5, 2, 3, 1], [4, 4, 4], [5, 5, 5])):
+        batch = Batch(lengths, number)
+        assert_exact(step(clipper, loss, batch), loss, batch)
+
+
 def test_a_batch_without_a_row_adds_nothing():
     clipper = exact()
     for lengths in ([3, 1, 2], [0, 0, 0], [5, 0, 1]):

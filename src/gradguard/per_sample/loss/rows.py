@@ -80,6 +80,7 @@ class Term:
         inner: How many values rows have, if they are along the first dimension, the first two, and so on.
         length: How many values of each sample means and the batch's mean take, those that do not count included.
         holes: Whether some of these do not count.
+        weighted: Whether a tensor decides which rows count.
     """
 
     weights: Tensor
@@ -94,6 +95,7 @@ class Term:
     length: float = 1.0
     holes: bool = False
     inner: tuple[int, ...] = ()
+    weighted: bool = False
 
 
 @dataclass(frozen=True)
@@ -197,7 +199,9 @@ def term_of(path: Path, owner: Owner, batch_size: int, scale: float) -> Term:
         levels = [Level(by_sample(samples, (weights > 0).double(), batch_size), rows, size), *levels]
     sizes = tuple([math.prod(shape[dim:]) for dim in range(1, len(shape))])
     weights, size, rows = sums * inner, size * inner, rows * inner
-    return Term(weights, size, even, name in LABELLED, share, levels, constants, rows, mean, length, holes, sizes)
+    return Term(
+        weights, size, even, name in LABELLED, share, levels, constants, rows, mean, length, holes, sizes, path.weighted
+    )
 
 
 def _refuse_normalized(weights: Tensor, nonzero: Tensor) -> None:

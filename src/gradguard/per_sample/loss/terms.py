@@ -179,8 +179,9 @@ def loss_parts(
         if not torch.allclose(other, factors[0], rtol=_CLOSE, atol=0, equal_nan=True):
             return LossParts("wrong", _SEVERAL_SHARES, other)
     learned.lengths = {
-        (i, _length(term, one), outputs.values_of_each)
+        (i, length, outputs.values_of_each)
         for i, (term, one) in enumerate(zip(together, found, strict=True))
+        if (length := _length(term, one)) is not None
     }
     learned.holes = {i for i, term in enumerate(together) if _has_holes(term)}
     for i, length, returned in learned.lengths:
@@ -219,13 +220,17 @@ def loss_parts(
     )
 
 
-def _length(term: Term, judged: "_Judged") -> float:
-    """How many values of a sample count, with those that are padding."""
+def _length(term: Term, judged: "_Judged") -> float | None:
+    """Return how many values of a sample count, padding included; None for a sum that a mask leaves some out of."""
     divisor = 1.0 if judged.matched is None else abs(1 / judged.matched.value)
     sizes = [size for size in (term.size, *[level.size for level in term.levels]) if math.isclose(size, divisor)]
     if sizes:
         return term.length * sizes[0] / len(term.weights)
-    return term.length if term.share is not None or _has_holes(term) else term.length * float(term.rows.max())
+    if term.share is not None:
+        return term.length
+    if _has_holes(term) and (term.weighted or term.labels):
+        return None
+    return term.length * float((term.weights if term.even else term.rows).max())
 
 
 def _has_holes(term: Term) -> bool:
