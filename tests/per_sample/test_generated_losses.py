@@ -24,6 +24,16 @@ def test_a_loss_is_exact_or_refused(first):
     assert not [seed for seed in KNOWN if first <= seed < first + AT_ONCE and seed not in failed]
 
 
+@pytest.mark.parametrize("seed", [701328])
+def test_what_long_runs_found_wrong(seed):
+    assert trial(draw(seed)).kind in ("exact", "refused", "false refusal", "told later")
+
+
+@pytest.mark.parametrize("seed", [700175, 700208, 700276, 700347, 700503, 700678, 301367])
+def test_what_long_runs_found_wrong_over_all_rows(seed):
+    assert trial(draw(seed, ("token_mean",))).kind in ("exact", "refused", "false refusal")
+
+
 @pytest.mark.slow
 def test_right_losses_are_mostly_accepted():
     kinds = [trial(draw(seed)).kind for seed in range(CASES, CASES + 80)]

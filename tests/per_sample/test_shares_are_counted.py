@@ -352,7 +352,9 @@ def test_a_number_that_follows_the_number_of_samples_is_refused():
     clipper = exact()
     number = times(lambda out: float(len(out)))
     step(clipper, number, Batch([5] * 4))  # 4: a constant, for all that is known
-    with pytest.raises(UnsupportedGradientError, match=r"multiplied by 3, .*samples; it was 4 before"):
+    with pytest.raises(
+        UnsupportedGradientError, match="multiplied by 3, and was by 4 before, which was then taken for a constant"
+    ):
         step(clipper, number, Batch([5] * 3))
     clipper.discard()
     step(clipper, times(lambda out: 4.0), Batch([5] * 3))
@@ -549,7 +551,7 @@ def test_a_divisor_that_is_once_the_number_of_samples_is_no_mean_in_another_batc
     for reduction in ("mean", "token_mean"):
         clipper = exact(reduction)
         step(clipper, lambda out, batch: squares(out, batch).sum() / 4, Batch([5] * 4))
-        with pytest.raises(UnsupportedGradientError, match=r"by 0.25, which was 1 over the number of samples"):
+        with pytest.raises(UnsupportedGradientError, match=r"by 0.25, .*taken for the number of samples"):
             step(clipper, lambda out, batch: squares(out, batch).sum() / 4, Batch([5] * 2))
 
 
@@ -619,7 +621,7 @@ def test_a_factor_that_is_once_one_over_the_number_of_samples_is_no_mean_in_anot
 
     clipper = exact()
     step(clipper, loss, Batch([5, 5]))
-    with pytest.raises(UnsupportedGradientError, match="which was 1 over the number of samples before"):
+    with pytest.raises(UnsupportedGradientError, match="taken for the number of samples"):
         step(clipper, loss, Batch([5]))
     private = exact()
     private.refuse_ambiguous_losses()

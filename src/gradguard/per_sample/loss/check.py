@@ -11,9 +11,10 @@ from torch import Tensor
 from gradguard.errors import InvalidValueError, UnsupportedGradientError
 from gradguard.per_sample.layers.call import BatchAxis
 from gradguard.per_sample.loss.graph import BackwardRoots, Make, Root, make_of
+from gradguard.per_sample.loss.readings import Experience
 from gradguard.per_sample.loss.rows import by_sample, has_label
 from gradguard.per_sample.loss.separation import Outputs, of_several
-from gradguard.per_sample.loss.terms import NO_PART, Experience, LossParts, explain, loss_parts
+from gradguard.per_sample.loss.terms import NO_PART, LossParts, explain, loss_parts
 from gradguard.tensors.host_copy import Event, copy_to_host
 
 _NOT_SEEN = (

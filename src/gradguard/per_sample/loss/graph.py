@@ -135,7 +135,7 @@ class Make(NamedTuple):
     """How a loss is computed, and the numbers that decide what each sample's share in it is.
 
     Attributes:
-        kind: The names of the operations, but of those that choose a part, which choose nothing where it is all.
+        kind: The names of the operations, but of those that are there in some batches only, as where a part is all.
         structure: A digest of their settings and shapes, too; None if data decide which samples an operation puts
             together.
         numbers: The scalars by which values are multiplied or divided.
@@ -191,7 +191,7 @@ def make_of(roots: Sequence[Root], ends: Container[tuple[Node, int]]) -> Make:
     ]
     begin = [(places.get(node, "output"), number) for node, number in starts]
     structure = None if by_data else hashlib.blake2b(repr((begin, told)).encode(), digest_size=16).digest()
-    kind = tuple(sorted({node.name() for node in places if operation(node) not in {"Slice", "Alias"}}))
+    kind = tuple(sorted({node.name() for node in places if operation(node) not in _NOT_TELLING}))
     fills = any("CopySlices" in name or "Pad" in name for name in kind)
     return Make(
         kind, structure, tuple(numbers), tuple(labelled), bool(by_data) and not fills and by_data <= _CHOOSING_ROWS
@@ -212,6 +212,9 @@ def _scalars(node: Node) -> list[float]:
         return [math.nan]  # equal to no number, so that the loss is read again
     return [] if constant is None else [constant.value]
 
+
+_NOT_TELLING = operations("Slice Alias Clone View UnsafeView ReshapeAlias")
+"""Operations that come and go with the sizes of a batch."""
 
 _BY_INDEX = operations(
     "IndexSelect Gather IndexAdd IndexCopy IndexFill Scatter ScatterAdd ScatterReduce IndexReduce TakeAlongDim"
@@ -234,7 +237,7 @@ def _is_by_data(node: Node) -> bool:
     shape, dim = shape_of(node), saved_constant(node, "dim")
     if not isinstance(dim, int) or len(shape) < 2:
         return True
-    return (dim - (1 << 64) if dim >= 1 << 63 else dim) % len(shape) != len(shape) - 1
+    return signed(dim) % len(shape) != len(shape) - 1
 
 
 def _settings(node: Node) -> list[Any]:
@@ -282,6 +285,11 @@ def saved(node: Node, name: str) -> Any:
         return saved_value(node, name)
     except (AttributeError, RuntimeError) as error:
         raise Unreadable(f"what {node.name()} saved cannot be read ({str(error).split('.')[0]})") from error
+
+
+def signed(dim: int) -> int:
+    """Return the dimension that a node saved: it keeps those that are counted from the end as unsigned numbers."""
+    return dim - (1 << 64) if dim >= 1 << 63 else dim
 
 
 def shape_of(node: Node, number: int = 0) -> torch.Size:

@@ -25,6 +25,7 @@ from gradguard.per_sample.loss.graph import (
     pull,
     saved,
     shape_of,
+    signed,
 )
 from gradguard.per_sample.loss.separation import Outputs
 from gradguard.torch_private import input_metadata_of, saved_constant
@@ -79,8 +80,10 @@ class Term:
         rows: The number of all rows of each sample [B], with those that do not count.
         inner: How many values rows have, if they are along the first dimension, the first two, and so on.
         length: How many values of each sample means and the batch's mean take, those that do not count included.
+        summed: How many such rows a sum over the batch adds up for the sample that has the most.
         holes: Whether some of these do not count.
         weighted: Whether a tensor decides which rows count.
+        mean_of_one: Whether it is a mean over the rows of one sample, the only one of several that has any.
     """
 
     weights: Tensor
@@ -93,9 +96,11 @@ class Term:
     rows: Tensor
     mean: tuple[Node, Tensor] | None = None
     length: float = 1.0
+    summed: float = 1.0
     holes: bool = False
     inner: tuple[int, ...] = ()
     weighted: bool = False
+    mean_of_one: bool = False
 
 
 @dataclass(frozen=True)
@@ -187,6 +192,8 @@ def term_of(path: Path, owner: Owner, batch_size: int, scale: float) -> Term:
         share = None if mean is None else mean[1] / mean[1].sum()
     if share is not None and not even:
         _refuse_normalized(weights, nonzero)
+    masked = path.weighted or name in LABELLED
+    summed = float((sums if even and not masked else rows).max()) if share is None else 1.0
     constants = _without(scale, path.constants)
     equal = sums[sums > 0] * inner
     if share is None and len(equal) and not even and torch.allclose(equal, equal[:1].expand_as(equal)):
@@ -199,8 +206,24 @@ def term_of(path: Path, owner: Owner, batch_size: int, scale: float) -> Term:
         levels = [Level(by_sample(samples, (weights > 0).double(), batch_size), rows, size), *levels]
     sizes = tuple([math.prod(shape[dim:]) for dim in range(1, len(shape))])
     weights, size, rows = sums * inner, size * inner, rows * inner
+    reduced = fused == 1 or any(operation(step.node) in MEANS for step in path.steps)
+    mean_of_one = batch_size > 1 and share is None and reduced and int((weights > 0).sum()) == 1
     return Term(
-        weights, size, even, name in LABELLED, share, levels, constants, rows, mean, length, holes, sizes, path.weighted
+        weights,
+        size,
+        even,
+        name in LABELLED,
+        share,
+        levels,
+        constants,
+        rows,
+        mean,
+        length,
+        summed,
+        holes,
+        sizes,
+        path.weighted,
+        mean_of_one,
     )
 
 
@@ -312,7 +335,7 @@ def _verified(
     for samples in candidates:
         found = [outputs.are_separate(*value, _as_values(samples, name, shape, shape_of(*value))) for value in values]
         if all(one is None for one in found):  # within the module, which was looked at by itself
-            return samples, len(candidates) == 1
+            return samples, len(candidates) == 1 and _in_order(values, outputs, depends)
         if False not in found:
             return samples, True
     for samples in _turned(candidates, shape, outputs.batch_size):
@@ -336,6 +359,37 @@ def _verified(
         "samples each: what a sample adds to the gradient depends on the others. Leave that term out, or compute it "
         "for each sample and average"
     )
+
+
+_IN_ORDER = (
+    ELEMENTWISE
+    | _WITH_REDUCTION
+    | operations(
+        "View UnsafeView ReshapeAlias Squeeze Unsqueeze Slice LogSoftmax Softmax Pow Exp Log Abs Relu Gelu Silu "
+        "Sigmoid Tanh Softplus Square Sqrt Sum Mean Logsumexp Max Amax Gather Mm Addmm Bmm"
+    )
+)
+"""Operations that leave the samples in their order, where the values of each lie side by side."""
+
+
+def _in_order(values: list[tuple[Node, int]], outputs: Outputs, depends: Dependence) -> bool:
+    """Whether nothing from values to the layers of the module that they come from changes the order of the samples."""
+    if not outputs.batch_first:
+        return False
+    nodes = [one for node, _ in values for one in _behind(node, depends, ())]
+    taps = [tap for node in nodes for tap in parents(node) if tap[0].name() in TAPS]
+    in_front = all(shape_of(*tap)[:1] == (outputs.batch_size,) for tap in taps if shape_of(*tap))
+    return in_front and all(operation(node) in _IN_ORDER or _turns_rows_only(node) for node in nodes)
+
+
+def _turns_rows_only(node: Node) -> bool:
+    """Whether an operation exchanges dimensions, but not the first."""
+    if operation(node) == "Permute":
+        return saved(node, "dims")[0] == 0
+    if operation(node) != "Transpose":
+        return False
+    dims = len(_metadata(node).shape)
+    return all(signed(saved(node, name)) % dims for name in ("dim0", "dim1"))
 
 
 def _turned(candidates: list[Tensor], shape: torch.Size, batch_size: int) -> list[Tensor]:
@@ -610,5 +664,4 @@ def _dims(node: Node) -> list[int] | None:
     dims = saved_constant(node, "dim")
     if dims is None or isinstance(dims, float) or (isinstance(dims, Sequence) and not dims):
         return None
-    signed = [dim - (1 << 64) if dim >= 1 << 63 else dim for dim in (dims if isinstance(dims, Sequence) else [dims])]
-    return list(signed)
+    return [signed(dim) for dim in (dims if isinstance(dims, Sequence) else [dims])]

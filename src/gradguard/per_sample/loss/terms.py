@@ -14,7 +14,7 @@ import itertools
 import math
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import torch
@@ -24,7 +24,6 @@ from torch.autograd.graph import Node
 from gradguard.per_sample.loss.graph import (
     LABELLED,
     MEANS,
-    Constant,
     Dependence,
     Path,
     Root,
@@ -34,6 +33,15 @@ from gradguard.per_sample.loss.graph import (
     parents,
     paths,
     shape_of,
+)
+from gradguard.per_sample.loss.readings import (
+    Experience,
+    Reading,
+    Space,
+    may_be_counted,
+    narrowed,
+    readings,
+    same_shares,
 )
 from gradguard.per_sample.loss.rows import Coupled, Owner, Term, mean_of, owner_of, term_of
 from gradguard.per_sample.loss.separation import Outputs
@@ -48,50 +56,7 @@ _CLOSE = 1e-4
 
 
 class _Ambiguous(Exception):  # noqa: N818
-    """A constant may be the user's, or a number of samples."""
-
-
-@dataclass
-class Experience:
-    """Evidence of earlier losses on ambiguous numbers: a constant of the user, or a number of samples or rows.
-
-    Attributes:
-        constants: Numbers by which losses were multiplied that were no number of samples or rows there.
-        sizes: Sizes of constants that were not the number of samples there.
-        divisors: What sums were divided by: ``"samples"``, ``"rows"``.
-        by_samples: Numbers by which sums were multiplied that were 1 over the number of samples.
-        sum_divisors: Numbers by which sums over samples were divided that are to stay sums.
-        either: Numbers by which means were multiplied that were a number of samples or rows there, or constants: the
-            next that is another tells that it was no constant.
-        strict: Accept none of these.
-        counts: Numbers that may be computed from data, by which terms were multiplied.
-        lengths: For each term, how many values of a sample its means took, those that do not count included, and how
-            many values of each sample the module returned.
-        holes: The terms of which some of these did not count.
-    """
-
-    constants: set[float] = field(default_factory=set)
-    sizes: set[int] = field(default_factory=set)
-    divisors: set[str] = field(default_factory=set)
-    by_samples: set[float] = field(default_factory=set)
-    sum_divisors: set[float] = field(default_factory=set)
-    either: set[float] = field(default_factory=set)
-    strict: bool = False
-    counts: set[float] | None = None
-    lengths: set[tuple[int, float, float]] = field(default_factory=set)
-    holes: set[int] = field(default_factory=set)
-
-    def add(self, other: "Experience") -> None:
-        """Learn what another knows."""
-        self.constants |= other.constants
-        self.sizes |= other.sizes
-        self.divisors |= other.divisors
-        self.by_samples |= other.by_samples
-        self.sum_divisors |= other.sum_divisors
-        self.either |= other.either
-        self.counts = (self.counts or set()) | (other.counts or set())
-        self.lengths |= other.lengths
-        self.holes |= other.holes
+    """A number may be a constant of the user's, or a count of the batch."""
 
 
 @dataclass(frozen=True)
@@ -163,7 +128,17 @@ def loss_parts(
         if not together:
             return LossParts("unknown", NO_PART)
         totals = _totals(together)
-        found = [_judged(term, totals, reduction, experience, learned) for term in together]
+        found = [
+            _judged(
+                term,
+                (i, len(together), len(term.constants), term.share is None),
+                totals,
+                reduction,
+                experience,
+                learned,
+            )
+            for i, term in enumerate(together)
+        ]
     except Coupled as coupled:
         return LossParts("wrong", str(coupled))
     except _Ambiguous as ambiguous:
@@ -178,31 +153,19 @@ def loss_parts(
     for other in factors[1:]:
         if not torch.allclose(other, factors[0], rtol=_CLOSE, atol=0, equal_nan=True):
             return LossParts("wrong", _SEVERAL_SHARES, other)
-    learned.lengths = {
-        (i, length, outputs.values_of_each)
-        for i, (term, one) in enumerate(zip(together, found, strict=True))
-        if (length := _length(term, one)) is not None
-    }
-    learned.holes = {i for i, term in enumerate(together) if _has_holes(term)}
-    for i, length, returned in learned.lengths:
-        others = {(n, size) for k, n, size in experience.lengths if k == i and n != length}
-        cut = any(size == returned for _, size in others)
-        if (
-            others
-            and reduction != "token_mean"
-            and not chosen
-            and (cut or experience.strict or i in experience.holes | learned.holes)
-        ):
+    for i, (term, judged) in enumerate(zip(together, found, strict=True)):
+        length = _length(term, judged)
+        if length is None:
+            continue
+        masked = judged.counted is None and _is_masked_sum(term)
+        learned.lengths.add((i, length, outputs.values_of_each))
+        if term.holes or (_has_holes(term) and not masked):
+            learned.holes.add(i)
+        sizes = {size for k, n, size in experience.lengths if k == i and n != length}
+        by_padding = not masked and (experience.strict or i in experience.holes | learned.holes)
+        may_count = reduction != "token_mean" and not chosen
+        if sizes and may_count and (outputs.values_of_each in sizes or by_padding):
             return LossParts("unknown", _PADDED)
-    learned.counts = {
-        constant.value
-        for term, one in zip(together, found, strict=True)
-        for constant in term.constants
-        if constant.may_be_data and constant is not one.matched
-    }
-    known_counts = experience.counts or ({1.0} if experience.counts is not None else learned.counts)
-    if not learned.counts <= known_counts:  # the end of a schedule of floats is often a 1
-        return LossParts("unknown", _CHANGING)
     learned.sizes |= outputs.repeated - {outputs.batch_size}
     return LossParts(
         "right",
@@ -221,16 +184,19 @@ def loss_parts(
 
 
 def _length(term: Term, judged: "_Judged") -> float | None:
-    """Return how many values of a sample count, padding included; None for a sum that a mask leaves some out of."""
-    divisor = 1.0 if judged.matched is None else abs(1 / judged.matched.value)
-    sizes = [size for size in (term.size, *[level.size for level in term.levels]) if math.isclose(size, divisor)]
-    if sizes:
-        return term.length * sizes[0] / len(term.weights)
-    if term.share is not None:
-        return term.length
-    if _has_holes(term) and (term.weighted or term.labels):
+    """Return how many values of a sample count, padding included.
+
+    Returns:
+        It; None for a batch of one sample, which is padded by nobody, and where the rows that count were counted.
+    """
+    if len(term.weights) == 1 or judged.any_count:
         return None
-    return term.length * float((term.weights if term.even else term.rows).max())
+    return term.length * (term.summed if judged.counted is None else judged.counted)
+
+
+def _is_masked_sum(term: Term) -> bool:
+    """Whether a sum over the batch leaves out what a mask, or a missing label, marks."""
+    return term.share is None and _has_holes(term) and (term.weighted or term.labels)
 
 
 def _has_holes(term: Term) -> bool:
@@ -295,6 +261,11 @@ _CHANGING = (
 _PADDED = (
     "the mean counts padding, up to a length that changes from batch to batch, so that every sample's part depends on "
     "the longest. Average over each sample's own rows, (loss * mask).sum(1) / mask.sum(1), or pad to one length"
+)
+
+_EITHER = (
+    "a mean was multiplied by {:.6g}, a constant or 1 over the part of its rows that count. Divide by the number of "
+    "rows that count, or use a constant that does not depend on the batch"
 )
 
 _SEVERAL_SHARES = (
@@ -387,67 +358,180 @@ def _nodes(path: Path) -> list[Node]:
 
 @dataclass(frozen=True)
 class _Judged:
-    """The verdict on one term, its other divisors, and the constant that turns its sum into a mean."""
+    """The verdict on one term.
+
+    Attributes:
+        parts: The verdict.
+        divisors: The divisors of the term that are the user's own, by node.
+        counted: How many values of each sample the divisor counts that made a mean of a sum; None if it counts none.
+        any_count: Whether it may be a number of values or one of samples.
+    """
 
     parts: LossParts
     divisors: dict[Node, float]
-    matched: Constant | None = None
+    counted: float | None = None
+    any_count: bool = False
 
 
-def _judged(term: Term, totals: Totals, reduction: str, experience: Experience, learned: Experience) -> _Judged:
+def _judged(
+    term: Term,
+    place: tuple[int, int, int, bool],
+    totals: Totals,
+    reduction: str,
+    experience: Experience,
+    learned: Experience,
+) -> _Judged:
     """Compare one term with what it would be for each sample alone."""
     divisors = {c.node: abs(1 / c.value) for c in term.constants if c.divides}
     if not bool(term.rows.any()):  # of no sample at all, as where nothing was chosen
         return _Judged(LossParts("right"), divisors)
+    before = experience.spaces.get(place)
+    found = readings(term, totals, reduction == "token_mean")
+    left, by_data = narrowed(found, term, before)
+    by_data &= len(term.weights) > 1 or (*place[:3], False) not in experience.spaces
+    taken = [reading for reading in left if before is None or reading.key in before.taken]
+    reading = _likeliest(taken or left or found, term, reduction, before is None)
+    parts = _by(reading, term, reduction)
+    if reading.constant is not None and reading.constant.divides and parts.verdict != "unknown":
+        divisors[reading.constant.node] = 1.0
+    if before is not None and not taken and found:
+        return _Judged(LossParts("unknown", _contradicted(before, term)), divisors)
+    if parts.verdict != "right":
+        return _Judged(parts, divisors)
+    changing = by_data or _unseen(term, reading, before, experience)
+    reason = _CHANGING if changing else _doubt(reading, left, term, reduction, experience)
+    if reason:
+        return _Judged(LossParts("unknown", reason), divisors)
+    agreeing = [one for one in left if _agree(_by(one, term, reduction), parts)]
+    keys = frozenset(one.key for one in agreeing if before is None or one.key in before.taken)
+    learned.spaces[place] = Space(
+        frozenset(one.key for one in left), keys, tuple((c.value, may_be_counted(c)) for c in term.constants)
+    )
+    counted = {one.counted for one in agreeing if one.key in keys and one.what != "own"}
+    return _Judged(parts, divisors, reading.counted if len(counted) == 1 else None, len(counted) > 1)
+
+
+def _likeliest(left: Sequence[Reading], term: Term, reduction: str, is_first: bool) -> Reading:
+    """Return the reading, of several, by which a term is judged.
+
+    Raises:
+        _Ambiguous: If they give samples other shares.
+    """
+    own = next((reading for reading in left if reading.what == "own"), None)
     if term.share is not None:
-        return _judged_mean(term, term.share, reduction, experience, learned, divisors)
-    match = _match(term, totals, reduction, experience, learned)
-    if match is not None:
-        share, constant = match
-        if constant is not None and constant.divides:
-            divisors[constant.node] = 1.0
-        elif constant is not None and reduction == "sum" and not math.isclose(abs(1 / constant.value), len(share)):
-            reason = f"a sum over samples was multiplied by {constant.value:.3g}, a constant or 1 over the rows"
-            return _Judged(LossParts("unknown", reason), divisors)
-        return _Judged(_compared(term, share, reduction), divisors, constant)
-    return _Judged(_judged_sum(term, divisors, reduction, experience, learned), divisors)
+        means = [reading for reading in left if reading.what == "rows in the mean"]
+        if means:
+            of_own = [replace(own, share=term.share)] if own is not None else []
+            [counted] = {reading.constant for reading in means[:1]}
+            sure = counted is not None and (counted.divides or counted.may_be_data)
+            if not same_shares(means if sure else [*means, *of_own]):
+                raise _Ambiguous(_EITHER.format(means[0].constant and means[0].constant.value))
+            return means[0]
+        return left[0] if reduction == "sum" or own is None else own
+    counts = [reading for reading in left if reading.share is not None]
+    if is_first and len(term.weights) > 1:  # by 1 is not divided
+        counts = [one for one in counts if one.constant is None or abs(one.constant.value) != 1]
+    if not counts:
+        return own or left[0]
+    constant = counts[0].constant
+    half = constant is not None and not constant.divides and counts[0].what == "samples" and len(term.weights) == 2
+    if half and own is not None and reduction != "mean":
+        raise _Ambiguous("a sum over 2 samples was multiplied by 0.5, which may be a mean or a constant")
+    if reduction != "sum" and not same_shares(counts):
+        raise _Ambiguous(
+            f"a sum was divided by {len(term.weights)}, which is both the number of samples and that of the rows. "
+            "Begin with another batch, or divide within each sample first"
+        )
+    return counts[0]
 
 
-def _judged_mean(
-    term: Term, share: Tensor, reduction: str, experience: Experience, learned: Experience, divisors: dict[Node, float]
-) -> _Judged:
-    """Judge a term that a mean over the batch reduced, and constants multiplied."""
-    batch_size, constants = len(share), list(term.constants)
-    if math.isclose(abs(math.prod(c.value for c in constants)), 1, rel_tol=1e-6):
-        constants = []  # one undoes another, as a trainer's and its adapter's
-    weights = [(term.weights, term.size), *[(level.counts, level.size) for level in term.levels]]
-    counts = {float(each.sum()) for each, _ in weights}
-    if reduction == "sum":
-        factors = [abs(c.value) for c in constants]
-        if any(math.isclose(factor, count, rel_tol=1e-6) for count in (*counts, term.size) for factor in factors):
-            return _Judged(LossParts("right", factors=torch.ones_like(share)), divisors)
-        is_sum = any(math.isclose(factor, batch_size, rel_tol=1e-6) for factor in factors)
-        return _Judged(_compared(term, share, "mean" if is_sum else reduction), divisors)
-    for constant, (each, size) in itertools.product(constants, weights):  # as of (losses * mask).mean() / mask.mean()
-        means = (float(each.sum()) / size, float(each.sum()) / batch_size)
-        if constant.value != 1 and any(math.isclose(1 / constant.value, mean, rel_tol=1e-6) for mean in means):
-            return _Judged(_compared(term, each / each.sum(), reduction), divisors, constant)
-    for factor in {abs(constant.value) for constant in constants}:
-        sizes = [n for n in (batch_size, *counts, term.size) if any(math.isclose(f, n) for f in (factor, 1 / factor))]
-        if factor == 1 or not sizes or factor in experience.constants:
-            learned.constants.add(factor)
-        elif experience.strict or experience.either - {factor}:
-            before = "".join(f"; it was {number:.6g} before" for number in sorted(experience.either - {factor}))
-            reason = (
-                f"a mean was multiplied by {factor:.6g}, a constant or the number of "
-                f"{'samples' if batch_size in sizes else 'rows'}{before}. Use a constant that does not depend on the "
-                "batch, and another than the number of samples in the first one. (If it is the number of mini-batches, "
-                "leave the division away: the clipper averages over all samples by itself)"
+def _doubt(reading: Reading, left: Sequence[Reading], term: Term, reduction: str, experience: Experience) -> str:
+    """Return why a term that seems right cannot be accepted: its number may be another; "" if it can."""
+    batch_size = len(term.weights)
+    own = any(one.what == "own" for one in left)
+    if term.share is not None and reduction != "sum":
+        times = [
+            one.constant for one in left if one.what in {"times", "divided once more"} and one.constant is not None
+        ]
+        if times and (experience.strict or not own):
+            return _multiplied(abs(times[0].value), batch_size)
+    unsure = experience.strict and own and batch_size > 1
+    if unsure and reading.what == "samples" and reading.constant is not None and not reading.constant.divides:
+        return (
+            f"a sum over {batch_size} samples was multiplied by {reading.constant.value:.6g}, which is 1 over their "
+            "number or a constant. Divide by the number of samples, len(loss)"
+        )
+    guessed = reading.constant is not None and not reading.constant.divides
+    if experience.strict or guessed:
+        counts = {one.constant for one in left if one.constant is not None}
+        unknown = [c.value for c in term.constants if c.may_be_data and c not in counts and c.value != 1]
+        if unknown:
+            return (
+                f"a tensor, or a whole number, multiplies it, {unknown[0]:.6g}, which may be computed from the batch. "
+                "Multiply by a float that is a constant"
             )
-            return _Judged(LossParts("unknown", reason), divisors)
-        else:
-            learned.either.add(factor)
-    return _Judged(_compared(term, share, reduction), divisors)
+    return ""
+
+
+def _contradicted(before: Space, term: Term) -> str:
+    """Say that what a number was taken for is not what it is."""
+    was, now = (
+        ", ".join(f"{abs(value):.6g}" for value in numbers)
+        for numbers in ([value for value, _ in before.numbers], [c.value for c in term.constants])
+    )
+    return (
+        f"it is multiplied by {now}, and was by {was} before, which was then taken for {before.words()} and cannot be. "
+        "Divide by the number of samples, len(loss), or multiply by a constant that does not depend on the batch, and "
+        "is another than the number of samples in the first one"
+    )
+
+
+def _multiplied(factor: float, batch_size: int) -> str:
+    of = "samples" if math.isclose(factor, batch_size) or math.isclose(1 / factor, batch_size) else "rows"
+    return (
+        f"a mean was multiplied by {factor:.6g}, a constant or the number of {of}. Use a constant that does not depend "
+        "on the batch, and another than the number of samples in the first one. (If it is the number of mini-batches, "
+        "leave the division away: the clipper averages over all samples by itself)"
+    )
+
+
+def _unseen(term: Term, reading: Reading, before: Space | None, experience: Experience) -> bool:
+    """Tell whether numbers that may come from data multiply a term that was never seen with so many."""
+    alike = [space for (*_, is_sum), space in experience.spaces.items() if is_sum == (term.share is None)]
+    if before is not None or not alike:  # a mean over one sample is a sum
+        return False
+    known = {value for space in alike for value, _ in space.numbers} | {1.0}
+    return any(c.may_be_data and c is not reading.constant and c.value not in known for c in term.constants)
+
+
+def _agree(one: LossParts, other: LossParts) -> bool:
+    """Whether two verdicts give samples the same parts."""
+    if one.verdict != other.verdict or (one.factors is None) != (other.factors is None):
+        return False
+    if one.factors is None or other.factors is None:
+        return True
+    return torch.allclose(one.factors, other.factors, rtol=_CLOSE, atol=0, equal_nan=True)
+
+
+def _by(reading: Reading, term: Term, reduction: str) -> LossParts:
+    """Judge a term as one reading has it."""
+    ones = torch.ones_like(term.weights)
+    if term.share is None:
+        if reading.share is None:
+            return _judged_sum(term, reduction)
+        constant = reading.constant
+        of_samples = constant is None or math.isclose(abs(1 / constant.value), len(ones), rel_tol=constant.precision)
+        if constant is not None and not constant.divides and reduction == "sum" and not of_samples:
+            reason = f"a sum over samples was multiplied by {constant.value:.3g}, a constant or 1 over the rows"
+            return LossParts("unknown", reason)
+        return _compared(term, reading.share, reduction)
+    if reading.what in {"times", "divided once more"} and reading.constant is not None and reduction != "sum":
+        return LossParts("unknown", _multiplied(abs(reading.constant.value), len(ones)))
+    if reading.what == "times":
+        if reading.level >= 0:
+            return LossParts("right", factors=ones)
+        return _compared(term, term.share, "mean")
+    return _compared(term, term.share if reading.share is None else reading.share, reduction)
 
 
 def _compared(term: Term, share: Tensor, reduction: str) -> LossParts:
@@ -463,12 +547,10 @@ def _compared(term: Term, share: Tensor, reduction: str) -> LossParts:
     return LossParts("wrong", f"{reason}. {_ADVICE}", factors)
 
 
-def _judged_sum(
-    term: Term, divisors: dict[Node, float], reduction: str, experience: Experience, learned: Experience
-) -> LossParts:
+def _judged_sum(term: Term, reduction: str) -> LossParts:
     """Judge a term that a sum over the batch reduced, and that was not divided by any number of rows or samples."""
     batch_size, count = len(term.weights), float(term.weights.sum())
-    divisor = math.prod(divisors.values())
+    divisor = math.prod({c.node: abs(1 / c.value) for c in term.constants if c.divides}.values())
     rows = "labels" if term.labels else "rows"
     counted = float(divisor).is_integer() and divisor >= 2
     if counted and (reduction != "sum" or (_partly(term) and divisor >= count / 2)):
@@ -484,15 +566,6 @@ def _judged_sum(
         factors = factors.where(term.weights > 0, math.nan)
         return LossParts("wrong", f"{reason}{hint}. {_ADVICE}", factors)
     if reduction == "sum":
-        if counted and experience.sum_divisors and divisor not in experience.sum_divisors:
-            before = ", ".join(f"{number:.6g}" for number in sorted(experience.sum_divisors))
-            return LossParts(
-                "unknown",
-                f"a sum over samples was divided by {divisor:.6g}, and before by {before}: is it a number of rows? "
-                "Divide by a number that does not depend on the batch",
-            )
-        if counted:
-            learned.sum_divisors.add(divisor)
         return LossParts("right", factors=torch.ones_like(term.weights))
     if batch_size == 1:
         return LossParts("right", factors=torch.ones_like(term.weights))
@@ -503,66 +576,6 @@ def _judged_sum(
         return LossParts("unknown", f"a sum over samples was multiplied by {factor:.3g}, which may hold 1/{batch_size}")
     factors = torch.full_like(term.weights, batch_size)
     return LossParts("wrong", "it is a sum. Use loss_reduction='sum', or divide by the number of samples", factors)
-
-
-def _match(
-    term: Term, totals: Totals, reduction: str, experience: Experience, learned: Experience
-) -> tuple[Tensor, Constant | None] | None:
-    """Find the constant by which a sum was made a mean, and each sample's share of it."""
-    batch_size, count = len(term.weights), float(term.weights.sum())
-    each = torch.full_like(term.weights, 1 / batch_size)
-    if not term.even and math.isclose(count, 1, rel_tol=1e-5):  # weights that add up to 1
-        return term.weights / count, None
-    for constant in term.constants:
-        number = abs(1 / constant.value)
-        if reduction == "sum" and number in experience.sum_divisors:
-            continue
-        of_samples = math.isclose(number, batch_size, rel_tol=constant.precision)
-        for weights in (term.weights, totals[constant.node], *[level.counts for level in term.levels]):
-            if math.isclose(number, float(weights.sum()), rel_tol=constant.precision):
-                share = weights / weights.sum()
-                if of_samples and not torch.allclose(share, each):
-                    if experience.divisors != {"samples"}:
-                        raise _Ambiguous(
-                            f"a sum was divided by {batch_size}, which is both the number of samples and that of the "
-                            "rows. Begin with another batch, or divide within each sample first"
-                        )
-                    continue
-                if not of_samples:
-                    learned.divisors.add("rows")
-                return share, constant
-        sizes = [] if term.labels else [(term.rows, term.size), *[(level.rows, level.size) for level in term.levels]]
-        if not of_samples and abs(constant.value) in experience.by_samples:
-            raise _Ambiguous(
-                f"a sum over {batch_size} samples was multiplied by {constant.value:.6g}, which was 1 over the number "
-                "of samples before. Divide by the number of samples, len(loss)"
-            )
-        of_samples = of_samples and abs(constant.value) not in experience.constants
-        whole = next((rows for rows, n in sizes if math.isclose(number, n, rel_tol=constant.precision)), None)
-        if whole is not None or of_samples:
-            is_constant = reduction == "sum" and not constant.divides and math.isclose(number, 2, rel_tol=1e-6)
-            if is_constant and abs(constant.value) not in experience.constants:
-                raise _Ambiguous("a sum over 2 samples was multiplied by 0.5, which may be a mean or a constant")
-            if is_constant:
-                continue
-            if whole is not None and not of_samples:
-                return whole / whole.sum(), constant
-            if experience.strict and whole is None and not constant.divides and batch_size > 1:
-                raise _Ambiguous(
-                    f"a sum over {batch_size} samples was multiplied by {constant.value:.6g}, which is 1 over their "
-                    "number or a constant. Divide by the number of samples, len(loss)"
-                )
-            if whole is None:
-                learned.divisors.add("samples")
-            if constant.value != 1:
-                learned.by_samples.add(abs(constant.value))
-            return each, constant
-        total = float(term.weights.sum())
-        whole_rows = any(math.isclose(number * n, total, rel_tol=constant.precision) for n in term.inner if n > 1)
-        if reduction == "token_mean" and whole_rows:
-            return term.weights / total, constant  # rows of several values
-        learned.constants.add(abs(constant.value))
-    return None
 
 
 def _partly(term: Term) -> bool:
