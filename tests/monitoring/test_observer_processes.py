@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import gradguard as gg
-from forked_python import run_python
+from forked_python import run_python, run_pythons
 from gradguard.monitoring.observe import start_up, termination
 from gradguard.monitoring.observe import watch as process
 from gradguard.monitoring.record.file import read_record
@@ -306,9 +306,41 @@ def test_spawned_children_are_seen_by_the_command_too(command, tmp_path, main, o
     assert len(names) == 2 + len(own)
     assert sorted(len(read_record(tmp_path / "out" / name).steps) for name in names) == [*own, 3, 4]
     assert done.stderr.count("a process that it started has the record out/run.") == 2
-    assert ("this process made no optimizer step, others did" in done.stderr) is not bool(own)
+    first = next(name for name in names if name != "run.jsonl")
+    no_step = f"this process made no optimizer step, others did; draw one: gradguard report out/{first}"
+    assert (no_step in done.stderr) is not bool(own)
+    assert len({read_record(tmp_path / "out" / name).meta["root"] for name in names}) == 1
     assert ("report: out/run.html" in done.stdout) is bool(own)
     assert "--clip acts in this process alone: the processes that it started were watched, not clipped" in done.stderr
+
+
+AT_ONCE = """
+import os, time
+from pathlib import Path
+from train import train
+
+def both(pattern):
+    while sum(path.stat().st_size > 0 for path in Path(".").glob(pattern)) < 2:
+        time.sleep(0.02)
+
+Path(f"{os.getpid()}.began").write_text("before a record is there")
+both("*.began")
+train(3)
+both("out/*.jsonl")
+"""
+
+
+def test_two_runs_into_one_folder_tell_whose_records_are_there(tmp_path):
+    write(tmp_path, "pass")
+    tmp_path.joinpath("both.py").write_text(AT_ONCE)
+    command = ("-m", "gradguard", "run", "--no-report", "--out", "out", "both.py")
+    both = run_pythons([command, command], cwd=tmp_path, env=[{}, {}], timeout=120)
+    assert [done.returncode for done in both] == [0, 0]
+    pids = {name: read_record(tmp_path / "out" / name).meta["pid"] for name in records(tmp_path / "out")}
+    said = sorted(line for done in both for line in done.stderr.splitlines() if " has the record " in line)
+    told = sorted(f"gradguard: another run, process {pid}, has the record out/{name}" for name, pid in pids.items())
+    assert said == told
+    assert len(told) == 2
 
 
 def test_workers_of_a_data_loader_and_a_compiled_model(command, tmp_path):

@@ -192,6 +192,7 @@ def _observe(
     from gradguard.monitoring.observe.watch import (
         children_watched,
         identity,
+        process_of,
         record_of_fork,
         records_beside,
         remove_replaced,
@@ -242,24 +243,30 @@ def _observe(
             if observer.path is None and replaced and identity(record) != replaced:
                 before.discard(record)  # a process of rank 0 has replaced it
             new = [path for path in records_beside(record) if path not in before]
-            shown_record = observer.path or (record if record in new else None)  # a process of rank 0 has written it
-            others = [path for path in new if path != shown_record]
+            writers = {path: process_of(path) for path in new if path != observer.path}
+            mine = [path for path, (_, root) in writers.items() if root == process]
+            shown_record = observer.path or (record if record in mine else None)  # a process of rank 0 has written it
+            others = [path for path in mine if path != shown_record]
             if shown_record is None:
-                on_stderr(_no_step(code, observer.clip_calls, bool(others)))
+                on_stderr(_no_step(code, observer.clip_calls, _short(others[0], here) if others else ""))
             elif not options.no_report:
                 _show(shown_record, here, signals)
-            if rule is not None and [path for path in new if path != observer.path]:
+            if rule is not None and mine:
                 on_stderr("--clip acts in this process alone: the processes that it started were watched, not clipped.")
             for path in others:
                 on_stderr(f"a process that it started has the record {_short(path, here)}")
+            for path, (number, root) in writers.items():
+                if root != process:
+                    whose = "another process" if number is None else f"another run, process {number},"
+                    on_stderr(f"{whose} has the record {_short(path, here)}")
             if alert is not None and alert.failures:
                 on_stderr(alert.report())
     return code
 
 
-def _no_step(code: int, clip_calls: int, elsewhere: bool) -> str:
+def _no_step(code: int, clip_calls: int, elsewhere: str) -> str:
     if elsewhere:
-        return "this process made no optimizer step, others did; draw one: gradguard report RECORD."
+        return f"this process made no optimizer step, others did; draw one: gradguard report {elsewhere}"
     if code:
         return "it ended before its first optimizer step, so there is no record."
     seen = f"{clip_calls:,} clip calls were seen, but no optimizer step" if clip_calls else "no optimizer step was seen"

@@ -12,16 +12,17 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from gradguard.errors import InvalidTypeError, InvalidValueError, RecordError
+from gradguard.files.opening import open_regular
 from gradguard.monitoring.judge.health import Finding
-from gradguard.monitoring.observe.meta import program_facts, rank_and_world
+from gradguard.monitoring.observe.meta import OWNER, program_facts, rank_and_world
 from gradguard.monitoring.observe.observer import Observer, observe
 from gradguard.monitoring.observe.recorder import check_callable
 from gradguard.monitoring.observe.termination import before_signals
+from gradguard.monitoring.record.fields import LONGEST_LINE, parse_line
 from gradguard.monitoring.record.file import FILE_NAME, read_record
 
-# Those of `start_up`, which is no part of the package once that is installed.
 VARIABLE = "GRADGUARD"
-OWNER = "GRADGUARD_PROCESS"
+"""The environment variable that holds the path of the record, as `start_up` has it, which is installed beside us."""
 
 REPLACED = "GRADGUARD_REPLACED"
 """The environment variable that says which file `gradguard run --force` was asked to replace."""
@@ -247,6 +248,20 @@ def remove_replaced(path: Path, replaced: str) -> None:
 def records_beside(path: Path | None) -> list[Path]:
     """Return the record at ``path`` and those of the processes that a program started, as far as they are there."""
     return [] if path is None else sorted(path.parent.glob(f"{glob.escape(path.stem)}*{path.suffix}"))
+
+
+def process_of(path: Path) -> tuple[int | None, int | None]:
+    """Return the number of the process that writes a record, and of the first watched one of those it comes from.
+
+    Args:
+        path: A record; None stands for what it does not say, or not yet.
+    """
+    try:
+        with open_regular(path) as file:
+            meta, _ = parse_line(file.readline(LONGEST_LINE))
+    except (OSError, ValueError, RecursionError):
+        return None, None
+    return meta.get("pid"), meta.get("root")
 
 
 def stop_watching() -> None:
