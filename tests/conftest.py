@@ -96,7 +96,7 @@ LONG = {
     "monitoring/test_observer_processes.py::test_accelerate_s_own_clip_is_learnt",
     "monitoring/test_observer_processes.py::test_executors_that_a_script_leaves_open_do_not_keep_it",
     "monitoring/test_observer_processes.py::test_fsdp1_gives_the_norm_that_its_own_clip_tells",
-    "monitoring/test_observer_processes.py::test_sigterm_leaves_an_end_in_a_record_that_the_variable_asked_for",
+    "monitoring/test_observer_processes.py::test_a_signal_leaves_an_end_in_a_record_that_the_variable_asked_for",
     "monitoring/test_observer_processes.py::test_spawned_children_write_files_of_their_own",
     "monitoring/test_observer_processes.py::test_threads_that_train_at_once_have_each_their_own_clips",
     "monitoring/test_observer_processes.py::test_workers_of_a_data_loader_and_a_compiled_model",
@@ -116,7 +116,6 @@ LONG = {
     "monitoring/test_report_browser.py::test_names_are_told_apart_on_a_telephone",
     "monitoring/test_report_browser.py::test_a_link_to_a_part_goes_there",
     "monitoring/test_report_browser.py::test_the_sizes_of_elements_are_drawn_step_by_step",
-    "test_cli.py::test_ctrl_c_keeps_the_record",
     "test_gpu.py::test_error_clip_in_compiled_code",
     "test_docs.py::test_the_script_that_is_tuned_ends_as_the_page_says",
 }

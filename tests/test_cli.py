@@ -486,10 +486,10 @@ def test_secrets_of_the_command_line_are_recorded_only_where_that_is_asked_for(r
 @pytest.mark.parametrize(
     ("before", "code", "ended"),
     [
-        ("", 143, {"exit": 143, "interrupted": True}),
+        ("", -15, {"exit": 143, "interrupted": True}),
         ("signal.signal(signal.SIGTERM, lambda *_: sys.exit(7))", 7, {"exit": 7, "interrupted": False}),
         ("signal.signal(signal.SIGTERM, signal.SIG_IGN)", 0, {"exit": 0, "interrupted": False}),
-        ("threading.Thread(target=lambda: time.sleep(1)).start()", 143, {"exit": 143, "interrupted": True}),
+        ("threading.Thread(target=lambda: time.sleep(1)).start()", -15, {"exit": 143, "interrupted": True}),
     ],
 )
 def test_sigterm_ends_a_script_as_ctrl_c_does_unless_it_has_a_handler(tmp_path, before, code, ended):
@@ -528,26 +528,100 @@ INTERRUPTIBLE = """
 import signal, sys
 signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where the tests are a job in the background
 from gradguard.cli import main
-sys.exit(main(sys.argv[1:]))
+{meanwhile}
+main()
+"""
+HANGS = """
+import atexit, os, signal, time
+atexit.register(print, "the last word", flush=True)
+{training}
+try:
+    os.kill(os.getpid(), {numbers}[0])
+    time.sleep(600)
+finally:
+    for number in {numbers}[1:]:
+        os.kill(os.getpid(), number)
 """
 
 
+def interrupted(folder: Path, numbers: list[int], meanwhile: str = "") -> subprocess.CompletedProcess[str]:
+    """Run a script that gets signals while it hangs, and others while the page is drawn."""
+    folder.joinpath("train.py").write_text(HANGS.format(training=script(), numbers=[*map(int, numbers)]))
+    source = INTERRUPTIBLE.format(meanwhile=meanwhile)
+    done = run_python("-c", source, "run", "--out", "out", "train.py", cwd=folder, check=False)
+    record = read_record(folder / "out")
+    assert len(record.steps) == 6
+    assert {key: record.end[key] for key in ("exit", "interrupted")} == {"exit": 128 + numbers[0], "interrupted": True}
+    return done
+
+
 @pytest.mark.slow
-def test_ctrl_c_keeps_the_record(tmp_path):
-    source = "import torch, time\n" + script(
-        end="time.sleep(0.2) if step < 5 else print('waiting', flush=True) or time.sleep(600)"
+@pytest.mark.parametrize("numbers", [[signal.SIGINT], [signal.SIGTERM], [signal.SIGHUP], [signal.SIGHUP] * 2])
+def test_a_signal_keeps_record_and_page_and_then_ends_the_process(tmp_path, numbers):
+    done = interrupted(tmp_path, numbers)
+    assert done.returncode == -numbers[0], done.stderr
+    assert "report: out/run.html" in done.stdout
+    assert "the last word" in done.stdout  # Python ends in its own order
+    assert tmp_path.joinpath("out/run.html").exists()
+    shown = re.findall(r'File "(.*)", line', done.stderr)
+    if numbers[0] == signal.SIGINT:  # where it hung
+        assert shown == [str(tmp_path / "train.py")]
+        assert done.stderr.endswith("\nKeyboardInterrupt\n")
+    else:
+        assert shown == []
+
+
+MEANWHILE = """
+import os, jinja2
+from gradguard.monitoring.observe.recorder import Recorder
+from gradguard.monitoring.show.report import page
+def signalled(work):
+    def now(*arguments, **named):
+        os.kill(os.getpid(), {number})
+        return work(*arguments, **named)
+    return now
+{owner}.{name} = signalled({owner}.{name})
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    ("owner", "name"), [("jinja2.Template", "render"), ("page", "write_whole"), ("Recorder", "_end")]
+)
+def test_a_second_signal_leaves_the_record_whole_and_gives_the_page_up_in_one_line(tmp_path, number, owner, name):
+    meanwhile = MEANWHILE.format(number=int(number), owner=owner, name=name)
+    done = interrupted(tmp_path, [signal.SIGINT], meanwhile)
+    assert done.returncode == -signal.SIGINT, done.stderr
+    assert done.stderr.splitlines()[-1] == (
+        "gradguard: interrupted: the page is not drawn. Draw it: gradguard report out/run.jsonl"
     )
+    assert (done.stderr.count("Traceback"), done.stderr.count("  File ")) == (1, 1)  # that of the script
+    assert os.listdir(tmp_path / "out") == ["run.jsonl"]
+
+
+def test_a_signal_after_the_end_of_the_script_gives_up_the_page_and_ends_the_process(tmp_path):
+    tmp_path.joinpath("train.py").write_text(script())
+    meanwhile = MEANWHILE.format(number=int(signal.SIGINT), owner="jinja2.Template", name="render")
+    source = INTERRUPTIBLE.format(meanwhile=meanwhile)
+    done = run_python("-c", source, "run", "--out", "out", "train.py", cwd=tmp_path, check=False)
+    assert done.returncode == -signal.SIGINT, done.stderr
+    assert "Traceback" not in done.stderr
+    assert read_record(tmp_path / "out").end["exit"] == 0
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_a_loop_of_the_shell(tmp_path):
+    ctrl_c = "os.killpg(0, signal.SIGINT); time.sleep(60)"
+    source = f"import os, signal, time; print('begins', flush=True)\n{STEP}\n{ctrl_c}"
     tmp_path.joinpath("train.py").write_text(source)
-    command = [sys.executable, "-c", INTERRUPTIBLE, "run", "--out", "out", "train.py"]
-    with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        assert "waiting" in process.stdout.readline()
-        process.send_signal(signal.SIGINT)
-        rest = process.stdout.read()
-        assert process.wait() == 130
-    assert "report:" in rest
-    assert len(read_record(tmp_path / "out").steps) == 6
-    assert read_record(tmp_path / "out").end["interrupted"] is True
+    loop = f"for i in 1 2 3; do {sys.executable} -m gradguard run --no-report --out $i train.py; done; echo survived"
+    done = subprocess.run(
+        ["bash", "-c", loop],
+        cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False, start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (-signal.SIGINT, "begins\n"), done.stderr
+    assert read_record(tmp_path / "1").end["interrupted"] is True
 
 
 @pytest.mark.slow

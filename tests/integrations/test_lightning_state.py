@@ -177,6 +177,12 @@ def test_what_is_no_clipper_is_refused(given):
         GradGuardCallback(given)
 
 
+@pytest.mark.parametrize("given", [gg.FlatNormClipper(1.0), [gg.FlatNormClipper(1.0)], {0: gg.FlatNormClipper(1.0)}])
+def test_a_rule_for_samples_is_sent_to_the_callback_that_takes_it(given):
+    with pytest.raises(InvalidTypeError, match="FlatNormClipper, a rule for each sample's gradient, which PerSampleC"):
+        GradGuardCallback(given)
+
+
 def test_a_function_that_makes_no_clipper_is_refused():
     with pytest.raises(InvalidTypeError, match=r"returned \[None\]: expected a new clipper at each call"):
         fit(Automatic(), GradGuardCallback(lambda: None))

@@ -236,7 +236,14 @@ def test_an_optimizer_whose_step_runs_no_hooks_is_refused(tmp_path):
         one.train()
 
 
-@pytest.mark.parametrize(("clipper", "came"), [(1.0, "float"), (gg.ClipByGlobalNorm, "the class ClipByGlobalNorm")])
+@pytest.mark.parametrize(
+    ("clipper", "came"),
+    [
+        (1.0, "float"),
+        (gg.ClipByGlobalNorm, "the class ClipByGlobalNorm"),
+        (gg.FlatNormClipper(1.0), "FlatNormClipper, a rule for each sample's gradient, which PerSampleCallback takes"),
+    ],
+)
 def test_what_is_no_clipper_is_refused(clipper, came):
     with pytest.raises(InvalidTypeError, match=f"clipper is {came}: expected a clipper"):
         GradGuardCallback(clipper)

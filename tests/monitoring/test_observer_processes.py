@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import gradguard as gg
-from forked_python import run_python
+from forked_python import run_python, run_pythons
 from gradguard.monitoring.observe import start_up, termination
 from gradguard.monitoring.observe import watch as process
 from gradguard.monitoring.record.file import read_record
@@ -49,7 +49,8 @@ def python(tmp_path):
     shutil.copy(home / "start_up.pth", site / "sitecustomize.py")  # run like the line of a .pth file
 
     def run(*arguments: str, check: bool = True, **environment: str) -> subprocess.CompletedProcess:
-        variables = {**os.environ, "PYTHONPATH": str(site), "OMP_NUM_THREADS": "1", **environment}
+        folders = os.pathsep.join([str(site), str(Path(gg.__file__).parents[1])])
+        variables = {**os.environ, "PYTHONPATH": folders, "OMP_NUM_THREADS": "1", **environment}
         return subprocess.run(
             [sys.executable, *arguments],
             cwd=tmp_path,
@@ -259,11 +260,12 @@ def test_a_script_that_ends_without_a_word_leaves_what_was_flushed(command, tmp_
     assert not record.torn
 
 
-def test_sigterm_leaves_an_end_in_a_record_that_the_variable_asked_for(python, tmp_path):
-    tmp_path.joinpath("train.py").write_text(KILLED.format(end="os.kill(os.getpid(), 15); time.sleep(60)"))
-    assert python("train.py", check=False, GRADGUARD="run.jsonl").returncode == 143
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_leaves_an_end_in_a_record_that_the_variable_asked_for(python, tmp_path, number):
+    tmp_path.joinpath("train.py").write_text(KILLED.format(end=f"os.kill(os.getpid(), {number:d}); time.sleep(60)"))
+    assert python("train.py", check=False, GRADGUARD="run.jsonl").returncode == -number
     record = read_record(tmp_path / "run.jsonl")
-    assert (len(record.steps), record.end["exit"], record.end["interrupted"]) == (120, 143, True)
+    assert (len(record.steps), record.end["exit"], record.end["interrupted"]) == (120, 128 + number, True)
 
 
 def test_a_second_run_at_the_same_path_keeps_the_first(python, tmp_path):
@@ -304,9 +306,41 @@ def test_spawned_children_are_seen_by_the_command_too(command, tmp_path, main, o
     assert len(names) == 2 + len(own)
     assert sorted(len(read_record(tmp_path / "out" / name).steps) for name in names) == [*own, 3, 4]
     assert done.stderr.count("a process that it started has the record out/run.") == 2
-    assert ("this process made no optimizer step, others did" in done.stderr) is not bool(own)
+    first = next(name for name in names if name != "run.jsonl")
+    no_step = f"this process made no optimizer step, others did; draw one: gradguard report out/{first}"
+    assert (no_step in done.stderr) is not bool(own)
+    assert len({read_record(tmp_path / "out" / name).meta["root"] for name in names}) == 1
     assert ("report: out/run.html" in done.stdout) is bool(own)
     assert "--clip acts in this process alone: the processes that it started were watched, not clipped" in done.stderr
+
+
+AT_ONCE = """
+import os, time
+from pathlib import Path
+from train import train
+
+def both(pattern):
+    while sum(path.stat().st_size > 0 for path in Path(".").glob(pattern)) < 2:
+        time.sleep(0.02)
+
+Path(f"{os.getpid()}.began").write_text("before a record is there")
+both("*.began")
+train(3)
+both("out/*.jsonl")
+"""
+
+
+def test_two_runs_into_one_folder_tell_whose_records_are_there(tmp_path):
+    write(tmp_path, "pass")
+    tmp_path.joinpath("both.py").write_text(AT_ONCE)
+    command = ("-m", "gradguard", "run", "--no-report", "--out", "out", "both.py")
+    both = run_pythons([command, command], cwd=tmp_path, env=[{}, {}], timeout=120)
+    assert [done.returncode for done in both] == [0, 0]
+    pids = {name: read_record(tmp_path / "out" / name).meta["pid"] for name in records(tmp_path / "out")}
+    said = sorted(line for done in both for line in done.stderr.splitlines() if " has the record " in line)
+    told = sorted(f"gradguard: another run, process {pid}, has the record out/{name}" for name, pid in pids.items())
+    assert said == told
+    assert len(told) == 2
 
 
 def test_workers_of_a_data_loader_and_a_compiled_model(command, tmp_path):
@@ -412,7 +446,7 @@ for step in range(5):
     for one in (optimizer, twin):
         one.param_groups[0]["params"][0].sum().backward()
         one.step()
-os.kill(os.getpid(), signal.SIGTERM)
+os.kill(os.getpid(), {number:d})
 time.sleep(0.01)
 """
 
@@ -421,14 +455,17 @@ time.sleep(0.01)
 @pytest.mark.parametrize(
     ("handler", "code", "ended"),
     [
-        ("", -15, {"exit": 143, "interrupted": True}),
-        ("signal.signal(signal.SIGTERM, lambda *_: os._exit(7))", 7, None),
-        ("signal.signal(signal.SIGTERM, lambda *_: print('saved', flush=True))", 0, {"interrupted": False}),
-        ("signal.signal(signal.SIGTERM, signal.SIG_IGN)", 0, {"interrupted": False}),
+        ("", None, {"interrupted": True}),
+        ("lambda *_: os._exit(7)", 7, None),
+        ("lambda *_: print('saved', flush=True)", 0, {"interrupted": False}),
+        ("signal.SIG_IGN", 0, {"interrupted": False}),
     ],
 )
-def test_sigterm_completes_a_record_and_ends_the_process_as_without_it(tmp_path, guest, handler, code, ended):
-    source = TERMINATED.format(guest=GUESTS[guest], handler=handler)
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_completes_a_record_and_ends_the_process_as_without_it(tmp_path, guest, number, handler, code, ended):
+    code = -number if code is None else code
+    handled = handler and f"signal.signal({number:d}, {handler})"
+    source = TERMINATED.format(guest=GUESTS[guest], handler=handled, number=number)
     done = run_python("-c", source, cwd=tmp_path, check=False)
     assert done.returncode == code, done.stderr
     assert ("saved" in done.stdout) == ("saved" in handler)
@@ -437,6 +474,9 @@ def test_sigterm_completes_a_record_and_ends_the_process_as_without_it(tmp_path,
             record = read_record(tmp_path / name)
             assert len(record.steps) == steps
             assert (record.end and {key: record.end.get(key) for key in ended or {}}) == ended
+            assert record.end is None or record.end.get("exit") == (
+                128 + number if code < 0 else None if guest == "watch" else 0
+            )
 
 
 def test_the_signal_is_given_back_with_the_last_watcher(monkeypatch):
@@ -445,7 +485,7 @@ def test_the_signal_is_given_back_with_the_last_watcher(monkeypatch):
     def mine(number, frame):
         raise AssertionError
 
-    monkeypatch.setattr(termination, "_guests", None)
+    monkeypatch.setattr(termination, "_guests", {})
     before = signal.signal(signal.SIGTERM, mine)
     try:
         monitors = [gg.Monitor(optimizer, sink=[]) for optimizer in optimizers]
@@ -473,7 +513,8 @@ def test_executors_that_a_script_leaves_open_do_not_keep_it(command, tmp_path):
     tmp_path.joinpath("train.py").write_text(POOL)
     done = command("run", "--out", "out", "train.py", check=False)
     assert done.returncode == 4
-    assert done.stdout.index("3") < done.stdout.index("later") < done.stdout.index("record: ")
+    assert done.stdout.split() == ["3", "later"]
+    assert "there is no record" in done.stderr
 
 
 def test_threads_that_train_at_once_have_each_their_own_clips(python, tmp_path):

@@ -4,6 +4,7 @@ import io
 import os
 import re
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -112,7 +113,7 @@ def test_the_network_pattern_can_find_something():
 def test_one_run_has_every_figure(tmp_path):
     record = write_char_rnn(tmp_path / "run.jsonl", threshold=1.0)
     page = words_of(page_of(record))
-    assert [title.strip() for title in re.findall(r"<h3.*?>(.*?)</h3>", page)] == [
+    assert [title.strip() for title in re.findall(r"<h2.*?>(.*?)</h2>", page)] == [
         "Norms over time",
         "How often clipping binds",
         "How hard clipping binds",
@@ -530,10 +531,23 @@ def test_every_link_within_a_page_leads_somewhere(tmp_path):
         assert set(re.findall(r'href="#([^"]+)"', page)) <= set(names)
 
 
+@pytest.mark.parametrize("write", [write_sick, write_gan])
+def test_headings_skip_no_level_and_everything_stands_in_a_landmark(tmp_path, write):
+    page = own_text(page_of(write(tmp_path / "run.jsonl")))
+    levels = [1, *map(int, re.findall(r"<h([1-6])\b", page))]
+    assert levels[1] == 1
+    assert all(after <= before + 1 for before, after in pairwise(levels))
+    body = page[page.index("<body") :]
+    for landmark in ("header", "main", "footer"):
+        body = re.sub(rf"<{landmark}\b.*</{landmark}>", "", body, flags=re.DOTALL)
+    outside = re.sub(r"<script.*?</script>", "", body, flags=re.DOTALL)
+    assert re.findall(r"<(\w+)", outside) == ["body", "a"]  # the link to the decision
+
+
 def test_contents_name_every_part(tmp_path):
     page = words_of(page_of(write_sick(tmp_path / "run.jsonl")))
     listed = re.findall(r'<li><a href="#(.*?)">', page[page.index('<nav class="contents"') : page.index("</nav>")])
-    assert listed == re.findall(r'<h3 id="(.*?)">', page)
+    assert listed == re.findall(r'<h2 class="part" id="(.*?)">', page)
 
 
 @pytest.mark.parametrize(

@@ -99,6 +99,28 @@ def test_the_page_may_load_nothing_and_nobody_may_keep_it(answers):
     version = json.loads(answers("/version")[1])
     assert f'<body data-version="{version["version"]}">'.encode() in content
     assert version["words"] == "The page follows the run."
+    assert re.fullmatch(r"Step 59, \d+ s ago\.", version["age"])
+
+
+def test_the_page_says_which_step_it_shows_and_how_long_ago_that_was_written(writer, tmp_path):
+    path, page = tmp_path / "run.jsonl", LivePage([tmp_path])
+    add_steps(writer, 1263, first=60)
+    os.utime(path, (1000, 1000))
+    page.look()
+    assert [page.view.age(now) for now in (1004.0, 1130.0)] == ["Step 1,322, 4 s ago.", "Step 1,322, 2 min 10 s ago."]
+    add_steps(writer, 1, first=1323)  # not drawn yet
+    assert page.view.age(1004.0) == "Step 1,322, 4 s ago."
+    os.utime(path, (1005, 1005))
+    with RecordWriter(tmp_path / "other.jsonl") as other:
+        other.write("meta", argv=["other.py"])
+    os.utime(tmp_path / "other.jsonl", (1001, 1001))
+    both = LivePage([path, tmp_path / "other.jsonl"])
+    both.look()
+    assert both.view.age(1006.0) == "run: Step 1,323, 1 s ago; other: No step yet, 5 s ago."
+    writer.write("end", steps=1324, wall=1.0, exit=0)
+    writer.flush()
+    page.look()
+    assert page.view.age(2000.0) == ""
 
 
 def test_it_listens_on_this_machine_alone(tmp_path):
@@ -204,8 +226,8 @@ def test_a_port_that_is_taken(tmp_path):
 
 @pytest.mark.parametrize(("drawing", "pause"), [(0.01, 1.0), (2.0, 18.0)])
 def test_drawing_takes_at_most_a_tenth_of_a_core(monkeypatch, tmp_path, drawing, pause):
-    times, slept = iter([0.0, drawing]), []
-    monkeypatch.setattr(serve_module.time, "monotonic", lambda: next(times))
+    times, slept = iter([0.0, drawing]), []  # of the processor: what a busy machine waits for is no work
+    monkeypatch.setattr(serve_module.time, "thread_time", lambda: next(times))
 
     def sleep(seconds):
         slept.append(seconds)

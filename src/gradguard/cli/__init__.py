@@ -1,6 +1,7 @@
 """The command line, a file for each command: parse, call, print, exit code; nothing else."""
 
 import argparse
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -8,14 +9,30 @@ from gradguard import __version__
 from gradguard.cli import check, env, parity, replay, replay_step, report, run, serve, tail, tune
 from gradguard.cli.program import cut
 from gradguard.errors import GradguardError
+from gradguard.monitoring.observe.termination import BySignal, LastWord
 from gradguard.monitoring.record.text import drop_output, encodable, printable
 
 _COMMANDS = (run, tune, report, serve, replay, tail, check, parity, replay_step, env)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command ``argv`` and return its exit code: 2 for what cannot be carried out, with no traceback."""
-    arguments = list(sys.argv[1:] if argv is None else argv)
+    """Run the command ``argv`` and return its exit code: 2 for what cannot be carried out, with no traceback.
+
+    Without ``argv`` it is the program of this process, which then ends by the signal that has ended the command.
+
+    Args:
+        argv: The command and what follows it; None for those of this process.
+
+    Returns:
+        The exit code.
+    """
+    if argv is not None:
+        return _code(list(argv))
+    last_word = LastWord()
+    return last_word.of(_code(sys.argv[1:]))
+
+
+def _code(arguments: list[str]) -> int:
     try:
         if arguments[:1] in (["run"], ["tune"]):  # what follows the script's name belongs to the script
             own, program = cut(arguments)
@@ -30,6 +47,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         shown = "\n".join(map(printable, str(error).splitlines()))
         print(f"gradguard: error: {shown}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        return BySignal.of(signal.SIGINT)
+    except SystemExit as stop:
+        if isinstance(stop.code, BySignal):
+            return stop.code
+        raise
     except BrokenPipeError:  # `gradguard replay run.jsonl | head -3`
         drop_output()
         return 141

@@ -19,6 +19,7 @@ from gradguard.monitoring.record.text import encodable, on_stderr, printable
 if TYPE_CHECKING:
     from gradguard.clip.each_optimizer import ClipEachOptimizer
     from gradguard.monitoring.observe.script import Program
+    from gradguard.monitoring.observe.termination import Signals
     from gradguard.monitoring.show.alerts import AlertCommand
     from gradguard.named_rules import NamedRule
     from gradguard.resilience.each_optimizer import GuardEachOptimizer
@@ -99,6 +100,7 @@ def _run(options: argparse.Namespace, program: ProgramLine) -> int:
 
     from gradguard.monitoring.observe.meta import rank_and_world
     from gradguard.monitoring.observe.script import load_module, load_script
+    from gradguard.monitoring.observe.termination import BySignal, Signals
     from gradguard.monitoring.show.alerts import AlertCommand
 
     command = options.on_finding if rank_and_world()[0] == 0 else None
@@ -112,7 +114,9 @@ def _run(options: argparse.Namespace, program: ProgramLine) -> int:
         record = None
     elif record.exists() and not options.force:
         raise CommandError(f"{record} exists: choose another --out, or add --force to replace it.")
-    return _observe(loaded, program.typed, record, rule, options, alert)
+    with Signals(acting=record is not None) as signals:
+        code = _observe(loaded, program.typed, record, rule, options, alert, signals)
+    return code if signals.second is None or isinstance(code, BySignal) else BySignal.of(signals.second)
 
 
 def _audit_norm(options: argparse.Namespace, program: ProgramLine) -> int:
@@ -179,13 +183,16 @@ def _observe(
     rule: "NamedRule | None",
     options: argparse.Namespace,
     alert: "AlertCommand | None",
+    signals: "Signals",
 ) -> int:
     from gradguard.monitoring.observe.meta import program_facts
     from gradguard.monitoring.observe.observer import Observer, observe
-    from gradguard.monitoring.observe.script import BY_SIGNAL, run, seed_generators
+    from gradguard.monitoring.observe.script import run, seed_generators
+    from gradguard.monitoring.observe.termination import BySignal
     from gradguard.monitoring.observe.watch import (
         children_watched,
         identity,
+        process_of,
         record_of_fork,
         records_beside,
         remove_replaced,
@@ -226,33 +233,40 @@ def _observe(
             nullcontext() if guards is None else guards.acting(),
             children_watched(record, replaced),
         ):
-            code = run(program, in_order=record is not None)
+            code = run(program, signals)
     finally:
-        observer.close(code, interrupted=code in BY_SIGNAL)
+        signals.hold()
+        observer.close(code, interrupted=isinstance(code, BySignal))
         if os.getpid() == process and guards is not None:
             on_stderr(guards.report())
         if os.getpid() == process and record is not None:  # not in a child that the script forked
             if observer.path is None and replaced and identity(record) != replaced:
                 before.discard(record)  # a process of rank 0 has replaced it
             new = [path for path in records_beside(record) if path not in before]
-            shown_record = observer.path or (record if record in new else None)  # a process of rank 0 has written it
-            others = [path for path in new if path != shown_record]
+            writers = {path: process_of(path) for path in new if path != observer.path}
+            mine = [path for path, (_, root) in writers.items() if root == process]
+            shown_record = observer.path or (record if record in mine else None)  # a process of rank 0 has written it
+            others = [path for path in mine if path != shown_record]
             if shown_record is None:
-                on_stderr(_no_step(code, observer.clip_calls, bool(others)))
+                on_stderr(_no_step(code, observer.clip_calls, _short(others[0], here) if others else ""))
             elif not options.no_report:
-                _show(shown_record, here)
-            if rule is not None and [path for path in new if path != observer.path]:
+                _show(shown_record, here, signals)
+            if rule is not None and mine:
                 on_stderr("--clip acts in this process alone: the processes that it started were watched, not clipped.")
             for path in others:
                 on_stderr(f"a process that it started has the record {_short(path, here)}")
+            for path, (number, root) in writers.items():
+                if root != process:
+                    whose = "another process" if number is None else f"another run, process {number},"
+                    on_stderr(f"{whose} has the record {_short(path, here)}")
             if alert is not None and alert.failures:
                 on_stderr(alert.report())
     return code
 
 
-def _no_step(code: int, clip_calls: int, elsewhere: bool) -> str:
+def _no_step(code: int, clip_calls: int, elsewhere: str) -> str:
     if elsewhere:
-        return "this process made no optimizer step, others did; draw one: gradguard report RECORD."
+        return f"this process made no optimizer step, others did; draw one: gradguard report {elsewhere}"
     if code:
         return "it ended before its first optimizer step, so there is no record."
     seen = f"{clip_calls:,} clip calls were seen, but no optimizer step" if clip_calls else "no optimizer step was seen"
@@ -279,14 +293,14 @@ def _guards_of(clip: "ClipEachOptimizer | None") -> "GuardEachOptimizer":
     return GuardEachOptimizer(clip)
 
 
-def _show(record: Path, here: Path) -> None:
+def _show(record: Path, here: Path, signals: "Signals") -> None:
     """Draw the report of a finished run and print its summary; a failure here must not hide the script's own."""
     from gradguard.monitoring.show.report import page_beside, print_summary, write_report
 
     if not record.exists():  # somebody deleted it, of which they have been warned
         return
     try:
-        with progress([record]) as say:
+        with signals.raised(), progress([record]) as say:
             (found,) = read([record], say)
             say(f"judging {len(found.steps):,} steps")
             page = write_report([found], page_beside(record)) if found.steps else None
@@ -297,6 +311,8 @@ def _show(record: Path, here: Path) -> None:
         with encodable(sys.stdout):
             print_summary(found)
             print(f"record: {printable(_short(record, here))}\nreport: {printable(_short(page, here))}")
+    except KeyboardInterrupt:
+        on_stderr(f"interrupted: the page is not drawn. Draw it: gradguard report {_short(record, here)}")
     except Exception as error:
         on_stderr(f"the record is in {record}, but its report failed: {error}")
 

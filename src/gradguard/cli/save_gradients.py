@@ -35,18 +35,16 @@ def save_gradients_of(options: argparse.Namespace, program: ProgramLine) -> int:
     seed = [] if options.seed is None else ["--seed", str(options.seed)]
     command = ["--save-gradients", str(file), *seed, *program.typed]
     first = int(os.environ.get("RANK", "0")) == 0
-    from gradguard.monitoring.observe.termination import end_on_sigterm
+    from gradguard.monitoring.observe.termination import Signals
 
-    give_back = end_on_sigterm()
     try:
-        save_from_script(file, command, perturbed, first, launcher)
+        with Signals():
+            save_from_script(file, command, perturbed, first, launcher)
     except RunFailedError as failed:
         sys.stderr.write(failed.said)
         if failed.code == 0:
             raise CommandError(_NO_STEP) from None
         return failed.code if failed.code > 0 else 128 - failed.code
-    finally:
-        give_back()
     if first:
         on_stderr(f"the gradients of the first step are in {os.path.relpath(file, Path.cwd())}")
     return 0

@@ -4,6 +4,7 @@ import argparse
 import json
 import os
 import re
+import signal
 import sys
 import time
 from pathlib import Path
@@ -83,20 +84,18 @@ def _pattern(options: argparse.Namespace) -> re.Pattern[str] | None:
 
 
 def _try(plan: "Plan", as_json: bool) -> int:
-    from gradguard.monitoring.observe.termination import TERMINATED, end_on_sigterm
+    from gradguard.monitoring.observe.termination import BySignal, Signals
     from gradguard.monitoring.tune.show import print_summary, summary
     from gradguard.monitoring.tune.trials import Trials
 
     trials, code = Trials(plan, lambda line: print(line, file=sys.stderr, flush=True)), 0
-    give_back = end_on_sigterm()
     try:
-        trials.run()
+        with Signals():
+            trials.run()
     except KeyboardInterrupt:
-        code = 130
-    except SystemExit:
-        code = TERMINATED
-    finally:
-        give_back()
+        code = BySignal.of(signal.SIGINT)
+    except SystemExit as stop:
+        code = stop.code if isinstance(stop.code, int) else 1
     if trials.runs:
         with encodable(sys.stdout):
             if as_json:

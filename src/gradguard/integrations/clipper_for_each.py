@@ -7,6 +7,7 @@ from torch.optim import Optimizer
 
 import gradguard as gg
 from gradguard.errors import InvalidTypeError, InvalidValueError
+from gradguard.integrations.per_sample import shown
 
 Clippers = (
     gg.rules.Clipper
@@ -37,8 +38,8 @@ def checked(clipper: Clippers) -> Clippers:
     elif callable(clipper):  # a clipper is
         return clipper
     raise InvalidTypeError(
-        f"clipper is {clipper!r}: expected a clipper, such as gg.ClipByMedian(); or, for several optimizers, one for "
-        "each in a list, a dict such as {0: gg.ClipByMedian(), 1: None}, or a function that makes one."
+        f"clipper is {shown(clipper)}: expected a clipper, such as gg.ClipByMedian(); or, for several optimizers, one "
+        "for each in a list, a dict such as {0: gg.ClipByMedian(), 1: None}, or a function that makes one."
     )
 
 

@@ -29,9 +29,9 @@ class PerSampleCallback(Callback, OnlyClip):
 
     **Guarantees.**
 
-    * Each step is that of running every sample by itself, clipping its gradient, and averaging: with
-      ``accumulate_grad_batches``, by which Lightning's division of the loss is undone, a smaller last batch, and
-      bf16-mixed.
+    * Each step is that of running every sample by itself, clipping its gradient, and averaging (adding up, with
+      ``loss_reduction="sum"``): with ``accumulate_grad_batches``, by which Lightning's division of the loss is undone,
+      a smaller last batch, and bf16-mixed.
     * What `gradguard.PerSampleGradientClipper` refuses is refused here.
     * A checkpoint holds what the norm clipper and the noise scale have learned.
 

@@ -13,6 +13,7 @@ import gradguard as gg
 from gradguard.errors import InvalidTypeError, InvalidValueError, UnsupportedGradientError
 from gradguard.integrations.accelerate import inner_optimizer
 from gradguard.integrations.one_clip import OnlyClip, wrap_once
+from gradguard.integrations.per_sample import shown
 from gradguard.integrations.versions import require
 from gradguard.policies import GuardPolicy, check_guard_options
 
@@ -119,8 +120,7 @@ class GradGuardCallback(TrainerCallback, OnlyClip):
         self, clipper: gg.rules.Clipper, *, nonfinite: GuardPolicy = "skip", max_consecutive_skips: int | None = 20
     ) -> None:
         if not isinstance(clipper, gg.rules.Clipper):
-            came = f"the class {clipper.__name__}" if isinstance(clipper, type) else type(clipper).__name__
-            raise InvalidTypeError(f"clipper is {came}: expected a clipper, such as ClipByGlobalNorm(1.0).")
+            raise InvalidTypeError(f"clipper is {shown(clipper)}: expected a clipper, such as ClipByGlobalNorm(1.0).")
         check_guard_options(nonfinite, max_consecutive_skips)
         self.clipper, self.guard = clipper, None
         self._options: dict[str, Any] = {"nonfinite": nonfinite, "max_consecutive_skips": max_consecutive_skips}

@@ -350,9 +350,10 @@ class GradientCollector:
             return running
         if running is not None and running.complete:
             raise InvalidValueError(
-                "a second backward came before clip_and_accumulate(): the samples of two mini-batches would be taken "
-                "for the same. Call clipper.clip_and_accumulate() after each backward, and once per mini-batch; "
-                "add up several losses of one mini-batch before a single backward. The first mini-batch is still there."
+                "a second backward came before the samples of the first were clipped: those of two mini-batches would "
+                "be taken for the same. A mini-batch has one backward: add up its losses before, and take gradients "
+                "for anything else (a metric, a penalty) from a copy of the module. In a loop of your own call "
+                "clip_and_accumulate() of the PerSampleGradientClipper after each. The first mini-batch is still there."
             )
         if what := changes_on_the_way():
             raise UnsupportedGradientError(

@@ -19,6 +19,9 @@ from gradguard.distributed.wrappers import named_parameters
 from gradguard.monitoring.record.file import SCHEMA, Line
 from gradguard.monitoring.record.redaction import redacted_arguments
 
+OWNER = "GRADGUARD_PROCESS"
+"""The environment variable that tells the children of a watched process its number, and when it began."""
+
 GIT_SECONDS = 1.0
 """Longer than this nobody waits for git."""
 
@@ -69,7 +72,16 @@ def describe(parameters: Sequence[Tensor]) -> dict[str, Any]:
         "world": world,
         "rank": rank,
         "mesh": mesh_of(parameters),
+        "pid": os.getpid(),
+        "parent": os.getppid(),
+        "root": _root(),
     }
+
+
+def _root() -> int | None:
+    """The number of the first watched process of those that this one comes from; None where nobody has said so."""
+    number = os.environ.get(OWNER, "").partition(" ")[0]
+    return int(number) if number.isdecimal() else None
 
 
 def _number(name: str, otherwise: int) -> int:

@@ -36,7 +36,7 @@ from gradguard.monitoring.observe.recorder import Ear, Recorder, check_callable,
 from gradguard.monitoring.observe.schedule import Schedule
 from gradguard.monitoring.observe.shared_norms import Shared, are_spread
 from gradguard.monitoring.observe.step import ScaleUpdate, StepMeasurement, copied
-from gradguard.monitoring.observe.termination import TERMINATED, before_sigterm
+from gradguard.monitoring.observe.termination import before_signals
 from gradguard.monitoring.show.sinks import Sinks
 from gradguard.optimizer_hooks import EveryStep, runs_hooks
 from gradguard.recovery_events import listen_to_recoveries
@@ -80,10 +80,10 @@ class Monitor(Recorder):
     a forked child (DataLoader)                      writes nothing
     sharded gradients (DTensor, FSDP1)               measured by all processes together at each step: make the monitor
                                                      on every one of them; without max, weights, updates and histogram
-    the program ends without ``close()``             what is there is written at exit and on SIGTERM, after which the
-                                                     signal does what it would have done; a program that is killed keeps
-                                                     what was flushed. The same where the optimizer goes before the
-                                                     program does
+    the program ends without ``close()``             what is there is written at exit and on SIGTERM and SIGHUP, after
+                                                     which the signal does what it would have done; a program that is
+                                                     killed keeps what was flushed. The same where the optimizer goes
+                                                     before the program does
     ===============================================  ===================================================================
 
     Args:
@@ -167,7 +167,7 @@ class Monitor(Recorder):
         self._at_exit = functools.partial(_close_at_exit, weakref.ref(self))
         atexit.register(self._at_exit)
         me: weakref.ref[Monitor] = weakref.ref(self)
-        self._give_back = before_sigterm(functools.partial(_terminated, me), functools.partial(_flushed, me))
+        self._give_back = before_signals(functools.partial(_terminated, me), functools.partial(_flushed, me))
 
     # -- for the user -----------------------------------------------------------------------------------------------
 
@@ -402,10 +402,10 @@ def _close_at_exit(monitor: "weakref.ref[Monitor]") -> None:
         living.close()
 
 
-def _terminated(monitor: "weakref.ref[Monitor]") -> None:
+def _terminated(monitor: "weakref.ref[Monitor]", code: int) -> None:
     living = monitor()
     if living is not None:
-        living._end(TERMINATED, interrupted=True)
+        living._end(code, interrupted=True)
 
 
 def _flushed(monitor: "weakref.ref[Monitor]") -> None:

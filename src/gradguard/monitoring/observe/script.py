@@ -2,21 +2,23 @@
 
 import builtins
 import concurrent.futures.thread
+import functools
 import importlib.util
 import random
+import signal
 import sys
 import threading
 import traceback
 import types
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from gradguard.errors import CommandError
-from gradguard.monitoring.observe.termination import TERMINATED, end_on_sigterm
+from gradguard.monitoring.observe.termination import BySignal, Signals
 
-INTERRUPTED = 130
-"""The exit code of a program that Ctrl-C ended, as shells count."""
+INTERRUPTED = BySignal.of(signal.SIGINT)
+"""The exit code of a program that Ctrl-C ended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,55 +109,58 @@ def seed_generators(seed: int) -> None:
     torch.manual_seed(seed)
 
 
-BY_SIGNAL = (INTERRUPTED, TERMINATED)
-"""The exit codes of a program that a signal ended in order."""
-
-
-def run(program: Program, *, in_order: bool = True) -> int:
+def run(program: Program, signals: Signals | None = None) -> int:
     """Run ``program`` as ``__main__`` and return its exit code; an uncaught exception is shown as Python shows it.
 
     Args:
         program: What to run.
-        in_order: Whether SIGTERM ends it as Ctrl-C does.
+        signals: What signals do; they are held when it returns. Without it they are as they were.
 
     Returns:
-        The exit code.
+        The exit code; a `BySignal` where a signal has ended it.
     """
-    give_back = end_on_sigterm() if in_order else lambda: None
-    try:
-        return _run(program)
-    finally:
-        give_back()
-
-
-def _run(program: Program) -> int:
+    if signals is None:
+        with Signals() as signals:
+            return run(program, signals)
     sys.modules["__main__"] = program.main
     sys.argv = list(program.argv)
     sys.path.insert(0, program.path_entry)
     before = threading.enumerate()
-    code = _executed(program)
-    if code not in BY_SIGNAL:
-        try:
-            _end_threads(before)
-        except KeyboardInterrupt:
-            return INTERRUPTED
-        except SystemExit as stop:  # by a signal
-            return _exit_code(stop)
+    code = _until_a_signal(functools.partial(_executed, program), signals)
+    if not isinstance(code, BySignal):
+        code = _until_a_signal(functools.partial(_end_threads, before), signals) or code  # by a signal, or as it was
+    signals.hold()
     return code
+
+
+def _until_a_signal(work: Callable[[], int | None], signals: Signals) -> int:
+    try:
+        return work() or 0
+    except KeyboardInterrupt as interrupt:
+        signals.hold(signal.SIGINT)
+        _show(interrupt, frames=2)
+        return INTERRUPTED
+    except SystemExit as stop:
+        return _exit_code(stop)
 
 
 def _executed(program: Program) -> int:
     try:
         exec(program.code, program.main.__dict__)
-    except SystemExit as stop:
-        return _exit_code(stop)
-    except KeyboardInterrupt:
-        return INTERRUPTED
+    except (SystemExit, KeyboardInterrupt):
+        raise
     except BaseException as error:
-        own = error.__traceback__.tb_next if error.__traceback__ else None  # without this frame
-        sys.excepthook(type(error), error.with_traceback(own), own)
+        _show(error, frames=1)
         return 1
     return 0
+
+
+def _show(error: BaseException, frames: int) -> None:
+    """Show an uncaught exception as Python does, without the first ``frames``, which are ours."""
+    own = error.__traceback__
+    for _ in range(frames):
+        own = own.tb_next if own else None
+    sys.excepthook(type(error), error.with_traceback(own), own)
 
 
 def _end_threads(before: list[threading.Thread]) -> None:

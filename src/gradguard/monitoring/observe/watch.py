@@ -6,23 +6,23 @@ import glob
 import multiprocessing.util
 import os
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from gradguard.errors import InvalidTypeError, InvalidValueError, RecordError
+from gradguard.files.opening import open_regular
 from gradguard.monitoring.judge.health import Finding
-from gradguard.monitoring.observe.meta import program_facts, rank_and_world
+from gradguard.monitoring.observe.meta import OWNER, program_facts, rank_and_world
 from gradguard.monitoring.observe.observer import Observer, observe
 from gradguard.monitoring.observe.recorder import check_callable
-from gradguard.monitoring.observe.termination import TERMINATED, before_sigterm, end_on_sigterm
+from gradguard.monitoring.observe.termination import before_signals
+from gradguard.monitoring.record.fields import LONGEST_LINE, parse_line
 from gradguard.monitoring.record.file import FILE_NAME, read_record
 
-# Those of `start_up`, which is no part of the package once that is installed.
 VARIABLE = "GRADGUARD"
-OWNER = "GRADGUARD_PROCESS"
+"""The environment variable that holds the path of the record, as `start_up` has it, which is installed beside us."""
 
 REPLACED = "GRADGUARD_REPLACED"
 """The environment variable that says which file `gradguard run --force` was asked to replace."""
@@ -43,7 +43,9 @@ class Watch:
         self._observer, self._stack, self._whole_process = observer, ExitStack(), whole_process
         self._stack.enter_context(observe(observer))
         atexit.register(self.close)
-        self._give_back = (lambda: None) if whole_process else before_sigterm(self._terminated, observer.flush)
+        self._give_back: Callable[[], None] = lambda: None
+        if not whole_process:
+            self.end_by_signals()
 
     @property
     def path(self) -> Path | None:
@@ -65,8 +67,12 @@ class Watch:
         self._stack.close()
         self._observer.close(*(_how_it_ends() if self._whole_process else (None, False)))
 
-    def _terminated(self) -> None:
-        self._observer.close(TERMINATED, interrupted=True)
+    def end_by_signals(self) -> None:
+        """Let SIGTERM and SIGHUP write the end of the record, before they do what they would have done."""
+        self._give_back = before_signals(self._terminated, self._observer.flush)
+
+    def _terminated(self, code: int) -> None:
+        self._observer.close(code, interrupted=True)
 
     def report(self, path: str | Path | None = None) -> Path:
         """Draw the record as it is now, whether or not the watch is still on.
@@ -117,7 +123,7 @@ def watch(
     the record exists                      a number is added to its name; a record is never replaced
     several processes                      only that of rank 0 writes
     the folder cannot be written to        one warning, and no record; the training goes on
-    SIGTERM                                last rows and end are written, then it does what it would have done
+    SIGTERM, SIGHUP                        last rows and end are written, then it does what it would have done
     a forked child                         writes nothing
     =====================================  ====================================================================
 
@@ -208,7 +214,7 @@ def record_of_fork(path: Path, observer: Observer) -> Path | None:
     """
     # The children of multiprocessing end without a word to atexit; one that calls os._exit() leaves what was flushed.
     multiprocessing.util.Finalize(None, functools.partial(observer.close, None, False), exitpriority=0)
-    before_sigterm(lambda: observer.close(TERMINATED, interrupted=True), observer.flush)
+    before_signals(lambda code: observer.close(code, interrupted=True), observer.flush)
     return _own_path(path)
 
 
@@ -244,6 +250,20 @@ def records_beside(path: Path | None) -> list[Path]:
     return [] if path is None else sorted(path.parent.glob(f"{glob.escape(path.stem)}*{path.suffix}"))
 
 
+def process_of(path: Path) -> tuple[int | None, int | None]:
+    """Return the number of the process that writes a record, and of the first watched one of those it comes from.
+
+    Args:
+        path: A record; None stands for what it does not say, or not yet.
+    """
+    try:
+        with open_regular(path) as file:
+            meta, _ = parse_line(file.readline(LONGEST_LINE))
+    except (OSError, ValueError, RecursionError):
+        return None, None
+    return meta.get("pid"), meta.get("root")
+
+
 def stop_watching() -> None:
     """End the watch that is on, if one is: another one takes over."""
     if _active is not None:
@@ -269,12 +289,9 @@ def _record_path(path: str | Path | None) -> Path:
 def _opened(path: Path) -> Path | None:
     """The record of this process, which from now on ends in order."""
     own = _own_path(path)
-    if own is not None:
-        end_on_sigterm(_terminated.set)
+    if own is not None and _active is not None:
+        _active.end_by_signals()
     return own
-
-
-_terminated = threading.Event()
 
 
 def _own_path(path: Path) -> Path | None:
@@ -299,9 +316,7 @@ def _path_of_process(path: Path) -> Path | None:
 
 
 def _how_it_ends() -> tuple[int | None, bool]:
-    """The exit code as far as it is known, and whether Ctrl-C or SIGTERM ended the program."""
-    if _terminated.is_set():
-        return TERMINATED, True
+    """The exit code as far as it is known, and whether Ctrl-C ended the program."""
     error = getattr(sys, "last_value", None)
     if error is None:
         return None, False

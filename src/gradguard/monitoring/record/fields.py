@@ -377,7 +377,8 @@ _TABLES: Mapping[str, Mapping[str, Rule]] = {
     "meta": {
         "version": _text, "schema": _count, "argv": _each(_text), "clip": _text, "torch": _text, "python": _text,
         "host_platform": _text, "git": _text, "device": _text, "world": _count, "rank": _count, "mesh": _mesh,
-        "optimizers": _each(_text), "eps": _each(_amount), "params": _list,
+        "optimizers": _each(_text), "eps": _each(_amount), "params": _list, "pid": _count, "parent": _count,
+        "root": _count,
     },
     "step": {
         "i": _count, "wall": _seconds, "loss": _number, "lr": _number, "norm": _amount, "post_norm": _amount,

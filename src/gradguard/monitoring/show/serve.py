@@ -6,17 +6,20 @@ import os
 import re
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import NamedTuple
 
 from gradguard.errors import InvalidValueError
 from gradguard.monitoring.record.file import FILE_NAME, Record, read_record
 from gradguard.monitoring.record.text import printable
 from gradguard.monitoring.show.report.page import render
+from gradguard.monitoring.show.report.summary import labelled
+from gradguard.monitoring.show.tail_view import duration
 
 ADDRESS = "127.0.0.1"
 """Only programs on this machine reach it."""
@@ -36,8 +39,8 @@ def serve(paths: Sequence[str | Path], port: int = 0) -> None:
     number of its version, and no file; records are only read.
 
     **Edge cases**: a record that is not there yet is waited for; so is one that is empty. One that cannot be read any
-    more is told on the page. Drawing takes at most a tenth of one core, so that the page of a long record is some
-    seconds behind.
+    more is told on the page. Drawing takes at most a tenth of a core's time, so that the page of a long record is some
+    seconds behind: it says which step it shows, and how long ago that was written.
 
     Args:
         paths: The records, or the folders that they are or will be in.
@@ -65,6 +68,24 @@ class _View:
     version: str
     page: bytes
     words: str
+    running: tuple["_Running", ...] = ()
+
+    def age(self, now: float) -> str:
+        """Say how old what the page shows of runs in progress is at ``now``, in seconds since the epoch."""
+        ages = [
+            f"{f'{run.label}: ' * (len(self.running) > 1)}{run.step}, {duration(now - run.written)} ago"
+            for run in self.running
+        ]
+        return f"{'; '.join(ages)}." if ages else ""
+
+
+@dataclass(frozen=True)
+class _Running:
+    """A run that has not ended, as it was when it was read."""
+
+    label: str
+    step: str
+    written: float
 
 
 class LivePage:
@@ -106,11 +127,14 @@ class LivePage:
         return True
 
     def follow(self) -> None:
-        """Look again and again, with pauses that keep the work below `SHARE`."""
+        """Look again and again, with pauses that keep the work below `SHARE` of a core.
+
+        What counts is the time of the processor: on a busy machine a drawing takes longer and costs the same.
+        """
         while True:
-            begin = time.monotonic()
+            begin = time.thread_time()
             self.look()
-            time.sleep(max(_LOOK_SECONDS, (time.monotonic() - begin) * (1 / SHARE - 1)))
+            time.sleep(max(_LOOK_SECONDS, (time.thread_time() - begin) * (1 / SHARE - 1)))
 
 
 def page_server(page: LivePage, port: int) -> ThreadingHTTPServer:
@@ -156,7 +180,8 @@ class _Handler(BaseHTTPRequestHandler):
         elif path == "/":
             self._answer("text/html; charset=utf-8", view.page)
         elif path == "/version":
-            self._answer("application/json", json.dumps({"version": view.version, "words": view.words}).encode())
+            told = {"version": view.version, "words": view.words, "age": view.age(time.time())}
+            self._answer("application/json", json.dumps(told).encode())
         else:
             self.send_error(HTTPStatus.NOT_FOUND)
 
@@ -186,13 +211,21 @@ _HEADERS = (
 )
 
 
-def _state(file: Path) -> tuple[int, int, int] | None:
-    """What changes when a record does; None where nothing has been written yet."""
+class _State(NamedTuple):
+    """What changes when a record does."""
+
+    identity: int
+    size: int
+    written: int  # in nanoseconds since the epoch
+
+
+def _state(file: Path) -> _State | None:
+    """The state of a file; None where nothing has been written yet."""
     try:
         found = file.stat()
     except OSError:
         return None
-    return (found.st_ino, found.st_size, found.st_mtime_ns) if found.st_size else None
+    return _State(found.st_ino, found.st_size, found.st_mtime_ns) if found.st_size else None
 
 
 def _read(file: Path) -> Record:
@@ -211,7 +244,15 @@ def _view(version: str, seen: Mapping[Path, object]) -> _View:
         waiting = f"Waiting for {', '.join(missing)}, which gradguard run --out DIR writes from its first step on."
         words = f"{words} {waiting}" if records else waiting
     page = render(records, version, words).encode("utf-8", "replace") if records else _message(version, words)
-    return _View(version, page, words)
+    return _View(version, page, words, tuple(_running(records, seen)))
+
+
+def _running(records: Sequence[Record], seen: Mapping[Path, object]) -> Iterator[_Running]:
+    for record, label in labelled(records):
+        state = seen[record.path]
+        if record.end is None and isinstance(state, _State):
+            step = f"Step {record.steps[-1]['i']:,}" if len(record.steps) else "No step yet"
+            yield _Running(printable(label), step, state.written / 1e9)
 
 
 def _message(version: str, words: str) -> bytes:

@@ -1,12 +1,9 @@
 """Following a run in progress in the terminal."""
 
-import signal
-import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from gradguard.errors import InvalidValueError, RecordError
 from gradguard.monitoring.record.file import SCHEMA
@@ -19,7 +16,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 INTERRUPTED = 130
-"""The exit code after Ctrl-C, as for ``tail -f``: a shell loop round it stops too."""
+"""The exit code after Ctrl-C, as shells count."""
 
 BROKEN_PIPE = 141
 """The exit code when what reads the output is gone, as for ``tail -f``."""
@@ -86,7 +83,7 @@ def tail(
     console = console or Console()
     watched = Watched(Path(path))
     try:
-        with _ended_in_order(), encodable(console.file):
+        with encodable(console.file):
             if once:
                 return _show_once(watched, events, console)
             if console.is_terminal and not console.is_dumb_terminal:
@@ -275,20 +272,3 @@ def _write(console: "Console", text: str) -> None:
     """A whole line at once, unwrapped, and out of the buffer."""
     console.file.write(text + "\n")
     console.file.flush()
-
-
-@contextmanager
-def _ended_in_order() -> Iterator[None]:
-    """End by ``kill`` as by Ctrl-C, so that the terminal is put back; only the main thread may ask for that."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def stop(number: int, _: object) -> NoReturn:
-        raise SystemExit(128 + number)
-
-    before = signal.signal(signal.SIGTERM, stop)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before or signal.SIG_DFL)

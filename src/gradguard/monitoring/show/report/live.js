@@ -4,9 +4,10 @@
   const SECONDS = 2;
   let version = document.body.dataset.version;
 
-  function say(text) {
-    const line = document.getElementById("live");
+  function say(text, age = "") {
+    const line = document.getElementById("live"), aged = document.getElementById("age");
     if (line.textContent !== text) line.textContent = text; // a screen reader says each change
+    if (aged) aged.textContent = age; // and not this one, which changes every time
   }
 
   const kept = (root, selector) => new Map([...root.querySelectorAll(selector)].filter((one) => one.id).map((one) => [one.id, one]));
@@ -47,7 +48,7 @@
       if (!document.getElementById("palette") || !next.getElementById("palette")) return location.reload(); // it waited
       replace(next);
     }
-    say(now.words);
+    say(now.words, now.age);
   }
 
   async function follow() {
@@ -55,5 +56,5 @@
     setTimeout(follow, 1000 * SECONDS);
   }
 
-  setTimeout(follow, 1000 * SECONDS);
+  follow();
 })();
