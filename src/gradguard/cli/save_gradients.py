@@ -81,7 +81,9 @@ def _one_run(asked: dict, options: argparse.Namespace, program: ProgramLine) -> 
 
     os.environ.pop("GRADGUARD_SAVE_GRADIENTS")  # what the script starts is no run of its own
     loaded = (load_module if program.is_module else load_script)(program.words[0], program.words[1:])
-    gradients = ScriptGradients(asked["file"], living_modules, all_optimizers, asked["epsilon"], asked["run"])
+    gradients = ScriptGradients(
+        asked["file"], living_modules, all_optimizers, asked["epsilon"], asked["run"], asked["scale"]
+    )
     if options.seed is not None:
         seed_generators(options.seed)
     with patched(gradients), gradients.watching():

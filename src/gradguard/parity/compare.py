@@ -6,9 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from gradguard.errors import RecordError
-from gradguard.parity.judge import BARS, Measured, Outcome, Vector, judge, name_of_factor, norm
+from gradguard.parity.judge import BARS, Measured, Outcome, judge, name_of_factor
 from gradguard.parity.report import ParityFinding, ParityReport, Verdict, names
 from gradguard.parity.saved import SavedGradients, read
+from gradguard.parity.vectors import Vector, minus, norm
 
 Run = SavedGradients | str | os.PathLike[str]
 
@@ -186,7 +187,7 @@ def _other_weights(
             continue
         x, y = a.sketches["weights"][0][i], b.sketches["weights"][0][j]
         coarse = max(a.parameters[i].weight_rounding, b.parameters[j].weight_rounding)
-        if not norm([u - v for u, v in zip(x, y, strict=True)]) <= 2 * coarse * norm(x):
+        if not norm(minus(x, y)) <= 2 * coarse * norm(x):
             wrong.append(name)
     if not wrong:
         return []

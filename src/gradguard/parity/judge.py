@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from itertools import permutations
 from typing import Literal
 
-Vector = Sequence[float]
+from gradguard.parity.vectors import Vector, along, dot, minus, norm
 
 BARS = 3.0
 """Two gradients are equal if they are no further apart than so many bars; those of healthy runs are up to 0.8."""
@@ -123,11 +123,6 @@ class Outcome:
         return self.bar is not None and self.bar >= NOISE
 
 
-def norm(sketch: Vector) -> float:
-    """Return the norm of what ``sketch`` is of: exact for a single element, else to 13 % with 32 sums."""
-    return math.hypot(*sketch) / math.sqrt(len(sketch)) if sketch else 0.0
-
-
 def bar_of(run: Measured) -> float | None:
     r"""Return what rounding does to the gradient; None where nobody has measured it.
 
@@ -139,7 +134,7 @@ def bar_of(run: Measured) -> float | None:
     if not run.repeated:
         return None
     few = 1 + 4 / max(1, math.prod(run.shape))
-    return max([_rounding_of(run), *(few * norm(_minus(other, run.gradient)) for other in run.repeated)])
+    return max([_rounding_of(run), *(few * norm(minus(other, run.gradient)) for other in run.repeated)])
 
 
 def judge(name: str, reference: Measured | None, new: Measured | None, facts: Mapping[str, float]) -> Outcome:
@@ -181,7 +176,7 @@ def _by_numbers(name: str, reference: Measured, new: Measured, facts: Mapping[st
     if any(not math.isfinite(bar) for bar in bars):
         return Outcome(name, "unknown", message="runs that differ by rounding alone are not finite")
     bar = max([*bars, _rounding_of(reference), _rounding_of(new)])
-    size, difference = max(norm(r), norm(c)), norm(_minus(c, r))
+    size, difference = max(norm(r), norm(c)), norm(minus(c, r))
     distance = difference / bar if bar else (math.inf if difference else 0.0)
     why = "" if distance <= BARS and bars else _not_measured(reference, new)
     shown = Outcome(name, "equal", distance, None if why else bar / size if size else 0.0)
@@ -255,9 +250,9 @@ def _about_ranks(reference: Measured, new: Measured, bar: float, apart: Sequence
         return said
     of_ranks, one = (new, reference) if apart == ["the new run"] else (reference, new)
     total = [x * of_ranks.copies for x in of_ranks.gradient]
-    if norm(_minus(total, one.gradient)) <= BARS * bar * of_ranks.copies:
+    if norm(minus(total, one.gradient)) <= BARS * bar * of_ranks.copies:
         return f"{said}, whose sum is right: a sum over {of_ranks.copies} ranks is missing"
-    if norm(_minus(of_ranks.gradient, one.gradient)) <= BARS * bar:
+    if norm(minus(of_ranks.gradient, one.gradient)) <= BARS * bar:
         return f"{said}, whose mean is right: a mean over {of_ranks.copies} ranks is missing"
     return said
 
@@ -272,7 +267,7 @@ def _factor(
     r, c = reference.gradient, new.gradient
     if not any(r):
         return None
-    factor = _along(c, r)
+    factor = along(c, r)
     if (bar_of(new) or 0.0) >= NOISE * norm(c) or (bar_of(reference) or 0.0) >= NOISE * norm(r):
         return None
     own = max(abs(factor) * (bar_of(reference) or 0.0), bar_of(new) or 0.0, abs(factor) * _rounding_of(reference))
@@ -296,7 +291,7 @@ def _plain_factor(
     """A factor that no rounding makes: of 16 numbers or more, by half of itself or more, with a tenth left over."""
     if math.prod(shape) < _MANY or not any(r) or not any(c):
         return None
-    factor = _along(c, r)
+    factor = along(c, r)
     width = norm([x - factor * y for x, y in zip(c, r, strict=True)]) / norm(r)
     if not width <= _WIDEST_NAMED * abs(factor) or not abs(factor - 1) >= max(0.5, 5 * width):
         return None
@@ -307,14 +302,7 @@ def _spread_along(run: Measured) -> float:
     """How much rounding multiplies the gradient by, at most: of few numbers more than a few runs show, by luck."""
     g = run.gradient
     few = 1 + 4 / max(1, math.prod(run.shape))
-    return few * max((abs(_along(_minus(other, g), g)) for other in run.repeated), default=0.0) if any(g) else 0.0
-
-
-def _along(sketch: Vector, other: Vector) -> float:
-    """How often ``other`` is contained in ``sketch``; squares neither overflow nor vanish."""
-    size = norm(other)
-    unit = [x / size for x in other]
-    return _dot([x / size for x in sketch], unit) / _dot(unit, unit)
+    return few * max((abs(along(minus(other, g), g)) for other in run.repeated), default=0.0) if any(g) else 0.0
 
 
 def name_of_factor(factor: float, width: float, facts: Mapping[str, float]) -> str:
@@ -356,8 +344,8 @@ def _rows(shown: Outcome, reference: Measured, new: Measured, bar: float) -> Out
     share = bar / math.sqrt(len(r))  # a row of few elements may have been lucky in all runs
     wrong = []
     for i, (x, y) in enumerate(zip(r, c, strict=True)):
-        apart = [norm(_minus(run[i], base)) for runs, base in ((of_reference, x), (of_new, y)) for run in runs]
-        if not norm(_minus(y, x)) <= BARS * max([share, *apart]):
+        apart = [norm(minus(run[i], base)) for runs, base in ((of_reference, x), (of_new, y)) for run in runs]
+        if not norm(minus(y, x)) <= BARS * max([share, *apart]):
             wrong.append(i)
     if not wrong or len(wrong) == len(r):
         return None
@@ -405,7 +393,7 @@ def _mixture_of(
         return None
     weights, spreads = solved
     mixed = [math.fsum(w * x for w, x in zip(weights, one, strict=True)) for one in zip(*parts.values(), strict=True)]
-    left = norm(_minus(new.gradient, mixed))
+    left = norm(minus(new.gradient, mixed))
     widths = [BARS * bar * spread for spread in spreads]
     largest = max(map(abs, weights))
     if not left <= BARS * bar * max(1.0, largest) or not max(widths) <= _WIDEST_NAMED * largest:
@@ -430,11 +418,11 @@ def least_squares(parts: Sequence[Vector], of: Vector) -> tuple[list[float], lis
     if not all(sizes):
         return None
     scaled = [[x / size for x in part] for part, size in zip(parts, sizes, strict=True)]
-    inverse = _inverse([[_dot(a, b) / len(of) for b in scaled] for a in scaled])
+    inverse = _inverse([[dot(a, b) / len(of) for b in scaled] for a in scaled])
     if inverse is None:
         return None
-    along = [_dot(a, of) / len(of) for a in scaled]
-    weights = [_dot(row, along) / size for row, size in zip(inverse, sizes, strict=True)]
+    along = [dot(a, of) / len(of) for a in scaled]
+    weights = [dot(row, along) / size for row, size in zip(inverse, sizes, strict=True)]
     return weights, [math.sqrt(max(0.0, inverse[i][i])) / size for i, size in enumerate(sizes)]
 
 
@@ -456,11 +444,3 @@ def _inverse(matrix: list[list[float]]) -> list[list[float]] | None:
 
 def _rounding_of(run: Measured) -> float:
     return max(run.rounding, SKETCH_ROUNDING) * norm(run.gradient)
-
-
-def _minus(a: Vector, b: Vector) -> list[float]:
-    return [x - y for x, y in zip(a, b, strict=True)]
-
-
-def _dot(a: Vector, b: Vector) -> float:
-    return math.fsum(x * y for x, y in zip(a, b, strict=True))

@@ -13,8 +13,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from gradguard.errors import RecordError
-from gradguard.parity.judge import Vector, norm
 from gradguard.parity.saved import SavedGradients, read, write
+from gradguard.parity.scales import DOUBLED, is_linear, scale_of
+from gradguard.parity.vectors import Vector, minus, norm
 
 VARIABLE = "GRADGUARD_SAVE_GRADIENTS"
 """The environment variable that tells a process which run of the script it is, as JSON."""
@@ -40,8 +41,10 @@ class RunFailedError(Exception):
 def saved_runs(command: Sequence[str], perturbed: int) -> SavedGradients:
     """Run a script up to its first optimizer step, several times, and return its gradients with what rounding does.
 
-    Run 0 is the script as it is, run 1 the same again; in each later one the weights are changed by rounding at the
-    first forward pass. With ``perturbed=0`` there is run 0 alone. Only run 0 prints what the script prints.
+    The script runs as it is, then with twice the gradient at its loss, and then with weights that are changed by
+    rounding at the first forward pass and with gradients at the loss of other scales. Where twice the one gradient does
+    not make twice the other, the scale stays 1. With ``perturbed=0`` there is the first run alone. Only that one
+    prints what the script prints.
 
     Args:
         command: A command that runs the script, with `ScriptGradients` where it finds `VARIABLE`.
@@ -56,16 +59,34 @@ def saved_runs(command: Sequence[str], perturbed: int) -> SavedGradients:
     """
     folder = Path(tempfile.mkdtemp(prefix="gradguard-"))
     try:
-        runs = [_run(command, folder / "0", 0, 0.0)]
-        for k in range(perturbed + 1 if perturbed else 0):
-            runs.append(_run(command, folder / str(k + 1), k, runs[0].epsilon, again=True))
-        return merged(runs)
+        first = _run(command, folder / "first")
+        if not perturbed:
+            return first
+        runs = [first, _run(command, folder / "doubled", scale=DOUBLED, again=True)]
+        if not _is_linear(runs):
+            runs = [first, _run(command, folder / "again", again=True), runs[1]]
+        scaled = _is_linear(runs)
+        runs = runs if scaled else runs[:2]
+        for k in range(1, perturbed + 1):
+            scale = scale_of(k) if scaled else 1.0
+            runs.append(_run(command, folder / str(k), k, first.epsilon, scale, again=True))
+        return merged(runs, scaled)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def merged(runs: Sequence[SavedGradients]) -> SavedGradients:
+def _is_linear(runs: Sequence[SavedGradients]) -> bool:
+    """Whether the last of these runs, the one with twice the gradient at the loss, has the first one's gradients."""
+    first, *again, doubled = (run.sketches["gradient"][0] for run in runs)
+    return len(first) == len(doubled) and is_linear(first, doubled, *again)
+
+
+def merged(runs: Sequence[SavedGradients], scaled: bool = False) -> SavedGradients:
     """Return one saved run of several of one script: the first, with the gradients of all.
+
+    Args:
+        runs: The first as the script is, the second with the same weights.
+        scaled: Whether the later ones have gradients at the loss of other scales.
 
     Raises:
         RecordError: If they are not of one script that begins with the same weights each time.
@@ -88,23 +109,26 @@ def merged(runs: Sequence[SavedGradients]) -> SavedGradients:
             "in gradguard run --seed 0 --save-gradients ..., and its data loader."
         )
     sketches = {**first.sketches, "gradient": [run.sketches["gradient"][0] for run in runs]}
+    parameters = tuple(replace(p, one_sided=0.0) for p in first.parameters) if scaled else first.parameters
     doubts = {"random": any(run.random for run in runs), "clipped": any(run.clipped for run in runs)}
-    return replace(first, sketches=sketches, **doubts)
+    return replace(first, parameters=parameters, sketches=sketches, **doubts)
 
 
 def _apart(first: SavedGradients, again: SavedGradients) -> float:
     """By what part of themselves the gradients differ: the median of those that are not zero."""
     pairs = zip(first.sketches["gradient"][0], again.sketches["gradient"][0], strict=True)
-    shares = [norm([x - y for x, y in zip(a, b, strict=True)]) / norm(a) for a, b in pairs if norm(a)]
+    shares = [norm(minus(a, b)) / norm(a) for a, b in pairs if norm(a)]
     return statistics.median(shares) if shares else 0.0
 
 
 def _same(a: Vector, b: Vector) -> bool:
-    return list(a) == list(b) or norm([x - y for x, y in zip(a, b, strict=True)]) <= _SAME * norm(a)
+    return list(a) == list(b) or norm(minus(a, b)) <= _SAME * norm(a)
 
 
-def _run(command: Sequence[str], file: Path, change: int, epsilon: float, again: bool = False) -> SavedGradients:
-    about = {"file": str(file), "run": change, "epsilon": epsilon}
+def _run(
+    command: Sequence[str], file: Path, change: int = 0, epsilon: float = 0.0, scale: float = 1.0, again: bool = False
+) -> SavedGradients:
+    about = {"file": str(file), "run": change, "epsilon": epsilon, "scale": scale}
     environment = {**os.environ, VARIABLE: json.dumps(about)}
     with tempfile.TemporaryFile() as said:
         output = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": said} if again else {}

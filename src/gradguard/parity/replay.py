@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from gradguard.errors import InvalidValueError
 from gradguard.parity.shards import LocalParameter, Part
 from gradguard.parity.sketch import CHUNK, hashed
-from gradguard.parity.summation import OutermostCalls
+from gradguard.parity.summation import Backwards, backwards
 from gradguard.torch_private import is_compiled
 
 _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -142,11 +142,16 @@ class Replay:
         self._states = generator_states()
         self._buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
 
-    def run(self, step: Callable[[], Any]) -> Any:
-        """Return what ``step()`` returns, from the same state each time; its gradients stay."""
+    def run(self, step: Callable[[], Any], scale: float = 1.0) -> tuple[Any, Backwards]:
+        """Return what ``step()`` returns, from the same state each time, and its backward passes; gradients stay.
+
+        Args:
+            step: The step.
+            scale: What the gradient at each loss is multiplied by.
+        """
         self.restore()
-        with torch.enable_grad():
-            return step()
+        with torch.enable_grad(), backwards(scale) as watched:
+            return step(), watched
 
     def restore(self) -> None:
         """Let buffers and generators be as they were, and gradients None."""
@@ -163,11 +168,10 @@ class Replay:
 
     @contextmanager
     def perturbed(self, epsilon: float, run: int) -> Iterator[None]:
-        """Let the weights differ by rounding inside the block, and gradients by that of adding them up."""
+        """Let the weights differ by rounding inside the block."""
         flip_weights(self._parameters, epsilon, run)
         try:
-            with OutermostCalls([self._model], run).watching():
-                yield
+            yield
         finally:
             flip_weights(self._parameters, epsilon, run, back=True)
 

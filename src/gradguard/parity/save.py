@@ -3,6 +3,7 @@
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -12,9 +13,9 @@ from torch import Tensor, nn
 from gradguard.errors import InvalidTypeError, InvalidValueError, UnsupportedGradientError
 from gradguard.parity.replay import Replay, digest, precision_of
 from gradguard.parity.saved import SavedGradients, write
+from gradguard.parity.scales import DOUBLED, is_linear, scale_of
 from gradguard.parity.shards import LocalParameter, ShardOf, gathered, local_parameters, processes
 from gradguard.parity.sketch import HASH_VERSION
-from gradguard.parity.summation import OutermostCalls
 from gradguard.parity.whole import Sketches, WholeParameters, about, local_gradients, local_weights, versions
 
 Step = Callable[[], Any]
@@ -121,6 +122,15 @@ def _check_arguments(
             raise InvalidValueError(f"facts: {name} is {value}: expected a positive number.")
 
 
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """What a run of the step has left: its loss, and sketches of the gradients and of some of their rows."""
+
+    loss: float
+    gradients: Sketches
+    rows: Sequence[Sketches]
+
+
 class _Run:
     """One call of `save_gradients`: who holds what, and one all-reduce after each run."""
 
@@ -142,52 +152,55 @@ class _Run:
     ) -> SavedGradients:
         weights = self._whole.weights(local_weights(self._local))
         before = digest(self._local)
-        calls = OutermostCalls([self._model])
-        with precision_of(self._model) as seen, calls.watching():
-            losses = [self._loss(self.replay.run(step))]
+        with precision_of(self._model) as seen:
+            first, calls = self._seen(step)
         random = any(gathered(self.replay.has_drawn()))
         self._check_after(any(gathered(digest(self._local) != before)))
-        own = local_gradients(self._local)
-        base, contrasts, rows = self._whole.reduced(own), self._whole.contrasts(own), [self._row_sketches()]
-        parameters = self._whole.about([about(p) for p in self._local], calls.most)
+        contrasts = self._whole.contrasts(local_gradients(self._local))
+        parameters = self._whole.about([about(p) for p in self._local], calls)
         if not any(p.has_gradient for p in parameters):
             raise InvalidValueError(
                 "step() left no gradient: expected forward and backward of this very model, and no zero_grad() after."
             )
         epsilon = self._whole.epsilon({dtype} if dtype else seen)
-        runs = [base]
-        for k in range(perturbed + 1):
-            if k == 0:
-                losses.append(self._loss(self.replay.run(step)))
-            else:
-                with self.replay.perturbed(epsilon, k):
-                    losses.append(self._loss(self.replay.run(step)))
-            runs.append(self._gradients())
-            rows.append(self._row_sketches())
-        mixed = [self._part(one) for one in parts.values()]
-        sketches = {"gradient": runs, "weights": [weights], "contrasts": contrasts}
+        runs, scaled = self._once_more(step, first)
+        if scaled:  # so that runs at other scales show how sums are rounded
+            parameters = [replace(p, one_sided=0.0) for p in parameters]
+        for k in range(1, perturbed + 1):
+            with self.replay.perturbed(epsilon, k):
+                runs.append(self._seen(step, scale_of(k) if scaled else 1.0)[0])
+        mixed = [self._seen(one)[0].gradients for one in parts.values()]
+        sketches = {"gradient": [run.gradients for run in runs], "weights": [weights], "contrasts": contrasts}
+        losses = tuple(run.loss for run in runs)
         return SavedGradients(
             parameters=tuple(parameters),
             sketches={**sketches, "parts": mixed} if mixed else sketches,
-            rows={name: [one[i] for one in rows] for i, name in enumerate(self._rows)},
+            rows={name: [run.rows[i] for run in runs] for i, name in enumerate(self._rows)},
             parts=tuple(parts),
             facts={**self._whole.facts(), **{name: float(value) for name, value in facts.items()}},
-            losses=tuple(losses) if all(map(math.isfinite, losses)) else (),
+            losses=losses if all(map(math.isfinite, losses)) else (),
             random=random,
             epsilon=epsilon,
             hash_version=HASH_VERSION,
             versions=versions(),
         )
 
-    def _part(self, step: Step) -> Sketches:
-        self.replay.run(step)
-        return self._gradients()
+    def _once_more(self, step: Step, first: "_Seen") -> tuple[list["_Seen"], bool]:
+        """Run the step again, and tell whether it may be scaled, which takes one run if it is the same twice."""
+        doubled, _ = self._seen(step, DOUBLED)
+        if is_linear(first.gradients, doubled.gradients):
+            return [first, doubled], True
+        again, _ = self._seen(step)
+        if is_linear(first.gradients, doubled.gradients, again.gradients):
+            return [first, again, doubled], True
+        return [first, again], False
 
-    def _gradients(self) -> Sketches:
-        return self._whole.reduced(local_gradients(self._local))
-
-    def _row_sketches(self) -> list[Sketches]:
-        return [self._whole.rows(name) for name in self._rows]
+    def _seen(self, step: Step, scale: float = 1.0) -> tuple["_Seen", int]:
+        """Run the step, and return what it leaves, without the scale, and how many backward passes there were."""
+        returned, watched = self.replay.run(step, scale)
+        gradients = self._whole.reduced(local_gradients(self._local), 1 / scale)
+        rows = [self._whole.rows(name, 1 / scale) for name in self._rows]
+        return _Seen(self._loss(returned), gradients, rows), max(1, watched.count)
 
     def _loss(self, returned: Any) -> float:
         """The mean over processes; NaN if a step returns no number."""

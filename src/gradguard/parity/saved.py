@@ -15,7 +15,8 @@ from gradguard.errors import RecordError
 from gradguard.files.blocks import BlockFile, NewBlock, number_of_elements, write_blocks
 from gradguard.files.json_text import decode_json
 from gradguard.files.writing import replacing
-from gradguard.parity.judge import Measured, Vector
+from gradguard.parity.judge import Measured
+from gradguard.parity.vectors import Vector
 
 FORMAT = 1
 _KEY = "gradguard_parity"

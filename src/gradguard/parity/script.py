@@ -21,7 +21,7 @@ from gradguard.parity.replay import flip_weights, generator_states, has_drawn, p
 from gradguard.parity.saved import SavedGradients, write
 from gradguard.parity.shards import LocalParameter, gathered, local_parameters, processes
 from gradguard.parity.sketch import HASH_VERSION
-from gradguard.parity.summation import OutermostCalls
+from gradguard.parity.summation import backwards
 from gradguard.parity.whole import About, WholeParameters, about, local_gradients, local_weights, versions
 from gradguard.torch_private import never_compiled
 
@@ -39,6 +39,7 @@ class ScriptGradients:
         optimizers: Returns the optimizers that exist.
         epsilon: By what part of themselves the weights are changed at the script's first forward pass.
         run: Which of several such changes; 0 for none.
+        scale: What the gradient at each loss is multiplied by from then on; it is taken off what is saved.
 
     Attributes:
         refusal: Why nothing was saved, once it is known.
@@ -52,9 +53,10 @@ class ScriptGradients:
         optimizers: Callable[[], Sequence[Optimizer]],
         epsilon: float = 0.0,
         run: int = 0,
+        scale: float = 1.0,
     ) -> None:
         self._file, self._modules, self._optimizers = file, modules, optimizers
-        self._epsilon, self._run = epsilon, run
+        self._epsilon, self._run, self._scale = epsilon, run, scale
         self._local: list[LocalParameter] = []
         self._states: dict[str, Any] = {}
         self._seen: list[set[torch.dtype]] = []
@@ -94,17 +96,17 @@ class ScriptGradients:
 
     @never_compiled
     def _before_forward(self, module: nn.Module, arguments: Any) -> None:
-        del arguments
+        del module, arguments
         self._depth += 1
         if self._depth == 1 and torch.is_grad_enabled() and not self._local:
-            self._refused(lambda: self._begin(module))
+            self._refused(self._begin)
 
     @never_compiled
     def _after_forward(self, module: nn.Module, arguments: Any, output: Any) -> None:
         del module, arguments, output
         self._depth -= 1
 
-    def _begin(self, called: nn.Module) -> None:
+    def _begin(self) -> None:
         trained = {id(p) for one in self._optimizers() for group in one.param_groups for p in group["params"]}
         if not trained:
             return  # a forward pass before there is an optimizer, of whatever
@@ -113,9 +115,8 @@ class ScriptGradients:
         self._states = generator_states()
         self._stack.close()
         self._seen = [self._stack.enter_context(precision_of(root)) for root in roots]
+        self._stack.enter_context(backwards(self._scale))
         if self._run:
-            inside = sum(called is root for root in roots)
-            self._stack.enter_context(OutermostCalls(roots, self._run, inside).watching())
             with torch.no_grad():
                 flip_weights(self._local, self._epsilon, self._run)
 
@@ -242,7 +243,7 @@ class ScriptGradients:
         saved = SavedGradients(
             parameters=tuple(parameters),
             sketches={
-                "gradient": [whole.reduced(self._gradients)],
+                "gradient": [whole.reduced(self._gradients, 1 / self._scale)],
                 "weights": [whole.weights(self._weights)],
                 "contrasts": contrasts,
             },

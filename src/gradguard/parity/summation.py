@@ -1,35 +1,26 @@
-r"""What adding up does to a gradient: over a batch, and over micro-batches.
-
-Changed weights do not show it: where they are zero, no relative change moves them, and a long running sum rounds in one
-set-up alone. A sum of terms :math:`t_j` with the partial sums :math:`S_j` has the error
-:math:`u \sqrt{\sum_j S_j^2}`, if its roundings are independent. Two bounds of it together hold:
-
-- A floor, :math:`u \sqrt{n/2}\, \lVert g \rVert`, contains it where terms are random or agree.
-- Where terms cancel, the sum is smaller than its error; so in the runs with changed weights each sample's gradient is
-  changed by :math:`\pm u \sqrt{n/2}` of itself where it leaves the loss, which moves the sum as much as the error does.
-"""
+"""What adding up does to a gradient, at least and at most; and steps whose sums round in another way."""
 
 import math
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-
-from gradguard.parity.sketch import hashed
-from gradguard.torch_private import is_compiled
+from torch import Tensor
 
 TERMS = 512
-"""Of a longer sum over a batch, kernels add up blocks of about so many terms, and then these."""
+"""Of a longer sum over a batch, most kernels add up blocks of about so many terms, and then these."""
 
 SINGLE = torch.finfo(torch.float32).eps / 2
 """Kernels add up 16-bit numbers in float32."""
 
 
 def rounding_of_sums(rounding: float, calls: int) -> float:
-    """Return what storing a gradient and adding it up does to it, relative to its norm.
+    r"""Return what storing a gradient and adding it up does to it at least, relative to its norm.
+
+    A sum of terms :math:`t_j` with the partial sums :math:`S_j` has the error :math:`u \sqrt{\sum_j S_j^2}`, if its
+    roundings are independent: :math:`u \sqrt{n/2}` of itself where n terms are random.
 
     Args:
         rounding: Half a unit in the last place of its dtype, relative.
@@ -55,81 +46,85 @@ def most_of_sums(rounding: float, calls: int) -> float:
     return rounding * calls / 2 if calls > 1 else 0.0
 
 
-class OutermostCalls:
-    """The calls of modules that no other one makes, which are as many as there are micro-batches.
+class Backwards:
+    """The backward passes of this thread inside a block.
 
-    Args:
-        roots: Their modules and all below are watched; of a compiled one it is the outermost alone.
-        run: Which of several changes of the gradients that come back to these calls; 0 for none.
-        inside: How many of these modules are being called already.
+    Attributes:
+        scale: What the gradient at the loss is multiplied by.
+        count: How many there were.
     """
 
-    def __init__(self, roots: Sequence[nn.Module], run: int = 0, inside: int = 0) -> None:
-        self._roots, self._run, self._depth = roots, run, inside
-        self._last: list[Tensor] = []
-        self._calls = Counter[int]()
+    def __init__(self, scale: float) -> None:
+        self.scale, self.count, self._inside = scale, 0, False
 
-    @property
-    def most(self) -> int:
-        """How often one module was called; the parts of a checkpoint, which run again, do not count together."""
-        return max(self._calls.values(), default=1)
+    def run(self, backward: Callable[..., Any], tensors: Any, gradients: Any, *args: Any, **kwargs: Any) -> Any:
+        """Run one; where a backward pass begins another one, only the first is counted and scaled."""
+        if self._inside:
+            return backward(tensors, gradients, *args, **kwargs)
+        self.count += 1
+        self._inside = True
+        try:
+            return backward(tensors, self._scaled(tensors) if gradients is None else gradients, *args, **kwargs)
+        finally:
+            self._inside = False
 
-    @contextmanager
-    def watching(self) -> Iterator[None]:
-        """Watch what runs inside the block."""
-        with ExitStack() as stack:
-            for root in self._roots:
-                compiled = any(is_compiled(module) for module in root.modules())
-                for module in [root] if compiled else root.modules():
-                    stack.callback(module.register_forward_pre_hook(self._enter).remove)
-                    stack.callback(module.register_forward_hook(self._leave, always_call=True).remove)
-            yield
-
-    def _enter(self, module: nn.Module, arguments: Any) -> None:
-        if not torch.compiler.is_compiling():
-            self._depth += 1
-
-    def _leave(self, module: nn.Module, arguments: Any, output: Any) -> None:
-        if torch.compiler.is_compiling():
-            return
-        self._depth -= 1
-        self._last = _many(output) or self._last
-        if self._depth == 0:
-            if self._last:
-                self._calls[id(module)] += 1
-                self._change(self._last)
-            self._last = []
-
-    def _change(self, outputs: Sequence[Tensor]) -> None:
-        call = sum(self._calls.values())
-        for place, output in enumerate(outputs):
-            if self._run and type(output) is Tensor:
-                output.register_hook(lambda gradient, seed=(self._run, call, place): changed(gradient, *seed))
+    def _scaled(self, tensors: Any) -> Any:
+        """The gradient at each loss; None, which is 1, where PyTorch must refuse what is no loss."""
+        losses = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+        tensors_are_losses = all(
+            isinstance(loss, Tensor) and loss.numel() == 1 and loss.is_floating_point() for loss in losses
+        )
+        if self.scale == 1 or not tensors_are_losses:
+            return None
+        return [torch.full_like(loss, self.scale, memory_format=torch.preserve_format) for loss in losses]
 
 
-def _many(output: Any) -> list[Tensor]:
-    """The tensors of a module's output through which gradients of several samples come back."""
-    outputs = (
-        output.values() if isinstance(output, Mapping) else output if isinstance(output, tuple | list) else [output]
-    )
-    return [t for t in outputs if isinstance(t, Tensor) and t.requires_grad and t.is_floating_point() and t.numel() > 1]
+@contextmanager
+def backwards(scale: float = 1.0) -> Iterator[Backwards]:
+    """Count the backward passes of a block, and multiply the gradient with which each begins at its loss.
 
-
-@torch.no_grad()
-def changed(gradient: Tensor, run: int, call: int, place: int = 0) -> Tensor:
-    """Return a gradient each row of which is changed, up or down, as much as adding it to others does.
+    One that is given its gradients (a pipeline stage, a checkpoint) goes on as it is: they come from one that began.
 
     Args:
-        gradient: Of shape ``[..., classes]``, or ``[samples]``.
-        run: Which of several changes.
-        call: It is added to the gradients of so many micro-batches, with itself.
-        place: Which of several gradients of one call.
+        scale: By what it is multiplied.
+
+    Yields:
+        What was counted.
     """
-    if type(gradient) is not Tensor:
-        return gradient
-    shape = (*gradient.shape[:-1], 1) if gradient.dim() > 1 else gradient.shape
-    rows = torch.arange(math.prod(shape), device=gradient.device)
-    up = (hashed(rows + (call << 40) + (place << 34)) >> run) & 1
-    unit = torch.finfo(gradient.dtype).eps / 2
-    size = max(unit, min(unit, SINGLE) * math.sqrt(min(len(rows), TERMS) / 2 + call))
-    return gradient * (1 + size * (2 * up - 1).to(gradient.dtype)).view(shape)
+    before = _thread.__dict__.get("watched")
+    _thread.watched = watched = Backwards(scale)
+    _enter()
+    try:
+        yield watched
+    finally:
+        _leave()
+        _thread.watched = before
+
+
+_thread = threading.local()
+_lock = threading.Lock()
+_blocks: list[tuple[Callable, Callable]] = []  # for each block the function that is replaced, and what stands for it
+
+
+def _enter() -> None:
+    with _lock:
+        if not _blocks:
+            original = torch.autograd.backward
+
+            def backward(tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> Any:
+                watched = _thread.__dict__.get("watched")
+                if watched is None:
+                    return original(tensors, grad_tensors, *args, **kwargs)
+                return watched.run(original, tensors, grad_tensors, *args, **kwargs)
+
+            torch.autograd.backward = backward
+            _blocks.append((original, backward))
+        else:
+            _blocks.append(_blocks[0])
+
+
+def _leave() -> None:
+    with _lock:
+        original, ours = _blocks.pop()
+        if not _blocks and torch.autograd.backward is ours:
+            torch.autograd.backward = original

@@ -48,9 +48,9 @@ class WholeParameters:
 
     # Sketches, the same on all processes.
 
-    def reduced(self, own: Mapping[str, Tensor]) -> Sketches:
-        """Return the sketches of the wholes, of what `local_gradients` has returned on each process."""
-        return self._sum(self._weighted(own, self._share))
+    def reduced(self, own: Mapping[str, Tensor], times: float = 1.0) -> Sketches:
+        """Return the sketches of the wholes, of what `local_gradients` has returned on each process, ``times`` that."""
+        return self._sum(times * self._weighted(own, self._share))
 
     def contrasts(self, own: Mapping[str, Tensor]) -> list[Sketches]:
         """Return sums over the copies of ranks with weights that add up to 0."""
@@ -74,8 +74,8 @@ class WholeParameters:
                 )
         return found
 
-    def rows(self, name: str) -> Sketches:
-        """Return the sketch of each row of one parameter's gradient."""
+    def rows(self, name: str, times: float = 1.0) -> Sketches:
+        """Return the sketch of each row of one parameter's gradient, ``times`` that."""
         whole = self.wholes[name]
         table = torch.zeros(whole.shape[0], ROW_SUMS, dtype=torch.float64, device=self._device)
         for parameter in self._local:
@@ -83,7 +83,7 @@ class WholeParameters:
                 part, values = gradient
                 own = row_sketches(part.pieces(values), whole.shape[0], math.prod(whole.shape[1:]), values.device)
                 table += own.to(self._device) * self._share(whole, self._rank)
-        return self._sum(table)
+        return self._sum(times * table)
 
     def _share(self, whole: Whole, rank: int) -> float:
         return 1 / len(whole.sharers(rank))
