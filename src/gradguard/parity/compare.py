@@ -9,7 +9,7 @@ from gradguard.errors import RecordError
 from gradguard.parity.judge import BARS, Measured, Outcome, judge, name_of_factor
 from gradguard.parity.report import ParityFinding, ParityReport, Verdict, names
 from gradguard.parity.saved import SavedGradients, read
-from gradguard.parity.vectors import Vector, minus, norm
+from gradguard.parity.vectors import minus, norm
 
 Run = SavedGradients | str | os.PathLike[str]
 
@@ -22,13 +22,15 @@ _SAYS = {
     "different": "different, and no factor",
     "unknown": "not equal, and nobody has measured what rounding does",
 }
-_NOTHING = ParityFinding("nothing", "no gradient of either run is other than zero, so nothing was compared")
 _AFTER_CLIP = ParityFinding(
     "clip",
     "a run clips between the backward passes of one step, or changes gradients between a clip and the step: what is "
     "compared may not be what the optimizer takes",
 )
 _MASKS_COUNT = ("different", "rows", "mixture", "ranks")  # what other dropout masks would look like, too
+_DECISIVE = ("missing", "extra", "shape", "ranks", "rows", "mixture", "factor", "dead", "nonfinite", "different")
+"""Kinds, what explains others first."""
+_FOLLOWING = ("different", "ranks")  # how gradients look that come from wrong ones
 
 
 def compare(reference: Run, new: Run) -> ParityReport:
@@ -57,8 +59,7 @@ def compare(reference: Run, new: Run) -> ParityReport:
         ]
     )
     faults = _findings(outcomes, facts)
-    doubts = [*_other_weights(a, b, of_a, of_b), *_other_masks(a, b, outcomes), *_mostly_noise(outcomes)]
-    doubts += [] if any(map(_is_there, (*a.sketches["gradient"][0], *b.sketches["gradient"][0]))) else [_NOTHING]
+    doubts = [*_other_weights(a, b, of_a, of_b), *_other_masks(a, b, outcomes), *_mostly_blind(outcomes)]
     doubts += [_AFTER_CLIP] if a.clipped or b.clipped else []
     return ParityReport(_verdict(faults, doubts), (*faults, *doubts), _notes(a, b, outcomes, faults), tuple(outcomes))
 
@@ -76,10 +77,6 @@ def facts_of(a: SavedGradients, b: SavedGradients) -> dict[str, float]:
     return facts
 
 
-def _is_there(sketch: Vector) -> bool:
-    return any(sketch)
-
-
 def _measured(run: SavedGradients, index: int | None) -> Measured | None:
     return None if index is None else run.measured(index)
 
@@ -94,13 +91,35 @@ def _verdict(faults: Sequence[ParityFinding], doubts: Sequence[ParityFinding]) -
 
 
 def _findings(outcomes: Sequence[Outcome], facts: Mapping[str, float]) -> list[ParityFinding]:
-    wrong = [outcome for outcome in outcomes if outcome.kind != "equal"]
-    found = [_factor_finding(group, len(outcomes), facts) for group in _same_factor(wrong)]
+    wrong = [outcome for outcome in outcomes if outcome.kind not in ("equal", "blind")]
+    causes, followers = _causes(wrong)
+    found = _sorted_findings(causes, len(outcomes), facts)
+    behind = _sorted_findings(followers, len(outcomes), facts)
+    return [
+        *found,
+        *(replace(f, message=f"{len(f.parameters):,} that may follow from it ({f.message})") for f in behind),
+    ]
+
+
+def _causes(wrong: Sequence[Outcome]) -> tuple[list[Outcome], list[Outcome]]:
+    """Part what a missing sum over ranks may have changed behind it from all else; nothing where none is missing."""
+    is_missing = any(o.reduction for o in wrong)
+    followers = [o for o in wrong if is_missing and o.kind in _FOLLOWING and not o.reduction]
+    return [o for o in wrong if o not in followers], followers
+
+
+def _sorted_findings(wrong: Sequence[Outcome], total: int, facts: Mapping[str, float]) -> list[ParityFinding]:
+    found = [_factor_finding(group, total, facts) for group in _same_factor(wrong)]
     found += _grouped([o for o in wrong if o.kind == "mixture"], _mixture_key, _about_others)
     found += [_finding(o.kind, o.message, [o]) for o in wrong if o.kind == "rows"]
     others = [o for o in wrong if o.kind not in ("factor", "mixture", "rows")]
     found += _grouped(others, lambda o: (o.kind, o.message), _about_others)
-    return sorted(found, key=lambda finding: (-len(finding.parameters), finding.kind))
+    return sorted(found, key=_rank)
+
+
+def _rank(finding: ParityFinding) -> tuple[int, int]:
+    kinds = (*_DECISIVE, "noisy", "unknown")
+    return kinds.index(finding.kind), -len(finding.parameters)
 
 
 def _grouped(
@@ -205,20 +224,34 @@ def _other_masks(a: SavedGradients, b: SavedGradients, outcomes: Sequence[Outcom
     return [ParityFinding("random", said)]
 
 
-def _mostly_noise(outcomes: Sequence[Outcome]) -> list[ParityFinding]:
-    noise = [o.name for o in outcomes if o.is_noise]
-    if 2 * len(noise) <= sum(o.distance is not None for o in outcomes):
+def _mostly_blind(outcomes: Sequence[Outcome]) -> list[ParityFinding]:
+    blind = [o for o in outcomes if o.kind == "blind"]
+    if 2 * len(blind) < len(outcomes):
         return []
-    said = "rounding makes more than a third of most gradients, so little can be told; compare in a higher precision"
-    return [ParityFinding("noise", said, tuple(noise))]
+    if not outcomes:
+        return [ParityFinding("blind", "no run has a gradient, so nothing was compared")]
+    return [ParityFinding("blind", _about_blind(blind, len(outcomes)), tuple(o.name for o in blind))]
+
+
+def _about_blind(blind: Sequence[Outcome], total: int) -> str:
+    """What nothing is known of, by the reason, and what to do about it."""
+    zeros = sum(o.bar is not None and math.isinf(o.bar) for o in blind)
+    reasons = [f"{zeros:,} are zero in both runs: save after some steps of training"] if zeros else []
+    if noise := len(blind) - zeros:
+        reasons.append(f"rounding makes more than a sixth of {noise:,}: compare in a higher precision")
+    known_of = (
+        f"nothing is known of {len(blind):,} of {total:,} parameters: half of the gradient would not show as wrong"
+    )
+    return f"{known_of} ({'; '.join(reasons)})"
 
 
 def _notes(
     a: SavedGradients, b: SavedGradients, outcomes: Sequence[Outcome], faults: Sequence[ParityFinding]
 ) -> tuple[str, ...]:
     notes = []
-    if noise := [o.name for o in outcomes if o.is_noise]:
-        notes.append(f"rounding makes more than a third of these, so that a wrong one might not show: {names(noise)}")
+    blind = [o for o in outcomes if o.kind == "blind"]
+    if blind and 2 * len(blind) < len(outcomes):
+        notes.append(f"{_about_blind(blind, len(outcomes))}: {names([o.name for o in blind])}")
     if faults and a.losses and b.losses and all(map(math.isfinite, (*a.losses, *b.losses))):
         bar = max((abs(x - run.losses[0]) for run in (a, b) for x in run.losses[1:]), default=0.0)
         apart = abs(a.losses[0] - b.losses[0])

@@ -10,13 +10,13 @@ from dataclasses import dataclass, field
 from itertools import permutations
 from typing import Literal
 
-from gradguard.parity.vectors import Vector, along, dot, minus, norm
+from gradguard.parity.vectors import Vector, along, minus, norm
 
 BARS = 3.0
 """Two gradients are equal if they are no further apart than so many bars; those of healthy runs are up to 0.8."""
 
-NOISE = 0.3
-"""A gradient whose bar is this part of its norm is rounding, of which neither death nor a factor is told."""
+BLIND = 0.5
+"""If not even an error of this part of a gradient would show, as where it is halved, nothing is known of it."""
 
 UNEVEN = 100.0
 """A run whose rounding is amplified so many times more than the other's is not compared by its own bar."""
@@ -27,6 +27,7 @@ SKETCH_ROUNDING = 1e-12
 MOST_PARTS = 16
 """So many weights can be told from 32 sums, with as many left to see that they explain all."""
 
+_NOISE = 0.3  # of a gradient whose bar is this part of its norm no factor is told
 _WIDEST_NAMED = 0.1  # a factor known less well than to a tenth has no name
 _MANY = 16  # so many numbers are not a multiple of others by chance
 _BY_CHANCE = 1e-3  # a factor that random numbers have more often than that needs others beside it
@@ -37,10 +38,12 @@ _ONE_SIDED = (
     "not equal, and so many micro-batches may all be rounded to one side, as the same one over and over is: compare "
     "with fewer"
 )
+_DEPENDENT = 1e-4  # a part of which no more is its own is a mixture of the others
 _ONE_NUMBER = 1e-9  # candidates closer than this are one number with two names
 
 Kind = Literal[
     "equal",
+    "blind",
     "missing",
     "extra",
     "shape",
@@ -94,15 +97,17 @@ class Outcome:
 
     Attributes:
         name: The parameter.
-        kind: What it is.
+        kind: What it is; ``"blind"`` where the two are no further apart than rounding, and a wrong one would not be.
         distance: How far apart the two are, in bars; None where that is no number.
-        bar: What rounding does to the gradient, as a part of its norm; None where nobody has measured it.
+        bar: What rounding does to the gradient, as a part of its norm: infinite where it is zero in both runs. None
+            where it was not measured.
         factor: What the reference's gradient is multiplied by; of a ``"different"`` one, if it is multiplied: few
             numbers may be a multiple of others by chance.
         factor_bar: How well that is known.
         factor_name: What is of that size, such as ``"world size"``.
         rows: The wrong rows.
         weights: The share of each part, with how well it is known.
+        reduction: ``"sum"`` or ``"mean"`` of the copies of ranks, if that is right where they are not.
         message: The rest, in words.
     """
 
@@ -115,12 +120,13 @@ class Outcome:
     factor_name: str = ""
     rows: tuple[int, ...] = ()
     weights: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    reduction: Literal["", "sum", "mean"] = ""
     message: str = ""
 
     @property
-    def is_noise(self) -> bool:
-        """Whether the gradient is so small that rounding makes most of it."""
-        return self.bar is not None and self.bar >= NOISE
+    def shows(self) -> float | None:
+        """The size from which on an error would have shown, as a part of the gradient; None if not measured."""
+        return None if self.bar is None else BARS * self.bar
 
 
 def bar_of(run: Measured) -> float | None:
@@ -151,7 +157,7 @@ def judge(name: str, reference: Measured | None, new: Measured | None, facts: Ma
     """
     if reference is None or not reference.has_gradient:
         if new is None or not new.has_gradient:
-            return Outcome(name, "equal", message="neither has a gradient")
+            return Outcome(name, "blind", bar=math.inf, message="no gradient in either run")
         return Outcome(name, "extra", message=_no_gradient(reference, "the reference"))
     if new is None or not new.has_gradient:
         return Outcome(name, "missing", message=_no_gradient(new, "the new run"))
@@ -179,21 +185,21 @@ def _by_numbers(name: str, reference: Measured, new: Measured, facts: Mapping[st
     size, difference = max(norm(r), norm(c)), norm(minus(c, r))
     distance = difference / bar if bar else (math.inf if difference else 0.0)
     why = "" if distance <= BARS and bars else _not_measured(reference, new)
-    shown = Outcome(name, "equal", distance, None if why else bar / size if size else 0.0)
+    shown = Outcome(name, "equal", distance, math.inf if not size else None if why else bar / size)
     apart = [who for who, run in _both(reference, new) if _ranks_apart(run, bar)]
     dead = [who for who, sketch in (("the reference", r), ("the new run", c)) if not any(sketch)]
-    if dead and not apart and not why and distance > BARS and not shown.is_noise:
+    if dead and not apart and not why and distance > BARS:
         return _with(shown, "dead", message=f"all zeros in {dead[0]}")
     if apart:
-        said = _about_ranks(reference, new, bar, apart)
-        return _with(shown, "unknown", message=f"{said}; {why}") if why else _with(shown, "ranks", message=said)
+        told = _about_ranks(shown, reference, new, bar, apart)
+        return _with(shown, "unknown", message=f"{told.message}; {why}") if why else told
     if distance <= BARS:
-        return _noisy(shown, reference, new, difference) or shown
+        return _noisy(shown, reference, new, difference) or _blind(shown) or shown
     if difference <= BARS * bar + reference.one_sided * norm(r) + new.one_sided * norm(c):
         return _with(shown, "unknown", message=_ONE_SIDED)
     if why:
         return _plain_factor(shown, reference.shape, r, c, facts) or _with(shown, "unknown", message=why)
-    multiple = None if shown.is_noise else _factor(shown, reference, new, bar, facts)
+    multiple = _factor(shown, reference, new, bar, facts)
     if multiple and multiple.kind == "factor":
         return multiple
     return (
@@ -211,6 +217,13 @@ def _not_measured(reference: Measured, new: Measured) -> str:
             coarse, fine = (_DTYPES.get(e, f"a spacing of {e:.2g}") for e in (run.epsilon, measured.epsilon))
             return f"{who} computes in {coarse}, and the bars are of {other}'s {fine}: save {who} with --perturbed 4"
     return "" if reference.repeated or new.repeated else _NOT_MEASURED
+
+
+def _blind(shown: Outcome) -> Outcome | None:
+    if shown.shows is None or shown.shows < BLIND:
+        return None
+    said = "zero in both runs" if math.isinf(shown.shows) else f"rounding makes {shown.bar:.1%} of it"
+    return _with(shown, "blind", message=said)
 
 
 def _noisy(shown: Outcome, reference: Measured, new: Measured, difference: float) -> Outcome | None:
@@ -244,17 +257,18 @@ def _ranks_apart(run: Measured, bar: float) -> bool:
     return any(not norm(contrast) <= BARS * bar for contrast in run.contrasts)
 
 
-def _about_ranks(reference: Measured, new: Measured, bar: float, apart: Sequence[str]) -> str:
+def _about_ranks(shown: Outcome, reference: Measured, new: Measured, bar: float, apart: Sequence[str]) -> Outcome:
     said = f"ranks hold different gradients in {' and in '.join(apart)}"
-    if len(apart) > 1:
-        return said
-    of_ranks, one = (new, reference) if apart == ["the new run"] else (reference, new)
-    total = [x * of_ranks.copies for x in of_ranks.gradient]
-    if norm(minus(total, one.gradient)) <= BARS * bar * of_ranks.copies:
-        return f"{said}, whose sum is right: a sum over {of_ranks.copies} ranks is missing"
-    if norm(minus(of_ranks.gradient, one.gradient)) <= BARS * bar:
-        return f"{said}, whose mean is right: a mean over {of_ranks.copies} ranks is missing"
-    return said
+    if len(apart) == 1:
+        of_ranks, one = (new, reference) if apart == ["the new run"] else (reference, new)
+        total = [x * of_ranks.copies for x in of_ranks.gradient]
+        for reduction, reduced, times in (("sum", total, of_ranks.copies), ("mean", of_ranks.gradient, 1)):
+            if norm(minus(reduced, one.gradient)) <= BARS * bar * times:
+                said = (
+                    f"a {reduction} over {of_ranks.copies} ranks is missing in {apart[0]}: that of its copies is right"
+                )
+                return _with(shown, "ranks", reduction=reduction, message=said)
+    return _with(shown, "ranks", message=said)
 
 
 # A factor.
@@ -268,7 +282,7 @@ def _factor(
     if not any(r):
         return None
     factor = along(c, r)
-    if (bar_of(new) or 0.0) >= NOISE * norm(c) or (bar_of(reference) or 0.0) >= NOISE * norm(r):
+    if any((bar_of(run) or 0.0) >= _NOISE * norm(run.gradient) for run in (reference, new)):
         return None
     own = max(abs(factor) * (bar_of(reference) or 0.0), bar_of(new) or 0.0, abs(factor) * _rounding_of(reference))
     wrong = norm([x - factor * y for x, y in zip(c, r, strict=True)])
@@ -414,32 +428,22 @@ def least_squares(parts: Sequence[Vector], of: Vector) -> tuple[list[float], lis
     Returns:
         None where the parts are not independent.
     """
-    sizes = [norm(part) for part in parts]
-    if not all(sizes):
+    own = [_left_over(part, [*parts[:i], *parts[i + 1 :]]) for i, part in enumerate(parts)]
+    if any(not norm(left) > _DEPENDENT * norm(part) for left, part in zip(own, parts, strict=True)):
         return None
-    scaled = [[x / size for x in part] for part, size in zip(parts, sizes, strict=True)]
-    inverse = _inverse([[dot(a, b) / len(of) for b in scaled] for a in scaled])
-    if inverse is None:
-        return None
-    along = [dot(a, of) / len(of) for a in scaled]
-    weights = [dot(row, along) / size for row, size in zip(inverse, sizes, strict=True)]
-    return weights, [math.sqrt(max(0.0, inverse[i][i])) / size for i, size in enumerate(sizes)]
+    return [along(of, left) for left in own], [1 / norm(left) for left in own]
 
 
-def _inverse(matrix: list[list[float]]) -> list[list[float]] | None:
-    """Gauss and Jordan, with pivots; None where a pivot is lost in rounding."""
-    n = len(matrix)
-    rows = [[*row, *(float(i == j) for j in range(n))] for i, row in enumerate(matrix)]
-    for i in range(n):
-        pivot = max(range(i, n), key=lambda k: abs(rows[k][i]))
-        if abs(rows[pivot][i]) < 1e-8:
-            return None
-        rows[i], rows[pivot] = rows[pivot], rows[i]
-        rows[i] = [x / rows[i][i] for x in rows[i]]
-        for k in range(n):
-            if k != i and (times := rows[k][i]):
-                rows[k] = [x - times * y for x, y in zip(rows[k], rows[i], strict=True)]
-    return [row[n:] for row in rows]
+def _left_over(vector: Vector, others: Sequence[Vector]) -> Vector:
+    """What ``vector`` has and no mixture of the others has: Gram and Schmidt."""
+    basis: list[Vector] = []
+    for one in (*others, vector):
+        for known in basis:
+            if any(known):
+                times = along(one, known)
+                one = [x - times * y for x, y in zip(one, known, strict=True)]
+        basis.append(one)
+    return basis[-1]
 
 
 def _rounding_of(run: Measured) -> float:

@@ -83,7 +83,8 @@ def render(report: ParityReport, runs: Sequence[SavedGradients], names: Sequence
         total=f"{len(report.parameters):,}",
         power=f"{report.power:.1g}" if report.power < 1 else "",
         chart=_chart(report.parameters),
-        wrong=[o for o in report.parameters if o.kind != "equal"],
+        wrong=[o for o in report.parameters if _is_wrong(o)],
+        blind=[o for o in report.parameters if o.kind == "blind"],
         right=equal,
         facts=_facts(runs),
         listed=_listed,
@@ -98,13 +99,17 @@ def _chart(outcomes: Sequence[Outcome]) -> dict[str, Any]:
         (
             round(_LEFT + step * i, 1),
             _height(o.distance or 0.0),
-            o.kind != "equal",
+            _is_wrong(o),
             f"{o.name}: {_short(o.distance)} bars",
         )
         for i, o in enumerate(shown)
     ]
     lines = [(_height(10.0**k), f"{10.0**k:g}") for k in range(_LOWEST, _HIGHEST + 1)]
     return {"width": _WIDTH, "height": _HEIGHT, "points": points, "lines": lines, "limit": _height(BARS)}
+
+
+def _is_wrong(outcome: Outcome) -> bool:
+    return outcome.kind not in ("equal", "blind")
 
 
 def _height(distance: float) -> float:
@@ -139,4 +144,4 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def _short(value: float | None) -> str:
-    return "" if value is None else f"{value:.3g}"
+    return "" if value is None else "none" if math.isinf(value) else f"{value:.3g}"

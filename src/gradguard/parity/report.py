@@ -19,7 +19,7 @@ class ParityFinding:
 
     ``kind`` is ``"missing"``, ``"extra"``, ``"shape"``, ``"nonfinite"``, ``"dead"``, ``"ranks"``, ``"factor"``,
     ``"rows"``, ``"mixture"``, ``"different"``, ``"noisy"`` or ``"unknown"``; or, of the runs themselves,
-    ``"weights"``, ``"random"``, ``"noise"``, ``"clip"`` or ``"nothing"``.
+    ``"weights"``, ``"random"``, ``"blind"`` or ``"clip"``.
     """
 
     kind: str
@@ -53,21 +53,23 @@ class ParityReport:
 
     @property
     def power(self) -> float:
-        """An error of this relative size would have shown in half of the parameters: 3 bars of the median one."""
-        bars = sorted(math.inf if o.bar is None else o.bar for o in self.parameters if o.distance is not None)
-        return 3 * bars[len(bars) // 2] if bars else math.inf
+        """An error of this relative size would have shown in half of the parameters: the median of what would."""
+        sizes = sorted(math.inf if o.shows is None else o.shows for o in self.parameters if o.distance is not None)
+        return sizes[len(sizes) // 2] if sizes else math.inf
 
     def as_dict(self) -> dict[str, Any]:
         """Return everything as JSON has it: what is not finite is None."""
-        return jsonable({**asdict(self), "largest": self.largest, "power": self.power})
+        parameters = [{**asdict(o), "shows": o.shows} for o in self.parameters]
+        return jsonable({**asdict(self), "parameters": parameters, "largest": self.largest, "power": self.power})
 
     def __bool__(self) -> bool:
         return self.verdict == "PASS"
 
     def __str__(self) -> str:
         lines = [f"{self.verdict:<13} {finding}" for finding in self.findings]
-        equal = sum(o.kind == "equal" for o in self.parameters)
+        equal, blind = (sum(o.kind == kind for o in self.parameters) for kind in ("equal", "blind"))
         told = f"{equal:,} of {len(self.parameters):,} parameters are equal, at most {self.largest:.2g} bars apart"
+        told += f", and nothing is known of {blind:,}" if blind else ""
         if self.power < 1:
             told += f"; an error of {self.power:.1g} of a gradient would show in the median one"
         lines.append(f"{self.verdict:<13} {told}")
