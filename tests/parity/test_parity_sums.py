@@ -81,8 +81,8 @@ def test_the_order_of_a_sum_is_no_fault(build, labels, other, seed):
     torch.manual_seed(seed)
     model, x, y = build(), torch.randn(320, 16), LABELS[labels](320)
     report = compare(*(gg.save_gradients(None, model, how(model, x, y)) for how in (whole, OTHERS[other])))
-    assert report.verdict != "FAIL", str(report)
-    assert "balanced" in labels or report.verdict == "PASS", str(report)
+    assert {f.kind for f in report.findings} <= {"blind"}, str(report)
+    assert "balanced" in labels or build is zero_head or report.verdict == "PASS", str(report)
 
 
 @pytest.mark.parametrize("count", [256, 1024])
@@ -179,7 +179,7 @@ OF_LONG = {"permuted": flat_permuted, "8 micro-batches": in_eight, "float64": fl
 
 @pytest.mark.parametrize("how", OF_LONG)
 @pytest.mark.parametrize("what", LONG)
-def test_a_long_sum_is_no_fault(what, how, monkeypatch):
+def test_a_long_sum_is_no_fault(what, how):
     torch.manual_seed(0)
     model, x, y = LONG[what]()
     other = copy.deepcopy(model).double() if how == "float64" else model
@@ -189,7 +189,7 @@ def test_a_long_sum_is_no_fault(what, how, monkeypatch):
     ]
     report = compare(*runs)
     assert report.verdict == "PASS", str(report)
-    assert report.power < 2e-4  # the bar is wider, and no excuse
+    assert report.power < 1e-3  # the bar is wider, and no excuse
 
 
 def test_without_scales_a_long_sum_would_fail(monkeypatch):

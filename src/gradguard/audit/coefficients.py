@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from gradguard.audit.report import NormFinding
 
@@ -32,7 +32,7 @@ def expected_coefficient(max_norm: float, norm: float) -> float:
 
 
 def coefficient_findings(
-    applied: Sequence[Applied], max_norm: float | None, true: float, loss_scale: float
+    applied: Sequence[Applied], max_norm: float | None, true: float, loss_scale: float, tolerance: float = 0.0
 ) -> list[NormFinding]:
     """Return what is wrong with the coefficients of all processes' gradients.
 
@@ -41,9 +41,11 @@ def coefficient_findings(
         max_norm: What is clipped to; None if that is not known: all should then be alike.
         true: The true norm, without the loss scale.
         loss_scale: What gradients are still multiplied by.
+        tolerance: The relative error of the norm.
     """
     if not applied:
         return []
+    applied = [replace(one, tolerance=max(one.tolerance, tolerance)) for one in applied]
     if max_norm is not None:
         right = expected_coefficient(max_norm, true)
     else:
@@ -79,6 +81,8 @@ def _wrong(one: Applied, right: float, max_norm: float | None, true: float, loss
         return "the norm is computed, and this is never scaled"
     if is_close(right * right):
         return "it is scaled twice"
+    if max_norm is not None and true > 0 and max_norm > true and is_close(max_norm / true):
+        return "min(1, ...) is missing, so that gradients shorter than max are stretched to it"
     if max_norm is None:
         return "most others are multiplied by another number"
     if loss_scale != 1 and is_close(expected_coefficient(max_norm, true * loss_scale)):

@@ -25,6 +25,15 @@ NormFunction = Callable[[], float | Tensor]
 
 _HALVES = ("float16", "bfloat16")
 
+_OF_HALVES = 1e-2
+"""To this part of their squares norms of 16 bits are compared."""
+
+_PRECISE = 1e-5
+"""A norm that is rounded by more than this part of itself is not computed in 32 bits."""
+
+_ASKED = 4
+"""Tensors that are asked how a norm is rounded."""
+
 
 def audit_norm(
     model: nn.Module | Iterable[nn.Module],
@@ -213,18 +222,19 @@ class _Audit:
             if r == self._me
         }
         self._findings, self._notes = list[NormFinding](), list[str]()
-        self._tolerance, self._calls, self._epsilon = 1e-4, 0, 0.0
+        self._tolerance, self._precision, self._calls, self._epsilon = 1e-4, 0.0, 0, 0.0
         if any(held.dtype in _HALVES for t in tensors for part in t.parts for _, held in part.holders):
-            self._tolerance = 1e-2
+            self._tolerance = _OF_HALVES
 
     def run(self, norm: NormFunction | None, max_norm: float | None, earlier: Sequence[NormAudit]) -> NormAudit:
         self._look_at_copies()
         computed, classes = None, norm_classes(self._tensors, self._classes, ())
         if norm is not None:
             computed = self._called(norm)
-            self._look_at_coefficients(max_norm, computed)
+            applied = [one for piece in self._pieces if (one := piece.applied(computed)) is not None]
             self.put_back()
             classes = self._probed(norm, computed)
+            self._judge_coefficients(max_norm, applied)  # by a norm whose precision is known now
         if self._reported is not None:
             classes = self._compared(self._reported, classes, earlier, norm is not None)
         return self._result(computed, classes)
@@ -347,6 +357,11 @@ class _Audit:
             self._judge("norm() returned", computed, norm_classes(self._tensors, self._classes, ()), ())
             return norm_classes(self._tensors, self._classes, ())
         counted = probe.counts(self._classes)
+        if self._is_rounded(probe, counted, _all(computed, self._setting.world)):
+            self._tolerance = self._precision = _OF_HALVES
+            self._notes.append("norm() is computed in 16 bits: it is compared to 1 percent")
+            probe = Probe(self._tensors, ask, self._setting.world, self._setting, self._tolerance)
+            counted = probe.counts(self._classes)
         self._findings += [finding_of(one, self._tensors) for one in counted if one.kind]
         everything = _all(computed, self._setting.world)
         if math.isnan(self._true):
@@ -357,11 +372,24 @@ class _Audit:
             self._check_factors(everything[0], counted)
         return norm_classes(self._tensors, self._classes, counted)
 
+    def _is_rounded(self, probe: Probe, counted: Sequence[Counted], everything: Sequence[float]) -> bool:
+        """Tell by its own values whether a norm that is off, for no known reason, is computed in 16 bits."""
+        off = [one for one in counted if one.kind]
+        is_known = all(one.words or one.count is None for one in off)
+        right = math.isnan(self._true) or all(self._is(x, *self._expected()) for x in everything)
+        if self._tolerance >= _OF_HALVES or (is_known if off else right):
+            return False
+        places = [i for one in counted for i in one.places if self._tensors[i].numel][:_ASKED]
+        return all(map(has_16_bits, everything)) or _PRECISE < probe.rounding(places) <= _OF_HALVES
+
+    def _expected(self) -> tuple[float, ...]:
+        return with_epsilon(self._true, self._epsilon)
+
     def _check_total(self, everything: Sequence[float]) -> None:
         """On the real gradients all classes together: a norm that is no sum of squares passes each alone."""
         if self._epsilon:
             self._notes.append(f"norm() is {self._epsilon:.6g} where all gradients are 0, as an epsilon makes it")
-        wrong = [x for x in everything if not self._is(x, *with_epsilon(self._true, self._epsilon))]
+        wrong = [x for x in everything if not self._is(x, *self._expected())]
         if wrong:
             what = f"each class counts once, and the norm of all is {wrong[0]:.6g} where {self._true:.6g} is true"
             self._findings.append(NormFinding("total", what, (), wrong[0] / self._true if self._true else None))
@@ -386,10 +414,6 @@ class _Audit:
     def _is(self, norm: float, *expected: float) -> bool:
         return is_one_of(norm, expected, self._tolerance)
 
-    def _look_at_coefficients(self, max_norm: float | None, computed: float) -> None:
-        applied = [one for piece in self._pieces if (one := piece.applied(computed)) is not None]
-        self._judge_coefficients(max_norm, applied)
-
     def _judge_coefficients(self, max_norm: float | None, applied: Sequence[Applied]) -> None:
         all_applied: list[Applied] = [one for of_rank in _all(applied, self._setting.world) for one in of_rank]
         anew = tuple(dict.fromkeys(one.name for one in all_applied if math.isnan(one.coefficient)))
@@ -403,13 +427,15 @@ class _Audit:
         if math.isnan(self._true) and max_norm is not None:
             self._notes.append("coefficients were not judged: the true norm is not known")
             return
-        found = coefficient_findings(all_applied, max_norm, self._true, self._setting.loss_scale)
+        found = coefficient_findings(all_applied, max_norm, self._true, self._setting.loss_scale, self._precision)
         self._findings += _all(found, self._setting.world)[0]
 
     def _compared(
         self, reported: float, classes: tuple[NormClass, ...], earlier: Sequence[NormAudit], was_probed: bool
     ) -> tuple[NormClass, ...]:
         everything = _all(reported, self._setting.world)
+        if all(map(has_16_bits, everything)):
+            self._tolerance = max(self._tolerance, _OF_HALVES)
         if not all(self._is(x, everything[0]) or (math.isnan(x) and math.isnan(everything[0])) for x in everything):
             came = ", ".join(f"{x:.6g}" for x in everything[:8])
             own = [math.sqrt(sum(h.square for t in self._tensors for p in t.parts for r, h in p.holders if r == rank))
@@ -503,6 +529,11 @@ class _Audit:
                 share = one.square / total if total else 0.0
                 what = f"{len(one.names)} tensors {one.layout} have {share:.1g} of the squares"
                 self._notes.append(f"{what}: one number cannot tell how they count")
+
+
+def has_16_bits(norm: float) -> bool:
+    """Tell whether a norm is a number of 16 bits, as one of 32 is once in a few thousand."""
+    return any(float(torch.tensor(norm, dtype=dtype)) == norm for dtype in (torch.float16, torch.bfloat16))
 
 
 def everywhere(value: Any) -> list[Any]:

@@ -104,6 +104,21 @@ class Probe:
         self.calls += 1
         return [norm * norm for norm in self._ask(places, rank, again)]
 
+    def rounding(self, places: Sequence[int]) -> float:
+        """Return how far the norms of one tensor with two values are from the quotient of these, at most.
+
+        It does not depend on how often a tensor counts: what is not 0 is rounding, as norms of 16 bits have it.
+
+        Args:
+            places: The positions of the tensors that are asked, each by itself.
+        """
+        apart = [0.0]
+        for place in places:
+            if (expected := self.square(place)) and (other := self.square(place, True)):
+                one, two = self.answers([place])[0] / expected, self.answers([place], again=True)[0] / other
+                apart.append(abs(one / two - 1) / 2 if one and two and math.isfinite(one / two) else 0.0)
+        return max(apart)
+
     def square(self, place: int, again: bool = False) -> float:
         """Return the square of one tensor as it is filled, each element once."""
         return elements_value(place, self._tensors[place].numel, again) ** 2 * self._tensors[place].numel
@@ -135,12 +150,10 @@ class Probe:
             whole = None if right else self._diagnosed(places, answers, expected)
             middle = len(places) // 2
             known = whole is not None and whole.kind in ("factor", "ranks") and whole.words
-            if whole is not None and known and self._is_uniform(places, whole):
+            if whole is not None and known and self._is_uniform(places, whole.count):
                 return [whole]
             return [*self._of_few(places[:middle]), *self._of_few(places[middle:])]
-        one = self._diagnosed(places, answers, expected)
-        assert one is not None
-        return [one]
+        return [self._diagnosed(places, answers, expected)]
 
     def _is_right_again(self, places: Sequence[int]) -> bool:
         """Tell whether tensors that count once together do so with other values: wrong ones may cancel."""
@@ -148,11 +161,12 @@ class Probe:
         answers = self.answers(places, again=True)
         return self._are(answers, [expected] * len(answers))
 
-    def _is_uniform(self, places: Sequence[int], whole: Counted) -> bool:
+    def _is_uniform(self, places: Sequence[int], count: float | None) -> bool:
         """Tell whether each half counts as the whole does; a factor that is met by chance does not stay."""
-        assert whole.count is not None
+        if count is None:  # not finite, which says nothing of the halves
+            return False
         for half in (places[::2], places[1::2]):
-            expected = whole.count * math.fsum(map(self.square, half))
+            expected = count * math.fsum(map(self.square, half))
             answers = self.answers(half)
             if not self._are(answers, [expected] * len(answers), math.fsum(map(self.square, half))):
                 return False
@@ -161,7 +175,7 @@ class Probe:
     def _are(self, answers: Sequence[float], expected: Sequence[float], least: float = 0.0) -> bool:
         return all(abs(a - e) <= self._tolerance * max(e, least) for a, e in zip(answers, expected, strict=True))
 
-    def _diagnosed(self, places: Sequence[int], answers: Sequence[float], expected: float) -> Counted | None:
+    def _diagnosed(self, places: Sequence[int], answers: Sequence[float], expected: float) -> Counted:
         tensor = self._tensors[places[0]]
         if not all(map(math.isfinite, answers)):
             return Counted(tuple(places), "factor", None, "the norm is not finite for finite gradients")
@@ -260,13 +274,13 @@ def finding_of(counted: Counted, tensors: Sequence[Tensor]) -> NormFinding:
     names = tuple(" = ".join(tensors[i].names) for i in counted.places)
     layouts = {tensors[i].layout for i in counted.places}
     what = f"{len(names)} tensor{'s' * (len(names) > 1)} {layouts.pop() if len(layouts) == 1 else 'of all classes'}"
-    times = "" if counted.count is None else f"{'counts' if len(names) == 1 else 'count'} {counted.count:.6g} times"
+    times = "" if counted.count is None else f" {'counts' if len(names) == 1 else 'count'} {counted.count:.6g} times"
     words = f": {counted.words}" if counted.words else ""
     messages = {
-        "factor": f"{what} {times}{words}",
-        "ranks": f"{what} {times}{words}",
+        "factor": f"{what}{times}{words}",
+        "ranks": f"{what}{times}{words}",
         "local": f"{what}: each rank's norm is that of what it holds itself, and is not added up over ranks",
-        "mean": f"{what} {times}: the norms of the ranks are averaged, where their squares should be added up",
+        "mean": f"{what}{times}: the norms of the ranks are averaged, where their squares should be added up",
         "disagree": f"{what}: ranks compute different norms{words}",
     }
     return NormFinding(counted.kind, messages[counted.kind], names, counted.count)

@@ -53,8 +53,9 @@ class ParityReport:
 
     @property
     def power(self) -> float:
-        """An error of this relative size would have shown in half of the parameters: the median of what would."""
-        sizes = sorted(math.inf if o.shows is None else o.shows for o in self.parameters if o.distance is not None)
+        """An error of this relative size would have shown in half of the parameters of which something is known."""
+        known = [o for o in self.parameters if o.distance is not None and o.kind != "blind"]
+        sizes = sorted(math.inf if o.shows is None else o.shows for o in known)
         return sizes[len(sizes) // 2] if sizes else math.inf
 
     def as_dict(self) -> dict[str, Any]:
