@@ -80,6 +80,31 @@ def test_also_when_a_perturbed_step_raises():
     assert all(torch.equal(value, before[name]) for name, value in bits(model).items())
 
 
+def test_gradients_that_an_engine_keeps_in_main_grad_are_read():
+    """As Megatron does: a hook adds each gradient to a buffer of float32, and ``grad`` is None."""
+    torch.manual_seed(0)
+    plain, engine, x = nn.Linear(3, 2), nn.Linear(3, 2), torch.randn(8, 3)
+    engine.load_state_dict(plain.state_dict())
+    for p in engine.parameters():
+        p.main_grad = torch.full_like(p, 7.0)  # of a step before
+
+    def moved(factor):
+        def step():
+            (engine(x).square().mean() * factor).backward()
+            for p in engine.parameters():
+                p.main_grad += p.grad
+                p.grad = None
+
+        return step
+
+    right = save(plain, lambda: plain(x).square().mean().backward())
+    assert_parity(right, save(engine, moved(1.0)))
+    assert all(not p.main_grad.any() and p.grad is None for p in engine.parameters())
+    report = compare(right, save(engine, moved(2.0)))
+    assert report.verdict == "FAIL"
+    assert "2 of 2 parameters × 2 ±" in str(report)
+
+
 def test_a_step_runs_six_times_and_no_more():
     model, calls = nn.Linear(3, 2), []
     save(model, lambda: (calls.append(1), model(torch.ones(3)).sum().backward()))

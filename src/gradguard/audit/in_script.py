@@ -20,6 +20,7 @@ from gradguard.audit.engines import clip_of_engine, holds_gradients_itself
 from gradguard.audit.norm import WatchedClip, everywhere
 from gradguard.audit.report import NormAudit, NormFinding, Verdict, verdict_of
 from gradguard.clip_events import ClipEvent, listen
+from gradguard.distributed.placements import gradient_of
 from gradguard.errors import GradguardError
 from gradguard.grad_scaler import ScalerStep, listen_to_steps
 from gradguard.optimizer_hooks import EveryStep
@@ -288,7 +289,7 @@ class ScriptAudit:
 
     def _holding(self, parameters: Sequence[Tensor]) -> tuple[list[nn.Module], set[int]]:
         """The modules that hold these parameters, the one with the most first; a stand-in for those in none."""
-        wanted = {id(p) for p in parameters if p.grad is not None or hasattr(p, "main_grad")}
+        wanted = {id(p) for p in parameters if gradient_of(p) is not None}
         key = frozenset(wanted)
         if key not in self._known:
             self._known[key] = self._found(parameters, wanted)

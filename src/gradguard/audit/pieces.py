@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from gradguard.audit.coefficients import Applied
 from gradguard.audit.engines import holds_gradients_itself, slices_of
 from gradguard.audit.held import SUMS, Claim, Held, Sketch
-from gradguard.distributed.placements import added_up, is_partial, is_sharded, local_part, placement_of
+from gradguard.distributed.placements import added_up, gradient_of, is_partial, is_sharded, local_part, placement_of
 from gradguard.distributed.wrappers import flat_placements, named_parameters
 from gradguard.errors import InvalidTypeError, UnsupportedGradientError
 from gradguard.torch_private import padding_of_flat
@@ -163,11 +163,6 @@ def pieces_of(models: Sequence[nn.Module], wanted: Collection[int] | None = None
             names.append(front + name)
             parameters.append(p)
     return [*(Piece(tuple(names), ps, *layout) for names, ps, layout in found.values()), *of_engines]
-
-
-def gradient_of(parameter: Any) -> Tensor | None:
-    """Return the gradient of a parameter: ``grad``, or Megatron's ``main_grad`` where there is none."""
-    return parameter.grad if parameter.grad is not None else getattr(parameter, "main_grad", None)
 
 
 def claim_of(parameter: Any) -> Claim | None:

@@ -108,6 +108,11 @@ def local_part(tensor: Tensor) -> Tensor:
     return local if type(local) is Tensor else tensor.detach().to_local()  # type: ignore[attr-defined]
 
 
+def gradient_of(parameter: Any) -> Tensor | None:
+    """Return the gradient of a parameter: ``grad``, or Megatron's ``main_grad`` where there is none."""
+    return parameter.grad if parameter.grad is not None else getattr(parameter, "main_grad", None)
+
+
 def shard_like(full: Tensor, like: Tensor) -> Tensor:
     """Return this process's shard of ``full``, which every process holds, laid out as ``like`` is; no communication."""
     if not is_sharded(like):

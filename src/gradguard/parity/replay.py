@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gradguard.distributed.placements import gradient_of
 from gradguard.errors import InvalidValueError
 from gradguard.parity.shards import LocalParameter, Part
 from gradguard.parity.sketch import CHUNK, hashed
@@ -154,10 +155,13 @@ class Replay:
             return step(), watched
 
     def restore(self) -> None:
-        """Let buffers and generators be as they were, and gradients None."""
+        """Let buffers and generators be as they were, and gradients None; Megatron's ``main_grad``, a buffer, zero."""
         for tensor in self._tensors:
             tensor.grad = None
         with torch.no_grad():
+            for tensor in self._tensors:
+                if (kept := gradient_of(tensor)) is not None:
+                    kept.zero_()
             for buffer, before in self._buffers:
                 buffer.copy_(before)
         set_generator_states(self._states)

@@ -39,11 +39,12 @@ def save_gradients(
     :math:`\sigma_j(i) = \pm 1` are hashed from the place :math:`i` in the whole parameter: shards add up, a factor
     stays a factor, and :math:`\lVert g \rVert^2 \approx \sum_j s_j^2 / 32`. How far rounding moves :math:`g` is
     measured: the step runs once more as it was, and ``perturbed`` times with weights that are changed by some
-    :math:`\epsilon` of themselves, the spacing of the coarsest dtype that layers compute in.
+    :math:`\epsilon` of themselves, the spacing of the coarsest dtype that layers compute in. In these runs the gradient
+    at the loss is multiplied by a number between 1 and 2, which is taken off again: so each sum rounds anew.
 
     **Guarantees.** Weights, buffers and random generators are as before, to the last bit, also when ``step`` raises;
-    gradients are None. Each run begins with the same of all three, so dropout draws the same masks. Nothing is gathered
-    but the sketches: temporaries have 65,536 elements, buffers are copied.
+    gradients are None, and Megatron's ``main_grad`` is zero. Each run begins with the same of all three, so dropout
+    draws the same masks. Nothing is gathered but the sketches: temporaries have 65,536 elements, buffers are copied.
 
     | case | result |
     |---|---|
@@ -51,7 +52,9 @@ def save_gradients(
     | experts or stages with names of their own, Megatron's layers | an error, unless ``shard_of`` says what they are |
     | dropout | the same masks in all runs; other masks in another set-up, of which `gradguard parity` warns |
     | ``step`` changes weights | an error: it must end after backward |
+    | gradients in Megatron's ``main_grad`` | read where ``grad`` is None |
     | complex or sparse gradients | an error |
+    | a clip inside ``step``, or ``torch.autograd.grad`` alone | not scaled, found by one more run: long sums may differ |
 
     Args:
         file: Where to write, as safetensors; rank 0 does. None to write nothing.

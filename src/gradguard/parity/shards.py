@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from gradguard.distributed.fully_sharded import is_fully_sharded
-from gradguard.distributed.placements import added_up, is_sharded, local_part, placement_of
+from gradguard.distributed.placements import added_up, gradient_of, is_sharded, local_part, placement_of
 from gradguard.distributed.wrappers import named_parameters
 from gradguard.errors import InvalidValueError, UnsupportedGradientError
 from gradguard.parity.sketch import flat_chunks, hashed
@@ -136,7 +136,7 @@ class LocalParameter:
 
     def gradient(self) -> tuple[Part, Tensor] | None:
         """Return the part, and its gradient; None if there is none. A collective where it is a Partial DTensor."""
-        gradient = self.parameter.grad
+        gradient = gradient_of(self.parameter)
         if gradient is None or (self.flat is not None and not self.flat.numel):
             return None
         if gradient.layout is not torch.strided or gradient.is_complex() or gradient.is_quantized:

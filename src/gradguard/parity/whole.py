@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from gradguard.distributed.placements import gradient_of
 from gradguard.errors import InvalidValueError, UnsupportedGradientError
 from gradguard.parity.replay import epsilon_of
 from gradguard.parity.saved import SavedParameter
@@ -133,7 +134,7 @@ class WholeParameters:
     def epsilon(self, seen: set[torch.dtype]) -> float:
         """Return the spacing of the coarsest dtype on any process: of ``seen``, of weights and of gradients."""
         dtypes = {p.weights()[1].dtype for p in self._local}
-        gradients = {p.parameter.grad.dtype for p in self._local if p.parameter.grad is not None}
+        gradients = {gradient.dtype for p in self._local if (gradient := gradient_of(p.parameter)) is not None}
         return max(gathered(epsilon_of(dtypes | gradients | seen or {torch.float32}, self._device)))
 
     def facts(self) -> dict[str, float]:
