@@ -111,6 +111,10 @@ class Classes:
         divisor = torch.where(largest.isfinite() & (largest > 0), largest, 1.0)
         return divisor * none.index_add(0, at, (norms / divisor[at]) ** order) ** (1 / order)
 
+    def of(self, positions: Tensor) -> Tensor:
+        """Return the class of each of these gradients; a whole one is a class by itself."""
+        return self._class_of[move(positions, self._class_of.device)]
+
     def shares(self, shares: Tensor) -> Tensor:
         """Return the shares of the classes from those of the gradients: not 0 where this process has any."""
         if self._last_shares is None or self._last_shares[0] is not shares:

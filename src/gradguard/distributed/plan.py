@@ -29,7 +29,7 @@ from gradguard.distributed.placements import (
     placement_of,
     placements_of,
 )
-from gradguard.distributed.reduction import Reducer
+from gradguard.distributed.reduction import Copies, Reducer
 from gradguard.distributed.reduction_group import (
     ReductionGroup,
     StageGroup,
@@ -135,6 +135,9 @@ class Plan:
             sign[place] = 1.0 if whole[place] else -1.0
         self._shares = self.weights * torch.tensor(sign, dtype=torch.float64, device=device)
         self._classes = Classes(weights, whole, padded, device)
+        copied = [i for i, is_copied in enumerate(whole) if is_copied]
+        called = [f"`{self.names[i]}`" if self.names else f"parameter {i}" for i in copied]
+        self._copies = Copies(torch.tensor(copied, dtype=torch.int64), called) if copied else None
         self._moved: dict[int, Any] = {}
         if self.reducer.moves:
             self._agree_on(moves)
@@ -184,7 +187,7 @@ class Plan:
             now = specs_of(gradients)
             self._specs = [known if spec is None else spec for spec, known in zip(now, self._specs, strict=True)]
         shares, balance = self._of_present(gradients)
-        part = NormReduction(self.reducer, self.weights, shares, balance, self._classes)
+        part = NormReduction(self.reducer, self.weights, shares, balance, self._classes, copies=self._copies)
         if self._alike:
             parts = _parts(gradients, self._fillers)
             return Held(tensors, parts, names, part)
@@ -246,6 +249,7 @@ class NormReduction:
         balance: What adds up to 0 over the processes if replicas have the same gradients.
         classes: Which gradients of the full list add up alike; None for some of them.
         settings: What the norms are for, which must be the same on all processes.
+        copies: Which gradients must be equal on the processes that hold them; None if none must.
     """
 
     reducer: Reducer
@@ -254,6 +258,7 @@ class NormReduction:
     balance: Tensor
     classes: Classes | None = None
     settings: Settings = ()
+    copies: Copies | None = None
 
     def add_up(self, *measured: tuple[Tensor, float]) -> list[Tensor]:
         """Return the norms of the whole tensors, for vectors of norms of what this process holds, with their orders."""
@@ -261,7 +266,7 @@ class NormReduction:
 
     def measure(self, *measured: tuple[Tensor, float]) -> tuple[list[Tensor], Tensor]:
         """Return the same, and which tensors any process has a gradient of: ``[len]``, bool."""
-        return self.reducer.reduce(measured, self.weights, self.shares, self.balance, self.settings)
+        return self.reducer.reduce(measured, self.weights, self.shares, self.balance, self.settings, self.copies)
 
     def total(self, parts: Sequence[Tensor], order: float) -> Tensor:
         """Return the norm of all gradients as one vector: 0-dim. Sends one number a class instead of one a gradient.
@@ -283,12 +288,16 @@ class NormReduction:
             measured: Norms of what this process holds of each class, with their orders.
         """
         shares = classes.shares(self.shares)
-        return self.reducer.reduce(measured, classes.weights, shares, self.balance, self.settings)
+        copies = None if self.copies is None else Copies(classes.of(self.copies.at), self.copies.names)
+        return self.reducer.reduce(measured, classes.weights, shares, self.balance, self.settings, copies)
 
     def of(self, positions: Sequence[int]) -> "NormReduction":
         """Return the same for some of the gradients; every process must take the same ones."""
         at = move(torch.tensor(list(positions), dtype=torch.int64, device="cpu"), self.weights.device)
-        return NormReduction(self.reducer, self.weights[at], self.shares[at], self.balance, settings=self.settings)
+        copies = None if self.copies is None else self.copies.taken(positions)
+        return NormReduction(
+            self.reducer, self.weights[at], self.shares[at], self.balance, settings=self.settings, copies=copies
+        )
 
 
 def plan_for(

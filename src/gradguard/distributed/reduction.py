@@ -11,6 +11,7 @@ each b: still one all-reduce.
 import json
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -19,9 +20,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gradguard.distributed.agreement import Agreement, agree, device_of, together
-from gradguard.distributed.reduction_group import ReductionGroup, check_alive
+from gradguard.distributed.reduction_group import ReductionGroup, check_alive, listed
 from gradguard.distributed.settings import Settings, difference, digest
-from gradguard.errors import DistributedError
+from gradguard.errors import DistributedError, UnsupportedGradientError
 from gradguard.tensors.layout import are_readable, move
 
 _BITS = 900
@@ -29,6 +30,10 @@ _BITS = 900
 
 SAFE_ORDER = 6
 """Up to this order, powers of the norms of float32 gradients stay in the range of float64."""
+
+
+APART = 1e-4
+"""Copies of one gradient are not equal if the squares of their norms vary by more than this, relative and squared."""
 
 
 def buckets(order: float, wide: bool) -> range:
@@ -71,6 +76,25 @@ def decode(added: Tensor, present: Tensor, order: float, wide: bool) -> Tensor:
     below = torch.where(top > 0, table.gather(1, (top - 1).clamp(min=0)), 0.0)
     powers = table.gather(1, top) + below * 2.0**-_BITS
     return torch.exp2((powers.log2() + _BITS * (top + sums[0])) / order).squeeze(1)
+
+
+@dataclass(frozen=True, slots=True)
+class Copies:
+    """Tensors of which several processes hold all, so that their gradients must be equal.
+
+    Attributes:
+        at: Their positions among what is measured.
+        names: What they are called.
+    """
+
+    at: Tensor
+    names: Sequence[str]
+
+    def taken(self, positions: Sequence[int]) -> "Copies":
+        """Return those among ``positions``, by their places there."""
+        place = {int(position): i for i, position in enumerate(positions)}
+        kept = [(place[at], name) for at, name in zip(self.at.tolist(), self.names, strict=True) if at in place]
+        return Copies(torch.tensor([at for at, _ in kept], dtype=torch.int64), [name for _, name in kept])
 
 
 def encode_largest(norms: Tensor) -> Tensor:
@@ -136,6 +160,7 @@ class Reducer:
         shares: Tensor,
         balance: Tensor | None = None,
         settings: Settings = (),
+        copies: Copies | None = None,
     ) -> tuple[list[Tensor], Tensor]:
         """Return the norms of the whole tensors: one all-reduce, and a second if some orders are infinite, some not.
 
@@ -148,10 +173,12 @@ class Reducer:
                 0 where it has none.
             balance: What adds up to 0 if those that hold the same part all have it or all do not: 0-dim.
             settings: What the norms are for, which must be the same on all processes.
+            copies: What must be equal on the processes that hold it; asked where the first order is 2.
 
         Raises:
             DistributedError: If another process does not come, reduces something else, for something else, or lacks a
                 gradient that it must have. On an accelerator the last three give NaN instead, so that nothing waits.
+            UnsupportedGradientError: If copies differ by some percent; NaN on an accelerator, too.
         """
         if self.is_alone or not measured:
             return [norms for norms, _ in measured], shares != 0
@@ -160,7 +187,9 @@ class Reducer:
         moved = [(move(norms.double(), self.device), order) for norms, order in measured]
         finite = [(norms, order) for norms, order in moved if not math.isinf(order)]
         self._settings = settings
-        added, there = self._added(finite, weights, shares, balance) if finite else ([], torch.ones_like(shares) > 0)
+        added, there = (
+            self._added(finite, weights, shares, balance, copies) if finite else ([], torch.ones_like(shares) > 0)
+        )
         sums = iter(added)
         largest = iter(
             self._largest([n for n, order in moved if math.isinf(order)]) if len(finite) < len(moved) else ()
@@ -169,18 +198,49 @@ class Reducer:
         return norms, move(there, home)
 
     def _added(
-        self, measured: Sequence[tuple[Tensor, float]], weights: Tensor, shares: Tensor, balance: Tensor | None
+        self,
+        measured: Sequence[tuple[Tensor, float]],
+        weights: Tensor,
+        shares: Tensor,
+        balance: Tensor | None,
+        copies: Copies | None,
     ) -> tuple[list[Tensor], Tensor]:
         parts = [encode(norms, weights, order, self.wide) for norms, order in measured]
+        first, order = measured[0]
+        at = copies.at.to(self.device) if copies is not None and order == 2 else torch.empty(0, dtype=torch.int64)
+        # Means of powers of two orders are equal if all copies are: that of the fourth beside that of the second.
+        fourth = encode(first[at], weights[at], 4, self.wide) if len(at) else self._zero[:0]
         sums_to_zero = self._zero if balance is None else balance.view(1)
         mine = digest(self._settings, self.device)
-        vector = torch.cat([*parts, shares, sums_to_zero, self._number, mine])
+        vector = torch.cat([*parts, fourth, shares, sums_to_zero, self._number, mine])
         self._run(vector, dist.ReduceOp.SUM)
-        *added, share, remainder, numbers, alike = vector.split([*map(len, parts), len(shares), 1, 2, 2])
+        lengths = [*map(len, parts), len(fourth), len(shares), 1, 2, 2]
+        *added, fourth, share, remainder, numbers, alike = vector.split(lengths)
         agreed = (alike == self._world * mine).all()
         same = self._checked((numbers == self._numbers).all(), agreed, (remainder == 0).all())
         norms = [decode(x, share, order, self.wide) for x, (_, order) in zip(added, measured, strict=True)]
+        if copies is not None and len(at):
+            apart = decode(fourth, share[at], 4, self.wide) / norms[0][at] > (1 + APART) ** 0.25
+            same = self._without_copies_apart(apart, copies, same)
         return norms if same is None else [torch.where(same, x, math.nan) for x in norms], share != 0
+
+    def _without_copies_apart(self, apart: Tensor, copies: Copies, same: Tensor | None) -> Tensor | None:
+        """Return ``same``, and whether no copies are apart where the host must not wait.
+
+        Raises:
+            UnsupportedGradientError: If some are, and it can be told for nothing.
+        """
+        if same is not None:
+            return same & ~apart.any()
+        wrong = [name for name, is_apart in zip(copies.names, apart.tolist(), strict=True) if is_apart]
+        if wrong:
+            raise UnsupportedGradientError(
+                f"the gradient of {listed(wrong)} differs between the processes that hold all of it: nothing has added "
+                "it up, as where fully_shard ignores a parameter, a backward ran inside no_sync(), or stages share a "
+                "weight. All-reduce it before the clip, or let FSDP or DDP do so; what each process has for itself, as "
+                "an expert, must say so with a DTensor. Nothing was changed."
+            )
+        return None
 
     def _largest(self, measured: Sequence[Tensor]) -> list[Tensor]:
         parts = [encode_largest(norms) for norms in measured]

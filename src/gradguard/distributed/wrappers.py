@@ -20,6 +20,12 @@ FLAT = "FSDP1 flat parameter"
 
 _PUT_IN_NAMES = wrapper_slots()
 
+_REPLICAS_APART = 1e-3
+"""Norms of one gradient on two replicas that differ by more than this part are of gradients that were not averaged."""
+
+_averaged: "weakref.WeakKeyDictionary[nn.Module, tuple[int, ...]]" = weakref.WeakKeyDictionary()
+"""For each DistributedDataParallel what it had noted of its gradients at the last clip."""
+
 _living: "weakref.WeakSet[nn.Module] | None" = None  # every wrapper, once they have been looked for
 _flat: "weakref.WeakKeyDictionary[nn.Module, dict[int, Placement]]" = weakref.WeakKeyDictionary()
 
@@ -102,7 +108,45 @@ def check_wrappers(
                 )
             if isinstance(wrapper, DistributedDataParallel):
                 _refuse_replicas_as_stages(wrapper, stages)
+        if isinstance(wrapper, DistributedDataParallel) and _is_unsynchronised(wrapper):
+            wanted = wanted or {id(t) for t in tensors}
+            _refuse_own_gradients(wrapper, [p for p in wrapper.parameters() if id(p) in wanted])
     return {} if elementwise else flat_placements(tensors, module)
+
+
+def _is_unsynchronised(wrapper: DistributedDataParallel) -> bool:
+    """Tell whether no backward of ``wrapper`` has averaged gradients since its last clip, alike on all processes.
+
+    DDP notes when each gradient was ready in a backward that synchronises. Its last forward, which may have been one
+    without gradients, tells nothing if that has changed.
+
+    Returns:
+        Whether gradients may be this process' own: they are, or the script has averaged them itself.
+    """
+    before, now = _averaged.get(wrapper, ()), tuple(wrapper.reducer.get_backward_stats())
+    _averaged[wrapper] = now
+    return not wrapper.require_forward_param_sync and (now == before or not any(now))
+
+
+def _refuse_own_gradients(wrapper: DistributedDataParallel, parameters: Sequence[Tensor]) -> None:
+    """Raise if gradients of replicas differ; a collective, where none has averaged them: a script may have done it."""
+    if not parameters or dist.get_world_size(wrapper.process_group) == 1:
+        return
+    grads = [None if p.grad is None else p.grad.detach() for p in parameters]
+    dense = [grad.coalesce().values() if grad is not None and grad.is_sparse else grad for grad in grads]
+    norms = [
+        p.new_zeros(()) if g is None else torch.linalg.vector_norm(g) for p, g in zip(parameters, dense, strict=True)
+    ]
+    of_all = torch.stack([norm.double().to(norms[0].device) for norm in norms])
+    largest = torch.cat([of_all, -of_all]).nan_to_num(0.0, 0.0, 0.0)
+    dist.all_reduce(largest, dist.ReduceOp.MAX, wrapper.process_group)
+    most, least = largest.chunk(2)
+    if bool((most + least > _REPLICAS_APART * most).any()):
+        raise UnsupportedGradientError(
+            "the last backward of DistributedDataParallel ran inside no_sync(), so that each process has gradients of "
+            "its own, which differ: their norm differs from rank to rank. Let the forward and the backward of the last "
+            "micro-batch run outside no_sync(), and clip then. Nothing was changed."
+        )
 
 
 def refuse_flat_gradients(gradients: Sequence[Tensor | None]) -> None:

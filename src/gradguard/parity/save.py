@@ -54,7 +54,7 @@ def save_gradients(
     | ``step`` changes weights | an error: it must end after backward |
     | gradients in Megatron's ``main_grad`` | read where ``grad`` is None |
     | complex or sparse gradients | an error |
-    | a clip in ``step``, or ``torch.autograd.grad`` alone | not scaled, which one more run finds: long sums may differ |
+    | a clip in ``step``, or ``torch.autograd.grad`` alone | not scaled, found by one more run: long sums may differ |
 
     Args:
         file: Where to write, as safetensors; rank 0 does. None to write nothing.

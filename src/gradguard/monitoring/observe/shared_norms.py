@@ -9,7 +9,7 @@ import sys
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -152,7 +152,7 @@ class SharedNorms:
         if own is None:
             nothing = torch.zeros_like(plan.weights)
             own = NormReduction(plan.reducer, plan.weights, nothing, plan.balance_of_all), nothing
-        part, norms = own
+        part, norms = replace(own[0], copies=None), own[1]  # the same numbers where a process has nothing to add
         marks = torch.full_like(norms, float(self._failed))
         found, lost = part.add_up((norms, 2.0), (marks, 1.0))
         return found, lost.amax()

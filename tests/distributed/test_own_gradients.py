@@ -1,0 +1,149 @@
+"""Gradients that nothing has added up are refused at the clip: DDP's, those that FSDP2 ignores, of shared weights."""
+
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+from training import Network, batch
+
+import gradguard as gg
+from gradguard.errors import UnsupportedGradientError
+from sharded import mesh
+
+CLIPS = {
+    "function": lambda m: gg.clip_grad_norm_(m.parameters(), 0.1),
+    "module": lambda m: gg.clip_grad_norm_(m, 0.1),
+    "clipper": lambda m: gg.ClipByGlobalNorm(0.1)(m),
+    "each": lambda m: gg.ClipByNorm(0.1)(m),
+}
+
+
+def backward(model, rank=None):
+    rank = dist.get_rank() if rank is None else rank
+    x, y = batch(0)
+    F.mse_loss(model(x[rank::2]), y[rank::2]).backward()
+
+
+def silent(model):
+    with model.no_sync():
+        backward(model)
+
+
+def silent_backward(model):
+    """The forward is outside: then DDP averages all the same."""
+    x, y = batch(0)
+    loss = F.mse_loss(model(x[dist.get_rank() :: 2]), y[dist.get_rank() :: 2])
+    with model.no_sync():
+        loss.backward()
+
+
+def by_hand(model):
+    silent(model)
+    for p in model.parameters():
+        dist.all_reduce(p.grad, dist.ReduceOp.AVG if dist.get_backend() == "nccl" else dist.ReduceOp.SUM)
+
+
+def accumulated(model):
+    silent(model)
+    backward(model)
+
+
+def evaluated(model):
+    backward(model)
+    with torch.no_grad():
+        model(batch(1)[0])
+
+
+def evaluated_on_one(model):
+    backward(model)
+    if dist.get_rank() == 0:
+        with torch.no_grad():
+            model.module(batch(1)[0])
+            model.require_forward_param_sync = False  # as a forward of the wrapper leaves it
+
+
+WAYS = {
+    "averaged": (backward, True),
+    "inside no_sync": (silent, False),
+    "only the backward inside no_sync": (silent_backward, True),
+    "reduced by hand": (by_hand, True),
+    "the last of two averages": (accumulated, True),
+    "an evaluation before the clip": (evaluated, True),
+    "an evaluation on one rank": (evaluated_on_one, True),
+}
+
+
+def replicated(way, clip):
+    torch.manual_seed(0)
+    model, found = DistributedDataParallel(Network()), []
+    for how in (way, "averaged", way, way):
+        model.zero_grad()
+        WAYS[how][0](model)
+        before = [p.grad.clone() for p in model.parameters()]
+        try:
+            CLIPS[clip](model)
+            found.append("")
+        except UnsupportedGradientError as error:
+            assert all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), before, strict=True))
+            found.append(str(error))
+    return found
+
+
+@pytest.mark.parametrize(
+    "clip", ["function", *(pytest.param(c, marks=pytest.mark.exhaustive) for c in list(CLIPS)[1:])]
+)
+def test_a_backward_inside_no_sync_is_refused_after_it(pool, clip):
+    for way, (_, is_right) in WAYS.items():
+        for said in pool(2).run(replicated, way, clip):
+            assert [bool(one) for one in said] == ([False] * 4 if is_right else [True, False, True, True]), (way, said)
+            assert all("last backward of DistributedDataParallel ran inside no_sync()" in one for one in said if one)
+
+
+def sharded(reduces, clip):
+    torch.manual_seed(0)
+    model = Network()
+    ignored = [*model.first.norm.parameters(), model.head.bias]
+    fully_shard(model, mesh=mesh("row"), ignored_params=set(ignored))
+    backward(model)
+    if reduces:
+        for p in ignored:
+            dist.all_reduce(p.grad)
+            p.grad /= 2
+    CLIPS[clip](model)
+    return math.nan
+
+
+@pytest.mark.parametrize(
+    "clip", ["function", "each", *(pytest.param(c, marks=pytest.mark.exhaustive) for c in ["module", "clipper"])]
+)
+def test_parameters_that_fsdp_ignores_and_nothing_reduces_are_refused(pool, clip):
+    for error in pool(2).outcomes(sharded, False, clip):
+        assert isinstance(error, UnsupportedGradientError), error
+        assert "differs between the processes that hold all of it" in str(error)
+        assert "fully_shard ignores a parameter" in str(error)
+        assert clip != "module" or "`first.norm.weight`, `first.norm.bias`, `head.bias`" in str(error)
+    assert all(math.isnan(one) for one in pool(2).run(sharded, True, clip))
+
+
+def staged(of_one, missing):
+    torch.manual_seed(0)
+    own, both = nn.Parameter(torch.ones(3 + dist.get_rank())), nn.Parameter(torch.ones(4))
+    own.grad = torch.ones_like(own)
+    both.grad = torch.ones(4) * (of_one if dist.get_rank() else 1.0)
+    if missing and dist.get_rank():
+        both.grad = None
+    return float(gg.clip_grad_norm_([own, both], 1.0, process_group=dist.group.WORLD, shared={"both": both}))
+
+
+def test_shared_weights_whose_gradients_differ_between_stages_are_refused(pool):
+    for error in pool(2).outcomes(staged, 1.5, False):
+        assert isinstance(error, UnsupportedGradientError), error
+        assert "stages share a weight" in str(error)
+    assert pool(2).run(staged, 1.0, False) == pytest.approx([math.sqrt(3 + 4 + 4)] * 2)
+    assert pool(2).run(staged, 1.0 + 1e-4, False) == pytest.approx([math.sqrt(3 + 4 + 4)] * 2, rel=1e-3)
+    assert pool(2).run(staged, 1.0, True) == pytest.approx([math.sqrt(3 + 4 + 4)] * 2)  # one that has it counts once
