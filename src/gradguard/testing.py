@@ -60,8 +60,16 @@ def assert_parity(reference: Run, new: Run, *, allow_inconclusive: bool = False)
     :math:`b` is what runs that differ by rounding alone differ by, as `gradguard.save_gradients` has measured it in
     both set-ups. There is no tolerance to choose.
 
-    **Edge cases.** What nobody can tell raises too, unless ``allow_inconclusive=True``: other weights, other dropout
-    masks, gradients that are mostly rounding, nothing to compare.
+    **Edge cases.** What cannot be told raises too, unless ``allow_inconclusive=True``: other weights, other dropout
+    masks, and gradients of which nothing is known.
+
+    | gradient of a parameter | counts as |
+    |---|---|
+    | within :math:`3 b`, and half of it would have been an error that shows | equal |
+    | zero in both runs, in neither run, or :math:`b` is a sixth of it or more | nothing is known of it |
+    | anything else | an error |
+
+    Nothing known of half of the parameters or more: INCONCLUSIVE. Of fewer: PASS, and a note names them.
 
     Args:
         reference: What `gradguard.save_gradients` has returned, or the file that it has written, in the set-up that is

@@ -71,7 +71,7 @@ def audit_norm(
         values do not tell what is a copy      INCONCLUSIVE, with what to pass as ``groups``
         values contradict ``groups``           INCONCLUSIVE, with what they tell
         the norm does not read ``.grad``       INCONCLUSIVE, judged by its one value as if it was reported
-        norms of 16 bits                       compared to 1 percent
+        norms of 16 bits, by their values      compared to 1 percent, a note
         ``norm()`` adds up to 1e-5 to zeros    an epsilon, a note
         ``reported`` off as by 1e-6, 1e-7 ...  INCONCLUSIVE, where an epsilon may make it
         =====================================  ======================================================
