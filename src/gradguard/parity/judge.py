@@ -191,8 +191,10 @@ def _by_numbers(name: str, reference: Measured, new: Measured, facts: Mapping[st
     if dead and not apart and not why and distance > BARS:
         return _with(shown, "dead", message=f"all zeros in {dead[0]}")
     if apart:
-        told = _about_ranks(shown, reference, new, bar, apart)
-        return _with(shown, "unknown", message=f"{told.message}; {why}") if why else told
+        said = f"ranks hold different gradients in {' and in '.join(apart)}"
+        if why:
+            return _with(shown, "unknown", message=f"{said}; {why}")
+        return _missing_reduction(shown, reference, new, bar, apart) or _with(shown, "ranks", message=said)
     if distance <= BARS:
         return _noisy(shown, reference, new, difference) or _blind(shown) or shown
     if difference <= BARS * bar + reference.one_sided * norm(r) + new.one_sided * norm(c):
@@ -257,18 +259,19 @@ def _ranks_apart(run: Measured, bar: float) -> bool:
     return any(not norm(contrast) <= BARS * bar for contrast in run.contrasts)
 
 
-def _about_ranks(shown: Outcome, reference: Measured, new: Measured, bar: float, apart: Sequence[str]) -> Outcome:
-    said = f"ranks hold different gradients in {' and in '.join(apart)}"
-    if len(apart) == 1:
-        of_ranks, one = (new, reference) if apart == ["the new run"] else (reference, new)
-        total = [x * of_ranks.copies for x in of_ranks.gradient]
-        for reduction, reduced, times in (("sum", total, of_ranks.copies), ("mean", of_ranks.gradient, 1)):
-            if norm(minus(reduced, one.gradient)) <= BARS * bar * times:
-                said = (
-                    f"a {reduction} over {of_ranks.copies} ranks is missing in {apart[0]}: that of its copies is right"
-                )
-                return _with(shown, "ranks", reduction=reduction, message=said)
-    return _with(shown, "ranks", message=said)
+def _missing_reduction(
+    shown: Outcome, reference: Measured, new: Measured, bar: float, apart: Sequence[str]
+) -> Outcome | None:
+    """The sum or the mean of the copies of one run's ranks, if that is the other's gradient."""
+    if len(apart) > 1:
+        return None
+    of_ranks, one = (new, reference) if apart == ["the new run"] else (reference, new)
+    total = [x * of_ranks.copies for x in of_ranks.gradient]
+    for reduction, reduced, times in (("sum", total, of_ranks.copies), ("mean", of_ranks.gradient, 1)):
+        if norm(minus(reduced, one.gradient)) <= BARS * bar * times:
+            said = f"a {reduction} over {of_ranks.copies} ranks is missing in {apart[0]}: that of its copies is right"
+            return _with(shown, "ranks", reduction=reduction, message=said)
+    return None
 
 
 # A factor.
