@@ -180,7 +180,7 @@ def _one_of_each_mesh(placements: Iterable[Placement]) -> list[Placement]:
     return list({id(p.mesh): p for p in placements if p.mesh is not None}.values())
 
 
-def listed(ranks: Sequence[int], at_most: int = 20) -> str:
+def listed(ranks: Sequence[object], at_most: int = 20) -> str:
     """Return ``ranks`` in words, cut where they are many."""
     more = len(ranks) - at_most
     return ", ".join(map(str, ranks[:at_most])) + (f" and {more} more" if more > 0 else "")
