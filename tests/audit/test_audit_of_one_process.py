@@ -100,6 +100,8 @@ def test_a_clip_before_the_loss_scale_is_taken_off():
         (1.0, 2.0, 2.0, 8.0, 1 / 16, "before the loss scale is taken off"),
         (1.0, 2.0, 2.0, 1.0, 1.0, "never scaled"),
         (1.0, 0.5, 2.0, 1.0, 0.5, "right for the norm that was computed"),
+        (1.0, 0.5, 0.5, 1.0, 2.0, "min(1, ...) is missing"),
+        (1.0, 2.0, 2.0, 1.0, 2.0, "no known mistake"),
         (None, 2.0, 2.0, 1.0, 0.3, None),
     ],
 )
@@ -107,6 +109,90 @@ def test_the_formula_of_coefficients(max_norm, true, computed, scale, coefficien
     found = coefficient_findings([Applied("w", coefficient, 0.0, 1e-4, computed)], max_norm, true, scale)
     assert [words is not None] == [bool(found)]
     assert words is None or words in found[0].message
+
+
+# Norms of 16 bits, of gradients of 32.
+
+
+def of_tensors(dtype):
+    return lambda m: torch.stack([g.to(dtype).norm() for g in gradients(m)]).norm().float()
+
+
+def of_squares(dtype, scale=1.0):
+    return lambda m: sum((g.to(dtype) * scale).square().sum() for g in gradients(m)).float().sqrt() / scale
+
+
+HALVES = {
+    "bfloat16, each tensor": of_tensors(torch.bfloat16),
+    "float16, each tensor": of_tensors(torch.float16),
+    "float16, squares": of_squares(torch.float16),
+    "bfloat16, squares": of_squares(torch.bfloat16),
+    "float16, scaled squares": of_squares(torch.float16, 0.5),
+    "the last step alone": lambda m: get_total_norm(gradients(m)).bfloat16(),
+}
+
+
+@pytest.mark.parametrize("name", HALVES)
+def test_a_norm_of_16_bits_is_judged_by_its_values(name):
+    for seed in range(4):
+        torch.manual_seed(seed)
+        model = model_with_gradients()
+        norm = HALVES[name]
+        audit = gg.audit_norm(model, lambda m=model, n=norm: n(m))
+        assert audit, str(audit)
+        assert abs(audit.norm / audit.true_norm - 1) < 5e-5 or "is computed in 16 bits" in str(audit)
+        wrong = gg.audit_norm(model, lambda m=model, n=norm: 2 * n(m))
+        assert "gradients doubled" in str(wrong), str(wrong)
+        forgets = gg.audit_norm(model, lambda m=model, n=norm: n(m[2]))
+        left_out = {name for f in forgets.findings if f.kind == "factor" for name in f.names}
+        assert left_out == {"0.weight", "0.bias", "1.weight", "1.bias"}, str(forgets)
+
+
+def test_a_clip_by_a_norm_of_16_bits_has_the_coefficient_of_it():
+    model = model_with_gradients()
+
+    def clip():
+        norm = HALVES["bfloat16, each tensor"](model)
+        for g in gradients(model):
+            g.mul_(min(1.0, 0.5 / (float(norm) + 1e-6)))
+        return norm
+
+    assert gg.audit_norm(model, clip, max_norm=0.5)
+
+
+def test_one_part_in_a_thousand_of_a_norm_of_32_bits_is_no_rounding():
+    model = model_with_gradients()
+    audit = gg.audit_norm(model, lambda: 1.001 * get_total_norm(gradients(model)))
+    assert [f.kind for f in audit.findings] == ["factor"]
+    assert "16 bits" not in str(audit)
+
+
+def test_a_reported_number_of_16_bits_is_compared_as_one():
+    model = model_with_gradients()
+    true = gg.audit_norm(model).true_norm
+    assert gg.audit_norm(model, reported=float(torch.tensor(true, dtype=torch.bfloat16)))
+    assert not gg.audit_norm(model, reported=true * 1.002)
+    assert not gg.audit_norm(model, reported=float(torch.tensor(true * 1.05, dtype=torch.bfloat16)))
+
+
+def test_a_norm_that_is_not_finite_is_a_finding():
+    """Squares of 200 times what a probe fills leave float16: a bare assertion failed."""
+    model = model_with_gradients()
+    audit = gg.audit_norm(model, lambda: of_squares(torch.float16, 200.0)(model))
+    assert audit.verdict == "FAIL"
+    assert ": the norm is not finite for finite gradients" in str(audit.findings[0])
+
+
+def test_what_is_wrong_with_the_norm_stands_before_the_coefficients_that_follow():
+    model = model_with_gradients()
+
+    def clip():
+        norm = get_total_norm(gradients(model)[:2])
+        for g in gradients(model):
+            g.mul_(min(1.0, 0.1 / float(norm + 1e-6)))
+        return norm
+
+    assert [f.kind for f in gg.audit_norm(model, clip, max_norm=0.1).findings] == ["factor", "coefficient"]
 
 
 def reported(model, factor, **settings):

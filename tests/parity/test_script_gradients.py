@@ -20,7 +20,7 @@ from gradguard.errors import RecordError
 from gradguard.monitoring.observe.intercept import patched
 from gradguard.parity.compare import compare
 from gradguard.parity.judge import bar_of
-from gradguard.parity.repeated import merged
+from gradguard.parity.repeated import merged, saved_runs
 from gradguard.parity.saved import read
 from gradguard.parity.script import ScriptGradients
 
@@ -31,8 +31,8 @@ class Alone:
     def __init__(self, script):
         self.modules, self.optimizers, self.script = [], [], script
 
-    def saved(self, file, run=0, epsilon=0.0):
-        watch = ScriptGradients(file, lambda: self.modules, lambda: self.optimizers, epsilon, run)
+    def saved(self, file, run=0, epsilon=0.0, scale=1.0):
+        watch = ScriptGradients(file, lambda: self.modules, lambda: self.optimizers, epsilon, run, scale)
         try:
             with patched(watch), watch.watching():
                 self.script(self)
@@ -48,13 +48,19 @@ def refusal(script, tmp_path, **options):
     return watch.refusal
 
 
-def saved_from(script, tmp_path, perturbed=2):
-    runs = []
-    for k in range(perturbed + 2 if perturbed else 1):
-        watch = Alone(script).saved(tmp_path / "file", max(0, k - 1), runs[0].epsilon if runs else 0.0)
+def saved_from(script, tmp_path, perturbed=2, used=None):
+    """What `saved_runs` makes of a script, each run of which is a call here."""
+
+    def run(command, file, change=0, epsilon=0.0, scale=1.0, again=False):
+        watch = Alone(script).saved(tmp_path / "file", change, epsilon, scale)
         assert watch.done, watch.refusal
-        runs.append(read(tmp_path / "file"))
-    return merged(runs)
+        if used is not None:
+            used.append(scale)
+        return read(tmp_path / "file")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("gradguard.parity.repeated._run", run)
+        return saved_runs([], perturbed)
 
 
 def training(
@@ -75,6 +81,31 @@ def training(
         raise AssertionError("it should have ended at its first step")
 
     return script
+
+
+def clipped_by_itself(model, data):
+    """A clip of the script's own, which is not seen: twice the loss has not twice the gradient."""
+
+    def step():
+        loss_of(model, *data).backward()
+        norm = torch.stack([p.grad.norm() for p in model.parameters()]).norm()
+        for p in model.parameters():
+            p.grad *= 1e-3 / norm
+
+    return step
+
+
+@pytest.mark.parametrize(
+    ("how", "scales"), [("one_batch", [1.0, 2.0, 1.5859375, 1.1640625]), ("clipped", [1.0, 2.0, 1.0, 1.0, 1.0])]
+)
+def test_a_script_is_scaled_where_it_is_linear(tmp_path, how, scales):
+    script, used = training(step=one_batch if how == "one_batch" else clipped_by_itself), []
+    saved = saved_from(script, tmp_path, 2, used)
+    assert used == scales
+    assert len(saved.sketches["gradient"]) == 4
+    report = compare(saved, saved)
+    assert report.verdict == "PASS"
+    assert report.power < 1e-4
 
 
 def one_batch(model, data):

@@ -379,7 +379,8 @@ class _Audit:
         right = math.isnan(self._true) or all(self._is(x, *self._expected()) for x in everything)
         if self._tolerance >= _OF_HALVES or (is_known if off else right):
             return False
-        places = [i for one in counted for i in one.places if self._tensors[i].numel][:_ASKED]
+        asked = [one for one in off if not one.words] or counted
+        places = [i for one in asked for i in one.places if self._tensors[i].numel][:_ASKED]
         return all(map(has_16_bits, everything)) or _PRECISE < probe.rounding(places) <= _OF_HALVES
 
     def _expected(self) -> tuple[float, ...]:
