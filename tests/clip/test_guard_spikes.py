@@ -16,7 +16,7 @@ NAN = math.nan
 
 
 def small(**options):
-    return gg.SkipSpikes(gg.SpikeDetector(window=16, warmup=WARM, cap=3), **options)
+    return gg.SkipSpikes(gg.SpikeDetector(window=16, warmup=WARM, cap=3, alone=1), **options)
 
 
 def put(net, step, size=1.0):

@@ -475,14 +475,17 @@ class Guard:
             return None
         return "spike" if bool(self._spike) else self._skip_reason
 
-    def loss(self, loss: LossT, weight: float | Tensor = 1.0) -> LossT:
+    def loss(self, loss: LossT, weight: float | Tensor = 1.0, kind: str | None = None) -> LossT:
         """Tell the loss of one micro-batch before its step, for ``spikes=``; return it as it came.
 
-        The step is judged by the weighted mean over its micro-batches and over all processes: see `SkipSpikes`.
+        The step is judged by the weighted mean over its micro-batches and over all processes: see `SkipSpikes`. A loss
+        of an evaluation is of no step and is left out: one that has no graph, told where gradients are off
+        (`torch.no_grad`, `torch.inference_mode`) and the guard's ``model``, if it has one, is not in training mode.
 
         Args:
             loss: The mean loss without a loss scale; one number.
             weight: What it counts, such as its number of tokens.
+            kind: Which of several tasks it is of, where their losses differ in size; see `SkipSpikes`.
 
         Returns:
             ``loss``, so that ``guard.loss(loss).backward()`` is one line.
@@ -495,8 +498,15 @@ class Guard:
                 "this Guard does not look for spikes, so it has no use for the loss: make it with "
                 "spikes=SkipSpikes(SpikeDetector()), or leave guard.loss away."
             )
-        self.spikes.loss(loss, weight)
+        if not self.is_evaluation(loss):
+            self.spikes.loss(loss, weight, kind)
         return loss
+
+    def is_evaluation(self, loss: Tensor | float) -> bool:
+        """Tell whether ``loss``, told now, is that of an evaluation, and of no step: see `loss`."""
+        if torch.is_grad_enabled() or (isinstance(loss, Tensor) and loss.requires_grad):
+            return False
+        return self._model is None or not self._model.training
 
     def state_dict(self) -> dict[str, Any]:
         """Return the clipper's state and the counts; not the optimizer's, which has its own."""

@@ -50,6 +50,7 @@ class _Measured:
 
     step: int
     spike: bool
+    stands_out: bool  # be it alone, which is no spike
     adopted: bool
     nonfinite: bool
     in_a_row: int
@@ -214,10 +215,11 @@ class Resilience:
 
     # -- what the loop tells --------------------------------------------------------------------------------------
 
-    def loss(self, loss: LossT, weight: float | Tensor = 1.0) -> LossT:
+    def loss(self, loss: LossT, weight: float | Tensor = 1.0, kind: str | None = None) -> LossT:
         """Tell the loss of one micro-batch before its step; return it as it came. See `Guard.loss`."""
-        self.batches.loss(loss)
-        return self.guard.loss(loss, weight)
+        if not self.guard.is_evaluation(loss):
+            self.batches.loss(loss)
+        return self.guard.loss(loss, weight, kind)
 
     def batch(self, ids: Any = None, batch: Any = None) -> None:
         """Tell which samples the next micro-batch holds, before its `loss`, and what it is, where it is to be kept.
@@ -268,9 +270,17 @@ class Resilience:
         self._verdict = verdict
         bad = result.nonfinite if self._spikes.nonfinite is None else self._spikes.nonfinite
         if isinstance(verdict, NumberVerdict) and are_readable(bad):
-            return [verdict.spike, verdict.adopted, bool(bad), verdict.in_a_row, *verdict.scores], None
+            return [
+                verdict.spike,
+                verdict.stands_out,
+                verdict.adopted,
+                bool(bad),
+                verdict.in_a_row,
+                *verdict.scores,
+            ], None
         verdict = verdict.tensors() if isinstance(verdict, NumberVerdict) else verdict
-        flags = [verdict.spike, verdict.adopted, bad, verdict.in_a_row]
+        stands_out = verdict.spike if verdict.stands_out is None else verdict.stands_out
+        flags = [verdict.spike, stands_out, verdict.adopted, bad, verdict.in_a_row]
         device, kind = verdict.scores.device, verdict.scores.dtype
         return copy_to_host(torch.cat([torch.stack([f.to(device, kind) for f in flags]), verdict.scores]))
 
@@ -278,7 +288,7 @@ class Resilience:
 
     def _process(self, now: _Measured) -> Event | None:
         self._nonfinite = self._nonfinite + 1 if now.nonfinite else 0
-        if now.spike or now.nonfinite:
+        if now.stands_out or now.nonfinite:
             self._calm_since = self.steps
         if self._burst is not None and self._burst.is_tried:
             return self._judge_trial(self._burst, now)
@@ -337,7 +347,7 @@ class Resilience:
             self._shelf.take(self.steps)
 
     def _judge_trial(self, burst: "_Burst", now: _Measured) -> Event | None:
-        if not (now.spike or now.nonfinite):
+        if not (now.stands_out or now.nonfinite):
             burst.good += 1
             return self._roll_back(burst) if burst.good == _GOOD else None
         burst.end_trial(self.steps)
@@ -431,7 +441,7 @@ class Resilience:
         known = [(score, i) for i, score in enumerate(seen.scores) if not math.isnan(score)]
         score, i = max(known, default=(math.nan, 0))
         groups = getattr(self.guard.last, "group_norms", None)
-        names = ["loss", *(groups if groups else ["norm"])]
+        names = self._spikes.signal_names([*groups] if groups else ["norm"])
         return (names[i] if i < len(names) else f"signal {i}"), score
 
     def _own(self, steps: range) -> list[MicroBatch]:
@@ -560,8 +570,8 @@ def _read(step: int, numbers: Tensor | list[float] | None, event: CopyEvent | No
         return None
     if event is not None:
         event.synchronize()
-    spike, adopted, nonfinite, in_a_row, *scores = numbers.tolist() if isinstance(numbers, Tensor) else numbers
-    return _Measured(step, bool(spike), bool(adopted), bool(nonfinite), int(in_a_row), scores)
+    spike, stands_out, adopted, bad, in_a_row, *scores = numbers.tolist() if isinstance(numbers, Tensor) else numbers
+    return _Measured(step, bool(spike), bool(stands_out), bool(adopted), bool(bad), int(in_a_row), scores)
 
 
 def _ids(batches: Iterable[MicroBatch]) -> tuple[SampleId, ...]:

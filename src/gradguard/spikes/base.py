@@ -73,6 +73,7 @@ class Detector(ABC):
         self._tensors: dict[str, Tensor] = {}
         self._state_was_read = False
         self._weight: Tensor | float = math.nan  # of the step that is judged
+        self._fewer: set[int] = set()  # how many signals there were before `grow`
         self._verdict: SpikeVerdict | NumberVerdict | None = None  # what `last` says, as it was found
 
     @property
@@ -136,11 +137,19 @@ class Detector(ABC):
         state = self._settled()
         if not state:
             return
-        refuse_capture(state["history"].device, "the memory of the spike detector")
-        for name, fresh in self._empty(signals).items():
-            old = state[name]
-            if old.shape != fresh.shape:
-                state[name] = torch.cat([old, fresh[len(old) :].to(old)])
+        before = len(state["history"])
+        if signals > before:
+            refuse_capture(state["history"].device, "the memory of the spike detector")
+            self._fewer.add(before)
+            state.update(self._grown(state, signals))
+
+    def _grown(self, state: Mapping[str, Tensor], signals: int) -> dict[str, Tensor]:
+        """Return ``state`` with signals that have no past behind those that it has."""
+        fresh = {name: tensor.to(state[name]) for name, tensor in self._empty(signals).items()}
+        return {
+            name: state[name] if state[name].shape == new.shape else torch.cat([state[name], new[len(state[name]) :]])
+            for name, new in fresh.items()
+        }
 
     def _check(self, values: Tensor) -> None:
         if not isinstance(values, Tensor) or not values.is_floating_point():
@@ -186,6 +195,8 @@ class Detector(ABC):
             self.reset()
             return
         expected = self._expected(state_dict)
+        if self._tensors and state_dict.keys() == expected.keys() and len(state_dict["history"]) in self._fewer:
+            state_dict = self._grown(state_dict, len(self._tensors["history"]))  # of before a new kind of step
         given = {name: list(t.shape) for name, t in state_dict.items() if isinstance(t, Tensor)}
         if given != {name: list(t.shape) for name, t in expected.items()} or len(given) != len(state_dict):
             raise InvalidValueError(

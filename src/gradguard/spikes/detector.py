@@ -280,7 +280,7 @@ class SpikeDetector(Detector):
         return SpikeVerdict(spike, judged, in_a_row, adopted, stands_out)
 
     def _scores(self, values: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-        """Scores of all signals, and which are far; the ``stored`` values of a history are put last, the newest behind."""
+        """Scores of all signals, and which are far; the ``stored`` values of a history come last, the newest behind."""
         history, count = self._tensors["history"], self._tensors["count"]
         places = torch.arange(self.window, device=history.device)
         past = history.gather(1, (count[:, None] + places) % self.window)
