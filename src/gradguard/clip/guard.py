@@ -210,7 +210,7 @@ class Guard:
         in_backward = is_in_backward()
         if in_backward:
             refuse_in_backward(self.clipper, self._parameters, self._stages)
-        self._spike_watch.begin(in_backward)
+        self._spike_watch.begin(self.steps + (number == 0), in_backward)
         scale, overflow = getattr(optimizer, "grad_scale", None), getattr(optimizer, "found_inf", None)
         grads = self._gradients()
         with refused_by_name(grads):
@@ -283,7 +283,8 @@ class Guard:
             self._spike = spike
             self._spike_watch.undo_clipper(spike)
         in_a_row = self._counts.decided_on_device(bad, spike)
-        self._late.push(torch.stack([_wide(in_a_row), self._scaled_norm(decision.result)]))
+        row = _wide(in_a_row)
+        self._late.push(torch.stack([row, self._scaled_norm(decision.result), self._spike_watch.nonfinite_loss(row)]))
 
     def _look(self, result: ClipResult, bad: Tensor, spike: Tensor | bool | None, readable: bool) -> tuple[bool, bool]:
         """Return whether the step is to be skipped because it is not finite, and whether as a spike."""
@@ -292,7 +293,9 @@ class Guard:
             skip, spiked, norm = bool(bad), bool(spike), float(self._scaled_norm(result)) if scaled else 0.0
         else:
             found = [bad, torch.zeros_like(bad) if spike is None else spike, self._scaled_norm(result)]
-            skip, spiked, norm = torch.stack([_wide(one) for one in found]).tolist()  # one look
+            found.append(self._spike_watch.nonfinite_loss(_wide(bad)))
+            skip, spiked, norm, nan_loss = torch.stack([_wide(one) for one in found]).tolist()  # one look
+            self._spike_watch.tell_nonfinite_loss(bool(nan_loss))
         if scaled:
             self._detector.saw(norm)
         return bool(skip), bool(spiked)
@@ -422,8 +425,9 @@ class Guard:
         return torch.full_like(norm, torch.nan) if scale is None else move(scale, norm.device, norm.dtype) * norm
 
     def _read_late(self, numbers: list[float]) -> None:
-        skips_in_a_row, scaled_norm = numbers
+        skips_in_a_row, scaled_norm, nan_loss = numbers
         self._detector.saw(scaled_norm)
+        self._spike_watch.tell_nonfinite_loss(bool(nan_loss))
         self._counts.check(int(skips_in_a_row))
 
     # -- between steps ----------------------------------------------------------------------------------------------
