@@ -189,7 +189,7 @@ class Guard:
         if closure and (
             self._policy in ("skip", "raise") or self._spike_watch.acts
         ):  # it may be evaluated when weights have moved already
-            self._snapshot = Snapshot(optimizer, whole=True)
+            self._snapshot = Snapshot(optimizer)
         return None
 
     def __reduce__(self) -> NoReturn:
@@ -350,7 +350,7 @@ class Guard:
             self._proxy.skip()
             return
         if self._snapshot is None:  # nothing has moved yet, and a foreign step may do anything: it is undone afterwards
-            self._snapshot = Snapshot(self.optimizer, whole=True)
+            self._snapshot = Snapshot(self.optimizer)
         elif isinstance(self.optimizer, torch.optim.LBFGS):
             self._snapshot.hide_gradients()  # so that its search ends
 
