@@ -84,7 +84,7 @@ DEVICE = {
     "no burst": ("_judge_on_device", "is_far | self._is_burst_on_device()", "is_far"),
     "less evidence": ("_is_burst_on_device", "evidence >= BURST", "evidence >= BURST - 1"),
     "a shorter row": ("_is_burst_on_device", "min(SPAN, ", "min(3, "),
-    "the row counts as usual": ("_is_burst_on_device", "_after(steps == STOOD_OUT, longest)", "(steps == STOOD_OUT).sum()"),
+    "the row is usual": ("_is_burst_on_device", "_after(steps == STOOD_OUT, longest)", "(steps == STOOD_OUT).sum()"),
     "skipped steps are not of the row": ("_is_burst_on_device", "longest - 1] > ORDINARY", "longest - 1] == STOOD_OUT"),
     "no weight": ("_scores", "/ self._slack(weight)", "/ 1.0"),
     "the first look is late": ("_scores", "min(FIRST_LOOK, self.warmup)", "self.warmup"),

@@ -56,8 +56,8 @@ class SpikeDetector(Detector):
     .. math:: G = \max_L\; L \Bigl(q \log\frac{q}{p} + (1 - q) \log\frac{1 - q}{1 - p}\Bigr) \ge 9,
               \qquad p = \frac{n + 1}{N + 2}
 
-    where n of the N steps before stood out: two in a row after 88 ordinary ones, three after 19, or every other of
-    five. ``alone=1`` calls each step that stands out a spike.
+    where n of the N steps before stood out: two in a row after 89 ordinary ones, three after 19, or three of five
+    after 60. ``alone=1`` calls each step that stands out a spike.
 
     **A rejected value never becomes the measure.** It goes to a second memory, so that an outlier never hides the
     next one. But after ``cap`` spikes in a row what was rejected is the new level, and replaces the history of the
@@ -102,9 +102,9 @@ class SpikeDetector(Detector):
         >>> import gradguard as gg, torch
         >>> detector = gg.SpikeDetector()
         >>> usual = torch.tensor([2.0, 0.5], dtype=torch.float64)  # loss, norm
-        >>> sizes = [1.0] * 100 + [9.0, 1.0, 99.0] + [1.0] * 20 + [9.0, 9.0, 9.0]
+        >>> sizes = [1.0] * 100 + [9.0, 1.0, 99.0] + [1.0] * 20 + [9.0] * 4
         >>> [step for step, size in enumerate(sizes) if detector.observe(usual * size)]
-        [102, 124, 125]
+        [102, 125, 126]
 
     Reference:
         Median and MAD: Hampel (1974), The influence curve and its role in robust estimation. Skipping steps whose loss
