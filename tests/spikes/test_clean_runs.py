@@ -9,7 +9,7 @@ import torch
 import gradguard as gg
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
-TELLING = ("last batch of three samples", "tasks of mixed scale, one rare", "a rare task every 40")
+TELLING = ("tasks of mixed scale, one rare", "a rare task every 40")
 """Kinds of which the rule that skips each step that stands out skips many."""
 
 BURSTS = (
