@@ -16,7 +16,7 @@ NAN = math.nan
 
 
 def small(**options):
-    return gg.SkipSpikes(gg.SpikeDetector(window=16, warmup=WARM, cap=3), **options)
+    return gg.SkipSpikes(gg.SpikeDetector(window=16, warmup=WARM, cap=3, alone=1), **options)
 
 
 def put(net, step, size=1.0):
@@ -461,7 +461,10 @@ def laddered(net, optimizer):
     return lambda: (ladder.loss(loss), optimizer.step(), ladder.step())
 
 
-@pytest.mark.parametrize(("attach", "most"), [(skipping, 6), (laddered, 8)])
+@pytest.mark.parametrize(("attach", "most"), [(skipping, 6), (laddered, 27)])
 def test_on_the_cpu_a_step_costs_few_operations_more(attach, most):
-    """Each small one takes some microseconds: reading a number, or copying the clipper's state."""
+    """Each small one takes some microseconds: reading a number, or copying the clipper's state.
+
+    Of those of `Resilience` 19 are the norm of the weights, which the compiled kernels take in one call, but not here.
+    """
     assert 0 < operations_of_a_step(attach) - operations_of_a_step(plain) <= most

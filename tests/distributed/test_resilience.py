@@ -15,7 +15,7 @@ def trained(folder, sharded, spike):
     if sharded:
         torch.distributed.fsdp.fully_shard(model, mesh=torch.distributed.device_mesh.init_device_mesh("cpu", (2,)))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
-    bad, detector = BadSamples(), gg.SpikeDetector(warmup=8, window=16, cap=6)
+    bad, detector = BadSamples(), gg.SpikeDetector(warmup=8, window=16, cap=6, alone=1)
     resilience = gg.Resilience(
         model, optimizer, gg.ClipByGlobalNorm(1.0), detector=detector, bad=bad, every=10, evidence=folder
     )

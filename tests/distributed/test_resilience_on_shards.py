@@ -71,7 +71,7 @@ def ladder(kind):
         wrapped = model = nn.Sequential(model)
         fully_shard(model, mesh=mesh("hsdp") if kind == "HSDP" else mesh("row"))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    detector = gg.SpikeDetector(warmup=8, window=16, cap=6)
+    detector = gg.SpikeDetector(warmup=8, window=16, cap=6, alone=1)
     resilience = Resilience(model, optimizer, gg.ClipByGlobalNorm(1.0), detector=detector, every=10)
     last = dist.get_rank() == dist.get_world_size() - 1
     told = []

@@ -51,7 +51,7 @@ LOSS, NORM, FIRST, LAST = 9, 11, 13, 15  # what is wrong at which step: a loss, 
 
 def train(is_named):
     run = Staged()
-    spikes = gg.SkipSpikes(gg.SpikeDetector(window=16, warmup=4))
+    spikes = gg.SkipSpikes(gg.SpikeDetector(window=16, warmup=4, alone=1))
     guard = gg.Guard(run.optimizer, gg.ClipByMedian(warmup=3), model=run.module, spikes=spikes, **run.named(is_named))
     reasons = []
     for step in range(18):
@@ -85,7 +85,7 @@ def survive(kind):
         run.module,
         run.optimizer,
         gg.ClipByGlobalNorm(1.0),
-        detector=gg.SpikeDetector(warmup=8, window=16, cap=6),
+        detector=gg.SpikeDetector(warmup=8, window=16, cap=6, alone=1),
         every=10,
         guard_options={"max_consecutive_skips": None, **run.named(kind != "NaN, not named")},
     )

@@ -21,7 +21,7 @@ def train(way, kind):
     inner = model.module if isinstance(model, DistributedDataParallel) else model
     optimizer = torch.optim.AdamW(inner.parameters(), lr=1e-3, fused=kind == "fused", foreach=False)
     clipper = gg.ClipByMedian(warmup=3) if kind != "groups" else gg.Groups({"head*": gg.ClipByNorm(1.0)}, rest=None)
-    spikes = gg.SkipSpikes(gg.SpikeDetector(window=16, warmup=4))
+    spikes = gg.SkipSpikes(gg.SpikeDetector(window=16, warmup=4, alone=1))
     guard = gg.Guard(optimizer, clipper, model=inner, spikes=spikes)
     reasons = []
     for step in range(13):
@@ -57,7 +57,7 @@ def apart():
     alone = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
     weight = torch.nn.Parameter(torch.ones(2))
     optimizer = torch.optim.SGD([weight], lr=0.1)
-    spikes = gg.SkipSpikes(gg.SpikeDetector(window=16, warmup=4), process_group=alone)
+    spikes = gg.SkipSpikes(gg.SpikeDetector(window=16, warmup=4, alone=1), process_group=alone)
     guard = gg.Guard(optimizer, gg.ClipByGlobalNorm(1.0), spikes=spikes)
     for _ in range(6 + dist.get_rank()):
         weight.grad = torch.ones(2)
@@ -75,7 +75,7 @@ def one_is_bad():
     """Ranks whose gradients differ, one with a NaN: nobody's detector remembers the step."""
     weight = torch.nn.Parameter(torch.ones(2))
     optimizer = torch.optim.SGD([weight], lr=0.1)
-    spikes = gg.SkipSpikes(gg.SpikeDetector(window=16, warmup=4))
+    spikes = gg.SkipSpikes(gg.SpikeDetector(window=16, warmup=4, alone=1))
     guard = gg.Guard(optimizer, gg.ClipByGlobalNorm(1.0), spikes=spikes)
     for step in range(3):
         weight.grad = torch.full((2,), math.nan if step == 1 and dist.get_rank() else 1.0 + dist.get_rank())

@@ -31,7 +31,7 @@ class Net(nn.Module):
 
 
 def options():
-    return {"detector": gg.SpikeDetector(warmup=8, window=16, cap=6), "every": 10}
+    return {"detector": gg.SpikeDetector(warmup=8, window=16, cap=6, alone=1), "every": 10}
 
 
 def optimizer_of(model):

@@ -23,7 +23,7 @@ def train(sizes, watch, **options):
     model = torch.nn.Linear(1, 1, bias=False)
     torch.nn.init.constant_(model.weight, 1.0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    detector = gg.SpikeDetector(warmup=8, window=16, cap=6)
+    detector = gg.SpikeDetector(warmup=8, window=16, cap=6, alone=1)
     resilience = gg.Resilience(model, optimizer, gg.ClipByGlobalNorm(1.0), detector=detector, lag=2, **options)
     with watch(resilience, model):
         for size in sizes:

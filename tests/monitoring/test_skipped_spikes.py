@@ -15,7 +15,7 @@ from gradguard.monitoring.show.sinks.base import Window
 def recorded(path, blind=False):
     layer = torch.nn.Linear(2, 1, bias=False)
     optimizer = torch.optim.AdamW(layer.parameters(), fused=True)
-    spikes = gg.SkipSpikes(gg.SpikeDetector(window=16, warmup=5))
+    spikes = gg.SkipSpikes(gg.SpikeDetector(window=16, warmup=5, alone=1))
     guard = gg.Guard(optimizer, gg.ClipByGlobalNorm(1.0), model=layer, spikes=spikes)
     monitor = gg.Monitor(guard, path, model=layer)
     for size in [1.0] * 8 + [90.0, 1.0, float("inf"), 1.0]:

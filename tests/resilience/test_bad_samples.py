@@ -317,3 +317,15 @@ def test_a_line_that_is_no_sample(tmp_path, line):
 def test_ids_that_are_none():
     with pytest.raises(InvalidTypeError, match=r"the ids of a batch are such as 1\.5"):
         BadSamples().add([1.5])
+
+
+def test_what_a_full_disk_did_not_take_is_written_with_the_next(tmp_path):
+    file = tmp_path / "bad.jsonl"
+    bad = BadSamples(file)
+    file.mkdir()  # as good as full
+    with pytest.warns(RuntimeWarning, match="2 bad samples were not written to .*bad.jsonl"):
+        assert bad.add([3, 4]) == 2
+    assert 3 in bad
+    file.rmdir()
+    bad.add([5])
+    assert [one.id for one in BadSamples(file)] == [3, 4, 5]

@@ -18,7 +18,7 @@ def resilient(lag=0, **options):
     model = nn.Linear(1, 1, bias=False)
     nn.init.constant_(model.weight, 1.0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    detector = gg.SpikeDetector(warmup=8, window=16, cap=6)
+    detector = gg.SpikeDetector(warmup=8, window=16, cap=6, alone=1)
     options = {"every": 10, "bad": BadSamples(), **options}
     return (
         model,

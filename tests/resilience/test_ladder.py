@@ -20,7 +20,7 @@ def network(**options):
     model = nn.Linear(1, 1, bias=False)
     nn.init.constant_(model.weight, 1.0)
     optimizer = options.pop("optimizer", lambda p: torch.optim.AdamW(p, lr=1e-3))(model.parameters())
-    options.setdefault("detector", gg.SpikeDetector(warmup=WARMUP, window=16, cap=CAP))
+    options.setdefault("detector", gg.SpikeDetector(warmup=WARMUP, window=16, cap=CAP, alone=1))
     options.setdefault("every", 10)
     return model, optimizer, Resilience(model, optimizer, gg.ClipByGlobalNorm(1.0), lag=LAG, **options)
 
@@ -183,7 +183,7 @@ class TestTheLearningRate:
         model = nn.Linear(1, 1, bias=False)
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
         scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
-        detector = gg.SpikeDetector(warmup=WARMUP, window=16, cap=CAP)
+        detector = gg.SpikeDetector(warmup=WARMUP, window=16, cap=CAP, alone=1)
         resilience = Resilience(
             model, optimizer, gg.ClipByGlobalNorm(1e-3), detector=detector, more=[scheduler], lag=LAG
         )
@@ -370,7 +370,7 @@ def muon_run(sizes, kind):
     model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 1))
     by_shape = [[p for p in model.parameters() if (p.dim() == 2) is is_matrix] for is_matrix in (True, False)]
     optimizer = kind(*by_shape)
-    detector = gg.SpikeDetector(warmup=WARMUP, window=16, cap=CAP)
+    detector = gg.SpikeDetector(warmup=WARMUP, window=16, cap=CAP, alone=1)
     clipper = gg.Groups({"*weight": gg.ClipByGlobalNorm(1.0)}, rest=gg.ClipByGlobalNorm(1.0))
     resilience = Resilience(model, optimizer, clipper, detector=detector, every=10, lag=LAG)
     after = []

@@ -37,7 +37,7 @@ class Run:
         self.model = Network()
         self.optimizer = OPTIMIZERS[name](self.model.parameters())
         self.schedule = torch.optim.lr_scheduler.StepLR(self.optimizer, 2, 0.5)
-        detector = gg.SpikeDetector(window=8, warmup=2, cap=2)
+        detector = gg.SpikeDetector(window=8, warmup=2, cap=2, alone=1)
         self.guard = gg.Guard(self.optimizer, gg.ClipByMedian(warmup=2), spikes=gg.SkipSpikes(detector))
         self.cursor, self.own = Cursor(), torch.Generator().manual_seed(seed)
 

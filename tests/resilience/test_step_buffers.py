@@ -24,7 +24,7 @@ class Trained:
     def __init__(self, micro_batches=1, **options):
         self.model, self.micro_batches = network(), micro_batches
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
-        detector = gg.SpikeDetector(warmup=8, cap=5)
+        detector = gg.SpikeDetector(warmup=8, cap=5, alone=1)
         self.resilience = gg.Resilience(
             self.model, self.optimizer, gg.ClipByGlobalNorm(1.0), detector=detector, **options
         )

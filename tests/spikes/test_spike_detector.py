@@ -11,8 +11,11 @@ from spike_twins import TwinDetector
 from gradguard.errors import InvalidTypeError, InvalidValueError
 from gradguard.spikes.detector import SpikeDetector
 
-SMALL = {"window": 16, "warmup": 6, "cap": 3}
+SMALL = {"window": 16, "warmup": 6, "cap": 3, "alone": 1}
+"""Each step that stands out is a spike: what is tested with these is anything but when it is one."""
 NAN, INF = math.nan, math.inf
+CODES = {1: "ordinary", 2: "stood out", 3: "skipped"}
+WEIGHTS = [16.0, 16.0, 16.0, 1.0, 16.0, 64.0, NAN, 16.0, 0.0, 16.0, 4.0]
 
 
 class OnDevice(SpikeDetector):
@@ -53,14 +56,17 @@ def noisy(seed, steps, *, zeros=False, burst=0.1):
     return rows
 
 
-def assert_alike(ours, twin, rows):
+def assert_alike(ours, twin, rows, weights=None):
     spikes = 0
     for step, row in enumerate(rows):
-        told, expected = see(ours, *row), twin.observe(row)
+        weight = NAN if weights is None else weights[step % len(weights)]
+        told = bool(ours.observe(torch.tensor(row, dtype=torch.float64), weight))
+        expected = twin.observe(row, weight)
         assert told == expected, (step, row, ours.last.scores, twin.scores)
         assert bool(ours.last.adopted) == twin.adopted, step
         assert ours.last.scores.tolist() == pytest.approx(twin.scores, rel=1e-9, abs=1e-9, nan_ok=True), step
         assert int(ours.state["in_a_row"]) == len(twin.row), step
+        assert [CODES[code] for code in ours.state["steps"].tolist() if code] == twin.became, step
         spikes += told
     return spikes
 
@@ -75,13 +81,15 @@ def assert_alike(ours, twin, rows):
         {"window": 5, "warmup": 1, "cap": 5},
         {"window": 40, "warmup": 9, "cap": 1, "recent": 12},
         {"k": 3.0, "window": 20, "warmup": 5, "cap": 3, "floor": 0.02, "recent": 8},
+        {"k": 3.0, "window": 40, "warmup": 12, "cap": 4, "recent": 20, "alone": 5},
     ],
 )
+@pytest.mark.parametrize("weights", [None, WEIGHTS], ids=["no weights", "weights"])
 @pytest.mark.parametrize("kind", [SpikeDetector, OnDevice])
-def test_it_decides_as_the_slow_twin(kind, options, zeros):
+def test_it_decides_as_the_slow_twin(kind, weights, options, zeros):
     rows = noisy(1, 300, zeros=zeros)
     twin = TwinDetector(2, **options)
-    told = assert_alike(kind(**options), twin, rows)
+    told = assert_alike(kind(**options), twin, rows, weights)
     assert 5 < told < 200  # or the table proves nothing
 
 
@@ -111,7 +119,7 @@ def test_an_outlier_never_hides_the_next():
 
 @pytest.mark.parametrize("cap", [1, 2, 5])
 def test_a_lasting_rise_costs_at_most_cap_steps(cap):
-    detector = usual(SpikeDetector(window=16, warmup=6, cap=cap), 10, 1.0)
+    detector = usual(SpikeDetector(window=16, warmup=6, cap=cap, alone=1), 10, 1.0)
     told = run(detector, [[9.0]] * 30)
     assert told == [True] * cap + [False] * (30 - cap)
     assert not see(detector, 0.9)  # and back down
@@ -152,10 +160,10 @@ def test_a_falling_loss_hides_no_spike():
     """The trend of a long window is no deviation: a doubled loss is told."""
     draw = random.Random(0)
     losses = [4.0 * math.exp(-step / 200) * math.exp(draw.gauss(0, 0.02)) for step in range(150)]
-    detector = SpikeDetector()
+    detector = SpikeDetector(alone=1)
     assert not any(run(detector, [[loss] for loss in losses]))
     assert see(detector, losses[-1] * 2)
-    wide = SpikeDetector(recent=128)
+    wide = SpikeDetector(recent=128, alone=1)
     run(wide, [[loss] for loss in losses])
     assert not see(wide, losses[-1] * 2)
 

@@ -189,7 +189,7 @@ class Guard:
         if closure and (
             self._policy in ("skip", "raise") or self._spike_watch.acts
         ):  # it may be evaluated when weights have moved already
-            self._snapshot = Snapshot(optimizer, whole=True)
+            self._snapshot = Snapshot(optimizer)
         return None
 
     def __reduce__(self) -> NoReturn:
@@ -210,7 +210,7 @@ class Guard:
         in_backward = is_in_backward()
         if in_backward:
             refuse_in_backward(self.clipper, self._parameters, self._stages)
-        self._spike_watch.begin(in_backward)
+        self._spike_watch.begin(self.steps + (number == 0), in_backward)
         scale, overflow = getattr(optimizer, "grad_scale", None), getattr(optimizer, "found_inf", None)
         grads = self._gradients()
         with refused_by_name(grads):
@@ -283,7 +283,8 @@ class Guard:
             self._spike = spike
             self._spike_watch.undo_clipper(spike)
         in_a_row = self._counts.decided_on_device(bad, spike)
-        self._late.push(torch.stack([_wide(in_a_row), self._scaled_norm(decision.result)]))
+        row = _wide(in_a_row)
+        self._late.push(torch.stack([row, self._scaled_norm(decision.result), self._spike_watch.nonfinite_loss(row)]))
 
     def _look(self, result: ClipResult, bad: Tensor, spike: Tensor | bool | None, readable: bool) -> tuple[bool, bool]:
         """Return whether the step is to be skipped because it is not finite, and whether as a spike."""
@@ -292,7 +293,9 @@ class Guard:
             skip, spiked, norm = bool(bad), bool(spike), float(self._scaled_norm(result)) if scaled else 0.0
         else:
             found = [bad, torch.zeros_like(bad) if spike is None else spike, self._scaled_norm(result)]
-            skip, spiked, norm = torch.stack([_wide(one) for one in found]).tolist()  # one look
+            found.append(self._spike_watch.nonfinite_loss(_wide(bad)))
+            skip, spiked, norm, nan_loss = torch.stack([_wide(one) for one in found]).tolist()  # one look
+            self._spike_watch.tell_nonfinite_loss(bool(nan_loss))
         if scaled:
             self._detector.saw(norm)
         return bool(skip), bool(spiked)
@@ -347,7 +350,7 @@ class Guard:
             self._proxy.skip()
             return
         if self._snapshot is None:  # nothing has moved yet, and a foreign step may do anything: it is undone afterwards
-            self._snapshot = Snapshot(self.optimizer, whole=True)
+            self._snapshot = Snapshot(self.optimizer)
         elif isinstance(self.optimizer, torch.optim.LBFGS):
             self._snapshot.hide_gradients()  # so that its search ends
 
@@ -422,8 +425,9 @@ class Guard:
         return torch.full_like(norm, torch.nan) if scale is None else move(scale, norm.device, norm.dtype) * norm
 
     def _read_late(self, numbers: list[float]) -> None:
-        skips_in_a_row, scaled_norm = numbers
+        skips_in_a_row, scaled_norm, nan_loss = numbers
         self._detector.saw(scaled_norm)
+        self._spike_watch.tell_nonfinite_loss(bool(nan_loss))
         self._counts.check(int(skips_in_a_row))
 
     # -- between steps ----------------------------------------------------------------------------------------------
@@ -475,14 +479,17 @@ class Guard:
             return None
         return "spike" if bool(self._spike) else self._skip_reason
 
-    def loss(self, loss: LossT, weight: float | Tensor = 1.0) -> LossT:
+    def loss(self, loss: LossT, weight: float | Tensor = 1.0, kind: str | None = None) -> LossT:
         """Tell the loss of one micro-batch before its step, for ``spikes=``; return it as it came.
 
-        The step is judged by the weighted mean over its micro-batches and over all processes: see `SkipSpikes`.
+        The step is judged by the weighted mean over its micro-batches and over all processes: see `SkipSpikes`. A loss
+        of an evaluation is of no step and is left out: one that has no graph, told where gradients are off
+        (`torch.no_grad`, `torch.inference_mode`) and the guard's ``model``, if it has one, is not in training mode.
 
         Args:
             loss: The mean loss without a loss scale; one number.
             weight: What it counts, such as its number of tokens.
+            kind: Which of several tasks it is of, where their losses differ in size; see `SkipSpikes`.
 
         Returns:
             ``loss``, so that ``guard.loss(loss).backward()`` is one line.
@@ -495,8 +502,15 @@ class Guard:
                 "this Guard does not look for spikes, so it has no use for the loss: make it with "
                 "spikes=SkipSpikes(SpikeDetector()), or leave guard.loss away."
             )
-        self.spikes.loss(loss, weight)
+        if not self.is_evaluation(loss):
+            self.spikes.loss(loss, weight, kind)
         return loss
+
+    def is_evaluation(self, loss: Tensor | float) -> bool:
+        """Tell whether ``loss``, told now, is that of an evaluation, and of no step: see `loss`."""
+        if torch.is_grad_enabled() or (isinstance(loss, Tensor) and loss.requires_grad):
+            return False
+        return self._model is None or not self._model.training
 
     def state_dict(self) -> dict[str, Any]:
         """Return the clipper's state and the counts; not the optimizer's, which has its own."""

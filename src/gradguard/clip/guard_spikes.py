@@ -28,8 +28,12 @@ class SpikeWatch:
         """Whether a spike is skipped."""
         return self._spikes is not None and self._spikes.act
 
-    def begin(self, in_backward: bool) -> None:
+    def begin(self, step: int, in_backward: bool) -> None:
         """A clip is about to be decided.
+
+        Args:
+            step: The number of the real step, from 1.
+            in_backward: Whether it runs inside a backward pass.
 
         Raises:
             UnsupportedGradientError: If the step runs inside a backward pass.
@@ -41,6 +45,7 @@ class SpikeWatch:
                 "the optimizer steps inside a backward pass, where neither the loss of the step nor the norm of all "
                 "gradients is known yet: a spike cannot be told there. Step after backward(), or leave spikes= away."
             )
+        self._spikes.begin(step)
         self._state = self._clipper.state_dict() if self._spikes.act else {}
 
     def judge(self, result: ClipResult, bad: Tensor, evaluation: int, readable: bool) -> Tensor | bool | None:
@@ -73,6 +78,16 @@ class SpikeWatch:
         if self._spikes is None or not self._spikes.act or self._spikes.nonfinite is None:
             return bad
         return move(self._spikes.nonfinite, bad.device)
+
+    def nonfinite_loss(self, like: Tensor) -> Tensor:
+        """Return whether the loss was not finite and the gradients were; 0-dim, of the dtype of ``like``."""
+        found = self._spikes.nonfinite_loss if self._spikes is not None else False
+        return found.to(like) if isinstance(found, Tensor) else torch.full_like(like, float(found))
+
+    def tell_nonfinite_loss(self, found: bool) -> None:
+        """Warn, once, if `nonfinite_loss` was ``found`` true on the host."""
+        if self._spikes is not None:
+            self._spikes.tell_nonfinite_loss(found)
 
     def forget_loss(self) -> None:
         """The step is over, whatever became of it."""

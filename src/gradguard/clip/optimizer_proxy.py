@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
 from gradguard.optimizer_hooks import optimizers_in
+from gradguard.state.optimizer_attributes import AttributesCopy
 from gradguard.tensors.layout import move
 from gradguard.torch_private import capturable_warning_mark
 
@@ -119,24 +120,22 @@ def _divisor(coefficient: Tensor, scale: Tensor | None) -> Tensor:
 
 
 class Snapshot:
-    """What an optimizer will be set back to.
+    """What an optimizer will be set back to: weights, state, groups and plain attributes.
 
     Args:
         optimizer: The optimizer, before its step.
-        whole: Keep copies of the weights and of all state. Otherwise only of numbers: enough for a step that is taken
-            without gradients, which touches no tensor but may count itself.
     """
 
     @torch.no_grad()
-    def __init__(self, optimizer: Optimizer, whole: bool) -> None:
-        self.whole = whole
+    def __init__(self, optimizer: Optimizer) -> None:
         self._parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        self._weights = [p.detach().clone() for p in self._parameters] if whole else []
+        self._weights = [p.detach().clone() for p in self._parameters]
         # The vectors that LBFGS keeps in lists are replaced and never written, so they need no copies.
-        in_lists = whole and not isinstance(optimizer, torch.optim.LBFGS)
+        in_lists = not isinstance(optimizer, torch.optim.LBFGS)
         optimizers = optimizers_in(optimizer)  # as ZeroRedundancyOptimizer has one inside
-        self._undo = [_kept(one.state, whole, in_lists) for one in optimizers]
+        self._undo = [_kept(one.state, True, in_lists) for one in optimizers]
         self._undo += [_kept(group, False, False) for one in optimizers for group in one.param_groups]
+        self._undo += [AttributesCopy(one).restore for one in optimizers]
         self._gradients: list[Tensor | None] | None = None
 
     def hide_gradients(self) -> None:
@@ -149,7 +148,7 @@ class Snapshot:
     @torch.no_grad()
     def restore(self) -> None:
         """Set weights, state, groups and gradients back, bit by bit."""
-        for parameter, weight in zip(self._parameters, self._weights, strict=False):  # no weights: none was touched
+        for parameter, weight in zip(self._parameters, self._weights, strict=True):
             parameter.copy_(weight)
         for undo in self._undo:
             undo()

@@ -3,7 +3,9 @@
 import copy
 import hashlib
 import json
+import os
 import re
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -76,6 +78,7 @@ class BadSamples:
     def __init__(self, file: str | Path | None = None) -> None:
         self.file = None if file is None else Path(file)
         self._of: dict[SampleId, BadSample] = {}
+        self._unwritten: list[BadSample] = []
         if self.file is not None and self.file.exists():
             for number, line in enumerate(_text_of(self.file).splitlines(), 1):
                 if (one := _read(line, self.file, number)) is not None:
@@ -122,8 +125,23 @@ class BadSamples:
                 new.setdefault(one.id, one)
         self._of.update(new)
         if new and self.file is not None and not (joined and dist.get_rank(group)):
-            self._append(self.file, new.values())
+            self._write(self.file, new.values())
         return len(new)
+
+    def _write(self, file: Path, new: Iterable[BadSample]) -> None:
+        """Append to the file; what a full disk does not take is left for the next time, and the run goes on."""
+        self._unwritten += new
+        try:
+            self._append(file, self._unwritten)
+        except OSError as error:
+            warnings.warn(
+                f"gradguard: {len(self._unwritten)} bad samples were not written to {str(file)!r} ({error}). This run "
+                "leaves them out, and the next that is added writes them too.",
+                RuntimeWarning,
+                stacklevel=3,
+            )
+        else:
+            self._unwritten = []
 
     def __contains__(self, id: object) -> bool:
         return _plain(id) in self._of
@@ -140,7 +158,14 @@ class BadSamples:
         with file.open("ab+") as out:
             out.seek(max(0, out.seek(0, 2) - 1))
             begin = "\n" if out.read(1) not in (b"", b"\n") else ""  # a list by hand may end without one
-            out.write((begin + "".join(f"{json.dumps(one)}\n" for one in told)).encode())
+            end = out.seek(0, 2)
+            try:
+                out.write((begin + "".join(f"{json.dumps(one)}\n" for one in told)).encode())
+                out.flush()
+            except OSError:
+                os.ftruncate(out.fileno(), end)
+                out.raw.close()  # what is buffered still is not written
+                raise
 
 
 _WHOLE = re.compile("-?[1-9][0-9]{0,999}|0")

@@ -19,10 +19,10 @@ from gradguard.files.writing import replacing
 from gradguard.monitoring.record.text import printable
 from gradguard.resilience.batches import Batches, SampleId
 from gradguard.resilience.culprit import Culprit
-from gradguard.resilience.generators import check_states
 from gradguard.resilience.plain_file import LAYOUTS, PlainReader, PlainWriter
 from gradguard.resilience.plain_values import PlainError
 from gradguard.resilience.snapshot import Snapshot
+from gradguard.state.generators import check_states
 from gradguard.torch_private import is_fsdp1
 
 FORMAT = 2

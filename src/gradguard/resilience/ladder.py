@@ -25,6 +25,7 @@ from gradguard.resilience.evidence import EvidenceFolder
 from gradguard.resilience.slow_down import SlowDown
 from gradguard.resilience.snapshot import Snapshot
 from gradguard.resilience.step_buffers import StepBuffers
+from gradguard.resilience.weight_watch import WeightWatch
 from gradguard.spikes.base import Detector, NumberVerdict, verdict_of, whole_number
 from gradguard.spikes.detector import SpikeDetector
 from gradguard.spikes.skip import SkipSpikes
@@ -50,8 +51,10 @@ class _Measured:
 
     step: int
     spike: bool
+    stands_out: bool  # be it alone, which is no spike
     adopted: bool
     nonfinite: bool
+    changed: bool  # weights, outside of the optimizer, before it
     in_a_row: int
     scores: list[float]
 
@@ -187,7 +190,7 @@ class Resilience:
         self._detector = SpikeDetector(cap=5) if detector is None else detector
         self._group, self._optimizer, self._model = process_group, optimizer, model
         self._evidence = None if evidence is None else EvidenceFolder(evidence, self.every)
-        self._spikes = _HostSpikes(self._detector, process_group=process_group)
+        self._spikes = _HostSpikes(self._detector, WeightWatch(optimizer), process_group)
         self.guard = self._guard_type(optimizer, clipper, model=model, spikes=self._spikes, **(guard_options or {}))
         self._slow_down, self._buffers = SlowDown(optimizer), StepBuffers(model)
         everything = [self._detector, clipper, *more]
@@ -197,9 +200,11 @@ class Resilience:
         self.batches.load_state_dict({"step": 1})  # as steps are counted here
         self.bad, self.events, self.steps = bad, list[Event](), 0
         self._guarded, self._slow_until = self.guard.steps, 0
+        self._missed = 0  # steps of the optimizer between the last two calls of `step`, less one
         self._pending: deque[tuple[int, Tensor | list[float] | None, CopyEvent | None]] = deque()
         self._verdict: Any = None
         self._calm_since, self._nonfinite = 0, 0
+        self._changed_at = 0  # the last step that began with weights that something else had changed
         self._burst: _Burst | None = None
         self._optimizers = optimizers_in(optimizer)
         self._groups = self._group_sizes()
@@ -214,10 +219,11 @@ class Resilience:
 
     # -- what the loop tells --------------------------------------------------------------------------------------
 
-    def loss(self, loss: LossT, weight: float | Tensor = 1.0) -> LossT:
+    def loss(self, loss: LossT, weight: float | Tensor = 1.0, kind: str | None = None) -> LossT:
         """Tell the loss of one micro-batch before its step; return it as it came. See `Guard.loss`."""
-        self.batches.loss(loss)
-        return self.guard.loss(loss, weight)
+        if not self.guard.is_evaluation(loss):
+            self.batches.loss(loss)
+        return self.guard.loss(loss, weight, kind)
 
     def batch(self, ids: Any = None, batch: Any = None) -> None:
         """Tell which samples the next micro-batch holds, before its `loss`, and what it is, where it is to be kept.
@@ -236,10 +242,15 @@ class Resilience:
 
         Raises:
             SpikeError: If there were more roll-backs than the budget allows.
+            InvalidValueError: If the optimizer has taken several steps since the last call.
         """
         if self.guard.steps == self._guarded:  # a micro-batch that was only accumulated
             return None
-        self._guarded = self.guard.steps
+        missed, before = self.guard.steps - self._guarded - 1, self._missed
+        self._missed = missed
+        if missed > 1 or (missed and before):  # one alone may be a step that raised an error
+            raise InvalidValueError(_forgotten(missed + 1))
+        self._guarded = self._spikes.followed = self.guard.steps
         self._buffers.put_back(self.guard.skipped)
         self.steps += 1
         changed = self._follow_groups()
@@ -251,6 +262,7 @@ class Resilience:
             event = None if measured is None else self._process(measured)
         self._go_on()
         self._buffers.keep()
+        self._spikes.weights.keep()
         for one in filter(None, (changed, event)):
             self._note(one)
         return event or changed
@@ -267,19 +279,25 @@ class Resilience:
             return None, None
         self._verdict = verdict
         bad = result.nonfinite if self._spikes.nonfinite is None else self._spikes.nonfinite
-        if isinstance(verdict, NumberVerdict) and are_readable(bad):
-            return [verdict.spike, verdict.adopted, bool(bad), verdict.in_a_row, *verdict.scores], None
+        changed = self._spikes.changed
+        if isinstance(verdict, NumberVerdict) and are_readable(bad) and isinstance(changed, bool):
+            flags = [verdict.spike, verdict.stands_out, verdict.adopted, bool(bad), changed, verdict.in_a_row]
+            return [*flags, *verdict.scores], None
         verdict = verdict.tensors() if isinstance(verdict, NumberVerdict) else verdict
-        flags = [verdict.spike, verdict.adopted, bad, verdict.in_a_row]
+        stands_out = verdict.spike if verdict.stands_out is None else verdict.stands_out
         device, kind = verdict.scores.device, verdict.scores.dtype
-        return copy_to_host(torch.cat([torch.stack([f.to(device, kind) for f in flags]), verdict.scores]))
+        flags = [verdict.spike, stands_out, verdict.adopted, bad, changed, verdict.in_a_row]
+        numbers = [torch.as_tensor(flag).to(device, kind) for flag in flags]
+        return copy_to_host(torch.cat([torch.stack(numbers), verdict.scores]))
 
     # -- what is done ---------------------------------------------------------------------------------------------
 
     def _process(self, now: _Measured) -> Event | None:
         self._nonfinite = self._nonfinite + 1 if now.nonfinite else 0
-        if now.spike or now.nonfinite:
+        if now.stands_out or now.nonfinite:
             self._calm_since = self.steps
+        if now.changed:
+            self._changed_at = now.step
         if self._burst is not None and self._burst.is_tried:
             return self._judge_trial(self._burst, now)
         if self._nonfinite >= _NONFINITE:
@@ -289,7 +307,7 @@ class Resilience:
             return None
         if self._burst is None and now.in_a_row == 2 and self.steps - now.step + 2 < self._cap:  # not adopted yet
             self._held_at = self.steps
-            self._shelf.take(now.step - 2)  # whose weights these are, if all steps since then were spikes
+            self._shelf.take(now.step - 2, self.steps)  # whose weights these are, if all steps since then were spikes
         if now.adopted and self._burst is None:
             return self._suspect(now)
         return self._event(now.step, "spike", "skipped", now, lost=1)
@@ -305,6 +323,7 @@ class Resilience:
         self._shelf.clear()
         self._buffers.remove()
         self._buffers = StepBuffers(self._model)  # of layers that have come too
+        self._spikes.weights = WeightWatch(self._optimizer)
         self._held_at, burst = 0, self._burst
         self._burst = None
         if burst is None or burst.is_tried:  # then the newer weights cannot come back
@@ -319,25 +338,34 @@ class Resilience:
 
     def _suspect(self, now: _Measured) -> Event:
         first = now.step - now.in_a_row + 1
-        base, self._held_at = self._shelf.before(first), 0
-        if base is None:
+        bases, self._held_at = self._bases(first), 0
+        if not bases:
             return self._event(first, "burst", "went on", now, lost=now.in_a_row)
-        self._burst = _Burst(first, base, [self.steps + wait for wait in self.trials], now)
-        return self._event(first, "burst", "adopted", now)
+        changed = len(bases) > 1
+        self._burst = _Burst(first, bases, [self.steps + wait for wait in self.trials], now, changed)
+        return self._event(first, "burst", "adopted", now, changed=changed)
+
+    def _bases(self, first: int) -> list[tuple[int, Snapshot]]:
+        """The weights to try: the newest from before the burst, and those from before something else changed them."""
+        base, changed = self._shelf.before(first), self._changed_at
+        if base is None:
+            return []
+        older = self._shelf.taken_before(changed) if self._shelf.taken_at(base) >= changed > 0 else None
+        return [base] if older is None else [base, older]
 
     def _go_on(self) -> None:
         """What is due at the end of a step: a trial, the end of a slow time, or a snapshot."""
         burst = self._burst
-        if burst is not None and not burst.is_tried and self.steps >= burst.trials[0]:
-            burst.begin_trial(self._shelf)
+        if burst is not None and not burst.is_tried and self.steps >= burst.trials[0][0]:
+            burst.begin_trial(self._shelf, self.steps)
             self._pending.clear()  # of weights that are gone
         self._slow_down.factor = self.slow if self.steps < self._slow_until else 1.0
         quiet = self.steps - self._calm_since > self._delay or not self._shelf.steps
         if burst is None and quiet and self._shelf.is_due(self.steps, self.every):
-            self._shelf.take(self.steps)
+            self._shelf.take(self.steps, self.steps)
 
     def _judge_trial(self, burst: "_Burst", now: _Measured) -> Event | None:
-        if not (now.spike or now.nonfinite):
+        if not (now.stands_out or now.nonfinite):
             burst.good += 1
             return self._roll_back(burst) if burst.good == _GOOD else None
         burst.end_trial(self.steps)
@@ -347,11 +375,13 @@ class Resilience:
         self._burst = None
         self._calm_since = self.steps
         passed = self.steps - burst.first
-        return self._event(burst.first, "shift", "went on", burst.seen, recovery=passed, lost=burst.lost)
+        more = {"recovery": passed, "lost": burst.lost, "changed": burst.changed}
+        return self._event(burst.first, "shift", "went on", burst.seen, **more)
 
     def _roll_back(self, burst: "_Burst") -> Event:
         self._burst, self._nonfinite = None, 0
         self._calm_since = self.steps
+        self._shelf.drop_after(burst.base[0])
         event = self._event(
             burst.first,
             "burst",
@@ -361,6 +391,7 @@ class Resilience:
             recovery=self.steps - burst.first,
             lost=burst.tried_at - burst.base[0],
             until=burst.tried_at,
+            changed=burst.changed,
         )
         self._spend(event)
         return event
@@ -431,7 +462,7 @@ class Resilience:
         known = [(score, i) for i, score in enumerate(seen.scores) if not math.isnan(score)]
         score, i = max(known, default=(math.nan, 0))
         groups = getattr(self.guard.last, "group_norms", None)
-        names = ["loss", *(groups if groups else ["norm"])]
+        names = self._spikes.signal_names([*groups] if groups else ["norm"])
         return (names[i] if i < len(names) else f"signal {i}"), score
 
     def _own(self, steps: range) -> list[MicroBatch]:
@@ -465,6 +496,7 @@ class Resilience:
         self.events = [Event(**{**event, "ids": tuple(event["ids"])}) for event in state_dict["events"]]
         self.batches.load_state_dict({"step": self.steps + 1})
         self._guarded, self._calm_since, self._nonfinite = self.guard.steps, self.steps, 0
+        self._spikes.followed, self._changed_at = self.guard.steps, 0
         self._pending.clear()
         self._shelf.clear()
         self._burst = None
@@ -478,7 +510,12 @@ class Resilience:
 
 
 class _HostSpikes(SkipSpikes):
-    """Spikes of steps that the host counts."""
+    """Spikes of steps that the host counts, and of weights that are watched."""
+
+    def __init__(self, detector: Detector, weights: WeightWatch, process_group: Any) -> None:
+        super().__init__(detector, process_group=process_group)
+        self.weights = weights
+        self.followed = 0  # the last step of the guard after which `Resilience.step` was called
 
     def check_captured(self, device: torch.device) -> None:
         if is_captured(device):
@@ -488,21 +525,51 @@ class _HostSpikes(SkipSpikes):
             )
         super().check_captured(device)
 
+    def begin(self, step: int) -> None:
+        if step > self.followed + _FORGOTTEN:
+            raise InvalidValueError(_forgotten(step - 1 - self.followed))
+
+    def judge_numbers(self, norms: Sequence[float], bad: bool) -> bool:
+        spike, verdict = super().judge_numbers(norms, bad), verdict_of(self.detector)
+        stands_out = spike or getattr(verdict, "stands_out", False)
+        self.changed = bool(self.weights.changed()) if stands_out else self.weights.were_written()
+        return spike
+
+    def _weights_changed(self) -> Tensor | bool:
+        return self.weights.changed()
+
+
+_FORGOTTEN = 4
+"""Steps of the optimizer, the present one included, after which `Resilience.step` was forgotten."""
+
+
+def _forgotten(steps: int) -> str:
+    return (
+        f"the optimizer has taken {steps} steps since resilience.step() was last called, which cannot follow what it "
+        "has not seen: it would neither go back nor count right. Call resilience.step() once after each "
+        "optimizer.step(), as in docs/resilience.md."
+    )
+
 
 class _Burst:
     """Spikes in a row that were adopted, the weights from before them, and the steps at which to try these."""
 
-    def __init__(self, first: int, base: tuple[int, Snapshot], trials: list[int], seen: _Measured) -> None:
-        self.first, self.base, self.trials, self.seen = first, base, trials, seen
+    def __init__(
+        self, first: int, bases: Sequence[tuple[int, Snapshot]], trials: list[int], seen: _Measured, changed: bool
+    ) -> None:
+        self.first, self.seen, self.changed = first, seen, changed
+        self.base = bases[0]  # what is tried, or was tried last
+        self.trials = [(step, base) for step in trials for base in bases]
         self.good, self.is_tried, self.tried_at = 0, False, 0
         self.lost = seen.in_a_row  # and the steps of trials that failed
         self._newer: Snapshot | None = None
 
-    def begin_trial(self, shelf: "_Shelf") -> None:
+    def begin_trial(self, shelf: "_Shelf", step: int) -> None:
         self._newer = shelf.spare()
         self._newer.take()
+        _, self.base = self.trials.pop(0)
         self.base[1].restore(rewind_generators=False, rewind_schedule=False)
-        self.is_tried, self.good, self.tried_at = True, 0, self.trials.pop(0)
+        self.is_tried, self.good, self.tried_at = True, 0, step
 
     def end_trial(self, step: int) -> None:
         assert self._newer is not None
@@ -517,6 +584,7 @@ class _Shelf:
     def __init__(self, make: Callable[[], Snapshot], delay: int) -> None:
         self._make, self._delay = make, delay
         self._kept: list[tuple[int, Snapshot]] = []
+        self._taken: dict[int, int] = {}  # the step at which each was taken, by the step whose weights it holds
         self._spare: Snapshot | None = None
 
     @property
@@ -526,11 +594,21 @@ class _Shelf:
     def is_due(self, step: int, every: int) -> bool:
         return not self._kept or step - self._kept[-1][0] >= max(every, self._delay)
 
-    def take(self, step: int) -> None:
-        """Keep the state as it is, which is that after ``step``."""
+    def take(self, step: int, now: int) -> None:
+        """Keep the state as it is at step ``now``, which is that after ``step``."""
         snapshot = self._make() if len(self._kept) < 2 else self._kept.pop(self._least_needed(step))[1]
         snapshot.take()
         self._kept = sorted([*self._kept, (step, snapshot)], key=lambda kept: kept[0])
+        self._taken = {kept: self._taken.get(kept, now) for kept in self.steps} | {step: now}
+
+    def taken_at(self, kept: tuple[int, Snapshot]) -> int:
+        """Return the step at which one was taken."""
+        return self._taken[kept[0]]
+
+    def taken_before(self, step: int) -> tuple[int, Snapshot] | None:
+        """Return the newest that was taken before ``step`` began."""
+        fit = [kept for kept in self._kept if self.taken_at(kept) < step]
+        return fit[-1] if fit else None
 
     def _least_needed(self, step: int) -> int:
         """The older one, unless the newer is too young to be alone: it may hold what is not detected yet."""
@@ -560,8 +638,9 @@ def _read(step: int, numbers: Tensor | list[float] | None, event: CopyEvent | No
         return None
     if event is not None:
         event.synchronize()
-    spike, adopted, nonfinite, in_a_row, *scores = numbers.tolist() if isinstance(numbers, Tensor) else numbers
-    return _Measured(step, bool(spike), bool(adopted), bool(nonfinite), int(in_a_row), scores)
+    found = numbers.tolist() if isinstance(numbers, Tensor) else numbers
+    spike, stands_out, adopted, nonfinite, changed = map(bool, found[:5])
+    return _Measured(step, spike, stands_out, adopted, nonfinite, changed, int(found[5]), found[6:])
 
 
 def _ids(batches: Iterable[MicroBatch]) -> tuple[SampleId, ...]:

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
-from gradguard.resilience.copies import Copier, Restorer
 from gradguard.resilience.saved_snapshot import Packer, Unpacker
+from gradguard.state.copies import Copier, Restorer
 
 
 class OtherState:

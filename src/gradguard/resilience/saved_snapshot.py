@@ -23,9 +23,9 @@ from gradguard.errors import GradguardError, InvalidValueError, UnsupportedGradi
 from gradguard.files.blocks import is_count, number_of_elements
 from gradguard.files.opening import is_regular
 from gradguard.files.writing import begin_directory, beside_name, drop_directory, end_directory, refuse_used, sync
-from gradguard.resilience.copies import PINNED, Copier, PlainCopy, Restorer, TensorCopy, WrappedCopy
 from gradguard.resilience.plain_file import LAYOUTS, PlainReader, PlainWriter, StoredSparse, StoredTensor, sparse_of
 from gradguard.resilience.plain_values import PlainError, checked_device
+from gradguard.state.copies import PINNED, Copier, PlainCopy, Restorer, TensorCopy, WrappedCopy
 
 _FORMAT = 3
 _KIND = "snapshot"

@@ -13,8 +13,6 @@ from torch.optim.optimizer import Optimizer
 from gradguard.distributed.fully_sharded import is_fully_sharded
 from gradguard.errors import InvalidTypeError, InvalidValueError, UnsupportedGradientError
 from gradguard.optimizer_hooks import optimizers_in
-from gradguard.resilience.copies import Copier, Restorer, StreamOrder, TensorCopy, inner_tensors, is_plain
-from gradguard.resilience.generators import Generators
 from gradguard.resilience.other_state import OtherState, optimizer_of
 from gradguard.resilience.plain_values import PlainError, reference_to, with_references
 from gradguard.resilience.saved_snapshot import (
@@ -26,7 +24,10 @@ from gradguard.resilience.saved_snapshot import (
     compare_names,
     save_parts,
 )
-from gradguard.torch_private import buffer_slots, has_scheduler, hook_tables, is_fsdp1
+from gradguard.state.copies import Copier, Restorer, StreamOrder, TensorCopy, inner_tensors
+from gradguard.state.generators import Generators
+from gradguard.state.optimizer_attributes import NOT_ATTRIBUTES, attributes_of
+from gradguard.torch_private import buffer_slots, has_scheduler, is_fsdp1
 
 _SCHEDULED = ("lr", "momentum", "betas", "weight_decay", "initial_lr", "max_lr", "min_lr")
 _SCHEDULED += ("base_momentum", "max_momentum")
@@ -431,7 +432,7 @@ class _OptimizerState:
         self._parameters = [[(p, copier.tensor(p)) for p in group["params"]] for group in groups]
         self._groups = [copier.copy(_numbers(group)) for group in groups]
         self._state = [(key, copier.copy(value)) for key, value in self.optimizer.state.items()]
-        self._attributes = copier.copy(_attributes(self.optimizer))
+        self._attributes = copier.copy(attributes_of(self.optimizer))
 
     def packed(self, packer: Packer) -> dict[str, Any]:
         places = {id(p): name for name, p in self._named()}
@@ -507,7 +508,7 @@ class _OptimizerState:
         self._restore_state(restorer)
         for group, kept in zip(self.optimizer.param_groups, self._groups, strict=True):
             _restore_group(group, kept, restorer, rewind_schedule)
-        for name, value in restorer.restored(self._attributes, _attributes(self.optimizer)).items():
+        for name, value in restorer.restored(self._attributes, attributes_of(self.optimizer)).items():
             setattr(self.optimizer, name, value)
 
     def _restore_state(self, restorer: Restorer) -> None:
@@ -539,22 +540,11 @@ def _restore_group(group: dict[str, Any], kept: Any, restorer: Restorer, rewind_
         group[key] = restorer.restored(kept.entries[key], group.get(key))
 
 
-_NO_NUMBERS = ("state", "param_groups", "defaults")
-
-
-def _attributes(optimizer: Optimizer) -> dict[str, Any]:
-    return {
-        name: value
-        for name, value in vars(optimizer).items()
-        if name not in _NO_NUMBERS and name not in hook_tables(optimizer) and is_plain(value)
-    }
-
-
 def _checked_attributes(saved: dict[str, Any], optimizer: Optimizer) -> dict[str, Any]:
     """Return attributes that may be set: numbers of this optimizer, and none of its methods or tables."""
-    known = _attributes(optimizer)
+    known = attributes_of(optimizer)
     for name in saved:
-        if name not in known and (name in _NO_NUMBERS or hasattr(optimizer, name) or not name.isidentifier()):
+        if name not in known and (name in NOT_ATTRIBUTES or hasattr(optimizer, name) or not name.isidentifier()):
             raise PlainError(f"{type(optimizer).__name__}.{name!a:.40} is no number of an optimizer")
     return saved
 

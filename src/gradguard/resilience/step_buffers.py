@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from gradguard.distributed.placements import is_sharded
+from gradguard.state.copies import overlaps
 from gradguard.tensors.layout import are_readable, grouped, move
 from gradguard.torch_private import buffer_slots, foreach_copy_, version_of
 
@@ -83,7 +84,7 @@ class _Kept:
     def keep(self) -> None:
         self._live = live = self.now
         self.kept: Any = None if live is None else live.detach().clone()
-        self._can_be_written = live is not None and not live.is_inference() and not _overlaps(live)
+        self._can_be_written = live is not None and not live.is_inference() and not overlaps(live)
         self._is_plain = self._can_be_written and type(self.kept) is Tensor and self.kept.layout is torch.strided
         local = live.to_local() if is_sharded(live) else live  # type: ignore[attr-defined]
         self._counted = None if local is None or local.is_inference() or self._name in _UNCOUNTED else local
@@ -111,12 +112,6 @@ class _Kept:
     def _fits(self) -> bool:
         now = self.now
         return self._can_be_written and now is self._live and now.shape == self.kept.shape
-
-
-def _overlaps(tensor: Tensor) -> bool:
-    if tensor.layout is not torch.strided:
-        return False
-    return any(step == 0 and size > 1 for size, step in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def _put_back(buffers: Sequence[_Kept], skipped: Tensor) -> None:

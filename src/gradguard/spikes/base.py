@@ -1,5 +1,6 @@
 """What all rules that call a step a spike have in common: signals in, a verdict out, state on the device."""
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -24,21 +25,25 @@ class SpikeVerdict:
             was not judged.
         in_a_row: How many spikes have come in a row, this one included; 0-dim int64.
         adopted: Whether this spike was the last that is rejected: what was rejected is usual from now on; 0-dim bool.
+        stands_out: Whether a signal is far above what is usual, be it alone, which is no spike; 0-dim bool. None of a
+            rule that calls each such step a spike.
     """
 
     spike: Tensor
     scores: Tensor
     in_a_row: Tensor
     adopted: Tensor
+    stands_out: Tensor | None = None
 
 
 class NumberVerdict:
     """The same in plain numbers, where the host has judged; tensors are made only for who reads them."""
 
-    __slots__ = ("_tensors", "adopted", "in_a_row", "scores", "spike")
+    __slots__ = ("_tensors", "adopted", "in_a_row", "scores", "spike", "stands_out")
 
-    def __init__(self, spike: bool, scores: list[float], in_a_row: int, adopted: bool) -> None:
+    def __init__(self, spike: bool, scores: list[float], in_a_row: int, adopted: bool, stands_out: bool) -> None:
         self.spike, self.scores, self.in_a_row, self.adopted = spike, scores, in_a_row, adopted
+        self.stands_out = stands_out
         self._tensors: SpikeVerdict | None = None
 
     def tensors(self) -> SpikeVerdict:
@@ -49,6 +54,7 @@ class NumberVerdict:
                 torch.tensor(self.scores, dtype=torch.float64, device="cpu"),
                 torch.tensor(self.in_a_row, dtype=torch.int64, device="cpu"),
                 torch.tensor(self.adopted, dtype=torch.bool, device="cpu"),
+                torch.tensor(self.stands_out, dtype=torch.bool, device="cpu"),
             )
         return self._tensors
 
@@ -66,6 +72,8 @@ class Detector(ABC):
     def __init__(self) -> None:
         self._tensors: dict[str, Tensor] = {}
         self._state_was_read = False
+        self._weight: Tensor | float = math.nan  # of the step that is judged
+        self._fewer: set[int] = set()  # how many signals there were before `grow`
         self._verdict: SpikeVerdict | NumberVerdict | None = None  # what `last` says, as it was found
 
     @property
@@ -92,12 +100,14 @@ class Detector(ABC):
         """Judge ``values`` by the state, and let the state follow in place."""
 
     @torch.no_grad()
-    def observe(self, values: Tensor) -> Tensor:
+    def observe(self, values: Tensor, weight: Tensor | float = math.nan) -> Tensor:
         """Return whether this step is a spike, 0-dim bool on the device of ``values``; the history follows.
 
         Args:
             values: One number a signal, the same signals in the same order each step; ``[signals]``, floating-point.
                 NaN or infinite where it is not known: that signal is not judged on this step.
+            weight: What the step counts, such as its number of samples; NaN where that is not known. `SpikeDetector`
+                looks at it, other rules need not.
 
         Raises:
             InvalidTypeError: If ``values`` is no floating-point tensor.
@@ -109,13 +119,37 @@ class Detector(ABC):
             self._tensors = self._empty(len(values))
         if self._tensors["history"].device != values.device:
             self.to(values.device)
+        self._weight = weight
         self._verdict = self._judge(values.detach().to(self._tensors["history"].dtype))
         spike = self._verdict.spike
         return spike if isinstance(spike, Tensor) else torch.tensor(spike, dtype=torch.bool, device="cpu")
 
-    def observe_numbers(self, values: Sequence[float]) -> bool:
+    def observe_numbers(self, values: Sequence[float], weight: float = math.nan) -> bool:
         """As `observe`, for who has the signals as plain numbers on the CPU."""
-        return bool(self.observe(torch.tensor(values, dtype=torch.float64, device="cpu")))
+        return bool(self.observe(torch.tensor(values, dtype=torch.float64, device="cpu"), weight))
+
+    def grow(self, signals: int) -> None:
+        """Make room for more signals, behind those that there are; nothing before the first step.
+
+        Args:
+            signals: How many there are from now on.
+        """
+        state = self._settled()
+        if not state:
+            return
+        before = len(state["history"])
+        if signals > before:
+            refuse_capture(state["history"].device, "the memory of the spike detector")
+            self._fewer.add(before)
+            state.update(self._grown(state, signals))
+
+    def _grown(self, state: Mapping[str, Tensor], signals: int) -> dict[str, Tensor]:
+        """Return ``state`` with signals that have no past behind those that it has."""
+        fresh = {name: tensor.to(state[name]) for name, tensor in self._empty(signals).items()}
+        return {
+            name: state[name] if state[name].shape == new.shape else torch.cat([state[name], new[len(state[name]) :]])
+            for name, new in fresh.items()
+        }
 
     def _check(self, values: Tensor) -> None:
         if not isinstance(values, Tensor) or not values.is_floating_point():
@@ -161,6 +195,8 @@ class Detector(ABC):
             self.reset()
             return
         expected = self._expected(state_dict)
+        if self._tensors and state_dict.keys() == expected.keys() and len(state_dict["history"]) in self._fewer:
+            state_dict = self._grown(state_dict, len(self._tensors["history"]))  # of before a new kind of step
         given = {name: list(t.shape) for name, t in state_dict.items() if isinstance(t, Tensor)}
         if given != {name: list(t.shape) for name, t in expected.items()} or len(given) != len(state_dict):
             raise InvalidValueError(

@@ -1,8 +1,10 @@
 """What a guard does with a spike detector: it gathers the loss and the norms of a step, and leaves out a spike."""
 
 import math
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, Self
+from zlib import crc32
 
 import torch
 from torch import Tensor
@@ -15,6 +17,8 @@ from gradguard.spikes.base import Detector
 from gradguard.spikes.detector import SpikeDetector
 from gradguard.tensors.host_copy import is_captured, refuse_capture
 from gradguard.tensors.layout import are_readable, move, wide_dtype
+
+_MOST_KINDS = 64
 
 
 class SkipSpikes:
@@ -29,7 +33,13 @@ class SkipSpikes:
     up to rounding: one all-reduce of a few numbers, so that all ranks decide by the same bits, if their detectors have
     the same history: load a state, or reset it, on all ranks or on none (nothing compares them). Pipeline stages that
     are named to the guard (``process_group=``, ``mesh=``) have one norm; of others it is the mean of the stages' norms.
-    Only those that know the loss tell it.
+    Only those that know the loss tell it. Its weight is the step's: one of few samples is judged by a wider scale.
+
+    **Kinds.** Steps of several tasks or players, whose losses differ in size, are told apart by
+    ``guard.loss(loss, kind="rare task")``: each is compared with its own past only, from its own warm-up on. A step
+    whose micro-batches are of several kinds is of a kind of its own; one of which processes tell different kinds, or
+    some none, counts as one without a kind. A process that does not know the loss tells the kind by
+    ``guard.loss(0.0, weight=0, kind=...)``.
 
     **Guarantees.** Those of the detector; and a step that is not finite is none of its business: it leaves no trace.
     Where it acts, all ranks take such a step for what it is, also a rank whose own gradients are finite.
@@ -43,6 +53,8 @@ class SkipSpikes:
     Attributes:
         detector: The detector.
         act: As given; it may be changed at any time, on all processes at once.
+        changed: Whether weights of any process changed between the step judged last and the one before, outside of
+            the optimizer; 0-dim bool where only the device knows. `Resilience` looks for that; else it is False.
         nonfinite: Whether a gradient of any process was not finite on the step judged last; 0-dim bool, None if there
             is one process only.
 
@@ -70,9 +82,14 @@ class SkipSpikes:
             raise InvalidTypeError(f"detector is {given}: expected a detector, such as SpikeDetector().")
         self.act = bool(act)
         self.nonfinite: Tensor | None = None
+        self.changed: Tensor | bool = False
+        self._nonfinite_loss: Tensor | bool = False  # of the step judged last, whose gradients were finite
+        self._was_told = False  # that a loss was not finite
         self._group = process_group
         # The sums of weight * loss and of weight in this step, on this process: plain numbers if all came from the CPU.
         self._loss: Tensor | tuple[float, float] | None = None
+        self._told: set[str] = set()  # of which kinds the losses in this step are
+        self._kinds = [""]  # those that have a scale of their own, in the order of the detector's signals
         self._loss_is_captured = False  # told while a CUDA graph was being recorded
         self._known = [0, 0]  # spikes seen, and spikes skipped, that the host knows of
         self._counts: Tensor | None = None  # and those that only the device does
@@ -81,17 +98,25 @@ class SkipSpikes:
         """Return the call that makes such an object; a process group has no text."""
         return f"SkipSpikes({self.detector!r}{'' if self.act else ', act=False'})"
 
-    def loss(self, loss: Tensor | float, weight: float | Tensor = 1.0) -> None:
+    def loss(self, loss: Tensor | float, weight: float | Tensor = 1.0, kind: str | None = None) -> None:
         """Take the loss of one micro-batch of the step that comes.
 
         Args:
             loss: The mean loss, without a loss scale; one number.
             weight: What it counts, such as its number of tokens.
+            kind: Which of several tasks or players it is of, where their sizes differ: each kind of step has a
+                scale and a warm-up of its own. None for the kind of all others.
 
         Raises:
-            InvalidTypeError: If one is no number.
-            InvalidValueError: If ``loss`` has several elements, or ``weight`` is negative or not finite.
+            InvalidTypeError: If ``loss`` or ``weight`` is no number, or ``kind`` no text.
+            InvalidValueError: If ``loss`` has several elements, ``weight`` is negative or not finite, or there are
+                more than 64 kinds.
         """
+        if kind is not None and not isinstance(kind, str):
+            raise InvalidTypeError(
+                f"kind={kind!r}: expected text, such as the name of a task, got {type(kind).__name__}."
+            )
+        self._told.add(kind or "")
         loss, weight = _as_number(loss), _as_number(weight)
         if isinstance(loss, Tensor) or isinstance(weight, Tensor) or isinstance(self._loss, Tensor):
             self._add_on_device(loss, weight)
@@ -131,6 +156,31 @@ class SkipSpikes:
     def forget_loss(self) -> None:
         """Drop the losses taken so far: their step is over."""
         self._loss, self._loss_is_captured = None, False
+        self._told.clear()
+
+    def _place(self) -> int:
+        """The number of the scale of the step that comes; a step of several kinds is of a kind of its own."""
+        kind = self._kind()
+        if kind not in self._kinds:
+            if len(self._kinds) > _MOST_KINDS:
+                raise InvalidValueError(
+                    f"kind={kind!r} would be the {len(self._kinds)}th kind of step: expected the names of a few tasks, "
+                    f"at most {_MOST_KINDS}, each of which is judged by its own past. Leave kind= away where steps do "
+                    "not differ in size."
+                )
+            self._kinds.append(kind)
+        return self._kinds.index(kind)
+
+    def _kind(self) -> str:
+        return " + ".join(sorted(self._told))
+
+    def signal_names(self, norms: Sequence[str]) -> list[str]:
+        """Return what the detector's signals are, in its order.
+
+        Args:
+            norms: The names of the norms.
+        """
+        return [f"{name} of {kind}" if kind else name for kind in self._kinds for name in ("loss", *norms)]
 
     @torch.no_grad()
     def judge(self, norms: Tensor, bad: Tensor) -> Tensor:
@@ -147,7 +197,7 @@ class SkipSpikes:
         if are_readable(norms, bad) and self.is_alone():
             return torch.tensor(self.judge_numbers(norms.tolist(), bool(bad)), dtype=torch.bool, device="cpu")
         self.check_captured(norms.device)
-        spike = self.detector.observe(self._values(norms, bad))
+        spike = self._observe(*self._values(norms, bad))
         if self._counts is None or self._counts.device != spike.device:
             refuse_capture(spike.device, "the count of spikes")
             self._counts = torch.tensor([self.seen, self.skipped], device=spike.device)
@@ -158,25 +208,79 @@ class SkipSpikes:
     def judge_numbers(self, norms: Sequence[float], bad: bool) -> bool:
         """As `judge`, for who has the norms as plain numbers on the CPU, and where no other process has a part."""
         total, weight = self._loss.tolist() if isinstance(self._loss, Tensor) else self._loss or (0.0, 0.0)
-        self._loss = None
         values = [total / weight if weight else math.nan, *(norm or math.nan for norm in norms)]
-        spike = self.detector.observe_numbers([math.nan] * len(values) if bad else values)
+        self._nonfinite_loss = weight > 0 and not math.isfinite(total) and not bad
+        self.tell_nonfinite_loss(self._nonfinite_loss)
+        if bad:
+            values = [math.nan] * len(values)
+        place = self._place()
+        self.forget_loss()
+        kinds = len(self._kinds)
+        if kinds > 1:
+            self.detector.grow(kinds * len(values))
+            unknown = [math.nan] * len(values)
+            values = [*unknown * place, *values, *unknown * (kinds - 1 - place)]
+        spike = self.detector.observe_numbers(values, weight or math.nan)
         self._known[0] += spike
         self._known[1] += spike and self.act
         return spike
+
+    def _observe(self, values: Tensor, weight: Tensor, place: Tensor | int) -> Tensor:
+        kinds = len(self._kinds)
+        if kinds > 1:
+            self.detector.grow(kinds * len(values))
+            rows = torch.arange(kinds, device=values.device)[:, None] == place
+            values = torch.where(rows, values, torch.nan).flatten()
+        return self.detector.observe(values, weight)
 
     def is_alone(self) -> bool:
         """Whether no other process trains this model."""
         return number_of_processes(self._group) == 1
 
-    def _values(self, norms: Tensor, bad: Tensor) -> Tensor:
+    def _values(self, norms: Tensor, bad: Tensor) -> tuple[Tensor, Tensor, Tensor | int]:
+        """The signals of the step, what it weighs, and the number of its scale: 0 where processes tell other kinds."""
         wide = norms.to(wide_dtype(norms.device))
         wide = torch.where(wide == 0, torch.nan, wide)  # no gradients: that tells nothing of the scale
         own = torch.where(bad, torch.nan, torch.cat([self._losses(wide.device, wide.dtype), wide]))
+        place, number = self._place(), crc32(self._kind().encode()) % 2**16
         self.forget_loss()
-        added = sum_over(torch.cat([own, bad.to(own).reshape(1)]), self._group)
-        self.nonfinite = None if self.is_alone() else added[-1] > 0
-        return torch.cat([added[:1] / added[1:2], added[2:-1] / number_of_processes(self._group)])
+        flags = torch.stack([_flag(one, own) for one in (bad, self._weights_changed())])
+        if self.is_alone():
+            self.nonfinite, self.changed = None, flags[1] > 0
+            self._nonfinite_loss = ~bad & (own[1] > 0) & ~own[0].isfinite()
+            return torch.cat([own[:1] / own[1:2], own[2:]]), own[1], place
+        count = number_of_processes(self._group)
+        numbers = torch.tensor([number, number**2], dtype=own.dtype, device=own.device)
+        added = sum_over(torch.cat([own, flags, numbers]), self._group)
+        self.nonfinite, self.changed = added[-4] > 0, added[-3] > 0
+        self._nonfinite_loss = ~self.nonfinite & ~added[0].isfinite() & ~(added[1] == 0)
+        alike = count * added[-1] - added[-2].square() < 0.5 * count
+        return torch.cat([added[:1] / added[1:2], added[2:-4] / count]), added[1], torch.where(alike, place, 0)
+
+    def begin(self, step: int) -> None:
+        """A step of the guard begins, counted from 1; nothing has been done about it yet."""
+
+    def _weights_changed(self) -> Tensor | bool:
+        """Whether the weights of this process have changed outside of the optimizer since the last step."""
+        return False
+
+    @property
+    def nonfinite_loss(self) -> Tensor | bool:
+        """Whether the loss of the step judged last was NaN or infinite and all gradients finite; 0-dim on a device."""
+        return self._nonfinite_loss
+
+    def tell_nonfinite_loss(self, found: bool) -> None:
+        """Warn, once, if a loss was ``found`` that is not finite where gradients are."""
+        if not found or self._was_told:
+            return
+        self._was_told = True
+        warnings.warn(
+            "gradguard: guard.loss was given a loss that is NaN or infinite, and all gradients of its step are finite: "
+            "the step is judged by the norms alone, and taken. Often one sample's loss is not finite and does not "
+            "reach the gradients, as behind a mask; look for it with torch.isfinite(loss). Said once.",
+            RuntimeWarning,
+            stacklevel=2,
+        )
 
     @property
     def seen(self) -> int:
@@ -195,7 +299,8 @@ class SkipSpikes:
 
     def state_dict(self) -> dict[str, Any]:
         """Return a copy of the detector's state, and the counts."""
-        return {"detector": self.detector.state_dict(), "seen": self.seen, "skipped": self.skipped}
+        counts = {"seen": self.seen, "skipped": self.skipped}
+        return {"detector": self.detector.state_dict(), "kinds": list(self._kinds), **counts}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Take back what `state_dict` returned.
@@ -203,16 +308,21 @@ class SkipSpikes:
         Raises:
             InvalidValueError: If it is not the state of such an object.
         """
-        if set(state_dict) != {"detector", "seen", "skipped"}:
+        if set(state_dict) != {"detector", "kinds", "seen", "skipped"}:
             raise InvalidValueError(
-                f"this is not the state of a SkipSpikes: expected 'detector', 'seen' and 'skipped', got "
+                f"this is not the state of a SkipSpikes: expected 'detector', 'kinds', 'seen' and 'skipped', got "
                 f"{sorted(state_dict)}. Pass what state_dict() returned."
             )
         self.detector.load_state_dict(state_dict["detector"])
+        self._kinds = [*map(str, state_dict["kinds"])]
         self._known = [int(state_dict["seen"]), int(state_dict["skipped"])]
         if self._counts is not None:
             self._counts.zero_()  # in place: a captured graph goes on with it
-        self._loss = None
+        self.forget_loss()
+
+
+def _flag(flag: Tensor | bool, like: Tensor) -> Tensor:
+    return flag.to(like) if isinstance(flag, Tensor) else torch.full_like(like[0], float(flag))
 
 
 def _as_number(value: Tensor | float) -> Tensor | float:

@@ -143,7 +143,7 @@ class PlainCopy(TensorCopy):
             and (live.shape, live.dtype) == (self.memory.shape, self.memory.dtype)
             and (live.device, live.layout) == (self.device, self._layout)
             and not live.is_inference()
-            and not _overlaps(live)
+            and not overlaps(live)
         )
 
     def into(self, live: Tensor) -> None:
@@ -329,7 +329,8 @@ def _place(tensor: Tensor) -> int:
     return tensor.data_ptr() if strided else -id(tensor)
 
 
-def _overlaps(tensor: Tensor) -> bool:
+def overlaps(tensor: Tensor) -> bool:
+    """Tell whether several elements of ``tensor`` are one in memory, so that nothing can be written to it."""
     if tensor.layout is not torch.strided:
         return False
     return any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
