@@ -527,7 +527,9 @@ class Term:
         mine = losses.sum(1) / valid.sum(1).clamp(min=1)
         if self.combine.endswith("those with rows"):
             return mine[valid.any(1)].mean()
-        return mine.mean() if self.combine == "own mean by mask" else mine.sum() / (b.size if "B" in self.combine else 1)
+        return (
+            mine.mean() if self.combine == "own mean by mask" else mine.sum() / (b.size if "B" in self.combine else 1)
+        )
 
     def more(self, losses, b):
         if self.combine == "largest row, mean":
