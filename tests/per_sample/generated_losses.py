@@ -6,9 +6,9 @@ sample's own loss is. Two accepted batches that disagree are wrong. So is a batc
 than among copies of itself, unless a later step tells, or it is divided by a number ("doubtful"): one batch alone
 cannot say whether that is the user's own constant.
 
-`trial` runs the clipper on a network. `glance` runs the check of the loss alone, on what a network would have returned:
-some thirty times as fast, for cases by the ten thousand. In private training nothing may be told later: there a batch that
-gives a sample another gradient than among copies of itself is wrong, whatever it is divided by.
+`trial` runs the clipper on a network. `glance` runs the check of the loss alone, on what a network would have
+returned: some thirty times as fast, for cases by the ten thousand. In private training nothing may be told later: there a
+batch that gives a sample another gradient than among copies of itself is wrong, whatever it is divided by.
 
 ``python tests/per_sample/generated_losses.py FIRST LAST [REDUCTIONS]`` prints what came of the cases; with ``glance``
 in front, of cases drawn more widely, a third of them private, by the check alone.
@@ -906,9 +906,29 @@ class Truth:
             for (_, parts), of in zip(steps, found, strict=True)
         ]
         self.own = own_losses(case, steps, parts_of, found[0][0])
+        parts = self.scaled
         if case.reduction == "token_mean" or case.inside:  # a loss made inside is what each sample gives by itself
             self.scaled = self.own
         self.right, _ = consistent(case, steps, self.scaled, self.own)
+        if case.reduction == "token_mean":
+            self.right &= all(
+                is_mean_of_own(part, own)
+                for of, of_own in zip(parts, self.own, strict=True)
+                for part, own in zip(of, of_own, strict=True)
+            )
+
+
+def is_mean_of_own(part, own):
+    """Whether each sample's part is a multiple of its own loss's, and the multiples are shares of a mean."""
+    part, own = flat(part), flat(own)
+    there = own.isfinite().all(1) & (own.norm(dim=1) > 1e-12)
+    part, own = part[there], own[there]
+    if not len(own):
+        return True
+    factors = (part * own).sum(1) / own.square().sum(1)
+    if ((part - factors.unsqueeze(1) * own).norm(dim=1) > 1e-7 * part.norm(dim=1) + 1e-12).any():
+        return False
+    return bool(((factors - 1).abs() < 1e-6).all()) or abs(float(factors.sum()) / len(there) - 1) < 1e-6
 
 
 def judged(case, truth, run):

@@ -17,9 +17,8 @@ then the numbers must stay what they are, too.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -30,6 +29,8 @@ _MOST_VALUES = 8
 """More distinct weights than these are the user's."""
 
 _CLOSE = 1e-6
+_POWERS = (-1.0, -0.5, 0.5, 1.0)
+"""A float is taken to be a constant times a count to one of these powers, as long as it changes as that does."""
 
 
 @dataclass(frozen=True)
@@ -94,8 +95,9 @@ class Entry:
         whole: What has stayed the same; None once floats have changed.
         bare: What has stayed the same apart from floats.
         floats: The floats in the batch before.
-        shapes: The numbers, and those without floats, where nothing but shapes decides how many rows there are, by what
-            the module returned.
+        followed: The counts that floats may be computed from, by place and power: they have changed alike.
+        shapes: The numbers, those without floats, and the number of a sample's rows, where nothing but shapes decides
+            how many there are, by what the module returned.
         owned: Whether samples of one batch had different numbers of rows, which did not change what they weigh.
         read: Whether a batch of several samples was judged, too.
     """
@@ -103,7 +105,8 @@ class Entry:
     whole: _Kept | None
     bare: _Kept
     floats: Values
-    shapes: Mapping[float, tuple[Values, Values]]
+    followed: Set[tuple[int, float]]
+    shapes: Mapping[float, tuple[Values, Values, float]]
     owned: bool
     read: bool
 
@@ -151,9 +154,10 @@ def written(rows: Sequence[RowWeights], factors: Tensor, returned: float, counts
         by_shape = not unequal and all(each.by_shape for each in mine) and bare.numbers is not None
         shapes = {}
         if by_shape and whole.numbers and bare.numbers and len(bare.numbers) == 1:
-            shapes[returned] = whole.numbers, bare.numbers
+            shapes[returned] = whole.numbers, bare.numbers, float(counted.max())
         floats = _distinct([each.own for each in mine]) or ()
-        entries[kind] = Entry(whole, bare, floats, shapes, unequal and bare.total is not None, size > 1)
+        followed = {(place, power) for place in range(len(counts)) for power in _POWERS}
+        entries[kind] = Entry(whole, bare, floats, followed, shapes, unequal and bare.total is not None, size > 1)
     return Page(entries, max([each.precision for each in rows], default=0.0), counts)
 
 
@@ -243,35 +247,40 @@ class Ledger:
             yield kind, new if old is None else self._both(old, new, self._counts[kind], page.counts, close)
 
     def _both(self, old: Entry, new: Entry, counts: Values, now: Values, close: float) -> Entry | str:
+        followed = _followed(old, new, counts, now)
         whole = None if old.whole is None or new.whole is None else old.whole.narrowed(new.whole, close)
         bare = old.bare.narrowed(new.bare, close)
         if whole is None or not whole.anything:
             whole = None
             if not bare.anything:
                 return _changed(old.whole or old.bare, (new.whole if old.whole else new.bare) or new.bare)
-            if self.strict or _follow(old.floats, new.floats, counts, now):
+            if self.strict or (followed and not _same(old.floats, new.floats, close)):
                 return _FLOATS.format(_shown(old.floats), _shown(new.floats))
         shapes = dict(old.shapes)
-        for returned, numbers in new.shapes.items():
+        for returned, shape in new.shapes.items():
             alike = [one for other, one in old.shapes.items() if self.strict or other == returned]
-            if not old.owned and not all(any(map(partial(_same, close=close), numbers, one)) for one in alike):
+            if not old.owned and not all(_same_shape(shape, one, close) for one in alike):
                 return PADDED
-            shapes[returned] = numbers
-        return Entry(whole, bare, new.floats, shapes, old.owned or new.owned, old.read or new.read)
+            shapes[returned] = shape
+        return Entry(whole, bare, new.floats, followed, shapes, old.owned or new.owned, old.read or new.read)
 
 
-def _follow(before: Values, after: Values, counts: Values, now: Values) -> bool:
-    """Tell whether floats have changed as a number of samples or rows has."""
-    if len(before) != len(after):
-        return True
-    ratios = [b / a for a, b in zip(before, after, strict=True) if not math.isclose(a, b, rel_tol=_CLOSE)]
-    changes = [b / a for a, b in zip(counts, now, strict=False) if a and b and a != b]
-    return any(
-        math.isclose(ratio, power, rel_tol=1e-5)
-        for ratio in ratios
-        for change in changes
-        for power in (change, 1 / change, math.sqrt(change), 1 / math.sqrt(change))
-    )
+def _same_shape(one: tuple[Values, Values, float], other: tuple[Values, Values, float], close: float) -> bool:
+    return one[2] == other[2] and any(_same(one[k], other[k], close) for k in (0, 1))
+
+
+def _followed(old: Entry, new: Entry, counts: Values, now: Values) -> Set[tuple[int, float]]:
+    """Return the counts, and powers of them, of which floats may be a constant multiple in all batches so far."""
+    if len(old.floats) != len(new.floats) or len(counts) != len(now):
+        return old.followed
+    ratios = [b / a for a, b in zip(old.floats, new.floats, strict=True)]
+    changed = [ratio for ratio in ratios if not math.isclose(ratio, 1, rel_tol=_CLOSE)] or [1.0]
+    return {
+        (place, power)
+        for place, power in old.followed
+        if counts[place] <= 0
+        or any(math.isclose(ratio, (now[place] / counts[place]) ** power, rel_tol=1e-5) for ratio in changed)
+    }
 
 
 def _changed(old: _Kept, new: _Kept) -> str:
@@ -283,11 +292,12 @@ def _changed(old: _Kept, new: _Kept) -> str:
         ),
         ((), ()),
     )
-    words = f", from {_shown(was)} to {_shown(now)} times the sample's own loss" if was else ""
+    words = f", from {_shown(was)} to {_shown(now)} in the scale of its own loss" if was else ""
     return (
-        f"what a sample's rows weigh has changed since an earlier batch{words}. Is a number in the loss, or a tensor "
-        "of weights, computed from the batch? Divide by the number of samples, len(loss), or average within each "
-        "sample first, and multiply by constants that do not depend on the batch"
+        f"what a sample's rows weigh has changed since an earlier batch{words}. Is a number in the loss, a tensor of "
+        "weights, or a length, as of padding up to the longest sample, computed from the batch? Divide by the number "
+        "of samples, len(loss), or average over each sample's own rows first, and multiply by constants that do not "
+        "depend on the batch"
     )
 
 

@@ -185,6 +185,11 @@ def term_of(path: Path, owner: Owner, batch_size: int, scale: float) -> Term:
     if share is not None and not even:
         _refuse_normalized(weights, nonzero)
     constants = _without(scale, path.constants)
+    sizes = tuple([math.prod(shape[dim:]) for dim in range(1, len(shape))])
+    if not even:
+        each = by_sample(samples, (weights > 0).double(), batch_size)
+        wide = [Level(each / n, rows / n, size / n) for n in (1, *sizes) if n and float(each.sum()) % n == 0]
+        levels = [*wide, *levels]
     equal = sums[sums > 0] * inner
     if share is None and len(equal) and not even and torch.allclose(equal, equal[:1].expand_as(equal)):
         even, largest, sums, size = True, float(equal[0]), (sums > 0).to(sums) / inner, len(equal) / inner
@@ -192,9 +197,6 @@ def term_of(path: Path, owner: Owner, batch_size: int, scale: float) -> Term:
     if share is None and even and not math.isclose(largest, 1.0, rel_tol=1e-6):
         constants = (*constants, Constant(node, largest, False, 1e-6))  # as of gradient=torch.full((B,), 1 / B)
     inner = inner if share is None else 1.0
-    if not even:
-        levels = [Level(by_sample(samples, (weights > 0).double(), batch_size), rows, size), *levels]
-    sizes = tuple([math.prod(shape[dim:]) for dim in range(1, len(shape))])
     weights, size, rows = sums * inner, size * inner, rows * inner
     reduced = fused == 1 or any(operation(step.node) in MEANS for step in path.steps)
     mean_of_one = batch_size > 1 and share is None and reduced and int((weights > 0).sum()) == 1
@@ -250,7 +252,7 @@ def row_weights(
         number=number / scaled,
         own=math.prod(own),
         precision=sum(constant.precision for constant in path.constants),
-        by_shape=not chosen and len(nonzero) == shape.numel(),
+        by_shape=not chosen and (len(nonzero) == shape.numel() or not (path.weighted or name in LABELLED)),
     )
 
 

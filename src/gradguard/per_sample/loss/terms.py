@@ -127,12 +127,12 @@ def loss_parts(
         if ledger.strict:
             _refuse_cut(ends, outputs, depends)
         terms = [term_of(path, owner, outputs.batch_size, scale) for path, owner in zip(ends, owners, strict=True)]
-        together = _averaged_together(_joined(found_paths, terms))
-        if not together:
-            return LossParts("unknown", NO_PART)
         rows = [
             row_weights(path, owner, outputs, scale, depends, chosen) for path, owner in zip(ends, owners, strict=True)
         ]
+        together = _averaged_together(_joined(found_paths, terms, [each.kind for each in rows]))
+        if not together:
+            return LossParts("unknown", NO_PART)
         totals = _totals(together)
         counts = tuple(count for term in together for count in (float(term.weights.sum()), float(term.size)))
 
@@ -175,9 +175,10 @@ def _as_before(
     """Judge a loss by what was accepted before, whatever its numbers may be.
 
     Returns:
-        That it is right; None where rows weigh something else than before, or were not judged.
+        That it is right; None where rows weigh something else than before, or were not judged, or training is private,
+        where each batch must be right by itself, too.
     """
-    if not ledger.knows(kinds):
+    if ledger.strict or not ledger.knows(kinds):
         return None
     agreeing = []
     for factors in _possible(terms, totals, reduction):
@@ -193,19 +194,21 @@ def _as_before(
 def _possible(terms: Sequence[Term], totals: Totals, reduction: str) -> list[Tensor]:
     """Return the parts of samples, as multiples of their own losses, with which the loss is what it is said to be."""
     has = torch.stack([term.weights > 0 for term in terms]).any(0)
-    if reduction != "token_mean":
-        return [torch.ones_like(terms[0].weights).where(has, math.nan)]
-    common: list[Tensor] | None = None
+    ones = torch.ones_like(terms[0].weights).where(has, math.nan)
+    common = None if reduction == "token_mean" else [ones]
     for term in terms:
         if not bool(term.rows.any()):
             continue
-        mine: list[Tensor] = []
-        for reading in readings(term, totals, True):
-            parts = _by(reading, term, reduction)
-            if parts.verdict == "right" and parts.factors is not None and not _is_among(parts.factors, mine):
-                mine.append(parts.factors)
+        judged = [_by(reading, term, reduction) for reading in readings(term, totals, reduction == "token_mean")]
+        mine = [parts.factors for parts in judged if parts.verdict == "right" and parts.factors is not None]
+        if reduction != "token_mean":
+            mine = [ones] if any(_is_among(ones[term.weights > 0], [one[term.weights > 0]]) for one in mine) else []
         common = mine if common is None else [factors for factors in common if _is_among(factors, mine)]
-    return common or []
+    distinct: list[Tensor] = []
+    for factors in common or []:
+        if not _is_among(factors, distinct):
+            distinct.append(factors)
+    return distinct
 
 
 def _is_among(factors: Tensor, others: Sequence[Tensor]) -> bool:
@@ -309,7 +312,7 @@ _SEVERAL_SHARES = (
 )
 
 
-def _joined(found: Sequence[Path], terms: Sequence[Term]) -> list[Term]:
+def _joined(found: Sequence[Path], terms: Sequence[Term], kinds: Sequence[tuple[str, ...]]) -> list[Term]:
     """Join terms of one sample each to one of all: those of ``torch.stack([loss(o[i]) for i in range(B)]).mean()``.
 
     Returns:
@@ -322,10 +325,10 @@ def _joined(found: Sequence[Path], terms: Sequence[Term]) -> list[Term]:
         return list(terms)
     single = [int((term.weights > 0).sum()) == 1 and term.share is None for term in terms]
     nodes = Counter(node for path, one in zip(found, single, strict=True) if one for node in _nodes(path))
-    groups: dict[tuple[Node, ...], list[int]] = defaultdict(list)
+    groups: dict[tuple[object, ...], list[int]] = defaultdict(list)
     for i, path in enumerate(found):
-        if single[i]:
-            groups[tuple(node for node in _nodes(path) if nodes[node] > 1)].append(i)
+        if single[i]:  # a sample may have a term of each kind, as exp(output) - target * output
+            groups[kinds[i], *[node for node in _nodes(path) if nodes[node] > 1]].append(i)
     together = [members for members in groups.values() if len(members) > 1]
     taken = {i for members in together for i in members}
     joined = [term for i, term in enumerate(terms) if i not in taken]
@@ -461,10 +464,11 @@ def _doubt(reading: Reading, found: Sequence[Reading], term: Term, reduction: st
         return _TENSOR.format(tensors[0])
     if not strict:
         guessed = reading.constant is not None and not reading.constant.divides
-    elif batch_size > 1 and reading.what == "samples" and reading.constant and not reading.constant.divides:
+    elif batch_size > 1 and reading.constant is not None and reading.share is not None:
+        number = abs(1 / reading.constant.value)
         return (
-            f"a sum over {batch_size} samples was multiplied by {reading.constant.value:.6g}, which is 1 over their "
-            "number or a constant. Divide by the number of samples, len(loss)"
+            f"in private training a sum over {batch_size} samples was divided by {number:.6g}, which may be their "
+            "number, that of the rows, or a constant that equals it in this batch. Take the mean, as by loss.mean()"
         )
     else:
         guessed = True
@@ -492,7 +496,8 @@ def _may_be_count(value: float, term: Term) -> bool:
         *[each for level in term.levels for each in (float(level.counts.sum()), level.size)],
     ]
     batch_size = len(term.weights)
-    counts = [batch_size, batch_size**0.5, *[size / n for size in sizes for n in (1, *term.inner) if n]]
+    inner = (1,) if term.share is not None else (1, *term.inner)
+    counts = [batch_size, batch_size**0.5, *[size / n for size in sizes for n in inner if n]]
     return any(
         count > 1 and math.isclose(number, count, rel_tol=1e-6)
         for number in (abs(value), 1 / abs(value))
