@@ -7,8 +7,8 @@ than among copies of itself, unless a later step tells, or it is divided by a nu
 cannot say whether that is the user's own constant.
 
 `trial` runs the clipper on a network. `glance` runs the check of the loss alone, on what a network would have
-returned: some thirty times as fast, for cases by the ten thousand. In private training nothing may be told later: there a
-batch that gives a sample another gradient than among copies of itself is wrong, whatever it is divided by.
+returned: some thirty times as fast, for cases by the ten thousand. In private training nothing may be told later: there
+a batch that gives a sample another gradient than among copies of itself is wrong, whatever it is divided by.
 
 ``python tests/per_sample/generated_losses.py FIRST LAST [REDUCTIONS]`` prints what came of the cases; with ``glance``
 in front, of cases drawn more widely, a third of them private, by the check alone.
@@ -864,7 +864,7 @@ def _trial(case, check):
     def run(number, parts, of):
         nonlocal clipper
         if clipper is None:
-            norms = torch.cat([flat(part).norm(dim=1) for part in scaled_norms])
+            norms = torch.cat([flat(part).norm(dim=1) for part in of])
             norms = norms[norms.isfinite() & (norms > 0)]
             bound = float(norms.median()) if len(norms) else 1.0
             clipper = gg.PerSampleGradientClipper(
@@ -881,7 +881,6 @@ def _trial(case, check):
         truth = Truth(case, steps, lambda ids, number: shares(case, weights, collate(data, ids), number))
     except (RuntimeError, ValueError, IndexError) as error:
         return Outcome("invalid", str(error)[:80])
-    scaled_norms = [part for of in truth.scaled for part in of]
     try:
         return judged(case, truth, run)
     finally:
@@ -892,30 +891,91 @@ def _trial(case, check):
 class Truth:
     """What plain autograd says of every batch: each sample's gradient in it, and among copies of itself.
 
-    A loss that plain PyTorch refuses is no case.
+    A loss that plain PyTorch refuses in its first batch is no case.
     """
 
     def __init__(self, case, steps, parts_of):
-        self.steps = steps
-        found = [[parts_of(ids, number) for ids in parts] for number, parts in steps]
-        self.scaled = [
-            [
-                {k: g * (len(ids) if case.reduction != "sum" else 1) for k, g in part.items()}
-                for ids, part in zip(parts, of, strict=True)
-            ]
-            for (_, parts), of in zip(steps, found, strict=True)
-        ]
-        self.own = own_losses(case, steps, parts_of, found[0][0])
-        parts = self.scaled
-        if case.reduction == "token_mean" or case.inside:  # a loss made inside is what each sample gives by itself
-            self.scaled = self.own
-        self.right, _ = consistent(case, steps, self.scaled, self.own)
-        if case.reduction == "token_mean":
-            self.right &= all(
-                is_mean_of_own(part, own)
-                for of, of_own in zip(parts, self.own, strict=True)
-                for part, own in zip(of, of_own, strict=True)
+        self.case, self.steps, self._parts_of = case, steps, parts_of
+        self._batches, self._copies = {}, {}
+        self.batch(0)
+
+    def batch(self, at):
+        """Each sample's gradient in the micro-batches of a step as it is expected, and in its own loss."""
+        if at not in self._batches:
+            number, parts = self.steps[at]
+            found = [self._scaled(ids, number) for ids in parts]
+            own = [self._own(ids, number, part) for ids, part in zip(parts, found, strict=True)]
+            of_own = self.case.reduction == "token_mean" or self.case.inside
+            self._batches[at] = own if of_own else found, own, found
+        return self._batches[at]
+
+    def _scaled(self, ids, number):
+        scale = len(ids) if self.case.reduction != "sum" else 1
+        return {k: g * scale for k, g in self._parts_of(ids, number).items()}
+
+    def _own(self, ids, number, like):
+        """What each sample has in a batch of as many samples that are all copies of it."""
+        rows = []
+        for place, i in enumerate(ids):
+            size, at = (1, 0) if self.case.inside else (len(ids), place)
+            if (number, size, i) not in self._copies:
+                try:
+                    self._copies[number, size, i] = self._scaled([i] * size, number)
+                except (RuntimeError, ValueError, IndexError):
+                    self._copies[number, size, i] = {
+                        k: torch.full((size, *v.shape[1:]), torch.nan) for k, v in like.items()
+                    }
+            rows.append({k: v[at] for k, v in self._copies[number, size, i].items()})
+        return {k: torch.stack([row[k] for row in rows]) for k in like}
+
+    def right(self):
+        """Whether each sample has one gradient in all steps, that of its own loss."""
+        seen = Seen(self.case)
+        for at, (number, parts) in enumerate(self.steps):
+            scaled, own, found = self.batch(at)
+            if seen.differs(number, parts, scaled) or seen.doubtful(parts, scaled, own):
+                return False
+            if self.case.reduction == "token_mean" and not all(map(is_mean_of_own, found, own)):
+                return False
+        return True
+
+
+class Seen:
+    """The gradients that samples have had: each has one only, whatever else is in the batch."""
+
+    def __init__(self, case):
+        self._scheduled = any(term.schedule for term in case.terms)
+        self._first = {}
+
+    def differs(self, number, parts, scaled):
+        """Say which sample had another gradient before; "" if none had."""
+        for ids, part in zip(parts, scaled, strict=True):
+            rows = flat(part)
+            first = torch.stack(
+                [
+                    self._first.setdefault((number * self._scheduled, i), row) if good else row
+                    for i, row, good in zip(ids, rows, rows.isfinite().all(1).tolist(), strict=True)
+                ]
             )
+            for at in unlike(rows, first):
+                sizes = float(first[at].norm()), float(rows[at].norm())
+                return f"sample {ids[at]}: norm {sizes[0]:.5g} in one batch, {sizes[1]:.5g} in another"
+        return ""
+
+    def doubtful(self, parts, scaled, own):
+        """Say which sample has another gradient among copies of itself; "" if none has."""
+        for ids, part, mine in zip(parts, scaled, own, strict=True):
+            rows, alone = flat(part), flat(mine)
+            for at in unlike(rows, alone):
+                sizes = float(rows[at].norm()), float(alone[at].norm())
+                return f"sample {ids[at]} of {len(ids)}: {sizes[0]:.5g}, among copies {sizes[1]:.5g}"
+        return ""
+
+
+def unlike(rows, others):
+    """The rows that are finite in both and differ."""
+    scale = torch.maximum(rows.norm(dim=1), others.norm(dim=1))
+    return ((rows - others).norm(dim=1) > 1e-7 * scale + 1e-12).nonzero().flatten().tolist()  # no NaN is greater
 
 
 def is_mean_of_own(part, own):
@@ -933,33 +993,37 @@ def is_mean_of_own(part, own):
 
 def judged(case, truth, run):
     """Run the steps until one is refused, and compare what was accepted."""
-    steps, scaled, own = truth.steps, truth.scaled, truth.own
-    reached, doubt = 0, ""
+    reached, doubt, seen = 0, "", Seen(case)
+    far = case.out_of_sight
     try:
-        for (number, parts), of in zip(steps, scaled, strict=True):
-            bad = run(number, parts, of)
+        for at, (number, parts) in enumerate(truth.steps):
+            try:
+                scaled, own, _ = truth.batch(at)
+            except (RuntimeError, ValueError, IndexError):
+                continue  # PyTorch refuses this batch
+            bad = run(number, parts, scaled)
             if bad:
-                return Outcome("wrong", f"step {reached} ({parts}): {bad}", reached)
+                return Outcome("wrong", f"step {at} ({parts}): {bad}", reached)
             reached += 1
-            agrees, words = consistent(case, steps[:reached], scaled[:reached])
-            if not agrees:
-                return Outcome(
-                    "out of sight" if case.out_of_sight else "wrong", f"step {reached - 1}: {words}", reached
-                )
-            if not doubt:
-                agrees, words = consistent(case, steps[:reached], scaled[:reached], own[:reached])
-                doubt = "" if agrees else f"step {reached - 1}: {words}"
+            if words := seen.differs(number, parts, scaled):
+                return Outcome("out of sight" if far else "wrong", f"step {at}: {words}", reached)
+            if not doubt and (words := seen.doubtful(parts, scaled, own)):
+                doubt = f"step {at}: {words}"
     except gg.errors.GradguardError as error:
         words = f"step {reached}: {type(error).__name__}: {error}"
         if doubt:
-            kind = "out of sight" if case.out_of_sight else "wrong" if case.private else "told later"
+            kind = "out of sight" if far else "wrong" if case.private else "told later"
             return Outcome(kind, f"{doubt}; told at {words}", reached)
-        return Outcome("false refusal" if truth.right else "refused", words, reached)
+        try:
+            right = truth.right()
+        except (RuntimeError, ValueError, IndexError):
+            right = False
+        return Outcome("false refusal" if right else "refused", words, reached)
     except Exception:
         return Outcome("crash", f"step {reached} ({parts}): " + traceback.format_exc()[-900:], reached)
     if doubt:  # among copies of itself the sample has another gradient, and nobody ever said so
         doubtful = case.by_a_number and not case.private
-        return Outcome("out of sight" if case.out_of_sight else "doubtful" if doubtful else "wrong", doubt, reached)
+        return Outcome("out of sight" if far else "doubtful" if doubtful else "wrong", doubt, reached)
     return Outcome("exact", "", reached)
 
 
@@ -1075,57 +1139,6 @@ def one_step(case, model, clipper, data, number, parts, of, bound, tolerance):
     for p in model.parameters():
         p.grad = None
     return None
-
-
-def own_losses(case, steps, parts_of, like):
-    """Each sample's gradient in a batch of its own size whose other samples are copies of it: its own loss's."""
-    cache = {}
-
-    def one(number, size, place, i):
-        size, place = (1, 0) if case.inside else (size, place)
-        key = number, size, place, i
-        if key not in cache:
-            try:
-                grads = parts_of([i] * size, number)
-                for at in range(size):
-                    cache[number, size, at, i] = {
-                        k: g[at] * (size if case.reduction != "sum" else 1) for k, g in grads.items()
-                    }
-            except (RuntimeError, ValueError, IndexError):
-                cache[key] = {k: torch.full_like(v[0], torch.nan) for k, v in like.items()}
-        return cache[key]
-
-    def batch(number, ids):
-        rows = [one(number, len(ids), place, i) for place, i in enumerate(ids)]
-        return {k: torch.stack([row[k] for row in rows]) for k in like}
-
-    return [[batch(number, ids) for ids in parts] for number, parts in steps]
-
-
-def consistent(case, steps, scaled, own=None):
-    """Whether each sample has one gradient only, whatever else is in the batch: that among copies of it, if given."""
-    seen = {}
-    scheduled = any(term.schedule for term in case.terms)
-    for (number, parts), of, of_own in zip(steps, scaled, own or scaled, strict=True):
-        for ids, part, mine in zip(parts, of, of_own, strict=True):
-            for i, row, alone in zip(ids, flat(part), flat(mine), strict=True):
-                if not row.isfinite().all():
-                    continue
-                first = seen.setdefault((number * scheduled, i), row)
-                if (row - first).norm() > 1e-7 * torch.maximum(row.norm(), first.norm()) + 1e-12:
-                    return (
-                        False,
-                        f"sample {i}: norm {float(first.norm()):.5g} in one batch, {float(row.norm()):.5g} in another",
-                    )
-                if (
-                    alone.isfinite().all()
-                    and (row - alone).norm() > 1e-7 * torch.maximum(row.norm(), alone.norm()) + 1e-12
-                ):
-                    return (
-                        False,
-                        f"sample {i} of {len(ids)}: {float(row.norm()):.5g}, among copies {float(alone.norm()):.5g}",
-                    )
-    return True, ""
 
 
 def plain_words(text):

@@ -266,7 +266,7 @@ class Ledger:
 
 
 def _same_shape(one: tuple[Values, Values, float], other: tuple[Values, Values, float], close: float) -> bool:
-    return one[2] == other[2] and any(_same(one[k], other[k], close) for k in (0, 1))
+    return one[2] == other[2] and (_same(one[0], other[0], close) or _same(one[1], other[1], close))
 
 
 def _followed(old: Entry, new: Entry, counts: Values, now: Values) -> Set[tuple[int, float]]:
@@ -278,7 +278,7 @@ def _followed(old: Entry, new: Entry, counts: Values, now: Values) -> Set[tuple[
     return {
         (place, power)
         for place, power in old.followed
-        if counts[place] <= 0
+        if min(counts[place], now[place]) <= 0
         or any(math.isclose(ratio, (now[place] / counts[place]) ** power, rel_tol=1e-5) for ratio in changed)
     }
 

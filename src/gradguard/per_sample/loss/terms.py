@@ -199,7 +199,9 @@ def _possible(terms: Sequence[Term], totals: Totals, reduction: str) -> list[Ten
     for term in terms:
         if not bool(term.rows.any()):
             continue
-        judged = [_by(reading, term, reduction) for reading in readings(term, totals, reduction == "token_mean")]
+        found = readings(term, totals, reduction == "token_mean")
+        counted = [one for one in found if one.what == "rows in the mean" and _is_sure(one)]
+        judged = [_by(reading, term, reduction) for reading in counted or found]
         mine = [parts.factors for parts in judged if parts.verdict == "right" and parts.factors is not None]
         if reduction != "token_mean":
             mine = [ones] if any(_is_among(ones[term.weights > 0], [one[term.weights > 0]]) for one in mine) else []
@@ -324,15 +326,18 @@ def _joined(found: Sequence[Path], terms: Sequence[Term], kinds: Sequence[tuple[
     if terms and len(terms[0].weights) == 1:
         return list(terms)
     single = [int((term.weights > 0).sum()) == 1 and term.share is None for term in terms]
-    nodes = Counter(node for path, one in zip(found, single, strict=True) if one for node in _nodes(path))
+    shared: dict[tuple[str, ...], Counter[Node]] = defaultdict(Counter)
+    for path, one, kind in zip(found, single, kinds, strict=True):
+        shared[kind].update(_nodes(path) if one else [])
     groups: dict[tuple[object, ...], list[int]] = defaultdict(list)
     for i, path in enumerate(found):
         if single[i]:  # a sample may have a term of each kind, as exp(output) - target * output
-            groups[kinds[i], *[node for node in _nodes(path) if nodes[node] > 1]].append(i)
+            groups[kinds[i], *[node for node in _nodes(path) if shared[kinds[i]][node] > 1]].append(i)
     together = [members for members in groups.values() if len(members) > 1]
     taken = {i for members in together for i in members}
     joined = [term for i, term in enumerate(terms) if i not in taken]
     for members in together:
+        nodes = shared[kinds[members[0]]]
         sizes = [_values_joined(found[i], nodes) for i in members]
         counts = torch.stack(
             [(terms[i].weights > 0).to(terms[i].weights) * n for i, n in zip(members, sizes, strict=True)]
@@ -433,9 +438,7 @@ def _likeliest(left: Sequence[Reading], term: Term, reduction: str) -> Reading:
         means = [reading for reading in left if reading.what == "rows in the mean"]
         if means:
             of_own = [replace(own, share=term.share)] if own is not None else []
-            [counted] = {reading.constant for reading in means[:1]}
-            sure = counted is not None and (counted.divides or counted.may_be_data)
-            if not same_shares(means if sure else [*means, *of_own]):
+            if not same_shares(means if _is_sure(means[0]) else [*means, *of_own]):
                 raise _Ambiguous(_EITHER.format(means[0].constant and means[0].constant.value))
             return means[0]
         return left[0] if reduction == "sum" or own is None else own
@@ -454,6 +457,11 @@ def _likeliest(left: Sequence[Reading], term: Term, reduction: str) -> Reading:
             "Begin with another batch, or divide within each sample first"
         )
     return counts[0]
+
+
+def _is_sure(reading: Reading) -> bool:
+    """Tell whether the number of a reading is hardly a constant of the user's: one that divides, or a tensor."""
+    return reading.constant is not None and (reading.constant.divides or reading.constant.may_be_data)
 
 
 def _doubt(reading: Reading, found: Sequence[Reading], term: Term, reduction: str, strict: bool) -> str:
