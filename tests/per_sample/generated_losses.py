@@ -472,11 +472,9 @@ class Term:
 
     def __call__(self, p, b, step, case):
         value = self.value(p, b, case)
-        return (
-            value * self.factor * ((step + 1) / 3 if self.schedule else 1.0)
-            if self.factor != 1 or self.schedule
-            else value
-        )
+        if self.factor == 1 and not self.schedule:
+            return value
+        return value * (case.constant(self.factor * (step + 1) / 3) if self.schedule else self.factor)
 
     def value(self, p, b, case):
         if self.fn in BY_SAMPLE:
@@ -640,6 +638,7 @@ class Case:
     inside: bool = False
     hidden: bool = True
     private: bool = False
+    constant: object = float  # `PerSampleGradientClipper.constant`
 
     def __str__(self):
         words = [f"{self.seed}:", self.reduction, self.mode, "sequence" if self.sequence else "flat"]
@@ -873,6 +872,7 @@ def _trial(case, check):
             if case.private:
                 clipper.refuse_ambiguous_losses()
             clipper.bound = bound
+            case.constant = clipper.constant
         tolerance = 0.06 if case.autocast else 1e-8 if case.dtype == torch.float64 else 1e-3
         return one_step(case, model, clipper, data, number, parts, of, clipper.bound, tolerance)
 
@@ -1055,13 +1055,19 @@ def _glance(case):
         check.refuse_ambiguous()
     sizes = set()
 
+    def declared(number):
+        check.declare(number)
+        return number
+
     def run(number, parts, of):
         for ids, own in zip(parts, of, strict=True):
             check.start(len(ids), [BatchAxis(0)], len(ids) not in sizes)
             leaf = returned[ids].clone().requires_grad_()
             [out] = tap(lambda saved, grads, task: None, [], torch.zeros((), requires_grad=True), [leaf])
             check.add_outputs([out], [BatchAxis(0)])
+            case.constant = declared
             case.loss(out.float() if case.autocast else out, collate(fields, ids), number).backward()
+            case.constant = float
             if check.judge():
                 sizes.add(len(ids))
             if case.reduction == "token_mean":

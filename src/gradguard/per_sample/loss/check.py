@@ -81,6 +81,7 @@ class LossCheck:
         self._make = Make()  # of the loss that was looked at
         self._known: dict[bytes, _Known] = {}  # losses that were found to be right, by their structure
         self._ledger = Ledger()
+        self._declared: set[float] = set()
         self._constant_sizes: dict[tuple[str, ...], set[int]] = defaultdict(set)
         self.factors: Tensor | None = None
         self.labels_agree: Tensor | None = None
@@ -136,6 +137,10 @@ class LossCheck:
         """Refuse numbers that may be a number of samples by chance, instead of waiting for a batch of another size."""
         self._ledger.strict = True
 
+    def declare(self, number: float) -> None:
+        """Take a number in the loss for one that is not computed from the batch, until the next loss is judged."""
+        self._declared.add(number)
+
     def judge(self) -> bool:
         """Judge the loss that was looked at.
 
@@ -146,6 +151,7 @@ class LossCheck:
             UnsupportedGradientError: If it is not what it is said to be.
         """
         waits = bool(self._calls)
+        self._declared.clear()
         self.stop()
         parts, self._parts = self._parts, None
         make, self._make = self._make, Make()
@@ -224,6 +230,7 @@ class LossCheck:
                     known=before,
                     ledger=self._ledger,
                     constant_sizes=self._constant_sizes[make.kind],
+                    declared=self._declared,
                     chosen=make.chosen,
                 )
             except (RuntimeError, ValueError, TypeError, IndexError, AttributeError) as error:

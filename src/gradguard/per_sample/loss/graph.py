@@ -9,7 +9,7 @@ import hashlib
 import math
 import re
 import threading
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -375,6 +375,7 @@ class Constant:
         precision: How far it may be from what was meant, relatively.
         may_be_data: Whether it is a tensor, or a whole number, which a schedule seldom is and a count always.
         is_tensor: Whether it is a tensor.
+        declared: Whether the user has said that it is no number computed from the batch.
     """
 
     node: Node
@@ -383,12 +384,7 @@ class Constant:
     precision: float
     may_be_data: bool = False
     is_tensor: bool = False
-
-    @property
-    def may_be_counted(self) -> bool:
-        """Whether it may be computed from the batch: a tensor, a whole number, or a whole divisor."""
-        divisor = abs(1 / self.value)
-        return self.may_be_data or (self.divides and divisor >= 2 and float(divisor).is_integer())
+    declared: bool = False
 
 
 @dataclass(frozen=True)
@@ -434,6 +430,7 @@ def paths(
     depends: Dependence,
     outputs: Container[tuple[Node, int]] = (),
     numbers: Container[tuple[Node, int]] = (),
+    declared: Set[float] = frozenset(),
 ) -> Iterator[Path]:
     """Yield every path to values that depend on the samples.
 
@@ -442,6 +439,7 @@ def paths(
         depends: Knows which values depend on the samples.
         outputs: Values with samples that the module returned.
         numbers: Numbers that the module returned.
+        declared: Numbers in the loss that are no counts.
 
     Raises:
         Unreadable: If a node cannot be read, or there are too many.
@@ -468,10 +466,17 @@ def paths(
             path = replace(path, output=path)
         onward = _onward(path, depends)
         if onward is None:
-            yield path
+            yield replace(path, constants=tuple(_declared(constant, declared) for constant in path.constants))
         else:
             pending += onward
     raise Unreadable(f"there are more than {_TOO_MANY} operations between loss and samples")
+
+
+def _declared(constant: Constant, numbers: Set[float]) -> Constant:
+    number = 1 / constant.value if constant.divides else constant.value
+    if constant.is_tensor or not any(math.isclose(number, one, rel_tol=1e-12) for one in numbers):
+        return constant
+    return replace(constant, may_be_data=False, declared=True)
 
 
 def _onward(path: Path, depends: Dependence) -> list[Path] | None:

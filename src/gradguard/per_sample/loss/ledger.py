@@ -17,8 +17,8 @@ then the numbers must stay what they are, too.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -29,8 +29,6 @@ _MOST_VALUES = 8
 """More distinct weights than these are the user's."""
 
 _CLOSE = 1e-6
-_POWERS = (-1.0, -0.5, 0.5, 1.0)
-"""A float is taken to be a constant times a count to one of these powers, as long as it changes as that does."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +41,6 @@ class RowWeights:
         counts: How many of each sample's rows count [B].
         distinct: The weights that rows have; empty if there are many.
         number: What rows are multiplied by apart from tensors of weights.
-        own: The part of that which floats of Python's make up, which may be a schedule.
         precision: How far the numbers may be from what was meant, relatively.
         by_shape: Whether nothing but shapes decides how many rows there are.
     """
@@ -53,7 +50,6 @@ class RowWeights:
     counts: Tensor
     distinct: Values
     number: float
-    own: float
     precision: float
     by_shape: bool
 
@@ -92,21 +88,15 @@ class Entry:
     """What batches have left of one kind of rows.
 
     Attributes:
-        whole: What has stayed the same; None once floats have changed.
-        bare: What has stayed the same apart from floats.
-        floats: The floats in the batch before.
-        followed: The counts that floats may be computed from, by place and power: they have changed alike.
-        shapes: The numbers, those without floats, and the number of a sample's rows, where nothing but shapes decides
-            how many there are, by what the module returned.
+        kept: What has stayed the same.
+        shapes: The numbers, and how many rows a sample has, where nothing but shapes decides that, by what the module
+            returned.
         owned: Whether samples of one batch had different numbers of rows, which did not change what they weigh.
-        read: Whether a batch of several samples was judged, too.
+        read: Whether a batch in which several samples had rows was judged, too.
     """
 
-    whole: _Kept | None
-    bare: _Kept
-    floats: Values
-    followed: Set[tuple[int, float]]
-    shapes: Mapping[float, tuple[Values, Values, float]]
+    kept: _Kept
+    shapes: Mapping[float, Values]
     owned: bool
     read: bool
 
@@ -118,47 +108,41 @@ class Page:
     Attributes:
         entries: What the rows of each kind weigh.
         precision: How far numbers may be from what was meant, relatively.
-        counts: What may be counted in it: samples, rows, and rows with those that do not count.
         divided_by: What the whole loss is divided by besides.
     """
 
     entries: Mapping[tuple[str, ...], Entry]
     precision: float
-    counts: Values
     divided_by: float = 1.0
 
 
-def written(rows: Sequence[RowWeights], factors: Tensor, returned: float, counts: Values, is_sum: bool) -> Page:
+def written(rows: Sequence[RowWeights], factors: Tensor, returned: float, is_sum: bool) -> Page:
     """Return what rows weigh in a batch.
 
     Args:
         rows: What they weigh in its loss.
         factors: Each sample's part in the loss, as a multiple of its own loss [B].
         returned: How many values of each sample the module returned.
-        counts: What may be counted in the batch.
         is_sum: Whether the loss is a sum over samples, not a mean.
 
     Returns:
         The batch's page.
     """
-    size = len(factors)
-    scale = (1.0 if is_sum else float(size)) / factors.nan_to_num(1.0).where(factors != 0, 1.0)
+    scale = (1.0 if is_sum else float(len(factors))) / factors.nan_to_num(1.0).where(factors != 0, 1.0)
     entries: dict[tuple[str, ...], Entry] = {}
     for kind in {each.kind: None for each in rows}:
         mine = [each for each in rows if each.kind == kind and bool((each.counts > 0).any())]
         if not mine:
             continue
-        whole, bare = _kept(mine, scale), _kept([_bare(each) for each in mine], scale)
+        kept = _kept(mine, scale)
         counted = torch.stack([each.counts for each in mine]).sum(0)
-        unequal = len(_distinct(counted[counted > 0].tolist()) or ()) > 1
-        by_shape = not unequal and all(each.by_shape for each in mine) and bare.numbers is not None
+        counted = counted[counted > 0]
+        unequal = bool((counted != counted[0]).any())
         shapes = {}
-        if by_shape and whole.numbers and bare.numbers and len(bare.numbers) == 1:
-            shapes[returned] = whole.numbers, bare.numbers, float(counted.max())
-        floats = _distinct([each.own for each in mine]) or ()
-        followed = {(place, power) for place in range(len(counts)) for power in _POWERS}
-        entries[kind] = Entry(whole, bare, floats, followed, shapes, unequal and bare.total is not None, size > 1)
-    return Page(entries, max([each.precision for each in rows], default=0.0), counts)
+        if not unequal and all(each.by_shape for each in mine) and kept.numbers and len(kept.numbers) == 1:
+            shapes[returned] = (*kept.numbers, float(counted[0]))
+        entries[kind] = Entry(kept, shapes, unequal and kept.total is not None, len(counted) > 1)
+    return Page(entries, max([each.precision for each in rows], default=0.0))
 
 
 def _kept(rows: Sequence[RowWeights], scale: Tensor) -> _Kept:
@@ -178,13 +162,6 @@ def _kept(rows: Sequence[RowWeights], scale: Tensor) -> _Kept:
         _single(total.tolist()),
         _distinct(numbers),
         _single(averages[has].tolist()),
-    )
-
-
-def _bare(rows: RowWeights) -> RowWeights:
-    own = rows.own
-    return replace(
-        rows, each=rows.each / own, distinct=tuple(value / own for value in rows.distinct), number=rows.number / own
     )
 
 
@@ -211,13 +188,12 @@ class Ledger:
     """The pages of all batches that were accepted, each kind of rows by itself.
 
     Args:
-        strict: Let nothing change, floats and lengths of what the module returns included.
+        strict: Let no length change either, that of what the module returns included.
     """
 
     def __init__(self, strict: bool = False) -> None:
         self.strict = strict
         self._entries: dict[tuple[str, ...], Entry] = {}
-        self._counts: dict[tuple[str, ...], Values] = {}
         self._divided_by: dict[frozenset[tuple[str, ...]], float] = {}
 
     def knows(self, kinds: Sequence[tuple[str, ...]]) -> bool:
@@ -233,7 +209,6 @@ class Ledger:
         for kind, entry in self._merged(page):
             assert isinstance(entry, Entry)
             self._entries[kind] = entry
-            self._counts[kind] = page.counts
         self._divided_by[frozenset(page.entries)] = page.divided_by
 
     def divided_by(self, page: Page) -> float:
@@ -244,43 +219,17 @@ class Ledger:
         close = _CLOSE + 2 * page.precision
         for kind, new in page.entries.items():
             old = self._entries.get(kind)
-            yield kind, new if old is None else self._both(old, new, self._counts[kind], page.counts, close)
+            yield kind, new if old is None else self._both(old, new, close)
 
-    def _both(self, old: Entry, new: Entry, counts: Values, now: Values, close: float) -> Entry | str:
-        followed = _followed(old, new, counts, now)
-        whole = None if old.whole is None or new.whole is None else old.whole.narrowed(new.whole, close)
-        bare = old.bare.narrowed(new.bare, close)
-        if whole is None or not whole.anything:
-            whole = None
-            if not bare.anything:
-                return _changed(old.whole or old.bare, (new.whole if old.whole else new.bare) or new.bare)
-            if self.strict or (followed and not _same(old.floats, new.floats, close)):
-                return _FLOATS.format(_shown(old.floats), _shown(new.floats))
-        shapes = dict(old.shapes)
+    def _both(self, old: Entry, new: Entry, close: float) -> Entry | str:
+        kept = old.kept.narrowed(new.kept, close)
+        if not kept.anything:
+            return _changed(old.kept, new.kept)
         for returned, shape in new.shapes.items():
-            alike = [one for other, one in old.shapes.items() if self.strict or other == returned]
-            if not old.owned and not all(_same_shape(shape, one, close) for one in alike):
+            before = [one for other, one in old.shapes.items() if self.strict or other == returned]
+            if not old.owned and not all(_same(shape, one, close) for one in before):
                 return PADDED
-            shapes[returned] = shape
-        return Entry(whole, bare, new.floats, followed, shapes, old.owned or new.owned, old.read or new.read)
-
-
-def _same_shape(one: tuple[Values, Values, float], other: tuple[Values, Values, float], close: float) -> bool:
-    return one[2] == other[2] and (_same(one[0], other[0], close) or _same(one[1], other[1], close))
-
-
-def _followed(old: Entry, new: Entry, counts: Values, now: Values) -> Set[tuple[int, float]]:
-    """Return the counts, and powers of them, of which floats may be a constant multiple in all batches so far."""
-    if len(old.floats) != len(new.floats) or len(counts) != len(now):
-        return old.followed
-    ratios = [b / a for a, b in zip(old.floats, new.floats, strict=True)]
-    changed = [ratio for ratio in ratios if not math.isclose(ratio, 1, rel_tol=_CLOSE)] or [1.0]
-    return {
-        (place, power)
-        for place, power in old.followed
-        if min(counts[place], now[place]) <= 0
-        or any(math.isclose(ratio, (now[place] / counts[place]) ** power, rel_tol=1e-5) for ratio in changed)
-    }
+        return Entry(kept, {**old.shapes, **new.shapes}, old.owned or new.owned, old.read or new.read)
 
 
 def _changed(old: _Kept, new: _Kept) -> str:
@@ -296,8 +245,8 @@ def _changed(old: _Kept, new: _Kept) -> str:
     return (
         f"what a sample's rows weigh has changed since an earlier batch{words}. Is a number in the loss, a tensor of "
         "weights, or a length, as of padding up to the longest sample, computed from the batch? Divide by the number "
-        "of samples, len(loss), or average over each sample's own rows first, and multiply by constants that do not "
-        "depend on the batch"
+        "of samples, len(loss), or average over each sample's own rows first. If it is a number of a schedule, say "
+        "clipper.constant(number) where it stands in the loss"
     )
 
 
@@ -308,9 +257,4 @@ def _shown(values: Values) -> str:
 PADDED = (
     "the mean counts padding, up to a length that changes from batch to batch, so that every sample's part depends on "
     "the longest. Average over each sample's own rows, (loss * mask).sum(1) / mask.sum(1), or pad to one length"
-)
-
-_FLOATS = (
-    "a number that multiplies it has changed from {} to {}, which may be computed from the batch: the number of "
-    "samples or rows has changed likewise, or training is private. Multiply by a constant"
 )

@@ -58,6 +58,8 @@ _CHOOSING = operations(
 )
 """Operations after which a value may come from one sample because of what the others are."""
 
+_ADDING = operations("Sum Nansum Dot Mv Mm Bmm")
+
 _SELECTING = frozenset(["Index", "IndexSelect", "MaskedSelect"])
 
 
@@ -198,7 +200,8 @@ def term_of(path: Path, owner: Owner, batch_size: int, scale: float) -> Term:
         constants = (*constants, Constant(node, largest, False, 1e-6))  # as of gradient=torch.full((B,), 1 / B)
     inner = inner if share is None else 1.0
     weights, size, rows = sums * inner, size * inner, rows * inner
-    reduced = fused == 1 or any(operation(step.node) in MEANS for step in path.steps)
+    adding = [operation(step.node) for step in path.steps if operation(step.node) in MEANS | _ADDING]
+    reduced = fused == 1 or (bool(adding) and adding[-1] in MEANS)
     mean_of_one = batch_size > 1 and share is None and reduced and int((weights > 0).sum()) == 1
     return Term(
         weights,
@@ -241,7 +244,7 @@ def row_weights(
         weights, number = weights / rows, number / rows
     constants = _without(scale, path.constants)
     scaled = abs(scale) if len(constants) < len(path.constants) else 1.0
-    own = [abs(constant.value) for constant in constants if not constant.may_be_counted]
+    scaled *= math.prod(abs(constant.value) for constant in constants if constant.declared)
     nonzero = weights[weights > 0] / scaled
     few = nonzero.unique()
     return RowWeights(
@@ -250,7 +253,6 @@ def row_weights(
         counts=counts,
         distinct=() if len(few) > _FEW or (path.weighted and len(nonzero) == 1) else tuple(few.tolist()),
         number=number / scaled,
-        own=math.prod(own),
         precision=sum(constant.precision for constant in path.constants),
         by_shape=not chosen and (len(nonzero) == shape.numel() or not (path.weighted or name in LABELLED)),
     )

@@ -97,6 +97,7 @@ def loss_parts(
     known: LossParts | None = None,
     ledger: Ledger | None = None,
     constant_sizes: Set[int] = frozenset(),
+    declared: Set[float] = frozenset(),
     chosen: bool = False,
 ) -> LossParts:
     """Compare each sample's part in a loss with the sample's own loss; before the backward, which frees the graph.
@@ -109,6 +110,7 @@ def loss_parts(
         known: What was found of a loss that is made in the same way: whose the rows are is not looked at again.
         ledger: What rows weighed in the losses that were accepted.
         constant_sizes: Sizes of constants in such losses that were not the number of samples.
+        declared: Numbers in the loss that are no counts.
         chosen: Data decide which rows count, so that their number is each sample's own.
 
     Returns:
@@ -118,7 +120,7 @@ def loss_parts(
     outputs.constant_sizes = constant_sizes
     try:
         depends = Dependence()
-        found_paths = list(paths(roots, depends, outputs.values, outputs.numbers))
+        found_paths = list(paths(roots, depends, outputs.values, outputs.numbers, declared))
         owners = known.owners if known else [_owner(path, outputs, depends) for path in found_paths]
         ends = [
             path.output if not owner.name and path.output else path
@@ -134,11 +136,9 @@ def loss_parts(
         if not together:
             return LossParts("unknown", NO_PART)
         totals = _totals(together)
-        counts = tuple(count for term in together for count in (float(term.weights.sum()), float(term.size)))
 
         def page(factors: Tensor) -> Page:
-            counted = (float(outputs.batch_size), *counts)
-            return written(rows, factors, outputs.values_of_each, counted, reduction == "sum")
+            return written(rows, factors, outputs.values_of_each, reduction == "sum")
 
         found = _as_before(ledger, page, [each.kind for each in rows], together, totals, reduction)
         found = found or _judged_anew(ledger, page, together, totals, reduction)
@@ -483,7 +483,11 @@ def _doubt(reading: Reading, found: Sequence[Reading], term: Term, reduction: st
         times = [one.constant for one in found if one.what in {"times", "divided once more"} and one.constant]
         if times and term.share is not None and reduction != "sum":
             return _multiplied(abs(times[0].value), batch_size)
-        chance = [c.value for c in term.constants if c is not reading.constant and _may_be_count(c.value, term)]
+        chance = [
+            c.value
+            for c in term.constants
+            if c is not reading.constant and not c.declared and _may_be_count(c.value, term)
+        ]
         if chance and batch_size > 1:
             return _multiplied(abs(chance[0]), batch_size)
     counts = {one.constant for one in found if one.constant is not None}
