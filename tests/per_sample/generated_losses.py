@@ -587,6 +587,7 @@ class Term:
 
 
 PLAIN = Term("hand squares", "as_they_are", "mean", "none", "B")
+NORMALISED = Term("hand squares", "as_they_are", "sum", "normalised", "nothing")
 OVER_ALL_ROWS = Term("hand squares", "bool_index", "mean", "none", "B")
 
 
@@ -1035,56 +1036,103 @@ def glance(case):
 
 
 def _glance(case):
-    data = pool(case)
-    dtype = torch.bfloat16 if case.autocast else case.dtype
-    with torch.no_grad():
-        returned = Network(case).double()(data["x"]).to(dtype)
-    fields = {k: v.to(case.dtype) if v.is_floating_point() else v for k, v in data.items()}
-
-    def parts_of(ids, number):
-        out = returned[ids].double().requires_grad_()
-        return {"": torch.autograd.grad(case.loss(out, collate(data, ids), number), out)[0]}
-
-    steps = batches(case)
+    checked = Checked(case)
     try:
-        truth = Truth(case, steps, parts_of)
+        truth = Truth(case, batches(case), checked.parts_of)
     except (RuntimeError, ValueError, IndexError) as error:
         return Outcome("invalid", str(error)[:80])
-    check = LossCheck(case.reduction, True, lambda: 1.0, False)
-    if case.private:
-        check.refuse_ambiguous()
-    sizes = set()
-
-    def declared(number):
-        check.declare(number)
-        return number
 
     def run(number, parts, of):
         for ids, own in zip(parts, of, strict=True):
-            check.start(len(ids), [BatchAxis(0)], len(ids) not in sizes)
-            leaf = returned[ids].clone().requires_grad_()
-            [out] = tap(lambda saved, grads, task: None, [], torch.zeros((), requires_grad=True), [leaf])
-            check.add_outputs([out], [BatchAxis(0)])
-            case.constant = declared
-            case.loss(out.float() if case.autocast else out, collate(fields, ids), number).backward()
-            case.constant = float
-            if check.judge():
-                sizes.add(len(ids))
+            rows, own = checked.step(ids, number), flat(own)
             if case.reduction == "token_mean":
-                rows = leaf.grad.double().flatten(1)
-                if check.factors is not None:
-                    factors = check.factors.double()
-                    rows = rows * torch.where(factors > 0, len(ids) / factors, 0.0).view(-1, 1)
-                elif bool(rows.any()):
-                    return "accepted, and no factors"
-                error = (rows - flat(own)).norm(dim=1) / flat(own).norm(dim=1).clamp(min=1e-9)
-                error = error.where(flat(own).isfinite().all(1), 0.0).nan_to_num(1.0)
+                error = (rows - own).norm(dim=1) / own.norm(dim=1).clamp(min=1e-9)
+                error = error.where(own.isfinite().all(1), 0.0).nan_to_num(1.0)
                 if (error > (1e-8 if case.dtype == torch.float64 else 0.05)).any():
                     i = int(error.argmax())
-                    return f"sample {ids[i]}: norm {float(rows[i].norm()):.5g}, own {float(flat(own)[i].norm()):.5g}"
+                    return f"sample {ids[i]}: norm {float(rows[i].norm()):.5g}, own {float(own[i].norm()):.5g}"
         return None
 
     return judged(case, truth, run)
+
+
+class Checked:
+    """The check of the loss around what a network would have returned for the samples of a case."""
+
+    def __init__(self, case):
+        self.case, self.data, self._sizes = case, pool(case), set()
+        dtype = torch.bfloat16 if case.autocast else case.dtype
+        with torch.no_grad():
+            self._returned = Network(case).double()(self.data["x"]).to(dtype)
+        self._fields = {k: v.to(case.dtype) if v.is_floating_point() else v for k, v in self.data.items()}
+        self._check = LossCheck(case.reduction, True, lambda: 1.0, False)
+        if case.private:
+            self._check.refuse_ambiguous()
+
+    def parts_of(self, ids, number):
+        """Each sample's part of the gradient of the outputs, by plain autograd in float64."""
+        out = self._returned[ids].double().requires_grad_()
+        return {"": torch.autograd.grad(self.case.loss(out, collate(self.data, ids), number), out)[0]}
+
+    def step(self, ids, number):
+        """The gradients of each sample's outputs that are clipped, in the scale of its own loss.
+
+        Raises:
+            UnsupportedGradientError: If the loss is refused.
+        """
+        case, check = self.case, self._check
+        check.start(len(ids), [BatchAxis(0)], len(ids) not in self._sizes)
+        leaf = self._returned[ids].clone().requires_grad_()
+        [out] = tap(lambda saved, grads, task: None, [], torch.zeros((), requires_grad=True), [leaf])
+        check.add_outputs([out], [BatchAxis(0)])
+        case.constant = self._declare
+        case.loss(out.float() if case.autocast else out, collate(self._fields, ids), number).backward()
+        case.constant = float
+        if check.judge():
+            self._sizes.add(len(ids))
+        rows = leaf.grad.double().flatten(1)
+        if case.reduction != "token_mean":
+            return rows * (len(ids) if case.reduction == "mean" else 1)
+        factors = torch.zeros(len(ids)) if check.factors is None else check.factors.double()
+        return rows * torch.where(factors > 0, len(ids) / factors, 0.0).view(-1, 1)
+
+    def _declare(self, number):
+        self._check.declare(number)
+        return number
+
+
+def moved(case):
+    """Say which other sample's gradient moves as one sample is replaced, added or taken away; "" if none does.
+
+    Both batches are the first that a check sees. So it is what private training promises: the sum of clipped gradients
+    changes by what the one sample adds.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        r = random.Random(case.seed)
+        ids = r.sample(range(POOL), r.randint(2, 6))
+        others = [i for i in range(POOL) if i not in ids]
+        at = r.randrange(len(ids))
+        neighbours = [
+            [*ids[:at], r.choice(others), *ids[at + 1 :]],
+            [*ids, r.choice(others)],
+            [*ids[:at], *ids[at + 1 :]],
+        ]
+        before = _accepted(case, ids)
+        for neighbour in neighbours if before is not None else []:
+            after = _accepted(case, neighbour)
+            for i in set(ids) & set(neighbour) if after is not None else ():
+                row, other = before[ids.index(i)], after[neighbour.index(i)]
+                if (row - other).norm() > (1e-7 if case.dtype == torch.float64 else 1e-2) * row.norm() + 1e-9:
+                    return f"{ids} to {neighbour}: sample {i} from {float(row.norm()):.5g} to {float(other.norm()):.5g}"
+        return "" if before is not None else None
+
+
+def _accepted(case, ids):
+    try:
+        return Checked(case).step(ids, 0)
+    except (gg.errors.GradguardError, RuntimeError, ValueError, IndexError):
+        return None
 
 
 def one_step(case, model, clipper, data, number, parts, of, bound, tolerance):
