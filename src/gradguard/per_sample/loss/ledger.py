@@ -40,7 +40,7 @@ class RowWeights:
         each: The sum of each sample's weights [B].
         counts: How many of each sample's rows count [B].
         distinct: The weights that rows have; empty if there are many.
-        number: What rows are multiplied by apart from tensors of weights.
+        number: What rows are multiplied by apart from tensors of weights; NaN where these are in the same operation.
         precision: How far the numbers may be from what was meant, relatively.
         by_shape: Whether nothing but shapes decides how many rows there are.
     """
@@ -138,9 +138,8 @@ def written(rows: Sequence[RowWeights], factors: Tensor, returned: float, is_sum
         counted = torch.stack([each.counts for each in mine]).sum(0)
         counted = counted[counted > 0]
         unequal = bool((counted != counted[0]).any())
-        shapes = {}
-        if not unequal and all(each.by_shape for each in mine) and kept.numbers and len(kept.numbers) == 1:
-            shapes[returned] = (*kept.numbers, float(counted[0]))
+        by_shape = not unequal and all(each.by_shape for each in mine)
+        shapes = {returned: (*(kept.numbers or ()), float(counted[0]))} if by_shape else {}
         entries[kind] = Entry(kept, shapes, unequal and kept.total is not None, len(counted) > 1)
     return Page(entries, max([each.precision for each in rows], default=0.0))
 

@@ -82,6 +82,7 @@ class Term:
         mean: The mean that reduces the batch, and how many of each sample's values it takes of this term [B].
         rows: The number of all rows of each sample [B], with those that do not count.
         inner: How many values rows have, if they are along the first dimension, the first two, and so on.
+        class_weights: Whether it is a mean over labels of classes that have different weights.
         mean_of_one: Whether it is a mean over the rows of one sample, the only one of several that has any.
     """
 
@@ -96,6 +97,7 @@ class Term:
     mean: tuple[Node, Tensor] | None = None
     inner: tuple[int, ...] = ()
     mean_of_one: bool = False
+    class_weights: bool = False
 
 
 @dataclass(frozen=True)
@@ -175,11 +177,6 @@ def term_of(path: Path, owner: Owner, batch_size: int, scale: float) -> Term:
         sums, size, even, inner = (sums > 0).to(sums), 1, True, 1.0
         rows = sums
     elif fused == 1:  # a mean of rows: of all of them, or of those with a label
-        if name in LABELLED and _has_weights(node):
-            raise Coupled(
-                "weight= of a mean cross_entropy divides by the sum of the weights in the batch, so every sample "
-                "changes all others' parts; use reduction='none', weight each sample, and take the mean"
-            )
         share = sums / sums.sum()
     else:
         levels, mean = _levels(path.steps, samples.broadcast_to(shape), weights > 0, batch_size)
@@ -215,6 +212,7 @@ def term_of(path: Path, owner: Owner, batch_size: int, scale: float) -> Term:
         mean,
         sizes,
         mean_of_one,
+        has_class_weights(node, name),
     )
 
 
@@ -252,16 +250,17 @@ def row_weights(
         each=by_sample(owner.samples, weights / scaled, batch_size),
         counts=counts,
         distinct=() if len(few) > _FEW or (path.weighted and len(nonzero) == 1) else tuple(few.tolist()),
-        number=number / scaled,
+        number=math.nan if has_class_weights(path.node, name) else number / scaled,
         precision=sum(constant.precision for constant in path.constants),
         by_shape=not chosen and (len(nonzero) == shape.numel() or not (path.weighted or name in LABELLED)),
     )
 
 
 _FEW = 64
+_COPIES = "torch::autograd::CopySlices"
 _MOVING = ELEMENTWISE | operations(
     "View UnsafeView ReshapeAlias Squeeze Unsqueeze Select Slice Unbind Split SplitWithSizes UnsafeSplit Index "
-    "IndexSelect MaskedSelect Stack Cat Permute Transpose T CopySlices ConstantPadNd Gather AsStrided"
+    f"IndexSelect MaskedSelect Stack Cat Permute Transpose T {_COPIES} ConstantPadNd Gather AsStrided"
 )
 """Operations that come and go with the sizes of a batch."""
 
@@ -278,10 +277,11 @@ def cut(path: Path, outputs: Outputs, depends: Dependence) -> str:
     """Name an operation that cuts or fills rows at a place that may be that of the longest sample; "" if none does."""
     for node in (*[step.node for step in path.steps], *_behind(path.node, depends, outputs.values)):
         name = operation(node)
-        if name == "Slice" and signed(saved(node, "dim")) % len(_before(node)) > 0:
-            if 0 < signed(saved(node, "end")) < _before(node)[signed(saved(node, "dim"))]:
+        if name == "Slice":
+            start, end = (signed(saved(node, each)) for each in ("start", "end"))
+            if 0 < end < _before(node)[signed(saved(node, "dim"))] and end - start != 1:
                 return node.name()
-        elif name in {"Alias", "CopySlices", "ConstantPadNd"}:
+        elif name in {"Alias", _COPIES, "ConstantPadNd"}:
             return node.name()
     return ""
 
@@ -330,12 +330,20 @@ def _shape_of_rows(path: Path, name: str) -> torch.Size:
 
 
 def _counting(path: Path, name: str) -> Tensor | float:
-    """Return which of the rows count: those with a label; 1 for all."""
-    return has_label(path.node) if name in LABELLED else 1.0
+    """Return how much each row counts: 1 with a label, or in a mean with class weights its weight; 1 for all."""
+    if name not in LABELLED:
+        return 1.0
+    there = has_label(path.node)
+    if not has_class_weights(path.node, name):
+        return there
+    weight, target = saved(path.node, "weight"), saved(path.node, "target")
+    return there * weight.detach().to(path.coefficient)[target.where(there, 0)]
 
 
-def _has_weights(node: Node) -> bool:
-    """Whether the labels of an operation of `LABELLED` have different weights."""
+def has_class_weights(node: Node, name: str) -> bool:
+    """Tell whether an operation is a mean over labels of classes that have different weights."""
+    if name not in LABELLED or int(saved(node, "reduction")) != 1:
+        return False
     weight = saved(node, "weight")
     return weight is not None and not torch.equal(weight, weight[:1].expand_as(weight))
 

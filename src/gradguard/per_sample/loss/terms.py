@@ -140,8 +140,9 @@ def loss_parts(
         def page(factors: Tensor) -> Page:
             return written(rows, factors, outputs.values_of_each, reduction == "sum")
 
-        found = _as_before(ledger, page, [each.kind for each in rows], together, totals, reduction)
-        found = found or _judged_anew(ledger, page, together, totals, reduction)
+        kinds = [each.kind for each in rows]
+        found = _as_before(ledger, page, kinds, together, totals, reduction)
+        found = found or _judged_anew(ledger, page, kinds, together, totals, reduction)
     except Coupled as coupled:
         return LossParts("wrong", str(coupled))
     except _Ambiguous as ambiguous:
@@ -153,7 +154,7 @@ def loss_parts(
     return replace(
         found,
         terms=len(together),
-        weighted=any(path.weighted for path in found_paths),
+        weighted=any(path.weighted for path in found_paths) or any(term.class_weights for term in terms),
         owners=owners,
         label_owners={
             path.node: owner.samples
@@ -218,10 +219,16 @@ def _is_among(factors: Tensor, others: Sequence[Tensor]) -> bool:
 
 
 def _judged_anew(
-    ledger: Ledger, page: Callable[[Tensor], Page], terms: Sequence[Term], totals: Totals, reduction: str
+    ledger: Ledger,
+    page: Callable[[Tensor], Page],
+    kinds: Sequence[tuple[str, ...]],
+    terms: Sequence[Term],
+    totals: Totals,
+    reduction: str,
 ) -> LossParts:
     """Judge a loss by what its numbers may be."""
-    found = [_judged(term, totals, reduction, ledger.strict) for term in terms]
+    strict = ledger.strict and not ledger.knows(kinds)  # a number that was no count there is none by chance here
+    found = [_judged(term, totals, reduction, strict) for term in terms]
     for verdict in ("wrong", "unknown"):
         worst = [judged.parts for judged in found if judged.parts.verdict == verdict]
         if worst:
@@ -296,6 +303,12 @@ _ADVICE = (
     "Average within each sample first, (loss * mask).sum(1) / mask.sum(1), and then over samples, .mean(), so that no "
     "sample's part depends on what others have; or say loss_reduction='token_mean', where a sample's own loss is the "
     "mean over its own rows"
+)
+
+_CLASS_WEIGHTS = (
+    "weight= of a mean cross_entropy divides by the sum of the weights in the batch, so every sample changes all "
+    "others' parts; use reduction='none', weight each sample, and take the mean; or say loss_reduction='token_mean', "
+    "where a sample's own loss is the weighted mean over its own labels"
 )
 
 _TENSOR = (
@@ -554,6 +567,8 @@ def _compared(term: Term, share: Tensor, reduction: str) -> LossParts:
         return LossParts("wrong", "it is a mean. Use loss_reduction='mean', or a loss that adds samples up", factors)
     if reduction == "token_mean" or _distance(LossParts("right", factors=factors)) <= _CLOSE:
         return LossParts("right", factors=factors)
+    if term.class_weights:
+        return LossParts("wrong", _CLASS_WEIGHTS, factors)
     rows = "labels" if term.labels else "weights of the rows" if not term.even else "rows"
     counts = [f"{count:.4g}" for count in _extremes(term.weights)]
     reason = f"it is a mean over {float(term.weights.sum()):.4g} {rows}, of which samples have {' to '.join(counts)}"
