@@ -36,7 +36,7 @@ class RowWeights:
     """What the rows where one path ends weigh in the loss.
 
     Attributes:
-        kind: The operations that the rows come from.
+        kind: The operations that the rows come from, and those that add them up.
         each: The sum of each sample's weights [B].
         counts: How many of each sample's rows count [B].
         distinct: The weights that rows have; empty if there are many.
@@ -159,7 +159,7 @@ def _kept(rows: Sequence[RowWeights], scale: Tensor) -> _Kept:
     return _Kept(
         _single(weights) if known else None,
         _single(total.tolist()),
-        _distinct(numbers),
+        None if any(map(math.isnan, numbers)) else _distinct(numbers),
         _single(averages[has].tolist()),
     )
 

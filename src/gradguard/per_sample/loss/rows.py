@@ -197,7 +197,7 @@ def term_of(path: Path, owner: Owner, batch_size: int, scale: float) -> Term:
         constants = (*constants, Constant(node, largest, False, 1e-6))  # as of gradient=torch.full((B,), 1 / B)
     inner = inner if share is None else 1.0
     weights, size, rows = sums * inner, size * inner, rows * inner
-    adding = [operation(step.node) for step in path.steps if operation(step.node) in MEANS | _ADDING]
+    adding = _adding(path)
     reduced = fused == 1 or (bool(adding) and adding[-1] in MEANS)
     mean_of_one = batch_size > 1 and share is None and reduced and int((weights > 0).sum()) == 1
     return Term(
@@ -246,7 +246,7 @@ def row_weights(
     nonzero = weights[weights > 0] / scaled
     few = nonzero.unique()
     return RowWeights(
-        kind=("",) if path.output is not None else _kind(path.node, outputs, depends),
+        kind=(*_kind(path, outputs, depends), "to", *_adding(path)),
         each=by_sample(owner.samples, weights / scaled, batch_size),
         counts=counts,
         distinct=() if len(few) > _FEW or (path.weighted and len(nonzero) == 1) else tuple(few.tolist()),
@@ -265,12 +265,17 @@ _MOVING = ELEMENTWISE | operations(
 """Operations that come and go with the sizes of a batch."""
 
 
-def _kind(node: Node, outputs: Outputs, depends: Dependence) -> tuple[str, ...]:
+def _kind(path: Path, outputs: Outputs, depends: Dependence) -> list[str]:
     """The operations that rows come from, without those that a batch may leave out."""
-    if (node, 0) in outputs.values:
-        return ("",)
-    names = {operation(one) for one in _behind(node, depends, outputs.values)}
-    return tuple(sorted(names - _MOVING))
+    if path.output is not None or (path.node, path.number) in outputs.values:
+        return []
+    names = {operation(one) for one in _behind(path.node, depends, outputs.values)}
+    return sorted(names - _MOVING)
+
+
+def _adding(path: Path) -> list[str]:
+    """The operations that add rows up, from the rows up to the root."""
+    return [operation(step.node) for step in path.steps if operation(step.node) in MEANS | _ADDING]
 
 
 def cut(path: Path, outputs: Outputs, depends: Dependence) -> str:
