@@ -460,6 +460,7 @@ def _likeliest(left: Sequence[Reading], term: Term, reduction: str) -> Reading:
         counts = [one for one in counts if one.constant is None or abs(one.constant.value) != 1]
     if not counts:
         return own or left[0]
+    counts.sort(key=_is_constant)
     constant = counts[0].constant
     half = constant is not None and not constant.divides and counts[0].what == "samples" and len(term.weights) == 2
     if half and own is not None and reduction != "mean":
@@ -472,6 +473,12 @@ def _likeliest(left: Sequence[Reading], term: Term, reduction: str) -> Reading:
     return counts[0]
 
 
+def _is_constant(reading: Reading) -> tuple[bool, bool]:
+    """Order readings by how much their number looks like a constant: tensors first, and then divisors."""
+    constant = reading.constant
+    return constant is not None and not constant.is_tensor, constant is not None and not constant.divides
+
+
 def _is_sure(reading: Reading) -> bool:
     """Tell whether the number of a reading is hardly a constant of the user's: one that divides, or a tensor."""
     return reading.constant is not None and (reading.constant.divides or reading.constant.may_be_data)
@@ -480,6 +487,8 @@ def _is_sure(reading: Reading) -> bool:
 def _doubt(reading: Reading, found: Sequence[Reading], term: Term, reduction: str, strict: bool) -> str:
     """Return why a term that seems right cannot be accepted: its number may be another; "" if it can."""
     batch_size = len(term.weights)
+    if reduction == "sum" and term.mean_of_one:
+        return "it is a mean over the rows of the only sample that has some, which may be one over those of all samples"
     tensors = [c.value for c in term.constants if c.is_tensor and c is not reading.constant and abs(c.value) != 1]
     if tensors:
         return _TENSOR.format(tensors[0])
@@ -568,7 +577,7 @@ def _compared(term: Term, share: Tensor, reduction: str) -> LossParts:
     if reduction == "token_mean" or _distance(LossParts("right", factors=factors)) <= _CLOSE:
         return LossParts("right", factors=factors)
     if term.class_weights:
-        return LossParts("wrong", _CLASS_WEIGHTS, factors)
+        return LossParts("wrong", _CLASS_WEIGHTS)
     rows = "labels" if term.labels else "weights of the rows" if not term.even else "rows"
     counts = [f"{count:.4g}" for count in _extremes(term.weights)]
     reason = f"it is a mean over {float(term.weights.sum()):.4g} {rows}, of which samples have {' to '.join(counts)}"
