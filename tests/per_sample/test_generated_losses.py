@@ -5,7 +5,7 @@ with its reason; one that has been mended must be taken from it.
 """
 
 import pytest
-from generated_losses import OVER_ALL_ROWS, PLAIN, draw, trial
+from generated_losses import NORMALISED, OVER_ALL_ROWS, PLAIN, draw, glance, moved, trial
 
 CASES, SAMPLED, AT_ONCE = 12_000, 240, 20
 KNOWN: dict[int, str] = {}
@@ -22,6 +22,40 @@ def test_a_loss_is_exact_or_refused(first):
     failed = {case.seed: f"{case}\n{o.kind}: {o.words}" for case, o in outcomes if o.kind in ("wrong", "crash")}
     assert not [words for seed, words in failed.items() if seed not in KNOWN]
     assert not [seed for seed in KNOWN if first <= seed < first + AT_ONCE and seed not in failed]
+
+
+@pytest.mark.parametrize(
+    "first",
+    [pytest.param(n, marks=[pytest.mark.exhaustive] if n >= 100 else []) for n in range(0, CASES, AT_ONCE)],
+)
+@pytest.mark.parametrize("reductions", [("mean", "sum"), ("token_mean",)], ids=str)
+def test_the_check_by_itself(reductions, first):
+    cases = [draw(10**6 + seed, reductions, wide=True) for seed in range(first, first + AT_ONCE)]
+    outcomes = [(case, glance(case)) for case in cases if not case.inside]
+    assert not [f"{case}\n{o.kind}: {o.words}" for case, o in outcomes if o.kind in ("wrong", "crash")]
+
+
+@pytest.mark.parametrize(
+    "first",
+    [pytest.param(n, marks=[pytest.mark.exhaustive] if n >= 100 else []) for n in range(0, CASES, AT_ONCE)],
+)
+@pytest.mark.parametrize("reductions", [("mean", "sum"), ("token_mean",)], ids=str)
+def test_in_private_training_a_sample_moves_no_other(reductions, first):
+    cases = [draw(2 * 10**6 + seed, reductions, wide=True) for seed in range(first, first + AT_ONCE)]
+    for case in cases:
+        case.private = True
+    found = {str(case): moved(case) for case in cases if not case.inside and not case.out_of_sight}
+    assert not [f"{case}: {words}" for case, words in found.items() if words]
+    assert any(words == "" for words in found.values()), "some are accepted"
+
+
+def test_a_moved_sample_is_seen():
+    case = draw(3)
+    case.terms, case.reduction, case.ragged, case.missing = [OVER_ALL_ROWS], "token_mean", "ragged", "no"
+    case.sequence, case.divided, case.private = True, False, True
+    assert moved(case) == ""
+    case.terms, case.reduction = [NORMALISED], "sum"
+    assert "sample" in moved(case)
 
 
 @pytest.mark.parametrize("seed", [701328])

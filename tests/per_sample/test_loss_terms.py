@@ -1160,10 +1160,11 @@ def test_losses_that_take_turns_are_each_read_once(monkeypatch):
         trained(clipper, model, kind, torch.randn(6, 4))
     assert len(read) == before
     for factor in (0.5, 0.25, 3.0):  # a schedule is not another loss
-        trained(clipper, model, lambda out, factor=factor: factor * out.square().mean(), torch.randn(6, 4))
+        loss = lambda out, factor=factor: clipper.constant(factor) * out.square().mean()  # noqa: E731
+        trained(clipper, model, loss, torch.randn(6, 4))
     scaled = len(read)
     assert before < scaled
-    trained(clipper, model, lambda out: 7.0 * out.square().mean(), torch.randn(6, 4))
+    trained(clipper, model, lambda out: clipper.constant(7.0) * out.square().mean(), torch.randn(6, 4))
     for _ in range(4):  # nor is the same after many calls that nothing came of
         for _ in range(7):
             model(torch.randn(6, 4))

@@ -17,7 +17,7 @@ from gradguard.clip_events import ClipEvent, announce, is_heard, tell
 from gradguard.distributed.groups import all_reduce_sum, process_group_of, rank_and_size, stop_synchronizing, unwrapped
 from gradguard.distributed.placements import shard_like
 from gradguard.distributed.wrappers import refuse_wrapped
-from gradguard.errors import InvalidValueError, UnsupportedGradientError
+from gradguard.errors import InvalidTypeError, InvalidValueError, UnsupportedGradientError
 from gradguard.grad_scaler import refuse_other_scaler
 from gradguard.per_sample.call_tracker import CallTracker, places_of_parameters, run_uncompiled
 from gradguard.per_sample.clipping_rule import NormClipper, checked_factors, checked_groups, slack_for
@@ -204,6 +204,37 @@ class PerSampleGradientClipper:
     def detach(self) -> None:
         """Remove the clipper from the module; calling it again does nothing."""
         self._attached.close()
+
+    def constant(self, number: float) -> float:
+        r"""Declare a number in the next loss that is not computed from the batch, such as the end of a schedule.
+
+        What a row of a sample weighs in the loss must not change from batch to batch: a number that does may have been
+        counted from who else is there. A weight of yours that changes over training is declared on each step.
+
+        Args:
+            number: The number, as it stands in the loss; of Python's.
+
+        Returns:
+            The number.
+
+        Raises:
+            InvalidTypeError: If it is no int and no float; a tensor may have been computed from the batch.
+
+        Example:
+            >>> import torch, gradguard as gg
+            >>> clipper = gg.PerSampleGradientClipper(torch.nn.Linear(4, 2), gg.FlatNormClipper(1.0))
+            >>> for step in range(3):
+            ...     out = clipper.module(torch.randn(8, 4))
+            ...     (out.square().mean() + clipper.constant(step / 10) * out.abs().mean()).backward()
+            ...     clipper.clip_and_accumulate()
+            >>> clipper.pre_step().batch_size
+            24
+        """
+        if isinstance(number, bool) or not isinstance(number, int | float):
+            raise InvalidTypeError(f"constant: expected a float, got {type(number).__name__}. Call .item() on a tensor")
+        if self._loss_check is not None:
+            self._loss_check.declare(float(number))
+        return number
 
     def refuse_ambiguous_losses(self) -> None:
         """Refuse a loss multiplied by a number that is a constant or the number of samples, for all that is known.

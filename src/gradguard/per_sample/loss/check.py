@@ -11,7 +11,7 @@ from torch import Tensor
 from gradguard.errors import InvalidValueError, UnsupportedGradientError
 from gradguard.per_sample.layers.call import BatchAxis
 from gradguard.per_sample.loss.graph import BackwardRoots, Make, Root, make_of
-from gradguard.per_sample.loss.readings import Experience
+from gradguard.per_sample.loss.ledger import Ledger
 from gradguard.per_sample.loss.rows import by_sample, has_label
 from gradguard.per_sample.loss.separation import Outputs, of_several
 from gradguard.per_sample.loss.terms import NO_PART, LossParts, explain, loss_parts
@@ -80,8 +80,9 @@ class LossCheck:
         self._verifying = False
         self._make = Make()  # of the loss that was looked at
         self._known: dict[bytes, _Known] = {}  # losses that were found to be right, by their structure
-        self._experience: dict[tuple[str, ...], Experience] = defaultdict(lambda: Experience(strict=self._strict))
-        self._strict = False
+        self._ledger = Ledger()
+        self._declared: set[float] = set()
+        self._constant_sizes: dict[tuple[str, ...], set[int]] = defaultdict(set)
         self.factors: Tensor | None = None
         self.labels_agree: Tensor | None = None
         self._complete = True
@@ -134,7 +135,11 @@ class LossCheck:
 
     def refuse_ambiguous(self) -> None:
         """Refuse numbers that may be a number of samples by chance, instead of waiting for a batch of another size."""
-        self._strict = True
+        self._ledger.strict = True
+
+    def declare(self, number: float) -> None:
+        """Take a number in the loss for one that is not computed from the batch, until the next loss is judged."""
+        self._declared.add(number)
 
     def judge(self) -> bool:
         """Judge the loss that was looked at.
@@ -146,6 +151,7 @@ class LossCheck:
             UnsupportedGradientError: If it is not what it is said to be.
         """
         waits = bool(self._calls)
+        self._declared.clear()
         self.stop()
         parts, self._parts = self._parts, None
         make, self._make = self._make, Make()
@@ -163,13 +169,15 @@ class LossCheck:
         self.factors = parts.factors
         if self.labels_agree is not None:
             self._unread = copy_to_host(self.labels_agree)
-        self._experience[make.kind].add(parts.learned)
+        if parts.page is not None:
+            self._ledger.add(parts.page)
+            self._constant_sizes[make.kind] |= parts.repeated
         known = self._known.get(make.structure) if make.structure is not None else None
         if conclusive and make.structure is not None and (known is None or known.parts is not parts):
             if len(self._known) == _MOST_STRUCTURES:  # one that changes at each step is read at each step
                 self._known.clear()
             owners = [parts.label_owners.get(node) for node in make.labelled]
-            parts = replace(parts, label_owners={}, learned=Experience())  # nodes would keep the graph alive
+            parts = replace(parts, label_owners={}, page=None)  # nodes would keep the graph alive
             self._known[make.structure] = _Known(make.numbers, parts, owners, self._complete)
         return conclusive
 
@@ -220,7 +228,9 @@ class LossCheck:
                     self._reduction,
                     scale=self._scale(),
                     known=before,
-                    experience=self._experience[make.kind],
+                    ledger=self._ledger,
+                    constant_sizes=self._constant_sizes[make.kind],
+                    declared=self._declared,
                     chosen=make.chosen,
                 )
             except (RuntimeError, ValueError, TypeError, IndexError, AttributeError) as error:

@@ -9,7 +9,7 @@ import hashlib
 import math
 import re
 import threading
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -374,6 +374,8 @@ class Constant:
         divides: Whether the code divided by its inverse.
         precision: How far it may be from what was meant, relatively.
         may_be_data: Whether it is a tensor, or a whole number, which a schedule seldom is and a count always.
+        is_tensor: Whether it is a tensor.
+        declared: Whether the user has said that it is no number computed from the batch.
     """
 
     node: Node
@@ -381,6 +383,8 @@ class Constant:
     divides: bool
     precision: float
     may_be_data: bool = False
+    is_tensor: bool = False
+    declared: bool = False
 
 
 @dataclass(frozen=True)
@@ -405,6 +409,8 @@ class Path:
         inside: Whether it has come by a number that the module returned, so that it is within the module now.
         output: The path as far as the value that the module returned, if it has come by one with samples.
         weighted: Whether a tensor of several values multiplied, divided or masked what it has come by.
+        factor: The product of all numbers that have multiplied it: constants, means, and what backward starts with.
+        single: The product of tensors of one value that have a dimension: a number, or the weight of the only sample.
     """
 
     node: Node
@@ -415,6 +421,8 @@ class Path:
     inside: bool = False
     output: "Path | None" = None
     weighted: bool = False
+    factor: float = 1.0
+    single: float = 1.0
 
 
 def paths(
@@ -422,6 +430,7 @@ def paths(
     depends: Dependence,
     outputs: Container[tuple[Node, int]] = (),
     numbers: Container[tuple[Node, int]] = (),
+    declared: Set[float] = frozenset(),
 ) -> Iterator[Path]:
     """Yield every path to values that depend on the samples.
 
@@ -430,12 +439,20 @@ def paths(
         depends: Knows which values depend on the samples.
         outputs: Values with samples that the module returned.
         numbers: Numbers that the module returned.
+        declared: Numbers in the loss that are no counts.
 
     Raises:
         Unreadable: If a node cannot be read, or there are too many.
     """
     pending = [
-        Path(root.node, root.number, root.gradient.to(wide_dtype(root.gradient.device)), (), ())
+        Path(
+            root.node,
+            root.number,
+            root.gradient.to(wide_dtype(root.gradient.device)),
+            (),
+            (),
+            factor=1.0 if root.gradient.dim() else abs(float(root.gradient)),
+        )
         for root in roots
         if depends(root.node)
     ]
@@ -449,10 +466,17 @@ def paths(
             path = replace(path, output=path)
         onward = _onward(path, depends)
         if onward is None:
-            yield path
+            yield replace(path, constants=tuple(_declared(constant, declared) for constant in path.constants))
         else:
             pending += onward
     raise Unreadable(f"there are more than {_TOO_MANY} operations between loss and samples")
+
+
+def _declared(constant: Constant, numbers: Set[float]) -> Constant:
+    number = 1 / constant.value if constant.divides else constant.value
+    if constant.is_tensor or not any(math.isclose(number, one, rel_tol=1e-12) for one in numbers):
+        return constant
+    return replace(constant, may_be_data=False, declared=True)
 
 
 def _onward(path: Path, depends: Dependence) -> list[Path] | None:
@@ -488,16 +512,42 @@ def _onward(path: Path, depends: Dependence) -> list[Path] | None:
                 path.inside,
                 path.output,
                 path.weighted or (constant is None and name in _WEIGHTING),
+                path.factor * _factor(path, which, constant),
+                path.single * (1.0 if constant is not None else _single_value(name, node, which)),
             )
         )
     return found
 
 
-def _may_be_data(number: Any) -> bool:
-    """Whether a number is a tensor or a whole one; torch holds Python's as tensors that promote no dtype."""
-    if not isinstance(number, Tensor) or not number.is_floating_point():
-        return True
-    return bool(torch.result_type(torch.zeros((), dtype=torch.float16), number) != torch.float16)
+def _factor(path: Path, which: int, constant: Constant | None) -> float:
+    """The number by which a path's last node multiplies input ``which``; 1 where a tensor of several values does."""
+    node, name = path.node, operation(path.node)
+    if constant is not None:
+        return abs(constant.value)
+    if name in MEANS:
+        child, number = node.next_functions[which]
+        assert child is not None
+        return shape_of(node, path.number).numel() / max(1, shape_of(child, number).numel())
+    if name in {"Add", "Sub", "Rsub"} and which == (0 if name == "Rsub" else 1):
+        return abs(float(saved_constant(node, "alpha")))
+    return 1.0
+
+
+def _single_value(name: str, node: Node, which: int) -> float:
+    """The only value of a tensor that an operation multiplies or divides by; 1 if it has several."""
+    other = saved(node, "other" if which == 0 else "self") if name in {"Mul", "Div"} else None
+    if not isinstance(other, Tensor) or other.numel() != 1 or not bool(other):
+        return 1.0
+    value = abs(float(other.detach()))
+    return 1 / value if name == "Div" else value
+
+
+def _is_tensor(number: Any) -> bool:
+    """Whether a number is a tensor; torch holds Python's as tensors that promote no dtype."""
+    if not isinstance(number, Tensor):
+        return False
+    least = torch.float16 if number.is_floating_point() else torch.int8
+    return bool(torch.result_type(torch.zeros((), dtype=least), number) != least)
 
 
 def _keeps_places(name: str, node: Node, number: int, child: Node, child_number: int) -> bool:
@@ -519,4 +569,6 @@ def _constant(name: str, node: Node, which: int) -> Constant | None:
     if value == 0:
         return None
     divides = name == "Div"
-    return Constant(node, 1 / value if divides else value, divides, 1e-9 + 4 * precision, _may_be_data(other))
+    is_tensor = _is_tensor(other)
+    may_be_data = is_tensor or not isinstance(other, Tensor) or not other.is_floating_point()
+    return Constant(node, 1 / value if divides else value, divides, 1e-9 + 4 * precision, may_be_data, is_tensor)

@@ -27,6 +27,7 @@ from gradguard.per_sample.loss.graph import (
     shape_of,
     signed,
 )
+from gradguard.per_sample.loss.ledger import RowWeights
 from gradguard.per_sample.loss.separation import Outputs
 from gradguard.torch_private import input_metadata_of, saved_constant
 
@@ -57,6 +58,8 @@ _CHOOSING = operations(
 )
 """Operations after which a value may come from one sample because of what the others are."""
 
+_ADDING = operations("Sum Nansum Dot Mv Mm Bmm")
+
 _SELECTING = frozenset(["Index", "IndexSelect", "MaskedSelect"])
 
 
@@ -79,10 +82,7 @@ class Term:
         mean: The mean that reduces the batch, and how many of each sample's values it takes of this term [B].
         rows: The number of all rows of each sample [B], with those that do not count.
         inner: How many values rows have, if they are along the first dimension, the first two, and so on.
-        length: How many values of each sample means and the batch's mean take, those that do not count included.
-        summed: How many such rows a sum over the batch adds up for the sample that has the most.
-        holes: Whether some of these do not count.
-        weighted: Whether a tensor decides which rows count.
+        class_weights: Whether it is a mean over labels of classes that have different weights.
         mean_of_one: Whether it is a mean over the rows of one sample, the only one of several that has any.
     """
 
@@ -95,12 +95,9 @@ class Term:
     constants: tuple[Constant, ...]
     rows: Tensor
     mean: tuple[Node, Tensor] | None = None
-    length: float = 1.0
-    summed: float = 1.0
-    holes: bool = False
     inner: tuple[int, ...] = ()
-    weighted: bool = False
     mean_of_one: bool = False
+    class_weights: bool = False
 
 
 @dataclass(frozen=True)
@@ -175,26 +172,23 @@ def term_of(path: Path, owner: Owner, batch_size: int, scale: float) -> Term:
     if not owner.sure and not (even and len(nonzero) == weights.numel()):
         raise Unreadable(f"values of shape {list(shape)} may belong to {batch_size} samples in several ways")
     sums, rows = by_sample(samples, weights, batch_size), by_sample(samples, torch.ones_like(weights), batch_size)
-    share, levels, mean, size, length, holes = None, [], None, shape.numel(), 1.0, False
+    share, levels, mean, size = None, [], None, shape.numel()
     if fused and int((rows > 0).sum()) == 1 and batch_size > 1:  # a mean or a sum within one sample
         sums, size, even, inner = (sums > 0).to(sums), 1, True, 1.0
         rows = sums
     elif fused == 1:  # a mean of rows: of all of them, or of those with a label
-        if name in LABELLED and _has_weights(node):
-            raise Coupled(
-                "weight= of a mean cross_entropy divides by the sum of the weights in the batch, so every sample "
-                "changes all others' parts; use reduction='none', weight each sample, and take the mean"
-            )
         share = sums / sums.sum()
-        length = 1.0 if name in LABELLED else float(sums.max())
     else:
-        levels, mean, length, holes = _levels(path.steps, samples.broadcast_to(shape), weights > 0, batch_size)
+        levels, mean = _levels(path.steps, samples.broadcast_to(shape), weights > 0, batch_size)
         share = None if mean is None else mean[1] / mean[1].sum()
     if share is not None and not even:
         _refuse_normalized(weights, nonzero)
-    masked = path.weighted or name in LABELLED
-    summed = float((sums if even and not masked else rows).max()) if share is None else 1.0
     constants = _without(scale, path.constants)
+    sizes = tuple([math.prod(shape[dim:]) for dim in range(1, len(shape))])
+    if not even:
+        each = by_sample(samples, (weights > 0).double(), batch_size)
+        wide = [Level(each / n, rows / n, size / n) for n in (1, *sizes) if n and float(each.sum()) % n == 0]
+        levels = [*wide, *levels]
     equal = sums[sums > 0] * inner
     if share is None and len(equal) and not even and torch.allclose(equal, equal[:1].expand_as(equal)):
         even, largest, sums, size = True, float(equal[0]), (sums > 0).to(sums) / inner, len(equal) / inner
@@ -202,11 +196,9 @@ def term_of(path: Path, owner: Owner, batch_size: int, scale: float) -> Term:
     if share is None and even and not math.isclose(largest, 1.0, rel_tol=1e-6):
         constants = (*constants, Constant(node, largest, False, 1e-6))  # as of gradient=torch.full((B,), 1 / B)
     inner = inner if share is None else 1.0
-    if not even:
-        levels = [Level(by_sample(samples, (weights > 0).double(), batch_size), rows, size), *levels]
-    sizes = tuple([math.prod(shape[dim:]) for dim in range(1, len(shape))])
     weights, size, rows = sums * inner, size * inner, rows * inner
-    reduced = fused == 1 or any(operation(step.node) in MEANS for step in path.steps)
+    adding = _adding(path)
+    reduced = fused == 1 or (bool(adding) and adding[-1] in MEANS)
     mean_of_one = batch_size > 1 and share is None and reduced and int((weights > 0).sum()) == 1
     return Term(
         weights,
@@ -218,13 +210,89 @@ def term_of(path: Path, owner: Owner, batch_size: int, scale: float) -> Term:
         constants,
         rows,
         mean,
-        length,
-        summed,
-        holes,
         sizes,
-        path.weighted,
         mean_of_one,
+        has_class_weights(node, name),
     )
+
+
+def row_weights(
+    path: Path, owner: Owner, outputs: Outputs, scale: float, depends: Dependence, chosen: bool
+) -> RowWeights:
+    """Weigh the rows at the end of a path.
+
+    Args:
+        path: From the loss to the rows.
+        owner: Whose they are.
+        outputs: What the module returned.
+        scale: What a GradScaler multiplied the loss by.
+        depends: Knows which values depend on the samples.
+        chosen: Whether data choose rows.
+
+    Returns:
+        What they weigh.
+    """
+    name, batch_size = owner.name, outputs.batch_size
+    shape, counting = _shape_of_rows(path, name), _counting(path, name)
+    weights = (path.coefficient * counting).broadcast_to(shape).abs()
+    counts = by_sample(owner.samples, (weights > 0).double(), batch_size)
+    number = path.factor * (path.single if int((counts > 0).sum()) > 1 else 1.0)
+    if name in _WITH_REDUCTION and int(saved(path.node, "reduction")) == 1:
+        rows = max(1.0, float(counting.sum()) if isinstance(counting, Tensor) else shape.numel())
+        weights, number = weights / rows, number / rows
+    constants = _without(scale, path.constants)
+    scaled = abs(scale) if len(constants) < len(path.constants) else 1.0
+    scaled *= math.prod(abs(constant.value) for constant in constants if constant.declared)
+    nonzero = weights[weights > 0] / scaled
+    few = nonzero.unique()
+    return RowWeights(
+        kind=(*_kind(path, outputs, depends), "to", *_adding(path)),
+        each=by_sample(owner.samples, weights / scaled, batch_size),
+        counts=counts,
+        distinct=() if len(few) > _FEW or (path.weighted and len(nonzero) == 1) else tuple(few.tolist()),
+        number=math.nan if has_class_weights(path.node, name) else number / scaled,
+        precision=sum(constant.precision for constant in path.constants),
+        by_shape=not chosen and (len(nonzero) == shape.numel() or not (path.weighted or name in LABELLED)),
+    )
+
+
+_FEW = 64
+_COPIES = "torch::autograd::CopySlices"
+_MOVING = ELEMENTWISE | operations(
+    "View UnsafeView ReshapeAlias Squeeze Unsqueeze Select Slice Unbind Split SplitWithSizes UnsafeSplit Index "
+    f"IndexSelect MaskedSelect Stack Cat Permute Transpose T {_COPIES} ConstantPadNd Gather AsStrided"
+)
+"""Operations that come and go with the sizes of a batch."""
+
+
+def _kind(path: Path, outputs: Outputs, depends: Dependence) -> list[str]:
+    """The operations that rows come from, without those that a batch may leave out."""
+    if path.output is not None or (path.node, path.number) in outputs.values:
+        return []
+    names = {operation(one) for one in _behind(path.node, depends, outputs.values)}
+    return sorted(names - _MOVING)
+
+
+def _adding(path: Path) -> list[str]:
+    """The operations that add rows up, from the rows up to the root."""
+    return [operation(step.node) for step in path.steps if operation(step.node) in MEANS | _ADDING]
+
+
+def cut(path: Path, outputs: Outputs, depends: Dependence) -> str:
+    """Name an operation that cuts or fills rows at a place that may be that of the longest sample; "" if none does."""
+    for node in (*[step.node for step in path.steps], *_behind(path.node, depends, outputs.values)):
+        name = operation(node)
+        if name == "Slice":
+            start, end = (signed(saved(node, each)) for each in ("start", "end"))
+            if 0 < end < _before(node)[signed(saved(node, "dim"))] and end - start != 1:
+                return node.name()
+        elif name in {"Alias", _COPIES, "ConstantPadNd"}:
+            return node.name()
+    return ""
+
+
+def _before(node: Node) -> torch.Size:
+    return shape_of(*parents(node)[0])
 
 
 def _refuse_normalized(weights: Tensor, nonzero: Tensor) -> None:
@@ -267,12 +335,20 @@ def _shape_of_rows(path: Path, name: str) -> torch.Size:
 
 
 def _counting(path: Path, name: str) -> Tensor | float:
-    """Return which of the rows count: those with a label; 1 for all."""
-    return has_label(path.node) if name in LABELLED else 1.0
+    """Return how much each row counts: 1 with a label, or in a mean with class weights its weight; 1 for all."""
+    if name not in LABELLED:
+        return 1.0
+    there = has_label(path.node)
+    if not has_class_weights(path.node, name):
+        return there
+    weight, target = saved(path.node, "weight"), saved(path.node, "target")
+    return there * weight.detach().to(path.coefficient)[target.where(there, 0)]
 
 
-def _has_weights(node: Node) -> bool:
-    """Whether the labels of an operation of `LABELLED` have different weights."""
+def has_class_weights(node: Node, name: str) -> bool:
+    """Tell whether an operation is a mean over labels of classes that have different weights."""
+    if name not in LABELLED or int(saved(node, "reduction")) != 1:
+        return False
     weight = saved(node, "weight")
     return weight is not None and not torch.equal(weight, weight[:1].expand_as(weight))
 
@@ -486,7 +562,7 @@ class Level:
 
 def _levels(
     steps: Sequence[Step], samples: Tensor, rows: Tensor, batch_size: int
-) -> tuple[list[Level], tuple[Node, Tensor] | None, float, bool]:
+) -> tuple[list[Level], tuple[Node, Tensor] | None]:
     """Pass the numbers of the samples up from the rows, until an operation adds different samples up.
 
     Args:
@@ -497,13 +573,12 @@ def _levels(
 
     Returns:
         The levels where each value is still of one sample; the mean that reduces the batch with the number of
-        values of each sample that it takes [B], None if a sum reduces it, or nothing; how many values of a sample
-        means take, and whether some of these do not contribute.
+        values of each sample that it takes [B], None if a sum reduces it, or nothing.
 
     Raises:
         Unreadable: If some samples are added up, and others elsewhere.
     """
-    levels, length, holes = [], 1.0, False
+    levels: list[Level] = []
     for step in steps:
         name, shape = operation(step.node), shape_of(step.node, step.number)
         if name in ELEMENTWISE:
@@ -516,22 +591,17 @@ def _levels(
             torch.full((shape.numel(),), fill, device=samples.device).scatter_reduce(0, target, values, reduce)
             for fill, reduce in ((batch_size, "amin"), (-1, "amax"))
         )
-        if name in MEANS:
-            holes |= not bool(rows[taken].all())
         if (first < last).any():
             if name not in MEANS:
-                return levels, None, length, holes
-            taken_of_each = _taken(target, values, shape.numel(), batch_size)
-            return levels, (step.node, taken_of_each), length * float(taken_of_each.max()), holes
-        if name in MEANS and len(target):
-            length *= float(target.bincount(minlength=shape.numel()).max())
+                return levels, None
+            return levels, (step.node, _taken(target, values, shape.numel(), batch_size))
         contributing = torch.zeros(shape.numel(), device=samples.device)
         rows = (contributing.index_add_(0, target, rows[taken].to(contributing)) > 0).view(shape)
         samples = last.view(shape)
         owned = samples.clamp(min=0)
         counts, every = (by_sample(owned, own.double(), batch_size) for own in (rows, samples >= 0))
         levels.append(Level(counts, every, shape.numel()))
-    return levels, None, length, holes
+    return levels, None
 
 
 def _targets(step: Step, shape: torch.Size) -> tuple[Tensor, Tensor]:

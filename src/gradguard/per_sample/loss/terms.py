@@ -13,7 +13,7 @@ constant factors are the user's.
 import itertools
 import math
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -34,16 +34,9 @@ from gradguard.per_sample.loss.graph import (
     paths,
     shape_of,
 )
-from gradguard.per_sample.loss.readings import (
-    Experience,
-    Reading,
-    Space,
-    may_be_counted,
-    narrowed,
-    readings,
-    same_shares,
-)
-from gradguard.per_sample.loss.rows import Coupled, Owner, Term, mean_of, owner_of, term_of
+from gradguard.per_sample.loss.ledger import Ledger, Page, written
+from gradguard.per_sample.loss.readings import Reading, readings, same_shares
+from gradguard.per_sample.loss.rows import Coupled, Owner, Term, cut, mean_of, owner_of, row_weights, term_of
 from gradguard.per_sample.loss.separation import Outputs
 
 Verdict = Literal["right", "wrong", "unknown", "unverified"]
@@ -53,6 +46,10 @@ NO_PART = "the loss does not depend on the module's outputs"
 
 _CLOSE = 1e-4
 """How far a factor may be from 1."""
+
+
+Totals = dict[Node, Tensor]
+"""The weights of all terms that share a constant, by sample."""
 
 
 class _Ambiguous(Exception):  # noqa: N818
@@ -75,7 +72,8 @@ class LossParts:
         weighted: Whether tensors decide weights of rows, which the next batch may change.
         owners: Whose the rows of each term are.
         label_owners: Whose the labels are of each operation that takes the mean over labels of several samples.
-        learned: What it shows of numbers.
+        page: What its rows weigh; None if it was not judged.
+        repeated: Sizes of constants along which values were repeated, and which are not the number of samples.
     """
 
     verdict: Verdict
@@ -86,7 +84,8 @@ class LossParts:
     weighted: bool = False
     owners: Sequence[Owner] = ()
     label_owners: Mapping[Node, Tensor] = field(default_factory=dict)
-    learned: Experience = field(default_factory=Experience)
+    page: Page | None = None
+    repeated: frozenset[int] = frozenset()
 
 
 def loss_parts(
@@ -96,7 +95,9 @@ def loss_parts(
     *,
     scale: float = 1.0,
     known: LossParts | None = None,
-    experience: Experience | None = None,
+    ledger: Ledger | None = None,
+    constant_sizes: Set[int] = frozenset(),
+    declared: Set[float] = frozenset(),
     chosen: bool = False,
 ) -> LossParts:
     """Compare each sample's part in a loss with the sample's own loss; before the backward, which frees the graph.
@@ -107,44 +108,127 @@ def loss_parts(
         reduction: What the loss is said to be: ``"mean"``, ``"sum"`` or ``"token_mean"``.
         scale: What a GradScaler, or a trainer, multiplied the loss by.
         known: What was found of a loss that is made in the same way: whose the rows are is not looked at again.
-        experience: What earlier losses have shown.
+        ledger: What rows weighed in the losses that were accepted.
+        constant_sizes: Sizes of constants in such losses that were not the number of samples.
+        declared: Numbers in the loss that are no counts.
         chosen: Data decide which rows count, so that their number is each sample's own.
 
     Returns:
         What was found; nothing is raised for a loss that is wrong, or cannot be read.
     """
-    experience = experience or Experience()
-    learned = Experience()
-    outputs.constant_sizes = experience.sizes
+    ledger = ledger or Ledger()
+    outputs.constant_sizes = constant_sizes
     try:
         depends = Dependence()
-        found_paths = list(paths(roots, depends, outputs.values, outputs.numbers))
+        found_paths = list(paths(roots, depends, outputs.values, outputs.numbers, declared))
         owners = known.owners if known else [_owner(path, outputs, depends) for path in found_paths]
-        terms = [
-            term_of(path.output if not owner.name and path.output else path, owner, outputs.batch_size, scale)
+        ends = [
+            path.output if not owner.name and path.output else path
             for path, owner in zip(found_paths, owners, strict=True)
         ]
-        together = _averaged_together(_joined(found_paths, terms))
+        if ledger.strict:
+            _refuse_cut(ends, outputs, depends)
+        terms = [term_of(path, owner, outputs.batch_size, scale) for path, owner in zip(ends, owners, strict=True)]
+        rows = [
+            row_weights(path, owner, outputs, scale, depends, chosen) for path, owner in zip(ends, owners, strict=True)
+        ]
+        together = _averaged_together(_joined(found_paths, terms, [each.kind for each in rows]))
         if not together:
             return LossParts("unknown", NO_PART)
         totals = _totals(together)
-        found = [
-            _judged(
-                term,
-                (i, len(together), len(term.constants), term.share is None),
-                totals,
-                reduction,
-                experience,
-                learned,
-            )
-            for i, term in enumerate(together)
-        ]
+
+        def page(factors: Tensor) -> Page:
+            return written(rows, factors, outputs.values_of_each, reduction == "sum")
+
+        kinds = [each.kind for each in rows]
+        found = _as_before(ledger, page, kinds, together, totals, reduction)
+        found = found or _judged_anew(ledger, page, kinds, together, totals, reduction)
     except Coupled as coupled:
         return LossParts("wrong", str(coupled))
     except _Ambiguous as ambiguous:
         return LossParts("unknown", str(ambiguous))
     except Unreadable as unreadable:
         return LossParts("unverified", str(unreadable))
+    if found.verdict != "right":
+        return found
+    return replace(
+        found,
+        terms=len(together),
+        weighted=any(path.weighted for path in found_paths) or any(term.class_weights for term in terms),
+        owners=owners,
+        label_owners={
+            path.node: owner.samples
+            for path, owner, term in zip(found_paths, owners, terms, strict=True)
+            if owner.name in LABELLED and term.share is not None
+        },
+        repeated=frozenset(outputs.repeated - {outputs.batch_size}),
+    )
+
+
+def _as_before(
+    ledger: Ledger,
+    page: Callable[[Tensor], Page],
+    kinds: Sequence[tuple[str, ...]],
+    terms: Sequence[Term],
+    totals: Totals,
+    reduction: str,
+) -> LossParts | None:
+    """Judge a loss by what was accepted before, whatever its numbers may be.
+
+    Returns:
+        That it is right; None where rows weigh something else than before, or were not judged, or training is private,
+        where each batch must be right by itself, too.
+    """
+    if ledger.strict or not ledger.knows(kinds):
+        return None
+    agreeing = []
+    for factors in _possible(terms, totals, reduction):
+        candidate = page(factors)
+        if not ledger.objection(candidate):
+            agreeing.append((factors, candidate))
+    if len(agreeing) != 1:
+        return None
+    factors, candidate = agreeing[0]
+    return LossParts("right", factors=factors, divided_by=ledger.divided_by(candidate), page=candidate)
+
+
+def _possible(terms: Sequence[Term], totals: Totals, reduction: str) -> list[Tensor]:
+    """Return the parts of samples, as multiples of their own losses, with which the loss is what it is said to be."""
+    has = torch.stack([term.weights > 0 for term in terms]).any(0)
+    ones = torch.ones_like(terms[0].weights).where(has, math.nan)
+    common = None if reduction == "token_mean" else [ones]
+    for term in terms:
+        if not bool(term.rows.any()):
+            continue
+        found = readings(term, totals, reduction == "token_mean")
+        counted = [one for one in found if one.what == "rows in the mean" and _is_sure(one)]
+        judged = [_by(reading, term, reduction) for reading in counted or found]
+        mine = [parts.factors for parts in judged if parts.verdict == "right" and parts.factors is not None]
+        if reduction != "token_mean":
+            mine = [ones] if any(_is_among(ones[term.weights > 0], [one[term.weights > 0]]) for one in mine) else []
+        common = mine if common is None else [factors for factors in common if _is_among(factors, mine)]
+    distinct: list[Tensor] = []
+    for factors in common or []:
+        if not _is_among(factors, distinct):
+            distinct.append(factors)
+    return distinct
+
+
+def _is_among(factors: Tensor, others: Sequence[Tensor]) -> bool:
+    return any(torch.allclose(factors, other, rtol=_CLOSE, atol=0, equal_nan=True) for other in others)
+
+
+def _judged_anew(
+    ledger: Ledger,
+    page: Callable[[Tensor], Page],
+    kinds: Sequence[tuple[str, ...]],
+    terms: Sequence[Term],
+    totals: Totals,
+    reduction: str,
+) -> LossParts:
+    """Judge a loss by what its numbers may be."""
+    strict = ledger.strict and not ledger.knows(kinds)  # a number that was no count there is none by chance here
+    found = [_judged(term, totals, reduction, strict) for term in terms]
     for verdict in ("wrong", "unknown"):
         worst = [judged.parts for judged in found if judged.parts.verdict == verdict]
         if worst:
@@ -153,55 +237,26 @@ def loss_parts(
     for other in factors[1:]:
         if not torch.allclose(other, factors[0], rtol=_CLOSE, atol=0, equal_nan=True):
             return LossParts("wrong", _SEVERAL_SHARES, other)
-    for i, (term, judged) in enumerate(zip(together, found, strict=True)):
-        length = _length(term, judged)
-        if length is None:
-            continue
-        masked = judged.counted is None and _is_masked_sum(term)
-        learned.lengths.add((i, length, outputs.values_of_each))
-        if term.holes or (_has_holes(term) and not masked):
-            learned.holes.add(i)
-        sizes = {size for k, n, size in experience.lengths if k == i and n != length}
-        by_padding = not masked and (experience.strict or i in experience.holes | learned.holes)
-        may_count = reduction != "token_mean" and not chosen
-        if sizes and may_count and (outputs.values_of_each in sizes or by_padding):
-            return LossParts("unknown", _PADDED)
-    learned.sizes |= outputs.repeated - {outputs.batch_size}
-    return LossParts(
-        "right",
-        factors=factors[0] if factors else None,
-        divided_by=_common_divisor(found, together),
-        terms=len(found),
-        weighted=any(path.weighted for path in found_paths),
-        owners=owners,
-        label_owners={
-            path.node: owner.samples
-            for path, owner, term in zip(found_paths, owners, terms, strict=True)
-            if owner.name in LABELLED and term.share is not None
-        },
-        learned=learned,
-    )
+    divided_by = _common_divisor(found, terms)
+    candidate = page(factors[0] if factors else torch.ones_like(terms[0].weights))
+    candidate = replace(candidate, divided_by=divided_by)
+    if reason := ledger.objection(candidate):
+        return LossParts("unknown", reason)
+    return LossParts("right", factors=factors[0] if factors else None, divided_by=divided_by, page=candidate)
 
 
-def _length(term: Term, judged: "_Judged") -> float | None:
-    """Return how many values of a sample count, padding included.
+def _refuse_cut(found: Sequence[Path], outputs: Outputs, depends: Dependence) -> None:
+    """Check that the loss cuts or fills no rows at a place that may be the length of the longest sample.
 
-    Returns:
-        It; None for a batch of one sample, which is padded by nobody, and where the rows that count were counted.
+    Raises:
+        _Ambiguous: If it does.
     """
-    if len(term.weights) == 1 or judged.any_count:
-        return None
-    return term.length * (term.summed if judged.counted is None else judged.counted)
-
-
-def _is_masked_sum(term: Term) -> bool:
-    """Whether a sum over the batch leaves out what a mask, or a missing label, marks."""
-    return term.share is None and _has_holes(term) and (term.weighted or term.labels)
-
-
-def _has_holes(term: Term) -> bool:
-    """Whether values that a mean takes, or that are counted, do not contribute."""
-    return term.holes or (term.share is None and term.even and float(term.weights.sum()) < term.size)
+    if outputs.batch_size > 1 and (name := next(filter(None, (cut(path, outputs, depends) for path in found)), "")):
+        raise _Ambiguous(
+            f"{name} cuts or fills values in the loss up to some length, which may be that of the longest sample, so "
+            "that it tells of one sample by all others. Leave the length as it is, and mask; or count what is cut "
+            "from the end, as in output[:, :-1]"
+        )
 
 
 def _owner(path: Path, outputs: Outputs, depends: Dependence) -> Owner:
@@ -244,23 +299,21 @@ def explain(parts: LossParts, reduction: str) -> str:
     )
 
 
-Totals = dict[Node, Tensor]
-"""The weights of all terms that share a constant, by sample."""
-
 _ADVICE = (
     "Average within each sample first, (loss * mask).sum(1) / mask.sum(1), and then over samples, .mean(), so that no "
     "sample's part depends on what others have; or say loss_reduction='token_mean', where a sample's own loss is the "
     "mean over its own rows"
 )
 
-_CHANGING = (
-    "a tensor, or a whole number, multiplies it that has changed since the step before. If it is computed from the "
-    "batch, every sample's part depends on the others; if it is not, multiply by a float, such as its .item()"
+_CLASS_WEIGHTS = (
+    "weight= of a mean cross_entropy divides by the sum of the weights in the batch, so every sample changes all "
+    "others' parts; use reduction='none', weight each sample, and take the mean; or say loss_reduction='token_mean', "
+    "where a sample's own loss is the weighted mean over its own labels"
 )
 
-_PADDED = (
-    "the mean counts padding, up to a length that changes from batch to batch, so that every sample's part depends on "
-    "the longest. Average over each sample's own rows, (loss * mask).sum(1) / mask.sum(1), or pad to one length"
+_TENSOR = (
+    "a tensor multiplies it, {:.6g}, which may be computed from the batch. If it is not, multiply by a float, such as "
+    "its .item()"
 )
 
 _EITHER = (
@@ -274,7 +327,7 @@ _SEVERAL_SHARES = (
 )
 
 
-def _joined(found: Sequence[Path], terms: Sequence[Term]) -> list[Term]:
+def _joined(found: Sequence[Path], terms: Sequence[Term], kinds: Sequence[tuple[str, ...]]) -> list[Term]:
     """Join terms of one sample each to one of all: those of ``torch.stack([loss(o[i]) for i in range(B)]).mean()``.
 
     Returns:
@@ -286,15 +339,18 @@ def _joined(found: Sequence[Path], terms: Sequence[Term]) -> list[Term]:
     if terms and len(terms[0].weights) == 1:
         return list(terms)
     single = [int((term.weights > 0).sum()) == 1 and term.share is None for term in terms]
-    nodes = Counter(node for path, one in zip(found, single, strict=True) if one for node in _nodes(path))
-    groups: dict[tuple[Node, ...], list[int]] = defaultdict(list)
+    shared: dict[tuple[str, ...], Counter[Node]] = defaultdict(Counter)
+    for path, one, kind in zip(found, single, kinds, strict=True):
+        shared[kind].update(_nodes(path) if one else [])
+    groups: dict[tuple[object, ...], list[int]] = defaultdict(list)
     for i, path in enumerate(found):
-        if single[i]:
-            groups[tuple(node for node in _nodes(path) if nodes[node] > 1)].append(i)
+        if single[i]:  # a sample may have a term of each kind, as exp(output) - target * output
+            groups[kinds[i], *[node for node in _nodes(path) if shared[kinds[i]][node] > 1]].append(i)
     together = [members for members in groups.values() if len(members) > 1]
     taken = {i for members in together for i in members}
     joined = [term for i, term in enumerate(terms) if i not in taken]
     for members in together:
+        nodes = shared[kinds[members[0]]]
         sizes = [_values_joined(found[i], nodes) for i in members]
         counts = torch.stack(
             [(terms[i].weights > 0).to(terms[i].weights) * n for i, n in zip(members, sizes, strict=True)]
@@ -363,55 +419,28 @@ class _Judged:
     Attributes:
         parts: The verdict.
         divisors: The divisors of the term that are the user's own, by node.
-        counted: How many values of each sample the divisor counts that made a mean of a sum; None if it counts none.
-        any_count: Whether it may be a number of values or one of samples.
     """
 
     parts: LossParts
     divisors: dict[Node, float]
-    counted: float | None = None
-    any_count: bool = False
 
 
-def _judged(
-    term: Term,
-    place: tuple[int, int, int, bool],
-    totals: Totals,
-    reduction: str,
-    experience: Experience,
-    learned: Experience,
-) -> _Judged:
+def _judged(term: Term, totals: Totals, reduction: str, strict: bool) -> _Judged:
     """Compare one term with what it would be for each sample alone."""
     divisors = {c.node: abs(1 / c.value) for c in term.constants if c.divides}
     if not bool(term.rows.any()):  # of no sample at all, as where nothing was chosen
         return _Judged(LossParts("right"), divisors)
-    before = experience.spaces.get(place)
     found = readings(term, totals, reduction == "token_mean")
-    left, by_data = narrowed(found, term, before)
-    by_data &= len(term.weights) > 1 or (*place[:3], False) not in experience.spaces
-    taken = [reading for reading in left if before is None or reading.key in before.taken]
-    reading = _likeliest(taken or left or found, term, reduction, before is None)
+    reading = _likeliest(found, term, reduction)
     parts = _by(reading, term, reduction)
     if reading.constant is not None and reading.constant.divides and parts.verdict != "unknown":
         divisors[reading.constant.node] = 1.0
-    if before is not None and not taken and found:
-        return _Judged(LossParts("unknown", _contradicted(before, term)), divisors)
-    if parts.verdict != "right":
-        return _Judged(parts, divisors)
-    changing = by_data or _unseen(term, reading, before, experience)
-    reason = _CHANGING if changing else _doubt(reading, left, term, reduction, experience)
-    if reason:
-        return _Judged(LossParts("unknown", reason), divisors)
-    agreeing = [one for one in left if _agree(_by(one, term, reduction), parts)]
-    keys = frozenset(one.key for one in agreeing if before is None or one.key in before.taken)
-    learned.spaces[place] = Space(
-        frozenset(one.key for one in left), keys, tuple((c.value, may_be_counted(c)) for c in term.constants)
-    )
-    counted = {one.counted for one in agreeing if one.key in keys and one.what != "own"}
-    return _Judged(parts, divisors, reading.counted if len(counted) == 1 else None, len(counted) > 1)
+    if parts.verdict == "right" and (reason := _doubt(reading, found, term, reduction, strict)):
+        parts = LossParts("unknown", reason)
+    return _Judged(parts, divisors)
 
 
-def _likeliest(left: Sequence[Reading], term: Term, reduction: str, is_first: bool) -> Reading:
+def _likeliest(left: Sequence[Reading], term: Term, reduction: str) -> Reading:
     """Return the reading, of several, by which a term is judged.
 
     Raises:
@@ -422,17 +451,16 @@ def _likeliest(left: Sequence[Reading], term: Term, reduction: str, is_first: bo
         means = [reading for reading in left if reading.what == "rows in the mean"]
         if means:
             of_own = [replace(own, share=term.share)] if own is not None else []
-            [counted] = {reading.constant for reading in means[:1]}
-            sure = counted is not None and (counted.divides or counted.may_be_data)
-            if not same_shares(means if sure else [*means, *of_own]):
+            if not same_shares(means if _is_sure(means[0]) else [*means, *of_own]):
                 raise _Ambiguous(_EITHER.format(means[0].constant and means[0].constant.value))
             return means[0]
         return left[0] if reduction == "sum" or own is None else own
     counts = [reading for reading in left if reading.share is not None]
-    if is_first and len(term.weights) > 1:  # by 1 is not divided
+    if len(term.weights) > 1:  # by 1 is not divided
         counts = [one for one in counts if one.constant is None or abs(one.constant.value) != 1]
     if not counts:
         return own or left[0]
+    counts.sort(key=_is_constant)
     constant = counts[0].constant
     half = constant is not None and not constant.divides and counts[0].what == "samples" and len(term.weights) == 2
     if half and own is not None and reduction != "mean":
@@ -445,44 +473,69 @@ def _likeliest(left: Sequence[Reading], term: Term, reduction: str, is_first: bo
     return counts[0]
 
 
-def _doubt(reading: Reading, left: Sequence[Reading], term: Term, reduction: str, experience: Experience) -> str:
+def _is_constant(reading: Reading) -> tuple[bool, bool]:
+    """Order readings by how much their number looks like a constant: tensors first, and then divisors."""
+    constant = reading.constant
+    return constant is not None and not constant.is_tensor, constant is not None and not constant.divides
+
+
+def _is_sure(reading: Reading) -> bool:
+    """Tell whether the number of a reading is hardly a constant of the user's: one that divides, or a tensor."""
+    return reading.constant is not None and (reading.constant.divides or reading.constant.may_be_data)
+
+
+def _doubt(reading: Reading, found: Sequence[Reading], term: Term, reduction: str, strict: bool) -> str:
     """Return why a term that seems right cannot be accepted: its number may be another; "" if it can."""
     batch_size = len(term.weights)
-    own = any(one.what == "own" for one in left)
-    if term.share is not None and reduction != "sum":
-        times = [
-            one.constant for one in left if one.what in {"times", "divided once more"} and one.constant is not None
-        ]
-        if times and (experience.strict or not own):
-            return _multiplied(abs(times[0].value), batch_size)
-    unsure = experience.strict and own and batch_size > 1
-    if unsure and reading.what == "samples" and reading.constant is not None and not reading.constant.divides:
+    if reduction == "sum" and term.mean_of_one:
+        return "it is a mean over the rows of the only sample that has some, which may be one over those of all samples"
+    tensors = [c.value for c in term.constants if c.is_tensor and c is not reading.constant and abs(c.value) != 1]
+    if tensors:
+        return _TENSOR.format(tensors[0])
+    if not strict:
+        guessed = reading.constant is not None and not reading.constant.divides
+    elif batch_size > 1 and reading.constant is not None and reading.share is not None:
+        number = abs(1 / reading.constant.value)
         return (
-            f"a sum over {batch_size} samples was multiplied by {reading.constant.value:.6g}, which is 1 over their "
-            "number or a constant. Divide by the number of samples, len(loss)"
+            f"in private training a sum over {batch_size} samples was divided by {number:.6g}, which may be their "
+            "number, that of the rows, or a constant that equals it in this batch. Take the mean, as by loss.mean()"
         )
-    guessed = reading.constant is not None and not reading.constant.divides
-    if experience.strict or guessed:
-        counts = {one.constant for one in left if one.constant is not None}
-        unknown = [c.value for c in term.constants if c.may_be_data and c not in counts and c.value != 1]
-        if unknown:
-            return (
-                f"a tensor, or a whole number, multiplies it, {unknown[0]:.6g}, which may be computed from the batch. "
-                "Multiply by a float that is a constant"
-            )
+    else:
+        guessed = True
+        times = [one.constant for one in found if one.what in {"times", "divided once more"} and one.constant]
+        if times and term.share is not None and reduction != "sum":
+            return _multiplied(abs(times[0].value), batch_size)
+        chance = [
+            c.value
+            for c in term.constants
+            if c is not reading.constant and not c.declared and _may_be_count(c.value, term)
+        ]
+        if chance and batch_size > 1:
+            return _multiplied(abs(chance[0]), batch_size)
+    counts = {one.constant for one in found if one.constant is not None}
+    unknown = [c.value for c in term.constants if c.may_be_data and c not in counts and c.value != 1]
+    if guessed and unknown:
+        return (
+            f"a tensor, or a whole number, multiplies it, {unknown[0]:.6g}, which may be computed from the batch. "
+            "Multiply by a float that is a constant"
+        )
     return ""
 
 
-def _contradicted(before: Space, term: Term) -> str:
-    """Say that what a number was taken for is not what it is."""
-    was, now = (
-        ", ".join(f"{abs(value):.6g}" for value in numbers)
-        for numbers in ([value for value, _ in before.numbers], [c.value for c in term.constants])
-    )
-    return (
-        f"it is multiplied by {now}, and was by {was} before, which was then taken for {before.words()} and cannot be. "
-        "Divide by the number of samples, len(loss), or multiply by a constant that does not depend on the batch, and "
-        "is another than the number of samples in the first one"
+def _may_be_count(value: float, term: Term) -> bool:
+    """Tell whether a number is one of samples, rows, or rows of several values, or its root, or 1 over that."""
+    sizes = [
+        float(term.weights.sum()),
+        term.size,
+        *[each for level in term.levels for each in (float(level.counts.sum()), level.size)],
+    ]
+    batch_size = len(term.weights)
+    inner = (1,) if term.share is not None else (1, *term.inner)
+    counts = [batch_size, batch_size**0.5, *[size / n for size in sizes for n in inner if n]]
+    return any(
+        count > 1 and math.isclose(number, count, rel_tol=1e-6)
+        for number in (abs(value), 1 / abs(value))
+        for count in counts
     )
 
 
@@ -493,24 +546,6 @@ def _multiplied(factor: float, batch_size: int) -> str:
         "on the batch, and another than the number of samples in the first one. (If it is the number of mini-batches, "
         "leave the division away: the clipper averages over all samples by itself)"
     )
-
-
-def _unseen(term: Term, reading: Reading, before: Space | None, experience: Experience) -> bool:
-    """Tell whether numbers that may come from data multiply a term that was never seen with so many."""
-    alike = [space for (*_, is_sum), space in experience.spaces.items() if is_sum == (term.share is None)]
-    if before is not None or not alike:  # a mean over one sample is a sum
-        return False
-    known = {value for space in alike for value, _ in space.numbers} | {1.0}
-    return any(c.may_be_data and c is not reading.constant and c.value not in known for c in term.constants)
-
-
-def _agree(one: LossParts, other: LossParts) -> bool:
-    """Whether two verdicts give samples the same parts."""
-    if one.verdict != other.verdict or (one.factors is None) != (other.factors is None):
-        return False
-    if one.factors is None or other.factors is None:
-        return True
-    return torch.allclose(one.factors, other.factors, rtol=_CLOSE, atol=0, equal_nan=True)
 
 
 def _by(reading: Reading, term: Term, reduction: str) -> LossParts:
@@ -541,6 +576,8 @@ def _compared(term: Term, share: Tensor, reduction: str) -> LossParts:
         return LossParts("wrong", "it is a mean. Use loss_reduction='mean', or a loss that adds samples up", factors)
     if reduction == "token_mean" or _distance(LossParts("right", factors=factors)) <= _CLOSE:
         return LossParts("right", factors=factors)
+    if term.class_weights:
+        return LossParts("wrong", _CLASS_WEIGHTS)
     rows = "labels" if term.labels else "weights of the rows" if not term.even else "rows"
     counts = [f"{count:.4g}" for count in _extremes(term.weights)]
     reason = f"it is a mean over {float(term.weights.sum()):.4g} {rows}, of which samples have {' to '.join(counts)}"

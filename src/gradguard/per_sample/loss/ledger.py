@@ -1,0 +1,259 @@
+r"""What rows weigh in a loss, from batch to batch: who else is in a batch must not change it.
+
+Let row r of sample i be multiplied by :math:`o_{ir}` in B times the loss (in the loss itself, where it is a sum). The
+sample's own loss is :math:`\sum_r o_{ir} \ell_{ir}`, so the :math:`o_{ir}` must come from the sample alone. One batch
+cannot show that they do. A second one can show that they do not: for each kind of row four values are written down of
+which at least one stays what it is in every batch that is accepted, the same one in all of them.
+
+- The *row*: what each row weighs, as in a sum over a sample's rows.
+- The *total*: what all rows of a sample weigh together, as in a mean over its own rows, however many they are.
+- The *numbers*: what rows are multiplied by apart from weights of the user's, which are each row's own.
+- The *average*: these numbers times the sample's count of rows, as in a weighted mean over its own rows.
+
+It needs no opinion of what a number is: a count, a constant and a length are all written down alike. So of two batches
+that are accepted none gives a sample another gradient than the other, as long as the rows that it has are its own. They
+are not where the loss cuts or pads to the longest. There all samples have as many rows, by the shape alone, and
+then the numbers must stay what they are, too.
+"""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+Values = tuple[float, ...]
+
+_MOST_VALUES = 8
+"""More distinct weights than these are the user's."""
+
+_CLOSE = 1e-6
+
+
+@dataclass(frozen=True)
+class RowWeights:
+    """What the rows where one path ends weigh in the loss.
+
+    Attributes:
+        kind: The operations that the rows come from, and those that add them up.
+        each: The sum of each sample's weights [B].
+        counts: How many of each sample's rows count [B].
+        distinct: The weights that rows have; empty if there are many.
+        number: What rows are multiplied by apart from tensors of weights; NaN where these are in the same operation.
+        precision: How far the numbers may be from what was meant, relatively.
+        by_shape: Whether nothing but shapes decides how many rows there are.
+    """
+
+    kind: tuple[str, ...]
+    each: Tensor
+    counts: Tensor
+    distinct: Values
+    number: float
+    precision: float
+    by_shape: bool
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """What has stayed the same; None for what has not."""
+
+    row: Values | None
+    total: Values | None
+    numbers: Values | None
+    average: Values | None
+
+    @property
+    def anything(self) -> bool:
+        return any(values is not None for values in (self.row, self.total, self.numbers, self.average))
+
+    def narrowed(self, other: "_Kept", close: float) -> "_Kept":
+        row, total, numbers, average = (
+            mine if mine is not None and theirs is not None and _same(mine, theirs, close) else None
+            for mine, theirs in zip(self._values, other._values, strict=True)
+        )
+        if row is None and self.row is not None and other.row is not None:
+            numbers = None  # a tensor that has one value for all rows is a number
+        if total is None and self.total is not None and other.total is not None:
+            average = None
+        return _Kept(row, total, numbers, average)
+
+    @property
+    def _values(self) -> tuple[Values | None, ...]:
+        return self.row, self.total, self.numbers, self.average
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What batches have left of one kind of rows.
+
+    Attributes:
+        kept: What has stayed the same.
+        shapes: The numbers, and how many rows a sample has, where nothing but shapes decides that, by what the module
+            returned.
+        owned: Whether samples of one batch had different numbers of rows, which did not change what they weigh.
+        read: Whether a batch in which several samples had rows was judged, too.
+    """
+
+    kept: _Kept
+    shapes: Mapping[float, Values]
+    owned: bool
+    read: bool
+
+
+@dataclass(frozen=True)
+class Page:
+    """One batch in the ledger.
+
+    Attributes:
+        entries: What the rows of each kind weigh.
+        precision: How far numbers may be from what was meant, relatively.
+        divided_by: What the whole loss is divided by besides.
+    """
+
+    entries: Mapping[tuple[str, ...], Entry]
+    precision: float
+    divided_by: float = 1.0
+
+
+def written(rows: Sequence[RowWeights], factors: Tensor, returned: float, is_sum: bool) -> Page:
+    """Return what rows weigh in a batch.
+
+    Args:
+        rows: What they weigh in its loss.
+        factors: Each sample's part in the loss, as a multiple of its own loss [B].
+        returned: How many values of each sample the module returned.
+        is_sum: Whether the loss is a sum over samples, not a mean.
+
+    Returns:
+        The batch's page.
+    """
+    scale = (1.0 if is_sum else float(len(factors))) / factors.nan_to_num(1.0).where(factors != 0, 1.0)
+    entries: dict[tuple[str, ...], Entry] = {}
+    for kind in {each.kind: None for each in rows}:
+        mine = [each for each in rows if each.kind == kind and bool((each.counts > 0).any())]
+        if not mine:
+            continue
+        kept = _kept(mine, scale)
+        counted = torch.stack([each.counts for each in mine]).sum(0)
+        counted = counted[counted > 0]
+        unequal = bool((counted != counted[0]).any())
+        by_shape = not unequal and all(each.by_shape for each in mine)
+        shapes = {returned: (*(kept.numbers or ()), float(counted[0]))} if by_shape else {}
+        entries[kind] = Entry(kept, shapes, unequal and kept.total is not None, len(counted) > 1)
+    return Page(entries, max([each.precision for each in rows], default=0.0))
+
+
+def _kept(rows: Sequence[RowWeights], scale: Tensor) -> _Kept:
+    has = torch.stack([each.counts for each in rows]).sum(0) > 0
+    total = (torch.stack([each.each for each in rows]).sum(0) * scale)[has]
+    numbers = [value for each in rows for value in (each.number * scale)[each.counts > 0].tolist()]
+    averages = torch.stack([each.number * each.counts for each in rows]).sum(0) * scale
+    weights = [
+        value * float(factor)
+        for each in rows
+        for value in each.distinct
+        for factor in (scale[each.counts > 0].unique() if len(scale) else ())
+    ]
+    known = all(each.distinct for each in rows)
+    return _Kept(
+        _single(weights) if known else None,
+        _single(total.tolist()),
+        None if any(map(math.isnan, numbers)) else _distinct(numbers),
+        _single(averages[has].tolist()),
+    )
+
+
+def _distinct(values: Sequence[float]) -> Values | None:
+    found: list[float] = []
+    for value in sorted(values):
+        if not found or not math.isclose(value, found[-1], rel_tol=_CLOSE):
+            found.append(value)
+        if len(found) > _MOST_VALUES:
+            return None
+    return tuple(found)
+
+
+def _single(values: Sequence[float]) -> Values | None:
+    found = _distinct(values)
+    return found if found is not None and len(found) == 1 else None
+
+
+def _same(one: Values, other: Values, close: float) -> bool:
+    return len(one) == len(other) and all(math.isclose(a, b, rel_tol=close) for a, b in zip(one, other, strict=True))
+
+
+class Ledger:
+    """The pages of all batches that were accepted, each kind of rows by itself.
+
+    Args:
+        strict: Let no length change either, that of what the module returns included.
+    """
+
+    def __init__(self, strict: bool = False) -> None:
+        self.strict = strict
+        self._entries: dict[tuple[str, ...], Entry] = {}
+        self._divided_by: dict[frozenset[tuple[str, ...]], float] = {}
+
+    def knows(self, kinds: Sequence[tuple[str, ...]]) -> bool:
+        """Tell whether a batch of several samples with rows of these kinds was accepted."""
+        return all(kind in self._entries and self._entries[kind].read for kind in kinds)
+
+    def objection(self, page: Page) -> str:
+        """Return why a batch contradicts those before; "" if it does not."""
+        return next((words for _, words in self._merged(page) if isinstance(words, str)), "")
+
+    def add(self, page: Page) -> None:
+        """Add a batch that was accepted."""
+        for kind, entry in self._merged(page):
+            assert isinstance(entry, Entry)
+            self._entries[kind] = entry
+        self._divided_by[frozenset(page.entries)] = page.divided_by
+
+    def divided_by(self, page: Page) -> float:
+        """Return what losses of the same kinds of rows are divided by."""
+        return self._divided_by.get(frozenset(page.entries), 1.0)
+
+    def _merged(self, page: Page) -> Iterator[tuple[tuple[str, ...], Entry | str]]:
+        close = _CLOSE + 2 * page.precision
+        for kind, new in page.entries.items():
+            old = self._entries.get(kind)
+            yield kind, new if old is None else self._both(old, new, close)
+
+    def _both(self, old: Entry, new: Entry, close: float) -> Entry | str:
+        kept = old.kept.narrowed(new.kept, close)
+        if not kept.anything:
+            return _changed(old.kept, new.kept)
+        for returned, shape in new.shapes.items():
+            before = [one for other, one in old.shapes.items() if self.strict or other == returned]
+            if not old.owned and not all(_same(shape, one, close) for one in before):
+                return PADDED
+        return Entry(kept, {**old.shapes, **new.shapes}, old.owned or new.owned, old.read or new.read)
+
+
+def _changed(old: _Kept, new: _Kept) -> str:
+    was, now = next(
+        (
+            (one, other)
+            for one, other in zip(old._values, new._values, strict=True)
+            if one is not None and other is not None and not _same(one, other, _CLOSE)
+        ),
+        ((), ()),
+    )
+    words = f", from {_shown(was)} to {_shown(now)} in the scale of its own loss" if was else ""
+    return (
+        f"what a sample's rows weigh has changed since an earlier batch{words}. Is a number in the loss, a tensor of "
+        "weights, or a length, as of padding up to the longest sample, computed from the batch? Divide by the number "
+        "of samples, len(loss), or average over each sample's own rows first. If it is a number of a schedule, say "
+        "clipper.constant(number) where it stands in the loss"
+    )
+
+
+def _shown(values: Values) -> str:
+    return ", ".join(f"{value:.6g}" for value in values)
+
+
+PADDED = (
+    "the mean counts padding, up to a length that changes from batch to batch, so that every sample's part depends on "
+    "the longest. Average over each sample's own rows, (loss * mask).sum(1) / mask.sum(1), or pad to one length"
+)
