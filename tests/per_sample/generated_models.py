@@ -542,7 +542,7 @@ def _trial(case, check):
                 return Outcome("false refusal" if separable and harmless(case) else "refused", words)
             optimizer.step()
     except Exception:
-        return Outcome("crash", f"step {step}: " + traceback.format_exc()[-1800:])
+        return Outcome("crash", f"step {step}: " + traceback.format_exc()[-900:])
     finally:
         with contextlib.suppress(Exception):
             clipper.detach()
@@ -639,7 +639,7 @@ def main(first, last):
         counts[outcome.kind] += 1
         table[case.switch, outcome.kind] += 1
         if outcome.kind.startswith("wrong") or outcome.kind in ("crash", "false refusal"):
-            print(outcome.kind.upper(), case, "\n    ", outcome.words[:700], flush=True)
+            print(outcome.kind.upper(), case, "\n    ", outcome.words[-700:], flush=True)
         if seed % REPORT_EVERY == REPORT_EVERY - 1:
             print(seed + 1, dict(counts), flush=True)
     print(dict(counts))

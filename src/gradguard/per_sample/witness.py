@@ -36,6 +36,9 @@ from gradguard.torch_private import call_before_backwards, current_graph_task
 _RAREST = 1000
 """Mini-batches from one witness to the next, at most."""
 
+_MOST = 16
+"""Samples that are run alone, at most, where each is."""
+
 _ROUNDING = 256.0
 """What differs by more than this many times what rounding usually explains is not looked at again."""
 
@@ -59,7 +62,7 @@ class Witness:
         self._second_opinion, self._only_warn = second_opinion, only_warn
         self._random = random.Random()  # the user's generators are left alone
         self._chosen = self._random.random()
-        self._next, self._gap = 1, 1
+        self._next, self._gap, self._all = 1, 1, False
         self.mini_batch, self.last_good = 1, 0
         self._beside: bool | None = None
         self._unsubscribe: Callable[[], None] | None = None
@@ -69,9 +72,14 @@ class Witness:
         """Whether the mini-batch that is being made is witnessed."""
         return self.mini_batch >= self._next
 
-    def choose(self, batch_size: int) -> int:
-        """Return the sample that is run alone, the same for all calls of a mini-batch."""
-        return int(self._chosen * batch_size)
+    def samples(self, batch_size: int) -> list[int]:
+        """Return the samples that are run alone, the same for all calls of a mini-batch."""
+        first = int(self._chosen * batch_size)
+        return [(first + i) % batch_size for i in range(min(batch_size, _MOST) if self._all else 1)]
+
+    def look_at_all(self) -> None:
+        """Run each sample of the mini-batch that is being made alone."""
+        self._next, self._all = self.mini_batch, True
 
     def tried_out(self) -> None:
         """The model has been tried out: begin again, with the mini-batch that is being made."""
@@ -106,6 +114,7 @@ class Witness:
     def end(self) -> None:
         """A mini-batch has been taken."""
         self.mini_batch += 1
+        self._all = False
         self.forget()
 
     def _next_one(self) -> None:
@@ -125,12 +134,12 @@ class Witness:
         calls, found = mini_batch.witnessed, mini_batch.finished
         if not calls or found is None:
             return
-        sample = self.choose(mini_batch.batch_size)
         words = None
         try:
             # Without a look at its roots, what a backward brought beside the outputs is not known.
             if self._beside is False and all(call.is_as_recorded() for call in calls):
-                words = self._differs(calls, mini_batch.loops, sample, found, trained)
+                for sample in self.samples(mini_batch.batch_size):
+                    words = words or self._differs(calls, mini_batch.loops, sample, found, trained)
                 self.last_good = self.mini_batch if words is None else self.last_good
         except UntoldDrawsError:
             pass
