@@ -296,12 +296,13 @@ class CallTracker:
         call = self.last_calls[module]
         if call.pattern.operations.is_new(trace, call.batch_size):
             self._look_again(call, Skeleton(output).tensors)
+        elif trace.by_value and self._witnessed is not None:
+            self._take_all(self._witnessed, call)
         self._untried.append((call, trace))
 
     def _look_again(self, call: LastCall, outputs: Sequence[Tensor]) -> None:
         """Try a call out once more, and let each of its samples run alone, because of what it did."""
         assert self.witness is not None
-        self.witness.look_at_all()
         witnessed, self._witnessed = self._witnessed, None
         if call.pattern.sizes and self._rehearse is not None:
             sizes, call.pattern.sizes = call.pattern.sizes, set()
@@ -309,18 +310,27 @@ class CallTracker:
                 self._rehearse(self, call)
             finally:
                 call.pattern.sizes |= sizes
-        witnessed = witnessed or self._record_now(call, outputs)
+        if witnessed is None:
+            self.witness.look_at_all()
+            witnessed = self._record_now(call, outputs)
         if witnessed is None:
             raise UnsupportedGradientError(
                 f"{type(call.pattern.module).__name__} did something that it had not done before, and it could not be "
                 "run again to see whether it treats samples apart: it keeps something from call to call. Repeat this "
                 "step: it is looked at from its beginning."
             )
-        if all(changes_of(tensor) == version for tensor, version in self._given):
-            for sample in self.witness.samples(call.batch_size):
-                if sample not in witnessed.taken:
-                    witnessed.taken[sample] = call.samples(self.batch_first, [sample])
+        self._take_all(witnessed, call)
         self._witnessed = witnessed
+
+    def _take_all(self, witnessed: LoopedCall, call: LastCall) -> None:
+        """Let each sample of a call that has just run be run alone, unless it has written into its arguments."""
+        assert self.witness is not None
+        if any(changes_of(tensor) != version for tensor, version in self._given):
+            return
+        self.witness.look_at_all()
+        for sample in self.witness.samples(call.batch_size):
+            if sample not in witnessed.taken:
+                witnessed.taken[sample] = call.samples(self.batch_first, [sample])
 
     def _begin(self, module: nn.Module, arguments: Arguments) -> None:
         """An outermost call starts."""
