@@ -252,8 +252,9 @@ class CallTracker:
         running.give_back()
         if output is None:  # the forward raised an error
             self._loop = self._witnessed = None
-            self._end_call(running)
+            self._end_call(running, None)
             return None
+        changed = None
         try:
             if self._loop is not None:
                 return self._end_loop(output)
@@ -270,13 +271,14 @@ class CallTracker:
             self._planner.forget()  # so that the next step looks at the model again
             raise
         finally:
-            self._end_call(running)
+            self._end_call(running, output if changed is None else changed)
 
-    def _end_call(self, running: RunningCall) -> None:
+    def _end_call(self, running: RunningCall, output: Any) -> None:
         """Note what follows a call, or nothing more if it was the outermost."""
         if not self._stack:
             self._trace = None
         elif self._trace is not None and running.notes:
+            self._trace.made(output)
             self._trace.resume()
 
     def _look_at_operations(self, module: nn.Module, output: Any) -> None:

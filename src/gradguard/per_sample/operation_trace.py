@@ -4,9 +4,9 @@ Whatever decides a branch (a global variable, a closure, an entry of a set, the 
 branch calls other functions, or the same with other numbers. So a forward that does what an earlier one did, which was
 found to treat samples apart, needs no further look; one that does anything else is looked at on that very step.
 
-What is read are the function, the modules that start, and of the arguments what is no tensor. Of tensors only the
-`torch.autograd.Function` that made one is read: these do not show otherwise. Layers with a rule of their own are not
-looked into. The shapes and the values of tensors are not read.
+What is read are the function, the modules that start, and the arguments: of a tensor, the `torch.autograd.Function`
+that made it, how long ago it was made, and, if it has no gradient, how often it was written into. Layers with a rule of
+their own are not looked into. The shapes and the values of tensors are not read.
 
 Numbers that changed and passed several times, such as lengths and schedules, count no more. A model that does something
 else in each step (experts that get tokens or none, loops over a length) would be looked at for ever: once enough ways
@@ -21,8 +21,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import Node
 from torch.overrides import TorchFunctionMode
 
+from gradguard.per_sample.call_arguments import changes_of
 from gradguard.per_sample.module_state import form_of
 from gradguard.torch_private import never_compiled, pop_function_mode
 
@@ -47,6 +49,10 @@ _BY_VALUE = frozenset({"__bool__", "__int__", "__float__", "__index__", "__conta
 """Functions that read values for the program, or select by them: what they do to a sample may depend on others."""
 
 
+_COMPARE = frozenset({"gt", "lt", "ge", "le", "eq", "ne", "where"})
+"""These too, where they get what has a gradient, and not a mask of the data."""
+
+
 class OperationTrace(TorchFunctionMode):
     """Notes the functions of torch that are called between `resume` and `pause`.
 
@@ -62,12 +68,17 @@ class OperationTrace(TorchFunctionMode):
         self.numbers: list[Any] = []
         self.by_value = False
         self._paused = True
+        self._made: dict[Node, int] = {}
 
     @never_compiled
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not self._paused and (name := getattr(func, "__name__", "")) not in _READS:
-            self.by_value = self.by_value or name in _BY_VALUE
+            if name in _BY_VALUE or (name in _COMPARE and any(isinstance(a, Tensor) and a.requires_grad for a in args)):
+                self.by_value = True
             self._note(func, args, kwargs)
+            result = func(*args, **kwargs) if kwargs else func(*args)
+            self.made(result)
+            return result
         return func(*args, **kwargs) if kwargs else func(*args)
 
     def _note(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> None:
@@ -82,10 +93,14 @@ class OperationTrace(TorchFunctionMode):
     def _form(self, value: Any) -> Any:
         kind = type(value)
         if kind is Tensor or kind is nn.Parameter:
-            made_by = value.grad_fn
-            if not isinstance(made_by, BackwardCFunction) or type(made_by).__name__ == "TapBackward":
+            node = value.grad_fn
+            if node is None:
+                if not value.requires_grad:
+                    self.numbers.append(changes_of(value))
                 return None
-            return type(made_by)
+            since = len(self.events) - self._made.get(node, len(self.events))
+            own = isinstance(node, BackwardCFunction) and type(node).__name__ != "TapBackward"
+            return since, value.output_nr, type(node) if own else None
         if kind is int or kind is float:
             self.numbers.append(value)
             return kind
@@ -105,6 +120,12 @@ class OperationTrace(TorchFunctionMode):
         except TypeError:
             return kind
         return value if kind.__module__ in ("builtins", "torch") else kind
+
+    def made(self, result: Any) -> None:
+        """Note that what was noted last, or a module that has ended, gave a result."""
+        for value in result if type(result) is tuple or type(result) is list else (result,):
+            if isinstance(value, Tensor) and (node := value.grad_fn) is not None:
+                self._made[node] = len(self.events)
 
     def starts(self, module: nn.Module, args: Sequence[Any]) -> None:
         """Note that a module starts."""
