@@ -11,7 +11,7 @@ NOTHING, DOUBLE, MIX = 0, 1, 2
 
 GLOBAL = {"effect": NOTHING}
 
-WEIGHTS = torch.zeros(3, dtype=torch.float64)
+WEIGHTS = [torch.zeros(()) for _ in range(3)]
 """Of what doubles, of what mixes, and of what mixes in backward alone: the operations are the same for all values."""
 
 
@@ -114,7 +114,7 @@ class Changing(nn.Module):
         h = self.norm(self.act(self.a(x)))
         for effect in self._effects(x):
             h = affect(h, effect)
-        double, mix, _ = WEIGHTS.to(h).unbind()
+        double, mix = WEIGHTS[0].to(h), WEIGHTS[1].to(h)
         h = Weighted.apply(h + double * h - mix * h.mean(0))
         return self.b(self.function(h))
 
@@ -234,11 +234,11 @@ def _global(model: Changing, effect: int) -> None:
 
 
 def _weight_outside(model: Changing, effect: int) -> None:
-    WEIGHTS[effect - 1] = 0.5
+    WEIGHTS[effect - 1] = torch.tensor(0.5)
 
 
 def _weight_of_backward(model: Changing, effect: int) -> None:
-    WEIGHTS[2 if effect == MIX else 0] = 0.5
+    WEIGHTS[2 if effect == MIX else 0] = torch.tensor(0.5)
 
 
 def _deep(model: Changing, effect: int) -> None:
@@ -300,5 +300,5 @@ def fresh() -> Changing:
 def restore() -> None:
     """Undo what a change has done beside the model."""
     GLOBAL["effect"] = NOTHING
-    WEIGHTS.zero_()
+    WEIGHTS[:] = [torch.zeros(()) for _ in range(3)]
     Changing.of_class = NOTHING

@@ -388,6 +388,7 @@ BLENDS = {
 }
 SWITCHES |= BLENDS
 
+
 # Changes of the layer itself, none of which lets samples meet.
 class _Twice(nn.Module):
     def forward(self, w):
@@ -642,7 +643,8 @@ def adds_up(case, twin, own, x, y, flag):
     whole = alone(case, twin, x, y, flag)
     scale = len(x) if case.loss == "mean" else 1
     return all(
-        float((g.sum(0) / scale - whole[k]).norm()) <= (0.1 if case.autocast else 1e-3) * float(g.norm() + whole[k].norm()) + 1e-9
+        float((g.sum(0) / scale - whole[k]).norm())
+        <= (0.1 if case.autocast else 1e-3) * float(g.norm() + whole[k].norm()) + 1e-9
         for k, g in own.items()
     )
 

@@ -25,7 +25,7 @@ from gradguard.per_sample.operation_trace import OperationTrace
 from gradguard.per_sample.refusals import refuse_batch_norm, refuse_sharded_since, refuse_stand_ins
 from gradguard.per_sample.rerun import Draws, RandomState, Snapshot, undisturbed, without_graph
 from gradguard.per_sample.sample_loop import LoopedCall, same_rows
-from gradguard.per_sample.witness import Witness
+from gradguard.per_sample.witness import MANY, SOME, Witness
 from gradguard.torch_private import current_graph_task, hook_order, never_compiled, parameter_slots, stop_compiling
 
 _NOTHING = CallPlan(Treatment.NOTHING, False, (), ())
@@ -299,7 +299,7 @@ class CallTracker:
         if call.pattern.operations.is_new(trace, call.batch_size):
             self._look_again(call, Skeleton(output).tensors)
         elif trace.by_value and self._witnessed is not None:
-            self._take_all(self._witnessed, call)
+            self._take_samples(self._witnessed, call, SOME)
         self._untried.append((call, trace))
 
     def _look_again(self, call: LastCall, outputs: Sequence[Tensor]) -> None:
@@ -313,7 +313,7 @@ class CallTracker:
             finally:
                 call.pattern.sizes |= sizes
         if witnessed is None:
-            self.witness.look_at_all()
+            self.witness.look_at(MANY)
             witnessed = self._record_now(call, outputs)
         if witnessed is None:
             raise UnsupportedGradientError(
@@ -321,15 +321,15 @@ class CallTracker:
                 "run again to see whether it treats samples apart: it keeps something from call to call. Repeat this "
                 "step: it is looked at from its beginning."
             )
-        self._take_all(witnessed, call)
+        self._take_samples(witnessed, call, MANY)
         self._witnessed = witnessed
 
-    def _take_all(self, witnessed: LoopedCall, call: LastCall) -> None:
-        """Let each sample of a call that has just run be run alone, unless it has written into its arguments."""
+    def _take_samples(self, witnessed: LoopedCall, call: LastCall, number: int) -> None:
+        """Let some samples of a call that has just run be run alone, unless it has written into its arguments."""
         assert self.witness is not None
         if any(changes_of(tensor) != version for tensor, version in self._given):
             return
-        self.witness.look_at_all()
+        self.witness.look_at(number)
         for sample in self.witness.samples(call.batch_size):
             if sample not in witnessed.taken:
                 witnessed.taken[sample] = call.samples(self.batch_first, [sample])

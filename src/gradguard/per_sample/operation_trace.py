@@ -18,7 +18,6 @@ from numbers import Number
 from types import FunctionType
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
@@ -42,10 +41,10 @@ _READS = frozenset({"__get__", "__len__", "size", "dim", "ndimension", "numel", 
 """Functions that only read what a tensor is."""
 
 
-_BY_VALUE = frozenset({"__bool__", "__int__", "__float__", "__index__", "__contains__", "item", "tolist", "numpy", "__array__",
-                       "allclose", "equal", "nonzero", "argwhere", "masked_select", "unique", "topk", "sort", "argsort",
-                       "kthvalue", "median", "quantile", "multinomial", "bincount", "argmax", "argmin",
-                       "cumsum"})  # fmt: skip
+_BY_VALUE = frozenset({"__bool__", "__int__", "__float__", "__index__", "__contains__", "item", "tolist", "numpy",
+                       "__array__", "allclose", "equal", "nonzero", "argwhere", "masked_select", "unique", "topk",
+                       "sort", "argsort", "kthvalue", "median", "quantile", "multinomial", "bincount", "argmax",
+                       "argmin", "cumsum"})  # fmt: skip
 """Functions that read values for the program, or select by them: what they do to a sample may depend on others."""
 
 
@@ -82,9 +81,7 @@ class OperationTrace(TorchFunctionMode):
         return func(*args, **kwargs) if kwargs else func(*args)
 
     def _note(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> None:
-        forms: list[Any] = [func]
-        for value in args:
-            forms.append(self._form(value))
+        forms: list[Any] = [func, *map(self._form, args)]
         if kwargs:
             for key, value in kwargs.items():
                 forms += [key, self._form(value)]

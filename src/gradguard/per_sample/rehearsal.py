@@ -552,9 +552,7 @@ def _as_called(call: LastCall, autocast: bool) -> Iterator[Callable[[], None]]:
 
 
 @contextmanager
-def _in_float64(
-    tracker: CallTracker, call: LastCall, opened: bool = False
-) -> Iterator[tuple[LastCall, float | None]]:
+def _in_float64(tracker: CallTracker, call: LastCall, opened: bool = False) -> Iterator[tuple[LastCall, float | None]]:
     """Let the model be in float64 in a block, if it can; give the call to make, and machine epsilon or None if not."""
     module = call.pattern.module
     places = {(m, slot): t for m in module.modules() for held in (parameter_slots(m), buffer_slots(m))

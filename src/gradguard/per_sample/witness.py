@@ -36,8 +36,8 @@ from gradguard.torch_private import call_before_backwards, current_graph_task
 _RAREST = 1000
 """Mini-batches from one witness to the next, at most."""
 
-_MOST = 16
-"""Samples that are run alone, at most, where each is."""
+MANY, SOME = 16, 4
+"""Samples that are run alone, at most: of a call that did something new, and of one that reads values."""
 
 _ROUNDING = 256.0
 """What differs by more than this many times what rounding usually explains is not looked at again."""
@@ -62,7 +62,7 @@ class Witness:
         self._second_opinion, self._only_warn = second_opinion, only_warn
         self._random = random.Random()  # the user's generators are left alone
         self._chosen = self._random.random()
-        self._next, self._gap, self._all = 1, 1, False
+        self._next, self._gap, self._most = 1, 1, 1
         self.mini_batch, self.last_good = 1, 0
         self._beside: bool | None = None
         self._unsubscribe: Callable[[], None] | None = None
@@ -75,11 +75,11 @@ class Witness:
     def samples(self, batch_size: int) -> list[int]:
         """Return the samples that are run alone, the same for all calls of a mini-batch."""
         first = int(self._chosen * batch_size)
-        return [(first + i) % batch_size for i in range(min(batch_size, _MOST) if self._all else 1)]
+        return [(first + i) % batch_size for i in range(min(batch_size, self._most))]
 
-    def look_at_all(self) -> None:
-        """Run each sample of the mini-batch that is being made alone."""
-        self._next, self._all = self.mini_batch, True
+    def look_at(self, samples: int) -> None:
+        """Run so many samples of the mini-batch that is being made alone, if there are as many."""
+        self._next, self._most = self.mini_batch, max(samples, self._most)
 
     def tried_out(self) -> None:
         """The model has been tried out: begin again, with the mini-batch that is being made."""
@@ -114,7 +114,7 @@ class Witness:
     def end(self) -> None:
         """A mini-batch has been taken."""
         self.mini_batch += 1
-        self._all = False
+        self._most = 1
         self.forget()
 
     def _next_one(self) -> None:
