@@ -23,7 +23,15 @@ from gradguard.per_sample.mini_batch import GradientCollector
 from gradguard.per_sample.module_state import ModuleState
 from gradguard.per_sample.operation_trace import OperationTrace
 from gradguard.per_sample.refusals import refuse_batch_norm, refuse_sharded_since, refuse_stand_ins
-from gradguard.per_sample.rerun import Draws, RandomState, Snapshot, undisturbed, without_graph
+from gradguard.per_sample.rerun import (
+    Draws,
+    RandomState,
+    Snapshot,
+    copied_buffers,
+    substituted,
+    undisturbed,
+    without_graph,
+)
 from gradguard.per_sample.sample_loop import LoopedCall, same_rows
 from gradguard.per_sample.witness import MANY, SOME, Witness
 from gradguard.torch_private import current_graph_task, hook_order, never_compiled, parameter_slots, stop_compiling
@@ -88,6 +96,7 @@ class CallTracker:
         self._trace: OperationTrace | None = None
         self._untried: list[tuple[LastCall, OperationTrace]] = []
         self._state_before: RandomState | None = None
+        self._buffers_before: dict[Slot, Tensor] = {}
         self._unverified: list[LastCall] = []
         self._given: list[tuple[Tensor, int]] = []
         self._without_gradient: Collection[str] = ()
@@ -306,15 +315,16 @@ class CallTracker:
         """Try a call out once more, and let each of its samples run alone, because of what it did."""
         assert self.witness is not None
         witnessed, self._witnessed = self._witnessed, None
-        if call.pattern.sizes and self._rehearse is not None:
-            sizes, call.pattern.sizes = call.pattern.sizes, set()
-            try:
-                self._rehearse(self, call)
-            finally:
-                call.pattern.sizes |= sizes
-        if witnessed is None:
-            self.witness.look_at(MANY)
-            witnessed = self._record_now(call, outputs)
+        with substituted(self._buffers_before):
+            if call.pattern.sizes and self._rehearse is not None:
+                sizes, call.pattern.sizes = call.pattern.sizes, set()
+                try:
+                    self._rehearse(self, call)
+                finally:
+                    call.pattern.sizes |= sizes
+            if witnessed is None:
+                self.witness.look_at(MANY)
+                witnessed = self._record_now(call, outputs)
         if witnessed is None:
             raise UnsupportedGradientError(
                 f"{type(call.pattern.module).__name__} did something that it had not done before, and it could not be "
@@ -377,6 +387,7 @@ class CallTracker:
             self._trace = OperationTrace()
             if not rehearsal:
                 self._given = [(tensor, changes_of(tensor)) for tensor in Skeleton(arguments).tensors]
+                self._buffers_before = copied_buffers(module) if pattern.changes_buffers else {}
                 self._state_before = None if self._witnessed is not None else RandomState(module)
 
     def _look_at_state(self) -> int:

@@ -8,8 +8,8 @@ replaced. So everything that such a change rebinds is compared, by identity, wit
 
 Where something was rebound, its *form* tells whether that matters: the value of a plain one (bool, int, float, str,
 None, a dtype, a tuple of these), the code of a function with the plain values that it closes over, else the type. Each
-combination of forms is a *state*; the model is tried out once for each. What no attribute shows (a global variable, the
-numbers in a buffer) is left to the witness.
+combination of forms is a *state*; the model is tried out once for each. What no attribute shows (a global variable) is
+seen by what the forward does (`operation_trace`), or left to the witness.
 
 An attribute that counts would make each call a new state. One that has changed and passed the trial several times is
 *loose*: it tells no states apart any more, and its changes bring the next witness nearer, by as many calls as it had

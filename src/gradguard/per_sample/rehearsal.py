@@ -127,7 +127,7 @@ class Rehearsal:
         The batch runs with the clipper's hooks, because a layer may get other rows than in the trial of two samples;
         each of its samples must return the same in one of two parts of the batch, of which one has an odd number, and
         the first and the last by themselves. Of the copies each must return what it returns by itself: if there is
-        not room for all, one of them is left out.
+        not room for all, one of them is left out; with nothing but copies, if there is room for all but one.
 
         Raises:
             UnsupportedGradientError: If a sample returns something else there.
@@ -143,9 +143,10 @@ class Rehearsal:
                     whole.compare(part, whole.alone(part))
             for place in (0, last):
                 whole.compare([place], alone[whole.indices[place]])
-            copies = _together(tracker, call, [0] * last + [last], reset, hooks=False)
-            for i in range(size) if not copies.draws.drawn else (0, last):
-                copies.compare([i], copies.alone([i]) if copies.draws.drawn else alone[copies.indices[i]])
+            for indices in ([0] * last + [last], [0] * size):
+                copies = _together(tracker, call, indices, reset, hooks=False)
+                for i in range(size) if not copies.draws.drawn else (0, last):
+                    copies.compare([i], copies.alone([i]) if copies.draws.drawn else alone[copies.indices[i]])
 
 
 def _together(

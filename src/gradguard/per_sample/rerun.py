@@ -249,6 +249,13 @@ def substituted(tensors: Mapping[tuple[nn.Module, str], Tensor]) -> Iterator[Non
             renew_recurrent_weights(layer)
 
 
+def copied_buffers(module: nn.Module) -> dict[tuple[nn.Module, str], Tensor]:
+    """Return a copy of each buffer in ``module``, by the places that hold it."""
+    copies = {id(buffer): buffer.detach().clone() for buffer in module.buffers()}
+    places = {(m, slot): buffer for m in module.modules() for slot, buffer in buffer_slots(m).items()}
+    return {place: copies[id(buffer)] for place, buffer in places.items() if buffer is not None}
+
+
 def _home(module: nn.Module, slot: str) -> dict[str, Any]:
     """The dictionary of ``module`` that holds ``slot``."""
     parameters: dict[str, Any] = parameter_slots(module)

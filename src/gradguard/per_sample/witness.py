@@ -1,10 +1,11 @@
 """Runs one sample of a real step alone again, now and then, and compares it with what the clipper has for it.
 
-The trial before the first call looks at the model as it is then. What changes later and shows in no attribute (a global
-variable, a number in a buffer, a branch that opens at some step) is found here: on the first mini-batch, the 2nd, the
-4th, the 8th and so on, then on one in a thousand, a sample drawn at random runs alone, with the random numbers that it
-had in the batch and the gradients that its outputs got, scaled as those of its own loss are. It must return what it
-returned in the batch, and each parameter must get the gradient that is clipped.
+The trial before the first call looks at the model as it is then, and a forward that does what none has done is looked at
+on that step (`operation_trace`). What leaves the operations as they are (a capacity that begins to bind, a number that
+only a backward reads) is found here: on the first mini-batch, the 2nd, the 4th, the 8th and so on, then on one in a
+thousand, a sample drawn at random runs alone, with the random numbers that it had in the batch and the gradients that
+its outputs got, scaled as those of its own loss are. It must return what it returned in the batch, and each parameter
+must get the gradient that is clipped.
 
 Rounding may open a ReLU in the batch that stays shut for the sample alone. So what differs by little is looked at
 again: all samples of the batch run once more in float64, as the clipper sees them, and decide.
