@@ -26,7 +26,7 @@ from torch.nn.utils import parametrize
 import gradguard as gg
 
 TIME, WIDTH = 3, 4
-REPORT_EVERY = 500
+REPORT_EVERY = 100
 
 # ------------------------------------------------------------------------------------ what a change does to activations
 

@@ -1,9 +1,9 @@
 """Runs one sample of a real step alone again, now and then, and compares it with what the clipper has for it.
 
-The trial before the first call looks at the model as it is then, and a forward that does what none has done is looked at
-on that step (`operation_trace`). What leaves the operations as they are (a capacity that begins to bind, a number that
-only a backward reads) is found here: on the first mini-batch, the 2nd, the 4th, the 8th and so on, then on one in a
-thousand, a sample drawn at random runs alone, with the random numbers that it had in the batch and the gradients that
+The trial before the first call looks at the model as it is then, and a forward that does what none has done is looked
+at on that step (`operation_trace`). What leaves the operations as they are (a capacity that begins to bind, a number
+that only a backward reads) is found here: on the first mini-batch, the 2nd, the 4th, the 8th and so on, then on one in
+a thousand, a sample drawn at random runs alone, with the random numbers that it had in the batch and the gradients that
 its outputs got, scaled as those of its own loss are. It must return what it returned in the batch, and each parameter
 must get the gradient that is clipped.
 
@@ -135,12 +135,14 @@ class Witness:
         calls, found = mini_batch.witnessed, mini_batch.finished
         if not calls or found is None:
             return
-        words = None
+        words, sample = None, -1
         try:
             # Without a look at its roots, what a backward brought beside the outputs is not known.
             if self._beside is False and all(call.is_as_recorded() for call in calls):
                 for sample in self.samples(mini_batch.batch_size):
-                    words = words or self._differs(calls, mini_batch.loops, sample, found, trained)
+                    words = self._differs(calls, mini_batch.loops, sample, found, trained)
+                    if words is not None:
+                        break
                 self.last_good = self.mini_batch if words is None else self.last_good
         except UntoldDrawsError:
             pass
