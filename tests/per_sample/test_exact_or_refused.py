@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import gradguard as gg
 from gradguard.errors import UnsupportedGradientError
+from reference import per_sample_gradients
 
 B = 6
 
