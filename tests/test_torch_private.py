@@ -4,12 +4,14 @@ import ast
 import importlib.util
 import sys
 import textwrap
+from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from forked_python import run_python
 from gradguard import torch_private
@@ -44,6 +46,7 @@ def without(monkeypatch, *names):
 
 # Each name that belongs to a module or a class, so that it can be taken away.
 NAMES = {
+    "pop_function_mode": ["torch._C._pop_torch_function_stack"],
     "foreach_norm": ["torch._foreach_norm"],
     "replace_norms": ["torch._foreach_norm"],
     "foreach_mul_": ["torch._foreach_mul_"],
@@ -87,6 +90,22 @@ def test_foreach_norm(monkeypatch, gone):
     file = without(monkeypatch, *gone)
     norms = file.foreach_norm([torch.tensor([3.0, 4.0]), torch.tensor([[-2.0]])], 2, torch.float64)
     assert [(n.item(), n.dtype) for n in norms] == [(5.0, torch.float64), (2.0, torch.float64)]
+
+
+def test_pop_function_mode(monkeypatch):
+    class Named(TorchFunctionMode):
+        pass
+
+    one, other = Named(), Named()
+    with ExitStack() as stack:
+        stack.enter_context(one)
+        stack.enter_context(other)
+        torch_private.pop_function_mode(one)
+        assert torch.overrides._get_current_function_mode_stack() == [other]
+        one.__enter__()
+    gone = without(monkeypatch, *NAMES["pop_function_mode"])
+    with pytest.raises(UnsupportedVersionError, match="noting which functions a forward calls"):
+        gone.pop_function_mode(one)
 
 
 def test_replace_norms(monkeypatch):

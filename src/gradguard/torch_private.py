@@ -20,6 +20,7 @@ from typing import Any, NamedTuple, NoReturn, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
+from torch.overrides import TorchFunctionMode
 
 from gradguard.errors import InvalidValueError, UnsupportedVersionError
 
@@ -414,6 +415,18 @@ def _operation_mode() -> Any:
 def each_operation(call: Callable[[Any, tuple, dict], Any]) -> AbstractContextManager[Any]:
     """Return a block in which ``call(operation, args, kwargs)`` stands in for each operation that kernels compute."""
     return _operation_mode()(call)
+
+
+def pop_function_mode(mode: TorchFunctionMode) -> None:
+    """Take ``mode`` away, and leave those that have been put on top of it."""
+    above: list[TorchFunctionMode] = []
+    try:
+        while torch._C._len_torch_function_stack() and (top := torch._C._pop_torch_function_stack()) is not mode:
+            above.append(top)
+    except AttributeError:
+        _refuse("noting which functions a forward calls", "torch._C._pop_torch_function_stack")
+    while above:
+        torch._C._push_on_torch_function_stack(above.pop())
 
 
 def arguments_of(operation: Any) -> Sequence[Any]:

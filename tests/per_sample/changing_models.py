@@ -11,12 +11,27 @@ NOTHING, DOUBLE, MIX = 0, 1, 2
 
 GLOBAL = {"effect": NOTHING}
 
+WEIGHTS = [torch.zeros(()) for _ in range(3)]
+"""Of what doubles, of what mixes, and of what mixes in backward alone: the operations are the same for all values."""
+
 
 def affect(h: Tensor, effect: int) -> Tensor:
     """Do nothing, something that treats samples apart, or something that mixes them."""
     if effect == MIX:
         return h - 0.5 * h.mean(0)
     return 2 * h if effect == DOUBLE else h
+
+
+class Weighted(torch.autograd.Function):
+    """Samples are mixed in backward alone, by a weight."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        return g - WEIGHTS[2].to(g) * g.mean(0)
 
 
 class Mean(torch.autograd.Function):
@@ -99,6 +114,8 @@ class Changing(nn.Module):
         h = self.norm(self.act(self.a(x)))
         for effect in self._effects(x):
             h = affect(h, effect)
+        double, mix = WEIGHTS[0].to(h), WEIGHTS[1].to(h)
+        h = Weighted.apply(h + double * h - mix * h.mean(0))
         return self.b(self.function(h))
 
 
@@ -216,6 +233,14 @@ def _global(model: Changing, effect: int) -> None:
     GLOBAL["effect"] = effect
 
 
+def _weight_outside(model: Changing, effect: int) -> None:
+    WEIGHTS[effect - 1] = torch.tensor(0.5)
+
+
+def _weight_of_backward(model: Changing, effect: int) -> None:
+    WEIGHTS[2 if effect == MIX else 0] = torch.tensor(0.5)
+
+
 def _deep(model: Changing, effect: int) -> None:
     model.deep.inner.effect = effect
 
@@ -250,16 +275,18 @@ SEEN: dict[str, Callable[[Changing, int], None]] = {
     "layer put into a sequence": _layer_in_sequence,
     "function": _function,
     "method": _method,
-}
-"""Changes that the state of the model shows: tried out on that very step."""
-
-WITNESSED: dict[str, Callable[[Changing, int], None]] = {
     "number in a buffer": _buffer,
     "variable of a closure": _closure,
     "global variable": _global,
     "attribute of an object in an object": _deep,
 }
-"""Changes that no attribute shows: found by the next witness."""
+"""Changes that the state of the model shows, or what its forward does: tried out on that very step."""
+
+WITNESSED: dict[str, Callable[[Changing, int], None]] = {
+    "number in a tensor outside": _weight_outside,
+    "number that only a backward reads": _weight_of_backward,
+}
+"""Changes of values that leave the operations as they are: found by the next witness."""
 
 
 def fresh() -> Changing:
@@ -273,4 +300,5 @@ def fresh() -> Changing:
 def restore() -> None:
     """Undo what a change has done beside the model."""
     GLOBAL["effect"] = NOTHING
+    WEIGHTS[:] = [torch.zeros(()) for _ in range(3)]
     Changing.of_class = NOTHING

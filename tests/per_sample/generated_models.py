@@ -26,7 +26,7 @@ from torch.nn.utils import parametrize
 import gradguard as gg
 
 TIME, WIDTH = 3, 4
-REPORT_EVERY = 500
+REPORT_EVERY = 100
 
 # ------------------------------------------------------------------------------------ what a change does to activations
 
@@ -321,6 +321,74 @@ def _identity(h):
     return h
 
 
+# Switches that do the same operations whether on or off: what they blend in has no weight until then, or is another
+# operand. The drawn change does not matter.
+
+
+def _blend(make, put, blend):
+    def start(m):
+        m.__dict__["blending"] = [blend]
+        make(m)
+
+    return Switch(start, None, put)
+
+
+def _own_mean(h):
+    return h.mean(-1, keepdim=True)
+
+
+OUTSIDE = {"tensor": torch.zeros(())}
+BLENDS = {
+    "weight in a dict": _blend(
+        lambda m: setattr(m, "holder", {"a": {"b": 0.0}}),
+        lambda m, s: m.holder["a"].update(b=0.7 * s),
+        lambda m, h: h - m.holder["a"]["b"] * h.mean(0),
+    ),
+    "weight in a buffer": _blend(
+        lambda m: m.register_buffer("gate", torch.zeros(())),
+        lambda m, s: m.gate.fill_(0.7 * s),
+        lambda m, h: h - m.gate * h.mean(0),
+    ),
+    "weight in a buffer of ones": _blend(
+        lambda m: m.register_buffer("gate", torch.ones(WIDTH)),
+        lambda m, s: m.gate.fill_(0.3 if s else 1.0),
+        lambda m, h: h * m.gate + (1 - m.gate) * h.flip(0),
+    ),
+    "weight in a frozen parameter": _blend(
+        lambda m: setattr(m, "frozen_gate", nn.Parameter(torch.zeros(()), requires_grad=False)),
+        lambda m, s: m.frozen_gate.data.fill_(0.7 * s),
+        lambda m, h: h - m.frozen_gate * h.mean(0),
+    ),
+    "weight in a tensor outside": _blend(
+        lambda m: OUTSIDE["tensor"].zero_(),
+        lambda m, s: OUTSIDE["tensor"].fill_(0.7 * s),
+        lambda m, h: h - OUTSIDE["tensor"].to(h) * h.mean(0),
+    ),
+    "other operand": _blend(
+        lambda m: setattr(m, "holder", {"of all": False}),
+        lambda m, s: m.holder.update({"of all": s}),
+        lambda m, h: h - (h.mean(0) + 0 * _own_mean(h) if m.holder["of all"] else 0 * h.mean(0) + _own_mean(h)),
+    ),
+    "chosen operand": _blend(
+        lambda m: setattr(m, "holder", {"a": {"which": 0}}),
+        lambda m, s: m.holder["a"].update(which=int(s)),
+        lambda m, h: h - (_own_mean(h).expand_as(h), h.mean(0).expand_as(h))[m.holder["a"]["which"]],
+    ),
+    "index in a buffer": _blend(
+        lambda m: m.register_buffer("shift", torch.zeros((), dtype=torch.long)),
+        lambda m, s: m.shift.fill_(int(s)),
+        lambda m, h: h + 0.3 * h[(torch.arange(len(h)) + m.shift) % len(h)],
+    ),
+    "where on a value": _blend(
+        lambda m: None, lambda m, s: None, lambda m, h: torch.where(h.sum() > 4, h - h.mean(0), h)
+    ),
+    "rare clamp of the batch": _blend(
+        lambda m: None, lambda m, s: None, lambda m, h: h / h.detach().abs().amax().clamp(min=2.5)
+    ),
+}
+SWITCHES |= BLENDS
+
+
 # Changes of the layer itself, none of which lets samples meet.
 class _Twice(nn.Module):
     def forward(self, w):
@@ -390,6 +458,8 @@ class Block(nn.Module):
         on = self.switch[0].on
         if on is not None and on(self, x, flag):
             h = self.change[0](h)
+        if "blending" in self.__dict__:
+            h = self.blending[0](self, h)
         if hasattr(self, "function"):
             h = self.function[0](h)
         if hasattr(self, "plain_function"):
@@ -426,10 +496,13 @@ class Case:
     loss: str
     mode: str
     dtype: torch.dtype
+    parts: int = 1
+    autocast: bool = False
 
     def __str__(self):
         words = [f"{self.seed}: {self.switch} -> {self.change}", f"on at step {self.at}, off at {self.off_at}"]
         words += [f"batches {self.sizes}", self.loss, self.mode, "sequence" if self.sequence else "flat"]
+        words += [f"{self.parts} mini-batches a step"] * (self.parts > 1) + ["autocast"] * self.autocast
         return ", ".join([*words, *(["bare parameter"] if self.bare else []), str(self.dtype)[6:]])
 
 
@@ -441,6 +514,8 @@ def draw(seed):
     size = r.choice([2, 3, 4, 5, 6, 8])
     sizes = [size] * steps if r.random() < 0.6 else [r.randint(2, 8) for _ in range(steps)]
     at = r.randint(1, max(1, steps - 2))
+    if r.random() < 0.3:
+        switch = r.choice(sorted([*BLENDS, "global", "dict in dict", "a sum", "chance", "a large value", "counter"]))
     return Case(
         seed,
         switch,
@@ -453,11 +528,13 @@ def draw(seed):
         r.choice(["mean", "sum"]),
         r.choice(["exact", "exact", "fast"]),
         torch.float32 if switch == "float32" or r.random() < 0.2 else torch.float64,
+        r.choice([1, 1, 1, 2]),
+        r.random() < 0.08,
     )
 
 
 def loss_of(out, y, reduction):
-    losses = (out - y).square().flatten(1).sum(1)
+    losses = (out.to(y) - y).square().flatten(1).sum(1)
     return losses.mean() if reduction == "mean" else losses.sum()
 
 
@@ -498,9 +575,11 @@ def _trial(case, check):
     )
     separable, bad = True, None
     generator = torch.Generator().manual_seed(case.seed)
+    autocast = torch.autocast("cpu", torch.bfloat16, enabled=case.autocast)
     try:
-        for step, size in enumerate(case.sizes):
-            if step in (case.at, case.off_at):
+        for step, part, size in [(i, k, n) for i, n in enumerate(case.sizes) for k in range(case.parts)]:
+            last = part == case.parts - 1
+            if step in (case.at, case.off_at) and part == 0:
                 _turn(case, model, twin, step == case.at)
                 known = {id(p) for group in optimizer.param_groups for p in group["params"]}
                 for p in model.parameters():
@@ -516,33 +595,41 @@ def _trial(case, check):
             )
             state, possible = (torch.get_rng_state(), random.getstate()), True
             try:
-                separable &= all(adds_up(case, twin, own, x, y, flag) for own in own_gradients(case, twin, x, y, flag))
+                with autocast:
+                    separable &= all(
+                        adds_up(case, twin, own, x, y, flag) for own in own_gradients(case, twin, x, y, flag)
+                    )
             except (RuntimeError, ValueError):  # what no sample can do alone, such as a batch norm
                 separable = possible = False
             torch.set_rng_state(state[0])
             random.setstate(state[1])
             try:
-                out = model(x, **arguments)
+                with autocast:
+                    out = model(x, **arguments)
                 loss_of(out, y, case.loss).backward()
                 gradients = clipper.per_sample_gradients() if case.mode == "exact" else None
                 clipper.clip_and_accumulate()
                 norms = clipper.statistics.norms.double()
-                clipper.pre_step()
+                if last:
+                    clipper.pre_step()
                 if not possible:
                     bad = bad or f"step {step}: accepted, although no sample can run alone"
                 else:
-                    found = [
-                        compare(case, gradients, norms, own, step) for own in own_gradients(case, twin, x, y, flag, out)
-                    ]
+                    with autocast:
+                        found = [
+                            compare(case, gradients, norms, own, step)
+                            for own in own_gradients(case, twin, x, y, flag, out)
+                        ]
                     bad = bad or (all(found) and found and found[0]) or None
             except gg.errors.GradguardError as error:
                 if bad:
                     return Outcome("wrong and told later", f"{bad}; told at step {step}: {error}")
                 words = f"step {step}: {type(error).__name__}: {error}"
                 return Outcome("false refusal" if separable and harmless(case) else "refused", words)
-            optimizer.step()
+            if last:
+                optimizer.step()
     except Exception:
-        return Outcome("crash", f"step {step}: " + traceback.format_exc()[-1800:])
+        return Outcome("crash", f"step {step}: " + traceback.format_exc()[-900:])
     finally:
         with contextlib.suppress(Exception):
             clipper.detach()
@@ -556,7 +643,8 @@ def adds_up(case, twin, own, x, y, flag):
     whole = alone(case, twin, x, y, flag)
     scale = len(x) if case.loss == "mean" else 1
     return all(
-        float((g.sum(0) / scale - whole[k]).norm()) <= 1e-3 * float(g.norm() + whole[k].norm()) + 1e-9
+        float((g.sum(0) / scale - whole[k]).norm())
+        <= (0.1 if case.autocast else 1e-3) * float(g.norm() + whole[k].norm()) + 1e-9
         for k, g in own.items()
     )
 
@@ -567,7 +655,7 @@ def harmless(case):
         return case.switch in ("frozen", "bias frozen", "new data")
     if case.switch in ("replaced layer", "gradients are on"):  # a new parameter, or a sample alone is another model
         return False
-    return case.change in HARMLESS
+    return case.change in HARMLESS and case.switch not in BLENDS
 
 
 def alone(case, twin, x, y, flag, i=None):
@@ -615,7 +703,7 @@ def _own(case, twin, x, y, flag):
 
 def compare(case, gradients, norms, own, step):
     size = torch.cat([g.flatten(1) for g in own.values()], 1).norm(dim=1)
-    tolerance = 1e-7 if case.dtype == torch.float64 else 1e-3
+    tolerance = 0.1 if case.autocast else 1e-7 if case.dtype == torch.float64 else 1e-3
     for k in own if gradients is not None else []:
         if k not in gradients:
             return f"step {step}: no gradient of {k}"
@@ -639,7 +727,7 @@ def main(first, last):
         counts[outcome.kind] += 1
         table[case.switch, outcome.kind] += 1
         if outcome.kind.startswith("wrong") or outcome.kind in ("crash", "false refusal"):
-            print(outcome.kind.upper(), case, "\n    ", outcome.words[:700], flush=True)
+            print(outcome.kind.upper(), case, "\n    ", outcome.words[-700:], flush=True)
         if seed % REPORT_EVERY == REPORT_EVERY - 1:
             print(seed + 1, dict(counts), flush=True)
     print(dict(counts))

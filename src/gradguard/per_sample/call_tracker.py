@@ -21,10 +21,19 @@ from gradguard.per_sample.layer_plans import CallPattern, CallPlan, LayerPlanner
 from gradguard.per_sample.loss.check import LossCheck
 from gradguard.per_sample.mini_batch import GradientCollector
 from gradguard.per_sample.module_state import ModuleState
+from gradguard.per_sample.operation_trace import OperationTrace
 from gradguard.per_sample.refusals import refuse_batch_norm, refuse_sharded_since, refuse_stand_ins
-from gradguard.per_sample.rerun import Draws, Snapshot
-from gradguard.per_sample.sample_loop import LoopedCall
-from gradguard.per_sample.witness import Witness
+from gradguard.per_sample.rerun import (
+    Draws,
+    RandomState,
+    Snapshot,
+    copied_buffers,
+    substituted,
+    undisturbed,
+    without_graph,
+)
+from gradguard.per_sample.sample_loop import LoopedCall, same_rows
+from gradguard.per_sample.witness import MANY, SOME, Witness
 from gradguard.torch_private import current_graph_task, hook_order, never_compiled, parameter_slots, stop_compiling
 
 _NOTHING = CallPlan(Treatment.NOTHING, False, (), ())
@@ -84,7 +93,12 @@ class CallTracker:
         self._loop: LoopedCall | None = None
         self._witnessed: LoopedCall | None = None
         self.witness: Witness | None = None
+        self._trace: OperationTrace | None = None
+        self._untried: list[tuple[LastCall, OperationTrace]] = []
+        self._state_before: RandomState | None = None
+        self._buffers_before: dict[Slot, Tensor] = {}
         self._unverified: list[LastCall] = []
+        self._given: list[tuple[Tensor, int]] = []
         self._without_gradient: Collection[str] = ()
         self._seen: Mapping[str, nn.Parameter] = {}
         self.aliases: dict[str, list[Slot]] = defaultdict(list)
@@ -165,6 +179,9 @@ class CallTracker:
             call = self._unverified.pop()
             if conclusive:
                 call.pattern.sizes.add(call.batch_size)
+        while self._untried:
+            call, trace = self._untried.pop()
+            call.pattern.operations.learn(trace, call.batch_size)
         if self.witness is not None:
             self.witness.end()
 
@@ -210,18 +227,26 @@ class CallTracker:
             return None
         if self._stack and self._stack[0].module is module:
             self.recover()
+        notes = self._trace is not None and self._trace.pause()
         if not self._stack:
             self._begin(module, (args, kwargs))
             if self._loop is not None:
                 self._stack.append(self._start_loop(module))
                 return None
+            notes = self._trace is not None
         caller = self._stack[-1] if self._stack else None
         running = RunningCall(module, self._next_plan(module))
         running.exposed = self._is_exposed(module)
         if caller is None and self._witnessed is not None:
             self._witnessed.draws = running.places.enter_context(Draws(must_tell=False))
         self._stack.append(running)
-        return self._capture.start(running, caller, args, kwargs)
+        changed = self._capture.start(running, caller, args, kwargs)
+        if self._trace is not None and notes:
+            self._trace.starts(module, args)
+            running.notes = True
+            if running.plan.treatment is not Treatment.RULE or running.exposed:
+                self._trace.resume()
+        return changed
 
     @never_compiled
     def _leave(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
@@ -230,23 +255,94 @@ class CallTracker:
             return None
         if not self._stack or self._stack[-1].module is not module:
             return None
+        if self._trace is not None:
+            self._trace.pause()
         running = self._stack.pop()
         running.give_back()
         if output is None:  # the forward raised an error
             self._loop = self._witnessed = None
+            self._end_call(running, None)
             return None
+        changed = None
         try:
             if self._loop is not None:
                 return self._end_loop(output)
             changed = self._capture.end(running, self._stack[-1] if self._stack else None, args, kwargs, output)
+            if not self._stack:
+                self._look_at_operations(module, output if changed is None else changed)
             if not self._stack and self._witnessed is not None:
                 witnessed, self._witnessed = self._witnessed, None
-                tapped = self._capture.tap_loop(witnessed, output if changed is None else changed, witnessed=True)
+                follows = not self.last_calls[module].pattern.looped  # or no longer, because of what it did just now
+                tapped = self._capture.tap_loop(witnessed, output if changed is None else changed, witnessed=follows)
                 changed = changed if tapped is None else tapped
             return self._refuse_unowned(module, changed, output)
         except UnsupportedGradientError:
             self._planner.forget()  # so that the next step looks at the model again
             raise
+        finally:
+            self._end_call(running, output if changed is None else changed)
+
+    def _end_call(self, running: RunningCall, output: Any) -> None:
+        """Note what follows a call, or nothing more if it was the outermost."""
+        if not self._stack:
+            self._trace = None
+        elif self._trace is not None and running.notes:
+            self._trace.made(output)
+            self._trace.resume()
+
+    def _look_at_operations(self, module: nn.Module, output: Any) -> None:
+        """An outermost call ends: look closely at it if it did what no call has done that was found to be right.
+
+        Raises:
+            UnsupportedGradientError: If samples are found to be mixed, or it cannot be looked at.
+        """
+        trace, self._trace = self._trace, None
+        if trace is None or self.witness is None:
+            return
+        trace.ends(Skeleton(output).tensors)
+        if self._rehearsed is not None:
+            if not self._rehearsed.sizes:  # two samples are compared in this trial, not sizes alone
+                self._rehearsed.operations.learn(trace)
+            return
+        call = self.last_calls[module]
+        if call.pattern.operations.is_new(trace, call.batch_size):
+            self._look_again(call, Skeleton(output).tensors)
+        elif trace.by_value and self._witnessed is not None:
+            self._take_samples(self._witnessed, call, SOME)
+        self._untried.append((call, trace))
+
+    def _look_again(self, call: LastCall, outputs: Sequence[Tensor]) -> None:
+        """Try a call out once more, and let each of its samples run alone, because of what it did."""
+        assert self.witness is not None
+        witnessed, self._witnessed = self._witnessed, None
+        with substituted(self._buffers_before):
+            if call.pattern.sizes and self._rehearse is not None:
+                sizes, call.pattern.sizes = call.pattern.sizes, set()
+                try:
+                    self._rehearse(self, call)
+                finally:
+                    call.pattern.sizes |= sizes
+            if witnessed is None:
+                self.witness.look_at(MANY)
+                witnessed = self._record_now(call, outputs)
+        if witnessed is None:
+            raise UnsupportedGradientError(
+                f"{type(call.pattern.module).__name__} did something that it had not done before, and it could not be "
+                "run again to see whether it treats samples apart: it keeps something from call to call. Repeat this "
+                "step: it is looked at from its beginning."
+            )
+        self._take_samples(witnessed, call, MANY)
+        self._witnessed = witnessed
+
+    def _take_samples(self, witnessed: LoopedCall, call: LastCall, number: int) -> None:
+        """Let some samples of a call that has just run be run alone, unless it has written into its arguments."""
+        assert self.witness is not None
+        if any(changes_of(tensor) != version for tensor, version in self._given):
+            return
+        self.witness.look_at(number)
+        for sample in self.witness.samples(call.batch_size):
+            if sample not in witnessed.taken:
+                witnessed.taken[sample] = call.samples(self.batch_first, [sample])
 
     def _begin(self, module: nn.Module, arguments: Arguments) -> None:
         """An outermost call starts."""
@@ -284,8 +380,15 @@ class CallTracker:
         self.last_calls[module] = call
         if pattern.looped:
             self._loop = self.looped_call(call)
-        elif self._is_witnessed(rehearsal or rehearse is None):
+            return
+        if self._is_witnessed(rehearsal or rehearse is None):
             self._witnessed = self._record(call)
+        if self.witness is not None and (rehearsal or rehearse is not None):
+            self._trace = OperationTrace()
+            if not rehearsal:
+                self._given = [(tensor, changes_of(tensor)) for tensor in Skeleton(arguments).tensors]
+                self._buffers_before = copied_buffers(module) if pattern.changes_buffers else {}
+                self._state_before = None if self._witnessed is not None else RandomState(module)
 
     def _look_at_state(self) -> int:
         """Look whether the model may compute something else than in the last call; return the number of its state."""
@@ -320,11 +423,39 @@ class CallTracker:
         assert self.witness is not None
         self.witness.watch(self.collector)
         loop = self.looped_call(call)
-        sample = self.witness.choose(call.batch_size)
-        loop.taken[sample] = call.samples(self.batch_first, [sample])
+        for sample in self.witness.samples(call.batch_size):
+            loop.taken[sample] = call.samples(self.batch_first, [sample])
         loop.before = Snapshot(loop.module, call.pattern.changes_buffers)
         loop.recorded = [(p, changes_of(p)) for p in map(self.parameter, loop.places)]
         return loop
+
+    def _record_now(self, call: LastCall, outputs: Sequence[Tensor]) -> LoopedCall | None:
+        """Take note of a call that has just run, with the random numbers that it draws when it runs again.
+
+        Args:
+            call: The call.
+            outputs: What it returned.
+
+        Returns:
+            None if it gives something else when it runs again.
+        """
+        if any(changes_of(tensor) != version for tensor, version in self._given):
+            return None
+        assert self._state_before is not None
+        with self.quietly(), undisturbed(call.pattern.module, drop_rate=None):
+            self._state_before.restore()
+            loop = self._record(call)
+            args, kwargs = call.samples(self.batch_first, range(call.batch_size))
+            with Draws(must_tell=False) as loop.draws, without_graph(call.pattern.module):
+                again = Skeleton(call.pattern.module(*args, **kwargs)).tensors
+        if len(again) != len(outputs):
+            return None
+        axes = call.pattern.output_axes
+        same = (
+            axis is None or same_rows(recorded, output, axis, range(call.batch_size), call.pattern.precision)
+            for recorded, output, axis in zip(outputs, again, axes, strict=True)
+        )
+        return loop if all(same) else None
 
     def looped_call(self, call: LastCall) -> LoopedCall:
         """Return ``call`` as one that is repeated sample by sample."""
@@ -432,6 +563,10 @@ class CallTracker:
     def recover(self) -> None:
         """Give back what calls that were cut short (an interrupt from the keyboard) have withheld."""
         self._loop = self._witnessed = None
+        if self._trace is not None:
+            self._trace.pause()
+        self._trace = None
+        self._untried.clear()
         if self.witness is not None:
             self.witness.forget()
         while self._stack:

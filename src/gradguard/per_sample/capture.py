@@ -146,11 +146,12 @@ class RunningCall:
         tapped: What its code called layers with.
         as_nested: Its entry among what its caller's code called.
         generator_state: State of the random generator at its start, where the rule asks.
+        notes: What its caller does is noted.
     """
 
     __slots__ = (
-        "as_nested", "exposed", "fallback", "generator_state", "given", "leaves", "module", "places", "plan", "tapped",
-        "withheld",
+        "as_nested", "exposed", "fallback", "generator_state", "given", "leaves", "module", "notes", "places", "plan",
+        "tapped", "withheld",
     )  # fmt: skip
 
     def __init__(self, module: nn.Module, plan: CallPlan) -> None:
@@ -164,6 +165,7 @@ class RunningCall:
         self.tapped: list[Tensor] = []
         self.as_nested: NestedCall | None = None
         self.generator_state: Tensor | None = None
+        self.notes = False
 
     def give_back(self) -> None:
         """Let the parameters be as they were before the call."""

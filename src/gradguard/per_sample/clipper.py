@@ -69,9 +69,10 @@ class PerSampleGradientClipper:
       weights, layers used several times, bare and functionally used parameters and checkpointing are exact; what cannot
       be followed layer by layer is run sample by sample. Before the first call of each kind, samples are compared with
       what each gives by itself; on the first step of each kind and batch size, with the plain gradient of the same
-      backward, parameter by parameter. An attribute, hook, layer or forward that changes later makes a new kind. What
-      no attribute shows is looked for by running one sample alone again, on mini-batches 1, 2, 4, 8, ... and then one
-      in a thousand. What cannot be verified is an error that says so.
+      backward, parameter by parameter. A forward that does something new (an attribute, a hook, a global variable, a
+      branch on data, chance) is looked at on that very step, by running its samples alone too. What changes values and
+      not what is done is looked for by running one sample alone, on mini-batches 1, 2, 4, 8, ... and then one in a
+      thousand. What cannot be verified is an error that says so.
     * *The bound holds in the arithmetic used.* No sample adds more than C, rounding included: norms, factors and sums
       are at least float32 for every dtype, and factors leave room for what rounds.
     * *A sample whose gradient is not finite adds zero*, and `statistics` counts it.

@@ -17,6 +17,7 @@ from gradguard.per_sample.dry_run import DryRun, ObservedBy, Slot
 from gradguard.per_sample.layers.call import BatchAxis
 from gradguard.per_sample.layers.embedding import refuse_coupling
 from gradguard.per_sample.layers.registry import Rule, rule_for
+from gradguard.per_sample.operation_trace import KnownOperations
 from gradguard.per_sample.operations import PlannedOperation, planned
 from gradguard.torch_private import parameter_slots
 
@@ -181,6 +182,7 @@ class CallPattern:
         sizes: Batch sizes that it was verified with.
         precision: Machine epsilon of the coarsest dtype that is computed in.
         unowned: What to say when a gradient comes to one of the tensors that it returns, by position.
+        operations: What calls have done that were found to be right.
     """
 
     module: nn.Module
@@ -192,6 +194,7 @@ class CallPattern:
     sizes: set[int] = field(default_factory=set)
     precision: float = 2.0**-23
     unowned: dict[int, str] = field(default_factory=dict)
+    operations: KnownOperations = field(default_factory=KnownOperations)
 
     @property
     def looped(self) -> bool:

@@ -8,8 +8,8 @@ replaced. So everything that such a change rebinds is compared, by identity, wit
 
 Where something was rebound, its *form* tells whether that matters: the value of a plain one (bool, int, float, str,
 None, a dtype, a tuple of these), the code of a function with the plain values that it closes over, else the type. Each
-combination of forms is a *state*; the model is tried out once for each. What no attribute shows (a global variable, the
-numbers in a buffer) is left to the witness.
+combination of forms is a *state*; the model is tried out once for each. What no attribute shows (a global variable) is
+seen by what the forward does (`operation_trace`), or left to the witness.
 
 An attribute that counts would make each call a new state. One that has changed and passed the trial several times is
 *loose*: it tells no states apart any more, and its changes bring the next witness nearer, by as many calls as it had
@@ -69,7 +69,7 @@ class _Container:
     def look(self, loose: Mapping[Place, int]) -> None:
         """Take note of what it holds."""
         self.seen = list(self.items())
-        self.forms = tuple([(k, _form(v)) for k, v in self.seen if (self.name, k) not in loose])
+        self.forms = tuple([(k, form_of(v)) for k, v in self.seen if (self.name, k) not in loose])
 
 
 class ModuleState:
@@ -273,25 +273,25 @@ class _Itself:
         return id(self.value)
 
 
-def _form(value: Any, depth: int = 3) -> Hashable:
+def form_of(value: Any, depth: int = 3) -> Hashable:
     """What of a value decides a graph."""
     if isinstance(value, _PLAIN):
         return type(value), value
     if isinstance(value, tuple):
-        return type(value), tuple([_form(one, depth - 1) for one in value]) if depth else len(value)
+        return type(value), tuple([form_of(one, depth - 1) for one in value]) if depth else len(value)
     if isinstance(value, partial):
         held = (value.func, *value.args, *value.keywords.values())
-        return partial, tuple([_form(one, depth - 1) for one in held]) if depth else ()
+        return partial, tuple([form_of(one, depth - 1) for one in held]) if depth else ()
     if isinstance(value, MethodType):
-        return _Itself(value.__self__), _form(value.__func__, depth)
+        return _Itself(value.__self__), form_of(value.__func__, depth)
     if isinstance(value, FunctionType):
         cells = [cell.cell_contents for cell in value.__closure__ or () if _is_filled(cell)]
         held = (*cells, *(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values())
-        return value.__code__, tuple([_form(one, depth - 1) for one in held]) if depth else ()
+        return value.__code__, tuple([form_of(one, depth - 1) for one in held]) if depth else ()
     if isinstance(value, staticmethod | classmethod):
-        return _form(value.__func__, depth)
+        return form_of(value.__func__, depth)
     if isinstance(value, property):
-        return _form(value.fget, depth)
+        return form_of(value.fget, depth)
     if isinstance(value, BuiltinFunctionType | type):
         return _Itself(value)
     return type(value)

@@ -93,10 +93,11 @@ class Rehearsal:
 
     def _try_pair(self, tracker: CallTracker, call: LastCall) -> None:
         samples = _finite_samples(tracker, call, min(2, call.batch_size))
-        found = compare(tracker, call, samples, self._reduction, note=True)
-        if found is not None and found.excess <= 1 and call.batch_size > 1 and not call.pattern.looped:
+        follows = not call.pattern.looped  # where samples run one by one, they are compared on every step
+        found = compare(tracker, call, samples, self._reduction, note=True, opened=follows)
+        if found is not None and found.excess <= 1 and call.batch_size > 1 and follows:
             # A layer may get samples in an order that depends on their values, and give them back in theirs.
-            found = compare(tracker, call, samples[::-1], self._reduction)
+            found = compare(tracker, call, samples[::-1], self._reduction, opened=True)
         if found is None:
             raise UnsupportedGradientError(
                 f"no tensor can be seen in what {type(call.pattern.module).__name__} returns that grows with the "
@@ -126,7 +127,7 @@ class Rehearsal:
         The batch runs with the clipper's hooks, because a layer may get other rows than in the trial of two samples;
         each of its samples must return the same in one of two parts of the batch, of which one has an odd number, and
         the first and the last by themselves. Of the copies each must return what it returns by itself: if there is
-        not room for all, one of them is left out.
+        not room for all, one of them is left out; with nothing but copies, if there is room for all but one.
 
         Raises:
             UnsupportedGradientError: If a sample returns something else there.
@@ -142,9 +143,10 @@ class Rehearsal:
                     whole.compare(part, whole.alone(part))
             for place in (0, last):
                 whole.compare([place], alone[whole.indices[place]])
-            copies = _together(tracker, call, [0] * last + [last], reset, hooks=False)
-            for i in range(size) if not copies.draws.drawn else (0, last):
-                copies.compare([i], copies.alone([i]) if copies.draws.drawn else alone[copies.indices[i]])
+            for indices in ([0] * last + [last], [0] * size):
+                copies = _together(tracker, call, indices, reset, hooks=False)
+                for i in range(size) if not copies.draws.drawn else (0, last):
+                    copies.compare([i], copies.alone([i]) if copies.draws.drawn else alone[copies.indices[i]])
 
 
 def _together(
@@ -243,6 +245,7 @@ def compare(
     note: bool = False,
     scaled: bool = True,
     alone: int | None = None,
+    opened: bool = False,
 ) -> Comparison | None:
     """Return the largest error over ``samples``, run together and each by itself.
 
@@ -254,12 +257,14 @@ def compare(
         note: Take note in ``call.pattern`` of the precision, and of numbers that are not the mean (or sum) of samples.
         scaled: Scale what the outputs get by powers of two, to see that the backward is linear.
         alone: Run only so many of them, the first, by themselves.
+        opened: Put other numbers into parameters and buffers that hold one number only: a gate that is shut, at 0, or
+            open, at 1, would hide what it lets pass later. Only where the model runs in float64.
 
     Returns:
         None if nothing that is returned can be compared.
     """
     with ExitStack() as stack:
-        call, precision = stack.enter_context(_in_float64(tracker, call))
+        call, precision = stack.enter_context(_in_float64(tracker, call, opened))
         stack.enter_context(torch.enable_grad())
         reset = stack.enter_context(_as_called(call, autocast=precision is None))
         with exact_products():
@@ -548,7 +553,7 @@ def _as_called(call: LastCall, autocast: bool) -> Iterator[Callable[[], None]]:
 
 
 @contextmanager
-def _in_float64(tracker: CallTracker, call: LastCall) -> Iterator[tuple[LastCall, float | None]]:
+def _in_float64(tracker: CallTracker, call: LastCall, opened: bool = False) -> Iterator[tuple[LastCall, float | None]]:
     """Let the model be in float64 in a block, if it can; give the call to make, and machine epsilon or None if not."""
     module = call.pattern.module
     places = {(m, slot): t for m in module.modules() for held in (parameter_slots(m), buffer_slots(m))
@@ -557,7 +562,8 @@ def _in_float64(tracker: CallTracker, call: LastCall) -> Iterator[tuple[LastCall
     if sum(8 * t.numel() for t in floats.values()) > _LARGEST_IN_FLOAT64:
         yield call, None
         return
-    copies = {key: _float64(t) for key, t in floats.items()}
+    generator = torch.Generator().manual_seed(0) if opened else None
+    copies = {key: _float64(t, generator) for key, t in floats.items()}
     doubled = {place: copies[id(t)] for place, t in places.items() if id(t) in copies}
     other = LastCall(call.pattern, to_float64(call.arguments), call.batch_size, call.autocast)
     with substituted(doubled):
@@ -568,8 +574,10 @@ def _in_float64(tracker: CallTracker, call: LastCall) -> Iterator[tuple[LastCall
     yield call, None
 
 
-def _float64(tensor: Tensor) -> Tensor:
+def _float64(tensor: Tensor, opens: torch.Generator | None) -> Tensor:
     copied = tensor.detach().to(torch.complex128 if tensor.is_complex() else torch.float64, copy=True)
+    if opens is not None and bool((copied == copied.flatten()[:1]).all()):
+        copied += 0.25 * torch.rand(copied.shape, generator=opens, dtype=torch.float64).to(copied.device)
     return nn.Parameter(copied, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else copied
 
 

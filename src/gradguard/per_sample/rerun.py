@@ -191,6 +191,27 @@ def generators() -> tuple[Any, Any]:
     return random.getstate(), (name, tuple(key.tolist()), *rest)
 
 
+class RandomState:
+    """The states of all generators that a module may draw from.
+
+    Args:
+        module: Its parameters' devices are looked at.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._devices = {p.device for p in module.parameters() if p.device.type == "cuda"}
+        self._torch = torch.get_rng_state(), [(device, torch.cuda.get_rng_state(device)) for device in self._devices]
+        numpy = sys.modules.get("numpy")
+        self._others = random.getstate(), None if numpy is None else numpy.random.get_state()
+
+    def restore(self) -> None:
+        """Put the generators into these states."""
+        restore_generators(self._others)
+        torch.set_rng_state(self._torch[0])
+        for device, state in self._torch[1]:
+            torch.cuda.set_rng_state(state, device)
+
+
 def restore_generators(states: tuple[Any, Any]) -> None:
     """Put them into ``states``."""
     random.setstate(states[0])
@@ -226,6 +247,13 @@ def substituted(tensors: Mapping[tuple[nn.Module, str], Tensor]) -> Iterator[Non
             _home(module, slot)[slot] = original
         for layer in recurrent:
             renew_recurrent_weights(layer)
+
+
+def copied_buffers(module: nn.Module) -> dict[tuple[nn.Module, str], Tensor]:
+    """Return a copy of each buffer in ``module``, by the places that hold it."""
+    copies = {id(buffer): buffer.detach().clone() for buffer in module.buffers()}
+    places = {(m, slot): buffer for m in module.modules() for slot, buffer in buffer_slots(m).items()}
+    return {place: copies[id(buffer)] for place, buffer in places.items() if buffer is not None}
 
 
 def _home(module: nn.Module, slot: str) -> dict[str, Any]:

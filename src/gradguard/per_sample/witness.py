@@ -1,10 +1,11 @@
 """Runs one sample of a real step alone again, now and then, and compares it with what the clipper has for it.
 
-The trial before the first call looks at the model as it is then. What changes later and shows in no attribute (a global
-variable, a number in a buffer, a branch that opens at some step) is found here: on the first mini-batch, the 2nd, the
-4th, the 8th and so on, then on one in a thousand, a sample drawn at random runs alone, with the random numbers that it
-had in the batch and the gradients that its outputs got, scaled as those of its own loss are. It must return what it
-returned in the batch, and each parameter must get the gradient that is clipped.
+The trial before the first call looks at the model as it is then, and a forward that does what none has done is looked
+at on that step (`operation_trace`). What leaves the operations as they are (a capacity that begins to bind, a number
+that only a backward reads) is found here: on the first mini-batch, the 2nd, the 4th, the 8th and so on, then on one in
+a thousand, a sample drawn at random runs alone, with the random numbers that it had in the batch and the gradients that
+its outputs got, scaled as those of its own loss are. It must return what it returned in the batch, and each parameter
+must get the gradient that is clipped.
 
 Rounding may open a ReLU in the batch that stays shut for the sample alone. So what differs by little is looked at
 again: all samples of the batch run once more in float64, as the clipper sees them, and decide.
@@ -36,6 +37,9 @@ from gradguard.torch_private import call_before_backwards, current_graph_task
 _RAREST = 1000
 """Mini-batches from one witness to the next, at most."""
 
+MANY, SOME = 16, 4
+"""Samples that are run alone, at most: of a call that did something new, and of one that reads values."""
+
 _ROUNDING = 256.0
 """What differs by more than this many times what rounding usually explains is not looked at again."""
 
@@ -59,7 +63,7 @@ class Witness:
         self._second_opinion, self._only_warn = second_opinion, only_warn
         self._random = random.Random()  # the user's generators are left alone
         self._chosen = self._random.random()
-        self._next, self._gap = 1, 1
+        self._next, self._gap, self._most = 1, 1, 1
         self.mini_batch, self.last_good = 1, 0
         self._beside: bool | None = None
         self._unsubscribe: Callable[[], None] | None = None
@@ -69,9 +73,14 @@ class Witness:
         """Whether the mini-batch that is being made is witnessed."""
         return self.mini_batch >= self._next
 
-    def choose(self, batch_size: int) -> int:
-        """Return the sample that is run alone, the same for all calls of a mini-batch."""
-        return int(self._chosen * batch_size)
+    def samples(self, batch_size: int) -> list[int]:
+        """Return the samples that are run alone, the same for all calls of a mini-batch."""
+        first = int(self._chosen * batch_size)
+        return [(first + i) % batch_size for i in range(min(batch_size, self._most))]
+
+    def look_at(self, samples: int) -> None:
+        """Run so many samples of the mini-batch that is being made alone, if there are as many."""
+        self._next, self._most = self.mini_batch, max(samples, self._most)
 
     def tried_out(self) -> None:
         """The model has been tried out: begin again, with the mini-batch that is being made."""
@@ -106,6 +115,7 @@ class Witness:
     def end(self) -> None:
         """A mini-batch has been taken."""
         self.mini_batch += 1
+        self._most = 1
         self.forget()
 
     def _next_one(self) -> None:
@@ -125,12 +135,14 @@ class Witness:
         calls, found = mini_batch.witnessed, mini_batch.finished
         if not calls or found is None:
             return
-        sample = self.choose(mini_batch.batch_size)
-        words = None
+        words, sample = None, -1
         try:
             # Without a look at its roots, what a backward brought beside the outputs is not known.
             if self._beside is False and all(call.is_as_recorded() for call in calls):
-                words = self._differs(calls, mini_batch.loops, sample, found, trained)
+                for sample in self.samples(mini_batch.batch_size):
+                    words = self._differs(calls, mini_batch.loops, sample, found, trained)
+                    if words is not None:
+                        break
                 self.last_good = self.mini_batch if words is None else self.last_good
         except UntoldDrawsError:
             pass
