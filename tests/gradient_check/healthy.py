@@ -149,8 +149,8 @@ LINEAR_ALGEBRA: dict[str, tuple[Callable[..., Any], Point]] = {
     "triangular solve": (
         lambda a, b: linalg.solve_triangular(a.triu(), b, upper=True), several(well(3, 3), normal(3, 2)),
     ),
-    "cholesky": (linalg.cholesky, definite(3, 3)),
-    "cholesky solve": (lambda b, a: torch.cholesky_solve(b, linalg.cholesky(a)), several(normal(3, 2), definite(3, 3))),
+    "cholesky": (lambda x: linalg.cholesky(x @ x.mT + IDENTITY.to(x.dtype)), normal(3, 3)),
+    "cholesky solve": (lambda b, a: torch.cholesky_solve(b, linalg.cholesky(a @ a.mT + IDENTITY.to(a.dtype))), several(normal(3, 2), normal(3, 3))),
     "matrix exponential": (torch.matrix_exp, normal(3, 3)),
     "matrix power": (lambda x: linalg.matrix_power(x, 3), normal(3, 3)),
     "nuclear norm": (lambda x: linalg.matrix_norm(x, "nuc"), well(3, 3)),

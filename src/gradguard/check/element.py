@@ -102,10 +102,11 @@ def diagnose(analytical: float, steps: list[_Step], relative: float, typical: fl
     kink = _kink(two_sided) if kind == "ok" else []
     if kink and decisive and chosen.step < min(s.size for s in kink):
         kink = []  # smaller steps have settled: what looked like a kink is curvature, or lies beside the point
-    for s in kink:
-        slack = 5 * s.rounding + 1e-6 * max(abs(s.low), abs(s.high)) + relative * abs(analytical)
-        if s.low - slack <= analytical <= s.high + slack:
-            return _at_kink(analytical, s, is_wrong=False)
+    if kink:
+        between = _subgradients(kink)
+        slack = 5 * between.rounding + relative * max(abs(between.low), abs(between.high), abs(analytical))
+        if between.low - slack <= analytical <= between.high + slack:
+            return _at_kink(analytical, between, is_wrong=False)
     if _grows(series) and not abs(analytical) <= abs(chosen.value):
         return Diagnosis("singular", False, *as_chosen)
     if not math.isfinite(analytical):
@@ -114,7 +115,7 @@ def diagnose(analytical: float, steps: list[_Step], relative: float, typical: fl
     if abs(analytical) <= nothing and _is_constant(two_sided, chosen.value):
         return Diagnosis("jump", False, analytical, 0.0, chosen.bar, chosen.step)
     if kink:
-        return _at_kink(analytical, kink[-1], is_wrong=True)
+        return _at_kink(analytical, between, is_wrong=True)
     if decisive and abs(chosen.value - analytical) > 5 * chosen.bar and not _wavers(limits, chosen, analytical):
         return Diagnosis("mismatch", True, *as_chosen)
     return Diagnosis("undecided", False, *as_chosen)
@@ -238,7 +239,8 @@ def _limits(values: list[tuple[float, float, float]], order: int) -> list[_Limit
     """Return what (step, derivative, rounding), largest steps first, tend to: extrapolated once."""
     raw = []
     for (big, first, _), (small, second, rounding) in pairwise(values):
-        raw.append((second + (second - first) / ((big / small) ** order - 1), 2 * rounding, small))
+        ratio = math.prod([big / small] * order)  # infinite beside subnormal numbers, where ** raises
+        raw.append((second + (second - first) / (ratio - 1), 2 * rounding, small))
     found = []
     for j, (value, rounding, step) in enumerate(raw):
         around = [abs(value - raw[i][0]) for i in (j - 1, j + 1) if 0 <= i < len(raw)]
@@ -272,6 +274,19 @@ def _kink(steps: list[_Step]) -> list[_Step]:
         if max((o.size for o in alike), default=0.0) >= 9 * min((o.size for o in alike), default=1.0) and width > 0:
             kinked.append(s)
     return kinked
+
+
+def _subgradients(kink: list[_Step]) -> _Step:
+    """Return the limits of the one-sided derivatives, as a step whose rounding is how far off they may be."""
+    sides = []
+    for side in ("low", "high"):
+        series = [(s.size, getattr(s, side), s.rounding) for s in kink]
+        raw = [(s.size, getattr(s, side), s.rounding) for s in kink[-1:]]
+        limits = _limits(series, 1) or [_Limit(value, rounding, size, rounding) for size, value, rounding in raw]
+        sides.append(min(limits, key=lambda limit: limit.bar))
+    low, high = sides
+    bar = max(low.bar, high.bar)
+    return replace(kink[-1], size=min(low.step, high.step), low=low.value, high=high.value, rounding=bar)
 
 
 def _jumps(steps: list[_Step], side: str) -> bool:

@@ -88,8 +88,12 @@ class Function:
         self._takes_every_argument = module is None and not kwargs and are_alone and len(args) == len(self.inputs)
         self._learn_inputs()
         self.outputs: list[Layout] = []
+        self.learnt: Tensor | None = None
+        """The outputs at the point, as the first call gave them."""
         self.base: Tensor | None = None
         """The outputs at the point, once they are known to be the same at each call."""
+        self.gradients_taken: tuple[Tensor, Tensor] | None = None
+        """Cotangents, and the gradient of each at the point."""
 
     @property
     def are_arguments(self) -> list[bool]:
@@ -320,6 +324,15 @@ class Function:
         outputs = self.record(leaves)
         return self.backward(outputs, leaves, self.shaped(cotangent))
 
+    def gradients_for(self, cotangents: Tensor) -> Tensor:
+        """Return the gradient at the point for each of ``cotangents``, from one forward."""
+        leaves = self.leaves()
+        outputs = self.record(leaves)
+        gradients = torch.empty(len(cotangents), sum(self.sizes), dtype=torch.float64)
+        for row, cotangent in zip(gradients, cotangents, strict=True):
+            self.backward(outputs, leaves, self.shaped(cotangent), keep=True, out=row)
+        return gradients
+
     def learn_outputs(self, outputs: Sequence[Tensor]) -> None:
         """Remember what the outputs look like."""
         self.outputs = [
@@ -329,6 +342,7 @@ class Function:
         self.output_sizes = [o.shape.numel() * (2 if o.dtype.is_complex else 1) for o in self.outputs]
         self.size = sum(self.output_sizes)
         """How many real numbers the outputs are."""
+        self.learnt = self.flatten(outputs).clone()
 
     def flatten(self, outputs: Sequence[Tensor]) -> Tensor:
         """Return outputs as one float64 vector."""

@@ -13,7 +13,7 @@ from torch import Tensor
 from gradguard.check.differences import Differences, Disagreement, are_finite, directions, mean_size
 from gradguard.check.element import Diagnosis, examine
 from gradguard.check.elementwise import check_every_element
-from gradguard.check.nearby import is_among_nearby
+from gradguard.check.nearby import Pieces, pieces_around
 from gradguard.check.report import Finding
 
 _ROUNDS = 12
@@ -222,9 +222,11 @@ class Search:
                 )
                 return
         wrong = [k for k, one in enumerate(shown) if one.is_wrong and one.kind != "nan"]
-        if wrong and is_among_nearby(differences, direction, wrong, self.generator):
+        pieces = pieces_around(differences, direction, wrong, self.generator) if wrong else None
+        if pieces is not None:
             self.kinks.append(position)
-            self.notes.append(Finding("tie", "between the derivatives at points nearby", *self._place(position)))
+            message = f"between the derivatives of pieces that meet here, {pieces.low:.6g} and {pieces.high:.6g}"
+            self.notes.append(Finding("tie", message, *self._place(position), analytical=shown[wrong[0]].analytical))
         else:
             self._note(shown, position)
 
@@ -232,7 +234,7 @@ class Search:
         """Look at a direction as at one element: kinks, ties and noise of many elements show there as well."""
         shown = examine(self.differences, direction, [1.0])
         worst = max(shown, key=lambda one: (one.is_wrong, one.kind == "undecided", one.kind != "ok"))
-        if (not worst.is_wrong and worst.kind in ("ok", "kink")) or (worst.is_wrong and self._is_tie(direction, shown)):
+        if (not worst.is_wrong and worst.kind in ("ok", "kink")) or (worst.is_wrong and self._pieces(direction, shown)):
             self.agreed.append(found)
         elif worst.is_wrong and is_wrong:
             self.findings.append(_finding(worst, "", None, "along a random direction, from many elements together"))
@@ -249,13 +251,13 @@ class Search:
         direction = mean_size(self.differences.point) * self.continuous
         shown = examine(self.differences, direction, [1.0])
         worst = max(shown, key=lambda one: one.is_wrong)
-        if worst.is_wrong and not self._is_tie(direction, shown):
+        if worst.is_wrong and self._pieces(direction, shown) is None:
             message = f"{len(self.kinks)} elements at kinks or ties, right one by one, are not when moved together"
             self.findings.append(_finding(worst, "", None, message))
 
-    def _is_tie(self, direction: Tensor, shown: list[Diagnosis]) -> bool:
+    def _pieces(self, direction: Tensor, shown: list[Diagnosis]) -> Pieces | None:
         wrong = [k for k, one in enumerate(shown) if one.is_wrong]
-        return is_among_nearby(self.differences, direction, wrong, self.generator)
+        return pieces_around(self.differences, direction, wrong, self.generator)
 
     def _note(self, shown: list[Diagnosis], position: int) -> None:
         name, index = self._place(position)
