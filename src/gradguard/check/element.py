@@ -14,10 +14,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from gradguard.check.differences import Differences, norms
+from gradguard.check.differences import LOW_STEPS, Differences, norms
 
 _DECADES = 11
-_MOST_STEPS = 30
+_MOST_STEPS = 60
 _CLEAR = 20.0
 _DECISIVE = 0.3
 _ROUNDED = 1e-9
@@ -160,6 +160,7 @@ def _steps(differences: Differences, direction: Tensor, sizes: list[float]) -> l
     here = float(differences.point[direction != 0].abs().max())
     wanted = {10.0**-k * size for size in sizes if size > 0 for k in range(2, 2 + _DECADES)}
     wanted |= {10.0**-k for k in range(13, 22)} if here == 0 else set()
+    wanted |= {step * size for size in sizes for step in LOW_STEPS} if differences.is_low else set()
     chosen = sorted((h for h in wanted if h > 4 * smallest * here), reverse=True)
     chosen = chosen[:: math.ceil(len(chosen) / _MOST_STEPS)] if chosen else []
     found: list[list[_Step]] = [[] for _ in differences.cotangents]

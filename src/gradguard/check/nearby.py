@@ -61,10 +61,12 @@ def _limits(differences: Differences, direction: Tensor, generator: torch.Genera
     point, function = differences.point, differences.function
     distances, relative = (_LOW_DISTANCES, _LOW_STEP) if differences.is_low else (_DISTANCES, _STEP)
     size = torch.where(point.isfinite(), torch.maximum(point.abs(), mean_size(point)), 0.0)
+    moved = direction != 0
+    unit = direction / float((direction[moved].abs() / size[moved]).max())
     drawn = torch.randn((_RAYS, *size.shape), generator=generator, dtype=torch.float64)
     rates = []
     for distance in distances:
-        step = relative * distance * size * direction
+        step = relative * distance * unit
         length, rows = 2 * (step @ direction) / (direction @ direction), []
         centers = point + distance * size * torch.cat([drawn, _apart(differences, generator.clone_state())])
         for some in [centers] if differences.are_few else centers.split(1):

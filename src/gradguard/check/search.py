@@ -228,7 +228,16 @@ class Search:
             message = f"between the derivatives of pieces that meet here, {pieces.low:.6g} and {pieces.high:.6g}"
             self.notes.append(Finding("tie", message, *self._place(position), analytical=shown[wrong[0]].analytical))
         else:
-            self._note(shown, position)
+            self._note([self._unless_in_doubt(one, k, direction * mean) for k, one in enumerate(shown)], position)
+
+    def _unless_in_doubt(self, shown: Diagnosis, k: int, direction: Tensor) -> Diagnosis:
+        """Return "undecided" for what agrees within a bar so wide that the disagreement at larger steps fits in."""
+        if shown.kind != "ok" or shown.is_wrong or not self.differences.is_low:
+            return shown
+        found = self.differences.along(direction)
+        off, allowed = float(found.error[k].abs()), float(found.allowed(self.differences.relative)[k])
+        bar = 10 * shown.bar * float(direction.abs().max())
+        return replace(shown, kind="undecided") if allowed < off < bar else shown
 
     def _examine_jointly(self, direction: Tensor, found: Disagreement, is_wrong: bool) -> None:
         """Look at a direction as at one element: kinks, ties and noise of many elements show there as well."""
