@@ -17,6 +17,7 @@ from gradguard.check.custom_operators import registration_of
 from gradguard.check.devices import device_called, full_float32, is_here, moved
 from gradguard.check.differences import Differences
 from gradguard.check.elementwise import check_every_element
+from gradguard.check.forward_mode import ForwardMode, check_forward_mode
 from gradguard.check.function import WIDE, Function, name_of
 from gradguard.check.guess import with_guesses
 from gradguard.check.precision import Conditioning, compare_backends
@@ -193,6 +194,7 @@ class _Check:
         self.exact: Function | None = None
         self.power, self.directions, self.dtype = float("inf"), 0, "float64"
         self.low_power: Power | None = None
+        self.forward_mode: ForwardMode = "not checked"
 
     def run(self, reference: Any, backends: dict[str, Any], exhaustive: bool, order: int) -> None:
         """Do everything that was asked for."""
@@ -252,6 +254,7 @@ class _Check:
             power=self.power,
             low_power=self.low_power,
             dtype=self.dtype,
+            forward_mode=self.forward_mode,
             directions=self.directions,
             forwards=sum(f.forwards for f in self.functions),
             backwards=sum(f.backwards for f in self.functions),
@@ -394,6 +397,10 @@ class _Check:
         search.run()
         if exhaustive and not search.findings:
             check_every_element(search)
+        if function is self.exact and search.smooth is not None and not search.findings:
+            self.forward_mode, wrong = check_forward_mode(differences, *search.smooth)
+            added = self.findings if self.forward_mode == "wrong" else self.notes
+            added += [wrong] if wrong is not None else []
         self.findings += with_guesses(search, what)
         self.notes += search.notes
         self.undecided += search.undecided

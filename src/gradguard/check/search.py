@@ -46,7 +46,7 @@ class Search:
 
     differences: Differences
     generator: torch.Generator
-    count: int = 4
+    count: int = 2
     findings: list[Finding] = field(default_factory=list)
     notes: list[Finding] = field(default_factory=list)
     undecided: list[Finding] = field(default_factory=list)
@@ -59,6 +59,8 @@ class Search:
     has_every_element: bool = False
     """Whether each element was compared by itself."""
     power: float = float("inf")
+    smooth: tuple[Tensor, Disagreement] | None = None
+    """A direction along which gradient and differences agree."""
 
     def run(self) -> None:
         """Search until all directions agree, or enough is found."""
@@ -103,10 +105,12 @@ class Search:
         count = self.count if self.differences.are_few else 1
         first = torch.stack([next(drawn) for _ in range(count)]) if count > 1 else next(drawn)[None]
         first *= self.open
-        known = self.differences.along_each(first, with_noise=True)
+        known = self.differences.along_each(first, with_noise=self.differences.has_noise)
+        if not self.differences.has_noise and bool((self._are_wrong(known) | self._say_nothing(known)).any()):
+            known = self.differences.along_each(first, with_noise=True)
         waiting = [(direction, known.of(i)) for i, direction in enumerate(first.unbind())]
         if count == self.count and not bool((self._are_wrong(known) | self._say_nothing(known)).any()):
-            self.agreed = [found for _, found in waiting]
+            self.agreed, self.smooth = [found for _, found in waiting], waiting[0]
             return None
         del first
         for _ in range(2 * self.count):
@@ -115,6 +119,7 @@ class Search:
             is_wrong = self.is_wrong(found)
             if not is_wrong and not bool(self._say_nothing(found)):
                 self.agreed.append(found)
+                self.smooth = direction, found
             elif jointly:
                 self._examine_jointly(direction, found, is_wrong)
             elif is_wrong:
