@@ -349,7 +349,7 @@ def gradients_of(
     engine: Any = getattr(torch.autograd.Variable, "_execution_engine", None)
     is_usual = all(type(one) is Tensor for one in (*outputs, *inputs))
     for one, v in zip(outputs, grad_outputs, strict=True):
-        is_usual = is_usual and one.shape == v.shape and one.is_complex() == v.is_complex()
+        is_usual = is_usual and one.shape == v.shape and one.dtype == v.dtype
     if engine is None or not is_usual:
         return torch.autograd.grad(outputs, inputs, grad_outputs, retain_graph=keep, allow_unused=True)
     return engine.run_backward(

@@ -68,6 +68,14 @@ class _Call(NamedTuple):
     """Inputs, to be tried until a call succeeds."""
 
 
+class _Shared(NamedTuple):
+    """Inputs that share memory: input i is ``slices[sources[i]]``, repeated to fill its shape."""
+
+    words: str
+    slices: list[Tensor]
+    sources: list[int]
+
+
 class Contract:
     """The probes of one function at its point.
 
@@ -105,25 +113,28 @@ class Contract:
         self.shaped = function.shaped(self.cotangents[0])
         leaves, outputs = self._record()
         self.usual_values = function.flatten(outputs)
-        self._take_gradients(leaves, outputs)
+        taken = self._take_gradients(leaves, outputs)
         function.keeps_inputs = not self.findings
         calls = [] if self.findings else self._other_calls()
-        try:
-            before = self._backward(outputs, leaves, self.shaped) if calls else self.first
-        except Exception as error:
-            said = f"after another forward the backward raises {type(error).__name__}: {error}"
-            self.findings.append(Finding("state", said, guess=self._stale()))
-        del outputs, leaves  # and the graph
+        before = self._after_calls(leaves, outputs)
+        if not self.findings and before is not None and not torch.equal(before, self.first):
+            self._repeat()
+        if not self.findings:
+            self._overwritten(*taken)
+        del outputs, leaves, taken  # and the graph
         if self.findings:
             return
         leaves, outputs = self._record()
-        if calls and not self._is_undisturbed(calls, before, leaves, outputs):
+        if not self._is_undisturbed(calls, before, leaves, outputs):
             return
         for run in self._runs():
             self._try(run, leaves, outputs)
         self._zeros(leaves, outputs)
         self._stride_0(leaves, outputs)
         self._single_outputs(leaves, outputs)
+        if self.findings and calls:
+            wrong = self._lasting(calls, leaves, outputs)
+            self.findings = [wrong] if wrong is not None else self.findings
         del outputs, leaves
         if not self.findings:
             for layout, needed in zip_longest(self._layouts(), self._needed()):
@@ -134,30 +145,41 @@ class Contract:
                 self.findings = [one for one in self.findings if one.kind != "layout"]
         self._hidden_float32(self.first)
 
+    def _after_calls(self, leaves: list[Tensor], outputs: list[Tensor]) -> Tensor | None:
+        """Return the gradient again, now that the function was called elsewhere."""
+        try:
+            return self._backward(outputs, leaves, self.shaped)
+        except Exception as error:
+            if not self.findings:
+                said = f"after another forward the backward raises {type(error).__name__}: {error}"
+                self.findings.append(Finding("state", said, guess=self._stale()))
+            return None
+
     def _record(self) -> tuple[list[Tensor], list[Tensor]]:
         """Return new leaves, and the outputs with their graph."""
         leaves = self.function.leaves()
         return leaves, self.function.record(leaves)
 
-    def _take_gradients(self, leaves: list[Tensor], outputs: list[Tensor]) -> None:
-        """Take the gradients, and the first one again: nothing that was given or returned may change."""
+    def _take_gradients(self, leaves: list[Tensor], outputs: list[Tensor]) -> tuple[Sequence[Tensor | None], ...]:
+        """Take the gradients: nothing that was given may change. Return that of each input, and copies of them."""
         function, fresh = self.function, [v.clone() for v in self.shaped]
         given = [one.value for one in function.inputs]  # leaves are copies of these
         self._unchanged(leaves, given, "the forward", "input")
         returned = function.gradients(outputs, leaves, fresh, keep=True)
-        before = [None if grad is None else grad.clone() for grad in returned]
-        function.join(before, out=self.gradients[0])
+        copies = [None if grad is None else grad.clone() for grad in returned]
+        function.join(copies, out=self.gradients[0])
         self.first = self.gradients[0]
         self.usual = float(self.first.abs().nan_to_num_(0.0, 0.0).max()) if self.first.numel() else 0.0
         self._unchanged(leaves, given, "the backward", "input")
         self._unchanged(fresh, self.shaped, "the backward", "grad_output of output")
         for row, cotangent in zip(self.gradients[1:], self.cotangents[1:], strict=True):
             function.backward(outputs, leaves, function.shaped(cotangent), keep=True, out=row)
-        again = self._backward(outputs, leaves, self.shaped)
-        if not (self.findings or torch.equal(again, self.first)):
-            self._repeat()
-        for one, grad, was in zip(function.inputs, returned, before, strict=True):
-            if not self.findings and grad is not None and not _are_the_same(grad.to_dense(), was.to_dense()):
+        return returned, copies
+
+    def _overwritten(self, returned: Sequence[Tensor | None], copies: Sequence[Tensor | None]) -> None:
+        """Compare what a backward has returned with copies made before the next one."""
+        for one, grad, copy in zip(self.function.inputs, returned, copies, strict=True):
+            if grad is not None and copy is not None and not _are_the_same(grad.to_dense(), copy.to_dense()):
                 message = f"a backward overwrites the gradient of {one.name} that the one before it has returned"
                 self.findings.append(Finding("mutation", message, one.name))
 
@@ -202,28 +224,34 @@ class Contract:
         for inputs in call.attempts:
             leaves = [one.clone().requires_grad_() for one in inputs]
             try:
-                outputs = [o for o in self.function.record(leaves) if o.requires_grad]
-                torch.autograd.grad([o.real.sum() for o in outputs], leaves, allow_unused=True)
+                outputs = self.function.record(leaves)
+                self.function.gradients(outputs, leaves, [torch.ones_like(o) for o in outputs], keep=False)
             except Exception:  # outside of the domain, or the sizes belong together
                 continue
             return True
         return False
 
-    def _is_undisturbed(self, calls: list[_Call], before: Tensor, leaves: list[Tensor], outputs: list[Tensor]) -> bool:
-        """Compare the gradient of the forward before ``calls``, and that of the one after them, with the usual one."""
-        said = " and ".join(call.words for call in calls[1:]) or calls[0].words
+    def _is_undisturbed(
+        self, calls: list[_Call], before: Tensor | None, leaves: list[Tensor], outputs: list[Tensor]
+    ) -> bool:
+        """Compare the outputs of the forward after ``calls``, and the gradient of that before, with the usual ones."""
         values = self.function.flatten(outputs)
         if values.shape != self.usual_values.shape:
-            self.findings.append(Finding("state", f"{said} changes the shape of the next output"))
+            self.findings.append(Finding("state", f"{_said(calls)} changes the shape of the next output"))
             return False
-        wrong = self._values_differ("state", values, self.usual_values, f"the same inputs after {said}")
-        gradient = self._backward(outputs, leaves, self.shaped)
-        wrong = wrong or self._difference("state", f"{said} changes the next backward", gradient, self.first)
-        if wrong is None:
+        words = f"the same inputs after {_said(calls)}"
+        wrong = self._values_differ("state", values, self.usual_values, words) if calls else None
+        if wrong is None and before is not None:
             wrong = self._difference("state", "another forward in between changes the backward", before, self.first)
             wrong = replace(wrong, guess=self._stale()) if wrong is not None else None
+            wrong = wrong and (self._lasting(calls, leaves, outputs) or wrong)
         self.findings += [wrong] if wrong is not None else []
         return wrong is None
+
+    def _lasting(self, calls: list[_Call], leaves: list[Tensor], outputs: list[Tensor]) -> Finding | None:
+        """Return what is wrong with the gradient of the forward after ``calls``."""
+        words = f"{_said(calls)} changes the next backward"
+        return self._difference("state", words, self._backward(outputs, leaves, self.shaped), self.first)
 
     def _stale(self) -> str:
         """Return a guess if the backward is that of the last forward."""
@@ -410,27 +438,39 @@ class Contract:
             return
         alike: dict[Any, int] = {}
         sources = [alike.setdefault((v.shape, v.dtype), i) if own[i] else i for i, v in enumerate(values)]
-        tried = [("one tensor for several inputs", values, sources)] if sources != same else []
+        tried = [_Shared("one tensor for several inputs", values, sources)] if sources != same else []
         for dim in range(max((v.dim() for v, is_own in zip(values, own, strict=True) if is_own), default=0)):
             slices = [
                 v.narrow(dim, 0, 1) if is_own and dim < v.dim() else v for v, is_own in zip(values, own, strict=True)
             ]
             if any(one.shape != v.shape for one, v in zip(slices, values, strict=True)):
-                tried.append((f"inputs of stride 0 along dimension {dim}", slices, same))
-        for message, slices, sources in tried:
-            if not self._try_shared(message, slices, sources):
+                tried.append(_Shared(f"inputs of stride 0 along dimension {dim}", slices, same))
+        if len(tried) > 1 and sources != same and self._is_alike(_Shared("", tried[1].slices, sources)):
+            del tried[:2]
+        for one in tried:
+            if not self._try_shared(one):
                 return
 
-    def _try_shared(self, message: str, slices: list[Tensor], sources: list[int]) -> bool:
+    def _is_alike(self, shared: _Shared) -> bool:
+        """Tell whether copies give the same, and finite numbers, which says as much of each property by itself."""
         try:
-            expected = self._of_shared(slices, sources, is_copied=True)
-            found = self._of_shared(slices, sources, is_copied=False)
+            found, expected = (self._of_shared(shared, is_copied=is_copied) for is_copied in (False, True))
+        except Exception:
+            return False
+        pairs = zip(found, expected, strict=True)
+        return all(torch.equal(one, other) and bool(other.isfinite().all()) for one, other in pairs)
+
+    def _try_shared(self, shared: _Shared) -> bool:
+        message = shared.words
+        try:
+            expected = self._of_shared(shared, is_copied=True)
+            found = self._of_shared(shared, is_copied=False)
         except Exception:  # it refuses them, or the point is outside of the domain
             return True
         wrong = self._values_differ("layout", found[0], expected[0], message)
         which = 0 if wrong is not None else 1
         wrong = wrong or self._difference("layout", message, found[1], expected[1], guess=f"only for {message}")
-        if wrong is None or not self._is_regular(slices, sources, which, expected):
+        if wrong is None or not self._is_regular(shared, which, expected):
             return True
         self._note_or_find(wrong, is_rare=True)
         return False
@@ -443,13 +483,11 @@ class Contract:
         else:
             self.findings.append(wrong)
 
-    def _of_shared(
-        self, slices: list[Tensor], sources: list[int], *, is_copied: bool, moved: float = 0.0
-    ) -> tuple[Tensor, Tensor]:
-        """Return outputs and gradient where input i is ``slices[sources[i]]``, repeated to fill its shape."""
+    def _of_shared(self, shared: _Shared, *, is_copied: bool, moved: float = 0.0) -> tuple[Tensor, Tensor]:
+        """Return outputs and gradient."""
         shapes = [one.value.shape for one in self.function.inputs]
-        leaves = [one.clone().requires_grad_() for one in slices]
-        inputs = [leaves[source] for source in sources]
+        leaves = [one.clone().requires_grad_() for one in shared.slices]
+        inputs = [leaves[source] for source in shared.sources]
         inputs = [one if one.shape == shape else one.expand(shape) for one, shape in zip(inputs, shapes, strict=True)]
         if is_copied:
             inputs = [one.clone(memory_format=torch.contiguous_format) for one in inputs]
@@ -465,15 +503,13 @@ class Contract:
         size = like.detach().abs()
         return (signs * torch.maximum(size, size.mean())).to(like)
 
-    def _is_regular(
-        self, slices: list[Tensor], sources: list[int], which: int, expected: tuple[Tensor, Tensor]
-    ) -> bool:
+    def _is_regular(self, shared: _Shared, which: int, expected: tuple[Tensor, Tensor]) -> bool:
         """Tell whether values (0) or gradient (1) are finite where inputs are alike, and nearly the same nearby."""
         move, allowed = _NEARBY[self.dtype]
         largest = float(expected[which].abs().max()) if expected[which].numel() else 0.0
         for _ in range(_ROUNDED_TIMES):
             try:
-                nearby = self._of_shared(slices, sources, is_copied=True, moved=move)[which]
+                nearby = self._of_shared(shared, is_copied=True, moved=move)[which]
             except Exception:
                 return False
             if nearby.shape != expected[which].shape:
@@ -612,8 +648,10 @@ def _largest(found: Tensor, expected: Tensor) -> float:
 
 def _are_the_same(first: Tensor, second: Tensor) -> bool:
     """Compare bit for bit, NaN equal to itself."""
+    if torch.equal(first, second):
+        return True
     one, other = (torch.view_as_real(t.detach().resolve_conj()) if t.is_complex() else t for t in (first, second))
-    return torch.equal(one, other) or bool(((one == other) | ((one != one) & (other != other))).all())
+    return bool(((one == other) | ((one != one) & (other != other))).all())
 
 
 def _laid_out(layout: Layout, shaped: list[Tensor]) -> _Run:
@@ -634,6 +672,10 @@ def _has_own_code(outputs: Sequence[Tensor]) -> bool:
                 return True
             waiting += [other for other, _ in node.next_functions]
     return False
+
+
+def _said(calls: Sequence[_Call]) -> str:
+    return " and ".join(call.words for call in calls[1:] or calls)
 
 
 def _shorter(value: Tensor, length: int, dim: int | None) -> Tensor:

@@ -149,6 +149,8 @@ class Function:
         for tensor, one, size in zip(tensors, self.inputs, self.sizes, strict=True):
             if tensor is None:
                 parts.append(torch.zeros(size, dtype=torch.float64, device=one.value.device))
+            elif tensor.dtype is torch.float64 and not (tensor.requires_grad or tensor.is_sparse):
+                parts.append(tensor.reshape(-1))
             else:
                 parts.append(_flat(tensor.detach().to_dense() if tensor.is_sparse else tensor.detach()))
         return parts[0] if len(parts) == 1 and out is None else torch.cat(parts, out=out)
@@ -216,7 +218,7 @@ class Function:
 
     def values_at(self, vectors: Tensor) -> Tensor:
         """Return the outputs at each of ``vectors``, one in each row."""
-        count, shapes = len(vectors), [one.shape for one in self.outputs]
+        count, shapes = vectors.shape[0], [one.shape for one in self.outputs]
         rows = torch.empty((count, self.size), dtype=torch.float64, device=vectors.device)
         parts = zip(rows.split_with_sizes(self.output_sizes, dim=1), self.outputs, strict=True)
         places = zip(
@@ -352,7 +354,7 @@ class Function:
     def shaped(self, cotangent: Tensor) -> list[Tensor]:
         """Return a flat vector as tensors like the outputs."""
         shaped = []
-        for part, one in zip(cotangent.split(self.output_sizes), self.outputs, strict=True):
+        for part, one in zip(cotangent.split_with_sizes(self.output_sizes), self.outputs, strict=True):
             if one.dtype.is_complex:
                 part = torch.view_as_complex(part.clone().reshape(*one.shape, 2))
             shaped.append(part.reshape(one.shape).to(one.dtype).to(one.device))
@@ -383,7 +385,7 @@ def _module_of(fn: Callable[..., Any]) -> nn.Module | None:
 
 def is_differentiable(value: Any) -> bool:
     """Tell whether this is a tensor that can have a gradient."""
-    return isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
+    return isinstance(value, Tensor) and (value.dtype.is_floating_point or value.dtype.is_complex)
 
 
 def name_of(fn: Any) -> str:
@@ -392,12 +394,13 @@ def name_of(fn: Any) -> str:
 
 
 def _real(tensor: Tensor) -> Tensor:
-    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+    return torch.view_as_real(tensor.resolve_conj()) if tensor.dtype.is_complex else tensor
 
 
 def _flat(tensor: Tensor) -> Tensor:
-    flat = _real(tensor).reshape(-1)
-    return flat if flat.dtype is torch.float64 else flat.double()
+    if tensor.dtype is torch.float64:
+        return tensor.reshape(-1)
+    return _real(tensor).reshape(-1).double()
 
 
 def _dense(value: Tensor) -> Tensor:

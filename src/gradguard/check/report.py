@@ -114,6 +114,8 @@ class GradientReport:
         counted += f", forward mode {self.forward_mode}" if self.directions else ""
         counted = f"{self.directions} directions, {counted}" if self.directions else counted
         power = f"; a wrong element of typical size would show from {self.power:.0e} relative" if self.power < 1 else ""
+        tied = sum(note.kind in ("kink", "tie") for note in self.notes)
+        power += f", but for {tied} at kinks or ties" if power and tied else ""
         lines.append(f"{self.verdict:<13} {counted}{power}")
         lines += [f"{'':<13} {self.low_power}"] if self.low_power is not None else []
         lines += [f"{'note':<13} {note}" for note in self.notes[:_MOST_NOTES]]

@@ -248,8 +248,11 @@ class Search:
         """Look at a direction as at one element: kinks, ties and noise of many elements show there as well."""
         shown = examine(self.differences, direction, [1.0])
         worst = max(shown, key=lambda one: (one.is_wrong, one.kind == "undecided", one.kind != "ok"))
-        if (not worst.is_wrong and worst.kind in ("ok", "kink")) or (worst.is_wrong and self._pieces(direction, shown)):
-            self.agreed.append(found)
+        pieces = self._pieces(direction, shown) if worst.is_wrong else None
+        if pieces is not None or (not worst.is_wrong and worst.kind in ("ok", "kink")):
+            low, high = pieces or (worst.low, worst.high)
+            width = 0.0 if low != low else high - low  # anything in between passes, and less than that is not seen
+            self.agreed.append(found._replace(bar=found.bar.clamp(min=width)))
         elif worst.is_wrong and is_wrong:
             self.findings.append(_finding(worst, "", None, "along a random direction, from many elements together"))
         else:
