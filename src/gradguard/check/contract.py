@@ -292,7 +292,12 @@ class Contract:
 
     def _try(self, run: _Run, leaves: list[Tensor], outputs: list[Tensor]) -> bool:
         """Note what is wrong with a run, or with the first of its parts that is."""
-        gradient = self._backward(outputs, leaves, run.cotangents())
+        try:
+            gradient = self._backward(outputs, leaves, run.cotangents())
+        except Exception:
+            if not run.parts:
+                raise
+            return all([self._try(part, leaves, outputs) for part in run.parts])  # it refuses what they have not alone
         guess = "only when grad_output is strided" if run.kind == "layout" else ""
         found = self._difference(run.kind, run.words, gradient, self.first * run.times, run.times, guess)
         if found is not None and all([self._try(part, leaves, outputs) for part in run.parts]):

@@ -17,7 +17,8 @@ from torch import Tensor
 from gradguard.check.differences import LOW_STEPS, Differences, norms
 
 _DECADES = 11
-_MOST_STEPS = 60
+_MOST_STEPS = 40
+_APART = 0.7
 _CLEAR = 20.0
 _DECISIVE = 0.3
 _ROUNDED = 1e-9
@@ -161,7 +162,9 @@ def _steps(differences: Differences, direction: Tensor, sizes: list[float]) -> l
     wanted = {10.0**-k * size for size in sizes if size > 0 for k in range(2, 2 + _DECADES)}
     wanted |= {10.0**-k for k in range(13, 22)} if here == 0 else set()
     wanted |= {step * size for size in sizes for step in LOW_STEPS} if differences.is_low else set()
-    chosen = sorted((h for h in wanted if h > 4 * smallest * here), reverse=True)
+    chosen: list[float] = []
+    for h in sorted((h for h in wanted if h > 4 * smallest * here), reverse=True):
+        chosen += [h] if not chosen or h < _APART * chosen[-1] else []  # of equal steps all limits are alike
     chosen = chosen[:: math.ceil(len(chosen) / _MOST_STEPS)] if chosen else []
     found: list[list[_Step]] = [[] for _ in differences.cotangents]
     moved, lengths, quanta = torch.zeros_like(base, dtype=torch.bool), [], (_Quantum(base), _Quantum(base))

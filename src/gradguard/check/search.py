@@ -259,18 +259,22 @@ class Search:
             self.unclear.append(_finding(worst, "", None, "nothing settles along a random direction"))
 
     def _examine_kinks_together(self) -> None:
-        """Move everything by the same amount: at kinks and ties each element may be right, and their sum too large.
+        """Move everything, or what is tied, by the same amount: at kinks and ties each element may be right, and their sum too large.
 
         Tied values stay tied, so that every right choice among them gives the same.
         """
         if len(self.kinks) < 2:
             return
-        direction = mean_size(self.differences.point) * self.continuous
-        shown = examine(self.differences, direction, [1.0])
-        worst = max(shown, key=lambda one: one.is_wrong)
-        if worst.is_wrong and self._pieces(direction, shown) is None:
-            message = f"{len(self.kinks)} elements at kinks or ties, right one by one, are not when moved together"
-            self.findings.append(_finding(worst, "", None, message))
+        tied = torch.zeros_like(self.continuous)
+        tied[self.kinks] = True
+        for moved in (self.continuous, tied):
+            direction = mean_size(self.differences.point) * moved
+            shown = examine(self.differences, direction, [1.0])
+            worst = max(shown, key=lambda one: one.is_wrong)
+            if worst.is_wrong and self._pieces(direction, shown) is None:
+                message = f"{len(self.kinks)} elements at kinks or ties, right one by one, are not when moved together"
+                self.findings.append(_finding(worst, "", None, message))
+                return
 
     def _pieces(self, direction: Tensor, shown: list[Diagnosis]) -> Pieces | None:
         wrong = [k for k, one in enumerate(shown) if one.is_wrong]
