@@ -113,15 +113,14 @@ class Contract:
         self.shaped = function.shaped(self.cotangents[0])
         leaves, outputs = self._record()
         self.usual_values = function.flatten(outputs)
-        taken = self._take_gradients(leaves, outputs)
+        overwritten = self._take_gradients(leaves, outputs)
         function.keeps_inputs = not self.findings
         calls = [] if self.findings else self._other_calls()
         before = self._after_calls(leaves, outputs)
         if not self.findings and before is not None and not torch.equal(before, self.first):
             self._repeat()
-        if not self.findings:
-            self._overwritten(*taken)
-        del outputs, leaves, taken  # and the graph
+        self.findings = self.findings or overwritten
+        del outputs, leaves  # and the graph
         if self.findings:
             return
         leaves, outputs = self._record()
@@ -160,8 +159,8 @@ class Contract:
         leaves = self.function.leaves()
         return leaves, self.function.record(leaves)
 
-    def _take_gradients(self, leaves: list[Tensor], outputs: list[Tensor]) -> tuple[Sequence[Tensor | None], ...]:
-        """Take the gradients: nothing that was given may change. Return that of each input, and copies of them."""
+    def _take_gradients(self, leaves: list[Tensor], outputs: list[Tensor]) -> list[Finding]:
+        """Take the gradients: nothing that was given may change. Return what is wrong with those returned first."""
         function, fresh = self.function, [v.clone() for v in self.shaped]
         given = [one.value for one in function.inputs]  # leaves are copies of these
         self._unchanged(leaves, given, "the forward", "input")
@@ -174,14 +173,17 @@ class Contract:
         self._unchanged(fresh, self.shaped, "the backward", "grad_output of output")
         for row, cotangent in zip(self.gradients[1:], self.cotangents[1:], strict=True):
             function.backward(outputs, leaves, function.shaped(cotangent), keep=True, out=row)
-        return returned, copies
-
-    def _overwritten(self, returned: Sequence[Tensor | None], copies: Sequence[Tensor | None]) -> None:
-        """Compare what a backward has returned with copies made before the next one."""
-        for one, grad, copy in zip(self.function.inputs, returned, copies, strict=True):
-            if grad is not None and copy is not None and not _are_the_same(grad.to_dense(), copy.to_dense()):
-                message = f"a backward overwrites the gradient of {one.name} that the one before it has returned"
-                self.findings.append(Finding("mutation", message, one.name))
+        if len(self.gradients) == 1:
+            self._backward(outputs, leaves, [-v for v in self.shaped])
+        return [
+            Finding(
+                "mutation",
+                f"a backward overwrites the gradient of {one.name} that the one before has returned",
+                one.name,
+            )
+            for one, grad, copy in zip(function.inputs, returned, copies, strict=True)
+            if grad is not None and copy is not None and not _are_the_same(grad.to_dense(), copy.to_dense())
+        ]
 
     def _repeat(self) -> None:
         """Say by how much backward runs of one graph differ: in place of what else was found, if by much."""
@@ -211,10 +213,14 @@ class Contract:
         calls = [_Call("another forward in between", self._flipped())]
         lengths = dict.fromkeys(n for v, is_own in zip(values, own, strict=True) if is_own for n in v.shape if n > 1)
         for length in [*lengths][:_MOST_LENGTHS]:
-            dims = [None, *range(max(v.dim() for v in values))]
+            alone = [
+                i
+                for i in range(max(v.dim() for v in values))
+                if any(is_own and i < v.dim() and v.shape[i] == length for v, is_own in zip(values, own, strict=True))
+            ]
             attempts = [
                 [_shorter(v, length, dim) if is_own else v for v, is_own in zip(values, own, strict=True)]
-                for dim in dims
+                for dim in (None, *(alone if len(alone) > 1 else ()))
             ]
             calls.append(_Call(f"a call with {length - 1} in place of {length}", attempts))
         return [call for call in calls if self._call(call)]
@@ -243,8 +249,8 @@ class Contract:
         wrong = self._values_differ("state", values, self.usual_values, words) if calls else None
         if wrong is None and before is not None:
             wrong = self._difference("state", "another forward in between changes the backward", before, self.first)
-            wrong = replace(wrong, guess=self._stale()) if wrong is not None else None
-            wrong = wrong and (self._lasting(calls, leaves, outputs) or wrong)
+            if wrong is not None:
+                wrong = self._lasting(calls, leaves, outputs) or replace(wrong, guess=self._stale())
         self.findings += [wrong] if wrong is not None else []
         return wrong is None
 

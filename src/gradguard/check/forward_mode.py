@@ -49,11 +49,13 @@ def check_forward_mode(
     except Exception as error:
         said = f"{type(error).__name__}: {error}".splitlines()[0][:_FEW_LETTERS]
         return "not checked", Finding("forward mode", f"not checked, it raises {said}")
-    moves = torch.where(differences.usable, found, 0.0)
+    moves = torch.where(differences.usable & found.isfinite(), found, 0.0)
     off = differences.cotangents @ moves - differences.gradients @ direction - known.error
     allowed = 2 * known.allowed(differences.relative)
     if bool((off.abs() <= allowed).all()):
         return "agrees", None
+    if not bool(found.isfinite().all()):
+        return "not checked", Finding("forward mode", "not checked, it is not finite here")
     return "wrong", _worst(differences, direction, moves)
 
 

@@ -259,7 +259,7 @@ class Search:
             self.unclear.append(_finding(worst, "", None, "nothing settles along a random direction"))
 
     def _examine_kinks_together(self) -> None:
-        """Move everything, or what is tied, by the same amount: at kinks and ties each element may be right, and their sum too large.
+        """Move everything, or what is tied, by the same amount: each element may be right, and their sum too large.
 
         Tied values stay tied, so that every right choice among them gives the same.
         """
