@@ -116,6 +116,8 @@ class Search:
         for _ in range(2 * self.count):
             direction = waiting[0][0] if waiting else next(drawn).mul_(self.open)
             found = waiting.pop(0)[1] if waiting else self.differences.along(direction)
+            if not self.differences.has_noise and bool((self._are_wrong(found) | self._say_nothing(found)).any()):
+                found = self.differences.along_each(direction[None], with_noise=True).of(0)
             is_wrong = self.is_wrong(found)
             if not is_wrong and not bool(self._say_nothing(found)):
                 self.agreed.append(found)
