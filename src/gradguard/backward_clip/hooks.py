@@ -178,8 +178,8 @@ class Clipping:
                 node = graph.nodes[position]
                 handle = node.register_prehook(self._prehook(node, Claim(pruned), name, sources))
                 self.handles.append(handle)
-                table = handle.hooks_dict_ref()
-                for later in [key for key in table or () if began < key < handle.id]:
+                table = handle.hooks_dict_ref() or {}
+                for later in [key for key in table if began < key < handle.id]:
                     table[later] = table.pop(later)  # the engine reads the dict below an OrderedDict's own order
         for tally in self.tallies:
             tally.forget()

@@ -174,7 +174,9 @@ class Contract:
         for row, cotangent in zip(self.gradients[1:], self.cotangents[1:], strict=True):
             function.backward(outputs, leaves, function.shaped(cotangent), keep=True, out=row)
         if len(self.gradients) == 1:
-            self._backward(outputs, leaves, [-v for v in self.shaped])
+            negative = self._backward(outputs, leaves, [-v for v in self.shaped])
+            if not (self.findings or _are_the_same(-negative, self.first)):
+                self._repeat()
         return [
             Finding(
                 "mutation",
@@ -330,9 +332,8 @@ class Contract:
                 ]
         found = {message: self._backward(outputs, leaves, other) for message, other in others.items()}
         if self.dtype in _NEARBY and len(others) > 1:
-            total = self._backward(
-                outputs, leaves, [sum(one[1:], one[0]) for one in zip(*others.values(), strict=True)]
-            )
+            sums = [torch.stack(one).sum(0) for one in zip(*others.values(), strict=True)]
+            total = self._backward(outputs, leaves, sums)
             if self._difference("layout", "", sum(found.values(), torch.zeros(())), total) is None:
                 return
         for message, other in others.items():

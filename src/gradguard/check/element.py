@@ -103,8 +103,8 @@ def diagnose(analytical: float, steps: list[_Step], relative: float, typical: fl
     kink = _kink(two_sided) if kind == "ok" else []
     if kink and decisive and chosen.step < min(s.size for s in kink):
         kink = []  # smaller steps have settled: what looked like a kink is curvature, or lies beside the point
-    if kink:
-        between = _subgradients(kink)
+    between = _subgradients(kink) if kink else None
+    if between is not None:
         slack = 5 * between.rounding + relative * max(abs(between.low), abs(between.high), abs(analytical))
         if between.low - slack <= analytical <= between.high + slack:
             return _at_kink(analytical, between, is_wrong=False)
@@ -115,7 +115,7 @@ def diagnose(analytical: float, steps: list[_Step], relative: float, typical: fl
         return Diagnosis("nan", True, *as_chosen) if has_derivative else Diagnosis("singular", False, *as_chosen)
     if abs(analytical) <= nothing and _is_constant(two_sided, chosen.value):
         return Diagnosis("jump", False, analytical, 0.0, chosen.bar, chosen.step)
-    if kink:
+    if between is not None:
         return _at_kink(analytical, between, is_wrong=True)
     if decisive and abs(chosen.value - analytical) > 5 * chosen.bar and not _wavers(limits, chosen, analytical):
         return Diagnosis("mismatch", True, *as_chosen)

@@ -65,9 +65,9 @@ def _limits(differences: Differences, direction: Tensor, generator: torch.Genera
     unit = direction / float((direction[moved].abs() / size[moved]).max())
     drawn = torch.randn((_RAYS, *size.shape), generator=generator, dtype=torch.float64)
     rates = []
+    whole = 2 * relative * (unit @ direction) / (direction @ direction)
     for distance in distances:
-        step = relative * distance * unit
-        length, rows = 2 * (step @ direction) / (direction @ direction), []
+        step, length, rows = relative * distance * unit, whole * distance, []
         centers = point + distance * size * torch.cat([drawn, _apart(differences, generator.clone_state())])
         for some in [centers] if differences.are_few else centers.split(1):
             change = function.values_at(some + step) - function.values_at(some - step)
@@ -78,7 +78,7 @@ def _limits(differences: Differences, direction: Tensor, generator: torch.Genera
         for (large, small), (first, second) in zip(pairwise(rates), pairwise(distances), strict=True)
     ]
     weight = 1 + 2 / (distances[-2] / distances[-1] - 1)
-    rounding = weight * differences.noise / (0.5 * length)
+    rounding = weight * differences.noise / (0.5 * whole * distances[-1])
     return extrapolated[-1], (extrapolated[-1] - extrapolated[-2]).abs() + 3 * rounding
 
 
